@@ -1,0 +1,41 @@
+"""gpuload: a GPU-accelerated dataframe loader for LLM post-training.
+
+    prompts = gpuload.load("train/*.parquet", tokenizer="Qwen/Qwen2.5-7B-Instruct", max_prompt_length=1024)
+    for batch in prompts.loader(batch_size=256, shuffle=True, seed=0):
+        batch["input_ids"]  # int64 (256, 1024), left-padded
+
+Importing this package imports neither torch nor CUDA: names are looked up when they are first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from gpuload.dataset import PromptDataset, collate_fn
+    from gpuload.errors import GpuloadError
+    from gpuload.loader import PromptLoader
+    from gpuload.options import Options
+    from gpuload.pipeline import load
+
+_HOMES = {
+    "load": "gpuload.pipeline",
+    "PromptDataset": "gpuload.dataset",
+    "collate_fn": "gpuload.dataset",
+    "PromptLoader": "gpuload.loader",
+    "Options": "gpuload.options",
+    "GpuloadError": "gpuload.errors",
+}
+
+__all__ = ["GpuloadError", "Options", "PromptDataset", "PromptLoader", "collate_fn", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'gpuload' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

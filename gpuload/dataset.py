@@ -1,0 +1,166 @@
+"""PromptDataset: what a load gives. Rows as verl's dicts, whole batches in one gather, and the columns behind them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from gpuload.arrays import Ragged
+from gpuload.columns import Columns
+from gpuload.engines.engine import Engine
+from gpuload.errors import PromptTooLongError
+from gpuload.fingerprint import Fingerprint
+from gpuload.loader import PromptLoader
+from gpuload.options import Options, Padding
+from gpuload.report import Report
+
+Row = dict[str, Any]
+
+
+class PromptDataset(torch.utils.data.Dataset[Row]):
+    """Tokenized prompts with the columns of their files.
+
+    A row is a dict of verl's keys; L is `max_prompt_length`, or the row's own length with `padding="longest"`:
+
+        input_ids, attention_mask, position_ids   int64 tensors (L,), left-padded
+        raw_prompt_ids                            list[int], unpadded, truncated by the same rule
+        raw_prompt                                list[dict], with `return_raw_chat`
+        full_prompts                              str, with `return_full_prompt`
+        index                                     extra_info["index"], else 0
+        every other column of the files           Python objects
+
+    Made by `gpuload.load`.
+
+    Attributes:
+        tokens: all ids, ragged; int32.
+        report: what the load did.
+        fingerprint: tells this data from other data.
+    """
+
+    def __init__(
+        self,
+        tokens: Ragged,
+        columns: Columns,
+        origin: np.ndarray[Any, Any],
+        engine: Engine,
+        options: Options,
+        pad_token_id: int,
+        report: Report,
+        fingerprint: Fingerprint,
+    ):
+        self.tokens = tokens
+        self.options = options
+        self.pad_token_id = pad_token_id
+        self.report = report
+        self.fingerprint = fingerprint
+        self._columns = columns
+        self._origin = origin
+        self._pad = engine.pad
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __repr__(self) -> str:
+        return (
+            f"PromptDataset({len(self):,} rows, {len(self.tokens.values):,} tokens, {', '.join(self._columns.names)})"
+        )
+
+    @property
+    def columns(self) -> pa.Table:
+        """The passed-through columns of all rows as one Arrow table."""
+        return self._columns.table()
+
+    def origin(self, row: int) -> tuple[str, int]:
+        """The file a row is from, and its number there."""
+        source, number = self._origin[row]
+        return self.report.files[source], int(number)
+
+    def __getitem__(self, row: int) -> Row:
+        return self.__getitems__([row])[0]
+
+    def __getitems__(self, rows: Sequence[int]) -> list[Row]:
+        """Several rows at the cost of one gather: torch's loaders call this once per batch.
+
+        Raises:
+            IndexError: no such row.
+            PromptTooLongError: a row over `max_prompt_length`, with `truncation="error"`.
+        """
+        batch = self.batch(rows)
+        return [{key: values[slot] for key, values in batch.items()} for slot in range(len(rows))]
+
+    def batch(self, rows: Sequence[int] | np.ndarray[Any, Any], padding: Padding = "max_length") -> dict[str, Any]:
+        """B rows with B in front of every key's shape: tensors (B, L), and 1-d object arrays for everything else.
+
+        Args:
+            rows: row numbers; negative ones count from the end.
+            padding: to `max_prompt_length`, or to the longest row of the batch.
+        """
+        numbers = self._check(rows)
+        length = self.options.max_prompt_length
+        tokens = self.tokens.take(numbers).truncate(length, self.options.truncation)
+        width = length if padding == "max_length" else int(tokens.lengths.max(initial=0))
+        taken: dict[str, Any] = self._columns.take(numbers)
+        taken |= self._pad(tokens, width, self.pad_token_id)
+        taken["raw_prompt_ids"] = tokens.to_lists()
+        taken["index"] = [_index(extra) for extra in taken.get("extra_info", [None] * len(numbers))]
+        if self.options.return_raw_chat:
+            taken["raw_prompt"] = [
+                [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+                for prompt in taken["raw_prompt"]
+            ]
+        return {
+            key: values if isinstance(values, torch.Tensor) else _object_array(values) for key, values in taken.items()
+        }
+
+    def loader(self, batch_size: int, **settings: Any) -> PromptLoader:
+        """An iterator over device batches with a state that can be saved; see `PromptLoader` for the settings.
+
+        `shuffle` and `seed` are those given to `load`, where not given here.
+        """
+        settings = {"shuffle": self.options.shuffle, "seed": self.options.seed or 0} | settings
+        return PromptLoader(self, batch_size, **settings)
+
+    def _check(self, rows: Sequence[int] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        numbers = np.asarray(rows, np.int64).reshape(-1)
+        outside = numbers[(numbers < -len(self)) | (numbers >= len(self))]
+        if len(outside):
+            raise IndexError(f"row {outside[0]} of a data set of {len(self)} rows")
+        numbers = np.where(numbers < 0, numbers + len(self), numbers)
+        limit = self.options.max_prompt_length
+        if self.options.truncation == "error":
+            lengths = self.tokens.lengths[numbers]
+            for number in numbers[lengths > limit]:
+                file, place = self.origin(number)
+                raise PromptTooLongError(
+                    f"row {number} ({file} row {place}) has {self.tokens.lengths[number]} tokens, more than "
+                    f"max_prompt_length={limit}: raise it, set truncation to 'left', 'right' or 'middle', or set "
+                    "filter_overlong_prompts=True"
+                )
+        return numbers
+
+
+def collate_fn(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Rows → a batch, as verl collates: tensors are stacked, everything else becomes a 1-d array of objects.
+
+    For stock torch loaders: `DataLoader(prompts, batch_size=256, collate_fn=gpuload.collate_fn)`.
+    """
+    values: dict[str, list[Any]] = {}
+    for row in rows:
+        for key, value in row.items():
+            values.setdefault(key, []).append(value)
+    return {
+        key: torch.stack(items) if all(isinstance(item, torch.Tensor) for item in items) else _object_array(items)
+        for key, items in values.items()
+    }
+
+
+def _index(extra_info: Any) -> Any:
+    index = extra_info.get("index") if isinstance(extra_info, Mapping) else None
+    return 0 if index is None else index
+
+
+def _object_array(values: Sequence[Any]) -> np.ndarray[Any, Any]:
+    """One-dimensional whatever the values: `np.array` makes a matrix of lists that happen to be equally long."""
+    return np.fromiter(values, object, len(values))

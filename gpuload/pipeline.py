@@ -1,0 +1,256 @@
+"""load(): the whole pipeline on one page.
+
+    sources.py    files, globs, URLs → local files, fetched once
+    read.py       files → tables of Arrow, some thousand rows at a time
+    engines/      prompts → text → token ids
+    here          lengths, filter
+    verify.py     the fast path against the reference
+    dataset.py    what the user gets
+
+Reading, rendering and encoding of successive batches overlap (stages.py).
+"""
+
+import time
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from tqdm import tqdm
+
+from gpuload.arrays import Ragged
+from gpuload.columns import Columns
+from gpuload.dataset import PromptDataset
+from gpuload.engines.cpu import CpuEngine
+from gpuload.engines.engine import Engine
+from gpuload.errors import DataError, DeviceError, MismatchError
+from gpuload.fingerprint import fingerprint
+from gpuload.options import Options
+from gpuload.read import Source, check_prompt_column, invalid_rows, is_frame, open_file, open_frame
+from gpuload.report import Report
+from gpuload.sources import resolve
+from gpuload.stages import Batch, Rows, ahead, read, stage
+from gpuload.template.rows import check_prompt_type
+from gpuload.tokenizer.reference import Reference
+from gpuload.verify import Verifier
+
+
+def load(files: Any, tokenizer: Any = None, /, **options: Any) -> PromptDataset:
+    """Loads prompts as exact token batches.
+
+    >>> prompts = gpuload.load("train/*.parquet", "Qwen/Qwen2.5-7B-Instruct", max_prompt_length=1024)
+    >>> print(prompts.report)
+
+    Args:
+        files: a path, glob, folder or URL (s3, gs, hf, hdfs, http, ...) of .parquet, .json or .jsonl files, or a list
+            of them; or a frame in memory: `pyarrow.Table`, `pandas.DataFrame`, `datasets.Dataset`.
+        tokenizer: a path, a hub id, a transformers tokenizer or a `tokenizers.Tokenizer`; also as a keyword.
+        **options: see `gpuload.Options`. verl's `data:` section can be passed as it is.
+
+    Raises:
+        OptionError, SourceError, DataError, TokenizerError, DeviceError; with `strict=True` also MismatchError.
+    """
+    started = time.perf_counter()
+    tokenizer = options.pop("tokenizer", None) if tokenizer is None else tokenizer
+    chosen = Options.parse(options)
+    sources = _open(files, chosen)
+    wanted = _samples(sum(source.num_rows for source in sources), chosen)
+    reference = Reference(tokenizer, chosen)
+    engine = _engine(chosen, reference)
+    opened = time.perf_counter() - started
+
+    dataset = _run(sources, wanted, reference, engine, chosen)
+    mismatches = dataset.report.check.mismatches
+    if mismatches:
+        message = f"the fast path differs from the tokenizer in {len(mismatches)} rows: {'; '.join(mismatches[:3])}"
+        if chosen.strict:
+            raise MismatchError(f"{message}. With strict=False the load would fall back to the tokenizer itself")
+        warnings.warn(f"{message}. Loading again with the tokenizer itself, slowly", stacklevel=2)
+        dataset = _run(sources, wanted, reference, _engine(chosen, reference, exact_only=True), chosen)
+        dataset.report.notes.append(message)
+    dataset.report.seconds |= {"open": opened, "total": time.perf_counter() - started}
+    return dataset
+
+
+def _open(files: Any, options: Options) -> list[Source]:
+    if is_frame(files):
+        sources = [open_frame(files, type(files).__name__)]
+    else:
+        sources = [open_file(file) for file in resolve(files, options.cache_dir)]
+    if not any(source.num_rows for source in sources):
+        raise DataError(f"no rows in {', '.join(source.name for source in sources)}")
+    for source in sources:
+        if source.num_rows:
+            check_prompt_column(source, options.prompt_key)
+            kind = source.schema.field(options.prompt_key).type
+            check_prompt_type(kind, f"{source.name}: column {options.prompt_key!r}")
+    return sources
+
+
+def _samples(total: int, options: Options) -> Rows | None:
+    """Which rows to take, in which order; None for all. Drawn as verl draws them, so that both take the same."""
+    if not 0 < options.max_samples < total:
+        return None
+    if not options.shuffle:
+        return np.arange(options.max_samples)
+    return np.random.default_rng(options.seed).choice(total, size=options.max_samples, replace=False)
+
+
+def _engine(options: Options, reference: Reference, exact_only: bool = False) -> Engine:
+    if options.device.startswith("cuda"):
+        raise DeviceError(f"device={options.device!r}: this version has no GPU engine yet: use device='cpu' or 'auto'")
+    return CpuEngine(reference, exact_only)
+
+
+def _run(
+    sources: list[Source], wanted: Rows | None, reference: Reference, engine: Engine, options: Options
+) -> PromptDataset:
+    """One pass over the rows: read → render → encode → filter, then one store of all that was kept."""
+    report = Report(
+        [source.name for source in sources],
+        options.max_prompt_length,
+        engine.description,
+        list(engine.notes),
+        overlong_dropped=options.filter_overlong_prompts,
+        source_bytes=sum(source.nbytes for source in sources),
+    )
+    verifier = Verifier(options.verify, reference)
+    tables: list[pa.Table] = []
+    tokens: list[Ragged] = []
+    places: list[Rows] = []  # (n, 2): source, row in the source
+    with ExitStack() as stack:
+        bar = stack.enter_context(_progress(sources, wanted, options))
+        for batch in _encoded(sources, wanted, engine, options, report, stack):
+            source = sources[batch.source].name
+            assert batch.rendered is not None
+            assert batch.tokens is not None
+            verifier.see(source, batch.rows, prompts_of(batch, options), batch.rendered.text, batch.tokens)
+            keep = _filter(batch, source, report, options)
+            kept = np.flatnonzero(keep)
+            tables.append(_kept_columns(batch, keep, options))
+            tokens.append(batch.tokens if keep.all() else batch.tokens.take(kept))
+            places.append(np.stack([np.full(len(kept), batch.source), batch.rows[kept]], axis=1))
+            bar.update(len(keep))
+    report.check = verifier.finish()
+    report.rows_kept = sum(len(part) for part in tokens)
+    if not report.rows_kept:
+        raise DataError(_nothing_left(report))
+
+    store = Ragged.concatenate(tokens)
+    tokens.clear()
+    origin = np.concatenate(places)
+    order = _order(origin, sources, wanted)
+    if order is not None:
+        store, origin = store.take(order), origin[order]
+    report.tokens, report.longest = len(store.values), int(store.lengths.max())
+    return PromptDataset(
+        store,
+        Columns(_drain(tables), order),
+        origin,
+        engine,
+        options,
+        reference.pad_token_id,
+        report,
+        fingerprint(sources, reference, options, store),
+    )
+
+
+def _encoded(
+    sources: list[Source], wanted: Rows | None, engine: Engine, options: Options, report: Report, stack: ExitStack
+) -> Iterator[Batch]:
+    """The batches after the three heavy stages, each stage in a thread of its own."""
+
+    def render(batch: Batch) -> None:
+        batch.rendered = engine.render(prompts_of(batch, options))
+
+    def encode(batch: Batch) -> None:
+        assert batch.rendered is not None
+        batch.tokens = engine.encode(batch.rendered.text)
+
+    threads = [stack.enter_context(ThreadPoolExecutor(1, name)) for name in ("read", "render", "encode")]
+    batches = ahead(read(sources, wanted, report.seconds), threads[0])
+    batches = ahead(stage("render", render, batches, report.seconds), threads[1])
+    return ahead(stage("encode", encode, batches, report.seconds), threads[2])
+
+
+def prompts_of(batch: Batch, options: Options) -> pa.Array:
+    """The prompt column of a batch as one array."""
+    column = batch.table.column(options.prompt_key).combine_chunks()
+    return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+
+
+def _filter(batch: Batch, source: str, report: Report, options: Options) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """(n,) which rows stay: those with tokens, and not too many of them. Counts the others."""
+    assert batch.rendered is not None
+    assert batch.tokens is not None
+    refused = batch.rendered.refused | invalid_rows(batch.table.drop_columns([options.prompt_key]))
+    keep = np.ones(len(batch.rows), bool)
+    for row, reason in sorted(refused.items()):
+        place = f"{source} row {batch.rows[row]}"
+        if options.strict:
+            raise DataError(f"{place}: {reason}. With strict=False such rows are dropped and counted")
+        report.refuse(place, reason)
+        keep[row] = False
+    lengths = batch.tokens.lengths
+    overlong = keep & (lengths > options.max_prompt_length)
+    report.rows_read += len(keep)
+    report.by_reference += batch.rendered.by_reference
+    report.text_bytes += batch.rendered.nbytes
+    report.overlong += int(overlong.sum())
+    if keep.any():
+        shortest = int(lengths[keep].min())
+        report.shortest = min(report.shortest, shortest) if report.shortest else shortest
+    return keep & ~overlong if options.filter_overlong_prompts else keep
+
+
+def _kept_columns(batch: Batch, keep: np.ndarray[Any, Any], options: Options) -> pa.Table:
+    """What stays of a batch's columns: all but the prompt, and what rows are to carry of it."""
+    assert batch.rendered is not None
+    table = batch.table.drop_columns([options.prompt_key])
+    if options.return_raw_chat:
+        table = _with_column(table, "raw_prompt", batch.table.column(options.prompt_key))
+    if options.return_full_prompt:
+        table = _with_column(table, "full_prompts", batch.rendered.text)
+    return table if keep.all() else table.filter(pa.array(keep))
+
+
+def _with_column(table: pa.Table, name: str, column: Any) -> pa.Table:
+    if name in table.schema.names:
+        table = table.drop_columns([name])
+    return table.append_column(name, column)
+
+
+def _order(origin: Rows, sources: list[Source], wanted: Rows | None) -> Rows | None:
+    """How to bring rows that were read in the files' order into the order in which they were drawn."""
+    if wanted is None or bool(np.all(np.diff(wanted) > 0)):
+        return None
+    starts = np.cumsum([0] + [source.num_rows for source in sources])
+    by_number = np.argsort(wanted)
+    found = np.searchsorted(wanted, starts[origin[:, 0]] + origin[:, 1], sorter=by_number)
+    return np.argsort(by_number[found])
+
+
+def _nothing_left(report: Report) -> str:
+    lines = [f"none of {report.rows_read:,} rows is left"]
+    if report.overlong:
+        lines.append(
+            f"  overlong   {report.overlong:,} rows are over max_prompt_length={report.max_prompt_length} tokens: "
+            f"the shortest has {report.shortest}"
+        )
+    return "\n".join(lines + ([report.reasons()] if report.refused else []))
+
+
+def _progress(sources: list[Source], wanted: Rows | None, options: Options) -> Any:
+    total = sum(source.num_rows for source in sources) if wanted is None else len(wanted)
+    # None: tqdm shows a bar where standard error is a terminal.
+    disable = None if options.progress is None else not options.progress
+    return tqdm(total=total, desc="prompts", unit=" rows", unit_scale=True, disable=disable, leave=False)
+
+
+def _drain(tables: list[pa.Table]) -> Iterator[pa.Table]:
+    """Gives the tables away one by one, so that each is freed as soon as its copy is made."""
+    while tables:
+        yield tables.pop(0)

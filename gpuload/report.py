@@ -1,0 +1,102 @@
+"""What a load did, for people: rows, reasons, seconds, exactness."""
+
+from dataclasses import dataclass, field
+
+from gpuload.verify import Check
+
+_EXAMPLES = 5
+
+
+@dataclass
+class Report:
+    """Filled while a load runs.
+
+    Attributes:
+        files: the sources' names.
+        rows_read: rows looked at (after `max_samples`).
+        rows_kept: rows in the data set.
+        overlong: rows longer than `max_prompt_length`: dropped, or kept with `filter_overlong_prompts=False`.
+        overlong_dropped: whether they were dropped.
+        refused: reason → number of rows dropped for it.
+        examples: reason → the first rows, as "file row N".
+        by_reference: rows that transformers rendered one conversation at a time.
+        source_bytes, text_bytes, tokens: of files, of rendered text, of kept ids.
+        shortest, longest: kept rows, in tokens.
+        seconds: stage → seconds of work; stages overlap, so that they add up to more than `total`.
+        engine: what did the work; notes: why something faster did not.
+        check: the comparison with the reference.
+    """
+
+    files: list[str]
+    max_prompt_length: int
+    engine: str = ""
+    notes: list[str] = field(default_factory=list)
+    rows_read: int = 0
+    rows_kept: int = 0
+    overlong: int = 0
+    overlong_dropped: bool = True
+    refused: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+    by_reference: int = 0
+    source_bytes: int = 0
+    text_bytes: int = 0
+    tokens: int = 0
+    shortest: int = 0
+    longest: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    check: Check = field(default_factory=Check)
+
+    @property
+    def rows_refused(self) -> int:
+        return sum(self.refused.values())
+
+    def refuse(self, place: str, reason: str) -> None:
+        """Counts a row that has no tokens."""
+        self.refused[reason] = self.refused.get(reason, 0) + 1
+        examples = self.examples.setdefault(reason, [])
+        if len(examples) < _EXAMPLES:
+            examples.append(place)
+
+    def reasons(self) -> str:
+        """The refusals, one line each, the most frequent first."""
+        return "\n".join(
+            f"  refused    {count:,} rows: {reason} ({', '.join(self.examples[reason])}{', ...' * (count > _EXAMPLES)})"
+            for reason, count in sorted(self.refused.items(), key=lambda item: -item[1])[:10]
+        )
+
+    def __str__(self) -> str:
+        files = self.files[0] if len(self.files) == 1 else f"{len(self.files)} files"
+        total = self.seconds.get("total", 0.0)
+        dropped = self.rows_read - self.rows_kept
+        what = "dropped" if self.overlong_dropped else "kept, for truncation"
+        lines = [
+            f"{files}: {self.rows_read:,} rows read, {self.rows_kept:,} kept, {dropped:,} dropped",
+            f"  overlong   {self.overlong:,} rows of more than {self.max_prompt_length:,} tokens ({what})",
+        ]
+        if self.refused:
+            lines.append(self.reasons())
+        if self.rows_kept:
+            mean = self.tokens / self.rows_kept
+            lines.append(
+                f"  tokens     {self.tokens:,}; a row has {self.shortest:,} to {self.longest:,}, {mean:,.0f} on average"
+            )
+        lines += [
+            f"  bytes      {_mb(self.source_bytes)} of files, {_mb(self.text_bytes)} of rendered text",
+            "  seconds    " + ", ".join(f"{name} {value:.2f}" for name, value in self.seconds.items()),
+            f"  speed      {self.rows_read / total if total else 0:,.0f} rows/s",
+            f"  engine     {self.engine}",
+            *(f"             {note}" for note in self.notes),
+            f"  exactness  {self._exactness()}",
+        ]
+        return "\n".join(lines)
+
+    def _exactness(self) -> str:
+        check = self.check
+        if not check.rows:
+            return "not checked"
+        differ = f"{len(check.mismatches)} differ" if check.mismatches else "none differs"
+        return f"{check.rows:,} rows compared with the reference in {check.seconds:.2f} s, {differ}"
+
+
+def _mb(nbytes: int) -> str:
+    return f"{nbytes / 1e6:,.1f} MB"

@@ -1,0 +1,92 @@
+"""The batches of a load and the belt they travel on: read, one batch ahead, timed.
+
+Each stage is a generator over the one before it. `ahead` runs a generator in a thread of its own, one item ahead of
+its consumer, so that while one batch is encoded the next is rendered and the one after it is read.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from gpuload.arrays import Ragged
+from gpuload.read import Source
+from gpuload.template import Rendered
+
+Rows = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass
+class Batch:
+    """Some rows of one source, with what the stages have made of them so far.
+
+    Attributes:
+        source: number of the source.
+        rows: (n,) row numbers in that source.
+        table: their columns.
+        rendered: their texts.
+        tokens: their ids.
+    """
+
+    source: int
+    rows: Rows
+    table: pa.Table
+    rendered: Rendered | None = None
+    tokens: Ragged | None = None
+
+
+def read(sources: Sequence[Source], wanted: Rows | None, seconds: dict[str, float]) -> Iterator[Batch]:
+    """The rows of all sources, batch by batch.
+
+    Args:
+        wanted: which rows to read, numbered over all sources, in any order; None for all.
+        seconds: the time spent is added to its "read".
+    """
+    ascending = None if wanted is None else np.sort(wanted)
+    source_start = 0
+    for number, source in enumerate(sources):
+        row = 0
+        tables = source.batches()
+        while (table := _timed_next(tables, seconds)) is not None:
+            rows = np.arange(row, row + table.num_rows)
+            row += table.num_rows
+            if ascending is not None:
+                first, last = np.searchsorted(ascending, [source_start + rows[0], source_start + rows[-1] + 1])
+                if last - first < len(rows):
+                    picked = ascending[first:last] - source_start
+                    table, rows = table.take(pa.array(picked - rows[0])), picked
+            if len(rows):
+                yield Batch(number, rows, table)
+            if ascending is not None and source_start + row > ascending[-1]:
+                return
+        source_start += source.num_rows
+
+
+def stage(
+    name: str, work: Callable[[Batch], None], batches: Iterator[Batch], seconds: dict[str, float]
+) -> Iterator[Batch]:
+    """`work` done on each batch, its time added to `seconds[name]`."""
+    for batch in batches:
+        started = time.perf_counter()
+        work(batch)
+        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - started
+        yield batch
+
+
+def ahead(batches: Iterator[Batch], thread: Executor) -> Iterator[Batch]:
+    """The same batches, the next one made in `thread` while the consumer is busy with this one."""
+    coming = thread.submit(next, batches, None)
+    while (batch := coming.result()) is not None:
+        coming = thread.submit(next, batches, None)
+        yield batch
+
+
+def _timed_next(tables: Iterator[pa.Table], seconds: dict[str, float]) -> pa.Table | None:
+    started = time.perf_counter()
+    table = next(tables, None)
+    seconds["read"] = seconds.get("read", 0.0) + time.perf_counter() - started
+    return table

@@ -1,0 +1,1 @@
+"""A tokenizer: what it does by definition (reference.py) and how the host does it fast (host.py)."""

@@ -1,0 +1,186 @@
+"""The reference: the tokenizer object the user passed. What it answers is right, whatever its file on disk says.
+
+Everything that is fast in this project is measured against these few calls, and hands over to them what it cannot do.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gpuload.errors import TokenizerError
+from gpuload.options import Options
+
+Prompt = str | list[dict[str, Any]]
+
+# Arguments that make `apply_chat_template` encode in a way of its own, rather than render and then encode.
+_OWN_ENCODING = ("sanitize_control_tokens", "tokenizer_kwargs", "return_assistant_tokens_mask")
+
+
+class Reference:
+    """The two calls that define every token: render a prompt, encode the text.
+
+    Args:
+        tokenizer: a path, a hub id, a transformers tokenizer (fast or slow) or a `tokenizers.Tokenizer`.
+        options: of the load; `chat_template`, `apply_chat_template_kwargs` and `pad_token_id` are used.
+
+    Attributes:
+        tokenizer: the transformers tokenizer.
+        pad_token_id: the padding token, `eos_token_id` where it has none.
+
+    Raises:
+        TokenizerError: it cannot be loaded, has no chat template although one is asked for, or nothing to pad with.
+    """
+
+    def __init__(self, tokenizer: Any, options: Options):
+        self.tokenizer = _load(tokenizer, options)
+        self.name = getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
+        self.uses_template = options.chat_template is not None
+        self._kwargs: dict[str, Any] = {"add_generation_prompt": True, **options.apply_chat_template_kwargs}
+        if options.chat_template not in (None, "default"):
+            self._kwargs["chat_template"] = options.chat_template
+        if self.uses_template:
+            self._check_template()
+        self.pad_token_id = self._pad_token_id(options)
+
+    def _check_template(self) -> None:
+        try:
+            self.tokenizer.get_chat_template(self._kwargs.get("chat_template"), self._kwargs.get("tools"))
+        except Exception as error:
+            if self.tokenizer.__class__.apply_chat_template is not _base_class().apply_chat_template:
+                return  # a class with a way of its own needs no template
+            raise TokenizerError(
+                f"tokenizer {self.name} has no usable chat template ({str(error).splitlines()[0]:.120}): pass "
+                "chat_template=... (the text of one), or chat_template=None for prompts that are plain strings"
+            ) from error
+
+    def _pad_token_id(self, options: Options) -> int:
+        if options.pad_token_id is not None:
+            return options.pad_token_id
+        for token_id in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
+            if token_id is not None:
+                return int(token_id)
+        raise TokenizerError(
+            f"tokenizer {self.name} has no pad and no eos token: set tokenizer.pad_token or pass pad_token_id=..."
+        )
+
+    @property
+    def backend(self) -> Any | None:
+        """The `tokenizers.Tokenizer` inside, None for a slow tokenizer."""
+        return getattr(self.tokenizer, "backend_tokenizer", None)
+
+    @property
+    def encodes_rendered_text(self) -> bool:
+        """Whether the ids of a prompt are the ids of its rendered text: not with arguments that say otherwise, and not
+        for a class that overrides `apply_chat_template`."""
+        return not any(self._kwargs.get(key) for key in _OWN_ENCODING) and (
+            type(self.tokenizer).apply_chat_template is _base_class().apply_chat_template
+        )
+
+    def render(self, prompt: Prompt) -> str:
+        """The text of one prompt. A plain string is one user message, or itself without a chat template.
+
+        Raises:
+            Exception: whatever the template raises on a conversation it refuses.
+        """
+        if not self.uses_template:
+            return _plain(prompt)
+        text: str = self.tokenizer.apply_chat_template(_messages(prompt), tokenize=False, **self._kwargs)
+        return text
+
+    def render_many(self, prompts: Sequence[Prompt]) -> list[str]:
+        """`render` for several prompts, at less cost for each."""
+        if not self.uses_template:
+            return [_plain(prompt) for prompt in prompts]
+        if not prompts:
+            return []
+        conversations = [_messages(prompt) for prompt in prompts]
+        return list(self.tokenizer.apply_chat_template(conversations, tokenize=False, **self._kwargs))
+
+    def ids(self, prompt: Prompt) -> list[int]:
+        """The token ids of one prompt, rendered and encoded in one call: the definition of right."""
+        if not self.uses_template:
+            return self.encode(_plain(prompt))
+        answer = self.tokenizer.apply_chat_template(
+            _messages(prompt), tokenize=True, return_dict=True, return_tensors=None, **self._kwargs
+        )
+        return list(answer["input_ids"])
+
+    def encode(self, text: str) -> list[int]:
+        """The token ids of a text, no special tokens added."""
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def special_texts(self) -> list[str]:
+        """The texts of added tokens (`<|im_start|>` ...)."""
+        return [str(token) for token in self.tokenizer.get_added_vocab()]
+
+    def special_ids(self) -> list[int]:
+        """The ids of added tokens."""
+        return [int(token_id) for token_id in self.tokenizer.get_added_vocab().values()]
+
+    def fingerprint(self) -> str:
+        """Tells tokenizers apart: model, added tokens, template and its constants."""
+        backend = self.backend
+        model = backend.to_str() if backend is not None else json.dumps(sorted(self.tokenizer.get_vocab().items()))
+        rest = [type(self.tokenizer).__name__, self.tokenizer.chat_template, self._kwargs, self.uses_template]
+        return hashlib.blake2b(f"{model}{rest}".encode(errors="backslashreplace"), digest_size=12).hexdigest()
+
+
+def problem(prompt: Any) -> str | None:
+    """Why a prompt cannot be rendered whatever the template: nulls, nothing at all, things that are not messages."""
+    if prompt is None:
+        return "prompt is null"
+    if isinstance(prompt, str):
+        return None
+    if not isinstance(prompt, list):
+        return f"prompt is neither a string nor a list of messages but {type(prompt).__name__}"
+    if not prompt:
+        return "prompt is an empty list"
+    for number, message in enumerate(prompt):
+        if not isinstance(message, Mapping):
+            return f"message {number} is not an object but {message!r:.40}"
+        if message.get("content") is None and not message.get("tool_calls"):
+            return f"content of message {number} is {'null' if 'content' in message else 'missing'}"
+    return None
+
+
+def _messages(prompt: Prompt) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def _plain(prompt: Prompt) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    raise ValueError("chat_template=None takes plain strings, and this prompt is a list of messages")
+
+
+def _base_class() -> Any:
+    from transformers import PreTrainedTokenizerBase
+
+    return PreTrainedTokenizerBase
+
+
+def _load(tokenizer: Any, options: Options) -> Any:
+    if tokenizer is None:
+        raise TokenizerError("no tokenizer given: pass a path, a hub id or a tokenizer object")
+    if isinstance(tokenizer, str | os.PathLike):
+        from transformers import AutoTokenizer
+
+        name = os.path.expanduser(os.fspath(tokenizer))
+        try:
+            return AutoTokenizer.from_pretrained(name, trust_remote_code=options.trust_remote_code)
+        except Exception as error:
+            where = "this folder" if os.path.isdir(name) else "neither a folder here nor had from the hub"
+            raise TokenizerError(f"tokenizer {name!r}: {where} ({type(error).__name__}: {error!s:.300})") from error
+    if type(tokenizer).__module__.split(".")[0] == "tokenizers":
+        from transformers import PreTrainedTokenizerFast
+
+        padding = tokenizer.padding or {}
+        return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=padding.get("pad_token"))
+    if not isinstance(tokenizer, _base_class()):
+        raise TokenizerError(
+            f"tokenizer is a {type(tokenizer).__name__}: pass a path, a hub id, a transformers tokenizer or a "
+            "tokenizers.Tokenizer"
+        )
+    return tokenizer
