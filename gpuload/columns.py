@@ -6,7 +6,7 @@ a file does not have is None in its rows.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,18 +39,23 @@ class Columns:
     def nbytes(self) -> int:
         return sum(batch.nbytes for batch in self._batches)
 
-    def take(self, rows: np.ndarray[Any, Any]) -> dict[str, list[Any]]:
+    def take(self, rows: np.ndarray[Any, Any], names: Sequence[str] | None = None) -> dict[str, list[Any]]:
         """The given rows as one list of Python objects per column.
 
         Args:
             rows: (m,) row numbers.
+            names: of the columns; None for all.
         """
+        names = self.names if names is None else names
         stored = self._index[rows]
         batch_of = np.searchsorted(self._starts, stored, side="right") - 1
-        taken: dict[str, list[Any]] = {name: [None] * len(rows) for name in self.names}
+        taken: dict[str, list[Any]] = {name: [None] * len(rows) for name in names}
         for number in np.unique(batch_of):
             slots = np.flatnonzero(batch_of == number)
-            picked = self._batches[number].take(pa.array(stored[slots] - self._starts[number]))
+            batch = self._batches[number]
+            picked = batch.select([name for name in names if name in batch.schema.names]).take(
+                pa.array(stored[slots] - self._starts[number])
+            )
             for name, column in zip(picked.schema.names, picked.columns, strict=True):
                 values = to_python(column)
                 if len(slots) == len(rows):

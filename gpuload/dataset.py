@@ -72,6 +72,16 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
         """The passed-through columns of all rows as one Arrow table."""
         return self._columns.table()
 
+    @property
+    def column_types(self) -> pa.Schema:
+        """The passed-through columns with the types of the first file that has them."""
+        return self._columns.schema()
+
+    def take(self, names: Sequence[str], rows: Sequence[int] | None = None) -> dict[str, list[Any]]:
+        """Passed-through columns as Python objects, all rows or some, without making tensors."""
+        numbers = np.arange(len(self)) if rows is None else np.asarray(rows, np.int64)
+        return self._columns.take(numbers, names)
+
     def origin(self, row: int) -> tuple[str, int]:
         """The file a row is from, and its number there."""
         source, number = self._origin[row]

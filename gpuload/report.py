@@ -71,8 +71,9 @@ class Report:
         what = "dropped" if self.overlong_dropped else "kept, for truncation"
         lines = [
             f"{files}: {self.rows_read:,} rows read, {self.rows_kept:,} kept, {dropped:,} dropped",
-            f"  overlong   {self.overlong:,} rows of more than {self.max_prompt_length:,} tokens ({what})",
         ]
+        if self.overlong:
+            lines.append(f"  overlong   {self.overlong:,} rows of more than {self.max_prompt_length:,} tokens ({what})")
         if self.refused:
             lines.append(self.reasons())
         if self.rows_kept:

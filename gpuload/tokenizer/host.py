@@ -86,24 +86,11 @@ def _needs_itself(reference: Reference) -> str | None:
     return None
 
 
-def _clean_backend(reference: Reference) -> Any:
-    """The backend without the truncation and padding that may be stored in it: `apply_chat_template` uses neither."""
-    backend: Any = reference.backend
-    if backend.truncation is None and backend.padding is None:
-        return backend
-    from tokenizers import Tokenizer
-
-    clean = Tokenizer.from_str(backend.to_str())
-    clean.no_truncation()
-    clean.no_padding()
-    return clean
-
-
 def _gigatoken(reference: Reference) -> HostEncoder:
     import awkward
     import gigatoken
 
-    tokenizer = gigatoken.Tokenizer.from_json(_clean_backend(reference).to_str())
+    tokenizer = gigatoken.Tokenizer.from_json(reference.model_json)
 
     def encode(text: pa.LargeStringArray) -> Ragged:
         offsets = np.frombuffer(text.buffers()[1], np.int64)[text.offset : text.offset + len(text) + 1]
@@ -122,7 +109,14 @@ def _gigatoken(reference: Reference) -> HostEncoder:
 
 
 def _tokenizers(reference: Reference) -> HostEncoder:
-    backend = _clean_backend(reference)
+    from tokenizers import Tokenizer
+
+    backend: Any = reference.backend
+    if backend.truncation is not None or backend.padding is not None:
+        # Stored in the tokenizer, and used by nothing that `apply_chat_template` does.
+        backend = Tokenizer.from_str(reference.model_json)
+        backend.no_truncation()
+        backend.no_padding()
 
     def encode(text: pa.LargeStringArray) -> Ragged:
         rows = backend.encode_batch_fast(text.to_pylist(), add_special_tokens=False)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from gpuload.errors import TokenizerError
@@ -70,6 +71,12 @@ class Reference:
         """The `tokenizers.Tokenizer` inside, None for a slow tokenizer."""
         return getattr(self.tokenizer, "backend_tokenizer", None)
 
+    @cached_property
+    def model_json(self) -> str:
+        """The backend as a tokenizer.json, made once: several megabytes."""
+        backend: Any = self.backend
+        return str(backend.to_str())
+
     @property
     def encodes_rendered_text(self) -> bool:
         """Whether the ids of a prompt are the ids of its rendered text: not with arguments that say otherwise, and not
@@ -121,10 +128,12 @@ class Reference:
 
     def fingerprint(self) -> str:
         """Tells tokenizers apart: model, added tokens, template and its constants."""
-        backend = self.backend
-        model = backend.to_str() if backend is not None else json.dumps(sorted(self.tokenizer.get_vocab().items()))
+        slow = self.backend is None
+        model = json.dumps(sorted(self.tokenizer.get_vocab().items())) if slow else self.model_json
         rest = [type(self.tokenizer).__name__, self.tokenizer.chat_template, self._kwargs, self.uses_template]
-        return hashlib.blake2b(f"{model}{rest}".encode(errors="backslashreplace"), digest_size=12).hexdigest()
+        digest = hashlib.blake2b(model.encode(errors="backslashreplace"), digest_size=12)
+        digest.update(repr(rest).encode(errors="backslashreplace"))
+        return digest.hexdigest()
 
 
 def problem(prompt: Any) -> str | None:

@@ -1,0 +1,5 @@
+import sys
+
+from gpuload.cli import main
+
+sys.exit(main())

@@ -1,0 +1,57 @@
+"""The command line: inspect · doctor · demo."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from gpuload import __version__
+from gpuload.errors import GpuloadError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status: 0 done, 1 the data or the machine is not right, 2 wrong usage."""
+    parser = argparse.ArgumentParser(prog="gpuload", description="A GPU-accelerated dataframe loader for prompts.")
+    parser.add_argument("--version", action="version", version=f"gpuload {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    inspect = commands.add_parser("inspect", help="what is in these files: rows, columns, prompt lengths in tokens")
+    inspect.add_argument("files", nargs="+", help="paths, globs or URLs of parquet, json or jsonl files")
+    inspect.add_argument("--tokenizer", required=True, help="a path or a hub id")
+    inspect.add_argument("--prompt-key", default="prompt", help="the column with the prompts (default: prompt)")
+    inspect.add_argument("--max-samples", type=int, default=-1, help="look at the first N rows only")
+    inspect.add_argument("--no-template", action="store_true", help="prompts are plain strings, tokenized as they are")
+    inspect.add_argument("--html", metavar="FILE", help="write the same, with plots, as one page")
+
+    commands.add_parser("doctor", help="versions, engines, and why one of them is not available")
+    commands.add_parser("demo", help="load a shipped data set and compare with the row-wise way")
+
+    given = parser.parse_args(arguments)
+    try:
+        # Imported late: the help of a command line should not wait for torch.
+        if given.command == "inspect":
+            from gpuload.inspect import inspect_files
+
+            inspect_files(
+                given.files,
+                given.tokenizer,
+                prompt_key=given.prompt_key,
+                max_samples=given.max_samples,
+                no_template=given.no_template,
+                html=given.html,
+            )
+        elif given.command == "doctor":
+            from gpuload.doctor import diagnose
+
+            print(diagnose())
+        else:
+            from gpuload.demo import demo
+
+            return demo()
+    except GpuloadError as error:
+        print(f"gpuload: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
