@@ -1,7 +1,7 @@
 """The columns that are only passed through: kept as Arrow, made Python objects when a row is asked for.
 
 Files of one data set disagree on their columns and types, and casting to a common type would change values (a struct
-gains the other files' keys, 1 becomes 1.0). So record batches stay as they were read, side by side, and a column that
+gains the other files' keys, 1 becomes 1.0). So tables stay as they were read, side by side, and a column that
 a file does not have is None in its rows.
 """
 
@@ -19,7 +19,7 @@ _MERGE_BYTES = 256 << 20
 
 
 class Columns:
-    """Rows of Python objects over Arrow record batches whose schemas may differ.
+    """Rows of Python objects over Arrow tables whose schemas may differ.
 
     Args:
         tables: the rows, in order.
@@ -27,17 +27,17 @@ class Columns:
     """
 
     def __init__(self, tables: Iterable[pa.Table], index: np.ndarray[Any, Any] | None = None):
-        self._batches = _merge_equal(tables)
-        self._starts = np.cumsum([0] + [batch.num_rows for batch in self._batches])
+        counts, self._parts = _merge_equal(tables)
+        self._starts = np.cumsum([0, *counts])
         self._index = np.arange(self._starts[-1]) if index is None else index
-        self.names = list(dict.fromkeys(name for batch in self._batches for name in batch.schema.names))
+        self.names = list(dict.fromkeys(name for part in self._parts for name in part.schema.names))
 
     def __len__(self) -> int:
         return len(self._index)
 
     @property
     def nbytes(self) -> int:
-        return sum(batch.nbytes for batch in self._batches)
+        return sum(part.nbytes for part in self._parts)
 
     def take(self, rows: np.ndarray[Any, Any], names: Sequence[str] | None = None) -> dict[str, list[Any]]:
         """The given rows as one list of Python objects per column.
@@ -48,14 +48,12 @@ class Columns:
         """
         names = self.names if names is None else names
         stored = self._index[rows]
-        batch_of = np.searchsorted(self._starts, stored, side="right") - 1
+        part_of = np.searchsorted(self._starts, stored, side="right") - 1
         taken: dict[str, list[Any]] = {name: [None] * len(rows) for name in names}
-        for number in np.unique(batch_of):
-            slots = np.flatnonzero(batch_of == number)
-            batch = self._batches[number]
-            picked = batch.select([name for name in names if name in batch.schema.names]).take(
-                pa.array(stored[slots] - self._starts[number])
-            )
+        for number in np.unique(part_of):
+            slots = np.flatnonzero(part_of == number)
+            part = self._parts[number].select([name for name in names if name in self._parts[number].schema.names])
+            picked = part.take(pa.array(stored[slots] - self._starts[number]))
             for name, column in zip(picked.schema.names, picked.columns, strict=True):
                 values = to_python(column)
                 if len(slots) == len(rows):
@@ -71,9 +69,8 @@ class Columns:
         Raises:
             DataError: a column's types cannot be made one without changing values; `take` gives them as they are.
         """
-        tables = [pa.Table.from_batches([batch]) for batch in self._batches]
         try:
-            merged = pa.concat_tables(tables, promote_options="permissive")
+            merged = pa.concat_tables(self._parts, promote_options="permissive")
         except pa.ArrowException as error:
             raise DataError(
                 f"the files' columns have types that no single table can hold ({error}): use dataset[i] instead"
@@ -83,7 +80,7 @@ class Columns:
 
     def schema(self) -> pa.Schema:
         """The columns with the types of the first file that has them."""
-        fields = {field.name: field for batch in reversed(self._batches) for field in batch.schema}
+        fields = {field.name: field for part in reversed(self._parts) for field in part.schema}
         return pa.schema([fields[name] for name in self.names])
 
 
@@ -95,14 +92,20 @@ def to_python(column: pa.Array) -> list[Any]:
     return values
 
 
-def _merge_equal(tables: Iterable[pa.Table]) -> list[pa.RecordBatch]:
-    """One batch for each run of tables with equal schemas: taking rows costs a call per batch that has some."""
-    merged: list[pa.RecordBatch] = []
+def _merge_equal(tables: Iterable[pa.Table]) -> tuple[list[int], list[pa.Table]]:
+    """One table for each run of tables with equal schemas: taking rows costs a call per table that has some.
+
+    Returns:
+        How many rows each has (a table without columns would forget it), and the tables.
+    """
+    counts: list[int] = []
+    merged: list[pa.Table] = []
     run: list[pa.Table] = []
 
     def flush() -> None:
         if run:
-            merged.extend(batch for batch in pa.concat_tables(run).combine_chunks().to_batches() if batch.num_rows)
+            counts.append(sum(table.num_rows for table in run))
+            merged.append(pa.concat_tables(run).combine_chunks())
             run.clear()
 
     size = 0
@@ -113,4 +116,4 @@ def _merge_equal(tables: Iterable[pa.Table]) -> list[pa.RecordBatch]:
         size += table.nbytes
         run.append(table)
     flush()
-    return merged
+    return counts, merged

@@ -148,7 +148,7 @@ def _is_int(value: object) -> bool:
 
 def nearest(name: str, known: set[str]) -> str:
     """The end of a message about an unknown name: the nearest known one, or all of them."""
-    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.65)
     return f": did you mean {close[0]}?" if close else f": there are {', '.join(sorted(known))}"
 
 

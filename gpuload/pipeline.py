@@ -168,7 +168,7 @@ def _encoded(
 
     def encode(batch: Batch) -> None:
         assert batch.rendered is not None
-        batch.tokens = engine.encode(batch.rendered.text)
+        batch.tokens = engine.encode(batch.rendered)
 
     threads = [stack.enter_context(ThreadPoolExecutor(1, name)) for name in ("read", "render", "encode")]
     batches = ahead(read(sources, wanted, report.seconds), threads[0])

@@ -16,7 +16,7 @@ class CpuEngine:
 
     Args:
         reference: the tokenizer.
-        exact_only: render and encode with the tokenizer object itself, row by row.
+        exact_only: render and encode with the tokenizer object itself, prompt by prompt.
     """
 
     name = "cpu"
@@ -24,17 +24,25 @@ class CpuEngine:
 
     def __init__(self, reference: Reference, exact_only: bool = False):
         self._reference = reference
-        self._encoder = host_encoder(reference, exact_only)
-        self.description = f"cpu: rendered by transformers, encoded by {self._encoder.name}"
-        self.notes = tuple(f"not used: {reason}" for reason in self._encoder.passed_over)
+        self._by_prompt = exact_only or not reference.encodes_rendered_text
+        if self._by_prompt:
+            self.description = f"cpu: rendered and encoded by {type(reference.tokenizer).__name__}, prompt by prompt"
+            self.notes: tuple[str, ...] = ()
+        else:
+            self._encoder = host_encoder(reference)
+            self.description = f"cpu: rendered by transformers, encoded by {self._encoder.name}"
+            self.notes = tuple(f"not used: {reason}" for reason in self._encoder.passed_over)
 
     def render(self, prompts: pa.Array) -> Rendered:
-        return render_rows(prompts, self._reference)
+        return render_rows(prompts, self._reference, self._by_prompt)
 
-    def encode(self, text: pa.LargeStringArray) -> Ragged:
-        return self._encoder.encode(pc.fill_null(text, "") if text.null_count else text)
+    def encode(self, rendered: Rendered) -> Ragged:
+        if rendered.ids is not None:
+            return rendered.ids
+        return self._encoder.encode(pc.fill_null(rendered.text, "") if rendered.refused else rendered.text)
 
-    def pad(self, rows: Ragged, width: int, pad_id: int) -> dict[str, torch.Tensor]:
+    @staticmethod
+    def pad(rows: Ragged, width: int, pad_id: int) -> dict[str, torch.Tensor]:
         # Column c of a row with k tokens is its token c - (width - k).
         positions = np.arange(width) - (width - rows.lengths)[:, None]
         mask = positions >= 0

@@ -27,11 +27,13 @@ class Engine(Protocol):
     def render(self, prompts: pa.Array) -> Rendered:
         """(n,) prompts → (n,) texts."""
 
-    def encode(self, text: pa.LargeStringArray) -> Ragged:
-        """(n,) texts, null for no text → n rows of ids, none for null."""
+    def encode(self, rendered: Rendered) -> Ragged:
+        """(n,) texts → n rows of ids, no ids for a row that was refused."""
 
-    def pad(self, rows: Ragged, width: int, pad_id: int) -> dict[str, torch.Tensor]:
+    @staticmethod
+    def pad(rows: Ragged, width: int, pad_id: int) -> dict[str, torch.Tensor]:
         """B rows of at most `width` ids → `input_ids`, `attention_mask`, `position_ids`, each int64 (B, width).
 
         Rows are left-padded with `pad_id`; positions are clip(cumsum(attention_mask) - 1, 0).
+        Static: a data set keeps this function, and none of the engine, when it travels to loader workers.
         """

@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from gpuload.arrays import Ragged
 from gpuload.columns import to_python
 from gpuload.errors import DataError
 from gpuload.read import JSON_TYPE
@@ -26,12 +27,14 @@ class Rendered:
         refused: row → why it has no text.
         by_reference: rows that transformers rendered.
         reasons: why, with the number of rows.
+        ids: n rows of token ids, where rendering and encoding were one step.
     """
 
     text: pa.LargeStringArray
     refused: dict[int, str]
     by_reference: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
+    ids: Ragged | None = None
 
     @property
     def nbytes(self) -> int:
@@ -39,11 +42,12 @@ class Rendered:
         return int(pc.sum(pc.binary_length(self.text)).as_py() or 0)
 
 
-def render_rows(prompts: pa.Array, reference: Reference) -> Rendered:
+def render_rows(prompts: pa.Array, reference: Reference, with_ids: bool = False) -> Rendered:
     """Renders a column of prompts with the reference.
 
     Args:
         prompts: (n,) messages, strings or JSON; see `check_prompt_type`.
+        with_ids: have the reference encode each prompt as well, in the one call that defines its ids.
     """
     refused: dict[int, str] = {}
     values = _python_rows(prompts, refused)
@@ -58,7 +62,14 @@ def render_rows(prompts: pa.Array, reference: Reference) -> Rendered:
     except Exception:
         for row in good:
             texts[row] = _attempt(refused, row, reference.render, values[row])
-    return Rendered(_text_column(texts, refused), refused, len(good))
+    text = _text_column(texts, refused)
+    ids = None
+    if with_ids:
+        rows = [
+            [] if row in refused else _attempt(refused, row, reference.ids, value) for row, value in enumerate(values)
+        ]
+        ids = Ragged.from_lists([row or [] for row in rows])
+    return Rendered(text, refused, len(good), ids=ids)
 
 
 def check_prompt_type(kind: pa.DataType, where: str) -> None:

@@ -1,0 +1,81 @@
+"""What tests share: the shipped data and tokenizer, the folder of real data where it exists, small parquet files."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# Before any Hugging Face library is imported: nothing here may reach for a hub.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, settings
+
+from gpuload.demo import demo_files
+
+SHARED = Path(__file__).parents[2] / "shared"
+
+settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
+
+
+@pytest.fixture(scope="session")
+def gsm8k() -> str:
+    return demo_files()[0]
+
+
+@pytest.fixture(scope="session")
+def qwen_folder() -> str:
+    return demo_files()[1]
+
+
+@pytest.fixture(scope="session")
+def qwen(qwen_folder: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(qwen_folder)
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., str]:
+    """write(prompts or {column: values}, name="data.parquet", schema=None) → the path of a parquet file."""
+
+    def write_parquet(data: Any, name: str = "data.parquet", schema: pa.Schema | None = None) -> str:
+        columns = data if isinstance(data, dict) else {"prompt": data}
+        path = tmp_path / name
+        pq.write_table(pa.table(columns, schema=schema), path)
+        return str(path)
+
+    return write_parquet
+
+
+def user(text: Any) -> list[dict[str, Any]]:
+    """A conversation of one user message."""
+    return [{"role": "user", "content": text}]
+
+
+def shared_files(pattern: str) -> list[Path]:
+    return sorted((SHARED / "datasets").glob(pattern))
+
+
+def shared_tokenizers() -> list[str]:
+    return sorted(folder.name for folder in (SHARED / "tokenizers").glob("*") if folder.is_dir())
+
+
+@pytest.fixture(scope="session")
+def encoders(qwen: Any) -> dict[str, Any]:
+    """name → (encoder, reference) for the shipped tokenizer and every real one there is."""
+    from transformers import AutoTokenizer
+
+    from gpuload.options import Options
+    from gpuload.tokenizer.host import host_encoder
+    from gpuload.tokenizer.reference import Reference
+
+    options = Options(chat_template=None, pad_token_id=0)
+    references = {"shipped": Reference(qwen, options)}
+    for name in shared_tokenizers():
+        references[name] = Reference(AutoTokenizer.from_pretrained(SHARED / "tokenizers" / name), options)
+    return {name: (host_encoder(reference), reference) for name, reference in references.items()}

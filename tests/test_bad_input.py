@@ -1,0 +1,201 @@
+"""Bad input: every message says what, where and what to do; a bad row never takes a good one with it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conftest import user
+
+import gpuload
+from gpuload.errors import DataError, DeviceError, OptionError, SourceError, TokenizerError
+
+REFUSING = (
+    "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('only users here') }}{% endif %}"
+    "{{ m.content }}{% endfor %}"
+)
+
+
+def test_no_such_column(write: Callable[..., str], qwen: Any) -> None:
+    file = write({"promt": ["a"], "answer": ["b"]})
+    with pytest.raises(
+        DataError, match=r"data.parquet: no column 'prompt': did you mean promt.*columns are promt, answer"
+    ):
+        gpuload.load(file, qwen)
+    file = write({"conversation": [user("a")], "answer": ["b"]})
+    with pytest.raises(DataError, match="did you mean prompt_key='conversation'"):
+        gpuload.load(file, qwen)
+
+
+def test_no_such_column_in_the_second_file(write: Callable[..., str], qwen: Any) -> None:
+    files = [write([user("a")], "a.parquet"), write({"messages": [user("a")]}, "b.parquet")]
+    with pytest.raises(DataError, match=r"b.parquet: no column 'prompt'.*did you mean prompt_key='messages'"):
+        gpuload.load(files, qwen)
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        ([1, 2], r"column 'prompt' holds int64: expected list<struct<role, content>> or string"),
+        ([["a"], ["b"]], "holds list<.*: expected"),
+        ([[{"from": "user", "value": "a"}]], "messages have the fields from, value: expected role and content"),
+    ],
+)
+def test_a_column_of_another_type(column: list[Any], message: str, write: Callable[..., str], qwen: Any) -> None:
+    with pytest.raises(DataError, match=message):
+        gpuload.load(write(column), qwen)
+
+
+def test_damaged_parquet(tmp_path: Path, gsm8k: str, qwen: Any) -> None:
+    whole = Path(gsm8k).read_bytes()
+    for content, message in (
+        (b"", "an empty file"),
+        (b"<html>not found</html>", r"not a parquet file: it begins with b'<htm'"),
+        (whole[:100_000], "truncated parquet file.*Fetch the file again"),
+        (whole[:1000] + bytes(50_000) + whole[51_000:], "damaged"),
+    ):
+        file = tmp_path / "bad.parquet"
+        file.write_bytes(content)
+        with pytest.raises(SourceError, match=rf"bad.parquet: .*{message}"):
+            gpuload.load(file, qwen)
+
+
+def test_damaged_json(tmp_path: Path, qwen: Any) -> None:
+    file = tmp_path / "bad.jsonl"
+    for content, message in (
+        ('{"prompt": "a"}\n{"prompt": ', "line 2: not valid JSON"),
+        ('{"prompt": "a"}\n3\n', "line 2: expected an object"),
+        ('[{"prompt": "a"}, 3]', "item 1: expected an object"),
+        ('[{"prompt": "a"}', "not valid JSON"),
+        ("", "no rows"),
+    ):
+        file.write_text(content)
+        with pytest.raises(gpuload.GpuloadError, match=message):
+            gpuload.load(file, qwen)
+
+
+BAD_ROWS: list[tuple[Any, str]] = [
+    (None, "prompt is null"),
+    ([], "prompt is an empty list"),
+    (user(None), "content of message 0 is null"),
+    ([*user("a"), {"role": "assistant", "content": None}], "content of message 1 is null"),
+    ([None], "message 0 is not an object but None"),
+    ([{"role": "wizard", "content": "a"}], "the chat template refuses it: only users here"),
+]
+
+
+@pytest.mark.parametrize(("bad", "reason"), BAD_ROWS, ids=[reason for _, reason in BAD_ROWS])
+def test_a_bad_row_is_dropped_and_counted(bad: Any, reason: str, write: Callable[..., str], qwen: Any) -> None:
+    kind = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+    file = write({"prompt": pa.array([user("before"), bad, user("after")], kind), "n": [0, 1, 2]})
+    prompts = gpuload.load(file, qwen, chat_template=REFUSING)
+    assert prompts.report.refused == {reason: 1}
+    assert prompts.report.examples[reason] == [f"{file} row 1"]
+    assert reason in str(prompts.report)
+    assert prompts.tokens.to_lists() == [qwen("before")["input_ids"], qwen("after")["input_ids"]]
+    assert [prompts[i]["n"] for i in range(2)] == [0, 2]
+    with pytest.raises(DataError, match=rf"data.parquet row 1: {reason}"):
+        gpuload.load(file, qwen, chat_template=REFUSING, strict=True)
+
+
+def test_bytes_that_are_not_text(tmp_path: Path, qwen: Any) -> None:
+    """Arrow reads strings unchecked; neither the row with bad bytes nor its neighbours may come out wrong."""
+    texts = pa.array([b"good", b"\xff\xfe bad", "também".encode()], pa.binary()).view(pa.string())
+    file = tmp_path / "bytes.parquet"
+    messages = pa.StructArray.from_arrays([pa.array(["user"] * 3), texts], names=["role", "content"])
+    for column in (texts, pa.ListArray.from_arrays([0, 1, 2, 3], messages)):
+        pq.write_table(pa.table({"prompt": column, "n": [0, 1, 2]}), file)
+        prompts = gpuload.load(file, qwen, return_full_prompt=True)
+        assert [prompts[i]["n"] for i in range(len(prompts))] == [0, 2]
+        assert [next(iter(prompts.report.refused)), prompts.report.rows_refused] == [
+            "not valid UTF-8: invalid start byte (byte 0)",
+            1,
+        ]
+        assert prompts[1]["full_prompts"].count("também") == 1
+    pq.write_table(pa.table({"prompt": ["a", "b", "c"], "other": texts}), file)
+    prompts = gpuload.load(file, qwen)
+    assert prompts.report.refused == {"column 'other' is not valid UTF-8": 1}
+    assert [prompts[i]["other"] for i in range(2)] == ["good", "também"]
+
+
+def test_a_lone_surrogate_in_json(tmp_path: Path, qwen: Any) -> None:
+    file = tmp_path / "surrogate.jsonl"
+    file.write_text('{"prompt": "good"}\n{"prompt": "bad \\ud800"}\n' + json.dumps({"prompt": "pair 😀"}))
+    prompts = gpuload.load(file, qwen, chat_template=None)
+    assert prompts.tokens.to_lists() == [qwen("good")["input_ids"], qwen("pair 😀")["input_ids"]]
+    assert prompts.report.refused == {"a lone surrogate, '\\ud800', is not text": 1}
+    with pytest.raises(DataError, match="surrogate.jsonl row 1: a lone surrogate"):
+        gpuload.load(file, qwen, strict=True)
+
+
+def test_no_rows(write: Callable[..., str], qwen: Any) -> None:
+    empty = write({"prompt": pa.array([], pa.string())}, "empty.parquet")
+    with pytest.raises(DataError, match=r"no rows in .*empty.parquet"):
+        gpuload.load(empty, qwen)
+    assert len(gpuload.load([empty, write(["a"])], qwen)) == 1
+
+
+def test_all_rows_filtered(write: Callable[..., str], qwen: Any) -> None:
+    file = write([user("word " * n) for n in (10, 20, 30)] + [[]])
+    shortest = len(qwen.apply_chat_template(user("word " * 10), add_generation_prompt=True)["input_ids"])
+    with pytest.raises(
+        DataError, match=rf"(?s)none of 4 rows is left.*3 rows.*=5 .*shortest has {shortest}.*1 rows: prompt is"
+    ):
+        gpuload.load(file, qwen, max_prompt_length=5)
+
+
+def test_tokenizers_that_cannot_serve(write: Callable[..., str], qwen_folder: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    file = write([user("a")])
+    with pytest.raises(TokenizerError, match="no tokenizer given"):
+        gpuload.load(file)
+    with pytest.raises(TokenizerError, match="no-such-tokenizer"):
+        gpuload.load(file, str(tmp_path / "no-such-tokenizer"))
+    with pytest.raises(TokenizerError, match="tokenizer is a int"):
+        gpuload.load(file, 5)
+    silent = AutoTokenizer.from_pretrained(qwen_folder)
+    silent.chat_template = None
+    with pytest.raises(TokenizerError, match="no usable chat template .*pass chat_template="):
+        gpuload.load(file, silent)
+    assert len(gpuload.load(file, silent, chat_template="{{ messages[0].content }}")) == 1
+    assert len(gpuload.load(write(["a"]), silent, chat_template=None)) == 1
+    unpadded = AutoTokenizer.from_pretrained(qwen_folder)
+    unpadded.pad_token = None
+    assert gpuload.load(file, unpadded).pad_token_id == unpadded.eos_token_id
+    unpadded.eos_token = None
+    with pytest.raises(TokenizerError, match="no pad and no eos token.*pad_token_id="):
+        gpuload.load(file, unpadded)
+    assert gpuload.load(file, unpadded, pad_token_id=3)[0]["input_ids"][0] == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_promt_length": 5}, "unknown option max_promt_length: did you mean max_prompt_length"),
+        ({"frobnicate": 5, "quux": 1}, "unknown options frobnicate, quux: there are "),
+        ({"max_prompt_length": 0}, r"max_prompt_length=0: expected tokens > 0"),
+        ({"max_prompt_length": "many"}, "max_prompt_length='many'"),
+        ({"truncation": "centre"}, "truncation='centre': expected one of 'error', 'left', 'right', 'middle'"),
+        ({"verify": True}, "verify=True: expected one of 'sample', 'full', 'off'"),
+        ({"max_samples": 0}, "max_samples=0"),
+        ({"max_samples": -7}, "max_samples=-7"),
+        ({"seed": -1}, "seed=-1"),
+        ({"device": "gpu"}, "device='gpu': expected 'auto', 'cpu', 'cuda' or 'cuda:N'"),
+        ({"strict": "yes"}, "strict='yes': expected True or False"),
+        ({"apply_chat_template_kwargs": 5}, "apply_chat_template_kwargs=5: expected a mapping"),
+        ({"apply_chat_template_kwargs": {"max_length": 5}}, "max_length is decided by the loader: use the max_prompt"),
+        ({"prompt_key": ""}, "prompt_key=''"),
+    ],
+)
+def test_nonsense_options(options: dict[str, Any], message: str, gsm8k: str, qwen: Any) -> None:
+    with pytest.raises(OptionError, match=message):
+        gpuload.load(gsm8k, qwen, **options)
+
+
+def test_cuda_where_there_is_none(gsm8k: str, qwen: Any) -> None:
+    with pytest.raises(DeviceError, match="use device='cpu' or 'auto'"):
+        gpuload.load(gsm8k, qwen, device="cuda:1")

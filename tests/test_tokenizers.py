@@ -1,0 +1,188 @@
+"""Every kind of tokenizer: what encodes it, what is passed over and why, and that the ids are its own."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from conftest import user
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+import gpuload
+from gpuload.arrays import Ragged
+from gpuload.options import Options
+from gpuload.tokenizer import host
+from gpuload.tokenizer.reference import Reference
+
+TEMPLATE = "{% for m in messages %}<|{{ m.role }}|> {{ m.content }}\n{% endfor %}"
+TEXTS = ["Hello, world", "  spaces\t\n\n and <|end|>tokens<|end|> ", "ünïcödé 你好 👍🏽", "x" * 500, "1234 don't I'LL"]
+
+
+def train(model: Any, trainer: Any, **parts: Any) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    for name, part in parts.items():
+        setattr(tokenizer, name, part)
+    tokenizer.train_from_iterator([*TEXTS, "the quick brown fox jumps over the lazy dog"] * 3, trainer)
+    return tokenizer
+
+
+def byte_level_bpe(**parts: Any) -> Tokenizer:
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<|end|>", "<pad>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    return train(models.BPE(), trainer, pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False), **parts)
+
+
+def word_piece() -> Tokenizer:
+    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]", "<|end|>", "<pad>"])
+    return train(
+        models.WordPiece(unk_token="[UNK]"),
+        trainer,
+        normalizer=normalizers.BertNormalizer(),
+        pre_tokenizer=pre_tokenizers.BertPreTokenizer(),
+        post_processor=processors.TemplateProcessing("<|end|> $0 <|end|>", special_tokens=[("<|end|>", 1)]),
+    )
+
+
+def unigram() -> Tokenizer:
+    trainer = trainers.UnigramTrainer(vocab_size=200, special_tokens=["<unk>", "<|end|>", "<pad>"], unk_token="<unk>")
+    return train(models.Unigram(), trainer, pre_tokenizer=pre_tokenizers.Metaspace())
+
+
+def wrapped(backend: Tokenizer, **settings: Any) -> Any:
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", chat_template=TEMPLATE, **settings)
+
+
+def check(file: str, tokenizer: Any, reference: Any = None, **options: Any) -> gpuload.PromptDataset:
+    """Loads and compares every row with `apply_chat_template`."""
+    prompts = gpuload.load(file, tokenizer, verify="full", strict=True, **options)
+    reference = reference or tokenizer
+    expected = [reference.apply_chat_template(user(t), add_generation_prompt=True)["input_ids"] for t in TEXTS]
+    assert prompts.tokens.to_lists() == [list(ids) for ids in expected]
+    return prompts
+
+
+@pytest.mark.parametrize(
+    ("make", "encoder"), [(byte_level_bpe, "gigatoken"), (word_piece, "tokenizers 0."), (unigram, "tokenizers 0.")]
+)
+def test_kinds(make: Callable[[], Tokenizer], encoder: str, write: Callable[..., str]) -> None:
+    prompts = check(write([user(t) for t in TEXTS]), wrapped(make()))
+    assert encoder in prompts.report.engine
+    if make is not byte_level_bpe:
+        assert any("gigatoken: " in note for note in prompts.report.notes)
+
+
+def test_a_bare_backend(write: Callable[..., str]) -> None:
+    backend = byte_level_bpe()
+    backend.enable_padding(pad_token="<pad>", pad_id=1, length=12)
+    file = write([user(t) for t in TEXTS])
+    with pytest.raises(gpuload.GpuloadError, match="no usable chat template"):
+        gpuload.load(file, backend)
+    prompts = check(file, backend, wrapped(byte_level_bpe()), chat_template=TEMPLATE)
+    assert prompts.pad_token_id == 1
+
+
+def test_truncation_and_padding_inside_a_tokenizer_do_not_leak(write: Callable[..., str]) -> None:
+    backend = byte_level_bpe()
+    backend.enable_truncation(3)
+    backend.enable_padding(length=50, pad_token="<pad>", pad_id=1)
+    for kind in (backend, word_piece()):
+        if kind is not backend:
+            kind.enable_truncation(3)
+        check(write([user(t) for t in TEXTS]), wrapped(kind))
+
+
+def test_a_slow_tokenizer(write: Callable[..., str]) -> None:
+    from transformers import ByT5Tokenizer
+
+    tokenizer = ByT5Tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    prompts = check(write([user(t) for t in TEXTS]), tokenizer)
+    assert "text by text" in prompts.report.engine
+    assert any("slow tokenizer" in note for note in prompts.report.notes)
+
+
+def test_special_tokens_split_on_request(write: Callable[..., str]) -> None:
+    tokenizer = wrapped(byte_level_bpe(), split_special_tokens=True)
+    prompts = check(write([user(t) for t in TEXTS]), tokenizer)
+    assert tokenizer.convert_tokens_to_ids("<|end|>") not in prompts.tokens.values
+    assert "text by text" in prompts.report.engine
+
+
+def test_added_tokens_with_flags(write: Callable[..., str]) -> None:
+    """lstrip, rstrip, single_word, normalized: whoever encodes, the ids are the tokenizer's."""
+    texts = ["a <L> b", "a <R>  b", "aWORDb WORD b", "<n>x<N>", "<L><R>WORD<n>"]
+    for flags in ("lstrip", "rstrip", "single_word", "normalized"):
+        backend = byte_level_bpe(normalizer=normalizers.Lowercase())
+        for content in ("<L>", "<R>", "WORD", "<n>"):
+            backend.add_tokens([AddedToken(content, **{"normalized": False, flags: True})])
+        tokenizer = wrapped(backend)
+        prompts = gpuload.load(write(texts), tokenizer, verify="full", strict=True)
+        for row, text in enumerate(texts):
+            assert prompts.tokens[row].tolist() == tokenizer.apply_chat_template(user(text))["input_ids"]
+
+
+class Shouting(PreTrainedTokenizerFast):  # type: ignore[misc]
+    """A class with a way of its own to encode."""
+
+    def _encode_plus(self, text: Any, *args: Any, **kwargs: Any) -> Any:
+        text = text.upper() if isinstance(text, str) else [t.upper() for t in text]
+        return super()._encode_plus(text, *args, **kwargs)
+
+
+class OwnTemplate(PreTrainedTokenizerFast):  # type: ignore[misc]
+    """A class with a way of its own to apply a chat template."""
+
+    def apply_chat_template(self, conversation: Any, tokenize: bool = True, **kwargs: Any) -> Any:
+        ids = [7, len(conversation)]
+        return {"input_ids": ids} if tokenize else "not what the ids say"
+
+
+def test_classes_that_encode_in_a_way_of_their_own(write: Callable[..., str]) -> None:
+    file = write([user(t) for t in TEXTS])
+    shouting = Shouting(tokenizer_object=byte_level_bpe(), pad_token="<pad>", chat_template=TEMPLATE)
+    prompts = check(file, shouting)
+    assert any("overrides _encode_plus" in note for note in prompts.report.notes)
+    own = OwnTemplate(tokenizer_object=byte_level_bpe(), pad_token="<pad>")
+    assert check(file, own).tokens.to_lists() == [[7, 1]] * len(TEXTS)
+
+
+def test_an_encoder_that_differs_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, write: Callable[..., str], qwen: Any
+) -> None:
+    """A fast way that accepts a tokenizer and gets one hostile text wrong is found out before it is used."""
+    real = host._gigatoken
+
+    def nearly(reference: Reference) -> host.HostEncoder:
+        encoder = real(reference)
+
+        def encode(text: pa.LargeStringArray) -> Ragged:
+            ids = encoder.encode(text)
+            ids.values[ids.values == qwen.convert_tokens_to_ids("<|im_end|>")] = 5
+            return ids
+
+        return host.HostEncoder("nearly", encode)
+
+    nearly.__name__ = "_gigatoken"
+    monkeypatch.setattr(host, "_gigatoken", nearly)
+    encoder = host.host_encoder(Reference(qwen, Options()))
+    assert encoder.name.startswith("tokenizers")
+    assert "gigatoken: differs from the tokenizer on '<|im_end|>'" in encoder.passed_over
+
+
+def test_a_tokenizer_by_path(write: Callable[..., str], qwen: Any, qwen_folder: str) -> None:
+    file = write([user(t) for t in TEXTS])
+    for given in (qwen_folder, Path(qwen_folder)):
+        check(file, given, qwen)
+    assert gpuload.load(file, tokenizer=qwen_folder).tokens.to_lists() == gpuload.load(file, qwen).tokens.to_lists()
+
+
+def test_a_changed_tokenizer_object_is_the_reference(write: Callable[..., str], qwen_folder: str) -> None:
+    """Not the file on disk: tokens added to the object count."""
+    tokenizer = AutoTokenizer.from_pretrained(qwen_folder)
+    tokenizer.add_tokens(["quick brown"])
+    file = write([user("the quick brown fox")])
+    prompts = gpuload.load(file, tokenizer, verify="full", strict=True)
+    assert tokenizer.convert_tokens_to_ids("quick brown") in prompts.tokens.values

@@ -1,0 +1,93 @@
+"""Verification in production: a wrong token is found, named, and never given out."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from conftest import user
+
+import gpuload
+from gpuload.arrays import Ragged
+from gpuload.errors import MismatchError
+from gpuload.tokenizer import host
+from gpuload.tokenizer.reference import Reference
+
+
+@pytest.fixture
+def wrong_on_wombats(monkeypatch: pytest.MonkeyPatch, qwen: Any) -> None:
+    """A fast path that is right on every hostile text and wrong on the last token of a text with " wombat"."""
+    real = host._gigatoken
+    wombat = qwen(" wombat")["input_ids"]
+
+    def nearly(reference: Reference) -> host.HostEncoder:
+        encoder = real(reference)
+
+        def encode(text: pa.LargeStringArray) -> Ragged:
+            ids = encoder.encode(text)
+            for row in range(len(ids)):
+                if set(wombat) <= set(ids[row].tolist()):
+                    ids[row][-2] += 1
+            return ids
+
+        return host.HostEncoder("nearly", encode)
+
+    nearly.__name__ = "_gigatoken"
+    monkeypatch.setattr(host, "_gigatoken", nearly)
+
+
+@pytest.mark.usefixtures("wrong_on_wombats")
+def test_a_mismatch_is_named_and_falls_back(write: Callable[..., str], qwen: Any) -> None:
+    chats = [user("nothing special"), user("a wombat"), user("nothing again")]
+    file = write(chats)
+    expected = [qwen.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
+    length = len(expected[1])
+    place = rf"data.parquet row 1: token {length - 2} is \d+, the reference gives {expected[1][-2]}"
+    with pytest.warns(UserWarning, match=place):
+        prompts = gpuload.load(file, qwen)
+    assert prompts.tokens.to_lists() == expected
+    assert "prompt by prompt" in prompts.report.engine
+    assert any("differs" in note for note in prompts.report.notes)
+    with pytest.raises(MismatchError, match=place):
+        gpuload.load(file, qwen, strict=True)
+    assert gpuload.load(file, qwen, verify="off").tokens.to_lists() != expected
+
+
+@pytest.mark.usefixtures("wrong_on_wombats")
+def test_full_finds_one_row_in_many(write: Callable[..., str], qwen: Any) -> None:
+    chats = [user(f"number {i}") for i in range(9000)]
+    chats[8500] = user("number wombat")
+    with pytest.raises(MismatchError, match="row 8500: token"):
+        gpuload.load(write(chats), qwen, verify="full", strict=True)
+
+
+@pytest.mark.usefixtures("wrong_on_wombats")
+@pytest.mark.parametrize("text", ["wombat", " wombat " * 900, "é wombat", "<|im_end|> wombat <|im_end|>"])
+def test_a_sample_holds_the_rows_that_go_wrong(text: str, write: Callable[..., str], qwen: Any) -> None:
+    """The shortest, the longest, the only one with non-ASCII text, the only one with special tokens in its text."""
+    chats = [user(f"a question of middling length, number {i}") for i in range(5000)]
+    chats[1234] = user(f" {text}" if text == "wombat" else text)
+    file = write(chats)
+    with pytest.raises(MismatchError, match="row 1234: token"):
+        gpuload.load(file, qwen, strict=True, max_prompt_length=10_000)
+
+
+def test_cost_and_outcome_are_reported(gsm8k: str, qwen: Any) -> None:
+    check = gpuload.load(gsm8k, qwen).report.check
+    assert 5 <= check.rows <= 64
+    assert check.mismatches == []
+    assert 0 < check.seconds < 5
+    assert "none differs" in str(gpuload.load(gsm8k, qwen, max_samples=50).report)
+    full = gpuload.load(gsm8k, qwen, verify="full", max_samples=200).report
+    assert full.check.rows == 200
+    off = gpuload.load(gsm8k, qwen, verify="off", max_samples=200).report
+    assert off.check.rows == 0
+    assert "not checked" in str(off)
+
+
+def test_rows_that_are_dropped_are_compared_too(write: Callable[..., str], qwen: Any) -> None:
+    """A row dropped for a wrong length would be as bad as a wrong token."""
+    report = gpuload.load(
+        write([user("short"), user("long " * 500)]), qwen, max_prompt_length=100, verify="full"
+    ).report
+    assert (report.rows_kept, report.check.rows) == (1, 2)
