@@ -1,10 +1,11 @@
 # make demo   load real prompts, compare with the row-wise way
 # make test   everything that must hold: lint, types, tests
+# make bench  measure against verl 0.9.1 and others; results in bench/results/
 PYTHON ?= python3
 BIN := .venv/bin
 export TOKENIZERS_PARALLELISM ?= true
 
-.PHONY: demo test bench clean
+.PHONY: demo test bench verl-env clean
 
 demo: .venv/installed
 	$(BIN)/gpuload demo
@@ -15,7 +16,7 @@ test: .venv/installed-dev
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n auto
 
-bench: .venv/installed-dev
+bench: .venv/installed-dev .venv-verl/installed
 	$(BIN)/python -m bench
 
 .venv/installed: pyproject.toml constraints.txt
@@ -25,6 +26,13 @@ bench: .venv/installed-dev
 
 .venv/installed-dev: .venv/installed
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+verl-env: .venv-verl/installed
+
+.venv-verl/installed: bench/verl-requirements.txt
+	test -x .venv-verl/bin/python || $(PYTHON) -m venv .venv-verl
+	.venv-verl/bin/python -m pip install -q -r bench/verl-requirements.txt
 	touch $@
 
 clean:

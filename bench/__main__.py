@@ -1,7 +1,7 @@
 """`python -m bench`: measures, and writes a record, tables and a plot.
 
 python -m bench                       everything: about an hour on two cores
-python -m bench --quick               a few hundred rows, once: does it run?
+python -m bench --quick               a few hundred rows of each file, once: does it run?
 python -m bench --only load,memory    some sections; the others stay as they are in the record
 python -m bench --only tables         no measurements: the tables and the plot anew from the record
 """
@@ -29,7 +29,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--data", metavar="FOLDER", help="parquet files in verl's format")
     parser.add_argument("--data-sets", metavar="NAMES", help="some of them only, comma-separated; joint: all in one")
     parser.add_argument("--tokenizer", metavar="FOLDER", help="a transformers tokenizer (default: Qwen2.5's)")
-    parser.add_argument("--limit", type=int, default=1024, help="of prompts, in tokens (default: %(default)s)")
+    parser.add_argument("--limit", type=int, help="of prompts, in tokens (default: 1024; 200 when quick)")
     parser.add_argument("--repeats", type=int, default=3, help="fresh processes per number (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=3.0, help="per way to draw batches (default: %(default)s)")
     parser.add_argument("--only", metavar="SECTIONS", help=f"of {','.join(SECTIONS)}; tables: measure nothing")
@@ -42,6 +42,8 @@ def parse() -> argparse.Namespace:
         parser.error(f"--only: no section {', '.join(sorted(unknown))}: there are {', '.join(SECTIONS)}, tables")
     if chosen.quick:
         chosen.repeats, chosen.seconds = 1, 0.5
+    # Quick: so low that the filter has something to drop.
+    chosen.limit = chosen.limit or (200 if chosen.quick else 1024)
     chosen.output = chosen.output or ROOT / ("build/bench" if chosen.quick else "bench/results")
     return chosen
 
@@ -55,7 +57,7 @@ def measure(section: str, data_sets: list[DataSet], tokenizer: str, chosen: argp
         return sections.measure_batches(largest, tokenizer, chosen.limit, chosen.repeats, chosen.seconds, scratch)
     if section == "memory":
         return sections.measure_memory(data_sets, tokenizer, chosen.limit, chosen.repeats, scratch)
-    parts = [data_set for data_set in data_sets if data_set.name != "joint"]
+    parts = [data_set for data_set in data_sets if data_set.name != "joint"] or data_sets
     return sections.measure_stages(parts, tokenizer, chosen.repeats, scratch)
 
 
@@ -74,7 +76,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="gpuload-bench-") as folder:
         scratch = Path(folder)
         if chosen.quick:
-            data_sets = samples(data_sets, _QUICK_ROWS, scratch)
+            data_sets = samples(data_sets, _QUICK_ROWS, scratch)[-1:]
         for section in SECTIONS:
             if section not in chosen.sections:
                 continue

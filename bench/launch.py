@@ -52,7 +52,7 @@ def run_worker(
 
 
 def forget(cache: Path, files: Sequence[str]) -> None:
-    """Makes the next run a cold one: the contender's cache is emptied, the files leave the page cache where they can."""
+    """Makes the next run a cold one: the contender's cache is emptied, the files leave the page cache if they can."""
     shutil.rmtree(cache, ignore_errors=True)
     if not hasattr(os, "posix_fadvise"):
         return

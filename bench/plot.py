@@ -11,7 +11,7 @@ _COLOURS = ("#0072B2", "#E69F00", "#999999", "#56B4E9", "#CC79A7")
 
 
 def draw(section: dict[str, Any], file: Path) -> None:
-    """One panel per temperature; a group of bars per data set; the axis starts at 0, so that lengths can be compared."""
+    """One panel per temperature, a group of bars per data set; axes start at 0, so that lengths can be compared."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -43,7 +43,8 @@ def draw(section: dict[str, Any], file: Path) -> None:
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper center", ncols=len(names), frameon=False)
     about = section["about"]
-    where = f"{about['cpu']}, {about['cores']} cores; {about['tokenizer']}, limit {about['limit']:,} tokens; {about['date']}"
+    machine = f"{about['cpu']}, {about['cores']} cores"
+    where = f"{machine}; {about['tokenizer']}, limit {about['limit']:,} tokens; {about['date']}"
     figure.text(0.01, 0.005, where, fontsize=7, color="#555555")
     figure.tight_layout(rect=(0, 0.02, 1, 0.95))
     figure.savefig(file, dpi=130)

@@ -170,7 +170,7 @@ def _circumstances(section: Section) -> str:
     return (
         f"<sub>{rough}{about['date']}{commit}; {about['cpu']}, {about['cores']} cores, {about['memory_gib']} GiB, "
         f"{about['system']}, load average at the start {about['load_average']}; tokenizer {about['tokenizer']}, limit "
-        f"{about['limit']:,} tokens, {about['repeats']} repeats; {packages}.</sub>"
+        f"{about['limit']:,} tokens, repeats: {about['repeats']}; {packages}.</sub>"
     )
 
 

@@ -159,7 +159,9 @@ def _plots(groups: list[Group]) -> list[tuple[str, str]]:
         axes.step(
             group.lengths, np.arange(1, len(group.lengths) + 1) / len(group.lengths), where="post", label=group.name
         )
-    axes.set(xscale="log", xlabel="max_prompt_length", ylabel="share of rows that stay")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set(xlabel="max_prompt_length", ylabel="share of rows that stay")
     axes.legend(fontsize="small")
     axes.grid(alpha=0.3)
     pictures.append(("rows that stay at a limit", _png(pyplot, figure)))

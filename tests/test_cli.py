@@ -1,0 +1,86 @@
+"""The command line, as a person would call it."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gpuload
+from gpuload.cli import main
+
+
+def test_inspect(gsm8k: str, qwen: Any, qwen_folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert main(["inspect", gsm8k, "--tokenizer", qwen_folder, "--max-samples", "500", "--html", str(page)]) == 0
+    shown = capsys.readouterr().out
+    lengths = np.sort(gpuload.load(gsm8k, qwen, max_samples=500).tokens.lengths)
+    assert "500 rows read, 500 kept" in shown
+    assert re.search(r"extra_info +struct<answer: string", shown)
+    everything = next(line for line in shown.splitlines() if line.startswith("  all "))
+    numbers = [int(word.replace(",", "")) for word in everything.split()[1:]]
+    assert numbers == [500, *np.percentile(lengths, (0, 5, 25, 50, 75, 95, 99, 100), method="nearest").tolist()]
+    assert re.search(r"openai/gsm8k +500", shown)
+    histogram = re.findall(r"^ +[\d,]+ - +[\d,]+ +([\d,]+) #*$", shown, re.MULTILINE)
+    assert sum(int(count.replace(",", "")) for count in histogram) == 500
+    stays = shown[shown.index("rows that stay") :].splitlines()
+    limits, shares = stays[0].split()[7:], stays[1].split()[2:]
+    for limit, share in zip(limits, shares, strict=True):
+        assert share == f"{100 * (lengths <= int(limit)).mean():.1f}%"
+    html = page.read_text()
+    assert html.count("<img ") == html.count("data:image/png;base64,") == 2
+    assert 'src="http' not in html
+    assert "500 rows read" in html
+
+
+def test_inspect_names_what_is_wrong(
+    write: Callable[..., str], qwen_folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["inspect", str(tmp_path / "none*.parquet"), "--tokenizer", qwen_folder]) == 1
+    assert re.fullmatch(r"gpuload: .*none\*.parquet: no file matches.*\n", capsys.readouterr().err)
+    assert main(["inspect", write({"q": ["a"]}), "--tokenizer", qwen_folder]) == 1
+    assert "no column 'prompt'" in capsys.readouterr().err
+    assert (
+        main(["inspect", write({"q": ["a", "b c"]}), "--tokenizer", qwen_folder, "--prompt-key", "q", "--no-template"])
+        == 0
+    )
+    assert "p100" in capsys.readouterr().out
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    for package in ("torch", "transformers", "gigatoken", "pyarrow"):
+        assert re.search(rf"  {package} +\d", shown)
+    assert re.search(r"cpu +available", shown)
+    assert re.search(r"cuda +not available: .*GPU", shown)
+
+
+def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo"]) == 0
+    shown = capsys.readouterr().out
+    assert "8,792 rows read, 8,792 kept" in shown
+    assert re.search(r"\d+\.\d times as fast, 8,792 rows compared, 0 differing tokens\n$", shown)
+    assert re.search(r"input_ids +int64 +\(256, 512\)", shown)
+
+
+def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["frobnicate"], ["inspect"]):
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+        assert stop.value.code == 2
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"gpuload {gpuload.__version__}\n"
+
+
+def test_progress(gsm8k: str, qwen: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """A bar where one is asked for (or on a terminal), and nothing where output goes elsewhere."""
+    gpuload.load(gsm8k, qwen, max_samples=50)
+    captured = capsys.readouterr()
+    assert captured.err == captured.out == ""
+    gpuload.load(gsm8k, qwen, max_samples=50, progress=True)
+    assert "prompts" in capsys.readouterr().err
