@@ -60,12 +60,9 @@ def find_data_sets(folder: str | None) -> list[DataSet]:
 def samples(data_sets: list[DataSet], rows: int, folder: Path) -> list[DataSet]:
     """The same data sets with only their first rows, written to a folder."""
     cut = []
-    for data_set in data_sets:
-        if data_set.name == "joint":
-            continue
-        file = pq.ParquetFile(data_set.files[0])
-        first = pa.Table.from_batches([next(file.iter_batches(rows))])
-        path = folder / f"{data_set.name}.parquet"
+    for file in dict.fromkeys(file for data_set in data_sets for file in data_set.files):
+        first = pa.Table.from_batches([next(pq.ParquetFile(file).iter_batches(rows))])
+        path = folder / Path(file).name
         pq.write_table(first, path)
         cut.append(_data_set(path))
     return _with_joint(cut)

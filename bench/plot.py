@@ -19,7 +19,8 @@ def draw(section: dict[str, Any], file: Path) -> None:
 
     names = list(dict.fromkeys(run["contender"] for run in section["runs"]))
     data_sets = list(dict.fromkeys(run["data"] for run in section["runs"]))
-    figure, panels = plt.subplots(1, 2, figsize=(13, 1.2 + 1.35 * len(data_sets)), sharey=True)
+    inches = 1.6 + 1.35 * len(data_sets)
+    figure, panels = plt.subplots(1, 2, figsize=(13, inches), sharey=True)
     height = 0.84 / len(names)
     for panel, temperature in zip(panels, ("cold", "warm"), strict=True):
         for place, data in enumerate(data_sets):
@@ -45,7 +46,7 @@ def draw(section: dict[str, Any], file: Path) -> None:
     about = section["about"]
     machine = f"{about['cpu']}, {about['cores']} cores"
     where = f"{machine}; {about['tokenizer']}, limit {about['limit']:,} tokens; {about['date']}"
-    figure.text(0.01, 0.005, where, fontsize=7, color="#555555")
-    figure.tight_layout(rect=(0, 0.02, 1, 0.95))
+    figure.text(0.01, 0.06 / inches, where, fontsize=7, color="#555555")
+    figure.tight_layout(rect=(0, 0.2 / inches, 1, 1 - 0.35 / inches))
     figure.savefig(file, dpi=130)
     plt.close(figure)

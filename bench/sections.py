@@ -49,7 +49,7 @@ def measure_memory(
             for rows in (data_set.rows, 1):
                 cache = scratch / "memory"
                 forget(cache, data_set.files)
-                options = {"max_samples": 1} if rows == 1 else {}
+                options = {"max_samples": 1, "filter_overlong_prompts": False} if rows == 1 else {}
                 task = {"files": data_set.files, "tokenizer": tokenizer, "limit": limit, "options": options}
                 run = run_worker("load_gpuload", task, cache)
                 runs.append({"data": data_set.name, "repeat": repeat, "rows": rows} | run)

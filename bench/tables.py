@@ -29,7 +29,7 @@ thrown them away and make them again later.
 
 _BATCH_NOTES = """\
 Rows per second, one process, shuffled. verl 0.9.1's `__getitem__` returns messages and columns and no tokens (they are
-made later, by its agent loop); `raw_prompt` marks gpuload's rows with messages *and* tokens, the fair comparison.
+made later, in its rollout); `raw_prompt` marks gpuload's rows with messages *and* tokens, the fair comparison.
 Row by row renders, tokenizes and pads every row anew, as verl 0.1 and 0.2 do. The filter is done before the clock runs,
 and all draw the same rows."""
 

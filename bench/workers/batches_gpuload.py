@@ -12,7 +12,6 @@ from bench.workers.common import answer, job, rate, shuffled_batches
 from bench.workers.load_gpuload import row_numbers
 from gpuload.dataset import PromptDataset
 from gpuload.engines.cpu import CpuEngine
-from gpuload.tokenizer.reference import Reference
 
 
 def endless(prompts: PromptDataset, size: int) -> Iterator[dict[str, Any]]:
@@ -28,13 +27,12 @@ def main() -> None:
     options = {"max_prompt_length": task["limit"], "cache_dir": task["cache"]}
     prompts = gpuload.load(task["files"], tokenizer, **options)
     with_chat = gpuload.load(task["files"], tokenizer, return_raw_chat=True, **options)
-    engine = CpuEngine(Reference(tokenizer, prompts.options))
     batches = shuffled_batches(range(len(prompts)), task["batch"])
     arrays = [np.array(batch) for batch in batches]
     size, seconds = len(batches[0]), task["seconds"]
 
     def tensors(rows: Any) -> Any:
-        return engine.pad(prompts.tokens.take(rows), task["limit"], prompts.pad_token_id)
+        return CpuEngine.pad(prompts.tokens.take(rows), task["limit"], prompts.pad_token_id)
 
     drawn, drawn_chat = endless(prompts, size), endless(with_chat, size)
     np.save(task["kept"], row_numbers(prompts, task["files"]))

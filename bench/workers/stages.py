@@ -48,7 +48,7 @@ def main() -> None:
 
     seconds = {}
     seconds["gpuload render"], rendered = timed(engine.render, prompts)
-    seconds["gpuload encode"], tokens = timed(lambda part: engine.encode(part.text), rendered)
+    seconds["gpuload encode"], tokens = timed(engine.encode, rendered)
     seconds["transformers render"], texts = timed(render, messages)
     seconds["tokenizers encode"], encodings = timed(encode, texts)
     for mine, text, ids, encoding in zip(rendered, texts, tokens, encodings, strict=True):
