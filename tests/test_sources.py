@@ -43,6 +43,7 @@ class FileServer(ThreadingHTTPServer):
         self.headers: dict[str, str] = {"ETag": '"first"'}
         self.status = {"HEAD": 200, "GET": 200}
         self.drops = 0  # how many of the next bodies end half-way
+        self.cuts = 0  # how many of the next bodies are the half of the file, with a length to match
         self.asked: list[tuple[str, str]] = []  # method, path
         self.pause: Callable[[], Any] = lambda: None  # called half-way through each body
 
@@ -62,13 +63,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_HEAD(self) -> None:
         self.server.asked.append(("HEAD", self.path))
-        self._head("HEAD")
+        self._head("HEAD", len(self.server.body))
 
     def do_GET(self) -> None:
         self.server.asked.append(("GET", self.path))
-        if self._head("GET") != 200:
-            return
         body, half = self.server.body, len(self.server.body) // 2
+        if self.server.cuts:
+            self.server.cuts -= 1
+            body = body[:half]
+        if self._head("GET", len(body)) != 200:
+            return
         self.wfile.write(body[:half])
         self.server.pause()
         if self.server.drops:
@@ -77,10 +81,10 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.wfile.write(body[half:])
 
-    def _head(self, method: str) -> int:
+    def _head(self, method: str, length: int) -> int:
         status = self.server.status[method]
         self.send_response(status)
-        self.send_header("Content-Length", str(len(self.server.body) if status == 200 else 0))
+        self.send_header("Content-Length", str(length if status == 200 else 0))
         for key, value in self.server.headers.items():
             self.send_header(key, value)
         self.end_headers()
@@ -506,6 +510,16 @@ def test_a_connection_that_is_always_dropped_is_an_error_and_leaves_no_file(web:
     assert not [path for path in cache.iterdir() if path.suffix != ".lock"]
 
     web.drops = 0
+    assert content(resolve(web.url(), str(cache))) == [BODY]
+
+
+def test_fewer_bytes_than_announced_are_not_the_file(web: FileServer, cache: Path) -> None:
+    """As a proxy serves it that has kept half a file."""
+    web.cuts = 3
+    assert f"{len(BODY) // 2} of {len(BODY)} bytes arrived" in message(web.url(), cache)
+    assert copies(cache) == []
+
+    web.cuts = 1
     assert content(resolve(web.url(), str(cache))) == [BODY]
 
 
