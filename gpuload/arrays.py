@@ -86,15 +86,22 @@ class Ragged:
         return Ragged(self.values[kept], _offsets(xp.minimum(lengths, length)))
 
     @staticmethod
-    def concatenate(parts: Sequence["Ragged"]) -> "Ragged":
-        """The rows of all parts, one after the other."""
+    def concatenate(parts: list["Ragged"]) -> "Ragged":
+        """The rows of all parts, one after the other.
+
+        Empties the list: each part is freed as soon as it is copied, so that the rows are never in memory twice.
+        """
         if not parts:
             return Ragged(np.zeros(0, np.int32), np.zeros(1, np.int64))
         xp = array_module(parts[0].values)
-        return Ragged(
-            xp.concatenate([part.values for part in parts]),
-            _offsets(xp.concatenate([part.lengths for part in parts])),
-        )
+        offsets = _offsets(xp.concatenate([part.lengths for part in parts]))
+        values = xp.empty(int(offsets[-1]), parts[0].values.dtype)
+        start = 0
+        while parts:
+            part = parts.pop(0).values
+            values[start : start + len(part)] = part
+            start += len(part)
+        return Ragged(values, offsets)
 
     def to_lists(self) -> list[list[int]]:
         """As Python lists of ints."""

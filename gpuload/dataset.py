@@ -97,8 +97,9 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
             IndexError: no such row.
             PromptTooLongError: a row over `max_prompt_length`, with `truncation="error"`.
         """
-        batch = self.batch(rows)
-        return [{key: values[slot] for key, values in batch.items()} for slot in range(len(rows))]
+        taken = self._take(rows, "max_length")
+        columns = [values.unbind(0) if isinstance(values, torch.Tensor) else values for values in taken.values()]
+        return [dict(zip(taken, values, strict=True)) for values in zip(*columns, strict=True)]
 
     def batch(self, rows: Sequence[int] | np.ndarray[Any, Any], padding: Padding = "max_length") -> dict[str, Any]:
         """B rows with B in front of every key's shape: tensors (B, L), and 1-d object arrays for everything else.
@@ -107,6 +108,21 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
             rows: row numbers; negative ones count from the end.
             padding: to `max_prompt_length`, or to the longest row of the batch.
         """
+        return {
+            key: values if isinstance(values, torch.Tensor) else _object_array(values)
+            for key, values in self._take(rows, padding).items()
+        }
+
+    def loader(self, batch_size: int, **settings: Any) -> PromptLoader:
+        """An iterator over device batches with a state that can be saved; see `PromptLoader` for the settings.
+
+        `shuffle` and `seed` are those given to `load`, where not given here.
+        """
+        settings = {"shuffle": self.options.shuffle, "seed": self.options.seed or 0} | settings
+        return PromptLoader(self, batch_size, **settings)
+
+    def _take(self, rows: Sequence[int] | np.ndarray[Any, Any], padding: Padding) -> dict[str, Any]:
+        """B rows of every key: tensors (B, L), and lists of B objects."""
         numbers = self._check(rows)
         length = self.options.max_prompt_length
         tokens = self.tokens.take(numbers).truncate(length, self.options.truncation)
@@ -120,17 +136,7 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
                 [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
                 for prompt in taken["raw_prompt"]
             ]
-        return {
-            key: values if isinstance(values, torch.Tensor) else _object_array(values) for key, values in taken.items()
-        }
-
-    def loader(self, batch_size: int, **settings: Any) -> PromptLoader:
-        """An iterator over device batches with a state that can be saved; see `PromptLoader` for the settings.
-
-        `shuffle` and `seed` are those given to `load`, where not given here.
-        """
-        settings = {"shuffle": self.options.shuffle, "seed": self.options.seed or 0} | settings
-        return PromptLoader(self, batch_size, **settings)
+        return taken
 
     def _check(self, rows: Sequence[int] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         numbers = np.asarray(rows, np.int64).reshape(-1)

@@ -140,7 +140,6 @@ def _run(
         raise DataError(_nothing_left(report))
 
     store = Ragged.concatenate(tokens)
-    tokens.clear()
     origin = np.concatenate(places)
     order = _order(origin, sources, wanted)
     if order is not None:

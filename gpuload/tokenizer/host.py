@@ -13,6 +13,7 @@ younger than Unicode 14 are encoded by `tokenizers`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import version
 from typing import Any
 
@@ -85,11 +86,18 @@ def _needs_itself(reference: Reference) -> str | None:
     return None
 
 
-def _gigatoken(reference: Reference) -> HostEncoder:
-    import awkward
+@lru_cache(maxsize=2)
+def _gigatoken_of(model_json: str) -> Any:
+    """Kept, because building it takes longer than encoding a small data set, and a run loads train and test files."""
     import gigatoken
 
-    tokenizer = gigatoken.Tokenizer.from_json(reference.model_json)
+    return gigatoken.Tokenizer.from_json(model_json)
+
+
+def _gigatoken(reference: Reference) -> HostEncoder:
+    import awkward
+
+    tokenizer = _gigatoken_of(reference.model_json)
 
     def encode_all(text: pa.LargeStringArray) -> Ragged:
         offsets = np.frombuffer(text.buffers()[1], np.int64)[text.offset : text.offset + len(text) + 1]
