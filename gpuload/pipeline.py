@@ -33,7 +33,7 @@ from gpuload.read import Source, check_prompt_column, invalid_rows, is_frame, op
 from gpuload.report import Report
 from gpuload.sources import resolve
 from gpuload.stages import Batch, Rows, ahead, read, stage
-from gpuload.template.rows import check_prompt_type
+from gpuload.template.prompts import check_prompt_type
 from gpuload.tokenizer.reference import Reference
 from gpuload.verify import Verifier
 
@@ -122,6 +122,7 @@ def _run(
     tokens: list[Ragged] = []
     places: list[Rows] = []  # (n, 2): source, row in the source
     with ExitStack() as stack:
+        stack.enter_context(reference.job.clock_stopped())  # a template that tells the date tells one for all rows
         bar = stack.enter_context(_progress(sources, wanted, options))
         for batch in _encoded(sources, wanted, engine, options, report, stack):
             source = sources[batch.source].name
@@ -134,7 +135,7 @@ def _run(
             tokens.append(batch.tokens if keep.all() else batch.tokens.take(kept))
             places.append(np.stack([np.full(len(kept), batch.source), batch.rows[kept]], axis=1))
             bar.update(len(keep))
-    report.check = verifier.finish()
+        report.check = verifier.finish()
     report.rows_kept = sum(len(part) for part in tokens)
     if not report.rows_kept:
         raise DataError(_nothing_left(report))
@@ -196,7 +197,9 @@ def _filter(batch: Batch, source: str, report: Report, options: Options) -> np.n
     lengths = batch.tokens.lengths
     overlong = keep & (lengths > options.max_prompt_length)
     report.rows_read += len(keep)
-    report.by_reference += batch.rendered.by_reference
+    report.rows_compiled += batch.rendered.compiled_rows
+    for why, count in batch.rendered.reasons.items():
+        report.by_reference[why] = report.by_reference.get(why, 0) + count
     report.text_bytes += batch.rendered.nbytes
     report.overlong += int(overlong.sum())
     if keep.any():

@@ -19,7 +19,8 @@ class Report:
         overlong_dropped: whether they were dropped.
         refused: reason → number of rows dropped for it.
         examples: reason → the first rows, as "file row N".
-        by_reference: rows that transformers rendered one conversation at a time.
+        rows_compiled: rows that went through the compiled template.
+        by_reference: why rows were rendered by transformers instead, one by one → how many.
         source_bytes, text_bytes, tokens: of files, of rendered text, of kept ids.
         shortest, longest: kept rows, in tokens.
         seconds: stage → seconds of work; stages overlap, so that they add up to more than `total`.
@@ -37,7 +38,8 @@ class Report:
     overlong_dropped: bool = True
     refused: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
-    by_reference: int = 0
+    rows_compiled: int = 0
+    by_reference: dict[str, int] = field(default_factory=dict)
     source_bytes: int = 0
     text_bytes: int = 0
     tokens: int = 0
@@ -86,6 +88,10 @@ class Report:
             "  seconds    " + ", ".join(f"{name} {value:.2f}" for name, value in self.seconds.items()),
             f"  speed      {self.rows_read / total if total else 0:,.0f} rows/s",
             f"  engine     {self.engine}",
+            *(
+                f"             {count:,} rows rendered by transformers: {why}"
+                for why, count in self.by_reference.items()
+            ),
             *(f"             {note}" for note in self.notes),
             f"  exactness  {self._exactness()}",
         ]

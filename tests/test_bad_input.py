@@ -82,8 +82,8 @@ BAD_ROWS: list[tuple[Any, str]] = [
     ([], "prompt is an empty list"),
     (user(None), "content of message 0 is null"),
     ([*user("a"), {"role": "assistant", "content": None}], "content of message 1 is null"),
-    ([None], "message 0 is not an object but None"),
-    ([{"role": "wizard", "content": "a"}], "the chat template refuses it: only users here"),
+    ([None], "message 0 is null"),
+    ([{"role": "wizard", "content": "a"}], "only users here"),
 ]
 
 
@@ -110,10 +110,9 @@ def test_bytes_that_are_not_text(tmp_path: Path, qwen: Any) -> None:
         pq.write_table(pa.table({"prompt": column, "n": [0, 1, 2]}), file)
         prompts = gpuload.load(file, qwen, return_full_prompt=True)
         assert [prompts[i]["n"] for i in range(len(prompts))] == [0, 2]
-        assert [next(iter(prompts.report.refused)), prompts.report.rows_refused] == [
-            "not valid UTF-8: invalid start byte (byte 0)",
-            1,
-        ]
+        (reason,) = prompts.report.refused
+        assert reason.endswith("is not valid UTF-8 (byte 0)")
+        assert prompts.report.rows_refused == 1
         assert prompts[1]["full_prompts"].count("também") == 1
     pq.write_table(pa.table({"prompt": ["a", "b", "c"], "other": texts}), file)
     prompts = gpuload.load(file, qwen)

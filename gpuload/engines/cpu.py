@@ -6,7 +6,8 @@ import pyarrow.compute as pc
 import torch
 
 from gpuload.arrays import Ragged
-from gpuload.template import Rendered, render_rows
+from gpuload.template import ChatProgram, Rendered
+from gpuload.template.prompts import render_column, render_rows
 from gpuload.tokenizer.host import host_encoder
 from gpuload.tokenizer.reference import Reference
 
@@ -29,12 +30,15 @@ class CpuEngine:
             self.description = f"cpu: rendered and encoded by {type(reference.tokenizer).__name__}, prompt by prompt"
             self.notes: tuple[str, ...] = ()
         else:
+            self._program = ChatProgram(reference.job)
             self._encoder = host_encoder(reference)
-            self.description = f"cpu: rendered by transformers, encoded by {self._encoder.name}"
+            self.description = f"cpu: chat template compiled, encoded by {self._encoder.name}"
             self.notes = tuple(f"not used: {reason}" for reason in self._encoder.passed_over)
 
     def render(self, prompts: pa.Array) -> Rendered:
-        return render_rows(prompts, self._reference, self._by_prompt)
+        if self._by_prompt:
+            return render_rows(prompts, self._reference, with_ids=True)
+        return render_column(prompts, self._reference, self._program)
 
     def encode(self, rendered: Rendered) -> Ragged:
         if rendered.ids is not None:

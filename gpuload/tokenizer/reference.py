@@ -6,12 +6,13 @@ Everything that is fast in this project is measured against these few calls, and
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
 from gpuload.errors import TokenizerError
 from gpuload.options import Options
+from gpuload.template.job import Job
 
 Prompt = str | list[dict[str, Any]]
 
@@ -38,19 +39,23 @@ class Reference:
         self.tokenizer = _load(tokenizer, options)
         self.name = getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
         self.uses_template = options.chat_template is not None
-        self._kwargs: dict[str, Any] = {"add_generation_prompt": True, **options.apply_chat_template_kwargs}
-        if options.chat_template not in (None, "default"):
-            self._kwargs["chat_template"] = options.chat_template
-        if self.uses_template:
+        kwargs = dict(options.apply_chat_template_kwargs)
+        template = None if options.chat_template == "default" else options.chat_template
+        tools = kwargs.pop("tools", None)
+        generation_prompt = bool(kwargs.pop("add_generation_prompt", True))
+        self.job = Job(self.tokenizer, template, tools, kwargs, generation_prompt)
+        if self.uses_template and not self._renders_its_own_way:
             self._check_template()
         self.pad_token_id = self._pad_token_id(options)
 
+    @property
+    def _renders_its_own_way(self) -> bool:
+        return type(self.tokenizer).apply_chat_template is not _base_class().apply_chat_template
+
     def _check_template(self) -> None:
         try:
-            self.tokenizer.get_chat_template(self._kwargs.get("chat_template"), self._kwargs.get("tools"))
+            self.job.text()
         except Exception as error:
-            if self.tokenizer.__class__.apply_chat_template is not _base_class().apply_chat_template:
-                return  # a class with a way of its own needs no template
             raise TokenizerError(
                 f"tokenizer {self.name} has no usable chat template ({str(error).splitlines()[0]:.120}): pass "
                 "chat_template=... (the text of one), or chat_template=None for prompts that are plain strings"
@@ -81,9 +86,7 @@ class Reference:
     def encodes_rendered_text(self) -> bool:
         """Whether the ids of a prompt are the ids of its rendered text: not with arguments that say otherwise, and not
         for a class that overrides `apply_chat_template`."""
-        return not any(self._kwargs.get(key) for key in _OWN_ENCODING) and (
-            type(self.tokenizer).apply_chat_template is _base_class().apply_chat_template
-        )
+        return not self._renders_its_own_way and not any(self.job.kwargs.get(key) for key in _OWN_ENCODING)
 
     def render(self, prompt: Prompt) -> str:
         """The text of one prompt. A plain string is one user message, or itself without a chat template.
@@ -91,28 +94,11 @@ class Reference:
         Raises:
             Exception: whatever the template raises on a conversation it refuses.
         """
-        if not self.uses_template:
-            return _plain(prompt)
-        text: str = self.tokenizer.apply_chat_template(_messages(prompt), tokenize=False, **self._kwargs)
-        return text
-
-    def render_many(self, prompts: Sequence[Prompt]) -> list[str]:
-        """`render` for several prompts, at less cost for each."""
-        if not self.uses_template:
-            return [_plain(prompt) for prompt in prompts]
-        if not prompts:
-            return []
-        conversations = [_messages(prompt) for prompt in prompts]
-        return list(self.tokenizer.apply_chat_template(conversations, tokenize=False, **self._kwargs))
+        return self.job.render(_messages(prompt)) if self.uses_template else _plain(prompt)
 
     def ids(self, prompt: Prompt) -> list[int]:
         """The token ids of one prompt, rendered and encoded in one call: the definition of right."""
-        if not self.uses_template:
-            return self.encode(_plain(prompt))
-        answer = self.tokenizer.apply_chat_template(
-            _messages(prompt), tokenize=True, return_dict=True, return_tensors=None, **self._kwargs
-        )
-        return list(answer["input_ids"])
+        return self.job.ids(_messages(prompt)) if self.uses_template else self.encode(_plain(prompt))
 
     def encode(self, text: str) -> list[int]:
         """The token ids of a text, no special tokens added."""
@@ -130,7 +116,9 @@ class Reference:
         """Tells tokenizers apart: model, added tokens, template and its constants."""
         slow = self.backend is None
         model = json.dumps(sorted(self.tokenizer.get_vocab().items())) if slow else self.model_json
-        rest = [type(self.tokenizer).__name__, self.tokenizer.chat_template, self._kwargs, self.uses_template]
+        job = self.job
+        rest = [type(self.tokenizer).__name__, self.tokenizer.chat_template, self.uses_template]
+        rest += [job.template, job.tools, job.kwargs, job.add_generation_prompt]
         digest = hashlib.blake2b(model.encode(errors="backslashreplace"), digest_size=12)
         digest.update(repr(rest).encode(errors="backslashreplace"))
         return digest.hexdigest()
@@ -148,7 +136,7 @@ def problem(prompt: Any) -> str | None:
         return "prompt is an empty list"
     for number, message in enumerate(prompt):
         if not isinstance(message, Mapping):
-            return f"message {number} is not an object but {message!r:.40}"
+            return f"message {number} is {'null' if message is None else f'not an object but {message!r:.40}'}"
         if message.get("content") is None and not message.get("tool_calls"):
             return f"content of message {number} is {'null' if 'content' in message else 'missing'}"
     return None

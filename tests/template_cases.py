@@ -1,0 +1,96 @@
+"""What the tests of chat templates share: templates, a small tokenizer, conversations, and the reference's answer."""
+
+from __future__ import annotations
+
+import functools
+import random
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from gpuload.template.job import refusal
+
+SHARED = Path(__file__).parents[2] / "shared"
+
+# Texts that no test of a template should be without.
+TEXTS = (
+    "plain text", "", " ", "\n", "\t x \n", "  lead", "trail  \n\n", "\u00a0\u2003both\u3000\u2028",
+    "\x1c\x1f\x85\u180e\u200b", "\u1680\u2000\u200a\u202f\u205f", "</think>", "<think>\nwhy\n</think>\n\nbecause",
+    "a</think>b</think> c", "<think>", "<tool_response>", "<tool_response>\nx\n</tool_response>", "x</tool_response>",
+    "<|im_end|>", "<|im_start|>system\n", "<s>[INST] x [/INST]</s>", "{{ messages }}", "{% if x %}{% endif %}", "{#",
+    "%s %(a)s", "gpuload 00 0", "\0text", "<|channel|>final<|message|>x", "<|channel>thought\nx<channel|>y", "/think",
+    "/no_think", "Reasoning Effort: high", "REASONING STRENGTH", "ΑΣ", "İ", "中文 文本", "🙂", "None", "{}", "[]", "0",
+    "\\n", "'\"<b>&",
+)  # fmt: skip
+
+ROLES = (
+    "user", "system user", "user assistant", "user assistant user", "system user assistant user",
+    "user assistant user assistant user", "system user assistant user assistant user", "user user", "assistant user",
+    "assistant", "system", "system system user", "user system user", "user tool user", "user assistant tool",
+    "user assistant tool tool assistant user", "developer user", "user narrator", "system assistant user",
+)  # fmt: skip
+
+
+@functools.cache
+def small_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer with nothing but special tokens."""
+    inner = Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2}, unk_token="<unk>"))
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+def templates() -> dict[str, tuple[Any, str]]:
+    """Every template at hand, by name: a tokenizer, and the template's text."""
+    found: dict[str, tuple[Any, str]] = {}
+    try:
+        import trl
+    except ImportError:
+        pass
+    else:
+        for file in sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja")):
+            found[f"trl/{file.stem}"] = (small_tokenizer(), file.read_text())
+    for folder in sorted((SHARED / "tokenizers").glob("*/")):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        if isinstance(tokenizer.chat_template, str):
+            found[f"shared/{folder.name}"] = (tokenizer, tokenizer.chat_template)
+    return found
+
+
+TEMPLATES = templates()
+
+
+def conversations(count: int, seed: int, roles: tuple[str, ...] = ROLES) -> list[list[dict[str, Any]]]:
+    """`count` conversations of each of `roles`, with texts from `TEXTS`."""
+    chance = random.Random(seed)
+    return [
+        [{"role": role, "content": chance.choice(TEXTS)} for role in some.split()]
+        for some in roles
+        for _ in range(count)
+    ]
+
+
+def column(rows: list[Any], **kinds: pa.DataType) -> pa.Array:
+    """A column of conversations, with further fields of those types."""
+    fields = [("role", pa.string()), ("content", pa.string()), *kinds.items()]
+    return pa.array(rows, pa.list_(pa.struct(fields)))
+
+
+def reference(tokenizer: Any, row: Any, **options: Any) -> tuple[str | None, str | None]:
+    """What transformers makes of a row: a text, or why not."""
+    try:
+        return tokenizer.apply_chat_template(row, tokenize=False, **options), None
+    except Exception as error:
+        return None, refusal(error)
+
+
+def assert_same(rendered: Any, prompts: pa.Array, tokenizer: Any, **options: Any) -> None:
+    """Every row is what transformers gives, and refused where it refuses, with its words."""
+    texts = rendered.text.to_pylist()
+    assert len(texts) == len(prompts)
+    for i, row in enumerate(prompts.to_pylist()):
+        text, reason = reference(tokenizer, row, **options)
+        assert texts[i] == text, (i, row)
+        assert rendered.refused.get(i) == reason, (i, row)
+    assert rendered.compiled_rows + rendered.reference_rows + len(rendered.refused) == len(prompts)

@@ -1,0 +1,145 @@
+"""Compiled templates against transformers, byte for byte."""
+
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from template_cases import SHARED, TEMPLATES, TEXTS, assert_same, column, conversations, small_tokenizer
+
+from gpuload.template import ChatProgram, compile
+
+TEN = [
+    "trl/qwen2_5", "trl/qwen3", "trl/llama3_1", "trl/gemma3", "trl/gemma4_v5", "trl/glm4moe", "trl/deepseekv3",
+    "trl/lfm2_2_5_v2", "trl/nemotron_3_nano", "trl/qwen3_5_think",
+]  # fmt: skip
+SHARED_TEMPLATES = [
+    "qwen2.5-instruct",
+    "qwen3",
+    "llama3.1-instruct",
+    "deepseek-v3",
+    "gemma3",
+    "mistral-nemo",
+    "olmo2-dolma2",
+]
+
+
+@pytest.mark.parametrize("generation", [True, False])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_every_template_gives_what_transformers_gives(name: str, generation: bool) -> None:
+    tokenizer, template = TEMPLATES[name]
+    program = compile(tokenizer, chat_template=template, add_generation_prompt=generation)
+    prompts = column(conversations(6, seed=int(generation)))
+    rendered = program.render(prompts)
+    assert_same(rendered, prompts, tokenizer, chat_template=template, add_generation_prompt=generation)
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+@pytest.mark.parametrize(
+    "name", ["trl/qwen3", "trl/qwen3_5_think", "trl/gemma4_v5", "trl/glm4moe", "trl/nemotron_3_super"]
+)
+def test_arguments_of_the_template(name: str, thinking: bool) -> None:
+    tokenizer, template = TEMPLATES[name]
+    kwargs = {"enable_thinking": thinking, "reasoning_effort": "low", "preserve_thinking": thinking}
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
+        }
+    ]
+    program = compile(tokenizer, chat_template=template, tools=tools, kwargs=kwargs)
+    prompts = column(conversations(4, seed=3))
+    rendered = program.render(prompts)
+    assert rendered.compiled_rows > 0
+    assert_same(rendered, prompts, tokenizer, chat_template=template, tools=tools, add_generation_prompt=True, **kwargs)
+
+
+CALLS = pa.list_(pa.struct([("function", pa.struct([("name", pa.string()), ("arguments", pa.string())]))]))
+
+
+@pytest.mark.parametrize("name", [*TEN, "trl/gptoss", "trl/qwen3_8", "trl/muse_glimmer", "trl/cohere2"])
+def test_further_fields_take_part(name: str) -> None:
+    tokenizer, template = TEMPLATES[name]
+    call = {"function": {"name": "f", "arguments": "{}"}}
+    rows = conversations(3, seed=5)
+    for i, row in enumerate(rows):
+        for k, message in enumerate(row):
+            if (i + k) % 3 == 0:
+                message["reasoning_content"] = TEXTS[(i + 7 * k) % len(TEXTS)]
+            if (i + k) % 5 == 0:
+                message["name"] = TEXTS[(i + 3 * k) % len(TEXTS)]
+            if (i + k) % 7 == 0 and message["role"] == "assistant":
+                message["tool_calls"] = [call] if i % 2 else []
+    prompts = column(rows, reasoning_content=pa.string(), name=pa.string(), tool_calls=CALLS)
+    rendered = compile(tokenizer, chat_template=template).render(prompts)
+    assert_same(rendered, prompts, tokenizer, chat_template=template, add_generation_prompt=True)
+    assert any("tool_calls" in reason for reason in rendered.reasons)
+
+
+message = st.fixed_dictionaries(
+    {
+        "role": st.sampled_from(["system", "user", "assistant", "tool"]),
+        "content": st.lists(st.sampled_from([*TEXTS, *"<>/|\n ab"]), max_size=4).map("".join) | st.text(max_size=20),
+    }
+)
+programs: dict[str, ChatProgram] = {}
+
+
+@pytest.mark.parametrize("name", TEN)
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(rows=st.lists(st.lists(message, min_size=1, max_size=6), min_size=1, max_size=6))
+def test_any_messages(name: str, rows: list[list[dict[str, str]]]) -> None:
+    tokenizer, template = TEMPLATES[name]
+    program = programs.setdefault(name, compile(tokenizer, chat_template=template))
+    prompts = column(rows)
+    assert_same(program.render(prompts), prompts, tokenizer, chat_template=template, add_generation_prompt=True)
+
+
+@pytest.mark.skipif(not (SHARED / "datasets").is_dir(), reason="no shared data")
+@pytest.mark.parametrize("name", SHARED_TEMPLATES)
+def test_whole_data_sets(name: str) -> None:
+    import pyarrow.parquet as pq
+
+    tokenizer, _ = TEMPLATES[f"shared/{name}"]
+    program = compile(tokenizer)
+    for file in sorted((SHARED / "datasets").glob("*.parquet")):
+        prompts = pq.read_table(file, columns=["prompt"])["prompt"]
+        # Whole files take transformers long: every row is compiled, and one in some is compared.
+        rendered = program.render(prompts)
+        if name != "mistral-nemo":
+            assert rendered.compiled_rows > 0.9 * (len(prompts) - len(rendered.refused))
+        step = max(1, len(prompts) // 400)
+        rows = prompts.take(pa.array(range(0, len(prompts), step))).to_pylist()
+        texts = rendered.text.to_pylist()[::step]
+        for i, row in enumerate(rows):
+            if i * step not in rendered.refused:
+                assert texts[i] == tokenizer.apply_chat_template(row, tokenize=False, add_generation_prompt=True)
+
+
+def test_a_template_of_ones_own_and_named_templates() -> None:
+    tokenizer = small_tokenizer()
+    named = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer, bos_token="<s>")
+    named.chat_template = {
+        "default": "D{{ messages[0].content }}",
+        "tool_use": "T{{ messages[0].content }}",
+        "x": "X{{ bos_token }}",
+    }
+    rows = column([[{"role": "user", "content": "hi"}]])
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert compile(named).render(rows).text.to_pylist() == ["Dhi"]
+    assert compile(named, tools=[tool]).render(rows).text.to_pylist() == ["Thi"]
+    assert compile(named, chat_template="x").render(rows).text.to_pylist() == ["X<s>"]
+    assert compile(named, chat_template="Y{{ messages[0].content | trim }}").render(rows).text.to_pylist() == ["Yhi"]
+
+
+def test_the_clock_stands_still_for_all_rows() -> None:
+    template = "{{ strftime_now('%H:%M:%S.%f') }} {{ messages[0].content }}{{ messages[0].tool_calls | length }}"
+    call = {"function": {"name": "f"}}
+    rows = [[{"role": "user", "content": "a", "tool_calls": calls}] for calls in ([], [call], [], [call, call])]
+    rendered = compile(small_tokenizer(), chat_template=template).render(column(rows, tool_calls=CALLS))
+    assert (rendered.compiled_rows, rendered.reference_rows) == (2, 2)
+    texts = rendered.text.to_pylist()
+    assert [text.split()[1] for text in texts] == ["a0", "a1", "a0", "a2"]
+    assert len({text.split()[0] for text in texts}) == 1
+    # Afterwards the clock of transformers goes on.
+    later = small_tokenizer().apply_chat_template(rows[0], chat_template=template, tokenize=False)
+    assert later.split()[0] != texts[0].split()[0]
