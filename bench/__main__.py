@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import load, sections
-from bench.inputs import ROOT, DataSet, find_data_sets, find_tokenizer, samples
+from bench.inputs import ROOT, DataSet, find_data_sets, find_tokenizer, find_tokenizers, samples
 from bench.launch import WorkerError
 from bench.machine import circumstances
 from bench.plot import draw
@@ -58,7 +58,7 @@ def measure(section: str, data_sets: list[DataSet], tokenizer: str, chosen: argp
     if section == "memory":
         return sections.measure_memory(data_sets, tokenizer, chosen.limit, chosen.repeats, scratch)
     parts = [data_set for data_set in data_sets if data_set.name != "joint"] or data_sets
-    return sections.measure_stages(parts, tokenizer, chosen.repeats, scratch)
+    return sections.measure_stages(parts, find_tokenizers(tokenizer), chosen.repeats, scratch)
 
 
 def main() -> int:

@@ -80,6 +80,12 @@ def find_tokenizer(given: str | None) -> str:
     return demo_files()[1]
 
 
+def find_tokenizers(first: str) -> list[str]:
+    """That tokenizer, and those of other families beside the repository."""
+    others = [_SHARED / "tokenizers" / name for name in ("qwen3", "llama3.1-instruct")]
+    return [first, *(str(folder) for folder in others if folder.exists())]
+
+
 def _data_set(file: Path) -> DataSet:
     return DataSet(file.stem, (str(file),), pq.ParquetFile(file).metadata.num_rows)
 

@@ -58,13 +58,17 @@ def measure_memory(
     return runs
 
 
-def measure_stages(data_sets: Sequence[DataSet], tokenizer: str, repeats: int, scratch: Path) -> list[dict[str, Any]]:
+def measure_stages(
+    data_sets: Sequence[DataSet], tokenizers: Sequence[str], repeats: int, scratch: Path
+) -> list[dict[str, Any]]:
     """Rendering and encoding alone, on one core."""
     runs = []
-    for data_set in data_sets:
-        for repeat in range(repeats):
-            run = run_worker("stages", {"files": data_set.files, "tokenizer": tokenizer}, scratch / "stages")
-            runs.append({"data": data_set.name, "repeat": repeat} | run)
-            speeds = ", ".join(f"{what} {run['text_bytes'] / s / 1e6:,.1f}" for what, s in run["seconds"].items())
-            print(f"  {data_set.name:14} {repeat + 1}/{repeats} MB/s: {speeds}", flush=True)
+    for tokenizer in tokenizers:
+        for data_set in data_sets:
+            for repeat in range(repeats):
+                run = run_worker("stages", {"files": data_set.files, "tokenizer": tokenizer}, scratch / "stages")
+                name = Path(tokenizer).name
+                runs.append({"data": data_set.name, "tokenizer": name, "repeat": repeat} | run)
+                speeds = ", ".join(f"{what} {run['text_bytes'] / s / 1e6:,.1f}" for what, s in run["seconds"].items())
+                print(f"  {name} {data_set.name:14} {repeat + 1}/{repeats} MB/s: {speeds}", flush=True)
     return runs

@@ -40,9 +40,10 @@ thread stacks, buffers. The goal is a peak of at most 3 times text + tokens; the
 set keeps too, are named beside it."""
 
 _STAGE_NOTES = """\
-MB/s of rendered text on one core (pinned), each in the form it likes best: gpuload from and to Arrow,
-`transformers` from Python lists in batches (making those is not counted), `tokenizers` by `encode_batch_fast`. Texts
-and ids were compared and are the same."""
+MB/s of rendered text on one core (pinned), by turns in one process, each in the form it likes best: gpuload from and to
+Arrow, `transformers` from Python lists in batches (making those is not counted), `tokenizers` by `encode_batch_fast`.
+Texts and ids were compared and are the same. "Tracing" is how much longer the first rendering takes: compiling the
+template for every shape of conversation in the data."""
 
 _WAYS = {
     ("gpuload", "tensors"): "gpuload, tensors alone, from the token store",
@@ -139,16 +140,27 @@ def memory_table(section: Section) -> list[str]:
 def stage_table(section: Section) -> list[str]:
     """MB/s of each stage, and ratios."""
     lines = []
-    for data in dict.fromkeys(run["data"] for run in section["runs"]):
-        runs = [run for run in section["runs"] if run["data"] == data]
-        speed = {
-            what: median(run["text_bytes"] / run["seconds"][what] / 1e6 for run in runs) for what in runs[0]["seconds"]
-        }
-        cells = [data]
+    for tokenizer, data in dict.fromkeys((run["tokenizer"], run["data"]) for run in section["runs"]):
+        runs = [run for run in section["runs"] if (run["tokenizer"], run["data"]) == (tokenizer, data)]
+        seconds = {what: median(run["seconds"][what] for run in runs) for what in runs[0]["seconds"]}
+        speed = {what: runs[0]["text_bytes"] / took / 1e6 for what, took in seconds.items()}
+        cells = [tokenizer, data]
         for ours, theirs in (("gpuload render", "transformers render"), ("gpuload encode", "tokenizers encode")):
-            cells += [f"{speed[ours]:,.1f}", f"{speed[theirs]:,.1f}", f"**{speed[ours] / speed[theirs]:.1f}×**"]
-        lines.append(cells)
-    head = ["MB/s, one core", "render", "transformers", "ratio", "encode", "tokenizers", "ratio"]
+            cells += [f"{speed[ours]:,.0f}", f"{speed[theirs]:,.1f}", f"**{speed[ours] / speed[theirs]:.1f}×**"]
+        tracing = max(0.0, seconds["gpuload first render"] - seconds["gpuload render"])
+        lines.append([*cells, f"{runs[0]['shapes']}", f"{tracing:.2f}"])
+    head = [
+        "MB/s, one core",
+        "",
+        "render",
+        "transformers",
+        "ratio",
+        "encode",
+        "tokenizers",
+        "ratio",
+        "shapes",
+        "tracing, s",
+    ]
     engine = section["runs"][0]["engine"]
     return ["## Stages", _STAGE_NOTES, f"Engine: {engine}.", _circumstances(section), _table(head, lines)]
 

@@ -15,11 +15,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     inspect = commands.add_parser("inspect", help="what is in these files: rows, columns, prompt lengths in tokens")
-    inspect.add_argument("files", nargs="+", help="paths, globs or URLs of parquet, json or jsonl files")
+    inspect.add_argument("files", nargs="*", help="paths, globs or URLs of parquet, json or jsonl files")
     inspect.add_argument("--tokenizer", required=True, help="a path or a hub id")
     inspect.add_argument("--prompt-key", default="prompt", help="the column with the prompts (default: prompt)")
     inspect.add_argument("--max-samples", type=int, default=-1, help="look at the first N rows only")
     inspect.add_argument("--no-template", action="store_true", help="prompts are plain strings, tokenized as they are")
+    inspect.add_argument(
+        "--template",
+        action="store_true",
+        help="show the compiled chat template instead: for the conversations in the files, or for common ones",
+    )
     inspect.add_argument("--html", metavar="FILE", help="write the same, with plots, as one page")
 
     commands.add_parser("doctor", help="versions, engines, and why one of them is not available")
@@ -29,8 +34,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         # Imported late: the help of a command line should not wait for torch.
         if given.command == "inspect":
-            from gpuload.inspect import inspect_files
+            from gpuload.inspect import inspect_files, inspect_template
 
+            if given.template:
+                inspect_template(given.files, given.tokenizer, prompt_key=given.prompt_key)
+                return 0
+            if not given.files:
+                inspect.error("no files given")
             inspect_files(
                 given.files,
                 given.tokenizer,

@@ -3,6 +3,7 @@
 import base64
 import html as html_text
 import io
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +13,18 @@ import numpy as np
 
 from gpuload.dataset import PromptDataset
 from gpuload.errors import GpuloadError
-from gpuload.pipeline import load
+from gpuload.options import Options
+from gpuload.pipeline import load, open_sources
+from gpuload.template import ChatProgram
+from gpuload.template.program import TEXT
+from gpuload.template.prompts import render_column
+from gpuload.tokenizer.reference import Reference
 
 _LIMITS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
 _NO_LIMIT = 2**31 - 1
 _GROUPS = 20
+_COMMON_ROLES = (("user",), ("system", "user"), ("user", "assistant", "user"), ("user", "assistant"))
 
 Lengths = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -66,6 +73,35 @@ def inspect_files(
     if html:
         Path(html).write_text(_page(prompts, groups), encoding="utf-8")
         print(f"\nwritten to {html}")
+
+
+def inspect_template(files: Sequence[str], tokenizer: Any, *, prompt_key: str = "prompt") -> None:
+    """Prints the compiled chat template: what a prompt is made of, for each shape of conversation.
+
+    Args:
+        files: the conversations are taken from here; where there are none, common ones are tried.
+    """
+    reference = Reference(tokenizer, Options(prompt_key=prompt_key, pad_token_id=0))
+    program = ChatProgram(reference.job)
+    if not files:
+        for roles in _COMMON_ROLES:
+            program.explore(tuple((("role", role), ("content", TEXT)) for role in roles))
+        print(program)
+        return
+    rendered = []
+    for source in open_sources(list(files), Options(prompt_key=prompt_key)):
+        for table in source.batches():
+            column = table.column(prompt_key).combine_chunks()
+            rendered.append(render_column(column, reference, program))
+    print(program)
+    print(
+        f"\n{sum(r.compiled_rows for r in rendered):,} rows compiled, {sum(r.reference_rows for r in rendered):,} "
+        f"rendered by transformers, {sum(len(r.refused) for r in rendered):,} refused"
+    )
+    reasons: Counter[str] = sum((Counter(r.reasons) for r in rendered), Counter())
+    reasons += sum((Counter(f"refused: {why}" for why in r.refused.values()) for r in rendered), Counter())
+    for why, count in reasons.most_common(20):
+        print(f"  {count:>9,} {why}")
 
 
 def _groups(prompts: PromptDataset) -> list[Group]:

@@ -56,7 +56,7 @@ def load(files: Any, tokenizer: Any = None, /, **options: Any) -> PromptDataset:
     started = time.perf_counter()
     tokenizer = options.pop("tokenizer", None) if tokenizer is None else tokenizer
     chosen = Options.parse(options)
-    sources = _open(files, chosen)
+    sources = open_sources(files, chosen)
     wanted = _samples(sum(source.num_rows for source in sources), chosen)
     reference = Reference(tokenizer, chosen)
     engine = _engine(chosen, reference)
@@ -75,7 +75,8 @@ def load(files: Any, tokenizer: Any = None, /, **options: Any) -> PromptDataset:
     return dataset
 
 
-def _open(files: Any, options: Options) -> list[Source]:
+def open_sources(files: Any, options: Options) -> list[Source]:
+    """Files or a frame, opened, with the prompt column checked in each."""
     if is_frame(files):
         sources = [open_frame(files, type(files).__name__)]
     else:

@@ -84,3 +84,16 @@ def test_progress(gsm8k: str, qwen: Any, capsys: pytest.CaptureFixture[str]) -> 
     assert captured.err == captured.out == ""
     gpuload.load(gsm8k, qwen, max_samples=50, progress=True)
     assert "prompts" in capsys.readouterr().err
+
+
+def test_inspect_template(gsm8k: str, qwen_folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "--template", "--tokenizer", qwen_folder]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^system, user\n  '<\|im_start\|>system\\n' \+ \[message 0 content\] \+ ", shown, re.MULTILINE)
+    assert main(["inspect", "--template", "--tokenizer", qwen_folder, gsm8k]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("user\n  '<|im_start|>system\\nYou are Qwen")
+    assert "8,792 rows compiled, 0 rendered by transformers, 0 refused" in shown
+    with pytest.raises(SystemExit):
+        main(["inspect", "--tokenizer", qwen_folder])
+    assert "no files given" in capsys.readouterr().err

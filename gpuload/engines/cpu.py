@@ -18,6 +18,9 @@ class CpuEngine:
     Args:
         reference: the tokenizer.
         exact_only: render and encode with the tokenizer object itself, prompt by prompt.
+
+    Attributes:
+        program: the compiled chat template.
     """
 
     name = "cpu"
@@ -25,12 +28,12 @@ class CpuEngine:
 
     def __init__(self, reference: Reference, exact_only: bool = False):
         self._reference = reference
+        self.program = ChatProgram(reference.job)
         self._by_prompt = exact_only or not reference.encodes_rendered_text
         if self._by_prompt:
             self.description = f"cpu: rendered and encoded by {type(reference.tokenizer).__name__}, prompt by prompt"
             self.notes: tuple[str, ...] = ()
         else:
-            self._program = ChatProgram(reference.job)
             self._encoder = host_encoder(reference)
             self.description = f"cpu: chat template compiled, encoded by {self._encoder.name}"
             self.notes = tuple(f"not used: {reason}" for reason in self._encoder.passed_over)
@@ -38,7 +41,7 @@ class CpuEngine:
     def render(self, prompts: pa.Array) -> Rendered:
         if self._by_prompt:
             return render_rows(prompts, self._reference, with_ids=True)
-        return render_column(prompts, self._reference, self._program)
+        return render_column(prompts, self._reference, self.program)
 
     def encode(self, rendered: Rendered) -> Ragged:
         if rendered.ids is not None:
