@@ -1,6 +1,7 @@
 """PromptDataset: what a load gives. Rows as verl's dicts, whole batches in one gather, and the columns behind them."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from gpuload.arrays import Ragged
 from gpuload.columns import Columns
 from gpuload.engines.engine import Engine
 from gpuload.errors import PromptTooLongError
-from gpuload.fingerprint import Fingerprint
+from gpuload.fingerprint import Fingerprint, token_digest
 from gpuload.loader import PromptLoader
 from gpuload.options import Options, Padding
 from gpuload.report import Report
@@ -36,7 +37,6 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
     Attributes:
         tokens: all ids, ragged; int32.
         report: what the load did.
-        fingerprint: tells this data from other data.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
         options: Options,
         pad_token_id: int,
         report: Report,
-        fingerprint: Fingerprint,
+        about: Fingerprint,
     ):
         self.tokens = tokens
         self.options = options
         self.pad_token_id = pad_token_id
         self.report = report
-        self.fingerprint = fingerprint
+        self._about = about
         self._columns = columns
         self._origin = origin
         self._pad = engine.pad
@@ -66,6 +66,11 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
         return (
             f"PromptDataset({len(self):,} rows, {len(self.tokens.values):,} tokens, {', '.join(self._columns.names)})"
         )
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """Tells this data from other data: plain data, made when it is first asked for."""
+        return self._about | {"tokens": token_digest(self.tokens)}
 
     @property
     def columns(self) -> pa.Table:

@@ -29,7 +29,7 @@ from gpuload.engines.engine import Engine
 from gpuload.errors import DataError, DeviceError, MismatchError
 from gpuload.fingerprint import fingerprint
 from gpuload.options import Options
-from gpuload.read import Source, check_prompt_column, invalid_rows, is_frame, open_file, open_frame
+from gpuload.read import BATCH_ROWS, Source, check_prompt_column, invalid_rows, is_frame, open_file, open_frame
 from gpuload.report import Report
 from gpuload.sources import resolve
 from gpuload.stages import Batch, Rows, ahead, read, stage
@@ -118,13 +118,14 @@ def _run(
         overlong_dropped=options.filter_overlong_prompts,
         source_bytes=sum(source.nbytes for source in sources),
     )
-    verifier = Verifier(options.verify, reference)
+    total = sum(source.num_rows for source in sources) if wanted is None else len(wanted)
+    verifier = Verifier(options.verify, reference, -(-total // BATCH_ROWS))
     tables: list[pa.Table] = []
     tokens: list[Ragged] = []
     places: list[Rows] = []  # (n, 2): source, row in the source
     with ExitStack() as stack:
         stack.enter_context(reference.job.clock_stopped())  # a template that tells the date tells one for all rows
-        bar = stack.enter_context(_progress(sources, wanted, options))
+        bar = stack.enter_context(_progress(total, options))
         for batch in _encoded(sources, wanted, engine, options, report, stack):
             source = sources[batch.source].name
             assert batch.rendered is not None
@@ -136,7 +137,7 @@ def _run(
             tokens.append(batch.tokens if keep.all() else batch.tokens.take(kept))
             places.append(np.stack([np.full(len(kept), batch.source), batch.rows[kept]], axis=1))
             bar.update(len(keep))
-        report.check = verifier.finish()
+    report.check = verifier.check
     report.rows_kept = sum(len(part) for part in tokens)
     if not report.rows_kept:
         raise DataError(_nothing_left(report))
@@ -155,7 +156,7 @@ def _run(
         options,
         reference.pad_token_id,
         report,
-        fingerprint(sources, reference, options, store),
+        fingerprint(sources, reference, options),
     )
 
 
@@ -246,8 +247,7 @@ def _nothing_left(report: Report) -> str:
     return "\n".join(lines + ([report.reasons()] if report.refused else []))
 
 
-def _progress(sources: list[Source], wanted: Rows | None, options: Options) -> Any:
-    total = sum(source.num_rows for source in sources) if wanted is None else len(wanted)
+def _progress(total: int, options: Options) -> Any:
     # None: tqdm shows a bar where standard error is a terminal.
     disable = None if options.progress is None else not options.progress
     return tqdm(total=total, desc="prompts", unit=" rows", unit_scale=True, disable=disable, leave=False)

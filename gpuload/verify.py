@@ -1,7 +1,8 @@
 """The fast path against the reference, row by row, in production.
 
-A sample is a spread: the rows where fast paths go wrong (the shortest and the longest, special-token text, non-ASCII
-text) and some at random, from every batch, at a bounded cost.
+A sample is a spread: of every batch the rows where fast paths go wrong (the shortest and the longest, special-token
+text, non-ASCII text) and some at random. It is compared while later batches are still being encoded, so that most of
+its cost is hidden; what is left is bounded by rows and bytes.
 """
 
 import time
@@ -19,18 +20,8 @@ from gpuload.tokenizer.reference import Prompt, Reference
 
 _SAMPLE_ROWS = 64
 _SAMPLE_BYTES = 1 << 20
+_FEWEST_ROWS = 2  # of a batch, however many batches there are
 _LONGEST_BYTES = 200_000
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A row to compare: where it is from, the prompt, the ids of the fast path."""
-
-    file: str
-    row: int
-    prompt: Prompt
-    ids: list[int]
-    nbytes: int
 
 
 @dataclass
@@ -43,89 +34,73 @@ class Check:
 
 
 class Verifier:
-    """Gathers candidates while batches pass by, and compares them with the reference."""
+    """Compares rows of the batches that it is shown.
 
-    def __init__(self, mode: Verify, reference: Reference):
+    Args:
+        batches: about how many there will be; the sample is shared among them.
+
+    Attributes:
+        check: the outcome so far.
+    """
+
+    def __init__(self, mode: Verify, reference: Reference, batches: int):
         self._mode = mode
         self._reference = reference
-        self._check = Check()
+        self._rows = max(_FEWEST_ROWS, _SAMPLE_ROWS // max(1, batches))
+        self._bytes = _SAMPLE_BYTES // max(1, batches)
         self._rng = np.random.default_rng(0)
-        self._candidates: list[Candidate] = []
         self._special_ids = np.array(sorted(reference.special_ids()), np.int64)
+        self.check = Check()
 
     def see(self, file: str, numbers: Any, prompts: pa.Array, text: pa.LargeStringArray, ids: Ragged) -> None:
-        """Takes note of a batch; with "full", compares all of it.
+        """Compares a sample of one batch; all of it with "full".
 
         Args:
-            numbers: (n,) row numbers in the file.
+            file: where the rows are from.
+            numbers: (n,) their numbers there.
         """
         if self._mode == "off":
             return
+        # The thread's own time: while it waits for the interpreter, other stages are at work.
         started = time.thread_time()
         rows = np.flatnonzero(~np.asarray(text.is_null())) if self._mode == "full" else self._spread(text, ids)
-        picked = to_python(prompts.take(pa.array(rows))) if len(rows) else []
-        sizes = pc.binary_length(text)
-        for row, prompt in zip(rows.tolist(), picked, strict=True):
-            self._candidates.append(Candidate(file, int(numbers[row]), prompt, ids[row].tolist(), sizes[row].as_py()))
-        if self._mode == "full":
-            self._compare(self._candidates)
-            self._candidates = []
-        self._check.seconds += time.thread_time() - started
-
-    def finish(self) -> Check:
-        """The outcome over all batches seen."""
-        started = time.thread_time()
-        self._compare(self._within_budget())
-        self._check.seconds += time.thread_time() - started
-        return self._check
+        picked = to_python(prompts.take(pa.array(rows, pa.int64()))) if len(rows) else []
+        for row, prompt in zip(rows, picked, strict=True):
+            self._compare(f"{file} row {numbers[row]}", prompt, ids[row].tolist())
+        self.check.seconds += time.thread_time() - started
 
     def _spread(self, text: pa.LargeStringArray, ids: Ragged) -> Any:
-        """Up to nine rows of a batch: one or two of every kind that goes wrong."""
+        """Rows of a batch: the longest, the shortest, one or two of every kind that goes wrong, some at random."""
         sizes = np.asarray(pc.fill_null(pc.binary_length(text), -1))
         usable = np.flatnonzero((sizes >= 0) & (sizes <= _LONGEST_BYTES))
         if not len(usable):
             return usable
-        rows = {int(usable[np.argmin(sizes[usable])]), int(usable[np.argmax(sizes[usable])])}
         kinds = [sizes != np.asarray(pc.fill_null(pc.utf8_length(text), -1))]
         if len(self._special_ids):
             # A template writes special tokens into every row: only a row with more of them than most is special.
             seen = np.concatenate([[0], np.cumsum(np.isin(ids.values, self._special_ids))])
             count = seen[ids.offsets[1:]] - seen[ids.offsets[:-1]]
             kinds.append(count > np.median(count[usable]))
-        for kind in kinds:
+        rows = [usable[np.argmax(sizes[usable])], usable[np.argmin(sizes[usable])]]
+        for kind in reversed(kinds):
             of_kind = np.intersect1d(np.flatnonzero(kind), usable)
-            rows.update(self._rng.choice(of_kind, min(2, len(of_kind)), replace=False).tolist())
-        rows.update(self._rng.choice(usable, min(3, len(usable)), replace=False).tolist())
-        return np.array(sorted(rows))
+            rows += self._rng.choice(of_kind, min(2, len(of_kind)), replace=False).tolist()
+        rows += self._rng.permutation(usable)[: self._rows].tolist()
+        chosen = np.array(list(dict.fromkeys(int(row) for row in rows))[: self._rows])
+        affordable = np.cumsum(sizes[chosen]) <= self._bytes
+        affordable[0] = True
+        return chosen[affordable]
 
-    def _within_budget(self) -> list[Candidate]:
-        """The shortest, the longest, and as many others as the budget holds."""
-        if not self._candidates:
-            return []
-        by_size = sorted(self._candidates, key=lambda c: c.nbytes)
-        chosen = [by_size[0], by_size[-1]][: len(by_size)]
-        nbytes = 0
-        for number in self._rng.permutation(max(0, len(by_size) - 2)):
-            one = by_size[1 + number]
-            nbytes += one.nbytes
-            if len(chosen) >= _SAMPLE_ROWS or nbytes > _SAMPLE_BYTES:
-                break
-            chosen.append(one)
-        return chosen
-
-    def _compare(self, candidates: list[Candidate]) -> None:
-        for one in candidates:
-            self._check.rows += 1
-            expected = self._reference.ids(one.prompt)
-            if expected != one.ids:
-                self._check.mismatches.append(_difference(one, expected))
+    def _compare(self, place: str, prompt: Prompt, found: list[int]) -> None:
+        self.check.rows += 1
+        expected = self._reference.ids(prompt)
+        if expected != found:
+            self.check.mismatches.append(f"{place}: {_difference(found, expected)}")
 
 
-def _difference(one: Candidate, expected: list[int]) -> str:
-    position = next(
-        (i for i, (a, b) in enumerate(zip(one.ids, expected, strict=False)) if a != b),
-        min(len(one.ids), len(expected)),
-    )
-    found = one.ids[position] if position < len(one.ids) else "nothing"
-    wanted = expected[position] if position < len(expected) else "nothing"
-    return f"{one.file} row {one.row}: token {position} is {found}, the reference gives {wanted}"
+def _difference(found: list[int], expected: list[int]) -> str:
+    """In words, the first place where two rows of ids part."""
+    same = (i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b)
+    position = next(same, min(len(found), len(expected)))
+    here, there = (str(ids[position]) if position < len(ids) else "nothing" for ids in (found, expected))
+    return f"token {position} is {here}, the reference gives {there}"
