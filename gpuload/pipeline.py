@@ -29,7 +29,7 @@ from gpuload.engines.engine import Engine
 from gpuload.errors import DataError, DeviceError, MismatchError
 from gpuload.fingerprint import fingerprint
 from gpuload.options import Options
-from gpuload.read import BATCH_ROWS, Source, check_prompt_column, invalid_rows, is_frame, open_file, open_frame
+from gpuload.read import Source, check_prompt_column, invalid_rows, is_frame, open_file, open_frame
 from gpuload.report import Report
 from gpuload.sources import resolve
 from gpuload.stages import Batch, Rows, ahead, read, stage
@@ -119,7 +119,7 @@ def _run(
         source_bytes=sum(source.nbytes for source in sources),
     )
     total = sum(source.num_rows for source in sources) if wanted is None else len(wanted)
-    verifier = Verifier(options.verify, reference, -(-total // BATCH_ROWS))
+    verifier = Verifier(options.verify, reference, total)
     tables: list[pa.Table] = []
     tokens: list[Ragged] = []
     places: list[Rows] = []  # (n, 2): source, row in the source

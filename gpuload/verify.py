@@ -37,17 +37,16 @@ class Verifier:
     """Compares rows of the batches that it is shown.
 
     Args:
-        batches: about how many there will be; the sample is shared among them.
+        rows: how many there will be; batches share the sample by their size.
 
     Attributes:
         check: the outcome so far.
     """
 
-    def __init__(self, mode: Verify, reference: Reference, batches: int):
+    def __init__(self, mode: Verify, reference: Reference, rows: int):
         self._mode = mode
         self._reference = reference
-        self._rows = max(_FEWEST_ROWS, _SAMPLE_ROWS // max(1, batches))
-        self._bytes = _SAMPLE_BYTES // max(1, batches)
+        self._total = rows
         self._rng = np.random.default_rng(0)
         self._special_ids = np.array(sorted(reference.special_ids()), np.int64)
         self.check = Check()
@@ -73,6 +72,8 @@ class Verifier:
         """Rows of a batch: the longest, the shortest, one or two of every kind that goes wrong, some at random."""
         sizes = np.asarray(pc.fill_null(pc.binary_length(text), -1))
         usable = np.flatnonzero((sizes >= 0) & (sizes <= _LONGEST_BYTES))
+        share = len(text) / self._total
+        most = max(_FEWEST_ROWS, round(_SAMPLE_ROWS * share))
         if not len(usable):
             return usable
         kinds = [sizes != np.asarray(pc.fill_null(pc.utf8_length(text), -1))]
@@ -85,9 +86,9 @@ class Verifier:
         for kind in reversed(kinds):
             of_kind = np.intersect1d(np.flatnonzero(kind), usable)
             rows += self._rng.choice(of_kind, min(2, len(of_kind)), replace=False).tolist()
-        rows += self._rng.permutation(usable)[: self._rows].tolist()
-        chosen = np.array(list(dict.fromkeys(int(row) for row in rows))[: self._rows])
-        affordable = np.cumsum(sizes[chosen]) <= self._bytes
+        rows += self._rng.permutation(usable)[:most].tolist()
+        chosen = np.array(list(dict.fromkeys(int(row) for row in rows))[:most])
+        affordable = np.cumsum(sizes[chosen]) <= _SAMPLE_BYTES * share
         affordable[0] = True
         return chosen[affordable]
 

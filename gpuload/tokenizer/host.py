@@ -52,7 +52,7 @@ def host_encoder(reference: Reference) -> HostEncoder:
         return HostEncoder(by_itself.name, by_itself.encode, (reason,))
     passed_over: list[str] = []
     texts = hostile_texts(reference)
-    expected = [reference.encode(text) for text in texts]
+    expected = reference.encode_many(texts)
     for make in (_gigatoken, _tokenizers):
         name = make.__name__.strip("_")
         try:

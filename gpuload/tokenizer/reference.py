@@ -6,7 +6,7 @@ Everything that is fast in this project is measured against these few calls, and
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -103,6 +103,10 @@ class Reference:
     def encode(self, text: str) -> list[int]:
         """The token ids of a text, no special tokens added."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` for several texts, at less cost for each."""
+        return [list(ids) for ids in self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
 
     def special_texts(self) -> list[str]:
         """The texts of added tokens (`<|im_start|>` ...)."""
