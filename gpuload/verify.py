@@ -48,7 +48,8 @@ class Verifier:
         self._reference = reference
         self._total = rows
         self._rng = np.random.default_rng(0)
-        self._special_ids = np.array(sorted(reference.special_ids()), np.int64)
+        special = np.array(reference.special_ids(), np.int64)
+        self._is_special = np.isin(np.arange(special.max(initial=-1) + 2), special)
         self.check = Check()
 
     def see(self, file: str, numbers: Any, prompts: pa.Array, text: pa.LargeStringArray, ids: Ragged) -> None:
@@ -77,11 +78,10 @@ class Verifier:
         if not len(usable):
             return usable
         kinds = [sizes != np.asarray(pc.fill_null(pc.utf8_length(text), -1))]
-        if len(self._special_ids):
-            # A template writes special tokens into every row: only a row with more of them than most is special.
-            seen = np.concatenate([[0], np.cumsum(np.isin(ids.values, self._special_ids))])
-            count = seen[ids.offsets[1:]] - seen[ids.offsets[:-1]]
-            kinds.append(count > np.median(count[usable]))
+        # A template writes special tokens into every row: only a row with more of them than most is special.
+        special = np.flatnonzero(self._is_special[np.minimum(ids.values, len(self._is_special) - 1)])
+        count = np.bincount(np.searchsorted(ids.offsets, special, side="right") - 1, minlength=len(ids))
+        kinds.append(count > np.median(count[usable]))
         rows = [usable[np.argmax(sizes[usable])], usable[np.argmin(sizes[usable])]]
         for kind in reversed(kinds):
             of_kind = np.intersect1d(np.flatnonzero(kind), usable)
