@@ -4,21 +4,17 @@ text, and patterns that nobody wrote."""
 import itertools
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import SHARED, shared_tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, pre_tokenizers
+from tokenizers import Regex, pre_tokenizers
 
-from gpuload.demo import demo_files
 from gpuload.tokenizer import spec
 from gpuload.tokenizer.classes import ClassMap
 from gpuload.tokenizer.regex import UnsupportedRegexError
-from gpuload.tokenizer.spec import bpe_spec
 from gpuload.tokenizer.splitter import Splitter, compile_splitter, pieces
 
 Pair = tuple[Splitter, Any]  # the compiled one, and the real one
@@ -26,17 +22,8 @@ SAMPLED = 20_000  # sequences of classes and code points per tokenizer, where th
 
 
 @pytest.fixture(scope="module")
-def pairs() -> dict[str, Pair]:
-    """name → both, for the shipped tokenizer and every other one whose pre-tokenizer is taken."""
-    folders = {"shipped": Path(demo_files()[1])}
-    folders |= {name: SHARED / "tokenizers" / name for name in shared_tokenizers()}
-    found = {}
-    for name, folder in folders.items():
-        backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        read = bpe_spec(backend.to_str())
-        if not isinstance(read, str):
-            found[name] = (compile_splitter(read.stages), backend.pre_tokenizer)
-    return found
+def pairs(bpe: dict[str, Any]) -> dict[str, Pair]:
+    return {name: (compile_splitter(spec.stages), backend.pre_tokenizer) for name, (spec, backend) in bpe.items()}
 
 
 def real(pre_tokenizer: Any, text: str) -> list[tuple[int, int]]:

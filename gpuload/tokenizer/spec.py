@@ -131,8 +131,20 @@ def _check_model(model: Mapping[str, Any]) -> None:
         raise _RefusedError("two vocabulary entries share an id")
     if ids and not 0 <= min(ids) <= max(ids) < 1 << 21:
         raise _RefusedError("the model has ids of 2,097,152 or more")
+    if model.get("unk_token") is not None and any(letter not in vocab for letter in byte_letters()):
+        raise _RefusedError("the vocabulary lacks a byte, for which the model has an unknown token")
     if len(model["merges"]) >= 1 << 20:
         raise _RefusedError("the model has 1,048,576 merges or more")
+
+
+def byte_letters() -> list[str]:
+    """ByteLevel's alphabet, the letter that stands for each byte: printable ones for themselves, others from U+0100 on.
+
+    Source: `bytes_to_unicode` of OpenAI's GPT-2 encoder.py.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) if byte in printable else chr(0x100 + others.index(byte)) for byte in range(256)]
 
 
 def _merges(merges: Sequence[Any], vocab: Mapping[str, int]) -> Sequence[tuple[str, str]]:
