@@ -92,4 +92,6 @@ def bpe(qwen_folder: str) -> dict[str, tuple[Any, Any]]:
     folders = {"shipped": Path(qwen_folder)} | {name: SHARED / "tokenizers" / name for name in shared_tokenizers()}
     backends = {name: Tokenizer.from_file(str(folder / "tokenizer.json")) for name, folder in folders.items()}
     specs = {name: bpe_spec(backend.to_str()) for name, backend in backends.items()}
-    return {name: (spec, backends[name]) for name, spec in specs.items() if not isinstance(spec, str)}
+    return {
+        name: (spec, backends[name]) for name, spec in specs.items() if not isinstance(spec, str) and not spec.fallback
+    }

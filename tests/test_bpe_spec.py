@@ -101,7 +101,7 @@ def test_white_space_is_what_strip_takes() -> None:
         (Tokenizer(models.WordPiece({"a": 0}, unk_token="a")), "the model is WordPiece, not BPE"),
         (Tokenizer(models.Unigram([("a", 0.0)], 0)), "the model is Unigram, not BPE"),
         (backend(model=models.BPE({"a": 0}, [], dropout=0.1)), "dropout"),
-        (backend(model=models.BPE({"a": 0}, [], byte_fallback=True)), "byte fallback"),
+        (backend(model=models.BPE({"a": 0}, [], byte_fallback=True)), "lacks a byte to fall back to"),
         (backend(model=models.BPE({"a": 0}, [], end_of_word_suffix="_")), "end_of_word_suffix"),
         (backend(Metaspace()), "does not end with ByteLevel"),
         (backend(Sequence([WhitespaceSplit(), ByteLevel()])), "the pre-tokenizer WhitespaceSplit"),

@@ -12,7 +12,7 @@ once.
 `merge` merges many pieces at once, round by round, and is the definition that kernels are tested against.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from gpuload.tokenizer.cache import kept
 from gpuload.tokenizer.spec import BpeSpec, byte_letters
 
 _VERSION = 1  # of the tables' layout and hashes
-_EMPTY = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
+EMPTY = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 NO_RANK = 1 << 20  # above every rank
 _ID_BITS, _RANK_BITS = 21, 20
 # Odd constants for multiplicative hashing: the golden ratio's fraction and one of splitmix64's (Steele et al., 2014).
@@ -78,17 +78,25 @@ def build_tables(spec: BpeSpec) -> MergeTables:
     byte_ids = np.full(256, -1, np.int32)
     single = lengths == 1
     byte_ids[flat[offsets[:-1][single]]] = ids[single]
-    pairs, merged = _pair_table(spec)
-    empty = np.zeros(0, np.int32)
-    tables = MergeTables(pairs, merged, byte_ids, np.full(1, _EMPTY), flat[:0], np.zeros(1, np.int32), empty)
+    tables = without_words(*pair_table(spec), byte_ids)
     if not spec.ignore_merges:
         reached, reached_offsets = merge(tables, flat, offsets)
         alone = np.flatnonzero(np.diff(reached_offsets) == 1)
         usable = alone[reached[reached_offsets[alone]] == ids[alone]]
         flat, offsets, ids = _take(flat, offsets, usable), _offsets(lengths[usable]), ids[usable]
-    return MergeTables(
-        pairs, merged, byte_ids, _word_table(flat, offsets), flat, offsets.astype(np.int32), ids.astype(np.int32)
-    )
+    return with_words(tables, flat, offsets, ids)
+
+
+def without_words(pairs: npt.NDArray[np.uint64], merged: Ids, byte_ids: Ids) -> MergeTables:
+    """Tables to find out with which words are in reach."""
+    none, nothing = np.zeros(0, np.int32), np.zeros(0, np.uint8)
+    return MergeTables(pairs, merged, byte_ids, np.full(1, EMPTY), nothing, np.zeros(1, np.int32), none)
+
+
+def with_words(tables: MergeTables, flat: Bytes, offsets: Offsets, ids: Ids) -> MergeTables:
+    """The same tables with words: their bytes, (n + 1,) offsets and (n,) ids."""
+    words = _word_table(flat, offsets)
+    return replace(tables, words=words, word_bytes=flat, word_offsets=offsets.astype(np.int32), word_ids=ids)
 
 
 def _entries(spec: BpeSpec) -> tuple[Bytes, Offsets, Ids]:
@@ -111,7 +119,7 @@ def _entries(spec: BpeSpec) -> tuple[Bytes, Offsets, Ids]:
     )
 
 
-def _pair_table(spec: BpeSpec) -> tuple[npt.NDArray[np.uint64], Ids]:
+def pair_table(spec: BpeSpec) -> tuple[npt.NDArray[np.uint64], Ids]:
     count = len(spec.merges)
     left = np.fromiter((spec.vocab[a] for a, _ in spec.merges), np.int64, count)
     right = np.fromiter((spec.vocab[b] for _, b in spec.merges), np.int64, count)
@@ -122,7 +130,7 @@ def _pair_table(spec: BpeSpec) -> tuple[npt.NDArray[np.uint64], Ids]:
     _, from_end = np.unique(keys[::-1], return_index=True)
     once = np.sort(count - 1 - from_end)
     slots = (keys[once] << _RANK_BITS | rank[once]).astype(np.uint64)
-    return _fill(slots, hash_pairs(keys[once])), merged
+    return fill(slots, hash_pairs(keys[once])), merged
 
 
 def hash_pairs(keys: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
@@ -142,7 +150,7 @@ def look_up_pairs(tables: MergeTables, left: npt.NDArray[Any], right: npt.NDArra
         found = tables.pairs[slots]
         hit = found >> np.uint64(_RANK_BITS) == keys[pending].astype(np.uint64)
         ranks[pending[hit]] = (found[hit] & np.uint64(NO_RANK - 1)).astype(np.int64)
-        going = ~hit & (found != _EMPTY)
+        going = ~hit & (found != EMPTY)
         pending, slots = pending[going], (slots[going] + np.uint64(1)) & mask
     return ranks
 
@@ -163,7 +171,7 @@ def hash_bytes(flat: Bytes, offsets: Offsets) -> npt.NDArray[np.uint64]:
 def _word_table(flat: Bytes, offsets: Offsets) -> npt.NDArray[np.uint64]:
     hashes = hash_bytes(flat, offsets)
     number = np.arange(len(hashes), dtype=np.uint64)
-    return _fill((hashes >> np.uint64(32) << np.uint64(32)) | number, hashes)
+    return fill((hashes >> np.uint64(32) << np.uint64(32)) | number, hashes)
 
 
 def look_up_words(tables: MergeTables, flat: Bytes, offsets: Offsets) -> npt.NDArray[np.int64]:
@@ -177,7 +185,7 @@ def look_up_words(tables: MergeTables, flat: Bytes, offsets: Offsets) -> npt.NDA
     slots = slots[pending]
     while len(pending):
         found = tables.words[slots]
-        going = found != _EMPTY
+        going = found != EMPTY
         alike = np.flatnonzero(going & (found >> np.uint64(32) == hashes[pending] >> np.uint64(32)))
         entries = (found[alike] & np.uint64(0xFFFF_FFFF)).astype(np.int64)
         same = _same_bytes(tables, entries, flat, offsets, pending[alike])
@@ -200,13 +208,13 @@ def _same_bytes(
     return same
 
 
-def _fill(values: npt.NDArray[np.uint64], hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """A table with `values` at their hashes' slots, the next free one where that is taken; all keys are different."""
-    table = np.full(1 << max(1, (2 * len(values) - 1).bit_length()), _EMPTY, np.uint64)
+def fill(values: npt.NDArray[np.uint64], hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """A table of `values` at their hashes' slots, the next free one where that is taken; all keys are different."""
+    table = np.full(1 << max(1, (2 * len(values) - 1).bit_length()), EMPTY, np.uint64)
     mask = np.uint64(len(table) - 1)
     slots = hashes & mask
     while len(values):
-        free = np.flatnonzero(table[slots] == _EMPTY)
+        free = np.flatnonzero(table[slots] == EMPTY)
         taken, first = np.unique(slots[free], return_index=True)  # the first of those that want the same slot
         table[taken] = values[free[first]]
         left = np.ones(len(values), np.bool_)
@@ -228,7 +236,13 @@ def merge(tables: MergeTables, flat: Bytes, offsets: Offsets) -> tuple[Ids, Offs
     """
     symbols = tables.byte_ids[flat].astype(np.int64)
     piece = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
-    symbols, piece = symbols[symbols >= 0], piece[symbols >= 0]
+    return merge_symbols(tables, symbols[symbols >= 0], piece[symbols >= 0], len(offsets) - 1)
+
+
+def merge_symbols(
+    tables: MergeTables, symbols: npt.NDArray[Any], piece: npt.NDArray[Any], count: int
+) -> tuple[Ids, Offsets]:
+    """The same for pieces given as (m,) ids to begin with and (m,) ascending numbers of their pieces, of `count`."""
     done: list[tuple[npt.NDArray[Any], npt.NDArray[Any]]] = []
     ranks = _ranks(tables, symbols, piece)
     while len(symbols):
@@ -255,10 +269,10 @@ def merge(tables: MergeTables, flat: Bytes, offsets: Offsets) -> tuple[Ids, Offs
         touched = np.concatenate([places, places[places > 0] - 1])
         ranks[touched] = _ranks_at(tables, symbols, piece, touched)
     if not done:
-        return np.zeros(0, np.int32), np.zeros(len(offsets), np.int64)
+        return np.zeros(0, np.int32), np.zeros(count + 1, np.int64)
     symbols, piece = (np.concatenate(parts) for parts in zip(*done, strict=True))
     order = np.argsort(piece, kind="stable")
-    return symbols[order].astype(np.int32), _offsets(np.bincount(piece, minlength=len(offsets) - 1))
+    return symbols[order].astype(np.int32), _offsets(np.bincount(piece, minlength=count))
 
 
 def _ranks(tables: MergeTables, symbols: npt.NDArray[Any], piece: npt.NDArray[Any]) -> npt.NDArray[np.int64]:

@@ -57,8 +57,21 @@ class AddedToken:
 
 
 @dataclass(frozen=True)
+class Fallback:
+    """What is done to each text between added tokens before characters are merged, instead of a pre-tokenizer.
+
+    Attributes:
+        prefix: put in front of it.
+        space: what stands for each blank.
+    """
+
+    prefix: str
+    space: str
+
+
+@dataclass(frozen=True)
 class BpeSpec:
-    """A byte-level BPE tokenizer.
+    """A BPE tokenizer: byte-level, or over characters with a fallback to bytes.
 
     Attributes:
         nfc: text is brought into Unicode's normal form C first.
@@ -69,6 +82,7 @@ class BpeSpec:
         ignore_merges: a piece that is a vocabulary entry is that entry, whatever the merges say.
         added: added tokens.
         digest: tells contents apart, for caches.
+        fallback: set where it merges characters; then there are no stages, and the vocabulary is plain text.
     """
 
     nfc: bool
@@ -79,6 +93,7 @@ class BpeSpec:
     ignore_merges: bool
     added: tuple[AddedToken, ...]
     digest: str
+    fallback: Fallback | None = None
 
 
 class _RefusedError(Exception):
@@ -96,18 +111,20 @@ def bpe_spec(model_json: str) -> BpeSpec | str:
     try:
         model = parts["model"]
         _check_model(model)
-        stages, prefix_space = _pre_tokenizer(parts.get("pre_tokenizer"))
-        nfc = _normalizer(parts.get("normalizer"))
         vocab = model["vocab"]
+        fallback = _fallback(parts, model) if model.get("byte_fallback") else None
+        stages, prefix_space = ((), False) if fallback else _pre_tokenizer(parts.get("pre_tokenizer"))
+        nfc = False if fallback else _normalizer(parts.get("normalizer"))
         return BpeSpec(
             nfc=nfc,
             stages=stages,
             prefix_space=prefix_space,
             vocab=vocab,
-            merges=_merges(model["merges"], vocab),
+            merges=_merges(model["merges"], fallback is not None),
             ignore_merges=bool(model.get("ignore_merges")),
             added=_added(parts.get("added_tokens") or [], nfc),
             digest=hashlib.blake2b(model_json.encode(errors="surrogatepass"), digest_size=16).hexdigest(),
+            fallback=fallback,
         )
     except _RefusedError as refusal:
         return str(refusal)
@@ -120,8 +137,6 @@ def _check_model(model: Mapping[str, Any]) -> None:
         raise _RefusedError(f"the model is {kind}, not BPE")
     if model.get("dropout"):
         raise _RefusedError("the model has dropout: its ids are random")
-    if model.get("byte_fallback"):
-        raise _RefusedError("the model is BPE with byte fallback")
     for key in ("continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
             raise _RefusedError(f"the model has a {key}")
@@ -131,10 +146,39 @@ def _check_model(model: Mapping[str, Any]) -> None:
         raise _RefusedError("two vocabulary entries share an id")
     if ids and not 0 <= min(ids) <= max(ids) < 1 << 21:
         raise _RefusedError("the model has ids of 2,097,152 or more")
-    if model.get("unk_token") is not None and any(letter not in vocab for letter in byte_letters()):
+    if model.get("byte_fallback"):
+        if any(entry not in vocab for entry in byte_entries()):
+            raise _RefusedError("the vocabulary lacks a byte to fall back to")
+    elif model.get("unk_token") is not None and any(letter not in vocab for letter in byte_letters()):
         raise _RefusedError("the vocabulary lacks a byte, for which the model has an unknown token")
     if len(model["merges"]) >= 1 << 20:
         raise _RefusedError("the model has 1,048,576 merges or more")
+
+
+def _fallback(parts: Mapping[str, Any], model: Mapping[str, Any]) -> Fallback:
+    if model.get("ignore_merges"):
+        raise _RefusedError("byte fallback with ignore_merges")
+    prefix, space = "", " "
+    for one in _flat(parts.get("normalizer"), "normalizers"):
+        if one["type"] == "Prepend" and not prefix and space == " ":
+            prefix = one["prepend"]
+        elif one["type"] == "Replace" and one["pattern"] == {"String": " "} and space == " ":
+            space = one["content"]
+        else:
+            raise _RefusedError(f"the normalizer {one['type']} with byte fallback")
+    prefix = prefix.replace(" ", space)
+    if any(one["normalized"] for one in parts.get("added_tokens") or []):
+        raise _RefusedError("an added token is looked for in normalized text, with byte fallback")
+    for one in _flat(parts.get("pre_tokenizer"), "pretokenizers"):
+        # Gemma's splits at blanks, of which its normalizer has left none.
+        if one["type"] != "Split" or one["pattern"] != {"String": " "} or " " in space:
+            raise _RefusedError(f"the pre-tokenizer {one['type']} with byte fallback")
+    return Fallback(prefix, space)
+
+
+def byte_entries() -> list[str]:
+    """The entries that stand for bytes where a character has none."""
+    return [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 def byte_letters() -> list[str]:
@@ -147,13 +191,17 @@ def byte_letters() -> list[str]:
     return [chr(byte) if byte in printable else chr(0x100 + others.index(byte)) for byte in range(256)]
 
 
-def _merges(merges: Sequence[Any], vocab: Mapping[str, int]) -> Sequence[tuple[str, str]]:
+def _merges(merges: Sequence[Any], fallback: bool) -> Sequence[tuple[str, str]]:
     if merges and isinstance(merges[0], str):
         pairs = [tuple(merge.split(" ")) for merge in merges]
     else:
         pairs = [tuple(pair) for pair in merges]
     if any(len(pair) != 2 for pair in pairs):
         raise _RefusedError("a merge is not a pair")
+    if fallback:
+        from_bytes = set(byte_entries())
+        if any(left in from_bytes or right in from_bytes for left, right in pairs):
+            raise _RefusedError("bytes that were fallen back to are merged")
     return pairs
 
 

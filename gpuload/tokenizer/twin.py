@@ -3,7 +3,7 @@
 1. Added tokens are found, the leftmost first and the longest of those: first the ones that are looked for in the text
    as it came, then, in what is left, the ones that are looked for in normalized text.
 2. Text that is not surely in Unicode's normal form C is for the reference, where the tokenizer has that normalizer.
-3. The splitter cuts what is left into pieces.
+3. The splitter cuts what is left into pieces; with byte fallback, it is cut where no merge can cross.
 4. A piece that is a vocabulary entry is that entry; the others are merged.
 """
 
@@ -15,6 +15,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from gpuload.tokenizer import fallback
+from gpuload.tokenizer.fallback import FallbackTables, fallback_tables
 from gpuload.tokenizer.merges import MergeTables, look_up_words, merge, merge_tables
 from gpuload.tokenizer.spec import WHITE_SPACE, AddedToken, BpeSpec
 from gpuload.tokenizer.splitter import Splitter, compile_splitter, pieces
@@ -29,7 +31,7 @@ class Twin:
 
     spec: BpeSpec
     splitter: Splitter
-    tables: MergeTables
+    tables: MergeTables | FallbackTables
 
 
 def compile_twin(spec: BpeSpec) -> Twin:
@@ -38,7 +40,8 @@ def compile_twin(spec: BpeSpec) -> Twin:
     Raises:
         UnsupportedRegexError: the splitter does not take one of its patterns.
     """
-    return Twin(spec, compile_splitter(spec.stages), merge_tables(spec))
+    tables = fallback_tables(spec) if spec.fallback else merge_tables(spec)
+    return Twin(spec, compile_splitter(spec.stages), tables)
 
 
 def encode(twin: Twin, text: str) -> list[int] | None:
@@ -58,11 +61,15 @@ def encode(twin: Twin, text: str) -> list[int] | None:
         elif section:
             if spec.prefix_space and not section.startswith(" "):
                 section = " " + section
+            if spec.fallback:
+                section = spec.fallback.prefix + section.replace(" ", spec.fallback.space)
             ids += _encode_section(twin, section)
     return ids
 
 
 def _encode_section(twin: Twin, text: str) -> list[int]:
+    if isinstance(twin.tables, FallbackTables):
+        return _encode_characters(twin.tables, text)
     words = [text[start:end].encode() for start, end in pieces(twin.splitter, text)]
     flat = np.frombuffer(b"".join(words), np.uint8)
     offsets = np.cumsum([0, *map(len, words)])
@@ -70,6 +77,15 @@ def _encode_section(twin: Twin, text: str) -> list[int]:
     rest = [words[number] for number in np.flatnonzero(whole < 0)]
     merged, bounds = merge(twin.tables, np.frombuffer(b"".join(rest), np.uint8), np.cumsum([0, *map(len, rest)]))
     parts = iter(np.split(merged, bounds[1:-1]) if rest else [])
+    return [token for entry in whole.tolist() for token in (next(parts).tolist() if entry < 0 else [entry])]
+
+
+def _encode_characters(tables: FallbackTables, text: str) -> list[int]:
+    words = fallback.pieces(tables, text)
+    encoded = [word.encode() for word in words]
+    whole = look_up_words(tables.base, np.frombuffer(b"".join(encoded), np.uint8), np.cumsum([0, *map(len, encoded)]))
+    merged, bounds = fallback.merge(tables, [words[number] for number in np.flatnonzero(whole < 0)])
+    parts = iter(np.split(merged, bounds[1:-1]))
     return [token for entry in whole.tolist() for token in (next(parts).tolist() if entry < 0 else [entry])]
 
 
