@@ -1,5 +1,6 @@
 """The compiled vocabulary and the whole encoder over it, against `tokenizers`."""
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,18 @@ def test_merges_that_nobody_trained(
     rng.shuffle(listed)
     pair = compiled(small(listed, ignore_merges=ignore_merges))
     assert check_texts(pair, texts) == len(texts)
+
+
+def test_a_pair_that_is_listed_twice() -> None:
+    """Its last place counts. `to_str()` lists no pair twice, a file may."""
+    parts = json.loads(small([("a", "b"), ("b", "c")]).to_str())
+    parts["model"]["merges"] = [("a", "b"), ("b", "c"), ("a", "b")]
+    spec = bpe_spec(json.dumps(parts))
+    assert isinstance(spec, BpeSpec)
+    twin = Twin(spec, compile_splitter(spec.stages), build_tables(spec))
+    assert check_texts((twin, Tokenizer.from_str(json.dumps(parts))), ["abc", "ab", "bc", "abcab"]) == 4
+    assert len(encode(twin, "abc") or []) == 2
+    assert encode(twin, "abc") == [spec.vocab["a"], spec.vocab["bc"]]
 
 
 def test_bytes_without_an_entry_are_dropped() -> None:
