@@ -79,3 +79,19 @@ def encoders(qwen: Any) -> dict[str, Any]:
     for name in shared_tokenizers():
         references[name] = Reference(AutoTokenizer.from_pretrained(SHARED / "tokenizers" / name), options)
     return {name: (host_encoder(reference), reference) for name, reference in references.items()}
+
+
+@pytest.fixture(scope="session")
+def bpe(qwen_folder: str) -> dict[str, tuple[Any, Any]]:
+    """name → (spec, backend) for the shipped tokenizer and every real one that is byte-level BPE, from its file:
+    classes that transformers rebuilds on loading lose parts of the pipeline that are worth testing."""
+    from tokenizers import Tokenizer
+
+    from gpuload.tokenizer.spec import bpe_spec
+
+    folders = {"shipped": Path(qwen_folder)} | {name: SHARED / "tokenizers" / name for name in shared_tokenizers()}
+    backends = {name: Tokenizer.from_file(str(folder / "tokenizer.json")) for name, folder in folders.items()}
+    specs = {name: bpe_spec(backend.to_str()) for name, backend in backends.items()}
+    return {
+        name: (spec, backends[name]) for name, spec in specs.items() if not isinstance(spec, str) and not spec.fallback
+    }

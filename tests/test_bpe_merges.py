@@ -1,0 +1,273 @@
+"""The compiled vocabulary and the whole encoder over it, against `tokenizers`."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_bpe_splitter import TEXT
+from tokenizers import AddedToken, Tokenizer, models, normalizers
+from tokenizers.pre_tokenizers import ByteLevel
+
+from gpuload.tokenizer import merges
+from gpuload.tokenizer.merges import build_tables, look_up_pairs, look_up_words, merge, merge_tables
+from gpuload.tokenizer.spec import BpeSpec, bpe_spec, byte_letters
+from gpuload.tokenizer.splitter import compile_splitter
+from gpuload.tokenizer.twin import Twin, compile_twin, encode, surely_nfc
+
+LETTERS = byte_letters()
+BYTES = {letter: byte for byte, letter in enumerate(LETTERS)}
+Pair = tuple[Twin, Any]  # the compiled one, and the real one
+
+
+def compiled(backend: Tokenizer) -> Pair:
+    spec = bpe_spec(backend.to_str())
+    assert isinstance(spec, BpeSpec), spec
+    # Not from the user's cache nor into it: these tokenizers are made up.
+    return Twin(spec, compile_splitter(spec.stages), build_tables(spec)), backend
+
+
+@pytest.fixture(scope="module")
+def pairs(bpe: dict[str, Any]) -> dict[str, Pair]:
+    return {name: (compile_twin(spec), backend) for name, (spec, backend) in bpe.items()}
+
+
+def flat(pieces: list[bytes]) -> tuple[Any, Any]:
+    return np.frombuffer(b"".join(pieces), np.uint8), np.cumsum([0, *map(len, pieces)])
+
+
+def by_tables(twin: Twin, pieces: list[bytes]) -> list[list[int]]:
+    """Pieces as the splitter would hand them on: whole words, and merges for the rest."""
+    whole = look_up_words(twin.tables, *flat(pieces))
+    ids, offsets = merge(twin.tables, *flat(pieces))
+    merged = [part.tolist() for part in np.split(ids, offsets[1:-1])]
+    for entry, parts in zip(whole.tolist(), merged, strict=True):
+        assert entry < 0 or twin.spec.ignore_merges or parts == [entry]
+    return [parts if entry < 0 else [entry] for entry, parts in zip(whole.tolist(), merged, strict=True)]
+
+
+def by_model(backend: Tokenizer, pieces: list[bytes]) -> list[list[int]]:
+    return [[token.id for token in backend.model.tokenize("".join(LETTERS[b] for b in piece))] for piece in pieces]
+
+
+def check_texts(pair: Pair, texts: list[str]) -> int:
+    """How many were encoded; the others are for the reference."""
+    twin, backend = pair
+    ours = [encode(twin, text) for text in texts]
+    for text, ids in zip(texts, ours, strict=True):
+        assert ids is None or ids == backend.encode(text, add_special_tokens=False).ids, repr(text)
+    return sum(ids is not None for ids in ours)
+
+
+def test_every_entry(pairs: dict[str, Pair]) -> None:
+    """Each entry as a piece, whether it is in reach or not; a sample of other tokenizers' entries than the shipped."""
+    for name, (twin, backend) in pairs.items():
+        entries = [entry for entry in twin.spec.vocab if entry and all(letter in BYTES for letter in entry)]
+        if name != "shipped":
+            entries = random.Random(name).sample(entries, 10_000)
+        entries += [token.content for token in twin.spec.added if all(letter in BYTES for letter in token.content)]
+        words = [bytes(BYTES[letter] for letter in entry) for entry in entries]
+        assert by_tables(twin, words) == by_model(backend, words)
+        one_more = [word + b"q" for word in words[::20]] + [word[:-1] for word in words[::20] if word[1:]]
+        assert by_tables(twin, one_more) == by_model(backend, one_more)
+
+
+def test_bytes_and_runs(pairs: dict[str, Pair]) -> None:
+    rng = np.random.default_rng(0)
+    pieces = [rng.integers(0, 256, size).astype(np.uint8).tobytes() for size in (*range(1, 40), 300, 4096)]
+    pieces += [rng.choice(list(b"aeinrst "), size).astype(np.uint8).tobytes() for size in (*range(1, 40), 300, 4096)]
+    pieces += [
+        unit * count for unit in (b"a", b" ", b"1", b"\n", b"=", b"\t", b"\xe4\xbd\xa0") for count in (2, 17, 300)
+    ]
+    for twin, backend in pairs.values():
+        assert by_tables(twin, pieces) == by_model(backend, pieces)
+
+
+def test_every_pair_that_merges_is_found(pairs: dict[str, Pair]) -> None:
+    for twin, _ in pairs.values():
+        vocab, ranks = twin.spec.vocab, {pair: rank for rank, pair in enumerate(twin.spec.merges)}
+        left, right = (np.array([vocab[pair[side]] for pair in ranks]) for side in (0, 1))
+        assert (look_up_pairs(twin.tables, left, right) == list(ranks.values())).all()
+        assert (twin.tables.merged[list(ranks.values())] == [vocab[a + b] for a, b in ranks]).all()
+        others = np.random.default_rng(0).integers(0, max(vocab.values()) + 1, (2, 20_000))
+        names = {number: entry for entry, number in vocab.items()}
+        expected = [ranks.get((names.get(a, ""), names.get(b, "")), merges.NO_RANK) for a, b in others.T.tolist()]
+        assert look_up_pairs(twin.tables, *others).tolist() == expected
+
+
+@settings(max_examples=150)
+@given(TEXT)
+def test_any_text(pairs: dict[str, Pair], text: str) -> None:
+    for pair in pairs.values():
+        check_texts(pair, [text])
+
+
+def test_every_plane(pairs: dict[str, Pair]) -> None:
+    """Valid UTF-8 of every plane, as words of neighbours and as words of strangers."""
+    rng = random.Random(0)
+    for pair in pairs.values():
+        texts = []
+        for plane in range(17):
+            for _ in range(40):
+                start = rng.randrange(0x10000 - 8)
+                near = [plane << 16 | start + step for step in range(8)]
+                far = [plane << 16 | rng.randrange(0x10000) for _ in range(8)]
+                texts += ["".join(chr(c) for c in word if not 0xD800 <= c < 0xE000) for word in (near, far)]
+        assert check_texts(pair, texts) > 100
+
+
+def test_added_tokens(pairs: dict[str, Pair]) -> None:
+    """Alone, adjacent, cut, overlapping, inside words, with white space around."""
+    for name, pair in pairs.items():
+        contents = [token.content for token in pair[0].spec.added]
+        some = random.Random(name).sample(contents, min(len(contents), 25))
+        texts = ["".join(some), " ".join(some)]
+        for content in some:
+            texts += [content, content * 2, f"a{content}b", f" {content} ", f"\n{content}\n", content[:-1]]
+            texts += [content[:-1] + content, content + content[1:], content[0] + content, content.upper()]
+        assert check_texts(pair, texts)
+
+
+def small(merged: list[tuple[str, str]], normalizer: Any = None, without: str = "", **options: Any) -> Tokenizer:
+    """A tokenizer of all bytes but some, and what the merges make; ids have holes."""
+    entries = dict.fromkeys([letter for letter in LETTERS if letter not in without] + [a + b for a, b in merged])
+    vocab = {entry: 3 * number + 5 for number, entry in enumerate(entries)}
+    tokenizer = Tokenizer(models.BPE(vocab, merged, **options))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    return tokenizer
+
+
+def test_entries_out_of_reach_are_not_used() -> None:
+    """`abc` comes from `ab` and `c`, but `bc` is merged before `ab` can be."""
+    listed = [("b", "c"), ("a", "b"), ("ab", "c")]
+    texts = ["abc", "ab", "bc", "abcabc", "aabc", "abab"]
+    twin, backend = compiled(small(listed))
+    assert check_texts((twin, backend), texts) == len(texts)
+    assert encode(twin, "abc") == [backend.token_to_id("a"), backend.token_to_id("bc")]
+    twin, backend = compiled(small(listed, ignore_merges=True))
+    assert check_texts((twin, backend), texts) == len(texts)
+    assert encode(twin, "abc") == [backend.token_to_id("abc")]
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=25),
+    st.randoms(use_true_random=False),
+    st.lists(st.text("abcd", min_size=1, max_size=24), min_size=1, max_size=30),
+    st.booleans(),
+)
+def test_merges_that_nobody_trained(
+    drawn: list[tuple[int, int]], rng: random.Random, texts: list[str], ignore_merges: bool
+) -> None:
+    """In any order, with several ways to one entry and pairs listed twice: ranks decide, and nothing else."""
+    known, listed = ["a", "b", "c", "d"], []
+    for left, right in drawn:
+        pair = (known[left % len(known)], known[right % len(known)])
+        listed.append(pair)
+        known.append("".join(pair))
+    rng.shuffle(listed)
+    pair = compiled(small(listed, ignore_merges=ignore_merges))
+    assert check_texts(pair, texts) == len(texts)
+
+
+def test_a_pair_that_is_listed_twice() -> None:
+    """Its last place counts. `to_str()` lists no pair twice, a file may."""
+    parts = json.loads(small([("a", "b"), ("b", "c")]).to_str())
+    parts["model"]["merges"] = [("a", "b"), ("b", "c"), ("a", "b")]
+    spec = bpe_spec(json.dumps(parts))
+    assert isinstance(spec, BpeSpec)
+    twin = Twin(spec, compile_splitter(spec.stages), build_tables(spec))
+    assert check_texts((twin, Tokenizer.from_str(json.dumps(parts))), ["abc", "ab", "bc", "abcab"]) == 4
+    assert len(encode(twin, "abc") or []) == 2
+    assert encode(twin, "abc") == [spec.vocab["a"], spec.vocab["bc"]]
+
+
+def test_bytes_without_an_entry_are_dropped() -> None:
+    pair = compiled(small([("a", "b"), ("b", "b")], without="x"))
+    assert check_texts(pair, ["axb", "x", "xx", "xab", "abx", "bxbxb", ""]) == 7
+    refused = bpe_spec(small([("a", "b")], without="x", unk_token="a").to_str())
+    assert isinstance(refused, str)
+    assert "lacks a byte" in refused
+
+
+def test_flags_of_added_tokens() -> None:
+    texts = [
+        "a <L> b",
+        "a \n<L><L> <R> \t x",
+        "<R>  <R> <L>",
+        " <n>a<n>",
+        "<nn><n><nn",
+        "<L>",
+        "x<R>\u3000\u200b",
+        "<n><N> <L>",
+    ]
+    for normalizer in (None, normalizers.NFC()):
+        backend = small([("a", "b")], normalizer)
+        backend.add_tokens([AddedToken("<L>", lstrip=True, normalized=False), AddedToken("<R>", rstrip=True)])
+        backend.add_tokens([AddedToken("<n", normalized=True), AddedToken("<n>", normalized=False), AddedToken("<nn>")])
+        backend.add_special_tokens([AddedToken("n><", normalized=True), "a", "aa"])
+        assert check_texts(compiled(backend), [*texts, *(text * 2 for text in texts), "aaa aa a"]) == 2 * len(texts) + 1
+
+
+def test_prefix_space() -> None:
+    backend = small([("Ġ", "a")])
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=True)
+    backend.add_tokens(["<n>"])
+    texts = ["", "a", " a", "\ta", "<n>", "<n>a<n> a<n>\u00a0a", "  a"]
+    assert check_texts(compiled(backend), texts) == len(texts)
+
+
+def test_text_that_is_not_surely_nfc_is_for_the_reference() -> None:
+    twin, _ = compiled(small([], normalizers.NFC()))
+    for text, sure in (
+        ("plain", True),
+        ("é", True),
+        ("e\u0301", False),
+        ("\u212b", False),
+        ("\u0378", False),
+        ("한", True),
+    ):
+        assert surely_nfc(text) == sure
+        assert (encode(twin, text) is not None) == sure
+
+
+def test_surely_nfc_is_nfc() -> None:
+    """What passes the check, the tokenizer's own normalizer leaves as it is: code points alone and before a mark."""
+    nfc = normalizers.NFC()
+    for c in (c for c in range(0, 0x110000, 7) if not 0xD800 <= c < 0xE000):
+        for text in (chr(c), f"a{chr(c)}", f"{chr(c)}\u0301", f"\u0323{chr(c)}"):
+            assert not surely_nfc(text) or nfc.normalize_str(text) == text, hex(c)
+
+
+def test_tables_are_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    spec = bpe_spec(small([("a", "b")]).to_str())
+    assert isinstance(spec, BpeSpec)
+    built = merge_tables(spec)
+    (file,) = (tmp_path / "gpuload" / "tables").iterdir()
+    monkeypatch.setattr(merges, "build_tables", lambda _: pytest.fail("built again"))
+    again = merge_tables(spec)
+    assert all((getattr(built, name) == getattr(again, name)).all() for name in vars(built))
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file.write_bytes(file.read_bytes()[:100])  # damaged: built again
+    assert (merge_tables(spec).pairs == built.pairs).all()
+    file.unlink()
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")  # cannot be written: built all the same
+    assert (merge_tables(spec).pairs == built.pairs).all()
+
+
+def test_words_of_one_hash_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes are compared: with a hash that is the same for all, every word is still its own."""
+    monkeypatch.setattr(merges, "hash_bytes", lambda _, offsets: np.full(len(offsets) - 1, 7, np.uint64))
+    spec = bpe_spec(small([("a", "b"), ("b", "c")]).to_str())
+    assert isinstance(spec, BpeSpec)
+    tables = build_tables(spec)
+    found = look_up_words(tables, *flat([b"ab", b"bc", b"a", b"ba", b"abc", b""]))
+    assert found.tolist() == [spec.vocab["ab"], spec.vocab["bc"], spec.vocab["a"], -1, -1, -1]
