@@ -5,6 +5,7 @@ text) and some at random, from every batch, at a bounded cost.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,8 @@ from gpuload.arrays import Ragged
 from gpuload.columns import to_python
 from gpuload.options import Verify
 from gpuload.tokenizer.reference import Prompt, Reference
+
+Fetch = Callable[[Any], pa.Array]
 
 _SAMPLE_ROWS = 64
 _SAMPLE_BYTES = 1 << 20
@@ -53,17 +56,18 @@ class Verifier:
         self._candidates: list[Candidate] = []
         self._special_ids = np.array(sorted(reference.special_ids()), np.int64)
 
-    def see(self, file: str, numbers: Any, prompts: pa.Array, text: pa.LargeStringArray, ids: Ragged) -> None:
+    def see(self, file: str, numbers: Any, fetch: Fetch, text: pa.LargeStringArray, ids: Ragged) -> None:
         """Takes note of a batch; with "full", compares all of it.
 
         Args:
             numbers: (n,) row numbers in the file.
+            fetch: gives the prompts of some of the n rows.
         """
         if self._mode == "off":
             return
         started = time.thread_time()
         rows = np.flatnonzero(~np.asarray(text.is_null())) if self._mode == "full" else self._spread(text, ids)
-        picked = to_python(prompts.take(pa.array(rows))) if len(rows) else []
+        picked = to_python(fetch(rows)) if len(rows) else []
         sizes = pc.binary_length(text)
         for row, prompt in zip(rows.tolist(), picked, strict=True):
             self._candidates.append(Candidate(file, int(numbers[row]), prompt, ids[row].tolist(), sizes[row].as_py()))

@@ -23,7 +23,7 @@ from gpuload.engines.launch import BLOCK, Kernels, Parameter, signatures, source
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 _C_TYPES = {"int64": "long long", "int32": "int", "uint8": "unsigned char", "bool": "bool"}
-_C_NUMBERS: dict[str, Any] = {"int64": ctypes.c_longlong, "int32": ctypes.c_int, "bool": ctypes.c_bool}
+_C_NUMBERS: dict[str, Any] = {"int64": ctypes.c_longlong, "int32": ctypes.c_int}
 
 
 def _loop(name: str, parameters: tuple[Parameter, ...]) -> str:

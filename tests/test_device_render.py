@@ -13,7 +13,7 @@ from template_cases import SHARED, TEMPLATES, TEXTS, column, conversations, smal
 from template_cases import assert_same as reference_gives
 
 from gpuload.engines.conversations import of_arrow
-from gpuload.engines.device import render
+from gpuload.engines.render import render
 from gpuload.template import ChatProgram, Rendered, compile
 from gpuload.template.program import Operation, Path, Ref
 

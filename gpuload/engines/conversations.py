@@ -13,15 +13,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gpuload.arrays import Array, on_host
+from gpuload.arrays import Array, array_module, on_host
 from gpuload.engines.launch import Kernels
 from gpuload.engines.texts import TextColumn, distinct, not_utf8, texts_at
 from gpuload.template.program import EMPTY_LIST, TEXT, Shape
+from gpuload.template.prompts import one_user_message
 
 NULL, TEXTS, EMPTY, OTHER = range(4)
 """What one field of one message is, as far as its shape goes."""
 
-_CODES_BEFORE_RENUMBERING = 1 << 40
+_MOST_CODES = 1 << 60
 
 
 @dataclass(eq=False)
@@ -62,6 +63,19 @@ class Conversations:
 
     def __len__(self) -> int:
         return len(self.first)
+
+    def take(self, rows: Array) -> "Conversations":
+        """Some of the rows: the messages stay where they are.
+
+        Args:
+            rows: (k,) ascending row numbers, on the host.
+        """
+        numbers = np.asarray(rows)
+        at = array_module(self.first).asarray(numbers)
+        return Conversations(
+            self.valid[at], self.first[at], self.count[at], self.there, self.fields,
+            lambda some: self.fetch(numbers[some].tolist()),
+        )  # fmt: skip
 
     def text_field(self, name: str) -> TextColumn:
         """The texts of one field."""
@@ -105,16 +119,15 @@ def sort(kernels: Kernels, column: Conversations) -> Sorted:
     names = [one.name for one in column.fields]
     if len(set(names)) < len(names):
         found.other = dict.fromkeys(range(len(column)), "messages have two fields of one name")
-        _refuse(kernels, column, found, by_field=False)
         return found
     role = next((one for one in column.fields if one.name == "role" and one.texts is not None), None)
     codes, roles = _roles(kernels, column, role, found)
     for one in column.fields:
         if one is role or one.texts is None:
-            _note(kernels, column, one.kind == OTHER, found.other, lambda k, one=one: _not_text(one))  # type: ignore[misc]
+            _note(kernels, column, one.kind == OTHER, found.other, lambda k, number, one=one: _not_text(one))  # type: ignore[misc]
         elif one.texts is not None:
             bad = not_utf8(kernels, one.texts) & (one.kind == TEXTS)
-            _note(kernels, column, bad, found.refused, lambda k, one=one: _bad_utf8(kernels, column, one, k))  # type: ignore[misc]
+            _note(kernels, column, bad, found.refused, lambda k, number, one=one: _bad_utf8(kernels, one, k, number))  # type: ignore[misc]
     _refuse(kernels, column, found)
     _group(kernels, column, role, codes, roles, found)
     return found
@@ -138,63 +151,65 @@ def _roles(kernels: Kernels, column: Conversations, role: Field | None, found: S
         except UnicodeDecodeError:
             names.append("")
             bad = present & (group == number)
-            _note(kernels, column, bad, found.refused, lambda k: _bad_utf8(kernels, column, role, k))
+            _note(kernels, column, bad, found.refused, lambda k, number: _bad_utf8(kernels, role, k, number))
         if names[-1] in (TEXT, EMPTY_LIST):
             _note(
                 kernels,
                 column,
                 present & (group == number),
                 found.other,
-                lambda k: "a role that is a mark of the compiler's own",
+                lambda k, number: "a role that is a mark of the compiler's own",
             )
-    _note(kernels, column, present & strays, found.other, lambda k: "a role whose hash another role has")
+    _note(kernels, column, present & strays, found.other, lambda k, number: "a role whose hash another role has")
     return xp.where(present, group + 1, 0), names
 
 
-def _bad_utf8(kernels: Kernels, column: Conversations, one: Field, message: int) -> str | None:
+def _bad_utf8(kernels: Kernels, one: Field, message: int, number: int) -> str | None:
     assert one.texts is not None
     try:
         texts_at(kernels, one.texts, [message])[0].decode()
     except UnicodeDecodeError as error:
-        number = message - int(column.first[_row(column, message)])
         return f"{one.name} of message {number} is not valid UTF-8 (byte {error.start})"
     return None
 
 
-def _refuse(kernels: Kernels, column: Conversations, found: Sorted, by_field: bool = True) -> None:
+def _refuse(kernels: Kernels, column: Conversations, found: Sorted) -> None:
     xp = kernels.xp
     for row in on_host(xp.flatnonzero(column.count == 0)).tolist():
         found.refused.setdefault(row, "prompt is an empty list")
-    if by_field:
-        _note(kernels, column, ~column.there, found.refused, lambda k: f"message {k - _first(column, k)} is null")
-        by_name = {one.name: one for one in column.fields}
-        if "content" in by_name:
-            missing = (by_name["content"].kind == NULL) & column.there
-            if "tool_calls" in by_name:
-                missing &= by_name["tool_calls"].kind != OTHER
-            reason = "content of message {} is null"
-            _note(kernels, column, missing, found.refused, lambda k: reason.format(k - _first(column, k)))
+    _note(kernels, column, ~column.there, found.refused, lambda k, number: f"message {number} is null")
+    by_name = {one.name: one for one in column.fields}
+    if "content" in by_name:
+        missing = (by_name["content"].kind == NULL) & column.there
+        if "tool_calls" in by_name:
+            missing &= by_name["tool_calls"].kind != OTHER
+        _note(kernels, column, missing, found.refused, lambda k, number: f"content of message {number} is null")
     for row in on_host(xp.flatnonzero(~column.valid)).tolist():
         found.refused[row] = "prompt is null"
 
 
 def _note(
-    kernels: Kernels, column: Conversations, messages: Array, into: dict[int, str], reason: Callable[[int], str | None]
+    kernels: Kernels,
+    column: Conversations,
+    messages: Array,
+    into: dict[int, str],
+    reason: Callable[[int, int], str | None],
 ) -> None:
-    """Notes the rows of the given messages (a mask), each with the reason that its first one gives."""
-    for k in on_host(kernels.xp.flatnonzero(messages)).tolist():
-        row = _row(column, k)
-        if row not in into and (why := reason(k)) is not None:
+    """Notes the rows of the given messages (a mask), each with the reason that its first one gives.
+
+    Args:
+        reason: from the message's number among all, and in its row.
+    """
+    xp = kernels.xp
+    found = xp.flatnonzero(messages)
+    if not len(found):
+        return
+    rows = xp.searchsorted(column.first, found, side="right") - 1  # the last row that begins at or before a message
+    numbers = found - column.first[rows]
+    inside = (rows >= 0) & (numbers < column.count[rows])  # after `take`, not every message is in a row
+    for k, row, number in zip(*(on_host(array[inside]).tolist() for array in (found, rows, numbers)), strict=True):
+        if row not in into and (why := reason(k, number)) is not None:
             into[row] = why
-
-
-def _row(column: Conversations, message: int) -> int:
-    """The row that a message is in: the last that begins at or before it."""
-    return int(column.first.searchsorted(message, side="right")) - 1
-
-
-def _first(column: Conversations, message: int) -> int:
-    return int(column.first[_row(column, message)])
 
 
 def _group(
@@ -211,7 +226,7 @@ def _group(
     code, bound = codes, len(roles) + 1
     for one in column.fields:
         if one is not role:
-            if bound > _CODES_BEFORE_RENUMBERING:  # many fields: the numbers must not grow out of 64 bits
+            if bound > _MOST_CODES:  # many fields: the numbers must not grow out of 64 bits
                 values, code = xp.unique(code, return_inverse=True)
                 bound = len(values)
             code, bound = code * 4 + one.kind, bound * 4
@@ -275,6 +290,29 @@ def of_arrow(kernels: Kernels, prompts: pa.Array) -> Conversations:
         xp.asarray(there),
         fields,
         lambda rows: prompts.take(pa.array(rows, pa.int64())),
+    )
+
+
+def of_texts(
+    kernels: Kernels, texts: TextColumn, valid: Array, fetch: Callable[[list[int]], pa.Array]
+) -> Conversations:
+    """A column of plain strings: each is what one user says.
+
+    Args:
+        texts: n of them.
+        valid: (n,) bool, false for a row that is null.
+        fetch: gives rows as texts.
+    """
+    xp, n = kernels.xp, len(texts)
+    user = TextColumn(xp.asarray(np.frombuffer(b"user", np.uint8)), xp.zeros(n, np.int64), xp.full(n, 4, np.int64))
+    kind = xp.full(n, TEXTS, np.int64)
+    return Conversations(
+        valid,
+        xp.arange(n, dtype=np.int64),
+        xp.where(valid, 1, 0),
+        xp.ones(n, bool),
+        [Field("role", kind, user), Field("content", kind, texts)],
+        lambda rows: one_user_message(fetch(rows)),
     )
 
 

@@ -1,209 +1,140 @@
-"""A compiled template applied to a column of conversations by kernels, on NumPy or CuPy arrays.
+"""The engine of a device: rendering and batches by kernels, on NumPy or CuPy arrays.
 
-The counterpart of `template/arrow.py`, step by step:
-
-    1. rows by shape                                                     (`conversations.py`)
-    2. each group down its tree; every question is one kernel            (`texts.py`)
-       a place no row has reached before is traced, on one row that is copied to the host
-    3. every row is a run of segments; a kernel finds where each piece lies and how long it is
-    4. one prefix sum over the lengths, and one kernel that copies all pieces of all rows
-
-What is read is never copied before step 4: a piece is an address, in whichever buffer the reader left it. Rows that
-cannot go this way are rendered by the reference on the host; their texts are copied over in one go and are pieces of
-step 4 as all others, so rows come out in order.
+Tokens are still made on the host: the rendered text goes there once, ids come back once, when all of them are known.
+The report says so. Everything here but the reading (`cuda.py`) runs on any machine: the tests give it kernels that were
+compiled for the host.
 """
 
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from gpuload.arrays import Array, Ragged, offsets_of, on_host
-from gpuload.engines.conversations import Conversations, sort
+from gpuload.arrays import Array, Ragged
+from gpuload.engines.conversations import Conversations, of_arrow
+from gpuload.engines.cpu import CpuEngine, HostBatches
 from gpuload.engines.launch import Kernels
-from gpuload.engines.texts import BOUNDS_ONLY, TextColumn, answer, copied, laid_out, operate
+from gpuload.engines.render import render
 from gpuload.options import Truncation
-from gpuload.template.arrow import Grower
-from gpuload.template.job import refusal
-from gpuload.template.program import Branch, Operation, Path, Predicate, Ref, Reference, Refused, Shape
-from gpuload.template.rendered import Rendered
+from gpuload.read import Source, with_prompts
+from gpuload.template import Rendered
+from gpuload.template.prompts import one_user_message
+from gpuload.tokenizer.reference import Reference
 
-Operations = tuple[Operation, ...]
-
-
-@dataclass(eq=False)
-class DeviceText:
-    """A column of prompts as text, in device memory. A refused row is empty.
-
-    Attributes:
-        offsets: (n + 1,) int64.
-        data: uint8, all texts one after the other.
-        refused, compiled_rows, reference_rows, reasons: as in `Rendered`.
-    """
-
-    offsets: Array
-    data: Array
-    refused: dict[int, str] = field(default_factory=dict)
-    compiled_rows: int = 0
-    reference_rows: int = 0
-    reasons: dict[str, int] = field(default_factory=dict)
-
-    def to_host(self) -> Rendered:
-        """The same, copied once, as Arrow."""
-        rows = len(self.offsets) - 1
-        valid = np.ones(rows, bool)
-        valid[list(self.refused)] = False
-        mask = None if valid.all() else pa.py_buffer(np.packbits(valid, bitorder="little"))
-        buffers = [mask, pa.py_buffer(on_host(self.offsets)), pa.py_buffer(on_host(self.data))]
-        text = pa.LargeStringArray.from_buffers(rows, buffers[1], buffers[2], buffers[0])
-        return Rendered(text, self.refused, self.compiled_rows, self.reference_rows, self.reasons)
+Reader = Callable[[Source, str, bool], Iterator[tuple[pa.Table, pa.Array]]]
 
 
-def render(kernels: Kernels, program: Grower, prompts: Conversations) -> DeviceText:
-    """The prompt of every conversation.
-
-    Beside its result it needs memory for some numbers per message, and no more for text.
+class DeviceEngine:
+    """The `Engine` of a device.
 
     Args:
-        program: the compiled template; it grows where rows arrive that no earlier row prepared the way for.
-        prompts: n conversations, bounded by whoever read them.
+        kernels: for the device.
+        device: torch's name of it.
+        reference: the tokenizer.
+        exact_only: render and encode with the tokenizer object itself, prompt by prompt; then only batches are the
+            device's.
+        reader: reads into the device's memory; None: Arrow reads, and the prompt column is copied over once.
     """
-    return _Walk(kernels, program, prompts).text()
+
+    name = "cuda"
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        device: torch.device,
+        reference: Reference,
+        exact_only: bool = False,
+        reader: Reader | None = None,
+    ):
+        self.device = device
+        self._kernels, self._reader = kernels, reader
+        self._host = CpuEngine(reference, exact_only)
+        self._by_kernels = not self._host.by_prompt and reference.uses_template
+        self.notes = self._host.notes
+        if self._by_kernels:
+            how = self._host.description.removeprefix("cpu: chat template compiled, ")
+            self.description = f"{device}: chat template compiled, rendered by kernels; {how} on the host"
+            self.notes += ("text is copied to the host once, and its ids back once: there is no device tokenizer yet",)
+        else:
+            self.description = f"{self._host.description}; batches on {device}"
+
+    def read(self, source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, pa.Array]]:
+        if self._reader is None or not self._by_kernels:
+            return with_prompts(source, prompt_key)
+        return self._reader(source, prompt_key, keep_prompts)
+
+    def render(self, prompts: pa.Array) -> Rendered:
+        if not isinstance(prompts, Conversations):
+            if not self._by_kernels or not _is_column(prompts.type):
+                return self._host.render(prompts)
+            if not pa.types.is_list(prompts.type) and not pa.types.is_large_list(prompts.type):
+                prompts = one_user_message(prompts.cast(pa.large_string()))
+        program = self._host.program
+        with self._kernels.current(), program.lock:
+            column = prompts if isinstance(prompts, Conversations) else of_arrow(self._kernels, prompts)
+            return render(self._kernels, program, column).to_host()
+
+    def encode(self, rendered: Rendered) -> Ragged:
+        return self._host.encode(rendered)
+
+    def batches(self, store: Ragged, limit: int, keep: Truncation, pad_id: int) -> "DeviceBatches":
+        return DeviceBatches(self._kernels, store, limit, keep, pad_id)
 
 
-class _Walk:
-    """One column on its way. Columns of texts and answers are made once, however many shapes ask for them."""
-
-    def __init__(self, kernels: Kernels, program: Grower, prompts: Conversations) -> None:
-        self.kernels, self.program, self.prompts = kernels, program, prompts
-        self._strings: dict[tuple[str, Operations], TextColumn] = {}
-        self._answers: dict[Predicate, Array] = {}
-        self.paths: list[tuple[Path, Array]] = []
-        self.texts: dict[int, bytes] = {}
-        found = sort(kernels, prompts)
-        self.refused = found.refused
-        by_reason = {row: why for row, why in found.other.items() if row not in found.refused}
-        for shape, rows in found.groups:
-            for leaf, some in self._leaves(shape, rows):
-                if isinstance(leaf, Path):
-                    self.paths.append((leaf, some))
-                elif isinstance(leaf, Refused):
-                    self.refused.update(dict.fromkeys(on_host(some).tolist(), leaf.message))
-                else:
-                    by_reason.update(dict.fromkeys(on_host(some).tolist(), leaf.reason))
-        self._reference(sorted(by_reason))
-        self.reasons = Counter(by_reason.values())
-
-    def _leaves(self, shape: Shape, rows: Array) -> Iterator[tuple[Path | Refused | Reference, Array]]:
-        tree, first = self.program.tree(shape), self.prompts.first
-        stack = [(0, rows)]
-        while stack:
-            at, rows = stack.pop()
-            if not len(rows):
-                continue
-            node = tree.nodes[at]
-            if isinstance(node, Branch):
-                if host_only := _host_only((node.predicate.ref,)):
-                    yield Reference(host_only), rows
-                    continue
-                yes = self._answer(node.predicate)[first[rows] + node.predicate.ref.message]
-                stack += [(node.no, rows[~yes]), (node.yes, rows[yes])]
-            elif isinstance(node, Path) and (host_only := _host_only(node.segments)):
-                yield Reference(host_only), rows
-            elif node is not None:
-                yield node, rows
-            else:
-                texts = self.prompts.texts(self.kernels, int(rows[0]), shape)
-                why_not = self.program.grow(tree, shape, texts, len(rows))
-                if why_not is None:
-                    stack.append((at, rows))
-                else:
-                    yield Reference(why_not), rows
-
-    def _answer(self, predicate: Predicate) -> Array:
-        ref = predicate.ref
-        key = Predicate(Ref(0, ref.field, ref.operations), predicate.test, predicate.value)
-        if key not in self._answers:
-            self._answers[key] = answer(self.kernels, self.strings(ref.field, ref.operations), predicate)
-        return self._answers[key]
-
-    def strings(self, name: str, operations: Operations) -> TextColumn:
-        """The texts of one field after some operations."""
-        key = (name, operations)
-        if key not in self._strings:
-            if operations:
-                self._strings[key] = operate(self.kernels, self.strings(name, operations[:-1]), operations[-1])
-            else:
-                self._strings[key] = self.prompts.text_field(name)
-        return self._strings[key]
-
-    def _reference(self, rows: list[int]) -> None:
-        if not rows:
-            return
-        prompts = self.prompts.fetch(rows)
-        with self.program.job.clock_stopped():
-            for at, row in enumerate(rows):
-                try:
-                    self.texts[row] = self.program.job.render(prompts[at].as_py()).encode()
-                except Exception as error:
-                    self.refused[row] = refusal(error)
-
-    def text(self) -> DeviceText:
-        """Lay out the pieces of all rows, and copy them in one pass."""
-        kernels, xp, rows = self.kernels, self.kernels.xp, len(self.prompts)
-        literals = {part: 0 for path, _ in self.paths for part in path.segments if isinstance(part, str)}
-        literals = {part: number for number, part in enumerate(literals)}
-        from_host = laid_out(kernels, [*(part.encode() for part in literals), *self.texts.values()])
-        base, start, length = kernels.address(from_host.data), on_host(from_host.start), on_host(from_host.length)
-
-        # One table of segments: those of each path, then one of each text of the reference. Rows point into it.
-        table: list[tuple[int, int, int, int]] = []
-        segment, pieces = xp.zeros(rows, np.int64), xp.zeros(rows, np.int64)
-        for path, some in self.paths:
-            segment[some], pieces[some] = len(table), len(path.segments)
-            for part in path.segments:
-                if isinstance(part, str):
-                    number = literals[part]
-                    table.append((base + int(start[number]), int(length[number]), 0, 0))
-                else:
-                    texts = self.strings(part.field, part.operations)
-                    addresses = [kernels.address(array) for array in (texts.data, texts.start, texts.length)]
-                    table.append((addresses[0], part.message, addresses[1], addresses[2]))
-        if self.texts:
-            by_reference = xp.asarray(np.fromiter(self.texts, np.int64))
-            segment[by_reference] = xp.arange(len(table), len(table) + len(self.texts))
-            pieces[by_reference] = 1
-            table += [(base + int(start[i]), int(length[i]), 0, 0) for i in range(len(literals), len(start))]
-
-        bounds = offsets_of(pieces)
-        total = int(bounds[-1])
-        address, sizes = xp.empty(total, np.int64), xp.empty(total, np.int64)
-        entries = xp.asarray(np.array(table, np.int64).reshape(-1, 4))
-        kernels.run(
-            "lay_pieces", kernels.threads(rows), rows, bounds, segment, self.prompts.first, entries, address, sizes
-        )
-        offsets, data = copied(kernels, address, sizes)
-        return DeviceText(
-            offsets[bounds],
-            data,
-            dict(sorted(self.refused.items())),
-            sum(len(some) for _, some in self.paths),
-            len(self.texts),
-            dict(self.reasons.most_common()),
-        )
+def side_by_side(
+    chunks: Iterator[Conversations], source: Source, prompt_key: str, keep_prompts: bool
+) -> Iterator[tuple[pa.Table, Conversations]]:
+    """Two readings of one file, each in parts of its own sizes: every chunk of the prompt column with the table of its
+    rows, which has that column only where it must."""
+    if keep_prompts or source.without is None or len(source.schema) == 1:  # a table of no columns forgets its rows
+        tables = source.batches()
+    else:
+        tables = source.without(prompt_key)
+    waiting: list[pa.Table] = []
+    rows = 0
+    for chunk in chunks:
+        while rows < len(chunk):
+            waiting.append(next(tables))
+            rows += waiting[-1].num_rows
+        table = pa.concat_tables(waiting)
+        yield table.slice(0, len(chunk)), chunk
+        waiting = [table.slice(len(chunk))]
+        rows -= len(chunk)
 
 
-def _host_only(parts: tuple[str | Ref, ...]) -> str | None:
-    """Why rows with these parts are not for the device, or None."""
-    for part in parts:
-        for operation in part.operations if isinstance(part, Ref) else ():
-            if operation.name not in BOUNDS_ONLY:
-                return f"{operation.name} is not done on the device"
-    return None
+def _is_column(kind: pa.DataType) -> bool:
+    """Whether these are conversations or texts, rather than JSON or nothing but nulls."""
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return bool(pa.types.is_struct(kind.value_type))
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+class DeviceBatches:
+    """The `Batches` of a device, over a copy of the store in its memory: 4 bytes a token.
+
+    In another process, forked or spawned, it makes host tensors: no process may use the CUDA of another.
+    """
+
+    def __init__(self, kernels: Kernels, store: Ragged, limit: int, keep: Truncation, pad_id: int):
+        self._kernels, self._limit, self._keep, self._pad_id = kernels, limit, keep, pad_id
+        self._process = os.getpid()
+        with kernels.current():
+            self._store = Ragged(kernels.xp.asarray(store.values), kernels.xp.asarray(store.offsets))
+            kernels.synchronize()  # batches may be asked for in another stream
+
+    def __call__(self, numbers: np.ndarray[Any, Any], rows: Ragged, width: int) -> dict[str, torch.Tensor]:
+        if os.getpid() != self._process:
+            return CpuEngine.pad(rows, width, self._pad_id)
+        with self._kernels.current():
+            at = self._kernels.xp.asarray(numbers)
+            return pad(self._kernels, self._store, at, width, self._limit, self._keep, self._pad_id)
+
+    def __reduce__(self) -> tuple[type[HostBatches], tuple[int]]:
+        return HostBatches, (self._pad_id,)
 
 
 def pad(
@@ -216,12 +147,12 @@ def pad(
         rows: (B,) int64 row numbers, in device memory.
         width: of the batch, at least as much as the longest row keeps.
         limit: a row keeps at most so many ids.
-        keep: which part goes, as in `Ragged.truncate`.
+        keep: which part goes, as in `Ragged.truncate`; "error" is for rows that are not too long.
         pad_id: fills rows up at the left.
 
     Returns:
-        `input_ids`, `attention_mask`, `position_ids`: int64 (B, width), the kernel's own memory (DLPack), ordered after
-        it on CuPy's current stream.
+        `input_ids`, `attention_mask`, `position_ids`: int64 (B, width), the memory that the kernel wrote (DLPack),
+        ordered behind it in the current stream.
     """
     xp, count = kernels.xp, len(rows)
     head = {"error": 0, "left": 0, "right": limit, "middle": limit // 2}[keep]

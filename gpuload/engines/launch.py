@@ -11,6 +11,7 @@ source, and each argument is held against them before every launch.
 """
 
 import re
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import resources
@@ -76,6 +77,13 @@ class Kernels:
 
     xp: ModuleType
 
+    def current(self) -> AbstractContextManager[Any]:
+        """Within, the calling thread works on these kernels' device, in torch's current stream there."""
+        return nullcontext()
+
+    def synchronize(self) -> None:
+        """Waits for all that was asked of the device in the current stream."""
+
     def run(self, name: str, threads: int, *arguments: Any) -> None:
         """Runs a kernel on (at least) so many threads; none for 0.
 
@@ -130,22 +138,40 @@ class Kernels:
 
 
 class DeviceKernels(Kernels):
-    """Compiled by CuPy for the current GPU, at first use; CuPy keeps the machine code on disk.
+    """Compiled by CuPy for a GPU, at first use; CuPy keeps the machine code on disk.
 
-    Kernels run on CuPy's current stream.
+    Kernels run on CuPy's current stream, which `current` makes torch's. In a thread that has chosen none, and so in all
+    threads of a load, that is the legacy default stream: cuDF's too.
+
+    Args:
+        number: of the GPU.
 
     Raises:
         DeviceError: CuPy is not installed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
         try:
             import cupy
         except ImportError as error:
             raise DeviceError("the GPU engine needs CuPy: pip install 'gpuload[cu13]' (or cu12)") from error
         self.xp = cupy
+        self._number = number
         self._module = cupy.RawModule(code=source(), options=("-std=c++17",))
         self._function = lru_cache(maxsize=None)(self._module.get_function)
+
+    def current(self) -> AbstractContextManager[Any]:
+        import torch
+
+        pointer = torch.cuda.current_stream(self._number).cuda_stream
+        cuda = self.xp.cuda
+        stack = ExitStack()
+        stack.enter_context(cuda.Device(self._number))
+        stack.enter_context(cuda.ExternalStream(pointer, self._number) if pointer else cuda.Stream.null)
+        return stack
+
+    def synchronize(self) -> None:
+        self.xp.cuda.get_current_stream().synchronize()
 
     def _launch(self, name: str, blocks: int, arguments: list[Any]) -> None:
         self._function(name)((blocks,), (BLOCK,), tuple(arguments))

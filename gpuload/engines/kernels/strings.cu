@@ -6,7 +6,7 @@
 // A warp per text, so that one long text does not keep a single thread busy. The least (greatest) of what the lanes find
 // does not depend on their order.
 extern "C" __global__ void find(
-    i64 texts, const u8* data, const i64* start, const i64* length, const u8* needle, i64 size, bool last, i64* place)
+    i64 texts, const u8* data, const i64* start, const i64* length, const u8* needle, i64 size, int last, i64* place)
 {
     EACH_WARP(i, texts) {
         const i64 ways = length[i] - size + 1;
@@ -28,7 +28,7 @@ extern "C" __global__ void find(
 
 // answer[i]: whether text i starts (at_end: ends) with `affix`; with `whole`, whether it is that. A thread per text.
 extern "C" __global__ void has_affix(
-    i64 texts, const u8* data, const i64* start, const i64* length, const u8* affix, i64 size, bool at_end, bool whole,
+    i64 texts, const u8* data, const i64* start, const i64* length, const u8* affix, i64 size, int at_end, int whole,
     bool* answer)
 {
     EACH_THREAD(i, texts) {
@@ -45,8 +45,8 @@ extern "C" __global__ void has_affix(
 // its bytes are (the first byte highest), ascending. UTF-8 is self-synchronizing: bytes at a text's side that equal a
 // character's encoding are that character.
 extern "C" __global__ void strip(
-    i64 texts, const u8* data, i64* start, i64* length, const bool* single, i64 wide, const i64* codes, bool left,
-    bool right)
+    i64 texts, const u8* data, i64* start, i64* length, const bool* single, i64 wide, const i64* codes, int left,
+    int right)
 {
     EACH_THREAD(i, texts) {
         i64 low = start[i], high = low + length[i];
