@@ -101,9 +101,19 @@ def _samples(total: int, options: Options) -> Rows | None:
 
 
 def _engine(options: Options, reference: Reference, exact_only: bool = False) -> Engine:
-    if options.device.startswith("cuda"):
-        raise DeviceError(f"device={options.device!r}: this version has no GPU engine yet: use device='cpu' or 'auto'")
-    return CpuEngine(reference, exact_only)
+    why_not = None
+    if options.device != "cpu":
+        from gpuload.engines import cuda
+
+        why_not = cuda.obstacle(options.device)
+        if why_not is None:
+            return cuda.cuda_engine(options, reference, exact_only)
+        if options.device != "auto":
+            raise DeviceError(f"device={options.device!r}: {why_not}; or use device='cpu' or 'auto'")
+    engine = CpuEngine(reference, exact_only)
+    if why_not is not None:
+        engine.notes += (f"no GPU is used: {why_not}",)
+    return engine
 
 
 def _run(
@@ -123,6 +133,7 @@ def _run(
     tokens: list[Ragged] = []
     places: list[Rows] = []  # (n, 2): source, row in the source
     with ExitStack() as stack:
+        stack.enter_context(engine.loading())
         stack.enter_context(reference.job.clock_stopped())  # a template that tells the date tells one for all rows
         bar = stack.enter_context(_progress(sources, wanted, options))
         for batch in _encoded(sources, wanted, engine, options, report, stack):

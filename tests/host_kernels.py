@@ -73,5 +73,10 @@ class HostKernels(Kernels):
                 passed.append(_C_NUMBERS[argument.dtype.name](argument))
         getattr(_library(), f"launch_{name}")(*passed)
 
+    def view(self, buffer: Any) -> Array:
+        """A buffer of cuDF's that says it is on a GPU, and is not."""
+        pointed = (ctypes.c_uint8 * buffer.nbytes).from_address(buffer.ptr)
+        return np.frombuffer(pointed, np.uint8)
+
     def address(self, array: Array) -> int:
         return int(array.ctypes.data)

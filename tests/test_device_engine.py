@@ -15,9 +15,12 @@ from host_kernels import COMPILER, HostKernels
 
 import gpuload
 from gpuload import pipeline
+from gpuload.engines import cuda, device
 from gpuload.engines.conversations import Conversations, of_arrow, of_texts
 from gpuload.engines.device import DeviceEngine, side_by_side
+from gpuload.engines.render import render
 from gpuload.engines.texts import laid_out
+from gpuload.errors import DeviceError
 from gpuload.options import Options
 from gpuload.read import Source, with_prompts
 from gpuload.tokenizer.reference import Reference
@@ -186,3 +189,61 @@ def test_a_batch_is_the_memory_that_the_kernel_wrote(monkeypatch: pytest.MonkeyP
     batch = pad(KERNELS, Ragged.from_lists([[1, 2], [3]]), np.array([1, 0]), 3, 3, "left", 9)
     assert [tensor.data_ptr() for tensor in batch.values()] == written
     assert batch["input_ids"].tolist() == [[9, 9, 3], [9, 1, 2]]
+
+
+def test_a_column_too_large_for_the_memory_is_rendered_in_halves(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = pa.array(ODD * 20, FRAMES["messages"].type)
+    engine = DeviceEngine(KERNELS, torch.device("cpu"), Reference(qwen, Options()))
+    expected, sizes, room = engine.render(prompts), list[int](), [30]
+
+    def little(kernels: Any, program: Any, column: Conversations) -> Any:
+        sizes.append(len(column))
+        if len(column) > room[0]:
+            raise MemoryError
+        return render(kernels, program, column)
+
+    monkeypatch.setattr(device, "render", little)
+    found = engine.render(prompts)
+    assert found.text.equals(expected.text)
+    assert (found.refused, found.compiled_rows) == (expected.refused, expected.compiled_rows)
+    assert sizes == [120, 60, 30, 30, 60, 30, 30]
+    room[0] = 0
+    with pytest.raises(DeviceError, match="gpu_memory_limit"):
+        engine.render(prompts)
+
+
+def test_auto_says_why_there_is_no_gpu_and_cuda_says_what_to_do(gsm8k: str, qwen: Any) -> None:
+    why = cuda.obstacle("cuda")
+    if why is None:
+        pytest.skip("there is a GPU")
+    report = str(gpuload.load(gsm8k, qwen, max_samples=5, max_prompt_length=512).report)
+    assert f"no GPU is used: {why}" in report
+    assert "no GPU" not in str(gpuload.load(gsm8k, qwen, max_samples=5, max_prompt_length=512, device="cpu").report)
+    with pytest.raises(DeviceError, match="device='cuda': .*; or use device='cpu' or 'auto'"):
+        gpuload.load(gsm8k, qwen, device="cuda")
+
+
+@pytest.mark.parametrize(("build", "fork", "count", "device", "expected"), [
+    (None, False, 0, "cuda", "built without CUDA"), ("13.0", True, 1, "cuda", "forked"),
+    ("13.0", False, 0, "auto", "no NVIDIA GPU"), ("13.0", False, 2, "cuda:2", "there is no GPU 2"),
+    ("13.0", False, 1, "cuda", "cupy, pylibcudf, rmm not installed: pip install"),
+])  # fmt: skip
+def test_obstacles(
+    monkeypatch: pytest.MonkeyPatch, build: str | None, fork: bool, count: int, device: str, expected: str
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", build)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: fork)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: None)
+    assert expected in str(cuda.obstacle(device))
+
+
+def test_the_self_test_notices_wrong_kernels() -> None:
+    class Wrong(HostKernels):
+        def _launch(self, name: str, blocks: int, arguments: list[Any]) -> None:
+            super()._launch(name, blocks, arguments)
+            arguments[-1][-1:] = 0
+
+    cuda.self_test(KERNELS)
+    with pytest.raises(RuntimeError, match="wrong results"):
+        cuda.self_test(Wrong())

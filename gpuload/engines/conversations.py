@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gpuload.arrays import Array, array_module, on_host
+from gpuload.arrays import Array, on_host
 from gpuload.engines.launch import Kernels
 from gpuload.engines.texts import TextColumn, distinct, not_utf8, texts_at
 from gpuload.template.program import EMPTY_LIST, TEXT, Shape
@@ -47,6 +47,7 @@ class Conversations:
     """n conversations of m messages together.
 
     Attributes:
+        kernels: for the device where all of it lies.
         valid: (n,) bool, false for a row that is null.
         first, count: (n,) int64, each row's first message and how many it has.
         there: (m,) bool, false for a message that is null.
@@ -54,6 +55,7 @@ class Conversations:
         fetch: gives rows, by their numbers, as an Arrow array on the host: for the reference.
     """
 
+    kernels: Kernels
     valid: Array
     first: Array
     count: Array
@@ -71,11 +73,12 @@ class Conversations:
             rows: (k,) ascending row numbers, on the host.
         """
         numbers = np.asarray(rows)
-        at = array_module(self.first).asarray(numbers)
-        return Conversations(
-            self.valid[at], self.first[at], self.count[at], self.there, self.fields,
-            lambda some: self.fetch(numbers[some].tolist()),
-        )  # fmt: skip
+        with self.kernels.current():
+            at = self.kernels.xp.asarray(numbers)
+            return Conversations(
+                self.kernels, self.valid[at], self.first[at], self.count[at], self.there, self.fields,
+                lambda some: self.fetch(numbers[some].tolist()),
+            )  # fmt: skip
 
     def text_field(self, name: str) -> TextColumn:
         """The texts of one field."""
@@ -284,6 +287,7 @@ def of_arrow(kernels: Kernels, prompts: pa.Array) -> Conversations:
     names = [one.name for one in kind.value_type]
     fields = [_field(kernels, name, structs.field(i), there) for i, name in enumerate(names)]
     return Conversations(
+        kernels,
         xp.asarray(_mask(prompts)),
         xp.asarray(bounds[:-1] - bounds[0]),
         xp.asarray(np.diff(bounds)),
@@ -307,6 +311,7 @@ def of_texts(
     user = TextColumn(xp.asarray(np.frombuffer(b"user", np.uint8)), xp.zeros(n, np.int64), xp.full(n, 4, np.int64))
     kind = xp.full(n, TEXTS, np.int64)
     return Conversations(
+        kernels,
         valid,
         xp.arange(n, dtype=np.int64),
         xp.where(valid, 1, 0),
@@ -319,7 +324,7 @@ def of_texts(
 def _field(kernels: Kernels, name: str, values: pa.Array, there: Array) -> Field:
     xp, kind = kernels.xp, values.type
     valid = _mask(values) & there
-    if _is_text(kind):
+    if is_text(kind):
         texts = values.cast(pa.large_string())
         _, offsets, data = texts.buffers()
         bounds = np.zeros(1, np.int64)  # an empty array may have no offsets
@@ -332,12 +337,17 @@ def _field(kernels: Kernels, name: str, values: pa.Array, there: Array) -> Field
     if pa.types.is_null(kind):
         return Field(name, xp.zeros(len(values), np.int64))
     kinds = np.where(valid, OTHER, NULL)
-    word = "a struct" if pa.types.is_struct(kind) else str(kind)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        word = "a list"
         lengths = pc.fill_null(pc.list_value_length(values), -1).to_numpy(zero_copy_only=False)
         kinds[valid & (lengths == 0)] = EMPTY
-    return Field(name, xp.asarray(kinds), None, word)
+    return Field(name, xp.asarray(kinds), None, word_for(kind))
+
+
+def word_for(kind: pa.DataType) -> str:
+    """A type in words, for a field that holds no texts."""
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return "a list"
+    return "a struct" if pa.types.is_struct(kind) else str(kind)
 
 
 def _mask(array: pa.Array) -> Array:
@@ -346,7 +356,8 @@ def _mask(array: pa.Array) -> Array:
     return np.asarray(array.is_valid().to_numpy(zero_copy_only=False), bool)
 
 
-def _is_text(kind: pa.DataType) -> bool:
+def is_text(kind: pa.DataType) -> bool:
+    """Whether this is a type of texts, dictionary-encoded or not."""
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))

@@ -1,6 +1,7 @@
 """The engine without a GPU: Arrow columns, a compiled tokenizer, NumPy batches."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,10 @@ class CpuEngine:
             self._encoder = host_encoder(reference)
             self.description = f"cpu: chat template compiled, encoded by {self._encoder.name}"
             self.notes = tuple(f"not used: {reason}" for reason in self._encoder.passed_over)
+
+    @staticmethod
+    def loading() -> AbstractContextManager[Any]:
+        return nullcontext()
 
     @staticmethod
     def read(source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, pa.Array]]:

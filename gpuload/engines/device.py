@@ -6,7 +6,9 @@ compiled for the host.
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from gpuload.engines.conversations import Conversations, of_arrow
 from gpuload.engines.cpu import CpuEngine, HostBatches
 from gpuload.engines.launch import Kernels
 from gpuload.engines.render import render
+from gpuload.errors import DeviceError
 from gpuload.options import Truncation
 from gpuload.read import Source, with_prompts
 from gpuload.template import Rendered
@@ -62,6 +65,9 @@ class DeviceEngine:
         else:
             self.description = f"{self._host.description}; batches on {device}"
 
+    def loading(self) -> AbstractContextManager[Any]:
+        return self._kernels.loading()
+
     def read(self, source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, pa.Array]]:
         if self._reader is None or not self._by_kernels:
             return with_prompts(source, prompt_key)
@@ -76,13 +82,37 @@ class DeviceEngine:
         program = self._host.program
         with self._kernels.current(), program.lock:
             column = prompts if isinstance(prompts, Conversations) else of_arrow(self._kernels, prompts)
-            return render(self._kernels, program, column).to_host()
+            return self._rendered(column)
+
+    def _rendered(self, column: Conversations) -> Rendered:
+        try:
+            return render(self._kernels, self._host.program, column).to_host()
+        except MemoryError as error:
+            if len(column) < 2:
+                raise DeviceError(
+                    "out of GPU memory while rendering: raise gpu_memory_limit, free memory, or use device='cpu'"
+                ) from error
+        middle = len(column) // 2
+        return joined([self._rendered(column.take(part)) for part in np.split(np.arange(len(column)), [middle])])
 
     def encode(self, rendered: Rendered) -> Ragged:
         return self._host.encode(rendered)
 
     def batches(self, store: Ragged, limit: int, keep: Truncation, pad_id: int) -> "DeviceBatches":
         return DeviceBatches(self._kernels, store, limit, keep, pad_id)
+
+
+def joined(parts: list[Rendered]) -> Rendered:
+    """The rows of all parts, one after the other."""
+    whole, rows, reasons = Rendered(pa.concat_arrays([part.text for part in parts])), 0, Counter[str]()
+    for part in parts:
+        whole.refused |= {rows + row: reason for row, reason in part.refused.items()}
+        whole.compiled_rows += part.compiled_rows
+        whole.reference_rows += part.reference_rows
+        reasons.update(part.reasons)
+        rows += len(part.text)
+    whole.reasons = dict(reasons.most_common())
+    return whole
 
 
 def side_by_side(

@@ -1,6 +1,7 @@
 """What an engine does: the stages that depend on the machine. load() strings them together and knows no more."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,6 +36,9 @@ class Engine(Protocol):
     device: torch.device
     description: str
     notes: tuple[str, ...]
+
+    def loading(self) -> AbstractContextManager[Any]:
+        """Around the three stages: what they take meanwhile is given back after it."""
 
     def read(self, source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, pa.Array]]:
         """The rows of a source in order, part by part: a table on the host, and the prompts for `render`.

@@ -81,6 +81,14 @@ class Kernels:
         """Within, the calling thread works on these kernels' device, in torch's current stream there."""
         return nullcontext()
 
+    def loading(self) -> AbstractContextManager[Any]:
+        """Around a load: what is taken meanwhile is given back after it."""
+        return nullcontext()
+
+    def view(self, buffer: Any) -> Array:
+        """A buffer of cuDF's as an array of uint8, with no copy."""
+        return self.xp.asarray(buffer)
+
     def synchronize(self) -> None:
         """Waits for all that was asked of the device in the current stream."""
 
