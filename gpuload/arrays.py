@@ -22,9 +22,22 @@ def array_module(array: Array) -> ModuleType:
     """NumPy or CuPy, whichever `array` belongs to; CuPy is imported by nobody who has none of its arrays."""
     if isinstance(array, np.ndarray):
         return np
-    import cupy  # type: ignore[import-not-found,unused-ignore]
+    import cupy
 
     return cupy  # type: ignore[no-any-return]
+
+
+def on_host(array: Array) -> np.ndarray[Any, Any]:
+    """The array as NumPy's: itself, or a copy of what lies on a device."""
+    return array if isinstance(array, np.ndarray) else array.get()
+
+
+def offsets_of(lengths: Array) -> Array:
+    """(n,) lengths → (n + 1,) int64 offsets, the first one 0."""
+    xp = array_module(lengths)
+    offsets = xp.zeros(len(lengths) + 1, dtype=np.int64)
+    xp.cumsum(lengths, out=offsets[1:])
+    return offsets
 
 
 @dataclass(frozen=True)
@@ -63,7 +76,7 @@ class Ragged:
         """
         xp = array_module(self.values)
         lengths = self.lengths[rows]
-        offsets = _offsets(lengths)
+        offsets = offsets_of(lengths)
         # Position j of the result lies in row r; it comes from where r starts in `values`, plus j's place in r.
         shift = xp.repeat(self.offsets[rows] - offsets[:-1], lengths)
         return Ragged(self.values[xp.arange(int(offsets[-1]), dtype=np.int64) + shift], offsets)
@@ -83,7 +96,7 @@ class Ragged:
         place = xp.arange(len(self.values), dtype=np.int64) - xp.repeat(self.offsets[:-1], lengths)
         tail = xp.repeat(lengths, lengths) - place  # 1 for a row's last id
         kept = (place < head) | (tail <= length - head)
-        return Ragged(self.values[kept], _offsets(xp.minimum(lengths, length)))
+        return Ragged(self.values[kept], offsets_of(xp.minimum(lengths, length)))
 
     @staticmethod
     def concatenate(parts: list["Ragged"]) -> "Ragged":
@@ -94,7 +107,7 @@ class Ragged:
         if not parts:
             return Ragged(np.zeros(0, np.int32), np.zeros(1, np.int64))
         xp = array_module(parts[0].values)
-        offsets = _offsets(xp.concatenate([part.lengths for part in parts]))
+        offsets = offsets_of(xp.concatenate([part.lengths for part in parts]))
         values = xp.empty(int(offsets[-1]), parts[0].values.dtype)
         start = 0
         while parts:
@@ -111,13 +124,6 @@ class Ragged:
     @staticmethod
     def from_lists(rows: Sequence[Sequence[int]]) -> "Ragged":
         """From Python lists of ids."""
-        offsets = _offsets(np.fromiter((len(row) for row in rows), np.int64, len(rows)))
+        offsets = offsets_of(np.fromiter((len(row) for row in rows), np.int64, len(rows)))
         values = np.fromiter((token for row in rows for token in row), np.int32, int(offsets[-1]))
         return Ragged(values, offsets)
-
-
-def _offsets(lengths: Array) -> Array:
-    xp = array_module(lengths)
-    offsets = xp.zeros(len(lengths) + 1, dtype=np.int64)
-    xp.cumsum(lengths, out=offsets[1:])
-    return offsets

@@ -57,7 +57,7 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
         self._about = about
         self._columns = columns
         self._origin = origin
-        self._pad = engine.pad
+        self._padded = engine.batches(tokens, options.max_prompt_length, options.truncation, pad_token_id)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -133,7 +133,7 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
         tokens = self.tokens.take(numbers).truncate(length, self.options.truncation)
         width = length if padding == "max_length" else int(tokens.lengths.max(initial=0))
         taken: dict[str, Any] = self._columns.take(numbers)
-        taken |= self._pad(tokens, width, self.pad_token_id)
+        taken |= self._padded(numbers, tokens, width)
         taken["raw_prompt_ids"] = tokens.to_lists()
         taken["index"] = [_index(extra) for extra in taken.get("extra_info", [None] * len(numbers))]
         if self.options.return_raw_chat:

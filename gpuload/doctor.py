@@ -4,25 +4,31 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import subprocess
+from pathlib import Path
 
 from gpuload import __version__
 
 _PACKAGES = (
-    "torch transformers tokenizers gigatoken pyarrow awkward numpy fsspec datasets cudf cupy pylibcudf verl".split()
+    "torch transformers tokenizers gigatoken pyarrow awkward numpy fsspec datasets cudf cupy pylibcudf rmm verl".split()
 )
 # Packages whose distributions are named after the CUDA they are built for.
 _DISTRIBUTIONS = {"cudf": ("cudf-cu13", "cudf-cu12"), "pylibcudf": ("pylibcudf-cu13", "pylibcudf-cu12")}
+_DISTRIBUTIONS["rmm"] = ("rmm-cu13", "rmm-cu12")
 _DISTRIBUTIONS["cupy"] = ("cupy-cuda13x", "cupy-cuda12x")
 
 
 def diagnose() -> str:
-    """The report, a line per fact. Imports nothing heavy and starts no GPU."""
+    """The report, a line per fact. Where there is a GPU it is tried out, which starts CUDA and compiles kernels."""
     lines = [
         f"gpuload {__version__}, Python {platform.python_version()}, {platform.platform()}, {os.cpu_count()} cores",
         "",
         "packages",
         *(f"  {name:13} {_version(name) or 'not installed'}" for name in _PACKAGES),
+        "",
+        "GPU",
+        *(f"  {name:13} {value}" for name, value in _gpu()),
         "",
         "engines",
         f"  cpu           {_cpu()}",
@@ -47,21 +53,36 @@ def _cpu() -> str:
 
 
 def _cuda() -> str:
-    gpus = _gpus()
-    seen = f"{', '.join(gpus)} is here, but " if gpus else "no NVIDIA GPU found, and "
-    return f"not available: {seen}this version has no GPU engine yet"
+    from gpuload.engines.cuda import obstacle
+
+    why_not = obstacle("cuda")
+    return "available: kernels compile, run and are right" if why_not is None else f"not available: {why_not}"
 
 
-def _gpus() -> list[str]:
-    """The names of the GPUs that the driver's own tool lists: asking torch would start CUDA."""
+def _gpu() -> list[tuple[str, str]]:
+    """GPUs and driver as the driver's own tool tells them, and the CUDA that torch is built for: nothing is started."""
+    listed = _asked("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader").splitlines()
+    devices = [line.rsplit(", ", 1) for line in listed if ", " in line]
+    newest = re.search(r"CUDA (?:UMD )?Version: *([\d.]+)", _asked())
+    lines = [(f"GPU {number}", name) for number, (name, _) in enumerate(devices)]
+    if not lines:
+        return [("GPU", "none found: no NVIDIA driver (nvidia-smi) here"), ("CUDA", _torch_cuda())]
+    driver = devices[0][1] + (f", good for CUDA up to {newest[1]}" if newest else "")
+    return [*lines, ("driver", driver), ("CUDA", _torch_cuda())]
+
+
+def _torch_cuda() -> str:
+    """The CUDA that torch is built for, from its files."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return "torch is not installed"
+    built = re.search(r"^cuda[^=]*= *'([^']+)'", Path(spec.origin).with_name("version.py").read_text(), re.MULTILINE)
+    return f"torch is built for {built[1]}" if built else "torch is built without it"
+
+
+def _asked(*arguments: str) -> str:
     try:
-        found = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
+        command = ["nvidia-smi", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return []
-    return [line.strip() for line in found.stdout.splitlines() if line.strip()]
+        return ""

@@ -60,7 +60,8 @@ class Options:
         seed: for `shuffle`; None draws a fresh one.
         pad_token_id: overrides the tokenizer's.
         cache_dir: where remote files are copied to, once.
-        device: "auto", "cpu", "cuda" or "cuda:N".
+        device: "auto" (for now the CPU; the report says why no GPU is used), "cpu", "cuda" or "cuda:N".
+        gpu_memory_limit: bytes of GPU memory that a load may take beside the store of ids; 0: half of what is free.
         verify: compare the fast path with the reference on a "sample" of rows, on all ("full") or on none ("off").
         strict: a row that cannot be rendered, or a token that differs, is an error rather than a dropped row and a
             slower path.
@@ -82,6 +83,7 @@ class Options:
     pad_token_id: int | None = None
     cache_dir: str = "~/.cache/gpuload"
     device: str = "auto"
+    gpu_memory_limit: int = 0
     verify: Verify = "sample"
     strict: bool = False
     progress: bool | None = None
@@ -117,6 +119,7 @@ class Options:
         _expect(self, "seed", self.seed is None or (_is_int(self.seed) and self.seed >= 0), "an integer >= 0, or None")
         _expect(self, "pad_token_id", self.pad_token_id is None or _is_int(self.pad_token_id), "a token id, or None")
         _expect(self, "chat_template", self.chat_template is None or isinstance(self.chat_template, str), "a string")
+        _expect(self, "gpu_memory_limit", _is_int(self.gpu_memory_limit) and self.gpu_memory_limit >= 0, "bytes, or 0")
         base, _, number = self.device.partition(":")
         _expect(
             self,

@@ -101,9 +101,18 @@ def _samples(total: int, options: Options) -> Rows | None:
 
 
 def _engine(options: Options, reference: Reference, exact_only: bool = False) -> Engine:
+    from gpuload.engines import cuda
+
     if options.device.startswith("cuda"):
-        raise DeviceError(f"device={options.device!r}: this version has no GPU engine yet: use device='cpu' or 'auto'")
-    return CpuEngine(reference, exact_only)
+        if why_not := cuda.obstacle(options.device):
+            raise DeviceError(f"device={options.device!r}: {why_not}; or use device='cpu' or 'auto'")
+        return cuda.cuda_engine(options, reference, exact_only)
+    engine = CpuEngine(reference, exact_only)
+    if options.device == "auto":
+        # What has run on no GPU yet is for those who ask for it; and CUDA once started outlives a fork badly.
+        why_not = cuda.obstacle("auto", try_out=False) or "its engine is new, ask for it with device='cuda'"
+        engine.notes += (f"no GPU is used: {why_not}",)
+    return engine
 
 
 def _run(
@@ -124,13 +133,14 @@ def _run(
     tokens: list[Ragged] = []
     places: list[Rows] = []  # (n, 2): source, row in the source
     with ExitStack() as stack:
+        stack.enter_context(engine.loading())
         stack.enter_context(reference.job.clock_stopped())  # a template that tells the date tells one for all rows
         bar = stack.enter_context(_progress(total, options))
         for batch in _encoded(sources, wanted, engine, options, report, stack):
             source = sources[batch.source].name
             assert batch.rendered is not None
             assert batch.tokens is not None
-            verifier.see(source, batch.rows, prompts_of(batch, options), batch.rendered.text, batch.tokens)
+            verifier.see(source, batch.rows, batch.fetch, batch.rendered.text, batch.tokens)
             keep = _filter(batch, source, report, options)
             kept = np.flatnonzero(keep)
             tables.append(_kept_columns(batch, keep, options))
@@ -166,29 +176,27 @@ def _encoded(
     """The batches after the three heavy stages, each stage in a thread of its own."""
 
     def render(batch: Batch) -> None:
-        batch.rendered = engine.render(prompts_of(batch, options))
+        batch.rendered = engine.render(batch.prompts)
 
     def encode(batch: Batch) -> None:
         assert batch.rendered is not None
         batch.tokens = engine.encode(batch.rendered)
 
     threads = [stack.enter_context(ThreadPoolExecutor(1, name)) for name in ("read", "render", "encode")]
-    batches = ahead(read(sources, wanted, report.seconds), threads[0])
+    keep_prompts = options.return_raw_chat
+    batches = ahead(
+        read(sources, lambda source: engine.read(source, options.prompt_key, keep_prompts), wanted, report.seconds),
+        threads[0],
+    )
     batches = ahead(stage("render", render, batches, report.seconds), threads[1])
     return ahead(stage("encode", encode, batches, report.seconds), threads[2])
-
-
-def prompts_of(batch: Batch, options: Options) -> pa.Array:
-    """The prompt column of a batch as one array."""
-    column = batch.table.column(options.prompt_key).combine_chunks()
-    return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
 
 
 def _filter(batch: Batch, source: str, report: Report, options: Options) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """(n,) which rows stay: those with tokens, and not too many of them. Counts the others."""
     assert batch.rendered is not None
     assert batch.tokens is not None
-    refused = batch.rendered.refused | invalid_rows(batch.table.drop_columns([options.prompt_key]))
+    refused = batch.rendered.refused | invalid_rows(_without(batch.table, options.prompt_key))
     keep = np.ones(len(batch.rows), bool)
     for row, reason in sorted(refused.items()):
         place = f"{source} row {batch.rows[row]}"
@@ -213,7 +221,7 @@ def _filter(batch: Batch, source: str, report: Report, options: Options) -> np.n
 def _kept_columns(batch: Batch, keep: np.ndarray[Any, Any], options: Options) -> pa.Table:
     """What stays of a batch's columns: all but the prompt, and what rows are to carry of it."""
     assert batch.rendered is not None
-    table = batch.table.drop_columns([options.prompt_key])
+    table = _without(batch.table, options.prompt_key)
     if options.return_raw_chat:
         table = _with_column(table, "raw_prompt", batch.table.column(options.prompt_key))
     if options.return_full_prompt:
@@ -222,9 +230,11 @@ def _kept_columns(batch: Batch, keep: np.ndarray[Any, Any], options: Options) ->
 
 
 def _with_column(table: pa.Table, name: str, column: Any) -> pa.Table:
-    if name in table.schema.names:
-        table = table.drop_columns([name])
-    return table.append_column(name, column)
+    return _without(table, name).append_column(name, column)
+
+
+def _without(table: pa.Table, name: str) -> pa.Table:
+    return table.drop_columns([name]) if name in table.schema.names else table
 
 
 def _order(origin: Rows, sources: list[Source], wanted: Rows | None) -> Rows | None:

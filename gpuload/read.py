@@ -32,6 +32,8 @@ class Source:
         schema: its columns.
         batches: gives the rows in order as tables of at most `BATCH_ROWS` rows.
         identity: tells whether this is the same content as at another time: a part of the fingerprint.
+        parquet: the file, where it is one that an engine can read by itself.
+        without: gives the rows as `batches` does, but without one column; of parquet files only.
     """
 
     name: str
@@ -40,6 +42,8 @@ class Source:
     schema: pa.Schema
     batches: Callable[[], Iterator[pa.Table]]
     identity: bytes
+    parquet: str | None = None
+    without: Callable[[str], Iterator[pa.Table]] | None = None
 
 
 def open_file(file: SourceFile) -> Source:
@@ -63,6 +67,13 @@ def open_frame(frame: Any, name: str) -> Source:
         lambda: _slices(table),
         f"{table.num_rows} {table.nbytes} {sample}".encode(errors="backslashreplace"),
     )
+
+
+def with_prompts(source: Source, prompt_key: str) -> Iterator[tuple[pa.Table, pa.Array]]:
+    """The rows of a source in order: tables of all columns, and the prompt column of each as one plain array."""
+    for table in source.batches():
+        column = table.column(prompt_key).combine_chunks()
+        yield table, column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
 
 
 def is_frame(data: object) -> bool:
@@ -151,6 +162,8 @@ def _open_parquet(file: SourceFile) -> Source:
         lambda: _read_parquet(file, hidden),
         # The footer holds sizes, offsets and statistics of every column chunk.
         str(size).encode() + identity,
+        parquet=file.path,
+        without=lambda name: _read_parquet(file, hidden | {name}),
     )
 
 

@@ -28,6 +28,7 @@ class Batch:
         source: number of the source.
         rows: (n,) row numbers in that source.
         table: their columns.
+        prompts: their prompts, as the engine's `read` gave them.
         rendered: their texts.
         tokens: their ids.
     """
@@ -35,14 +36,26 @@ class Batch:
     source: int
     rows: Rows
     table: pa.Table
+    prompts: pa.Array
     rendered: Rendered | None = None
     tokens: Ragged | None = None
 
+    def fetch(self, rows: Rows) -> pa.Array:
+        """The prompts of some of the rows, wherever they lie, on the host."""
+        fetch: Callable[[list[int]], pa.Array] | None = getattr(self.prompts, "fetch", None)
+        return fetch(rows.tolist()) if fetch else self.prompts.take(pa.array(rows))
 
-def read(sources: Sequence[Source], wanted: Rows | None, seconds: dict[str, float]) -> Iterator[Batch]:
+
+def read(
+    sources: Sequence[Source],
+    open_source: Callable[[Source], Iterator[tuple[pa.Table, pa.Array]]],
+    wanted: Rows | None,
+    seconds: dict[str, float],
+) -> Iterator[Batch]:
     """The rows of all sources, batch by batch.
 
     Args:
+        open_source: an engine's `read`.
         wanted: which rows to read, numbered over all sources, in any order; None for all.
         seconds: the time spent is added to its "read".
     """
@@ -50,17 +63,19 @@ def read(sources: Sequence[Source], wanted: Rows | None, seconds: dict[str, floa
     source_start = 0
     for number, source in enumerate(sources):
         row = 0
-        tables = source.batches()
-        while (table := _timed_next(tables, seconds)) is not None:
+        parts = open_source(source)
+        while (part := _timed_next(parts, seconds)) is not None:
+            table, prompts = part
             rows = np.arange(row, row + table.num_rows)
             row += table.num_rows
             if ascending is not None:
                 first, last = np.searchsorted(ascending, [source_start + rows[0], source_start + rows[-1] + 1])
                 if last - first < len(rows):
                     picked = ascending[first:last] - source_start
-                    table, rows = table.take(pa.array(picked - rows[0])), picked
+                    at = pa.array(picked - rows[0])
+                    table, prompts, rows = table.take(at), prompts.take(at), picked
             if len(rows):
-                yield Batch(number, rows, table)
+                yield Batch(number, rows, table, prompts)
             if ascending is not None and source_start + row > ascending[-1]:
                 return
         source_start += source.num_rows
@@ -85,8 +100,10 @@ def ahead(batches: Iterator[Batch], thread: Executor) -> Iterator[Batch]:
         yield batch
 
 
-def _timed_next(tables: Iterator[pa.Table], seconds: dict[str, float]) -> pa.Table | None:
+def _timed_next(
+    parts: Iterator[tuple[pa.Table, pa.Array]], seconds: dict[str, float]
+) -> tuple[pa.Table, pa.Array] | None:
     started = time.perf_counter()
-    table = next(tables, None)
+    part = next(parts, None)
     seconds["read"] = seconds.get("read", 0.0) + time.perf_counter() - started
-    return table
+    return part

@@ -6,6 +6,7 @@ its cost is hidden; what is left is bounded by rows and bytes.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,8 @@ from gpuload.arrays import Ragged
 from gpuload.columns import to_python
 from gpuload.options import Verify
 from gpuload.tokenizer.reference import Prompt, Reference
+
+Fetch = Callable[[Any], pa.Array]
 
 _SAMPLE_ROWS = 64
 _SAMPLE_BYTES = 1 << 20
@@ -52,19 +55,20 @@ class Verifier:
         self._is_special = np.isin(np.arange(special.max(initial=-1) + 2), special)
         self.check = Check()
 
-    def see(self, file: str, numbers: Any, prompts: pa.Array, text: pa.LargeStringArray, ids: Ragged) -> None:
+    def see(self, file: str, numbers: Any, fetch: Fetch, text: pa.LargeStringArray, ids: Ragged) -> None:
         """Compares a sample of one batch; all of it with "full".
 
         Args:
             file: where the rows are from.
             numbers: (n,) their numbers there.
+            fetch: gives the prompts of some of the n rows.
         """
         if self._mode == "off":
             return
         # The thread's own time: while it waits for the interpreter, other stages are at work.
         started = time.thread_time()
         rows = np.flatnonzero(~np.asarray(text.is_null())) if self._mode == "full" else self._spread(text, ids)
-        picked = to_python(prompts.take(pa.array(rows, pa.int64()))) if len(rows) else []
+        picked = to_python(fetch(rows)) if len(rows) else []
         for row, prompt in zip(rows, picked, strict=True):
             self._compare(f"{file} row {numbers[row]}", prompt, ids[row].tolist())
         self.check.seconds += time.thread_time() - started

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import gpuload
+from gpuload import doctor
 from gpuload.cli import main
 
 
@@ -55,7 +56,22 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     for package in ("torch", "transformers", "gigatoken", "pyarrow"):
         assert re.search(rf"  {package} +\d", shown)
     assert re.search(r"cpu +available", shown)
-    assert re.search(r"cuda +not available: .*GPU", shown)
+    assert re.search(r"cuda +(available: kernels compile|not available: .*(CUDA|GPU|installed))", shown)
+    assert re.search(r"  CUDA +torch is built (for \d|without it)", shown)
+
+
+def test_doctor_tells_gpu_and_driver(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {
+        (): "| NVIDIA-SMI 580.95.05    Driver Version: 580.95.05    CUDA Version: 13.0 |",
+        ("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"): (
+            "NVIDIA A, 100 MiB, 580.95.05\nNVIDIA B, 200 MiB, 580.95.05\n"
+        ),
+    }
+    monkeypatch.setattr(doctor, "_asked", lambda *arguments: told[arguments])
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"  GPU 0 +NVIDIA A, 100 MiB\n  GPU 1 +NVIDIA B, 200 MiB\n", shown)
+    assert re.search(r"  driver +580\.95\.05, good for CUDA up to 13\.0\n", shown)
 
 
 def test_demo(capsys: pytest.CaptureFixture[str]) -> None:

@@ -172,6 +172,16 @@ def test_roles_that_are_marks_of_our_own() -> None:
     assert rendered.reference_rows == 2
 
 
+def test_many_fields_do_not_blur_the_roles() -> None:
+    names = [f"f{i}" for i in range(40)]  # at 2 bits each, more than a number of 64 bits holds
+    rows = [[{"role": role, "content": "x", names[i]: "y"}] for i in range(40) for role in ("user", "system")]
+    rows += [[{"role": role, "content": "x"}] for role in ("user", "system")]
+    prompts = column(rows, **{name: pa.string() for name in names})
+    template = "<{{ messages[0].role }}>{{ messages[0].f0 }}{{ messages[0].f39 }}"
+    rendered = compile(small_tokenizer(), chat_template=template).render(prompts)
+    assert_same(rendered, prompts, small_tokenizer(), chat_template=template, add_generation_prompt=True)
+
+
 def test_other_columns_are_an_error() -> None:
     program = compile(small_tokenizer(), chat_template=TEMPLATE)
     with pytest.raises(TypeError, match="list<struct"):

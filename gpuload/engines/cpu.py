@@ -1,11 +1,18 @@
 """The engine without a GPU: Arrow columns, a compiled tokenizer, NumPy batches."""
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
 from gpuload.arrays import Ragged
+from gpuload.options import Truncation
+from gpuload.read import Source, with_prompts
 from gpuload.template import ChatProgram, Rendered
 from gpuload.template.prompts import render_column, render_rows
 from gpuload.tokenizer.host import host_encoder
@@ -21,6 +28,7 @@ class CpuEngine:
 
     Attributes:
         program: the compiled chat template.
+        by_prompt: whether rendering and encoding are one step, prompt by prompt.
     """
 
     name = "cpu"
@@ -29,8 +37,8 @@ class CpuEngine:
     def __init__(self, reference: Reference, exact_only: bool = False):
         self._reference = reference
         self.program = ChatProgram(reference.job)
-        self._by_prompt = exact_only or not reference.encodes_rendered_text
-        if self._by_prompt:
+        self.by_prompt = exact_only or not reference.encodes_rendered_text
+        if self.by_prompt:
             self.description = f"cpu: rendered and encoded by {type(reference.tokenizer).__name__}, prompt by prompt"
             self.notes: tuple[str, ...] = ()
         else:
@@ -38,8 +46,16 @@ class CpuEngine:
             self.description = f"cpu: chat template compiled, encoded by {self._encoder.name}"
             self.notes = tuple(f"not used: {reason}" for reason in self._encoder.passed_over)
 
+    @staticmethod
+    def loading() -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    @staticmethod
+    def read(source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, pa.Array]]:
+        return with_prompts(source, prompt_key)
+
     def render(self, prompts: pa.Array) -> Rendered:
-        if self._by_prompt:
+        if self.by_prompt:
             return render_rows(prompts, self._reference, with_ids=True)
         return render_column(prompts, self._reference, self.program)
 
@@ -49,7 +65,12 @@ class CpuEngine:
         return self._encoder.encode(pc.fill_null(rendered.text, "") if rendered.refused else rendered.text)
 
     @staticmethod
+    def batches(store: Ragged, limit: int, keep: Truncation, pad_id: int) -> "HostBatches":
+        return HostBatches(pad_id)
+
+    @staticmethod
     def pad(rows: Ragged, width: int, pad_id: int) -> dict[str, torch.Tensor]:
+        """B rows of at most `width` ids → `input_ids`, `attention_mask`, `position_ids`, each int64 (B, width)."""
         # Column c of a row with k tokens is its token c - (width - k).
         positions = np.arange(width) - (width - rows.lengths)[:, None]
         mask = positions >= 0
@@ -60,3 +81,13 @@ class CpuEngine:
             "attention_mask": torch.from_numpy(mask.astype(np.int64)),
             "position_ids": torch.from_numpy(np.maximum(positions, 0, out=positions)),
         }
+
+
+@dataclass(frozen=True)
+class HostBatches:
+    """The `Batches` of the host."""
+
+    pad_id: int
+
+    def __call__(self, numbers: np.ndarray[Any, Any], rows: Ragged, width: int) -> dict[str, torch.Tensor]:
+        return CpuEngine.pad(rows, width, self.pad_id)

@@ -37,6 +37,7 @@ class ChatProgram:
         trees: the decision tree of each shape met so far.
         obstacle: why nothing can be compiled, or None.
         leaves: how many ways through the template were traced.
+        lock: for whoever walks the trees, which may grow.
     """
 
     def __init__(self, job: Job) -> None:
@@ -44,7 +45,7 @@ class ChatProgram:
         self.trees: dict[Shape, Tree] = {}
         self.obstacle: str | None = None
         self.leaves = 0
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         try:
             with job.clock_stopped():
                 self._tracer = Tracer(job)
@@ -60,7 +61,7 @@ class ChatProgram:
         Raises:
             TypeError: `prompts` is a column of something else.
         """
-        with self._lock:
+        with self.lock:
             return arrow.render(self, prompts)
 
     def tree(self, shape: Shape) -> Tree:

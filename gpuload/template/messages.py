@@ -164,9 +164,12 @@ class Messages:
         rows = np.flatnonzero(kept)
         if not len(rows):
             return
-        code = self.role + 1
+        code, bound = self.role + 1, len(self.roles) + 1
         for taken in self.fields:
-            code = code * 4 + taken.kind
+            if bound > 1 << 60:  # many fields: number the codes there are anew, before roles are shifted out of 64 bits
+                there, code = np.unique(code, return_inverse=True)
+                bound = len(there)
+            code, bound = code * 4 + taken.kind, bound * 4
         keys = self._hashes(code)[rows]
         _, example, inverse = np.unique(keys, return_index=True, return_inverse=True)
         # Equal hashes are only likely to be equal shapes: compare every message's code with its group's first row.

@@ -33,7 +33,7 @@ def render_column(prompts: pa.Array, reference: Reference, program: ChatProgram)
     if _is_text(kind):
         if not reference.uses_template:
             return _as_they_are(prompts)
-        prompts = _one_user_message(prompts.cast(pa.large_string()))
+        prompts = one_user_message(prompts.cast(pa.large_string()))
     elif not reference.uses_template or not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
         return render_rows(prompts, reference)
     return program.render(prompts)
@@ -88,8 +88,8 @@ def _is_list(kind: pa.DataType) -> bool:
     return any(test(kind) for test in (*lists, pa.types.is_fixed_size_list))
 
 
-def _one_user_message(texts: pa.LargeStringArray) -> pa.Array:
-    """list<struct<role, content>> over the same texts; a null text is a null prompt."""
+def one_user_message(texts: pa.LargeStringArray) -> pa.Array:
+    """(n,) large_string → list<struct<role, content>> over the same texts; a null text is a null prompt."""
     role = pa.DictionaryArray.from_arrays(np.zeros(len(texts), np.int8), ["user"])
     messages = pa.StructArray.from_arrays([role, texts], names=["role", "content"])
     offsets = pa.array(np.arange(len(texts) + 1), pa.int64())

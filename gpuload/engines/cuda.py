@@ -1,0 +1,146 @@
+"""The engine of an NVIDIA GPU: cuDF reads, kernels render and make batches.
+
+Memory. While a load runs, cuDF (through RMM) and CuPy take from one pool of CUDA's own stream-ordered allocator,
+bounded by `gpu_memory_limit`; it keeps nothing that is freed, and is gone after the load. What stays is the store of
+ids. Batches are CuPy's, handed to torch through DLPack. torch's own pool is never touched.
+
+Streams. A load works on the legacy default stream, that of cuDF, CuPy and torch alike. A batch is made on the stream
+that is torch's current one where it is asked for, so that it is ready for whatever torch does next.
+"""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import pyarrow as pa
+import torch
+
+from gpuload.engines.cudf import can_read, chunks
+from gpuload.engines.device import DeviceEngine, side_by_side
+from gpuload.engines.launch import DeviceKernels, Kernels
+from gpuload.engines.texts import laid_out, texts_at
+from gpuload.options import Options
+from gpuload.read import Source, with_prompts
+from gpuload.tokenizer.reference import Reference
+
+_MOST_CHUNK = 256 << 20
+_INSTALL = "pip install 'gpuload[cu13]' (or cu12)"
+
+
+def number_of(device: str) -> int:
+    """The GPU that "auto", "cuda" or "cuda:N" names: torch's current one where it does not say."""
+    _, _, number = device.partition(":")
+    if number:
+        return int(number)
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
+
+
+def obstacle(device: str, try_out: bool = True) -> str | None:
+    """Why this process cannot use that GPU, or None. CUDA is started last, and only where it is likely to work.
+
+    Args:
+        try_out: compile and run a kernel; without it CUDA is not started.
+    """
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch"
+    if torch.cuda._is_in_bad_fork():
+        return "this process was forked from one that had started CUDA: use the 'spawn' start method"
+    count = torch.cuda.device_count()
+    if not count:
+        return "torch finds no NVIDIA GPU and driver: see nvidia-smi and CUDA_VISIBLE_DEVICES"
+    if (number := number_of(device)) >= count:
+        return f"there is no GPU {number}: torch finds {count}"
+    missing = [name for name in ("cupy", "pylibcudf", "rmm") if importlib.util.find_spec(name) is None]
+    if missing:
+        return f"{', '.join(missing)} not installed: {_INSTALL}"
+    if not try_out:
+        return None
+    try:
+        self_test(CudaKernels(number, 0))
+    except Exception as error:
+        return f"GPU {number} does not work: {type(error).__name__}: {str(error).splitlines()[0]:.200}"
+    return None
+
+
+def self_test(kernels: Kernels) -> None:
+    """Compiles the kernels and copies three texts there and back.
+
+    Raises:
+        RuntimeError: they come back changed.
+    """
+    with kernels.current():
+        if texts_at(kernels, laid_out(kernels, [b"ab", b"", b"c" * 1000]), [2, 1, 0]) != [b"c" * 1000, b"", b"ab"]:
+            raise RuntimeError("a kernel gives wrong results")
+
+
+def cuda_engine(options: Options, reference: Reference, exact_only: bool = False) -> DeviceEngine:
+    """The `Engine` of a GPU that has no `obstacle`."""
+    number = number_of(options.device)
+    kernels = CudaKernels(number, options.gpu_memory_limit)
+
+    def read(source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, pa.Array]]:
+        kind = source.schema.field(prompt_key).type
+        if source.parquet is None or not can_read(kind):
+            yield from with_prompts(source, prompt_key)
+            return
+        parts = _on_device(kernels, chunks(kernels, source.parquet, prompt_key, kind, kernels.chunk_bytes))
+        yield from side_by_side(parts, source, prompt_key, keep_prompts)
+
+    return DeviceEngine(kernels, torch.device("cuda", number), reference, exact_only, read)
+
+
+def _on_device(kernels: DeviceKernels, parts: Iterator[Any]) -> Iterator[Any]:
+    """The same parts, each made with that device as the thread's current one."""
+    while True:
+        with kernels.current():
+            part = next(parts, None)
+        if part is None:
+            return
+        yield part
+
+
+class CudaKernels(DeviceKernels):
+    """`DeviceKernels` with a bounded pool of memory while a load runs.
+
+    Args:
+        number: of the GPU.
+        limit: bytes; 0 for half of what is free when the load begins.
+
+    Attributes:
+        chunk_bytes: how large a chunk of the prompt column may be: it, its text, the numbers about it and the chunks
+            that are being read and encoded meanwhile must fit into the limit.
+    """
+
+    def __init__(self, number: int, limit: int) -> None:
+        super().__init__(number)
+        self._limit = limit
+        self._allocator: Callable[[int], Any] | None = None
+        self.chunk_bytes = _MOST_CHUNK
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        import rmm
+        from rmm.allocators.cupy import rmm_cupy_allocator
+
+        with self.current():
+            limit = self._limit or self.xp.cuda.runtime.memGetInfo()[0] // 2
+            self.chunk_bytes = min(_MOST_CHUNK, limit // 8)
+            before = rmm.mr.get_per_device_resource(self._number)
+            pool = rmm.mr.CudaAsyncMemoryResource(release_threshold=0)
+            rmm.mr.set_per_device_resource(self._number, rmm.mr.LimitingResourceAdaptor(pool, limit))
+        self._allocator = rmm_cupy_allocator
+        try:
+            yield
+        finally:
+            self._allocator = None
+            with self.current():
+                self.synchronize()
+                rmm.mr.set_per_device_resource(self._number, before)
+
+    def current(self) -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        stack.enter_context(super().current())
+        if self._allocator is not None:
+            stack.enter_context(self.xp.cuda.using_allocator(self._allocator))
+        return stack

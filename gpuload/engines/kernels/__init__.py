@@ -1,0 +1,1 @@
+"""The kernels, CUDA C++: compiled for the GPU by CuPy, and for the host by the tests. See `launch.py`."""

@@ -1,0 +1,188 @@
+"""Launching kernels: one interface, whoever compiled them.
+
+    kernels = DeviceKernels()                                  # CuPy compiles kernels/*.cu for the GPU
+    kernels.run("hash_texts", kernels.threads(n), n, data, start, length, hash)
+
+The tests have another `Kernels` that compiles the same source for the host and runs it on NumPy arrays, so that all of
+an engine but the reading can be tested where there is no GPU.
+
+A kernel believes every pointer it is given: a wrong type is silently wrong memory. So the parameters are read from the
+source, and each argument is held against them before every launch.
+"""
+
+import re
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib import resources
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from gpuload.arrays import Array
+from gpuload.errors import DeviceError
+
+BLOCK = 256
+"""Threads in a block. Few registers a thread and no shared memory: nothing asks for another number."""
+
+MOST_BLOCKS = 1 << 20
+"""Kernels step by the size of the grid: more blocks than this gain nothing."""
+
+FILES = ("common.cuh", "gather.cu", "strings.cu", "shapes.cu", "pad.cu")
+
+_TYPES = {"i64": np.int64, "int": np.int32, "u8": np.uint8, "bool": np.bool_}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a kernel.
+
+    Attributes:
+        name: as in the source.
+        dtype: of the number, or of the array's items.
+        is_array: whether it is a pointer.
+    """
+
+    name: str
+    dtype: np.dtype[Any]
+    is_array: bool
+
+
+@cache
+def source() -> str:
+    """All kernels as one CUDA C++ source. Line numbers in a compiler's messages are those of the files."""
+    folder = resources.files("gpuload.engines.kernels")
+    return "".join(f'#line 1 "{name}"\n{(folder / name).read_text()}' for name in FILES)
+
+
+@cache
+def signatures() -> dict[str, tuple[Parameter, ...]]:
+    """Every kernel's parameters, by its name."""
+    kernels = re.findall(r'extern "C" __global__ void (\w+)\(([^)]*)\)', source())
+    return {name: tuple(map(_parameter, parameters.split(","))) for name, parameters in kernels}
+
+
+def _parameter(declaration: str) -> Parameter:
+    kind, pointer, name = re.fullmatch(r"\s*(?:const )?(\w+)\s*(\*?)\s*(\w+)\s*", declaration).groups()  # type: ignore[union-attr]
+    return Parameter(name, np.dtype(_TYPES[kind]), bool(pointer))
+
+
+class Kernels:
+    """Kernels compiled for one kind of machine.
+
+    Attributes:
+        xp: the array module whose arrays they take.
+    """
+
+    xp: ModuleType
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Within, the calling thread works on these kernels' device, in torch's current stream there."""
+        return nullcontext()
+
+    def loading(self) -> AbstractContextManager[Any]:
+        """Around a load: what is taken meanwhile is given back after it."""
+        return nullcontext()
+
+    def view(self, buffer: Any) -> Array:
+        """A buffer of cuDF's as an array of uint8, with no copy."""
+        return self.xp.asarray(buffer)
+
+    def synchronize(self) -> None:
+        """Waits for all that was asked of the device in the current stream."""
+
+    def run(self, name: str, threads: int, *arguments: Any) -> None:
+        """Runs a kernel on (at least) so many threads; none for 0.
+
+        Args:
+            name: of the kernel.
+            threads: of all blocks together; see `threads`, `warps` and `blocks`.
+            *arguments: contiguous arrays of `xp` of the parameters' types, and numbers.
+
+        Raises:
+            TypeError: an argument is not what the kernel takes.
+        """
+        parameters = signatures()[name]
+        if len(arguments) != len(parameters):
+            raise TypeError(f"kernel {name} takes {len(parameters)} arguments, not {len(arguments)}")
+        checked = [self._checked(name, *pair) for pair in zip(parameters, arguments, strict=True)]
+        if threads:
+            self._launch(name, min(-(-threads // BLOCK), MOST_BLOCKS), checked)
+
+    def _checked(self, kernel: str, parameter: Parameter, argument: Any) -> Any:
+        if not parameter.is_array:
+            return parameter.dtype.type(argument)
+        if not isinstance(argument, self.xp.ndarray) or argument.dtype != parameter.dtype:
+            found = f"{type(argument).__module__}.{type(argument).__name__} {getattr(argument, 'dtype', '')}"
+            raise TypeError(
+                f"kernel {kernel}: {parameter.name} is {parameter.dtype} of {self.xp.__name__}, not {found}"
+            )
+        if not argument.flags.c_contiguous:
+            raise TypeError(f"kernel {kernel}: {parameter.name} is not contiguous")
+        return argument
+
+    def _launch(self, name: str, blocks: int, arguments: list[Any]) -> None:
+        raise NotImplementedError
+
+    def address(self, array: Array) -> int:
+        """Where an array's first item lies, as a kernel's pointer."""
+        raise NotImplementedError
+
+    @staticmethod
+    def threads(items: int) -> int:
+        """For a kernel with a thread per item."""
+        return items
+
+    @staticmethod
+    def warps(items: int) -> int:
+        """For a kernel with a warp per item."""
+        return 32 * items
+
+    @staticmethod
+    def blocks(items: int) -> int:
+        """For a kernel with a block per item."""
+        return BLOCK * items
+
+
+class DeviceKernels(Kernels):
+    """Compiled by CuPy for a GPU, at first use; CuPy keeps the machine code on disk.
+
+    Kernels run on CuPy's current stream, which `current` makes torch's. In a thread that has chosen none, and so in all
+    threads of a load, that is the legacy default stream: cuDF's too.
+
+    Args:
+        number: of the GPU.
+
+    Raises:
+        DeviceError: CuPy is not installed.
+    """
+
+    def __init__(self, number: int) -> None:
+        try:
+            import cupy
+        except ImportError as error:
+            raise DeviceError("the GPU engine needs CuPy: pip install 'gpuload[cu13]' (or cu12)") from error
+        self.xp = cupy
+        self._number = number
+        self._module = cupy.RawModule(code=source(), options=("-std=c++17",))
+        self._function = lru_cache(maxsize=None)(self._module.get_function)
+
+    def current(self) -> AbstractContextManager[Any]:
+        import torch
+
+        pointer = torch.cuda.current_stream(self._number).cuda_stream
+        cuda = self.xp.cuda
+        stack = ExitStack()
+        stack.enter_context(cuda.Device(self._number))
+        stack.enter_context(cuda.ExternalStream(pointer, self._number) if pointer else cuda.Stream.null)
+        return stack
+
+    def synchronize(self) -> None:
+        self.xp.cuda.get_current_stream().synchronize()
+
+    def _launch(self, name: str, blocks: int, arguments: list[Any]) -> None:
+        self._function(name)((blocks,), (BLOCK,), tuple(arguments))
+
+    def address(self, array: Array) -> int:
+        return int(array.data.ptr)

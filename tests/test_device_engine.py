@@ -1,0 +1,249 @@
+"""The GPU engine with kernels of the host, all of it but the reading by cuDF: loads give what the CPU engine gives."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from conftest import shared_files
+from host_kernels import COMPILER, HostKernels
+
+import gpuload
+from gpuload import pipeline
+from gpuload.engines import cuda, device
+from gpuload.engines.conversations import Conversations, of_arrow, of_texts
+from gpuload.engines.device import DeviceEngine, side_by_side
+from gpuload.engines.render import render
+from gpuload.engines.texts import laid_out
+from gpuload.errors import DeviceError
+from gpuload.options import Options
+from gpuload.read import Source, with_prompts
+from gpuload.tokenizer.reference import Reference
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+KERNELS = HostKernels()
+
+
+def in_odd_chunks(source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, Any]]:
+    """As cuDF would: the prompt column in chunks of its own sizes, the other columns beside it."""
+    if source.without is None:
+        return with_prompts(source, prompt_key)
+
+    def chunks() -> Iterator[Conversations]:
+        column = pa.concat_arrays([prompts for _, prompts in with_prompts(source, prompt_key)])
+        at, sizes = 0, [1, 31, 32, 33, 5000]
+        while at < len(column):
+            size = sizes[at % len(sizes)]
+            yield of_arrow(KERNELS, column.slice(at, size))
+            at += size
+
+    return side_by_side(chunks(), source, prompt_key, keep_prompts)
+
+
+@pytest.fixture(params=[None, in_odd_chunks], ids=["copied over", "read there"])
+def on_device(request: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., gpuload.PromptDataset]:
+    """`gpuload.load` by the device's engine."""
+
+    def engine(options: Options, reference: Reference, exact_only: bool = False) -> DeviceEngine:
+        return DeviceEngine(KERNELS, torch.device("cpu"), reference, exact_only, request.param)
+
+    def load(*arguments: Any, **options: Any) -> gpuload.PromptDataset:
+        with monkeypatch.context() as patched:
+            patched.setattr(pipeline, "_engine", engine)
+            return gpuload.load(*arguments, **options)
+
+    return load
+
+
+def assert_same(found: gpuload.PromptDataset, expected: gpuload.PromptDataset) -> None:
+    assert found.report.check.mismatches == []
+    assert found.tokens.values.tolist() == expected.tokens.values.tolist()
+    assert found.tokens.offsets.tolist() == expected.tokens.offsets.tolist()
+    assert found.fingerprint == expected.fingerprint
+    assert found.report.refused == expected.report.refused
+    assert found.report.examples == expected.report.examples
+    assert found.report.overlong == expected.report.overlong
+    assert found.columns.equals(expected.columns)
+    rows = np.random.default_rng(0).integers(-len(found), len(found), 33)
+    for padding in ("max_length", "longest"):
+        one, other = found.batch(rows, padding), expected.batch(rows, padding)
+        assert one.keys() == other.keys()
+        for key, values in one.items():
+            same = (
+                torch.equal(values, other[key]) if isinstance(values, torch.Tensor) else str(values) == str(other[key])
+            )
+            assert same, key
+
+
+def test_shipped_data(on_device: Callable[..., gpuload.PromptDataset], gsm8k: str, qwen: Any) -> None:
+    options: dict[str, Any] = {"max_prompt_length": 128, "return_raw_chat": True, "return_full_prompt": True}
+    found = on_device(gsm8k, qwen, **options)
+    assert_same(found, gpuload.load(gsm8k, qwen, **options))
+    assert found.report.rows_compiled == found.report.rows_read
+    assert "rendered by kernels" in str(found.report)
+    assert "there is no device tokenizer yet" in str(found.report)
+
+
+@pytest.mark.parametrize("options", [
+    {"max_samples": 100}, {"max_samples": 77, "shuffle": True, "seed": 3}, {"max_samples": 1},
+    *({"filter_overlong_prompts": False, "truncation": keep} for keep in ("left", "right", "middle")),
+    {"apply_chat_template_kwargs": {"tokenizer_kwargs": {"verbose": False}}, "max_samples": 20},
+], ids=str)  # fmt: skip
+def test_options(on_device: Callable[..., gpuload.PromptDataset], gsm8k: str, qwen: Any, options: Any) -> None:
+    options = {"max_prompt_length": 96} | options
+    assert_same(on_device(gsm8k, qwen, **options), gpuload.load(gsm8k, qwen, **options))
+
+
+@pytest.mark.parametrize("file", shared_files("datasets/*.parquet"), ids=lambda file: file.stem)
+def test_shared_data(on_device: Callable[..., gpuload.PromptDataset], qwen: Any, file: Any) -> None:
+    options: dict[str, Any] = {"max_prompt_length": 512, "max_samples": 700, "verify": "off"}
+    assert_same(on_device(str(file), qwen, **options), gpuload.load(str(file), qwen, **options))
+
+
+ODD = [
+    [{"role": "user", "content": " hi "}], None, [], [{"role": "user", "content": None}], [None],
+    [{"role": "system", "content": ""}, {"role": "user", "content": "é中🙂 <|im_end|>"}],
+]  # fmt: skip
+FRAMES = {
+    "messages": pa.array(ODD, pa.list_(pa.struct([("content", pa.large_string()), ("role", pa.string())]))),
+    "texts": pa.array(["a", None, "", " é "], pa.string()),
+    "dictionary": pa.array(["a", "b", None, "a"]).dictionary_encode(),
+}
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_frames(on_device: Callable[..., gpuload.PromptDataset], qwen: Any, name: str) -> None:
+    table = pa.table({"prompt": FRAMES[name], "extra": list(range(len(FRAMES[name])))})
+    assert_same(on_device(table, qwen, max_prompt_length=64), gpuload.load(table, qwen, max_prompt_length=64))
+
+
+def test_plain_texts_and_json(on_device: Callable[..., gpuload.PromptDataset], qwen: Any, tmp_path: Any) -> None:
+    table = pa.table({"prompt": ["a", " b ", "c <|im_end|>"]})
+    options: dict[str, Any] = {"max_prompt_length": 64, "chat_template": None}
+    assert_same(on_device(table, qwen, **options), gpuload.load(table, qwen, **options))
+    file = tmp_path / "x.jsonl"
+    file.write_text(
+        '{"prompt": [{"role": "user", "content": "a"}]}\n{"prompt": [{"role": "user", "content": "b", "x": 1}]}'
+    )
+    assert_same(on_device(str(file), qwen, max_prompt_length=64), gpuload.load(str(file), qwen, max_prompt_length=64))
+
+
+def test_a_column_of_texts_on_the_device(qwen: Any) -> None:
+    texts = pa.array(["a", None, "", " é "], pa.large_string())
+    engine = DeviceEngine(KERNELS, torch.device("cpu"), Reference(qwen, Options()))
+    valid = np.asarray(texts.is_valid())
+    column = laid_out(KERNELS, [(text or "").encode() for text in texts.to_pylist()])
+    there = of_texts(KERNELS, column, valid, lambda rows: texts.take(pa.array(rows)))
+    found, expected = engine.render(there), engine.render(texts)
+    assert found.text.equals(expected.text)
+    assert found.refused == expected.refused == {1: "prompt is null"}
+    assert there.fetch([3]).to_pylist() == [[{"role": "user", "content": " é "}]]
+
+
+def test_rows_taken_out_of_a_column_keep_their_neighbours_away(qwen: Any) -> None:
+    prompts = pa.array([*ODD, *ODD[:1], *ODD], FRAMES["messages"].type)
+    engine = DeviceEngine(KERNELS, torch.device("cpu"), Reference(qwen, Options()))
+    rows = pa.array([0, 3, 5, 6, 9, 10])
+    found, expected = engine.render(of_arrow(KERNELS, prompts).take(rows)), engine.render(prompts.take(rows))
+    assert found.text.equals(expected.text)
+    assert found.refused == expected.refused
+
+
+def test_batches_are_made_where_the_process_is(
+    on_device: Callable[..., gpuload.PromptDataset], gsm8k: str, qwen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = on_device(gsm8k, qwen, max_prompt_length=128, max_samples=50)
+    ran: list[str] = []
+    launch = HostKernels._launch
+    monkeypatch.setattr(HostKernels, "_launch", lambda self, name, *rest: (ran.append(name), launch(self, name, *rest)))
+    batch = prompts.batch([0, 1])
+    assert ran == ["pad"]
+    travelled = pickle.loads(pickle.dumps(prompts)).batch([0, 1])
+    assert ran == ["pad"]
+    assert torch.equal(batch["input_ids"], travelled["input_ids"])
+    prompts._padded._process = -1  # type: ignore[attr-defined]
+    assert torch.equal(batch["position_ids"], prompts.batch([0, 1])["position_ids"])
+    assert ran == ["pad"]
+
+
+def test_a_batch_is_the_memory_that_the_kernel_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpuload.arrays import Ragged
+    from gpuload.engines.device import pad
+
+    written: list[int] = []
+    launch = HostKernels._launch
+    monkeypatch.setattr(
+        HostKernels,
+        "_launch",
+        lambda self, name, blocks, arguments: (
+            written.extend(a.ctypes.data for a in arguments[-3:]),
+            launch(self, name, blocks, arguments),
+        ),
+    )
+    batch = pad(KERNELS, Ragged.from_lists([[1, 2], [3]]), np.array([1, 0]), 3, 3, "left", 9)
+    assert [tensor.data_ptr() for tensor in batch.values()] == written
+    assert batch["input_ids"].tolist() == [[9, 9, 3], [9, 1, 2]]
+
+
+def test_a_column_too_large_for_the_memory_is_rendered_in_halves(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = pa.array(ODD * 20, FRAMES["messages"].type)
+    engine = DeviceEngine(KERNELS, torch.device("cpu"), Reference(qwen, Options()))
+    expected, sizes, room = engine.render(prompts), list[int](), [30]
+
+    def little(kernels: Any, program: Any, column: Conversations) -> Any:
+        sizes.append(len(column))
+        if len(column) > room[0]:
+            raise MemoryError
+        return render(kernels, program, column)
+
+    monkeypatch.setattr(device, "render", little)
+    found = engine.render(prompts)
+    assert found.text.equals(expected.text)
+    assert (found.refused, found.compiled_rows) == (expected.refused, expected.compiled_rows)
+    assert sizes == [120, 60, 30, 30, 60, 30, 30]
+    room[0] = 0
+    with pytest.raises(DeviceError, match="gpu_memory_limit"):
+        engine.render(prompts)
+
+
+def test_auto_says_why_there_is_no_gpu_and_cuda_says_what_to_do(gsm8k: str, qwen: Any) -> None:
+    why = cuda.obstacle("cuda")
+    if why is None:
+        pytest.skip("there is a GPU")
+    report = str(gpuload.load(gsm8k, qwen, max_samples=5, max_prompt_length=512).report)
+    assert f"no GPU is used: {why}" in report
+    assert "no GPU" not in str(gpuload.load(gsm8k, qwen, max_samples=5, max_prompt_length=512, device="cpu").report)
+    with pytest.raises(DeviceError, match="device='cuda': .*; or use device='cpu' or 'auto'"):
+        gpuload.load(gsm8k, qwen, device="cuda")
+
+
+@pytest.mark.parametrize(("build", "fork", "count", "device", "expected"), [
+    (None, False, 0, "cuda", "built without CUDA"), ("13.0", True, 1, "cuda", "forked"),
+    ("13.0", False, 0, "auto", "no NVIDIA GPU"), ("13.0", False, 2, "cuda:2", "there is no GPU 2"),
+    ("13.0", False, 1, "cuda", "cupy, pylibcudf, rmm not installed: pip install"),
+])  # fmt: skip
+def test_obstacles(
+    monkeypatch: pytest.MonkeyPatch, build: str | None, fork: bool, count: int, device: str, expected: str
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", build)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: fork)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: None)
+    assert expected in str(cuda.obstacle(device))
+
+
+def test_the_self_test_notices_wrong_kernels() -> None:
+    class Wrong(HostKernels):
+        def _launch(self, name: str, blocks: int, arguments: list[Any]) -> None:
+            super()._launch(name, blocks, arguments)
+            arguments[-1][-1:] = 0
+
+    cuda.self_test(KERNELS)
+    with pytest.raises(RuntimeError, match="wrong results"):
+        cuda.self_test(Wrong())

@@ -1,0 +1,200 @@
+"""Kernels on the host against their definition: odd sizes, poisoned outputs, places beyond 2^31."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from host_kernels import COMPILER, HostKernels
+
+from gpuload.arrays import Ragged, offsets_of
+from gpuload.engines.launch import signatures
+from gpuload.engines.texts import TextColumn, answer, copied, distinct, laid_out, not_utf8, operate, texts_at
+from gpuload.template.probe import WHITE_SPACE
+from gpuload.template.program import Operation, Predicate, Ref, apply_operations, holds
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+KERNELS = HostKernels()
+SIZES = (0, 1, 31, 32, 33, 257, 1000)
+PIECES = ["", "a", "ab", "aba", "é", "中", "🙂", " ", "\n", "\u3000", "</think>", "x" * 15, "y" * 40, *WHITE_SPACE]
+
+
+def texts_of(count: int, seed: int = 0) -> list[str]:
+    chance = random.Random(seed)
+    return ["".join(chance.choices(PIECES, k=chance.choice([0, 1, 2, 5, 30]))) for _ in range(count)]
+
+
+def column(texts: list[str]) -> TextColumn:
+    return laid_out(KERNELS, [text.encode() for text in texts])
+
+
+def read(texts: TextColumn) -> list[str]:
+    return [raw.decode() for raw in texts_at(KERNELS, texts, range(len(texts)))]
+
+
+def poisoned(size: int, dtype: Any) -> Any:
+    return np.full(size, -85 if np.dtype(dtype).kind == "i" else 0xAB, dtype)
+
+
+@pytest.mark.parametrize("count", SIZES)
+def test_pieces_of_any_size_are_copied_in_any_order(count: int) -> None:
+    chance = np.random.default_rng(count)
+    data = chance.integers(0, 256, 5000, np.uint8)
+    start = chance.integers(0, 4000, count)
+    length = chance.choice([0, 0, 1, 7, 8, 15, 16, 17, 24, 63, 900], count)
+    offsets, out = copied(KERNELS, KERNELS.address(data) + start, length)
+    assert out.tobytes() == b"".join(data[s : s + n].tobytes() for s, n in zip(start, length, strict=True))
+    assert offsets.tolist() == np.concatenate([[0], np.cumsum(length)]).tolist()
+
+
+def test_a_row_of_five_megabytes_among_small_ones() -> None:
+    texts = ["", "é" * 2_500_000, "x", "", " \n" * 50_000 + "y"]
+    assert read(column(texts)) == texts
+    assert read(operate(KERNELS, column(texts), Operation("strip"))) == ["", "é" * 2_500_000, "x", "", "y"]
+    end = Predicate(Ref(0), "contains", "éé\0")
+    assert not answer(KERNELS, column(texts), end).any()
+
+
+def test_pieces_behind_the_first_2_to_the_31_bytes() -> None:
+    # Texts of 3 GB, of which only a window is written: one short source serves for all of its pieces.
+    source = np.frombuffer(bytes(range(256)) * 4096, np.uint8)
+    length = np.full(3000, len(source), np.int64)
+    address = np.full(3000, KERNELS.address(source), np.int64)
+    offsets = offsets_of(length)
+    for low in (2**31 - 5, 2**31 + 3, 2**32 - 77, int(offsets[-1]) - 1000):
+        out = poisoned(1100, np.uint8)
+        high = min(low + 1001, int(offsets[-1]))
+        KERNELS.run("copy_pieces", 80, 3000, address, offsets, low, high, out)
+        size = high - low
+        assert out[:size].tolist() == [(low + i) % 256 for i in range(size)]
+        assert (out[size:] == 0xAB).all()
+
+
+def test_texts_behind_the_first_2_to_the_31_bytes() -> None:
+    data = np.zeros(2**31 + 100, np.uint8)  # untouched pages cost nothing
+    text = b"  a</think>b  "
+    data[2**31 + 10 : 2**31 + 10 + len(text)] = np.frombuffer(text, np.uint8)
+    far = TextColumn(data, np.array([2**31 + 10]), np.array([len(text)]))
+    assert read(operate(KERNELS, far, Operation("strip"))) == ["a</think>b"]
+    assert read(operate(KERNELS, far, Operation("after_last", ("</think>",)))) == ["b  "]
+    assert read(operate(KERNELS, far, Operation("before", ("</think>",)))) == ["  a"]
+    assert answer(KERNELS, far, Predicate(Ref(0), "endswith", "b  ")).tolist() == [True]
+    assert not not_utf8(KERNELS, far).any()
+
+
+MARKS = ["</think>", "a", "aba", "\n", "é", "中", "🙂x", "ab", "a" * 50]
+OPERATIONS = [
+    *(
+        Operation(name, args)
+        for name in ("strip", "lstrip", "rstrip")
+        for args in ((), ("\n",), ("ab\n é中🙂",), ("",))
+    ),
+    *(Operation(name, (mark,)) for name in ("removeprefix", "removesuffix", "before", "after") for mark in MARKS),
+    *(Operation(name, (mark,)) for name in ("before_last", "after_last") for mark in MARKS),
+]
+
+
+@pytest.mark.parametrize("count", SIZES)
+def test_operations_do_what_their_definition_says(count: int) -> None:
+    texts = texts_of(count)
+    chance = random.Random(count)
+    for operation in OPERATIONS:
+        chain = [operation, *chance.choices(OPERATIONS, k=chance.choice([0, 1, 2]))]
+        strings = column(texts)
+        for one in chain:
+            strings = operate(KERNELS, strings, one)
+        assert read(strings) == [apply_operations(text, chain) for text in texts], chain
+
+
+@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize("test", ["contains", "startswith", "endswith", "equals", "empty"])
+def test_questions_have_the_answers_of_their_definition(count: int, test: str) -> None:
+    texts = texts_of(count, seed=1)
+    for mark in [*MARKS, "", *texts[:5]]:
+        predicate = Predicate(Ref(0), test, mark)
+        assert answer(KERNELS, column(texts), predicate).tolist() == [holds(predicate, text) for text in texts]
+
+
+def test_every_white_space_of_unicode_and_nothing_else_is_stripped() -> None:
+    every = [f"{chr(c)}x{chr(c)}" for c in range(0x110000) if not 0xD800 <= c < 0xE000]
+    assert read(operate(KERNELS, column(every), Operation("strip"))) == [text.strip() for text in every]
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def test_utf8_is_what_python_says_it_is() -> None:
+    chance = random.Random(0)
+    pieces = [b"a", "é".encode(), "中".encode(), "🙂".encode(), b"\xed\xa0\x80", b"\xc0\x80", b"\xf4\x90\x80\x80"]
+    pieces += [bytes([b]) for b in (0x80, 0xBF, 0xC1, 0xC2, 0xE0, 0xED, 0xEF, 0xF0, 0xF4, 0xF5, 0xFF)]
+    texts = [bytes([a, b]) for a in range(256) for b in range(256)]
+    texts += [bytes([a, b, 0x80]) for a in range(0xE0, 0xF5) for b in range(0x80, 0xC0)]
+    texts += [bytes([a, b, 0x80, 0xBF]) for a in range(0xF0, 0xF5) for b in range(0x80, 0xC0)]
+    texts += [b"".join(chance.choices(pieces, k=chance.randint(0, 6))) for _ in range(20_000)]
+    texts += ["é中🙂x".encode() * 100, "é中🙂x".encode() * 100 + b"\xff", b"\x80" + b"x" * 100]
+    found = not_utf8(KERNELS, laid_out(KERNELS, texts))
+    assert found.tolist() == [not _is_utf8(text) for text in texts]
+
+
+@pytest.mark.parametrize("count", SIZES)
+def test_equal_texts_are_one_group(count: int) -> None:
+    texts = [random.Random(i).choice(["user", "system", "", "assistant", "use", "userr"]) for i in range(count)]
+    example, group, strays = distinct(KERNELS, column(texts))
+    assert [texts[example[g]] for g in group] == texts
+    assert len(example) == len(set(texts))
+    assert not strays.any()
+
+
+@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize("keep", ["left", "right", "middle"])
+@pytest.mark.parametrize(("width", "limit"), [(40, 40), (300, 300), (1, 1), (33, 7)])
+def test_batches_are_padded_and_truncated_as_on_the_cpu(count: int, keep: Any, width: int, limit: int) -> None:
+    chance = np.random.default_rng(count)
+    lists = [chance.integers(0, 1000, chance.integers(0, 90)).tolist() for _ in range(50)]
+    store, rows = Ragged.from_lists(lists), chance.integers(0, 50, count)
+    outs = [poisoned(count * width + 3, np.int64) for _ in range(3)]
+    head = {"left": 0, "right": limit, "middle": limit // 2}[keep]
+    KERNELS.run("pad", KERNELS.blocks(count), count, rows, store.values, store.offsets, width, limit, head, 7, *outs)
+    kept = store.take(rows).truncate(limit, keep).to_lists()
+    for out, padding, fill in zip(
+        outs, (7, 0, 0), (lambda r: r, lambda r: [1] * len(r), lambda r: [*range(len(r))]), strict=True
+    ):
+        expected = [[padding] * (width - len(row)) + fill(row) for row in kept]
+        assert out[: count * width].reshape(count, width).tolist() == expected
+        assert (out[count * width :] == -85).all()
+
+
+def test_arguments_of_the_wrong_kind_are_refused() -> None:
+    assert {"pad", "strip", "find", "copy_pieces"} <= set(signatures())
+    good = [1, np.zeros(4, np.uint8), np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros(1, bool)]
+    KERNELS.run("not_utf8", 32, *good)
+    with pytest.raises(TypeError, match="start is int64 of numpy, not numpy.ndarray int32"):
+        KERNELS.run("not_utf8", 32, *good[:2], np.zeros(1, np.int32), *good[3:])
+    with pytest.raises(TypeError, match="not contiguous"):
+        KERNELS.run("not_utf8", 32, 1, np.zeros(8, np.uint8)[::2], *good[2:])
+    with pytest.raises(TypeError, match="takes 5 arguments, not 4"):
+        KERNELS.run("not_utf8", 32, *good[:4])
+
+
+@pytest.mark.skipif(shutil.which("g++") is None or "GPULOAD_SANITIZE" in os.environ, reason="no g++, or inside already")
+def test_kernels_touch_no_byte_that_is_not_theirs() -> None:
+    """All tests above once more, with the address sanitizer in the kernels and in NumPy's allocations."""
+    runtime = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    if not os.path.exists(runtime):
+        pytest.skip("g++ has no address sanitizer here")
+    settings = {"GPULOAD_SANITIZE": "1", "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

@@ -1,0 +1,55 @@
+"""The kernels are compiled for real GPUs, by NVIDIA's own compiler, which needs none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gpuload.engines.launch import signatures, source
+
+MOST_REGISTERS = 40
+"""With so many a thread, a multiprocessor of 65536 registers holds three quarters of the threads it could hold at all:
+enough to wait for memory with."""
+
+
+def compiled(architecture: str) -> tuple[bytes, str]:
+    """Machine code of all kernels, and what the assembler says of them."""
+    nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
+    try:
+        error, program = nvrtc.nvrtcCreateProgram(source().encode(), b"kernels.cu", 0, [], [])
+    except Exception as missing:  # the bindings are there, the library is not
+        pytest.skip(f"NVRTC is not installed: {missing}")
+    options = [f"--gpu-architecture={architecture}".encode(), b"-std=c++17", b"--ptxas-options=-v"]
+    (error,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    log = _read(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog).decode(errors="replace")
+    assert int(error) == 0, log
+    return _read(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN), log
+
+
+def _read(program: Any, size: Callable[..., Any], get: Callable[..., Any]) -> bytes:
+    error, length = size(program)
+    assert int(error) == 0
+    text = b" " * length
+    (error,) = get(program, text)
+    assert int(error) == 0
+    return text
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+def test_kernels_compile_without_spills(architecture: str) -> None:
+    code, log = compiled(architecture)
+    assert code[:4] == b"\x7fELF"
+    assert "warning" not in log
+    told = re.findall(
+        r"entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+        r".*?Used (\d+) registers",
+        log,
+        re.DOTALL,
+    )
+    assert {name for name, *_ in told} == set(signatures())
+    for name, stack, stores, loads, registers in told:
+        assert (int(stack), int(stores), int(loads)) == (0, 0, 0), name
+        assert int(registers) <= MOST_REGISTERS, (name, registers)
