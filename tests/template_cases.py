@@ -11,7 +11,7 @@ import pyarrow as pa
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from gpuload.template.job import refusal
+from gpuload.tokenizer.job import refusal
 
 SHARED = Path(__file__).parents[2] / "shared"
 

@@ -25,9 +25,9 @@ from gpuload.engines.conversations import Conversations, sort
 from gpuload.engines.launch import Kernels
 from gpuload.engines.texts import BOUNDS_ONLY, TextColumn, answer, copied, laid_out, operate
 from gpuload.template.arrow import Grower
-from gpuload.template.job import refusal
 from gpuload.template.program import Branch, Operation, Path, Predicate, Ref, Reference, Refused, Shape
 from gpuload.template.rendered import Rendered
+from gpuload.tokenizer.job import refusal
 
 Operations = tuple[Operation, ...]
 

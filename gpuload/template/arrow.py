@@ -18,12 +18,12 @@ from typing import Protocol
 import numpy as np
 import pyarrow as pa
 
-from gpuload.template.job import Job, refusal
 from gpuload.template.messages import Messages
 from gpuload.template.program import Branch, Operation, Path, Predicate, Reference, Refused, Shape, Tree
 from gpuload.template.rendered import Rendered
 from gpuload.template.strings import Bools, Buffer, Bytes, Ints, Strings, answer, gather, operate
 from gpuload.template.trace import Texts
+from gpuload.tokenizer.job import Job, refusal
 
 __all__ = ["Grower", "render"]
 

@@ -14,11 +14,11 @@ from typing import Any
 import pyarrow as pa
 
 from gpuload.template import arrow
-from gpuload.template.job import Job
 from gpuload.template.program import TEXT, Reference, Shape, Tree, describe_shape, describe_tree
 from gpuload.template.rendered import Rendered
 from gpuload.template.symbolic import NotCompilableError
 from gpuload.template.trace import Texts, Tracer
+from gpuload.tokenizer.job import Job
 
 __all__ = ["ChatProgram", "compile"]
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gpuload.template.job import Job, refusal
 from gpuload.template.program import (
     Leaf,
     Path,
@@ -23,6 +22,7 @@ from gpuload.template.program import (
     holds,
     render_path,
 )
+from gpuload.tokenizer.job import Job, refusal
 
 __all__ = ["HOSTILE", "WHITE_SPACE", "Prober"]
 

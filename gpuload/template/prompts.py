@@ -17,8 +17,8 @@ from gpuload.columns import to_python
 from gpuload.errors import DataError
 from gpuload.read import JSON_TYPE
 from gpuload.template.compiler import ChatProgram
-from gpuload.template.job import refusal
 from gpuload.template.rendered import Rendered
+from gpuload.tokenizer.job import refusal
 from gpuload.tokenizer.reference import Reference, problem
 
 

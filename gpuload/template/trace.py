@@ -23,7 +23,6 @@ from typing import Any
 
 import jinja2
 
-from gpuload.template.job import Job
 from gpuload.template.probe import Prober
 from gpuload.template.program import (
     EMPTY_LIST,
@@ -39,6 +38,7 @@ from gpuload.template.program import (
 )
 from gpuload.template.sandbox import EndlessError, Meter, TracingTemplate
 from gpuload.template.symbolic import NotCompilableError, Rope
+from gpuload.tokenizer.job import Job
 
 __all__ = ["Texts", "Tracer", "conversation"]
 

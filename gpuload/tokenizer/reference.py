@@ -12,7 +12,7 @@ from typing import Any
 
 from gpuload.errors import TokenizerError
 from gpuload.options import Options
-from gpuload.template.job import Job
+from gpuload.tokenizer.job import Job
 
 Prompt = str | list[dict[str, Any]]
 
