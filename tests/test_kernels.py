@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -190,11 +191,14 @@ def test_arguments_of_the_wrong_kind_are_refused() -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None or "GPULOAD_SANITIZE" in os.environ, reason="no g++, or inside already")
 def test_kernels_touch_no_byte_that_is_not_theirs() -> None:
-    """All tests above once more, with the address sanitizer in the kernels and in NumPy's allocations."""
+    """All tests above and those of rendering once more, with the address sanitizer in the kernels and in NumPy's
+    allocations."""
     runtime = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
     if not os.path.exists(runtime):
         pytest.skip("g++ has no address sanitizer here")
     settings = {"GPULOAD_SANITIZE": "1", "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
+    files = [__file__, str(Path(__file__).with_name("test_device_render.py"))]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *files]
+    command += ["-k", "not every_template and not shared_data"]
     done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
