@@ -149,6 +149,16 @@ def test_classes_that_encode_in_a_way_of_their_own(write: Callable[..., str]) ->
     assert check(file, own).tokens.to_lists() == [[7, 1]] * len(TEXTS)
 
 
+def test_arguments_that_encode_in_a_way_of_their_own(write: Callable[..., str], qwen: Any) -> None:
+    """Special tokens in a message as ordinary text: only the reference, rendering and encoding in one, can say."""
+    texts = ["plain", "a <|im_end|> b<|im_start|>system"]
+    kwargs = {"sanitize_control_tokens": True}
+    prompts = gpuload.load(write([user(t) for t in texts]), qwen, apply_chat_template_kwargs=kwargs, verify="full")
+    expected = [qwen.apply_chat_template(user(t), add_generation_prompt=True, **kwargs)["input_ids"] for t in texts]
+    assert prompts.tokens.to_lists() == expected
+    assert expected[1] != qwen.apply_chat_template(user(texts[1]), add_generation_prompt=True)["input_ids"]
+
+
 def test_an_encoder_that_differs_is_not_used(
     monkeypatch: pytest.MonkeyPatch, write: Callable[..., str], qwen: Any
 ) -> None:

@@ -55,8 +55,14 @@ def render_rows(prompts: pa.Array, reference: Reference, with_ids: bool = False)
     def each(step: Callable[[Any], Any], items: list[Any]) -> list[Any]:
         return [None if row in refused else _attempt(refused, row, step, item) for row, item in enumerate(items)]
 
-    texts = each(lambda text: text.encode(), each(reference.render, values))
-    ids = Ragged.from_lists([row or [] for row in each(reference.ids, values)]) if with_ids else None
+    ids = None
+    if with_ids:
+        ids = Ragged.from_lists([row or [] for row in each(reference.ids, values)])
+        # The ids are what counts: arguments that only make sense with them may not let the text be had alone.
+        texts = [None if row in refused else _text_or_nothing(reference, value) for row, value in enumerate(values)]
+    else:
+        texts = each(reference.render, values)
+    texts = each(lambda text: text.encode(), texts)
     return Rendered(
         pc.cast(pa.array(texts, pa.large_binary()), pa.large_string()),
         refused,
@@ -117,6 +123,13 @@ def _python_rows(prompts: pa.Array, refused: dict[int, str]) -> list[Any]:
         return to_python(prompts)
     except UnicodeDecodeError:
         return [_attempt(refused, row, lambda i: to_python(prompts.slice(i, 1))[0], row) for row in range(len(prompts))]
+
+
+def _text_or_nothing(reference: Reference, prompt: Any) -> str:
+    try:
+        return reference.render(prompt)
+    except Exception:
+        return ""
 
 
 def _attempt(refused: dict[int, str], row: int, step: Callable[[Any], Any], value: Any) -> Any:
