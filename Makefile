@@ -3,7 +3,6 @@
 # make bench  measure against verl 0.9.1 and others; results in bench/results/
 PYTHON ?= python3
 BIN := .venv/bin
-export TOKENIZERS_PARALLELISM ?= true
 
 .PHONY: demo test bench verl-env clean
 

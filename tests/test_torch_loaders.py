@@ -82,8 +82,21 @@ def _load_in_worker(file: str, folder: str, answer: Any) -> None:
     answer.put(prompts.tokens.values.tolist())
 
 
-def test_load_in_a_forked_process(gsm8k: str, qwen_folder: str, prompts: gpuload.PromptDataset) -> None:
+@pytest.mark.parametrize("parallelism", [None, "true"])
+def test_load_in_a_forked_process(
+    gsm8k: str,
+    qwen: Any,
+    qwen_folder: str,
+    prompts: gpuload.PromptDataset,
+    parallelism: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """After this process has used every thread pool there is, a forked child can still load."""
+    if parallelism is None:
+        monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    else:
+        monkeypatch.setenv("TOKENIZERS_PARALLELISM", parallelism)
+    qwen(["some", "texts"] * 100)
     context = multiprocessing.get_context("fork")
     answer = context.Queue()
     child = context.Process(target=_load_in_worker, args=(gsm8k, qwen_folder, answer))

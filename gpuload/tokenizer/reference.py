@@ -5,6 +5,7 @@ Everything that is fast in this project is measured against these few calls, and
 
 import hashlib
 import json
+import multiprocessing
 import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -36,6 +37,10 @@ class Reference:
     """
 
     def __init__(self, tokenizer: Any, options: Options):
+        if multiprocessing.parent_process() is not None:
+            # A forked process has the locks of its parent's threads and none of the threads: with this variable set
+            # to true, tokenizers would wait for them for ever.
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self.tokenizer = _load(tokenizer, options)
         self.name = getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
         self.uses_template = options.chat_template is not None
