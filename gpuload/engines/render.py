@@ -24,9 +24,10 @@ from gpuload.arrays import Array, offsets_of, on_host
 from gpuload.engines.conversations import Conversations, sort
 from gpuload.engines.launch import Kernels
 from gpuload.engines.texts import BOUNDS_ONLY, TextColumn, answer, copied, laid_out, operate
-from gpuload.template.arrow import Grower
+from gpuload.template.arrow import Grower, leaves
 from gpuload.template.program import Branch, Operation, Path, Predicate, Ref, Reference, Refused, Shape
 from gpuload.template.rendered import Rendered
+from gpuload.template.trace import Texts
 from gpuload.tokenizer.job import refusal
 
 Operations = tuple[Operation, ...]
@@ -96,30 +97,10 @@ class _Walk:
         self.reasons = Counter(by_reason.values())
 
     def _leaves(self, shape: Shape, rows: Array) -> Iterator[tuple[Path | Refused | Reference, Array]]:
-        tree, first = self.program.tree(shape), self.prompts.first
-        stack = [(0, rows)]
-        while stack:
-            at, rows = stack.pop()
-            if not len(rows):
-                continue
-            node = tree.nodes[at]
-            if isinstance(node, Branch):
-                if host_only := _host_only((node.predicate.ref,)):
-                    yield Reference(host_only), rows
-                    continue
-                yes = self._answer(node.predicate)[first[rows] + node.predicate.ref.message]
-                stack += [(node.no, rows[~yes]), (node.yes, rows[yes])]
-            elif isinstance(node, Path) and (host_only := _host_only(node.segments)):
-                yield Reference(host_only), rows
-            elif node is not None:
-                yield node, rows
-            else:
-                texts = self.prompts.texts(self.kernels, int(rows[0]), shape)
-                why_not = self.program.grow(tree, shape, texts, len(rows))
-                if why_not is None:
-                    stack.append((at, rows))
-                else:
-                    yield Reference(why_not), rows
+        def texts(row: int) -> Texts:
+            return self.prompts.texts(self.kernels, row, shape)
+
+        return leaves(self.program, shape, rows, self.prompts.first, self._answer, texts, _beyond)
 
     def _answer(self, predicate: Predicate) -> Array:
         ref = predicate.ref
@@ -194,9 +175,9 @@ class _Walk:
         )
 
 
-def _host_only(parts: tuple[str | Ref, ...]) -> str | None:
-    """Why rows with these parts are not for the device, or None."""
-    for part in parts:
+def _beyond(node: Path | Branch) -> str | None:
+    """Why rows that come to this node are not for the device, or None."""
+    for part in (node.predicate.ref,) if isinstance(node, Branch) else node.segments:
         for operation in part.operations if isinstance(part, Ref) else ():
             if operation.name not in BOUNDS_ONLY:
                 return f"{operation.name} is not done on the device"

@@ -12,8 +12,8 @@ Rows that cannot go this way are rendered by the reference, one by one; their te
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -25,7 +25,7 @@ from gpuload.template.strings import Bools, Buffer, Bytes, Ints, Strings, answer
 from gpuload.template.trace import Texts
 from gpuload.tokenizer.job import Job, refusal
 
-__all__ = ["Grower", "render"]
+__all__ = ["Grower", "leaves", "render"]
 
 MOST_BYTES = 1 << 28
 """A column is rendered in slices of about so much text, which bounds the memory beside the result."""
@@ -85,6 +85,47 @@ def _batches(prompts: pa.Array | pa.ChunkedArray) -> Iterator[list[pa.Array]]:
     yield batch
 
 
+def leaves(
+    program: Grower,
+    shape: Shape,
+    rows: Any,
+    first: Any,
+    answer: Callable[[Predicate], Any],
+    texts: Callable[[int], Texts],
+    beyond: Callable[[Path | Branch], str | None] = lambda node: None,
+) -> Iterator[tuple[Path | Refused | Reference, Any]]:
+    """Sends the rows of one shape down its tree, which grows where no row has been before; on NumPy or CuPy.
+
+    Args:
+        rows: their numbers, ascending.
+        first: each row's first message, among all messages.
+        answer: a predicate's answer for every message.
+        texts: the texts of one row, on the host.
+        beyond: why an engine cannot do what a node asks for, or None.
+
+    Returns:
+        Each leaf that is reached, with the rows that reach it.
+    """
+    tree = program.tree(shape)
+    stack = [(0, rows)]
+    while stack:
+        at, rows = stack.pop()
+        if not len(rows):
+            continue
+        node = tree.nodes[at]
+        if isinstance(node, Branch | Path) and (why_not := beyond(node)):
+            yield Reference(why_not), rows
+        elif isinstance(node, Branch):
+            yes = answer(node.predicate)[first[rows] + node.predicate.ref.message]
+            stack += [(node.no, rows[~yes]), (node.yes, rows[yes])]
+        elif node is not None:
+            yield node, rows
+        elif (why_not := program.grow(tree, shape, texts(int(rows[0])), len(rows))) is not None:
+            yield Reference(why_not), rows
+        else:
+            stack.append((at, rows))
+
+
 class _Column:
     """One slice on its way through. Columns of texts and answers are made once, however many shapes ask for them.
 
@@ -117,24 +158,10 @@ class _Column:
     # Down the trees.
 
     def _leaves(self, shape: Shape, rows: Ints) -> Iterator[tuple[Path | Refused | Reference, Ints]]:
-        tree, first = self.program.tree(shape), self.messages.first
-        stack = [(0, rows)]
-        while stack:
-            at, rows = stack.pop()
-            if not len(rows):
-                continue
-            node = tree.nodes[at]
-            if isinstance(node, Branch):
-                yes = self._answer(node.predicate)[first[rows] + node.predicate.ref.message]
-                stack += [(node.no, rows[~yes]), (node.yes, rows[yes])]
-            elif node is not None:
-                yield node, rows
-            else:
-                why_not = self.program.grow(tree, shape, self.messages.texts(int(rows[0]), shape), len(rows))
-                if why_not is None:
-                    stack.append((at, rows))
-                else:
-                    yield Reference(why_not), rows
+        def texts(row: int) -> Texts:
+            return self.messages.texts(row, shape)
+
+        return leaves(self.program, shape, rows, self.messages.first, self._answer, texts)
 
     def _answer(self, predicate: Predicate) -> Bools:
         ref = predicate.ref
