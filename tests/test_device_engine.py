@@ -100,7 +100,7 @@ def test_options(on_device: Callable[..., gpuload.PromptDataset], gsm8k: str, qw
     assert_same(on_device(gsm8k, qwen, **options), gpuload.load(gsm8k, qwen, **options))
 
 
-@pytest.mark.parametrize("file", shared_files("datasets/*.parquet"), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", shared_files("*.parquet"), ids=lambda file: file.stem)
 def test_shared_data(on_device: Callable[..., gpuload.PromptDataset], qwen: Any, file: Any) -> None:
     options: dict[str, Any] = {"max_prompt_length": 512, "max_samples": 700, "verify": "off"}
     assert_same(on_device(str(file), qwen, **options), gpuload.load(str(file), qwen, **options))
