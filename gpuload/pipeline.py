@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-from gpuload.arrays import Ragged
+from gpuload.arrays import Ragged, array_module, on_host
 from gpuload.columns import Columns
 from gpuload.dataset import PromptDataset
 from gpuload.engines.cpu import CpuEngine
@@ -140,28 +140,25 @@ def _run(
             source = sources[batch.source].name
             assert batch.rendered is not None
             assert batch.tokens is not None
-            verifier.see(source, batch.rows, batch.fetch, batch.rendered.text, batch.tokens)
+            verifier.see(source, batch.rows, batch.fetch, batch.rendered, batch.tokens)
             keep = _filter(batch, source, report, options)
             kept = np.flatnonzero(keep)
             tables.append(_kept_columns(batch, keep, options))
-            tokens.append(batch.tokens if keep.all() else batch.tokens.take(kept))
+            tokens.append(engine.keep(batch.tokens, None if keep.all() else kept))
             places.append(np.stack([np.full(len(kept), batch.source), batch.rows[kept]], axis=1))
             bar.update(len(keep))
-    report.check = verifier.check
-    report.rows_kept = sum(len(part) for part in tokens)
-    if not report.rows_kept:
-        raise DataError(_nothing_left(report))
-
-    store = Ragged.concatenate(tokens)
-    origin = np.concatenate(places)
-    order = _order(origin, sources, wanted)
-    if order is not None:
-        store, origin = store.take(order), origin[order]
+        report.check = verifier.check
+        report.rows_kept = sum(len(part) for part in tokens)
+        if not report.rows_kept:
+            raise DataError(_nothing_left(report))
+        origin = np.concatenate(places)
+        order = _order(origin, sources, wanted)
+        store = engine.store(tokens, order)
     report.tokens, report.longest = len(store.values), int(store.lengths.max())
     return PromptDataset(
         store,
         Columns(_drain(tables), order),
-        origin,
+        origin if order is None else origin[order],
         engine,
         options,
         reference.pad_token_id,
@@ -180,7 +177,7 @@ def _encoded(
 
     def encode(batch: Batch) -> None:
         assert batch.rendered is not None
-        batch.tokens = engine.encode(batch.rendered)
+        batch.tokens, batch.left = engine.encode(batch.rendered)
 
     threads = [stack.enter_context(ThreadPoolExecutor(1, name)) for name in ("read", "render", "encode")]
     keep_prompts = options.return_raw_chat
@@ -204,16 +201,17 @@ def _filter(batch: Batch, source: str, report: Report, options: Options) -> np.n
             raise DataError(f"{place}: {reason}. With strict=False such rows are dropped and counted")
         report.refuse(place, reason)
         keep[row] = False
-    lengths = batch.tokens.lengths
-    overlong = keep & (lengths > options.max_prompt_length)
+    lengths = batch.tokens.lengths  # compared where they lie; one byte a row comes to the host
+    overlong = keep & on_host(lengths > options.max_prompt_length)
     report.rows_read += len(keep)
     report.rows_compiled += batch.rendered.compiled_rows
+    report.rows_left += batch.left
     for why, count in batch.rendered.reasons.items():
         report.by_reference[why] = report.by_reference.get(why, 0) + count
     report.text_bytes += batch.rendered.nbytes
     report.overlong += int(overlong.sum())
     if keep.any():
-        shortest = int(lengths[keep].min())
+        shortest = int(lengths[array_module(lengths).asarray(keep)].min())
         report.shortest = min(report.shortest, shortest) if report.shortest else shortest
     return keep & ~overlong if options.filter_overlong_prompts else keep
 

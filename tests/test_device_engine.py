@@ -51,7 +51,7 @@ def on_device(request: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., gp
     """`gpuload.load` by the device's engine."""
 
     def engine(options: Options, reference: Reference, exact_only: bool = False) -> DeviceEngine:
-        return DeviceEngine(KERNELS, torch.device("cpu"), reference, exact_only, request.param)
+        return DeviceEngine(KERNELS, torch.device("cpu"), reference, exact_only, request.param, options.tokens_on)
 
     def load(*arguments: Any, **options: Any) -> gpuload.PromptDataset:
         with monkeypatch.context() as patched:
@@ -93,6 +93,7 @@ def test_shipped_data(on_device: Callable[..., gpuload.PromptDataset], gsm8k: st
 @pytest.mark.parametrize("options", [
     {"max_samples": 100}, {"max_samples": 77, "shuffle": True, "seed": 3}, {"max_samples": 1},
     *({"filter_overlong_prompts": False, "truncation": keep} for keep in ("left", "right", "middle")),
+    {"tokens_on": "host"}, {"tokens_on": "host", "max_samples": 77, "shuffle": True, "seed": 3},
     {"apply_chat_template_kwargs": {"tokenizer_kwargs": {"verbose": False}}, "max_samples": 20},
 ], ids=str)  # fmt: skip
 def test_options(on_device: Callable[..., gpuload.PromptDataset], gsm8k: str, qwen: Any, options: Any) -> None:
@@ -174,7 +175,7 @@ def test_batches_are_made_where_the_process_is(
 
 def test_a_batch_is_the_memory_that_the_kernel_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
     from gpuload.arrays import Ragged
-    from gpuload.engines.device import pad
+    from gpuload.engines.batches import pad
 
     written: list[int] = []
     launch = HostKernels._launch
@@ -206,6 +207,7 @@ def test_a_column_too_large_for_the_memory_is_rendered_in_halves(qwen: Any, monk
     found = engine.render(prompts)
     assert found.text.equals(expected.text)
     assert (found.refused, found.compiled_rows) == (expected.refused, expected.compiled_rows)
+    assert found.refused == expected.refused
     assert sizes == [120, 60, 30, 30, 60, 30, 30]
     room[0] = 0
     with pytest.raises(DeviceError, match="gpu_memory_limit"):

@@ -59,10 +59,23 @@ class CpuEngine:
             return render_rows(prompts, self._reference, with_ids=True)
         return render_column(prompts, self._reference, self.program)
 
-    def encode(self, rendered: Rendered) -> Ragged:
-        if rendered.ids is not None:
-            return rendered.ids
-        return self._encoder.encode(pc.fill_null(rendered.text, "") if rendered.refused else rendered.text)
+    def encode(self, text: Rendered) -> tuple[Ragged, int]:
+        if text.ids is not None:
+            return text.ids, 0
+        return self.ids(pc.fill_null(text.text, "") if text.refused else text.text), 0
+
+    def ids(self, text: pa.LargeStringArray) -> Ragged:
+        """n texts, none of them null → n rows of ids."""
+        return self._encoder.encode(text)
+
+    @staticmethod
+    def keep(tokens: Ragged, rows: np.ndarray[Any, Any] | None) -> Ragged:
+        return tokens if rows is None else tokens.take(rows)
+
+    @staticmethod
+    def store(parts: list[Ragged], order: np.ndarray[Any, Any] | None) -> Ragged:
+        whole = Ragged.concatenate(parts)
+        return whole if order is None else whole.take(order)
 
     @staticmethod
     def batches(store: Ragged, limit: int, keep: Truncation, pad_id: int) -> "HostBatches":
@@ -91,3 +104,7 @@ class HostBatches:
 
     def __call__(self, numbers: np.ndarray[Any, Any], rows: Ragged, width: int) -> dict[str, torch.Tensor]:
         return CpuEngine.pad(rows, width, self.pad_id)
+
+    @staticmethod
+    def ahead(batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        return batches

@@ -2,7 +2,8 @@
 
 Memory. While a load runs, cuDF (through RMM) and CuPy take from one pool of CUDA's own stream-ordered allocator,
 bounded by `gpu_memory_limit`; it keeps nothing that is freed, and is gone after the load. What stays is the store of
-ids. Batches are CuPy's, handed to torch through DLPack. torch's own pool is never touched.
+ids, in plain allocations of its own (or in pinned host memory, with `tokens_on="host"`). Batches are CuPy arrays in
+memory of torch's own pool, handed to torch through DLPack: once dropped, their memory is torch's to use.
 
 Streams. A load works on the legacy default stream, that of cuDF, CuPy and torch alike. A batch is made on the stream
 that is torch's current one where it is asked for, so that it is ready for whatever torch does next.
@@ -87,7 +88,7 @@ def cuda_engine(options: Options, reference: Reference, exact_only: bool = False
         parts = _on_device(kernels, chunks(kernels, source.parquet, prompt_key, kind, kernels.chunk_bytes))
         yield from side_by_side(parts, source, prompt_key, keep_prompts)
 
-    return DeviceEngine(kernels, torch.device("cuda", number), reference, exact_only, read)
+    return DeviceEngine(kernels, torch.device("cuda", number), reference, exact_only, read, options.tokens_on)
 
 
 def _on_device(kernels: DeviceKernels, parts: Iterator[Any]) -> Iterator[Any]:
@@ -101,7 +102,7 @@ def _on_device(kernels: DeviceKernels, parts: Iterator[Any]) -> Iterator[Any]:
 
 
 class CudaKernels(DeviceKernels):
-    """`DeviceKernels` with a bounded pool of memory while a load runs.
+    """`DeviceKernels` with a bounded pool of memory while a load runs, and torch's memory after it.
 
     Args:
         number: of the GPU.
@@ -115,7 +116,8 @@ class CudaKernels(DeviceKernels):
     def __init__(self, number: int, limit: int) -> None:
         super().__init__(number)
         self._limit = limit
-        self._allocator: Callable[[int], Any] | None = None
+        self._loading: Callable[[int], Any] | None = None
+        self._torchs = self.xp.cuda.PythonFunctionAllocator(_torch_memory, _give_back_to_torch).malloc
         self.chunk_bytes = _MOST_CHUNK
 
     @contextmanager
@@ -123,24 +125,40 @@ class CudaKernels(DeviceKernels):
         import rmm
         from rmm.allocators.cupy import rmm_cupy_allocator
 
-        with self.current():
+        with self.xp.cuda.Device(self._number):
             limit = self._limit or self.xp.cuda.runtime.memGetInfo()[0] // 2
             self.chunk_bytes = min(_MOST_CHUNK, limit // 8)
             before = rmm.mr.get_per_device_resource(self._number)
             pool = rmm.mr.CudaAsyncMemoryResource(release_threshold=0)
             rmm.mr.set_per_device_resource(self._number, rmm.mr.LimitingResourceAdaptor(pool, limit))
-        self._allocator = rmm_cupy_allocator
+        self._loading = rmm_cupy_allocator
         try:
-            yield
-        finally:
-            self._allocator = None
             with self.current():
-                self.synchronize()
+                yield
+        finally:
+            self._loading = None
+            with self.xp.cuda.Device(self._number):
+                self.xp.cuda.Stream.null.synchronize()
                 rmm.mr.set_per_device_resource(self._number, before)
 
     def current(self) -> AbstractContextManager[Any]:
-        stack = ExitStack()
+        cuda, stack = self.xp.cuda, ExitStack()
         stack.enter_context(super().current())
-        if self._allocator is not None:
-            stack.enter_context(self.xp.cuda.using_allocator(self._allocator))
+        if self._loading is not None:  # whatever torch's stream is in this thread
+            stack.enter_context(cuda.Stream.null)
+        stack.enter_context(cuda.using_allocator(self._loading or self._torchs))
         return stack
+
+    def lasting(self) -> AbstractContextManager[Any]:
+        allocator: AbstractContextManager[Any] = self.xp.cuda.using_allocator(None)  # no pool: cudaMalloc itself
+        return allocator
+
+
+def _torch_memory(size: int, device: int) -> int:
+    """Memory of torch's pool, in its current stream: torch hands it out again when all that was asked of it before the
+    return has been asked for in that stream."""
+    return int(torch.cuda.caching_allocator_alloc(size, device, torch.cuda.current_stream(device).cuda_stream))
+
+
+def _give_back_to_torch(pointer: int, device: int) -> None:
+    torch.cuda.caching_allocator_delete(pointer)  # type: ignore[no-untyped-call]
