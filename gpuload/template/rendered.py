@@ -43,4 +43,5 @@ class Rendered:
     @property
     def wide(self) -> np.ndarray[Any, Any]:
         """(n,) bool, true for a text that is not all ASCII."""
-        return np.not_equal(self.sizes, np.asarray(pc.fill_null(pc.utf8_length(self.text), -1)))
+        characters = np.asarray(pc.fill_null(pc.utf8_length(self.text), -1))
+        return np.asarray(self.sizes != characters)
