@@ -77,6 +77,17 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
         """The passed-through columns of all rows as one Arrow table."""
         return self._columns.table()
 
+    def to_cudf(self) -> Any:
+        """The kept rows as a `cudf.DataFrame`: the passed-through columns, and `raw_prompt_ids`, a list of int32 a row.
+
+        Raises:
+            DeviceError: cuDF is not installed.
+            DataError: as for `columns`.
+        """
+        from gpuload.engines.cudf import frame_of
+
+        return frame_of(self.columns, getattr(self._padded, "store", self.tokens))
+
     @property
     def column_types(self) -> pa.Schema:
         """The passed-through columns with the types of the first file that has them."""

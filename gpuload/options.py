@@ -61,7 +61,7 @@ class Options:
         seed: for `shuffle`; None draws a fresh one.
         pad_token_id: overrides the tokenizer's.
         cache_dir: where remote files are copied to, once.
-        device: "auto" (for now the CPU; the report says why no GPU is used), "cpu", "cuda" or "cuda:N".
+        device: "auto" (a GPU where one works, else the CPU; the report says why), "cpu", "cuda" or "cuda:N".
         tokens_on: where the GPU engine keeps the ids that batches are made of: on the "device" (4 bytes a token), or
             pinned on the "host", from where each batch's ids cross the bus one batch ahead.
         gpu_memory_limit: bytes of GPU memory that a load may take beside the store of ids; 0: half of what is free.

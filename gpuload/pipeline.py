@@ -26,7 +26,7 @@ from gpuload.columns import Columns
 from gpuload.dataset import PromptDataset
 from gpuload.engines.cpu import CpuEngine
 from gpuload.engines.engine import Engine
-from gpuload.errors import DataError, DeviceError, MismatchError
+from gpuload.errors import DataError, DeviceError, GpuloadError, MismatchError
 from gpuload.fingerprint import fingerprint
 from gpuload.options import Options
 from gpuload.read import Source, check_prompt_column, invalid_rows, is_frame, open_file, open_frame
@@ -46,7 +46,8 @@ def load(files: Any, tokenizer: Any = None, /, **options: Any) -> PromptDataset:
 
     Args:
         files: a path, glob, folder or URL (s3, gs, hf, hdfs, http, ...) of .parquet, .json or .jsonl files, or a list
-            of them; or a frame in memory: `pyarrow.Table`, `pandas.DataFrame`, `datasets.Dataset`.
+            of them; or a frame in memory: `pyarrow.Table`, `pandas.DataFrame`, `datasets.Dataset`, `cudf.DataFrame`
+            (its prompt column is used as it lies on the GPU).
         tokenizer: a path, a hub id, a transformers tokenizer or a `tokenizers.Tokenizer`; also as a keyword.
         **options: see `gpuload.Options`. verl's `data:` section can be passed as it is.
 
@@ -59,17 +60,16 @@ def load(files: Any, tokenizer: Any = None, /, **options: Any) -> PromptDataset:
     sources = open_sources(files, chosen)
     wanted = _samples(sum(source.num_rows for source in sources), chosen)
     reference = Reference(tokenizer, chosen)
-    engine = _engine(chosen, reference)
     opened = time.perf_counter() - started
 
-    dataset = _run(sources, wanted, reference, engine, chosen)
+    dataset = _run_somewhere(sources, wanted, reference, chosen)
     mismatches = dataset.report.check.mismatches
     if mismatches:
         message = f"the fast path differs from the tokenizer in {len(mismatches)} rows: {'; '.join(mismatches[:3])}"
         if chosen.strict:
             raise MismatchError(f"{message}. With strict=False the load would fall back to the tokenizer itself")
         warnings.warn(f"{message}. Loading again with the tokenizer itself, slowly", stacklevel=2)
-        dataset = _run(sources, wanted, reference, _engine(chosen, reference, exact_only=True), chosen)
+        dataset = _run_somewhere(sources, wanted, reference, chosen, exact_only=True)
         dataset.report.notes.append(message)
     dataset.report.seconds |= {"open": opened, "total": time.perf_counter() - started}
     return dataset
@@ -103,16 +103,35 @@ def _samples(total: int, options: Options) -> Rows | None:
 def _engine(options: Options, reference: Reference, exact_only: bool = False) -> Engine:
     from gpuload.engines import cuda
 
-    if options.device.startswith("cuda"):
-        if why_not := cuda.obstacle(options.device):
-            raise DeviceError(f"device={options.device!r}: {why_not}; or use device='cpu' or 'auto'")
+    if options.device == "cpu":
+        return CpuEngine(reference, exact_only)
+    why_not = cuda.obstacle(options.device)
+    if why_not is None:
         return cuda.cuda_engine(options, reference, exact_only)
+    if options.device != "auto":
+        raise DeviceError(f"device={options.device!r}: {why_not}; or use device='cpu' or 'auto'")
     engine = CpuEngine(reference, exact_only)
-    if options.device == "auto":
-        # What has run on no GPU yet is for those who ask for it; and CUDA once started outlives a fork badly.
-        why_not = cuda.obstacle("auto", try_out=False) or "its engine is new, ask for it with device='cuda'"
-        engine.notes += (f"no GPU is used: {why_not}",)
+    engine.notes += (f"no GPU is used: {why_not}",)
     return engine
+
+
+def _run_somewhere(
+    sources: list[Source], wanted: Rows | None, reference: Reference, options: Options, exact_only: bool = False
+) -> PromptDataset:
+    """One pass on the machine that `device` names. With "auto" nobody asked for the GPU: where it fails, for whatever
+    reason, the CPU does it."""
+    engine = _engine(options, reference, exact_only)
+    try:
+        return _run(sources, wanted, reference, engine, options)
+    except Exception as error:
+        about_the_data = isinstance(error, GpuloadError) and not isinstance(error, DeviceError)
+        if options.device != "auto" or engine.name == "cpu" or about_the_data:
+            raise
+        why = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+    warnings.warn(f"the GPU engine failed, the CPU is used ({why})", stacklevel=3)
+    dataset = _run(sources, wanted, reference, CpuEngine(reference, exact_only), options)
+    dataset.report.notes.append(f"no GPU is used: it failed ({why})")
+    return dataset
 
 
 def _run(

@@ -25,26 +25,30 @@ class DeviceBatches:
     In another process, forked or spawned, it makes host tensors: no process may use the CUDA of another.
 
     Args:
-        store: all ids, in the device's memory or in pinned memory of the host.
+        store: all ids, in the device's memory.
+        pinned: they are in pinned memory of the host instead.
+
+    Attributes:
+        store: the same, as kernels reach it.
     """
 
-    def __init__(self, kernels: Kernels, store: Ragged, limit: int, keep: Truncation, pad_id: int):
+    def __init__(
+        self, kernels: Kernels, store: Ragged, limit: int, keep: Truncation, pad_id: int, pinned: bool = False
+    ):
         self._kernels, self._limit, self._keep, self._pad_id = kernels, limit, keep, pad_id
         self._process = os.getpid()
         with kernels.current():
-            on_host = isinstance(store.values, np.ndarray)
-            self._store = Ragged(
-                kernels.reached(store.values) if on_host else store.values, kernels.xp.asarray(store.offsets)
-            )
+            values = kernels.reached(store.values) if pinned else store.values
+            self.store = Ragged(values, kernels.xp.asarray(store.offsets))
             kernels.synchronize()  # batches may be asked for in another stream
-        self._crosses_the_bus = on_host
+        self._crosses_the_bus = pinned
 
     def __call__(self, numbers: np.ndarray[Any, Any], rows: Ragged, width: int) -> dict[str, torch.Tensor]:
         if os.getpid() != self._process:
             return CpuEngine.pad(rows, width, self._pad_id)
         with self._kernels.current():
             at = self._kernels.xp.asarray(numbers)
-            return pad(self._kernels, self._store, at, width, self._limit, self._keep, self._pad_id)
+            return pad(self._kernels, self.store, at, width, self._limit, self._keep, self._pad_id)
 
     def ahead(self, batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """The same batches; where ids cross the bus, each is made while the consumer works on the one before it."""

@@ -17,8 +17,8 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-from gpuload.engines.cudf import can_read, chunks
-from gpuload.engines.device import DeviceEngine, side_by_side
+from gpuload.engines.cudf import can_read, chunks, slices
+from gpuload.engines.device import DeviceEngine, Reader, side_by_side
 from gpuload.engines.launch import DeviceKernels, Kernels
 from gpuload.engines.texts import laid_out, texts_at
 from gpuload.options import Options
@@ -37,12 +37,8 @@ def number_of(device: str) -> int:
     return torch.cuda.current_device() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
 
 
-def obstacle(device: str, try_out: bool = True) -> str | None:
-    """Why this process cannot use that GPU, or None. CUDA is started last, and only where it is likely to work.
-
-    Args:
-        try_out: compile and run a kernel; without it CUDA is not started.
-    """
+def obstacle(device: str) -> str | None:
+    """Why this process cannot use that GPU, or None. CUDA is started last, and only where it is likely to work."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch"
     if torch.cuda._is_in_bad_fork():
@@ -55,12 +51,10 @@ def obstacle(device: str, try_out: bool = True) -> str | None:
     missing = [name for name in ("cupy", "pylibcudf", "rmm") if importlib.util.find_spec(name) is None]
     if missing:
         return f"{', '.join(missing)} not installed: {_INSTALL}"
-    if not try_out:
-        return None
     try:
         self_test(CudaKernels(number, 0))
     except Exception as error:
-        return f"GPU {number} does not work: {type(error).__name__}: {str(error).splitlines()[0]:.200}"
+        return f"GPU {number} does not work: {type(error).__name__}: {' '.join(str(error).split()):.200}"
     return None
 
 
@@ -79,16 +73,25 @@ def cuda_engine(options: Options, reference: Reference, exact_only: bool = False
     """The `Engine` of a GPU that has no `obstacle`."""
     number = number_of(options.device)
     kernels = CudaKernels(number, options.gpu_memory_limit)
+    device = torch.device("cuda", number)
+    return DeviceEngine(kernels, device, reference, exact_only, reader(kernels), options.tokens_on)
+
+
+def reader(kernels: "CudaKernels") -> Reader:
+    """Reads the prompt column in device memory, where cuDF can, and the other columns on the host."""
 
     def read(source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, pa.Array]]:
         kind = source.schema.field(prompt_key).type
-        if source.parquet is None or not can_read(kind):
+        if source.frame is not None and can_read(kind) and not pa.types.is_dictionary(kind):
+            parts = slices(kernels, source.frame[prompt_key], kind, kernels.chunk_bytes)
+        elif source.parquet is not None and can_read(kind):
+            parts = chunks(kernels, source.parquet, prompt_key, kind, kernels.chunk_bytes)
+        else:
             yield from with_prompts(source, prompt_key)
             return
-        parts = _on_device(kernels, chunks(kernels, source.parquet, prompt_key, kind, kernels.chunk_bytes))
-        yield from side_by_side(parts, source, prompt_key, keep_prompts)
+        yield from side_by_side(_on_device(kernels, parts), source, prompt_key, keep_prompts)
 
-    return DeviceEngine(kernels, torch.device("cuda", number), reference, exact_only, read, options.tokens_on)
+    return read
 
 
 def _on_device(kernels: DeviceKernels, parts: Iterator[Any]) -> Iterator[Any]:

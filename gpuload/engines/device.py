@@ -125,7 +125,7 @@ class DeviceEngine:
             return whole if order is None else take(kernels, whole, kernels.xp.asarray(order))
 
     def batches(self, store: Ragged, limit: int, keep: Truncation, pad_id: int) -> DeviceBatches:
-        return DeviceBatches(self._kernels, store, limit, keep, pad_id)
+        return DeviceBatches(self._kernels, store, limit, keep, pad_id, pinned=self._tokens_on == "host")
 
 
 def on_device(kernels: Kernels, rows: Ragged) -> Ragged:
