@@ -9,6 +9,7 @@ A piece of more than `LONGEST` bytes that is no entry would keep one thread busy
 reference, whose effort grows with the logarithm only.
 """
 
+import itertools
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -32,7 +33,7 @@ class _Merged:
     """The ids of some pieces that were merged.
 
     Attributes:
-        pieces: (k,) int64, their numbers.
+        pieces: (k,) int32, their numbers.
         offsets: (k + 1,) int32.
         ids: (offsets[-1],) int32.
     """
@@ -96,19 +97,18 @@ class Merger:
         return one
 
     def _within_reach(self, pieces: Pieces, one: Array) -> tuple[Array, Array]:
-        """(n,) bool, texts for the reference, whose pieces are nothing in `one` from now on; and (k,) int64, the pieces
+        """(n,) bool, texts for the reference, whose pieces are nothing in `one` from now on; and (k,) int32, the pieces
         to be merged, by length."""
         xp = self._kernels.xp
-        rest = xp.flatnonzero(one == _TO_MERGE)
-        length = pieces.length[rest]
-        absurd = rest[length > LONGEST]
-        if not len(absurd):
-            return pieces.left, rest[xp.argsort(length, kind="stable")]
-        texts = xp.unique(xp.searchsorted(pieces.first, absurd, side="right") - 1)
-        left = pieces.left.copy()
-        left[texts] = True
-        self._kernels.run("drop_pieces", self._kernels.warps(len(texts)), len(texts), texts, pieces.first, one)
-        return left, rest[one[rest] == _TO_MERGE]
+        rest = xp.flatnonzero(one == _TO_MERGE).astype(np.int32)
+        left, absurd = pieces.left, rest[pieces.length[rest] > LONGEST]
+        if len(absurd):
+            texts = xp.unique(xp.searchsorted(pieces.first, absurd, side="right") - 1)
+            left = left.copy()
+            left[texts] = True
+            self._kernels.run("drop_pieces", self._kernels.warps(len(texts)), len(texts), texts, pieces.first, one)
+            rest = rest[one[rest] == _TO_MERGE]
+        return left, rest[xp.argsort(pieces.length[rest], kind="stable")]
 
     def _merge(self, pieces: Pieces, rest: Array) -> list[_Merged]:
         """Merges pieces, given by their numbers and in order of length."""
@@ -124,7 +124,7 @@ class Merger:
         cuts = [0, *xp.searchsorted(groups, xp.arange(most, words, most)).tolist(), len(last)]
         return [
             self._merge_groups(pieces, rest[_WARP * low : _WARP * high], groups[low : high + 1] - groups[low])
-            for low, high in zip(cuts[:-1], cuts[1:], strict=True)
+            for low, high in itertools.pairwise(cuts)
             if low < high
         ]
 

@@ -80,7 +80,7 @@ __device__ __forceinline__ int before(int* state, int p)
 // The symbols that pieces begin as: one for each byte that has an id. size[i] is how many.
 // Piece i of `count` is number piece[i] of all.
 extern "C" __global__ void lay_bytes(
-    i64 count, const i64* piece, const u8* data, const int* start, const int* length, const int* byte_ids,
+    i64 count, const int* piece, const u8* data, const int* start, const int* length, const int* byte_ids,
     const i64* group, int* scratch, int* size)
 {
     EACH_THREAD(i, count) {
@@ -99,7 +99,7 @@ extern "C" __global__ void lay_bytes(
 // The same where characters are merged: one for each character that has an id, else one for each of its bytes.
 // The id of character c is letter_blocks[256 * letter_pages[c >> 8] + (c & 255)], below 0 for none. Pieces are UTF-8.
 extern "C" __global__ void lay_letters(
-    i64 count, const i64* piece, const u8* data, const int* start, const int* length, const u16* letter_pages,
+    i64 count, const int* piece, const u8* data, const int* start, const int* length, const u16* letter_pages,
     const int* letter_blocks, const int* byte_ids, const i64* group, int* scratch, int* size)
 {
     EACH_THREAD(i, count) {
@@ -189,7 +189,7 @@ extern "C" __global__ void collect(
 
 // The same ids to where their pieces' ids go: those of piece number piece[i] of all to to[piece[i]].
 extern "C" __global__ void write_merged(
-    i64 count, const i64* piece, const int* offsets, const int* ids, const int* to, int* out)
+    i64 count, const int* piece, const int* offsets, const int* ids, const int* to, int* out)
 {
     EACH_THREAD(i, count) {
         int* target = out + to[piece[i]];

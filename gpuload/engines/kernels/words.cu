@@ -1,10 +1,10 @@
 // Pieces that are one id: added tokens, and entries of the vocabulary. Tables and hash are those of tokenizer/merges.py.
 //
 // What is known of piece j is one[j]: its id; or, below 0, ~ of how many ids it has, which lie elsewhere. A piece that is
-// still to be merged is TO_MERGE there, and one of no ids is NOTHING.
+// still to be merged is TO_MERGE there, and one of no ids is NO_IDS.
 
 #define TO_MERGE (-2147483647 - 1)
-#define NOTHING (-1)
+#define NO_IDS (-1)
 
 // The hash of a piece: FNV-1a, mixed so that both ends are good.
 __device__ __forceinline__ u64 word_hash(const u8* bytes, int length)
@@ -22,7 +22,7 @@ extern "C" __global__ void look_up_words(
 {
     EACH_THREAD(j, pieces) {
         const int size = length[j];
-        int id = size < 0 ? ~size : size == 0 ? NOTHING : TO_MERGE;
+        int id = size < 0 ? ~size : size == 0 ? NO_IDS : TO_MERGE;
         if (size > 0 && size <= longest) {
             const u8* bytes = data + start[j];
             const u64 hash = word_hash(bytes, size);
@@ -47,7 +47,7 @@ extern "C" __global__ void look_up_words(
 extern "C" __global__ void drop_pieces(i64 texts, const i64* text, const i64* first, int* one)
 {
     EACH_WARP(i, texts) {
-        for (i64 j = first[text[i]] + lane; j < first[text[i] + 1]; j += 32) one[j] = NOTHING;
+        for (i64 j = first[text[i]] + lane; j < first[text[i] + 1]; j += 32) one[j] = NO_IDS;
     }
 }
 
