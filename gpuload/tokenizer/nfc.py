@@ -39,13 +39,13 @@ def nfc_tables() -> tuple[ClassMap, npt.NDArray[np.uint64]]:
     values[_JAMO] = NEVER
     known = np.flatnonzero(values == 0).tolist()
     values[[c for c in known if not unicodedata.is_normalized("NFC", chr(c))]] = NEVER
-    classes = {c: unicodedata.combining(chr(c)) for c in known}
-    order = {kind: place for place, kind in enumerate(sorted(set(classes.values())))}  # 0 is the first one
-    values |= np.array([order[classes.get(c, 0)] for c in range(CODE_POINTS)], np.uint8)
+    classes = {c: order for c in known if (order := unicodedata.combining(chr(c)))}
+    place = {order: place for place, order in enumerate(sorted(set(classes.values())), 1)}
+    values[list(classes)] |= np.array([place[order] for order in classes.values()], np.uint8)
 
-    made = {c: _made_of(chr(c)) for c in known if values[c] != NEVER}
-    letters = {c for c, parts in made.items() if parts} | {parts[0] for parts in made.values() if parts}
-    marks = {parts[1] for parts in made.values() if len(parts) == 2}
+    made = [(c, parts) for c in known if values[c] != NEVER and (parts := _made_of(chr(c)))]
+    letters = {c for c, _ in made} | {parts[0] for _, parts in made}
+    marks = {parts[1] for _, parts in made}
     values[list(marks)] |= MELTS
     pairs = [
         first << CODE_POINT_BITS | second

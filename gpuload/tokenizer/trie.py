@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -38,21 +39,17 @@ def trie(added: Sequence[AddedToken]) -> Trie:
     begins = np.zeros(256, np.uint8)
     for text, number in texts:
         begins[text[0]] |= 2 if added[number].normalized else 1
-    first, byte, token = [0], [], []
-    level, depth = [texts], 0  # the texts behind each node of a level
+    first, byte, token = [0], list[int](), list[int]()
+    level = [texts]  # for each node of a level, what is left of the texts behind it
     while level:
-        below = []
+        below: list[list[tuple[bytes, int]]] = []
         for node in level:
-            ends = [number for text, number in node if len(text) == depth]
-            token.append(ends[0] if ends else -1)
-            behind: dict[int, list[tuple[bytes, int]]] = {}
-            for text, number in node:
-                if len(text) > depth:
-                    behind.setdefault(text[depth], []).append((text, number))
-            byte += behind
-            below += behind.values()
+            token.append(next((number for text, number in node if not text), -1))
+            for letter, behind in groupby((one for one in node if one[0]), lambda one: one[0][0]):
+                byte.append(letter)
+                below.append([(text[1:], number) for text, number in behind])
             first.append(len(byte))
-        level, depth = below, depth + 1
+        level = below
     flags = [NORMALIZED * t.normalized | LSTRIP * t.lstrip | RSTRIP * t.rstrip for t in added]
     return Trie(
         begins,
