@@ -108,9 +108,7 @@ extern "C" __global__ void lay_letters(
         const int end = length[piece[i]];
         int symbols = 0;
         for (int k = 0; k < end;) {
-            const int lead = bytes[k], width = lead < 0x80 ? 1 : lead < 0xe0 ? 2 : lead < 0xf0 ? 3 : 4;
-            int letter = width == 1 ? lead : lead & (0x7f >> width);
-            for (int next = 1; next < width; next++) letter = letter << 6 | (bytes[k + next] & 0x3f);
+            const int letter = code_point(bytes + k), width = width_of(bytes[k]);
             const int id = letter_blocks[256 * letter_pages[letter >> 8] + (letter & 255)];
             if (id >= 0) *symbol(state, symbols++) = id;
             else for (int next = 0; next < width; next++) *symbol(state, symbols++) = byte_ids[bytes[k + next]];
