@@ -30,9 +30,22 @@ BLOCK = 256
 MOST_BLOCKS = 1 << 20
 """Kernels step by the size of the grid: more blocks than this gain nothing."""
 
-FILES = ("common.cuh", "gather.cu", "strings.cu", "shapes.cu", "pad.cu")
+FILES = (
+    "common.cuh",
+    "gather.cu",
+    "strings.cu",
+    "shapes.cu",
+    "pad.cu",
+    "text.cuh",
+    "added.cu",
+    "nfc.cu",
+    "rewrite.cu",
+    "split.cu",
+    "words.cu",
+    "merges.cu",
+)
 
-_TYPES = {"i64": np.int64, "int": np.int32, "u8": np.uint8, "bool": np.bool_}
+_TYPES = {"i64": np.int64, "u64": np.uint64, "int": np.int32, "u16": np.uint16, "u8": np.uint8, "bool": np.bool_}
 
 
 @dataclass(frozen=True)
