@@ -110,9 +110,7 @@ def _engine(options: Options, reference: Reference, exact_only: bool = False) ->
         return cuda.cuda_engine(options, reference, exact_only)
     if options.device != "auto":
         raise DeviceError(f"device={options.device!r}: {why_not}; or use device='cpu' or 'auto'")
-    engine = CpuEngine(reference, exact_only)
-    engine.notes += (f"no GPU is used: {why_not}",)
-    return engine
+    return CpuEngine(reference, exact_only, (f"no GPU is used: {why_not}",))
 
 
 def _run_somewhere(

@@ -20,6 +20,7 @@ from gpuload import pipeline
 from gpuload.engines import cuda, cudf, device
 from gpuload.engines.conversations import Conversations, of_arrow, of_texts
 from gpuload.engines.device import DeviceEngine, side_by_side
+from gpuload.engines.encode import LEAST_CHUNK, DeviceEncoder
 from gpuload.engines.render import render
 from gpuload.engines.texts import laid_out
 from gpuload.errors import DataError, DeviceError
@@ -88,8 +89,46 @@ def test_shipped_data(on_device: Callable[..., gpuload.PromptDataset], gsm8k: st
     found = on_device(gsm8k, qwen, **options)
     assert_same(found, gpuload.load(gsm8k, qwen, **options))
     assert found.report.rows_compiled == found.report.rows_read
-    assert "rendered by kernels" in str(found.report)
-    assert "there is no device tokenizer yet" in str(found.report)
+    assert "rendered and encoded by kernels" in str(found.report)
+
+
+def test_rows_that_the_kernels_leave_come_back_in_their_places(
+    on_device: Callable[..., gpuload.PromptDataset], qwen: Any
+) -> None:
+    texts = ["one", "cafe\u0301", "", "<|im_end|>", "a\u0323\u0307" * 50, "x" * 5000, "two", "\U0001fae9", "é"]
+    table = pa.table({"prompt": [[{"role": "user", "content": text}] for text in texts * 9]})
+    found = on_device(table, qwen, max_prompt_length=5000, verify="full")
+    assert_same(found, gpuload.load(table, qwen, max_prompt_length=5000))
+    assert found.report.rows_left == 9 * 4
+    assert "36 rows encoded on the host: not surely in NFC, or a piece too long" in str(found.report)
+
+
+def test_a_tokenizer_without_tables_encodes_on_the_host(
+    on_device: Callable[..., gpuload.PromptDataset], gsm8k: str, qwen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "twin_of", lambda reference: "the model is Unigram, not BPE")
+    found = on_device(gsm8k, qwen, max_prompt_length=128, max_samples=300)
+    assert_same(found, gpuload.load(gsm8k, qwen, max_prompt_length=128, max_samples=300))
+    assert "text goes to the host once, and its ids back once: the model is Unigram, not BPE" in str(found.report)
+    assert "rendered by kernels; encoded by gigatoken" in found.report.engine
+
+
+def test_encoding_is_retried_with_less_memory(
+    on_device: Callable[..., gpuload.PromptDataset], gsm8k: str, qwen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, room = DeviceEncoder.encode, [LEAST_CHUNK]
+
+    def little(self: DeviceEncoder, *arguments: Any) -> Any:
+        if self.chunk_bytes > room[0]:
+            raise MemoryError
+        return encode(self, *arguments)
+
+    monkeypatch.setattr(DeviceEncoder, "encode", little)
+    options: dict[str, Any] = {"max_prompt_length": 128, "max_samples": 300}
+    assert_same(on_device(gsm8k, qwen, **options), gpuload.load(gsm8k, qwen, **options))
+    room[0] = 0
+    with pytest.raises(DeviceError, match="while encoding: raise gpu_memory_limit"):
+        on_device(gsm8k, qwen, device="cuda", **options)
 
 
 @pytest.mark.parametrize("options", [

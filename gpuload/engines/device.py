@@ -7,6 +7,7 @@ kernels leave, text goes to the host's encoder and ids come back; the report say
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,19 +15,21 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from gpuload.arrays import Array, Ragged
+from gpuload.arrays import Array, Ragged, on_host
 from gpuload.engines.batches import DeviceBatches
 from gpuload.engines.conversations import Conversations, of_arrow
 from gpuload.engines.cpu import CpuEngine
+from gpuload.engines.encode import LEAST_CHUNK, DeviceEncoder
 from gpuload.engines.launch import Kernels
 from gpuload.engines.render import DeviceText, render
-from gpuload.engines.texts import copied
+from gpuload.engines.texts import copied, texts_at
 from gpuload.errors import DeviceError
 from gpuload.options import TokensOn, Truncation
 from gpuload.read import Source, with_prompts
 from gpuload.template import Rendered
 from gpuload.template.prompts import one_user_message
 from gpuload.tokenizer.reference import Reference
+from gpuload.tokenizer.twin import Twin, twin_of
 
 Reader = Callable[[Source, str, bool], Iterator[tuple[pa.Table, pa.Array]]]
 
@@ -59,13 +62,29 @@ class DeviceEngine:
         self._kernels, self._reader, self._tokens_on = kernels, reader, tokens_on
         self._host = CpuEngine(reference, exact_only)
         self._by_kernels = not self._host.by_prompt and reference.uses_template
-        self.notes = self._host.notes
-        if self._by_kernels:
-            how = self._host.description.removeprefix("cpu: chat template compiled, ")
-            self.description = f"{device}: chat template compiled, rendered by kernels; {how} on the host"
-            self.notes += ("text is copied to the host once, and its ids back once: there is no device tokenizer yet",)
-        else:
-            self.description = f"{self._host.description}; batches on {device}"
+        self._twin = twin_of(reference) if self._by_kernels else ""
+
+    @property
+    def description(self) -> str:
+        if not self._by_kernels:
+            return f"{self._host.description}; batches on {self.device}"
+        if isinstance(self._twin, Twin):
+            return f"{self.device}: chat template compiled, rendered and encoded by kernels"
+        how = self._host.description.removeprefix("cpu: chat template compiled, ")
+        return f"{self.device}: chat template compiled, rendered by kernels; {how} on the host"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        if not self._by_kernels:
+            return self._host.notes
+        if isinstance(self._twin, Twin):
+            return ()
+        return (f"text goes to the host once, and its ids back once: {self._twin}", *self._host.notes)
+
+    @cached_property
+    def _encoder(self) -> DeviceEncoder | None:
+        """Made when it is first needed, while a load runs: its tables are given back with everything else."""
+        return DeviceEncoder(self._kernels, self._twin) if isinstance(self._twin, Twin) else None
 
     def loading(self) -> AbstractContextManager[Any]:
         return self._kernels.loading()
@@ -102,9 +121,33 @@ class DeviceEngine:
         with self._kernels.current():
             if isinstance(text, Rendered):
                 ids, left = self._host.encode(text)
-            else:
-                ids, left = self._host.ids(pc.fill_null(text.text, "") if text.refused else text.text), 0
-            return on_device(self._kernels, ids), left
+                return on_device(self._kernels, ids), left
+            if self._encoder is None:
+                ids = self._host.ids(pc.fill_null(text.text, "") if text.refused else text.text)
+                return on_device(self._kernels, ids), 0
+            return self._encoded(self._encoder, text)
+
+    def _encoded(self, encoder: DeviceEncoder, text: DeviceText) -> tuple[Ragged, int]:
+        """All rows by kernels, and those that are left by the host's encoder, in their places."""
+        kernels, xp = self._kernels, self._kernels.xp
+        try:
+            ids, left = encoder.encode(text.data, text.offsets)
+            at = xp.flatnonzero(left)
+            if not len(at):
+                return ids, 0
+            texts = [one.decode() for one in texts_at(kernels, text.column, on_host(at).tolist())]
+            others = on_device(kernels, self._host.ids(pa.array(texts, pa.large_string())))
+            address, length = kernels.address(ids.values) + 4 * ids.offsets[:-1], ids.lengths
+            address[at] = kernels.address(others.values) + 4 * others.offsets[:-1]
+            length[at] = others.lengths
+            return _gathered(kernels, address, length), len(at)
+        except MemoryError as error:
+            if encoder.chunk_bytes <= LEAST_CHUNK:
+                raise DeviceError(
+                    "out of GPU memory while encoding: raise gpu_memory_limit, free memory, or use device='cpu'"
+                ) from error
+        encoder.chunk_bytes //= 2
+        return self._encoded(encoder, text)
 
     def keep(self, tokens: Ragged, rows: np.ndarray[Any, Any] | None) -> Ragged:
         xp = self._kernels.xp
@@ -139,8 +182,12 @@ def take(kernels: Kernels, tokens: Ragged, rows: Array) -> Ragged:
     Args:
         rows: (m,) row numbers in device memory.
     """
-    address = kernels.address(tokens.values) + 4 * tokens.offsets[rows]
-    offsets, data = copied(kernels, address, 4 * tokens.lengths[rows])
+    return _gathered(kernels, kernels.address(tokens.values) + 4 * tokens.offsets[rows], tokens.lengths[rows])
+
+
+def _gathered(kernels: Kernels, address: Array, length: Array) -> Ragged:
+    """Rows of ids from anywhere in the device's memory: where each begins, and how many ids it has."""
+    offsets, data = copied(kernels, address, 4 * length)
     return Ragged(data.view(np.int32), offsets // 4)
 
 

@@ -69,12 +69,18 @@ class Engine(Protocol):
         device: where batches are made.
         description: one line for the report: what renders and what encodes.
         notes: lines for the report: why something faster was passed over.
+
+    To ask for the last two may build the encoder.
     """
 
     name: str
     device: torch.device
-    description: str
-    notes: tuple[str, ...]
+
+    @property
+    def description(self) -> str: ...
+
+    @property
+    def notes(self) -> tuple[str, ...]: ...
 
     def loading(self) -> AbstractContextManager[Any]:
         """Around the three stages: what they take meanwhile is given back after it."""
