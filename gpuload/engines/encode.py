@@ -20,6 +20,9 @@ from gpuload.tokenizer.twin import Twin
 CHUNK_BYTES = 64 << 20
 """Text at a time. Enough for every thread of a GPU to have work, and little beside its memory."""
 
+LEAST_CHUNK = 1 << 20
+"""Who has no memory for so little has none to go on with."""
+
 LONGEST_TEXT = 256 << 20
 """Bytes of a text that is encoded on the device: what is counted in 32 bits must have room for what becomes of it."""
 
@@ -33,11 +36,12 @@ class DeviceEncoder:
         chunk_bytes: about how much text is encoded at a time, more where one text is longer.
 
     Attributes:
+        chunk_bytes: the same, for whoever runs out of memory.
         nbytes: of the vocabulary and its merges in device memory; the splitter's tables are small beside them.
     """
 
     def __init__(self, kernels: Kernels, twin: Twin, chunk_bytes: int = CHUNK_BYTES) -> None:
-        self._kernels, self._chunk_bytes = kernels, chunk_bytes
+        self._kernels, self.chunk_bytes = kernels, chunk_bytes
         self._maker, self._merger = PieceMaker(kernels, twin), Merger(kernels, twin.tables)
         self.nbytes = self._merger.nbytes
 
@@ -71,7 +75,7 @@ class DeviceEncoder:
     def _cuts(self, offsets: Array, huge: set[int]) -> list[int]:
         """Where chunks begin, and the end: numbers of texts. A huge one is a chunk of its own."""
         low, high, rows = int(offsets[0]), int(offsets[-1]), len(offsets) - 1
-        marks = self._kernels.xp.arange(low + self._chunk_bytes, high, self._chunk_bytes)
+        marks = self._kernels.xp.arange(low + self.chunk_bytes, high, self.chunk_bytes)
         # The text in which a mark lies, so never an empty one.
         cuts = (self._kernels.xp.searchsorted(offsets, marks, side="right") - 1).tolist()
         return sorted({0, rows, *cuts, *huge, *(row + 1 for row in huge)})
