@@ -171,7 +171,7 @@ def _run(
         origin = np.concatenate(places)
         order = _order(origin, sources, wanted)
         store = engine.store(tokens, order)
-    report.tokens, report.longest = len(store.values), int(store.lengths.max())
+        report.tokens, report.longest = len(store.values), int(store.lengths.max())
     return PromptDataset(
         store,
         Columns(_drain(tables), order),
