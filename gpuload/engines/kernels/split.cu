@@ -14,11 +14,12 @@ extern "C" __global__ void split(
         const i64 end = least((chunk + 1) * step, bytes);
         i64 place = chunk * step;
         int restart = 0;  // 0: none here, 1: a match ended here, or a section begins, 2: here a gap goes on
-        while (place < end && continues(data[place])) place++;
+        // Bytes of an added token are gone through one by one; others belong to the code point before.
+        while (place < end && marks[place] == GOES_ON && continues(data[place])) place++;
         int before = place < end && marks[place] == GOES_ON ? class_of(data + back(data, place), pages, values) : 0;
-        while (place < end) {
+        while (place < end && !(restart = marks[place] != GOES_ON)) {
             const int here = class_of(data + place, pages, values);
-            restart = marks[place] ? 1 : restarts[before * classes + here];
+            restart = restarts[before * classes + here];
             if (restart) break;
             before = here;
             place += width_of(data[place]);
