@@ -159,7 +159,7 @@ class Rig:
         return () if self.rehearsal else (self.kernels.xp.cuda.Event(), self.kernels.xp.cuda.Event())
 
     def in_a_pool(self) -> AbstractContextManager[Any]:
-        """Within, arrays are made in a pool of CuPy's, which keeps what is freed; a load's pool keeps nothing."""
+        """Within, arrays are made in a pool of CuPy's rather than in the one of a load."""
         if self.rehearsal:
             return nullcontext()
         allocator: AbstractContextManager[Any] = self.kernels.xp.cuda.using_allocator(

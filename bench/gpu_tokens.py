@@ -92,7 +92,7 @@ def _on_device(
         note(name, **cells, **_beside_gigatoken(note, name, cells))
         with rig.in_a_pool():
             kept = rig.timed(lambda: encoder.encode(*given), len(data), len(text))
-            note(f"{name}, memory kept", **kept, **_beside_gigatoken(note, name, kept))
+            note(f"{name}, pool of CuPy's", **kept, **_beside_gigatoken(note, name, kept))
             with rig.launches() as noted:
                 encoder.encode(*given)
     kernels = by_kernel(noted)
