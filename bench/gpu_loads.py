@@ -52,7 +52,7 @@ def first_batch(task: Task, note: Note) -> None:
 def _first_batch(rig: Rig, path: str, folder: str, on_device: bool) -> tuple[dict[str, Any], PromptDataset]:
     rows = pq.read_metadata(path).num_rows
     tokenizer = tokenizer_of(folder)
-    options: dict[str, Any] = {"max_prompt_length": _LIMIT, "progress": False}
+    options: dict[str, Any] = {"max_prompt_length": _LIMIT, "progress": False, "token_cache": False}
     started = time.perf_counter()
     load = rig.load if on_device else partial(pipeline.load, device="cpu")
     prompts = load(path, tokenizer, **options)

@@ -100,7 +100,9 @@ class Rig:
     cudf: bool = field(default=False)
 
     def load(self, files: Any, tokenizer: Any, **options: Any) -> PromptDataset:
-        """`gpuload.load` by the device's engine; without cuDF, Arrow reads and the prompts are copied over."""
+        """`gpuload.load` by the device's engine; without cuDF, Arrow reads and the prompts are copied over. Tokens
+        are always made: from the cache they could be another engine's."""
+        options = {"token_cache": False} | options
         if self.cudf:
             return pipeline.load(files, tokenizer, device="cuda", **options)
 
