@@ -1,10 +1,11 @@
 # make demo   load real prompts, compare with the row-wise way
 # make test   everything that must hold: lint, types, tests
+# make verl-test  the same for what runs inside verl 0.9.1, in an environment of its own
 # make bench  measure against verl 0.9.1 and others; results in bench/results/
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test bench verl-env clean
+.PHONY: demo test verl-test bench verl-env clean
 
 demo: .venv/installed
 	$(BIN)/gpuload demo
@@ -14,6 +15,9 @@ test: .venv/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n auto
+
+verl-test: .venv-verl/installed
+	PYTHONPATH=$(CURDIR) .venv-verl/bin/python -m pytest tests/verl
 
 bench: .venv/installed-dev .venv-verl/installed
 	$(BIN)/python -m bench
