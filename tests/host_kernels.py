@@ -22,8 +22,15 @@ from gpuload.arrays import Array
 from gpuload.engines.launch import BLOCK, Kernels, Parameter, signatures, source
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
-_C_TYPES = {"int64": "long long", "int32": "int", "uint8": "unsigned char", "bool": "bool"}
-_C_NUMBERS: dict[str, Any] = {"int64": ctypes.c_longlong, "int32": ctypes.c_int}
+_C_TYPES = {
+    "int64": "long long",
+    "uint64": "unsigned long long",
+    "int32": "int",
+    "uint16": "unsigned short",
+    "uint8": "unsigned char",
+    "bool": "bool",
+}
+_C_NUMBERS: dict[str, Any] = {"int64": ctypes.c_longlong, "uint64": ctypes.c_ulonglong, "int32": ctypes.c_int}
 
 
 def _loop(name: str, parameters: tuple[Parameter, ...]) -> str:

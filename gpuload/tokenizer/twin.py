@@ -18,11 +18,13 @@ import numpy as np
 from gpuload.tokenizer import fallback
 from gpuload.tokenizer.fallback import FallbackTables, fallback_tables
 from gpuload.tokenizer.merges import MergeTables, look_up_words, merge, merge_tables
-from gpuload.tokenizer.spec import WHITE_SPACE, AddedToken, BpeSpec
+from gpuload.tokenizer.reference import Reference
+from gpuload.tokenizer.regex import UnsupportedRegexError
+from gpuload.tokenizer.spec import WHITE_SPACE, AddedToken, BpeSpec, bpe_spec
 from gpuload.tokenizer.splitter import Splitter, compile_splitter, pieces
 from gpuload.tokenizer.unassigned import UNASSIGNED
 
-Section = str | int  # text still to be encoded, or the id of an added token
+Section = str | int  # text, or the id of an added token
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,19 @@ class Twin:
     spec: BpeSpec
     splitter: Splitter
     tables: MergeTables | FallbackTables
+
+
+def twin_of(reference: Reference) -> Twin | str:
+    """The tables of a load's tokenizer, or one sentence why there are none."""
+    if reference.backend is None:
+        return f"{type(reference.tokenizer).__name__} is not a fast tokenizer"
+    spec = bpe_spec(reference.model_json)
+    if isinstance(spec, str):
+        return spec
+    try:
+        return compile_twin(spec)
+    except UnsupportedRegexError as error:
+        return str(error)
 
 
 def compile_twin(spec: BpeSpec) -> Twin:
@@ -46,6 +61,30 @@ def compile_twin(spec: BpeSpec) -> Twin:
 
 def encode(twin: Twin, text: str) -> list[int] | None:
     """The ids of a text, no special tokens added; None where the text is for the reference."""
+    parts = cut(twin, text)
+    if parts is None:
+        return None
+    words = [part.encode() for part in parts if isinstance(part, str)]
+    base = twin.tables.base if isinstance(twin.tables, FallbackTables) else twin.tables
+    whole = look_up_words(base, np.frombuffer(b"".join(words), np.uint8), np.cumsum([0, *map(len, words)]))
+    rest = [words[number] for number in np.flatnonzero(whole < 0)]
+    if isinstance(twin.tables, FallbackTables):
+        merged, bounds = fallback.merge(twin.tables, [word.decode() for word in rest])
+    else:
+        merged, bounds = merge(twin.tables, np.frombuffer(b"".join(rest), np.uint8), np.cumsum([0, *map(len, rest)]))
+    entries, merges = iter(whole.tolist()), iter(np.split(merged, bounds[1:-1]) if rest else [])
+    ids: list[int] = []
+    for part in parts:
+        if isinstance(part, int):
+            ids.append(part)
+        else:
+            entry = next(entries)
+            ids += next(merges).tolist() if entry < 0 else [entry]
+    return ids
+
+
+def cut(twin: Twin, text: str) -> list[Section] | None:
+    """The pieces of a text and the added tokens between them; None where the text is for the reference."""
     spec = twin.spec
     if spec.nfc and not surely_nfc(text):
         return None
@@ -54,39 +93,21 @@ def encode(twin: Twin, text: str) -> list[int] | None:
         added = {token.content: token for token in spec.added if token.normalized == normalized}
         if added:
             sections = [part for section in sections for part in _cut(added, section)]
-    ids: list[int] = []
-    for section in sections:
-        if isinstance(section, int):
-            ids.append(section)
-        elif section:
-            if spec.prefix_space and not section.startswith(" "):
-                section = " " + section
-            if spec.fallback:
-                section = spec.fallback.prefix + section.replace(" ", spec.fallback.space)
-            ids += _encode_section(twin, section)
-    return ids
+    return [piece for section in sections for piece in _pieces(twin, section)]
 
 
-def _encode_section(twin: Twin, text: str) -> list[int]:
+def _pieces(twin: Twin, section: Section) -> list[Section]:
+    if isinstance(section, int):
+        return [section]
+    if not section:
+        return []
+    spec = twin.spec
+    if spec.prefix_space and not section.startswith(" "):
+        section = " " + section
     if isinstance(twin.tables, FallbackTables):
-        return _encode_characters(twin.tables, text)
-    words = [text[start:end].encode() for start, end in pieces(twin.splitter, text)]
-    flat = np.frombuffer(b"".join(words), np.uint8)
-    offsets = np.cumsum([0, *map(len, words)])
-    whole = look_up_words(twin.tables, flat, offsets)
-    rest = [words[number] for number in np.flatnonzero(whole < 0)]
-    merged, bounds = merge(twin.tables, np.frombuffer(b"".join(rest), np.uint8), np.cumsum([0, *map(len, rest)]))
-    parts = iter(np.split(merged, bounds[1:-1]) if rest else [])
-    return [token for entry in whole.tolist() for token in (next(parts).tolist() if entry < 0 else [entry])]
-
-
-def _encode_characters(tables: FallbackTables, text: str) -> list[int]:
-    words = fallback.pieces(tables, text)
-    encoded = [word.encode() for word in words]
-    whole = look_up_words(tables.base, np.frombuffer(b"".join(encoded), np.uint8), np.cumsum([0, *map(len, encoded)]))
-    merged, bounds = fallback.merge(tables, [words[number] for number in np.flatnonzero(whole < 0)])
-    parts = iter(np.split(merged, bounds[1:-1]))
-    return [token for entry in whole.tolist() for token in (next(parts).tolist() if entry < 0 else [entry])]
+        assert spec.fallback
+        return [*fallback.pieces(twin.tables, spec.fallback.prefix + section.replace(" ", spec.fallback.space))]
+    return [section[start:end] for start, end in pieces(twin.splitter, section)]
 
 
 def _cut(added: dict[str, AddedToken], section: Section) -> Iterator[Section]:

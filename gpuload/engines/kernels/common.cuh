@@ -9,6 +9,7 @@
 
 typedef long long i64;
 typedef unsigned long long u64;
+typedef unsigned short u16;
 typedef unsigned char u8;
 
 // A thread for each of n items.
@@ -30,4 +31,15 @@ __device__ __forceinline__ u64 mixed(u64 x)
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
     x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
     return x ^ (x >> 31);
+}
+
+// The hash tables of tokenizer/merges.py: 64-bit words, open addressing, the next slot where one is taken.
+#define EMPTY 0xffffffffffffffffull
+#define MIX 0xbf58476d1ce4e5b9ull
+
+// Of a pair of numbers of 21 bits, as one: the left one << 21 | the right one.
+__device__ __forceinline__ u64 pair_hash(u64 key)
+{
+    key *= 0x9e3779b97f4a7c15ull;
+    return (key ^ (key >> 32)) * MIX >> 32;
 }

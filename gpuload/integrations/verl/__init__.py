@@ -1,24 +1,21 @@
-"""gpuload inside verl: data sets for `data.custom_cls`, and agent loops that reuse the loader's ids.
+"""gpuload inside verl: data sets for `data.custom_cls`.
 
     data.custom_cls.path=pkg://gpuload.integrations.verl data.custom_cls.name=RLHFDataset
 
-Names are looked up when they are first used: `SeedRLHFDataset` needs no verl.
+Names are looked up when they are first used.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpuload.integrations.verl.seed import SeedRLHFDataset
-    from gpuload.integrations.verl.sft import SFTDataset
+    from gpuload.integrations.verl.rlhf import RLHFDataset
 
 _HOMES = {
     "RLHFDataset": "gpuload.integrations.verl.rlhf",
-    "SeedRLHFDataset": "gpuload.integrations.verl.seed",
-    "SFTDataset": "gpuload.integrations.verl.sft",
 }
 
-__all__ = ["RLHFDataset", "SFTDataset", "SeedRLHFDataset"]
+__all__ = ["RLHFDataset"]
 
 
 def __getattr__(name: str) -> Any:

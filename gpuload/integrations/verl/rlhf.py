@@ -105,7 +105,7 @@ class RLHFDataset(VerlDataset):  # type: ignore[misc]
             return load_rows(job, sources)
         from gpuload.engines import cuda
 
-        hidden = cuda.obstacle("cuda", try_out=False)
+        hidden = cuda.obstacle("cuda")
         if hidden is None:
             return load_rows(job, sources)
         if why_not := ray.obstacle():
@@ -138,6 +138,7 @@ class RLHFDataset(VerlDataset):  # type: ignore[misc]
                 "seed": self.seed,
                 "cache_dir": self.cache_dir,
                 "return_raw_chat": True,
+                "tokens_on": "host",
                 "pad_token_id": 0,  # nothing is padded, and a tokenizer without such a token will do
                 **self.gpuload.options(),
             }
