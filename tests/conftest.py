@@ -1,5 +1,6 @@
 """What tests share: the shipped data and tokenizer, the folder of real data where it exists, small parquet files."""
 
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,9 @@ from gpuload.demo import demo_files
 from gpuload.entry import read_entry
 
 SHARED = Path(__file__).parents[2] / "shared"
+
+# tests/verl is for an environment of its own (make verl-test).
+collect_ignore = [] if importlib.util.find_spec("tensordict") else ["verl"]
 
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")

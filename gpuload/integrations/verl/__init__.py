@@ -1,0 +1,28 @@
+"""gpuload inside verl: data sets for `data.custom_cls`.
+
+    data.custom_cls.path=pkg://gpuload.integrations.verl data.custom_cls.name=RLHFDataset
+
+Names are looked up when they are first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpuload.integrations.verl.rlhf import RLHFDataset
+
+_HOMES = {
+    "RLHFDataset": "gpuload.integrations.verl.rlhf",
+}
+
+__all__ = ["RLHFDataset"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'gpuload.integrations.verl' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
