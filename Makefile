@@ -1,10 +1,11 @@
 # make demo   load real prompts, compare with the row-wise way
 # make test   everything that must hold: lint, types, tests
+# make exact  every row of the folder of real data, ten tokenizers, by the kernels of the GPU tokenizer on the host
 # make bench  measure against verl 0.9.1 and others; results in bench/results/
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test bench verl-env clean
+.PHONY: demo test exact bench verl-env clean
 
 demo: .venv/installed
 	$(BIN)/gpuload demo
@@ -14,6 +15,9 @@ test: .venv/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n auto
+
+exact: .venv/installed-dev
+	$(BIN)/python -m pytest -n auto --dist loadgroup -m exact tests/test_device_encode.py
 
 bench: .venv/installed-dev .venv-verl/installed
 	$(BIN)/python -m bench

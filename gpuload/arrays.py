@@ -68,6 +68,10 @@ class Ragged:
     def nbytes(self) -> int:
         return int(self.values.nbytes + self.offsets.nbytes)
 
+    def to_host(self) -> "Ragged":
+        """The same rows as NumPy arrays: themselves, or a copy of what lies on a device."""
+        return Ragged(on_host(self.values), on_host(self.offsets))
+
     def take(self, rows: Array) -> "Ragged":
         """The given rows in the given order, in one gather.
 

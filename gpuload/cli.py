@@ -27,7 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     inspect.add_argument("--html", metavar="FILE", help="write the same, with plots, as one page")
 
-    commands.add_parser("doctor", help="versions, engines, and why one of them is not available")
+    doctor = commands.add_parser("doctor", help="versions, GPUs, and each stage of each engine tried out")
+    doctor.add_argument(
+        "--require", choices=["cpu", "cuda"], help="try out this engine alone; exit status 1 where it does not work"
+    )
     commands.add_parser("demo", help="load a shipped data set and compare with the row-wise way")
 
     given = parser.parse_args(arguments)
@@ -52,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif given.command == "doctor":
             from gpuload.doctor import diagnose
 
-            print(diagnose())
+            return diagnose(given.require)
         else:
             from gpuload.demo import demo
 

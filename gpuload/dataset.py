@@ -1,6 +1,6 @@
 """PromptDataset: what a load gives. Rows as verl's dicts, whole batches in one gather, and the columns behind them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -50,7 +50,7 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
         report: Report,
         about: Fingerprint,
     ):
-        self.tokens = tokens
+        self.tokens = tokens.to_host()
         self.options = options
         self.pad_token_id = pad_token_id
         self.report = report
@@ -76,6 +76,17 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
     def columns(self) -> pa.Table:
         """The passed-through columns of all rows as one Arrow table."""
         return self._columns.table()
+
+    def to_cudf(self) -> Any:
+        """The kept rows as a `cudf.DataFrame`: the passed-through columns, and `raw_prompt_ids`, a list of int32 a row.
+
+        Raises:
+            DeviceError: cuDF is not installed.
+            DataError: as for `columns`.
+        """
+        from gpuload.engines.cudf import frame_of
+
+        return frame_of(self.columns, getattr(self._padded, "store", self.tokens))
 
     @property
     def column_types(self) -> pa.Schema:
@@ -117,6 +128,10 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
             key: values if isinstance(values, torch.Tensor) else _object_array(values)
             for key, values in self._take(rows, padding).items()
         }
+
+    def ahead(self, batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Batches of this data set one after the other, made early where that saves waiting: for `PromptLoader`."""
+        return self._padded.ahead(batches)
 
     def loader(self, batch_size: int, **settings: Any) -> PromptLoader:
         """An iterator over device batches with a state that can be saved; see `PromptLoader` for the settings.

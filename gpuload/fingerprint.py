@@ -16,7 +16,9 @@ from gpuload.tokenizer.reference import Reference
 Fingerprint = dict[str, Any]
 
 # Options that decide neither which rows there are nor what is in them.
-_WITHOUT_EFFECT = ("cache_dir", "device", "verify", "strict", "progress", "trust_remote_code", "shuffle", "seed")
+_WITHOUT_EFFECT = frozenset(
+    "cache_dir device tokens_on gpu_memory_limit verify strict progress trust_remote_code shuffle seed".split()
+)
 
 
 def fingerprint(sources: Sequence[Source], reference: Reference, options: Options) -> Fingerprint:

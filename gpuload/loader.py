@@ -87,9 +87,8 @@ class PromptLoader:
         self._resuming = False
         order = self._order(self.epoch)
         size = self._settings["batch_size"]
-        while self._batch < len(self):
-            rows = order[self._batch * size : (self._batch + 1) * size]
-            batch = self._dataset.batch(rows, self._padding)
+        parts = (order[k * size : (k + 1) * size] for k in range(self._batch, len(self)))
+        for batch in self._dataset.ahead(self._dataset.batch(rows, self._padding) for rows in parts):
             self._batch += 1
             yield batch
         self.epoch, self._batch = self.epoch + 1, 0

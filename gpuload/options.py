@@ -16,6 +16,7 @@ from gpuload.errors import OptionError
 Truncation = Literal["error", "left", "right", "middle"]
 Verify = Literal["sample", "full", "off"]
 Padding = Literal["max_length", "longest"]
+TokensOn = Literal["device", "host"]
 
 # The keys of verl 0.9.1's `data:` section (trainer/config/data/legacy_data.yaml) that say nothing about how prompts
 # are read, rendered and tokenized here.
@@ -60,7 +61,9 @@ class Options:
         seed: for `shuffle`; None draws a fresh one.
         pad_token_id: overrides the tokenizer's.
         cache_dir: where remote files are copied to, once.
-        device: "auto" (for now the CPU; the report says why no GPU is used), "cpu", "cuda" or "cuda:N".
+        device: "auto" (a GPU where one works, else the CPU; the report says why), "cpu", "cuda" or "cuda:N".
+        tokens_on: where the GPU engine keeps the ids that batches are made of: on the "device" (4 bytes a token), or
+            pinned on the "host", from where each batch's ids cross the bus one batch ahead.
         gpu_memory_limit: bytes of GPU memory that a load may take beside the store of ids; 0: half of what is free.
         verify: compare the fast path with the reference on a "sample" of rows, on all ("full") or on none ("off").
         strict: a row that cannot be rendered, or a token that differs, is an error rather than a dropped row and a
@@ -83,6 +86,7 @@ class Options:
     pad_token_id: int | None = None
     cache_dir: str = "~/.cache/gpuload"
     device: str = "auto"
+    tokens_on: TokensOn = "device"
     gpu_memory_limit: int = 0
     verify: Verify = "sample"
     strict: bool = False
@@ -113,6 +117,7 @@ class Options:
             _expect(self, name, isinstance(getattr(self, name), bool), "True or False")
         _expect(self, "max_prompt_length", _is_int(self.max_prompt_length) and self.max_prompt_length > 0, "tokens > 0")
         _expect(self, "truncation", self.truncation in get_args(Truncation), f"one of {_names(Truncation)}")
+        _expect(self, "tokens_on", self.tokens_on in get_args(TokensOn), f"one of {_names(TokensOn)}")
         _expect(self, "verify", self.verify in get_args(Verify), f"one of {_names(Verify)}")
         _expect(self, "max_samples", _is_int(self.max_samples) and self.max_samples >= -1, "a number of rows, or -1")
         _expect(self, "max_samples", self.max_samples != 0, "a number of rows, or -1 for all")

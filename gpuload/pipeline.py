@@ -21,12 +21,12 @@ import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-from gpuload.arrays import Ragged
+from gpuload.arrays import Ragged, array_module, on_host
 from gpuload.columns import Columns
 from gpuload.dataset import PromptDataset
 from gpuload.engines.cpu import CpuEngine
 from gpuload.engines.engine import Engine
-from gpuload.errors import DataError, DeviceError, MismatchError
+from gpuload.errors import DataError, DeviceError, GpuloadError, MismatchError
 from gpuload.fingerprint import fingerprint
 from gpuload.options import Options
 from gpuload.read import Source, check_prompt_column, invalid_rows, is_frame, open_file, open_frame
@@ -46,7 +46,8 @@ def load(files: Any, tokenizer: Any = None, /, **options: Any) -> PromptDataset:
 
     Args:
         files: a path, glob, folder or URL (s3, gs, hf, hdfs, http, ...) of .parquet, .json or .jsonl files, or a list
-            of them; or a frame in memory: `pyarrow.Table`, `pandas.DataFrame`, `datasets.Dataset`.
+            of them; or a frame in memory: `pyarrow.Table`, `pandas.DataFrame`, `datasets.Dataset`, `cudf.DataFrame`
+            (its prompt column is used as it lies on the GPU).
         tokenizer: a path, a hub id, a transformers tokenizer or a `tokenizers.Tokenizer`; also as a keyword.
         **options: see `gpuload.Options`. verl's `data:` section can be passed as it is.
 
@@ -59,17 +60,16 @@ def load(files: Any, tokenizer: Any = None, /, **options: Any) -> PromptDataset:
     sources = open_sources(files, chosen)
     wanted = _samples(sum(source.num_rows for source in sources), chosen)
     reference = Reference(tokenizer, chosen)
-    engine = _engine(chosen, reference)
     opened = time.perf_counter() - started
 
-    dataset = _run(sources, wanted, reference, engine, chosen)
+    dataset = _run_somewhere(sources, wanted, reference, chosen)
     mismatches = dataset.report.check.mismatches
     if mismatches:
         message = f"the fast path differs from the tokenizer in {len(mismatches)} rows: {'; '.join(mismatches[:3])}"
         if chosen.strict:
             raise MismatchError(f"{message}. With strict=False the load would fall back to the tokenizer itself")
         warnings.warn(f"{message}. Loading again with the tokenizer itself, slowly", stacklevel=2)
-        dataset = _run(sources, wanted, reference, _engine(chosen, reference, exact_only=True), chosen)
+        dataset = _run_somewhere(sources, wanted, reference, chosen, exact_only=True)
         dataset.report.notes.append(message)
     dataset.report.seconds |= {"open": opened, "total": time.perf_counter() - started}
     return dataset
@@ -103,16 +103,33 @@ def _samples(total: int, options: Options) -> Rows | None:
 def _engine(options: Options, reference: Reference, exact_only: bool = False) -> Engine:
     from gpuload.engines import cuda
 
-    if options.device.startswith("cuda"):
-        if why_not := cuda.obstacle(options.device):
-            raise DeviceError(f"device={options.device!r}: {why_not}; or use device='cpu' or 'auto'")
+    if options.device == "cpu":
+        return CpuEngine(reference, exact_only)
+    why_not = cuda.obstacle(options.device)
+    if why_not is None:
         return cuda.cuda_engine(options, reference, exact_only)
-    engine = CpuEngine(reference, exact_only)
-    if options.device == "auto":
-        # What has run on no GPU yet is for those who ask for it; and CUDA once started outlives a fork badly.
-        why_not = cuda.obstacle("auto", try_out=False) or "its engine is new, ask for it with device='cuda'"
-        engine.notes += (f"no GPU is used: {why_not}",)
-    return engine
+    if options.device != "auto":
+        raise DeviceError(f"device={options.device!r}: {why_not}; or use device='cpu' or 'auto'")
+    return CpuEngine(reference, exact_only, (f"no GPU is used: {why_not}",))
+
+
+def _run_somewhere(
+    sources: list[Source], wanted: Rows | None, reference: Reference, options: Options, exact_only: bool = False
+) -> PromptDataset:
+    """One pass on the machine that `device` names. With "auto" nobody asked for the GPU: where it fails, for whatever
+    reason, the CPU does it."""
+    engine = _engine(options, reference, exact_only)
+    try:
+        return _run(sources, wanted, reference, engine, options)
+    except Exception as error:
+        about_the_data = isinstance(error, GpuloadError) and not isinstance(error, DeviceError)
+        if options.device != "auto" or engine.name == "cpu" or about_the_data:
+            raise
+        why = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+    warnings.warn(f"the GPU engine failed, the CPU is used ({why})", stacklevel=3)
+    dataset = _run(sources, wanted, reference, CpuEngine(reference, exact_only), options)
+    dataset.report.notes.append(f"no GPU is used: it failed ({why})")
+    return dataset
 
 
 def _run(
@@ -140,28 +157,25 @@ def _run(
             source = sources[batch.source].name
             assert batch.rendered is not None
             assert batch.tokens is not None
-            verifier.see(source, batch.rows, batch.fetch, batch.rendered.text, batch.tokens)
+            verifier.see(source, batch.rows, batch.fetch, batch.rendered, batch.tokens)
             keep = _filter(batch, source, report, options)
             kept = np.flatnonzero(keep)
             tables.append(_kept_columns(batch, keep, options))
-            tokens.append(batch.tokens if keep.all() else batch.tokens.take(kept))
+            tokens.append(engine.keep(batch.tokens, None if keep.all() else kept))
             places.append(np.stack([np.full(len(kept), batch.source), batch.rows[kept]], axis=1))
             bar.update(len(keep))
-    report.check = verifier.check
-    report.rows_kept = sum(len(part) for part in tokens)
-    if not report.rows_kept:
-        raise DataError(_nothing_left(report))
-
-    store = Ragged.concatenate(tokens)
-    origin = np.concatenate(places)
-    order = _order(origin, sources, wanted)
-    if order is not None:
-        store, origin = store.take(order), origin[order]
-    report.tokens, report.longest = len(store.values), int(store.lengths.max())
+        report.check = verifier.check
+        report.rows_kept = sum(len(part) for part in tokens)
+        if not report.rows_kept:
+            raise DataError(_nothing_left(report))
+        origin = np.concatenate(places)
+        order = _order(origin, sources, wanted)
+        store = engine.store(tokens, order)
+        report.tokens, report.longest = len(store.values), int(store.lengths.max())
     return PromptDataset(
         store,
         Columns(_drain(tables), order),
-        origin,
+        origin if order is None else origin[order],
         engine,
         options,
         reference.pad_token_id,
@@ -180,7 +194,7 @@ def _encoded(
 
     def encode(batch: Batch) -> None:
         assert batch.rendered is not None
-        batch.tokens = engine.encode(batch.rendered)
+        batch.tokens, batch.left = engine.encode(batch.rendered)
 
     threads = [stack.enter_context(ThreadPoolExecutor(1, name)) for name in ("read", "render", "encode")]
     keep_prompts = options.return_raw_chat
@@ -204,16 +218,17 @@ def _filter(batch: Batch, source: str, report: Report, options: Options) -> np.n
             raise DataError(f"{place}: {reason}. With strict=False such rows are dropped and counted")
         report.refuse(place, reason)
         keep[row] = False
-    lengths = batch.tokens.lengths
-    overlong = keep & (lengths > options.max_prompt_length)
+    lengths = batch.tokens.lengths  # compared where they lie; one byte a row comes to the host
+    overlong = keep & on_host(lengths > options.max_prompt_length)
     report.rows_read += len(keep)
     report.rows_compiled += batch.rendered.compiled_rows
+    report.rows_left += batch.left
     for why, count in batch.rendered.reasons.items():
         report.by_reference[why] = report.by_reference.get(why, 0) + count
     report.text_bytes += batch.rendered.nbytes
     report.overlong += int(overlong.sum())
     if keep.any():
-        shortest = int(lengths[keep].min())
+        shortest = int(lengths[array_module(lengths).asarray(keep)].min())
         report.shortest = min(report.shortest, shortest) if report.shortest else shortest
     return keep & ~overlong if options.filter_overlong_prompts else keep
 

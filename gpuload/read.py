@@ -33,7 +33,8 @@ class Source:
         batches: gives the rows in order as tables of at most `BATCH_ROWS` rows.
         identity: tells whether this is the same content as at another time: a part of the fingerprint.
         parquet: the file, where it is one that an engine can read by itself.
-        without: gives the rows as `batches` does, but without one column; of parquet files only.
+        frame: a `cudf.DataFrame`, whose columns an engine may use as they lie in device memory.
+        without: gives the rows as `batches` does, but without one column; of parquet files and `frame` only.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Source:
     batches: Callable[[], Iterator[pa.Table]]
     identity: bytes
     parquet: str | None = None
+    frame: Any = None
     without: Callable[[str], Iterator[pa.Table]] | None = None
 
 
@@ -56,7 +58,9 @@ def open_file(file: SourceFile) -> Source:
 
 
 def open_frame(frame: Any, name: str) -> Source:
-    """A `pyarrow.Table`, `pandas.DataFrame` or `datasets.Dataset` as it lies in memory."""
+    """A `pyarrow.Table`, `pandas.DataFrame`, `datasets.Dataset` or `cudf.DataFrame` as it lies in memory."""
+    if type(frame).__module__.split(".")[0] == "cudf":
+        return _open_cudf(frame, name)
     table = _as_table(frame)
     sample = table.slice(0, 64).to_pydict() if table.num_rows else {}
     return Source(
@@ -69,6 +73,25 @@ def open_frame(frame: Any, name: str) -> Source:
     )
 
 
+def _open_cudf(frame: Any, name: str) -> Source:
+    def tables(hidden: list[str]) -> Iterator[pa.Table]:
+        return _slices(frame.drop(columns=hidden).to_arrow(preserve_index=False))
+
+    sample = frame.head(64).to_arrow(preserve_index=False)
+    nbytes = int(frame.memory_usage(index=False, deep=True).sum())
+    identity = f"{len(frame)} {nbytes} {sample.to_pydict()}".encode(errors="backslashreplace")
+    return Source(
+        name,
+        len(frame),
+        nbytes,
+        sample.schema,
+        lambda: tables([]),
+        identity,
+        frame=frame,
+        without=lambda column: tables([column]),
+    )
+
+
 def with_prompts(source: Source, prompt_key: str) -> Iterator[tuple[pa.Table, pa.Array]]:
     """The rows of a source in order: tables of all columns, and the prompt column of each as one plain array."""
     for table in source.batches():
@@ -78,7 +101,7 @@ def with_prompts(source: Source, prompt_key: str) -> Iterator[tuple[pa.Table, pa
 
 def is_frame(data: object) -> bool:
     """Whether `load` was given a frame rather than files."""
-    return isinstance(data, pa.Table) or type(data).__module__.split(".")[0] in ("pandas", "datasets")
+    return isinstance(data, pa.Table) or type(data).__module__.split(".")[0] in ("pandas", "datasets", "cudf")
 
 
 def check_prompt_column(source: Source, prompt_key: str) -> None:

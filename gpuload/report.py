@@ -21,6 +21,7 @@ class Report:
         examples: reason → the first rows, as "file row N".
         rows_compiled: rows that went through the compiled template.
         by_reference: why rows were rendered by transformers instead, one by one → how many.
+        rows_left: rows that the engine's own tokenizer left to the host's.
         source_bytes, text_bytes, tokens: of files, of rendered text, of kept ids.
         shortest, longest: kept rows, in tokens.
         seconds: stage → seconds of work; stages overlap, so that they add up to more than `total`.
@@ -40,6 +41,7 @@ class Report:
     examples: dict[str, list[str]] = field(default_factory=dict)
     rows_compiled: int = 0
     by_reference: dict[str, int] = field(default_factory=dict)
+    rows_left: int = 0
     source_bytes: int = 0
     text_bytes: int = 0
     tokens: int = 0
@@ -91,6 +93,11 @@ class Report:
             *(
                 f"             {count:,} rows rendered by transformers: {why}"
                 for why, count in self.by_reference.items()
+            ),
+            *(
+                [f"             {self.rows_left:,} rows encoded on the host: not surely in NFC, or a piece too long"]
+                if self.rows_left
+                else []
             ),
             *(f"             {note}" for note in self.notes),
             f"  exactness  {self._exactness()}",

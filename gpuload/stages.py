@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 
 from gpuload.arrays import Ragged
+from gpuload.engines.engine import Text
 from gpuload.read import Source
-from gpuload.template import Rendered
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -30,15 +30,17 @@ class Batch:
         table: their columns.
         prompts: their prompts, as the engine's `read` gave them.
         rendered: their texts.
-        tokens: their ids.
+        tokens: their ids, wherever the engine has them.
+        left: how many of them the engine's own tokenizer left to another one.
     """
 
     source: int
     rows: Rows
     table: pa.Table
     prompts: pa.Array
-    rendered: Rendered | None = None
+    rendered: Text | None = None
     tokens: Ragged | None = None
+    left: int = 0
 
     def fetch(self, rows: Rows) -> pa.Array:
         """The prompts of some of the rows, wherever they lie, on the host."""

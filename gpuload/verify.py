@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from gpuload.arrays import Ragged
+from gpuload.arrays import Ragged, array_module, on_host
 from gpuload.columns import to_python
+from gpuload.engines.engine import Text
 from gpuload.options import Verify
 from gpuload.tokenizer.reference import Prompt, Reference
 
@@ -55,36 +55,37 @@ class Verifier:
         self._is_special = np.isin(np.arange(special.max(initial=-1) + 2), special)
         self.check = Check()
 
-    def see(self, file: str, numbers: Any, fetch: Fetch, text: pa.LargeStringArray, ids: Ragged) -> None:
+    def see(self, file: str, numbers: Any, fetch: Fetch, text: Text, ids: Ragged) -> None:
         """Compares a sample of one batch; all of it with "full".
 
         Args:
             file: where the rows are from.
             numbers: (n,) their numbers there.
             fetch: gives the prompts of some of the n rows.
+            text: the n rows rendered.
+            ids: the n rows encoded, wherever they lie; only those that are compared come to the host.
         """
         if self._mode == "off":
             return
         # The thread's own time: while it waits for the interpreter, other stages are at work.
         started = time.thread_time()
-        rows = np.flatnonzero(~np.asarray(text.is_null())) if self._mode == "full" else self._spread(text, ids)
+        rows = np.flatnonzero(text.sizes >= 0) if self._mode == "full" else self._spread(text, ids)
         picked = to_python(fetch(rows)) if len(rows) else []
         for row, prompt in zip(rows, picked, strict=True):
-            self._compare(f"{file} row {numbers[row]}", prompt, ids[row].tolist())
+            self._compare(f"{file} row {numbers[row]}", prompt, ids[int(row)].tolist())
         self.check.seconds += time.thread_time() - started
 
-    def _spread(self, text: pa.LargeStringArray, ids: Ragged) -> Any:
+    def _spread(self, text: Text, ids: Ragged) -> Any:
         """Rows of a batch: the longest, the shortest, one or two of every kind that goes wrong, some at random."""
-        sizes = np.asarray(pc.fill_null(pc.binary_length(text), -1))
+        sizes = text.sizes
         usable = np.flatnonzero((sizes >= 0) & (sizes <= _LONGEST_BYTES))
-        share = len(text) / self._total
+        share = len(sizes) / self._total
         most = max(_FEWEST_ROWS, round(_SAMPLE_ROWS * share))
         if not len(usable):
             return usable
-        kinds = [sizes != np.asarray(pc.fill_null(pc.utf8_length(text), -1))]
+        kinds = [text.wide]
         # A template writes special tokens into every row: only a row with more of them than most is special.
-        special = np.flatnonzero(self._is_special[np.minimum(ids.values, len(self._is_special) - 1)])
-        count = np.bincount(np.searchsorted(ids.offsets, special, side="right") - 1, minlength=len(ids))
+        count = self._specials(ids)
         kinds.append(count > np.median(count[usable]))
         rows = [usable[np.argmax(sizes[usable])], usable[np.argmin(sizes[usable])]]
         for kind in reversed(kinds):
@@ -95,6 +96,12 @@ class Verifier:
         affordable = np.cumsum(sizes[chosen]) <= _SAMPLE_BYTES * share
         affordable[0] = True
         return chosen[affordable]
+
+    def _specials(self, ids: Ragged) -> Any:
+        """(n,) how many special tokens each row has; counted where the ids lie."""
+        xp = array_module(ids.values)
+        special = xp.flatnonzero(xp.asarray(self._is_special)[xp.minimum(ids.values, len(self._is_special) - 1)])
+        return on_host(xp.bincount(xp.searchsorted(ids.offsets, special, side="right") - 1, minlength=len(ids)))
 
     def _compare(self, place: str, prompt: Prompt, found: list[int]) -> None:
         self.check.rows += 1

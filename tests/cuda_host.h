@@ -1,4 +1,4 @@
-// Enough of CUDA C++ to compile kernels for the host: qualifiers, the grid's indices, atomics, vector types.
+// Enough of CUDA C++ to compile kernels for the host: qualifiers, the grid's indices, atomics, bits, vector types.
 // The grid itself is a loop around each kernel; host_kernels.py writes it.
 #include <algorithm>
 
@@ -28,4 +28,15 @@ template <class T> T atomicMax(T* at, T value)
     const T old = *at;
     *at = std::max(old, value);
     return old;
+}
+
+// The lowest set bit's number from 1, 0 for none; how many bits are above the highest set one.
+inline int __ffs(int bits)
+{
+    return __builtin_ffs(bits);
+}
+
+inline int __clz(int bits)
+{
+    return bits ? __builtin_clz(bits) : 32;
 }

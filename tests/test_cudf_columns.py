@@ -105,7 +105,7 @@ def test_conversations(rows_come_from_arrow: dict[str, pa.Array], order: str, of
     rows_come_from_arrow["is"] = prompts[offset:]
     program = compile(small_tokenizer(), chat_template=TEMPLATE)
     made = of_cudf(KERNELS, as_cudf(prompts, offset, wide), kind, names_of(kind))
-    found, expected = render(KERNELS, program, made).to_host(), program.render(prompts[offset:])
+    found, expected = render(KERNELS, program, made), program.render(prompts[offset:])
     assert found.text.equals(expected.text)
     assert (found.refused, found.reasons) == (expected.refused, expected.reasons)
 
@@ -117,7 +117,7 @@ def test_a_struct_with_an_offset_of_its_own() -> None:
     bounds = numbers(np.array([0, 1, 4], np.int32))
     made = plc.Column(plc.DataType(plc.TypeId.LIST), 2, None, None, 0, 0, [bounds, as_cudf(structs, 3)])
     program = compile(small_tokenizer(), chat_template="{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}")
-    found = render(KERNELS, program, of_cudf(KERNELS, made, kind, names_of(kind))).to_host()
+    found = render(KERNELS, program, of_cudf(KERNELS, made, kind, names_of(kind)))
     assert found.text.to_pylist() == ["r0c0", "r1c1r2c2r3c3"]
 
 
@@ -163,12 +163,12 @@ def test_chunks_are_halved_where_memory_runs_out(monkeypatch: pytest.MonkeyPatch
 
     prompts = column([[{"role": "user", "content": f"{i}"}] for i in range(100)])
     pq.write_table(pa.table({"prompt": prompts, "other": list(range(100))}), tmp_path / "x.parquet")
-    skipped, limits = [0], []
+    skipped, limits, asked = [0], [], []
 
     class Options:
         builder = staticmethod(lambda source: Options())
-        column_names = lambda self, names: self  # noqa: E731
         build = lambda self: self  # noqa: E731
+        set_column_names = lambda self, names: asked.append(names)  # noqa: E731
         set_skip_rows = lambda self, rows: skipped.append(rows)  # noqa: E731
 
     class Reader:
@@ -192,9 +192,10 @@ def test_chunks_are_halved_where_memory_runs_out(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(parquet, "ChunkedParquetReader", Reader)
     program = compile(small_tokenizer(), chat_template="{{ messages[0].content }}")
     parts = list(chunks(KERNELS, str(tmp_path / "x.parquet"), "prompt", prompts.type, 64 << 20))
-    read = [render(KERNELS, program, part).to_host().text for part in parts]
+    read = [render(KERNELS, program, part).text for part in parts]
     assert pa.concat_arrays(read).to_pylist() == [str(i) for i in range(100)]
     assert (skipped, limits) == ([0, 40, 40], [64 << 20, 32 << 20, 16 << 20])
+    assert asked == [["prompt"]] * 3
     monkeypatch.setattr(Reader, "has_next", lambda self: (_ for _ in ()).throw(MemoryError))
     with pytest.raises(DeviceError, match="gpu_memory_limit"):
         list(chunks(KERNELS, str(tmp_path / "x.parquet"), "prompt", prompts.type, 64 << 20))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,12 +17,13 @@ from host_kernels import COMPILER, HostKernels
 
 import gpuload
 from gpuload import pipeline
-from gpuload.engines import cuda, device
+from gpuload.engines import cuda, cudf, device
 from gpuload.engines.conversations import Conversations, of_arrow, of_texts
 from gpuload.engines.device import DeviceEngine, side_by_side
+from gpuload.engines.encode import LEAST_CHUNK, DeviceEncoder
 from gpuload.engines.render import render
 from gpuload.engines.texts import laid_out
-from gpuload.errors import DeviceError
+from gpuload.errors import DataError, DeviceError
 from gpuload.options import Options
 from gpuload.read import Source, with_prompts
 from gpuload.tokenizer.reference import Reference
@@ -51,7 +54,7 @@ def on_device(request: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., gp
     """`gpuload.load` by the device's engine."""
 
     def engine(options: Options, reference: Reference, exact_only: bool = False) -> DeviceEngine:
-        return DeviceEngine(KERNELS, torch.device("cpu"), reference, exact_only, request.param)
+        return DeviceEngine(KERNELS, torch.device("cpu"), reference, exact_only, request.param, options.tokens_on)
 
     def load(*arguments: Any, **options: Any) -> gpuload.PromptDataset:
         with monkeypatch.context() as patched:
@@ -86,13 +89,52 @@ def test_shipped_data(on_device: Callable[..., gpuload.PromptDataset], gsm8k: st
     found = on_device(gsm8k, qwen, **options)
     assert_same(found, gpuload.load(gsm8k, qwen, **options))
     assert found.report.rows_compiled == found.report.rows_read
-    assert "rendered by kernels" in str(found.report)
-    assert "there is no device tokenizer yet" in str(found.report)
+    assert "rendered and encoded by kernels" in str(found.report)
+
+
+def test_rows_that_the_kernels_leave_come_back_in_their_places(
+    on_device: Callable[..., gpuload.PromptDataset], qwen: Any
+) -> None:
+    texts = ["one", "cafe\u0301", "", "<|im_end|>", "a\u0323\u0307" * 50, "x" * 5000, "two", "\U0001fae9", "é"]
+    table = pa.table({"prompt": [[{"role": "user", "content": text}] for text in texts * 9]})
+    found = on_device(table, qwen, max_prompt_length=5000, verify="full")
+    assert_same(found, gpuload.load(table, qwen, max_prompt_length=5000))
+    assert found.report.rows_left == 9 * 4
+    assert "36 rows encoded on the host: not surely in NFC, or a piece too long" in str(found.report)
+
+
+def test_a_tokenizer_without_tables_encodes_on_the_host(
+    on_device: Callable[..., gpuload.PromptDataset], gsm8k: str, qwen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "twin_of", lambda reference: "the model is Unigram, not BPE")
+    found = on_device(gsm8k, qwen, max_prompt_length=128, max_samples=300)
+    assert_same(found, gpuload.load(gsm8k, qwen, max_prompt_length=128, max_samples=300))
+    assert "text goes to the host once, and its ids back once: the model is Unigram, not BPE" in str(found.report)
+    assert "rendered by kernels; encoded by gigatoken" in found.report.engine
+
+
+def test_encoding_is_retried_with_less_memory(
+    on_device: Callable[..., gpuload.PromptDataset], gsm8k: str, qwen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, room = DeviceEncoder.encode, [LEAST_CHUNK]
+
+    def little(self: DeviceEncoder, *arguments: Any) -> Any:
+        if self.chunk_bytes > room[0]:
+            raise MemoryError
+        return encode(self, *arguments)
+
+    monkeypatch.setattr(DeviceEncoder, "encode", little)
+    options: dict[str, Any] = {"max_prompt_length": 128, "max_samples": 300}
+    assert_same(on_device(gsm8k, qwen, **options), gpuload.load(gsm8k, qwen, **options))
+    room[0] = 0
+    with pytest.raises(DeviceError, match="while encoding: raise gpu_memory_limit"):
+        on_device(gsm8k, qwen, device="cuda", **options)
 
 
 @pytest.mark.parametrize("options", [
     {"max_samples": 100}, {"max_samples": 77, "shuffle": True, "seed": 3}, {"max_samples": 1},
     *({"filter_overlong_prompts": False, "truncation": keep} for keep in ("left", "right", "middle")),
+    {"tokens_on": "host"}, {"tokens_on": "host", "max_samples": 77, "shuffle": True, "seed": 3},
     {"apply_chat_template_kwargs": {"tokenizer_kwargs": {"verbose": False}}, "max_samples": 20},
 ], ids=str)  # fmt: skip
 def test_options(on_device: Callable[..., gpuload.PromptDataset], gsm8k: str, qwen: Any, options: Any) -> None:
@@ -174,7 +216,7 @@ def test_batches_are_made_where_the_process_is(
 
 def test_a_batch_is_the_memory_that_the_kernel_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
     from gpuload.arrays import Ragged
-    from gpuload.engines.device import pad
+    from gpuload.engines.batches import pad
 
     written: list[int] = []
     launch = HostKernels._launch
@@ -206,6 +248,7 @@ def test_a_column_too_large_for_the_memory_is_rendered_in_halves(qwen: Any, monk
     found = engine.render(prompts)
     assert found.text.equals(expected.text)
     assert (found.refused, found.compiled_rows) == (expected.refused, expected.compiled_rows)
+    assert found.refused == expected.refused
     assert sizes == [120, 60, 30, 30, 60, 30, 30]
     room[0] = 0
     with pytest.raises(DeviceError, match="gpu_memory_limit"):
@@ -247,3 +290,172 @@ def test_the_self_test_notices_wrong_kernels() -> None:
     cuda.self_test(KERNELS)
     with pytest.raises(RuntimeError, match="wrong results"):
         cuda.self_test(Wrong())
+
+
+def engine_of_host_kernels(kernels: HostKernels) -> Callable[..., DeviceEngine]:
+    def engine(options: Options, reference: Reference, exact_only: bool = False) -> DeviceEngine:
+        return DeviceEngine(kernels, torch.device("cpu"), reference, exact_only, None, options.tokens_on)
+
+    return engine
+
+
+def test_where_the_gpu_fails_auto_takes_the_cpu(gsm8k: str, qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(HostKernels):
+        def _launch(self, name: str, blocks: int, arguments: list[Any]) -> None:
+            if name == "copy_pieces":
+                raise RuntimeError("an illegal memory access\nwas encountered")
+            super()._launch(name, blocks, arguments)
+
+    options: dict[str, Any] = {"max_prompt_length": 512, "max_samples": 40}
+    expected = gpuload.load(gsm8k, qwen, device="cpu", **options)
+    monkeypatch.setattr(pipeline, "_engine", engine_of_host_kernels(Broken()))
+    with pytest.warns(UserWarning, match="the CPU is used .RuntimeError: an illegal memory access was encountered"):
+        found = gpuload.load(gsm8k, qwen, **options)
+    assert_same(found, expected)
+    assert "no GPU is used: it failed (RuntimeError: an illegal" in str(found.report)
+    with pytest.raises(RuntimeError, match="illegal memory"):
+        gpuload.load(gsm8k, qwen, device="cuda", **options)
+    monkeypatch.setattr(pipeline, "_engine", engine_of_host_kernels(KERNELS))
+    with warnings.catch_warnings(action="error"), pytest.raises(DataError, match="max_prompt_length"):
+        gpuload.load(gsm8k, qwen, max_prompt_length=1, max_samples=40)
+
+
+def test_wrong_ids_on_the_device_are_found(gsm8k: str, qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def engine(options: Options, reference: Reference, exact_only: bool = False) -> DeviceEngine:
+        made = engine_of_host_kernels(KERNELS)(options, reference, exact_only)
+        right = made.encode
+
+        def wrong(text: Any) -> Any:
+            ids, left = right(text)
+            if not exact_only:
+                ids.values[ids.offsets[:-1] + 3] += 1
+            return ids, left
+
+        monkeypatch.setattr(made, "encode", wrong)
+        return made
+
+    monkeypatch.setattr(pipeline, "_engine", engine)
+    with pytest.warns(UserWarning, match="token 3 is "):
+        found = gpuload.load(gsm8k, qwen, max_prompt_length=512, max_samples=40)
+    monkeypatch.undo()
+    assert_same(found, gpuload.load(gsm8k, qwen, max_prompt_length=512, max_samples=40, device="cpu"))
+
+
+def test_a_store_on_the_host_is_drawn_one_batch_ahead(gsm8k: str, qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[str] = []
+
+    class Noting(HostKernels):
+        @contextmanager
+        def aside(self) -> Iterator[None]:
+            happened.append("aside")
+            yield
+            happened.append("back")
+
+        def rejoin(self) -> None:
+            happened.append("rejoin")
+
+        def _launch(self, name: str, blocks: int, arguments: list[Any]) -> None:
+            happened.append(name)
+            super()._launch(name, blocks, arguments)
+
+    options: dict[str, Any] = {"max_prompt_length": 512, "max_samples": 10}
+    expected = list(gpuload.load(gsm8k, qwen, device="cpu", **options).loader(4, shuffle=True))
+    monkeypatch.setattr(pipeline, "_engine", engine_of_host_kernels(Noting()))
+    loader = gpuload.load(gsm8k, qwen, tokens_on="host", **options).loader(4, shuffle=True)
+    happened.clear()
+    found = []
+    for batch in loader:
+        found.append(batch["input_ids"])
+        happened.append(f"used {loader.state_dict()['batch']}")
+    made, end = ["aside", "pad", "back"], ["aside", "back"]
+    assert happened == [*made, "rejoin", *made, "used 1", "rejoin", *made, "used 2", "rejoin", *end, "used 3"]
+    assert all(torch.equal(one, other["input_ids"]) for one, other in zip(found, expected, strict=True))
+    half = iter(loader)
+    next(half)
+    resumed = gpuload.load(gsm8k, qwen, tokens_on="host", **options).loader(4, shuffle=True)
+    resumed.load_state_dict(loader.state_dict())
+    assert torch.equal(next(half)["input_ids"], next(iter(resumed))["input_ids"])
+    happened.clear()
+    monkeypatch.setattr(pipeline, "_engine", engine_of_host_kernels(Noting()))
+    list(gpuload.load(gsm8k, qwen, **options).loader(4))
+    assert "aside" not in happened
+
+
+class Series:
+    """As much of `cudf.Series` as is needed, over host memory."""
+
+    def __init__(self, array: pa.Array) -> None:
+        self.array = array
+
+    def to_pylibcudf(self) -> tuple[Any, dict[str, Any]]:
+        from test_cudf_columns import as_cudf
+
+        return as_cudf(self.array), {}
+
+
+class DataFrame:
+    """As much of `cudf.DataFrame`."""
+
+    def __init__(self, table: pa.Table, copied: list[list[str]]) -> None:
+        self.table, self.copied = table, copied
+
+    def __len__(self) -> int:
+        return int(self.table.num_rows)
+
+    def __getitem__(self, name: str) -> Series:
+        return Series(self.table[name].combine_chunks())
+
+    def drop(self, columns: list[str]) -> DataFrame:
+        return DataFrame(self.table.drop_columns(columns) if columns else self.table, self.copied)
+
+    def head(self, rows: int) -> DataFrame:
+        return DataFrame(self.table.slice(0, rows), [])
+
+    def to_arrow(self, preserve_index: bool) -> pa.Table:
+        assert not preserve_index
+        self.copied.append(self.table.schema.names)
+        return self.table
+
+    def memory_usage(self, index: bool, deep: bool) -> Any:
+        assert deep
+        assert not index
+        return np.array([self.table.nbytes])
+
+
+DataFrame.__module__ = "cudf.core.dataframe"
+
+
+@pytest.mark.parametrize("name", ["messages", "texts"])
+@pytest.mark.parametrize("nbytes", [1, 1 << 20])
+def test_a_cudf_frame_is_used_as_it_lies(qwen: Any, monkeypatch: pytest.MonkeyPatch, name: str, nbytes: int) -> None:
+    pytest.importorskip("pylibcudf")
+    fields = [("content", pa.string()), ("role", pa.string())]
+    prompts = FRAMES[name].cast(pa.list_(pa.struct(fields))) if name == "messages" else FRAMES[name]
+    table = pa.table({"prompt": prompts, "extra": list(range(len(prompts)))})
+    monkeypatch.setattr(cudf, "_to_arrow", lambda kernels, column, kind, rows: prompts_of(column, rows))
+
+    def prompts_of(column: Any, rows: list[int]) -> pa.Array:
+        return prompts.slice(column.offset(), column.size()).take(pa.array(rows))
+
+    copied: list[list[str]] = []
+    kernels = HostKernels()
+    kernels.chunk_bytes = nbytes  # type: ignore[attr-defined]
+    monkeypatch.setattr(pipeline, "_engine", lambda options, reference, exact_only=False: DeviceEngine(
+        kernels, torch.device("cpu"), reference, exact_only, cuda.reader(kernels), options.tokens_on  # type: ignore[arg-type]
+    ))  # fmt: skip
+    found = gpuload.load(DataFrame(table, copied), qwen, max_prompt_length=64)
+    monkeypatch.undo()
+    assert copied == [["extra"]]
+    expected = gpuload.load(table, qwen, max_prompt_length=64)
+    assert found.tokens.to_lists() == expected.tokens.to_lists()
+    assert found.report.refused == expected.report.refused
+    assert found.columns.equals(expected.columns)
+    on_cpu = gpuload.load(DataFrame(table, copied), qwen, max_prompt_length=64, device="cpu")
+    assert on_cpu.tokens.to_lists() == expected.tokens.to_lists()
+
+
+def test_to_cudf_says_what_is_missing(gsm8k: str, qwen: Any) -> None:
+    pytest.importorskip("pylibcudf")
+    prompts = gpuload.load(gsm8k, qwen, max_samples=3, max_prompt_length=512, device="cpu")
+    with pytest.raises(DeviceError, match="to_cudf needs cuDF"):
+        prompts.to_cudf()

@@ -13,8 +13,8 @@ from template_cases import SHARED, TEMPLATES, TEXTS, column, conversations, smal
 from template_cases import assert_same as reference_gives
 
 from gpuload.engines.conversations import of_arrow
-from gpuload.engines.render import render
-from gpuload.template import ChatProgram, Rendered, compile
+from gpuload.engines.render import DeviceText, render
+from gpuload.template import ChatProgram, compile
 from gpuload.template.program import Operation, Path, Ref
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -26,11 +26,11 @@ TEMPLATE = (
 )
 
 
-def by_kernels(program: ChatProgram, prompts: pa.Array) -> Rendered:
-    return render(KERNELS, program, of_arrow(KERNELS, prompts)).to_host()
+def by_kernels(program: ChatProgram, prompts: pa.Array) -> DeviceText:
+    return render(KERNELS, program, of_arrow(KERNELS, prompts))
 
 
-def assert_same(program: ChatProgram, prompts: pa.Array) -> Rendered:
+def assert_same(program: ChatProgram, prompts: pa.Array) -> DeviceText:
     """Text, refusals and counts are those of the CPU engine."""
     expected, found = program.render(prompts), by_kernels(program, prompts)
     assert found.text.equals(expected.text)
@@ -162,7 +162,7 @@ def test_equal_hashes_are_not_believed() -> None:
 
     program = compile(small_tokenizer(), chat_template=TEMPLATE)
     prompts = column(conversations(2, seed=3))
-    found = render(Colliding(), program, of_arrow(KERNELS, prompts)).to_host()
+    found = render(Colliding(), program, of_arrow(KERNELS, prompts))
     assert found.text.equals(program.render(prompts).text)
     assert any("whose hash another" in reason for reason in found.reasons)
 
@@ -183,7 +183,7 @@ def test_outputs_need_not_be_zero_before() -> None:
 
     program = compile(small_tokenizer(), chat_template=TEMPLATE)
     prompts = column(conversations(2, seed=3))
-    assert render(OnPoison(), program, of_arrow(KERNELS, prompts)).to_host().text.equals(program.render(prompts).text)
+    assert render(OnPoison(), program, of_arrow(KERNELS, prompts)).text.equals(program.render(prompts).text)
 
 
 def test_other_columns_are_an_error() -> None:

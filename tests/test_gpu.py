@@ -38,7 +38,7 @@ def assert_same(file: str, tokenizer: Any, **options: Any) -> gpuload.PromptData
 def test_shipped_data(gsm8k: str, qwen: Any) -> None:
     prompts = assert_same(gsm8k, qwen, max_prompt_length=128, return_raw_chat=True)
     assert prompts.report.check.mismatches == []
-    assert "rendered by kernels" in prompts.report.engine
+    assert "rendered and encoded by kernels" in prompts.report.engine
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from gpuload.engines.launch import signatures, source
 
 MOST_REGISTERS = 40
 """With so many a thread, a multiprocessor of 65536 registers holds three quarters of the threads it could hold at all:
-enough to wait for memory with."""
+enough to wait for memory with. What each kernel takes is printed: pytest -s."""
 
 
 def compiled(architecture: str) -> tuple[bytes, str]:
@@ -50,6 +50,7 @@ def test_kernels_compile_without_spills(architecture: str) -> None:
         re.DOTALL,
     )
     assert {name for name, *_ in told} == set(signatures())
-    for name, stack, stores, loads, registers in told:
+    for name, stack, stores, loads, registers in sorted(told):
+        print(f"{architecture} {name}: {registers} registers, {stack} bytes of stack, {stores} + {loads} spilled")
         assert (int(stack), int(stores), int(loads)) == (0, 0, 0), name
         assert int(registers) <= MOST_REGISTERS, (name, registers)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from gpuload.options import Truncation
 from gpuload.read import Source, with_prompts
 from gpuload.template import ChatProgram, Rendered
 from gpuload.template.prompts import render_column, render_rows
-from gpuload.tokenizer.host import host_encoder
+from gpuload.tokenizer.host import HostEncoder, host_encoder
 from gpuload.tokenizer.reference import Reference
 
 
@@ -25,6 +26,7 @@ class CpuEngine:
     Args:
         reference: the tokenizer.
         exact_only: render and encode with the tokenizer object itself, prompt by prompt.
+        notes: further ones for the report.
 
     Attributes:
         program: the compiled chat template.
@@ -34,17 +36,26 @@ class CpuEngine:
     name = "cpu"
     device = torch.device("cpu")
 
-    def __init__(self, reference: Reference, exact_only: bool = False):
-        self._reference = reference
+    def __init__(self, reference: Reference, exact_only: bool = False, notes: tuple[str, ...] = ()):
+        self._reference, self._notes = reference, notes
         self.program = ChatProgram(reference.job)
         self.by_prompt = exact_only or not reference.encodes_rendered_text
+
+    @cached_property
+    def encoder(self) -> HostEncoder:
+        """Built when it is first needed: that takes half a second, and not every load needs it."""
+        return host_encoder(self._reference)
+
+    @property
+    def description(self) -> str:
         if self.by_prompt:
-            self.description = f"cpu: rendered and encoded by {type(reference.tokenizer).__name__}, prompt by prompt"
-            self.notes: tuple[str, ...] = ()
-        else:
-            self._encoder = host_encoder(reference)
-            self.description = f"cpu: chat template compiled, encoded by {self._encoder.name}"
-            self.notes = tuple(f"not used: {reason}" for reason in self._encoder.passed_over)
+            return f"cpu: rendered and encoded by {type(self._reference.tokenizer).__name__}, prompt by prompt"
+        return f"cpu: chat template compiled, encoded by {self.encoder.name}"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        passed_over = () if self.by_prompt else self.encoder.passed_over
+        return (*(f"not used: {reason}" for reason in passed_over), *self._notes)
 
     @staticmethod
     def loading() -> AbstractContextManager[Any]:
@@ -59,10 +70,23 @@ class CpuEngine:
             return render_rows(prompts, self._reference, with_ids=True)
         return render_column(prompts, self._reference, self.program)
 
-    def encode(self, rendered: Rendered) -> Ragged:
-        if rendered.ids is not None:
-            return rendered.ids
-        return self._encoder.encode(pc.fill_null(rendered.text, "") if rendered.refused else rendered.text)
+    def encode(self, text: Rendered) -> tuple[Ragged, int]:
+        if text.ids is not None:
+            return text.ids, 0
+        return self.ids(pc.fill_null(text.text, "") if text.refused else text.text), 0
+
+    def ids(self, text: pa.LargeStringArray) -> Ragged:
+        """n texts, none of them null → n rows of ids."""
+        return self.encoder.encode(text)
+
+    @staticmethod
+    def keep(tokens: Ragged, rows: np.ndarray[Any, Any] | None) -> Ragged:
+        return tokens if rows is None else tokens.take(rows)
+
+    @staticmethod
+    def store(parts: list[Ragged], order: np.ndarray[Any, Any] | None) -> Ragged:
+        whole = Ragged.concatenate(parts)
+        return whole if order is None else whole.take(order)
 
     @staticmethod
     def batches(store: Ragged, limit: int, keep: Truncation, pad_id: int) -> "HostBatches":
@@ -91,3 +115,7 @@ class HostBatches:
 
     def __call__(self, numbers: np.ndarray[Any, Any], rows: Ragged, width: int) -> dict[str, torch.Tensor]:
         return CpuEngine.pad(rows, width, self.pad_id)
+
+    @staticmethod
+    def ahead(batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        return batches

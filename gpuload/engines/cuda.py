@@ -2,7 +2,8 @@
 
 Memory. While a load runs, cuDF (through RMM) and CuPy take from one pool of CUDA's own stream-ordered allocator,
 bounded by `gpu_memory_limit`; it keeps nothing that is freed, and is gone after the load. What stays is the store of
-ids. Batches are CuPy's, handed to torch through DLPack. torch's own pool is never touched.
+ids, in plain allocations of its own (or in pinned host memory, with `tokens_on="host"`). Batches are CuPy arrays in
+memory of torch's own pool, handed to torch through DLPack: once dropped, their memory is torch's to use.
 
 Streams. A load works on the legacy default stream, that of cuDF, CuPy and torch alike. A batch is made on the stream
 that is torch's current one where it is asked for, so that it is ready for whatever torch does next.
@@ -16,8 +17,8 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-from gpuload.engines.cudf import can_read, chunks
-from gpuload.engines.device import DeviceEngine, side_by_side
+from gpuload.engines.cudf import can_read, chunks, slices
+from gpuload.engines.device import DeviceEngine, Reader, side_by_side
 from gpuload.engines.launch import DeviceKernels, Kernels
 from gpuload.engines.texts import laid_out, texts_at
 from gpuload.options import Options
@@ -36,12 +37,8 @@ def number_of(device: str) -> int:
     return torch.cuda.current_device() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
 
 
-def obstacle(device: str, try_out: bool = True) -> str | None:
-    """Why this process cannot use that GPU, or None. CUDA is started last, and only where it is likely to work.
-
-    Args:
-        try_out: compile and run a kernel; without it CUDA is not started.
-    """
+def obstacle(device: str) -> str | None:
+    """Why this process cannot use that GPU, or None. CUDA is started last, and only where it is likely to work."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch"
     if torch.cuda._is_in_bad_fork():
@@ -54,12 +51,10 @@ def obstacle(device: str, try_out: bool = True) -> str | None:
     missing = [name for name in ("cupy", "pylibcudf", "rmm") if importlib.util.find_spec(name) is None]
     if missing:
         return f"{', '.join(missing)} not installed: {_INSTALL}"
-    if not try_out:
-        return None
     try:
         self_test(CudaKernels(number, 0))
     except Exception as error:
-        return f"GPU {number} does not work: {type(error).__name__}: {str(error).splitlines()[0]:.200}"
+        return f"GPU {number} does not work: {type(error).__name__}: {' '.join(str(error).split()):.200}"
     return None
 
 
@@ -78,16 +73,25 @@ def cuda_engine(options: Options, reference: Reference, exact_only: bool = False
     """The `Engine` of a GPU that has no `obstacle`."""
     number = number_of(options.device)
     kernels = CudaKernels(number, options.gpu_memory_limit)
+    device = torch.device("cuda", number)
+    return DeviceEngine(kernels, device, reference, exact_only, reader(kernels), options.tokens_on)
+
+
+def reader(kernels: "CudaKernels") -> Reader:
+    """Reads the prompt column in device memory, where cuDF can, and the other columns on the host."""
 
     def read(source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, pa.Array]]:
         kind = source.schema.field(prompt_key).type
-        if source.parquet is None or not can_read(kind):
+        if source.frame is not None and can_read(kind) and not pa.types.is_dictionary(kind):
+            parts = slices(kernels, source.frame[prompt_key], kind, kernels.chunk_bytes)
+        elif source.parquet is not None and can_read(kind):
+            parts = chunks(kernels, source.parquet, prompt_key, kind, kernels.chunk_bytes)
+        else:
             yield from with_prompts(source, prompt_key)
             return
-        parts = _on_device(kernels, chunks(kernels, source.parquet, prompt_key, kind, kernels.chunk_bytes))
-        yield from side_by_side(parts, source, prompt_key, keep_prompts)
+        yield from side_by_side(_on_device(kernels, parts), source, prompt_key, keep_prompts)
 
-    return DeviceEngine(kernels, torch.device("cuda", number), reference, exact_only, read)
+    return read
 
 
 def _on_device(kernels: DeviceKernels, parts: Iterator[Any]) -> Iterator[Any]:
@@ -101,7 +105,7 @@ def _on_device(kernels: DeviceKernels, parts: Iterator[Any]) -> Iterator[Any]:
 
 
 class CudaKernels(DeviceKernels):
-    """`DeviceKernels` with a bounded pool of memory while a load runs.
+    """`DeviceKernels` with a bounded pool of memory while a load runs, and torch's memory after it.
 
     Args:
         number: of the GPU.
@@ -115,7 +119,8 @@ class CudaKernels(DeviceKernels):
     def __init__(self, number: int, limit: int) -> None:
         super().__init__(number)
         self._limit = limit
-        self._allocator: Callable[[int], Any] | None = None
+        self._loading: Callable[[int], Any] | None = None
+        self._torchs = self.xp.cuda.PythonFunctionAllocator(_torch_memory, _give_back_to_torch).malloc
         self.chunk_bytes = _MOST_CHUNK
 
     @contextmanager
@@ -123,24 +128,40 @@ class CudaKernels(DeviceKernels):
         import rmm
         from rmm.allocators.cupy import rmm_cupy_allocator
 
-        with self.current():
+        with self.xp.cuda.Device(self._number):
             limit = self._limit or self.xp.cuda.runtime.memGetInfo()[0] // 2
             self.chunk_bytes = min(_MOST_CHUNK, limit // 8)
             before = rmm.mr.get_per_device_resource(self._number)
             pool = rmm.mr.CudaAsyncMemoryResource(release_threshold=0)
             rmm.mr.set_per_device_resource(self._number, rmm.mr.LimitingResourceAdaptor(pool, limit))
-        self._allocator = rmm_cupy_allocator
+        self._loading = rmm_cupy_allocator
         try:
-            yield
-        finally:
-            self._allocator = None
             with self.current():
-                self.synchronize()
+                yield
+        finally:
+            self._loading = None
+            with self.xp.cuda.Device(self._number):
+                self.xp.cuda.Stream.null.synchronize()
                 rmm.mr.set_per_device_resource(self._number, before)
 
     def current(self) -> AbstractContextManager[Any]:
-        stack = ExitStack()
+        cuda, stack = self.xp.cuda, ExitStack()
         stack.enter_context(super().current())
-        if self._allocator is not None:
-            stack.enter_context(self.xp.cuda.using_allocator(self._allocator))
+        if self._loading is not None:  # whatever torch's stream is in this thread
+            stack.enter_context(cuda.Stream.null)
+        stack.enter_context(cuda.using_allocator(self._loading or self._torchs))
         return stack
+
+    def lasting(self) -> AbstractContextManager[Any]:
+        allocator: AbstractContextManager[Any] = self.xp.cuda.using_allocator(None)  # no pool: cudaMalloc itself
+        return allocator
+
+
+def _torch_memory(size: int, device: int) -> int:
+    """Memory of torch's pool, in its current stream: torch hands it out again when all that was asked of it before the
+    return has been asked for in that stream."""
+    return int(torch.cuda.caching_allocator_alloc(size, device, torch.cuda.current_stream(device).cuda_stream))
+
+
+def _give_back_to_torch(pointer: int, device: int) -> None:
+    torch.cuda.caching_allocator_delete(pointer)  # type: ignore[no-untyped-call]

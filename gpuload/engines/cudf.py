@@ -1,4 +1,5 @@
-"""Parquet straight into a GPU's memory: cuDF, by its low-level half pylibcudf, reads the prompt column and no other.
+"""Parquet straight into a GPU's memory: cuDF, by its low-level half pylibcudf, reads the prompt column and no other;
+and columns of cuDF's that lie there already.
 
 What cuDF decoded is used as it lies: offsets, characters and masks become arrays through `__cuda_array_interface__`,
 with no copy. Only numbers are made anew: offsets as starts and lengths of 64 bits, masks as one byte a value.
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from gpuload.arrays import Array
+from gpuload.arrays import Array, Ragged
 from gpuload.engines.conversations import (
     EMPTY,
     NULL,
@@ -58,7 +59,8 @@ def chunks(kernels: Kernels, path: str, column: str, kind: pa.DataType, nbytes: 
 
     done = 0
     while True:
-        options = parquet.ParquetReaderOptions.builder(SourceInfo([path])).column_names([column]).build()
+        options = parquet.ParquetReaderOptions.builder(SourceInfo([path])).build()
+        options.set_column_names([column])  # which the builder of cuDF 26.6 does not know
         if done:
             options.set_skip_rows(done)
         try:
@@ -81,6 +83,60 @@ def chunks(kernels: Kernels, path: str, column: str, kind: pa.DataType, nbytes: 
             return
         del reader  # and what it holds, before there is another one
         nbytes = _smaller(nbytes)
+
+
+def slices(kernels: Kernels, series: Any, kind: pa.DataType, nbytes: int) -> Iterator[Conversations]:
+    """A prompt column that lies in device memory already, some rows at a time, with no copy.
+
+    Args:
+        series: a `cudf.Series`.
+        kind: Arrow's type of it.
+        nbytes: a part is about so large.
+    """
+    column, _ = series.to_pylibcudf()
+    rows = column.size()
+    step = max(1, rows * nbytes // max(1, column.device_buffer_size()))
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    names: dict[str, Any] = {"element": {field.name: {} for field in kind.value_type}} if is_list else {}
+    for low in range(0, rows, step):
+        yield of_cudf(kernels, _sliced(kernels, column, low, min(rows, low + step)), kind, names)
+
+
+def _sliced(kernels: Kernels, column: "plc.Column", low: int, high: int) -> "plc.Column":
+    import pylibcudf as plc
+
+    start, size = column.offset() + low, high - low
+    nulls = int(kernels.xp.count_nonzero(~_valid(kernels, column, start, size)))
+    return plc.Column(column.type(), size, column.data(), column.null_mask(), nulls, start, column.children())
+
+
+def frame_of(columns: pa.Table, tokens: Ragged) -> Any:
+    """A `cudf.DataFrame` of columns and rows of ids.
+
+    Args:
+        columns: n rows, copied to the device.
+        tokens: n rows; used as they lie where that is the device.
+
+    Returns:
+        The columns and `raw_prompt_ids`, a list of int32 a row.
+
+    Raises:
+        DeviceError: cuDF is not installed, or there are more ids than a column of lists can have.
+    """
+    try:
+        import cudf
+        import cupy
+        import pylibcudf as plc
+    except ImportError as error:
+        raise DeviceError(f"to_cudf needs cuDF ({error}): pip install 'gpuload[cudf-cu13]'") from error
+    if len(tokens.values) > np.iinfo(np.int32).max:
+        raise DeviceError(f"{len(tokens.values):,} ids are more than a cuDF column of lists can have: take fewer rows")
+    made = plc.Column.from_cuda_array_interface
+    children = [made(cupy.asarray(tokens.offsets).astype(np.int32)), made(cupy.asarray(tokens.values))]
+    ids = plc.Column(plc.DataType(plc.TypeId.LIST), len(tokens), None, None, 0, 0, children)
+    frame = cudf.DataFrame.from_arrow(columns)
+    frame["raw_prompt_ids"] = cudf.Series.from_pylibcudf(ids)
+    return frame
 
 
 def _smaller(nbytes: int) -> int:

@@ -1,32 +1,35 @@
-"""The engine of a device: rendering and batches by kernels, on NumPy or CuPy arrays.
+"""The engine of a device: rendering, encoding and batches by kernels, on NumPy or CuPy arrays.
 
-Tokens are still made on the host: the rendered text goes there once, ids come back once, when all of them are known.
-The report says so. Everything here but the reading (`cuda.py`) runs on any machine: the tests give it kernels that were
-compiled for the host.
+Text and ids stay where they are made. Where a tokenizer has no tables for the device, and for single rows that its
+kernels leave, text goes to the host's encoder and ids come back; the report says so. Everything here but the reading
+(`cuda.py`) runs on any machine: the tests give it kernels that were compiled for the host.
 """
 
-import os
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
-from torch.utils.dlpack import from_dlpack
 
-from gpuload.arrays import Array, Ragged
+from gpuload.arrays import Array, Ragged, on_host
+from gpuload.engines.batches import DeviceBatches
 from gpuload.engines.conversations import Conversations, of_arrow
-from gpuload.engines.cpu import CpuEngine, HostBatches
+from gpuload.engines.cpu import CpuEngine
+from gpuload.engines.encode import LEAST_CHUNK, DeviceEncoder
 from gpuload.engines.launch import Kernels
-from gpuload.engines.render import render
+from gpuload.engines.render import DeviceText, render
+from gpuload.engines.texts import copied, texts_at
 from gpuload.errors import DeviceError
-from gpuload.options import Truncation
+from gpuload.options import TokensOn, Truncation
 from gpuload.read import Source, with_prompts
 from gpuload.template import Rendered
 from gpuload.template.prompts import one_user_message
 from gpuload.tokenizer.reference import Reference
+from gpuload.tokenizer.twin import Twin, twin_of
 
 Reader = Callable[[Source, str, bool], Iterator[tuple[pa.Table, pa.Array]]]
 
@@ -41,6 +44,7 @@ class DeviceEngine:
         exact_only: render and encode with the tokenizer object itself, prompt by prompt; then only batches are the
             device's.
         reader: reads into the device's memory; None: Arrow reads, and the prompt column is copied over once.
+        tokens_on: where the store of ids stays.
     """
 
     name = "cuda"
@@ -52,18 +56,35 @@ class DeviceEngine:
         reference: Reference,
         exact_only: bool = False,
         reader: Reader | None = None,
+        tokens_on: TokensOn = "device",
     ):
         self.device = device
-        self._kernels, self._reader = kernels, reader
+        self._kernels, self._reader, self._tokens_on = kernels, reader, tokens_on
         self._host = CpuEngine(reference, exact_only)
         self._by_kernels = not self._host.by_prompt and reference.uses_template
-        self.notes = self._host.notes
-        if self._by_kernels:
-            how = self._host.description.removeprefix("cpu: chat template compiled, ")
-            self.description = f"{device}: chat template compiled, rendered by kernels; {how} on the host"
-            self.notes += ("text is copied to the host once, and its ids back once: there is no device tokenizer yet",)
-        else:
-            self.description = f"{self._host.description}; batches on {device}"
+        self._twin = twin_of(reference) if self._by_kernels else ""
+
+    @property
+    def description(self) -> str:
+        if not self._by_kernels:
+            return f"{self._host.description}; batches on {self.device}"
+        if isinstance(self._twin, Twin):
+            return f"{self.device}: chat template compiled, rendered and encoded by kernels"
+        how = self._host.description.removeprefix("cpu: chat template compiled, ")
+        return f"{self.device}: chat template compiled, rendered by kernels; {how} on the host"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        if not self._by_kernels:
+            return self._host.notes
+        if isinstance(self._twin, Twin):
+            return ()
+        return (f"text goes to the host once, and its ids back once: {self._twin}", *self._host.notes)
+
+    @cached_property
+    def _encoder(self) -> DeviceEncoder | None:
+        """Made when it is first needed, while a load runs: its tables are given back with everything else."""
+        return DeviceEncoder(self._kernels, self._twin) if isinstance(self._twin, Twin) else None
 
     def loading(self) -> AbstractContextManager[Any]:
         return self._kernels.loading()
@@ -73,7 +94,7 @@ class DeviceEngine:
             return with_prompts(source, prompt_key)
         return self._reader(source, prompt_key, keep_prompts)
 
-    def render(self, prompts: pa.Array) -> Rendered:
+    def render(self, prompts: pa.Array) -> Rendered | DeviceText:
         if not isinstance(prompts, Conversations):
             if not self._by_kernels or not _is_column(prompts.type):
                 return self._host.render(prompts)
@@ -84,35 +105,90 @@ class DeviceEngine:
             column = prompts if isinstance(prompts, Conversations) else of_arrow(self._kernels, prompts)
             return self._rendered(column)
 
-    def _rendered(self, column: Conversations) -> Rendered:
+    def _rendered(self, column: Conversations) -> DeviceText:
         try:
-            return render(self._kernels, self._host.program, column).to_host()
+            return render(self._kernels, self._host.program, column)
         except MemoryError as error:
             if len(column) < 2:
                 raise DeviceError(
                     "out of GPU memory while rendering: raise gpu_memory_limit, free memory, or use device='cpu'"
                 ) from error
         middle = len(column) // 2
-        return joined([self._rendered(column.take(part)) for part in np.split(np.arange(len(column)), [middle])])
+        halves = [self._rendered(column.take(part)) for part in np.split(np.arange(len(column)), [middle])]
+        return DeviceText.joined(halves)
 
-    def encode(self, rendered: Rendered) -> Ragged:
-        return self._host.encode(rendered)
+    def encode(self, text: Rendered | DeviceText) -> tuple[Ragged, int]:
+        with self._kernels.current():
+            if isinstance(text, Rendered):
+                ids, left = self._host.encode(text)
+                return on_device(self._kernels, ids), left
+            if self._encoder is None:
+                ids = self._host.ids(pc.fill_null(text.text, "") if text.refused else text.text)
+                return on_device(self._kernels, ids), 0
+            return self._encoded(self._encoder, text)
 
-    def batches(self, store: Ragged, limit: int, keep: Truncation, pad_id: int) -> "DeviceBatches":
-        return DeviceBatches(self._kernels, store, limit, keep, pad_id)
+    def _encoded(self, encoder: DeviceEncoder, text: DeviceText) -> tuple[Ragged, int]:
+        """All rows by kernels, and those that are left by the host's encoder, in their places."""
+        kernels, xp = self._kernels, self._kernels.xp
+        try:
+            ids, left = encoder.encode(text.data, text.offsets)
+            at = xp.flatnonzero(left)
+            if not len(at):
+                return ids, 0
+            texts = [one.decode() for one in texts_at(kernels, text.column, on_host(at).tolist())]
+            others = on_device(kernels, self._host.ids(pa.array(texts, pa.large_string())))
+            address, length = kernels.address(ids.values) + 4 * ids.offsets[:-1], ids.lengths
+            address[at] = kernels.address(others.values) + 4 * others.offsets[:-1]
+            length[at] = others.lengths
+            return _gathered(kernels, address, length), len(at)
+        except MemoryError as error:
+            if encoder.chunk_bytes <= LEAST_CHUNK:
+                raise DeviceError(
+                    "out of GPU memory while encoding: raise gpu_memory_limit, free memory, or use device='cpu'"
+                ) from error
+        encoder.chunk_bytes //= 2
+        return self._encoded(encoder, text)
+
+    def keep(self, tokens: Ragged, rows: np.ndarray[Any, Any] | None) -> Ragged:
+        xp = self._kernels.xp
+        with self._kernels.current():
+            at = xp.arange(len(tokens)) if rows is None else xp.asarray(rows)
+            if self._tokens_on == "host":
+                return take(self._kernels, tokens, at).to_host()
+            with self._kernels.lasting():
+                return take(self._kernels, tokens, at)
+
+    def store(self, parts: list[Ragged], order: np.ndarray[Any, Any] | None) -> Ragged:
+        kernels = self._kernels
+        if self._tokens_on == "host":
+            whole = self._host.store(parts, order)
+            return Ragged(kernels.pinned(whole.values), whole.offsets)
+        with kernels.current(), kernels.lasting():
+            whole = Ragged.concatenate(parts)
+            return whole if order is None else take(kernels, whole, kernels.xp.asarray(order))
+
+    def batches(self, store: Ragged, limit: int, keep: Truncation, pad_id: int) -> DeviceBatches:
+        return DeviceBatches(self._kernels, store, limit, keep, pad_id, pinned=self._tokens_on == "host")
 
 
-def joined(parts: list[Rendered]) -> Rendered:
-    """The rows of all parts, one after the other."""
-    whole, rows, reasons = Rendered(pa.concat_arrays([part.text for part in parts])), 0, Counter[str]()
-    for part in parts:
-        whole.refused |= {rows + row: reason for row, reason in part.refused.items()}
-        whole.compiled_rows += part.compiled_rows
-        whole.reference_rows += part.reference_rows
-        reasons.update(part.reasons)
-        rows += len(part.text)
-    whole.reasons = dict(reasons.most_common())
-    return whole
+def on_device(kernels: Kernels, rows: Ragged) -> Ragged:
+    """Rows of the host, copied over; rows that are there already as they are."""
+    return Ragged(kernels.xp.asarray(rows.values), kernels.xp.asarray(rows.offsets))
+
+
+def take(kernels: Kernels, tokens: Ragged, rows: Array) -> Ragged:
+    """`Ragged.take` by one kernel: array modules of devices have no `repeat` by an array.
+
+    Args:
+        rows: (m,) row numbers in device memory.
+    """
+    return _gathered(kernels, kernels.address(tokens.values) + 4 * tokens.offsets[rows], tokens.lengths[rows])
+
+
+def _gathered(kernels: Kernels, address: Array, length: Array) -> Ragged:
+    """Rows of ids from anywhere in the device's memory: where each begins, and how many ids it has."""
+    offsets, data = copied(kernels, address, 4 * length)
+    return Ragged(data.view(np.int32), offsets // 4)
 
 
 def side_by_side(
@@ -141,54 +217,3 @@ def _is_column(kind: pa.DataType) -> bool:
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return bool(pa.types.is_struct(kind.value_type))
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
-
-
-class DeviceBatches:
-    """The `Batches` of a device, over a copy of the store in its memory: 4 bytes a token.
-
-    In another process, forked or spawned, it makes host tensors: no process may use the CUDA of another.
-    """
-
-    def __init__(self, kernels: Kernels, store: Ragged, limit: int, keep: Truncation, pad_id: int):
-        self._kernels, self._limit, self._keep, self._pad_id = kernels, limit, keep, pad_id
-        self._process = os.getpid()
-        with kernels.current():
-            self._store = Ragged(kernels.xp.asarray(store.values), kernels.xp.asarray(store.offsets))
-            kernels.synchronize()  # batches may be asked for in another stream
-
-    def __call__(self, numbers: np.ndarray[Any, Any], rows: Ragged, width: int) -> dict[str, torch.Tensor]:
-        if os.getpid() != self._process:
-            return CpuEngine.pad(rows, width, self._pad_id)
-        with self._kernels.current():
-            at = self._kernels.xp.asarray(numbers)
-            return pad(self._kernels, self._store, at, width, self._limit, self._keep, self._pad_id)
-
-    def __reduce__(self) -> tuple[type[HostBatches], tuple[int]]:
-        return HostBatches, (self._pad_id,)
-
-
-def pad(
-    kernels: Kernels, store: Ragged, rows: Array, width: int, limit: int, keep: Truncation, pad_id: int
-) -> dict[str, torch.Tensor]:
-    """A batch, taken from the store, truncated and padded by one kernel.
-
-    Args:
-        store: all ids, in device memory; int32.
-        rows: (B,) int64 row numbers, in device memory.
-        width: of the batch, at least as much as the longest row keeps.
-        limit: a row keeps at most so many ids.
-        keep: which part goes, as in `Ragged.truncate`; "error" is for rows that are not too long.
-        pad_id: fills rows up at the left.
-
-    Returns:
-        `input_ids`, `attention_mask`, `position_ids`: int64 (B, width), the memory that the kernel wrote (DLPack),
-        ordered behind it in the current stream.
-    """
-    xp, count = kernels.xp, len(rows)
-    head = {"error": 0, "left": 0, "right": limit, "middle": limit // 2}[keep]
-    outs = {name: xp.empty((count, width), np.int64) for name in ("input_ids", "attention_mask", "position_ids")}
-    kernels.run(
-        "pad", kernels.blocks(count), count, rows, store.values, store.offsets, width, limit, head, pad_id,
-        *outs.values(),
-    )  # fmt: skip
-    return {name: from_dlpack(out) for name, out in outs.items()}

@@ -11,7 +11,8 @@ source, and each argument is held against them before every launch.
 """
 
 import re
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import resources
@@ -40,6 +41,8 @@ FILES = (
     "nfc.cu",
     "rewrite.cu",
     "split.cu",
+    "words.cu",
+    "merges.cu",
 )
 
 _TYPES = {"i64": np.int64, "u64": np.uint64, "int": np.int32, "u16": np.uint16, "u8": np.uint8, "bool": np.bool_}
@@ -96,9 +99,28 @@ class Kernels:
         """Around a load: what is taken meanwhile is given back after it."""
         return nullcontext()
 
+    def lasting(self) -> AbstractContextManager[Any]:
+        """Within, arrays are made in memory that stays when the load is over."""
+        return nullcontext()
+
+    def aside(self) -> AbstractContextManager[Any]:
+        """Within, work goes to a stream of its own, behind all that the current one has been asked for."""
+        return nullcontext()
+
+    def rejoin(self) -> None:
+        """Makes the current stream wait for what was asked for aside."""
+
     def view(self, buffer: Any) -> Array:
         """A buffer of cuDF's as an array of uint8, with no copy."""
         return self.xp.asarray(buffer)
+
+    def pinned(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """A copy of a host array in memory that the device can reach into."""
+        return array
+
+    def reached(self, pinned: np.ndarray[Any, Any]) -> Array:
+        """What `pinned` gave as an array for kernels: the same memory, read across the bus."""
+        return pinned
 
     def synchronize(self) -> None:
         """Waits for all that was asked of the device in the current stream."""
@@ -178,6 +200,7 @@ class DeviceKernels(Kernels):
         self._number = number
         self._module = cupy.RawModule(code=source(), options=("-std=c++17",))
         self._function = lru_cache(maxsize=None)(self._module.get_function)
+        self._side: Any = None
 
     def current(self) -> AbstractContextManager[Any]:
         import torch
@@ -188,6 +211,36 @@ class DeviceKernels(Kernels):
         stack.enter_context(cuda.Device(self._number))
         stack.enter_context(cuda.ExternalStream(pointer, self._number) if pointer else cuda.Stream.null)
         return stack
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        import torch
+
+        if self._side is None:
+            self._side = torch.cuda.Stream(self._number)  # type: ignore[no-untyped-call]
+        # Memory that the last user of a batch has given back may be written to again as soon as this stream is here.
+        self._side.wait_stream(torch.cuda.current_stream(self._number))
+        with torch.cuda.stream(self._side):
+            yield
+
+    def rejoin(self) -> None:
+        import torch
+
+        torch.cuda.current_stream(self._number).wait_stream(self._side)
+
+    def pinned(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        import cupyx
+
+        copy: np.ndarray[Any, Any] = cupyx.empty_pinned(array.shape, array.dtype)
+        copy[:] = array
+        return copy
+
+    def reached(self, pinned: np.ndarray[Any, Any]) -> Array:
+        if not pinned.size:
+            return self.xp.asarray(pinned)
+        # Pinned memory has one address for host and device (unified addressing), so a kernel takes it as it is.
+        memory = self.xp.cuda.UnownedMemory(pinned.ctypes.data, pinned.nbytes, pinned, self._number)
+        return self.xp.ndarray(pinned.shape, pinned.dtype, self.xp.cuda.MemoryPointer(memory, 0))
 
     def synchronize(self) -> None:
         self.xp.cuda.get_current_stream().synchronize()

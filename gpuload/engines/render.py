@@ -16,6 +16,8 @@ step 4 as all others, so rows come out in order.
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,10 +25,9 @@ import pyarrow as pa
 from gpuload.arrays import Array, offsets_of, on_host
 from gpuload.engines.conversations import Conversations, sort
 from gpuload.engines.launch import Kernels
-from gpuload.engines.texts import BOUNDS_ONLY, TextColumn, answer, copied, laid_out, operate
+from gpuload.engines.texts import BOUNDS_ONLY, TextColumn, answer, copied, laid_out, not_ascii, operate
 from gpuload.template.arrow import Grower, leaves
 from gpuload.template.program import Branch, Operation, Path, Predicate, Ref, Reference, Refused, Shape
-from gpuload.template.rendered import Rendered
 from gpuload.template.trace import Texts
 from gpuload.tokenizer.job import refusal
 
@@ -38,11 +39,13 @@ class DeviceText:
     """A column of prompts as text, in device memory. A refused row is empty.
 
     Attributes:
+        kernels: for that device.
         offsets: (n + 1,) int64.
         data: uint8, all texts one after the other.
         refused, compiled_rows, reference_rows, reasons: as in `Rendered`.
     """
 
+    kernels: Kernels
     offsets: Array
     data: Array
     refused: dict[int, str] = field(default_factory=dict)
@@ -50,15 +53,53 @@ class DeviceText:
     reference_rows: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
 
-    def to_host(self) -> Rendered:
-        """The same, copied once, as Arrow."""
-        rows = len(self.offsets) - 1
-        valid = np.ones(rows, bool)
-        valid[list(self.refused)] = False
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def column(self) -> TextColumn:
+        """The texts as kernels take them."""
+        return TextColumn(self.data, self.offsets[:-1], self.kernels.xp.diff(self.offsets))
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
+
+    @cached_property
+    def sizes(self) -> np.ndarray[Any, Any]:
+        """(n,) bytes of each text, -1 for a row that was refused; on the host."""
+        sizes = on_host(self.kernels.xp.diff(self.offsets)).copy()
+        sizes[list(self.refused)] = -1
+        return sizes
+
+    @property
+    def wide(self) -> np.ndarray[Any, Any]:
+        """(n,) bool, true for a text that is not all ASCII; on the host."""
+        return on_host(not_ascii(self.kernels, self.column))
+
+    @cached_property
+    def text(self) -> pa.LargeStringArray:
+        """The texts as Arrow, copied to the host when they are first asked for. A refused row is null."""
+        valid = self.sizes >= 0
         mask = None if valid.all() else pa.py_buffer(np.packbits(valid, bitorder="little"))
-        buffers = [mask, pa.py_buffer(on_host(self.offsets)), pa.py_buffer(on_host(self.data))]
-        text = pa.LargeStringArray.from_buffers(rows, buffers[1], buffers[2], buffers[0])
-        return Rendered(text, self.refused, self.compiled_rows, self.reference_rows, self.reasons)
+        offsets, data = pa.py_buffer(on_host(self.offsets)), pa.py_buffer(on_host(self.data))
+        return pa.LargeStringArray.from_buffers(len(self), offsets, data, mask)
+
+    @staticmethod
+    def joined(parts: "list[DeviceText]") -> "DeviceText":
+        """The rows of all parts, one after the other."""
+        kernels, xp = parts[0].kernels, parts[0].kernels.xp
+        offsets = offsets_of(xp.concatenate([xp.diff(part.offsets) for part in parts]))
+        whole, reasons = DeviceText(kernels, offsets, xp.concatenate([part.data for part in parts])), Counter[str]()
+        rows = 0
+        for part in parts:
+            whole.refused |= {rows + row: reason for row, reason in part.refused.items()}
+            whole.compiled_rows += part.compiled_rows
+            whole.reference_rows += part.reference_rows
+            reasons.update(part.reasons)
+            rows += len(part)
+        whole.reasons = dict(reasons.most_common())
+        return whole
 
 
 def render(kernels: Kernels, program: Grower, prompts: Conversations) -> DeviceText:
@@ -166,6 +207,7 @@ class _Walk:
         )
         offsets, data = copied(kernels, address, sizes)
         return DeviceText(
+            kernels,
             offsets[bounds],
             data,
             dict(sorted(self.refused.items())),

@@ -120,6 +120,13 @@ def not_utf8(kernels: Kernels, texts: TextColumn) -> Array:
     return bad
 
 
+def not_ascii(kernels: Kernels, texts: TextColumn) -> Array:
+    """(n,) bool, true where a text has a character beyond ASCII."""
+    wide = kernels.xp.zeros(len(texts), bool)
+    kernels.run("not_ascii", kernels.warps(len(texts)), len(texts), texts.data, texts.start, texts.length, wide)
+    return wide
+
+
 def distinct(kernels: Kernels, texts: TextColumn) -> tuple[Array, Array, Array]:
     """Groups of equal texts, for columns of few and short ones.
 

@@ -1,7 +1,9 @@
 """What rendering gives, whichever way it went."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -32,3 +34,14 @@ class Rendered:
     def nbytes(self) -> int:
         """Of the texts, without Arrow's offsets."""
         return int(pc.sum(pc.binary_length(self.text)).as_py() or 0)
+
+    @property
+    def sizes(self) -> np.ndarray[Any, Any]:
+        """(n,) bytes of each text, -1 for a row that was refused."""
+        return np.asarray(pc.fill_null(pc.binary_length(self.text), -1))
+
+    @property
+    def wide(self) -> np.ndarray[Any, Any]:
+        """(n,) bool, true for a text that is not all ASCII."""
+        characters = np.asarray(pc.fill_null(pc.utf8_length(self.text), -1))
+        return np.asarray(self.sizes != characters)

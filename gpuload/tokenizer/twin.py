@@ -18,7 +18,9 @@ import numpy as np
 from gpuload.tokenizer import fallback
 from gpuload.tokenizer.fallback import FallbackTables, fallback_tables
 from gpuload.tokenizer.merges import MergeTables, look_up_words, merge, merge_tables
-from gpuload.tokenizer.spec import WHITE_SPACE, AddedToken, BpeSpec
+from gpuload.tokenizer.reference import Reference
+from gpuload.tokenizer.regex import UnsupportedRegexError
+from gpuload.tokenizer.spec import WHITE_SPACE, AddedToken, BpeSpec, bpe_spec
 from gpuload.tokenizer.splitter import Splitter, compile_splitter, pieces
 from gpuload.tokenizer.unassigned import UNASSIGNED
 
@@ -32,6 +34,19 @@ class Twin:
     spec: BpeSpec
     splitter: Splitter
     tables: MergeTables | FallbackTables
+
+
+def twin_of(reference: Reference) -> Twin | str:
+    """The tables of a load's tokenizer, or one sentence why there are none."""
+    if reference.backend is None:
+        return f"{type(reference.tokenizer).__name__} is not a fast tokenizer"
+    spec = bpe_spec(reference.model_json)
+    if isinstance(spec, str):
+        return spec
+    try:
+        return compile_twin(spec)
+    except UnsupportedRegexError as error:
+        return str(error)
 
 
 def compile_twin(spec: BpeSpec) -> Twin:

@@ -115,6 +115,19 @@ extern "C" __global__ void not_utf8(i64 texts, const u8* data, const i64* start,
     }
 }
 
+// wide[i] becomes true where text i has a byte beyond ASCII; the caller has filled it with false. A warp per text.
+extern "C" __global__ void not_ascii(i64 texts, const u8* data, const i64* start, const i64* length, bool* wide)
+{
+    EACH_WARP(i, texts) {
+        for (i64 k = lane; k < length[i]; k += 32) {
+            if (data[start[i] + k] >= 0x80) {
+                wide[i] = true;
+                break;
+            }
+        }
+    }
+}
+
 // hash[i]: a number that equal texts share. A thread per text: for short ones (roles).
 extern "C" __global__ void hash_texts(i64 texts, const u8* data, const i64* start, const i64* length, i64* hash)
 {

@@ -1,0 +1,96 @@
+"""Batches from the ragged store of ids, by one kernel.
+
+The store stays in device memory (4 bytes a token), or, with `tokens_on="host"`, in pinned host memory: the same kernel
+then reads the ids of a batch's rows, and no others, across the bus, one batch ahead of the consumer in a stream of its
+own. Either way what the kernel writes is what torch gets, through DLPack.
+"""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from gpuload.arrays import Array, Ragged
+from gpuload.engines.cpu import CpuEngine, HostBatches
+from gpuload.engines.launch import Kernels
+from gpuload.options import Truncation
+
+
+class DeviceBatches:
+    """The `Batches` of a device.
+
+    In another process, forked or spawned, it makes host tensors: no process may use the CUDA of another.
+
+    Args:
+        store: all ids, in the device's memory.
+        pinned: they are in pinned memory of the host instead.
+
+    Attributes:
+        store: the same, as kernels reach it.
+    """
+
+    def __init__(
+        self, kernels: Kernels, store: Ragged, limit: int, keep: Truncation, pad_id: int, pinned: bool = False
+    ):
+        self._kernels, self._limit, self._keep, self._pad_id = kernels, limit, keep, pad_id
+        self._process = os.getpid()
+        with kernels.current():
+            values = kernels.reached(store.values) if pinned else store.values
+            self.store = Ragged(values, kernels.xp.asarray(store.offsets))
+            kernels.synchronize()  # batches may be asked for in another stream
+        self._crosses_the_bus = pinned
+
+    def __call__(self, numbers: np.ndarray[Any, Any], rows: Ragged, width: int) -> dict[str, torch.Tensor]:
+        if os.getpid() != self._process:
+            return CpuEngine.pad(rows, width, self._pad_id)
+        with self._kernels.current():
+            at = self._kernels.xp.asarray(numbers)
+            return pad(self._kernels, self.store, at, width, self._limit, self._keep, self._pad_id)
+
+    def ahead(self, batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """The same batches; where ids cross the bus, each is made while the consumer works on the one before it."""
+        if not self._crosses_the_bus or os.getpid() != self._process:
+            yield from batches
+            return
+        with self._kernels.aside():
+            coming = next(batches, None)
+        while coming is not None:
+            self._kernels.rejoin()
+            ready = coming
+            with self._kernels.aside():
+                coming = next(batches, None)
+            yield ready
+            del ready  # its memory may serve the next one
+
+    def __reduce__(self) -> tuple[type[HostBatches], tuple[int]]:
+        return HostBatches, (self._pad_id,)
+
+
+def pad(
+    kernels: Kernels, store: Ragged, rows: Array, width: int, limit: int, keep: Truncation, pad_id: int
+) -> dict[str, torch.Tensor]:
+    """A batch, taken from the store, truncated and padded by one kernel.
+
+    Args:
+        store: all ids, where the device can read them; int32.
+        rows: (B,) int64 row numbers, in device memory.
+        width: of the batch, at least as much as the longest row keeps.
+        limit: a row keeps at most so many ids.
+        keep: which part goes, as in `Ragged.truncate`; "error" is for rows that are not too long.
+        pad_id: fills rows up at the left.
+
+    Returns:
+        `input_ids`, `attention_mask`, `position_ids`: int64 (B, width), the memory that the kernel wrote (DLPack),
+        ordered behind it in the current stream.
+    """
+    xp, count = kernels.xp, len(rows)
+    head = {"error": 0, "left": 0, "right": limit, "middle": limit // 2}[keep]
+    outs = {name: xp.empty((count, width), np.int64) for name in ("input_ids", "attention_mask", "position_ids")}
+    kernels.run(
+        "pad", kernels.blocks(count), count, rows, store.values, store.offsets, width, limit, head, pad_id,
+        *outs.values(),
+    )  # fmt: skip
+    return {name: from_dlpack(out) for name, out in outs.items()}

@@ -1,0 +1,367 @@
+"""Pieces to ids by kernels of the host, against the models of `tokenizers` and the definition in plain Python."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import test_bpe_fallback
+import test_bpe_merges
+from host_kernels import COMPILER, HostKernels
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_bpe_fallback import GEMMA
+from test_bpe_merges import BYTES, by_model, compiled, flat
+from tokenizers import Tokenizer
+
+from gpuload.engines import bpe as engine
+from gpuload.engines.bpe import LONGEST, Merger
+from gpuload.engines.pieces import Pieces
+from gpuload.tokenizer import fallback, merges
+from gpuload.tokenizer.spec import BpeSpec, bpe_spec
+from gpuload.tokenizer.twin import Twin, compile_twin
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+Row = list[bytes | int]  # pieces of text, and ids of added tokens
+
+
+class _Poisoned(ModuleType):
+    """NumPy, but what it does not fill is full of garbage."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    @staticmethod
+    def empty(shape: Any, dtype: Any) -> Any:
+        return np.full(shape, 0x5A5A5A5A, dtype)
+
+
+class PoisonedKernels(HostKernels):
+    xp = _Poisoned("poisoned")
+
+
+KERNELS = PoisonedKernels()
+
+
+@pytest.fixture(scope="module")
+def mergers(bpe: dict[str, Any]) -> list[tuple[Merger, Twin, Any]]:
+    """Of several tokenizers with the same tables, one."""
+    found: dict[bytes, tuple[Merger, Twin, Any]] = {}
+    for spec, backend in bpe.values():
+        twin = compile_twin(spec)
+        key = twin.tables.pairs.tobytes() + twin.tables.word_ids.tobytes()
+        if key not in found:
+            found[key] = Merger(KERNELS, twin.tables), twin, backend
+    return list(found.values())
+
+
+@pytest.fixture(scope="module")
+def gemma() -> tuple[Merger, Any]:
+    if not GEMMA.exists():
+        pytest.skip("needs the folder of real tokenizers")
+    backend = Tokenizer.from_file(str(GEMMA))
+    spec = bpe_spec(backend.to_str())
+    assert isinstance(spec, BpeSpec), spec
+    return Merger(KERNELS, compile_twin(spec).tables), backend
+
+
+def pieces_of(rows: list[Row | None]) -> Pieces:
+    """Rows of pieces, with other bytes between them; None is a row that is left."""
+    pieces = [piece for row in rows for piece in row or ()]
+    data, start = bytearray(b"ab"), []
+    for piece in pieces:
+        start.append(len(data) if isinstance(piece, bytes) else -(1 << 31))
+        data += (piece + b"a") if isinstance(piece, bytes) else b""
+    length = [len(piece) if isinstance(piece, bytes) else ~piece for piece in pieces]
+    return Pieces(
+        first=np.cumsum([0, *(len(row or ()) for row in rows)]),
+        start=np.array(start, np.int32),
+        length=np.array(length, np.int32),
+        data=np.frombuffer(bytes(data), np.uint8),
+        left=np.array([row is None for row in rows], bool),
+    )
+
+
+def ids_of(merger: Merger, rows: list[Row | None]) -> list[list[int]]:
+    """The ids of rows none of which becomes one for the reference."""
+    ids, left = merger.ids(pieces_of(rows))
+    assert ids.values.dtype == np.int32
+    assert ids.offsets.dtype == np.int64
+    assert left.tolist() == [row is None for row in rows]
+    assert len(ids) == len(rows)
+    return ids.to_lists()
+
+
+def check(merger: Merger, backend: Any, pieces: list[bytes]) -> None:
+    assert ids_of(merger, [[piece] for piece in pieces]) == by_model(backend, pieces)
+
+
+def rows_by_definition(twin: Twin, rows: list[Row | None]) -> list[list[int]]:
+    """By look_up_words and merges.merge."""
+    found = []
+    for row in rows:
+        ids: list[int] = []
+        for piece in row or ():
+            if isinstance(piece, int):
+                ids.append(piece)
+            elif piece:
+                whole = int(merges.look_up_words(twin.tables, *flat([piece]))[0])
+                ids += [whole] if whole >= 0 else merges.merge(twin.tables, *flat([piece]))[0].tolist()
+        found.append(ids)
+    return found
+
+
+def test_every_entry(mergers: list[Any]) -> None:
+    """Each entry of each vocabulary as a piece, in reach or not; and what nearly is one."""
+    for merger, twin, backend in mergers:
+        entries = [entry for entry in twin.spec.vocab if entry and all(letter in BYTES for letter in entry)]
+        entries += [token.content for token in twin.spec.added if all(letter in BYTES for letter in token.content)]
+        words = [bytes(BYTES[letter] for letter in entry) for entry in entries]
+        check(merger, backend, words)
+        check(merger, backend, [word + b"q" for word in words[::20]] + [word[:-1] for word in words[::20] if word[1:]])
+
+
+def test_bytes_of_every_length(mergers: list[Any]) -> None:
+    rng = np.random.default_rng(0)
+    sizes = (*range(1, 70), *(95, 96, 97, 127, 128, 129, 300, 1000, 2047, LONGEST - 1, LONGEST))
+    pieces = [rng.integers(0, 256, size).astype(np.uint8).tobytes() for size in sizes]
+    for letters in (b"aeinrst ", b"ab", b"0123456789", "的一是不了在".encode(), b" \n\t"):
+        pieces += [rng.choice(list(letters), size).astype(np.uint8).tobytes() for size in sizes]
+    rng.shuffle(pieces)
+    for merger, _, backend in mergers:
+        check(merger, backend, pieces)
+
+
+def test_runs(mergers: list[Any]) -> None:
+    units = (b"a", b" ", b"1", b"\n", b"=", b"\t", b"-", b"\xff", b"ab", b"\r\n", "你".encode())
+    counts = (1, 2, 3, 31, 32, 33, 64, 65, 127, 128, 129, 500, LONGEST)
+    pieces = [(unit * count)[:LONGEST] for unit in units for count in counts]
+    for merger, _, backend in mergers:
+        check(merger, backend, pieces)
+
+
+def test_every_plane(mergers: list[Any], gemma: tuple[Merger, Any]) -> None:
+    """Valid UTF-8 of every plane, words of neighbours and words of strangers."""
+    rng = random.Random(0)
+    words = []
+    for plane in range(17):
+        for _ in range(60):
+            start = rng.randrange(0x10000 - 12)
+            near = [plane << 16 | start + step for step in range(12)]
+            far = [plane << 16 | rng.randrange(0x10000) for _ in range(rng.choice([1, 4, 40]))]
+            words += ["".join(chr(c) for c in word if not 0xD800 <= c < 0xE000) for word in (near, far)]
+    words = [word for word in words if word]
+    for merger, _, backend in mergers:
+        check(merger, backend, [word.encode() for word in words])
+    check_characters(*gemma, words)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(
+        st.none()
+        | st.lists(
+            st.binary(max_size=50)
+            | st.text(max_size=20).map(str.encode)
+            | st.text("abeinrst ,\n'", max_size=80).map(str.encode)
+            | st.integers(0, 2**21 - 1),
+            max_size=6,
+        ),
+        max_size=8,
+    )
+)
+def test_rows_of_anything(mergers: list[Any], rows: list[Row | None]) -> None:
+    for merger, twin, _ in mergers:
+        assert ids_of(merger, rows) == rows_by_definition(twin, rows)
+
+
+@pytest.mark.parametrize("count", [0, 1, 31, 32, 33, 257, 1000])
+def test_any_number_of_pieces_and_rows(mergers: list[Any], count: int) -> None:
+    chance = random.Random(count)
+    merger, twin, _ = mergers[0]
+    kinds: list[Any] = [b"", b" the", b"zqxj", b"zq" * 40, "ŵöřđ".encode(), 7, 2**21 - 1, b"\xf0\x9f", b"hello"]
+    pieces: Row = chance.choices(kinds, k=count)
+    assert ids_of(merger, [pieces]) == rows_by_definition(twin, [pieces])
+    rows: list[Row | None] = []
+    while pieces:
+        size = chance.choice([0, 0, 1, 2, 40])
+        rows.append(chance.choice([None, pieces[:size], pieces[:size]]))
+        pieces = pieces[size:]
+    assert ids_of(merger, rows) == rows_by_definition(twin, rows)
+
+
+def test_a_million_empty_rows(mergers: list[Any]) -> None:
+    merger, twin, _ = mergers[0]
+    some = pieces_of([[b"zqxj", 5]])
+    first = np.zeros(1_000_001, np.int64)
+    first[700_000:] = 2
+    ids, left = merger.ids(replace(some, first=first, left=np.zeros(1_000_000, bool)))
+    assert ids[699_999].tolist() == rows_by_definition(twin, [[b"zqxj", 5]])[0]
+    assert ids.offsets[699_999] == 0
+    assert (ids.offsets[700_000:] == len(ids.values)).all()
+    assert not left.any()
+
+
+def test_no_pieces_at_all(mergers: list[Any]) -> None:
+    assert ids_of(mergers[0][0], []) == []
+    assert ids_of(mergers[0][0], [None, [], None]) == [[], [], []]
+
+
+def test_absurd_pieces_leave_their_row(mergers: list[Any]) -> None:
+    """One more byte than is merged on the device, and a megabyte: the rows have no ids, the others keep theirs."""
+    for merger, twin, _ in mergers:
+        rows: list[Row | None] = [
+            [b"zqxj" * 30, b"zqxj", 3],
+            [b" the", b"x" * (LONGEST + 1), b"zqxj", 5, *[b" the"] * 100],
+            [],
+            None,
+            [b"y" * LONGEST],
+            *[[b"zqxj", b" zq"]] * 40,
+            [b" " * 1_000_000],
+            [4, b"zq" * 500_000, b"zq" * 500_000],
+            [],
+            [b" the"],
+        ]
+        pieces = pieces_of(rows)
+        ids, left = merger.ids(pieces)
+        assert np.flatnonzero(left).tolist() == [1, 3, 45, 46]
+        assert pieces.left.tolist() == [row is None for row in rows]
+        assert ids.to_lists() == rows_by_definition(
+            twin, [row if not gone else [] for row, gone in zip(rows, left, strict=True)]
+        )
+
+
+def test_state_in_many_parts(mergers: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merged a few groups at a time, each part as well as all at once."""
+    rng = random.Random(0)
+    words = [bytes(rng.choices(b"abcdefgh", k=rng.choice([1, 5, 9, 40, 200]))) for _ in range(3000)]
+    rows: list[Row | None] = [[b"q" * 3000], *([word] for word in words)]
+    merger, _, _ = mergers[0]
+    at_once = ids_of(merger, rows)
+    parts: list[int] = []
+    real = Merger._merge_groups
+    monkeypatch.setattr(
+        Merger, "_merge_groups", lambda self, *given: (parts.append(len(given[1])), real(self, *given))[1]
+    )
+    monkeypatch.setattr(engine, "_LEAST_STATE", 1000)
+    assert ids_of(merger, rows) == at_once
+    assert len(parts) > 4
+    assert sum(parts) <= len(rows)
+    monkeypatch.setattr(engine, "_LEAST_STATE", 16 << 20)
+    parts.clear()
+    assert ids_of(merger, rows) == at_once
+    assert len(parts) == 1
+
+
+def test_words_of_one_hash_are_told_apart(mergers: list[Any]) -> None:
+    """Where the tags of two words are the same, bytes decide."""
+    _, twin, _ = mergers[0]
+    tables = twin.tables
+    words = [b" the", b" and", b"hello"]
+    wanted = merges.look_up_words(tables, *flat(words))
+    assert (wanted >= 0).all()
+    hashes = merges.hash_bytes(*flat(words))
+    entries = [int(np.flatnonzero(tables.word_ids == number)[0]) for number in wanted]
+    # A table of the first word alone, behind the two others under its own tag.
+    mask, table = 7, np.full(8, merges.EMPTY, np.uint64)
+    for step, entry in enumerate([entries[1], entries[2], entries[0]]):
+        table[(int(hashes[0]) + step) & mask] = (int(hashes[0]) >> 32 << 32) | entry
+    merger = Merger(KERNELS, replace(tables, words=table))
+    assert ids_of(merger, [[b" the"]]) == [[int(wanted[0])]]
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=25),
+    st.randoms(use_true_random=False),
+    st.lists(st.text("abcd", min_size=1, max_size=70), min_size=1, max_size=30),
+    st.booleans(),
+)
+def test_merges_that_nobody_trained(
+    drawn: list[tuple[int, int]], rng: random.Random, texts: list[str], ignore_merges: bool
+) -> None:
+    """In any order, with several ways to one entry: ranks decide, and nothing else."""
+    known, listed = ["a", "b", "c", "d"], []
+    for left, right in drawn:
+        pair = (known[left % len(known)], known[right % len(known)])
+        listed.append(pair)
+        known.append("".join(pair))
+    rng.shuffle(listed)
+    twin, backend = compiled(test_bpe_merges.small(listed, ignore_merges=ignore_merges))
+    check(Merger(KERNELS, twin.tables), backend, [text.encode() for text in texts])
+
+
+def test_bytes_without_an_entry_are_dropped() -> None:
+    twin, backend = compiled(test_bpe_merges.small([("a", "b"), ("b", "b")], without="x"))
+    pieces = [b"axb", b"x", b"xx", b"xab", b"abx", b"bxbxb", b"x" * 100 + b"ab" + b"x" * 40]
+    check(Merger(KERNELS, twin.tables), backend, pieces)
+
+
+def check_characters(merger: Merger, backend: Any, words: list[str]) -> None:
+    expected = [[token.id for token in backend.model.tokenize(word)] for word in words]
+    assert ids_of(merger, [[word.encode()] for word in words]) == expected
+
+
+def test_characters_with_byte_fallback(gemma: tuple[Merger, Any]) -> None:
+    merger, backend = gemma
+    entries = [entry for entry in backend.get_vocab(with_added_tokens=False) if entry]
+    check_characters(merger, backend, random.Random(0).sample(entries, 20_000))
+    check_characters(merger, backend, [unit * count for unit in "a 1\n=你\U0010ffff" for count in (2, 17, 300, 1024)])
+
+
+@settings(max_examples=100)
+@given(st.lists(st.text(min_size=1, max_size=40), min_size=1, max_size=10))
+def test_any_characters_with_byte_fallback(gemma: tuple[Merger, Any], words: list[str]) -> None:
+    check_characters(*gemma, words)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=25),
+    st.randoms(use_true_random=False),
+    st.lists(st.text("abcdé你ü \n𒀀", min_size=1, max_size=40), min_size=1, max_size=30),
+)
+def test_characters_that_nobody_trained(drawn: list[tuple[int, int]], rng: random.Random, texts: list[str]) -> None:
+    known, listed = list("abcdé你▁"), []
+    for left, right in drawn:
+        pair = (known[left % len(known)], known[right % len(known)])
+        listed.append(pair)
+        known.append("".join(pair))
+    rng.shuffle(listed)
+    backend = test_bpe_fallback.small(listed)
+    spec = bpe_spec(backend.to_str())
+    assert isinstance(spec, BpeSpec)
+    check_characters(Merger(KERNELS, fallback.build_tables(spec)), backend, texts)
+
+
+def test_memory_is_bounded_by_the_text(mergers: list[Any], gsm8k: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a call takes beside its pieces and its result, at the peak: bytes per byte of text."""
+    monkeypatch.setattr(engine, "_LEAST_STATE", 0)
+    merger, _, backend = mergers[0]
+    english = [messages[0]["content"] for messages in pq.read_table(gsm8k)["prompt"].to_pylist()][:1000]
+    strange = [text.translate(str.maketrans("abcdefghijklm", "ажщцдюфгхйкшм")) for text in english]
+    for texts in (english, strange):
+        rows: list[Row | None] = []
+        for text in texts:
+            spans = backend.pre_tokenizer.pre_tokenize_str(text)
+            rows.append([text[low:high].encode() for _, (low, high) in spans])
+        pieces = pieces_of(rows)
+        tracemalloc.start()
+        ids, _ = merger.ids(pieces)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        encoded = backend.encode_batch(texts, add_special_tokens=False)
+        assert ids.values.tolist() == [token for encoding in encoded for token in encoding.ids]
+        assert peak - ids.nbytes < 6 * sum(len(text.encode()) for text in texts)
+
+
+def test_tables_are_counted(mergers: list[Any]) -> None:
+    for merger, twin, _ in mergers:
+        assert merger.nbytes == twin.tables.nbytes

@@ -1,0 +1,206 @@
+"""The tokenizer of a device, whole, on kernels of the host: texts to ids against `tokenizers` itself."""
+
+from __future__ import annotations
+
+import functools
+import random
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from conftest import SHARED, shared_files
+from host_kernels import COMPILER, HostKernels
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_bpe_splitter import TEXT
+from tokenizers import Tokenizer
+
+from gpuload.engines import bpe as merging
+from gpuload.engines import encode as encoding
+from gpuload.engines.bpe import LONGEST
+from gpuload.engines.encode import DeviceEncoder
+from gpuload.tokenizer.spec import BpeSpec, bpe_spec
+from gpuload.tokenizer.twin import Twin, compile_twin, surely_nfc
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+KERNELS = HostKernels()
+NAMES = [
+    "qwen2.5-instruct",
+    "qwen3",
+    "llama3.1-instruct",
+    "deepseek-v3",
+    "gpt-oss",
+    "mistral-nemo",
+    "gpt2",
+    "smollm",
+    "olmo2-dolma2",
+    "gemma3",
+]
+SAMPLED = 40  # texts of each file
+Pair = tuple[Twin, Any]
+
+
+def compiled(file: Path) -> Pair:
+    backend = Tokenizer.from_file(str(file))
+    spec = bpe_spec(backend.to_str())
+    assert isinstance(spec, BpeSpec), spec
+    return compile_twin(spec), backend
+
+
+@pytest.fixture(scope="module")
+def shipped(qwen_folder: str) -> Pair:
+    return compiled(Path(qwen_folder) / "tokenizer.json")
+
+
+@pytest.fixture(scope="module")
+def pairs(shipped: Pair) -> dict[str, Pair]:
+    files = {name: SHARED / "tokenizers" / name / "tokenizer.json" for name in NAMES}
+    return {"shipped": shipped} | {name: compiled(file) for name, file in files.items() if file.exists()}
+
+
+def encoded(pair: Pair, texts: list[str], **options: Any) -> tuple[list[list[int]], list[bool]]:
+    """Ids, and which texts are left; between other bytes, as in a buffer that is not theirs alone."""
+    raw = [text.encode() for text in texts]
+    data = np.frombuffer(b"".join([b"\xe4", *raw, b"zz"]), np.uint8)
+    ids, left = DeviceEncoder(KERNELS, pair[0], **options).encode(data, 1 + np.cumsum([0, *map(len, raw)]))
+    assert ids.values.dtype == np.int32
+    assert ids.offsets.dtype == np.int64
+    assert left.dtype == bool
+    assert len(ids) == len(left) == len(texts)
+    return ids.to_lists(), left.tolist()
+
+
+def check(pair: Pair, texts: list[str], **options: Any) -> list[str]:
+    """Every text that is not left is what `tokenizers` gives; those that are left."""
+    ids, left = encoded(pair, texts, **options)
+    expected = [one.ids for one in pair[1].encode_batch(texts, add_special_tokens=False)]
+    for text, ours, theirs, is_left in zip(texts, ids, expected, left, strict=True):
+        assert ours == ([] if is_left else theirs), repr(text[:200])
+    return [text for text, is_left in zip(texts, left, strict=True) if is_left]
+
+
+def conversation(messages: list[dict[str, Any]]) -> str:
+    said = (f"<|im_start|>{message['role']}\n{message['content'] or ''}<|im_end|>\n" for message in messages)
+    return "<bos><｜begin▁of▁sentence｜>" + "".join(said) + "<|eot_id|>[INST]"
+
+
+def texts_of(file: Path, sampled: int | None = None) -> list[str]:
+    """A text per row, all or some, with tokens that some of the tokenizers have."""
+    names = pq.read_schema(file).names
+    column = next((name for name in ("prompt", "messages", "question", "problem") if name in names), names[0])
+    rows = pq.read_table(file, columns=[column])[column].to_pylist()
+    if sampled is not None:
+        rows = random.Random(file.name).sample(rows, min(sampled, len(rows)))
+    return [row if isinstance(row, str) else conversation(row) for row in rows if row is not None]
+
+
+@pytest.fixture(scope="module")
+def real_texts() -> list[str]:
+    """A sample of every shared file."""
+    return [text for file in shared_files("**/*.parquet") for text in texts_of(file, SAMPLED)]
+
+
+@pytest.mark.skipif(not shared_files("*.parquet"), reason="needs the folder of real data")
+@pytest.mark.parametrize("name", NAMES)
+def test_real_data(pairs: dict[str, Pair], real_texts: list[str], name: str) -> None:
+    """Nothing differs; left is what is not surely in normal form, where that matters, and little else."""
+    assert len(real_texts) > 1500
+    left = check(pairs[name], real_texts)
+    print(f"{name}: {len(real_texts)} texts, {len(left)} left to the reference")
+    assert len(left) < len(real_texts) / 100
+    if not pairs[name][0].spec.nfc:
+        assert not left
+
+
+@functools.lru_cache(maxsize=1)
+def compiled_by_name(name: str) -> Pair:
+    return compiled(SHARED / "tokenizers" / name / "tokenizer.json")
+
+
+# One process per tokenizer: its tables are built once.
+EVERY = [pytest.param(name, marks=[pytest.mark.exact, pytest.mark.xdist_group(name)]) for name in NAMES]
+
+
+@pytest.mark.parametrize("file", shared_files("**/*.parquet"), ids=lambda file: file.stem)
+@pytest.mark.parametrize("name", EVERY)
+def test_every_row(name: str, file: Path, record_property: Any) -> None:
+    """`make exact`: every row of all real data, for every tokenizer."""
+    pair, texts = compiled_by_name(name), texts_of(file)
+    left = [one for low in range(0, len(texts), 4096) for one in check(pair, texts[low : low + 4096])]
+    record_property(name, (len(texts), len(left)))
+    assert pair[0].spec.nfc or not left
+    assert sum(surely_nfc(text) for text in left) <= len(texts) / 100  # left without need
+
+
+def test_shipped_data(shipped: Pair, gsm8k: str) -> None:
+    texts = [conversation(messages) for messages in pq.read_table(gsm8k)["prompt"].to_pylist()]
+    assert check(shipped, texts, chunk_bytes=100_000) == []
+
+
+@settings(max_examples=40)
+@given(texts=st.lists(TEXT, max_size=8), size=st.integers(1, 300))
+def test_any_texts(pairs: dict[str, Pair], texts: list[str], size: int) -> None:
+    for pair in pairs.values():
+        left = check(pair, texts, chunk_bytes=size)
+        assert pair[0].spec.nfc or not left
+        wrong = [text for text in texts if not surely_nfc(text)]
+        assert not pair[0].spec.nfc or set(wrong) <= set(left)
+
+
+TEXTS = [
+    "",
+    "The cat",
+    "",
+    "",
+    "é<|im_end|>e\u0301 x",
+    "中文" * 100,
+    " ",
+    "\n\n",
+    "x" * (LONGEST + 1),
+    "it's 42",
+    "",
+    "zq" * 40,
+]
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 64, 999, 1 << 40])
+def test_chunks_of_any_size(shipped: Pair, size: int) -> None:
+    assert check(shipped, TEXTS, chunk_bytes=size) == [TEXTS[4], TEXTS[8]]
+    assert check(shipped, [""] * 5, chunk_bytes=size) == []
+    assert check(shipped, [], chunk_bytes=size) == []
+
+
+def test_texts_that_are_too_long(shipped: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are left, first, last or side by side; their neighbours are not."""
+    monkeypatch.setattr(encoding, "LONGEST_TEXT", 11)
+    for texts in (["twelve bytes"], ["twelve bytes", "eleven byte"] * 3, ["a", *["twelve bytes"] * 3, "", "b"]):
+        for size in (1, 5, 12, 30, 1 << 20):
+            assert check(shipped, texts, chunk_bytes=size) == ["twelve bytes"] * texts.count("twelve bytes")
+
+
+def test_a_megabyte_of_one_thing(pairs: dict[str, Pair]) -> None:
+    """Right by whatever route: by the device, or left."""
+    for name in pairs.keys() & {"shipped", "gpt-oss", "gemma3"}:
+        for unit in ("a", " ", "\n", "1", "ab "):
+            text = unit * (1_000_000 // len(unit))
+            assert check(pairs[name], ["first", text, "last"]) in ([], [text])
+            assert check(pairs[name], ["first", text[:1000], "last"]) == []
+
+
+def test_memory_is_bounded_by_the_chunk(shipped: Pair, gsm8k: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much text there is: what it takes beside ids is a multiple of a chunk."""
+    monkeypatch.setattr(merging, "_LEAST_STATE", 0)
+    raw = [conversation(messages).encode() for messages in pq.read_table(gsm8k)["prompt"].to_pylist()] * 4
+    data, offsets = np.frombuffer(b"".join(raw), np.uint8), np.cumsum([0, *map(len, raw)])
+    chunk = 1 << 17
+    assert len(data) > 12 * chunk
+    encoder = DeviceEncoder(KERNELS, shipped[0], chunk)
+    tracemalloc.start()
+    ids, _ = encoder.encode(data, offsets)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak - 2 * ids.nbytes < 12 * chunk
