@@ -6,10 +6,8 @@ from __future__ import annotations
 import itertools
 import random
 import tracemalloc
-import types
 import unicodedata
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,94 +17,24 @@ from conftest import SHARED, shared_files
 from host_kernels import COMPILER, HostKernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pieces_cases import Case, case, compiled, made_up, read, run
 from test_bpe_fallback import LLAMA2, small
 from test_bpe_merges import LETTERS
 from test_bpe_splitter import CLASSES, TEXT, _wrapped
 from tokenizers import AddedToken as Added
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from gpuload.engines.pieces import PieceMaker, Pieces
-from gpuload.tokenizer import fallback
+from gpuload.engines.pieces import PieceMaker
 from gpuload.tokenizer.nfc import nfc_tables
 from gpuload.tokenizer.regex import UnsupportedRegexError
 from gpuload.tokenizer.restarts import CLOSED, NOWHERE, OPEN, restarts
 from gpuload.tokenizer.spec import WHITE_SPACE, AddedToken, BpeSpec, Digits, Split, bpe_spec
-from gpuload.tokenizer.splitter import Splitter, _split, compile_splitter
-from gpuload.tokenizer.twin import Section, Twin, cut, surely_nfc
+from gpuload.tokenizer.splitter import Splitter, _split
+from gpuload.tokenizer.twin import Section, cut, surely_nfc
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 EVERY = [chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000]
-
-
-@dataclass
-class Case:
-    """A tokenizer's tables, what cuts by them, and the real one."""
-
-    twin: Twin
-    maker: PieceMaker
-    backend: Any = None
-
-
-class Poisoned(HostKernels):
-    """Memory that nobody has written holds no zeros by luck."""
-
-    xp = types.ModuleType("numpy")
-
-
-def _poisoned(make: Any) -> Any:
-    def filled(*arguments: Any) -> Any:
-        array = make(*arguments)
-        array.view(np.uint8).fill(0xAB)
-        return array
-
-    return filled
-
-
-Poisoned.xp.__dict__.update(np.__dict__)
-Poisoned.xp.__dict__.update(empty=_poisoned(np.empty), empty_like=_poisoned(np.empty_like))
-KERNELS = Poisoned()
-
-
-@cache
-def _splitter(stages: tuple[Split | Digits, ...]) -> Splitter:
-    return compile_splitter(stages)
-
-
-def case(spec: BpeSpec | str, backend: Any = None) -> Case:
-    """Without the tables that only merging needs."""
-    assert isinstance(spec, BpeSpec), spec
-    tables: Any = None
-    if spec.fallback:
-        # Those of made-up tokenizers are not kept.
-        tables = (fallback.fallback_tables if len(spec.vocab) > 1000 else fallback.build_tables)(spec)
-    twin = Twin(spec, _splitter(spec.stages), tables)
-    return Case(twin, PieceMaker(KERNELS, twin), backend)
-
-
-def compiled(backend: Tokenizer) -> Case:
-    return case(bpe_spec(backend.to_str()), backend)
-
-
-def made_up(*stages: Split | Digits, added: tuple[AddedToken, ...] = (), prefix_space: bool = False) -> Case:
-    return case(BpeSpec(False, stages, prefix_space, {}, [], False, added, ""))
-
-
-def run(maker: PieceMaker, texts: list[str]) -> Pieces:
-    encoded = [text.encode() for text in texts]
-    return maker.pieces(np.frombuffer(b"".join(encoded), np.uint8), np.cumsum([0, *map(len, encoded)], dtype=np.int64))
-
-
-def read(found: Pieces) -> list[list[Section] | None]:
-    """The pieces of every text, as `twin.cut` gives them."""
-    data, bounds = found.data.tobytes(), found.first.tolist()
-    spans = zip(found.start.tolist(), found.length.tolist(), strict=True)
-    pieces = [~length if length < 0 else data[start : start + length].decode() for start, length in spans]
-    assert bounds[0] == 0
-    assert bounds[-1] == len(pieces)
-    texts = [pieces[low:high] for low, high in itertools.pairwise(bounds)]
-    assert not any(text for text, left in zip(texts, found.left, strict=True) if left)
-    return [None if left else text for text, left in zip(texts, found.left, strict=True)]
 
 
 def check(case: Case, texts: list[str], *steps: int) -> None:
