@@ -25,13 +25,15 @@ def verls(files: Any, tokenizer: Any, processor: Any = None, **data: Any) -> Any
 
 
 def ours(files: Any, tokenizer: Any, processor: Any = None, **data: Any) -> Any:
-    """gpuload's, as the trainer makes it when it is switched on."""
+    """gpuload's, as the trainer makes it when it is switched on; without the token cache unless asked for."""
+    settings = data.get("gpuload", {})
+    data["gpuload"] = {"token_cache": False} | settings if isinstance(settings, dict) else settings
     return _create({"custom_cls": OURS}, files, tokenizer, processor, data)
 
 
 def _create(switch: dict[str, Any], files: Any, tokenizer: Any, processor: Any, data: dict[str, Any]) -> Any:
     names = [str(file) for file in files] if isinstance(files, list) else str(files)
-    config = {"filter_overlong_prompts": True, "filter_overlong_prompts_workers": None, **data, **switch}
+    config = {"filter_overlong_prompts": True, "filter_overlong_prompts_workers": None, "cache_dir": f"{_cache.name}/gpuload", **data, **switch}
     samples = config.pop("max_samples", -1)
     return create_rl_dataset(names, OmegaConf.create(config), tokenizer, processor, max_samples=samples)
 

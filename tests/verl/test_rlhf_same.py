@@ -269,6 +269,21 @@ def test_rows_whose_template_fails(write: Any, qwen: Any, template: str | None) 
                 ours(path, qwen, **data)
 
 
+def test_with_the_token_cache(write: Any, gsm8k: str, qwen: Any, tmp_path: Path) -> None:
+    odd = write({"prompt": ODD, "extra_info": [{"index": i} for i in range(len(ODD))]})
+    files, cached = [gsm8k, odd], {"cache_dir": str(tmp_path), "gpuload": {"token_cache": True, "reuse_ids": True}}
+    kwargs = {"apply_chat_template_kwargs": {"chat_template": LENIENT}}
+    reports = []
+    for limit in (90, 70, 60):
+        expected = verls(files, qwen, max_prompt_length=limit, **kwargs)
+        plain = ours(files, qwen, max_prompt_length=limit, gpuload={"reuse_ids": True}, **kwargs)
+        found = ours(files, qwen, max_prompt_length=limit, **cached, **kwargs)
+        reports.append(found.report)
+        assert len(found) == len(expected)
+        assert found.dataframe.take(range(len(found))) == plain.dataframe.take(range(len(plain)))
+    assert "cache" in reports[2]
+
+
 def test_a_row_that_the_template_refuses_is_reported(write: Any, qwen: Any) -> None:
     found = ours(write([user("a"), None]), qwen)
     assert len(found) == 1

@@ -19,7 +19,8 @@ class Settings:
     """What a data set inside verl takes besides verl's own keys.
 
     Attributes:
-        device, gpu_memory_limit, verify, progress: as `gpuload.load` takes them.
+        device, gpu_memory_limit, verify, progress, token_cache, token_cache_bytes: as `gpuload.load` takes them; the
+            cache is in `data.cache_dir`.
         ray_gpu: where this process sees no GPU, load in a Ray task that has one.
         reuse_ids: rows carry their prompts' ids, for gpuload's agent loop.
         strict_resume: a checkpoint of other data is refused; else it is resumed with a warning.
@@ -29,6 +30,8 @@ class Settings:
     gpu_memory_limit: int = 0
     verify: str = "sample"
     progress: bool | None = None
+    token_cache: bool = True
+    token_cache_bytes: int = 0
     ray_gpu: bool = False
     reuse_ids: bool = False
     strict_resume: bool = True
@@ -55,4 +58,5 @@ class Settings:
 
     def options(self) -> dict[str, Any]:
         """Those that `gpuload.load` takes."""
-        return {name: getattr(self, name) for name in ("device", "gpu_memory_limit", "verify", "progress")}
+        names = "device gpu_memory_limit verify progress token_cache token_cache_bytes".split()
+        return {name: getattr(self, name) for name in names}
