@@ -18,8 +18,9 @@ from bench.launch import WorkerError
 from bench.machine import circumstances
 from bench.plot import draw
 from bench.tables import write
+from bench.verl import measure_verl
 
-SECTIONS = ("load", "batches", "memory", "stages")
+SECTIONS = ("load", "batches", "memory", "stages", "verl")
 _QUICK_ROWS = 300
 
 
@@ -57,6 +58,8 @@ def measure(section: str, data_sets: list[DataSet], tokenizer: str, chosen: argp
         return sections.measure_batches(largest, tokenizer, chosen.limit, chosen.repeats, chosen.seconds, scratch)
     if section == "memory":
         return sections.measure_memory(data_sets, tokenizer, chosen.limit, chosen.repeats, scratch)
+    if section == "verl":
+        return measure_verl(data_sets, tokenizer, chosen.limit, chosen.repeats, chosen.seconds, scratch)
     parts = [data_set for data_set in data_sets if data_set.name != "joint"] or data_sets
     return sections.measure_stages(parts, find_tokenizers(tokenizer), chosen.repeats, scratch)
 
@@ -92,6 +95,8 @@ def main() -> int:
                 runs = measure(section, data_sets, tokenizer, chosen, scratch)
             except WorkerError as error:
                 raise SystemExit(f"{section}: {error}") from error
+            if not runs:
+                continue
             record[section] = {"about": about, "runs": runs}
             record_file.write_text(json.dumps(record, indent=1) + "\n")
     text = write(record, chosen.output / "README.md", record_file.name)

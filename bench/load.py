@@ -48,7 +48,12 @@ def contenders() -> list[Contender]:
 
 
 def measure(
-    data_sets: Sequence[DataSet], tokenizer: str, limit: int, repeats: int, scratch: Path
+    data_sets: Sequence[DataSet],
+    tokenizer: str,
+    limit: int,
+    repeats: int,
+    scratch: Path,
+    everyone: Sequence[Contender] | None = None,
 ) -> list[dict[str, Any]]:
     """All runs: per data set and repeat, every contender once cold, then every contender once warm.
 
@@ -56,7 +61,7 @@ def measure(
         WorkerError: a contender failed, or kept other rows or made other tokens than those before it.
     """
     runs: list[dict[str, Any]] = []
-    everyone = contenders()
+    everyone = everyone or contenders()
     for data_set in data_sets:
         seen: dict[str, tuple[Any, str]] = {}
         for repeat in range(repeats):
@@ -85,7 +90,7 @@ def measure(
 
 def _agree(seen: dict[str, tuple[Any, str]], run: dict[str, Any], contender: str, data: str) -> None:
     """Rows read and kept, and tokens where a contender has them, must be those of every run before."""
-    for key in ("rows_read", "rows_kept", "rows_digest", "tokens_digest"):
+    for key in ("rows_read", "rows_kept", "rows_digest", "prompts_digest", "tokens_digest"):
         if key not in run:
             continue
         value, first = seen.setdefault(key, (run[key], contender))

@@ -6,6 +6,7 @@ from statistics import median
 from typing import Any
 
 from bench.load import OURS
+from bench.verl import verl_table
 
 Section = dict[str, Any]
 Run = dict[str, Any]
@@ -60,7 +61,7 @@ _WAYS = {
 def write(record: dict[str, Section], file: Path, record_name: str) -> str:
     """Writes all sections of a record as tables, and returns the text."""
     parts = ["# Benchmarks", f"Made by `python -m bench` from [{record_name}]({record_name}), medians of all repeats."]
-    tables = {"load": load_tables, "batches": batch_table, "memory": memory_table, "stages": stage_table}
+    tables = {"load": load_tables, "batches": batch_table, "memory": memory_table, "stages": stage_table, "verl": _verl}
     for name, table in tables.items():
         if name in record:
             parts += table(record[name])
@@ -121,6 +122,10 @@ def batch_table(section: Section) -> list[str]:
     limit = section["about"]["limit"]
     heading = f"## Batches of 256 × {limit:,}, data set {data}"
     return [heading, _BATCH_NOTES, _circumstances(section), _table(["way", "rows/s"], lines), text]
+
+
+def _verl(section: Section) -> list[str]:
+    return verl_table(section, _table, _circumstances(section))
 
 
 def memory_table(section: Section) -> list[str]:

@@ -65,6 +65,14 @@ def rows_digest(rows: Iterable[int]) -> str:
     return hashlib.blake2b(numbers.tobytes(), digest_size=12).hexdigest()
 
 
+def texts_digest(values: Iterable[Any]) -> str:
+    """Tells sequences of conversations apart, whatever the order of a message's keys."""
+    digest = hashlib.blake2b(digest_size=12)
+    for value in values:
+        digest.update(json.dumps(value, sort_keys=True).encode())
+    return digest.hexdigest()
+
+
 def tokens_digest(values: Any, lengths: Any) -> str:
     """Tells ragged arrays of ids apart."""
     digest = hashlib.blake2b(np.asarray(values, "<i4").tobytes(), digest_size=12)

@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
-from bench.workers.common import Meter, answer, dataset_rows, job, rows_digest
+from bench.workers.common import Meter, answer, dataset_rows, job, rows_digest, texts_digest
 
 
 def config(task: dict[str, Any], **more: Any) -> Any:
@@ -28,6 +28,7 @@ def main() -> None:
         rows_read=task["rows"],
         rows_kept=len(dataset),
         rows_digest=rows_digest(dataset_rows(dataset.dataframe)),
+        prompts_digest=texts_digest(dataset.dataframe["prompt"]),
     )
 
 

@@ -33,7 +33,13 @@ def ours(files: Any, tokenizer: Any, processor: Any = None, **data: Any) -> Any:
 
 def _create(switch: dict[str, Any], files: Any, tokenizer: Any, processor: Any, data: dict[str, Any]) -> Any:
     names = [str(file) for file in files] if isinstance(files, list) else str(files)
-    config = {"filter_overlong_prompts": True, "filter_overlong_prompts_workers": None, "cache_dir": f"{_cache.name}/gpuload", **data, **switch}
+    config = {
+        "filter_overlong_prompts": True,
+        "filter_overlong_prompts_workers": None,
+        "cache_dir": f"{_cache.name}/gpuload",
+        **data,
+        **switch,
+    }
     samples = config.pop("max_samples", -1)
     return create_rl_dataset(names, OmegaConf.create(config), tokenizer, processor, max_samples=samples)
 
