@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -12,6 +13,10 @@ from conftest import user
 
 import gpuload
 from gpuload.errors import DataError, DeviceError, OptionError, SourceError, TokenizerError
+from gpuload.options import Options
+from gpuload.pipeline import load_sources, open_sources
+from gpuload.read import open_file
+from gpuload.sources import SourceFile
 
 REFUSING = (
     "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('only users here') }}{% endif %}"
@@ -198,3 +203,21 @@ def test_nonsense_options(options: dict[str, Any], message: str, gsm8k: str, qwe
 def test_cuda_where_there_is_none(gsm8k: str, qwen: Any) -> None:
     with pytest.raises(DeviceError, match="use device='cpu' or 'auto'"):
         gpuload.load(gsm8k, qwen, device="cuda:1")
+
+
+def test_refused_rows_can_be_kept_without_tokens(write: Any, qwen: Any) -> None:
+    prompts = [user("a"), None, user("b " * 50), []]
+    options = Options(max_prompt_length=40)
+    dataset = load_sources(open_sources(write(prompts), options), qwen, options, keep_refused=True)
+    assert [dataset.origin(row)[1] for row in range(len(dataset))] == [0, 1, 3]  # row 2 is too long
+    assert (dataset.tokens.lengths > 0).tolist() == [True, False, False]
+    assert dataset.report.rows_refused == 2
+
+
+def test_index_columns_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "indexed.parquet"
+    pd.DataFrame({"prompt": ["a", "b"]}, index=[7, 3]).to_parquet(path)
+    file = SourceFile(str(path), "indexed", "parquet")
+    assert open_file(file).schema.names == ["prompt"]
+    source = open_file(file, index_columns=True)
+    assert pa.concat_tables(source.batches())["__index_level_0__"].to_pylist() == [7, 3]
