@@ -124,9 +124,15 @@ class Reference:
     def fingerprint(self) -> str:
         """Tells tokenizers apart: model, added tokens, template and its constants."""
         slow = self.backend is None
-        model = json.dumps(sorted(self.tokenizer.get_vocab().items())) if slow else self.model_json
+        # A backend begins with how the last call padded and truncated: not what it is.
+        model = (
+            json.dumps(sorted(self.tokenizer.get_vocab().items()))
+            if slow
+            else self.model_json.partition('"added_tokens":')[2]
+        )
         job = self.job
         rest = [type(self.tokenizer).__name__, self.tokenizer.chat_template, self.uses_template]
+        rest += [self.tokenizer.special_tokens_map]
         rest += [job.template, job.tools, job.kwargs, job.add_generation_prompt]
         digest = hashlib.blake2b(model.encode(errors="backslashreplace"), digest_size=12)
         digest.update(repr(rest).encode(errors="backslashreplace"))
