@@ -7,8 +7,8 @@ own tokenizer and configuration. So a row carries, beside the ids, a seal: what 
     source      tokenizer, chat template and its arguments, tools; the day, where the template tells the time
     messages    the conversation
 
-The loop makes the seal anew from what it holds itself. Equal seals: the ids are used. Otherwise the prompt is tokenized,
-which is slower and never wrong. Nothing has to be promised by a configuration, and a trainer that rewrites `raw_prompt`
+The loop makes the seal anew from what it holds itself. Equal seals: the ids are used. Otherwise the prompt is
+tokenized, which is slower and never wrong. Nothing has to be promised by a configuration, and a trainer that rewrites `raw_prompt`
 after the loader is noticed too.
 """
 
