@@ -8,8 +8,8 @@ own tokenizer and configuration. So a row carries, beside the ids, a seal: what 
     messages    the conversation
 
 The loop makes the seal anew from what it holds itself. Equal seals: the ids are used. Otherwise the prompt is
-tokenized, which is slower and never wrong. Nothing has to be promised by a configuration, and a trainer that rewrites `raw_prompt`
-after the loader is noticed too.
+tokenized, which is slower and never wrong. Nothing has to be promised by a configuration, and a trainer that rewrites
+`raw_prompt` after the loader is noticed too.
 """
 
 import hashlib

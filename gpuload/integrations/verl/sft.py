@@ -128,7 +128,7 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
             return str(error)
         if not turns.exact_by_text:
             return "the tokenizer, or an argument of the chat template, encodes in a way of its own"
-        names = {name for source in sources for name in source.schema.names}
+        self._columns = {name for source in sources for name in source.schema.names}
         wanted = self._wanted(sum(source.num_rows for source in sources))
         total = sum(source.num_rows for source in sources) if wanted is None else len(wanted)
         ids: list[Ragged] = []
@@ -139,7 +139,7 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
         told = _Told()
         first = 0
         for batch in read(sources, lambda source: with_prompts(source, self.messages_key), wanted, {}):
-            tokenized = self._batch(turns, batch, names)
+            tokenized = self._batch(turns, batch)
             wrong = self._differing(tokenized, batch, total)
             if wrong is not None:
                 return f"{sources[batch.source].name} row {batch.rows[wrong]} came out otherwise than in verl"
@@ -178,13 +178,13 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
             return np.arange(self.max_samples)
         return np.random.default_rng(self.seed).choice(total, size=self.max_samples, replace=False)
 
-    def _batch(self, turns: Turns, batch: Batch, names: set[str]) -> Tokenized:
+    def _batch(self, turns: Turns, batch: Batch) -> Tokenized:
         """One batch by columns."""
         rows = len(batch.rows)
         refused: dict[int, str] = {}
 
         def column(key: str) -> list[Any] | None:
-            if key not in names:
+            if key not in self._columns:
                 return None
             values = batch.table.column(key).to_pylist() if key in batch.table.schema.names else [None] * rows
             refused.update((row, f"{key} is null") for row, value in enumerate(values) if value is None)
@@ -207,14 +207,16 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
         verls = MultiTurnSFTDataset.__new__(MultiTurnSFTDataset)
         kept = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         vars(verls).update(kept | settings)
-        verls.dataframe = table.to_pandas(types_mapper=pd.ArrowDtype, ignore_metadata=True)
-        nested = convert_nested_value_to_list_recursive
-        names = table.schema.names
-        verls.messages = verls.dataframe[self.messages_key]
-        verls.tools = verls.dataframe[self.tools_key].apply(nested).tolist() if self.tools_key in names else None
-        verls.enable_thinking = (
-            verls.dataframe[self.enable_thinking_key].tolist() if self.enable_thinking_key in names else None
-        )
+        for key in (self.tools_key, self.enable_thinking_key):
+            if key in self._columns and key not in table.schema.names:  # another file has it
+                table = table.append_column(key, pa.nulls(len(table)))
+        frame = table.to_pandas(types_mapper=pd.ArrowDtype, ignore_metadata=True)
+        verls.dataframe, verls.messages = frame, frame[self.messages_key]
+        verls.tools = verls.enable_thinking = None
+        if self.tools_key in self._columns:
+            verls.tools = frame[self.tools_key].apply(convert_nested_value_to_list_recursive).tolist()
+        if self.enable_thinking_key in self._columns:
+            verls.enable_thinking = frame[self.enable_thinking_key].tolist()
         return verls
 
     def _whole(self, table: pa.Table) -> MultiTurnSFTDataset:
@@ -243,9 +245,8 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
         made = Ragged(np.concatenate(ids), offsets_of(np.array([len(row) for row in ids], np.int64)))
         order = np.arange(len(tokenized.ids))
         order[rows] = len(order) + np.arange(len(rows))
-        both = Ragged(np.concatenate([tokenized.loss, *loss]), np.zeros(0, np.int64))
         joined = Ragged.concatenate([tokenized.ids, made])
-        tokenized.loss = Ragged(both.values, joined.offsets).take(order).values
+        tokenized.loss = Ragged(np.concatenate([tokenized.loss, *loss]), joined.offsets).take(order).values
         tokenized.ids = joined.take(order)
 
     def _differing(self, tokenized: Tokenized, batch: Batch, total: int) -> int | None:
