@@ -176,7 +176,7 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
             return None
         if not self.shuffle:
             return np.arange(self.max_samples)
-        return np.random.default_rng(self.seed).choice(total, size=self.max_samples, replace=False)
+        return np.asarray(np.random.default_rng(self.seed).choice(total, size=self.max_samples, replace=False))
 
     def _batch(self, turns: Turns, batch: Batch) -> Tokenized:
         """One batch by columns."""
@@ -260,7 +260,7 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
         if self._verify == "off" or not len(rows):
             return None
         verls = self._whole(batch.table.take(pa.array(rows)))
-        for number, row in enumerate(rows.tolist()):
+        for number, row in enumerate(int(row) for row in rows):
             try:
                 item = verls[number]
             except Exception:
