@@ -1,10 +1,12 @@
 # make demo   load real prompts, compare with the row-wise way
 # make test   everything that must hold: lint, types, tests
+# make verl-test  what runs inside verl 0.9.1, against the real one, in an environment of its own
+# make exact  every row of the folder of real data, ten tokenizers, by the kernels of the GPU tokenizer on the host
 # make bench  measure against verl 0.9.1 and others; results in bench/results/
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test bench verl-env clean
+.PHONY: demo test verl-test exact bench verl-env clean
 
 demo: .venv/installed
 	$(BIN)/gpuload demo
@@ -14,6 +16,12 @@ test: .venv/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n auto
+
+exact: .venv/installed-dev
+	$(BIN)/python -m pytest -n auto --dist loadgroup -m exact tests/test_device_encode.py
+
+verl-test: .venv-verl/installed
+	PYTHONPATH=$(CURDIR) .venv-verl/bin/python -m pytest tests/verl
 
 bench: .venv/installed-dev .venv-verl/installed
 	$(BIN)/python -m bench

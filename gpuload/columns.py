@@ -5,6 +5,7 @@ gains the other files' keys, 1 becomes 1.0). So tables stay as they were read, s
 a file does not have is None in its rows.
 """
 
+import copy
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -50,10 +51,13 @@ class Columns:
         stored = self._index[rows]
         part_of = np.searchsorted(self._starts, stored, side="right") - 1
         taken: dict[str, list[Any]] = {name: [None] * len(rows) for name in names}
-        for number in np.unique(part_of):
+        for number in sorted(set(part_of.tolist())):
             slots = np.flatnonzero(part_of == number)
-            part = self._parts[number].select([name for name in names if name in self._parts[number].schema.names])
-            picked = part.take(pa.array(stored[slots] - self._starts[number]))
+            part, places = self._parts[number], stored[slots] - self._starts[number]
+            there = set(part.schema.names)
+            part = part.select([name for name in names if name in there])
+            # One row is a view; several are copied together, column by column.
+            picked = part.slice(places[0], 1) if len(places) == 1 else part.take(pa.array(places))
             for name, column in zip(picked.schema.names, picked.columns, strict=True):
                 values = to_python(column)
                 if len(slots) == len(rows):
@@ -62,6 +66,12 @@ class Columns:
                     for slot, value in zip(slots, values, strict=True):
                         taken[name][slot] = value
         return taken
+
+    def select(self, rows: np.ndarray[Any, Any]) -> "Columns":
+        """(m,) row numbers → columns of those rows, over the same tables."""
+        selected = copy.copy(self)
+        selected._index = self._index[rows]
+        return selected
 
     def table(self) -> pa.Table:
         """All rows as one Arrow table, types promoted where files differ.

@@ -37,6 +37,7 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
     Attributes:
         tokens: all ids, ragged; int32.
         report: what the load did.
+        passed_through: the other columns, file by file as they were read.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
         self.pad_token_id = pad_token_id
         self.report = report
         self._about = about
-        self._columns = columns
+        self.passed_through = columns
         self._origin = origin
         self._padded = engine.batches(tokens, options.max_prompt_length, options.truncation, pad_token_id)
 
@@ -63,9 +64,8 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
         return len(self.tokens)
 
     def __repr__(self) -> str:
-        return (
-            f"PromptDataset({len(self):,} rows, {len(self.tokens.values):,} tokens, {', '.join(self._columns.names)})"
-        )
+        columns = ", ".join(self.passed_through.names)
+        return f"PromptDataset({len(self):,} rows, {len(self.tokens.values):,} tokens, {columns})"
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
@@ -75,7 +75,7 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
     @property
     def columns(self) -> pa.Table:
         """The passed-through columns of all rows as one Arrow table."""
-        return self._columns.table()
+        return self.passed_through.table()
 
     def to_cudf(self) -> Any:
         """The kept rows as a `cudf.DataFrame`: the passed-through columns, and `raw_prompt_ids`, a list of int32 a row.
@@ -91,12 +91,12 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
     @property
     def column_types(self) -> pa.Schema:
         """The passed-through columns with the types of the first file that has them."""
-        return self._columns.schema()
+        return self.passed_through.schema()
 
     def take(self, names: Sequence[str], rows: Sequence[int] | None = None) -> dict[str, list[Any]]:
         """Passed-through columns as Python objects, all rows or some, without making tensors."""
         numbers = np.arange(len(self)) if rows is None else np.asarray(rows, np.int64)
-        return self._columns.take(numbers, names)
+        return self.passed_through.take(numbers, names)
 
     def origin(self, row: int) -> tuple[str, int]:
         """The file a row is from, and its number there."""
@@ -147,7 +147,7 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
         length = self.options.max_prompt_length
         tokens = self.tokens.take(numbers).truncate(length, self.options.truncation)
         width = length if padding == "max_length" else int(tokens.lengths.max(initial=0))
-        taken: dict[str, Any] = self._columns.take(numbers)
+        taken: dict[str, Any] = self.passed_through.take(numbers)
         taken |= self._padded(numbers, tokens, width)
         taken["raw_prompt_ids"] = tokens.to_lists()
         taken["index"] = [_index(extra) for extra in taken.get("extra_info", [None] * len(numbers))]

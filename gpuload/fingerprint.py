@@ -21,8 +21,9 @@ _WITHOUT_EFFECT = frozenset(
 )
 
 
-def fingerprint(sources: Sequence[Source], reference: Reference, options: Options) -> Fingerprint:
-    """Plain data: `files` (name → content), `tokenizer`, `options`. A data set adds `tokens`, the ids themselves.
+def fingerprint(sources: Sequence[Source], reference: Reference | None, options: Options) -> Fingerprint:
+    """Plain data: `files` (name → content), `tokenizer` (None: nothing is tokenized), `options`. A data set adds
+    `tokens`, the ids themselves.
 
     The ids are the last word: files that were rewritten, renamed or moved to another machine make no difference as
     long as every row has the same tokens. The other parts are there to say what changed when they differ.
@@ -30,7 +31,7 @@ def fingerprint(sources: Sequence[Source], reference: Reference, options: Option
     names = [f"{number}: {os.path.basename(source.name)}" for number, source in enumerate(sources)]
     return {
         "files": {name: _digest(source.identity) for name, source in zip(names, sources, strict=True)},
-        "tokenizer": reference.fingerprint(),
+        "tokenizer": reference.fingerprint() if reference else None,
         "options": {
             field.name: _plain(getattr(options, field.name))
             for field in dataclasses.fields(options)

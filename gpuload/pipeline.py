@@ -57,19 +57,31 @@ def load(files: Any, tokenizer: Any = None, /, **options: Any) -> PromptDataset:
     started = time.perf_counter()
     tokenizer = options.pop("tokenizer", None) if tokenizer is None else tokenizer
     chosen = Options.parse(options)
-    sources = open_sources(files, chosen)
-    wanted = _samples(sum(source.num_rows for source in sources), chosen)
+    return load_sources(open_sources(files, chosen), tokenizer, chosen, started)
+
+
+def load_sources(
+    sources: list[Source], tokenizer: Any, chosen: Options, started: float | None = None, keep_refused: bool = False
+) -> PromptDataset:
+    """`load` over what was opened by other means.
+
+    Args:
+        started: when the opening began, for the report.
+        keep_refused: rows whose prompts cannot be rendered are counted and kept, with no tokens.
+    """
+    started = time.perf_counter() if started is None else started
+    wanted = samples(sum(source.num_rows for source in sources), chosen)
     reference = Reference(tokenizer, chosen)
     opened = time.perf_counter() - started
 
-    dataset = _run_somewhere(sources, wanted, reference, chosen)
+    dataset = _run_somewhere(sources, wanted, reference, chosen, keep_refused)
     mismatches = dataset.report.check.mismatches
     if mismatches:
         message = f"the fast path differs from the tokenizer in {len(mismatches)} rows: {'; '.join(mismatches[:3])}"
         if chosen.strict:
             raise MismatchError(f"{message}. With strict=False the load would fall back to the tokenizer itself")
         warnings.warn(f"{message}. Loading again with the tokenizer itself, slowly", stacklevel=2)
-        dataset = _run_somewhere(sources, wanted, reference, chosen, exact_only=True)
+        dataset = _run_somewhere(sources, wanted, reference, chosen, keep_refused, exact_only=True)
         dataset.report.notes.append(message)
     dataset.report.seconds |= {"open": opened, "total": time.perf_counter() - started}
     return dataset
@@ -91,7 +103,7 @@ def open_sources(files: Any, options: Options) -> list[Source]:
     return sources
 
 
-def _samples(total: int, options: Options) -> Rows | None:
+def samples(total: int, options: Options) -> Rows | None:
     """Which rows to take, in which order; None for all. Drawn as verl draws them, so that both take the same."""
     if not 0 < options.max_samples < total:
         return None
@@ -114,26 +126,36 @@ def _engine(options: Options, reference: Reference, exact_only: bool = False) ->
 
 
 def _run_somewhere(
-    sources: list[Source], wanted: Rows | None, reference: Reference, options: Options, exact_only: bool = False
+    sources: list[Source],
+    wanted: Rows | None,
+    reference: Reference,
+    options: Options,
+    keep_refused: bool,
+    exact_only: bool = False,
 ) -> PromptDataset:
     """One pass on the machine that `device` names. With "auto" nobody asked for the GPU: where it fails, for whatever
     reason, the CPU does it."""
     engine = _engine(options, reference, exact_only)
     try:
-        return _run(sources, wanted, reference, engine, options)
+        return _run(sources, wanted, reference, engine, options, keep_refused)
     except Exception as error:
         about_the_data = isinstance(error, GpuloadError) and not isinstance(error, DeviceError)
         if options.device != "auto" or engine.name == "cpu" or about_the_data:
             raise
         why = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
     warnings.warn(f"the GPU engine failed, the CPU is used ({why})", stacklevel=3)
-    dataset = _run(sources, wanted, reference, CpuEngine(reference, exact_only), options)
+    dataset = _run(sources, wanted, reference, CpuEngine(reference, exact_only), options, keep_refused)
     dataset.report.notes.append(f"no GPU is used: it failed ({why})")
     return dataset
 
 
 def _run(
-    sources: list[Source], wanted: Rows | None, reference: Reference, engine: Engine, options: Options
+    sources: list[Source],
+    wanted: Rows | None,
+    reference: Reference,
+    engine: Engine,
+    options: Options,
+    keep_refused: bool,
 ) -> PromptDataset:
     """One pass over the rows: read → render → encode → filter, then one store of all that was kept."""
     report = Report(
@@ -158,7 +180,7 @@ def _run(
             assert batch.rendered is not None
             assert batch.tokens is not None
             verifier.see(source, batch.rows, batch.fetch, batch.rendered, batch.tokens)
-            keep = _filter(batch, source, report, options)
+            keep = _filter(batch, source, report, options, keep_refused)
             kept = np.flatnonzero(keep)
             tables.append(_kept_columns(batch, keep, options))
             tokens.append(engine.keep(batch.tokens, None if keep.all() else kept))
@@ -167,11 +189,11 @@ def _run(
         report.check = verifier.check
         report.rows_kept = sum(len(part) for part in tokens)
         if not report.rows_kept:
-            raise DataError(_nothing_left(report))
+            raise DataError(nothing_left(report))
         origin = np.concatenate(places)
         order = _order(origin, sources, wanted)
         store = engine.store(tokens, order)
-    report.tokens, report.longest = len(store.values), int(store.lengths.max())
+        report.tokens, report.longest = len(store.values), int(store.lengths.max())
     return PromptDataset(
         store,
         Columns(_drain(tables), order),
@@ -206,8 +228,11 @@ def _encoded(
     return ahead(stage("encode", encode, batches, report.seconds), threads[2])
 
 
-def _filter(batch: Batch, source: str, report: Report, options: Options) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """(n,) which rows stay: those with tokens, and not too many of them. Counts the others."""
+def _filter(
+    batch: Batch, source: str, report: Report, options: Options, keep_refused: bool
+) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """(n,) which rows stay: those with tokens, and not too many of them; those without any, where asked. Counts the
+    others."""
     assert batch.rendered is not None
     assert batch.tokens is not None
     refused = batch.rendered.refused | invalid_rows(_without(batch.table, options.prompt_key))
@@ -230,7 +255,11 @@ def _filter(batch: Batch, source: str, report: Report, options: Options) -> np.n
     if keep.any():
         shortest = int(lengths[array_module(lengths).asarray(keep)].min())
         report.shortest = min(report.shortest, shortest) if report.shortest else shortest
-    return keep & ~overlong if options.filter_overlong_prompts else keep
+    if options.filter_overlong_prompts:
+        keep &= ~overlong
+    if keep_refused:
+        keep[list(batch.rendered.refused)] = True
+    return keep
 
 
 def _kept_columns(batch: Batch, keep: np.ndarray[Any, Any], options: Options) -> pa.Table:
@@ -262,7 +291,8 @@ def _order(origin: Rows, sources: list[Source], wanted: Rows | None) -> Rows | N
     return np.argsort(by_number[found])
 
 
-def _nothing_left(report: Report) -> str:
+def nothing_left(report: Report) -> str:
+    """What to say where no row is left, and why."""
     lines = [f"none of {report.rows_read:,} rows is left"]
     if report.overlong:
         lines.append(

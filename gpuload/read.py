@@ -48,13 +48,16 @@ class Source:
     without: Callable[[str], Iterator[pa.Table]] | None = None
 
 
-def open_file(file: SourceFile) -> Source:
+def open_file(file: SourceFile, index_columns: bool = False) -> Source:
     """Opens one file. A parquet file's metadata is read, a JSON file is parsed whole.
+
+    Args:
+        index_columns: with the columns in which pandas stored a frame's index.
 
     Raises:
         SourceError: the file is damaged or is not what its ending says.
     """
-    return _open_parquet(file) if file.format == "parquet" else _open_json(file)
+    return _open_parquet(file, index_columns) if file.format == "parquet" else _open_json(file)
 
 
 def open_frame(frame: Any, name: str) -> Source:
@@ -164,7 +167,7 @@ def _slices(table: pa.Table) -> Iterator[pa.Table]:
 # -- parquet ---------------------------------------------------------------------------------------------------------
 
 
-def _open_parquet(file: SourceFile) -> Source:
+def _open_parquet(file: SourceFile, index_columns: bool) -> Source:
     try:
         with pq.ParquetFile(file.path) as parquet:
             metadata, schema = parquet.metadata, parquet.schema_arrow
@@ -176,7 +179,7 @@ def _open_parquet(file: SourceFile) -> Source:
             identity = raw.read()
     except (pa.ArrowException, OSError) as error:
         raise SourceError(f"{file.name}: {_damage(file.path, error)}") from error
-    hidden = _index_columns(schema)
+    hidden = set() if index_columns else _index_columns(schema)
     return Source(
         file.name,
         metadata.num_rows,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import tracemalloc
 from pathlib import Path
@@ -87,17 +88,20 @@ def conversation(messages: list[dict[str, Any]]) -> str:
     return "<bos><｜begin▁of▁sentence｜>" + "".join(said) + "<|eot_id|>[INST]"
 
 
+def texts_of(file: Path, sampled: int | None = None) -> list[str]:
+    """A text per row, all or some, with tokens that some of the tokenizers have."""
+    names = pq.read_schema(file).names
+    column = next((name for name in ("prompt", "messages", "question", "problem") if name in names), names[0])
+    rows = pq.read_table(file, columns=[column])[column].to_pylist()
+    if sampled is not None:
+        rows = random.Random(file.name).sample(rows, min(sampled, len(rows)))
+    return [row if isinstance(row, str) else conversation(row) for row in rows if row is not None]
+
+
 @pytest.fixture(scope="module")
 def real_texts() -> list[str]:
-    """A sample of every shared file: one text per row, with tokens that some of the tokenizers have."""
-    texts = []
-    for file in shared_files("**/*.parquet"):
-        names = pq.read_schema(file).names
-        column = next((name for name in ("prompt", "messages", "question", "problem") if name in names), names[0])
-        rows = pq.read_table(file, columns=[column])[column].to_pylist()
-        rows = random.Random(file.name).sample(rows, min(SAMPLED, len(rows)))
-        texts += [row if isinstance(row, str) else conversation(row) for row in rows if row is not None]
-    return texts
+    """A sample of every shared file."""
+    return [text for file in shared_files("**/*.parquet") for text in texts_of(file, SAMPLED)]
 
 
 @pytest.mark.skipif(not shared_files("*.parquet"), reason="needs the folder of real data")
@@ -110,6 +114,26 @@ def test_real_data(pairs: dict[str, Pair], real_texts: list[str], name: str) -> 
     assert len(left) < len(real_texts) / 100
     if not pairs[name][0].spec.nfc:
         assert not left
+
+
+@functools.lru_cache(maxsize=1)
+def compiled_by_name(name: str) -> Pair:
+    return compiled(SHARED / "tokenizers" / name / "tokenizer.json")
+
+
+# One process per tokenizer: its tables are built once.
+EVERY = [pytest.param(name, marks=[pytest.mark.exact, pytest.mark.xdist_group(name)]) for name in NAMES]
+
+
+@pytest.mark.parametrize("file", shared_files("**/*.parquet"), ids=lambda file: file.stem)
+@pytest.mark.parametrize("name", EVERY)
+def test_every_row(name: str, file: Path, record_property: Any) -> None:
+    """`make exact`: every row of all real data, for every tokenizer."""
+    pair, texts = compiled_by_name(name), texts_of(file)
+    left = [one for low in range(0, len(texts), 4096) for one in check(pair, texts[low : low + 4096])]
+    record_property(name, (len(texts), len(left)))
+    assert pair[0].spec.nfc or not left
+    assert sum(surely_nfc(text) for text in left) <= len(texts) / 100  # left without need
 
 
 def test_shipped_data(shipped: Pair, gsm8k: str) -> None:

@@ -16,14 +16,16 @@ import torch
 pytest.importorskip("verl.experimental")
 
 from hydra import compose, initialize_config_module
+from same import ours
 from transformers import AutoTokenizer
 from verl.experimental.agent_loop import agent_loop as verl_loops
 from verl.experimental.agent_loop import single_turn_agent_loop, tool_agent_loop  # noqa: F401  they register themselves
 from verl.protocol import DataProto
+from verl.utils.dataset.rl_dataset import collate_fn
+from verl.utils.tensordict_utils import get_tensordict
 from verl.utils.tokenizer import continuous_token
 from verl.workers.rollout.replica import TokenOutput
 
-import gpuload
 from gpuload.integrations.verl import agent_loop, reuse
 
 CONFIG = "gpuload/integrations/verl/agent_loop.yaml"
@@ -110,24 +112,13 @@ def rollout(model: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[
     return run
 
 
-def rows_of(file: str, tokenizer: Any, many: int, tools: Any = None, **kwargs: Any) -> list[dict[str, Any]]:
-    """Rows as verl's data set gives them, with the loader's ids and their seals."""
-    settings = kwargs if tools is None else {**kwargs, "tools": tools}
-    prompts = gpuload.load(
-        file, tokenizer, return_raw_chat=True, max_samples=many, apply_chat_template_kwargs=settings, device="cpu"
-    )
-    source = reuse.prompt_source(tokenizer, kwargs, tools)
-    assert source is not None
-    return [
-        {
-            "raw_prompt": row["raw_prompt"],
-            "data_source": "gsm8k",
-            "index": number,
-            reuse.IDS: row["raw_prompt_ids"],
-            reuse.SEAL: reuse.seal(source, row["raw_prompt"]),
-        }
-        for number, row in enumerate(prompts.__getitems__(range(len(prompts))))
-    ]
+def rows_of(file: str, tokenizer: Any, many: int, **data: Any) -> list[dict[str, Any]]:
+    """Rows of gpuload's data set, with ids and their seals."""
+    dataset = ours(file, tokenizer, max_samples=many, gpuload={"reuse_ids": True, "device": "cpu"}, **data)
+    rows = [dict(row) for row in dataset.__getitems__(range(len(dataset)))]
+    assert len(rows) == many
+    assert all(row[reuse.IDS] and row[reuse.SEAL] for row in rows)
+    return [{key: value for key, value in row.items() if key != "dummy_tensor"} for row in rows]
 
 
 def without_ids(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -177,7 +168,8 @@ def test_ids_made_with_other_arguments_are_not_used(gsm8k: str, model: str, roll
     _, _, calls = rollout(rows, settings)
     assert calls == 2 * SAMPLES
     assert "apply_chat_template_kwargs" in caplog.text
-    _, _, calls = rollout(rows_of(gsm8k, tokenizer, 2, add_vision_id=True), settings)
+    rows = rows_of(gsm8k, tokenizer, 2, apply_chat_template_kwargs={"add_vision_id": True})
+    _, _, calls = rollout(rows, settings)
     assert calls == 0
 
 
@@ -207,12 +199,9 @@ def test_tools_are_part_of_the_seal(gsm8k: str, model: str, rollout: Any, tmp_pa
         "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
         f"actor_rollout_ref.rollout.multi_turn.function_tool_path={tmp_path}/tools.py",
     ]
-    from verl.tools.tool_registry import load_all_tools
-
-    tools = load_all_tools(tool_config_path=None, function_tool_path=str(tmp_path / "tools.py"))
-    schemas = [tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True) for tool in tools]
     tokenizer = AutoTokenizer.from_pretrained(model)
-    with_tools, without = rows_of(gsm8k, tokenizer, 2, schemas), rows_of(gsm8k, tokenizer, 2)
+    with_tools = rows_of(gsm8k, tokenizer, 2, function_tool_path=str(tmp_path / "tools.py"))
+    without = rows_of(gsm8k, tokenizer, 2)
     assert len(with_tools[0][reuse.IDS]) > len(without[0][reuse.IDS])
     expected, _, _ = rollout(without_ids(without), *settings, reuse=False)
     for rows, calls_expected in ((with_tools, 0), (without, 2 * SAMPLES)):
@@ -245,11 +234,12 @@ def test_seal_follows_everything_that_decides_ids(qwen: Any, qwen_folder: str) -
     assert reuse.prompt_source(qwen, {"padding": True}) is None
     other = AutoTokenizer.from_pretrained(qwen_folder)
     sources = {source, reuse.prompt_source(other, {"x": 1}), reuse.prompt_source(other, {}, [{"a": 1}])}
+    sources.add(reuse.prompt_source(other, {"chat_template": "{{ messages }}"}))
     other.add_tokens(["<new>"])
     sources.add(reuse.prompt_source(other, {}))
     other.eos_token = "<new>"
     sources.add(reuse.prompt_source(other, {"y": 1}))
-    assert len(sources) == 5
+    assert len(sources) == 6
 
 
 def test_a_template_that_tells_the_day_is_sealed_with_it(qwen_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,6 +258,19 @@ def test_a_template_that_tells_the_day_is_sealed_with_it(qwen_folder: str, monke
     assert reuse.prompt_source(tokenizer, {}) != today
     tokenizer.chat_template = tokenizer.chat_template.removeprefix("{{ strftime_now('%d') }}")
     assert reuse.prompt_source(tokenizer, {}) == timeless
+
+
+def test_seals_outlive_the_way_through_tensordicts(gsm8k: str, model: str) -> None:
+    """verl's trainers of version 1 send rows to the loops as a TensorDict."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rows = rows_of(gsm8k, tokenizer, 3)
+    batch = get_tensordict({"dummy": torch.zeros(3, 1)} | collate_fn(rows))
+    source = reuse.prompt_source(tokenizer, {})
+    assert source is not None
+    for number, row in enumerate(rows):
+        messages, ids, mark = (batch[key][number].data for key in ("raw_prompt", reuse.IDS, reuse.SEAL))
+        assert list(ids) == row[reuse.IDS]
+        assert mark == reuse.seal(source, messages)
 
 
 def test_a_files_column_named_as_ours_does_not_pass_for_ids(gsm8k: str, model: str, rollout: Any) -> None:

@@ -295,7 +295,7 @@ def test_missing_column_and_unknown_keys_are_named(write: Any, qwen: Any) -> Non
         SFTDataset(file, qwen, {"messages_key": "chat"})
     with pytest.raises(OptionError, match="verfy.*did you mean verify"):
         SFTDataset(file, qwen, {"gpuload": {"verfy": "off"}})
-    with pytest.raises(OptionError, match="expected 'sample'"):
+    with pytest.raises(OptionError, match="expected one of 'sample'"):
         SFTDataset(file, qwen, {"gpuload": {"verify": True}})
 
 

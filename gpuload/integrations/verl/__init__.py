@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gpuload.integrations.verl.rlhf import RLHFDataset
     from gpuload.integrations.verl.seed import SeedRLHFDataset
     from gpuload.integrations.verl.sft import SFTDataset
 

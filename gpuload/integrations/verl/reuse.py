@@ -12,6 +12,7 @@ tokenized, which is slower and never wrong. Nothing has to be promised by a conf
 `raw_prompt` after the loader is noticed too.
 """
 
+import datetime
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -51,7 +52,7 @@ def prompt_source(tokenizer: Any, kwargs: Mapping[str, Any], tools: Sequence[Any
     if settings not in known:
         known[settings] = _digest_source(tokenizer, kwargs, tools)
     source = known[settings]
-    return source and f"{source}{_day(tokenizer)}"
+    return source and f"{source}{_day(tokenizer, kwargs)}"
 
 
 def seal(source: str, messages: Sequence[Any]) -> str:
@@ -68,17 +69,19 @@ def _digest_source(tokenizer: Any, kwargs: Mapping[str, Any], tools: Sequence[An
     if any(name in kwargs for name in _VERLS):
         return None
     given = dict(kwargs) if tools is None else {**kwargs, "tools": tools}
+    template = given.pop("chat_template", None) or "default"
     try:
-        return Reference(tokenizer, Options.parse({"apply_chat_template_kwargs": given})).fingerprint()
+        # Nothing is padded here: a tokenizer without such a token will do.
+        options = {"chat_template": template, "apply_chat_template_kwargs": given, "pad_token_id": 0}
+        return Reference(tokenizer, Options.parse(options)).fingerprint()
     except GpuloadError:
         return None
 
 
-def _day(tokenizer: Any) -> str:
+def _day(tokenizer: Any, kwargs: Mapping[str, Any]) -> str:
     """Today's date, where the template could print it."""
-    from datetime import date
-
-    return f"@{date.today()}" if "strftime_now" in str(tokenizer.chat_template) else ""
+    templates = f"{tokenizer.chat_template}{kwargs.get('chat_template')}"
+    return f"@{datetime.date.today()}" if "strftime_now" in templates else ""
 
 
 def _digest(text: str) -> str:

@@ -18,7 +18,8 @@ import torch
 from gpuload.dataset import PromptDataset, Row
 from gpuload.errors import OptionError, ResumeError
 from gpuload.fingerprint import difference
-from gpuload.options import Options, nearest, plain
+from gpuload.integrations.verl.settings import Settings
+from gpuload.options import Options, plain
 from gpuload.pipeline import load
 
 _OPTIONS = frozenset(field.name for field in dataclasses.fields(Options))
@@ -36,8 +37,8 @@ class SeedRLHFDataset(torch.utils.data.Dataset[Row]):
     Args:
         data_files, parquet_files: the files; one of the two.
         tokenizer: as for `gpuload.load`.
-        config: verl's `data:` section, whose keys are options of `gpuload.load` where they have such a name; further
-            options in its section `gpuload`.
+        config: verl's `data:` section, whose keys are options of `gpuload.load` where they have such a name; `device`,
+            `gpu_memory_limit`, `verify` and `progress` stand under `gpuload`.
         processor: None; prompts with images are not for this class.
         max_samples: as the option, for verl 0.6.1.
         **options: options of `gpuload.load`, instead of a `config`.
@@ -113,9 +114,5 @@ class SeedRLHFDataset(torch.utils.data.Dataset[Row]):
 
 
 def _of_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The options in verl's `data:` section: those with a known name, and all of its section `gpuload`."""
-    own: dict[str, Any] = plain(config.get("gpuload") or {})
-    unknown = sorted(set(own) - _OPTIONS)
-    if unknown:
-        raise OptionError(f"data.gpuload.{unknown[0]}: unknown{nearest(unknown[0], set(_OPTIONS))}")
-    return {key: config[key] for key in config if key in _OPTIONS} | own
+    """The options in verl's `data:` section: those with a known name, and those under `gpuload`."""
+    return {key: config[key] for key in config if key in _OPTIONS} | Settings.parse(config).options()

@@ -15,7 +15,7 @@ of the store of ids. Rows, masks, padding, truncation and what is refused are ve
 import logging
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,9 +26,10 @@ from verl.utils.py_functional import convert_nested_value_to_list_recursive
 from verl.utils.tokenizer.chat_template import extract_system_prompt_and_generation
 
 from gpuload.arrays import Ragged, offsets_of
-from gpuload.errors import GpuloadError, OptionError, PromptTooLongError
+from gpuload.errors import GpuloadError, PromptTooLongError
+from gpuload.integrations.verl.settings import Settings
 from gpuload.integrations.verl.turns import Tokenized, Turns
-from gpuload.options import nearest, plain
+from gpuload.options import Options, plain
 from gpuload.read import Source, check_prompt_column, open_file, with_prompts
 from gpuload.sources import resolve
 from gpuload.stages import Batch, read
@@ -48,8 +49,8 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
         attention_mask                       int64 (L,), with `pad_mode="right"`
 
     Takes what verl's class takes: files, tokenizer, the `data:` section, processor, `max_samples`. With a processor, or
-    columns of images or videos, everything is done by verl's class. One key of its own, `+data.gpuload.verify`, says
-    how many rows are compared with verl's method: of a "sample", all ("full") or none ("off").
+    columns of images or videos, everything is done by verl's class. Of the keys under `data.gpuload`, `verify` says
+    which rows are compared with verl's method: a "sample", all ("full") or none ("off").
 
     Attributes:
         report: what was done, in one line; None where verl's class does everything.
@@ -63,7 +64,7 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
         processor: Any = None,
         max_samples: int = -1,
     ):
-        self._verify = _verify_mode((config or {}).get("gpuload"))
+        self._verify = Options.parse(Settings.parse(config or {}).options()).verify
         self.report: str | None = None
         self._ids: Ragged | None = None
         # verl writes the places of downloaded files into the list that it is given.
@@ -323,7 +324,7 @@ class _Told:
     """What is said of a load."""
 
     def __init__(self) -> None:
-        self.once = self.refused = self.ignored = self.by_column = 0
+        self.once = self.refused = self.ignored = self.by_column = self.by_reference = 0
         self.reasons: dict[str, int] = {}
         self.examples: list[str] = []
 
@@ -332,16 +333,16 @@ class _Told:
         self.refused += len(tokenized.refused)
         self.ignored += tokenized.ignored
         self.by_column += tokenized.by_column
+        self.by_reference += tokenized.by_reference
         for why, many in tokenized.reasons.items():
             self.reasons[why] = self.reasons.get(why, 0) + many
         for row in sorted(tokenized.refused)[: 3 - len(self.examples)]:
             self.examples.append(f"{source} row {batch.rows[row]}: {tokenized.refused[row]}")
 
     def sentence(self, rows: int, tokens: int, seconds: float) -> str:
-        by_reference = sum(self.reasons.values())
         parts = [
             f"{rows:,} conversations, {tokens:,} tokens in {seconds:.1f} s",
-            f"texts rendered by column {self.by_column:,}, by transformers {by_reference:,}",
+            f"texts rendered by column {self.by_column:,}, by transformers {self.by_reference:,}",
         ]
         if self.reasons:
             parts.append("because " + ", ".join(f"{why} ({many:,})" for why, many in list(self.reasons.items())[:3]))
@@ -352,15 +353,3 @@ class _Told:
         if self.ignored:
             parts.append(f"messages unlike the whole conversation, kept {self.ignored:,}")
         return "; ".join(parts)
-
-
-def _verify_mode(section: Mapping[str, Any] | None) -> str:
-    """`data.gpuload`, of which one key concerns this data set."""
-    section = section or {}
-    for name in section:
-        if name != "verify":
-            raise OptionError(f"data.gpuload.{name}: unknown{nearest(str(name), {'verify'})}")
-    mode = section.get("verify", "sample")
-    if mode not in ("sample", "full", "off"):
-        raise OptionError(f"data.gpuload.verify={mode!r}: expected 'sample', 'full' or 'off'")
-    return str(mode)

@@ -50,8 +50,8 @@ class Tokenized:
         once: row → why verl's code has to make its ids.
         refused: row → why verl's code is expected to raise.
         ignored: how many rows have messages whose ids are not those of the whole conversation, and are kept.
-        by_column: how many texts the compiled template rendered.
-        reasons: why others took transformers, and how many each.
+        by_column, by_reference: how many texts the compiled template rendered, and how many transformers.
+        reasons: why the template was not used, and how many texts each.
     """
 
     ids: Ragged
@@ -60,6 +60,7 @@ class Tokenized:
     refused: dict[int, str]
     ignored: int = 0
     by_column: int = 0
+    by_reference: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
 
 
@@ -150,6 +151,7 @@ class Turns:
         loss = learned[place >= 0].astype(np.uint8)
 
         result = Tokenized(ids, loss, {}, dict(refused), by_column=said.by_column + whole.by_column)
+        result.by_reference = said.by_reference + whole.by_reference
         for found in (said.reasons, whole.reasons):
             for why, many in found.items():
                 result.reasons[why] = result.reasons.get(why, 0) + many
@@ -191,6 +193,7 @@ class Turns:
             texts.append(pc.fill_null(rendered.text, ""))
             rows_of.append(rows)
             found.by_column += rendered.compiled_rows
+            found.by_reference += rendered.reference_rows
             for why, many in rendered.reasons.items():
                 found.reasons[why] = found.reasons.get(why, 0) + many
             found.refused.update((int(rows[row]), why) for row, why in rendered.refused.items())
@@ -223,6 +226,7 @@ class _Texts:
     cut: Ints
     refused: dict[int, str] = field(default_factory=dict)
     by_column: int = 0
+    by_reference: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
 
 
