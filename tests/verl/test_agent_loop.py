@@ -264,7 +264,7 @@ def test_seals_outlive_the_way_through_tensordicts(gsm8k: str, model: str) -> No
     """verl's trainers of version 1 send rows to the loops as a TensorDict."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = rows_of(gsm8k, tokenizer, 3)
-    batch = get_tensordict({"dummy": torch.zeros(3, 1)} | collate_fn(rows))
+    batch = dict(get_tensordict({"dummy": torch.zeros(3, 1)} | collate_fn(rows)).items())
     source = reuse.prompt_source(tokenizer, {})
     assert source is not None
     for number, row in enumerate(rows):
