@@ -47,7 +47,9 @@ def prompt_source(tokenizer: Any, kwargs: Mapping[str, Any], tools: Sequence[Any
     Returns:
         The digest, or None where the loader makes no ids with such a tokenizer or such arguments.
     """
-    settings = repr((tokenizer.chat_template, len(tokenizer), dict(kwargs), tools))
+    # What is easily changed on a tokenizer, and quickly read: its length, for one, takes longer than a prompt's ids.
+    changes = (tokenizer.chat_template, tokenizer.special_tokens_map, len(tokenizer.added_tokens_decoder))
+    settings = repr((changes, dict(kwargs), tools))
     known = _sources.setdefault(tokenizer, {})
     if settings not in known:
         known[settings] = _digest_source(tokenizer, kwargs, tools)
