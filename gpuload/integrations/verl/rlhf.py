@@ -229,8 +229,8 @@ class RLHFDataset(VerlDataset):  # type: ignore[misc]
         row: dict[str, Any] = super().__getitem__(item)
         for name in RESERVED & row.keys():
             del row[name]
-        if self._source is not None and row.get(IDS) is not None:
-            row[SEAL] = seal(self._source, row["raw_prompt"])
+        if self._source is not None and IDS in row:
+            row[SEAL] = seal(self._source, row["raw_prompt"]) if row[IDS] else None
         return row
 
     def __getitems__(self, items: Sequence[int]) -> list[dict[str, Any]]:
