@@ -260,6 +260,18 @@ def test_a_template_that_tells_the_day_is_sealed_with_it(qwen_folder: str, monke
     assert reuse.prompt_source(tokenizer, {}) == timeless
 
 
+def test_a_prompt_without_ids_leaves_its_batch_whole(write: Any, model: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    refuses = "{{ raise_exception('no') if messages[0].content == 'bad' else '' }}"
+    tokenizer.chat_template = refuses + tokenizer.chat_template
+    file = write([[{"role": "user", "content": text}] for text in ("good", "bad", "fine")])
+    dataset = ours(file, tokenizer, filter_overlong_prompts=False, gpuload={"reuse_ids": True, "device": "cpu"})
+    batch = collate_fn(dataset.__getitems__([0, 1, 2]))
+    assert {len(values) for values in batch.values()} == {3}
+    assert [mark is None for mark in batch[reuse.SEAL]] == [ids is None for ids in batch[reuse.IDS]]
+    assert [ids is None for ids in batch[reuse.IDS]] == [False, True, False]
+
+
 def test_seals_outlive_the_way_through_tensordicts(gsm8k: str, model: str) -> None:
     """verl's trainers of version 1 send rows to the loops as a TensorDict."""
     tokenizer = AutoTokenizer.from_pretrained(model)
