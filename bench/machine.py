@@ -19,7 +19,7 @@ def circumstances() -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",
         "load_average": round(os.getloadavg()[0], 2),
-        "commit": _commit(),
+        "commit": commit(),
     }
 
 
@@ -36,12 +36,12 @@ def _cpu() -> str:
     return f"{facts.get('model name', 'unknown')} ({numbers})" if numbers else facts.get("model name", "unknown")
 
 
-def _commit() -> str:
+def commit() -> str:
     """Of the checkout, with a plus where tracked files outside of the results differ from it."""
 
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
         return done.stdout.strip() if done.returncode == 0 else ""
 
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results", ":!bench/records")
     return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")

@@ -16,12 +16,13 @@ strongest of the others. Every run is a process of its own, the contenders take 
 checked by digest in every run, and the tokens too where a contender has them (gpuload, batched map).
 
 Counted: reading the files, rendering, tokenizing, filtering, and what each contender does besides (gpuload checks a
-sample of rows against the tokenizer; `datasets` writes its caches). Not counted: starting Python, imports, constructing
-the tokenizer. What is left afterwards differs: gpuload and batched map have the tokens, verl and row by row have
-thrown them away and make them again later.
+sample of rows against the tokenizer and keeps its tokens on disk; `datasets` writes its caches). Not counted: starting
+Python, imports, constructing the tokenizer. What is left afterwards differs: gpuload and batched map have the tokens,
+verl and row by row have thrown them away and make them again later.
 
 - **cold**: the contender's cache folder is emptied and the files are dropped from the page cache.
-- **warm**: the same again in a new process, with the caches that the cold run left.
+- **warm**: the same again in a new process, with the caches that the cold run left: gpuload finds all tokens before
+  the filter, `datasets` the finished filter.
 - **row by row**: verl 0.1 and 0.2: pandas, and one `apply_chat_template` per row.
 - **batched map**: as TRL's trainers prepare data: `datasets`, `map(batched=True)` with `apply_chat_template` on a
   thousand rows at a time, then `filter`.

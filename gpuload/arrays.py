@@ -85,6 +85,16 @@ class Ragged:
         shift = xp.repeat(self.offsets[rows] - offsets[:-1], lengths)
         return Ragged(self.values[xp.arange(int(offsets[-1]), dtype=np.int64) + shift], offsets)
 
+    def filter(self, keep: Array) -> "Ragged":
+        """The rows to be kept, in their order: several times as fast as `take`.
+
+        Args:
+            keep: (n,) bool.
+        """
+        xp = array_module(self.values)
+        lengths = self.lengths
+        return Ragged(self.values[xp.repeat(keep, lengths)], offsets_of(lengths[keep]))
+
     def truncate(self, length: int, keep: Truncation) -> "Ragged":
         """Rows of at most `length` ids, cut as verl cuts them.
 

@@ -1,4 +1,4 @@
-"""The command line: inspect · doctor · demo."""
+"""The command line: inspect · prepare · doctor · demo."""
 
 import argparse
 import sys
@@ -27,7 +27,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     inspect.add_argument("--html", metavar="FILE", help="write the same, with plots, as one page")
 
-    commands.add_parser("doctor", help="versions, engines, and why one of them is not available")
+    prepare = commands.add_parser("prepare", help="make the tokens of these files now, and keep them for later loads")
+    prepare.add_argument("files", nargs="*", help="paths, globs or URLs of parquet, json or jsonl files")
+    prepare.add_argument("--tokenizer", help="a path or a hub id")
+    prepare.add_argument("--prompt-key", default="prompt", help="the column with the prompts (default: prompt)")
+    prepare.add_argument("--no-template", action="store_true", help="prompts are plain strings, tokenized as they are")
+    prepare.add_argument("--template-kwargs", metavar="JSON", default="{}", help="constants for the chat template")
+    prepare.add_argument("--verify", default="sample", help="compare a sample (default), full or off")
+    prepare.add_argument("--cache-dir", metavar="FOLDER", help="default: $GPULOAD_CACHE, or ~/.cache/gpuload")
+    prepare.add_argument("--clear", action="store_true", help="remove all tokens that are kept, instead")
+
+    doctor = commands.add_parser("doctor", help="versions, GPUs, and each stage of each engine tried out")
+    doctor.add_argument(
+        "--require", choices=["cpu", "cuda"], help="try out this engine alone; exit status 1 where it does not work"
+    )
     commands.add_parser("demo", help="load a shipped data set and compare with the row-wise way")
 
     given = parser.parse_args(arguments)
@@ -49,10 +62,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 no_template=given.no_template,
                 html=given.html,
             )
+        elif given.command == "prepare":
+            from gpuload.prepare import clear_cache, prepare_files
+
+            where = {"cache_dir": given.cache_dir} if given.cache_dir else {}
+            if given.clear:
+                clear_cache(**where)
+                return 0
+            if not given.files or not given.tokenizer:
+                prepare.error("files and --tokenizer are needed, or --clear")
+            prepare_files(
+                given.files,
+                given.tokenizer,
+                given.template_kwargs,
+                prompt_key=given.prompt_key,
+                chat_template=None if given.no_template else "default",
+                verify=given.verify,
+                **where,
+            )
         elif given.command == "doctor":
             from gpuload.doctor import diagnose
 
-            print(diagnose())
+            return diagnose(given.require)
         else:
             from gpuload.demo import demo
 

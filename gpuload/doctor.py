@@ -19,9 +19,17 @@ _DISTRIBUTIONS["rmm"] = ("rmm-cu13", "rmm-cu12")
 _DISTRIBUTIONS["cupy"] = ("cupy-cuda13x", "cupy-cuda12x")
 
 
-def diagnose() -> str:
-    """The report, a line per fact. Where there is a GPU it is tried out, which starts CUDA and compiles kernels."""
-    lines = [
+def diagnose(require: str | None = None) -> int:
+    """Prints the report as it goes, a line per fact, and tries out the engines: the CPU's, and the GPU's where there is
+    one, which starts CUDA and compiles kernels.
+
+    Args:
+        require: an engine that has to work, "cpu" or "cuda"; the other one is left alone.
+
+    Returns:
+        0, or 1 where the required engine does not work.
+    """
+    _print(
         f"gpuload {__version__}, Python {platform.python_version()}, {platform.platform()}, {os.cpu_count()} cores",
         "",
         "packages",
@@ -30,11 +38,14 @@ def diagnose() -> str:
         "GPU",
         *(f"  {name:13} {value}" for name, value in _gpu()),
         "",
-        "engines",
-        f"  cpu           {_cpu()}",
-        f"  cuda          {_cuda()}",
-    ]
-    return "\n".join(lines)
+        "engines, tried out on the shipped prompts",
+    )
+    works = [_works(engine) for engine in ("cpu", "cuda") if require in (None, engine)]
+    return 0 if require is None or all(works) else 1
+
+
+def _print(*lines: str) -> None:
+    print(*lines, sep="\n", flush=True)
 
 
 def _version(package: str) -> str | None:
@@ -46,17 +57,24 @@ def _version(package: str) -> str | None:
     return None
 
 
-def _cpu() -> str:
-    if importlib.util.find_spec("gigatoken") is None:
-        return "available, slowly: gigatoken is not installed (pip install gigatoken)"
-    return "available"
+def _works(engine: str) -> bool:
+    """Prints what an engine says of itself, the time of each of its stages, and which of them failed."""
+    from gpuload.engines.cpu import CpuEngine
+    from gpuload.engines.cuda import cuda_engine, obstacle
+    from gpuload.selftest import try_out
 
-
-def _cuda() -> str:
-    from gpuload.engines.cuda import obstacle
-
-    why_not = obstacle("cuda")
-    return "available: kernels compile, run and are right" if why_not is None else f"not available: {why_not}"
+    if engine == "cuda" and (why_not := obstacle("cuda")):
+        _print(f"  {engine:13} not available: {why_not}")
+        return False
+    outcome = try_out(cuda_engine if engine == "cuda" else lambda _, reference: CpuEngine(reference))
+    lines = [(stage, f"{seconds:.3f} s") for stage, seconds in outcome.seconds.items()]
+    if outcome.failure is not None:
+        stage, how = outcome.failure
+        lines.append((stage, f"FAILED: {how}"))
+    lines += [("how", outcome.description), *(("note", note) for note in outcome.notes)]
+    _print(f"  {engine:13} {'works' if outcome.failure is None else 'DOES NOT WORK'}")
+    _print(*(f"    {name:11} {what}" for name, what in lines))
+    return outcome.failure is None
 
 
 def _gpu() -> list[tuple[str, str]]:

@@ -17,7 +17,8 @@ Fingerprint = dict[str, Any]
 
 # Options that decide neither which rows there are nor what is in them.
 _WITHOUT_EFFECT = frozenset(
-    "cache_dir device tokens_on gpu_memory_limit verify strict progress trust_remote_code shuffle seed".split()
+    "cache_dir token_cache token_cache_bytes device tokens_on gpu_memory_limit verify strict progress "
+    "trust_remote_code shuffle seed".split()
 )
 
 

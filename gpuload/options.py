@@ -7,6 +7,7 @@ key is an error.
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -60,7 +61,10 @@ class Options:
         shuffle: take `max_samples` at random rather than the first ones; also the loader's default.
         seed: for `shuffle`; None draws a fresh one.
         pad_token_id: overrides the tokenizer's.
-        cache_dir: where remote files are copied to, once.
+        cache_dir: where remote files are copied to, once, and token ids are kept; `$GPULOAD_CACHE` where that is set.
+        token_cache: keep the ids of files in `cache_dir`/tokens, and use what is kept there.
+        token_cache_bytes: what they may take there; those not used for the longest time go first. 0: a tenth of the
+            free disk, and at most 20 GB.
         device: "auto" (a GPU where one works, else the CPU; the report says why), "cpu", "cuda" or "cuda:N".
         tokens_on: where the GPU engine keeps the ids that batches are made of: on the "device" (4 bytes a token), or
             pinned on the "host", from where each batch's ids cross the bus one batch ahead.
@@ -84,7 +88,9 @@ class Options:
     shuffle: bool = False
     seed: int | None = None
     pad_token_id: int | None = None
-    cache_dir: str = "~/.cache/gpuload"
+    cache_dir: str = field(default_factory=lambda: os.environ.get("GPULOAD_CACHE") or "~/.cache/gpuload")
+    token_cache: bool = True
+    token_cache_bytes: int = 0
     device: str = "auto"
     tokens_on: TokensOn = "device"
     gpu_memory_limit: int = 0
@@ -113,7 +119,8 @@ class Options:
     def _check(self) -> None:
         for name in ("prompt_key", "cache_dir", "device"):
             _expect(self, name, bool(getattr(self, name)) and isinstance(getattr(self, name), str), "a string")
-        for name in ("filter_overlong_prompts", "return_raw_chat", "return_full_prompt", "shuffle", "strict"):
+        flags = "filter_overlong_prompts return_raw_chat return_full_prompt shuffle strict token_cache"
+        for name in flags.split():
             _expect(self, name, isinstance(getattr(self, name), bool), "True or False")
         _expect(self, "max_prompt_length", _is_int(self.max_prompt_length) and self.max_prompt_length > 0, "tokens > 0")
         _expect(self, "truncation", self.truncation in get_args(Truncation), f"one of {_names(Truncation)}")
@@ -124,7 +131,8 @@ class Options:
         _expect(self, "seed", self.seed is None or (_is_int(self.seed) and self.seed >= 0), "an integer >= 0, or None")
         _expect(self, "pad_token_id", self.pad_token_id is None or _is_int(self.pad_token_id), "a token id, or None")
         _expect(self, "chat_template", self.chat_template is None or isinstance(self.chat_template, str), "a string")
-        _expect(self, "gpu_memory_limit", _is_int(self.gpu_memory_limit) and self.gpu_memory_limit >= 0, "bytes, or 0")
+        for name in ("gpu_memory_limit", "token_cache_bytes"):
+            _expect(self, name, _is_int(getattr(self, name)) and getattr(self, name) >= 0, "bytes, or 0")
         base, _, number = self.device.partition(":")
         _expect(
             self,

@@ -3,8 +3,9 @@
     sources.py    files, globs, URLs → local files, fetched once
     read.py       files → tables of Arrow, some thousand rows at a time
     engines/      prompts → text → token ids
-    here          lengths, filter
     verify.py     the fast path against the reference
+    cache.py      ids that an earlier load has made, in the place of the last two
+    here          lengths, filter
     dataset.py    what the user gets
 
 Reading, rendering and encoding of successive batches overlap (stages.py).
@@ -15,6 +16,7 @@ import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,10 +24,12 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from gpuload.arrays import Ragged, array_module, on_host
+from gpuload.cache import TokenCache
 from gpuload.columns import Columns
 from gpuload.dataset import PromptDataset
 from gpuload.engines.cpu import CpuEngine
 from gpuload.engines.engine import Engine
+from gpuload.entry import Kept
 from gpuload.errors import DataError, DeviceError, GpuloadError, MismatchError
 from gpuload.fingerprint import fingerprint
 from gpuload.options import Options
@@ -81,6 +85,7 @@ def load_sources(
         if chosen.strict:
             raise MismatchError(f"{message}. With strict=False the load would fall back to the tokenizer itself")
         warnings.warn(f"{message}. Loading again with the tokenizer itself, slowly", stacklevel=2)
+        chosen = replace(chosen, token_cache=False)
         dataset = _run_somewhere(sources, wanted, reference, chosen, keep_refused, exact_only=True)
         dataset.report.notes.append(message)
     dataset.report.seconds |= {"open": opened, "total": time.perf_counter() - started}
@@ -161,8 +166,6 @@ def _run(
     report = Report(
         [source.name for source in sources],
         options.max_prompt_length,
-        engine.description,
-        list(engine.notes),
         overlong_dropped=options.filter_overlong_prompts,
         source_bytes=sum(source.nbytes for source in sources),
     )
@@ -173,20 +176,26 @@ def _run(
     places: list[Rows] = []  # (n, 2): source, row in the source
     with ExitStack() as stack:
         stack.enter_context(engine.loading())
-        stack.enter_context(reference.job.clock_stopped())  # a template that tells the date tells one for all rows
+        # A template that tells the date tells one for all rows.
+        cache = TokenCache(options, reference, stack.enter_context(reference.job.clock_stopped()))
+        stack.callback(cache.discard)
         bar = stack.enter_context(_progress(total, options))
-        for batch in _encoded(sources, wanted, engine, options, report, stack):
+        for batch in _encoded(sources, wanted, engine, cache, options, report, stack):
             source = sources[batch.source].name
             assert batch.rendered is not None
             assert batch.tokens is not None
-            verifier.see(source, batch.rows, batch.fetch, batch.rendered, batch.tokens)
+            if not isinstance(batch.prompts, Kept):
+                compared = verifier.check.rows
+                verifier.see(source, batch.rows, batch.fetch, batch.rendered, batch.tokens)
+                cache.keep(sources[batch.source], batch, verifier.check.rows - compared)
             keep = _filter(batch, source, report, options, keep_refused)
             kept = np.flatnonzero(keep)
             tables.append(_kept_columns(batch, keep, options))
             tokens.append(engine.keep(batch.tokens, None if keep.all() else kept))
             places.append(np.stack([np.full(len(kept), batch.source), batch.rows[kept]], axis=1))
             bar.update(len(keep))
-        report.check = verifier.check
+        cache.finish(sources, trusted=not verifier.check.mismatches)
+        _tell(report, engine, cache, verifier)
         report.rows_kept = sum(len(part) for part in tokens)
         if not report.rows_kept:
             raise DataError(nothing_left(report))
@@ -207,25 +216,46 @@ def _run(
 
 
 def _encoded(
-    sources: list[Source], wanted: Rows | None, engine: Engine, options: Options, report: Report, stack: ExitStack
+    sources: list[Source],
+    wanted: Rows | None,
+    engine: Engine,
+    cache: TokenCache,
+    options: Options,
+    report: Report,
+    stack: ExitStack,
 ) -> Iterator[Batch]:
-    """The batches after the three heavy stages, each stage in a thread of its own."""
+    """The batches after the three heavy stages, each stage in a thread of its own. What is in the cache passes them
+    by, in its place among the others."""
+
+    def open_source(source: Source) -> Iterator[tuple[pa.Table, Any]]:
+        entry = cache.find(source)
+        return (entry or engine).read(source, options.prompt_key, options.return_raw_chat)
 
     def render(batch: Batch) -> None:
-        batch.rendered = engine.render(batch.prompts)
+        prompts = batch.prompts
+        batch.rendered = prompts.rendered() if isinstance(prompts, Kept) else engine.render(prompts)
 
     def encode(batch: Batch) -> None:
         assert batch.rendered is not None
         batch.tokens, batch.left = engine.encode(batch.rendered)
 
     threads = [stack.enter_context(ThreadPoolExecutor(1, name)) for name in ("read", "render", "encode")]
-    keep_prompts = options.return_raw_chat
-    batches = ahead(
-        read(sources, lambda source: engine.read(source, options.prompt_key, keep_prompts), wanted, report.seconds),
-        threads[0],
-    )
+    batches = ahead(read(sources, open_source, wanted, report.seconds), threads[0])
     batches = ahead(stage("render", render, batches, report.seconds), threads[1])
     return ahead(stage("encode", encode, batches, report.seconds), threads[2])
+
+
+def _tell(report: Report, engine: Engine, cache: TokenCache, verifier: Verifier) -> None:
+    """What did the work."""
+    report.check = verifier.check
+    report.check.earlier = sum(entry.compared for entry in cache.found.values())
+    report.cache, report.into_cache = str(cache.folder), cache.written
+    report.from_cache = [name for name in report.files if name in cache.found]
+    report.seconds |= {name: value for name, value in cache.seconds.items() if value}
+    if cache.missed:
+        report.engine, report.notes = engine.description, [*engine.notes, *cache.notes]
+    else:  # to ask the engine would build the encoder
+        report.engine, report.notes = f"{engine.name}: no tokens had to be made", cache.notes
 
 
 def _filter(

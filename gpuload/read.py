@@ -5,10 +5,11 @@ struct the union of all rows' keys, and a template that prints `tool_calls` woul
 whose values do not survive the way through Arrow's types is kept as JSON text (`arrow.json`) and decoded when used.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,6 +20,7 @@ from gpuload.sources import SourceFile
 
 BATCH_ROWS = 8192
 JSON_TYPE = pa.json_(pa.large_string())
+_SLACK = 128  # bytes by which old writers understate a column's size: the header of its dictionary
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Source:
         parquet: the file, where it is one that an engine can read by itself.
         frame: a `cudf.DataFrame`, whose columns an engine may use as they lie in device memory.
         without: gives the rows as `batches` does, but without one column; of parquet files and `frame` only.
+        content: digests a column's values as they are in the file now; None for a frame in memory.
     """
 
     name: str
@@ -46,6 +49,7 @@ class Source:
     parquet: str | None = None
     frame: Any = None
     without: Callable[[str], Iterator[pa.Table]] | None = None
+    content: Callable[[str], bytes] | None = None
 
 
 def open_file(file: SourceFile, index_columns: bool = False) -> Source:
@@ -172,11 +176,7 @@ def _open_parquet(file: SourceFile, index_columns: bool) -> Source:
         with pq.ParquetFile(file.path) as parquet:
             metadata, schema = parquet.metadata, parquet.schema_arrow
         with open(file.path, "rb") as raw:
-            size = raw.seek(0, 2)
-            raw.seek(max(0, size - 8))
-            footer = int.from_bytes(raw.read(4), "little")
-            raw.seek(max(0, size - 8 - footer))
-            identity = raw.read()
+            size, footer = _footer(raw)
     except (pa.ArrowException, OSError) as error:
         raise SourceError(f"{file.name}: {_damage(file.path, error)}") from error
     hidden = set() if index_columns else _index_columns(schema)
@@ -187,10 +187,41 @@ def _open_parquet(file: SourceFile, index_columns: bool) -> Source:
         pa.schema([column for column in schema if column.name not in hidden]),
         lambda: _read_parquet(file, hidden),
         # The footer holds sizes, offsets and statistics of every column chunk.
-        str(size).encode() + identity,
+        str(size).encode() + footer,
         parquet=file.path,
         without=lambda name: _read_parquet(file, hidden | {name}),
+        content=lambda name: _column_digest(file, name),
     )
+
+
+def _footer(raw: BinaryIO) -> tuple[int, bytes]:
+    """The size of a parquet file, and its last part, which says where everything else is."""
+    size = raw.seek(0, 2)
+    raw.seek(max(0, size - 8))
+    length = int.from_bytes(raw.read(4), "little")
+    raw.seek(max(0, size - 8 - length))
+    return size, raw.read()
+
+
+def _column_digest(file: SourceFile, name: str) -> bytes:
+    """Of the footer, and of one column's pages as they lie in the file. Anything less may stay the same when a value
+    is changed in place: size, times, the footer's statistics."""
+    digest = hashlib.blake2b(digest_size=16)
+    with open(file.path, "rb") as raw:
+        digest.update(_footer(raw)[1])
+        metadata = pq.read_metadata(raw)
+        for group in range(metadata.num_row_groups):
+            row_group = metadata.row_group(group)
+            for number in range(row_group.num_columns):
+                chunk = row_group.column(number)
+                if (chunk.path_in_schema + ".").startswith(name + "."):
+                    start = min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset)
+                    raw.seek(start)
+                    left = chunk.total_compressed_size + _SLACK
+                    while left and (block := raw.read(min(left, 1 << 20))):
+                        digest.update(block)
+                        left -= len(block)
+    return digest.digest()
 
 
 def _read_parquet(file: SourceFile, hidden: set[str]) -> Iterator[pa.Table]:
@@ -240,10 +271,10 @@ def _open_json(file: SourceFile) -> Source:
     rows = _parse(file.name, content)
     names = list(dict.fromkeys(key for row in rows for key in row))
     table = pa.table({name: _json_column([row.get(name) for row in rows]) for name in names})
-    import hashlib
-
     digest = hashlib.sha256(content).digest()
-    return Source(file.name, len(rows), len(content), table.schema, lambda: _slices(table), digest)
+    return Source(
+        file.name, len(rows), len(content), table.schema, lambda: _slices(table), digest, content=lambda name: digest
+    )
 
 
 def _parse(name: str, content: bytes) -> list[dict[str, Any]]:

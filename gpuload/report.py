@@ -27,6 +27,8 @@ class Report:
         seconds: stage → seconds of work; stages overlap, so that they add up to more than `total`.
         engine: what did the work; notes: why something faster did not.
         check: the comparison with the reference.
+        from_cache, into_cache: files whose tokens were found in the cache, and those whose tokens were put there.
+        cache: its folder.
     """
 
     files: list[str]
@@ -49,6 +51,9 @@ class Report:
     longest: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     check: Check = field(default_factory=Check)
+    from_cache: list[str] = field(default_factory=list)
+    into_cache: list[str] = field(default_factory=list)
+    cache: str = ""
 
     @property
     def rows_refused(self) -> int:
@@ -100,16 +105,33 @@ class Report:
                 else []
             ),
             *(f"             {note}" for note in self.notes),
+            *self._cached(),
             f"  exactness  {self._exactness()}",
         ]
         return "\n".join(lines)
 
     def _exactness(self) -> str:
         check = self.check
-        if not check.rows:
-            return "not checked"
-        differ = f"{len(check.mismatches)} differ" if check.mismatches else "none differs"
-        return f"{check.rows:,} rows compared with the reference in {check.seconds:.2f} s, {differ}"
+        said = []
+        if check.rows:
+            differ = f"{len(check.mismatches)} differ" if check.mismatches else "none differs"
+            said.append(f"{check.rows:,} rows compared with the reference in {check.seconds:.2f} s, {differ}")
+        if check.earlier:
+            said.append(f"{check.earlier:,} rows compared when their tokens were made, none differed")
+        return "; ".join(said) or "not checked"
+
+    def _cached(self) -> list[str]:
+        """What the cache had and got: one line, or none."""
+        said = []
+        if self.from_cache:
+            said.append(f"tokens of {_some(self.from_cache, len(self.files))} from {self.cache}")
+        if self.into_cache:
+            said.append(f"tokens of {_some(self.into_cache, len(self.files))} kept in {self.cache}")
+        return ["  cache      " + "; ".join(said)] if said else []
+
+
+def _some(names: list[str], of: int) -> str:
+    return f"{len(names)} of {of} files" if of > 1 else "this file"
 
 
 def _mb(nbytes: int) -> str:

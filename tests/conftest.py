@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, settings
 
+from gpuload import cache
 from gpuload.demo import demo_files
+from gpuload.entry import read_entry
 
 SHARED = Path(__file__).parents[2] / "shared"
 
@@ -24,6 +26,24 @@ collect_ignore = [] if importlib.util.find_spec("tensordict") else ["verl"]
 
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """None of the tests writes into the user's cache, and none finds tokens in one: two loads that are compared must
+    both have made theirs. Tests of the cache ask for `warm_cache`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GPULOAD_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(cache, "read_entry", lambda path, key, rows: None)
+        yield
+
+
+@pytest.fixture
+def warm_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the test's own, empty at first, in which tokens are found; the folder of its entries."""
+    monkeypatch.setenv("GPULOAD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(cache, "read_entry", read_entry)
+    return tmp_path / "cache" / "tokens"
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,9 @@
 """The command line, as a person would call it."""
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,8 @@ import pytest
 import gpuload
 from gpuload import doctor
 from gpuload.cli import main
+from gpuload.engines import cuda
+from gpuload.engines.cpu import CpuEngine
 
 
 def test_inspect(gsm8k: str, qwen: Any, qwen_folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -55,9 +60,62 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     for package in ("torch", "transformers", "gigatoken", "pyarrow"):
         assert re.search(rf"  {package} +\d", shown)
-    assert re.search(r"cpu +available", shown)
-    assert re.search(r"cuda +(available: kernels compile|not available: .*(CUDA|GPU|installed))", shown)
+    stages = "".join(rf"    {stage} +\d+\.\d+ s\n" for stage in ("prepare", "read", "render", "encode", "batch"))
+    assert re.search(rf"  cpu +works\n{stages}    how +cpu: chat template compiled, encoded by gigatoken", shown)
+    assert re.search(rf"  cuda +(works\n{stages}|not available: .*(CUDA|GPU|installed))", shown)
     assert re.search(r"  CUDA +torch is built (for \d|without it)", shown)
+
+
+def test_doctor_requires(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exit status is that of the required engine, and the other one is left alone."""
+    monkeypatch.setattr(cuda, "obstacle", lambda device: f"no {device} today")
+    assert main(["doctor", "--require", "cuda"]) == 1
+    shown = capsys.readouterr().out
+    assert shown.endswith("\n  cuda          not available: no cuda today\n")
+    assert "  cpu " not in shown
+    assert main(["doctor", "--require", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    assert "  cpu           works\n" in shown
+    assert "  cuda " not in shown
+    with pytest.raises(SystemExit):
+        main(["doctor", "--require", "tpu"])
+    assert "choose from" in capsys.readouterr().err
+
+
+def test_doctor_tells_the_stage_that_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def render(self: CpuEngine, prompts: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(CpuEngine, "render", render)
+    assert main(["doctor", "--require", "cpu"]) == 1
+    assert re.search(
+        r"  cpu +DOES NOT WORK\n    prepare .*\n    read .*\n    render +FAILED: MemoryError\n    how ",
+        capsys.readouterr().out,
+    )
+
+
+def test_doctor_tries_out_the_gpu_where_there_is_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its engine is the host's here: what is built is what is tried out."""
+    built: list[str] = []
+    monkeypatch.setattr(cuda, "obstacle", lambda device: None)
+    monkeypatch.setattr(
+        cuda, "cuda_engine", lambda options, reference: (built.append(options.device), CpuEngine(reference))[1]
+    )
+    assert main(["doctor", "--require", "cuda"]) == 0
+    assert built == ["auto"]
+    assert re.search(r"  cuda +works\n    prepare +\d", capsys.readouterr().out)
+
+
+def test_doctor_without_a_gpu_starts_no_cuda() -> None:
+    code = (
+        "import sys, torch; from gpuload.cli import main; assert main(['doctor']) == 0;"
+        "print(torch.cuda.is_initialized(), [m for m in ('cudf', 'pylibcudf', 'cupy', 'rmm') if m in sys.modules])"
+    )
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.splitlines()[-1] == "False []"
 
 
 def test_doctor_tells_gpu_and_driver(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

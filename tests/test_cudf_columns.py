@@ -163,12 +163,12 @@ def test_chunks_are_halved_where_memory_runs_out(monkeypatch: pytest.MonkeyPatch
 
     prompts = column([[{"role": "user", "content": f"{i}"}] for i in range(100)])
     pq.write_table(pa.table({"prompt": prompts, "other": list(range(100))}), tmp_path / "x.parquet")
-    skipped, limits = [0], []
+    skipped, limits, asked = [0], [], []
 
     class Options:
         builder = staticmethod(lambda source: Options())
-        column_names = lambda self, names: self  # noqa: E731
         build = lambda self: self  # noqa: E731
+        set_column_names = lambda self, names: asked.append(names)  # noqa: E731
         set_skip_rows = lambda self, rows: skipped.append(rows)  # noqa: E731
 
     class Reader:
@@ -195,6 +195,7 @@ def test_chunks_are_halved_where_memory_runs_out(monkeypatch: pytest.MonkeyPatch
     read = [render(KERNELS, program, part).text for part in parts]
     assert pa.concat_arrays(read).to_pylist() == [str(i) for i in range(100)]
     assert (skipped, limits) == ([0, 40, 40], [64 << 20, 32 << 20, 16 << 20])
+    assert asked == [["prompt"]] * 3
     monkeypatch.setattr(Reader, "has_next", lambda self: (_ for _ in ()).throw(MemoryError))
     with pytest.raises(DeviceError, match="gpu_memory_limit"):
         list(chunks(KERNELS, str(tmp_path / "x.parquet"), "prompt", prompts.type, 64 << 20))

@@ -1,72 +1,121 @@
-"""On a GPU: what the tests of the device engine show on the host, once more where it is meant to run."""
+"""On a GPU: what the tests of the device engine show on the host, once more where it is meant to run, and what can only
+be shown there: memory, copies, streams."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import shared_files
+from conftest import SHARED, shared_files, shared_tokenizers
 
-import gpuload
-from gpuload.engines.cuda import obstacle
+from bench.gpu_checks import SLACK, copied, kept_memory, pointers, sanitized, too_much
+from bench.gpu_exact import compared, device_encoder, encoded
+from bench.gpu_rig import Rig, open_rig
+from bench.gpu_run import MissingError, Task
+
+pytestmark = pytest.mark.gpu
+
+TASK = Task(rehearsal=False, files=(), tokenizers=(), scratch="")
+ENCODED = {name: SHARED / "tokenizers" / name for name in shared_tokenizers()}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def gpu() -> None:
-    why_not = obstacle("cuda")
-    if why_not is not None:
-        pytest.skip(why_not)
-
-
-def assert_same(file: str, tokenizer: Any, **options: Any) -> gpuload.PromptDataset:
-    found = gpuload.load(file, tokenizer, device="cuda", **options)
-    expected = gpuload.load(file, tokenizer, device="cpu", **options)
-    assert found.tokens.values.tolist() == expected.tokens.values.tolist()
-    assert found.tokens.offsets.tolist() == expected.tokens.offsets.tolist()
-    assert found.report.refused == expected.report.refused
-    assert found.columns.equals(expected.columns)
-    rows = range(min(len(found), 257))
-    one, other = found.batch(rows), expected.batch(rows)
-    for key in ("input_ids", "attention_mask", "position_ids"):
-        assert one[key].device.type == "cuda"
-        assert torch.equal(one[key].cpu(), other[key])
-    return found
-
-
-@pytest.mark.gpu
-def test_shipped_data(gsm8k: str, qwen: Any) -> None:
-    prompts = assert_same(gsm8k, qwen, max_prompt_length=128, return_raw_chat=True)
-    assert prompts.report.check.mismatches == []
-    assert "rendered and encoded by kernels" in prompts.report.engine
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("file", shared_files("**/*.parquet"), ids=lambda file: file.stem)
-def test_shared_data(qwen: Any, file: Any) -> None:
+def rig() -> Rig:
     try:
-        gpuload.load(str(file), qwen, device="cpu", max_prompt_length=512, verify="off")
-    except gpuload.GpuloadError as error:
-        pytest.skip(f"not for the CPU engine either: {error}")
-    assert_same(str(file), qwen, max_prompt_length=512, verify="off")
+        return open_rig(TASK)
+    except MissingError as why:
+        pytest.skip(str(why))
 
 
-@pytest.mark.gpu
+@pytest.fixture
+def with_cudf(rig: Rig) -> Rig:
+    if not rig.cudf:
+        pytest.skip("cuDF is not installed or does not load")
+    return rig
+
+
+def test_shipped_data(rig: Rig, gsm8k: str, qwen: Any) -> None:
+    options: dict[str, Any] = {"max_prompt_length": 128, "return_raw_chat": True}
+    cells = compared(rig, gsm8k, qwen, **options)
+    assert cells["same"], cells
+    prompts = rig.load(gsm8k, qwen, **options)
+    assert prompts.report.check.mismatches == []
+    assert prompts.report.check.rows > 0
+    assert "rendered and encoded by kernels" in prompts.report.engine
+    assert all(prompts.batch([0])[key].is_cuda for key in ("input_ids", "attention_mask", "position_ids"))
+
+
+def test_cudf_reads_what_arrow_reads(with_cudf: Rig, gsm8k: str, qwen: Any) -> None:
+    by_arrow = Rig(with_cudf.kernels, with_cudf.device, rehearsal=False)
+    one, other = (machine.load(gsm8k, qwen, max_prompt_length=512) for machine in (with_cudf, by_arrow))
+    assert one.tokens.values.tolist() == other.tokens.values.tolist()
+    assert one.columns.equals(other.columns)
+
+
+@pytest.mark.parametrize("file", shared_files("**/*.parquet"), ids=lambda file: file.stem)
+def test_shared_data(rig: Rig, qwen: Any, file: Any) -> None:
+    cells = compared(rig, str(file), qwen)
+    assert cells["same"], cells
+
+
+@pytest.mark.parametrize("name", ["shipped", *ENCODED])
+def test_ids_of_shared_data_are_those_of_tokenizers_every_time(
+    rig: Rig, gsm8k: str, qwen_folder: str, name: str
+) -> None:
+    folder = str(ENCODED.get(name, qwen_folder))
+    try:
+        encoder = device_encoder(rig, folder)
+    except MissingError as why:
+        pytest.skip(str(why))
+    rows = 0
+    for file in [gsm8k, *map(str, shared_files("*.parquet"))]:
+        cells = encoded(rig, encoder, folder, file)
+        assert (cells["differing"], cells["unlike_before"]) == (0, 0), (file, cells)
+        rows += cells["rows"] - cells["left"]
+    assert rows > 0
+
+
+def test_loads_and_batches_are_the_same_every_time(rig: Rig, gsm8k: str, qwen: Any) -> None:
+    first, again = (rig.load(gsm8k, qwen, max_prompt_length=512) for _ in range(2))
+    assert first.fingerprint == again.fingerprint
+    batches = [prompts.batch(range(300))["input_ids"] for prompts in (first, again, first)]
+    assert torch.equal(batches[0], batches[1])
+    assert torch.equal(batches[0], batches[2])
+
+
 @pytest.mark.parametrize("limit", [64 << 20, 1 << 30])
-def test_a_bounded_load_gives_its_memory_back(gsm8k: str, qwen: Any, limit: int) -> None:
-    assert_same(gsm8k, qwen, max_prompt_length=512, gpu_memory_limit=limit)  # kernels are compiled, pools are there
-    torch.cuda.synchronize()
-    before, _ = torch.cuda.mem_get_info()
-    prompts = gpuload.load(gsm8k, qwen, device="cuda", max_prompt_length=512, gpu_memory_limit=limit)
-    torch.cuda.synchronize()
-    after, _ = torch.cuda.mem_get_info()
-    assert before - after < prompts.tokens.nbytes + (64 << 20)
+def test_a_bounded_load_gives_its_memory_back(with_cudf: Rig, gsm8k: str, qwen: Any, limit: int) -> None:
+    cells = kept_memory(with_cudf, gsm8k, qwen, gpu_memory_limit=limit)
+    assert cells["kept_bytes"] < cells["store_bytes"] + SLACK
 
 
-@pytest.mark.gpu
-def test_batches_follow_torchs_stream(gsm8k: str, qwen: Any) -> None:
-    prompts = gpuload.load(gsm8k, qwen, device="cuda", max_prompt_length=512)
+def test_only_row_numbers_are_copied_while_batches_are_drawn(rig: Rig, gsm8k: str, qwen: Any, tmp_path: Path) -> None:
+    prompts = rig.load(gsm8k, qwen, max_prompt_length=512)
+    try:
+        copies = copied(prompts, 64, tmp_path / "trace.json")
+    except MissingError as why:
+        pytest.skip(str(why))
+    assert too_much(copies, copies["batches"], 64) is None, copies
+
+
+def test_batches_in_torch_are_the_memory_that_the_kernel_wrote(rig: Rig) -> None:
+    assert len(found := pointers(rig)) == 3
+    assert all(written == given != 0 for written, given in found.values()), found
+
+
+def test_batches_follow_torchs_stream(rig: Rig, gsm8k: str, qwen: Any) -> None:
+    prompts = rig.load(gsm8k, qwen, max_prompt_length=512)
     expected = prompts.batch(range(256))["input_ids"].sum().item()
     with torch.cuda.stream(torch.cuda.Stream()):
         for _ in range(50):
             assert prompts.batch(range(256))["input_ids"].sum().item() == expected
+
+
+def test_kernels_touch_no_byte_that_is_not_theirs() -> None:
+    try:
+        cells = sanitized()
+    except MissingError as why:
+        pytest.skip(str(why))
+    assert cells["clean"], cells["said"]

@@ -191,14 +191,17 @@ def test_arguments_of_the_wrong_kind_are_refused() -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None or "GPULOAD_SANITIZE" in os.environ, reason="no g++, or inside already")
 def test_kernels_touch_no_byte_that_is_not_theirs() -> None:
-    """All tests above and those of rendering once more, with the address sanitizer in the kernels and in NumPy's
-    allocations."""
+    """All tests above, those of rendering, and those of pieces and ids that need no real tokenizer once more, with the
+    address sanitizer in the kernels and in NumPy's allocations."""
     runtime = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
     if not os.path.exists(runtime):
         pytest.skip("g++ has no address sanitizer here")
     settings = {"GPULOAD_SANITIZE": "1", "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0"}
-    files = [__file__, str(Path(__file__).with_name("test_device_render.py"))]
+    again = ["test_device_render.py", "test_device_pieces.py", "test_device_encode.py::test_chunks_of_any_size"]
+    again += [f"test_device_bpe.py::test_{what}_that_nobody_trained" for what in ("merges", "characters")]
+    files = [__file__, *(str(Path(__file__).with_name(name)) for name in again)]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *files]
-    command += ["-k", "not every_template and not shared_data"]
+    made_up = "not device_pieces or nobody or swallowed or in_front or marks"
+    command += ["-k", f"not every_template and not shared_data and ({made_up})"]
     done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

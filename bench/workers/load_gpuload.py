@@ -43,6 +43,7 @@ def main() -> None:
         stage_seconds=report.seconds,
         engine=report.engine,
         rows_checked=report.check.rows,
+        files_from_cache=len(report.from_cache),
     )
 
 

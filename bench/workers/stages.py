@@ -37,6 +37,7 @@ def main() -> None:
     task = job()
     tokenizer: Any = AutoTokenizer.from_pretrained(task["tokenizer"])
     engine = CpuEngine(Reference(tokenizer, Options(pad_token_id=0)))
+    engine.encoder  # noqa: B018  (built when it is first named)
     column = pa.concat_tables([pq.read_table(file, columns=["prompt"]) for file in task["files"]])["prompt"]
     prompts = [column.slice(i, BATCH_ROWS).combine_chunks() for i in range(0, len(column), BATCH_ROWS)]
     messages = [part.to_pylist() for part in prompts]

@@ -81,7 +81,11 @@ class CpuEngine:
 
     @staticmethod
     def keep(tokens: Ragged, rows: np.ndarray[Any, Any] | None) -> Ragged:
-        return tokens if rows is None else tokens.take(rows)
+        if rows is None:
+            return tokens
+        kept = np.zeros(len(tokens), bool)
+        kept[rows] = True
+        return tokens.filter(kept)
 
     @staticmethod
     def store(parts: list[Ragged], order: np.ndarray[Any, Any] | None) -> Ragged:

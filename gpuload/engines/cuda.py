@@ -1,7 +1,7 @@
 """The engine of an NVIDIA GPU: cuDF reads, kernels render and make batches.
 
 Memory. While a load runs, cuDF (through RMM) and CuPy take from one pool of CUDA's own stream-ordered allocator,
-bounded by `gpu_memory_limit`; it keeps nothing that is freed, and is gone after the load. What stays is the store of
+bounded by `gpu_memory_limit`; it is gone after the load, and everything in it. What stays is the store of
 ids, in plain allocations of its own (or in pinned host memory, with `tokens_on="host"`). Batches are CuPy arrays in
 memory of torch's own pool, handed to torch through DLPack: once dropped, their memory is torch's to use.
 
@@ -9,6 +9,7 @@ Streams. A load works on the legacy default stream, that of cuDF, CuPy and torch
 that is torch's current one where it is asked for, so that it is ready for whatever torch does next.
 """
 
+import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -52,6 +53,7 @@ def obstacle(device: str) -> str | None:
     if missing:
         return f"{', '.join(missing)} not installed: {_INSTALL}"
     try:
+        importlib.import_module("pylibcudf")  # whose libraries may not go with torch's
         self_test(CudaKernels(number, 0))
     except Exception as error:
         return f"GPU {number} does not work: {type(error).__name__}: {' '.join(str(error).split()):.200}"
@@ -132,7 +134,9 @@ class CudaKernels(DeviceKernels):
             limit = self._limit or self.xp.cuda.runtime.memGetInfo()[0] // 2
             self.chunk_bytes = min(_MOST_CHUNK, limit // 8)
             before = rmm.mr.get_per_device_resource(self._number)
-            pool = rmm.mr.CudaAsyncMemoryResource(release_threshold=0)
+            # What is freed stays in the pool until the load is over: given back at every synchronization, it would be
+            # asked for again at once.
+            pool = rmm.mr.CudaAsyncMemoryResource(release_threshold=limit)
             rmm.mr.set_per_device_resource(self._number, rmm.mr.LimitingResourceAdaptor(pool, limit))
         self._loading = rmm_cupy_allocator
         try:

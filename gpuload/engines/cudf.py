@@ -59,7 +59,8 @@ def chunks(kernels: Kernels, path: str, column: str, kind: pa.DataType, nbytes: 
 
     done = 0
     while True:
-        options = parquet.ParquetReaderOptions.builder(SourceInfo([path])).column_names([column]).build()
+        options = parquet.ParquetReaderOptions.builder(SourceInfo([path])).build()
+        options.set_column_names([column])  # which the builder of cuDF 26.6 does not know
         if done:
             options.set_skip_rows(done)
         try:

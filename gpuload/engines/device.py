@@ -62,7 +62,12 @@ class DeviceEngine:
         self._kernels, self._reader, self._tokens_on = kernels, reader, tokens_on
         self._host = CpuEngine(reference, exact_only)
         self._by_kernels = not self._host.by_prompt and reference.uses_template
-        self._twin = twin_of(reference) if self._by_kernels else ""
+        self._reference = reference
+
+    @cached_property
+    def _twin(self) -> Twin | str:
+        """Made when it is first needed: tokens from the cache need none."""
+        return twin_of(self._reference) if self._by_kernels else ""
 
     @property
     def description(self) -> str:

@@ -100,7 +100,7 @@ class Engine(Protocol):
         engine's own tokenizer left to another one."""
 
     def keep(self, tokens: Ragged, rows: np.ndarray[Any, Any] | None) -> Ragged:
-        """Some rows of ids (None for all) in memory that stays when the load is over."""
+        """Some rows of ids, ascending (None for all), in memory that stays when the load is over."""
 
     def store(self, parts: list[Ragged], order: np.ndarray[Any, Any] | None) -> Ragged:
         """All that was kept, one part after the other, or the rows of that in the given order. Empties the list."""

@@ -60,11 +60,16 @@ class PieceMaker:
         kernels: for the device.
         twin: the tokenizer's tables.
         step: bytes in a chunk; the result does not depend on it.
+
+    Attributes:
+        step: the same.
+        rewrites: whether a space is put in front of texts or something else stands for blanks, so that pieces are of a
+            longer copy of the text.
     """
 
     def __init__(self, kernels: Kernels, twin: Twin, step: int = STEP) -> None:
         spec, put = twin.spec, kernels.xp.asarray
-        self._kernels, self._step = kernels, step
+        self._kernels, self.step = kernels, step
         tokens = trie(spec.added)
         self._trie = [put(array) for array in (tokens.first, tokens.byte, tokens.token)]
         self._begins, self._ids, self._lengths, self._flags = (
@@ -82,7 +87,7 @@ class PieceMaker:
             front, blank = spec.fallback.prefix.encode(), spec.fallback.space.encode()
         elif spec.prefix_space:
             front, once = b" ", 1
-        self._rewritten = bool(front) or blank != b" "
+        self.rewrites = bool(front) or blank != b" "
         self._sizes = len(front), once, len(blank)
         self._texts = [put(np.frombuffer(text, np.uint8)) for text in (front, blank)]
         self._classes = put(twin.splitter.classes.pages), put(twin.splitter.classes.blocks)
@@ -111,7 +116,7 @@ class PieceMaker:
         left = self._left(data, offsets, marks)
         for number in self._passes:
             self._find_added(data, offsets, marks, number)
-        if self._rewritten:
+        if self.rewrites:
             data, offsets, marks = self._rewrite(data, offsets, marks)
         for stage in self._stages:
             marks = self._split(data, marks, *stage)
@@ -123,10 +128,10 @@ class PieceMaker:
     def _run(self, name: str, data: Array, *arguments: object) -> None:
         """A kernel with a thread per chunk."""
         chunks = self._chunks(data)
-        self._kernels.run(name, self._kernels.threads(chunks), chunks, len(data), self._step, data, *arguments)
+        self._kernels.run(name, self._kernels.threads(chunks), chunks, len(data), self.step, data, *arguments)
 
     def _chunks(self, data: Array) -> int:
-        return -(-len(data) // self._step)
+        return -(-len(data) // self.step)
 
     def _left(self, data: Array, offsets: Array, marks: Array) -> Array:
         texts = len(offsets) - 1
@@ -162,7 +167,7 @@ class PieceMaker:
         moved, out, out_marks = xp.empty_like(offsets), xp.empty(size, np.uint8), xp.empty(size, np.uint8)
         count = len(offsets)
         kernels.run(
-            "rewritten_offsets", kernels.threads(count), count, offsets, self._step, data, marks, *self._sizes, place,
+            "rewritten_offsets", kernels.threads(count), count, offsets, self.step, data, marks, *self._sizes, place,
             moved,
         )  # fmt: skip
         self._run("rewrite", data, marks, *self._sizes, *self._texts, place, out, out_marks)
@@ -179,7 +184,7 @@ class PieceMaker:
         self._run("count_pieces", marks, counts)
         place = offsets_of(counts)
         first, count = xp.empty_like(offsets), len(offsets)
-        kernels.run("first_pieces", kernels.threads(count), count, offsets, self._step, marks, place, first)
+        kernels.run("first_pieces", kernels.threads(count), count, offsets, self.step, marks, place, first)
         start, length = (xp.empty(int(place[-1]), np.int32) for _ in range(2))
         self._run("list_pieces", data, marks, place, *self._trie, self._ids, start, length)
         return first, start, length

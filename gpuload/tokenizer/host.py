@@ -47,7 +47,7 @@ def host_encoder(reference: Reference) -> HostEncoder:
         f"{type(reference.tokenizer).__name__}, text by text",
         lambda text: Ragged.from_lists([reference.encode(t) for t in text.to_pylist()]),
     )
-    reason = _needs_itself(reference)
+    reason = needs_itself(reference)
     if reason:
         return HostEncoder(by_itself.name, by_itself.encode, (reason,))
     passed_over: list[str] = []
@@ -68,7 +68,7 @@ def host_encoder(reference: Reference) -> HostEncoder:
     return HostEncoder(by_itself.name, by_itself.encode, tuple(passed_over))
 
 
-def _needs_itself(reference: Reference) -> str | None:
+def needs_itself(reference: Reference) -> str | None:
     """Why only the tokenizer object itself gives its ids, None where the backend inside it does too."""
     tokenizer, backend = reference.tokenizer, reference.backend
     if backend is None:

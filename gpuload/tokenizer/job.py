@@ -139,8 +139,9 @@ class Job:
         return self.instant.strftime(format)
 
     @contextmanager
-    def clock_stopped(self) -> Iterator[None]:
-        """Within, transformers' template sees this job's instant as the time.
+    def clock_stopped(self) -> Iterator[Callable[[str], str] | None]:
+        """Within, transformers' template sees this job's instant as the time. Gives the clock that it sees, None where
+        there is none that can be stopped.
 
         A template that prints the time would otherwise give other text to the rows rendered a minute later.
         transformers keeps the compiled template, and with it the clock, in a cache: it is replaced there, and put back
@@ -155,15 +156,16 @@ class Job:
             clock = chat_template_utils._compile_jinja_template(text).environment.globals
             own = clock["strftime_now"]
         except Exception:  # no such template, cache or clock: then there is nothing to stop
-            yield
+            yield None
             return
         with _stopping:
             inside, own = _stopped.get(id(clock), (0, own))
             _stopped[id(clock)] = (inside + 1, own)
             if not inside:
                 clock["strftime_now"] = self.strftime_now
+            seen: Callable[[str], str] = clock["strftime_now"]
         try:
-            yield
+            yield seen
         finally:
             with _stopping:
                 inside, own = _stopped.pop(id(clock))

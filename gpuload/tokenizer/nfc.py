@@ -2,7 +2,8 @@
 
 Three things put a text out of it: a code point that it never has, marks out of order, and a mark that would melt into
 the letter before it. The last needs a closer look: é is for `e` and an accent, so those two side by side are not in
-the form; `q` and an accent are. All pairs that melt are a few thousand, if Korean is left aside.
+the form; `q` and an accent are. All pairs that melt are a few thousand, beside the parts of Korean syllables, which
+melt by a rule.
 """
 
 import unicodedata
@@ -19,7 +20,7 @@ ORDER = 63  # the place of a mark's combining class among all of them; 0 for wha
 MELTS = 64  # it may melt into what is before it
 NEVER = 255
 CODE_POINT_BITS = 21
-_JAMO = [*range(0x1161, 0x1176), *range(0x11A8, 0x11C3)]  # vowels and final consonants: each melts into a syllable
+_JAMO = [*range(0x1161, 0x1176), *range(0x11A8, 0x11C3)]  # Korean vowels and final consonants
 
 
 @lru_cache(maxsize=1)
@@ -28,15 +29,14 @@ def nfc_tables() -> tuple[ClassMap, npt.NDArray[np.uint64]]:
 
     Returns:
         code point → ORDER and MELTS, or NEVER: also for the code points that Unicode 14 did not know, on which
-        versions may differ, and for parts of Korean syllables, which nobody writes apart;
+        versions may differ;
         and a hash set (see `merges.fill`) of first << 21 | second, for all pairs where the second one melts into the
-        first, or into what the first one is made of.
+        first, or into what the first one is made of, but for Korean.
     """
     values = np.zeros(CODE_POINTS, np.uint8)
     for span in UNASSIGNED.split():
         first, _, last = span.partition("-")
         values[int(first, 16) : int(last or first, 16) + 1] = NEVER
-    values[_JAMO] = NEVER
     known = np.flatnonzero(values == 0).tolist()
     values[[c for c in known if not unicodedata.is_normalized("NFC", chr(c))]] = NEVER
     classes = {c: order for c in known if (order := unicodedata.combining(chr(c)))}
@@ -46,7 +46,7 @@ def nfc_tables() -> tuple[ClassMap, npt.NDArray[np.uint64]]:
     made = [(c, parts) for c in known if values[c] != NEVER and (parts := _made_of(chr(c)))]
     letters = {c for c, _ in made} | {parts[0] for _, parts in made}
     marks = {parts[1] for _, parts in made}
-    values[list(marks)] |= MELTS
+    values[[*marks, *_JAMO]] |= MELTS
     pairs = [
         first << CODE_POINT_BITS | second
         for first in letters

@@ -131,8 +131,9 @@ class Reference:
             else self.model_json.partition('"added_tokens":')[2]
         )
         job = self.job
-        rest = [type(self.tokenizer).__name__, self.tokenizer.chat_template, self.uses_template]
-        rest += [self.tokenizer.special_tokens_map]
+        kind = type(self.tokenizer)
+        rest = [kind.__module__, kind.__qualname__, self.tokenizer.chat_template, self.uses_template]
+        rest += [self.tokenizer.special_tokens_map]  # a template's variables; the backend need not know of them
         rest += [job.template, job.tools, job.kwargs, job.add_generation_prompt]
         digest = hashlib.blake2b(model.encode(errors="backslashreplace"), digest_size=12)
         digest.update(repr(rest).encode(errors="backslashreplace"))

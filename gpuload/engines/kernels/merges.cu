@@ -107,12 +107,16 @@ extern "C" __global__ void lay_letters(
         const u8* bytes = data + start[piece[i]];
         const int end = length[piece[i]];
         int symbols = 0;
-        for (int k = 0; k < end;) {
-            const int letter = code_point(bytes + k), width = width_of(bytes[k]);
-            const int id = letter_blocks[256 * letter_pages[letter >> 8] + (letter & 255)];
+        bool known = false;  // whether the character that byte k is of has an id
+        for (int k = 0; k < end; k++) {
+            int id = -1;
+            if (!continues(bytes[k])) {
+                const int letter = code_point(bytes + k);
+                id = letter_blocks[256 * letter_pages[letter >> 8] + (letter & 255)];
+                known = id >= 0;
+            }
+            if (!known) id = byte_ids[bytes[k]];
             if (id >= 0) *symbol(state, symbols++) = id;
-            else for (int next = 0; next < width; next++) *symbol(state, symbols++) = byte_ids[bytes[k + next]];
-            k += width;
         }
         size[i] = symbols;
     }

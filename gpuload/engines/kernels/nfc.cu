@@ -3,6 +3,14 @@
 // The furthest that is looked back for the letter that a mark stands on. Unicode's own limit for streams is 30 marks.
 #define MOST_MARKS 32
 
+// Whether the second code point melts into the first, which it stands on.
+__device__ __forceinline__ bool melts(const u64* melting, u64 mask, int first, int second)
+{
+    if (second >= 0x1161 && second <= 0x1175) return first >= 0x1100 && first <= 0x1112;
+    if (second >= 0x11a8 && second <= 0x11c2) return first >= 0xac00 && first <= 0xd7a3 && (first - 0xac00) % 28 == 0;
+    return has_pair(melting, mask, first, second);
+}
+
 // left[t] becomes true where text t is not surely in the form; the caller has filled it with false, and marked where
 // texts begin. A thread per chunk.
 extern "C" __global__ void not_nfc(
@@ -20,22 +28,22 @@ extern "C" __global__ void not_nfc(
                 const int order = value & 63;
                 i64 letter = back(data, at);
                 int above = class_of(data + letter, pages, values);
-                good = above != 255 && (order == 0 || (above & 63) <= order);
-                if (value & 64 && order == 0) {
-                    // Melts only into what is next to it.
-                    good = good && (above & 63 || !has_pair(melting, mask, code_point(data + letter), code_point(data + at)));
-                } else if (value & 64) {
+                const int next_to = above & 63;
+                good = above != 255 && (order == 0 || next_to <= order);
+                // It melts into the letter it stands on, over marks of lower kinds; others stand between them.
+                if (value & 64 && (next_to == 0 || next_to < order)) {
                     int most = MOST_MARKS;
                     while (above & 63 && above != 255 && marks[letter] != BEGINS && --most) {
                         letter = back(data, letter);
                         above = class_of(data + letter, pages, values);
                     }
-                    good = good && most && !has_pair(melting, mask, code_point(data + letter), code_point(data + at));
+                    good = good && most && !melts(melting, mask, code_point(data + letter), code_point(data + at));
                 }
             }
             if (!good) {
-                left[text_at(offsets, texts, at)] = true;
-                at = offsets[text_at(offsets, texts, at) + 1] - 1;
+                const i64 text = text_at(offsets, texts, at);
+                left[text] = true;
+                at = offsets[text + 1] - 1;
             }
         }
     }

@@ -14,11 +14,12 @@ extern "C" __global__ void split(
         const i64 end = least((chunk + 1) * step, bytes);
         i64 place = chunk * step;
         int restart = 0;  // 0: none here, 1: a match ended here, or a section begins, 2: here a gap goes on
-        while (place < end && continues(data[place])) place++;
+        // Bytes of an added token are gone through one by one; others belong to the code point before.
+        while (place < end && marks[place] == GOES_ON && continues(data[place])) place++;
         int before = place < end && marks[place] == GOES_ON ? class_of(data + back(data, place), pages, values) : 0;
-        while (place < end) {
+        while (place < end && !(restart = marks[place] != GOES_ON)) {
             const int here = class_of(data + place, pages, values);
-            restart = marks[place] ? 1 : restarts[before * classes + here];
+            restart = restarts[before * classes + here];
             if (restart) break;
             before = here;
             place += width_of(data[place]);
@@ -80,15 +81,29 @@ __device__ __forceinline__ bool is_piece(u8 mark)
     return mark == BEGINS || mark == TOKEN;
 }
 
+// The first byte at `at` or behind it that is marked, or `end`. Eight are looked at at once.
+__device__ __forceinline__ i64 next_mark(const u8* marks, i64 at, i64 end)
+{
+    for (;; at++) {
+        if ((u64)(marks + at) % 8 == 0)
+            while (at + 8 <= end && *(const u64*)(marks + at) == 0) at += 8;
+        if (at >= end || marks[at]) return at;
+    }
+}
+
+// How many pieces begin from byte `at` to byte `end`.
+__device__ __forceinline__ int pieces_between(const u8* marks, i64 at, i64 end)
+{
+    int count = 0;
+    while ((at = next_mark(marks, at, end)) < end) count += is_piece(marks[at++]);
+    return count;
+}
+
 // counts[c]: how many pieces begin in chunk c. A thread per chunk.
 extern "C" __global__ void count_pieces(i64 chunks, i64 bytes, i64 step, const u8* marks, int* counts)
 {
-    EACH_THREAD(chunk, chunks) {
-        int count = 0;
-        const i64 end = least((chunk + 1) * step, bytes);
-        for (i64 at = chunk * step; at < end; at++) count += is_piece(marks[at]);
-        counts[chunk] = count;
-    }
+    EACH_THREAD(chunk, chunks)
+        counts[chunk] = pieces_between(marks, chunk * step, least((chunk + 1) * step, bytes));
 }
 
 // first[t]: the number of the first piece that begins at offsets[t] or behind it; chunk c's first is place[c].
@@ -97,19 +112,7 @@ extern "C" __global__ void first_pieces(
 {
     EACH_THREAD(t, count) {
         const i64 chunk = offsets[t] / step;
-        i64 number = place[chunk];
-        for (i64 at = chunk * step; at < offsets[t]; at++) number += is_piece(marks[at]);
-        first[t] = number;
-    }
-}
-
-// The first byte at `at` or behind it that is marked, or `bytes`. Eight are looked at at once.
-__device__ __forceinline__ i64 next_mark(const u8* marks, i64 at, i64 bytes)
-{
-    for (;; at++) {
-        if ((u64)(marks + at) % 8 == 0)
-            while (at + 8 <= bytes && *(const u64*)(marks + at) == 0) at += 8;
-        if (at >= bytes || marks[at]) return at;
+        first[t] = place[chunk] + pieces_between(marks, chunk * step, offsets[t]);
     }
 }
 
@@ -119,16 +122,19 @@ extern "C" __global__ void list_pieces(
     const u8* byte, const int* token, const int* ids, int* start, int* length)
 {
     EACH_THREAD(chunk, chunks) {
-        i64 piece = place[chunk];
-        for (i64 at = chunk * step; piece < place[chunk + 1]; at++) {
-            if (!is_piece(marks[at])) continue;
-            start[piece] = (int)at;
-            if (marks[at] == BEGINS) {
-                length[piece++] = (int)(next_mark(marks, at + 1, bytes) - at);
+        i64 at = chunk * step;
+        for (i64 piece = place[chunk]; piece < place[chunk + 1];) {
+            at = next_mark(marks, at, bytes);
+            const i64 from = at++;
+            if (!is_piece(marks[from])) continue;
+            start[piece] = (int)from;
+            if (marks[from] == BEGINS) {
+                at = next_mark(marks, at, bytes);
+                length[piece++] = (int)(at - from);
                 continue;
             }
             int node = 0;
-            i64 letter = at;
+            i64 letter = from;
             do {
                 int edge = edges[node];
                 while (byte[edge] != data[letter]) edge++;

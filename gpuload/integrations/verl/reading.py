@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from gpuload.arrays import Ragged, on_host
 from gpuload.columns import Columns
 from gpuload.errors import DataError
 from gpuload.fingerprint import Fingerprint, fingerprint
@@ -142,8 +141,7 @@ def load_rows(job: Job, sources: list[Source] | None = None) -> Loaded:
     if not job.tokenize:
         return _all_rows(job, sources, started)
     dataset = load_sources(sources, job.tokenizer, job.options, started, keep_refused=True)
-    tokens = Ragged(on_host(dataset.tokens.values), on_host(dataset.tokens.offsets))
-    columns, report = dataset.passed_through, dataset.report
+    tokens, columns, report = dataset.tokens, dataset.passed_through, dataset.report
     kept = np.ones(len(tokens), bool)
     if job.options.filter_overlong_prompts:
         unrendered = np.flatnonzero(tokens.lengths == 0)

@@ -1,0 +1,55 @@
+"""`python -m bench.gpu_small`: every kernel once, on little data. It is made for compute-sanitizer, which slows the GPU
+down many times: each array is an allocation of its own, so that a byte beyond it is seen."""
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from bench.gpu_data import flat
+from bench.gpu_exact import device_encoder
+from bench.gpu_rig import Rig, program_of
+from gpuload.arrays import Ragged
+from gpuload.demo import demo_files
+from gpuload.engines.batches import pad
+from gpuload.engines.conversations import of_arrow
+from gpuload.engines.device import on_device
+from gpuload.engines.launch import DeviceKernels
+from gpuload.engines.render import render
+from gpuload.engines.texts import BOUNDS_ONLY, answer, laid_out, operate
+from gpuload.template.program import Operation, Predicate, Ref
+
+_TEXTS = ["", " a ", "x" * 1000, " é中🙂 \n", "it's 12345", "<|im_end|>", "a</think>b", "\n\n", "e\u0301", "   "]
+
+
+def main() -> None:
+    """The run, on the first GPU."""
+    rig = Rig(DeviceKernels(0), torch.device("cuda", 0), rehearsal=False)
+    rig.kernels.xp.cuda.set_allocator(None)  # no pool
+    print(run(rig))
+
+
+def run(rig: Rig) -> str:
+    """Renders, asks, encodes and pads; a line that says what ran."""
+    folder = demo_files()[1]
+    texts = [text * (1 + number % 3) for number in range(20) for text in _TEXTS]
+    roles = [("system", "user"), ("user",)]
+    rows = [[{"role": role, "content": text} for role in roles[i % 2]] for i, text in enumerate(texts)]
+    kernels = rig.kernels
+    with rig.launches() as noted, kernels.current():
+        render(kernels, program_of(folder), of_arrow(kernels, pa.array(rows)))
+        column = laid_out(kernels, [text.encode() for text in texts])
+        for name in sorted(BOUNDS_ONLY):
+            operate(kernels, column, Operation(name, () if "strip" in name else ("a",)))
+        for test in ("contains", "startswith", "endswith", "equals", "empty"):
+            answer(kernels, column, Predicate(Ref(0), test, "a"))
+        lists = [list(range(number % 70)) for number in range(len(texts))]
+        store = on_device(kernels, Ragged.from_lists(lists))
+        pad(kernels, store, kernels.xp.arange(len(texts), dtype=np.int64), 64, 40, "middle", 0)
+        data, offsets = flat(pa.array(texts, pa.large_string()))
+        device_encoder(rig, folder).encode(kernels.xp.asarray(data), kernels.xp.asarray(offsets))
+        kernels.synchronize()
+    return f"{len(rows)} rows, {len(noted)} launches of {len({launch.name for launch in noted})} kernels"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""The self-test of an engine says which stage works, and notices one that is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from host_kernels import COMPILER, HostKernels
+
+from gpuload.arrays import Ragged
+from gpuload.engines.cpu import CpuEngine
+from gpuload.engines.device import DeviceEngine
+from gpuload.options import Options
+from gpuload.selftest import STAGES, try_out
+from gpuload.template import Rendered
+from gpuload.tokenizer.reference import Reference
+
+
+def on_cpu(options: Options, reference: Reference) -> CpuEngine:
+    return CpuEngine(reference)
+
+
+def on_device(options: Options, reference: Reference) -> DeviceEngine:
+    return DeviceEngine(HostKernels(), torch.device("cpu"), reference)
+
+
+@pytest.mark.parametrize("build", [
+    on_cpu, pytest.param(on_device, marks=pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")),
+])  # fmt: skip
+def test_an_engine_that_works(build: Callable[..., Any]) -> None:
+    outcome = try_out(build)
+    assert outcome.failure is None
+    assert tuple(outcome.seconds) == STAGES
+    assert all(seconds > 0 for seconds in outcome.seconds.values())
+    assert "chat template compiled" in outcome.description
+
+
+def shifted(column: pa.Array) -> pa.Array:
+    """The texts, each a row too late."""
+    return pa.concat_arrays([column[-1:], column[:-1]])
+
+
+def wrong_render(engine: CpuEngine, prompts: Any) -> Rendered:
+    rendered = CpuEngine.render(engine, prompts)
+    rendered.text = shifted(rendered.text)
+    return rendered
+
+
+def wrong_encode(engine: CpuEngine, rendered: Rendered) -> tuple[Ragged, int]:
+    ids, left = CpuEngine.encode(engine, rendered)
+    return Ragged(ids.values ^ 1, ids.offsets), left
+
+
+def wrong_batches(engine: CpuEngine, store: Ragged, limit: int, keep: Any, pad_id: int) -> Any:
+    right = CpuEngine.batches(store, limit, keep, pad_id)
+
+    def batch(*given: Any) -> dict[str, torch.Tensor]:
+        made = right(*given)
+        made["position_ids"][-1, -1] += 1
+        return made
+
+    return batch
+
+
+@pytest.mark.parametrize(("stage", "method", "what"), [
+    ("render", wrong_render, "texts"), ("encode", wrong_encode, "ids"), ("batch", wrong_batches, "batches"),
+])  # fmt: skip
+def test_wrong_answers_are_noticed(stage: str, method: Callable[..., Any], what: str) -> None:
+    name = {"batch": "batches"}.get(stage, stage)
+    broken = type("Broken", (CpuEngine,), {name: method})
+    outcome = try_out(lambda options, reference: broken(reference))
+    assert outcome.failure is not None
+    assert outcome.failure[0] == stage
+    assert outcome.failure[1].startswith(f"MismatchError: {what} ")
+    assert tuple(outcome.seconds) == STAGES[: STAGES.index(stage)]
+
+
+def test_what_an_engine_raises_is_the_outcome(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    def build(options: Options, reference: Reference) -> CpuEngine:
+        raise RuntimeError("CUDA error 999\nand a long story")
+
+    assert try_out(build).failure == ("prepare", "RuntimeError: CUDA error 999")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # nothing can be unpacked there
+    failure = try_out(on_cpu).failure
+    assert failure is not None
+    assert failure[0] == "prepare"
+    assert "Not a directory" in failure[1]
