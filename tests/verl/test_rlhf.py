@@ -28,6 +28,7 @@ from verl.utils.dataset.rl_dataset import collate_fn, get_dataset_class
 import gpuload.integrations.verl
 from gpuload.errors import DataError, DeviceError, OptionError, ResumeError, SourceError
 from gpuload.integrations.verl import RLHFDataset
+from gpuload.integrations.verl.reuse import prompt_source, seal
 from gpuload.integrations.verl.rows import Rows
 
 
@@ -246,7 +247,8 @@ def test_ids_are_those_of_the_prompt(gsm8k: str, qwen: Any) -> None:
         found = ours(gsm8k, qwen, **data | more)
         plain = ours(gsm8k, qwen, **data | more | {"gpuload": {}})
         for row, without in zip(found.__getitems__(range(len(found))), plain, strict=True):
-            ids = row.pop("gpuload_prompt_ids")
+            ids, mark = row.pop("gpuload_prompt_ids"), row.pop("gpuload_prompt_seal")
+            assert mark == seal(prompt_source(qwen, {}), row["raw_prompt"])
             assert ids == qwen.apply_chat_template(row["raw_prompt"], add_generation_prompt=True, return_dict=False)
             assert_same_row(row, without, "without ids")
 

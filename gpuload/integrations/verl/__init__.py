@@ -1,8 +1,8 @@
-"""gpuload inside verl: data sets for `data.custom_cls`.
+"""gpuload inside verl: data sets for `data.custom_cls`, and agent loops that reuse the loader's ids.
 
     data.custom_cls.path=pkg://gpuload.integrations.verl data.custom_cls.name=RLHFDataset
 
-Names are looked up when they are first used.
+Names are looked up when they are first used: `SeedRLHFDataset` needs no verl.
 """
 
 import importlib
@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpuload.integrations.verl.rlhf import RLHFDataset
+    from gpuload.integrations.verl.seed import SeedRLHFDataset
+    from gpuload.integrations.verl.sft import SFTDataset
 
 _HOMES = {
     "RLHFDataset": "gpuload.integrations.verl.rlhf",
+    "SeedRLHFDataset": "gpuload.integrations.verl.seed",
+    "SFTDataset": "gpuload.integrations.verl.sft",
 }
 
-__all__ = ["RLHFDataset"]
+__all__ = ["RLHFDataset", "SFTDataset", "SeedRLHFDataset"]
 
 
 def __getattr__(name: str) -> Any:

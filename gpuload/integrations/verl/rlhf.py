@@ -21,6 +21,7 @@ from gpuload.errors import DataError, DeviceError, ResumeError
 from gpuload.fingerprint import Fingerprint, difference
 from gpuload.integrations.verl import ray
 from gpuload.integrations.verl.reading import DecodedColumnError, Job, Loaded, identity, load_rows, open_files
+from gpuload.integrations.verl.reuse import IDS, SEAL, prompt_source, seal
 from gpuload.integrations.verl.rows import Rows
 from gpuload.integrations.verl.settings import Settings
 from gpuload.options import Options, plain
@@ -60,6 +61,7 @@ class RLHFDataset(VerlDataset):  # type: ignore[misc]
 
     dataframe: Any
     report: str
+    _source: str | None = None  # what decides ids besides messages, where rows carry ids
 
     def __init__(
         self,
@@ -74,6 +76,9 @@ class RLHFDataset(VerlDataset):  # type: ignore[misc]
 
     def _read_files_and_tokenize(self) -> None:
         self.report = ""
+        if self.gpuload.reuse_ids:
+            # Before the load: should a new day begin meanwhile, ids of the new one are not taken for the old one's.
+            self._source = prompt_source(self.tokenizer, self._template_kwargs(), self.tool_schemas)
         try:
             sources = open_files(self.data_files, self.cache_dir)
             why = self._obstacle(sources)
@@ -224,6 +229,8 @@ class RLHFDataset(VerlDataset):  # type: ignore[misc]
         row: dict[str, Any] = super().__getitem__(item)
         for name in RESERVED & row.keys():
             del row[name]
+        if self._source is not None and IDS in row:
+            row[SEAL] = seal(self._source, row["raw_prompt"]) if row[IDS] else None
         return row
 
     def __getitems__(self, items: Sequence[int]) -> list[dict[str, Any]]:

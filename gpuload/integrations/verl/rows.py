@@ -7,8 +7,7 @@ import numpy as np
 
 from gpuload.arrays import Ragged
 from gpuload.columns import Columns
-
-PROMPT_IDS = "gpuload_prompt_ids"
+from gpuload.integrations.verl.reuse import IDS
 
 
 class Rows:
@@ -51,7 +50,7 @@ class Rows:
         keys = list(self._names)
         values = [columns[name] for name in self._names.values()]
         if self._ids is not None:
-            keys.append(PROMPT_IDS)
+            keys.append(IDS)
             values.append([ids or None for ids in self._ids.take(numbers).to_lists()])
         return [dict(zip(keys, row, strict=True)) for row in zip(*values, strict=True)]
 
