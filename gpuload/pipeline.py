@@ -118,10 +118,10 @@ def samples(total: int, options: Options) -> Rows | None:
 
 
 def _engine(options: Options, reference: Reference, exact_only: bool = False) -> Engine:
-    from gpuload.engines import cuda
-
     if options.device == "cpu":
         return CpuEngine(reference, exact_only)
+    from gpuload.engines import cuda
+
     why_not = cuda.obstacle(options.device)
     if why_not is None:
         return cuda.cuda_engine(options, reference, exact_only)
