@@ -5,18 +5,28 @@ fingerprint of the data they are numbers of.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, Protocol, get_args
 
 import numpy as np
 
 from gpuload.errors import OptionError, ResumeError
-from gpuload.fingerprint import difference
+from gpuload.fingerprint import Fingerprint, difference
 from gpuload.options import Padding
 
-if TYPE_CHECKING:
-    from gpuload.dataset import PromptDataset
-
 _VERSION = 1
+
+
+class Data(Protocol):
+    """What is iterated over: a `PromptDataset`, as far as a loader knows it."""
+
+    @property
+    def fingerprint(self) -> Fingerprint: ...
+
+    def __len__(self) -> int: ...
+
+    def batch(self, rows: np.ndarray[Any, Any], padding: Padding) -> dict[str, Any]: ...
+
+    def ahead(self, batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]: ...
 
 
 class PromptLoader:
@@ -41,7 +51,7 @@ class PromptLoader:
 
     def __init__(
         self,
-        dataset: "PromptDataset",
+        dataset: Data,
         batch_size: int,
         *,
         shuffle: bool = False,
