@@ -10,6 +10,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -20,6 +21,7 @@ from gpuload.demo import demo_files
 from gpuload.entry import read_entry
 
 SHARED = Path(__file__).parents[2] / "shared"
+MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 
 # tests/verl is for an environment of its own (make verl-test).
 collect_ignore = [] if importlib.util.find_spec("tensordict") else ["verl"]
@@ -74,6 +76,43 @@ def write(tmp_path: Path) -> Callable[..., str]:
         return str(path)
 
     return write_parquet
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by a number for each batch that is rendered, and for each encoder that is built."""
+    calls: list[int] = []
+
+    def counted(step: Any) -> Any:
+        def call(*arguments: Any, **more: Any) -> Any:
+            calls.append(len(calls))
+            return step(*arguments, **more)
+
+        return call
+
+    from gpuload.engines import cpu
+
+    for name in ("render_column", "render_rows", "host_encoder"):
+        monkeypatch.setattr(cpu, name, counted(getattr(cpu, name)))
+    return calls
+
+
+@pytest.fixture
+def files(write: Callable[..., str], tmp_path: Path) -> list[str]:
+    """Three files of different columns and types, with refused, overlong and by-reference rows; the first one in
+    several row groups, the second one with nothing but prompts."""
+    rng = np.random.default_rng(0)
+    chats: list[Any] = [user("number " * int(n)) for n in rng.integers(0, 60, 300)]
+    chats[7], chats[20], chats[299] = None, [], [{"role": "tool", "content": "x"}]
+    for row in range(0, 300, 11):
+        chats[row] = [{"role": "system", "content": f"row {row} \u00e9"}, *user("<|im_end|> \u4f60\u597d")]
+    first = str(tmp_path / "first.parquet")
+    table = pa.table({"prompt": pa.array(chats, MESSAGES), "extra_info": [{"index": i} for i in range(300)]})
+    pq.write_table(table, first, row_group_size=128)
+    second = write([user("alone"), [{"role": "tool", "content": ""}], user("")], "second.parquet")
+    third = tmp_path / "third.jsonl"
+    third.write_text('{"prompt": "a string", "more": [1, 2]}\n{"prompt": null, "more": []}\n')
+    return [first, second, str(third)]
 
 
 def user(text: Any) -> list[dict[str, Any]]:
