@@ -21,7 +21,7 @@ exact: .venv/installed-dev
 	$(BIN)/python -m pytest -n auto --dist loadgroup -m exact tests/test_device_encode.py
 
 verl-test: .venv-verl/installed
-	PYTHONPATH=$(CURDIR) .venv-verl/bin/python -m pytest tests/verl
+	PYTHONPATH=$(CURDIR) .venv-verl/bin/python -m pytest -n auto tests/verl
 
 bench: .venv/installed-dev .venv-verl/installed
 	$(BIN)/python -m bench
