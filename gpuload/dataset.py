@@ -86,7 +86,8 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
         """
         from gpuload.engines.cudf import frame_of
 
-        return frame_of(self.columns, getattr(self._padded, "store", self.tokens))
+        on_device = self.options.tokens_on == "device"
+        return frame_of(self.columns, getattr(self._padded, "store", self.tokens) if on_device else self.tokens)
 
     @property
     def column_types(self) -> pa.Schema:

@@ -233,6 +233,14 @@ def test_a_batch_is_the_memory_that_the_kernel_wrote(monkeypatch: pytest.MonkeyP
     assert batch["input_ids"].tolist() == [[9, 9, 3], [9, 1, 2]]
 
 
+def test_batches_of_nothing(on_device: Callable[..., gpuload.PromptDataset], gsm8k: str, qwen: Any) -> None:
+    prompts = on_device(gsm8k, qwen, max_prompt_length=128, max_samples=200)
+    expected = gpuload.load(gsm8k, qwen, max_prompt_length=128, max_samples=200, device="cpu")
+    for padding in ("max_length", "longest"):
+        assert prompts.batch([], padding)["input_ids"].shape == expected.batch([], padding)["input_ids"].shape
+        assert prompts.batch([], padding)["position_ids"].dtype == torch.int64
+
+
 def test_a_column_too_large_for_the_memory_is_rendered_in_halves(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = pa.array(ODD * 20, FRAMES["messages"].type)
     engine = DeviceEngine(KERNELS, torch.device("cpu"), Reference(qwen, Options()))

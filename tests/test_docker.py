@@ -62,10 +62,10 @@ def test_extras_exist() -> None:
 
 
 def test_the_lean_extras_are_lean() -> None:
-    """What the engine imports, and neither cuDF's other half nor numba."""
-    for cuda in ("cu12", "cu13"):
+    """What the engine imports and CuPy compiles with, and neither cuDF's other half nor numba."""
+    for cuda, headers in (("cu12", "nvidia-cuda-runtime-cu12"), ("cu13", "nvidia-cuda-runtime")):
         names = {re.split(r"[><=]", need)[0] for need in PROJECT["optional-dependencies"][cuda]} - {"torch"}
-        assert names == {f"pylibcudf-{cuda}", f"rmm-{cuda}", f"cupy-cuda{cuda[2:]}x"}
+        assert names == {f"pylibcudf-{cuda}", f"rmm-{cuda}", f"cupy-cuda{cuda[2:]}x", headers}
 
 
 @pytest.mark.parametrize("file", FILES)

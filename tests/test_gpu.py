@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import SHARED, shared_files, shared_tokenizers
 
+import gpuload
 from bench.gpu_checks import SLACK, copied, kept_memory, pointers, sanitized, too_much
 from bench.gpu_exact import compared, device_encoder, encoded
 from bench.gpu_rig import Rig, open_rig
@@ -111,6 +112,19 @@ def test_batches_follow_torchs_stream(rig: Rig, gsm8k: str, qwen: Any) -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         for _ in range(50):
             assert prompts.batch(range(256))["input_ids"].sum().item() == expected
+
+
+@pytest.mark.parametrize("tokens_on", ["device", "host"])
+def test_workers_of_a_loader_make_host_tensors(rig: Rig, gsm8k: str, qwen: Any, tokens_on: str) -> None:
+    prompts = rig.load(gsm8k, qwen, max_prompt_length=512, tokens_on=tokens_on)
+    loader = torch.utils.data.DataLoader(
+        prompts, batch_size=256, num_workers=2, collate_fn=gpuload.collate_fn, multiprocessing_context="fork"
+    )
+    for number, batch in enumerate(loader):
+        there = prompts.batch(range(256 * number, min(len(prompts), 256 * (number + 1))))
+        assert batch["input_ids"].device.type == "cpu"
+        assert torch.equal(batch["input_ids"], there["input_ids"].cpu())
+    assert prompts.batch([])["input_ids"].shape == (0, 512)
 
 
 def test_kernels_touch_no_byte_that_is_not_theirs() -> None:

@@ -2,7 +2,8 @@
 
 The store stays in device memory (4 bytes a token), or, with `tokens_on="host"`, in pinned host memory: the same kernel
 then reads the ids of a batch's rows, and no others, across the bus, one batch ahead of the consumer in a stream of its
-own. Either way what the kernel writes is what torch gets, through DLPack.
+own. Either way the kernel writes into torch's own tensors, which it reaches through DLPack: their memory, streams and
+lifetimes are torch's business, `record_stream` included.
 """
 
 import os
@@ -11,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from gpuload.arrays import Array, Ragged
 from gpuload.engines.cpu import CpuEngine, HostBatches
@@ -25,8 +25,8 @@ class DeviceBatches:
     In another process, forked or spawned, it makes host tensors: no process may use the CUDA of another.
 
     Args:
-        store: all ids, in the device's memory.
-        pinned: they are in pinned memory of the host instead.
+        store: all ids, in the device's memory, or in the host's.
+        pinned: they are in the host's: a pinned copy is made. A forked process may not be able to read that one.
 
     Attributes:
         store: the same, as kernels reach it.
@@ -38,7 +38,7 @@ class DeviceBatches:
         self._kernels, self._limit, self._keep, self._pad_id = kernels, limit, keep, pad_id
         self._process = os.getpid()
         with kernels.current():
-            values = kernels.reached(store.values) if pinned else store.values
+            values = kernels.reached(kernels.pinned(store.values)) if pinned else store.values
             self.store = Ragged(values, kernels.xp.asarray(store.offsets))
             kernels.synchronize()  # batches may be asked for in another stream
         self._crosses_the_bus = pinned
@@ -83,14 +83,14 @@ def pad(
         pad_id: fills rows up at the left.
 
     Returns:
-        `input_ids`, `attention_mask`, `position_ids`: int64 (B, width), the memory that the kernel wrote (DLPack),
-        ordered behind it in the current stream.
+        `input_ids`, `attention_mask`, `position_ids`: int64 (B, width), the memory that the kernel wrote, ordered
+        behind it in the current stream.
     """
-    xp, count = kernels.xp, len(rows)
+    count = len(rows)
     head = {"error": 0, "left": 0, "right": limit, "middle": limit // 2}[keep]
-    outs = {name: xp.empty((count, width), np.int64) for name in ("input_ids", "attention_mask", "position_ids")}
+    outs = {name: kernels.tensor(count, width) for name in ("input_ids", "attention_mask", "position_ids")}
     kernels.run(
-        "pad", kernels.blocks(count), count, rows, store.values, store.offsets, width, limit, head, pad_id,
-        *outs.values(),
+        "pad", kernels.blocks(count if width else 0), count, rows, store.values, store.offsets, width, limit, head,
+        pad_id, *(array for _, array in outs.values()),
     )  # fmt: skip
-    return {name: from_dlpack(out) for name, out in outs.items()}
+    return {name: tensor for name, (tensor, _) in outs.items()}

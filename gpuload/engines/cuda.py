@@ -2,8 +2,8 @@
 
 Memory. While a load runs, cuDF (through RMM) and CuPy take from one pool of CUDA's own stream-ordered allocator,
 bounded by `gpu_memory_limit`; it is gone after the load, and everything in it. What stays is the store of
-ids, in plain allocations of its own (or in pinned host memory, with `tokens_on="host"`). Batches are CuPy arrays in
-memory of torch's own pool, handed to torch through DLPack: once dropped, their memory is torch's to use.
+ids, in plain allocations of its own (or in pinned host memory, with `tokens_on="host"`). Batches are torch's tensors,
+and what is needed to make one comes from torch's own pool too.
 
 Streams. A load works on the legacy default stream, that of cuDF, CuPy and torch alike. A batch is made on the stream
 that is torch's current one where it is asked for, so that it is ready for whatever torch does next.
@@ -11,6 +11,7 @@ that is torch's current one where it is asked for, so that it is ready for whate
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ from gpuload.engines.cudf import can_read, chunks, slices
 from gpuload.engines.device import DeviceEngine, Reader, side_by_side
 from gpuload.engines.launch import DeviceKernels, Kernels
 from gpuload.engines.texts import laid_out, texts_at
+from gpuload.errors import DeviceError
 from gpuload.options import Options
 from gpuload.read import Source, with_prompts
 from gpuload.tokenizer.reference import Reference
@@ -54,7 +56,9 @@ def obstacle(device: str) -> str | None:
         return f"{', '.join(missing)} not installed: {_INSTALL}"
     try:
         importlib.import_module("pylibcudf")  # whose libraries may not go with torch's
-        self_test(CudaKernels(number, 0))
+        kernels = CudaKernels(number, 0)
+        with kernels.loading():
+            self_test(kernels)
     except Exception as error:
         return f"GPU {number} does not work: {type(error).__name__}: {' '.join(str(error).split()):.200}"
     return None
@@ -146,6 +150,7 @@ class CudaKernels(DeviceKernels):
             self._loading = None
             with self.xp.cuda.Device(self._number):
                 self.xp.cuda.Stream.null.synchronize()
+                self.xp.get_default_pinned_memory_pool().free_all_blocks()  # through which copies went
                 rmm.mr.set_per_device_resource(self._number, before)
 
     def current(self) -> AbstractContextManager[Any]:
@@ -156,9 +161,16 @@ class CudaKernels(DeviceKernels):
         stack.enter_context(cuda.using_allocator(self._loading or self._torchs))
         return stack
 
-    def lasting(self) -> AbstractContextManager[Any]:
-        allocator: AbstractContextManager[Any] = self.xp.cuda.using_allocator(None)  # no pool: cudaMalloc itself
-        return allocator
+    @contextmanager
+    def lasting(self) -> Iterator[None]:
+        runtime = self.xp.cuda.runtime
+        try:
+            with self.xp.cuda.using_allocator(None):  # no pool: cudaMalloc itself
+                yield
+        except runtime.CUDARuntimeError as error:
+            if error.status != runtime.errorMemoryAllocation:
+                raise
+            raise DeviceError("no room for the ids on the GPU: free memory, or set tokens_on='host'") from error
 
 
 def _torch_memory(size: int, device: int) -> int:
@@ -168,4 +180,6 @@ def _torch_memory(size: int, device: int) -> int:
 
 
 def _give_back_to_torch(pointer: int, device: int) -> None:
+    if sys.is_finalizing():
+        return
     torch.cuda.caching_allocator_delete(pointer)  # type: ignore[no-untyped-call]

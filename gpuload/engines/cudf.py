@@ -9,6 +9,7 @@ waits for anything.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -78,7 +79,10 @@ def chunks(kernels: Kernels, path: str, column: str, kind: pa.DataType, nbytes: 
                 break
             done += part.tbl.num_rows()
             if part.tbl.num_rows():
-                yield of_cudf(kernels, part.columns[0], kind, part.child_names.get(column, {}))
+                found = of_cudf(kernels, part.columns[0], kind, part.child_names.get(column, {}))
+                del part  # a chunk that its user is done with is gone before the next one is read
+                yield found
+                del found
         else:
             return
         del reader  # and what it holds, before there is another one
@@ -132,10 +136,11 @@ def frame_of(columns: pa.Table, tokens: Ragged) -> Any:
     if len(tokens.values) > np.iinfo(np.int32).max:
         raise DeviceError(f"{len(tokens.values):,} ids are more than a cuDF column of lists can have: take fewer rows")
     made = plc.Column.from_cuda_array_interface
-    children = [made(cupy.asarray(tokens.offsets).astype(np.int32)), made(cupy.asarray(tokens.values))]
-    ids = plc.Column(plc.DataType(plc.TypeId.LIST), len(tokens), None, None, 0, 0, children)
-    frame = cudf.DataFrame.from_arrow(columns)
-    frame["raw_prompt_ids"] = cudf.Series.from_pylibcudf(ids)
+    with tokens.values.device if isinstance(tokens.values, cupy.ndarray) else nullcontext():
+        children = [made(cupy.asarray(tokens.offsets).astype(np.int32)), made(cupy.asarray(tokens.values))]
+        ids = plc.Column(plc.DataType(plc.TypeId.LIST), len(tokens), None, None, 0, 0, children)
+        frame = cudf.DataFrame.from_arrow(columns)
+        frame["raw_prompt_ids"] = cudf.Series.from_pylibcudf(ids)
     return frame
 
 

@@ -6,7 +6,7 @@ kernels leave, text goes to the host's encoder and ids come back; the report say
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -160,17 +160,16 @@ class DeviceEngine:
             at = xp.arange(len(tokens)) if rows is None else xp.asarray(rows)
             if self._tokens_on == "host":
                 return take(self._kernels, tokens, at).to_host()
-            with self._kernels.lasting():
-                return take(self._kernels, tokens, at)
+            return take(self._kernels, tokens, at, lasting=True)
 
     def store(self, parts: list[Ragged], order: np.ndarray[Any, Any] | None) -> Ragged:
         kernels = self._kernels
         if self._tokens_on == "host":
-            whole = self._host.store(parts, order)
-            return Ragged(kernels.pinned(whole.values), whole.offsets)
-        with kernels.current(), kernels.lasting():
-            whole = Ragged.concatenate(parts)
-            return whole if order is None else take(kernels, whole, kernels.xp.asarray(order))
+            return self._host.store(parts, order)
+        with kernels.current():
+            with kernels.lasting():
+                whole = Ragged.concatenate(parts)
+            return whole if order is None else take(kernels, whole, kernels.xp.asarray(order), lasting=True)
 
     def batches(self, store: Ragged, limit: int, keep: Truncation, pad_id: int) -> DeviceBatches:
         return DeviceBatches(self._kernels, store, limit, keep, pad_id, pinned=self._tokens_on == "host")
@@ -181,19 +180,24 @@ def on_device(kernels: Kernels, rows: Ragged) -> Ragged:
     return Ragged(kernels.xp.asarray(rows.values), kernels.xp.asarray(rows.offsets))
 
 
-def take(kernels: Kernels, tokens: Ragged, rows: Array) -> Ragged:
-    """`Ragged.take` by one kernel: array modules of devices have no `repeat` by an array.
+def take(kernels: Kernels, tokens: Ragged, rows: Array, lasting: bool = False) -> Ragged:
+    """`Ragged.take` by one kernel.
 
     Args:
         rows: (m,) row numbers in device memory.
+        lasting: into memory that stays when the load is over.
     """
-    return _gathered(kernels, kernels.address(tokens.values) + 4 * tokens.offsets[rows], tokens.lengths[rows])
+    address, length = kernels.address(tokens.values) + 4 * tokens.offsets[rows], tokens.lengths[rows]
+    return _gathered(kernels, address, length, lasting)
 
 
-def _gathered(kernels: Kernels, address: Array, length: Array) -> Ragged:
+def _gathered(kernels: Kernels, address: Array, length: Array, lasting: bool = False) -> Ragged:
     """Rows of ids from anywhere in the device's memory: where each begins, and how many ids it has."""
-    offsets, data = copied(kernels, address, 4 * length)
-    return Ragged(data.view(np.int32), offsets // 4)
+    size = 4 * length
+    with kernels.lasting() if lasting else nullcontext():  # what is only passing through is made outside
+        offsets, data = copied(kernels, address, size)
+    offsets //= 4
+    return Ragged(data.view(np.int32), offsets)
 
 
 def side_by_side(

@@ -17,12 +17,15 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import resources
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpuload.arrays import Array
 from gpuload.errors import DeviceError
+
+if TYPE_CHECKING:
+    import torch
 
 BLOCK = 256
 """Threads in a block. Few registers a thread and no shared memory: nothing asks for another number."""
@@ -87,9 +90,11 @@ class Kernels:
 
     Attributes:
         xp: the array module whose arrays they take.
+        device: torch's name of where these lie.
     """
 
     xp: ModuleType
+    device = "cpu"
 
     def current(self) -> AbstractContextManager[Any]:
         """Within, the calling thread works on these kernels' device, in torch's current stream there."""
@@ -109,6 +114,13 @@ class Kernels:
 
     def rejoin(self) -> None:
         """Makes the current stream wait for what was asked for aside."""
+
+    def tensor(self, *shape: int) -> tuple["torch.Tensor", Array]:
+        """A tensor of int64 on this device, not yet written, and the same memory as an array for kernels (DLPack)."""
+        import torch
+
+        made = torch.empty(shape, dtype=torch.int64, device=self.device)
+        return made, self.xp.from_dlpack(made) if made.numel() else self.xp.empty(shape, np.int64)
 
     def view(self, buffer: Any) -> Array:
         """A buffer of cuDF's as an array of uint8, with no copy."""
@@ -197,7 +209,7 @@ class DeviceKernels(Kernels):
         except ImportError as error:
             raise DeviceError("the GPU engine needs CuPy: pip install 'gpuload[cu13]' (or cu12)") from error
         self.xp = cupy
-        self._number = number
+        self._number, self.device = number, f"cuda:{number}"
         self._module = cupy.RawModule(code=source(), options=("-std=c++17",))
         self._function = lru_cache(maxsize=None)(self._module.get_function)
         self._side: Any = None
@@ -205,11 +217,14 @@ class DeviceKernels(Kernels):
     def current(self) -> AbstractContextManager[Any]:
         import torch
 
-        pointer = torch.cuda.current_stream(self._number).cuda_stream
-        cuda = self.xp.cuda
-        stack = ExitStack()
+        cuda, stack, stream = self.xp.cuda, ExitStack(), torch.cuda.current_stream(self._number)
         stack.enter_context(cuda.Device(self._number))
-        stack.enter_context(cuda.ExternalStream(pointer, self._number) if pointer else cuda.Stream.null)
+        if not stream.cuda_stream:
+            stack.enter_context(cuda.Stream.null)
+        elif hasattr(stream, "__cuda_stream__"):
+            stack.enter_context(cuda.Stream.from_external(stream))
+        else:  # a torch that does not know this way yet
+            stack.enter_context(cuda.ExternalStream(stream.cuda_stream, self._number))
         return stack
 
     @contextmanager
@@ -229,9 +244,11 @@ class DeviceKernels(Kernels):
         torch.cuda.current_stream(self._number).wait_stream(self._side)
 
     def pinned(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        import cupyx
-
-        copy: np.ndarray[Any, Any] = cupyx.empty_pinned(array.shape, array.dtype)
+        if not array.size:
+            return array
+        # Not of CuPy's pool, which takes a power of two and keeps it.
+        memory = self.xp.cuda.PinnedMemoryPointer(self.xp.cuda.PinnedMemory(array.nbytes), 0)
+        copy = np.frombuffer(memory, array.dtype, array.size)
         copy[:] = array
         return copy
 
