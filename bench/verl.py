@@ -1,7 +1,8 @@
 """Inside verl: gpuload's RLHFDataset beside verl's own, both in verl's environment, by turns.
 
 Start-up is constructing the data set (read + filter); rows are drawn by verl's `__getitem__` and gpuload's
-`__getitems__`.
+`__getitems__`. A rollout step is n samples of each prompt through verl's agent loop worker and a server that answers at
+once, with the loader's ids reused and without.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from bench.sections import BATCH
 
 OURS = "gpuload's class"
 THEIRS = "verl's class, {} worker{}"
+PROMPTS, SAMPLES = 128, 8
+"""Of a rollout step."""
 
 
 def measure_verl(
@@ -47,6 +50,19 @@ def measure_verl(
         answer = run_worker("batches_verl_both", task, scratch / "both", python)
         print("  rows/s: " + ", ".join(f"{way} {rate:,.0f}" for way, rate in answer["rates"].items()), flush=True)
         runs.append({"data": data_sets[-1].name, "contender": "rows", "repeat": repeat} | answer)
+    task = {
+        "files": data_sets[-1].files,
+        "tokenizer": tokenizer,
+        "limit": limit,
+        "prompts": PROMPTS,
+        "samples": SAMPLES,
+        "repeats": repeats,
+        "model": str(scratch / "model"),
+    }
+    answer = run_worker("rollout_verl", task, scratch / "rollout", python)
+    for way, steps in answer["rollouts"].items():
+        print(f"  {way}: " + ", ".join(f"{step['seconds']:.2f} s, {step['tokenized']} tokenized" for step in steps))
+    runs.append({"data": data_sets[-1].name, "contender": "rollout"} | answer)
     return runs
 
 
@@ -75,4 +91,20 @@ def verl_table(section: dict[str, Any], table: Any, circumstances: str) -> list[
     drawn = [run["rates"] for run in section["runs"] if "rates" in run]
     rates = {way: median(rate[way] for rate in drawn) for way in (drawn[0] if drawn else {})}
     rows_table = [[way, f"{rate:,.0f}"] for way, rate in rates.items()]
-    return ["## Inside verl 0.9.1", circumstances, table(head, lines), table(["rows", "rows/s"], rows_table)]
+    steps = [
+        [
+            way,
+            f"{run['prompts']} × {run['samples']}",
+            f"{median(step['tokenized'] for step in found):.0f}",
+            f"{median(step['seconds'] for step in found):.2f}",
+        ]
+        for run in section["runs"]
+        for way, found in run.get("rollouts", {}).items()
+    ]
+    return [
+        "## Inside verl 0.9.1",
+        circumstances,
+        table(head, lines),
+        table(["rows", "rows/s"], rows_table),
+        table(["a rollout step", "prompts × samples", "prompts tokenized", "seconds of CPU, all of the step"], steps),
+    ]
