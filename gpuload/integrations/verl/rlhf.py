@@ -14,6 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from verl.utils.dataset.rl_dataset import RLHFDataset as VerlDataset
 from verl.utils.logger import print_rank_0
 
@@ -238,8 +239,41 @@ class RLHFDataset(VerlDataset):  # type: ignore[misc]
         numbers = [int(item) for item in items]
         if not isinstance(self.dataframe, Rows) or len(set(numbers)) < len(numbers):
             return [self[number] for number in numbers]
-        drawn = self._over(dict(zip(numbers, self.dataframe.take(numbers), strict=True)))
+        rows = self.dataframe.take(numbers)
+        if self._rows_are_verls:
+            return self._finished(rows)
+        drawn = self._over(dict(zip(numbers, rows, strict=True)))
         return [drawn[number] for number in numbers]
+
+    @property
+    def _rows_are_verls(self) -> bool:
+        """Whether no subclass makes something else of a row."""
+        kind = type(self)
+        return kind.__getitem__ is RLHFDataset.__getitem__ and kind._build_messages is VerlDataset._build_messages
+
+    def _finished(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Rows as verl's `__getitem__` gives them. It would work on them one by one, and to make a tensor for each
+        takes longer than all the rest. There are no images, videos or audio in them: such data goes verl's own way."""
+        dummies = torch.zeros((len(rows), 1), dtype=torch.uint8).unbind(0)
+        for row, dummy in zip(rows, dummies, strict=True):
+            row["raw_prompt"] = row[self.prompt_key]
+            for name in (self.image_key, self.video_key, self.audio_key):
+                row.pop(name, None)
+            row["dummy_tensor"] = dummy
+            if row.get("extra_info") is None:
+                row["extra_info"] = {}
+            extra = row["extra_info"]
+            row["index"] = extra.get("index", 0)
+            row["tools_kwargs"] = extra.get("tools_kwargs", {})
+            row["interaction_kwargs"] = extra.get("interaction_kwargs", {})
+            if extra.get("need_tools_kwargs", self.need_tools_kwargs) and not row["tools_kwargs"]:
+                source = row["data_source"]
+                logger.warning("gpuload: tools_kwargs is empty for index %s, data source %s", row["index"], source)
+            for name in RESERVED & row.keys():
+                del row[name]
+            if self._source is not None and IDS in row:
+                row[SEAL] = seal(self._source, row["raw_prompt"]) if row[IDS] else None
+        return rows
 
     def _over(self, rows: Rows | Mapping[int, dict[str, Any]]) -> "RLHFDataset":
         """This data set over other rows: a part of them, or some that verl's own code is to finish."""
