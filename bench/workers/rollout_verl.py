@@ -44,6 +44,7 @@ def model_folder(tokenizer: str, scratch: Path) -> str:
 
 def step(settings: list[str], data: DataProto) -> dict[str, float]:
     """One rollout step: seconds of CPU, and how many prompts were tokenized."""
+    verls = dict(agent_loop._agent_loop_registry)  # names that a configuration gives other loops keep them otherwise
     with initialize_config_module("verl.trainer.config", version_base=None):
         worker = agent_loop.AgentLoopWorker(compose("ppo_trainer", overrides=settings), Server())
     own, calls = continuous_token.apply_chat_template, 0
@@ -59,6 +60,8 @@ def step(settings: list[str], data: DataProto) -> dict[str, float]:
     asyncio.run(worker.generate_sequences(data))
     seconds = time.process_time() - started
     continuous_token.apply_chat_template = own
+    agent_loop._agent_loop_registry.clear()
+    agent_loop._agent_loop_registry.update(verls)
     return {"seconds": seconds, "tokenized": calls}
 
 
