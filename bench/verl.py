@@ -39,26 +39,13 @@ def measure_verl(
             Contender(THEIRS.format(workers, "s" * (workers > 1)), "load_verl", python, {"workers": workers})
         )
     runs = measure(data_sets, tokenizer, limit, repeats, scratch, everyone)
+    common = {"files": data_sets[-1].files, "tokenizer": tokenizer, "limit": limit}
     for repeat in range(repeats):
-        task = {
-            "files": data_sets[-1].files,
-            "tokenizer": tokenizer,
-            "limit": limit,
-            "batch": BATCH,
-            "seconds": seconds,
-        }
+        task = {**common, "batch": BATCH, "seconds": seconds}
         answer = run_worker("batches_verl_both", task, scratch / "both", python)
         print("  rows/s: " + ", ".join(f"{way} {rate:,.0f}" for way, rate in answer["rates"].items()), flush=True)
         runs.append({"data": data_sets[-1].name, "contender": "rows", "repeat": repeat} | answer)
-    task = {
-        "files": data_sets[-1].files,
-        "tokenizer": tokenizer,
-        "limit": limit,
-        "prompts": PROMPTS,
-        "samples": SAMPLES,
-        "repeats": repeats,
-        "model": str(scratch / "model"),
-    }
+    task = {**common, "prompts": PROMPTS, "samples": SAMPLES, "repeats": repeats, "model": str(scratch / "model")}
     answer = run_worker("rollout_verl", task, scratch / "rollout", python)
     for way, steps in answer["rollouts"].items():
         print(f"  {way}: " + ", ".join(f"{step['seconds']:.2f} s, {step['tokenized']} tokenized" for step in steps))

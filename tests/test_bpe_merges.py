@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bpe_cases import made_up_merges
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_bpe_splitter import TEXT
@@ -157,21 +158,12 @@ def test_entries_out_of_reach_are_not_used() -> None:
 
 @settings(max_examples=60)
 @given(
-    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=25),
-    st.randoms(use_true_random=False),
+    made_up_merges("abcd"),
     st.lists(st.text("abcd", min_size=1, max_size=24), min_size=1, max_size=30),
     st.booleans(),
 )
-def test_merges_that_nobody_trained(
-    drawn: list[tuple[int, int]], rng: random.Random, texts: list[str], ignore_merges: bool
-) -> None:
+def test_merges_that_nobody_trained(listed: list[tuple[str, str]], texts: list[str], ignore_merges: bool) -> None:
     """In any order, with several ways to one entry and pairs listed twice: ranks decide, and nothing else."""
-    known, listed = ["a", "b", "c", "d"], []
-    for left, right in drawn:
-        pair = (known[left % len(known)], known[right % len(known)])
-        listed.append(pair)
-        known.append("".join(pair))
-    rng.shuffle(listed)
     pair = compiled(small(listed, ignore_merges=ignore_merges))
     assert check_texts(pair, texts) == len(texts)
 

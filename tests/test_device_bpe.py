@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import test_bpe_fallback
 import test_bpe_merges
+from bpe_cases import made_up_merges
 from host_kernels import COMPILER, HostKernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -279,21 +280,12 @@ def test_words_of_one_hash_are_told_apart(mergers: list[Any]) -> None:
 
 @settings(max_examples=60)
 @given(
-    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=25),
-    st.randoms(use_true_random=False),
+    made_up_merges("abcd"),
     st.lists(st.text("abcd", min_size=1, max_size=70), min_size=1, max_size=30),
     st.booleans(),
 )
-def test_merges_that_nobody_trained(
-    drawn: list[tuple[int, int]], rng: random.Random, texts: list[str], ignore_merges: bool
-) -> None:
+def test_merges_that_nobody_trained(listed: list[tuple[str, str]], texts: list[str], ignore_merges: bool) -> None:
     """In any order, with several ways to one entry: ranks decide, and nothing else."""
-    known, listed = ["a", "b", "c", "d"], []
-    for left, right in drawn:
-        pair = (known[left % len(known)], known[right % len(known)])
-        listed.append(pair)
-        known.append("".join(pair))
-    rng.shuffle(listed)
     twin, backend = compiled(test_bpe_merges.small(listed, ignore_merges=ignore_merges))
     check(Merger(KERNELS, twin.tables), backend, [text.encode() for text in texts])
 
@@ -324,17 +316,10 @@ def test_any_characters_with_byte_fallback(gemma: tuple[Merger, Any], words: lis
 
 @settings(max_examples=60)
 @given(
-    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=25),
-    st.randoms(use_true_random=False),
+    made_up_merges("abcdé你▁"),
     st.lists(st.text("abcdé你ü \n𒀀", min_size=1, max_size=40), min_size=1, max_size=30),
 )
-def test_characters_that_nobody_trained(drawn: list[tuple[int, int]], rng: random.Random, texts: list[str]) -> None:
-    known, listed = list("abcdé你▁"), []
-    for left, right in drawn:
-        pair = (known[left % len(known)], known[right % len(known)])
-        listed.append(pair)
-        known.append("".join(pair))
-    rng.shuffle(listed)
+def test_characters_that_nobody_trained(listed: list[tuple[str, str]], texts: list[str]) -> None:
     backend = test_bpe_fallback.small(listed)
     spec = bpe_spec(backend.to_str())
     assert isinstance(spec, BpeSpec)

@@ -8,6 +8,7 @@ lifetimes are torch's business, `record_stream` included.
 
 import os
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -27,9 +28,6 @@ class DeviceBatches:
     Args:
         store: all ids, in the device's memory, or in the host's.
         pinned: they are in the host's: a pinned copy is made. A forked process may not be able to read that one.
-
-    Attributes:
-        store: the same, as kernels reach it.
     """
 
     def __init__(
@@ -37,11 +35,18 @@ class DeviceBatches:
     ):
         self._kernels, self._limit, self._keep, self._pad_id = kernels, limit, keep, pad_id
         self._process = os.getpid()
-        with kernels.current():
-            values = kernels.reached(kernels.pinned(store.values)) if pinned else store.values
-            self.store = Ragged(values, kernels.xp.asarray(store.offsets))
-            kernels.synchronize()  # batches may be asked for in another stream
+        self._given = store
         self._crosses_the_bus = pinned
+
+    @cached_property
+    def store(self) -> Ragged:
+        """All ids as kernels reach them; not every data set is drawn from here."""
+        kernels, given = self._kernels, self._given
+        with kernels.current():
+            values = kernels.reached(kernels.pinned(given.values)) if self._crosses_the_bus else given.values
+            made = Ragged(values, kernels.xp.asarray(given.offsets))
+            kernels.synchronize()  # batches may be asked for in another stream
+        return made
 
     def __call__(self, numbers: np.ndarray[Any, Any], rows: Ragged, width: int) -> dict[str, torch.Tensor]:
         if os.getpid() != self._process:

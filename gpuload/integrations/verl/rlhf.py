@@ -228,6 +228,10 @@ class RLHFDataset(VerlDataset):  # type: ignore[misc]
         if isinstance(self.dataframe, Rows):
             return RLHFDataset.__getitem__(self._over({item: self.dataframe[item]}), item)
         row: dict[str, Any] = super().__getitem__(item)
+        return self._as_rollouts_take_it(row)
+
+    def _as_rollouts_take_it(self, row: dict[str, Any]) -> dict[str, Any]:
+        """A row without the names that a rollout makes values of, and with the seal of its ids."""
         for name in RESERVED & row.keys():
             del row[name]
         if self._source is not None and IDS in row:
@@ -269,10 +273,7 @@ class RLHFDataset(VerlDataset):  # type: ignore[misc]
             if extra.get("need_tools_kwargs", self.need_tools_kwargs) and not row["tools_kwargs"]:
                 source = row["data_source"]
                 logger.warning("gpuload: tools_kwargs is empty for index %s, data source %s", row["index"], source)
-            for name in RESERVED & row.keys():
-                del row[name]
-            if self._source is not None and IDS in row:
-                row[SEAL] = seal(self._source, row["raw_prompt"]) if row[IDS] else None
+            self._as_rollouts_take_it(row)
         return rows
 
     def _over(self, rows: Rows | Mapping[int, dict[str, Any]]) -> "RLHFDataset":

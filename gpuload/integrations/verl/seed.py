@@ -37,8 +37,8 @@ class SeedRLHFDataset(torch.utils.data.Dataset[Row]):
     Args:
         data_files, parquet_files: the files; one of the two.
         tokenizer: as for `gpuload.load`.
-        config: verl's `data:` section, whose keys are options of `gpuload.load` where they have such a name; `device`,
-            `gpu_memory_limit`, `verify` and `progress` stand under `gpuload`.
+        config: verl's `data:` section, whose keys are options of `gpuload.load` where they have such a name; those of
+            `Settings.options` stand under `gpuload`.
         processor: None; prompts with images are not for this class.
         max_samples: as the option, for verl 0.6.1.
         **options: options of `gpuload.load`, instead of a `config`.
