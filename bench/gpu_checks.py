@@ -20,8 +20,8 @@ from bench.gpu_run import MissingError, Note, Task, WrongError
 from bench.inputs import ROOT
 from gpuload.arrays import Ragged
 from gpuload.dataset import PromptDataset
-from gpuload.engines.batches import DeviceBatches
-from gpuload.engines.device import on_device
+from gpuload.engines.device.batches import DeviceBatches
+from gpuload.engines.device.engine import on_device
 
 SLACK = 64 << 20
 """Bytes that CUDA may keep for itself: code of kernels, pages that are partly used."""
@@ -170,7 +170,7 @@ def sanitized() -> dict[str, Any]:
     """Cells about a run of `bench.gpu_small` under compute-sanitizer.
 
     Raises:
-        MissingError: the tool is not here, or refuses the machine.
+        MissingError: the tool is not here, or rejects the machine.
     """
     tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if tool is None:

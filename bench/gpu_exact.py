@@ -5,25 +5,24 @@ from typing import Any
 import numpy as np
 import torch
 
+import gpuload
 from bench.gpu_data import flat, in_parts, messages
 from bench.gpu_rig import Rig, name_of, open_rig, tokenizer_of
 from bench.gpu_run import MissingError, Note, Task, WrongError
-from gpuload import pipeline
 from gpuload.arrays import Ragged, on_host
 from gpuload.dataset import PromptDataset
-from gpuload.engines import cuda
-from gpuload.engines.encode import DeviceEncoder
+from gpuload.engines.device import cuda
+from gpuload.engines.device.encode import DeviceEncoder
 from gpuload.errors import GpuloadError
-from gpuload.options import Options
-from gpuload.tokenizer.reference import Reference
-from gpuload.tokenizer.twin import Twin, twin_of
+from gpuload.reference.reference import Reference
+from gpuload.tokenizer.compiled import CompiledTokenizer, compile_tokenizer
 
 _LIMIT = 512
 _ROWS = 257  # of a batch that is compared
 
 
 def loads(task: Task, note: Note) -> None:
-    """Every file at hand, loaded by both engines: ids, columns, refusals and batches must be the same."""
+    """Every file at hand, loaded by both engines: ids, columns, rejections and batches must be the same."""
     rig = open_rig(task)
     cuda.self_test(rig.kernels)
     tokenizer = tokenizer_of(task.tokenizers[0])
@@ -42,20 +41,20 @@ def compared(rig: Rig, file: str, tokenizer: Any, **options: Any) -> dict[str, A
     """Cells about one file: whether a load by the device gives what a load by the CPU gives."""
     options = {"max_prompt_length": _LIMIT, "verify": "off", "progress": False, "token_cache": False} | options
     try:
-        expected = pipeline.load(file, tokenizer, device="cpu", **options)
+        expected = gpuload.load(file, tokenizer, device="cpu", **options)
     except GpuloadError as error:
-        # What the CPU engine refuses the device's must refuse too, in the same words.
+        # What the CPU engine rejects the device's must reject too, in the same words.
         try:
             rig.load(file, tokenizer, **options)
         except GpuloadError as other:
-            return {"rows": 0, "refused": f"{error!s:.80}", "same": str(other) == str(error)}
-        return {"rows": 0, "refused": f"{error!s:.80}", "same": False}
+            return {"rows": 0, "rejected": f"{error!s:.80}", "same": str(other) == str(error)}
+        return {"rows": 0, "rejected": f"{error!s:.80}", "same": False}
     found = rig.load(file, tokenizer, **options)
     different = differing(found.tokens, expected.tokens)
     cells: dict[str, Any] = {"rows": len(expected), "tokens": len(expected.tokens.values), "differing": different}
-    cells["refused"] = sum(expected.report.refused.values())
+    cells["rejected"] = sum(expected.report.rejected.values())
     same = {
-        "refusals": found.report.refused == expected.report.refused,
+        "rejections": found.report.rejected == expected.report.rejected,
         "columns": found.columns.equals(expected.columns),
         "batches": same_batches(found, expected),
     }
@@ -146,10 +145,10 @@ def device_encoder(rig: Rig, folder: str) -> DeviceEncoder:
         return DeviceEncoder(rig.kernels, twin)
 
 
-def twin_for(folder: str) -> Twin | str:
+def twin_for(folder: str) -> CompiledTokenizer | str:
     """A tokenizer's tables, or why there are none."""
     try:
-        return twin_of(Reference(tokenizer_of(folder), Options(chat_template=None, pad_token_id=0)))
+        return compile_tokenizer(Reference(tokenizer_of(folder), chat_template=None))
     except Exception as error:  # the other tokenizers are still to be seen
         return brief(error)
 

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+import gpuload
 from bench.gpu_data import made_file
 from bench.gpu_exact import differing
 from bench.gpu_rig import Rig, absent, name_of, open_rig, program_of, rates, tokenizer_of
@@ -19,7 +20,6 @@ from bench.gpu_run import Note, Task, WrongError
 from bench.gpu_tokens import ENCODERS
 from bench.inputs import VERL_PYTHON
 from bench.launch import WorkerError, run_worker
-from gpuload import pipeline
 from gpuload.dataset import PromptDataset
 
 _LIMIT = 1024
@@ -54,7 +54,7 @@ def _first_batch(rig: Rig, path: str, folder: str, on_device: bool) -> tuple[dic
     tokenizer = tokenizer_of(folder)
     options: dict[str, Any] = {"max_prompt_length": _LIMIT, "progress": False, "token_cache": False}
     started = time.perf_counter()
-    load = rig.load if on_device else partial(pipeline.load, device="cpu")
+    load = rig.load if on_device else partial(gpuload.load, device="cpu")
     prompts = load(path, tokenizer, **options)
     batch = next(iter(prompts.loader(min(256, len(prompts)), shuffle=True, seed=0)))
     int(batch["input_ids"][0, -1])  # waits for the device

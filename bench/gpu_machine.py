@@ -12,7 +12,7 @@ from bench.gpu_rig import absent, cudf_missing, open_rig
 from bench.gpu_run import Note, Task
 from bench.inputs import VERL_PYTHON
 from bench.machine import circumstances
-from gpuload.engines import cuda
+from gpuload.engines.device import cuda
 
 _PACKAGES = (
     "torch transformers tokenizers gigatoken fastokens awkward pyarrow numpy cupy-cuda13x cupy-cuda12x pylibcudf-cu13 "

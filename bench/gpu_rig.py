@@ -19,16 +19,17 @@ import torch
 
 from bench.gpu_run import MissingError, Task
 from bench.inputs import ROOT
-from gpuload import pipeline
+from gpuload import load
 from gpuload.arrays import Array
 from gpuload.dataset import PromptDataset
-from gpuload.engines import cuda
-from gpuload.engines.device import DeviceEngine
-from gpuload.engines.engine import Engine
-from gpuload.engines.launch import DeviceKernels, Kernels, signatures
+from gpuload.engines.device import cuda
+from gpuload.engines.device.engine import DeviceEngine
+from gpuload.engines.device.kernels import DeviceKernels, Kernels, signatures
+from gpuload.engines.protocol import Engine
 from gpuload.options import Options
+from gpuload.reference.reference import Reference
 from gpuload.template import ChatProgram
-from gpuload.tokenizer.reference import Reference
+from gpuload.testing import load_with
 
 
 def absent(names: Iterable[str]) -> str | None:
@@ -104,13 +105,12 @@ class Rig:
         are always made: from the cache they could be another engine's."""
         options = {"token_cache": False} | options
         if self.cudf:
-            return pipeline.load(files, tokenizer, device="cuda", **options)
+            return load(files, tokenizer, device="cuda", **options)
 
         def engine(chosen: Options, reference: Reference, exact_only: bool = False) -> Engine:
             return DeviceEngine(self.kernels, self.device, reference, exact_only, None, chosen.tokens_on)
 
-        with mock.patch.object(pipeline, "_engine", engine):
-            return pipeline.load(files, tokenizer, device="cpu", **options)
+        return load_with(engine, files, tokenizer, device="cpu", **options)
 
     def timed(self, work: Callable[[], Any], nbytes: int = 0, rows: int = 0, repeats: int = 5) -> dict[str, Any]:
         """Cells about some work: what it moves or makes, and, where there is a GPU, its median seconds and rates.
@@ -268,7 +268,7 @@ def program_of(folder: str) -> ChatProgram:
     Raises:
         TokenizerError: it has none.
     """
-    return ChatProgram(Reference(tokenizer_of(folder), Options(pad_token_id=0)).job)
+    return ChatProgram(Reference(tokenizer_of(folder)).call)
 
 
 def copy_bandwidth(rig: Rig, nbytes: int = 4 << 30) -> dict[str, Any]:

@@ -9,13 +9,13 @@ from bench.gpu_data import flat
 from bench.gpu_exact import device_encoder
 from bench.gpu_rig import Rig, program_of
 from gpuload.arrays import Ragged
-from gpuload.demo import demo_files
-from gpuload.engines.batches import pad
-from gpuload.engines.conversations import of_arrow
-from gpuload.engines.device import on_device
-from gpuload.engines.launch import DeviceKernels
-from gpuload.engines.render import render
-from gpuload.engines.texts import BOUNDS_ONLY, answer, laid_out, operate
+from gpuload.cli.demo import demo_files
+from gpuload.engines.device.batches import pad
+from gpuload.engines.device.conversations import of_arrow
+from gpuload.engines.device.engine import on_device
+from gpuload.engines.device.kernels import DeviceKernels
+from gpuload.engines.device.render import render
+from gpuload.engines.device.texts import BOUNDS_ONLY, answer, laid_out, operate
 from gpuload.template.program import Operation, Predicate, Ref
 
 _TEXTS = ["", " a ", "x" * 1000, " é中🙂 \n", "it's 12345", "<|im_end|>", "a</think>b", "\n\n", "e\u0301", "   "]

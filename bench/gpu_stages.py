@@ -15,11 +15,11 @@ from bench.gpu_exact import brief
 from bench.gpu_rig import Rig, by_kernel, copy_bandwidth, cudf_missing, name_of, open_rig, program_of
 from bench.gpu_run import MissingError, Note, Task
 from gpuload.arrays import Ragged, offsets_of
-from gpuload.engines.batches import DeviceBatches, pad
-from gpuload.engines.conversations import Conversations, of_arrow
-from gpuload.engines.cudf import chunks
-from gpuload.engines.device import take
-from gpuload.engines.render import render
+from gpuload.engines.device.batches import DeviceBatches, pad
+from gpuload.engines.device.conversations import Conversations, of_arrow
+from gpuload.engines.device.cudf import chunks
+from gpuload.engines.device.engine import take
+from gpuload.engines.device.render import render
 
 _CHUNK = 256 << 20
 _AT_ONCE = 8  # batches held, so that no two in a row are written to the same memory

@@ -17,7 +17,7 @@ from bench.gpu_exact import brief, device_encoder, differing, twin_for
 from bench.gpu_rig import Rig, by_kernel, name_of, open_rig, rates, tokenizer_of
 from bench.gpu_run import MissingError, Note, Task
 from gpuload.arrays import Ragged, on_host
-from gpuload.engines.encode import DeviceEncoder
+from gpuload.engines.device.encode import DeviceEncoder
 
 MOST = {"tokenizers": 8 << 20, "fastokens": 64 << 20, "gigatoken": 1 << 40}
 """Bytes of text for each encoder of the host: what it does in about a second."""
@@ -123,7 +123,7 @@ def _on_host(task: Task, about: str, backend: Any, text: pa.LargeStringArray, no
         except ImportError as error:
             note(name, why=f"missing: {error}")
             continue
-        except Exception as error:  # a refusal, in whatever form the library gives it
+        except Exception as error:  # a rejection, in whatever form the library gives it
             note(name, why=brief(error))
             continue
         if library == "tokenizers":

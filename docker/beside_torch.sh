@@ -33,4 +33,4 @@ if [[ $after != "$before" ]]; then
     exit 1
 fi
 # Their libraries load beside torch's; this needs no GPU.
-python3 -P -c 'import torch, cupy, pylibcudf, rmm, gpuload.pipeline; print("gpuload", gpuload.__version__, "beside torch", torch.__version__)'
+python3 -P -c 'import torch, cupy, pylibcudf, rmm, gpuload.load; print("gpuload", gpuload.__version__, "beside torch", torch.__version__)'

@@ -8,19 +8,21 @@ Importing this package imports neither torch nor CUDA: names are looked up when 
 """
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from gpuload._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from gpuload.dataset import PromptDataset, collate_fn
     from gpuload.errors import GpuloadError
+    from gpuload.load import load
     from gpuload.loader import PromptLoader
     from gpuload.options import Options
-    from gpuload.pipeline import load
 
 _HOMES = {
-    "load": "gpuload.pipeline",
+    "load": "gpuload.load",
     "PromptDataset": "gpuload.dataset",
     "collate_fn": "gpuload.dataset",
     "PromptLoader": "gpuload.loader",
@@ -29,6 +31,17 @@ _HOMES = {
 }
 
 __all__ = ["GpuloadError", "Options", "PromptDataset", "PromptLoader", "collate_fn", "load"]
+
+
+class _Package(ModuleType):
+    """Keeps `gpuload.load` the function: importing the submodule of that name would replace it with the module."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name == "load" and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,5 @@
 import sys
 
-from gpuload.cli import main
+from gpuload.cli.main import main
 
 sys.exit(main())

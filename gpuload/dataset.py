@@ -9,13 +9,13 @@ import pyarrow as pa
 import torch
 
 from gpuload.arrays import Ragged
-from gpuload.columns import Columns
-from gpuload.engines.engine import Engine
+from gpuload.engines.protocol import Engine
 from gpuload.errors import PromptTooLongError
 from gpuload.fingerprint import Fingerprint, token_digest
 from gpuload.loader import PromptLoader
 from gpuload.options import Options, Padding
 from gpuload.report import Report
+from gpuload.sources.columns import Columns
 
 Row = dict[str, Any]
 
@@ -84,7 +84,7 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
             DeviceError: cuDF is not installed.
             DataError: as for `columns`.
         """
-        from gpuload.engines.cudf import frame_of
+        from gpuload.engines.device.cudf import frame_of
 
         on_device = self.options.tokens_on == "device"
         return frame_of(self.columns, getattr(self._padded, "store", self.tokens) if on_device else self.tokens)

@@ -10,8 +10,8 @@ import numpy as np
 
 from gpuload.arrays import Ragged
 from gpuload.options import Options
-from gpuload.read import Source
-from gpuload.tokenizer.reference import Reference
+from gpuload.reference.reference import Reference
+from gpuload.sources.read import Source
 
 Fingerprint = dict[str, Any]
 

@@ -142,11 +142,14 @@ class Options:
         )
         kwargs = self.apply_chat_template_kwargs
         _expect(self, "apply_chat_template_kwargs", isinstance(kwargs, Mapping), "a mapping")
-        for key, remedy in _DECIDED_HERE.items():
-            if key in kwargs:
-                raise OptionError(
-                    f"apply_chat_template_kwargs.{key} is decided by the loader: " + (remedy or "leave it out")
-                )
+        check_template_kwargs(kwargs)
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
+    """Raises OptionError where an argument for the chat template would change what a load returns."""
+    for key, remedy in _DECIDED_HERE.items():
+        if key in kwargs:
+            raise OptionError(f"apply_chat_template_kwargs.{key} is set by the loader: {remedy or 'remove it'}")
 
 
 def _expect(options: Options, name: str, holds: bool, wanted: str) -> None:

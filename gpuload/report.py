@@ -17,7 +17,7 @@ class Report:
         rows_kept: rows in the data set.
         overlong: rows longer than `max_prompt_length`: dropped, or kept with `filter_overlong_prompts=False`.
         overlong_dropped: whether they were dropped.
-        refused: reason → number of rows dropped for it.
+        rejected: reason → number of rows dropped for it.
         examples: reason → the first rows, as "file row N".
         rows_compiled: rows that went through the compiled template.
         by_reference: why rows were rendered by transformers instead, one by one → how many.
@@ -39,7 +39,7 @@ class Report:
     rows_kept: int = 0
     overlong: int = 0
     overlong_dropped: bool = True
-    refused: dict[str, int] = field(default_factory=dict)
+    rejected: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
     rows_compiled: int = 0
     by_reference: dict[str, int] = field(default_factory=dict)
@@ -56,21 +56,31 @@ class Report:
     cache: str = ""
 
     @property
-    def rows_refused(self) -> int:
-        return sum(self.refused.values())
+    def rows_rejected(self) -> int:
+        return sum(self.rejected.values())
 
-    def refuse(self, place: str, reason: str) -> None:
+    @property
+    def refused(self) -> dict[str, int]:
+        """The former name of `rejected`."""
+        return self.rejected
+
+    @property
+    def rows_refused(self) -> int:
+        """The former name of `rows_rejected`."""
+        return self.rows_rejected
+
+    def reject(self, place: str, reason: str) -> None:
         """Counts a row that has no tokens."""
-        self.refused[reason] = self.refused.get(reason, 0) + 1
+        self.rejected[reason] = self.rejected.get(reason, 0) + 1
         examples = self.examples.setdefault(reason, [])
         if len(examples) < _EXAMPLES:
             examples.append(place)
 
     def reasons(self) -> str:
-        """The refusals, one line each, the most frequent first."""
+        """The rejections, one line each, the most frequent first."""
         return "\n".join(
-            f"  refused    {count:,} rows: {reason} ({', '.join(self.examples[reason])}{', ...' * (count > _EXAMPLES)})"
-            for reason, count in sorted(self.refused.items(), key=lambda item: -item[1])[:10]
+            f"  rejected   {count:,} rows: {reason} ({', '.join(self.examples[reason])}{', ...' * (count > _EXAMPLES)})"
+            for reason, count in sorted(self.rejected.items(), key=lambda item: -item[1])[:10]
         )
 
     def __str__(self) -> str:
@@ -83,7 +93,7 @@ class Report:
         ]
         if self.overlong:
             lines.append(f"  overlong   {self.overlong:,} rows of more than {self.max_prompt_length:,} tokens ({what})")
-        if self.refused:
+        if self.rejected:
             lines.append(self.reasons())
         if self.rows_kept:
             mean = self.tokens / self.rows_kept

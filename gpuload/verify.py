@@ -14,10 +14,10 @@ import numpy as np
 import pyarrow as pa
 
 from gpuload.arrays import Ragged, array_module, on_host
-from gpuload.columns import to_python
-from gpuload.engines.engine import Text
+from gpuload.engines.protocol import Text
 from gpuload.options import Verify
-from gpuload.tokenizer.reference import Prompt, Reference
+from gpuload.reference.reference import Prompt, Reference
+from gpuload.sources.columns import to_python
 
 Fetch = Callable[[Any], pa.Array]
 

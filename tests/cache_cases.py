@@ -6,7 +6,7 @@ import numpy as np
 
 import gpuload
 
-# Rows of one message are compiled, longer ones rendered by the reference, and "tool" is refused.
+# Rows of one message are compiled, longer ones rendered by the reference, and "tool" is rejected.
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
     "{% if messages|length > 1 %}{{ m.content.split()|length }}{% endif %}<|im_start|>{{ m.content }}{% endfor %}"
@@ -22,7 +22,7 @@ def same(warm: gpuload.PromptDataset, cold: gpuload.PromptDataset, checked: bool
     assert [warm.origin(row) for row in range(len(warm))] == [cold.origin(row) for row in range(len(cold))]
     assert warm.fingerprint == cold.fingerprint
     for name in (
-        "files max_prompt_length rows_read rows_kept overlong overlong_dropped refused examples rows_compiled "
+        "files max_prompt_length rows_read rows_kept overlong overlong_dropped rejected examples rows_compiled "
         "by_reference source_bytes text_bytes tokens shortest longest"
     ).split():
         assert getattr(warm.report, name) == getattr(cold.report, name), name

@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, settings
 
-from gpuload import cache
-from gpuload.demo import demo_files
-from gpuload.entry import read_entry
+from gpuload.cache import store as cache
+from gpuload.cache.entry import read_entry
+from gpuload.cli.demo import demo_files
 
 SHARED = Path(__file__).parents[2] / "shared"
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
@@ -90,7 +90,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         return call
 
-    from gpuload.engines import cpu
+    from gpuload.engines.host import engine as cpu
 
     for name in ("render_column", "render_rows", "host_encoder"):
         monkeypatch.setattr(cpu, name, counted(getattr(cpu, name)))
@@ -99,7 +99,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def files(write: Callable[..., str], tmp_path: Path) -> list[str]:
-    """Three files of different columns and types, with refused, overlong and by-reference rows; the first one in
+    """Three files of different columns and types, with rejected, overlong and by-reference rows; the first one in
     several row groups, the second one with nothing but prompts."""
     rng = np.random.default_rng(0)
     chats: list[Any] = [user("number " * int(n)) for n in rng.integers(0, 60, 300)]
@@ -131,16 +131,13 @@ def shared_tokenizers() -> list[str]:
 @pytest.fixture(scope="session")
 def encoders(qwen: Any) -> dict[str, Any]:
     """name → (encoder, reference) for the shipped tokenizer and every real one there is."""
-    from transformers import AutoTokenizer
 
-    from gpuload.options import Options
-    from gpuload.tokenizer.host import host_encoder
-    from gpuload.tokenizer.reference import Reference
+    from gpuload.engines.host.encode import host_encoder
+    from gpuload.reference.reference import Reference
 
-    options = Options(chat_template=None, pad_token_id=0)
-    references = {"shipped": Reference(qwen, options)}
+    references = {"shipped": Reference(qwen, chat_template=None)}
     for name in shared_tokenizers():
-        references[name] = Reference(AutoTokenizer.from_pretrained(SHARED / "tokenizers" / name), options)
+        references[name] = Reference(SHARED / "tokenizers" / name, chat_template=None)
     return {name: (host_encoder(reference), reference) for name, reference in references.items()}
 
 

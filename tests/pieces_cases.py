@@ -9,21 +9,21 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from host_kernels import HostKernels
 from tokenizers import Tokenizer
 
-from gpuload.engines.pieces import PieceMaker, Pieces
+from gpuload.engines.device.pretokenize import PieceMaker, Pieces
+from gpuload.testing.host_kernels import HostKernels
 from gpuload.tokenizer import fallback
+from gpuload.tokenizer.compiled import CompiledTokenizer, Section
 from gpuload.tokenizer.spec import AddedToken, BpeSpec, Digits, Split, bpe_spec
 from gpuload.tokenizer.splitter import Splitter, compile_splitter
-from gpuload.tokenizer.twin import Section, Twin
 
 
 @dataclass
 class Case:
     """A tokenizer's tables, what cuts by them, and the real one."""
 
-    twin: Twin
+    twin: CompiledTokenizer
     maker: PieceMaker
     backend: Any = None
 
@@ -60,7 +60,7 @@ def case(spec: BpeSpec | str, backend: Any = None) -> Case:
     if spec.fallback:
         # Those of made-up tokenizers are not kept.
         tables = (fallback.fallback_tables if len(spec.vocab) > 1000 else fallback.build_tables)(spec)
-    twin = Twin(spec, _splitter(spec.stages), tables)
+    twin = CompiledTokenizer(spec, _splitter(spec.stages), tables)
     return Case(twin, PieceMaker(KERNELS, twin), backend)
 
 

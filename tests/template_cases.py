@@ -11,7 +11,7 @@ import pyarrow as pa
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from gpuload.tokenizer.job import refusal
+from gpuload.reference.template_call import rejection
 
 SHARED = Path(__file__).parents[2] / "shared"
 
@@ -82,15 +82,15 @@ def reference(tokenizer: Any, row: Any, **options: Any) -> tuple[str | None, str
     try:
         return tokenizer.apply_chat_template(row, tokenize=False, **options), None
     except Exception as error:
-        return None, refusal(error)
+        return None, rejection(error)
 
 
 def assert_same(rendered: Any, prompts: pa.Array, tokenizer: Any, **options: Any) -> None:
-    """Every row is what transformers gives, and refused where it refuses, with its words."""
+    """Every row is what transformers gives, and rejected where it rejects, with its words."""
     texts = rendered.text.to_pylist()
     assert len(texts) == len(prompts)
     for i, row in enumerate(prompts.to_pylist()):
         text, reason = reference(tokenizer, row, **options)
         assert texts[i] == text, (i, row)
-        assert rendered.refused.get(i) == reason, (i, row)
-    assert rendered.compiled_rows + rendered.reference_rows + len(rendered.refused) == len(prompts)
+        assert rendered.rejected.get(i) == reason, (i, row)
+    assert rendered.compiled_rows + rendered.reference_rows + len(rendered.rejected) == len(prompts)

@@ -3,7 +3,7 @@
     PYTHONPATH=.:tests python tests/template_table.py      # from the repository's root; again when TRL is updated
 
 A template is tried on conversations of each kind, following every answer to its questions for which a text is found. It
-is *compiled* for a kind where every such way ends in a path (or in the template's own refusal), *partly* where some do,
+is *compiled* for a kind where every such way ends in a path (or in the template's own rejection), *partly* where some do,
 and left to the *reference* where none does.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from template_cases import TEMPLATES
 
 from gpuload.template import compile
-from gpuload.template.program import TEXT, Reference, Refused, Shape
+from gpuload.template.program import TEXT, ByReference, Rejected, Shape
 
 PAGE = Path(__file__).parents[1] / "docs" / "templates.md"
 KINDS = {
@@ -36,10 +36,10 @@ def outcome(name: str, roles: tuple[str, ...]) -> tuple[str, list[str]]:
     tokenizer, template = TEMPLATES[name]
     program = compile(tokenizer, chat_template=template)
     leaves = [leaf for _, leaf in program.explore(shape_of(roles), most=24).leaves() if leaf is not None]
-    reasons = sorted({leaf.reason for leaf in leaves if isinstance(leaf, Reference)})
+    reasons = sorted({leaf.reason for leaf in leaves if isinstance(leaf, ByReference)})
     if not reasons:
-        return ("refused" if all(isinstance(leaf, Refused) for leaf in leaves) else "compiled"), []
-    return ("partly" if len(leaves) > sum(isinstance(leaf, Reference) for leaf in leaves) else "reference"), reasons
+        return ("rejected" if all(isinstance(leaf, Rejected) for leaf in leaves) else "compiled"), []
+    return ("partly" if len(leaves) > sum(isinstance(leaf, ByReference) for leaf in leaves) else "reference"), reasons
 
 
 def rows() -> list[str]:
@@ -61,7 +61,7 @@ HEAD = """# Chat templates, compiled
 Written by `python tests/template_table.py` with trl {trl} and transformers {transformers}. `trl/` are the
 templates in TRL's wheel, `shared/` those of further tokenizers at hand. *compiled*: every way through the template
 for such conversations is a list of text pieces. *partly*: rows that take some ways are rendered by transformers, one
-by one, for the reason in the last column. *refused*: the template itself refuses them.
+by one, for the reason in the last column. *rejected*: the template itself rejects them.
 
 """
 

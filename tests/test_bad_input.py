@@ -13,12 +13,12 @@ from conftest import user
 
 import gpuload
 from gpuload.errors import DataError, DeviceError, OptionError, SourceError, TokenizerError
+from gpuload.load import load_sources, open_sources
 from gpuload.options import Options
-from gpuload.pipeline import load_sources, open_sources
-from gpuload.read import open_file
-from gpuload.sources import SourceFile
+from gpuload.sources.fetch import SourceFile
+from gpuload.sources.read import open_file
 
-REFUSING = (
+REJECTING = (
     "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('only users here') }}{% endif %}"
     "{{ m.content }}{% endfor %}"
 )
@@ -96,14 +96,14 @@ BAD_ROWS: list[tuple[Any, str]] = [
 def test_a_bad_row_is_dropped_and_counted(bad: Any, reason: str, write: Callable[..., str], qwen: Any) -> None:
     kind = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
     file = write({"prompt": pa.array([user("before"), bad, user("after")], kind), "n": [0, 1, 2]})
-    prompts = gpuload.load(file, qwen, chat_template=REFUSING)
-    assert prompts.report.refused == {reason: 1}
+    prompts = gpuload.load(file, qwen, chat_template=REJECTING)
+    assert prompts.report.rejected == {reason: 1}
     assert prompts.report.examples[reason] == [f"{file} row 1"]
     assert reason in str(prompts.report)
     assert prompts.tokens.to_lists() == [qwen("before")["input_ids"], qwen("after")["input_ids"]]
     assert [prompts[i]["n"] for i in range(2)] == [0, 2]
     with pytest.raises(DataError, match=rf"data.parquet row 1: {reason}"):
-        gpuload.load(file, qwen, chat_template=REFUSING, strict=True)
+        gpuload.load(file, qwen, chat_template=REJECTING, strict=True)
 
 
 def test_bytes_that_are_not_text(tmp_path: Path, qwen: Any) -> None:
@@ -115,13 +115,13 @@ def test_bytes_that_are_not_text(tmp_path: Path, qwen: Any) -> None:
         pq.write_table(pa.table({"prompt": column, "n": [0, 1, 2]}), file)
         prompts = gpuload.load(file, qwen, return_full_prompt=True)
         assert [prompts[i]["n"] for i in range(len(prompts))] == [0, 2]
-        (reason,) = prompts.report.refused
+        (reason,) = prompts.report.rejected
         assert reason.endswith("is not valid UTF-8 (byte 0)")
-        assert prompts.report.rows_refused == 1
+        assert prompts.report.rows_rejected == 1
         assert prompts[1]["full_prompts"].count("também") == 1
     pq.write_table(pa.table({"prompt": ["a", "b", "c"], "other": texts}), file)
     prompts = gpuload.load(file, qwen)
-    assert prompts.report.refused == {"column 'other' is not valid UTF-8": 1}
+    assert prompts.report.rejected == {"column 'other' is not valid UTF-8": 1}
     assert [prompts[i]["other"] for i in range(2)] == ["good", "também"]
 
 
@@ -130,7 +130,7 @@ def test_a_lone_surrogate_in_json(tmp_path: Path, qwen: Any) -> None:
     file.write_text('{"prompt": "good"}\n{"prompt": "bad \\ud800"}\n' + json.dumps({"prompt": "pair 😀"}))
     prompts = gpuload.load(file, qwen, chat_template=None)
     assert prompts.tokens.to_lists() == [qwen("good")["input_ids"], qwen("pair 😀")["input_ids"]]
-    assert prompts.report.refused == {"a lone surrogate, '\\ud800', is not text": 1}
+    assert prompts.report.rejected == {"a lone surrogate, '\\ud800', is not text": 1}
     with pytest.raises(DataError, match="surrogate.jsonl row 1: a lone surrogate"):
         gpuload.load(file, qwen, strict=True)
 
@@ -205,13 +205,13 @@ def test_cuda_where_there_is_none(gsm8k: str, qwen: Any) -> None:
         gpuload.load(gsm8k, qwen, device="cuda:1")
 
 
-def test_refused_rows_can_be_kept_without_tokens(write: Any, qwen: Any) -> None:
+def test_rejected_rows_can_be_kept_without_tokens(write: Any, qwen: Any) -> None:
     prompts = [user("a"), None, user("b " * 50), []]
     options = Options(max_prompt_length=40)
-    dataset = load_sources(open_sources(write(prompts), options), qwen, options, keep_refused=True)
+    dataset = load_sources(open_sources(write(prompts), options), qwen, options, keep_rejected=True)
     assert [dataset.origin(row)[1] for row in range(len(dataset))] == [0, 1, 3]  # row 2 is too long
     assert (dataset.tokens.lengths > 0).tolist() == [True, False, False]
-    assert dataset.report.rows_refused == 2
+    assert dataset.report.rows_rejected == 2
 
 
 def test_index_columns_can_be_read(tmp_path: Path) -> None:

@@ -13,13 +13,13 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers
 from tokenizers.pre_tokenizers import ByteLevel, Split
 
 from gpuload.tokenizer import fallback
+from gpuload.tokenizer.compiled import CompiledTokenizer, compile_spec, encode
 from gpuload.tokenizer.spec import BpeSpec, Fallback, bpe_spec, byte_entries
 from gpuload.tokenizer.splitter import compile_splitter
-from gpuload.tokenizer.twin import Twin, compile_twin, encode
 
 GEMMA = SHARED / "tokenizers" / "gemma3" / "tokenizer.json"
 LLAMA2 = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-Pair = tuple[Twin, Any]  # the compiled one, and the real one
+Pair = tuple[CompiledTokenizer, Any]  # the compiled one, and the real one
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def gemma() -> Pair:
     backend = Tokenizer.from_file(str(GEMMA))
     spec = bpe_spec(backend.to_str())
     assert isinstance(spec, BpeSpec), spec
-    return compile_twin(spec), backend
+    return compile_spec(spec), backend
 
 
 def small(merged: list[tuple[str, str]], steps: Any = LLAMA2, letters: str = "abcdé你▁", **options: Any) -> Tokenizer:
@@ -45,7 +45,7 @@ def compiled(backend: Tokenizer) -> Pair:
     spec = bpe_spec(backend.to_str())
     assert isinstance(spec, BpeSpec), spec
     # Not from the user's cache nor into it: these tokenizers are made up.
-    return Twin(spec, compile_splitter(()), fallback.build_tables(spec)), backend
+    return CompiledTokenizer(spec, compile_splitter(()), fallback.build_tables(spec)), backend
 
 
 def check(pair: Pair, texts: list[str]) -> None:
@@ -115,7 +115,7 @@ def test_what_is_done_to_text_first() -> None:
     check(compiled(backend), texts)
 
 
-def test_refusals() -> None:
+def test_rejections() -> None:
     normalized = small([])
     normalized.add_tokens([AddedToken("<n>", normalized=True)])
     split = small([], [])

@@ -15,33 +15,33 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers
 from tokenizers.pre_tokenizers import ByteLevel
 
 from gpuload.tokenizer import merges
+from gpuload.tokenizer.compiled import CompiledTokenizer, compile_spec, encode, surely_nfc
 from gpuload.tokenizer.merges import build_tables, look_up_pairs, look_up_words, merge, merge_tables
 from gpuload.tokenizer.spec import BpeSpec, bpe_spec, byte_letters
 from gpuload.tokenizer.splitter import compile_splitter
-from gpuload.tokenizer.twin import Twin, compile_twin, encode, surely_nfc
 
 LETTERS = byte_letters()
 BYTES = {letter: byte for byte, letter in enumerate(LETTERS)}
-Pair = tuple[Twin, Any]  # the compiled one, and the real one
+Pair = tuple[CompiledTokenizer, Any]  # the compiled one, and the real one
 
 
 def compiled(backend: Tokenizer) -> Pair:
     spec = bpe_spec(backend.to_str())
     assert isinstance(spec, BpeSpec), spec
     # Not from the user's cache nor into it: these tokenizers are made up.
-    return Twin(spec, compile_splitter(spec.stages), build_tables(spec)), backend
+    return CompiledTokenizer(spec, compile_splitter(spec.stages), build_tables(spec)), backend
 
 
 @pytest.fixture(scope="module")
 def pairs(bpe: dict[str, Any]) -> dict[str, Pair]:
-    return {name: (compile_twin(spec), backend) for name, (spec, backend) in bpe.items()}
+    return {name: (compile_spec(spec), backend) for name, (spec, backend) in bpe.items()}
 
 
 def flat(pieces: list[bytes]) -> tuple[Any, Any]:
     return np.frombuffer(b"".join(pieces), np.uint8), np.cumsum([0, *map(len, pieces)])
 
 
-def by_tables(twin: Twin, pieces: list[bytes]) -> list[list[int]]:
+def by_tables(twin: CompiledTokenizer, pieces: list[bytes]) -> list[list[int]]:
     """Pieces as the splitter would hand them on: whole words, and merges for the rest."""
     whole = look_up_words(twin.tables, *flat(pieces))
     ids, offsets = merge(twin.tables, *flat(pieces))
@@ -174,7 +174,7 @@ def test_a_pair_that_is_listed_twice() -> None:
     parts["model"]["merges"] = [("a", "b"), ("b", "c"), ("a", "b")]
     spec = bpe_spec(json.dumps(parts))
     assert isinstance(spec, BpeSpec)
-    twin = Twin(spec, compile_splitter(spec.stages), build_tables(spec))
+    twin = CompiledTokenizer(spec, compile_splitter(spec.stages), build_tables(spec))
     assert check_texts((twin, Tokenizer.from_str(json.dumps(parts))), ["abc", "ab", "bc", "abcab"]) == 4
     assert len(encode(twin, "abc") or []) == 2
     assert encode(twin, "abc") == [spec.vocab["a"], spec.vocab["bc"]]
@@ -183,9 +183,9 @@ def test_a_pair_that_is_listed_twice() -> None:
 def test_bytes_without_an_entry_are_dropped() -> None:
     pair = compiled(small([("a", "b"), ("b", "b")], without="x"))
     assert check_texts(pair, ["axb", "x", "xx", "xab", "abx", "bxbxb", ""]) == 7
-    refused = bpe_spec(small([("a", "b")], without="x", unk_token="a").to_str())
-    assert isinstance(refused, str)
-    assert "lacks a byte" in refused
+    rejected = bpe_spec(small([("a", "b")], without="x", unk_token="a").to_str())
+    assert isinstance(rejected, str)
+    assert "lacks a byte" in rejected
 
 
 def test_flags_of_added_tokens() -> None:

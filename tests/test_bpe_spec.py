@@ -1,4 +1,4 @@
-"""A tokenizer read as plain data, or refused in one sentence."""
+"""A tokenizer read as plain data, or rejected in one sentence."""
 
 import json
 from typing import Any
@@ -110,13 +110,13 @@ def test_white_space_is_what_strip_takes() -> None:
         (backend(normalizer=normalizers.NFKC()), "the normalizer NFKC"),
     ],
 )
-def test_refusals(tokenizer: Tokenizer, why: str) -> None:
+def test_rejections(tokenizer: Tokenizer, why: str) -> None:
     found = bpe_spec(tokenizer.to_str())
     assert isinstance(found, str)
     assert why in found
 
 
-def test_added_tokens_that_are_refused() -> None:
+def test_added_tokens_that_are_rejected() -> None:
     for tokens, why in (
         ([AddedToken("w", single_word=True)], "single words"),
         ([AddedToken("<r>", rstrip=True), AddedToken(" x")], "swallows white space"),

@@ -100,7 +100,7 @@ def test_any_text(pairs: dict[str, Pair], text: str) -> None:
 
 
 def test_case_folding() -> None:
-    """ſ folds to s and K to k; ß is not taken for ss, because such patterns are refused."""
+    """ſ folds to s and K to k; ß is not taken for ss, because such patterns are rejected."""
     for pattern in (
         r"(?i:'s|'k)",
         r"(?i)[a-z]+",
@@ -190,9 +190,9 @@ def test_patterns_that_nobody_wrote(pattern: str, texts: list[str]) -> None:
     ],
 )
 def test_what_is_not_taken_is_named(pattern: str, named: str) -> None:
-    with pytest.raises(UnsupportedRegexError) as refusal:
+    with pytest.raises(UnsupportedRegexError) as rejection:
         compile_splitter([spec.Split(pattern)])
-    assert named in str(refusal.value)
+    assert named in str(rejection.value)
 
 
 def test_tables_fit_shared_memory(pairs: dict[str, Pair]) -> None:

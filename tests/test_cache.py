@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 import gpuload
-from gpuload import cache
 from gpuload.arrays import Ragged
-from gpuload.cli import main
-from gpuload.engines import cpu
-from gpuload.entry import Entry, EntryWriter, Kept, read_entry
+from gpuload.cache import store as cache
+from gpuload.cache.entry import Entry, EntryWriter, Kept, read_entry
+from gpuload.cli.main import main
+from gpuload.engines.host import engine as cpu
+from gpuload.engines.host.encode import HostEncoder
 from gpuload.errors import DataError, MismatchError
-from gpuload.tokenizer.host import HostEncoder
 
 # -- warm equals cold ------------------------------------------------------------------------------------------------
 
@@ -51,7 +51,7 @@ def test_warm_equals_cold(
     assert f"3 of 3 files kept in {warm_cache}" in str(filled.report)
     cold = gpuload.load(files, qwen, chat_template=TEMPLATE, token_cache=False, **options)
     assert cold.report.by_reference
-    assert cold.report.rows_refused == 5
+    assert cold.report.rows_rejected == 5
     count = len(made)
     warm = gpuload.load(files, qwen, chat_template=TEMPLATE, **options)
     assert len(made) == count  # nothing was rendered or encoded
@@ -112,7 +112,7 @@ def test_the_text_has_to_be_made(files: list[str], qwen: Any, warm_cache: Path) 
     same(warm, gpuload.load(files, qwen, return_full_prompt=True, token_cache=False))
 
 
-def test_refused_rows_are_refused_again(files: list[str], qwen: Any, warm_cache: Path) -> None:
+def test_rejected_rows_are_rejected_again(files: list[str], qwen: Any, warm_cache: Path) -> None:
     gpuload.load(files, qwen, chat_template=TEMPLATE)
     assert gpuload.load(files, qwen, chat_template=TEMPLATE).report.from_cache == files
     told = []
@@ -156,12 +156,12 @@ def test_rows_of_an_entry(data: Any) -> None:
     lengths = data.draw(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_size=1, max_size=4))
     parts, rows, row = [], [], 0
     for of_part in lengths:
-        refused = {i: f"row {row + i}" for i, length in enumerate(of_part) if length == 0}
+        rejected = {i: f"row {row + i}" for i, length in enumerate(of_part) if length == 0}
         ids = [[row + i] * length for i, length in enumerate(of_part)]
-        compiled = len(ids) - len(refused) - data.draw(st.integers(0, 1)) * (len(ids) > len(refused))
-        by_reference = len(ids) - len(refused) - compiled
+        compiled = len(ids) - len(rejected) - data.draw(st.integers(0, 1)) * (len(ids) > len(rejected))
+        by_reference = len(ids) - len(rejected) - compiled
         reasons = {"why": by_reference} if by_reference else {}
-        parts.append(Kept(Ragged.from_lists(ids), np.array(of_part), refused, compiled, reasons))
+        parts.append(Kept(Ragged.from_lists(ids), np.array(of_part), rejected, compiled, reasons))
         rows += ids
         row += len(ids)
     entry = Entry(parts, "sample", 0)
@@ -171,7 +171,7 @@ def test_rows_of_an_entry(data: Any) -> None:
     for (low, high), found in zip(pairs, ranges, strict=True):
         assert found.tokens.to_lists() == rows[low:high]
         assert found.text_bytes.tolist() == [len(ids) for ids in rows[low:high]]
-        assert found.refused == {i: f"row {low + i}" for i, ids in enumerate(rows[low:high]) if not ids}
+        assert found.rejected == {i: f"row {low + i}" for i, ids in enumerate(rows[low:high]) if not ids}
         picked = data.draw(st.lists(st.integers(0, high - low - 1), unique=True).map(sorted))
         assert found.take(pa.array(picked, pa.int64())).tokens.to_lists() == [rows[low + i] for i in picked]
     assert sum(found.compiled for found in ranges) == sum(part.compiled for part in parts)
@@ -186,7 +186,7 @@ def test_verification_is_never_weaker_than_asked(files: list[str], qwen: Any, wa
         report = gpuload.load(files[0], qwen, verify=verify).report
         assert bool(report.from_cache) != bool(report.into_cache)
         if verify == "full":
-            assert report.check.rows + report.check.earlier == report.rows_read - report.rows_refused
+            assert report.check.rows + report.check.earlier == report.rows_read - report.rows_rejected
         return bool(report.from_cache)
 
     asked = ["off", "off", "sample", "off", "sample", "full", "full", "sample", "off"]
@@ -270,13 +270,13 @@ def test_no_changed_byte_changes_a_token(files: list[str], qwen: Any, warm_cache
     script.write_text(
         "import random, sys\n"
         "from pathlib import Path\n"
-        "from gpuload.entry import read_entry\n"
+        "from gpuload.cache.entry import read_entry\n"
         "entry, key, copy = Path(sys.argv[1]), Path(sys.argv[1]).stem, Path(sys.argv[2])\n"
         "def known(found):\n"
         "    return [vars(part) | {'text_bytes': part.text_bytes.tolist(), 'tokens': part.tokens.to_lists()}\n"
         "        for part in found.parts], found.verified, found.compared\n"
         "whole, expected = entry.read_bytes(), known(read_entry(entry, key, 300))\n"
-        "assert len(expected[0]) == 3 and expected[0][0]['refused']\n"
+        "assert len(expected[0]) == 3 and expected[0][0]['rejected']\n"
         "random.seed(0)\n"
         "places = [*range(len(whole) - 3000, len(whole)), *random.sample(range(len(whole)), 3000)]\n"
         "missed = 0\n"
@@ -416,27 +416,24 @@ def test_nothing_is_left_of_a_load_that_fails(files: list[str], qwen: Any, warm_
 # -- other engines, the command line ---------------------------------------------------------------------------------
 
 
-def test_an_entry_serves_every_engine(
-    files: list[str], qwen: Any, warm_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_entry_serves_every_engine(files: list[str], qwen: Any, warm_cache: Path) -> None:
     import torch
-    from host_kernels import COMPILER, HostKernels
+
+    from gpuload.testing.host_kernels import COMPILER, HostKernels
 
     if COMPILER is None:
         pytest.skip("no C++ compiler")
-    from gpuload import pipeline
-    from gpuload.engines.device import DeviceEngine
+    from gpuload.engines.device.engine import DeviceEngine
+    from gpuload.testing import load_with
 
     def on_device(options: Any, of: Any, exact_only: bool = False) -> DeviceEngine:
         return DeviceEngine(HostKernels(), torch.device("cpu"), of, exact_only)
 
     cold = gpuload.load(files[:2], qwen)
-    monkeypatch.setattr(pipeline, "_engine", on_device)
-    warm = gpuload.load(files, qwen)
+    warm = load_with(on_device, files, qwen)
     assert warm.report.from_cache == files[:2]
     assert warm.report.into_cache == [files[2]]
-    same(gpuload.load(files[:2], qwen), cold)
-    monkeypatch.undo()
+    same(load_with(on_device, files[:2], qwen), cold)
 
 
 def test_prepare(

@@ -15,11 +15,11 @@ from conftest import user
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2Tokenizer
 
 import gpuload
-from gpuload import cache
-from gpuload.read import open_file
-from gpuload.sources import SourceFile
-from gpuload.tokenizer import reference
-from gpuload.tokenizer.job import Job
+from gpuload.cache import store as cache
+from gpuload.reference import reference
+from gpuload.reference.template_call import TemplateCall
+from gpuload.sources.fetch import SourceFile
+from gpuload.sources.read import open_file
 
 # -- the key ---------------------------------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ def test_other_packages_are_another_key(
 
 
 def _at(monkeypatch: pytest.MonkeyPatch, *instant: int) -> None:
-    monkeypatch.setattr(reference, "Job", partial(Job, instant=datetime(*instant)))
+    monkeypatch.setattr(reference, "TemplateCall", partial(TemplateCall, instant=datetime(*instant)))
 
 
 @pytest.mark.parametrize("form", ["strftime_now('%d %b %Y')", 'strftime_now( "%Y-%m-%d" )'])
@@ -151,7 +151,7 @@ def test_the_clock_is_the_one_that_templates_see(
 ) -> None:
     """A load inside another one, over midnight: it tells the other one's date, and that is the one in its key."""
     file, template = write([user("a")]), "{{ strftime_now('%d') }}{{ messages[0].content }}"
-    with Job(qwen, template, instant=datetime(2026, 7, 4)).clock_stopped():
+    with TemplateCall(qwen, template, instant=datetime(2026, 7, 4)).clock_stopped():
         _at(monkeypatch, 2026, 7, 5)
         inside = gpuload.load(file, qwen, chat_template=template)
     assert qwen.decode(inside.tokens[0]) == "04a"

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import gpuload
-from gpuload import doctor
-from gpuload.cli import main
-from gpuload.engines import cuda
-from gpuload.engines.cpu import CpuEngine
+from gpuload.cli import doctor
+from gpuload.cli.main import main
+from gpuload.engines.device import cuda
+from gpuload.engines.host.engine import CpuEngine
 
 
 def test_inspect(gsm8k: str, qwen: Any, qwen_folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_doctor_tries_out_the_gpu_where_there_is_one(
 
 def test_doctor_without_a_gpu_starts_no_cuda() -> None:
     code = (
-        "import sys, torch; from gpuload.cli import main; assert main(['doctor']) == 0;"
+        "import sys, torch; from gpuload.cli.main import main; assert main(['doctor']) == 0;"
         "print(torch.cuda.is_initialized(), [m for m in ('cudf', 'pylibcudf', 'cupy', 'rmm') if m in sys.modules])"
     )
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
@@ -167,7 +167,7 @@ def test_inspect_template(gsm8k: str, qwen_folder: str, capsys: pytest.CaptureFi
     assert main(["inspect", "--template", "--tokenizer", qwen_folder, gsm8k]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("user\n  '<|im_start|>system\\nYou are Qwen")
-    assert "8,792 rows compiled, 0 rendered by transformers, 0 refused" in shown
+    assert "8,792 rows compiled, 0 rendered by transformers, 0 rejected" in shown
     with pytest.raises(SystemExit):
         main(["inspect", "--tokenizer", qwen_folder])
     assert "no files given" in capsys.readouterr().err

@@ -187,7 +187,7 @@ def expected_ids(tokenizer: Any, prompts: list[Any]) -> list[list[int]]:
 
 @pytest.mark.parametrize("file", shared_files("wild/*.parquet"), ids=lambda f: f.stem[-60:])
 def test_wild_files(file: Path, qwen: Any) -> None:
-    """As people published them: loaded identically, whatever the columns are, or refused by both."""
+    """As people published them: loaded identically, whatever the columns are, or rejected by both."""
     key = prompt_key(file)
     if key != "prompt":
         with pytest.raises(KeyError, match="prompt"):

@@ -9,17 +9,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from host_kernels import COMPILER, HostKernels
 from template_cases import column, conversations, small_tokenizer
 
-from gpuload.engines import cudf
-from gpuload.engines.cudf import can_read, chunks, of_cudf
-from gpuload.engines.device import DeviceEngine
-from gpuload.engines.render import render
+from gpuload.engines.device import cudf
+from gpuload.engines.device.cudf import can_read, chunks, of_cudf
+from gpuload.engines.device.engine import DeviceEngine
+from gpuload.engines.device.render import render
 from gpuload.errors import DeviceError
-from gpuload.options import Options
+from gpuload.reference.reference import Reference
 from gpuload.template import compile
-from gpuload.tokenizer.reference import Reference
+from gpuload.testing.host_kernels import COMPILER, HostKernels
 
 plc = pytest.importorskip("pylibcudf")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -107,7 +106,7 @@ def test_conversations(rows_come_from_arrow: dict[str, pa.Array], order: str, of
     made = of_cudf(KERNELS, as_cudf(prompts, offset, wide), kind, names_of(kind))
     found, expected = render(KERNELS, program, made), program.render(prompts[offset:])
     assert found.text.equals(expected.text)
-    assert (found.refused, found.reasons) == (expected.refused, expected.reasons)
+    assert (found.rejected, found.reasons) == (expected.rejected, expected.reasons)
 
 
 def test_a_struct_with_an_offset_of_its_own() -> None:
@@ -132,11 +131,11 @@ def test_no_character_is_copied() -> None:
 def test_texts(rows_come_from_arrow: dict[str, pa.Array], offset: int) -> None:
     texts = pa.array(["a", None, "", " é ", "</s>", "x", None, "y", "z", "w"])
     rows_come_from_arrow["is"] = texts[offset:]
-    engine = DeviceEngine(KERNELS, torch.device("cpu"), Reference(_templated(), Options()))
+    engine = DeviceEngine(KERNELS, torch.device("cpu"), Reference(_templated()))
     found = engine.render(of_cudf(KERNELS, as_cudf(texts, offset), texts.type, {}))
     expected = engine.render(texts[offset:])
     assert found.text.equals(expected.text)
-    assert found.refused == expected.refused
+    assert found.rejected == expected.rejected
 
 
 def _templated() -> Any:

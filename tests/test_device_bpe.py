@@ -14,19 +14,19 @@ import pytest
 import test_bpe_fallback
 import test_bpe_merges
 from bpe_cases import made_up_merges
-from host_kernels import COMPILER, HostKernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_bpe_fallback import GEMMA
 from test_bpe_merges import BYTES, by_model, compiled, flat
 from tokenizers import Tokenizer
 
-from gpuload.engines import bpe as engine
-from gpuload.engines.bpe import LONGEST, Merger
-from gpuload.engines.pieces import Pieces
+from gpuload.engines.device import bpe as engine
+from gpuload.engines.device.bpe import LONGEST, Merger
+from gpuload.engines.device.pretokenize import Pieces
+from gpuload.testing.host_kernels import COMPILER, HostKernels
 from gpuload.tokenizer import fallback, merges
+from gpuload.tokenizer.compiled import CompiledTokenizer, compile_spec
 from gpuload.tokenizer.spec import BpeSpec, bpe_spec
-from gpuload.tokenizer.twin import Twin, compile_twin
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
@@ -52,11 +52,11 @@ KERNELS = PoisonedKernels()
 
 
 @pytest.fixture(scope="module")
-def mergers(bpe: dict[str, Any]) -> list[tuple[Merger, Twin, Any]]:
+def mergers(bpe: dict[str, Any]) -> list[tuple[Merger, CompiledTokenizer, Any]]:
     """Of several tokenizers with the same tables, one."""
-    found: dict[bytes, tuple[Merger, Twin, Any]] = {}
+    found: dict[bytes, tuple[Merger, CompiledTokenizer, Any]] = {}
     for spec, backend in bpe.values():
-        twin = compile_twin(spec)
+        twin = compile_spec(spec)
         key = twin.tables.pairs.tobytes() + twin.tables.word_ids.tobytes()
         if key not in found:
             found[key] = Merger(KERNELS, twin.tables), twin, backend
@@ -70,7 +70,7 @@ def gemma() -> tuple[Merger, Any]:
     backend = Tokenizer.from_file(str(GEMMA))
     spec = bpe_spec(backend.to_str())
     assert isinstance(spec, BpeSpec), spec
-    return Merger(KERNELS, compile_twin(spec).tables), backend
+    return Merger(KERNELS, compile_spec(spec).tables), backend
 
 
 def pieces_of(rows: list[Row | None]) -> Pieces:
@@ -104,7 +104,7 @@ def check(merger: Merger, backend: Any, pieces: list[bytes]) -> None:
     assert ids_of(merger, [[piece] for piece in pieces]) == by_model(backend, pieces)
 
 
-def rows_by_definition(twin: Twin, rows: list[Row | None]) -> list[list[int]]:
+def rows_by_definition(twin: CompiledTokenizer, rows: list[Row | None]) -> list[list[int]]:
     """By look_up_words and merges.merge."""
     found = []
     for row in rows:

@@ -12,18 +12,18 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from conftest import SHARED, shared_files
-from host_kernels import COMPILER, HostKernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_bpe_splitter import TEXT
 from tokenizers import Tokenizer
 
-from gpuload.engines import bpe as merging
-from gpuload.engines import encode as encoding
-from gpuload.engines.bpe import LONGEST
-from gpuload.engines.encode import DeviceEncoder
+from gpuload.engines.device import bpe as merging
+from gpuload.engines.device import encode as encoding
+from gpuload.engines.device.bpe import LONGEST
+from gpuload.engines.device.encode import DeviceEncoder
+from gpuload.testing.host_kernels import COMPILER, HostKernels
+from gpuload.tokenizer.compiled import CompiledTokenizer, compile_spec, surely_nfc
 from gpuload.tokenizer.spec import BpeSpec, bpe_spec
-from gpuload.tokenizer.twin import Twin, compile_twin, surely_nfc
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
@@ -41,14 +41,14 @@ NAMES = [
     "gemma3",
 ]
 SAMPLED = 40  # texts of each file
-Pair = tuple[Twin, Any]
+Pair = tuple[CompiledTokenizer, Any]
 
 
 def compiled(file: Path) -> Pair:
     backend = Tokenizer.from_file(str(file))
     spec = bpe_spec(backend.to_str())
     assert isinstance(spec, BpeSpec), spec
-    return compile_twin(spec), backend
+    return compile_spec(spec), backend
 
 
 @pytest.fixture(scope="module")

@@ -13,20 +13,21 @@ import pyarrow as pa
 import pytest
 import torch
 from conftest import shared_files
-from host_kernels import COMPILER, HostKernels
 
 import gpuload
-from gpuload import pipeline
-from gpuload.engines import cuda, cudf, device
-from gpuload.engines.conversations import Conversations, of_arrow, of_texts
-from gpuload.engines.device import DeviceEngine, side_by_side
-from gpuload.engines.encode import LEAST_CHUNK, DeviceEncoder
-from gpuload.engines.render import render
-from gpuload.engines.texts import laid_out
+from gpuload.engines.device import cuda, cudf
+from gpuload.engines.device import engine as device
+from gpuload.engines.device.conversations import Conversations, of_arrow, of_texts
+from gpuload.engines.device.encode import LEAST_CHUNK, DeviceEncoder
+from gpuload.engines.device.engine import DeviceEngine, side_by_side
+from gpuload.engines.device.render import render
+from gpuload.engines.device.texts import laid_out
 from gpuload.errors import DataError, DeviceError
 from gpuload.options import Options
-from gpuload.read import Source, with_prompts
-from gpuload.tokenizer.reference import Reference
+from gpuload.reference.reference import Reference
+from gpuload.sources.read import Source, with_prompts
+from gpuload.testing import load_with
+from gpuload.testing.host_kernels import COMPILER, HostKernels
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
@@ -50,16 +51,14 @@ def in_odd_chunks(source: Source, prompt_key: str, keep_prompts: bool) -> Iterat
 
 
 @pytest.fixture(params=[None, in_odd_chunks], ids=["copied over", "read there"])
-def on_device(request: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., gpuload.PromptDataset]:
+def on_device(request: Any) -> Callable[..., gpuload.PromptDataset]:
     """`gpuload.load` by the device's engine."""
 
     def engine(options: Options, reference: Reference, exact_only: bool = False) -> DeviceEngine:
         return DeviceEngine(KERNELS, torch.device("cpu"), reference, exact_only, request.param, options.tokens_on)
 
     def load(*arguments: Any, **options: Any) -> gpuload.PromptDataset:
-        with monkeypatch.context() as patched:
-            patched.setattr(pipeline, "_engine", engine)
-            return gpuload.load(*arguments, **options)
+        return load_with(engine, *arguments, **options)
 
     return load
 
@@ -69,7 +68,7 @@ def assert_same(found: gpuload.PromptDataset, expected: gpuload.PromptDataset) -
     assert found.tokens.values.tolist() == expected.tokens.values.tolist()
     assert found.tokens.offsets.tolist() == expected.tokens.offsets.tolist()
     assert found.fingerprint == expected.fingerprint
-    assert found.report.refused == expected.report.refused
+    assert found.report.rejected == expected.report.rejected
     assert found.report.examples == expected.report.examples
     assert found.report.overlong == expected.report.overlong
     assert found.columns.equals(expected.columns)
@@ -106,7 +105,7 @@ def test_rows_that_the_kernels_leave_come_back_in_their_places(
 def test_a_tokenizer_without_tables_encodes_on_the_host(
     on_device: Callable[..., gpuload.PromptDataset], gsm8k: str, qwen: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device, "twin_of", lambda reference: "the model is Unigram, not BPE")
+    monkeypatch.setattr(device, "compile_tokenizer", lambda reference: "the model is Unigram, not BPE")
     found = on_device(gsm8k, qwen, max_prompt_length=128, max_samples=300)
     assert_same(found, gpuload.load(gsm8k, qwen, max_prompt_length=128, max_samples=300))
     assert "text goes to the host once, and its ids back once: the model is Unigram, not BPE" in str(found.report)
@@ -178,23 +177,23 @@ def test_plain_texts_and_json(on_device: Callable[..., gpuload.PromptDataset], q
 
 def test_a_column_of_texts_on_the_device(qwen: Any) -> None:
     texts = pa.array(["a", None, "", " é "], pa.large_string())
-    engine = DeviceEngine(KERNELS, torch.device("cpu"), Reference(qwen, Options()))
+    engine = DeviceEngine(KERNELS, torch.device("cpu"), Reference(qwen))
     valid = np.asarray(texts.is_valid())
     column = laid_out(KERNELS, [(text or "").encode() for text in texts.to_pylist()])
     there = of_texts(KERNELS, column, valid, lambda rows: texts.take(pa.array(rows)))
     found, expected = engine.render(there), engine.render(texts)
     assert found.text.equals(expected.text)
-    assert found.refused == expected.refused == {1: "prompt is null"}
+    assert found.rejected == expected.rejected == {1: "prompt is null"}
     assert there.fetch([3]).to_pylist() == [[{"role": "user", "content": " é "}]]
 
 
 def test_rows_taken_out_of_a_column_keep_their_neighbours_away(qwen: Any) -> None:
     prompts = pa.array([*ODD, *ODD[:1], *ODD], FRAMES["messages"].type)
-    engine = DeviceEngine(KERNELS, torch.device("cpu"), Reference(qwen, Options()))
+    engine = DeviceEngine(KERNELS, torch.device("cpu"), Reference(qwen))
     rows = pa.array([0, 3, 5, 6, 9, 10])
     found, expected = engine.render(of_arrow(KERNELS, prompts).take(rows)), engine.render(prompts.take(rows))
     assert found.text.equals(expected.text)
-    assert found.refused == expected.refused
+    assert found.rejected == expected.rejected
 
 
 def test_batches_are_made_where_the_process_is(
@@ -216,7 +215,7 @@ def test_batches_are_made_where_the_process_is(
 
 def test_a_batch_is_the_memory_that_the_kernel_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
     from gpuload.arrays import Ragged
-    from gpuload.engines.batches import pad
+    from gpuload.engines.device.batches import pad
 
     written: list[int] = []
     launch = HostKernels._launch
@@ -243,7 +242,7 @@ def test_batches_of_nothing(on_device: Callable[..., gpuload.PromptDataset], gsm
 
 def test_a_column_too_large_for_the_memory_is_rendered_in_halves(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = pa.array(ODD * 20, FRAMES["messages"].type)
-    engine = DeviceEngine(KERNELS, torch.device("cpu"), Reference(qwen, Options()))
+    engine = DeviceEngine(KERNELS, torch.device("cpu"), Reference(qwen))
     expected, sizes, room = engine.render(prompts), list[int](), [30]
 
     def little(kernels: Any, program: Any, column: Conversations) -> Any:
@@ -255,8 +254,8 @@ def test_a_column_too_large_for_the_memory_is_rendered_in_halves(qwen: Any, monk
     monkeypatch.setattr(device, "render", little)
     found = engine.render(prompts)
     assert found.text.equals(expected.text)
-    assert (found.refused, found.compiled_rows) == (expected.refused, expected.compiled_rows)
-    assert found.refused == expected.refused
+    assert (found.rejected, found.compiled_rows) == (expected.rejected, expected.compiled_rows)
+    assert found.rejected == expected.rejected
     assert sizes == [120, 60, 30, 30, 60, 30, 30]
     room[0] = 0
     with pytest.raises(DeviceError, match="gpu_memory_limit"):
@@ -307,7 +306,7 @@ def engine_of_host_kernels(kernels: HostKernels) -> Callable[..., DeviceEngine]:
     return engine
 
 
-def test_where_the_gpu_fails_auto_takes_the_cpu(gsm8k: str, qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_gpu_fails_auto_takes_the_cpu(gsm8k: str, qwen: Any) -> None:
     class Broken(HostKernels):
         def _launch(self, name: str, blocks: int, arguments: list[Any]) -> None:
             if name == "copy_pieces":
@@ -316,16 +315,15 @@ def test_where_the_gpu_fails_auto_takes_the_cpu(gsm8k: str, qwen: Any, monkeypat
 
     options: dict[str, Any] = {"max_prompt_length": 512, "max_samples": 40}
     expected = gpuload.load(gsm8k, qwen, device="cpu", **options)
-    monkeypatch.setattr(pipeline, "_engine", engine_of_host_kernels(Broken()))
+    broken = engine_of_host_kernels(Broken())
     with pytest.warns(UserWarning, match="the CPU is used .RuntimeError: an illegal memory access was encountered"):
-        found = gpuload.load(gsm8k, qwen, **options)
+        found = load_with(broken, gsm8k, qwen, **options)
     assert_same(found, expected)
     assert "no GPU is used: it failed (RuntimeError: an illegal" in str(found.report)
     with pytest.raises(RuntimeError, match="illegal memory"):
-        gpuload.load(gsm8k, qwen, device="cuda", **options)
-    monkeypatch.setattr(pipeline, "_engine", engine_of_host_kernels(KERNELS))
+        load_with(broken, gsm8k, qwen, device="cuda", **options)
     with warnings.catch_warnings(action="error"), pytest.raises(DataError, match="max_prompt_length"):
-        gpuload.load(gsm8k, qwen, max_prompt_length=1, max_samples=40)
+        load_with(engine_of_host_kernels(KERNELS), gsm8k, qwen, max_prompt_length=1, max_samples=40)
 
 
 def test_wrong_ids_on_the_device_are_found(gsm8k: str, qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,14 +340,13 @@ def test_wrong_ids_on_the_device_are_found(gsm8k: str, qwen: Any, monkeypatch: p
         monkeypatch.setattr(made, "encode", wrong)
         return made
 
-    monkeypatch.setattr(pipeline, "_engine", engine)
     with pytest.warns(UserWarning, match="token 3 is "):
-        found = gpuload.load(gsm8k, qwen, max_prompt_length=512, max_samples=40)
+        found = load_with(engine, gsm8k, qwen, max_prompt_length=512, max_samples=40)
     monkeypatch.undo()
     assert_same(found, gpuload.load(gsm8k, qwen, max_prompt_length=512, max_samples=40, device="cpu"))
 
 
-def test_a_store_on_the_host_is_drawn_one_batch_ahead(gsm8k: str, qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_on_the_host_is_drawn_one_batch_ahead(gsm8k: str, qwen: Any) -> None:
     happened: list[str] = []
 
     class Noting(HostKernels):
@@ -368,8 +365,8 @@ def test_a_store_on_the_host_is_drawn_one_batch_ahead(gsm8k: str, qwen: Any, mon
 
     options: dict[str, Any] = {"max_prompt_length": 512, "max_samples": 10}
     expected = list(gpuload.load(gsm8k, qwen, device="cpu", **options).loader(4, shuffle=True))
-    monkeypatch.setattr(pipeline, "_engine", engine_of_host_kernels(Noting()))
-    loader = gpuload.load(gsm8k, qwen, tokens_on="host", **options).loader(4, shuffle=True)
+    noting = engine_of_host_kernels(Noting())
+    loader = load_with(noting, gsm8k, qwen, tokens_on="host", **options).loader(4, shuffle=True)
     happened.clear()
     found = []
     for batch in loader:
@@ -380,12 +377,11 @@ def test_a_store_on_the_host_is_drawn_one_batch_ahead(gsm8k: str, qwen: Any, mon
     assert all(torch.equal(one, other["input_ids"]) for one, other in zip(found, expected, strict=True))
     half = iter(loader)
     next(half)
-    resumed = gpuload.load(gsm8k, qwen, tokens_on="host", **options).loader(4, shuffle=True)
+    resumed = load_with(noting, gsm8k, qwen, tokens_on="host", **options).loader(4, shuffle=True)
     resumed.load_state_dict(loader.state_dict())
     assert torch.equal(next(half)["input_ids"], next(iter(resumed))["input_ids"])
     happened.clear()
-    monkeypatch.setattr(pipeline, "_engine", engine_of_host_kernels(Noting()))
-    list(gpuload.load(gsm8k, qwen, **options).loader(4))
+    list(load_with(engine_of_host_kernels(Noting()), gsm8k, qwen, **options).loader(4))
     assert "aside" not in happened
 
 
@@ -448,15 +444,17 @@ def test_a_cudf_frame_is_used_as_it_lies(qwen: Any, monkeypatch: pytest.MonkeyPa
     copied: list[list[str]] = []
     kernels = HostKernels()
     kernels.chunk_bytes = nbytes  # type: ignore[attr-defined]
-    monkeypatch.setattr(pipeline, "_engine", lambda options, reference, exact_only=False: DeviceEngine(
-        kernels, torch.device("cpu"), reference, exact_only, cuda.reader(kernels), options.tokens_on  # type: ignore[arg-type]
-    ))  # fmt: skip
-    found = gpuload.load(DataFrame(table, copied), qwen, max_prompt_length=64)
+
+    def engine(options: Options, reference: Reference, exact_only: bool = False) -> DeviceEngine:
+        reader = cuda.reader(kernels)  # type: ignore[arg-type]
+        return DeviceEngine(kernels, torch.device("cpu"), reference, exact_only, reader, options.tokens_on)
+
+    found = load_with(engine, DataFrame(table, copied), qwen, max_prompt_length=64)
     monkeypatch.undo()
     assert copied == [["extra"]]
     expected = gpuload.load(table, qwen, max_prompt_length=64)
     assert found.tokens.to_lists() == expected.tokens.to_lists()
-    assert found.report.refused == expected.report.refused
+    assert found.report.rejected == expected.report.rejected
     assert found.columns.equals(expected.columns)
     on_cpu = gpuload.load(DataFrame(table, copied), qwen, max_prompt_length=64, device="cpu")
     assert on_cpu.tokens.to_lists() == expected.tokens.to_lists()

@@ -14,7 +14,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from conftest import SHARED, shared_files
-from host_kernels import COMPILER, HostKernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pieces_cases import Case, case, compiled, made_up, read, run
@@ -24,13 +23,14 @@ from test_bpe_splitter import CLASSES, TEXT, _wrapped
 from tokenizers import AddedToken as Added
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from gpuload.engines.pieces import PieceMaker
+from gpuload.engines.device.pretokenize import PieceMaker
+from gpuload.testing.host_kernels import COMPILER, HostKernels
+from gpuload.tokenizer.compiled import Section, cut, surely_nfc
 from gpuload.tokenizer.nfc import nfc_tables
 from gpuload.tokenizer.regex import UnsupportedRegexError
 from gpuload.tokenizer.restarts import CLOSED, NOWHERE, OPEN, restarts
 from gpuload.tokenizer.spec import WHITE_SPACE, AddedToken, BpeSpec, Digits, Split, bpe_spec
 from gpuload.tokenizer.splitter import Splitter, _split
-from gpuload.tokenizer.twin import Section, cut, surely_nfc
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 

@@ -8,14 +8,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from host_kernels import COMPILER, HostKernels
 from template_cases import SHARED, TEMPLATES, TEXTS, column, conversations, small_tokenizer
 from template_cases import assert_same as reference_gives
 
-from gpuload.engines.conversations import of_arrow
-from gpuload.engines.render import DeviceText, render
+from gpuload.engines.device.conversations import of_arrow
+from gpuload.engines.device.render import DeviceText, render
 from gpuload.template import ChatProgram, compile
 from gpuload.template.program import Operation, Path, Ref
+from gpuload.testing.host_kernels import COMPILER, HostKernels
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
@@ -31,10 +31,10 @@ def by_kernels(program: ChatProgram, prompts: pa.Array) -> DeviceText:
 
 
 def assert_same(program: ChatProgram, prompts: pa.Array) -> DeviceText:
-    """Text, refusals and counts are those of the CPU engine."""
+    """Text, rejections and counts are those of the CPU engine."""
     expected, found = program.render(prompts), by_kernels(program, prompts)
     assert found.text.equals(expected.text)
-    assert found.refused == expected.refused
+    assert found.rejected == expected.rejected
     assert found.compiled_rows + found.reference_rows == expected.compiled_rows + expected.reference_rows
     if not any("not done on the device" in reason for reason in found.reasons):
         assert (found.compiled_rows, found.reasons) == (expected.compiled_rows, expected.reasons)
@@ -83,7 +83,7 @@ def test_layouts(make: Any, role: pa.DataType, text: pa.DataType) -> None:
             assert_same(program, part)
 
 
-def test_nulls_and_empty_rows_are_refused_and_no_neighbour_is_lost() -> None:
+def test_nulls_and_empty_rows_are_rejected_and_no_neighbour_is_lost() -> None:
     good = [{"role": "user", "content": " ok "}]
     rows = [
         good, None, good, [], good, [{"role": "user", "content": None}], good, [None], good,
@@ -92,7 +92,7 @@ def test_nulls_and_empty_rows_are_refused_and_no_neighbour_is_lost() -> None:
     ]  # fmt: skip
     program = compile(small_tokenizer(), chat_template=TEMPLATE)
     found = assert_same(program, column(rows))
-    assert len(found.refused) == 6
+    assert len(found.rejected) == 6
     assert_same(program, column([None, [], [None]]))
 
 
@@ -100,7 +100,7 @@ def test_null_rows_with_hidden_messages() -> None:
     kind = pa.struct([("role", pa.string()), ("content", pa.string())])
     structs = pa.array([{"role": "user", "content": str(i)} for i in range(6)], kind)
     prompts = pa.ListArray.from_arrays(pa.array([0, 1, 4, 6], pa.int32()), structs, mask=pa.array([False, True, False]))
-    assert assert_same(compile(small_tokenizer(), chat_template=TEMPLATE), prompts).refused == {1: "prompt is null"}
+    assert assert_same(compile(small_tokenizer(), chat_template=TEMPLATE), prompts).rejected == {1: "prompt is null"}
 
 
 @pytest.mark.parametrize("field", ["content", "role"])
@@ -113,7 +113,7 @@ def test_invalid_utf8_is_named(field: str, bad: bytes) -> None:
     prompts = pa.ListArray.from_arrays(
         pa.array([0, 2, 3, 4], pa.int32()), pa.StructArray.from_arrays(list(by_name.values()), list(by_name))
     )
-    assert len(assert_same(compile(small_tokenizer(), chat_template=TEMPLATE), prompts).refused) == 1
+    assert len(assert_same(compile(small_tokenizer(), chat_template=TEMPLATE), prompts).rejected) == 1
 
 
 CALLS = pa.list_(pa.struct([("function", pa.struct([("name", pa.string())]))]))

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 import gpuload
 from gpuload.arrays import Ragged
-from gpuload.options import Options
-from gpuload.tokenizer.host import host_encoder
-from gpuload.tokenizer.reference import Reference
+from gpuload.engines.host.encode import host_encoder
+from gpuload.reference.reference import Reference
 from gpuload.tokenizer.unassigned import UNASSIGNED
 
 FRAGMENTS = [
@@ -106,4 +105,4 @@ def test_ragged(rows: list[list[int]], data: Any) -> None:
 
 
 def test_the_shipped_tokenizer_is_encoded_by_gigatoken(qwen: Any) -> None:
-    assert host_encoder(Reference(qwen, Options())).name.startswith("gigatoken")
+    assert host_encoder(Reference(qwen)).name.startswith("gigatoken")

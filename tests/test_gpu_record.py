@@ -19,7 +19,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
-from host_kernels import COMPILER, HostKernels
 
 from bench import gpu_checks, gpu_data, gpu_exact, gpu_record, gpu_stages, gpu_tokens
 from bench.gpu_data import flat, made_file, texts
@@ -27,6 +26,7 @@ from bench.gpu_rig import Rig, by_kernel
 from bench.gpu_run import MissingError, Note, Task, WrongError, plain
 from bench.gpu_tables import markdown
 from bench.inputs import ROOT
+from gpuload.testing.host_kernels import COMPILER, HostKernels
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 

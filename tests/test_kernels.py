@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from host_kernels import COMPILER, HostKernels
 
 from gpuload.arrays import Ragged, offsets_of
-from gpuload.engines.launch import signatures
-from gpuload.engines.texts import TextColumn, answer, copied, distinct, laid_out, not_utf8, operate, texts_at
+from gpuload.engines.device.kernels import signatures
+from gpuload.engines.device.texts import TextColumn, answer, copied, distinct, laid_out, not_utf8, operate, texts_at
 from gpuload.template.probe import WHITE_SPACE
 from gpuload.template.program import Operation, Predicate, Ref, apply_operations, holds
+from gpuload.testing.host_kernels import COMPILER, HostKernels
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
@@ -177,7 +177,7 @@ def test_batches_are_padded_and_truncated_as_on_the_cpu(count: int, keep: Any, w
         assert (out[count * width :] == -85).all()
 
 
-def test_arguments_of_the_wrong_kind_are_refused() -> None:
+def test_arguments_of_the_wrong_kind_are_rejected() -> None:
     assert {"pad", "strip", "find", "copy_pieces"} <= set(signatures())
     good = [1, np.zeros(4, np.uint8), np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros(1, bool)]
     KERNELS.run("not_utf8", 32, *good)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpuload.engines.launch import signatures, source
+from gpuload.engines.device.kernels import signatures, source
 
 MOST_REGISTERS = 40
 """With so many a thread, a multiprocessor of 65536 registers holds three quarters of the threads it could hold at all:

@@ -144,7 +144,7 @@ def test_an_epoch_that_was_broken_off_is_followed_by_the_next(prompts: gpuload.P
     assert rows(next(iter(loader))) != second
 
 
-def test_a_state_of_other_data_is_refused_by_name(
+def test_a_state_of_other_data_is_rejected_by_name(
     gsm8k: str, qwen: Any, qwen_folder: str, write: Callable[..., str]
 ) -> None:
     from transformers import AutoTokenizer
@@ -153,17 +153,17 @@ def test_a_state_of_other_data_is_refused_by_name(
     other_tokenizer.chat_template = "{{ messages[0].content }}"
     state = gpuload.load(gsm8k, qwen, max_samples=40).loader(4).state_dict()
 
-    def refused(prompts: gpuload.PromptDataset, message: str, **settings: Any) -> None:
+    def rejected(prompts: gpuload.PromptDataset, message: str, **settings: Any) -> None:
         with pytest.raises(ResumeError, match=message):
             prompts.loader(**({"batch_size": 4} | settings)).load_state_dict(state)
 
-    refused(gpuload.load(gsm8k, qwen, max_samples=41), "options: max_samples was 40, is 41")
-    refused(gpuload.load(gsm8k, qwen, max_samples=40, max_prompt_length=99), "max_prompt_length was 1024, is 99")
-    refused(gpuload.load(gsm8k, other_tokenizer, max_samples=40), "tokenizer: another one")
+    rejected(gpuload.load(gsm8k, qwen, max_samples=41), "options: max_samples was 40, is 41")
+    rejected(gpuload.load(gsm8k, qwen, max_samples=40, max_prompt_length=99), "max_prompt_length was 1024, is 99")
+    rejected(gpuload.load(gsm8k, other_tokenizer, max_samples=40), "tokenizer: another one")
     changed = write([user(f"question {i}") for i in range(50)], "gsm8k.parquet")
-    refused(gpuload.load(changed, qwen, max_samples=40), "files: 0: gsm8k.parquet was")
-    refused(gpuload.load(gsm8k, qwen, max_samples=40), "batch_size was 4, is 5", batch_size=5)
-    refused(gpuload.load(gsm8k, qwen, max_samples=40), "world_size was 1, is 2", world_size=2)
+    rejected(gpuload.load(changed, qwen, max_samples=40), "files: 0: gsm8k.parquet was")
+    rejected(gpuload.load(gsm8k, qwen, max_samples=40), "batch_size was 4, is 5", batch_size=5)
+    rejected(gpuload.load(gsm8k, qwen, max_samples=40), "world_size was 1, is 2", world_size=2)
     same = gpuload.load(gsm8k, qwen, max_samples=40, verify="off", strict=True)
     same.loader(4).load_state_dict(state)  # what makes no difference to the batches is not held against it
     with pytest.raises(ResumeError, match="version 99"):

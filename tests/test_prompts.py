@@ -92,7 +92,7 @@ def test_plain_strings(kind: pa.DataType, write: Callable[..., str], qwen: Any) 
     assert as_they_are[1]["full_prompts"] == texts[1]
 
 
-def test_messages_without_a_template_are_refused(write: Callable[..., str], qwen: Any) -> None:
+def test_messages_without_a_template_are_rejected(write: Callable[..., str], qwen: Any) -> None:
     with pytest.raises(gpuload.GpuloadError, match="chat_template=None takes plain strings"):
         gpuload.load(write([user("x")]), qwen, chat_template=None)
 

@@ -8,15 +8,15 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
-from host_kernels import COMPILER, HostKernels
 
 from gpuload.arrays import Ragged
-from gpuload.engines.cpu import CpuEngine
-from gpuload.engines.device import DeviceEngine
+from gpuload.cli.selftest import STAGES, try_out
+from gpuload.engines.device.engine import DeviceEngine
+from gpuload.engines.host.engine import CpuEngine
 from gpuload.options import Options
-from gpuload.selftest import STAGES, try_out
+from gpuload.reference.reference import Reference
 from gpuload.template import Rendered
-from gpuload.tokenizer.reference import Reference
+from gpuload.testing.host_kernels import COMPILER, HostKernels
 
 
 def on_cpu(options: Options, reference: Reference) -> CpuEngine:

@@ -24,9 +24,9 @@ from moto.server import ThreadedMotoServer
 from s3fs import S3FileSystem
 
 import gpuload
-from gpuload.demo import demo_files
+from gpuload.cli.demo import demo_files
 from gpuload.errors import SourceError
-from gpuload.sources import FORMATS, SourceFile, resolve
+from gpuload.sources.fetch import FORMATS, SourceFile, resolve
 
 BODY = bytes(range(256)) * 1000
 PATIENCE = 20  # seconds a test waits for what should happen at once
@@ -262,7 +262,7 @@ def test_a_file_url_is_the_local_file_itself(tmp_path: Path, cache: Path) -> Non
     assert not cache.exists()
 
 
-def test_a_file_url_without_a_file_is_refused_by_name(tmp_path: Path, cache: Path) -> None:
+def test_a_file_url_without_a_file_is_rejected_by_name(tmp_path: Path, cache: Path) -> None:
     assert f"{tmp_path}/a.parquet" in message(f"file://{tmp_path}/a.parquet", cache)
 
 
@@ -317,7 +317,7 @@ def test_an_unknown_ending_is_named_and_so_are_the_known_ones(
 @pytest.mark.parametrize(
     ("files", "kind"), [([5], "int"), (["a.parquet", None], "NoneType"), (5, "int"), (None, "NoneType")]
 )
-def test_what_is_no_name_is_refused_by_its_type(
+def test_what_is_no_name_is_rejected_by_its_type(
     files: Any, kind: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     touch(tmp_path, "a.parquet")
@@ -488,7 +488,7 @@ def test_a_web_file_of_another_size_is_fetched_anew_where_the_server_says_no_mor
     assert content(resolve(web.url(), str(cache))) == [BODY + b"more"]
 
 
-def test_a_server_that_refuses_head_serves_all_the_same(web: FileServer, cache: Path) -> None:
+def test_a_server_that_rejects_head_serves_all_the_same(web: FileServer, cache: Path) -> None:
     """As addresses signed for GET do."""
     web.status["HEAD"] = 403
     assert content(resolve(web.url(), str(cache))) == [BODY]
@@ -539,7 +539,7 @@ def test_a_server_that_fails_is_not_a_missing_file(status: int, web: FileServer,
 
 
 def test_a_server_that_is_not_there_is_not_a_missing_file(cache: Path) -> None:
-    with socket.socket() as taken:  # bound but not listening: connections are refused
+    with socket.socket() as taken:  # bound but not listening: connections are rejected
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/train.parquet"
         told = message(url, cache)
@@ -571,7 +571,7 @@ def test_the_half_of_a_killed_download_is_never_taken_for_the_file(web: FileServ
         killed.wait(PATIENCE)
 
     web.pause = pause
-    code = "import sys; from gpuload.sources import resolve; resolve(*sys.argv[1:])"
+    code = "import sys; from gpuload.sources.fetch import resolve; resolve(*sys.argv[1:])"
     with subprocess.Popen([sys.executable, "-c", code, web.url(), str(cache)]) as fetching:
         assert half_sent.wait(PATIENCE)
         deadline = time.monotonic() + PATIENCE

@@ -104,14 +104,14 @@ def test_whole_data_sets(name: str) -> None:
     for file in sorted((SHARED / "datasets").glob("*.parquet")):
         prompts = pq.read_table(file, columns=["prompt"])["prompt"]
         rendered = program.render(prompts)
-        kept = [row for row in range(len(prompts)) if row not in rendered.refused]
+        kept = [row for row in range(len(prompts)) if row not in rendered.rejected]
         if name != "mistral-nemo":
             assert rendered.compiled_rows > 0.9 * len(kept)
         rows, texts = prompts.to_pylist(), rendered.text.to_pylist()
         expected = tokenizer.apply_chat_template([rows[i] for i in kept], tokenize=False, add_generation_prompt=True)
         assert [texts[i] for i in kept] == (expected if kept else [])
-        for i in list(rendered.refused)[:100]:
-            assert reference(tokenizer, rows[i], add_generation_prompt=True) == (None, rendered.refused[i])
+        for i in list(rendered.rejected)[:100]:
+            assert reference(tokenizer, rows[i], add_generation_prompt=True) == (None, rendered.rejected[i])
 
 
 def test_a_template_of_ones_own_and_named_templates() -> None:

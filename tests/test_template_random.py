@@ -7,7 +7,7 @@ from template_cases import TEXTS, assert_same, column, small_tokenizer
 
 from gpuload.template import compile
 from gpuload.template.probe import Prober
-from gpuload.template.program import Path, Reference
+from gpuload.template.program import ByReference, Path
 
 LITERALS = [
     "''",
@@ -73,7 +73,7 @@ def grown(chance: random.Random, mark: str, depth: int) -> str:
 @pytest.mark.parametrize("seed", range(60))
 def test_random_templates(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        Prober, "probed", lambda self, leaf, *_: leaf if isinstance(leaf, Path) else Reference("not a path")
+        Prober, "probed", lambda self, leaf, *_: leaf if isinstance(leaf, Path) else ByReference("not a path")
     )
     chance = random.Random(seed)
     for _ in range(3):

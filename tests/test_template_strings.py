@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from template_cases import TEXTS, assert_same, column, conversations, small_tokenizer
 
-from gpuload.template import arrow, compile
+from gpuload.engines.host import render as arrow
+from gpuload.engines.host.texts import answer, gather, operate, strings_of
+from gpuload.template import compile
 from gpuload.template.probe import WHITE_SPACE
 from gpuload.template.program import Operation, Predicate, Ref, apply_operations, holds
-from gpuload.template.strings import answer, gather, operate, strings_of
 
 MARKS = ["</think>", "a", "aba", "\n", "é", "<think>", "中", "🙂x"]
 STRIPS = [(), ("\n",), ("ab\n é中🙂",), ("",)]
@@ -97,7 +98,7 @@ def _as(array: pa.Array, kind: pa.DataType) -> pa.Array:
     return array.dictionary_encode() if pa.types.is_dictionary(kind) else array.cast(kind)
 
 
-def test_rows_that_nothing_can_be_made_of_are_refused_and_no_neighbour_is_lost() -> None:
+def test_rows_that_nothing_can_be_made_of_are_rejected_and_no_neighbour_is_lost() -> None:
     good = [{"role": "user", "content": " ok "}]
     rows = [
         good, None, good, [], good, [{"role": "user", "content": None}], good, [None], good,
@@ -105,7 +106,7 @@ def test_rows_that_nothing_can_be_made_of_are_refused_and_no_neighbour_is_lost()
     ]  # fmt: skip
     program = compile(small_tokenizer(), chat_template=TEMPLATE)
     rendered = program.render(column(rows))
-    assert rendered.refused == {
+    assert rendered.rejected == {
         1: "prompt is null", 3: "prompt is an empty list", 5: "content of message 0 is null", 7: "message 0 is null",
         9: "content of message 1 is null",
     }  # fmt: skip
@@ -123,7 +124,7 @@ def test_null_rows_with_hidden_messages() -> None:
     prompts = pa.ListArray.from_arrays(pa.array([0, 1, 4, 6], pa.int32()), structs, mask=pa.array([False, True, False]))
     rendered = compile(small_tokenizer(), chat_template=TEMPLATE).render(prompts)
     assert rendered.text.to_pylist() == ["<user>0", None, "<user>4<user>5"]
-    assert rendered.refused == {1: "prompt is null"}
+    assert rendered.rejected == {1: "prompt is null"}
 
 
 @pytest.mark.parametrize("field", ["content", "role"])
@@ -141,7 +142,7 @@ def test_invalid_utf8_is_named(field: str, bad: bytes, at: int) -> None:
         pa.array([0, 2, 3, 4], pa.int32()), pa.StructArray.from_arrays(list(by_name.values()), list(by_name))
     )
     rendered = compile(small_tokenizer(), chat_template=TEMPLATE).render(prompts)
-    assert rendered.refused == {0: f"{field} of message 1 is not valid UTF-8 (byte {at})"}
+    assert rendered.rejected == {0: f"{field} of message 1 is not valid UTF-8 (byte {at})"}
     assert rendered.text.null_count == 1
     assert rendered.text.to_pylist()[2] == ("<user>ok" if field == "content" else "<ok>user")
 
@@ -152,7 +153,7 @@ def test_characters_split_between_two_texts_are_noticed() -> None:
     rendered = compile(small_tokenizer(), chat_template=TEMPLATE).render(
         pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), structs)
     )
-    assert len(rendered.refused) == 2
+    assert len(rendered.rejected) == 2
 
 
 def test_small_batches_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +163,7 @@ def test_small_batches_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrow, "MOST_BYTES", 2000)
     parts = program.render(prompts)
     assert parts.text.equals(whole.text)
-    assert (parts.refused, parts.compiled_rows) == (whole.refused, whole.compiled_rows)
+    assert (parts.rejected, parts.compiled_rows) == (whole.rejected, whole.compiled_rows)
 
 
 def test_roles_that_are_marks_of_our_own() -> None:

@@ -22,7 +22,7 @@ def test_prompts_of_users_compile_with_every_text_template(
 ) -> None:
     for name in set(TRL) - INDEX_PARTS:
         assert outcomes[name]["user"] == ("compiled", []), name
-        assert outcomes[name]["system, user"][0] in ("compiled", "refused"), name
+        assert outcomes[name]["system, user"][0] in ("compiled", "rejected"), name
 
 
 @pytest.mark.skipif(not TRL, reason="trl is not installed")
@@ -33,7 +33,7 @@ def test_answers_compile_with_nearly_every_text_template(outcomes: dict[str, dic
             if name in STOPPED_AFTER_ANSWERS:
                 assert (word, reasons) == ("partly", [STOPPED_AFTER_ANSWERS[name]])
             else:
-                assert word in ("compiled", "refused"), (name, reasons)
+                assert word in ("compiled", "rejected"), (name, reasons)
 
 
 @pytest.mark.skipif(not TRL, reason="trl is not installed")

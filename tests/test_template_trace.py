@@ -9,8 +9,8 @@ import pytest
 from template_cases import TEXTS, assert_same, column, conversations, small_tokenizer
 
 from gpuload.template import compile, compiler, trace
-from gpuload.template.program import TEXT, Path, Reference, Refused
-from gpuload.template.symbolic import Rope
+from gpuload.template.program import TEXT, ByReference, Path, Rejected
+from gpuload.template.rope import Rope
 
 USER = ((("role", "user"), ("content", TEXT)),)
 EACH = [[{"role": "user", "content": text}] for text in TEXTS]
@@ -116,7 +116,7 @@ def test_probes_catch_a_tracer_that_is_wrong(lie: str, monkeypatch: pytest.Monke
         "{% endif %}{{ c.split('y')[0] }}"
     )
     leaf = leaf_of(template)
-    assert isinstance(leaf, Reference)
+    assert isinstance(leaf, ByReference)
     assert "probe" in leaf.reason
     prompts = column(EACH)
     rendered = compile(small_tokenizer(), chat_template=template).render(prompts)
@@ -124,15 +124,15 @@ def test_probes_catch_a_tracer_that_is_wrong(lie: str, monkeypatch: pytest.Monke
     assert rendered.compiled_rows == 0
 
 
-def test_a_template_refuses_in_its_own_words() -> None:
+def test_a_template_rejects_in_its_own_words() -> None:
     template = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ messages[0].content }}"
     )
     program = compile(small_tokenizer(), chat_template=template)
     rendered = program.render(column([[{"role": "system", "content": "a"}], [{"role": "user", "content": "b"}]]))
-    assert rendered.refused == {0: "no system"}
+    assert rendered.rejected == {0: "no system"}
     assert rendered.text.to_pylist() == [None, "b"]
-    assert any(leaf == Refused("no system") for tree in program.trees.values() for _, leaf in tree.leaves())
+    assert any(leaf == Rejected("no system") for tree in program.trees.values() for _, leaf in tree.leaves())
 
 
 ENDLESS = {
@@ -152,7 +152,7 @@ def test_an_endless_template_ends(name: str, monkeypatch: pytest.MonkeyPatch) ->
     began = time.monotonic()
     program = compile(small_tokenizer(), chat_template=ENDLESS[name] + "{{ messages[0].content }}")
     rendered = program.render(column([[{"role": "user", "content": "x"}], [{"role": "user", "content": "y"}] * 2]))
-    assert len(rendered.refused) == 2
+    assert len(rendered.rejected) == 2
     assert time.monotonic() - began < 5
 
 
@@ -228,7 +228,7 @@ def test_a_tokenizer_with_a_rendering_of_its_own() -> None:
 def test_no_template_and_no_syntax() -> None:
     for template in (None, "{% for %}"):
         rendered = compile(small_tokenizer(), chat_template=template).render(column(EACH[:2]))
-        assert len(rendered.refused) == 2
+        assert len(rendered.rejected) == 2
     with pytest.raises(TypeError, match="add_generation_prompt"):
         compile(small_tokenizer(), kwargs={"add_generation_prompt": True})
 
@@ -250,7 +250,7 @@ def test_shapes_with_few_rows_each() -> None:
 
 
 def test_equal_hashes_are_not_equal_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpuload.template.messages import Messages
+    from gpuload.engines.host.conversations import Messages
 
     def same(self: Messages, code: Any) -> Any:
         import numpy as np

@@ -12,9 +12,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import gpuload
 from gpuload.arrays import Ragged
-from gpuload.options import Options
-from gpuload.tokenizer import host
-from gpuload.tokenizer.reference import Reference
+from gpuload.engines.host import encode as host
+from gpuload.reference.reference import Reference
 
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|> {{ m.content }}\n{% endfor %}"
 TEXTS = ["Hello, world", "  spaces\t\n\n and <|end|>tokens<|end|> ", "ünïcödé 你好 👍🏽", "x" * 500, "1234 don't I'LL"]
@@ -177,7 +176,7 @@ def test_an_encoder_that_differs_is_not_used(
 
     nearly.__name__ = "_gigatoken"
     monkeypatch.setattr(host, "_gigatoken", nearly)
-    encoder = host.host_encoder(Reference(qwen, Options()))
+    encoder = host.host_encoder(Reference(qwen))
     assert encoder.name.startswith("tokenizers")
     assert "gigatoken: differs from the tokenizer on '<|im_end|>'" in encoder.passed_over
 

@@ -9,9 +9,9 @@ from conftest import user
 
 import gpuload
 from gpuload.arrays import Ragged
+from gpuload.engines.host import encode as host
 from gpuload.errors import MismatchError
-from gpuload.tokenizer import host
-from gpuload.tokenizer.reference import Reference
+from gpuload.reference.reference import Reference
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import gpuload
 from bench.workers.common import answer, job, rate, shuffled_batches
 from bench.workers.load_gpuload import row_numbers
 from gpuload.dataset import PromptDataset
-from gpuload.engines.cpu import CpuEngine
+from gpuload.engines.host.engine import CpuEngine
 
 
 def endless(prompts: PromptDataset, size: int) -> Iterator[dict[str, Any]]:

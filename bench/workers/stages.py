@@ -17,10 +17,9 @@ import pyarrow.parquet as pq
 from transformers import AutoTokenizer
 
 from bench.workers.common import answer, job
-from gpuload.engines.cpu import CpuEngine
-from gpuload.options import Options
-from gpuload.read import BATCH_ROWS
-from gpuload.tokenizer.reference import Reference
+from gpuload.engines.host.engine import CpuEngine
+from gpuload.reference.reference import Reference
+from gpuload.sources.read import BATCH_ROWS
 
 _ROUNDS = 3
 
@@ -36,7 +35,7 @@ def main() -> None:
     """Each stage over the whole prompt column, given to each contender in the form that it likes best; by turns."""
     task = job()
     tokenizer: Any = AutoTokenizer.from_pretrained(task["tokenizer"])
-    engine = CpuEngine(Reference(tokenizer, Options(pad_token_id=0)))
+    engine = CpuEngine(Reference(tokenizer))
     engine.encoder  # noqa: B018  (built when it is first named)
     column = pa.concat_tables([pq.read_table(file, columns=["prompt"]) for file in task["files"]])["prompt"]
     prompts = [column.slice(i, BATCH_ROWS).combine_chunks() for i in range(0, len(column), BATCH_ROWS)]

@@ -13,12 +13,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from gpuload.template import arrow
-from gpuload.template.program import TEXT, Reference, Shape, Tree, describe_shape, describe_tree
-from gpuload.template.rendered import Rendered
-from gpuload.template.symbolic import NotCompilableError
+from gpuload.engines.host import render as arrow
+from gpuload.engines.host.rendered import Rendered
+from gpuload.reference.template_call import TemplateCall
+from gpuload.template.program import TEXT, ByReference, Shape, Tree, describe_shape, describe_tree
+from gpuload.template.rope import NotCompilableError
 from gpuload.template.trace import Texts, Tracer
-from gpuload.tokenizer.job import Job
 
 __all__ = ["ChatProgram", "compile"]
 
@@ -33,22 +33,22 @@ class ChatProgram:
     """A compiled chat template. Made by `compile`.
 
     Attributes:
-        job: tokenizer, template and constants.
+        call: tokenizer, template and constants.
         trees: the decision tree of each shape met so far.
         obstacle: why nothing can be compiled, or None.
         leaves: how many ways through the template were traced.
         lock: for whoever walks the trees, which may grow.
     """
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
+    def __init__(self, call: TemplateCall) -> None:
+        self.call = call
         self.trees: dict[Shape, Tree] = {}
         self.obstacle: str | None = None
         self.leaves = 0
         self.lock = threading.Lock()
         try:
-            with job.clock_stopped():
-                self._tracer = Tracer(job)
+            with call.clock_stopped():
+                self._tracer = Tracer(call)
         except NotCompilableError as error:
             self.obstacle = str(error)
 
@@ -67,7 +67,7 @@ class ChatProgram:
     def tree(self, shape: Shape) -> Tree:
         """The tree of one shape, empty at first."""
         if self.obstacle:
-            return Tree([Reference(self.obstacle)])
+            return Tree([ByReference(self.obstacle)])
         return self.trees.get(shape) or Tree()
 
     def grow(self, tree: Tree, shape: Shape, texts: Texts, rows: int) -> str | None:
@@ -86,7 +86,7 @@ class ChatProgram:
             return f"more than {MOST_LEAVES} ways through the template"
         if self.leaves >= FREE_LEAVES and rows < FEWEST_ROWS:
             return f"fewer than {FEWEST_ROWS} rows go this way through the template"
-        with self.job.clock_stopped():
+        with self.call.clock_stopped():
             decisions, leaf = self._tracer.trace(shape, texts)
         if not tree.graft(decisions, leaf):
             return "the template does not do the same thing twice"
@@ -149,4 +149,4 @@ def compile(
     >>> program.render(table["prompt"]).text                        # doctest: +SKIP
     """
     template = None if chat_template == "default" else chat_template
-    return ChatProgram(Job(tokenizer, template, tools, dict(kwargs or {}), add_generation_prompt))
+    return ChatProgram(TemplateCall(tokenizer, template, tools, dict(kwargs or {}), add_generation_prompt))

@@ -11,18 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from gpuload.reference.template_call import TemplateCall, rejection
 from gpuload.template.program import (
+    ByReference,
     Leaf,
     Path,
     Predicate,
     Ref,
-    Reference,
-    Refused,
+    Rejected,
     Shape,
     holds,
     render_path,
 )
-from gpuload.tokenizer.job import Job, refusal
 
 __all__ = ["HOSTILE", "WHITE_SPACE", "Prober"]
 
@@ -45,11 +45,11 @@ FEWEST_ROUNDS, MOST_ROUNDS = 6, 96
 
 
 class Prober:
-    """Probes paths of one job."""
+    """Probes paths of one call."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        special = [str(token) for token in dict.fromkeys(getattr(job.tokenizer, "all_special_tokens", []))][:4]
+    def __init__(self, call: TemplateCall) -> None:
+        self._call = call
+        special = [str(token) for token in dict.fromkeys(getattr(call.tokenizer, "all_special_tokens", []))][:4]
         self._pool = tuple(dict.fromkeys((*HOSTILE, *special, *(f" {token}\n" for token in special))))
         self._kept: dict[tuple[tuple[Predicate, bool], ...], tuple[str, ...]] = {}
 
@@ -61,7 +61,7 @@ class Prober:
         decisions: Sequence[tuple[Predicate, bool]],
         conversation: Callable[[Mapping[tuple[int, str], str]], list[dict[str, Any]]],
     ) -> Leaf:
-        """`leaf`, or a `Reference` leaf where a probe tells otherwise.
+        """`leaf`, or a `ByReference` leaf where a probe tells otherwise.
 
         Args:
             leaf: what the trace gave.
@@ -78,7 +78,7 @@ class Prober:
         rounds = min(MOST_ROUNDS, max(FEWEST_ROUNDS, widest // max(1, len(choices)) + 2)) if choices else 1
         if len(choices) == 1:
             rounds = min(MOST_ROUNDS, widest)
-        refused: set[str] = set()
+        rejected: set[str] = set()
         for turn in range(rounds):
             # Round 0 is the example itself; then each text moves through its choices, out of step with its neighbours.
             chosen = {
@@ -87,18 +87,18 @@ class Prober:
             }
             messages = conversation(chosen)
             try:
-                truth = self._job.render(messages)
+                truth = self._call.render(messages)
             except Exception as error:
-                if not isinstance(leaf, Refused):
-                    return Reference(f"probe: the template refuses what was traced ({type(error).__name__}: {error})")
-                refused.add(_kind(error))
-                leaf = Refused(refusal(error))
+                if not isinstance(leaf, Rejected):
+                    return ByReference(f"probe: the template rejects what was traced ({type(error).__name__}: {error})")
+                rejected.add(_kind(error))
+                leaf = Rejected(rejection(error))
                 continue
             if not isinstance(leaf, Path):
-                return Reference(f"probe: the template takes what the trace was refused ({leaf})")
+                return ByReference(f"probe: the template takes what the trace was rejected ({leaf})")
             if render_path(leaf, messages) != truth:
-                return Reference("probe: the traced path gives other text than the template")
-        return Reference("probe: the refusal depends on the text") if len(refused) > 1 else leaf
+                return ByReference("probe: the traced path gives other text than the template")
+        return ByReference("probe: the rejection depends on the text") if len(rejected) > 1 else leaf
 
     def example(
         self, plain: Mapping[tuple[int, str], str], decisions: Sequence[tuple[Predicate, bool]]

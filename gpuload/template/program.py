@@ -20,8 +20,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 __all__ = [
-    "EMPTY_LIST", "TEXT", "Branch", "Leaf", "Node", "Operation", "Path", "Predicate", "Ref", "Reference", "Refused",
-    "Segment", "Shape", "Tree", "apply_operations", "describe_shape", "describe_tree", "holds", "render_path",
+    "EMPTY_LIST",
+    "TEXT",
+    "Branch",
+    "ByReference",
+    "Leaf",
+    "Node",
+    "Operation",
+    "Path",
+    "Predicate",
+    "Ref",
+    "Rejected",
+    "Segment",
+    "Shape",
+    "Tree",
+    "apply_operations",
+    "describe_shape",
+    "describe_tree",
+    "holds",
+    "render_path",
 ]  # fmt: skip
 
 TEXT = "\0text"
@@ -137,7 +154,7 @@ class Path:
 
 
 @dataclass(frozen=True)
-class Reference:
+class ByReference:
     """Rows here are rendered by the reference, because of `reason`."""
 
     reason: str
@@ -147,16 +164,16 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Refused:
-    """Rows here are refused by the template itself, with this message."""
+class Rejected:
+    """Rows here are rejected by the template itself, with this message."""
 
     message: str
 
     def __str__(self) -> str:
-        return f"refused: {self.message}"
+        return f"rejected: {self.message}"
 
 
-Leaf = Path | Reference | Refused
+Leaf = Path | ByReference | Rejected
 
 
 @dataclass(frozen=True)

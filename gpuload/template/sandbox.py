@@ -6,7 +6,7 @@ printed:
 
 - what generated code calls to print, to join (`~`) and to collect a macro, block or call becomes symbolic (`Rope`);
 - `+`, `%`, `*`, `**` go through the sandbox's own hook for operators, which also bounds how large a value may grow;
-- filters and tests refuse unknown text unless they are written down below;
+- filters and tests reject unknown text unless they are written down below;
 - every loop pass and every call counts as a step, so that an endless template ends.
 
 The template itself, and everything it does to known values, is untouched.
@@ -24,7 +24,7 @@ import jinja2.filters
 import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from gpuload.template.symbolic import TEXT_METHODS, Length, NotCompilableError, Rope, Split, Symbol, join
+from gpuload.template.rope import TEXT_METHODS, Length, NotCompilableError, Rope, Split, Symbol, join
 
 __all__ = ["EndlessError", "Meter", "TracingTemplate", "vendor_environment"]
 
@@ -122,7 +122,7 @@ def _text(value: object) -> str | Rope:
 
 
 def _known_only(function: Callable[..., Any], what: str) -> Callable[..., Any]:
-    """`function`, refusing unknown text anywhere in its arguments."""
+    """`function`, rejecting unknown text anywhere in its arguments."""
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -235,7 +235,7 @@ def _percent(template: str, values: object) -> str | Rope:
 # Filters. Those not named below take known values only.
 
 _STRUCTURAL_FILTERS = frozenset("batch d default first items last list map reject rejectattr select selectattr".split())
-"""Filters that hand values on without looking into them (a `Rope` itself refuses to be walked through)."""
+"""Filters that hand values on without looking into them (a `Rope` itself rejects to be walked through)."""
 
 _Wrapper = Callable[[Callable[..., Any], str], Callable[..., Any]]
 

@@ -1,6 +1,6 @@
-"""What everything unknown has in common: it refuses to become known.
+"""What everything unknown has in common: it rejects to become known.
 
-Whatever would turn unknown text into a Python string, number or look-up is refused here, once, so that a new kind of
+Whatever would turn unknown text into a Python string, number or look-up is rejected here, once, so that a new kind of
 symbol (`symbolic.py`) is safe before it can do anything.
 """
 
@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Protocol
 
 from gpuload.template.program import Predicate
 
-__all__ = ["NotCompilableError", "Oracle", "Symbol", "refuse"]
+__all__ = ["NotCompilableError", "Oracle", "Symbol", "reject"]
 
 
 class NotCompilableError(Exception):
@@ -24,46 +24,46 @@ class Oracle(Protocol):
     def ask(self, predicate: Predicate) -> bool: ...
 
 
-def refuse(what: str) -> NoReturn:
+def reject(what: str) -> NoReturn:
     raise NotCompilableError(what)
 
 
 class Symbol:
-    """Base of everything unknown. Whatever would turn it into a known value is refused here, once."""
+    """Base of everything unknown. Whatever would turn it into a known value is rejected here, once."""
 
     __slots__ = ("_oracle",)
     _oracle: Oracle
 
     def __str__(self) -> NoReturn:
-        refuse("turns text of a message into a string out of sight")
+        reject("turns text of a message into a string out of sight")
 
     def __repr__(self) -> NoReturn:
-        refuse("prints a list or mapping that holds text of a message")
+        reject("prints a list or mapping that holds text of a message")
 
     def __format__(self, specification: str) -> NoReturn:
-        refuse("format of text of a message")
+        reject("format of text of a message")
 
     def __hash__(self) -> NoReturn:
-        refuse("looks text of a message up in a mapping")
+        reject("looks text of a message up in a mapping")
 
     def __iter__(self) -> Iterator[Any]:
-        refuse("loops over the characters of a message")
+        reject("loops over the characters of a message")
 
     def __getitem__(self, key: object) -> Any:
-        refuse("slice of text of a message" if isinstance(key, slice) else "index into text of a message")
+        reject("slice of text of a message" if isinstance(key, slice) else "index into text of a message")
 
     def __eq__(self, other: object) -> bool:
-        refuse("comparison of text of a message")
+        reject("comparison of text of a message")
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
     def __lt__(self, other: object) -> bool:
-        refuse("ordering of text of a message")
+        reject("ordering of text of a message")
 
     __gt__ = __le__ = __ge__ = __lt__
 
     def __mul__(self, other: object) -> NoReturn:
-        refuse("repetition of text of a message")
+        reject("repetition of text of a message")
 
     __rmul__ = __mul__

@@ -23,22 +23,22 @@ from typing import Any
 
 import jinja2
 
+from gpuload.reference.template_call import TemplateCall
 from gpuload.template.probe import Prober
 from gpuload.template.program import (
     EMPTY_LIST,
     TEXT,
+    ByReference,
     Leaf,
     Path,
     Predicate,
     Ref,
-    Reference,
-    Refused,
+    Rejected,
     Shape,
     holds,
 )
+from gpuload.template.rope import NotCompilableError, Rope
 from gpuload.template.sandbox import EndlessError, Meter, TracingTemplate
-from gpuload.template.symbolic import NotCompilableError, Rope
-from gpuload.tokenizer.job import Job
 
 __all__ = ["Texts", "Tracer", "conversation"]
 
@@ -83,31 +83,31 @@ class _Example:
 
 
 class Tracer:
-    """Traces one job's template.
+    """Traces one call's template.
 
     Args:
-        job: tokenizer, template and constants.
+        call: tokenizer, template and constants.
 
     Raises:
-        NotCompilableError: nothing of this job can be traced; the message says why.
+        NotCompilableError: nothing of this call can be traced; the message says why.
     """
 
-    def __init__(self, job: Job) -> None:
-        obstacle = job.obstacle()
+    def __init__(self, call: TemplateCall) -> None:
+        obstacle = call.obstacle()
         if obstacle:
             raise NotCompilableError(obstacle)
-        self.job = job
+        self.call = call
         self._meter = Meter()
         self._meter.reset(MOST_STEPS, MOST_SECONDS)
         self._patience = 1.0
         try:
-            self._template = TracingTemplate(job.text(), self._meter, job.strftime_now)
-            self._context = job.context()
+            self._template = TracingTemplate(call.text(), self._meter, call.strftime_now)
+            self._context = call.context()
         except NotCompilableError:
             raise
         except Exception as error:
             raise NotCompilableError(f"{type(error).__name__}: {error}") from error
-        self._prober = Prober(job)
+        self._prober = Prober(call)
 
     def trace(self, shape: Shape, texts: Texts) -> tuple[list[tuple[Predicate, bool]], Leaf]:
         """The leaf for every row of `shape` that answers the template's questions as `texts` do, and those answers."""
@@ -118,16 +118,16 @@ class Tracer:
             self._meter.reset(int(steps * self._patience), MOST_SECONDS)
             leaf: Leaf = self._path(self._template.render({**self._context, "messages": messages}))
         except NotCompilableError as error:
-            leaf = Reference(str(error))
+            leaf = ByReference(str(error))
         except (EndlessError, MemoryError) as error:
             # The reference would not come back from it. Having waited once, be quicker to give up.
             self._patience = 0.01
-            leaf = Refused(str(error))
+            leaf = Rejected(str(error))
             return list(example.answers.items()), leaf
         except Exception as error:
             leaf = _raised(error)
         decisions = list(example.answers.items())
-        if not isinstance(leaf, Reference):
+        if not isinstance(leaf, ByReference):
             leaf = self._prober.probed(leaf, shape, texts, decisions, lambda t: conversation(shape, t))
         return decisions, leaf
 
@@ -161,14 +161,14 @@ class Tracer:
                 return {key: fill(item) for key, item in value.items()}
             return [fill(item) for item in value] if isinstance(value, list) else value
 
-        return fill(json.loads(self.job.render(conversation(shape, stand_ins), template=_READ_BACK)))
+        return fill(json.loads(self.call.render(conversation(shape, stand_ins), template=_READ_BACK)))
 
 
 def _raised(error: Exception) -> Leaf:
-    """What an exception out of the template means. (A probe turns a refusal of known words into that of
+    """What an exception out of the template means. (A probe turns a rejection of known words into that of
     transformers.)"""
     try:
         words = f"{type(error).__name__}: {error}"
     except NotCompilableError:
-        return Reference("raises an error with text of a message in it")
-    return Refused(words) if isinstance(error, jinja2.TemplateError) else Reference(words)
+        return ByReference("raises an error with text of a message in it")
+    return Rejected(words) if isinstance(error, jinja2.TemplateError) else ByReference(words)

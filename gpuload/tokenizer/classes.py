@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpuload.tokenizer.cache import kept
 from gpuload.tokenizer.regex import Ahead, Alternate, Atom, Concat, Node, Repeat, UnsupportedRegexError, nullable
+from gpuload.tokenizer.tables import kept
 
 CODE_POINTS = 0x110000
 NUMERIC = Atom("Digits")  # Rust's char::is_numeric, which no regex names
@@ -119,7 +119,7 @@ def _long_folds() -> tuple[str, ...]:
 
 
 def check_folding(node: Node) -> None:
-    """Refuses case-insensitive text that one character could match where several are written, or the other way round:
+    """Rejects case-insensitive text that one character could match where several are written, or the other way round:
     `(?i:ss)` takes ß, and a DFA over single code points would not.
 
     Raises:

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gpuload.tokenizer import merges
-from gpuload.tokenizer.cache import kept
 from gpuload.tokenizer.merges import Ids, MergeTables, Offsets
 from gpuload.tokenizer.spec import BpeSpec, byte_entries
+from gpuload.tokenizer.tables import kept
 
 _VERSION = 1  # of the tables' layout
 _CODE_POINT_BITS = 21

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpuload.tokenizer.cache import kept
 from gpuload.tokenizer.spec import BpeSpec, byte_letters
+from gpuload.tokenizer.tables import kept
 
 _VERSION = 1  # of the tables' layout and hashes
 EMPTY = np.uint64(0xFFFF_FFFF_FFFF_FFFF)

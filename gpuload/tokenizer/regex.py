@@ -1,4 +1,4 @@
-"""A split regex, parsed: the part of Oniguruma's Ruby syntax that tokenizers use; the rest is refused by name.
+"""A split regex, parsed: the part of Oniguruma's Ruby syntax that tokenizers use; the rest is rejected by name.
 
 Taken: literals and escapes, classes (`[...]`, `\\p{L}`, `\\s`, `.` ...), alternation, groups, `?`, `*`, `+`, `{n,m}`
 and the lazy `??`, `*?`, `+?`, `(?i:...)`, and look-ahead at one class, `(?!\\S)` or `(?=\\s)`. What is in a class is
@@ -8,12 +8,12 @@ not decided here: a class stays the text it was written as, for `classes.py` to 
 from dataclasses import dataclass
 
 _CLASS_ESCAPES = "dDsSwWhH"
-_REFUSED_ESCAPES = {
+_REJECTED_ESCAPES = {
     **dict.fromkeys("bByYAZzG", "the anchor"),
     **dict.fromkeys("123456789kg", "the back-reference or call"),
     **dict.fromkeys("RXKNO0cCM", "the escape"),
 }
-_REFUSED_GROUPS = {
+_REJECTED_GROUPS = {
     "(?>": "an atomic group",
     "(?<=": "look-behind",
     "(?<!": "look-behind",
@@ -211,7 +211,7 @@ class _Parser:
 
     def group(self) -> Node:
         before = self.ignore_case
-        for opening, name in _REFUSED_GROUPS.items():
+        for opening, name in _REJECTED_GROUPS.items():
             if self.pattern.startswith(opening, self.at):
                 raise UnsupportedRegexError(name)
         ahead = None
@@ -263,8 +263,8 @@ class _Parser:
         start = self.at
         sign = self.pattern[self.at + 1 : self.at + 2]
         self.at += 2
-        if sign in _REFUSED_ESCAPES or not sign:
-            raise UnsupportedRegexError(f"{_REFUSED_ESCAPES.get(sign, 'the escape')} \\{sign}")
+        if sign in _REJECTED_ESCAPES or not sign:
+            raise UnsupportedRegexError(f"{_REJECTED_ESCAPES.get(sign, 'the escape')} \\{sign}")
         if sign in "pP":
             if not self.take("{") or "}" not in self.pattern[self.at :]:
                 raise UnsupportedRegexError(f"\\{sign} without braces")

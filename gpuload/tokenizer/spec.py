@@ -1,7 +1,7 @@
 """What a byte-pair tokenizer is, as plain data, read from the `tokenizers` object itself.
 
 `backend_tokenizer.to_str()` is the tokenizer as it will run, whatever file it came from. `bpe_spec` takes the pipelines
-that LLMs use today and refuses every other in one sentence; whoever is refused is encoded on the host.
+that LLMs use today and rejects every other in one sentence; whoever is rejected is encoded on the host.
 """
 
 import hashlib
@@ -96,7 +96,7 @@ class BpeSpec:
     fallback: Fallback | None = None
 
 
-class _RefusedError(Exception):
+class _UnsupportedError(Exception):
     """One sentence why not."""
 
 
@@ -126,38 +126,38 @@ def bpe_spec(model_json: str) -> BpeSpec | str:
             digest=hashlib.blake2b(model_json.encode(errors="surrogatepass"), digest_size=16).hexdigest(),
             fallback=fallback,
         )
-    except _RefusedError as refusal:
-        return str(refusal)
+    except _UnsupportedError as rejection:
+        return str(rejection)
 
 
 def _check_model(model: Mapping[str, Any]) -> None:
     # Files older than the field hold BPE where they hold merges.
     kind = model.get("type") or ("BPE" if "merges" in model else "unknown")
     if kind != "BPE":
-        raise _RefusedError(f"the model is {kind}, not BPE")
+        raise _UnsupportedError(f"the model is {kind}, not BPE")
     if model.get("dropout"):
-        raise _RefusedError("the model has dropout: its ids are random")
+        raise _UnsupportedError("the model has dropout: its ids are random")
     for key in ("continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
-            raise _RefusedError(f"the model has a {key}")
+            raise _UnsupportedError(f"the model has a {key}")
     vocab = model["vocab"]
     ids = set(vocab.values())
     if len(ids) != len(vocab):
-        raise _RefusedError("two vocabulary entries share an id")
+        raise _UnsupportedError("two vocabulary entries share an id")
     if ids and not 0 <= min(ids) <= max(ids) < 1 << 21:
-        raise _RefusedError("the model has ids of 2,097,152 or more")
+        raise _UnsupportedError("the model has ids of 2,097,152 or more")
     if model.get("byte_fallback"):
         if any(entry not in vocab for entry in byte_entries()):
-            raise _RefusedError("the vocabulary lacks a byte to fall back to")
+            raise _UnsupportedError("the vocabulary lacks a byte to fall back to")
     elif model.get("unk_token") is not None and any(letter not in vocab for letter in byte_letters()):
-        raise _RefusedError("the vocabulary lacks a byte, for which the model has an unknown token")
+        raise _UnsupportedError("the vocabulary lacks a byte, for which the model has an unknown token")
     if len(model["merges"]) >= 1 << 20:
-        raise _RefusedError("the model has 1,048,576 merges or more")
+        raise _UnsupportedError("the model has 1,048,576 merges or more")
 
 
 def _fallback(parts: Mapping[str, Any], model: Mapping[str, Any]) -> Fallback:
     if model.get("ignore_merges"):
-        raise _RefusedError("byte fallback with ignore_merges")
+        raise _UnsupportedError("byte fallback with ignore_merges")
     prefix, space = "", " "
     for one in _flat(parts.get("normalizer"), "normalizers"):
         if one["type"] == "Prepend" and not prefix and space == " ":
@@ -165,14 +165,14 @@ def _fallback(parts: Mapping[str, Any], model: Mapping[str, Any]) -> Fallback:
         elif one["type"] == "Replace" and one["pattern"] == {"String": " "} and space == " ":
             space = one["content"]
         else:
-            raise _RefusedError(f"the normalizer {one['type']} with byte fallback")
+            raise _UnsupportedError(f"the normalizer {one['type']} with byte fallback")
     prefix = prefix.replace(" ", space)
     if any(one["normalized"] for one in parts.get("added_tokens") or []):
-        raise _RefusedError("an added token is looked for in normalized text, with byte fallback")
+        raise _UnsupportedError("an added token is looked for in normalized text, with byte fallback")
     for one in _flat(parts.get("pre_tokenizer"), "pretokenizers"):
         # Gemma's splits at blanks, of which its normalizer has left none.
         if one["type"] != "Split" or one["pattern"] != {"String": " "} or " " in space:
-            raise _RefusedError(f"the pre-tokenizer {one['type']} with byte fallback")
+            raise _UnsupportedError(f"the pre-tokenizer {one['type']} with byte fallback")
     return Fallback(prefix, space)
 
 
@@ -197,11 +197,11 @@ def _merges(merges: Sequence[Any], fallback: bool) -> Sequence[tuple[str, str]]:
     else:
         pairs = [tuple(pair) for pair in merges]
     if any(len(pair) != 2 for pair in pairs):
-        raise _RefusedError("a merge is not a pair")
+        raise _UnsupportedError("a merge is not a pair")
     if fallback:
         from_bytes = set(byte_entries())
         if any(left in from_bytes or right in from_bytes for left, right in pairs):
-            raise _RefusedError("bytes that were fallen back to are merged")
+            raise _UnsupportedError("bytes that were fallen back to are merged")
     return pairs
 
 
@@ -210,7 +210,7 @@ def _normalizer(part: Any) -> bool:
     nfc = False
     for one in _flat(part, "normalizers"):
         if one["type"] != "NFC":
-            raise _RefusedError(f"the normalizer {one['type']}")
+            raise _UnsupportedError(f"the normalizer {one['type']}")
         nfc = True
     return nfc
 
@@ -220,18 +220,18 @@ def _pre_tokenizer(part: Any) -> tuple[tuple[Split | Digits, ...], bool]:
     stages: list[Split | Digits] = []
     parts = _flat(part, "pretokenizers")
     if not parts or parts[-1]["type"] != "ByteLevel":
-        raise _RefusedError("the pre-tokenizer does not end with ByteLevel")
+        raise _UnsupportedError("the pre-tokenizer does not end with ByteLevel")
     for one in parts[:-1]:
         if one["type"] == "Split":
             stages.append(_split(one))
         elif one["type"] == "Digits":
             stages.append(Digits(bool(one["individual_digits"])))
         else:
-            raise _RefusedError(f"the pre-tokenizer {one['type']}")
+            raise _UnsupportedError(f"the pre-tokenizer {one['type']}")
     last = parts[-1]
     prefix_space = bool(last.get("add_prefix_space"))
     if prefix_space and stages:
-        raise _RefusedError("ByteLevel puts spaces in front of pieces that were split before")
+        raise _UnsupportedError("ByteLevel puts spaces in front of pieces that were split before")
     if last.get("use_regex", True):
         stages.append(Split(GPT2_PATTERN))
     return tuple(stages), prefix_space
@@ -245,7 +245,7 @@ def _split(one: Mapping[str, Any]) -> Split:
         return Split(text)
     if one["behavior"] == "Removed":
         return Split(text, "matches" if one["invert"] else "gaps")
-    raise _RefusedError(f"the pre-tokenizer's Split with behavior {one['behavior']}")
+    raise _UnsupportedError(f"the pre-tokenizer's Split with behavior {one['behavior']}")
 
 
 def _added(added: Sequence[Mapping[str, Any]], nfc: bool) -> tuple[AddedToken, ...]:
@@ -255,15 +255,15 @@ def _added(added: Sequence[Mapping[str, Any]], nfc: bool) -> tuple[AddedToken, .
         if not content:
             continue
         if one["single_word"]:
-            raise _RefusedError(f"the added token {content!r} is for single words only")
+            raise _UnsupportedError(f"the added token {content!r} is for single words only")
         if nfc and one["normalized"] and not unicodedata.is_normalized("NFC", content):
-            raise _RefusedError(f"the added token {content!r} is not in NFC")
+            raise _UnsupportedError(f"the added token {content!r} is not in NFC")
         token = AddedToken(content, int(one["id"]), bool(one["normalized"]), bool(one["lstrip"]), bool(one["rstrip"]))
         tokens.append(token)
     if any(t.rstrip for t in tokens) and any(t.content[0] in WHITE_SPACE for t in tokens):
-        raise _RefusedError("an added token swallows white space with which another one begins")
+        raise _UnsupportedError("an added token swallows white space with which another one begins")
     if len({t.content for t in tokens}) != len(tokens):
-        raise _RefusedError("two added tokens are the same text")
+        raise _UnsupportedError("two added tokens are the same text")
     return tuple(tokens)
 
 

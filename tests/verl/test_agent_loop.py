@@ -262,8 +262,8 @@ def test_a_template_that_tells_the_day_is_sealed_with_it(qwen_folder: str, monke
 
 def test_a_prompt_without_ids_leaves_its_batch_whole(write: Any, model: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
-    refuses = "{{ raise_exception('no') if messages[0].content == 'bad' else '' }}"
-    tokenizer.chat_template = refuses + tokenizer.chat_template
+    rejects = "{{ raise_exception('no') if messages[0].content == 'bad' else '' }}"
+    tokenizer.chat_template = rejects + tokenizer.chat_template
     file = write([[{"role": "user", "content": text}] for text in ("good", "bad", "fine")])
     dataset = ours(file, tokenizer, filter_overlong_prompts=False, gpuload={"reuse_ids": True, "device": "cpu"})
     batch = collate_fn(dataset.__getitems__([0, 1, 2]))

@@ -373,7 +373,7 @@ def test_resuming_in_mid_epoch(numbered: str, qwen: Any, workers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_another_data_set_is_refused_by_name(numbered: str, write: Any, qwen: Any, workers: int, caplog: Any) -> None:
+def test_another_data_set_is_rejected_by_name(numbered: str, write: Any, qwen: Any, workers: int, caplog: Any) -> None:
     state = saved_after(ours(numbered, qwen), 3, workers)
     rows = [user(f"question {i}") for i in range(60)]
     write({"prompt": rows, "extra_info": [{"index": i} for i in range(60)], "data_source": ["a"] * 59 + ["b"]})
@@ -396,13 +396,13 @@ def test_another_data_set_is_refused_by_name(numbered: str, write: Any, qwen: An
         ({"apply_chat_template_kwargs": {"chat_template": TERSE}}, "chat_template was 'default'"),
     ],
 )
-def test_another_configuration_is_refused(numbered: str, qwen: Any, data: dict[str, Any], message: str) -> None:
+def test_another_configuration_is_rejected(numbered: str, qwen: Any, data: dict[str, Any], message: str) -> None:
     state = ours(numbered, qwen).state_dict()
     with pytest.raises(ResumeError, match=message):
         ours(numbered, qwen, **data).load_state_dict(state)
 
 
-def test_other_samples_are_refused(numbered: str, qwen: Any) -> None:
+def test_other_samples_are_rejected(numbered: str, qwen: Any) -> None:
     for more in ({}, {"filter_overlong_prompts": False}):
         draw = partial(ours, numbered, qwen, max_samples=10, shuffle=True, **more)
         state = draw().state_dict()

@@ -284,11 +284,11 @@ def test_with_the_token_cache(write: Any, gsm8k: str, qwen: Any, tmp_path: Path)
     assert "cache" in reports[2]
 
 
-def test_a_row_that_the_template_refuses_is_reported(write: Any, qwen: Any) -> None:
+def test_a_row_that_the_template_rejects_is_reported(write: Any, qwen: Any) -> None:
     found = ours(write([user("a"), None]), qwen)
     assert len(found) == 1
-    assert "refused    1 rows: prompt is null" in found.report
+    assert "rejected    1 rows: prompt is null" in found.report
     lenient = {"chat_template": LENIENT}
     found = ours(write([user("a"), [{"role": "user", "content": None}]]), qwen, apply_chat_template_kwargs=lenient)
     assert len(found) == 2
-    assert "1 of the rows refused stay" in found.report
+    assert "1 of the rows rejected stay" in found.report

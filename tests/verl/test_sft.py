@@ -308,11 +308,11 @@ def test_rows_ask_nothing_of_the_tokenizer(write: Any, with_template: Any, monke
     rows = [row for row in range(len(ours)) if row not in raising(ours)]
     assert len(rows) >= len(TALKS)
 
-    def refuse(*args: Any, **kwargs: Any) -> None:
+    def reject(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("tokenized at access")
 
-    monkeypatch.setattr(type(tokenizer), "__call__", refuse)
-    monkeypatch.setattr(type(tokenizer), "apply_chat_template", refuse)
+    monkeypatch.setattr(type(tokenizer), "__call__", reject)
+    monkeypatch.setattr(type(tokenizer), "apply_chat_template", reject)
     for row in rows:
         assert len(ours[row]["input_ids"])
 

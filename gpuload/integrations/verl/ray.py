@@ -3,7 +3,7 @@
 import time
 from dataclasses import replace
 
-from gpuload.integrations.verl.reading import Job, Loaded, load_rows
+from gpuload.integrations.verl.reading import Loaded, LoadRequest, load_rows
 
 PATIENCE = 10.0
 """Seconds. Ray's books are late: the GPU of a task that has just ended still counts as taken for a moment."""
@@ -25,7 +25,7 @@ def obstacle() -> str | None:
     return None
 
 
-def load_in_task(job: Job) -> Loaded:
+def load_in_task(request: LoadRequest) -> Loaded:
     """`load_rows` in a Ray task that has a GPU. The files must be readable there, and what comes back is Arrow.
 
     Raises:
@@ -33,14 +33,14 @@ def load_in_task(job: Job) -> Loaded:
     """
     import ray
 
-    loaded: Loaded = ray.get(ray.remote(num_gpus=1, max_retries=0)(_load).remote(job))
+    loaded: Loaded = ray.get(ray.remote(num_gpus=1, max_retries=0)(_load).remote(request))
     return loaded
 
 
-def _load(job: Job) -> Loaded:
+def _load(request: LoadRequest) -> Loaded:
     """In the task. Who asks for a GPU with "auto" means it, where it works."""
-    from gpuload.engines import cuda
+    from gpuload.engines.device import cuda
 
-    if job.options.device == "auto" and cuda.obstacle("cuda") is None:
-        job = replace(job, options=replace(job.options, device="cuda"))
-    return load_rows(job)
+    if request.options.device == "auto" and cuda.obstacle("cuda") is None:
+        request = replace(request, options=replace(request.options, device="cuda"))
+    return load_rows(request)

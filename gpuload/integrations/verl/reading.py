@@ -18,19 +18,18 @@ from typing import Any
 
 import numpy as np
 
-from gpuload.columns import Columns
 from gpuload.errors import DataError
 from gpuload.fingerprint import Fingerprint, fingerprint
 from gpuload.integrations.verl.rows import Rows
+from gpuload.load import load_sources, nothing_left, reference_of, samples
 from gpuload.options import Options
-from gpuload.pipeline import load_sources, nothing_left, samples
-from gpuload.read import Source, open_file, open_frame
-from gpuload.sources import SourceFile, resolve
-from gpuload.tokenizer.reference import Reference
+from gpuload.sources.columns import Columns
+from gpuload.sources.fetch import SourceFile, resolve
+from gpuload.sources.read import Source, open_file, open_frame
 
 
 @dataclass(frozen=True)
-class Job:
+class LoadRequest:
     """All that a load needs: it can be sent to another process.
 
     Attributes:
@@ -127,66 +126,66 @@ def identity(path: str) -> bytes:
     return digest.digest()
 
 
-def load_rows(job: Job, sources: list[Source] | None = None) -> Loaded:
+def load_rows(request: LoadRequest, sources: list[Source] | None = None) -> Loaded:
     """Reads the rows, drops those over the limit.
 
     Args:
-        sources: the job's files, where they are open already.
+        sources: the request's files, where they are open already.
 
     Raises:
         DataError: no row is left.
     """
     started = time.perf_counter()
-    sources = sources or open_files(job.files, job.options.cache_dir)
-    if not job.tokenize:
-        return _all_rows(job, sources, started)
-    dataset = load_sources(sources, job.tokenizer, job.options, started, keep_refused=True)
+    sources = sources or open_files(request.files, request.options.cache_dir)
+    if not request.tokenize:
+        return _all_rows(request, sources, started)
+    dataset = load_sources(sources, request.tokenizer, request.options, started, keep_rejected=True)
     tokens, columns, report = dataset.tokens, dataset.passed_through, dataset.report
     kept = np.ones(len(tokens), bool)
-    if job.options.filter_overlong_prompts:
+    if request.options.filter_overlong_prompts:
         unrendered = np.flatnonzero(tokens.lengths == 0)
-        kept[unrendered] = _pass_as_in_verl(columns, unrendered, job)
+        kept[unrendered] = _pass_as_in_verl(columns, unrendered, request)
         if kept[unrendered].any():
-            report.notes.append(f"{kept[unrendered].sum():,} of the rows refused stay: the tokenizer takes them")
+            report.notes.append(f"{kept[unrendered].sum():,} of the rows rejected stay: the tokenizer takes them")
         report.rows_kept = int(kept.sum())
         if not report.rows_kept:
             raise DataError(nothing_left(report))
     ids = None
-    if job.keep_ids:
+    if request.keep_ids:
         ids = tokens if kept.all() else tokens.take(np.flatnonzero(kept))
-    names = _names(sources) | {job.options.prompt_key: "raw_prompt"}
+    names = _names(sources) | {request.options.prompt_key: "raw_prompt"}
     selected = columns if kept.all() else columns.select(np.flatnonzero(kept))
     return Loaded(Rows(selected, names, ids), str(report), dataset.fingerprint)
 
 
-def _pass_as_in_verl(columns: Columns, rows: np.ndarray[Any, Any], job: Job) -> list[bool]:
+def _pass_as_in_verl(columns: Columns, rows: np.ndarray[Any, Any], request: LoadRequest) -> list[bool]:
     """Of rows without tokens, which ones verl's own call gives a length within the limit."""
-    reference = Reference(job.tokenizer, job.options)
+    reference = reference_of(request.tokenizer, request.options)
 
     def passes(row: int) -> bool:
         try:
             (prompt,) = columns.take(np.array([row]), ["raw_prompt"])["raw_prompt"]
-            return len(reference.job.ids(prompt)) <= job.options.max_prompt_length
+            return len(reference.call.ids(prompt)) <= request.options.max_prompt_length
         except Exception:  # verl's rule: whatever the reason, such a row is too long
             return False
 
-    with reference.job.clock_stopped():
+    with reference.call.clock_stopped():
         return [passes(int(row)) for row in rows]
 
 
-def _all_rows(job: Job, sources: list[Source], started: float) -> Loaded:
+def _all_rows(request: LoadRequest, sources: list[Source], started: float) -> Loaded:
     """Every row, none rendered."""
     total = sum(source.num_rows for source in sources)
     if not total:
-        raise DataError(f"no rows in {', '.join(job.files)}")
-    wanted = samples(total, job.options)
+        raise DataError(f"no rows in {', '.join(request.files)}")
+    wanted = samples(total, request.options)
     columns = Columns((table for source in sources for table in source.batches()), wanted)
-    what = job.files[0] if len(job.files) == 1 else f"{len(job.files)} files"
+    what = request.files[0] if len(request.files) == 1 else f"{len(request.files)} files"
     report = (
         f"{what}: {len(columns):,} of {total:,} rows read in {time.perf_counter() - started:.2f} s, none tokenized: "
         "neither filter_overlong_prompts nor gpuload.reuse_ids is on"
     )
-    about = fingerprint(sources, None, job.options)
+    about = fingerprint(sources, None, request.options)
     about["tokens"] = None if wanted is None else hashlib.sha256(np.ascontiguousarray(wanted).data).hexdigest()
     return Loaded(Rows(columns, _names(sources)), report, about)
 

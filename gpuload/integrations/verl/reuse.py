@@ -19,8 +19,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from gpuload.errors import GpuloadError
-from gpuload.options import Options
-from gpuload.tokenizer.reference import Reference
+from gpuload.options import check_template_kwargs, plain
+from gpuload.reference.reference import Reference
 
 IDS = "gpuload_prompt_ids"
 """The key of a row's ids: list[int], all of them, not truncated."""
@@ -73,9 +73,9 @@ def _digest_source(tokenizer: Any, kwargs: Mapping[str, Any], tools: Sequence[An
     given = dict(kwargs) if tools is None else {**kwargs, "tools": tools}
     template = given.pop("chat_template", None) or "default"
     try:
-        # Nothing is padded here: a tokenizer without such a token will do.
-        options = {"chat_template": template, "apply_chat_template_kwargs": given, "pad_token_id": 0}
-        return Reference(tokenizer, Options.parse(options)).fingerprint()
+        given = plain(given)
+        check_template_kwargs(given)
+        return Reference(tokenizer, chat_template=template, template_kwargs=given).fingerprint()
     except GpuloadError:
         return None
 

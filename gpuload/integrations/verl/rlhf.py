@@ -18,16 +18,16 @@ import torch
 from verl.utils.dataset.rl_dataset import RLHFDataset as VerlDataset
 from verl.utils.logger import print_rank_0
 
+from gpuload.engines.host.prompts import check_prompt_type
 from gpuload.errors import DataError, DeviceError, ResumeError
 from gpuload.fingerprint import Fingerprint, difference
 from gpuload.integrations.verl import ray
-from gpuload.integrations.verl.reading import DecodedColumnError, Job, Loaded, identity, load_rows, open_files
+from gpuload.integrations.verl.reading import DecodedColumnError, Loaded, LoadRequest, identity, load_rows, open_files
 from gpuload.integrations.verl.reuse import IDS, SEAL, prompt_source, seal
 from gpuload.integrations.verl.rows import Rows
 from gpuload.integrations.verl.settings import Settings
 from gpuload.options import Options, plain
-from gpuload.read import Source
-from gpuload.template.prompts import check_prompt_type
+from gpuload.sources.read import Source
 
 logger = logging.getLogger(__name__)
 
@@ -106,21 +106,23 @@ class RLHFDataset(VerlDataset):  # type: ignore[misc]
     def _load(self, sources: list[Source]) -> Loaded:
         """In a Ray task with a GPU, where one is asked for and this process has none; else here."""
         tokenizer, options = self._tokenizer_and_options()
-        job = Job(tuple(self.data_files), tokenizer, options, self._tokenize, self.gpuload.reuse_ids)
-        if not self.gpuload.ray_gpu or not job.tokenize:
-            return load_rows(job, sources)
-        from gpuload.engines import cuda
+        request = LoadRequest(tuple(self.data_files), tokenizer, options, self._tokenize, self.gpuload.reuse_ids)
+        if not self.gpuload.ray_gpu or not request.tokenize:
+            return load_rows(request, sources)
+        from gpuload.engines.device import cuda
 
         hidden = cuda.obstacle("cuda")
         if hidden is None:
-            return load_rows(job, sources)
+            return load_rows(request, sources)
         if why_not := ray.obstacle():
             logger.warning("gpuload: loading without a GPU: here %s; no Ray task with one: %s", hidden, why_not)
-            if job.options.device.startswith("cuda"):
-                raise DeviceError(f"data.gpuload.device={job.options.device}: {hidden}; and with ray_gpu: {why_not}")
-            return load_rows(job, sources)
+            if request.options.device.startswith("cuda"):
+                raise DeviceError(
+                    f"data.gpuload.device={request.options.device}: {hidden}; and with ray_gpu: {why_not}"
+                )
+            return load_rows(request, sources)
         print_rank_0(f"gpuload: loading in a Ray task with a GPU: here {hidden}")
-        return ray.load_in_task(job)
+        return ray.load_in_task(request)
 
     # -- what decides lengths ------------------------------------------------------------------------------------------
 

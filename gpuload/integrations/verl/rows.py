@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from gpuload.arrays import Ragged
-from gpuload.columns import Columns
 from gpuload.integrations.verl.reuse import IDS
+from gpuload.sources.columns import Columns
 
 
 class Rows:

@@ -19,8 +19,8 @@ from gpuload.dataset import PromptDataset, Row
 from gpuload.errors import OptionError, ResumeError
 from gpuload.fingerprint import difference
 from gpuload.integrations.verl.settings import Settings
+from gpuload.load import load
 from gpuload.options import Options, plain
-from gpuload.pipeline import load
 
 _OPTIONS = frozenset(field.name for field in dataclasses.fields(Options))
 

@@ -23,7 +23,7 @@ class Settings:
             cache is in `data.cache_dir`.
         ray_gpu: where this process sees no GPU, load in a Ray task that has one.
         reuse_ids: rows carry their prompts' ids, for gpuload's agent loop.
-        strict_resume: a checkpoint of other data is refused; else it is resumed with a warning.
+        strict_resume: a checkpoint of other data is rejected; else it is resumed with a warning.
     """
 
     device: str = "auto"

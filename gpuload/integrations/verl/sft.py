@@ -4,10 +4,10 @@
 
 verl 0.9.1 calls the chat template and the tokenizer once per message, and once more for the whole conversation, each
 time that a row is asked for. Here that happens when the data set is made, by columns (`turns.py`), and a row is a slice
-of the store of ids. Rows, masks, padding, truncation and what is refused are verl's, item by item:
+of the store of ids. Rows, masks, padding, truncation and what is rejected are verl's, item by item:
 
 1. Rows that the columns cannot do exactly are made by verl's own method, once.
-2. Rows that verl's method refuses, and rows with more than ids, stay in Arrow and are given to it at each access, so
+2. Rows that verl's method rejects, and rows with more than ids, stay in Arrow and are given to it at each access, so
    that they raise what they raise in verl.
 3. A sample of the others is compared with verl's method. Should one differ, the whole data set is verl's.
 """
@@ -30,9 +30,9 @@ from gpuload.errors import GpuloadError, PromptTooLongError
 from gpuload.integrations.verl.settings import Settings
 from gpuload.integrations.verl.turns import Tokenized, Turns
 from gpuload.options import Options, plain
-from gpuload.read import Source, check_prompt_column, open_file, with_prompts
-from gpuload.sources import resolve
-from gpuload.stages import Batch, read
+from gpuload.sources.fetch import resolve
+from gpuload.sources.read import Source, check_prompt_column, open_file, with_prompts
+from gpuload.stream import Batch, read
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
                 return f"{sources[batch.source].name} row {batch.rows[wrong]} came out otherwise than in verl"
             self._by_verl(tokenized, batch.table)
             told.add(tokenized, batch, sources[batch.source].name)
-            left = sorted(tokenized.refused)
+            left = sorted(tokenized.rejected)
             if left:
                 self._left |= {first + row: (len(self._parts), number) for number, row in enumerate(left)}
                 self._parts.append(batch.table.take(pa.array(left)))
@@ -162,10 +162,10 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
         self._stored = np.arange(first) if wanted is None else np.argsort(np.argsort(wanted))
         self.report = told.sentence(len(self._stored), len(self._ids.values), time.perf_counter() - started)
         logger.info(self.report)
-        if told.refused:
+        if told.rejected:
             logger.warning(
                 "%d rows of %d will raise when they are asked for, as in verl: %s",
-                told.refused,
+                told.rejected,
                 len(self._stored),
                 "; ".join(told.examples),
             )
@@ -182,13 +182,13 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
     def _batch(self, turns: Turns, batch: Batch) -> Tokenized:
         """One batch by columns."""
         rows = len(batch.rows)
-        refused: dict[int, str] = {}
+        rejected: dict[int, str] = {}
 
         def column(key: str) -> list[Any] | None:
             if key not in self._columns:
                 return None
             values = batch.table.column(key).to_pylist() if key in batch.table.schema.names else [None] * rows
-            refused.update((row, f"{key} is null") for row, value in enumerate(values) if value is None)
+            rejected.update((row, f"{key} is null") for row, value in enumerate(values) if value is None)
             return values
 
         tools, thinking = column(self.tools_key), column(self.enable_thinking_key)
@@ -197,7 +197,7 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
             thinking = [None if default is None else bool(default)] * rows
         else:
             thinking = [bool(value) for value in thinking]
-        return turns.tokenize(batch.prompts, tools, thinking, refused)
+        return turns.tokenize(batch.prompts, tools, thinking, rejected)
 
     # -- verl's own method -----------------------------------------------------------------------------------------
 
@@ -239,7 +239,7 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
             except Exception as error:
                 reason = f"{type(error).__name__}: {error!s:.200}"
             if reason is not None:
-                tokenized.refused[row] = reason
+                tokenized.rejected[row] = reason
                 del tokenized.once[row]
             ids.append(np.zeros(0, np.int32) if reason else item["input_ids"].numpy().astype(np.int32))
             loss.append(np.zeros(0, np.uint8) if reason else item["loss_mask"].numpy().astype(np.uint8))
@@ -252,7 +252,7 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
 
     def _differing(self, tokenized: Tokenized, batch: Batch, total: int) -> int | None:
         """A row of the sample that verl's method makes otherwise, or None."""
-        theirs = {*tokenized.once, *tokenized.refused}
+        theirs = {*tokenized.once, *tokenized.rejected}
         rows = np.array([row for row in range(len(batch.rows)) if row not in theirs], np.int64)
         if self._verify == "sample":
             most = max(_FEWEST_ROWS, _VERIFY_ROWS * len(batch.rows) // total)
@@ -324,20 +324,20 @@ class _Told:
     """What is said of a load."""
 
     def __init__(self) -> None:
-        self.once = self.refused = self.ignored = self.by_column = self.by_reference = 0
+        self.once = self.rejected = self.ignored = self.by_column = self.by_reference = 0
         self.reasons: dict[str, int] = {}
         self.examples: list[str] = []
 
     def add(self, tokenized: Tokenized, batch: Batch, source: str) -> None:
         self.once += len(tokenized.once)
-        self.refused += len(tokenized.refused)
+        self.rejected += len(tokenized.rejected)
         self.ignored += tokenized.ignored
         self.by_column += tokenized.by_column
         self.by_reference += tokenized.by_reference
         for why, many in tokenized.reasons.items():
             self.reasons[why] = self.reasons.get(why, 0) + many
-        for row in sorted(tokenized.refused)[: 3 - len(self.examples)]:
-            self.examples.append(f"{source} row {batch.rows[row]}: {tokenized.refused[row]}")
+        for row in sorted(tokenized.rejected)[: 3 - len(self.examples)]:
+            self.examples.append(f"{source} row {batch.rows[row]}: {tokenized.rejected[row]}")
 
     def sentence(self, rows: int, tokens: int, seconds: float) -> str:
         parts = [
@@ -348,8 +348,8 @@ class _Told:
             parts.append("because " + ", ".join(f"{why} ({many:,})" for why, many in list(self.reasons.items())[:3]))
         if self.once:
             parts.append(f"made by verl's method, once {self.once:,}")
-        if self.refused:
-            parts.append(f"left to verl's method {self.refused:,}")
+        if self.rejected:
+            parts.append(f"left to verl's method {self.rejected:,}")
         if self.ignored:
             parts.append(f"messages unlike the whole conversation, kept {self.ignored:,}")
         return "; ".join(parts)

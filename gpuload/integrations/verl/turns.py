@@ -7,7 +7,7 @@ the ids are the same. A batch of conversations is therefore two columns here:
     messages          every message of every row, each a conversation of one    → ids, cut, joined
     conversations     the rows                                                  → ids, to compare with
 
-Both go through the compiled template and the host encoder. A message that the template refuses to render alone is
+Both go through the compiled template and the host encoder. A message that the template rejects to render alone is
 rendered after an empty user message, whose ids are then cut off, as verl does it. Rows that cannot be made like this
 are named, with the reason, and left to verl's own code.
 """
@@ -23,11 +23,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.arrays import Ragged, offsets_of
-from gpuload.options import Options
+from gpuload.engines.host.encode import host_encoder
+from gpuload.engines.host.prompts import render_column, render_rows
+from gpuload.options import check_template_kwargs, plain
+from gpuload.reference.reference import Reference
 from gpuload.template import ChatProgram, Rendered
-from gpuload.template.prompts import render_column, render_rows
-from gpuload.tokenizer.host import host_encoder
-from gpuload.tokenizer.reference import Reference
 
 Ints = npt.NDArray[np.int64]
 
@@ -48,7 +48,7 @@ class Tokenized:
         ids: n rows; empty ones where verl is to make them.
         loss: (len(ids.values),) uint8, 1 where a token is learned.
         once: row → why verl's code has to make its ids.
-        refused: row → why verl's code is expected to raise.
+        rejected: row → why verl's code is expected to raise.
         ignored: how many rows have messages whose ids are not those of the whole conversation, and are kept.
         by_column, by_reference: how many texts the compiled template rendered, and how many transformers.
         reasons: why the template was not used, and how many texts each.
@@ -57,7 +57,7 @@ class Tokenized:
     ids: Ragged
     loss: npt.NDArray[np.uint8]
     once: dict[int, str]
-    refused: dict[int, str]
+    rejected: dict[int, str]
     ignored: int = 0
     by_column: int = 0
     by_reference: int = 0
@@ -102,7 +102,7 @@ class Turns:
         conversations: pa.Array,
         tools: Sequence[Any] | None,
         thinking: Sequence[bool | None],
-        refused: Mapping[int, str],
+        rejected: Mapping[int, str],
     ) -> Tokenized:
         """Tokenizes one batch.
 
@@ -110,7 +110,7 @@ class Turns:
             conversations: (n,) list<struct<role, ...>>, large or not.
             tools: of each row; None: rows have no tools.
             thinking: `enable_thinking` of each row.
-            refused: rows that are known to be refused already, and why.
+            rejected: rows that are known to be rejected already, and why.
         """
         counts = np.asarray(pc.fill_null(pc.list_value_length(conversations), 0), np.int64)
         messages = conversations.flatten()
@@ -150,26 +150,26 @@ class Turns:
         ids = Ragged(parts.values[place >= 0], row_ends)
         loss = learned[place >= 0].astype(np.uint8)
 
-        result = Tokenized(ids, loss, {}, dict(refused), by_column=said.by_column + whole.by_column)
+        result = Tokenized(ids, loss, {}, dict(rejected), by_column=said.by_column + whole.by_column)
         result.by_reference = said.by_reference + whole.by_reference
         for found in (said.reasons, whole.reasons):
             for why, many in found.items():
                 result.reasons[why] = result.reasons.get(why, 0) + many
         for row in np.flatnonzero(counts == 0).tolist():
-            result.refused.setdefault(row, "no messages")
-        for message, why in said.refused.items():
-            if int(row_of[message]) not in result.refused:
+            result.rejected.setdefault(row, "no messages")
+        for message, why in said.rejected.items():
+            if int(row_of[message]) not in result.rejected:
                 result.once.setdefault(int(row_of[message]), why)
-        for row, why in whole.refused.items():
+        for row, why in whole.rejected.items():
             if row not in result.once:
-                result.refused.setdefault(row, why)
+                result.rejected.setdefault(row, why)
         for row in np.flatnonzero(_differing(ids, self._encode(whole.text))).tolist():
-            if row in result.once or row in result.refused:
+            if row in result.once or row in result.rejected:
                 continue
             if self._ignore_mismatch:
                 result.ignored += 1
             else:
-                result.refused[row] = "the ids of its messages are not those of the whole conversation"
+                result.rejected[row] = "the ids of its messages are not those of the whole conversation"
         return _emptied(result)
 
     def _way(self, tools: Any, thinking: bool | None) -> "_Way":
@@ -196,8 +196,8 @@ class Turns:
             found.by_reference += rendered.reference_rows
             for why, many in rendered.reasons.items():
                 found.reasons[why] = found.reasons.get(why, 0) + many
-            found.refused.update((int(rows[row]), why) for row, why in rendered.refused.items())
-            return rows[sorted(rendered.refused)]
+            found.rejected.update((int(rows[row]), why) for row, why in rendered.rejected.items())
+            return rows[sorted(rendered.rejected)]
 
         for number in np.unique(way_of).tolist():
             rows = np.flatnonzero(way_of == number)
@@ -207,7 +207,7 @@ class Turns:
                 after = ways[number].after_empty_user(conversations.take(pa.array(missing[:8])))
                 if after is not None:
                     for row in missing.tolist():
-                        del found.refused[row]
+                        del found.rejected[row]
                     take(after.render(conversations.take(pa.array(missing))), missing)
                     found.cut[missing] = after.cut
         # A row that was rendered twice has its later text: of equal indices, the last assignment stays.
@@ -220,11 +220,11 @@ class Turns:
 
 @dataclass
 class _Texts:
-    """Texts of n conversations: "" where refused, and how many ids at the start of each are not its own."""
+    """Texts of n conversations: "" where rejected, and how many ids at the start of each are not its own."""
 
     text: pa.Array
     cut: Ints
-    refused: dict[int, str] = field(default_factory=dict)
+    rejected: dict[int, str] = field(default_factory=dict)
     by_column: int = 0
     by_reference: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
@@ -245,17 +245,18 @@ class _Way:
             arguments["tools"] = tools
         if thinking is not None:
             arguments["enable_thinking"] = thinking
-        options = Options.parse({"chat_template": template, "apply_chat_template_kwargs": arguments})
-        self.reference = Reference(tokenizer, options)
-        self.reference.job = replace(self.reference.job, instant=instant)
+        arguments = plain(arguments)
+        check_template_kwargs(arguments)
+        self.reference = Reference(tokenizer, chat_template=template, template_kwargs=arguments)
+        self.reference.call = replace(self.reference.call, instant=instant)
         self.program: ChatProgram | None = None
         self.cut = 0
         self._after: _Way | None = None
 
     def render(self, conversations: pa.Array) -> Rendered:
-        with self.reference.job.clock_stopped():
+        with self.reference.call.clock_stopped():
             if self.program is None and len(conversations) >= FEWEST_ROWS:
-                self.program = ChatProgram(self.reference.job)
+                self.program = ChatProgram(self.reference.call)
             if self.program is None:
                 return render_rows(conversations, self.reference)
             return render_column(conversations, self.reference, self.program)
@@ -268,16 +269,16 @@ class _Way:
         """
         if self._after is None:
             tokenizer, kwargs, tools, thinking, instant = self._given
-            job = self.reference.job
+            call = self.reference.call
             for example in range(len(examples)):
                 try:
                     message = examples[example].as_py()
-                    expected = job.render(_EMPTY_USER + message)
-                    template = _AFTER_EMPTY_USER + job.text()
+                    expected = call.render(_EMPTY_USER + message)
+                    template = _AFTER_EMPTY_USER + call.text()
                     after = _Way(tokenizer, {**kwargs, "chat_template": template}, tools, thinking, instant)
                     if after.reference.render(message) != expected:
                         return None
-                    after.cut = len(job.ids(_EMPTY_USER))
+                    after.cut = len(call.ids(_EMPTY_USER))
                 except Exception:  # whatever a template raises: then verl's code raises it too
                     continue
                 self._after = after
@@ -301,7 +302,7 @@ def _differing(one: Ragged, other: Ragged) -> npt.NDArray[np.bool_]:
 
 def _emptied(result: Tokenized) -> Tokenized:
     """The same, with no ids in the rows that are verl's to make."""
-    gone = [*result.once, *result.refused]
+    gone = [*result.once, *result.rejected]
     if gone:
         lengths = result.ids.lengths.copy()
         kept = np.ones(len(lengths), bool)

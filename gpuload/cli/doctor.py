@@ -1,0 +1,106 @@
+"""What this machine has, and what of it gpuload can use."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+
+from gpuload._version import __version__
+
+_PACKAGES = (
+    "torch transformers tokenizers gigatoken pyarrow awkward numpy fsspec datasets cudf cupy pylibcudf rmm verl".split()
+)
+# Packages whose distributions are named after the CUDA they are built for.
+_DISTRIBUTIONS = {"cudf": ("cudf-cu13", "cudf-cu12"), "pylibcudf": ("pylibcudf-cu13", "pylibcudf-cu12")}
+_DISTRIBUTIONS["rmm"] = ("rmm-cu13", "rmm-cu12")
+_DISTRIBUTIONS["cupy"] = ("cupy-cuda13x", "cupy-cuda12x")
+
+
+def diagnose(require: str | None = None) -> int:
+    """Prints the report as it goes, a line per fact, and tries out the engines: the CPU's, and the GPU's where there is
+    one, which starts CUDA and compiles kernels.
+
+    Args:
+        require: an engine that has to work, "cpu" or "cuda"; the other one is left alone.
+
+    Returns:
+        0, or 1 where the required engine does not work.
+    """
+    _print(
+        f"gpuload {__version__}, Python {platform.python_version()}, {platform.platform()}, {os.cpu_count()} cores",
+        "",
+        "packages",
+        *(f"  {name:13} {_version(name) or 'not installed'}" for name in _PACKAGES),
+        "",
+        "GPU",
+        *(f"  {name:13} {value}" for name, value in _gpu()),
+        "",
+        "engines, tried out on the shipped prompts",
+    )
+    works = [_works(engine) for engine in ("cpu", "cuda") if require in (None, engine)]
+    return 0 if require is None or all(works) else 1
+
+
+def _print(*lines: str) -> None:
+    print(*lines, sep="\n", flush=True)
+
+
+def _version(package: str) -> str | None:
+    for name in (package, *_DISTRIBUTIONS.get(package, ())):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _works(engine: str) -> bool:
+    """Prints what an engine says of itself, the time of each of its stages, and which of them failed."""
+    from gpuload.cli.selftest import try_out
+    from gpuload.engines.device.cuda import cuda_engine, obstacle
+    from gpuload.engines.host.engine import CpuEngine
+
+    if engine == "cuda" and (why_not := obstacle("cuda")):
+        _print(f"  {engine:13} not available: {why_not}")
+        return False
+    outcome = try_out(cuda_engine if engine == "cuda" else lambda _, reference: CpuEngine(reference))
+    lines = [(stage, f"{seconds:.3f} s") for stage, seconds in outcome.seconds.items()]
+    if outcome.failure is not None:
+        stage, how = outcome.failure
+        lines.append((stage, f"FAILED: {how}"))
+    lines += [("how", outcome.description), *(("note", note) for note in outcome.notes)]
+    _print(f"  {engine:13} {'works' if outcome.failure is None else 'DOES NOT WORK'}")
+    _print(*(f"    {name:11} {what}" for name, what in lines))
+    return outcome.failure is None
+
+
+def _gpu() -> list[tuple[str, str]]:
+    """GPUs and driver as the driver's own tool tells them, and the CUDA that torch is built for: nothing is started."""
+    listed = _asked("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader").splitlines()
+    devices = [line.rsplit(", ", 1) for line in listed if ", " in line]
+    newest = re.search(r"CUDA (?:UMD )?Version: *([\d.]+)", _asked())
+    lines = [(f"GPU {number}", name) for number, (name, _) in enumerate(devices)]
+    if not lines:
+        return [("GPU", "none found: no NVIDIA driver (nvidia-smi) here"), ("CUDA", _torch_cuda())]
+    driver = devices[0][1] + (f", good for CUDA up to {newest[1]}" if newest else "")
+    return [*lines, ("driver", driver), ("CUDA", _torch_cuda())]
+
+
+def _torch_cuda() -> str:
+    """The CUDA that torch is built for, from its files."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return "torch is not installed"
+    built = re.search(r"^cuda[^=]*= *'([^']+)'", Path(spec.origin).with_name("version.py").read_text(), re.MULTILINE)
+    return f"torch is built for {built[1]}" if built else "torch is built without it"
+
+
+def _asked(*arguments: str) -> str:
+    try:
+        command = ["nvidia-smi", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -1,0 +1,185 @@
+"""Encoding on the host: a column of text → token ids, by the fastest way that is exact for this tokenizer.
+
+Three ways, tried in this order:
+1. gigatoken, which reads Arrow's buffers in place and returns one flat array of ids;
+2. the `tokenizers` object inside the tokenizer, in batches;
+3. the tokenizer itself, text by text (slow tokenizers, and classes that encode in a way of their own).
+
+A way must not only accept the tokenizer: it must also agree with it on a set of hostile texts before it is used. And
+gigatoken 0.10 knows a later Unicode than tokenizers 0.23 in some places and an earlier one in others (4,787 code points
+split differently for DeepSeek-V3, 13 for Llama-3.1, 3 normalize differently for Qwen), so texts with code points
+younger than Unicode 14 are encoded by `tokenizers`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from gpuload.arrays import Ragged
+from gpuload.reference.reference import Reference
+from gpuload.tokenizer.unassigned import unassigned_class
+
+
+@dataclass(frozen=True)
+class HostEncoder:
+    """A way to encode.
+
+    Attributes:
+        name: for the report.
+        encode: (n,) large_string without nulls → n rows of ids, no special tokens added.
+        passed_over: why faster ways do not serve this tokenizer.
+    """
+
+    name: str
+    encode: Callable[[pa.LargeStringArray], Ragged]
+    passed_over: tuple[str, ...] = ()
+
+
+def host_encoder(reference: Reference) -> HostEncoder:
+    """The fastest way that is exact for the reference's tokenizer."""
+    by_itself = HostEncoder(
+        f"{type(reference.tokenizer).__name__}, text by text",
+        lambda text: Ragged.from_lists([reference.encode(t) for t in text.to_pylist()]),
+    )
+    reason = needs_itself(reference)
+    if reason:
+        return HostEncoder(by_itself.name, by_itself.encode, (reason,))
+    passed_over: list[str] = []
+    texts = hostile_texts(reference)
+    expected = reference.encode_many(texts)
+    for make in (_gigatoken, _tokenizers):
+        name = make.__name__.strip("_")
+        try:
+            encoder = make(reference)
+            found = encoder.encode(pa.array(texts, pa.large_string()))
+        except Exception as error:  # a rejection, in whatever form the library gives it
+            passed_over.append(f"{name}: {str(error).splitlines()[0]:.160}")
+            continue
+        wrong = next((t for i, t in enumerate(texts) if found[i].tolist() != expected[i]), None)
+        if wrong is None:
+            return HostEncoder(encoder.name, encoder.encode, tuple(passed_over))
+        passed_over.append(f"{name}: differs from the tokenizer on {wrong!r:.60}")
+    return HostEncoder(by_itself.name, by_itself.encode, tuple(passed_over))
+
+
+def needs_itself(reference: Reference) -> str | None:
+    """Why only the tokenizer object itself gives its ids, None where the backend inside it does too."""
+    tokenizer, backend = reference.tokenizer, reference.backend
+    if backend is None:
+        return f"{type(tokenizer).__name__} is a slow tokenizer"
+    from transformers import PreTrainedTokenizerFast
+
+    for method in ("__call__", "_encode_plus"):
+        own = getattr(type(tokenizer), method, None)
+        if own is not getattr(PreTrainedTokenizerFast, method, None):
+            return f"{type(tokenizer).__name__} overrides {method}"
+    if getattr(tokenizer, "split_special_tokens", False) or backend.encode_special_tokens:
+        return "split_special_tokens is set"
+    if getattr(backend.model, "dropout", None):
+        return "the model has dropout: its ids are random"
+    return None
+
+
+@lru_cache(maxsize=2)
+def _gigatoken_of(model_json: str) -> Any:
+    """Kept, because building it takes longer than encoding a small data set, and a run loads train and test files."""
+    import gigatoken
+
+    return gigatoken.Tokenizer.from_json(model_json)
+
+
+def _gigatoken(reference: Reference) -> HostEncoder:
+    import awkward
+
+    tokenizer = _gigatoken_of(reference.model_json)
+
+    def encode_all(text: pa.LargeStringArray) -> Ragged:
+        offsets = np.frombuffer(text.buffers()[1], np.int64)[text.offset : text.offset + len(text) + 1]
+        # An array of empty strings may have no buffer of characters.
+        chars = np.frombuffer(text.buffers()[2] or b"", np.uint8)
+        layout = awkward.contents.ListOffsetArray(
+            awkward.index.Index64(offsets),
+            awkward.contents.NumpyArray(chars, parameters={"__array__": "char"}),
+            parameters={"__array__": "string"},
+        )
+        ids = tokenizer.encode_batch(awkward.Array(layout)).layout
+        # Ids are below 2^31: the unsigned array is read as a signed one, without a copy.
+        return Ragged(ids.content.data.view(np.int32), np.asarray(ids.offsets.data, np.int64))
+
+    contested = unassigned_class()
+    by_tokenizers = _tokenizers(reference).encode
+
+    def encode(text: pa.LargeStringArray) -> Ragged:
+        ids = encode_all(text)
+        # gigatoken and tokenizers know different versions of Unicode: rows where that could matter are not for it.
+        rows = np.flatnonzero(pc.not_equal(pc.binary_length(text), pc.utf8_length(text)))
+        rows = rows[np.asarray(pc.match_substring_regex(text.take(pa.array(rows)), contested), bool)]
+        if not len(rows):
+            return ids
+        order = np.arange(len(text))
+        order[rows] = len(text) + np.arange(len(rows))
+        return Ragged.concatenate([ids, by_tokenizers(text.take(pa.array(rows)))]).take(order)
+
+    return HostEncoder(f"gigatoken {version('gigatoken')}", encode)
+
+
+def _tokenizers(reference: Reference) -> HostEncoder:
+    from tokenizers import Tokenizer
+
+    backend: Any = reference.backend
+    if backend.truncation is not None or backend.padding is not None:
+        # Stored in the tokenizer, and used by nothing that `apply_chat_template` does.
+        backend = Tokenizer.from_str(reference.model_json)
+        backend.no_truncation()
+        backend.no_padding()
+
+    def encode(text: pa.LargeStringArray) -> Ragged:
+        rows = backend.encode_batch_fast(text.to_pylist(), add_special_tokens=False)
+        return Ragged.from_lists([row.ids for row in rows])
+
+    return HostEncoder(f"tokenizers {version('tokenizers')}", encode)
+
+
+def hostile_texts(reference: Reference) -> list[str]:
+    """Texts on which tokenizers that are nearly the same differ: white space, composed and decomposed letters, scripts,
+    digits, contractions, control characters, added tokens alone, adjacent, cut and inside words."""
+    texts = [
+        "",
+        " ",
+        "   leading and trailing   ",
+        "tabs\tand\u00a0no-break\u2003spaces\u3000\n\n\n \n x",
+        "\r\n\r\nline ends\r",
+        "It's we'LL they'Re I'M 'tis don\u2019t",
+        "1234567890 12 345,678.90 \u0661\u0662\u0663 \u0967 \u00bd\u2460",
+        "e\u0301 \u00e9 A\u030a \u212b \ufb01 \u1e9b\u0323 \uac00 \u1100\u1161",
+        "\u0130I\u0131 \u017f \u212a stra\u00dfe",
+        "\u4f60\u597d\uff0c\u4e16\u754c\u3002 \u3053\u3093\u306b\u3061\u306f \u0e2a\u0e27\u0e31\u0e2a\u0e14\u0e35 "
+        "\u0645\u0631\u062d\u0628\u0627 \u05e9\u05dc\u05d5\u05dd \u0928\u092e\u0938\u094d\u0924\u0947",
+        "\U0001f469\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466 \U0001f1e9\U0001f1ea \U0001f44d\U0001f3fd",
+        "\x00\x01\x1f\x7f\u0085\u200b\u2028\ufeff\ufffd\U0010ffff",
+        "def f(x):\n\treturn x**2  # \u2211\u222b\u221e \\frac{a}{b} $$ <b> &amp; {{ x }} {% if %}",
+        "a" * 300 + " " * 70 + "\n" * 40 + "=" * 90,
+        "http://example.com/a?b=c&d=e#f snake_case camelCase ALLCAPS \u2581 \u0120 \u010a",
+    ]
+    special = reference.special_texts()
+    spread = special[:: max(1, len(special) // 24)][:24]
+    for token in spread:
+        texts += [
+            token,
+            f"{token}{token}",
+            f"a{token}b",
+            f" {token} ",
+            f"\n{token}\n",
+            token[:-1],
+            f"{token[:-1]}{token}",
+        ]
+    if len(spread) > 1:
+        texts.append("".join(spread))
+        texts.append(" x ".join(spread))
+    return texts

@@ -1,0 +1,217 @@
+"""The reference: the tokenizer object the user passed. What it answers is right, whatever its file on disk says.
+
+Everything that is fast in this project is measured against these few calls, and hands over to them what it cannot do.
+"""
+
+import hashlib
+import json
+import multiprocessing
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from gpuload.errors import TokenizerError
+from gpuload.reference.template_call import TemplateCall
+
+Prompt = str | list[dict[str, Any]]
+
+# Arguments that make `apply_chat_template` encode in a way of its own, rather than render and then encode.
+_OWN_ENCODING = ("sanitize_control_tokens", "tokenizer_kwargs", "return_assistant_tokens_mask")
+
+
+class Reference:
+    """The two calls that define every token: render a prompt, encode the text.
+
+    Args:
+        tokenizer: a path, a hub id, a transformers tokenizer (fast or slow) or a `tokenizers.Tokenizer`.
+        chat_template: "default", a template's name or text, or None: prompts are plain strings.
+        template_kwargs: further arguments of `apply_chat_template` (`tools`, `enable_thinking`, ...).
+        pad_token_id: the padding token, instead of the tokenizer's own.
+        trust_remote_code: as `AutoTokenizer.from_pretrained` takes it, for a tokenizer given by name.
+
+    Attributes:
+        tokenizer: the transformers tokenizer.
+        name: its path or hub id, or the name of its class.
+        uses_template: whether prompts are rendered.
+        call: how prompts are rendered: template, tools and other constants.
+
+    Raises:
+        TokenizerError: the tokenizer cannot be loaded, or has no chat template although one is asked for.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        chat_template: str | None = "default",
+        template_kwargs: Mapping[str, Any] | None = None,
+        pad_token_id: int | None = None,
+        trust_remote_code: bool = False,
+    ):
+        if multiprocessing.parent_process() is not None:
+            # A forked process has the locks of its parent's threads and none of the threads: with this variable set
+            # to true, tokenizers would wait for them for ever.
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        self.tokenizer = _load(tokenizer, trust_remote_code)
+        self.name = getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
+        self.uses_template = chat_template is not None
+        kwargs = dict(template_kwargs or {})
+        template = None if chat_template == "default" else chat_template
+        tools = kwargs.pop("tools", None)
+        generation_prompt = bool(kwargs.pop("add_generation_prompt", True))
+        self.call = TemplateCall(self.tokenizer, template, tools, kwargs, generation_prompt)
+        if self.uses_template and not self._renders_its_own_way:
+            self._check_template()
+        self._pad_token_id = pad_token_id
+
+    @property
+    def _renders_its_own_way(self) -> bool:
+        return type(self.tokenizer).apply_chat_template is not _base_class().apply_chat_template
+
+    def _check_template(self) -> None:
+        try:
+            self.call.text()
+        except Exception as error:
+            raise TokenizerError(
+                f"tokenizer {self.name} has no usable chat template ({str(error).splitlines()[0]:.120}): pass "
+                "chat_template=... (the text of one), or chat_template=None for prompts that are plain strings"
+            ) from error
+
+    @property
+    def pad_token_id(self) -> int:
+        """The padding token: the one given, or else the tokenizer's own, or else its `eos_token_id`.
+
+        Raises:
+            TokenizerError: there is none of them.
+        """
+        if self._pad_token_id is not None:
+            return self._pad_token_id
+        for token_id in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
+            if token_id is not None:
+                return int(token_id)
+        raise TokenizerError(
+            f"tokenizer {self.name} has no pad and no eos token: set tokenizer.pad_token or pass pad_token_id=..."
+        )
+
+    @property
+    def backend(self) -> Any | None:
+        """The `tokenizers.Tokenizer` inside, None for a slow tokenizer."""
+        return getattr(self.tokenizer, "backend_tokenizer", None)
+
+    @cached_property
+    def model_json(self) -> str:
+        """The backend as a tokenizer.json, made once: several megabytes."""
+        backend: Any = self.backend
+        return str(backend.to_str())
+
+    @property
+    def encodes_rendered_text(self) -> bool:
+        """Whether the ids of a prompt are the ids of its rendered text: not with arguments that say otherwise, and not
+        for a class that overrides `apply_chat_template`."""
+        return not self._renders_its_own_way and not any(self.call.kwargs.get(key) for key in _OWN_ENCODING)
+
+    def render(self, prompt: Prompt) -> str:
+        """The text of one prompt. A plain string is one user message, or itself without a chat template.
+
+        Raises:
+            Exception: whatever the template raises on a conversation it rejects.
+        """
+        return self.call.render(_messages(prompt)) if self.uses_template else _plain(prompt)
+
+    def ids(self, prompt: Prompt) -> list[int]:
+        """The token ids of one prompt, rendered and encoded in one call: the definition of right."""
+        return self.call.ids(_messages(prompt)) if self.uses_template else self.encode(_plain(prompt))
+
+    def encode(self, text: str) -> list[int]:
+        """The token ids of a text, no special tokens added."""
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` for several texts, at less cost for each."""
+        return [list(ids) for ids in self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
+
+    def special_texts(self) -> list[str]:
+        """The texts of added tokens (`<|im_start|>` ...)."""
+        return [str(token) for token in self.tokenizer.get_added_vocab()]
+
+    def special_ids(self) -> list[int]:
+        """The ids of added tokens."""
+        return [int(token_id) for token_id in self.tokenizer.get_added_vocab().values()]
+
+    def fingerprint(self) -> str:
+        """Tells tokenizers apart: model, added tokens, template and its constants."""
+        slow = self.backend is None
+        # A backend begins with how the last call padded and truncated: not what it is.
+        model = (
+            json.dumps(sorted(self.tokenizer.get_vocab().items()))
+            if slow
+            else self.model_json.partition('"added_tokens":')[2]
+        )
+        call = self.call
+        kind = type(self.tokenizer)
+        rest = [kind.__module__, kind.__qualname__, self.tokenizer.chat_template, self.uses_template]
+        rest += [self.tokenizer.special_tokens_map]  # a template's variables; the backend need not know of them
+        rest += [call.template, call.tools, call.kwargs, call.add_generation_prompt]
+        digest = hashlib.blake2b(model.encode(errors="backslashreplace"), digest_size=12)
+        digest.update(repr(rest).encode(errors="backslashreplace"))
+        return digest.hexdigest()
+
+
+def problem(prompt: Any) -> str | None:
+    """Why a prompt cannot be rendered whatever the template: nulls, nothing at all, things that are not messages."""
+    if prompt is None:
+        return "prompt is null"
+    if isinstance(prompt, str):
+        return None
+    if not isinstance(prompt, list):
+        return f"prompt is neither a string nor a list of messages but {type(prompt).__name__}"
+    if not prompt:
+        return "prompt is an empty list"
+    for number, message in enumerate(prompt):
+        if not isinstance(message, Mapping):
+            return f"message {number} is {'null' if message is None else f'not an object but {message!r:.40}'}"
+        if message.get("content") is None and not message.get("tool_calls"):
+            return f"content of message {number} is {'null' if 'content' in message else 'missing'}"
+    return None
+
+
+def _messages(prompt: Prompt) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def _plain(prompt: Prompt) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    raise ValueError("chat_template=None takes plain strings, and this prompt is a list of messages")
+
+
+def _base_class() -> Any:
+    from transformers import PreTrainedTokenizerBase
+
+    return PreTrainedTokenizerBase
+
+
+def _load(tokenizer: Any, trust_remote_code: bool) -> Any:
+    if tokenizer is None:
+        raise TokenizerError("no tokenizer given: pass a path, a hub id or a tokenizer object")
+    if isinstance(tokenizer, str | os.PathLike):
+        from transformers import AutoTokenizer
+
+        name = os.path.expanduser(os.fspath(tokenizer))
+        try:
+            return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        except Exception as error:
+            where = "this folder" if os.path.isdir(name) else "neither a folder here nor had from the hub"
+            raise TokenizerError(f"tokenizer {name!r}: {where} ({type(error).__name__}: {error!s:.300})") from error
+    if type(tokenizer).__module__.split(".")[0] == "tokenizers":
+        from transformers import PreTrainedTokenizerFast
+
+        padding = tokenizer.padding or {}
+        return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=padding.get("pad_token"))
+    if not isinstance(tokenizer, _base_class()):
+        raise TokenizerError(
+            f"tokenizer is a {type(tokenizer).__name__}: pass a path, a hub id, a transformers tokenizer or a "
+            "tokenizers.Tokenizer"
+        )
+    return tokenizer

@@ -1,0 +1,129 @@
+"""The columns that are only passed through: kept as Arrow, made Python objects when a row is asked for.
+
+Files of one data set disagree on their columns and types, and casting to a common type would change values (a struct
+gains the other files' keys, 1 becomes 1.0). So tables stay as they were read, side by side, and a column that
+a file does not have is None in its rows.
+"""
+
+import copy
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from gpuload.errors import DataError
+from gpuload.sources.read import JSON_TYPE
+
+_MERGE_BYTES = 256 << 20
+
+
+class Columns:
+    """Rows of Python objects over Arrow tables whose schemas may differ.
+
+    Args:
+        tables: the rows, in order.
+        index: (n,) which of these rows there are, in which order; None for all.
+    """
+
+    def __init__(self, tables: Iterable[pa.Table], index: np.ndarray[Any, Any] | None = None):
+        counts, self._parts = _merge_equal(tables)
+        self._starts = np.cumsum([0, *counts])
+        self._index = np.arange(self._starts[-1]) if index is None else index
+        self.names = list(dict.fromkeys(name for part in self._parts for name in part.schema.names))
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self._parts)
+
+    def take(self, rows: np.ndarray[Any, Any], names: Sequence[str] | None = None) -> dict[str, list[Any]]:
+        """The given rows as one list of Python objects per column.
+
+        Args:
+            rows: (m,) row numbers.
+            names: of the columns; None for all.
+        """
+        names = self.names if names is None else names
+        stored = self._index[rows]
+        part_of = np.searchsorted(self._starts, stored, side="right") - 1
+        taken: dict[str, list[Any]] = {name: [None] * len(rows) for name in names}
+        for number in sorted(set(part_of.tolist())):
+            slots = np.flatnonzero(part_of == number)
+            part, places = self._parts[number], stored[slots] - self._starts[number]
+            there = set(part.schema.names)
+            part = part.select([name for name in names if name in there])
+            # One row is a view; several are copied together, column by column.
+            picked = part.slice(places[0], 1) if len(places) == 1 else part.take(pa.array(places))
+            for name, column in zip(picked.schema.names, picked.columns, strict=True):
+                values = to_python(column)
+                if len(slots) == len(rows):
+                    taken[name] = values
+                else:
+                    for slot, value in zip(slots, values, strict=True):
+                        taken[name][slot] = value
+        return taken
+
+    def select(self, rows: np.ndarray[Any, Any]) -> "Columns":
+        """(m,) row numbers → columns of those rows, over the same tables."""
+        selected = copy.copy(self)
+        selected._index = self._index[rows]
+        return selected
+
+    def table(self) -> pa.Table:
+        """All rows as one Arrow table, types promoted where files differ.
+
+        Raises:
+            DataError: a column's types cannot be made one without changing values; `take` gives them as they are.
+        """
+        try:
+            merged = pa.concat_tables(self._parts, promote_options="permissive")
+        except pa.ArrowException as error:
+            raise DataError(
+                f"the files' columns have types that no single table can hold ({error}): use dataset[i] instead"
+            ) from error
+        whole = len(self._index) == merged.num_rows and bool(np.all(np.diff(self._index) == 1))
+        return merged if whole else merged.take(pa.array(self._index))
+
+    def schema(self) -> pa.Schema:
+        """The columns with the types of the first file that has them."""
+        fields = {field.name: field for part in reversed(self._parts) for field in part.schema}
+        return pa.schema([fields[name] for name in self.names])
+
+
+def to_python(column: pa.Array) -> list[Any]:
+    """Arrow values as Python objects, JSON text decoded."""
+    values: list[Any] = column.to_pylist()
+    if column.type == JSON_TYPE:
+        return [None if value is None else json.loads(value) for value in values]
+    return values
+
+
+def _merge_equal(tables: Iterable[pa.Table]) -> tuple[list[int], list[pa.Table]]:
+    """One table for each run of tables with equal schemas: taking rows costs a call per table that has some.
+
+    Returns:
+        How many rows each has (a table without columns would forget it), and the tables.
+    """
+    counts: list[int] = []
+    merged: list[pa.Table] = []
+    run: list[pa.Table] = []
+
+    def flush() -> None:
+        if run:
+            counts.append(sum(table.num_rows for table in run))
+            merged.append(pa.concat_tables(run).combine_chunks())
+            run.clear()
+
+    size = 0
+    for table in tables:
+        if run and (not table.schema.equals(run[0].schema) or size + table.nbytes > _MERGE_BYTES):
+            flush()
+            size = 0
+        size += table.nbytes
+        run.append(table)
+    flush()
+    return counts, merged
