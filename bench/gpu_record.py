@@ -31,7 +31,7 @@ from bench.gpu_rig import tokenizer_of
 from bench.gpu_run import Note, Section, Task, cuda_is_started, finish, run_section
 from bench.gpu_tables import markdown
 from bench.inputs import ROOT
-from gpuload.cli.demo import demo_files
+from gpuload.demo_data import demo_files
 
 SECTIONS = {
     "machine": Section(gpu_machine.machine, 60),

@@ -4,14 +4,14 @@ down many times: each array is an allocation of its own, so that a byte beyond i
 import numpy as np
 import pyarrow as pa
 import torch
+from gpuload.engines.device.conversations import of_arrow
 
 from bench.gpu_data import flat
 from bench.gpu_exact import device_encoder
 from bench.gpu_rig import Rig, program_of
 from gpuload.arrays import Ragged
-from gpuload.cli.demo import demo_files
+from gpuload.demo_data import demo_files
 from gpuload.engines.device.batches import pad
-from gpuload.engines.device.conversations import of_arrow
 from gpuload.engines.device.engine import on_device
 from gpuload.engines.device.kernels import DeviceKernels
 from gpuload.engines.device.render import render

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from gpuload.engines.device.conversations import Conversations, of_arrow
 
 from bench.gpu_data import made_file
 from bench.gpu_exact import brief
@@ -16,7 +17,6 @@ from bench.gpu_rig import Rig, by_kernel, copy_bandwidth, cudf_missing, name_of,
 from bench.gpu_run import MissingError, Note, Task
 from gpuload.arrays import Ragged, offsets_of
 from gpuload.engines.device.batches import DeviceBatches, pad
-from gpuload.engines.device.conversations import Conversations, of_arrow
 from gpuload.engines.device.cudf import chunks
 from gpuload.engines.device.engine import take
 from gpuload.engines.device.render import render

@@ -75,7 +75,7 @@ def find_tokenizer(given: str | None) -> str:
     beside = _SHARED / "tokenizers" / "qwen2.5-instruct"
     if beside.exists():
         return str(beside)
-    from gpuload.cli.demo import demo_files
+    from gpuload.demo_data import demo_files
 
     return demo_files()[1]
 

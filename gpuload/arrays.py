@@ -1,8 +1,8 @@
-"""Ragged: rows of different lengths as two flat arrays, on NumPy or CuPy alike.
+"""`Ragged`: rows of different lengths as two flat arrays, NumPy's or CuPy's.
 
-Row i is `values[offsets[i]:offsets[i + 1]]`: Arrow's list layout. All token ids of a data set are one such pair, so
-that lengths, filters and gathers are a few array operations over all rows at once. The array module is taken from the
-arrays themselves (`xp`), so the same code runs in host and in device memory.
+Row i is `values[offsets[i]:offsets[i + 1]]`, Arrow's list layout. All token ids of a dataset are one such pair, so that
+lengths, filters and gathers are a few array operations over all rows at once. The array module (`xp`) is taken from the
+arrays themselves, so the same code runs in host and in device memory.
 """
 
 import itertools
@@ -15,11 +15,11 @@ import numpy as np
 
 from gpuload.options import Truncation
 
-Array = Any  # numpy.ndarray or cupy.ndarray: CuPy has no types, and is not there on most machines
+Array = Any  # numpy.ndarray or cupy.ndarray: CuPy has no type stubs, and most machines do not have it
 
 
 def array_module(array: Array) -> ModuleType:
-    """NumPy or CuPy, whichever `array` belongs to; CuPy is imported by nobody who has none of its arrays."""
+    """NumPy or CuPy, whichever `array` belongs to. CuPy is only imported for an array of its own."""
     if isinstance(array, np.ndarray):
         return np
     import cupy
@@ -28,12 +28,12 @@ def array_module(array: Array) -> ModuleType:
 
 
 def on_host(array: Array) -> np.ndarray[Any, Any]:
-    """The array as NumPy's: itself, or a copy of what lies on a device."""
+    """The array itself if it is NumPy's, else a copy of it in host memory."""
     return array if isinstance(array, np.ndarray) else array.get()
 
 
 def offsets_of(lengths: Array) -> Array:
-    """(n,) lengths → (n + 1,) int64 offsets, the first one 0."""
+    """(n,) lengths → (n + 1,) int64 offsets, beginning with 0."""
     xp = array_module(lengths)
     offsets = xp.zeros(len(lengths) + 1, dtype=np.int64)
     xp.cumsum(lengths, out=offsets[1:])
@@ -46,7 +46,12 @@ class Ragged:
 
     Attributes:
         values: (offsets[-1],) token ids, int32.
-        offsets: (n + 1,) int64, ascending, the first one 0.
+        offsets: (n + 1,) int64, ascending, beginning with 0.
+
+    Example:
+        >>> rows = Ragged.from_lists([[1, 2, 3], [], [4]])
+        >>> rows.lengths.tolist(), rows.take([2, 0]).to_lists()
+        ([3, 0, 1], [[4], [1, 2, 3]])
     """
 
     values: Array
@@ -69,46 +74,48 @@ class Ragged:
         return int(self.values.nbytes + self.offsets.nbytes)
 
     def to_host(self) -> "Ragged":
-        """The same rows as NumPy arrays: themselves, or a copy of what lies on a device."""
+        """The same rows in host memory; a copy only if they are on a device."""
         return Ragged(on_host(self.values), on_host(self.offsets))
 
     def take(self, rows: Array) -> "Ragged":
         """The given rows in the given order, in one gather.
 
         Args:
-            rows: (m,) integer row numbers.
+            rows: (m,) row numbers.
         """
         xp = array_module(self.values)
         lengths = self.lengths[rows]
         offsets = offsets_of(lengths)
-        # Position j of the result lies in row r; it comes from where r starts in `values`, plus j's place in r.
+        # Position j of the result is in its row i at j - offsets[i], so it comes from values[self.offsets[rows[i]] +
+        # j - offsets[i]]: j plus a shift that is the same for the whole row.
         shift = xp.repeat(self.offsets[rows] - offsets[:-1], lengths)
         return Ragged(self.values[xp.arange(int(offsets[-1]), dtype=np.int64) + shift], offsets)
 
     def filter(self, keep: Array) -> "Ragged":
-        """The rows to be kept, in their order: several times as fast as `take`.
+        """Some of the rows, in their order; several times as fast as `take`.
 
         Args:
-            keep: (n,) bool.
+            keep: (n,) bool, which rows.
         """
         xp = array_module(self.values)
         lengths = self.lengths
         return Ragged(self.values[xp.repeat(keep, lengths)], offsets_of(lengths[keep]))
 
-    def truncate(self, length: int, keep: Truncation) -> "Ragged":
-        """Rows of at most `length` ids, cut as verl cuts them.
+    def truncate(self, length: int, side: Truncation) -> "Ragged":
+        """Truncates rows to at most `length` ids, as verl does.
 
         Args:
-            keep: which part goes: "left" keeps a row's end, "right" its start, "middle" its first length // 2 ids and
-                the rest from its end. "error" is the caller's to raise: it knows which file a row is from.
+            length: ids that a row keeps at most.
+            side: which end to truncate. "left" keeps the end of a row, "right" its start, "middle" its first
+                length // 2 ids and the rest from its end. "error" is for the caller to raise, who knows the row's file.
         """
         xp = array_module(self.values)
         lengths = self.lengths
         if not len(lengths) or int(lengths.max()) <= length:
             return self
-        head = {"left": 0, "right": length, "middle": length // 2}[keep]
+        head = {"left": 0, "right": length, "middle": length // 2}[side]
         place = xp.arange(len(self.values), dtype=np.int64) - xp.repeat(self.offsets[:-1], lengths)
-        tail = xp.repeat(lengths, lengths) - place  # 1 for a row's last id
+        tail = xp.repeat(lengths, lengths) - place  # counted from the end of the row: 1 for its last id
         kept = (place < head) | (tail <= length - head)
         return Ragged(self.values[kept], offsets_of(xp.minimum(lengths, length)))
 
@@ -116,7 +123,7 @@ class Ragged:
     def concatenate(parts: list["Ragged"]) -> "Ragged":
         """The rows of all parts, one after the other.
 
-        Empties the list: each part is freed as soon as it is copied, so that the rows are never in memory twice.
+        Empties the list: each part is freed as soon as it is copied.
         """
         if not parts:
             return Ragged(np.zeros(0, np.int32), np.zeros(1, np.int64))
@@ -131,13 +138,13 @@ class Ragged:
         return Ragged(values, offsets)
 
     def to_lists(self) -> list[list[int]]:
-        """As Python lists of ints."""
+        """Converts the rows to Python lists of ints."""
         flat, offsets = self.values.tolist(), self.offsets.tolist()
         return [flat[start:end] for start, end in itertools.pairwise(offsets)]
 
     @staticmethod
     def from_lists(rows: Sequence[Sequence[int]]) -> "Ragged":
-        """From Python lists of ids."""
+        """Makes rows from Python lists of ids."""
         offsets = offsets_of(np.fromiter((len(row) for row in rows), np.int64, len(rows)))
         values = np.fromiter((token for row in rows for token in row), np.int32, int(offsets[-1]))
         return Ragged(values, offsets)

@@ -1,4 +1,4 @@
-"""PromptDataset: what a load gives. Rows as verl's dicts, whole batches in one gather, and the columns behind them."""
+"""`PromptDataset`, the result of a load: rows as verl's dicts, whole batches in one gather, and the columns."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -21,23 +21,30 @@ Row = dict[str, Any]
 
 
 class PromptDataset(torch.utils.data.Dataset[Row]):
-    """Tokenized prompts with the columns of their files.
+    """Tokenized prompts with the other columns of their files. Made by `gpuload.load`.
 
-    A row is a dict of verl's keys; L is `max_prompt_length`, or the row's own length with `padding="longest"`:
+    A row is a dict with verl's keys; L is `max_prompt_length`:
 
         input_ids, attention_mask, position_ids   int64 tensors (L,), left-padded
-        raw_prompt_ids                            list[int], unpadded, truncated by the same rule
+        raw_prompt_ids                            list[int], not padded, truncated by the same rule
         raw_prompt                                list[dict], with `return_raw_chat`
         full_prompts                              str, with `return_full_prompt`
         index                                     extra_info["index"], else 0
         every other column of the files           Python objects
 
-    Made by `gpuload.load`.
-
     Attributes:
-        tokens: all ids, ragged; int32.
+        tokens: all ids, n ragged rows of int32 in host memory.
         report: what the load did.
+        options: of the load.
+        pad_token_id: fills up padded rows.
         passed_through: the other columns, file by file as they were read.
+
+    Example:
+        >>> import gpuload
+        >>> from gpuload.demo_data import demo_files
+        >>> prompts = gpuload.load(*demo_files(), max_prompt_length=512, max_samples=8)
+        >>> len(prompts), prompts[0]["input_ids"].shape
+        (8, torch.Size([512]))
     """
 
     def __init__(
@@ -69,16 +76,20 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """Tells this data from other data: plain data, made when it is first asked for."""
+        """Identifies this data, as plain data; see `gpuload.fingerprint`. Computed when first asked for."""
         return self._about | {"tokens": token_digest(self.tokens)}
 
     @property
     def columns(self) -> pa.Table:
-        """The passed-through columns of all rows as one Arrow table."""
+        """The pass-through columns of all rows as one Arrow table.
+
+        Raises:
+            DataError: the files' columns have no common type.
+        """
         return self.passed_through.table()
 
     def to_cudf(self) -> Any:
-        """The kept rows as a `cudf.DataFrame`: the passed-through columns, and `raw_prompt_ids`, a list of int32 a row.
+        """Converts the rows to a `cudf.DataFrame`: the pass-through columns, and `raw_prompt_ids`, lists of int32.
 
         Raises:
             DeviceError: cuDF is not installed.
@@ -91,16 +102,21 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
 
     @property
     def column_types(self) -> pa.Schema:
-        """The passed-through columns with the types of the first file that has them."""
+        """The pass-through columns, each with its type in the first file that has it."""
         return self.passed_through.schema()
 
     def take(self, names: Sequence[str], rows: Sequence[int] | None = None) -> dict[str, list[Any]]:
-        """Passed-through columns as Python objects, all rows or some, without making tensors."""
+        """Converts some pass-through columns to Python objects, without making tensors.
+
+        Args:
+            names: of the columns.
+            rows: which rows; None for all.
+        """
         numbers = np.arange(len(self)) if rows is None else np.asarray(rows, np.int64)
         return self.passed_through.take(numbers, names)
 
     def origin(self, row: int) -> tuple[str, int]:
-        """The file a row is from, and its number there."""
+        """The file that a row comes from, and its row number in that file."""
         source, number = self._origin[row]
         return self.report.files[source], int(number)
 
@@ -108,22 +124,26 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
         return self.__getitems__([row])[0]
 
     def __getitems__(self, rows: Sequence[int]) -> list[Row]:
-        """Several rows at the cost of one gather: torch's loaders call this once per batch.
+        """Returns several rows with one gather; torch's data loaders call this once per batch.
 
         Raises:
-            IndexError: no such row.
-            PromptTooLongError: a row over `max_prompt_length`, with `truncation="error"`.
+            IndexError: a row number is out of range.
+            PromptTooLongError: a row is over `max_prompt_length`, with `truncation="error"`.
         """
         taken = self._take(rows, "max_length")
         columns = [values.unbind(0) if isinstance(values, torch.Tensor) else values for values in taken.values()]
         return [dict(zip(taken, values, strict=True)) for values in zip(*columns, strict=True)]
 
     def batch(self, rows: Sequence[int] | np.ndarray[Any, Any], padding: Padding = "max_length") -> dict[str, Any]:
-        """B rows with B in front of every key's shape: tensors (B, L), and 1-d object arrays for everything else.
+        """Returns B rows as one batch: tensors (B, L), and 1-d object arrays for everything else.
 
         Args:
-            rows: row numbers; negative ones count from the end.
-            padding: to `max_prompt_length`, or to the longest row of the batch.
+            rows: B row numbers; negative ones count from the end.
+            padding: "max_length", or "longest" for L = the longest row of the batch.
+
+        Raises:
+            IndexError: a row number is out of range.
+            PromptTooLongError: a row is over `max_prompt_length`, with `truncation="error"`.
         """
         return {
             key: values if isinstance(values, torch.Tensor) else _object_array(values)
@@ -131,19 +151,21 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
         }
 
     def ahead(self, batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Batches of this data set one after the other, made early where that saves waiting: for `PromptLoader`."""
+        """The same batches, each made early where that hides a transfer. For `PromptLoader`."""
         return self._padded.ahead(batches)
 
     def loader(self, batch_size: int, **settings: Any) -> PromptLoader:
-        """An iterator over device batches with a state that can be saved; see `PromptLoader` for the settings.
+        """Returns an iterator over device batches, with a state that can be saved.
 
-        `shuffle` and `seed` are those given to `load`, where not given here.
+        Args:
+            batch_size: rows per batch and rank.
+            **settings: see `PromptLoader`; `shuffle` and `seed` default to those given to `load`.
         """
         settings = {"shuffle": self.options.shuffle, "seed": self.options.seed or 0} | settings
         return PromptLoader(self, batch_size, **settings)
 
     def _take(self, rows: Sequence[int] | np.ndarray[Any, Any], padding: Padding) -> dict[str, Any]:
-        """B rows of every key: tensors (B, L), and lists of B objects."""
+        """B rows by key: tensors (B, L), and lists of B objects."""
         numbers = self._check(rows)
         length = self.options.max_prompt_length
         tokens = self.tokens.take(numbers).truncate(length, self.options.truncation)
@@ -163,7 +185,7 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
         numbers = np.asarray(rows, np.int64).reshape(-1)
         outside = numbers[(numbers < -len(self)) | (numbers >= len(self))]
         if len(outside):
-            raise IndexError(f"row {outside[0]} of a data set of {len(self)} rows")
+            raise IndexError(f"index {outside[0]} is out of range for a dataset with {len(self)} rows")
         numbers = np.where(numbers < 0, numbers + len(self), numbers)
         limit = self.options.max_prompt_length
         if self.options.truncation == "error":
@@ -171,17 +193,28 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
             for number in numbers[lengths > limit]:
                 file, place = self.origin(number)
                 raise PromptTooLongError(
-                    f"row {number} ({file} row {place}) has {self.tokens.lengths[number]} tokens, more than "
-                    f"max_prompt_length={limit}: raise it, set truncation to 'left', 'right' or 'middle', or set "
-                    "filter_overlong_prompts=True"
+                    f"row {number} ({file} row {place}) has {self.tokens.lengths[number]} tokens, which exceeds "
+                    f"max_prompt_length={limit}: raise max_prompt_length, set truncation to 'left', 'right' or "
+                    "'middle', or set filter_overlong_prompts=True"
                 )
         return numbers
 
 
 def collate_fn(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Rows → a batch, as verl collates: tensors are stacked, everything else becomes a 1-d array of objects.
+    """Collates rows into a batch as verl does: tensors are stacked, everything else becomes a 1-d object array.
 
-    For stock torch loaders: `DataLoader(prompts, batch_size=256, collate_fn=gpuload.collate_fn)`.
+    For torch's own loaders: `DataLoader(prompts, batch_size=256, collate_fn=gpuload.collate_fn)`.
+
+    Args:
+        rows: B rows.
+
+    Returns:
+        Key → tensor (B, ...) or object array (B,).
+
+    Example:
+        >>> batch = collate_fn([{"input_ids": torch.zeros(4), "index": 7}, {"input_ids": torch.ones(4), "index": 8}])
+        >>> batch["input_ids"].shape, batch["index"].tolist()
+        (torch.Size([2, 4]), [7, 8])
     """
     values: dict[str, list[Any]] = {}
     for row in rows:
@@ -199,5 +232,5 @@ def _index(extra_info: Any) -> Any:
 
 
 def _object_array(values: Sequence[Any]) -> np.ndarray[Any, Any]:
-    """One-dimensional whatever the values: `np.array` makes a matrix of lists that happen to be equally long."""
+    """A 1-d array whatever the values: `np.array` would make a matrix of lists that happen to be equally long."""
     return np.fromiter(values, object, len(values))

@@ -1,40 +1,40 @@
-"""What can go wrong, by whose hands it can be mended.
+"""The exceptions of gpuload, by what the user can do about them.
 
-Every message says what was wrong, where (file, row, key) and what to do.
+Every message says what is wrong, where (file, row, key) and what to do.
 """
 
 
 class GpuloadError(Exception):
-    """Any error that gpuload raises on purpose."""
+    """Base class of all exceptions that gpuload raises on purpose."""
 
 
 class OptionError(GpuloadError, ValueError):
-    """An option that does not exist or a value that makes no sense."""
+    """An unknown option, or an invalid value."""
 
 
 class SourceError(GpuloadError, OSError):
-    """A file that cannot be found, fetched or read."""
+    """A file that cannot be found, downloaded or read."""
 
 
 class DataError(GpuloadError, ValueError):
-    """A file that was read and does not hold what it should."""
+    """A file that was read but does not hold what it should."""
 
 
 class TokenizerError(GpuloadError, ValueError):
-    """A tokenizer that cannot serve: not found, without a chat template, without a padding token."""
+    """A tokenizer that cannot be loaded, or has no chat template or padding token."""
 
 
 class PromptTooLongError(GpuloadError, ValueError):
-    """A row longer than `max_prompt_length` was asked for while `truncation="error"`."""
+    """A row longer than `max_prompt_length` was requested with `truncation="error"`."""
 
 
 class MismatchError(GpuloadError, RuntimeError):
-    """The fast path and the reference gave different tokens, and `strict=True`."""
+    """The fast path returned other tokens than the tokenizer, with `strict=True`."""
 
 
 class DeviceError(GpuloadError, RuntimeError):
-    """A device was asked for that is not there or does not work."""
+    """The requested device is not available, does not work, or has too little memory."""
 
 
 class ResumeError(GpuloadError, ValueError):
-    """A loader state that belongs to other data, another tokenizer or other settings."""
+    """A loader state for other data, another tokenizer or other settings."""

@@ -1,4 +1,4 @@
-"""What a data set was made of, so that a training run is never resumed on other data by accident."""
+"""Fingerprints of datasets, so that a training run is not resumed on other data by accident."""
 
 import dataclasses
 import hashlib
@@ -15,7 +15,7 @@ from gpuload.sources.read import Source
 
 Fingerprint = dict[str, Any]
 
-# Options that decide neither which rows there are nor what is in them.
+# Options that do not affect which rows a dataset has, nor their content.
 _WITHOUT_EFFECT = frozenset(
     "cache_dir token_cache token_cache_bytes device tokens_on gpu_memory_limit verify strict progress "
     "trust_remote_code shuffle seed".split()
@@ -23,11 +23,17 @@ _WITHOUT_EFFECT = frozenset(
 
 
 def fingerprint(sources: Sequence[Source], reference: Reference | None, options: Options) -> Fingerprint:
-    """Plain data: `files` (name → content), `tokenizer` (None: nothing is tokenized), `options`. A data set adds
-    `tokens`, the ids themselves.
+    """Makes the fingerprint of a dataset, except for its tokens.
 
-    The ids are the last word: files that were rewritten, renamed or moved to another machine make no difference as
-    long as every row has the same tokens. The other parts are there to say what changed when they differ.
+    Args:
+        sources: the files.
+        reference: the tokenizer; None if nothing is tokenized.
+        options: of the load.
+
+    Returns:
+        Plain data: `files` (name → digest), `tokenizer` and `options`. A dataset adds `tokens`, a digest of its ids,
+        which decides: files that were rewritten, renamed or moved make no difference as long as every row has the same
+        tokens. The other parts say what changed.
     """
     names = [f"{number}: {os.path.basename(source.name)}" for number, source in enumerate(sources)]
     return {
@@ -42,12 +48,12 @@ def fingerprint(sources: Sequence[Source], reference: Reference | None, options:
 
 
 def token_digest(tokens: Ragged) -> str:
-    """Tells ids apart, at a gigabyte a second."""
+    """Digest of all ids; about a gigabyte per second."""
     return _digest(np.ascontiguousarray(tokens.values).data, np.ascontiguousarray(tokens.offsets).data)
 
 
 def difference(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str | None:
-    """In words, what makes two fingerprints different data; None where it is the same."""
+    """Describes in words how two fingerprints differ; None if they are of the same data."""
     if saved.get("tokens") == current["tokens"] and saved.get("options") == current["options"]:
         return None
     found = []
@@ -55,7 +61,7 @@ def difference(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str | No
         was, now = saved.get(part, {}), current[part]
         for key in [*was, *(key for key in now if key not in was)]:
             if key not in now:
-                found.append(f"{part}: {key} is gone")
+                found.append(f"{part}: {key} is missing now")
             elif key not in was:
                 found.append(f"{part}: {key} is new")
             elif was[key] != now[key]:

@@ -1,7 +1,7 @@
-"""PromptLoader: batches in a reproducible order, with a state that can be saved in the middle of an epoch.
+"""`PromptLoader`: batches in a reproducible order, with a state that can be saved in the middle of an epoch.
 
-The order of an epoch is a pure function of (seed, epoch, number of rows); the state is therefore two numbers, and the
-fingerprint of the data they are numbers of.
+The order of an epoch is a pure function of (seed, epoch, number of rows). The state is therefore two numbers and the
+fingerprint of the data.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ _VERSION = 1
 
 
 class Data(Protocol):
-    """What is iterated over: a `PromptDataset`, as far as a loader knows it."""
+    """What a loader needs of a dataset."""
 
     @property
     def fingerprint(self) -> Fingerprint: ...
@@ -30,23 +30,34 @@ class Data(Protocol):
 
 
 class PromptLoader:
-    """Iterates over the batches of one epoch; the next `iter()` gives the next epoch.
+    """Iterates over the batches of one epoch; the next `iter()` starts the next epoch.
 
-    >>> for batch in prompts.loader(batch_size=256, shuffle=True, seed=0):
-    ...     batch["input_ids"]  # int64 (256, max_prompt_length)
+    Made by `PromptDataset.loader`.
 
     Args:
+        dataset: the rows.
         batch_size: rows per batch and rank.
-        shuffle: a new order every epoch; else the order of the data set.
-        seed: of the order; give all ranks the same.
-        rank, world_size: rank r takes rows r, r + world_size, ... of the epoch's order. All ranks get the same number
-            of batches of the same sizes: where the rows do not divide evenly, the last few are left out with
-            `drop_last`, and else filled up with rows from the start of the epoch's order.
-        drop_last: leave out a last batch that is not full.
+        shuffle: a new order every epoch; otherwise the order of the dataset.
+        seed: of the order; the same on all ranks.
+        rank, world_size: rank r takes the rows r, r + world_size, ... of the epoch's order. All ranks get the same
+            number of batches of the same sizes: if the rows do not divide evenly, the last few are dropped with
+            `drop_last`, and otherwise filled up with rows from the start of the epoch's order.
+        drop_last: drop a last batch that is not full.
         padding: "max_length", or "longest": as wide as the longest row of the batch.
 
     Attributes:
-        epoch: the epoch that the next `iter()` gives, or that is under way.
+        epoch: the epoch that the next `iter()` yields, or that is in progress.
+
+    Raises:
+        OptionError: an invalid setting, or no full batch with `drop_last`.
+
+    Example:
+        >>> import gpuload
+        >>> from gpuload.demo_data import demo_files
+        >>> prompts = gpuload.load(*demo_files(), max_prompt_length=512, max_samples=8)
+        >>> loader = prompts.loader(batch_size=4, shuffle=True, seed=0)
+        >>> [tuple(batch["input_ids"].shape) for batch in loader]
+        [(4, 512), (4, 512)]
     """
 
     def __init__(
@@ -65,7 +76,7 @@ class PromptLoader:
             if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
                 raise OptionError(f"{name}={value!r}: expected an integer of at least {least}")
         if not 0 <= rank < world_size:
-            raise OptionError(f"rank={rank}: expected 0 to {world_size - 1}, as world_size={world_size}")
+            raise OptionError(f"rank={rank}: expected 0 to {world_size - 1} for world_size={world_size}")
         if padding not in get_args(Padding):
             raise OptionError(f"padding={padding!r}: expected one of {', '.join(map(repr, get_args(Padding)))}")
         self._dataset = dataset
@@ -79,11 +90,11 @@ class PromptLoader:
         self._rank = rank
         self._padding: Padding = padding
         self.epoch = 0
-        self._batch = 0  # batches of this epoch that were given out
+        self._batch = 0  # batches of this epoch that were yielded
         self._resuming = False
         if len(self) == 0:
             raise OptionError(
-                f"no full batch: {len(dataset)} rows for {world_size} ranks of batch_size={batch_size} with drop_last"
+                f"drop_last leaves no batch: {len(dataset)} rows, world_size={world_size}, batch_size={batch_size}"
             )
 
     def __len__(self) -> int:
@@ -92,7 +103,7 @@ class PromptLoader:
         return rows // size if self._settings["drop_last"] else -(-rows // size)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        if self._batch and not self._resuming:  # an epoch that was broken off is not taken up again by itself
+        if self._batch and not self._resuming:  # an epoch that was left early is not resumed by itself
             self.epoch, self._batch = self.epoch + 1, 0
         self._resuming = False
         order = self._order(self.epoch)
@@ -104,11 +115,11 @@ class PromptLoader:
         self.epoch, self._batch = self.epoch + 1, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Starts the next `iter()` at the beginning of an epoch."""
+        """Makes the next `iter()` start at the beginning of an epoch."""
         self.epoch, self._batch, self._resuming = epoch, 0, False
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data: where this loader stands, and over what. The same on every rank."""
+        """The position and the settings of this loader, as plain data. The same on every rank."""
         return {
             "version": _VERSION,
             "epoch": self.epoch,
@@ -118,23 +129,28 @@ class PromptLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Makes the next `iter()` go on where `state` was taken, with the identical next batch.
+        """Makes the next `iter()` continue where `state` was saved, with the identical next batch.
+
+        Args:
+            state: from `state_dict`.
 
         Raises:
-            ResumeError: the state is of other data or other settings; it names what differs.
+            ResumeError: the state is for other data or other settings; the message names what differs.
         """
         if state.get("version") != _VERSION:
-            raise ResumeError(f"loader state of version {state.get('version')!r}: this gpuload reads {_VERSION}")
+            raise ResumeError(
+                f"the loader state has version {state.get('version')!r}, this gpuload supports version {_VERSION}"
+            )
         changed = [
             f"{name} was {state['settings'].get(name)!r}, is {value!r}"
             for name, value in self._settings.items()
             if state["settings"].get(name) != value
         ]
         if changed:
-            raise ResumeError(f"the state is of a loader with other settings: {'; '.join(changed)}")
+            raise ResumeError(f"the state was saved by a loader with other settings: {'; '.join(changed)}")
         differs = difference(state["fingerprint"], self._dataset.fingerprint)
         if differs:
-            raise ResumeError(f"the state is of other data: {differs}")
+            raise ResumeError(f"the state was saved for other data: {differs}")
         self.epoch, self._batch, self._resuming = int(state["epoch"]), int(state["batch"]), True
 
     def _rows_per_rank(self) -> int:

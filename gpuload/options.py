@@ -1,13 +1,12 @@
-"""The options of one load, checked once, at the door.
+"""The options of a load, checked once.
 
-They carry verl's own key names, so that a trainer's `data:` section can be passed as it is: `load(files, tokenizer,
-**config.data)`. Keys of that section which are not about loading prompts are accepted and ignored; any other unknown
-key is an error.
+They have verl's key names, so that a trainer's `data:` section can be passed as it is: `load(files, tokenizer,
+**config.data)`. Keys of that section that do not concern prompts are accepted and ignored. Any other unknown key is an
+error.
 """
 
 import dataclasses
 import difflib
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -19,8 +18,8 @@ Verify = Literal["sample", "full", "off"]
 Padding = Literal["max_length", "longest"]
 TokensOn = Literal["device", "host"]
 
-# The keys of verl 0.9.1's `data:` section (trainer/config/data/legacy_data.yaml) that say nothing about how prompts
-# are read, rendered and tokenized here.
+# The keys of verl 0.9.1's `data:` section (trainer/config/data/legacy_data.yaml) that have no effect on how gpuload
+# reads, renders and tokenizes prompts.
 _IGNORED = frozenset(
     "tokenizer use_shm train_files val_files train_max_samples val_max_samples reward_fn_key max_response_length "
     "train_batch_size gen_batch_size val_batch_size tool_config_path function_tool_path return_raw_input_ids "
@@ -29,9 +28,8 @@ _IGNORED = frozenset(
     "need_tools_kwargs chat_template_func".split()
 )
 
-# What `apply_chat_template` takes besides the template's own variables, and that would change the shape of its answer:
-# this is decided by the loader.
-_DECIDED_HERE = {
+# Arguments of `apply_chat_template` that would change what it returns → what to use instead.
+_SET_BY_LOADER = {
     "tokenize": "",
     "return_dict": "",
     "return_tensors": "",
@@ -45,35 +43,38 @@ _DECIDED_HERE = {
 
 @dataclass(frozen=True)
 class Options:
-    """What `gpuload.load` takes besides files and a tokenizer.
+    """The options of `gpuload.load`.
 
     Attributes:
-        prompt_key: the column that holds prompts: messages (list of {role, content}) or plain strings.
+        prompt_key: the column with the prompts: messages (lists of {role, content}) or plain strings.
         max_prompt_length: the limit in tokens, and the width of padded rows.
-        filter_overlong_prompts: drop rows longer than the limit.
-        truncation: what a batch does to a row over the limit that was not dropped.
-        return_raw_chat: rows carry `raw_prompt`, the messages as they are in the file.
-        return_full_prompt: rows carry `full_prompts`, the rendered text.
+        filter_overlong_prompts: drop rows over the limit.
+        truncation: what a batch does with a row over the limit that was not dropped: raise an "error", or truncate it
+            on the "left", on the "right" or in the "middle".
+        return_raw_chat: rows have `raw_prompt`, the messages as they are in the file.
+        return_full_prompt: rows have `full_prompts`, the rendered text.
         apply_chat_template_kwargs: constants for the chat template (`tools`, `enable_thinking`, `documents`, ...).
         chat_template: "default" (the tokenizer's own), the name of one of its templates, the text of a template, or
-            None: prompts are plain strings, tokenized as they are.
-        max_samples: at most this many rows, taken before the filter; -1 for all.
-        shuffle: take `max_samples` at random rather than the first ones; also the loader's default.
-        seed: for `shuffle`; None draws a fresh one.
-        pad_token_id: overrides the tokenizer's.
-        cache_dir: where remote files are copied to, once, and token ids are kept; `$GPULOAD_CACHE` where that is set.
-        token_cache: keep the ids of files in `cache_dir`/tokens, and use what is kept there.
-        token_cache_bytes: what they may take there; those not used for the longest time go first. 0: a tenth of the
-            free disk, and at most 20 GB.
-        device: "auto" (a GPU where one works, else the CPU; the report says why), "cpu", "cuda" or "cuda:N".
-        tokens_on: where the GPU engine keeps the ids that batches are made of: on the "device" (4 bytes a token), or
-            pinned on the "host", from where each batch's ids cross the bus one batch ahead.
-        gpu_memory_limit: bytes of GPU memory that a load may take beside the store of ids; 0: half of what is free.
-        verify: compare the fast path with the reference on a "sample" of rows, on all ("full") or on none ("off").
-        strict: a row that cannot be rendered, or a token that differs, is an error rather than a dropped row and a
-            slower path.
-        progress: show a progress bar; None: where there is a terminal.
-        trust_remote_code: passed on to transformers when the tokenizer is given by name.
+            None: prompts are plain strings, tokenized without a template.
+        max_samples: take at most this many rows, before the filter; -1 for all.
+        shuffle: take `max_samples` at random instead of the first ones; also the loader's default.
+        seed: for `shuffle`; None for a random one.
+        pad_token_id: the padding token; None for the tokenizer's `pad_token_id`, or else its `eos_token_id`.
+        cache_dir: directory for copies of remote files and for cached token ids; None for `$GPULOAD_CACHE`, else
+            `$XDG_CACHE_HOME/gpuload`, else `~/.cache/gpuload`.
+        token_cache: cache the token ids of files in `cache_dir`/tokens, and reuse them.
+        token_cache_bytes: limit of that cache; least recently used entries are removed first. 0: a tenth of the free
+            disk space, and at most 20 GB.
+        device: "auto" (a GPU if one works, else the CPU; the report says why), "cpu", "cuda" or "cuda:N".
+        tokens_on: where the GPU engine stores ids: on the "device" (4 bytes per token), or in pinned memory of the
+            "host", from which each batch is read one batch ahead.
+        gpu_memory_limit: bytes of GPU memory that a load may use in addition to the stored ids; 0 for half of what is
+            free.
+        verify: compare the fast path with the tokenizer on a "sample" of rows, on all ("full") or on none ("off").
+        strict: raise an error for a row that cannot be rendered, and for a token that differs, instead of dropping the
+            row and of falling back to the tokenizer.
+        progress: show a progress bar; None: if standard error is a terminal.
+        trust_remote_code: passed to transformers if the tokenizer is given by name.
     """
 
     prompt_key: str = "prompt"
@@ -88,7 +89,7 @@ class Options:
     shuffle: bool = False
     seed: int | None = None
     pad_token_id: int | None = None
-    cache_dir: str = field(default_factory=lambda: os.environ.get("GPULOAD_CACHE") or "~/.cache/gpuload")
+    cache_dir: str | None = None
     token_cache: bool = True
     token_cache_bytes: int = 0
     device: str = "auto"
@@ -101,10 +102,14 @@ class Options:
 
     @staticmethod
     def parse(given: Mapping[str, Any]) -> "Options":
-        """Options from keyword arguments or a trainer's `data:` section (a dict or an OmegaConf mapping).
+        """Checks keyword arguments, or a trainer's `data:` section (a dict or an OmegaConf mapping).
 
         Raises:
-            OptionError: for an unknown key (naming the nearest known one) or a value that makes no sense.
+            OptionError: an unknown key (the message names the nearest known one), or an invalid value.
+
+        Example:
+            >>> Options.parse({"max_prompt_length": 512, "train_batch_size": 1024}).max_prompt_length
+            512
         """
         known = {f.name for f in dataclasses.fields(Options)}
         unknown = sorted(set(given) - known - _IGNORED)
@@ -112,42 +117,54 @@ class Options:
             raise OptionError(
                 f"unknown option{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}{nearest(unknown[0], known)}"
             )
-        options = Options(**{key: plain(value) for key, value in given.items() if key in known})
+        values = {key: plain(value) for key, value in given.items() if key in known}
+        if values.get("apply_chat_template_kwargs", {}) is None:
+            del values["apply_chat_template_kwargs"]
+        options = Options(**values)
         options._check()
         return options
 
     def _check(self) -> None:
-        for name in ("prompt_key", "cache_dir", "device"):
+        base, _, number = self.device.partition(":") if isinstance(self.device, str) else ("", "", "")
+        known_device = self.device in ("auto", "cpu", "cuda") or (base == "cuda" and number.isdigit())
+        for name in ("prompt_key", "device"):
             _expect(self, name, bool(getattr(self, name)) and isinstance(getattr(self, name), str), "a string")
-        flags = "filter_overlong_prompts return_raw_chat return_full_prompt shuffle strict token_cache"
-        for name in flags.split():
+        _expect(self, "cache_dir", self.cache_dir is None or _is_string(self.cache_dir), "a path, or None")
+        for name in _FLAGS:
             _expect(self, name, isinstance(getattr(self, name), bool), "True or False")
-        _expect(self, "max_prompt_length", _is_int(self.max_prompt_length) and self.max_prompt_length > 0, "tokens > 0")
-        _expect(self, "truncation", self.truncation in get_args(Truncation), f"one of {_names(Truncation)}")
-        _expect(self, "tokens_on", self.tokens_on in get_args(TokensOn), f"one of {_names(TokensOn)}")
-        _expect(self, "verify", self.verify in get_args(Verify), f"one of {_names(Verify)}")
-        _expect(self, "max_samples", _is_int(self.max_samples) and self.max_samples >= -1, "a number of rows, or -1")
-        _expect(self, "max_samples", self.max_samples != 0, "a number of rows, or -1 for all")
+        for name, choices in (("truncation", Truncation), ("tokens_on", TokensOn), ("verify", Verify)):
+            _expect(self, name, getattr(self, name) in get_args(choices), f"one of {_names(choices)}")
+        _expect(
+            self, "max_prompt_length", _is_int(self.max_prompt_length) and self.max_prompt_length > 0, "an integer > 0"
+        )
+        several = _is_int(self.max_samples) and (self.max_samples > 0 or self.max_samples == -1)
+        _expect(self, "max_samples", several, "an integer > 0, or -1 for all rows")
         _expect(self, "seed", self.seed is None or (_is_int(self.seed) and self.seed >= 0), "an integer >= 0, or None")
         _expect(self, "pad_token_id", self.pad_token_id is None or _is_int(self.pad_token_id), "a token id, or None")
-        _expect(self, "chat_template", self.chat_template is None or isinstance(self.chat_template, str), "a string")
-        for name in ("gpu_memory_limit", "token_cache_bytes"):
-            _expect(self, name, _is_int(getattr(self, name)) and getattr(self, name) >= 0, "bytes, or 0")
-        base, _, number = self.device.partition(":")
         _expect(
             self,
-            "device",
-            self.device in ("auto", "cpu", "cuda") or (base == "cuda" and number.isdigit()),
-            "'auto', 'cpu', 'cuda' or 'cuda:N'",
+            "chat_template",
+            self.chat_template is None or isinstance(self.chat_template, str),
+            "a string, or None",
         )
+        for name in ("gpu_memory_limit", "token_cache_bytes"):
+            _expect(self, name, _is_int(getattr(self, name)) and getattr(self, name) >= 0, "a number of bytes, or 0")
+        _expect(self, "device", known_device, "'auto', 'cpu', 'cuda' or 'cuda:N'")
         kwargs = self.apply_chat_template_kwargs
         _expect(self, "apply_chat_template_kwargs", isinstance(kwargs, Mapping), "a mapping")
         check_template_kwargs(kwargs)
 
 
+_FLAGS = "filter_overlong_prompts return_raw_chat return_full_prompt shuffle strict token_cache".split()
+
+
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """Raises OptionError where an argument for the chat template would change what a load returns."""
-    for key, remedy in _DECIDED_HERE.items():
+    """Checks arguments for the chat template.
+
+    Raises:
+        OptionError: one of them would change what `apply_chat_template` returns.
+    """
+    for key, remedy in _SET_BY_LOADER.items():
         if key in kwargs:
             raise OptionError(f"apply_chat_template_kwargs.{key} is set by the loader: {remedy or 'remove it'}")
 
@@ -161,18 +178,22 @@ def _names(literal: Any) -> str:
     return ", ".join(repr(value) for value in get_args(literal))
 
 
+def _is_string(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def nearest(name: str, known: set[str]) -> str:
-    """The end of a message about an unknown name: the nearest known one, or all of them."""
+    """The end of a message about an unknown name: suggests the nearest known one, or lists all."""
     close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.65)
-    return f": did you mean {close[0]}?" if close else f": there are {', '.join(sorted(known))}"
+    return f": did you mean {close[0]}?" if close else f"; expected one of {', '.join(sorted(known))}"
 
 
 def plain(value: Any) -> Any:
-    """Mappings and sequences of a configuration library (OmegaConf and others) as dicts and lists."""
+    """Converts mappings and sequences of a configuration library (OmegaConf and others) to dicts and lists."""
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):

@@ -1,4 +1,4 @@
-"""What a load did, for people: rows, reasons, seconds, exactness."""
+"""The report of a load, for people: rows, reasons, seconds, verification."""
 
 from dataclasses import dataclass, field
 
@@ -9,26 +9,29 @@ _EXAMPLES = 5
 
 @dataclass
 class Report:
-    """Filled while a load runs.
+    """What a load did; `print(prompts.report)` shows it.
 
     Attributes:
-        files: the sources' names.
-        rows_read: rows looked at (after `max_samples`).
-        rows_kept: rows in the data set.
-        overlong: rows longer than `max_prompt_length`: dropped, or kept with `filter_overlong_prompts=False`.
+        files: names of the sources.
+        max_prompt_length: the limit in tokens.
+        engine: what rendered and encoded.
+        notes: why a faster way was not used, and other remarks.
+        rows_read: rows that were looked at (after `max_samples`).
+        rows_kept: rows in the dataset.
+        overlong: rows over the limit: dropped, or kept with `filter_overlong_prompts=False`.
         overlong_dropped: whether they were dropped.
         rejected: reason → number of rows dropped for it.
-        examples: reason → the first rows, as "file row N".
-        rows_compiled: rows that went through the compiled template.
-        by_reference: why rows were rendered by transformers instead, one by one → how many.
-        rows_left: rows that the engine's own tokenizer left to the host's.
-        source_bytes, text_bytes, tokens: of files, of rendered text, of kept ids.
-        shortest, longest: kept rows, in tokens.
-        seconds: stage → seconds of work; stages overlap, so that they add up to more than `total`.
-        engine: what did the work; notes: why something faster did not.
-        check: the comparison with the reference.
-        from_cache, into_cache: files whose tokens were found in the cache, and those whose tokens were put there.
-        cache: its folder.
+        examples: reason → the first such rows, as "file row N".
+        rows_compiled: rows rendered by the compiled template.
+        by_reference: why rows were rendered by transformers, one by one → how many.
+        rows_fallback: rows that the GPU engine's tokenizer handed to the host's.
+        source_bytes, text_bytes: bytes of the files, and of the rendered text.
+        tokens: ids of the kept rows.
+        shortest, longest: the kept rows' smallest and largest number of tokens.
+        seconds: stage → seconds of work. Stages overlap, so they add up to more than `total`.
+        check: the outcome of the verification.
+        from_cache, into_cache: files whose tokens were found in the token cache, and were written to it.
+        cache: the cache's directory.
     """
 
     files: list[str]
@@ -43,7 +46,7 @@ class Report:
     examples: dict[str, list[str]] = field(default_factory=dict)
     rows_compiled: int = 0
     by_reference: dict[str, int] = field(default_factory=dict)
-    rows_left: int = 0
+    rows_fallback: int = 0
     source_bytes: int = 0
     text_bytes: int = 0
     tokens: int = 0
@@ -57,6 +60,7 @@ class Report:
 
     @property
     def rows_rejected(self) -> int:
+        """Rows for which no prompt could be made."""
         return sum(self.rejected.values())
 
     @property
@@ -69,15 +73,20 @@ class Report:
         """The former name of `rows_rejected`."""
         return self.rows_rejected
 
+    @property
+    def rows_left(self) -> int:
+        """The former name of `rows_fallback`."""
+        return self.rows_fallback
+
     def reject(self, place: str, reason: str) -> None:
-        """Counts a row that has no tokens."""
+        """Counts a row without tokens."""
         self.rejected[reason] = self.rejected.get(reason, 0) + 1
         examples = self.examples.setdefault(reason, [])
         if len(examples) < _EXAMPLES:
             examples.append(place)
 
     def reasons(self) -> str:
-        """The rejections, one line each, the most frequent first."""
+        """The reasons for rejected rows, one line each, the most frequent first."""
         return "\n".join(
             f"  rejected   {count:,} rows: {reason} ({', '.join(self.examples[reason])}{', ...' * (count > _EXAMPLES)})"
             for reason, count in sorted(self.rejected.items(), key=lambda item: -item[1])[:10]
@@ -87,21 +96,23 @@ class Report:
         files = self.files[0] if len(self.files) == 1 else f"{len(self.files)} files"
         total = self.seconds.get("total", 0.0)
         dropped = self.rows_read - self.rows_kept
-        what = "dropped" if self.overlong_dropped else "kept, for truncation"
+        what = "dropped" if self.overlong_dropped else "kept, to be truncated"
         lines = [
             f"{files}: {self.rows_read:,} rows read, {self.rows_kept:,} kept, {dropped:,} dropped",
         ]
         if self.overlong:
-            lines.append(f"  overlong   {self.overlong:,} rows of more than {self.max_prompt_length:,} tokens ({what})")
+            lines.append(
+                f"  overlong   {self.overlong:,} rows over max_prompt_length={self.max_prompt_length} ({what})"
+            )
         if self.rejected:
             lines.append(self.reasons())
         if self.rows_kept:
             mean = self.tokens / self.rows_kept
             lines.append(
-                f"  tokens     {self.tokens:,}; a row has {self.shortest:,} to {self.longest:,}, {mean:,.0f} on average"
+                f"  tokens     {self.tokens:,}; {self.shortest:,} to {self.longest:,} per row, mean {mean:,.0f}"
             )
         lines += [
-            f"  bytes      {_mb(self.source_bytes)} of files, {_mb(self.text_bytes)} of rendered text",
+            f"  bytes      {_mb(self.source_bytes)} in files, {_mb(self.text_bytes)} of rendered text",
             "  seconds    " + ", ".join(f"{name} {value:.2f}" for name, value in self.seconds.items()),
             f"  speed      {self.rows_read / total if total else 0:,.0f} rows/s",
             f"  engine     {self.engine}",
@@ -109,35 +120,35 @@ class Report:
                 f"             {count:,} rows rendered by transformers: {why}"
                 for why, count in self.by_reference.items()
             ),
-            *(
-                [f"             {self.rows_left:,} rows encoded on the host: not surely in NFC, or a piece too long"]
-                if self.rows_left
-                else []
-            ),
+            *self._fallback(),
             *(f"             {note}" for note in self.notes),
             *self._cached(),
-            f"  exactness  {self._exactness()}",
+            f"  verified   {self._verification()}",
         ]
         return "\n".join(lines)
 
-    def _exactness(self) -> str:
+    def _fallback(self) -> list[str]:
+        why = "not certainly in NFC, or a pre-token too long for the device"
+        return [f"             {self.rows_fallback:,} rows encoded on the host: {why}"] if self.rows_fallback else []
+
+    def _verification(self) -> str:
         check = self.check
-        said = []
+        parts = []
         if check.rows:
-            differ = f"{len(check.mismatches)} differ" if check.mismatches else "none differs"
-            said.append(f"{check.rows:,} rows compared with the reference in {check.seconds:.2f} s, {differ}")
+            differ = f"{len(check.mismatches)} differ" if check.mismatches else "none differ"
+            parts.append(f"{check.rows:,} rows compared with the tokenizer in {check.seconds:.2f} s, {differ}")
         if check.earlier:
-            said.append(f"{check.earlier:,} rows compared when their tokens were made, none differed")
-        return "; ".join(said) or "not checked"
+            parts.append(f"{check.earlier:,} rows compared when their tokens were cached, none differed")
+        return "; ".join(parts) or "no rows compared"
 
     def _cached(self) -> list[str]:
-        """What the cache had and got: one line, or none."""
-        said = []
+        """What was read from the token cache and written to it: one line, or none."""
+        parts = []
         if self.from_cache:
-            said.append(f"tokens of {_some(self.from_cache, len(self.files))} from {self.cache}")
+            parts.append(f"tokens of {_some(self.from_cache, len(self.files))} read from {self.cache}")
         if self.into_cache:
-            said.append(f"tokens of {_some(self.into_cache, len(self.files))} kept in {self.cache}")
-        return ["  cache      " + "; ".join(said)] if said else []
+            parts.append(f"tokens of {_some(self.into_cache, len(self.files))} written to {self.cache}")
+        return ["  cache      " + "; ".join(parts)] if parts else []
 
 
 def _some(names: list[str], of: int) -> str:

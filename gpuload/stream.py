@@ -1,7 +1,7 @@
-"""The batches of a load and the belt they travel on: read, one batch ahead, timed.
+"""The batches of a load: read, then passed from stage to stage, each stage one batch ahead of the next.
 
-Each stage is a generator over the one before it. `ahead` runs a generator in a thread of its own, one item ahead of
-its consumer, so that while one batch is encoded the next is rendered and the one after it is read.
+A stage is a generator over the one before it. `ahead` runs a generator in a thread of its own, one item ahead of its
+consumer, so that while one batch is encoded the next is rendered and the one after it is read.
 """
 
 import time
@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from gpuload.arrays import Ragged
-from gpuload.engines.protocol import Text
+from gpuload.engines.protocol import Prompts, RenderedText, Tokenized
 from gpuload.sources.read import Source
 
 RowNumbers = np.ndarray[Any, np.dtype[np.int64]]
@@ -22,43 +21,47 @@ RowNumbers = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass
 class Batch:
-    """Some rows of one source, with what the stages have made of them so far.
+    """Some rows of one source, and what the stages have made of them so far.
+
+    A batch from the token cache has `tokens` from the start, and neither prompts nor text: it passes the stages that
+    render and encode unchanged.
 
     Attributes:
         source: number of the source.
         rows: (n,) row numbers in that source.
-        table: their columns.
-        prompts: their prompts, as the engine's `read` gave them.
-        rendered: their texts.
-        tokens: their ids, wherever the engine has them.
-        left: how many of them the engine's own tokenizer left to another one.
+        table: the rows' columns, in host memory.
+        prompts: the rows' prompts, as the engine reads them.
+        text: the rendered prompts.
+        tokens: the token ids.
     """
 
     source: int
     rows: RowNumbers
     table: pa.Table
-    prompts: pa.Array
-    rendered: Text | None = None
-    tokens: Ragged | None = None
-    left: int = 0
+    prompts: Prompts | None = None
+    text: RenderedText | None = None
+    tokens: Tokenized | None = None
 
-    def fetch(self, rows: RowNumbers) -> pa.Array:
-        """The prompts of some of the rows, wherever they lie, on the host."""
-        fetch: Callable[[list[int]], pa.Array] | None = getattr(self.prompts, "fetch", None)
-        return fetch(rows.tolist()) if fetch else self.prompts.take(pa.array(rows))
+    @property
+    def from_cache(self) -> bool:
+        return self.prompts is None
+
+
+Parts = Iterator[tuple[pa.Table, Prompts | Tokenized]]
+"""The rows of one source in order: their columns, and their prompts or their ids."""
 
 
 def read(
     sources: Sequence[Source],
-    open_source: Callable[[Source], Iterator[tuple[pa.Table, pa.Array]]],
+    open_source: Callable[[Source], Parts],
     wanted: RowNumbers | None,
     seconds: dict[str, float],
 ) -> Iterator[Batch]:
-    """The rows of all sources, batch by batch.
+    """Reads the rows of all sources, batch by batch.
 
     Args:
-        open_source: an engine's `read`.
-        wanted: which rows to read, numbered over all sources, in any order; None for all.
+        open_source: reads one source: an engine's `read`, or the token cache's.
+        wanted: which rows to read, numbered over all sources, in any order; None for all. Batches are in file order.
         seconds: the time spent is added to its "read".
     """
     ascending = None if wanted is None else np.sort(wanted)
@@ -67,17 +70,20 @@ def read(
         row = 0
         parts = open_source(source)
         while (part := _timed_next(parts, seconds)) is not None:
-            table, prompts = part
+            table, data = part
             rows = np.arange(row, row + table.num_rows)
             row += table.num_rows
             if ascending is not None:
                 first, last = np.searchsorted(ascending, [source_start + rows[0], source_start + rows[-1] + 1])
                 if last - first < len(rows):
                     picked = ascending[first:last] - source_start
-                    at = pa.array(picked - rows[0])
-                    table, prompts, rows = table.take(at), prompts.take(at), picked
+                    at = picked - rows[0]
+                    table, data, rows = table.take(pa.array(at)), data.take(at), picked
             if len(rows):
-                yield Batch(number, rows, table, prompts)
+                if isinstance(data, Tokenized):
+                    yield Batch(number, rows, table, tokens=data)
+                else:
+                    yield Batch(number, rows, table, prompts=data)
             if ascending is not None and source_start + row > ascending[-1]:
                 return
         source_start += source.num_rows
@@ -86,25 +92,24 @@ def read(
 def stage(
     name: str, work: Callable[[Batch], None], batches: Iterator[Batch], seconds: dict[str, float]
 ) -> Iterator[Batch]:
-    """`work` done on each batch, its time added to `seconds[name]`."""
+    """Applies `work` to each batch that has no tokens yet, and adds the time to `seconds[name]`."""
     for batch in batches:
-        started = time.perf_counter()
-        work(batch)
-        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - started
+        if batch.tokens is None:
+            started = time.perf_counter()
+            work(batch)
+            seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - started
         yield batch
 
 
 def ahead(batches: Iterator[Batch], thread: Executor) -> Iterator[Batch]:
-    """The same batches, the next one made in `thread` while the consumer is busy with this one."""
+    """Yields the same batches, and makes the next one in `thread` while the consumer works on this one."""
     coming = thread.submit(next, batches, None)
     while (batch := coming.result()) is not None:
         coming = thread.submit(next, batches, None)
         yield batch
 
 
-def _timed_next(
-    parts: Iterator[tuple[pa.Table, pa.Array]], seconds: dict[str, float]
-) -> tuple[pa.Table, pa.Array] | None:
+def _timed_next(parts: Parts, seconds: dict[str, float]) -> tuple[pa.Table, Prompts | Tokenized] | None:
     started = time.perf_counter()
     part = next(parts, None)
     seconds["read"] = seconds.get("read", 0.0) + time.perf_counter() - started

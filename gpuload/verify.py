@@ -1,36 +1,38 @@
-"""The fast path against the reference, row by row, in production.
+"""The fast path compared with the tokenizer, row by row, in production.
 
-A sample is a spread: of every batch the rows where fast paths go wrong (the shortest and the longest, special-token
-text, non-ASCII text) and some at random. It is compared while later batches are still being encoded, so that most of
-its cost is hidden; what is left is bounded by rows and bytes.
+A sample takes from every batch the rows on which fast paths fail (the shortest and the longest, special-token text,
+non-ASCII text) and some at random. It is compared while later batches are still being encoded, so that most of its cost
+is hidden; the rest is bounded in rows and bytes.
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from gpuload.arrays import Ragged, array_module, on_host
-from gpuload.engines.protocol import Text
+from gpuload.engines.protocol import Prompts, RenderedText
 from gpuload.options import Verify
 from gpuload.reference.reference import Prompt, Reference
 from gpuload.sources.columns import to_python
 
-Fetch = Callable[[Any], pa.Array]
-
 _SAMPLE_ROWS = 64
 _SAMPLE_BYTES = 1 << 20
-_FEWEST_ROWS = 2  # of a batch, however many batches there are
+_FEWEST_ROWS = 2  # per batch, however many batches there are
 _LONGEST_BYTES = 200_000
 
 
 @dataclass
 class Check:
-    """The outcome: how many rows were compared, at what cost, and what differed, in words; and how many had been
-    compared without a difference when tokens from the cache were made."""
+    """The outcome of a verification.
+
+    Attributes:
+        rows: how many rows were compared.
+        earlier: how many rows were compared, without a difference, when tokens that are now from the cache were made.
+        seconds: CPU time spent.
+        mismatches: one sentence for each row that differs.
+    """
 
     rows: int = 0
     earlier: int = 0
@@ -39,10 +41,12 @@ class Check:
 
 
 class Verifier:
-    """Compares rows of the batches that it is shown.
+    """Compares rows of batches with the tokenizer.
 
     Args:
-        rows: how many there will be; batches share the sample by their size.
+        mode: "sample", "full" or "off".
+        reference: the tokenizer.
+        rows: how many rows there will be in all; batches share the sample by their size.
 
     Attributes:
         check: the outcome so far.
@@ -58,28 +62,30 @@ class Verifier:
         self._first_special = int(special.min(initial=len(self._is_special)))
         self.check = Check()
 
-    def see(self, file: str, numbers: Any, fetch: Fetch, text: Text, ids: Ragged) -> None:
-        """Compares a sample of one batch; all of it with "full".
+    def compare(
+        self, source: str, numbers: np.ndarray[Any, Any], prompts: Prompts, text: RenderedText, ids: Ragged
+    ) -> None:
+        """Compares a sample of one batch, or all of it.
 
         Args:
-            file: where the rows are from.
-            numbers: (n,) their numbers there.
-            fetch: gives the prompts of some of the n rows.
+            source: the name of the rows' file.
+            numbers: (n,) row numbers in that file.
+            prompts: the n rows' prompts.
             text: the n rows rendered.
-            ids: the n rows encoded, wherever they lie; only those that are compared come to the host.
+            ids: the n rows encoded; only those that are compared are copied to the host.
         """
         if self._mode == "off":
             return
-        # The thread's own time: while it waits for the interpreter, other stages are at work.
+        # CPU time of this thread: while it waits for the interpreter lock, other stages are at work.
         started = time.thread_time()
-        rows = np.flatnonzero(text.sizes >= 0) if self._mode == "full" else self._spread(text, ids)
-        picked = to_python(fetch(rows)) if len(rows) else []
+        rows = np.flatnonzero(text.sizes >= 0) if self._mode == "full" else self._sample(text, ids)
+        picked = to_python(prompts.to_arrow(rows)) if len(rows) else []
         for row, prompt in zip(rows, picked, strict=True):
-            self._compare(f"{file} row {numbers[row]}", prompt, ids[int(row)].tolist())
+            self._compare(f"{source} row {numbers[row]}", prompt, ids[int(row)].tolist())
         self.check.seconds += time.thread_time() - started
 
-    def _spread(self, text: Text, ids: Ragged) -> Any:
-        """Rows of a batch: the longest, the shortest, one or two of every kind that goes wrong, some at random."""
+    def _sample(self, text: RenderedText, ids: Ragged) -> Any:
+        """Rows of a batch: the longest, the shortest, up to two of every risky kind, some at random."""
         sizes = text.sizes
         usable = np.flatnonzero((sizes >= 0) & (sizes <= _LONGEST_BYTES))
         share = len(sizes) / self._total
@@ -87,8 +93,8 @@ class Verifier:
         if not len(usable):
             return usable
         kinds = [text.wide]
-        # A template writes special tokens into every row: only a row with more of them than most is special.
-        count = self._specials(ids)
+        # A template writes special tokens into every row: only rows with more of them than most are risky.
+        count = self._special_counts(ids)
         kinds.append(count > np.median(count[usable]))
         rows = [usable[np.argmax(sizes[usable])], usable[np.argmin(sizes[usable])]]
         for kind in reversed(kinds):
@@ -100,10 +106,10 @@ class Verifier:
         affordable[0] = True
         return chosen[affordable]
 
-    def _specials(self, ids: Ragged) -> Any:
-        """(n,) how many special tokens each row has; counted where the ids lie."""
+    def _special_counts(self, ids: Ragged) -> Any:
+        """(n,) how many special tokens each row has; counted in the memory of the ids."""
         xp = array_module(ids.values)
-        # Most tokenizers have them all at the end of the vocabulary: one comparison leaves next to nothing to look up.
+        # Most tokenizers have them at the end of the vocabulary: one comparison leaves almost nothing to look up.
         likely = xp.flatnonzero((ids.values >= self._first_special) & (ids.values < len(self._is_special)))
         special = likely[xp.asarray(self._is_special)[ids.values[likely]]]
         return on_host(xp.bincount(xp.searchsorted(ids.offsets, special, side="right") - 1, minlength=len(ids)))
@@ -116,8 +122,8 @@ class Verifier:
 
 
 def _difference(found: list[int], expected: list[int]) -> str:
-    """In words, the first place where two rows of ids part."""
+    """A sentence about the first position at which two rows of ids differ."""
     same = (i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b)
     position = next(same, min(len(found), len(expected)))
     here, there = (str(ids[position]) if position < len(ids) else "nothing" for ids in (found, expected))
-    return f"token {position} is {here}, the reference gives {there}"
+    return f"token {position} is {here}, the tokenizer returns {there}"

@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, settings
 
 from gpuload.cache import store as cache
 from gpuload.cache.entry import read_entry
-from gpuload.cli.demo import demo_files
+from gpuload.demo_data import demo_files
+from gpuload.files import cache_root
 
 SHARED = Path(__file__).parents[2] / "shared"
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
@@ -35,7 +36,11 @@ def _cache_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     """None of the tests writes into the user's cache, and none finds tokens in one: two loads that are compared must
     both have made theirs. Tests of the cache ask for `warm_cache`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GPULOAD_CACHE", str(tmp_path_factory.mktemp("cache")))
+        directory = tmp_path_factory.mktemp("cache")
+        for name in ("demo", "tables"):  # these take seconds to make, and no test depends on their absence
+            (cache_root() / name).mkdir(parents=True, exist_ok=True)
+            (directory / name).symlink_to((cache_root() / name).resolve())
+        patch.setenv("GPULOAD_CACHE", str(directory))
         patch.setattr(cache, "read_entry", lambda path, key, rows: None)
         yield
 

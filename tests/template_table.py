@@ -3,8 +3,8 @@
     PYTHONPATH=.:tests python tests/template_table.py      # from the repository's root; again when TRL is updated
 
 A template is tried on conversations of each kind, following every answer to its questions for which a text is found. It
-is *compiled* for a kind where every such way ends in a path (or in the template's own rejection), *partly* where some do,
-and left to the *reference* where none does.
+is *compiled* for a kind where every such way ends in a path (or in the template's own rejection), *partly* where some
+do, and left to the *reference* where none does.
 """
 
 from __future__ import annotations

@@ -23,10 +23,11 @@ from transformers import AutoTokenizer
 import gpuload
 from gpuload.arrays import Ragged
 from gpuload.cache import store as cache
-from gpuload.cache.entry import Entry, EntryWriter, Kept, read_entry
+from gpuload.cache.entry import Entry, EntryWriter, read_entry
 from gpuload.cli.main import main
 from gpuload.engines.host import engine as cpu
 from gpuload.engines.host.encode import HostEncoder
+from gpuload.engines.protocol import Tokenized
 from gpuload.errors import DataError, MismatchError
 
 # -- warm equals cold ------------------------------------------------------------------------------------------------
@@ -48,7 +49,7 @@ def test_warm_equals_cold(
 ) -> None:
     filled = gpuload.load(files, qwen, chat_template=TEMPLATE)
     assert (filled.report.from_cache, filled.report.into_cache) == ([], files)
-    assert f"3 of 3 files kept in {warm_cache}" in str(filled.report)
+    assert f"3 of 3 files written to {warm_cache}" in str(filled.report)
     cold = gpuload.load(files, qwen, chat_template=TEMPLATE, token_cache=False, **options)
     assert cold.report.by_reference
     assert cold.report.rows_rejected == 5
@@ -57,7 +58,7 @@ def test_warm_equals_cold(
     assert len(made) == count  # nothing was rendered or encoded
     assert (warm.report.from_cache, warm.report.into_cache) == (files, [])
     same(warm, cold)
-    assert f"tokens of 3 of 3 files from {warm_cache}" in str(warm.report)
+    assert f"tokens of 3 of 3 files read from {warm_cache}" in str(warm.report)
     assert "rows compared when their tokens were made, none differed" in str(warm.report)
 
 
@@ -161,7 +162,17 @@ def test_rows_of_an_entry(data: Any) -> None:
         compiled = len(ids) - len(rejected) - data.draw(st.integers(0, 1)) * (len(ids) > len(rejected))
         by_reference = len(ids) - len(rejected) - compiled
         reasons = {"why": by_reference} if by_reference else {}
-        parts.append(Kept(Ragged.from_lists(ids), np.array(of_part), rejected, compiled, reasons))
+        sizes = np.array(of_part)
+        parts.append(
+            Tokenized(
+                ids=Ragged.from_lists(ids),
+                text_sizes=sizes,
+                text_nbytes=int(sizes.sum()),
+                rejected=rejected,
+                compiled_rows=compiled,
+                reasons=reasons,
+            )
+        )
         rows += ids
         row += len(ids)
     entry = Entry(parts, "sample", 0)
@@ -169,12 +180,12 @@ def test_rows_of_an_entry(data: Any) -> None:
     pairs = list(itertools.pairwise(edges))
     ranges = [entry.rows(low, high) for low, high in pairs]
     for (low, high), found in zip(pairs, ranges, strict=True):
-        assert found.tokens.to_lists() == rows[low:high]
-        assert found.text_bytes.tolist() == [len(ids) for ids in rows[low:high]]
+        assert found.ids.to_lists() == rows[low:high]
+        assert found.text_sizes.tolist() == [len(ids) for ids in rows[low:high]]
         assert found.rejected == {i: f"row {low + i}" for i, ids in enumerate(rows[low:high]) if not ids}
         picked = data.draw(st.lists(st.integers(0, high - low - 1), unique=True).map(sorted))
-        assert found.take(pa.array(picked, pa.int64())).tokens.to_lists() == [rows[low + i] for i in picked]
-    assert sum(found.compiled for found in ranges) == sum(part.compiled for part in parts)
+        assert found.take(np.array(picked, np.int64)).ids.to_lists() == [rows[low + i] for i in picked]
+    assert sum(found.compiled_rows for found in ranges) == sum(part.compiled_rows for part in parts)
     assert sum(found.reasons.get("why", 0) for found in ranges) == sum(part.reasons.get("why", 0) for part in parts)
 
 
@@ -273,7 +284,7 @@ def test_no_changed_byte_changes_a_token(files: list[str], qwen: Any, warm_cache
         "from gpuload.cache.entry import read_entry\n"
         "entry, key, copy = Path(sys.argv[1]), Path(sys.argv[1]).stem, Path(sys.argv[2])\n"
         "def known(found):\n"
-        "    return [vars(part) | {'text_bytes': part.text_bytes.tolist(), 'tokens': part.tokens.to_lists()}\n"
+        "    return [vars(part) | {'text_sizes': part.text_sizes.tolist(), 'ids': part.ids.to_lists()}\n"
         "        for part in found.parts], found.verified, found.compared\n"
         "whole, expected = entry.read_bytes(), known(read_entry(entry, key, 300))\n"
         "assert len(expected[0]) == 3 and expected[0][0]['rejected']\n"
@@ -441,9 +452,9 @@ def test_prepare(
 ) -> None:
     command = ["prepare", *files, "--tokenizer", qwen_folder, "--template-kwargs", '{"enable_thinking": false}']
     assert main(command) == 0
-    assert f"tokens of 3 of 3 files kept in {warm_cache}" in capsys.readouterr().out
+    assert f"tokens of 3 of 3 files written to {warm_cache}" in capsys.readouterr().out
     assert main(command) == 0
-    assert f"tokens of 3 of 3 files from {warm_cache}" in capsys.readouterr().out
+    assert f"tokens of 3 of 3 files read from {warm_cache}" in capsys.readouterr().out
     options: dict[str, Any] = {"apply_chat_template_kwargs": {"enable_thinking": False}}
     assert gpuload.load(files, qwen, **options).report.from_cache == files
     assert main([*command, "--verify", "full"]) == 0

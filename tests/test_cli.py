@@ -15,7 +15,7 @@ import gpuload
 from gpuload.cli import doctor
 from gpuload.cli.main import main
 from gpuload.engines.device import cuda
-from gpuload.engines.host.engine import CpuEngine
+from gpuload.engines.host.engine import HostEngine
 
 
 def test_inspect(gsm8k: str, qwen: Any, qwen_folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -31,14 +31,24 @@ def test_inspect(gsm8k: str, qwen: Any, qwen_folder: str, capsys: pytest.Capture
     assert re.search(r"openai/gsm8k +500", shown)
     histogram = re.findall(r"^ +[\d,]+ - +[\d,]+ +([\d,]+) #*$", shown, re.MULTILINE)
     assert sum(int(count.replace(",", "")) for count in histogram) == 500
-    stays = shown[shown.index("rows that stay") :].splitlines()
-    limits, shares = stays[0].split()[7:], stays[1].split()[2:]
+    stays = shown[shown.index("rows kept with") :].splitlines()
+    limits, shares = stays[0].split()[4:], stays[1].split()[2:]
     for limit, share in zip(limits, shares, strict=True):
         assert share == f"{100 * (lengths <= int(limit)).mean():.1f}%"
     html = page.read_text()
     assert html.count("<img ") == html.count("data:image/png;base64,") == 2
     assert 'src="http' not in html
     assert "500 rows read" in html
+
+
+def test_a_closed_pipe_ends_a_command_quietly(gsm8k: str, qwen_folder: str) -> None:
+    command = [sys.executable, "-m", "gpuload", "inspect", gsm8k, "--tokenizer", qwen_folder, "--max-samples", "5"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()  # as `| head -0` does
+        assert process.stderr.read() == ""
+    assert process.returncode == 0
 
 
 def test_inspect_names_what_is_wrong(
@@ -61,14 +71,14 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     for package in ("torch", "transformers", "gigatoken", "pyarrow"):
         assert re.search(rf"  {package} +\d", shown)
     stages = "".join(rf"    {stage} +\d+\.\d+ s\n" for stage in ("prepare", "read", "render", "encode", "batch"))
-    assert re.search(rf"  cpu +works\n{stages}    how +cpu: chat template compiled, encoded by gigatoken", shown)
+    assert re.search(rf"  cpu +works\n{stages}    uses +cpu: chat template compiled, encoded by gigatoken", shown)
     assert re.search(rf"  cuda +(works\n{stages}|not available: .*(CUDA|GPU|installed))", shown)
-    assert re.search(r"  CUDA +torch is built (for \d|without it)", shown)
+    assert re.search(r"  CUDA +torch is built (for \d|without CUDA)", shown)
 
 
 def test_doctor_requires(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The exit status is that of the required engine, and the other one is left alone."""
-    monkeypatch.setattr(cuda, "obstacle", lambda device: f"no {device} today")
+    monkeypatch.setattr(cuda, "unavailable_reason", lambda device: f"no {device} today")
     assert main(["doctor", "--require", "cuda"]) == 1
     shown = capsys.readouterr().out
     assert shown.endswith("\n  cuda          not available: no cuda today\n")
@@ -83,13 +93,13 @@ def test_doctor_requires(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 
 
 def test_doctor_tells_the_stage_that_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def render(self: CpuEngine, prompts: Any) -> Any:
+    def render(self: HostEngine, prompts: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr(CpuEngine, "render", render)
+    monkeypatch.setattr(HostEngine, "render", render)
     assert main(["doctor", "--require", "cpu"]) == 1
     assert re.search(
-        r"  cpu +DOES NOT WORK\n    prepare .*\n    read .*\n    render +FAILED: MemoryError\n    how ",
+        r"  cpu +DOES NOT WORK\n    prepare .*\n    read .*\n    render +FAILED: MemoryError\n    uses ",
         capsys.readouterr().out,
     )
 
@@ -99,12 +109,12 @@ def test_doctor_tries_out_the_gpu_where_there_is_one(
 ) -> None:
     """Its engine is the host's here: what is built is what is tried out."""
     built: list[str] = []
-    monkeypatch.setattr(cuda, "obstacle", lambda device: None)
+    monkeypatch.setattr(cuda, "unavailable_reason", lambda device: None)
     monkeypatch.setattr(
-        cuda, "cuda_engine", lambda options, reference: (built.append(options.device), CpuEngine(reference))[1]
+        cuda, "cuda_engine", lambda reference, device="cuda": (built.append(device), HostEngine(reference))[1]
     )
     assert main(["doctor", "--require", "cuda"]) == 0
-    assert built == ["auto"]
+    assert built == ["cuda"]
     assert re.search(r"  cuda +works\n    prepare +\d", capsys.readouterr().out)
 
 
@@ -125,18 +135,18 @@ def test_doctor_tells_gpu_and_driver(capsys: pytest.CaptureFixture[str], monkeyp
             "NVIDIA A, 100 MiB, 580.95.05\nNVIDIA B, 200 MiB, 580.95.05\n"
         ),
     }
-    monkeypatch.setattr(doctor, "_asked", lambda *arguments: told[arguments])
+    monkeypatch.setattr(doctor, "_nvidia_smi", lambda *arguments: told[arguments])
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"  GPU 0 +NVIDIA A, 100 MiB\n  GPU 1 +NVIDIA B, 200 MiB\n", shown)
-    assert re.search(r"  driver +580\.95\.05, good for CUDA up to 13\.0\n", shown)
+    assert re.search(r"  driver +580\.95\.05, supports CUDA up to 13\.0\n", shown)
 
 
 def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo"]) == 0
     shown = capsys.readouterr().out
     assert "8,792 rows read, 8,792 kept" in shown
-    assert re.search(r"\d+\.\d times as fast, 8,792 rows compared, 0 differing tokens\n$", shown)
+    assert re.search(r"\d+\.\d times as fast; 8,792 rows compared, 0 tokens differ\n$", shown)
     assert re.search(r"input_ids +int64 +\(256, 512\)", shown)
 
 

@@ -1,9 +1,11 @@
 """`load` against the row-wise contract: the shipped data, every real file, and many tokenizers."""
 
+import dataclasses
+import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -32,6 +34,22 @@ def assert_same(prompts: gpuload.PromptDataset, oracle: RowWise, rows: Any = Non
     assert len(prompts) == len(oracle)
     for row in range(len(oracle)) if rows is None else rows:
         assert_same_row(prompts[row], oracle[row], prompts.origin(row))
+
+
+def test_the_signature_of_load_is_that_of_its_options() -> None:
+    """Editors complete, and `help` shows, every option with its type and default."""
+    parameters = inspect.signature(gpuload.load).parameters
+    options = {field.name: field for field in dataclasses.fields(gpuload.Options)}
+    assert list(parameters) == ["files", "tokenizer", *options, "verl_keys"]
+    types = get_type_hints(gpuload.load)
+    for name, field in options.items():
+        if field.default is dataclasses.MISSING:  # made anew for each load: {}
+            assert parameters[name].default is None
+            assert types[name] == get_type_hints(gpuload.Options)[name] | None
+        else:
+            assert parameters[name].default == field.default, name
+            assert types[name] == get_type_hints(gpuload.Options)[name], name
+        assert f" {name}: " in str(gpuload.load.__doc__), name
 
 
 def test_shipped_data_whole(gsm8k: str, qwen: Any) -> None:

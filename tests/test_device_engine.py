@@ -15,13 +15,14 @@ import torch
 from conftest import shared_files
 
 import gpuload
+from gpuload.engines.conversations import Conversations, from_arrow, from_texts
 from gpuload.engines.device import cuda, cudf
 from gpuload.engines.device import engine as device
-from gpuload.engines.device.conversations import Conversations, of_arrow, of_texts
 from gpuload.engines.device.encode import LEAST_CHUNK, DeviceEncoder
-from gpuload.engines.device.engine import DeviceEngine, side_by_side
+from gpuload.engines.device.engine import DeviceEngine, zip_with_tables
 from gpuload.engines.device.render import render
-from gpuload.engines.device.texts import laid_out
+from gpuload.engines.device.texts import DeviceTexts, to_device
+from gpuload.engines.protocol import ArrowPrompts
 from gpuload.errors import DataError, DeviceError
 from gpuload.options import Options
 from gpuload.reference.reference import Reference
@@ -37,17 +38,17 @@ KERNELS = HostKernels()
 def in_odd_chunks(source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, Any]]:
     """As cuDF would: the prompt column in chunks of its own sizes, the other columns beside it."""
     if source.without is None:
-        return with_prompts(source, prompt_key)
+        return ((table, ArrowPrompts(column)) for table, column in with_prompts(source, prompt_key))
 
     def chunks() -> Iterator[Conversations]:
         column = pa.concat_arrays([prompts for _, prompts in with_prompts(source, prompt_key)])
         at, sizes = 0, [1, 31, 32, 33, 5000]
         while at < len(column):
             size = sizes[at % len(sizes)]
-            yield of_arrow(KERNELS, column.slice(at, size))
+            yield from_arrow(DeviceTexts(KERNELS), column.slice(at, size))
             at += size
 
-    return side_by_side(chunks(), source, prompt_key, keep_prompts)
+    return zip_with_tables(chunks(), source, prompt_key, keep_prompts)
 
 
 @pytest.fixture(params=[None, in_odd_chunks], ids=["copied over", "read there"])
@@ -98,8 +99,8 @@ def test_rows_that_the_kernels_leave_come_back_in_their_places(
     table = pa.table({"prompt": [[{"role": "user", "content": text}] for text in texts * 9]})
     found = on_device(table, qwen, max_prompt_length=5000, verify="full")
     assert_same(found, gpuload.load(table, qwen, max_prompt_length=5000))
-    assert found.report.rows_left == 9 * 4
-    assert "36 rows encoded on the host: not surely in NFC, or a piece too long" in str(found.report)
+    assert found.report.rows_fallback == 9 * 4
+    assert "36 rows encoded on the host: not certainly in NFC, or a pre-token too long" in str(found.report)
 
 
 def test_a_tokenizer_without_tables_encodes_on_the_host(
@@ -108,7 +109,7 @@ def test_a_tokenizer_without_tables_encodes_on_the_host(
     monkeypatch.setattr(device, "compile_tokenizer", lambda reference: "the model is Unigram, not BPE")
     found = on_device(gsm8k, qwen, max_prompt_length=128, max_samples=300)
     assert_same(found, gpuload.load(gsm8k, qwen, max_prompt_length=128, max_samples=300))
-    assert "text goes to the host once, and its ids back once: the model is Unigram, not BPE" in str(found.report)
+    assert "text is copied to the host, and its ids back: the model is Unigram, not BPE" in str(found.report)
     assert "rendered by kernels; encoded by gigatoken" in found.report.engine
 
 
@@ -179,19 +180,20 @@ def test_a_column_of_texts_on_the_device(qwen: Any) -> None:
     texts = pa.array(["a", None, "", " é "], pa.large_string())
     engine = DeviceEngine(KERNELS, torch.device("cpu"), Reference(qwen))
     valid = np.asarray(texts.is_valid())
-    column = laid_out(KERNELS, [(text or "").encode() for text in texts.to_pylist()])
-    there = of_texts(KERNELS, column, valid, lambda rows: texts.take(pa.array(rows)))
-    found, expected = engine.render(there), engine.render(texts)
+    column = to_device(KERNELS, [(text or "").encode() for text in texts.to_pylist()])
+    there = from_texts(DeviceTexts(KERNELS), column, valid, lambda rows: texts.take(pa.array(rows)))
+    found, expected = engine.render(there), engine.render(ArrowPrompts(texts))
     assert found.text.equals(expected.text)
     assert found.rejected == expected.rejected == {1: "prompt is null"}
-    assert there.fetch([3]).to_pylist() == [[{"role": "user", "content": " é "}]]
+    assert there.to_arrow(np.array([3])).to_pylist() == [[{"role": "user", "content": " é "}]]
 
 
 def test_rows_taken_out_of_a_column_keep_their_neighbours_away(qwen: Any) -> None:
     prompts = pa.array([*ODD, *ODD[:1], *ODD], FRAMES["messages"].type)
     engine = DeviceEngine(KERNELS, torch.device("cpu"), Reference(qwen))
-    rows = pa.array([0, 3, 5, 6, 9, 10])
-    found, expected = engine.render(of_arrow(KERNELS, prompts).take(rows)), engine.render(prompts.take(rows))
+    rows = np.array([0, 3, 5, 6, 9, 10])
+    found = engine.render(from_arrow(DeviceTexts(KERNELS), prompts).take(rows))
+    expected = engine.render(ArrowPrompts(prompts.take(pa.array(rows))))
     assert found.text.equals(expected.text)
     assert found.rejected == expected.rejected
 
@@ -241,7 +243,7 @@ def test_batches_of_nothing(on_device: Callable[..., gpuload.PromptDataset], gsm
 
 
 def test_a_column_too_large_for_the_memory_is_rendered_in_halves(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = pa.array(ODD * 20, FRAMES["messages"].type)
+    prompts = ArrowPrompts(pa.array(ODD * 20, FRAMES["messages"].type))
     engine = DeviceEngine(KERNELS, torch.device("cpu"), Reference(qwen))
     expected, sizes, room = engine.render(prompts), list[int](), [30]
 
@@ -263,7 +265,7 @@ def test_a_column_too_large_for_the_memory_is_rendered_in_halves(qwen: Any, monk
 
 
 def test_auto_says_why_there_is_no_gpu_and_cuda_says_what_to_do(gsm8k: str, qwen: Any) -> None:
-    why = cuda.obstacle("cuda")
+    why = cuda.unavailable_reason("cuda")
     if why is None:
         pytest.skip("there is a GPU")
     report = str(gpuload.load(gsm8k, qwen, max_samples=5, max_prompt_length=512).report)
@@ -276,16 +278,16 @@ def test_auto_says_why_there_is_no_gpu_and_cuda_says_what_to_do(gsm8k: str, qwen
 @pytest.mark.parametrize(("build", "fork", "count", "device", "expected"), [
     (None, False, 0, "cuda", "built without CUDA"), ("13.0", True, 1, "cuda", "forked"),
     ("13.0", False, 0, "auto", "no NVIDIA GPU"), ("13.0", False, 2, "cuda:2", "there is no GPU 2"),
-    ("13.0", False, 1, "cuda", "cupy, pylibcudf, rmm not installed: pip install"),
+    ("13.0", False, 1, "cuda", "cupy, pylibcudf, rmm is not installed: pip install"),
 ])  # fmt: skip
-def test_obstacles(
+def test_reasons_why_a_gpu_is_unavailable(
     monkeypatch: pytest.MonkeyPatch, build: str | None, fork: bool, count: int, device: str, expected: str
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", build)
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: fork)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: None)
-    assert expected in str(cuda.obstacle(device))
+    assert expected in str(cuda.unavailable_reason(device))
 
 
 def test_the_self_test_notices_wrong_kernels() -> None:
@@ -316,7 +318,9 @@ def test_where_the_gpu_fails_auto_takes_the_cpu(gsm8k: str, qwen: Any) -> None:
     options: dict[str, Any] = {"max_prompt_length": 512, "max_samples": 40}
     expected = gpuload.load(gsm8k, qwen, device="cpu", **options)
     broken = engine_of_host_kernels(Broken())
-    with pytest.warns(UserWarning, match="the CPU is used .RuntimeError: an illegal memory access was encountered"):
+    with pytest.warns(
+        UserWarning, match="falling back to the CPU .RuntimeError: an illegal memory access was encountered"
+    ):
         found = load_with(broken, gsm8k, qwen, **options)
     assert_same(found, expected)
     assert "no GPU is used: it failed (RuntimeError: an illegal" in str(found.report)
@@ -332,10 +336,10 @@ def test_wrong_ids_on_the_device_are_found(gsm8k: str, qwen: Any, monkeypatch: p
         right = made.encode
 
         def wrong(text: Any) -> Any:
-            ids, left = right(text)
+            tokens = right(text)
             if not exact_only:
-                ids.values[ids.offsets[:-1] + 3] += 1
-            return ids, left
+                tokens.ids.values[tokens.ids.offsets[:-1] + 3] += 1
+            return tokens
 
         monkeypatch.setattr(made, "encode", wrong)
         return made
@@ -431,14 +435,14 @@ DataFrame.__module__ = "cudf.core.dataframe"
 
 @pytest.mark.parametrize("name", ["messages", "texts"])
 @pytest.mark.parametrize("nbytes", [1, 1 << 20])
-def test_a_cudf_frame_is_used_as_it_lies(qwen: Any, monkeypatch: pytest.MonkeyPatch, name: str, nbytes: int) -> None:
+def test_a_cudf_frame_is_used_zero_copy(qwen: Any, monkeypatch: pytest.MonkeyPatch, name: str, nbytes: int) -> None:
     pytest.importorskip("pylibcudf")
     fields = [("content", pa.string()), ("role", pa.string())]
     prompts = FRAMES[name].cast(pa.list_(pa.struct(fields))) if name == "messages" else FRAMES[name]
     table = pa.table({"prompt": prompts, "extra": list(range(len(prompts)))})
     monkeypatch.setattr(cudf, "_to_arrow", lambda kernels, column, kind, rows: prompts_of(column, rows))
 
-    def prompts_of(column: Any, rows: list[int]) -> pa.Array:
+    def prompts_of(column: Any, rows: Any) -> pa.Array:
         return prompts.slice(column.offset(), column.size()).take(pa.array(rows))
 
     copied: list[list[str]] = []

@@ -11,8 +11,10 @@ import pytest
 from template_cases import SHARED, TEMPLATES, TEXTS, column, conversations, small_tokenizer
 from template_cases import assert_same as reference_gives
 
-from gpuload.engines.device.conversations import of_arrow
+from gpuload.engines.conversations import from_arrow
 from gpuload.engines.device.render import DeviceText, render
+from gpuload.engines.device.texts import DeviceTexts
+from gpuload.engines.host.render import render as on_host
 from gpuload.template import ChatProgram, compile
 from gpuload.template.program import Operation, Path, Ref
 from gpuload.testing.host_kernels import COMPILER, HostKernels
@@ -27,16 +29,16 @@ TEMPLATE = (
 
 
 def by_kernels(program: ChatProgram, prompts: pa.Array) -> DeviceText:
-    return render(KERNELS, program, of_arrow(KERNELS, prompts))
+    return render(KERNELS, program, from_arrow(DeviceTexts(KERNELS), prompts))
 
 
 def assert_same(program: ChatProgram, prompts: pa.Array) -> DeviceText:
     """Text, rejections and counts are those of the CPU engine."""
-    expected, found = program.render(prompts), by_kernels(program, prompts)
+    expected, found = on_host(program, prompts), by_kernels(program, prompts)
     assert found.text.equals(expected.text)
     assert found.rejected == expected.rejected
     assert found.compiled_rows + found.reference_rows == expected.compiled_rows + expected.reference_rows
-    if not any("not done on the device" in reason for reason in found.reasons):
+    if not any("not supported on the device" in reason for reason in found.reasons):
         assert (found.compiled_rows, found.reasons) == (expected.compiled_rows, expected.reasons)
     return found
 
@@ -150,7 +152,7 @@ def test_rewriting_operations_take_the_reference(work: str) -> None:
     template = "{% for m in messages %}{{ " + work + " }}{% if 'x' in (" + work + ") %}!{% endif %}{% endfor %}"
     program = compile(small_tokenizer(), chat_template=template)
     found = assert_same(program, column(conversations(2, seed=1)))
-    assert any("is not done on the device" in why for why in found.reasons)
+    assert any("is not supported on the device" in why for why in found.reasons)
 
 
 def test_equal_hashes_are_not_believed() -> None:
@@ -162,9 +164,9 @@ def test_equal_hashes_are_not_believed() -> None:
 
     program = compile(small_tokenizer(), chat_template=TEMPLATE)
     prompts = column(conversations(2, seed=3))
-    found = render(Colliding(), program, of_arrow(KERNELS, prompts))
-    assert found.text.equals(program.render(prompts).text)
-    assert any("whose hash another" in reason for reason in found.reasons)
+    found = render(Colliding(), program, from_arrow(DeviceTexts(Colliding()), prompts))
+    assert found.text.equals(on_host(program, prompts).text)
+    assert any("hashes of two" in reason for reason in found.reasons)
 
 
 def test_outputs_need_not_be_zero_before() -> None:
@@ -183,12 +185,13 @@ def test_outputs_need_not_be_zero_before() -> None:
 
     program = compile(small_tokenizer(), chat_template=TEMPLATE)
     prompts = column(conversations(2, seed=3))
-    assert render(OnPoison(), program, of_arrow(KERNELS, prompts)).text.equals(program.render(prompts).text)
+    found = render(OnPoison(), program, from_arrow(DeviceTexts(OnPoison()), prompts))
+    assert found.text.equals(on_host(program, prompts).text)
 
 
 def test_other_columns_are_an_error() -> None:
     with pytest.raises(TypeError, match="list<struct"):
-        of_arrow(KERNELS, pa.array(["text"]))
+        from_arrow(DeviceTexts(KERNELS), pa.array(["text"]))
 
 
 def test_shipped_data(gsm8k: str, qwen_folder: str) -> None:

@@ -16,7 +16,7 @@ def test_import_is_light() -> None:
 
 def test_a_load_starts_no_cuda_and_no_cudf() -> None:
     code = (
-        "import sys, gpuload, torch; from gpuload.cli.demo import demo_files;"
+        "import sys, gpuload, torch; from gpuload.demo_data import demo_files;"
         "gpuload.load(*demo_files(), max_samples=5).batch([0]);"
         "print(torch.cuda.is_initialized(), [m for m in ('cudf', 'pylibcudf', 'cupy', 'datasets') if m in sys.modules])"
     )

@@ -15,7 +15,8 @@ import pytest
 
 from gpuload.arrays import Ragged, offsets_of
 from gpuload.engines.device.kernels import signatures
-from gpuload.engines.device.texts import TextColumn, answer, copied, distinct, laid_out, not_utf8, operate, texts_at
+from gpuload.engines.device.texts import DeviceTexts, gather, to_device
+from gpuload.engines.protocol import TextColumn
 from gpuload.template.probe import WHITE_SPACE
 from gpuload.template.program import Operation, Predicate, Ref, apply_operations, holds
 from gpuload.testing.host_kernels import COMPILER, HostKernels
@@ -23,6 +24,7 @@ from gpuload.testing.host_kernels import COMPILER, HostKernels
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 KERNELS = HostKernels()
+OPS = DeviceTexts(KERNELS)
 SIZES = (0, 1, 31, 32, 33, 257, 1000)
 PIECES = ["", "a", "ab", "aba", "é", "中", "🙂", " ", "\n", "\u3000", "</think>", "x" * 15, "y" * 40, *WHITE_SPACE]
 
@@ -33,11 +35,11 @@ def texts_of(count: int, seed: int = 0) -> list[str]:
 
 
 def column(texts: list[str]) -> TextColumn:
-    return laid_out(KERNELS, [text.encode() for text in texts])
+    return to_device(KERNELS, [text.encode() for text in texts])
 
 
 def read(texts: TextColumn) -> list[str]:
-    return [raw.decode() for raw in texts_at(KERNELS, texts, range(len(texts)))]
+    return [raw.decode() for raw in OPS.bytes_at(texts, range(len(texts)))]
 
 
 def poisoned(size: int, dtype: Any) -> Any:
@@ -50,7 +52,7 @@ def test_pieces_of_any_size_are_copied_in_any_order(count: int) -> None:
     data = chance.integers(0, 256, 5000, np.uint8)
     start = chance.integers(0, 4000, count)
     length = chance.choice([0, 0, 1, 7, 8, 15, 16, 17, 24, 63, 900], count)
-    offsets, out = copied(KERNELS, KERNELS.address(data) + start, length)
+    offsets, out = gather(KERNELS, KERNELS.address(data) + start, length)
     assert out.tobytes() == b"".join(data[s : s + n].tobytes() for s, n in zip(start, length, strict=True))
     assert offsets.tolist() == np.concatenate([[0], np.cumsum(length)]).tolist()
 
@@ -58,9 +60,9 @@ def test_pieces_of_any_size_are_copied_in_any_order(count: int) -> None:
 def test_a_row_of_five_megabytes_among_small_ones() -> None:
     texts = ["", "é" * 2_500_000, "x", "", " \n" * 50_000 + "y"]
     assert read(column(texts)) == texts
-    assert read(operate(KERNELS, column(texts), Operation("strip"))) == ["", "é" * 2_500_000, "x", "", "y"]
+    assert read(OPS.operate(column(texts), Operation("strip"))) == ["", "é" * 2_500_000, "x", "", "y"]
     end = Predicate(Ref(0), "contains", "éé\0")
-    assert not answer(KERNELS, column(texts), end).any()
+    assert not OPS.answer(column(texts), end).any()
 
 
 def test_pieces_behind_the_first_2_to_the_31_bytes() -> None:
@@ -83,11 +85,11 @@ def test_texts_behind_the_first_2_to_the_31_bytes() -> None:
     text = b"  a</think>b  "
     data[2**31 + 10 : 2**31 + 10 + len(text)] = np.frombuffer(text, np.uint8)
     far = TextColumn(data, np.array([2**31 + 10]), np.array([len(text)]))
-    assert read(operate(KERNELS, far, Operation("strip"))) == ["a</think>b"]
-    assert read(operate(KERNELS, far, Operation("after_last", ("</think>",)))) == ["b  "]
-    assert read(operate(KERNELS, far, Operation("before", ("</think>",)))) == ["  a"]
-    assert answer(KERNELS, far, Predicate(Ref(0), "endswith", "b  ")).tolist() == [True]
-    assert not not_utf8(KERNELS, far).any()
+    assert read(OPS.operate(far, Operation("strip"))) == ["a</think>b"]
+    assert read(OPS.operate(far, Operation("after_last", ("</think>",)))) == ["b  "]
+    assert read(OPS.operate(far, Operation("before", ("</think>",)))) == ["  a"]
+    assert OPS.answer(far, Predicate(Ref(0), "endswith", "b  ")).tolist() == [True]
+    assert not OPS.not_utf8(far).any()
 
 
 MARKS = ["</think>", "a", "aba", "\n", "é", "中", "🙂x", "ab", "a" * 50]
@@ -110,7 +112,7 @@ def test_operations_do_what_their_definition_says(count: int) -> None:
         chain = [operation, *chance.choices(OPERATIONS, k=chance.choice([0, 1, 2]))]
         strings = column(texts)
         for one in chain:
-            strings = operate(KERNELS, strings, one)
+            strings = OPS.operate(strings, one)
         assert read(strings) == [apply_operations(text, chain) for text in texts], chain
 
 
@@ -120,12 +122,12 @@ def test_questions_have_the_answers_of_their_definition(count: int, test: str) -
     texts = texts_of(count, seed=1)
     for mark in [*MARKS, "", *texts[:5]]:
         predicate = Predicate(Ref(0), test, mark)
-        assert answer(KERNELS, column(texts), predicate).tolist() == [holds(predicate, text) for text in texts]
+        assert OPS.answer(column(texts), predicate).tolist() == [holds(predicate, text) for text in texts]
 
 
 def test_every_white_space_of_unicode_and_nothing_else_is_stripped() -> None:
     every = [f"{chr(c)}x{chr(c)}" for c in range(0x110000) if not 0xD800 <= c < 0xE000]
-    assert read(operate(KERNELS, column(every), Operation("strip"))) == [text.strip() for text in every]
+    assert read(OPS.operate(column(every), Operation("strip"))) == [text.strip() for text in every]
 
 
 def _is_utf8(text: bytes) -> bool:
@@ -145,14 +147,14 @@ def test_utf8_is_what_python_says_it_is() -> None:
     texts += [bytes([a, b, 0x80, 0xBF]) for a in range(0xF0, 0xF5) for b in range(0x80, 0xC0)]
     texts += [b"".join(chance.choices(pieces, k=chance.randint(0, 6))) for _ in range(20_000)]
     texts += ["é中🙂x".encode() * 100, "é中🙂x".encode() * 100 + b"\xff", b"\x80" + b"x" * 100]
-    found = not_utf8(KERNELS, laid_out(KERNELS, texts))
+    found = OPS.not_utf8(to_device(KERNELS, texts))
     assert found.tolist() == [not _is_utf8(text) for text in texts]
 
 
 @pytest.mark.parametrize("count", SIZES)
 def test_equal_texts_are_one_group(count: int) -> None:
     texts = [random.Random(i).choice(["user", "system", "", "assistant", "use", "userr"]) for i in range(count)]
-    example, group, strays = distinct(KERNELS, column(texts))
+    example, group, strays = OPS.distinct(column(texts))
     assert [texts[example[g]] for g in group] == texts
     assert len(example) == len(set(texts))
     assert not strays.any()

@@ -10,20 +10,20 @@ import pytest
 import torch
 
 from gpuload.arrays import Ragged
-from gpuload.cli.selftest import STAGES, try_out
+from gpuload.cli.selftest import STAGES, check_engine
 from gpuload.engines.device.engine import DeviceEngine
-from gpuload.engines.host.engine import CpuEngine
-from gpuload.options import Options
+from gpuload.engines.host.engine import HostEngine
+from gpuload.engines.host.render import HostText
+from gpuload.engines.protocol import Tokenized
 from gpuload.reference.reference import Reference
-from gpuload.template import Rendered
 from gpuload.testing.host_kernels import COMPILER, HostKernels
 
 
-def on_cpu(options: Options, reference: Reference) -> CpuEngine:
-    return CpuEngine(reference)
+def on_cpu(reference: Reference) -> HostEngine:
+    return HostEngine(reference)
 
 
-def on_device(options: Options, reference: Reference) -> DeviceEngine:
+def on_device(reference: Reference) -> DeviceEngine:
     return DeviceEngine(HostKernels(), torch.device("cpu"), reference)
 
 
@@ -31,7 +31,7 @@ def on_device(options: Options, reference: Reference) -> DeviceEngine:
     on_cpu, pytest.param(on_device, marks=pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")),
 ])  # fmt: skip
 def test_an_engine_that_works(build: Callable[..., Any]) -> None:
-    outcome = try_out(build)
+    outcome = check_engine(build)
     assert outcome.failure is None
     assert tuple(outcome.seconds) == STAGES
     assert all(seconds > 0 for seconds in outcome.seconds.values())
@@ -43,19 +43,20 @@ def shifted(column: pa.Array) -> pa.Array:
     return pa.concat_arrays([column[-1:], column[:-1]])
 
 
-def wrong_render(engine: CpuEngine, prompts: Any) -> Rendered:
-    rendered = CpuEngine.render(engine, prompts)
+def wrong_render(engine: HostEngine, prompts: Any) -> HostText:
+    rendered = HostEngine.render(engine, prompts)
     rendered.text = shifted(rendered.text)
     return rendered
 
 
-def wrong_encode(engine: CpuEngine, rendered: Rendered) -> tuple[Ragged, int]:
-    ids, left = CpuEngine.encode(engine, rendered)
-    return Ragged(ids.values ^ 1, ids.offsets), left
+def wrong_encode(engine: HostEngine, rendered: HostText) -> Tokenized:
+    tokens = HostEngine.encode(engine, rendered)
+    tokens.ids = Ragged(tokens.ids.values ^ 1, tokens.ids.offsets)
+    return tokens
 
 
-def wrong_batches(engine: CpuEngine, store: Ragged, limit: int, keep: Any, pad_id: int) -> Any:
-    right = CpuEngine.batches(store, limit, keep, pad_id)
+def wrong_batches(engine: HostEngine, store: Ragged, limit: int, side: Any, pad_id: int) -> Any:
+    right = HostEngine.batches(store, limit, side, pad_id)
 
     def batch(*given: Any) -> dict[str, torch.Tensor]:
         made = right(*given)
@@ -70,22 +71,22 @@ def wrong_batches(engine: CpuEngine, store: Ragged, limit: int, keep: Any, pad_i
 ])  # fmt: skip
 def test_wrong_answers_are_noticed(stage: str, method: Callable[..., Any], what: str) -> None:
     name = {"batch": "batches"}.get(stage, stage)
-    broken = type("Broken", (CpuEngine,), {name: method})
-    outcome = try_out(lambda options, reference: broken(reference))
+    broken = type("Broken", (HostEngine,), {name: method})
+    outcome = check_engine(broken)
     assert outcome.failure is not None
     assert outcome.failure[0] == stage
-    assert outcome.failure[1].startswith(f"MismatchError: {what} ")
+    assert outcome.failure[1].startswith(f"MismatchError: wrong {what} ")
     assert tuple(outcome.seconds) == STAGES[: STAGES.index(stage)]
 
 
 def test_what_an_engine_raises_is_the_outcome(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    def build(options: Options, reference: Reference) -> CpuEngine:
+    def build(reference: Reference) -> HostEngine:
         raise RuntimeError("CUDA error 999\nand a long story")
 
-    assert try_out(build).failure == ("prepare", "RuntimeError: CUDA error 999")
+    assert check_engine(build).failure == ("prepare", "RuntimeError: CUDA error 999")
     (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # nothing can be unpacked there
-    failure = try_out(on_cpu).failure
+    monkeypatch.setenv("GPULOAD_CACHE", str(tmp_path / "file"))  # nothing can be unpacked there
+    failure = check_engine(on_cpu).failure
     assert failure is not None
     assert failure[0] == "prepare"
     assert "Not a directory" in failure[1]

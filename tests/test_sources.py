@@ -24,7 +24,7 @@ from moto.server import ThreadedMotoServer
 from s3fs import S3FileSystem
 
 import gpuload
-from gpuload.cli.demo import demo_files
+from gpuload.demo_data import demo_files
 from gpuload.errors import SourceError
 from gpuload.sources.fetch import FORMATS, SourceFile, resolve
 

@@ -178,7 +178,7 @@ def test_an_encoder_that_differs_is_not_used(
     monkeypatch.setattr(host, "_gigatoken", nearly)
     encoder = host.host_encoder(Reference(qwen))
     assert encoder.name.startswith("tokenizers")
-    assert "gigatoken: differs from the tokenizer on '<|im_end|>'" in encoder.passed_over
+    assert "gigatoken: differs from the tokenizer on '<|im_end|>'" in encoder.unused
 
 
 def test_a_tokenizer_by_path(write: Callable[..., str], qwen: Any, qwen_folder: str) -> None:

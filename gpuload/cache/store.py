@@ -1,17 +1,16 @@
-"""Token ids kept on disk, so that a second load of the same prompts makes none.
+"""The token cache: ids on disk, so that a second load of the same prompts tokenizes nothing.
 
     find      before a source is read: is there an entry for it?   (`entry.py`)
-    keep      for every batch whose tokens were made: write them
-    finish    where no row differed from the reference: the files become entries, old ones go
+    write     every batch whose tokens were made
+    finish    if no row differed from the tokenizer, the written files become entries, and old entries are removed
 
-An entry holds all rows of one file before any filter: `max_prompt_length`, `max_samples`, `shuffle`, `truncation` may
-change, and the next load still finds it. Its name is a digest of everything that decides the ids: the bytes of the
-prompt column, the tokenizer as it is now, the template and its constants, the packages at work. Paths, times and sizes
-are no part of it. What a digest cannot tell is not kept, and the report says why.
+An entry holds all rows of one file before any filter, so `max_prompt_length`, `max_samples`, `shuffle` and `truncation`
+may change and the next load still finds it. Its name is a digest of everything that determines the ids: the bytes of
+the prompt column, the tokenizer's current state, the template and its constants, and package versions. Paths, times and
+sizes are not part of it. Where a digest cannot identify the ids, nothing is cached, and the report says why.
 
-There is no lock. Processes that start together each make the tokens, the last one's file stays, and all are the same.
-A lock would have to be held for a whole load, on many files in no certain order; `gpuload prepare` before the start
-costs less.
+There is no lock. Processes that start together all make the tokens; the last one's file remains, and all are equal. A
+lock would be held for a whole load, on many files in no fixed order. `gpuload prepare` before the start is cheaper.
 """
 
 import hashlib
@@ -33,6 +32,7 @@ import pyarrow as pa
 from gpuload._version import __version__
 from gpuload.cache.entry import Entry, EntryWriter, read_entry
 from gpuload.engines.host.encode import needs_itself
+from gpuload.files import cache_root
 from gpuload.options import Options, Verify
 from gpuload.reference.reference import Reference
 from gpuload.sources.read import Source
@@ -43,48 +43,48 @@ Clock = Callable[[str], str]
 _PACKAGES = ("gigatoken", "jinja2", "pyarrow", "tokenizers", "transformers")
 _LEVELS: tuple[Verify, ...] = ("off", "sample", "full")
 _MOST_BYTES = 20 * 10**9
-_ABANDONED = 24 * 3600  # seconds after which a file that was never finished belongs to nobody
+_ABANDONED = 24 * 3600  # seconds after which an unfinished file is taken for one of a killed process
 
 
 class TokenCache:
-    """The cache as one load uses it.
+    """The cache from the point of view of one load.
 
     Args:
         options: of the load.
         reference: the tokenizer.
-        clock: what the template's `strftime_now` tells during the load, None where that cannot be said.
+        clock: formats the time that the template's `strftime_now` sees during the load; None if that is unknown.
 
     Attributes:
-        folder: where entries lie.
-        found: sources whose tokens are from here → their entries.
+        directory: where entries are.
+        found: name of a source → its entry.
         missed: how many sources have tokens that must be made.
-        written: those of them whose tokens are here from now on.
+        written: those of them whose tokens are cached now.
         seconds: spent on looking up, and on writing.
-        notes: why tokens are not kept.
+        notes: why tokens are not cached.
     """
 
     def __init__(self, options: Options, reference: Reference, clock: Clock | None):
-        self.folder = folder_of(options)
+        self.directory = tokens_directory(options.cache_dir)
         self.found: dict[str, Entry] = {}
         self.missed = 0
         self.written: list[str] = []
-        self.seconds = {"look up": 0.0, "keep": 0.0}
+        self.seconds = {"look up": 0.0, "write": 0.0}
         self.notes: list[str] = []
         self._options = options
-        self._keys: dict[str, tuple[str, bytes]] = {}  # sources to be kept → key, digest of their prompts
-        self._writers: dict[int, EntryWriter | None] = {}  # number of a source → None: not that one after all
+        self._keys: dict[str, tuple[str, bytes]] = {}  # sources to be cached → key, digest of their prompts
+        self._writers: dict[int, EntryWriter | None] = {}  # number of a source → its writer; None: not cached after all
         self._in_use: set[Path] = set()
-        self._found_bytes = self._written_bytes = 0  # each counted by one thread
+        self._found_bytes = self._written_bytes = 0  # each is updated by one thread only
         self._bound: int | None = None
         self._stopped = False
-        reason = obstacle(reference, clock) if options.token_cache else None
+        reason = uncacheable_reason(reference, clock) if options.token_cache else None
         usable = options.token_cache and reason is None
         self._decides = _decides_ids(reference, options, clock) if usable else None
         if reason:
             self._stop(reason)
 
     def find(self, source: Source) -> Entry | None:
-        """What is kept of a source; None where its tokens are to be made."""
+        """The entry of a source; None if its tokens must be made."""
         started = time.perf_counter()
         entry = self._find(source)
         if entry is None:
@@ -98,11 +98,11 @@ class TokenCache:
         if self._decides is None:
             return None
         if source.content is None:
-            self.notes.append(f"tokens are not kept: {source.name} is a frame in memory")
+            self.notes.append(f"tokens are not cached: {source.name} is a frame in memory")
             return None
         try:
             content = source.content(self._options.prompt_key)
-        except (OSError, pa.ArrowException):  # whoever reads it next will say what is wrong
+        except (OSError, pa.ArrowException):  # reading the source will raise the proper error
             return None
         key = hashlib.blake2b(content + self._decides, digest_size=16).hexdigest()
         path = self._path(key)
@@ -113,72 +113,73 @@ class TokenCache:
         with suppress(OSError):
             self._in_use.add(path)
             self._found_bytes += path.stat().st_size
-            os.utime(path)  # those not used for the longest time go first
-        return None if self._options.return_full_prompt else entry  # no entry has texts
+            os.utime(path)  # the time of the last use, for `evict`
+        return None if self._options.return_full_prompt else entry  # entries have no texts
 
-    def keep(self, source: Source, batch: Batch, compared: int) -> None:
-        """Writes a batch whose tokens were made in this load.
+    def write(self, source: Source, batch: Batch, compared: int) -> None:
+        """Writes a batch whose tokens were made by this load.
 
         Args:
-            source: where it is from.
-            compared: how many of its rows were compared with the reference.
+            source: of the batch.
+            compared: how many of its rows were compared with the tokenizer.
         """
         if self._stopped or source.name not in self._keys:
             return
         started = time.perf_counter()
         try:
-            self._keep(source, batch, compared)
+            self._write(source, batch, compared)
         except OSError as error:
-            self._stop(f"{self.folder}: {error.strerror or error}")
-        self.seconds["keep"] += time.perf_counter() - started
+            self._stop(f"{self.directory}: {error.strerror or error}")
+        self.seconds["write"] += time.perf_counter() - started
 
-    def _keep(self, source: Source, batch: Batch, compared: int) -> None:
-        assert batch.tokens is not None
+    def _write(self, source: Source, batch: Batch, compared: int) -> None:
+        tokens = batch.tokens
+        assert tokens is not None
         if batch.source not in self._writers:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._writers[batch.source] = EntryWriter(self.folder, self._keys[source.name][0])
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._writers[batch.source] = EntryWriter(self.directory, self._keys[source.name][0])
         writer = self._writers[batch.source]
         if writer is None:
             return
         if batch.rows[0] != writer.rows or batch.rows[-1] - batch.rows[0] >= len(batch.rows):
-            writer.discard()  # max_samples leaves rows out: an entry has all
+            writer.discard()  # max_samples skips rows, and an entry must have all of them
             self._writers[batch.source] = None
             return
         if self._bound is None:
-            self._bound = self._options.token_cache_bytes or default_bound(self.folder)
-        if self._found_bytes + self._written_bytes + batch.tokens.nbytes > self._bound:
-            self._stop(f"all of them would take more than token_cache_bytes={self._bound:,}")
+            self._bound = self._options.token_cache_bytes or default_bound(self.directory)
+        if self._found_bytes + self._written_bytes + tokens.ids.nbytes > self._bound:
+            self._stop(f"they would exceed token_cache_bytes={self._bound:,}")
             return
-        writer.write(batch, compared)
-        self._written_bytes += batch.tokens.nbytes
+        writer.write(tokens, compared)
+        self._written_bytes += tokens.ids.nbytes
         if writer.rows == source.num_rows:
             writer.close(self._options.verify)
 
     def finish(self, sources: Sequence[Source], trusted: bool) -> None:
-        """Makes entries of what was written, and removes old ones where there are too many.
+        """Turns the written files into entries, and removes old entries if there are too many.
 
         Args:
-            sources: those of the load.
-            trusted: no row differed from the reference.
+            sources: of the load.
+            trusted: no row differed from the tokenizer.
         """
         started = time.perf_counter()
         try:
             for number, writer in self._writers.items():
-                if writer is None or not (trusted and writer.closed and self._is_as_it_was(sources[number])):
+                if writer is None or not (trusted and writer.closed and self._is_unchanged(sources[number])):
                     continue
                 path = self._path(writer.key)
                 os.replace(writer.path, path)
                 self._in_use.add(path)
                 self.written.append(sources[number].name)
         except OSError as error:
-            self._stop(f"{self.folder}: {error.strerror or error}")
+            self._stop(f"{self.directory}: {error.strerror or error}")
         self.discard()
         if self.written:
-            evict(self.folder, self._bound or 0, self._in_use)
-        self.seconds["keep"] += time.perf_counter() - started
+            evict(self.directory, self._bound or 0, self._in_use)
+        self.seconds["write"] += time.perf_counter() - started
 
     def discard(self) -> None:
-        """Leaves no unfinished file behind, whatever has become of the load."""
+        """Removes unfinished files, however the load ended."""
         for writer in self._writers.values():
             if writer is not None:
                 with suppress(OSError):
@@ -186,71 +187,79 @@ class TokenCache:
         self._writers.clear()
 
     def _stop(self, reason: str) -> None:
-        """No more tokens are written; files that have all their rows may still become entries."""
+        """Stops writing. Files that have all their rows may still become entries."""
         self._stopped = True
-        self.notes.append(f"tokens are not kept: {reason}")
+        self.notes.append(f"tokens are not cached: {reason}")
         for number, writer in self._writers.items():
             if writer is not None and not writer.closed:
                 with suppress(OSError):
                     writer.discard()
                 self._writers[number] = None
 
-    def _is_as_it_was(self, source: Source) -> bool:
-        """Whether the prompts that were read are those whose digest is in the key."""
+    def _is_unchanged(self, source: Source) -> bool:
+        """Whether the file still has the prompts whose digest is in the key."""
         _, content = self._keys[source.name]
         with suppress(OSError, pa.ArrowException):
             return source.content is not None and source.content(self._options.prompt_key) == content
         return False
 
     def _path(self, key: str) -> Path:
-        return self.folder / f"{key}.arrow"
+        return self.directory / f"{key}.arrow"
 
 
-# -- the folder ------------------------------------------------------------------------------------------------------
+# -- the directory ---------------------------------------------------------------------------------------------------
 
 
-def folder_of(options: Options) -> Path:
-    """Where entries lie."""
-    return Path(options.cache_dir).expanduser() / "tokens"
-
-
-def default_bound(folder: Path) -> int:
-    """A tenth of what the disk would have without the cache, and at most `_MOST_BYTES`."""
-    held = sum(size for _, size, _ in _entries(folder))
-    return min(_MOST_BYTES, (shutil.disk_usage(folder).free + held) // 10)
-
-
-def evict(folder: Path, bound: int, in_use: set[Path]) -> None:
-    """Removes the entries not used for the longest time until all take no more than `bound` bytes.
+def tokens_directory(cache_dir: str | None = None) -> Path:
+    """Where entries are.
 
     Args:
-        in_use: these stay.
+        cache_dir: the option; None for the default, see `files.cache_root`.
     """
-    entries = _entries(folder)
+    return cache_root(cache_dir) / "tokens"
+
+
+def default_bound(directory: Path) -> int:
+    """A tenth of the disk space that would be free without the cache, and at most `_MOST_BYTES`."""
+    held = sum(size for _, size, _ in _entries(directory))
+    return min(_MOST_BYTES, (shutil.disk_usage(directory).free + held) // 10)
+
+
+def evict(directory: Path, bound: int, in_use: set[Path]) -> None:
+    """Removes the least recently used entries until the rest fits into `bound` bytes.
+
+    Args:
+        in_use: paths of entries that are not removed.
+    """
+    entries = _entries(directory)
     held = sum(size for _, size, _ in entries)
     for _, size, path in entries:
         if held > bound and path not in in_use:
             with suppress(OSError):
                 path.unlink()
                 held -= size
-    for path in folder.glob("*.partial"):
+    for path in directory.glob("*.partial"):
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > _ABANDONED:
                 path.unlink()
 
 
-def clear(folder: Path) -> tuple[int, int]:
-    """Removes all entries; says how many and how many bytes."""
-    entries = _entries(folder)
-    for path in (*(path for _, _, path in entries), *folder.glob("*.partial")):
+def clear(directory: Path) -> tuple[int, int]:
+    """Removes all entries.
+
+    Returns:
+        Their number, and their bytes.
+    """
+    entries = _entries(directory)
+    for path in (*(path for _, _, path in entries), *directory.glob("*.partial")):
         path.unlink(missing_ok=True)
     return len(entries), sum(size for _, size, _ in entries)
 
 
-def _entries(folder: Path) -> list[tuple[float, int, Path]]:
-    """Last use, bytes and path of every entry, in order of use."""
+def _entries(directory: Path) -> list[tuple[float, int, Path]]:
+    """Last use, bytes and path of every entry, least recently used first."""
     found = []
-    for path in folder.glob("*.arrow"):
+    for path in directory.glob("*.arrow"):
         with suppress(OSError):  # another process may have removed it
             about = path.stat()
             found.append((about.st_mtime, about.st_size, path))
@@ -260,10 +269,10 @@ def _entries(folder: Path) -> list[tuple[float, int, Path]]:
 # -- the key ---------------------------------------------------------------------------------------------------------
 
 
-def obstacle(reference: Reference, clock: Clock | None) -> str | None:
-    """Why no digest can tell which ids this tokenizer gives, or None.
+def uncacheable_reason(reference: Reference, clock: Clock | None) -> str | None:
+    """Why no digest can identify the ids that this tokenizer returns, or None.
 
-    Its class must be transformers' own, whose code a version tells, and all else plain data.
+    Its class must be transformers' own, whose code a version identifies, and everything else must be plain data.
     """
     tokenizer, call = reference.tokenizer, reference.call
     kind = type(tokenizer)
@@ -271,21 +280,21 @@ def obstacle(reference: Reference, clock: Clock | None) -> str | None:
         return reason
     for owner in (kind, *(getattr(kind, name, kind) for name in _METHODS)):
         if owner.__module__.partition(".")[0] != "transformers":
-            return f"{kind.__name__} has code that is not from transformers ({owner.__qualname__})"
+            return f"{kind.__name__} has code from outside transformers ({owner.__qualname__})"
     if own := [name for name, value in vars(tokenizer).items() if callable(value)]:
-        return f"this {kind.__name__} has a {own[0]} of its own"
+        return f"{own[0]} was replaced on this {kind.__name__}"
     if not reference.uses_template:
         return None
     if not reference.encodes_rendered_text:
-        return "the template's arguments, or the tokenizer's class, encode in a way of their own"
+        return "the template's arguments, or the tokenizer's class, change how text is encoded"
     for name, value in (("tools", call.tools), *call.kwargs.items()):
         if not _is_plain(value):
             return f"{name} is not plain data"
     template = call.text()
     if _RANDOM.search(template):
-        return "the chat template has something random in it"
+        return "the chat template contains randomness"
     if _dates(template, clock) is None:
-        return "the chat template asks for the time of day"
+        return "the chat template prints the time of day"
     return None
 
 
@@ -296,7 +305,7 @@ _TELLS_DATE = re.compile(r"\bstrftime_now\s*\(\s*(?:\"([^\"\\]*)\"|'([^'\\]*)')\
 
 
 def _dates(template: str, clock: Clock | None) -> list[str] | None:
-    """The dates that a template tells, as its clock says them; None where it may tell more than dates."""
+    """The dates that a template prints, formatted by its clock; None if it may print the time of day."""
     formats = [double or single for double, single in _TELLS_DATE.findall(template)]
     if len(formats) < len(_TELLS_TIME.findall(template)):
         return None
@@ -309,7 +318,7 @@ def _dates(template: str, clock: Clock | None) -> list[str] | None:
 
 
 def _decides_ids(reference: Reference, options: Options, clock: Clock | None) -> bytes:
-    """Everything beside a file's content that its ids depend on."""
+    """Everything except a file's content that its ids depend on."""
     template = reference.call.text() if reference.uses_template else None
     dates = _dates(template, clock) if template is not None else None
     versions = [f"{package} {version(package)}" for package in _PACKAGES]
@@ -319,16 +328,16 @@ def _decides_ids(reference: Reference, options: Options, clock: Clock | None) ->
 
 @cache
 def _own_code() -> str:
-    """This package as it is here: between two versions of it, a mistake may have been mended."""
+    """Digest of this package's source: between two versions, a bug may have been fixed."""
     digest = hashlib.blake2b(__version__.encode(), digest_size=12)
-    for file in sorted(Path(__file__).parent.rglob("*")):
+    for file in sorted(Path(__file__).parents[1].rglob("*")):
         if file.suffix in (".py", ".cu", ".cuh"):
             digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether `repr` tells all there is to know about a value."""
+    """Whether `repr` identifies a value."""
     if type(value) is dict:
         return all(type(key) is str and _is_plain(item) for key, item in value.items())
     if type(value) is list:

@@ -1,43 +1,24 @@
-"""`gpuload demo`: real prompts, a real tokenizer, and the row-wise way beside it."""
+"""`gpuload demo`: loads real prompts with a real tokenizer, and compares with the baseline, row by row."""
 
-import lzma
-import os
-import shutil
-import tempfile
 import time
-from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import torch
 
 from gpuload.dataset import PromptDataset, collate_fn
+from gpuload.demo_data import demo_files
 from gpuload.load import load
 
 _LIMIT = 512
 _BATCH = 256
 
 
-def demo_files() -> tuple[str, str]:
-    """The shipped data set, and a folder with the shipped tokenizer, unpacked once into the user's cache."""
-    data = Path(str(resources.files("gpuload.demo_data")))
-    folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "gpuload" / "demo" / "qwen2.5"
-    wanted = folder / "tokenizer.json"
-    if not wanted.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.copy(data / "qwen2.5" / "tokenizer_config.json", folder)
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as unpacked:
-            unpacked.write(lzma.decompress((data / "qwen2.5" / "tokenizer.json.xz").read_bytes()))
-        os.replace(unpacked.name, wanted)
-    return str(data / "gsm8k.parquet"), str(folder)
-
-
 def demo() -> int:
-    """Loads, shows one batch, does the same row by row and compares every token.
+    """Loads, shows one batch, does the same with the baseline, and compares every token.
 
     Returns:
-        0, or 1 where a token differs.
+        0, or 1 if a token differs.
     """
     from transformers import AutoTokenizer
 
@@ -45,27 +26,27 @@ def demo() -> int:
     tokenizer = AutoTokenizer.from_pretrained(folder)
 
     started = time.perf_counter()
-    prompts = load(file, tokenizer, max_prompt_length=_LIMIT, token_cache=False)  # the other way starts cold too
+    prompts = load(file, tokenizer, max_prompt_length=_LIMIT, token_cache=False)  # cold, as the baseline
     loaded = time.perf_counter()
     first = prompts.batch(range(min(_BATCH, len(prompts))))
     for _ in prompts.loader(_BATCH):
         pass
-    ours = (loaded - started, time.perf_counter() - loaded)
+    fast = (loaded - started, time.perf_counter() - loaded)
     print(prompts.report)
     _show(first, tokenizer)
 
-    print("\nthe same the row-wise way: the template and the tokenizer, called for each row", flush=True)
+    print("\nbaseline: template and tokenizer, row by row", flush=True)
     started = time.perf_counter()
-    kept = _filter_row_wise(file, tokenizer)
+    kept = _filter_by_row(file, tokenizer)
     filtered = time.perf_counter()
-    drawn = [_draw_row_wise(kept[i : i + _BATCH], tokenizer) for i in range(0, len(kept), _BATCH)]
-    theirs = (filtered - started, time.perf_counter() - filtered)
+    batches = [_batch_by_row(kept[i : i + _BATCH], tokenizer) for i in range(0, len(kept), _BATCH)]
+    baseline = (filtered - started, time.perf_counter() - filtered)
 
-    print(f"  {'':18}{'gpuload':>12}{'row by row':>12}")
-    for step, a, b in zip(("load and filter", "an epoch's batches"), ours, theirs, strict=True):
+    print(f"  {'':18}{'gpuload':>12}{'baseline':>12}")
+    for step, a, b in zip(("load and filter", "an epoch's batches"), fast, baseline, strict=True):
         print(f"  {step:18}{a:10.2f} s{b:10.2f} s")
-    differing = _differing_tokens(prompts, torch.cat([batch["input_ids"] for batch in drawn]))
-    print(f"  {sum(theirs) / sum(ours):.1f} times as fast, {len(kept):,} rows compared, {differing:,} differing tokens")
+    differing = _differing_tokens(prompts, torch.cat([batch["input_ids"] for batch in batches]))
+    print(f"  {sum(baseline) / sum(fast):.1f} times as fast; {len(kept):,} rows compared, {differing:,} tokens differ")
     return 0 if differing == 0 else 1
 
 
@@ -74,11 +55,11 @@ def _show(batch: dict[str, Any], tokenizer: Any) -> None:
     for key, value in batch.items():
         kind = str(value.dtype).removeprefix("torch.")
         print(f"  {key:15} {kind:7} {tuple(value.shape)}")
-    print(f"  its first row ends with {tokenizer.decode(batch['raw_prompt_ids'][0][-24:])!r}")
+    print(f"  the first row ends with {tokenizer.decode(batch['raw_prompt_ids'][0][-24:])!r}")
 
 
-def _filter_row_wise(file: str, tokenizer: Any) -> list[dict[str, Any]]:
-    """What verl's first versions do at the start of a run."""
+def _filter_by_row(file: str, tokenizer: Any) -> list[dict[str, Any]]:
+    """The filter of verl's first versions, at the start of a run."""
     rows = pq.read_table(file).to_pylist()
     return [
         row
@@ -87,8 +68,8 @@ def _filter_row_wise(file: str, tokenizer: Any) -> list[dict[str, Any]]:
     ]
 
 
-def _draw_row_wise(rows: list[dict[str, Any]], tokenizer: Any) -> dict[str, Any]:
-    """What they do again for every row of every epoch."""
+def _batch_by_row(rows: list[dict[str, Any]], tokenizer: Any) -> dict[str, Any]:
+    """Their `__getitem__`, for every row of every epoch."""
     batch = []
     for row in rows:
         text = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
@@ -102,7 +83,7 @@ def _draw_row_wise(rows: list[dict[str, Any]], tokenizer: Any) -> dict[str, Any]
 
 
 def _differing_tokens(prompts: PromptDataset, expected: torch.Tensor) -> int:
-    """Positions of the padded batches that differ; all of them where other rows were kept."""
+    """How many positions of the padded batches differ; all of them if other rows were kept."""
     if len(prompts) != len(expected):
         return expected.numel()
     found = torch.cat([batch["input_ids"] for batch in prompts.loader(_BATCH)])

@@ -1,4 +1,4 @@
-"""What this machine has, and what of it gpuload can use."""
+"""`gpuload doctor`: versions, GPUs, and a test of each engine."""
 
 import importlib.metadata
 import importlib.util
@@ -13,21 +13,20 @@ from gpuload._version import __version__
 _PACKAGES = (
     "torch transformers tokenizers gigatoken pyarrow awkward numpy fsspec datasets cudf cupy pylibcudf rmm verl".split()
 )
-# Packages whose distributions are named after the CUDA they are built for.
+# Packages whose distributions are named after the CUDA version they are built for.
 _DISTRIBUTIONS = {"cudf": ("cudf-cu13", "cudf-cu12"), "pylibcudf": ("pylibcudf-cu13", "pylibcudf-cu12")}
 _DISTRIBUTIONS["rmm"] = ("rmm-cu13", "rmm-cu12")
 _DISTRIBUTIONS["cupy"] = ("cupy-cuda13x", "cupy-cuda12x")
 
 
 def diagnose(require: str | None = None) -> int:
-    """Prints the report as it goes, a line per fact, and tries out the engines: the CPU's, and the GPU's where there is
-    one, which starts CUDA and compiles kernels.
+    """Prints what this machine has, and tests its engines; the GPU's initializes CUDA and compiles kernels.
 
     Args:
-        require: an engine that has to work, "cpu" or "cuda"; the other one is left alone.
+        require: an engine that must work, "cpu" or "cuda"; the other one is not tested.
 
     Returns:
-        0, or 1 where the required engine does not work.
+        0, or 1 if the required engine does not work.
     """
     _print(
         f"gpuload {__version__}, Python {platform.python_version()}, {platform.platform()}, {os.cpu_count()} cores",
@@ -38,7 +37,7 @@ def diagnose(require: str | None = None) -> int:
         "GPU",
         *(f"  {name:13} {value}" for name, value in _gpu()),
         "",
-        "engines, tried out on the shipped prompts",
+        "engines, tested on the shipped prompts",
     )
     works = [_works(engine) for engine in ("cpu", "cuda") if require in (None, engine)]
     return 0 if require is None or all(works) else 1
@@ -58,47 +57,47 @@ def _version(package: str) -> str | None:
 
 
 def _works(engine: str) -> bool:
-    """Prints what an engine says of itself, the time of each of its stages, and which of them failed."""
-    from gpuload.cli.selftest import try_out
-    from gpuload.engines.device.cuda import cuda_engine, obstacle
-    from gpuload.engines.host.engine import CpuEngine
+    """Tests an engine, and prints its description, the time of each stage, and which stage failed."""
+    from gpuload.cli.selftest import check_engine
+    from gpuload.engines.device.cuda import cuda_engine, unavailable_reason
+    from gpuload.engines.host.engine import HostEngine
 
-    if engine == "cuda" and (why_not := obstacle("cuda")):
+    if engine == "cuda" and (why_not := unavailable_reason("cuda")):
         _print(f"  {engine:13} not available: {why_not}")
         return False
-    outcome = try_out(cuda_engine if engine == "cuda" else lambda _, reference: CpuEngine(reference))
+    outcome = check_engine(cuda_engine if engine == "cuda" else HostEngine)
     lines = [(stage, f"{seconds:.3f} s") for stage, seconds in outcome.seconds.items()]
     if outcome.failure is not None:
         stage, how = outcome.failure
         lines.append((stage, f"FAILED: {how}"))
-    lines += [("how", outcome.description), *(("note", note) for note in outcome.notes)]
+    lines += [("uses", outcome.description), *(("note", note) for note in outcome.notes)]
     _print(f"  {engine:13} {'works' if outcome.failure is None else 'DOES NOT WORK'}")
     _print(*(f"    {name:11} {what}" for name, what in lines))
     return outcome.failure is None
 
 
 def _gpu() -> list[tuple[str, str]]:
-    """GPUs and driver as the driver's own tool tells them, and the CUDA that torch is built for: nothing is started."""
-    listed = _asked("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader").splitlines()
+    """GPUs and driver as nvidia-smi lists them, and the CUDA version of torch. Does not initialize CUDA."""
+    listed = _nvidia_smi("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader").splitlines()
     devices = [line.rsplit(", ", 1) for line in listed if ", " in line]
-    newest = re.search(r"CUDA (?:UMD )?Version: *([\d.]+)", _asked())
+    newest = re.search(r"CUDA (?:UMD )?Version: *([\d.]+)", _nvidia_smi())
     lines = [(f"GPU {number}", name) for number, (name, _) in enumerate(devices)]
     if not lines:
-        return [("GPU", "none found: no NVIDIA driver (nvidia-smi) here"), ("CUDA", _torch_cuda())]
-    driver = devices[0][1] + (f", good for CUDA up to {newest[1]}" if newest else "")
+        return [("GPU", "none found: nvidia-smi is missing or lists no GPU"), ("CUDA", _torch_cuda())]
+    driver = devices[0][1] + (f", supports CUDA up to {newest[1]}" if newest else "")
     return [*lines, ("driver", driver), ("CUDA", _torch_cuda())]
 
 
 def _torch_cuda() -> str:
-    """The CUDA that torch is built for, from its files."""
+    """The CUDA version that torch is built for, read from its files."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return "torch is not installed"
     built = re.search(r"^cuda[^=]*= *'([^']+)'", Path(spec.origin).with_name("version.py").read_text(), re.MULTILINE)
-    return f"torch is built for {built[1]}" if built else "torch is built without it"
+    return f"torch is built for {built[1]}" if built else "torch is built without CUDA"
 
 
-def _asked(*arguments: str) -> str:
+def _nvidia_smi(*arguments: str) -> str:
     try:
         command = ["nvidia-smi", *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout

@@ -1,4 +1,4 @@
-"""`gpuload inspect`: what is in a data set, and how long its prompts are in tokens, before a limit is chosen."""
+"""`gpuload inspect`: what a dataset contains, and how long its prompts are in tokens."""
 
 import base64
 import html as html_text
@@ -17,7 +17,7 @@ from gpuload.errors import GpuloadError
 from gpuload.load import load, open_sources
 from gpuload.options import Options
 from gpuload.reference.reference import Reference
-from gpuload.template import ChatProgram
+from gpuload.template.compiler import ChatProgram
 from gpuload.template.program import TEXT
 
 _LIMITS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -31,7 +31,7 @@ Lengths = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True)
 class LengthGroup:
-    """Prompts with one `data_source` (or all of them) and their lengths in tokens, sorted."""
+    """The lengths in tokens, ascending, of all prompts or of those with one `data_source`."""
 
     name: str
     lengths: Lengths
@@ -52,13 +52,13 @@ def inspect_files(
     no_template: bool = False,
     html: str | None = None,
 ) -> None:
-    """Prints rows, columns and types, prompt lengths and how many rows stay at which limit; see `gpuload inspect -h`.
+    """Prints rows, columns and types, prompt lengths, and how many rows each limit keeps.
 
     Args:
         html: also write a page with plots to this file; needs matplotlib.
     """
     if html:
-        _matplotlib()  # before the work, not after it
+        _matplotlib()  # raises before the work, if it is not installed
     prompts = load(
         list(files),
         tokenizer,
@@ -72,14 +72,14 @@ def inspect_files(
     print(_text(prompts, groups))
     if html:
         Path(html).write_text(_page(prompts, groups), encoding="utf-8")
-        print(f"\nwritten to {html}")
+        print(f"\nwrote {html}")
 
 
 def inspect_template(files: Sequence[str], tokenizer: Any, *, prompt_key: str = "prompt") -> None:
-    """Prints the compiled chat template: what a prompt is made of, for each shape of conversation.
+    """Prints the compiled chat template: what a prompt consists of, for each shape of conversation.
 
     Args:
-        files: the conversations are taken from here; where there are none, common ones are tried.
+        files: whose conversations to use; if empty, common shapes are tried.
     """
     reference = Reference(tokenizer)
     program = ChatProgram(reference.call)
@@ -105,7 +105,7 @@ def inspect_template(files: Sequence[str], tokenizer: Any, *, prompt_key: str = 
 
 
 def _groups(prompts: PromptDataset) -> list[LengthGroup]:
-    """All prompts, then each data_source's, the largest first."""
+    """All prompts, then those of each data_source, the largest first."""
     lengths = np.asarray(prompts.tokens.lengths)
     groups = [LengthGroup("all", np.sort(lengths))]
     if "data_source" in prompts.column_types.names:
@@ -126,7 +126,7 @@ def _text(prompts: PromptDataset, groups: list[LengthGroup]) -> str:
         f"  {group.name:{width}.{width}} {len(group.lengths):>9,} " + _row(group.percentiles()) for group in groups
     ]
     lines += ["", "histogram", *_histogram(groups[0].lengths)]
-    lines += ["", f"rows that stay at a limit of{'':{max(1, width - 25)}} " + _row(limits)]
+    lines += ["", f"rows kept with max_prompt_length{'':{max(1, width - 29)}} " + _row(limits)]
     for group in groups:
         kept = [f"{100 * group.within(limit) / len(group.lengths):.1f}%" for limit in limits]
         lines.append(f"  {group.name:{width}.{width}} {len(group.lengths):>9,} " + _row(kept))
@@ -138,7 +138,7 @@ def _row(values: Sequence[Any], form: str = "{}") -> str:
 
 
 def _bins(lengths: Lengths) -> tuple[Lengths, Any]:
-    """Counts and edges of about 16 bins, up to the 99th percentile and one more for the rest."""
+    """Counts and edges of about 16 bins up to the 99th percentile, and one for the rest."""
     top = max(1, int(np.percentile(lengths, 99)))
     edges = np.unique(np.linspace(0, top, 16).astype(int))
     return np.histogram(lengths, np.append(edges, max(top + 1, int(lengths[-1]) + 1)))
@@ -160,7 +160,7 @@ def _matplotlib() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise GpuloadError("--html draws with matplotlib: pip install matplotlib") from error
+        raise GpuloadError("--html needs matplotlib: pip install 'gpuload[html]'") from error
     matplotlib.use("agg")
     from matplotlib import pyplot
 
@@ -168,7 +168,7 @@ def _matplotlib() -> Any:
 
 
 def _page(prompts: PromptDataset, groups: list[LengthGroup]) -> str:
-    """One self-contained page: the same text, and plots as embedded pictures."""
+    """One self-contained page: the text report, and plots as embedded pictures."""
     title = html_text.escape(", ".join(prompts.report.files))
     plots = "".join(
         f'<figure><img alt="{name}" src="data:image/png;base64,{png}"><figcaption>{name}</figcaption></figure>'
@@ -197,10 +197,10 @@ def _plots(groups: list[LengthGroup]) -> list[tuple[str, str]]:
         )
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set(xlabel="max_prompt_length", ylabel="share of rows that stay")
+    axes.set(xlabel="max_prompt_length", ylabel="fraction of rows kept")
     axes.legend(fontsize="small")
     axes.grid(alpha=0.3)
-    pictures.append(("rows that stay at a limit", _png(pyplot, figure)))
+    pictures.append(("rows kept by max_prompt_length", _png(pyplot, figure)))
     return pictures
 
 

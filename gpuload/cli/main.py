@@ -1,6 +1,7 @@
 """The command line: inspect · prepare · doctor · demo."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -9,89 +10,139 @@ from gpuload.errors import GpuloadError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status: 0 done, 1 the data or the machine is not right, 2 wrong usage."""
+    """Runs one command.
+
+    Returns:
+        The exit status: 0 for success, 1 for a problem with the data or the machine, 2 for wrong usage.
+    """
+    parser = build_parser()
+    given = parser.parse_args(arguments)
+    try:
+        status: int = given.run(given)
+        sys.stdout.flush()
+    except GpuloadError as error:
+        print(f"gpuload: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader of a pipe has stopped: `gpuload inspect ... | head`
+        # Python flushes standard output once more at exit, and would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; `run` of the parsed arguments executes the command."""
     parser = argparse.ArgumentParser(prog="gpuload", description="A GPU-accelerated dataframe loader for prompts.")
     parser.add_argument("--version", action="version", version=f"gpuload {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    inspect = commands.add_parser("inspect", help="what is in these files: rows, columns, prompt lengths in tokens")
-    inspect.add_argument("files", nargs="*", help="paths, globs or URLs of parquet, json or jsonl files")
-    inspect.add_argument("--tokenizer", required=True, help="a path or a hub id")
-    inspect.add_argument("--prompt-key", default="prompt", help="the column with the prompts (default: prompt)")
-    inspect.add_argument("--max-samples", type=int, default=-1, help="look at the first N rows only")
-    inspect.add_argument("--no-template", action="store_true", help="prompts are plain strings, tokenized as they are")
+    inspect = commands.add_parser("inspect", help="show rows, columns, and prompt lengths in tokens")
+    _add_files(inspect)
+    inspect.add_argument("--tokenizer", required=True, help="path or hub id")
+    _add_prompts(inspect)
+    inspect.add_argument("--max-samples", type=int, default=-1, metavar="N", help="only the first N rows")
     inspect.add_argument(
         "--template",
         action="store_true",
-        help="show the compiled chat template instead: for the conversations in the files, or for common ones",
+        help="show the compiled chat template instead, for the conversations in the files or, without files, for "
+        "common ones",
     )
-    inspect.add_argument("--html", metavar="FILE", help="write the same, with plots, as one page")
+    inspect.add_argument("--html", metavar="FILE", help="also write the report, with plots, as one HTML page")
+    inspect.set_defaults(run=_inspect, parser=inspect)
 
-    prepare = commands.add_parser("prepare", help="make the tokens of these files now, and keep them for later loads")
-    prepare.add_argument("files", nargs="*", help="paths, globs or URLs of parquet, json or jsonl files")
-    prepare.add_argument("--tokenizer", help="a path or a hub id")
-    prepare.add_argument("--prompt-key", default="prompt", help="the column with the prompts (default: prompt)")
-    prepare.add_argument("--no-template", action="store_true", help="prompts are plain strings, tokenized as they are")
+    prepare = commands.add_parser("prepare", help="tokenize files now, and cache the tokens for later loads")
+    _add_files(prepare)
+    prepare.add_argument("--tokenizer", help="path or hub id")
+    _add_prompts(prepare)
     prepare.add_argument("--template-kwargs", metavar="JSON", default="{}", help="constants for the chat template")
-    prepare.add_argument("--verify", default="sample", help="compare a sample (default), full or off")
-    prepare.add_argument("--cache-dir", metavar="FOLDER", help="default: $GPULOAD_CACHE, or ~/.cache/gpuload")
-    prepare.add_argument("--clear", action="store_true", help="remove all tokens that are kept, instead")
-
-    doctor = commands.add_parser("doctor", help="versions, GPUs, and each stage of each engine tried out")
-    doctor.add_argument(
-        "--require", choices=["cpu", "cuda"], help="try out this engine alone; exit status 1 where it does not work"
+    prepare.add_argument(
+        "--verify",
+        default="sample",
+        metavar="MODE",
+        help="compare a sample of the rows with the tokenizer (sample, the default), all rows (full) or none (off)",
     )
-    commands.add_parser("demo", help="load a shipped data set and compare with the row-wise way")
+    prepare.add_argument(
+        "--cache-dir",
+        metavar="DIR",
+        help="default: $GPULOAD_CACHE, else $XDG_CACHE_HOME/gpuload, else ~/.cache/gpuload",
+    )
+    prepare.add_argument("--clear", action="store_true", help="remove all cached tokens instead")
+    prepare.set_defaults(run=_prepare, parser=prepare)
 
-    given = parser.parse_args(arguments)
-    try:
-        # Imported late: the help of a command line should not wait for torch.
-        if given.command == "inspect":
-            from gpuload.cli.inspect import inspect_files, inspect_template
+    doctor = commands.add_parser("doctor", help="show versions and GPUs, and test each stage of each engine")
+    doctor.add_argument(
+        "--require", choices=["cpu", "cuda"], help="test only this engine; exit status 1 if it does not work"
+    )
+    doctor.set_defaults(run=_doctor)
 
-            if given.template:
-                inspect_template(given.files, given.tokenizer, prompt_key=given.prompt_key)
-                return 0
-            if not given.files:
-                inspect.error("no files given")
-            inspect_files(
-                given.files,
-                given.tokenizer,
-                prompt_key=given.prompt_key,
-                max_samples=given.max_samples,
-                no_template=given.no_template,
-                html=given.html,
-            )
-        elif given.command == "prepare":
-            from gpuload.cli.prepare import clear_cache, prepare_files
+    demo = commands.add_parser("demo", help="load the shipped dataset, and compare with tokenizing row by row")
+    demo.set_defaults(run=_demo)
+    return parser
 
-            where = {"cache_dir": given.cache_dir} if given.cache_dir else {}
-            if given.clear:
-                clear_cache(**where)
-                return 0
-            if not given.files or not given.tokenizer:
-                prepare.error("files and --tokenizer are needed, or --clear")
-            prepare_files(
-                given.files,
-                given.tokenizer,
-                given.template_kwargs,
-                prompt_key=given.prompt_key,
-                chat_template=None if given.no_template else "default",
-                verify=given.verify,
-                **where,
-            )
-        elif given.command == "doctor":
-            from gpuload.cli.doctor import diagnose
 
-            return diagnose(given.require)
-        else:
-            from gpuload.cli.demo import demo
+def _add_files(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="*", help="paths, globs, directories or URLs of parquet, json or jsonl files")
 
-            return demo()
-    except GpuloadError as error:
-        print(f"gpuload: {error}", file=sys.stderr)
-        return 1
+
+def _add_prompts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompt-key", default="prompt", metavar="KEY", help="column with the prompts (prompt)")
+    parser.add_argument(
+        "--no-template", action="store_true", help="prompts are plain strings, tokenized without a chat template"
+    )
+
+
+# Commands are imported when they run: `gpuload --help` does not wait for torch.
+
+
+def _inspect(given: argparse.Namespace) -> int:
+    from gpuload.cli.inspect import inspect_files, inspect_template
+
+    if given.template:
+        inspect_template(given.files, given.tokenizer, prompt_key=given.prompt_key)
+        return 0
+    if not given.files:
+        given.parser.error("no files given")
+    inspect_files(
+        given.files,
+        given.tokenizer,
+        prompt_key=given.prompt_key,
+        max_samples=given.max_samples,
+        no_template=given.no_template,
+        html=given.html,
+    )
     return 0
+
+
+def _prepare(given: argparse.Namespace) -> int:
+    from gpuload.cli.prepare import clear_cache, prepare_files
+
+    if given.clear:
+        clear_cache(given.cache_dir)
+        return 0
+    if not given.files or not given.tokenizer:
+        given.parser.error("files and --tokenizer are required (or --clear)")
+    prepare_files(
+        given.files,
+        given.tokenizer,
+        given.template_kwargs,
+        prompt_key=given.prompt_key,
+        chat_template=None if given.no_template else "default",
+        verify=given.verify,
+        cache_dir=given.cache_dir,
+    )
+    return 0
+
+
+def _doctor(given: argparse.Namespace) -> int:
+    from gpuload.cli.doctor import diagnose
+
+    return diagnose(given.require)
+
+
+def _demo(given: argparse.Namespace) -> int:
+    from gpuload.cli.demo import demo
+
+    return demo()
 
 
 if __name__ == "__main__":

@@ -1,26 +1,25 @@
-"""`gpuload prepare`: fills the token cache before the run that needs it."""
+"""`gpuload prepare`: fills the token cache before a run."""
 
 import json
 from collections.abc import Sequence
 from typing import Any
 
-from gpuload.cache.store import clear, folder_of
+from gpuload.cache.store import clear, tokens_directory
 from gpuload.errors import GpuloadError, OptionError
 from gpuload.load import load
-from gpuload.options import Options
 
 _NO_LIMIT = 2**31 - 1
 
 
 def prepare_files(files: Sequence[str], tokenizer: Any, template_kwargs: str = "{}", **options: Any) -> None:
-    """Makes the tokens of files, unless they are in the cache already, and says where they lie.
+    """Tokenizes files, unless their tokens are cached already, and prints the report.
 
     Args:
-        template_kwargs: `apply_chat_template_kwargs` as JSON: entries of other constants are other entries.
+        template_kwargs: `apply_chat_template_kwargs` as JSON; other constants make other cache entries.
         **options: of `load`.
 
     Raises:
-        GpuloadError: not all files could be kept; with the reasons.
+        GpuloadError: some files could not be cached; the message says why.
     """
     try:
         kwargs = json.loads(template_kwargs)
@@ -38,16 +37,16 @@ def prepare_files(files: Sequence[str], tokenizer: Any, template_kwargs: str = "
     print(report)
     kept = {*report.from_cache, *report.into_cache}
     if missing := [name for name in report.files if name not in kept]:
-        reasons = [note for note in report.notes if "not kept" in note]
+        reasons = [note for note in report.notes if "not cached" in note]
         raise GpuloadError(f"{len(missing)} of {len(report.files)} files are not in the cache: {'; '.join(reasons)}")
 
 
-def clear_cache(**options: Any) -> None:
-    """Removes all entries.
+def clear_cache(cache_dir: str | None = None) -> None:
+    """Removes all cached tokens.
 
     Args:
-        **options: of `load`: `cache_dir`.
+        cache_dir: as the option of `load`.
     """
-    folder = folder_of(Options.parse(options))
-    entries, nbytes = clear(folder)
-    print(f"{folder}: {entries:,} entries removed, {nbytes / 1e6:,.1f} MB")
+    directory = tokens_directory(cache_dir)
+    entries, nbytes = clear(directory)
+    print(f"{directory}: removed {entries:,} entries, {nbytes / 1e6:,.1f} MB")

@@ -1,6 +1,5 @@
-"""Does an engine work here? Each of its stages once over the shipped prompts, timed and held against the tokenizer.
-
-The steps are the same for every engine, through the `Engine` protocol alone.
+"""Tests whether an engine works on this machine: each stage once on the shipped prompts, timed and compared with the
+tokenizer. The steps are the same for every engine, and use nothing but the `Engine` protocol.
 """
 
 import time
@@ -12,7 +11,7 @@ import pyarrow as pa
 import torch
 
 from gpuload.arrays import Ragged
-from gpuload.cli.demo import demo_files
+from gpuload.demo_data import demo_files
 from gpuload.engines.protocol import Engine
 from gpuload.errors import MismatchError
 from gpuload.load import open_sources
@@ -20,24 +19,23 @@ from gpuload.options import Options
 from gpuload.reference.reference import Reference
 
 STAGES = ("prepare", "read", "render", "encode", "batch")
-"""Preparing loads and compiles the tokenizer; the others are those of a load."""
+"""The stages of a load, after "prepare", which loads and compiles the tokenizer."""
 
-Build = Callable[[Options, Reference], Engine]
 
 _OPTIONS = Options(max_prompt_length=512)
-_COMPARED = 16  # rows whose text and ids the tokenizer makes too
+_COMPARED = 16  # rows whose text and ids are compared with the tokenizer's
 _BATCH = 256
 
 
 @dataclass
 class Outcome:
-    """What became of one engine.
+    """The result of testing one engine.
 
     Attributes:
         description: what renders and what encodes.
-        notes: why something faster was passed over.
-        seconds: of each stage that worked, in their order, with what is done only once (kernels are compiled).
-        failure: the stage that failed, and how; None where all worked and every answer was right.
+        notes: why a faster way is not used.
+        seconds: of each stage that worked, in order, including work that is done only once (compiling kernels).
+        failure: the stage that failed, and how; None if all stages worked and returned the right results.
     """
 
     description: str = ""
@@ -46,8 +44,8 @@ class Outcome:
     failure: tuple[str, str] | None = None
 
 
-def try_out(build: Build) -> Outcome:
-    """Runs an engine's stages up to the first that fails. Whatever an engine raises is its outcome."""
+def check_engine(build: Callable[[Reference], Engine]) -> Outcome:
+    """Runs an engine's stages up to the first that fails; whatever the engine raises becomes the outcome."""
     outcome = Outcome()
     steps = _steps(build, outcome)
     for stage in STAGES:
@@ -62,11 +60,11 @@ def try_out(build: Build) -> Outcome:
     return outcome
 
 
-def _steps(build: Build, outcome: Outcome) -> Iterator[None]:
-    """One of `STAGES` for each `next`."""
+def _steps(build: Callable[[Reference], Engine], outcome: Outcome) -> Iterator[None]:
+    """Runs one of `STAGES` for each `next`."""
     file, folder = demo_files()
     reference = Reference(folder)
-    engine = build(_OPTIONS, reference)
+    engine = build(reference)
     outcome.description, outcome.notes = engine.description, engine.notes
     yield
 
@@ -83,10 +81,10 @@ def _steps(build: Build, outcome: Outcome) -> Iterator[None]:
         _expect("texts", texts, [reference.render(prompt) for prompt in prompts])
         yield
 
-        store = engine.store([engine.keep(engine.encode(part)[0], None) for part in rendered], None)
+        store = engine.store([engine.keep(engine.encode(part).ids, None) for part in rendered], None)
         tokens = store.to_host()
         _expect("ids", tokens.take(rows).to_lists(), [reference.ids(prompt) for prompt in prompts])
-        del parts, rendered  # before the load's memory is given back
+        del parts, rendered  # before the load's memory is released
         yield
 
     limit, pad_id = _OPTIONS.max_prompt_length, reference.pad_token_id
@@ -98,7 +96,7 @@ def _steps(build: Build, outcome: Outcome) -> Iterator[None]:
 
 
 def _padded(rows: Ragged, width: int, pad_id: int) -> dict[str, list[list[int]]]:
-    """The batch of these rows as it is defined."""
+    """The batch of these rows by definition."""
     ids = rows.to_lists()
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids])
     return {
@@ -110,4 +108,4 @@ def _padded(rows: Ragged, width: int, pad_id: int) -> dict[str, list[list[int]]]
 
 def _expect(what: str, found: object, expected: object) -> None:
     if found != expected:
-        raise MismatchError(f"{what} of the shipped prompts are not the tokenizer's: do not use this engine here")
+        raise MismatchError(f"wrong {what} for the shipped prompts: do not use this engine on this machine")

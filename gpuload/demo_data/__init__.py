@@ -1,0 +1,27 @@
+"""The shipped demo data: GSM8K's prompts, and Qwen2.5's tokenizer. Sources and licences: SOURCE.md."""
+
+import lzma
+import shutil
+from importlib import resources
+from pathlib import Path
+
+from gpuload.files import cache_root, replacing
+
+
+def demo_files() -> tuple[str, str]:
+    """Paths of the shipped dataset, and of the shipped tokenizer's directory, unpacked once into the cache.
+
+    Example:
+        >>> file, tokenizer = demo_files()
+        >>> file.endswith("gsm8k.parquet")
+        True
+    """
+    data = Path(str(resources.files("gpuload.demo_data")))
+    directory = cache_root() / "demo" / "qwen2.5"
+    wanted = directory / "tokenizer.json"
+    if not wanted.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        shutil.copy(data / "qwen2.5" / "tokenizer_config.json", directory)
+        with replacing(wanted) as unpacked:
+            unpacked.write_bytes(lzma.decompress((data / "qwen2.5" / "tokenizer.json.xz").read_bytes()))
+    return str(data / "gsm8k.parquet"), str(directory)

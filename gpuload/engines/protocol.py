@@ -1,76 +1,251 @@
-"""What an engine does: the stages that depend on the machine. load() strings them together and knows no more."""
+"""What an engine is: the stages of a load that depend on the machine, and the data that passes between them.
+
+    read → Prompts          the prompt column, wherever the engine wants it
+    render → RenderedText   one text per prompt
+    encode → Tokenized      one row of token ids per text
+    keep, store → Ragged    the ids of all rows that were kept
+    batches → Batches       padded tensors from that store
+
+`load.py` connects the stages and knows nothing else about the machine. There are two engines, `host/` and `device/`.
+"""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 import torch
 
-from gpuload.arrays import Ragged
+from gpuload.arrays import Array, Ragged
 from gpuload.options import Truncation
 from gpuload.sources.read import Source
+from gpuload.template.program import Operation, Predicate
+
+# -- columns of text -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class TextColumn:
+    """n texts as slices of one buffer: text i is `data[start[i] : start[i] + length[i]]`.
+
+    Slices may overlap, leave gaps and come in any order, so that stripping or cutting a text copies no bytes.
+
+    Attributes:
+        data: (bytes,) uint8, UTF-8.
+        start: (n,) int64.
+        length: (n,) int64, bytes. A null is a text of length 0.
+    """
+
+    data: Array
+    start: Array
+    length: Array
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+
+class TextOperations(Protocol):
+    """What a compiled template needs to know about a column of text: implemented in NumPy, and by kernels.
+
+    Attributes:
+        xp: the array module of all arguments and results, NumPy or CuPy.
+    """
+
+    xp: ModuleType
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Makes the arrays' device the current one of the calling thread."""
+
+    def bytes_at(self, texts: TextColumn, numbers: list[int]) -> list[bytes]:
+        """Some of the texts, copied to the host."""
+
+    def operate(self, texts: TextColumn, operation: Operation) -> TextColumn:
+        """Every text after one operation; `program.apply_operations` is the definition."""
+
+    def unsupported(self, operation: Operation) -> str | None:
+        """Why `operate` does not support this operation, or None."""
+
+    def answer(self, texts: TextColumn, predicate: Predicate) -> Array:
+        """(n,) bool: `predicate`'s test for every text, to which its operations have been applied."""
+
+    def not_utf8(self, texts: TextColumn) -> Array:
+        """(n,) bool: true where a text is not valid UTF-8."""
+
+    def distinct(self, texts: TextColumn) -> tuple[Array, Array, Array]:
+        """Groups equal texts; meant for columns with few distinct, short texts, such as roles.
+
+        Returns:
+            example (g,) int64: the number of one text of each group.
+            group (n,) int64: each text's group.
+            stray (n,) bool: true where a text differs from its group's example because their hashes collide.
+        """
+
+    def shape_hashes(self, first: Array, count: Array, code: Array) -> Array:
+        """(n,) int64: a hash of each row's message codes, `code[first[i] : first[i] + count[i]]`, and their order."""
+
+    def same_shapes(self, first: Array, count: Array, code: Array, example: Array) -> Array:
+        """(n,) bool: whether row i has the same message codes as row `example[i]` (an index into `first`)."""
+
+
+# -- prompts, texts, ids ---------------------------------------------------------------------------------------------
+
+
+class Prompts(Protocol):
+    """n prompts, in the form in which an engine reads them."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, rows: np.ndarray[Any, Any]) -> "Prompts":
+        """(k,) ascending row numbers → those prompts, in the same form."""
+
+    def to_arrow(self, rows: np.ndarray[Any, Any]) -> pa.Array:
+        """(k,) row numbers → those prompts as an Arrow array in host memory."""
+
+
+@dataclass(frozen=True)
+class ArrowPrompts:
+    """Prompts as an Arrow array in host memory.
+
+    Attributes:
+        column: (n,) messages, strings or JSON; see `sources.types.check_prompt_type`.
+    """
+
+    column: pa.Array
+
+    def __len__(self) -> int:
+        return len(self.column)
+
+    def take(self, rows: np.ndarray[Any, Any]) -> "ArrowPrompts":
+        return ArrowPrompts(self.to_arrow(rows))
+
+    def to_arrow(self, rows: np.ndarray[Any, Any]) -> pa.Array:
+        return self.column.take(pa.array(rows))
+
+
+@dataclass(kw_only=True, eq=False)
+class RowCounts:
+    """What became of n prompts when they were rendered.
+
+    Attributes:
+        rejected: row → why no prompt can be made of it.
+        compiled_rows: rows rendered by the compiled template.
+        reference_rows: rows rendered by transformers, one by one.
+        reasons: why rows were rendered by transformers → how many.
+    """
+
+    rejected: dict[int, str] = field(default_factory=dict)
+    compiled_rows: int = 0
+    reference_rows: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+
+    def counts(self) -> dict[str, Any]:
+        """The attributes of this class, as keyword arguments of a subclass."""
+        return {name: getattr(self, name) for name in ("rejected", "compiled_rows", "reference_rows", "reasons")}
+
+    def add(self, other: "RowCounts", first_row: int) -> None:
+        """Adds the counts of further rows.
+
+        Args:
+            first_row: the number that the other's row 0 has here.
+        """
+        self.rejected.update((first_row + row, reason) for row, reason in other.rejected.items())
+        self.compiled_rows += other.compiled_rows
+        self.reference_rows += other.reference_rows
+        for reason, count in other.reasons.items():
+            self.reasons[reason] = self.reasons.get(reason, 0) + count
+
+
+class RenderedText(Protocol):
+    """n prompts as text, in host or device memory. A `RowCounts` too; the text of a rejected row is empty or null."""
+
+    rejected: dict[int, str]
+
+    def __len__(self) -> int: ...
+
+    @property
+    def sizes(self) -> np.ndarray[Any, Any]:
+        """(n,) int64 in host memory: bytes of each text, -1 where a row was rejected."""
+
+    @property
+    def wide(self) -> np.ndarray[Any, Any]:
+        """(n,) bool in host memory: true where a text is not all ASCII."""
+
+    @property
+    def text(self) -> pa.LargeStringArray:
+        """(n,) large_string in host memory, null where a row was rejected; copied there when first asked for."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Tokenized(RowCounts):
+    """n rows of token ids, made by an engine or found in the token cache.
+
+    Attributes:
+        ids: n rows, in the engine's memory or in a mapped file; a rejected row is empty.
+        text_sizes: (n,) int64, bytes of each rendered text, 0 where a row was rejected; in the memory of `ids`.
+        text_nbytes: their sum.
+        fallback_rows: rows that the engine's own tokenizer handed to another one.
+    """
+
+    ids: Ragged
+    text_sizes: Array
+    text_nbytes: int
+    fallback_rows: int = 0
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def take(self, rows: np.ndarray[Any, Any]) -> "Tokenized":
+        """(k,) ascending row numbers → those rows. How they were rendered is counted only if the template compiled for
+        all n rows; otherwise it is not known of single rows."""
+        rejected = {at: self.rejected[row] for at, row in enumerate(rows.tolist()) if row in self.rejected}
+        all_compiled = self.compiled_rows == len(self) - len(self.rejected)
+        sizes = self.text_sizes[rows]
+        return Tokenized(
+            ids=self.ids.take(rows),
+            text_sizes=sizes,
+            text_nbytes=int(sizes.sum()),
+            rejected=rejected,
+            compiled_rows=len(rows) - len(rejected) if all_compiled else 0,
+        )
+
+
+# -- the engine ------------------------------------------------------------------------------------------------------
 
 
 class Batches(Protocol):
-    """What makes batches of a store's rows.
+    """Makes padded batches from a store of ids.
 
-    A data set keeps this, and nothing else of the engine, when it travels to loader workers: it can be pickled, and
-    there it makes host tensors.
+    A dataset keeps this object, and nothing else of the engine, when it is pickled for a loader worker. In another
+    process it makes host tensors.
     """
 
     def __call__(self, numbers: np.ndarray[Any, Any], rows: Ragged, width: int) -> dict[str, torch.Tensor]:
-        """(B,) row numbers of the store, the same rows truncated and on the host, a width → `input_ids`,
-        `attention_mask`, `position_ids`, each int64 (B, width).
+        """One batch of B rows, left-padded; position_ids are clip(cumsum(attention_mask) - 1, 0).
 
-        Rows are left-padded; positions are clip(cumsum(attention_mask) - 1, 0).
+        Args:
+            numbers: (B,) row numbers in the store.
+            rows: the same rows, truncated, in host memory.
+            width: columns of the batch.
+
+        Returns:
+            `input_ids`, `attention_mask` and `position_ids`, each int64 (B, width).
         """
 
     def ahead(self, batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """The same batches, for whoever takes one after the other; some made early, where that saves waiting."""
-
-
-class Text(Protocol):
-    """A column of prompts as text, wherever it lies. `template.Rendered` is one on the host.
-
-    Attributes:
-        rejected: row → why.
-        compiled_rows: how many rows went through the compiled template.
-        reasons: why rows took the reference, and how many each.
-        nbytes: of the texts.
-        sizes: (n,) int64 on the host, bytes of each text, -1 for a row that was rejected.
-        wide: (n,) bool on the host, true for a text that is not all ASCII.
-        text: (n,) large_string on the host, null where a row was rejected; copied there when it is asked for.
-    """
-
-    rejected: dict[int, str]
-    compiled_rows: int
-    reasons: dict[str, int]
-
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def sizes(self) -> np.ndarray[Any, Any]: ...
-
-    @property
-    def wide(self) -> np.ndarray[Any, Any]: ...
-
-    @property
-    def text(self) -> pa.LargeStringArray: ...
+        """The same batches in the same order; an engine may make each one early to hide a transfer."""
 
 
 class Engine(Protocol):
-    """read → render → encode → keep → batches, on one kind of machine.
+    """The stages of a load on one kind of machine.
 
     Attributes:
         name: "cpu" or "cuda".
         device: where batches are made.
-        description: one line for the report: what renders and what encodes.
-        notes: lines for the report: why something faster was passed over.
-
-    To ask for the last two may build the encoder.
+        description: one line for the report: what renders and what encodes. Asking may build the encoder.
+        notes: lines for the report: why a faster way is not used. Asking may build the encoder.
     """
 
     name: str
@@ -83,27 +258,26 @@ class Engine(Protocol):
     def notes(self) -> tuple[str, ...]: ...
 
     def loading(self) -> AbstractContextManager[Any]:
-        """Around the three stages: what they take meanwhile is given back after it."""
+        """Surrounds the stages of one load: memory allocated inside is released at its end."""
 
-    def read(self, source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, pa.Array]]:
-        """The rows of a source in order, part by part: a table on the host, and the prompts for `render`.
+    def read(self, source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, Prompts]]:
+        """The rows of a source in order, part by part: their columns in host memory, and their prompts.
 
-        The table may lack the prompt column, unless `keep_prompts`. The prompts are an Arrow array, or of the engine's
-        own kind, with `take` (ascending row numbers → the same kind) and `fetch` (row numbers → an Arrow array).
+        Args:
+            keep_prompts: the tables must have the prompt column too.
         """
 
-    def render(self, prompts: pa.Array) -> Text:
+    def render(self, prompts: Prompts) -> RenderedText:
         """(n,) prompts → (n,) texts."""
 
-    def encode(self, text: Any) -> tuple[Ragged, int]:
-        """(n,) texts that `render` gave → n rows of ids, no ids for a row that was rejected; and how many rows the
-        engine's own tokenizer left to another one."""
+    def encode(self, text: Any) -> Tokenized:
+        """(n,) texts from `render` → n rows of ids."""
 
-    def keep(self, tokens: Ragged, rows: np.ndarray[Any, Any] | None) -> Ragged:
-        """Some rows of ids, ascending (None for all), in memory that stays when the load is over."""
+    def keep(self, ids: Ragged, rows: np.ndarray[Any, Any] | None) -> Ragged:
+        """Some rows (ascending numbers, None for all), in memory that outlives the load."""
 
     def store(self, parts: list[Ragged], order: np.ndarray[Any, Any] | None) -> Ragged:
-        """All that was kept, one part after the other, or the rows of that in the given order. Empties the list."""
+        """Joins what `keep` returned, then brings the rows into the given order. Empties the list."""
 
-    def batches(self, store: Ragged, limit: int, keep: Truncation, pad_id: int) -> Batches:
-        """What makes batches of `store`'s rows, of which at most `limit` ids are kept; see `Ragged.truncate`."""
+    def batches(self, store: Ragged, limit: int, side: Truncation, pad_id: int) -> Batches:
+        """A builder of batches from `store`; rows are truncated to `limit` ids, see `Ragged.truncate`."""

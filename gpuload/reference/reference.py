@@ -1,6 +1,7 @@
-"""The reference: the tokenizer object the user passed. What it answers is right, whatever its file on disk says.
+"""The reference: the tokenizer object that the user passed. Its output is correct by definition, whatever its file
+says.
 
-Everything that is fast in this project is measured against these few calls, and hands over to them what it cannot do.
+Every fast path is verified against these few calls, and falls back to them for what it does not support.
 """
 
 import hashlib
@@ -16,7 +17,7 @@ from gpuload.reference.template_call import TemplateCall
 
 Prompt = str | list[dict[str, Any]]
 
-# Arguments that make `apply_chat_template` encode in a way of its own, rather than render and then encode.
+# With these arguments the ids of `apply_chat_template` are not simply those of the rendered text.
 _OWN_ENCODING = ("sanitize_control_tokens", "tokenizer_kwargs", "return_assistant_tokens_mask")
 
 
@@ -50,8 +51,8 @@ class Reference:
         trust_remote_code: bool = False,
     ):
         if multiprocessing.parent_process() is not None:
-            # A forked process has the locks of its parent's threads and none of the threads: with this variable set
-            # to true, tokenizers would wait for them for ever.
+            # A forked process inherits the locks of its parent's threads but not the threads: with this variable set to
+            # true, tokenizers would wait for them forever.
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self.tokenizer = _load(tokenizer, trust_remote_code)
         self.name = getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
@@ -74,8 +75,8 @@ class Reference:
             self.call.text()
         except Exception as error:
             raise TokenizerError(
-                f"tokenizer {self.name} has no usable chat template ({str(error).splitlines()[0]:.120}): pass "
-                "chat_template=... (the text of one), or chat_template=None for prompts that are plain strings"
+                f"tokenizer {self.name} has no usable chat template ({str(error).splitlines()[0]:.120}): pass the text "
+                "of one as chat_template=..., or chat_template=None if the prompts are plain strings"
             ) from error
 
     @property
@@ -91,58 +92,59 @@ class Reference:
             if token_id is not None:
                 return int(token_id)
         raise TokenizerError(
-            f"tokenizer {self.name} has no pad and no eos token: set tokenizer.pad_token or pass pad_token_id=..."
+            f"tokenizer {self.name} has neither a pad token nor an eos token: set tokenizer.pad_token, or pass "
+            "pad_token_id=..."
         )
 
     @property
     def backend(self) -> Any | None:
-        """The `tokenizers.Tokenizer` inside, None for a slow tokenizer."""
+        """The `tokenizers.Tokenizer` inside; None for a slow tokenizer."""
         return getattr(self.tokenizer, "backend_tokenizer", None)
 
     @cached_property
     def model_json(self) -> str:
-        """The backend as a tokenizer.json, made once: several megabytes."""
+        """The backend as the text of a tokenizer.json: several megabytes, made once."""
         backend: Any = self.backend
         return str(backend.to_str())
 
     @property
     def encodes_rendered_text(self) -> bool:
-        """Whether the ids of a prompt are the ids of its rendered text: not with arguments that say otherwise, and not
-        for a class that overrides `apply_chat_template`."""
+        """Whether the ids of a prompt are the ids of its rendered text. Some arguments change that, and so may a class
+        that overrides `apply_chat_template`."""
         return not self._renders_its_own_way and not any(self.call.kwargs.get(key) for key in _OWN_ENCODING)
 
     def render(self, prompt: Prompt) -> str:
         """The text of one prompt. A plain string is one user message, or itself without a chat template.
 
         Raises:
-            Exception: whatever the template raises on a conversation it rejects.
+            Exception: whatever the template raises for a conversation that it rejects.
         """
         return self.call.render(_messages(prompt)) if self.uses_template else _plain(prompt)
 
     def ids(self, prompt: Prompt) -> list[int]:
-        """The token ids of one prompt, rendered and encoded in one call: the definition of right."""
+        """The token ids of one prompt, rendered and encoded in one call: correct by definition."""
         return self.call.ids(_messages(prompt)) if self.uses_template else self.encode(_plain(prompt))
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a text, no special tokens added."""
+        """The token ids of a text, without adding special tokens."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` for several texts, at less cost for each."""
+        """`encode` for several texts in one call."""
         return [list(ids) for ids in self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
 
     def special_texts(self) -> list[str]:
-        """The texts of added tokens (`<|im_start|>` ...)."""
+        """The texts of all added tokens (`<|im_start|>` ...)."""
         return [str(token) for token in self.tokenizer.get_added_vocab()]
 
     def special_ids(self) -> list[int]:
-        """The ids of added tokens."""
+        """The ids of all added tokens."""
         return [int(token_id) for token_id in self.tokenizer.get_added_vocab().values()]
 
     def fingerprint(self) -> str:
-        """Tells tokenizers apart: model, added tokens, template and its constants."""
+        """Identifies the tokenizer: model, added tokens, template and its constants."""
         slow = self.backend is None
-        # A backend begins with how the last call padded and truncated: not what it is.
+        # The JSON begins with the padding and truncation of the last call, which do not identify the tokenizer.
         model = (
             json.dumps(sorted(self.tokenizer.get_vocab().items()))
             if slow
@@ -151,7 +153,7 @@ class Reference:
         call = self.call
         kind = type(self.tokenizer)
         rest = [kind.__module__, kind.__qualname__, self.tokenizer.chat_template, self.uses_template]
-        rest += [self.tokenizer.special_tokens_map]  # a template's variables; the backend need not know of them
+        rest += [self.tokenizer.special_tokens_map]  # variables of the template, which the backend may not know
         rest += [call.template, call.tools, call.kwargs, call.add_generation_prompt]
         digest = hashlib.blake2b(model.encode(errors="backslashreplace"), digest_size=12)
         digest.update(repr(rest).encode(errors="backslashreplace"))
@@ -159,18 +161,18 @@ class Reference:
 
 
 def problem(prompt: Any) -> str | None:
-    """Why a prompt cannot be rendered whatever the template: nulls, nothing at all, things that are not messages."""
+    """Why no template can render a prompt: nulls, empty lists, values that are not messages. None if it may."""
     if prompt is None:
         return "prompt is null"
     if isinstance(prompt, str):
         return None
     if not isinstance(prompt, list):
-        return f"prompt is neither a string nor a list of messages but {type(prompt).__name__}"
+        return f"prompt is neither a string nor a list of messages, but of type {type(prompt).__name__}"
     if not prompt:
         return "prompt is an empty list"
     for number, message in enumerate(prompt):
         if not isinstance(message, Mapping):
-            return f"message {number} is {'null' if message is None else f'not an object but {message!r:.40}'}"
+            return f"message {number} is {'null' if message is None else f'not an object: {message!r:.40}'}"
         if message.get("content") is None and not message.get("tool_calls"):
             return f"content of message {number} is {'null' if 'content' in message else 'missing'}"
     return None
@@ -183,7 +185,7 @@ def _messages(prompt: Prompt) -> list[dict[str, Any]]:
 def _plain(prompt: Prompt) -> str:
     if isinstance(prompt, str):
         return prompt
-    raise ValueError("chat_template=None takes plain strings, and this prompt is a list of messages")
+    raise ValueError("chat_template=None expects plain strings, but this prompt is a list of messages")
 
 
 def _base_class() -> Any:
@@ -194,7 +196,7 @@ def _base_class() -> Any:
 
 def _load(tokenizer: Any, trust_remote_code: bool) -> Any:
     if tokenizer is None:
-        raise TokenizerError("no tokenizer given: pass a path, a hub id or a tokenizer object")
+        raise TokenizerError("no tokenizer given: pass a path, a hub id or a tokenizer object as the second argument")
     if isinstance(tokenizer, str | os.PathLike):
         from transformers import AutoTokenizer
 
@@ -202,7 +204,11 @@ def _load(tokenizer: Any, trust_remote_code: bool) -> Any:
         try:
             return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         except Exception as error:
-            where = "this folder" if os.path.isdir(name) else "neither a folder here nor had from the hub"
+            where = (
+                "cannot be loaded from this directory"
+                if os.path.isdir(name)
+                else "not a local directory, and the download from the hub failed"
+            )
             raise TokenizerError(f"tokenizer {name!r}: {where} ({type(error).__name__}: {error!s:.300})") from error
     if type(tokenizer).__module__.split(".")[0] == "tokenizers":
         from transformers import PreTrainedTokenizerFast
@@ -211,7 +217,7 @@ def _load(tokenizer: Any, trust_remote_code: bool) -> Any:
         return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=padding.get("pad_token"))
     if not isinstance(tokenizer, _base_class()):
         raise TokenizerError(
-            f"tokenizer is a {type(tokenizer).__name__}: pass a path, a hub id, a transformers tokenizer or a "
-            "tokenizers.Tokenizer"
+            f"tokenizer has the unsupported type {type(tokenizer).__name__}: pass a path, a hub id, a transformers "
+            "tokenizer or a tokenizers.Tokenizer"
         )
     return tokenizer

@@ -1,7 +1,7 @@
 """The reference: transformers' own rendering of one conversation, held still for one load.
 
-`TemplateCall` is everything about a load that is not a row: the tokenizer, the template, tools and further arguments. What a
-compiled template must reproduce, byte for byte, is `TemplateCall.render`.
+`TemplateCall` is everything about a load that is not a row: the tokenizer, the template, tools and further arguments.
+What a compiled template must reproduce, byte for byte, is `TemplateCall.render`.
 """
 
 from __future__ import annotations

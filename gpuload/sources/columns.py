@@ -1,8 +1,8 @@
-"""The columns that are only passed through: kept as Arrow, made Python objects when a row is asked for.
+"""Pass-through columns: stored as Arrow, converted to Python objects on access.
 
-Files of one data set disagree on their columns and types, and casting to a common type would change values (a struct
-gains the other files' keys, 1 becomes 1.0). So tables stay as they were read, side by side, and a column that
-a file does not have is None in its rows.
+Files of one dataset disagree on their columns and types, and casting to a common type would change values (a struct
+would gain the other files' keys, 1 would become 1.0). So tables stay as they were read, and a column that a file does
+not have is None in its rows.
 """
 
 import copy
@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from gpuload.errors import DataError
-from gpuload.sources.read import JSON_TYPE
+from gpuload.sources.types import JSON_TYPE
 
 _MERGE_BYTES = 256 << 20
 
@@ -23,8 +23,11 @@ class Columns:
     """Rows of Python objects over Arrow tables whose schemas may differ.
 
     Args:
-        tables: the rows, in order.
-        index: (n,) which of these rows there are, in which order; None for all.
+        tables: all rows, in order.
+        index: (n,) numbers of the rows to serve, in order; None for all.
+
+    Attributes:
+        names: of all columns, in order of appearance.
     """
 
     def __init__(self, tables: Iterable[pa.Table], index: np.ndarray[Any, Any] | None = None):
@@ -41,11 +44,14 @@ class Columns:
         return sum(part.nbytes for part in self._parts)
 
     def take(self, rows: np.ndarray[Any, Any], names: Sequence[str] | None = None) -> dict[str, list[Any]]:
-        """The given rows as one list of Python objects per column.
+        """Converts the given rows to Python objects, one list per column.
 
         Args:
             rows: (m,) row numbers.
-            names: of the columns; None for all.
+            names: which columns; None for all.
+
+        Returns:
+            Column name → list of m values; None for rows whose file does not have the column.
         """
         names = self.names if names is None else names
         stored = self._index[rows]
@@ -56,7 +62,7 @@ class Columns:
             part, places = self._parts[number], stored[slots] - self._starts[number]
             there = set(part.schema.names)
             part = part.select([name for name in names if name in there])
-            # One row is a view; several are copied together, column by column.
+            # One row is a view; several are gathered column by column.
             picked = part.slice(places[0], 1) if len(places) == 1 else part.take(pa.array(places))
             for name, column in zip(picked.schema.names, picked.columns, strict=True):
                 values = to_python(column)
@@ -68,22 +74,22 @@ class Columns:
         return taken
 
     def select(self, rows: np.ndarray[Any, Any]) -> "Columns":
-        """(m,) row numbers → columns of those rows, over the same tables."""
+        """(m,) row numbers → those rows, over the same tables."""
         selected = copy.copy(self)
         selected._index = self._index[rows]
         return selected
 
     def table(self) -> pa.Table:
-        """All rows as one Arrow table, types promoted where files differ.
+        """All rows as one Arrow table, with types promoted where files differ.
 
         Raises:
-            DataError: a column's types cannot be made one without changing values; `take` gives them as they are.
+            DataError: a column's types have no common type that keeps all values; `take` returns them unchanged.
         """
         try:
             merged = pa.concat_tables(self._parts, promote_options="permissive")
         except pa.ArrowException as error:
             raise DataError(
-                f"the files' columns have types that no single table can hold ({error}): use dataset[i] instead"
+                f"the files' columns have no common Arrow type ({error}): access rows with dataset[i] instead"
             ) from error
         whole = len(self._index) == merged.num_rows and bool(np.all(np.diff(self._index) == 1))
         return merged if whole else merged.take(pa.array(self._index))
@@ -95,7 +101,7 @@ class Columns:
 
 
 def to_python(column: pa.Array) -> list[Any]:
-    """Arrow values as Python objects, JSON text decoded."""
+    """Converts Arrow values to Python objects; JSON text is decoded."""
     values: list[Any] = column.to_pylist()
     if column.type == JSON_TYPE:
         return [None if value is None else json.loads(value) for value in values]
@@ -103,10 +109,10 @@ def to_python(column: pa.Array) -> list[Any]:
 
 
 def _merge_equal(tables: Iterable[pa.Table]) -> tuple[list[int], list[pa.Table]]:
-    """One table for each run of tables with equal schemas: taking rows costs a call per table that has some.
+    """Joins consecutive tables with equal schemas, because taking rows costs a call per table.
 
     Returns:
-        How many rows each has (a table without columns would forget it), and the tables.
+        The number of rows of each joined table (a table without columns does not know it), and the tables.
     """
     counts: list[int] = []
     merged: list[pa.Table] = []

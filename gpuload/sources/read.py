@@ -1,8 +1,8 @@
-"""Readable files and frames in memory → tables of Arrow, some thousand rows at a time.
+"""Local files and frames in memory → Arrow tables of some thousand rows.
 
 Parquet is read row group by row group. JSON has no schema, so reading it must not invent one: Arrow would give every
 struct the union of all rows' keys, and a template that prints `tool_calls` would print the nulls too. A JSON column
-whose values do not survive the way through Arrow's types is kept as JSON text (`arrow.json`) and decoded when used.
+whose values change on a round trip through Arrow's types is kept as JSON text (`arrow.json`) and decoded on access.
 """
 
 import hashlib
@@ -17,27 +17,27 @@ import pyarrow.parquet as pq
 from gpuload.errors import DataError, SourceError
 from gpuload.options import nearest
 from gpuload.sources.fetch import SourceFile
+from gpuload.sources.types import JSON_TYPE, check_prompt_type, is_messages
 
 BATCH_ROWS = 8192
-JSON_TYPE = pa.json_(pa.large_string())
-_SLACK = 128  # bytes by which old writers understate a column's size: the header of its dictionary
+_SLACK = 128  # old writers understate a column chunk's size by up to this many bytes, its dictionary's header
 
 
 @dataclass(frozen=True)
 class Source:
-    """Rows to read.
+    """One file or frame, opened.
 
     Attributes:
-        name: the file as the user called it, for messages.
-        num_rows: how many there are.
-        nbytes: of the file, or of the frame in memory.
+        name: the file as the user named it, for messages.
+        num_rows: number of rows.
+        nbytes: size of the file, or of the frame in memory.
         schema: its columns.
-        batches: gives the rows in order as tables of at most `BATCH_ROWS` rows.
-        identity: tells whether this is the same content as at another time: a part of the fingerprint.
-        parquet: the file, where it is one that an engine can read by itself.
-        frame: a `cudf.DataFrame`, whose columns an engine may use as they lie in device memory.
-        without: gives the rows as `batches` does, but without one column; of parquet files and `frame` only.
-        content: digests a column's values as they are in the file now; None for a frame in memory.
+        batches: yields the rows in order as tables of at most `BATCH_ROWS` rows.
+        identity: bytes that identify the content; part of a dataset's fingerprint.
+        parquet: path of a parquet file, which an engine can read by itself.
+        frame: a `cudf.DataFrame`, whose columns a GPU engine uses zero-copy.
+        without: as `batches`, without the named column; None where that would save nothing.
+        content: digest of the named column's values as they are in the file now; None for a frame in memory.
     """
 
     name: str
@@ -53,19 +53,19 @@ class Source:
 
 
 def open_file(file: SourceFile, index_columns: bool = False) -> Source:
-    """Opens one file. A parquet file's metadata is read, a JSON file is parsed whole.
+    """Opens one file: reads the metadata of a parquet file, parses the whole of a JSON file.
 
     Args:
-        index_columns: with the columns in which pandas stored a frame's index.
+        index_columns: include the columns in which pandas stored a frame's index.
 
     Raises:
-        SourceError: the file is damaged or is not what its ending says.
+        SourceError: the file is damaged, or its content does not match its extension.
     """
     return _open_parquet(file, index_columns) if file.format == "parquet" else _open_json(file)
 
 
 def open_frame(frame: Any, name: str) -> Source:
-    """A `pyarrow.Table`, `pandas.DataFrame`, `datasets.Dataset` or `cudf.DataFrame` as it lies in memory."""
+    """Opens a `pyarrow.Table`, `pandas.DataFrame`, `datasets.Dataset` or `cudf.DataFrame` in memory."""
     if type(frame).__module__.split(".")[0] == "cudf":
         return _open_cudf(frame, name)
     table = _as_table(frame)
@@ -100,19 +100,37 @@ def _open_cudf(frame: Any, name: str) -> Source:
 
 
 def with_prompts(source: Source, prompt_key: str) -> Iterator[tuple[pa.Table, pa.Array]]:
-    """The rows of a source in order: tables of all columns, and the prompt column of each as one plain array."""
+    """The rows of a source in order: tables of all columns, each with its prompt column as one plain array."""
     for table in source.batches():
         column = table.column(prompt_key).combine_chunks()
         yield table, column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
 
 
+def other_columns(source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[pa.Table]:
+    """The rows of a source in order, for a caller that has the prompts already.
+
+    Args:
+        keep_prompts: the tables must have the prompt column all the same. Otherwise it is not read, where possible.
+    """
+    if keep_prompts or source.without is None:
+        return source.batches()
+    if len(source.schema) == 1:  # nothing to read; but a table without columns would not know its number of rows
+        counts = (min(BATCH_ROWS, source.num_rows - row) for row in range(0, source.num_rows, BATCH_ROWS))
+        return (pa.table({prompt_key: pa.nulls(count)}) for count in counts)
+    return source.without(prompt_key)
+
+
 def is_frame(data: object) -> bool:
-    """Whether `load` was given a frame rather than files."""
+    """Whether `data` is a frame that `open_frame` opens, rather than files."""
     return isinstance(data, pa.Table) or type(data).__module__.split(".")[0] in ("pandas", "datasets", "cudf")
 
 
 def check_prompt_column(source: Source, prompt_key: str) -> None:
-    """Raises DataError, naming the columns there are and the likely one, where the prompt column is missing."""
+    """Checks that a source has the prompt column.
+
+    Raises:
+        DataError: it has not; the message names the likely column, and all there are.
+    """
     if prompt_key not in source.schema.names:
         raise DataError(
             f"{source.name}: no column {prompt_key!r}{_likely(source.schema, prompt_key)}. "
@@ -120,8 +138,19 @@ def check_prompt_column(source: Source, prompt_key: str) -> None:
         )
 
 
+def check_prompts(source: Source, prompt_key: str) -> None:
+    """Checks that a source has the prompt column, of a type that can hold prompts.
+
+    Raises:
+        DataError: it has not.
+    """
+    check_prompt_column(source, prompt_key)
+    check_prompt_type(source.schema.field(prompt_key).type, f"{source.name}: column {prompt_key!r}")
+
+
 def invalid_rows(table: pa.Table) -> dict[int, str]:
-    """Row → why its bytes are not text. Arrow reads strings unchecked; checking a whole batch costs next to nothing."""
+    """Row → which of its columns is not valid UTF-8. Arrow reads strings unchecked; validating a whole batch is cheap,
+    so rows are only looked at one by one if the batch is invalid."""
     invalid: dict[int, str] = {}
     for name, column in zip(table.schema.names, table.columns, strict=True):
         if _is_valid(column):
@@ -141,11 +170,9 @@ def _is_valid(column: Any) -> bool:
 
 
 def _likely(schema: pa.Schema, prompt_key: str) -> str:
-    """The column that holds messages, or else the one with the nearest name."""
+    """Suggests the column that holds messages, or else the one with the nearest name."""
     for column in schema:
-        if (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)) and pa.types.is_struct(
-            column.type.value_type
-        ):
+        if is_messages(column.type):
             return f": did you mean prompt_key={column.name!r}?"
     close = nearest(prompt_key, set(schema.names))
     return close if "did you mean" in close else ""
@@ -156,7 +183,7 @@ def _as_table(frame: Any) -> pa.Table:
         return frame
     if type(frame).__module__.startswith("pandas"):
         return pa.Table.from_pandas(frame, preserve_index=False)
-    # A datasets.Dataset; one that was filtered or shuffled is its table plus a list of row numbers.
+    # A datasets.Dataset. One that was filtered or shuffled is its table and a list of row numbers.
     frame = frame.with_format(None)
     if getattr(frame, "_indices", None) is not None:
         frame = frame.flatten_indices()
@@ -186,7 +213,7 @@ def _open_parquet(file: SourceFile, index_columns: bool) -> Source:
         size,
         pa.schema([column for column in schema if column.name not in hidden]),
         lambda: _read_parquet(file, hidden),
-        # The footer holds sizes, offsets and statistics of every column chunk.
+        # The footer has the sizes, offsets and statistics of every column chunk.
         str(size).encode() + footer,
         parquet=file.path,
         without=lambda name: _read_parquet(file, hidden | {name}),
@@ -195,7 +222,7 @@ def _open_parquet(file: SourceFile, index_columns: bool) -> Source:
 
 
 def _footer(raw: BinaryIO) -> tuple[int, bytes]:
-    """The size of a parquet file, and its last part, which says where everything else is."""
+    """The size of a parquet file, and its footer: the last 8 bytes are its length and the magic number."""
     size = raw.seek(0, 2)
     raw.seek(max(0, size - 8))
     length = int.from_bytes(raw.read(4), "little")
@@ -204,8 +231,8 @@ def _footer(raw: BinaryIO) -> tuple[int, bytes]:
 
 
 def _column_digest(file: SourceFile, name: str) -> bytes:
-    """Of the footer, and of one column's pages as they lie in the file. Anything less may stay the same when a value
-    is changed in place: size, times, the footer's statistics."""
+    """Digest of the footer and of the raw pages of one column. Anything less may stay the same when a value is changed
+    in place: the size, the times, the footer's statistics."""
     digest = hashlib.blake2b(digest_size=16)
     with open(file.path, "rb") as raw:
         digest.update(_footer(raw)[1])
@@ -232,31 +259,31 @@ def _read_parquet(file: SourceFile, hidden: set[str]) -> Iterator[pa.Table]:
                 for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns):
                     yield pa.Table.from_batches([batch])
     except (pa.ArrowException, OSError) as error:
-        raise SourceError(f"{file.name}: damaged: {error}. Fetch the file again") from error
+        raise SourceError(f"{file.name}: damaged parquet file ({error}): download it again") from error
 
 
 def _index_columns(schema: pa.Schema) -> set[str]:
-    """The columns in which pandas stored a frame's index: not data, and pandas does not give them back as such."""
+    """The columns in which pandas stored a frame's index. They are not data; pandas does not return them as columns."""
     metadata = schema.pandas_metadata or {}
     return {name for name in metadata.get("index_columns", []) if isinstance(name, str)} & set(schema.names)
 
 
 def _damage(path: str, error: Exception) -> str:
-    """What a file that Arrow rejects looks like: parquet begins and ends with PAR1."""
+    """Describes a file that Arrow cannot open. Parquet files begin and end with PAR1."""
     try:
         with open(path, "rb") as raw:
             head = raw.read(4)
             raw.seek(-min(4, raw.seek(0, 2)), 2)
             tail = raw.read(4)
     except OSError:
-        return f"cannot be read: {error}"
+        return f"cannot read the file: {error}"
     if not head:
-        return "an empty file"
+        return "the file is empty"
     if head != b"PAR1":
-        return f"not a parquet file: it begins with {head!r}"
+        return f"not a parquet file: it starts with {head!r}"
     if tail != b"PAR1":
-        return "a truncated parquet file: its end is missing. Fetch the file again"
-    return f"a damaged parquet file: {error}"
+        return "truncated parquet file, its end is missing: download it again"
+    return f"damaged parquet file ({error}): download it again"
 
 
 # -- JSON ------------------------------------------------------------------------------------------------------------
@@ -278,7 +305,7 @@ def _open_json(file: SourceFile) -> Source:
 
 
 def _parse(name: str, content: bytes) -> list[dict[str, Any]]:
-    """The objects of a JSON array or of one line each."""
+    """The objects of a JSON array, or of JSON lines."""
     if content.lstrip()[:1] == b"[":
         try:
             rows: list[Any] = json.loads(content)
@@ -296,12 +323,12 @@ def _parse(name: str, content: bytes) -> list[dict[str, Any]]:
                 where.append(f"line {number}")
     for row, place in zip(rows, where, strict=True):
         if not isinstance(row, dict):
-            raise SourceError(f"{name}, {place}: expected an object with the row's columns, found {row!r:.60}")
+            raise SourceError(f"{name}, {place}: expected an object with the row's columns, not {row!r:.60}")
     return rows
 
 
 def _json_column(values: list[Any]) -> pa.Array:
-    """Typed where the type changes nothing: not a missing key, not 1 to 1.0, not the order of keys."""
+    """An Arrow type where that changes nothing: no missing key, no 1 to 1.0, no order of keys. Else JSON text."""
     text = json.dumps(values)
     try:
         column = pa.array(values)

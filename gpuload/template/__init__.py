@@ -8,7 +8,6 @@ the vendor's template on unknown texts, `probe.py` tries to prove the result wro
 `arrow.py` runs it.
 """
 
-from gpuload.engines.host.rendered import Rendered
 from gpuload.template.compiler import ChatProgram, compile
 
-__all__ = ["ChatProgram", "Rendered", "compile"]
+__all__ = ["ChatProgram", "compile"]

@@ -11,10 +11,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import pyarrow as pa
-
-from gpuload.engines.host import render as arrow
-from gpuload.engines.host.rendered import Rendered
 from gpuload.reference.template_call import TemplateCall
 from gpuload.template.program import TEXT, ByReference, Shape, Tree, describe_shape, describe_tree
 from gpuload.template.rope import NotCompilableError
@@ -51,18 +47,6 @@ class ChatProgram:
                 self._tracer = Tracer(call)
         except NotCompilableError as error:
             self.obstacle = str(error)
-
-    def render(self, prompts: pa.Array | pa.ChunkedArray) -> Rendered:
-        """The prompt of every conversation in a column.
-
-        Args:
-            prompts: list<struct<role, content, ...>>, as parquet keeps conversations.
-
-        Raises:
-            TypeError: `prompts` is a column of something else.
-        """
-        with self.lock:
-            return arrow.render(self, prompts)
 
     def tree(self, shape: Shape) -> Tree:
         """The tree of one shape, empty at first."""

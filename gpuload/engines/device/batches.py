@@ -1,9 +1,9 @@
-"""Batches from the ragged store of ids, by one kernel.
+"""Padded batches from the store of ids, by one kernel.
 
-The store stays in device memory (4 bytes a token), or, with `tokens_on="host"`, in pinned host memory: the same kernel
-then reads the ids of a batch's rows, and no others, across the bus, one batch ahead of the consumer in a stream of its
-own. Either way the kernel writes into torch's own tensors, which it reaches through DLPack: their memory, streams and
-lifetimes are torch's business, `record_stream` included.
+The store is in device memory (4 bytes per token), or with `tokens_on="host"` in pinned host memory. In the second case
+the same kernel reads the ids of a batch's rows, and no others, across the bus, one batch ahead of the consumer on a
+stream of its own. Either way the kernel writes into torch's own tensors, which it reaches through DLPack: torch manages
+their memory, streams and lifetimes, `record_stream` included.
 """
 
 import os
@@ -16,48 +16,50 @@ import torch
 
 from gpuload.arrays import Array, Ragged
 from gpuload.engines.device.kernels import Kernels
-from gpuload.engines.host.engine import CpuEngine, HostBatches
+from gpuload.engines.host import batches as host
 from gpuload.options import Truncation
 
 
 class DeviceBatches:
-    """The `Batches` of a device.
-
-    In another process, forked or spawned, it makes host tensors: no process may use the CUDA of another.
+    """The `Batches` of a device. In another process, forked or spawned, it makes host tensors: a process cannot use
+    the CUDA context of another one.
 
     Args:
-        store: all ids, in the device's memory, or in the host's.
-        pinned: they are in the host's: a pinned copy is made. A forked process may not be able to read that one.
+        store: all ids, in device memory, or in host memory.
+        limit: a row keeps at most this many ids.
+        side: which end is truncated, see `Ragged.truncate`.
+        pad_id: fills rows up on the left.
+        pinned: the store is in host memory, and a pinned copy of it is made.
     """
 
     def __init__(
-        self, kernels: Kernels, store: Ragged, limit: int, keep: Truncation, pad_id: int, pinned: bool = False
+        self, kernels: Kernels, store: Ragged, limit: int, side: Truncation, pad_id: int, pinned: bool = False
     ):
-        self._kernels, self._limit, self._keep, self._pad_id = kernels, limit, keep, pad_id
+        self._kernels, self._limit, self._side, self._pad_id = kernels, limit, side, pad_id
         self._process = os.getpid()
         self._given = store
-        self._crosses_the_bus = pinned
+        self._pinned = pinned
 
     @cached_property
     def store(self) -> Ragged:
-        """All ids as kernels reach them; not every data set is drawn from here."""
+        """All ids where kernels can read them; made with the first batch, which not every dataset asks for."""
         kernels, given = self._kernels, self._given
         with kernels.current():
-            values = kernels.reached(kernels.pinned(given.values)) if self._crosses_the_bus else given.values
+            values = kernels.reached(kernels.pinned(given.values)) if self._pinned else given.values
             made = Ragged(values, kernels.xp.asarray(given.offsets))
-            kernels.synchronize()  # batches may be asked for in another stream
+            kernels.synchronize()  # batches may be made on another stream
         return made
 
     def __call__(self, numbers: np.ndarray[Any, Any], rows: Ragged, width: int) -> dict[str, torch.Tensor]:
         if os.getpid() != self._process:
-            return CpuEngine.pad(rows, width, self._pad_id)
+            return host.pad(rows, width, self._pad_id)
         with self._kernels.current():
             at = self._kernels.xp.asarray(numbers)
-            return pad(self._kernels, self.store, at, width, self._limit, self._keep, self._pad_id)
+            return pad(self._kernels, self.store, at, width, self._limit, self._side, self._pad_id)
 
     def ahead(self, batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """The same batches; where ids cross the bus, each is made while the consumer works on the one before it."""
-        if not self._crosses_the_bus or os.getpid() != self._process:
+        """The same batches; with a pinned store, each is made while the consumer works on the one before it."""
+        if not self._pinned or os.getpid() != self._process:
             yield from batches
             return
         with self._kernels.aside():
@@ -68,31 +70,31 @@ class DeviceBatches:
             with self._kernels.aside():
                 coming = next(batches, None)
             yield ready
-            del ready  # its memory may serve the next one
+            del ready  # so that its memory can serve the next batch
 
-    def __reduce__(self) -> tuple[type[HostBatches], tuple[int]]:
-        return HostBatches, (self._pad_id,)
+    def __reduce__(self) -> tuple[type[host.HostBatches], tuple[int]]:
+        return host.HostBatches, (self._pad_id,)
 
 
 def pad(
-    kernels: Kernels, store: Ragged, rows: Array, width: int, limit: int, keep: Truncation, pad_id: int
+    kernels: Kernels, store: Ragged, rows: Array, width: int, limit: int, side: Truncation, pad_id: int
 ) -> dict[str, torch.Tensor]:
-    """A batch, taken from the store, truncated and padded by one kernel.
+    """Takes rows from the store, truncates and pads them, in one kernel.
 
     Args:
-        store: all ids, where the device can read them; int32.
-        rows: (B,) int64 row numbers, in device memory.
-        width: of the batch, at least as much as the longest row keeps.
-        limit: a row keeps at most so many ids.
-        keep: which part goes, as in `Ragged.truncate`; "error" is for rows that are not too long.
-        pad_id: fills rows up at the left.
+        store: all ids, int32, where the device can read them.
+        rows: (B,) int64 row numbers in device memory.
+        width: columns of the batch, at least as many as the longest row keeps.
+        limit: a row keeps at most this many ids.
+        side: which end is truncated, as in `Ragged.truncate`; "error" for rows within the limit.
+        pad_id: fills rows up on the left.
 
     Returns:
-        `input_ids`, `attention_mask`, `position_ids`: int64 (B, width), the memory that the kernel wrote, ordered
-        behind it in the current stream.
+        `input_ids`, `attention_mask` and `position_ids`, each int64 (B, width), written in order of the current stream.
     """
     count = len(rows)
-    head = {"error": 0, "left": 0, "right": limit, "middle": limit // 2}[keep]
+    # A truncated row keeps its first `head` ids and the last `limit - head`.
+    head = {"error": 0, "left": 0, "right": limit, "middle": limit // 2}[side]
     outs = {name: kernels.tensor(count, width) for name in ("input_ids", "attention_mask", "position_ids")}
     kernels.run(
         "pad", kernels.blocks(count if width else 0), count, rows, store.values, store.offsets, width, limit, head,

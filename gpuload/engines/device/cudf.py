@@ -1,11 +1,11 @@
-"""Parquet straight into a GPU's memory: cuDF, by its low-level half pylibcudf, reads the prompt column and no other;
-and columns of cuDF's that lie there already.
+"""Parquet straight into GPU memory: cuDF, through its low-level library pylibcudf, reads the prompt column and no
+other. Also columns of a `cudf.DataFrame`, which are in GPU memory already.
 
-What cuDF decoded is used as it lies: offsets, characters and masks become arrays through `__cuda_array_interface__`,
-with no copy. Only numbers are made anew: offsets as starts and lengths of 64 bits, masks as one byte a value.
+What cuDF decoded is used zero-copy: offsets, characters and masks become arrays through `__cuda_array_interface__`.
+Only numbers are made anew: 64-bit starts and lengths from the offsets, one byte per value from the masks.
 
-Everything runs on the legacy default stream, cuDF's own default and that of every thread of a load, so nothing here
-waits for anything.
+Everything runs on the legacy default stream, which is cuDF's own default and that of every thread of a load, so no
+synchronization is needed.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,20 +16,12 @@ import numpy as np
 import pyarrow as pa
 
 from gpuload.arrays import Array, Ragged
-from gpuload.engines.device.conversations import (
-    EMPTY,
-    NULL,
-    OTHER,
-    TEXTS,
-    Conversations,
-    Field,
-    is_text,
-    of_texts,
-    word_for,
-)
+from gpuload.engines.conversations import EMPTY, NULL, OTHER, TEXTS, Conversations, Field, from_texts, type_name
 from gpuload.engines.device.kernels import Kernels
-from gpuload.engines.device.texts import TextColumn
+from gpuload.engines.device.texts import DeviceTexts
+from gpuload.engines.protocol import TextColumn
 from gpuload.errors import DeviceError
+from gpuload.sources.types import is_list, is_messages, is_text
 
 if TYPE_CHECKING:
     import pylibcudf as plc
@@ -38,9 +30,8 @@ _LEAST_CHUNK = 8 << 20
 
 
 def can_read(kind: pa.DataType) -> bool:
-    """Whether a prompt column of this type is for cuDF: texts, or lists of messages."""
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    return is_text(kind) or bool(is_list and pa.types.is_struct(kind.value_type))
+    """Whether cuDF can read a prompt column of this type: strings, or lists of messages."""
+    return is_text(kind) or is_messages(kind)
 
 
 def chunks(kernels: Kernels, path: str, column: str, kind: pa.DataType, nbytes: int) -> Iterator[Conversations]:
@@ -48,12 +39,12 @@ def chunks(kernels: Kernels, path: str, column: str, kind: pa.DataType, nbytes: 
 
     Args:
         path: a local parquet file.
-        column: its name there.
-        kind: Arrow's type of it.
-        nbytes: a chunk is about so large once decoded. It is halved where memory runs out.
+        column: the column's name.
+        kind: its Arrow type.
+        nbytes: about how large a decoded chunk is. Halved where memory runs out.
 
     Raises:
-        DeviceError: there is not even memory for a small chunk, or cuDF sees other fields than Arrow.
+        DeviceError: there is no memory even for a small chunk, or cuDF and Arrow disagree on the fields of messages.
     """
     from pylibcudf.io import parquet
     from pylibcudf.io.types import SourceInfo
@@ -61,11 +52,11 @@ def chunks(kernels: Kernels, path: str, column: str, kind: pa.DataType, nbytes: 
     done = 0
     while True:
         options = parquet.ParquetReaderOptions.builder(SourceInfo([path])).build()
-        options.set_column_names([column])  # which the builder of cuDF 26.6 does not know
+        options.set_column_names([column])  # the builder of cuDF 26.6 has no such method
         if done:
             options.set_skip_rows(done)
         try:
-            # The second limit bounds what is decompressed at a time.
+            # The second limit bounds how much is decompressed at a time.
             reader = parquet.ChunkedParquetReader(options, chunk_read_limit=nbytes, pass_read_limit=2 * nbytes)
             more = reader.has_next()
         except MemoryError:
@@ -80,28 +71,29 @@ def chunks(kernels: Kernels, path: str, column: str, kind: pa.DataType, nbytes: 
             done += part.tbl.num_rows()
             if part.tbl.num_rows():
                 found = of_cudf(kernels, part.columns[0], kind, part.child_names.get(column, {}))
-                del part  # a chunk that its user is done with is gone before the next one is read
+                del part  # so that a chunk its consumer has finished with is freed before the next is read
                 yield found
                 del found
         else:
             return
-        del reader  # and what it holds, before there is another one
+        del reader  # and its buffers, before the next one allocates
         nbytes = _smaller(nbytes)
 
 
 def slices(kernels: Kernels, series: Any, kind: pa.DataType, nbytes: int) -> Iterator[Conversations]:
-    """A prompt column that lies in device memory already, some rows at a time, with no copy.
+    """A prompt column that is in device memory already, some rows at a time, zero-copy.
 
     Args:
         series: a `cudf.Series`.
-        kind: Arrow's type of it.
-        nbytes: a part is about so large.
+        kind: its Arrow type.
+        nbytes: about how large a part is.
     """
     column, _ = series.to_pylibcudf()
     rows = column.size()
     step = max(1, rows * nbytes // max(1, column.device_buffer_size()))
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    names: dict[str, Any] = {"element": {field.name: {} for field in kind.value_type}} if is_list else {}
+    names: dict[str, Any] = {}
+    if is_list(kind):
+        names = {"element": {field.name: {} for field in kind.value_type}}
     for low in range(0, rows, step):
         yield of_cudf(kernels, _sliced(kernels, column, low, min(rows, low + step)), kind, names)
 
@@ -119,13 +111,13 @@ def frame_of(columns: pa.Table, tokens: Ragged) -> Any:
 
     Args:
         columns: n rows, copied to the device.
-        tokens: n rows; used as they lie where that is the device.
+        tokens: n rows, zero-copy where they are in device memory.
 
     Returns:
-        The columns and `raw_prompt_ids`, a list of int32 a row.
+        The columns, and `raw_prompt_ids`: a list of int32 per row.
 
     Raises:
-        DeviceError: cuDF is not installed, or there are more ids than a column of lists can have.
+        DeviceError: cuDF is not installed, or there are more ids than a cuDF column of lists can hold.
     """
     try:
         import cudf
@@ -134,7 +126,10 @@ def frame_of(columns: pa.Table, tokens: Ragged) -> Any:
     except ImportError as error:
         raise DeviceError(f"to_cudf needs cuDF ({error}): pip install 'gpuload[cudf-cu13]'") from error
     if len(tokens.values) > np.iinfo(np.int32).max:
-        raise DeviceError(f"{len(tokens.values):,} ids are more than a cuDF column of lists can have: take fewer rows")
+        raise DeviceError(
+            f"to_cudf: {len(tokens.values):,} ids exceed the limit of a cuDF column of lists, "
+            f"{np.iinfo(np.int32).max:,}: load fewer rows"
+        )
     made = plc.Column.from_cuda_array_interface
     with tokens.values.device if isinstance(tokens.values, cupy.ndarray) else nullcontext():
         children = [made(cupy.asarray(tokens.offsets).astype(np.int32)), made(cupy.asarray(tokens.values))]
@@ -151,23 +146,23 @@ def _smaller(nbytes: int) -> int:
 
 
 def of_cudf(kernels: Kernels, column: "plc.Column", kind: pa.DataType, child_names: Mapping[str, Any]) -> Conversations:
-    """A column of cuDF's (`pylibcudf.Column`) as conversations, with no copy of text.
+    """A `pylibcudf.Column` as conversations, without copying text.
 
     Args:
-        kind: Arrow's type of the column in the file.
+        kind: the column's Arrow type in the file.
         child_names: cuDF's names of its children.
 
     Raises:
-        DeviceError: cuDF sees other fields than Arrow.
+        DeviceError: cuDF and Arrow disagree on the fields of messages.
     """
-    xp = kernels.xp
+    xp, ops = kernels.xp, DeviceTexts(kernels)
     valid = _valid(kernels, column, column.offset(), column.size())
 
-    def fetch(rows: list[int]) -> pa.Array:
+    def fetch(rows: np.ndarray[Any, Any]) -> pa.Array:
         return _to_arrow(kernels, column, kind, rows)
 
     if is_text(kind):
-        return of_texts(kernels, _texts(kernels, column, 0, column.size(), valid), valid, fetch)
+        return from_texts(ops, _texts(kernels, column, 0, column.size(), valid), valid, fetch)
     low, size = column.offset(), column.size()
     offsets = _numbers(kernels, column.list_view().offsets())[low : low + size + 1].astype(np.int64)
     structs = column.list_view().child()
@@ -175,21 +170,24 @@ def of_cudf(kernels: Kernels, column: "plc.Column", kind: pa.DataType, child_nam
     there = _valid(kernels, structs, structs.offset(), structs.size())
     fields = []
     for i, name in enumerate(names):
-        word = word_for(kind.value_type.field(name).type)
+        word = type_name(kind.value_type.field(name).type)
         fields.append(_field(kernels, name, word, structs.child(i), structs.offset(), structs.size(), there))
-    return Conversations(kernels, valid, offsets[:-1], xp.diff(offsets), there, fields, fetch)
+    return Conversations(ops, valid, offsets[:-1], xp.diff(offsets), there, fields, fetch)
 
 
 def _field_names(child_names: Mapping[str, Any], expected: list[str]) -> list[str]:
-    """The struct's fields in cuDF's order. A list's children are its offsets and its values, whatever it calls them."""
+    """The struct's fields in cuDF's order. A list has two children, its offsets and its values, with names that differ
+    between versions of cuDF: the one with the expected fields is the values."""
     for children in child_names.values():
         if sorted(children) == sorted(expected):
             return list(children)
-    raise DeviceError(f"cuDF and Arrow see different fields of messages ({child_names}, {expected}): use device='cpu'")
+    raise DeviceError(
+        f"cuDF and Arrow disagree on the fields of messages ({child_names} and {expected}): use device='cpu'"
+    )
 
 
 def _field(kernels: Kernels, name: str, word: str, values: "plc.Column", shift: int, size: int, there: Array) -> Field:
-    """One field of all messages: `size` values of a column from its number `shift` on."""
+    """One field of all messages: `size` values of a column, starting at number `shift`."""
     import pylibcudf as plc
 
     xp, kind = kernels.xp, values.type().id()
@@ -205,7 +203,7 @@ def _field(kernels: Kernels, name: str, word: str, values: "plc.Column", shift: 
 
 
 def _texts(kernels: Kernels, column: "plc.Column", shift: int, size: int, valid: Array) -> TextColumn:
-    """`size` texts of a string column from number `shift` on; a null is an empty one."""
+    """`size` texts of a string column, starting at number `shift`; a null is empty."""
     xp, chars = kernels.xp, column.data()
     data = xp.zeros(0, np.uint8) if chars is None else kernels.view(chars)
     if not size:
@@ -216,7 +214,7 @@ def _texts(kernels: Kernels, column: "plc.Column", shift: int, size: int, valid:
 
 
 def _numbers(kernels: Kernels, column: "plc.Column") -> Array:
-    """A column of offsets as it lies: INT32, or INT64 where there are more than 2 GB of characters."""
+    """A column of offsets, zero-copy: INT32, or INT64 where there are more than 2 GB of characters."""
     import pylibcudf as plc
 
     dtype = np.int64 if column.type().id() == plc.TypeId.INT64 else np.int32
@@ -227,32 +225,32 @@ def _numbers(kernels: Kernels, column: "plc.Column") -> Array:
 
 
 def _valid(kernels: Kernels, column: "plc.Column", low: int, size: int) -> Array:
-    """(size,) bool from Arrow's mask: a bit a value, 1 where it is not null, the lowest bit first."""
+    """(size,) bool from Arrow's validity mask: one bit per value, 1 where it is not null, lowest bit first."""
     xp, mask = kernels.xp, column.null_mask()
     if mask is None or not size:
         return xp.ones(size, bool)
-    first = low // 8
+    first = low // 8  # unpack whole bytes, then drop the bits before `low`
     bits = xp.unpackbits(kernels.view(mask)[first : (low + size + 7) // 8], bitorder="little")
     return bits[low - 8 * first : low - 8 * first + size].astype(bool)
 
 
-def _to_arrow(kernels: Kernels, column: "plc.Column", kind: pa.DataType, rows: list[int]) -> pa.Array:
+def _to_arrow(kernels: Kernels, column: "plc.Column", kind: pa.DataType, rows: np.ndarray[Any, Any]) -> pa.Array:
     """Some rows of a column, copied to the host."""
     import pylibcudf as plc
 
     with kernels.current():
-        numbers = plc.Column.from_cuda_array_interface(kernels.xp.asarray(np.array(rows, np.int32)))
+        numbers = plc.Column.from_cuda_array_interface(kernels.xp.asarray(np.asarray(rows, np.int32)))
         policy = plc.copying.OutOfBoundsPolicy.DONT_CHECK
         taken = plc.copying.gather(plc.Table([column]), numbers, policy).columns()[0]
         return pa.array(taken.to_arrow(_metadata("", kind)))
 
 
 def _metadata(name: str, kind: pa.DataType) -> Any:
-    """Names for a column and its children, which cuDF's columns do not have themselves."""
+    """Names for a column and its children: a pylibcudf column has none."""
     from pylibcudf.interop import ColumnMetadata
 
     children: list[Any] = []
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+    if is_list(kind):
         children = [ColumnMetadata("offsets"), _metadata("element", kind.value_type)]
     elif pa.types.is_struct(kind):
         children = [_metadata(field.name, field.type) for field in kind]

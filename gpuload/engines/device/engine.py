@@ -1,8 +1,8 @@
 """The engine of a device: rendering, encoding and batches by kernels, on NumPy or CuPy arrays.
 
-Text and ids stay where they are made. Where a tokenizer has no tables for the device, and for single rows that its
-kernels leave, text goes to the host's encoder and ids come back; the report says so. Everything here but the reading
-(`cuda.py`) runs on any machine: the tests give it kernels that were compiled for the host.
+Texts and ids stay in device memory. Where a tokenizer cannot be compiled for the device, and for single rows that the
+kernels do not support, text goes to the host's encoder and its ids come back; the report says so. Everything here
+except reading (`cuda.py`) runs on any machine: the tests use kernels compiled for the host.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,22 +16,24 @@ import pyarrow.compute as pc
 import torch
 
 from gpuload.arrays import Array, Ragged, on_host
+from gpuload.engines.conversations import Conversations, from_arrow, messages_of_users
 from gpuload.engines.device.batches import DeviceBatches
-from gpuload.engines.device.conversations import Conversations, of_arrow
 from gpuload.engines.device.encode import LEAST_CHUNK, DeviceEncoder
 from gpuload.engines.device.kernels import Kernels
 from gpuload.engines.device.render import DeviceText, render
-from gpuload.engines.device.texts import copied, texts_at
-from gpuload.engines.host.engine import CpuEngine
-from gpuload.engines.host.prompts import one_user_message
+from gpuload.engines.device.texts import DeviceTexts, gather
+from gpuload.engines.host.engine import HostEngine
+from gpuload.engines.host.render import HostText
+from gpuload.engines.protocol import ArrowPrompts, Prompts, Tokenized
 from gpuload.errors import DeviceError
 from gpuload.options import TokensOn, Truncation
 from gpuload.reference.reference import Reference
-from gpuload.sources.read import Source, with_prompts
-from gpuload.template import Rendered
+from gpuload.sources.read import Source, other_columns
+from gpuload.sources.types import is_messages, is_text
 from gpuload.tokenizer.compiled import CompiledTokenizer, compile_tokenizer
 
-Reader = Callable[[Source, str, bool], Iterator[tuple[pa.Table, pa.Array]]]
+Reader = Callable[[Source, str, bool], Iterator[tuple[pa.Table, Prompts]]]
+"""As `Engine.read`."""
 
 
 class DeviceEngine:
@@ -41,10 +43,10 @@ class DeviceEngine:
         kernels: for the device.
         device: torch's name of it.
         reference: the tokenizer.
-        exact_only: render and encode with the tokenizer object itself, prompt by prompt; then only batches are the
-            device's.
-        reader: reads into the device's memory; None: Arrow reads, and the prompt column is copied over once.
-        tokens_on: where the store of ids stays.
+        exact_only: render and encode with the tokenizer object itself, prompt by prompt; only batches are made on the
+            device.
+        reader: reads prompts into device memory. None: Arrow reads, and the prompt column is copied over once.
+        tokens_on: where the store of ids is.
     """
 
     name = "cuda"
@@ -60,20 +62,27 @@ class DeviceEngine:
     ):
         self.device = device
         self._kernels, self._reader, self._tokens_on = kernels, reader, tokens_on
-        self._host = CpuEngine(reference, exact_only)
+        self._ops = DeviceTexts(kernels)
+        self._host = HostEngine(reference, exact_only)
         self._by_kernels = not self._host.by_prompt and reference.uses_template
         self._reference = reference
 
     @cached_property
-    def _twin(self) -> CompiledTokenizer | str:
-        """Made when it is first needed: tokens from the cache need none."""
+    def _compiled(self) -> CompiledTokenizer | str:
+        """The tokenizer's tables, or why there are none. Made when first needed: ids from the cache need none."""
         return compile_tokenizer(self._reference) if self._by_kernels else ""
+
+    @cached_property
+    def _encoder(self) -> DeviceEncoder | None:
+        """Made when first needed, during a load: its tables are released with the load's other memory."""
+        compiled = self._compiled
+        return DeviceEncoder(self._kernels, compiled) if isinstance(compiled, CompiledTokenizer) else None
 
     @property
     def description(self) -> str:
         if not self._by_kernels:
             return f"{self._host.description}; batches on {self.device}"
-        if isinstance(self._twin, CompiledTokenizer):
+        if isinstance(self._compiled, CompiledTokenizer):
             return f"{self.device}: chat template compiled, rendered and encoded by kernels"
         how = self._host.description.removeprefix("cpu: chat template compiled, ")
         return f"{self.device}: chat template compiled, rendered by kernels; {how} on the host"
@@ -82,85 +91,87 @@ class DeviceEngine:
     def notes(self) -> tuple[str, ...]:
         if not self._by_kernels:
             return self._host.notes
-        if isinstance(self._twin, CompiledTokenizer):
+        if isinstance(self._compiled, CompiledTokenizer):
             return ()
-        return (f"text goes to the host once, and its ids back once: {self._twin}", *self._host.notes)
-
-    @cached_property
-    def _encoder(self) -> DeviceEncoder | None:
-        """Made when it is first needed, while a load runs: its tables are given back with everything else."""
-        return DeviceEncoder(self._kernels, self._twin) if isinstance(self._twin, CompiledTokenizer) else None
+        return (f"text is copied to the host, and its ids back: {self._compiled}", *self._host.notes)
 
     def loading(self) -> AbstractContextManager[Any]:
         return self._kernels.loading()
 
-    def read(self, source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, pa.Array]]:
+    def read(self, source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, Prompts]]:
         if self._reader is None or not self._by_kernels:
-            return with_prompts(source, prompt_key)
+            return self._host.read(source, prompt_key, keep_prompts)
         return self._reader(source, prompt_key, keep_prompts)
 
-    def render(self, prompts: pa.Array) -> Rendered | DeviceText:
-        if not isinstance(prompts, Conversations):
-            if not self._by_kernels or not _is_column(prompts.type):
-                return self._host.render(prompts)
-            if not pa.types.is_list(prompts.type) and not pa.types.is_large_list(prompts.type):
-                prompts = one_user_message(prompts.cast(pa.large_string()))
-        program = self._host.program
-        with self._kernels.current(), program.lock:
-            column = prompts if isinstance(prompts, Conversations) else of_arrow(self._kernels, prompts)
-            return self._rendered(column)
+    # -- render --------------------------------------------------------------------------------------------------------
 
-    def _rendered(self, column: Conversations) -> DeviceText:
+    def render(self, prompts: Prompts) -> HostText | DeviceText:
+        if isinstance(prompts, Conversations):
+            with self._kernels.current():
+                return self._render(prompts)
+        assert isinstance(prompts, ArrowPrompts)
+        column = prompts.column
+        if not self._by_kernels or not (is_messages(column.type) or is_text(column.type)):
+            return self._host.render(prompts)
+        if is_text(column.type):
+            column = messages_of_users(column.cast(pa.large_string()))
+        with self._kernels.current():
+            return self._render(from_arrow(self._ops, column))
+
+    def _render(self, column: Conversations) -> DeviceText:
+        """Renders a column; in halves, and halves of those, where memory runs out."""
         try:
             return render(self._kernels, self._host.program, column)
         except MemoryError as error:
             if len(column) < 2:
-                raise DeviceError(
-                    "out of GPU memory while rendering: raise gpu_memory_limit, free memory, or use device='cpu'"
-                ) from error
+                raise DeviceError(_out_of_memory("rendering")) from error
         middle = len(column) // 2
-        halves = [self._rendered(column.take(part)) for part in np.split(np.arange(len(column)), [middle])]
-        return DeviceText.joined(halves)
+        halves = [self._render(column.take(part)) for part in np.split(np.arange(len(column)), [middle])]
+        return DeviceText.concatenate(halves)
 
-    def encode(self, text: Rendered | DeviceText) -> tuple[Ragged, int]:
+    # -- encode --------------------------------------------------------------------------------------------------------
+
+    def encode(self, text: HostText | DeviceText) -> Tokenized:
         with self._kernels.current():
-            if isinstance(text, Rendered):
-                ids, left = self._host.encode(text)
-                return on_device(self._kernels, ids), left
+            if isinstance(text, HostText):
+                made = self._host.encode(text)
+                made.ids, made.text_sizes = to_device(self._kernels, made.ids), self._ops.xp.asarray(made.text_sizes)
+                return made
             if self._encoder is None:
                 ids = self._host.ids(pc.fill_null(text.text, "") if text.rejected else text.text)
-                return on_device(self._kernels, ids), 0
-            return self._encoded(self._encoder, text)
+                return text.tokenized(to_device(self._kernels, ids))
+            return text.tokenized(*self._encode(self._encoder, text))
 
-    def _encoded(self, encoder: DeviceEncoder, text: DeviceText) -> tuple[Ragged, int]:
-        """All rows by kernels, and those that are left by the host's encoder, in their places."""
+    def _encode(self, encoder: DeviceEncoder, text: DeviceText) -> tuple[Ragged, int]:
+        """All rows by kernels, except those that fall back to the host's encoder, in their places; and how many did."""
         kernels, xp = self._kernels, self._kernels.xp
         try:
-            ids, left = encoder.encode(text.data, text.offsets)
-            at = xp.flatnonzero(left)
+            ids, fallback = encoder.encode(text.data, text.offsets)
+            at = xp.flatnonzero(fallback)
             if not len(at):
                 return ids, 0
-            texts = [one.decode() for one in texts_at(kernels, text.column, on_host(at).tolist())]
-            others = on_device(kernels, self._host.ids(pa.array(texts, pa.large_string())))
+            texts = [one.decode() for one in self._ops.bytes_at(text.column, on_host(at).tolist())]
+            others = to_device(kernels, self._host.ids(pa.array(texts, pa.large_string())))
+            # Both sets of rows become one by address: 4 bytes per id.
             address, length = kernels.address(ids.values) + 4 * ids.offsets[:-1], ids.lengths
             address[at] = kernels.address(others.values) + 4 * others.offsets[:-1]
             length[at] = others.lengths
-            return _gathered(kernels, address, length), len(at)
+            return _gather_rows(kernels, address, length), len(at)
         except MemoryError as error:
             if encoder.chunk_bytes <= LEAST_CHUNK:
-                raise DeviceError(
-                    "out of GPU memory while encoding: raise gpu_memory_limit, free memory, or use device='cpu'"
-                ) from error
+                raise DeviceError(_out_of_memory("encoding")) from error
         encoder.chunk_bytes //= 2
-        return self._encoded(encoder, text)
+        return self._encode(encoder, text)
 
-    def keep(self, tokens: Ragged, rows: np.ndarray[Any, Any] | None) -> Ragged:
+    # -- store ---------------------------------------------------------------------------------------------------------
+
+    def keep(self, ids: Ragged, rows: np.ndarray[Any, Any] | None) -> Ragged:
         xp = self._kernels.xp
         with self._kernels.current():
-            at = xp.arange(len(tokens)) if rows is None else xp.asarray(rows)
+            at = xp.arange(len(ids)) if rows is None else xp.asarray(rows)
             if self._tokens_on == "host":
-                return take(self._kernels, tokens, at).to_host()
-            return take(self._kernels, tokens, at, lasting=True)
+                return take(self._kernels, ids, at).to_host()
+            return take(self._kernels, ids, at, lasting=True)
 
     def store(self, parts: list[Ragged], order: np.ndarray[Any, Any] | None) -> Ragged:
         kernels = self._kernels
@@ -171,44 +182,45 @@ class DeviceEngine:
                 whole = Ragged.concatenate(parts)
             return whole if order is None else take(kernels, whole, kernels.xp.asarray(order), lasting=True)
 
-    def batches(self, store: Ragged, limit: int, keep: Truncation, pad_id: int) -> DeviceBatches:
-        return DeviceBatches(self._kernels, store, limit, keep, pad_id, pinned=self._tokens_on == "host")
+    def batches(self, store: Ragged, limit: int, side: Truncation, pad_id: int) -> DeviceBatches:
+        return DeviceBatches(self._kernels, store, limit, side, pad_id, pinned=self._tokens_on == "host")
 
 
-def on_device(kernels: Kernels, rows: Ragged) -> Ragged:
-    """Rows of the host, copied over; rows that are there already as they are."""
+def _out_of_memory(stage: str) -> str:
+    return f"out of GPU memory while {stage}: raise gpu_memory_limit, free GPU memory, or use device='cpu'"
+
+
+def to_device(kernels: Kernels, rows: Ragged) -> Ragged:
+    """Rows in device memory: copied there, or the same ones if they are there already."""
     return Ragged(kernels.xp.asarray(rows.values), kernels.xp.asarray(rows.offsets))
 
 
-def take(kernels: Kernels, tokens: Ragged, rows: Array, lasting: bool = False) -> Ragged:
+def take(kernels: Kernels, ids: Ragged, rows: Array, lasting: bool = False) -> Ragged:
     """`Ragged.take` by one kernel.
 
     Args:
-        rows: (m,) row numbers in device memory.
-        lasting: into memory that stays when the load is over.
+        rows: (m,) int64 row numbers in device memory.
+        lasting: into memory that outlives the load.
     """
-    address, length = kernels.address(tokens.values) + 4 * tokens.offsets[rows], tokens.lengths[rows]
-    return _gathered(kernels, address, length, lasting)
+    address, length = kernels.address(ids.values) + 4 * ids.offsets[rows], ids.lengths[rows]
+    return _gather_rows(kernels, address, length, lasting)
 
 
-def _gathered(kernels: Kernels, address: Array, length: Array, lasting: bool = False) -> Ragged:
-    """Rows of ids from anywhere in the device's memory: where each begins, and how many ids it has."""
+def _gather_rows(kernels: Kernels, address: Array, length: Array, lasting: bool = False) -> Ragged:
+    """Rows of int32 ids from anywhere in device memory, given by address and number of ids."""
     size = 4 * length
-    with kernels.lasting() if lasting else nullcontext():  # what is only passing through is made outside
-        offsets, data = copied(kernels, address, size)
+    with kernels.lasting() if lasting else nullcontext():  # the temporary arrays above are not lasting
+        offsets, data = gather(kernels, address, size)
     offsets //= 4
     return Ragged(data.view(np.int32), offsets)
 
 
-def side_by_side(
+def zip_with_tables(
     chunks: Iterator[Conversations], source: Source, prompt_key: str, keep_prompts: bool
 ) -> Iterator[tuple[pa.Table, Conversations]]:
-    """Two readings of one file, each in parts of its own sizes: every chunk of the prompt column with the table of its
-    rows, which has that column only where it must."""
-    if keep_prompts or source.without is None or len(source.schema) == 1:  # a table of no columns forgets its rows
-        tables = source.batches()
-    else:
-        tables = source.without(prompt_key)
+    """Joins two readings of one source, each in parts of its own sizes: every chunk of prompts with the table of its
+    rows."""
+    tables = other_columns(source, prompt_key, keep_prompts)
     waiting: list[pa.Table] = []
     rows = 0
     for chunk in chunks:
@@ -219,10 +231,3 @@ def side_by_side(
         yield table.slice(0, len(chunk)), chunk
         waiting = [table.slice(len(chunk))]
         rows -= len(chunk)
-
-
-def _is_column(kind: pa.DataType) -> bool:
-    """Whether these are conversations or texts, rather than JSON or nothing but nulls."""
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return bool(pa.types.is_struct(kind.value_type))
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))

@@ -1,14 +1,14 @@
-"""Encoding on the host: a column of text → token ids, by the fastest way that is exact for this tokenizer.
+"""Encoding on the host: a column of text → token ids, by the fastest encoder that is exact for this tokenizer.
 
-Three ways, tried in this order:
-1. gigatoken, which reads Arrow's buffers in place and returns one flat array of ids;
+Three encoders, tried in this order:
+
+1. gigatoken, which reads Arrow's buffers zero-copy and returns one flat array of ids;
 2. the `tokenizers` object inside the tokenizer, in batches;
-3. the tokenizer itself, text by text (slow tokenizers, and classes that encode in a way of their own).
+3. the tokenizer itself, text by text (slow tokenizers, and classes that override how text is encoded).
 
-A way must not only accept the tokenizer: it must also agree with it on a set of hostile texts before it is used. And
-gigatoken 0.10 knows a later Unicode than tokenizers 0.23 in some places and an earlier one in others (4,787 code points
-split differently for DeepSeek-V3, 13 for Llama-3.1, 3 normalize differently for Qwen), so texts with code points
-younger than Unicode 14 are encoded by `tokenizers`.
+Before an encoder is used it must agree with the tokenizer on a set of hostile texts. gigatoken 0.10 and tokenizers 0.23
+know different versions of Unicode (4,787 code points are split differently for DeepSeek-V3, 13 for Llama-3.1, 3 are
+normalized differently for Qwen), so texts with code points newer than Unicode 14 are always encoded by `tokenizers`.
 """
 
 from collections.abc import Callable
@@ -28,21 +28,21 @@ from gpuload.tokenizer.unassigned import unassigned_class
 
 @dataclass(frozen=True)
 class HostEncoder:
-    """A way to encode.
+    """An encoder.
 
     Attributes:
         name: for the report.
-        encode: (n,) large_string without nulls → n rows of ids, no special tokens added.
-        passed_over: why faster ways do not serve this tokenizer.
+        encode: (n,) large_string without nulls → n rows of ids, without adding special tokens.
+        unused: why faster encoders are not used for this tokenizer.
     """
 
     name: str
     encode: Callable[[pa.LargeStringArray], Ragged]
-    passed_over: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
 
 
 def host_encoder(reference: Reference) -> HostEncoder:
-    """The fastest way that is exact for the reference's tokenizer."""
+    """The fastest encoder that is exact for the reference's tokenizer."""
     by_itself = HostEncoder(
         f"{type(reference.tokenizer).__name__}, text by text",
         lambda text: Ragged.from_lists([reference.encode(t) for t in text.to_pylist()]),
@@ -50,7 +50,7 @@ def host_encoder(reference: Reference) -> HostEncoder:
     reason = needs_itself(reference)
     if reason:
         return HostEncoder(by_itself.name, by_itself.encode, (reason,))
-    passed_over: list[str] = []
+    unused: list[str] = []
     texts = hostile_texts(reference)
     expected = reference.encode_many(texts)
     for make in (_gigatoken, _tokenizers):
@@ -58,18 +58,18 @@ def host_encoder(reference: Reference) -> HostEncoder:
         try:
             encoder = make(reference)
             found = encoder.encode(pa.array(texts, pa.large_string()))
-        except Exception as error:  # a rejection, in whatever form the library gives it
-            passed_over.append(f"{name}: {str(error).splitlines()[0]:.160}")
+        except Exception as error:  # each library reports unsupported tokenizers in its own way
+            unused.append(f"{name}: {str(error).splitlines()[0]:.160}")
             continue
         wrong = next((t for i, t in enumerate(texts) if found[i].tolist() != expected[i]), None)
         if wrong is None:
-            return HostEncoder(encoder.name, encoder.encode, tuple(passed_over))
-        passed_over.append(f"{name}: differs from the tokenizer on {wrong!r:.60}")
-    return HostEncoder(by_itself.name, by_itself.encode, tuple(passed_over))
+            return HostEncoder(encoder.name, encoder.encode, tuple(unused))
+        unused.append(f"{name}: differs from the tokenizer on {wrong!r:.60}")
+    return HostEncoder(by_itself.name, by_itself.encode, tuple(unused))
 
 
 def needs_itself(reference: Reference) -> str | None:
-    """Why only the tokenizer object itself gives its ids, None where the backend inside it does too."""
+    """Why only the tokenizer object itself returns its ids; None if the backend inside it returns the same."""
     tokenizer, backend = reference.tokenizer, reference.backend
     if backend is None:
         return f"{type(tokenizer).__name__} is a slow tokenizer"
@@ -88,7 +88,7 @@ def needs_itself(reference: Reference) -> str | None:
 
 @lru_cache(maxsize=2)
 def _gigatoken_of(model_json: str) -> Any:
-    """Kept, because building it takes longer than encoding a small data set, and a run loads train and test files."""
+    """Cached, because building it takes longer than encoding a small dataset, and a run loads train and test files."""
     import gigatoken
 
     return gigatoken.Tokenizer.from_json(model_json)
@@ -101,7 +101,7 @@ def _gigatoken(reference: Reference) -> HostEncoder:
 
     def encode_all(text: pa.LargeStringArray) -> Ragged:
         offsets = np.frombuffer(text.buffers()[1], np.int64)[text.offset : text.offset + len(text) + 1]
-        # An array of empty strings may have no buffer of characters.
+        # An array of empty strings may have no character buffer.
         chars = np.frombuffer(text.buffers()[2] or b"", np.uint8)
         layout = awkward.contents.ListOffsetArray(
             awkward.index.Index64(offsets),
@@ -109,7 +109,7 @@ def _gigatoken(reference: Reference) -> HostEncoder:
             parameters={"__array__": "string"},
         )
         ids = tokenizer.encode_batch(awkward.Array(layout)).layout
-        # Ids are below 2^31: the unsigned array is read as a signed one, without a copy.
+        # Ids are below 2^31, so the unsigned array can be viewed as a signed one.
         return Ragged(ids.content.data.view(np.int32), np.asarray(ids.offsets.data, np.int64))
 
     contested = unassigned_class()
@@ -117,7 +117,7 @@ def _gigatoken(reference: Reference) -> HostEncoder:
 
     def encode(text: pa.LargeStringArray) -> Ragged:
         ids = encode_all(text)
-        # gigatoken and tokenizers know different versions of Unicode: rows where that could matter are not for it.
+        # Rows with contested code points are encoded by tokenizers, and put back into their places.
         rows = np.flatnonzero(pc.not_equal(pc.binary_length(text), pc.utf8_length(text)))
         rows = rows[np.asarray(pc.match_substring_regex(text.take(pa.array(rows)), contested), bool)]
         if not len(rows):
@@ -134,7 +134,7 @@ def _tokenizers(reference: Reference) -> HostEncoder:
 
     backend: Any = reference.backend
     if backend.truncation is not None or backend.padding is not None:
-        # Stored in the tokenizer, and used by nothing that `apply_chat_template` does.
+        # Settings stored in the backend, which `apply_chat_template` does not use.
         backend = Tokenizer.from_str(reference.model_json)
         backend.no_truncation()
         backend.no_padding()
@@ -147,8 +147,8 @@ def _tokenizers(reference: Reference) -> HostEncoder:
 
 
 def hostile_texts(reference: Reference) -> list[str]:
-    """Texts on which tokenizers that are nearly the same differ: white space, composed and decomposed letters, scripts,
-    digits, contractions, control characters, added tokens alone, adjacent, cut and inside words."""
+    """Texts on which nearly equal tokenizers differ: white space, composed and decomposed letters, scripts, digits,
+    contractions, control characters, and added tokens alone, adjacent, truncated and inside words."""
     texts = [
         "",
         " ",

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -12,25 +11,28 @@ import pyarrow.compute as pc
 import torch
 
 from gpuload.arrays import Ragged
+from gpuload.engines.host.batches import HostBatches
 from gpuload.engines.host.encode import HostEncoder, host_encoder
 from gpuload.engines.host.prompts import render_column, render_rows
+from gpuload.engines.host.render import HostText
+from gpuload.engines.protocol import ArrowPrompts, Prompts, Tokenized
 from gpuload.options import Truncation
 from gpuload.reference.reference import Reference
 from gpuload.sources.read import Source, with_prompts
-from gpuload.template import ChatProgram, Rendered
+from gpuload.template.compiler import ChatProgram
 
 
-class CpuEngine:
+class HostEngine:
     """The `Engine` of the host.
 
     Args:
         reference: the tokenizer.
         exact_only: render and encode with the tokenizer object itself, prompt by prompt.
-        notes: further ones for the report.
+        notes: further lines for the report.
 
     Attributes:
         program: the compiled chat template.
-        by_prompt: whether rendering and encoding are one step, prompt by prompt.
+        by_prompt: whether the tokenizer object renders and encodes prompt by prompt, in one step.
     """
 
     name = "cpu"
@@ -43,7 +45,7 @@ class CpuEngine:
 
     @cached_property
     def encoder(self) -> HostEncoder:
-        """Built when it is first needed: that takes half a second, and not every load needs it."""
+        """Built when first needed: it takes half a second, and loads from the token cache do without."""
         return host_encoder(self._reference)
 
     @property
@@ -54,38 +56,39 @@ class CpuEngine:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        passed_over = () if self.by_prompt else self.encoder.passed_over
-        return (*(f"not used: {reason}" for reason in passed_over), *self._notes)
+        unused = () if self.by_prompt else self.encoder.unused
+        return (*(f"not used: {reason}" for reason in unused), *self._notes)
 
     @staticmethod
     def loading() -> AbstractContextManager[Any]:
         return nullcontext()
 
     @staticmethod
-    def read(source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, pa.Array]]:
-        return with_prompts(source, prompt_key)
+    def read(source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, ArrowPrompts]]:
+        return ((table, ArrowPrompts(column)) for table, column in with_prompts(source, prompt_key))
 
-    def render(self, prompts: pa.Array) -> Rendered:
+    def render(self, prompts: Prompts) -> HostText:
+        assert isinstance(prompts, ArrowPrompts)
         if self.by_prompt:
-            return render_rows(prompts, self._reference, with_ids=True)
-        return render_column(prompts, self._reference, self.program)
+            return render_rows(prompts.column, self._reference, with_ids=True)
+        return render_column(prompts.column, self._reference, self.program)
 
-    def encode(self, text: Rendered) -> tuple[Ragged, int]:
+    def encode(self, text: HostText) -> Tokenized:
         if text.ids is not None:
-            return text.ids, 0
-        return self.ids(pc.fill_null(text.text, "") if text.rejected else text.text), 0
+            return text.tokenized(text.ids)
+        return text.tokenized(self.ids(pc.fill_null(text.text, "") if text.rejected else text.text))
 
     def ids(self, text: pa.LargeStringArray) -> Ragged:
-        """n texts, none of them null → n rows of ids."""
+        """(n,) texts, none of them null → n rows of ids."""
         return self.encoder.encode(text)
 
     @staticmethod
-    def keep(tokens: Ragged, rows: np.ndarray[Any, Any] | None) -> Ragged:
+    def keep(ids: Ragged, rows: np.ndarray[Any, Any] | None) -> Ragged:
         if rows is None:
-            return tokens
-        kept = np.zeros(len(tokens), bool)
+            return ids
+        kept = np.zeros(len(ids), bool)
         kept[rows] = True
-        return tokens.filter(kept)
+        return ids.filter(kept)
 
     @staticmethod
     def store(parts: list[Ragged], order: np.ndarray[Any, Any] | None) -> Ragged:
@@ -93,33 +96,5 @@ class CpuEngine:
         return whole if order is None else whole.take(order)
 
     @staticmethod
-    def batches(store: Ragged, limit: int, keep: Truncation, pad_id: int) -> "HostBatches":
+    def batches(store: Ragged, limit: int, side: Truncation, pad_id: int) -> HostBatches:
         return HostBatches(pad_id)
-
-    @staticmethod
-    def pad(rows: Ragged, width: int, pad_id: int) -> dict[str, torch.Tensor]:
-        """B rows of at most `width` ids → `input_ids`, `attention_mask`, `position_ids`, each int64 (B, width)."""
-        # Column c of a row with k tokens is its token c - (width - k).
-        positions = np.arange(width) - (width - rows.lengths)[:, None]
-        mask = positions >= 0
-        ids = np.full(mask.shape, pad_id, np.int64)
-        ids[mask] = rows.values
-        return {
-            "input_ids": torch.from_numpy(ids),
-            "attention_mask": torch.from_numpy(mask.astype(np.int64)),
-            "position_ids": torch.from_numpy(np.maximum(positions, 0, out=positions)),
-        }
-
-
-@dataclass(frozen=True)
-class HostBatches:
-    """The `Batches` of the host."""
-
-    pad_id: int
-
-    def __call__(self, numbers: np.ndarray[Any, Any], rows: Ragged, width: int) -> dict[str, torch.Tensor]:
-        return CpuEngine.pad(rows, width, self.pad_id)
-
-    @staticmethod
-    def ahead(batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        return batches

@@ -1,8 +1,8 @@
-"""A column of prompts, whatever it holds → a column of text.
+"""Any column of prompts as text: which of them the compiled template renders, and the others row by row.
 
-Messages go through the compiled template. Plain strings become one user message each and go the same way, or are the
-text already. What no column can say (JSON of mixed shapes, a tokenizer with a rendering of its own) is rendered by the
-reference, row by row, so that a row which it rejects takes no other with it.
+Messages go through the compiled template. Plain strings become one user message each and go the same way; without a
+chat template they are the text already. JSON of mixed shapes, and tokenizers that define their own rendering, are
+rendered by the reference row by row, so that a row it rejects does not affect the others.
 """
 
 from collections.abc import Callable
@@ -13,38 +13,37 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.arrays import Ragged
-from gpuload.engines.host.rendered import Rendered
-from gpuload.errors import DataError
+from gpuload.engines.conversations import messages_of_users
+from gpuload.engines.host.render import HostText, render
 from gpuload.reference.reference import Reference, problem
 from gpuload.reference.template_call import rejection
 from gpuload.sources.columns import to_python
-from gpuload.sources.read import JSON_TYPE
+from gpuload.sources.types import is_list, is_text
 from gpuload.template.compiler import ChatProgram
 
 
-def render_column(prompts: pa.Array, reference: Reference, program: ChatProgram) -> Rendered:
-    """Renders a column of prompts by columns, as far as that is possible.
+def render_column(prompts: pa.Array, reference: Reference, program: ChatProgram) -> HostText:
+    """Renders a column of prompts, by column where that is possible.
 
     Args:
         prompts: (n,) messages, strings or JSON; see `check_prompt_type`.
         program: the reference's compiled template.
     """
-    kind = prompts.type
-    if _is_text(kind):
+    if is_text(prompts.type):
         if not reference.uses_template:
-            return _as_they_are(prompts)
-        prompts = one_user_message(prompts.cast(pa.large_string()))
-    elif not reference.uses_template or not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+            return _plain_text(prompts)
+        prompts = messages_of_users(prompts.cast(pa.large_string()))
+    elif not reference.uses_template or not is_list(prompts.type):
         return render_rows(prompts, reference)
-    return program.render(prompts)
+    return render(program, prompts)
 
 
-def render_rows(prompts: pa.Array, reference: Reference, with_ids: bool = False) -> Rendered:
+def render_rows(prompts: pa.Array, reference: Reference, with_ids: bool = False) -> HostText:
     """Renders a column of prompts with the reference, row by row.
 
     Args:
         prompts: (n,) messages, strings or JSON.
-        with_ids: have the reference encode each prompt as well, in the one call that defines its ids.
+        with_ids: also encode each prompt, in the single call that defines its ids.
     """
     rejected: dict[int, str] = {}
     values = _python_rows(prompts, rejected)
@@ -58,51 +57,20 @@ def render_rows(prompts: pa.Array, reference: Reference, with_ids: bool = False)
     ids = None
     if with_ids:
         ids = Ragged.from_lists([row or [] for row in each(reference.ids, values)])
-        # The ids are what counts: arguments that only make sense with them may not let the text be had alone.
+        # The ids are what counts: with some arguments of the template the text cannot be had without them.
         texts = [None if row in rejected else _text_or_nothing(reference, value) for row, value in enumerate(values)]
     else:
         texts = each(reference.render, values)
     texts = each(lambda text: text.encode(), texts)
-    return Rendered(
-        pc.cast(pa.array(texts, pa.large_binary()), pa.large_string()),
-        rejected,
-        reference_rows=len(values) - len(rejected),
+    return HostText(
+        text=pc.cast(pa.array(texts, pa.large_binary()), pa.large_string()),
         ids=ids,
+        rejected=rejected,
+        reference_rows=len(values) - len(rejected),
     )
 
 
-def check_prompt_type(kind: pa.DataType, where: str) -> None:
-    """Raises DataError where a column of this type cannot hold prompts."""
-    if pa.types.is_dictionary(kind):
-        return check_prompt_type(kind.value_type, where)
-    if _is_text(kind) or kind == JSON_TYPE or pa.types.is_null(kind):
-        return None
-    if _is_list(kind) and pa.types.is_struct(kind.value_type):
-        names = [field.name for field in kind.value_type]
-        if "role" in names:
-            return None
-        raise DataError(f"{where}: messages have the fields {', '.join(names)}: expected role and content")
-    raise DataError(f"{where} holds {kind}: expected list<struct<role, content>> or string")
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_list_view, pa.types.is_large_list_view)
-    return any(test(kind) for test in (*lists, pa.types.is_fixed_size_list))
-
-
-def one_user_message(texts: pa.LargeStringArray) -> pa.Array:
-    """(n,) large_string → list<struct<role, content>> over the same texts; a null text is a null prompt."""
-    role = pa.DictionaryArray.from_arrays(np.zeros(len(texts), np.int8), ["user"])
-    messages = pa.StructArray.from_arrays([role, texts], names=["role", "content"])
-    offsets = pa.array(np.arange(len(texts) + 1), pa.int64())
-    return pa.LargeListArray.from_arrays(offsets, messages, mask=texts.is_null() if texts.null_count else None)
-
-
-def _as_they_are(prompts: pa.Array) -> Rendered:
+def _plain_text(prompts: pa.Array) -> HostText:
     """Plain strings without a template."""
     text = prompts.cast(pa.large_string())
     rejected = {int(row): "prompt is null" for row in np.flatnonzero(np.asarray(text.is_null()))}
@@ -114,17 +82,16 @@ def _as_they_are(prompts: pa.Array) -> Rendered:
             for row in range(len(text))
         ]
         text = pa.array(rows, pa.large_string())
-    return Rendered(text, rejected, compiled_rows=len(text) - len(rejected))
+    return HostText(text=text, rejected=rejected, compiled_rows=len(text) - len(rejected))
 
 
 def _python_rows(prompts: pa.Array, rejected: dict[int, str]) -> list[Any]:
-    """All rows as Python objects; one by one where some row's bytes are not text."""
+    """All rows as Python objects; one by one where the bytes of some row are not text."""
     try:
         return to_python(prompts)
     except UnicodeDecodeError:
-        return [
-            _attempt(rejected, row, lambda i: to_python(prompts.slice(i, 1))[0], row) for row in range(len(prompts))
-        ]
+        one = lambda i: to_python(prompts.slice(i, 1))[0]  # noqa: E731
+        return [_attempt(rejected, row, one, row) for row in range(len(prompts))]
 
 
 def _text_or_nothing(reference: Reference, prompt: Any) -> str:
@@ -135,13 +102,13 @@ def _text_or_nothing(reference: Reference, prompt: Any) -> str:
 
 
 def _attempt(rejected: dict[int, str], row: int, step: Callable[[Any], Any], value: Any) -> Any:
-    """`step(value)`, or None and the reason noted."""
+    """`step(value)`; or None, with the reason recorded."""
     try:
         return step(value)
     except UnicodeDecodeError as error:
         rejected[row] = f"prompt is not valid UTF-8 (byte {error.start})"
     except UnicodeEncodeError as error:
-        rejected[row] = f"a lone surrogate, {error.object[error.start]!r}, is not text"
+        rejected[row] = f"prompt contains a lone surrogate, {error.object[error.start]!r}, which UTF-8 cannot encode"
     except Exception as error:
         rejected[row] = rejection(error)
     return None

@@ -41,6 +41,6 @@ def _load(request: LoadRequest) -> Loaded:
     """In the task. Who asks for a GPU with "auto" means it, where it works."""
     from gpuload.engines.device import cuda
 
-    if request.options.device == "auto" and cuda.obstacle("cuda") is None:
+    if request.options.device == "auto" and cuda.unavailable_reason("cuda") is None:
         request = replace(request, options=replace(request.options, device="cuda"))
     return load_rows(request)

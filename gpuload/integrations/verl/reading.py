@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 
 from gpuload.errors import DataError
+from gpuload.filter import all_dropped
 from gpuload.fingerprint import Fingerprint, fingerprint
 from gpuload.integrations.verl.rows import Rows
-from gpuload.load import load_sources, nothing_left, reference_of, samples
+from gpuload.load import choose_rows, load_sources, reference_of
 from gpuload.options import Options
 from gpuload.sources.columns import Columns
 from gpuload.sources.fetch import SourceFile, resolve
@@ -62,7 +63,7 @@ class Loaded:
     about: Fingerprint
 
 
-def open_files(files: Sequence[str], cache_dir: str) -> list[Source]:
+def open_files(files: Sequence[str], cache_dir: str | None) -> list[Source]:
     """The files in verl's order, as verl reads them.
 
     Raises:
@@ -73,7 +74,7 @@ def open_files(files: Sequence[str], cache_dir: str) -> list[Source]:
     return [source for path in files for source in _open(path, cache_dir)]
 
 
-def _open(path: str, cache_dir: str) -> list[Source]:
+def _open(path: str, cache_dir: str | None) -> list[Source]:
     if path.endswith((".json", ".jsonl")):
         return [_open_as_datasets_does("json", path)]
     if not path.endswith(".parquet"):
@@ -149,7 +150,7 @@ def load_rows(request: LoadRequest, sources: list[Source] | None = None) -> Load
             report.notes.append(f"{kept[unrendered].sum():,} of the rows rejected stay: the tokenizer takes them")
         report.rows_kept = int(kept.sum())
         if not report.rows_kept:
-            raise DataError(nothing_left(report))
+            raise DataError(all_dropped(report))
     ids = None
     if request.keep_ids:
         ids = tokens if kept.all() else tokens.take(np.flatnonzero(kept))
@@ -178,7 +179,8 @@ def _all_rows(request: LoadRequest, sources: list[Source], started: float) -> Lo
     total = sum(source.num_rows for source in sources)
     if not total:
         raise DataError(f"no rows in {', '.join(request.files)}")
-    wanted = samples(total, request.options)
+    options = request.options
+    wanted = choose_rows(total, options.max_samples, options.shuffle, options.seed)
     columns = Columns((table for source in sources for table in source.batches()), wanted)
     what = request.files[0] if len(request.files) == 1 else f"{len(request.files)} files"
     report = (

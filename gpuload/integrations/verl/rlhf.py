@@ -18,7 +18,6 @@ import torch
 from verl.utils.dataset.rl_dataset import RLHFDataset as VerlDataset
 from verl.utils.logger import print_rank_0
 
-from gpuload.engines.host.prompts import check_prompt_type
 from gpuload.errors import DataError, DeviceError, ResumeError
 from gpuload.fingerprint import Fingerprint, difference
 from gpuload.integrations.verl import ray
@@ -28,6 +27,7 @@ from gpuload.integrations.verl.rows import Rows
 from gpuload.integrations.verl.settings import Settings
 from gpuload.options import Options, plain
 from gpuload.sources.read import Source
+from gpuload.sources.types import check_prompt_type
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class RLHFDataset(VerlDataset):  # type: ignore[misc]
             return load_rows(request, sources)
         from gpuload.engines.device import cuda
 
-        hidden = cuda.obstacle("cuda")
+        hidden = cuda.unavailable_reason("cuda")
         if hidden is None:
             return load_rows(request, sources)
         if why_not := ray.obstacle():

@@ -25,9 +25,10 @@ import pyarrow.compute as pc
 from gpuload.arrays import Ragged, offsets_of
 from gpuload.engines.host.encode import host_encoder
 from gpuload.engines.host.prompts import render_column, render_rows
+from gpuload.engines.host.render import HostText
 from gpuload.options import check_template_kwargs, plain
 from gpuload.reference.reference import Reference
-from gpuload.template import ChatProgram, Rendered
+from gpuload.template import ChatProgram
 
 Ints = npt.NDArray[np.int64]
 
@@ -189,7 +190,7 @@ class Turns:
         texts: list[pa.Array] = []
         rows_of: list[Ints] = []
 
-        def take(rendered: Rendered, rows: Ints) -> Ints:
+        def take(rendered: HostText, rows: Ints) -> Ints:
             texts.append(pc.fill_null(rendered.text, ""))
             rows_of.append(rows)
             found.by_column += rendered.compiled_rows
@@ -253,7 +254,7 @@ class _Way:
         self.cut = 0
         self._after: _Way | None = None
 
-    def render(self, conversations: pa.Array) -> Rendered:
+    def render(self, conversations: pa.Array) -> HostText:
         with self.reference.call.clock_stopped():
             if self.program is None and len(conversations) >= FEWEST_ROWS:
                 self.program = ChatProgram(self.reference.call)

@@ -1,0 +1,142 @@
+"""A compiled template applied to a column of conversations: which row is made of which segments.
+
+    1. group rows by shape                                                            (`conversations.py`)
+    2. send each group down its shape's tree; a predicate is answered for all messages at once
+    3. where rows reach a place that no row has reached before, trace the template on one of them
+    4. render the rows that cannot be compiled with transformers, one by one
+
+The result, a list of paths with their rows, is the same for every engine. Writing the texts down is not, see
+`host/render.py` and `device/render.py`.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from gpuload.arrays import Array, on_host
+from gpuload.engines.conversations import Conversations, group
+from gpuload.engines.protocol import TextColumn
+from gpuload.reference.template_call import rejection
+from gpuload.template.compiler import ChatProgram
+from gpuload.template.program import (
+    Branch,
+    ByReference,
+    Leaf,
+    Operation,
+    Path,
+    Predicate,
+    Ref,
+    Rejected,
+    Shape,
+)
+
+Operations = tuple[Operation, ...]
+
+
+class Walk:
+    """One column, sent down the trees of a program. The trees grow, so the caller holds `program.lock`.
+
+    Columns of texts and answers are computed once, however many shapes ask for them.
+
+    Args:
+        program: the compiled template.
+        prompts: n conversations.
+
+    Attributes:
+        prompts: the same.
+        paths: each path that rows take, with their ascending numbers.
+        texts: row → the text that transformers rendered, UTF-8.
+        rejected: row → why no prompt can be made of it.
+        reasons: why rows were rendered by transformers → how many.
+    """
+
+    def __init__(self, program: ChatProgram, prompts: Conversations) -> None:
+        self.prompts = prompts
+        self._program, self._ops = program, prompts.ops
+        self._columns: dict[tuple[str, Operations], TextColumn] = {}
+        self._answers: dict[Predicate, Array] = {}
+        self.paths: list[tuple[Path, Array]] = []
+        self.texts: dict[int, bytes] = {}
+        found = group(prompts)
+        self.rejected = found.rejected
+        by_reference = {row: why for row, why in found.by_reference.items() if row not in found.rejected}
+        for shape, rows in found.groups:
+            for leaf, some in self._leaves(shape, rows):
+                if isinstance(leaf, Path):
+                    self.paths.append((leaf, some))
+                elif isinstance(leaf, Rejected):
+                    self.rejected.update(dict.fromkeys(on_host(some).tolist(), leaf.message))
+                else:
+                    by_reference.update(dict.fromkeys(on_host(some).tolist(), leaf.reason))
+        self._render_by_reference(sorted(by_reference))
+        self.reasons = dict(Counter(by_reference.values()).most_common())
+
+    def counts(self) -> dict[str, Any]:
+        """What became of the rows, as keyword arguments of a `RowCounts`."""
+        return {
+            "rejected": dict(sorted(self.rejected.items())),
+            "compiled_rows": sum(len(rows) for _, rows in self.paths),
+            "reference_rows": len(self.texts),
+            "reasons": self.reasons,
+        }
+
+    def column(self, name: str, operations: Operations = ()) -> TextColumn:
+        """The texts of one field of all messages, after some operations."""
+        key = (name, operations)
+        if key not in self._columns:
+            if operations:
+                self._columns[key] = self._ops.operate(self.column(name, operations[:-1]), operations[-1])
+            else:
+                self._columns[key] = self.prompts.text_field(name)
+        return self._columns[key]
+
+    def _leaves(self, shape: Shape, rows: Array) -> Iterator[tuple[Leaf, Array]]:
+        """Each leaf that rows of this shape reach, with the rows that reach it."""
+        tree = self._program.tree(shape)
+        stack = [(0, rows)]
+        while stack:
+            at, rows = stack.pop()
+            if not len(rows):
+                continue
+            node = tree.nodes[at]
+            if isinstance(node, Branch | Path) and (why_not := self._unsupported(node)):
+                yield ByReference(why_not), rows
+            elif isinstance(node, Branch):
+                # The predicate is about one message of each row: its number counts from the row's first message.
+                yes = self._answer(node.predicate)[self.prompts.first[rows] + node.predicate.ref.message]
+                stack += [(node.no, rows[~yes]), (node.yes, rows[yes])]
+            elif node is not None:
+                yield node, rows
+            else:
+                texts = self.prompts.texts(int(rows[0]), shape)
+                if (why_not := self._program.grow(tree, shape, texts, len(rows))) is not None:
+                    yield ByReference(why_not), rows
+                else:
+                    stack.append((at, rows))
+
+    def _unsupported(self, node: Path | Branch) -> str | None:
+        """Why the engine cannot do what a node asks for, or None."""
+        refs = (node.predicate.ref,) if isinstance(node, Branch) else node.segments
+        operations = [operation for ref in refs if isinstance(ref, Ref) for operation in ref.operations]
+        return next((why for operation in operations if (why := self._ops.unsupported(operation))), None)
+
+    def _answer(self, predicate: Predicate) -> Array:
+        """(m,) bool: the predicate's answer for every message, whichever one it is about."""
+        ref = predicate.ref
+        key = Predicate(Ref(0, ref.field, ref.operations), predicate.test, predicate.value)
+        if key not in self._answers:
+            self._answers[key] = self._ops.answer(self.column(ref.field, ref.operations), predicate)
+        return self._answers[key]
+
+    def _render_by_reference(self, rows: list[int]) -> None:
+        if not rows:
+            return
+        prompts = self.prompts.to_arrow(np.array(rows, np.int64))
+        with self._program.call.clock_stopped():
+            for at, row in enumerate(rows):
+                try:
+                    self.texts[row] = self._program.call.render(prompts[at].as_py()).encode()
+                except Exception as error:
+                    self.rejected[row] = rejection(error)

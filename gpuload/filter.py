@@ -1,0 +1,100 @@
+"""Which rows of a batch are kept, and which of their columns."""
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from gpuload.arrays import array_module, on_host
+from gpuload.errors import DataError
+from gpuload.report import Report
+from gpuload.sources.read import invalid_rows
+from gpuload.stream import Batch
+
+Mask = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+def filter_rows(
+    batch: Batch, source: str, report: Report, prompt_key: str, strict: bool = False, keep_rejected: bool = False
+) -> Mask:
+    """Drops rows without tokens, and rows with too many of them, as verl does; counts both in the report.
+
+    Args:
+        batch: n rows with tokens.
+        source: the name of their file.
+        report: also says what the limit is and whether overlong rows are dropped.
+        prompt_key: the column with the prompts.
+        strict: raise an error for the first row that was rejected.
+        keep_rejected: keep rows that could not be rendered, without tokens.
+
+    Returns:
+        (n,) bool, the rows to keep.
+
+    Raises:
+        DataError: with `strict`, a row was rejected.
+    """
+    tokens = batch.tokens
+    assert tokens is not None
+    rejected = tokens.rejected | invalid_rows(_without(batch.table, prompt_key))
+    keep = np.ones(len(batch.rows), bool)
+    for row, reason in sorted(rejected.items()):
+        place = f"{source} row {batch.rows[row]}"
+        if strict:
+            raise DataError(f"{place}: {reason}. With strict=False, such rows are dropped and counted")
+        report.reject(place, reason)
+        keep[row] = False
+    lengths = tokens.ids.lengths
+    # Compared in the engine's memory: one byte per row comes to the host.
+    overlong = keep & on_host(lengths > report.max_prompt_length)
+    report.rows_read += len(keep)
+    report.rows_compiled += tokens.compiled_rows
+    report.rows_fallback += tokens.fallback_rows
+    for why, count in tokens.reasons.items():
+        report.by_reference[why] = report.by_reference.get(why, 0) + count
+    report.text_bytes += tokens.text_nbytes
+    report.overlong += int(overlong.sum())
+    if keep.any():
+        shortest = int(lengths[array_module(lengths).asarray(keep)].min())
+        report.shortest = min(report.shortest, shortest) if report.shortest else shortest
+    if report.overlong_dropped:
+        keep &= ~overlong
+    if keep_rejected:
+        keep[list(tokens.rejected)] = True
+    return keep
+
+
+def kept_columns(batch: Batch, keep: Mask, prompt_key: str, raw_chat: bool, full_prompt: bool) -> pa.Table:
+    """The pass-through columns of the kept rows.
+
+    Args:
+        keep: (n,) bool, which rows.
+        prompt_key: the column with the prompts, which is not passed through.
+        raw_chat: add the prompts as `raw_prompt`.
+        full_prompt: add the rendered text as `full_prompts`.
+    """
+    table = _without(batch.table, prompt_key)
+    if raw_chat:
+        table = _with_column(table, "raw_prompt", batch.table.column(prompt_key))
+    if full_prompt:
+        assert batch.text is not None  # the token cache has no texts, so it is not used with this option
+        table = _with_column(table, "full_prompts", batch.text.text)
+    return table if keep.all() else table.filter(pa.array(keep))
+
+
+def all_dropped(report: Report) -> str:
+    """The message for a load that kept no row, with the reasons."""
+    lines = [f"all {report.rows_read:,} rows were dropped"]
+    if report.overlong:
+        lines.append(
+            f"  overlong   {report.overlong:,} rows exceed max_prompt_length={report.max_prompt_length}; the shortest "
+            f"has {report.shortest} tokens: raise max_prompt_length"
+        )
+    return "\n".join(lines + ([report.reasons()] if report.rejected else []))
+
+
+def _with_column(table: pa.Table, name: str, column: Any) -> pa.Table:
+    return _without(table, name).append_column(name, column)
+
+
+def _without(table: pa.Table, name: str) -> pa.Table:
+    return table.drop_columns([name]) if name in table.schema.names else table

@@ -1,0 +1,48 @@
+"""Which Arrow types can hold prompts: strings, and lists of messages."""
+
+import pyarrow as pa
+
+from gpuload.errors import DataError
+
+JSON_TYPE = pa.json_(pa.large_string())
+"""Values that Arrow's types would change (see `read.py`), kept as JSON text."""
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether values of this type are strings, dictionary-encoded or not."""
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Whether values of this type are lists with 32-bit or 64-bit offsets."""
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+
+
+def is_messages(kind: pa.DataType) -> bool:
+    """Whether values of this type are conversations: lists of structs."""
+    return is_list(kind) and bool(pa.types.is_struct(kind.value_type))
+
+
+def check_prompt_type(kind: pa.DataType, where: str) -> None:
+    """Checks that a column of this type can hold prompts.
+
+    Args:
+        kind: the column's type.
+        where: the file and the column, for the message.
+
+    Raises:
+        DataError: the column holds something else, or messages without a role.
+    """
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if is_text(kind) or kind == JSON_TYPE or pa.types.is_null(kind):
+        return
+    lists = (pa.types.is_list_view, pa.types.is_large_list_view, pa.types.is_fixed_size_list)
+    if (is_list(kind) or any(test(kind) for test in lists)) and pa.types.is_struct(kind.value_type):
+        names = [field.name for field in kind.value_type]
+        if "role" not in names:
+            raise DataError(f"{where}: messages have the fields {', '.join(names)}; expected role and content")
+        return
+    raise DataError(f"{where} has type {kind}; expected list<struct<role, content>> or string")

@@ -1,0 +1,92 @@
+"""The package's structure: imports go one way, files stay short, names are unique."""
+
+import ast
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import gpuload
+
+PACKAGE = Path(gpuload.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+MOST_LINES = 400
+
+# What must not import what, because it knows nothing of it.
+NEVER = [
+    ("template", "engines"), ("tokenizer", "engines"), ("tokenizer", "template"), ("tokenizer", "reference"),
+    ("template", "sources"), ("engines", "load"), ("engines.host", "engines.device"), ("sources", "engines"),
+    ("cache", "load"), ("engines", "integrations"), ("load", "integrations"), ("load", "cli"), ("load", "testing"),
+]  # fmt: skip
+
+
+def module_of(file: Path) -> str:
+    parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(file: Path) -> set[str]:
+    """The package's modules that a file imports, at its top level or inside functions, for types or to use them."""
+    modules = {module_of(each) for each in FILES}
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("gpuload"):
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                found.add(whole if whole in modules else node.module)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.startswith("gpuload")}
+    return found - {module_of(file)}
+
+
+IMPORTS = {module_of(file): imports_of(file) for file in FILES}
+
+
+def test_imports_have_no_cycle() -> None:
+    # `gpuload/__init__.py` looks names up when they are first used, and for type checkers.
+    below = {name: modules - {"gpuload"} for name, modules in IMPORTS.items() if name != "gpuload"}
+    done: set[str] = set()
+    while ready := {name for name in below if name not in done and below[name] <= done | {name}}:
+        done |= ready
+    assert sorted(set(below) - done) == []
+
+
+def test_lower_layers_do_not_import_higher_ones() -> None:
+    wrong = [
+        f"{name} imports {other}"
+        for lower, higher in NEVER
+        for name, modules in IMPORTS.items()
+        for other in modules
+        if f"{name}.".startswith(f"gpuload.{lower}.") and f"{other}.".startswith(f"gpuload.{higher}.")
+    ]
+    assert wrong == []
+
+
+def test_host_and_device_have_the_same_modules() -> None:
+    host, device = ({file.name for file in (PACKAGE / "engines" / side).glob("*.py")} for side in ("host", "device"))
+    assert {"engine.py", "texts.py", "render.py", "encode.py", "batches.py"} <= host & device
+
+
+def test_files_are_short() -> None:
+    sources = [*FILES, *(file for file in PACKAGE.rglob("*") if file.suffix in (".cu", ".cuh", ".h"))]
+    lengths = {str(file.relative_to(PACKAGE)): len(file.read_text().splitlines()) for file in sources}
+    assert {name: lines for name, lines in lengths.items() if lines > MOST_LINES} == {}
+
+
+def test_class_names_are_unique() -> None:
+    homes = defaultdict(list)
+    for file in FILES:
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                homes[node.name.lstrip("_")].append(module_of(file))
+    assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
+
+
+def test_load_stays_the_function() -> None:
+    code = (
+        "import gpuload.load, gpuload; from gpuload import load; from gpuload.load import load as same;"
+        "print(callable(gpuload.load), load is gpuload.load is same)"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True True\n"
+    )
