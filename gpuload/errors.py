@@ -1,40 +1,51 @@
-"""What can go wrong, by whose hands it can be mended.
+"""The exceptions of gpuload, one class for each kind of remedy.
 
-Every message says what was wrong, where (file, row, key) and what to do.
+Every message says what is wrong, where (file, row, key) and what to do.
 """
 
 
 class GpuloadError(Exception):
-    """Any error that gpuload raises on purpose."""
+    """Base class of all exceptions that gpuload raises.
+
+    Each subclass also derives from the built-in exception of the same meaning, so `except ValueError` works too.
+
+    Examples:
+        >>> import gpuload
+        >>> try:
+        ...     gpuload.load("train.parquet", "tokenizer", max_promt_length=512)
+        ... except gpuload.GpuloadError as error:
+        ...     print(f"{type(error).__name__}: {error}")
+        OptionError: unknown option max_promt_length: did you mean max_prompt_length?
+    """
 
 
 class OptionError(GpuloadError, ValueError):
-    """An option that does not exist or a value that makes no sense."""
+    """An unknown option, or an invalid value of one."""
 
 
 class SourceError(GpuloadError, OSError):
-    """A file that cannot be found, fetched or read."""
+    """A file that cannot be found, downloaded or read."""
 
 
 class DataError(GpuloadError, ValueError):
-    """A file that was read and does not hold what it should."""
+    """A file that was read, but has no usable prompts."""
 
 
 class TokenizerError(GpuloadError, ValueError):
-    """A tokenizer that cannot serve: not found, without a chat template, without a padding token."""
+    """A tokenizer that cannot be loaded, or that lacks a chat template or a padding token."""
 
 
 class PromptTooLongError(GpuloadError, ValueError):
-    """A row longer than `max_prompt_length` was asked for while `truncation="error"`."""
+    """A row is longer than `max_prompt_length`, and `truncation="error"`."""
 
 
 class MismatchError(GpuloadError, RuntimeError):
-    """The fast path and the reference gave different tokens, and `strict=True`."""
+    """The fast path produced other tokens than the reference, and `strict=True`."""
 
 
 class DeviceError(GpuloadError, RuntimeError):
-    """A device was asked for that is not there or does not work."""
+    """The requested device is not available, does not work, or has run out of memory."""
 
 
 class ResumeError(GpuloadError, ValueError):
-    """A loader state that belongs to other data, another tokenizer or other settings."""
+    """A loader state was saved with other data, another tokenizer or other settings."""

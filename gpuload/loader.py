@@ -1,7 +1,7 @@
 """PromptLoader: batches in a reproducible order, with a state that can be saved in the middle of an epoch.
 
-The order of an epoch is a pure function of (seed, epoch, number of rows); the state is therefore two numbers, and the
-fingerprint of the data they are numbers of.
+The order of an epoch is a pure function of seed, epoch and number of rows. The state is therefore two numbers (epoch
+and batch), with the settings and the fingerprint of the data that they refer to.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ _VERSION = 1
 
 
 class Data(Protocol):
-    """What is iterated over: a `PromptDataset`, as far as a loader knows it."""
+    """The part of `PromptDataset` that a loader uses."""
 
     @property
     def fingerprint(self) -> Fingerprint: ...
@@ -30,23 +30,46 @@ class Data(Protocol):
 
 
 class PromptLoader:
-    """Iterates over the batches of one epoch; the next `iter()` gives the next epoch.
+    """An iterable over the batches of one epoch. Each `iter()` starts the next epoch.
 
-    >>> for batch in prompts.loader(batch_size=256, shuffle=True, seed=0):
-    ...     batch["input_ids"]  # int64 (256, max_prompt_length)
+    Made by `PromptDataset.loader`. A batch is a dict; see `PromptDataset.batch`.
+
+    Examples:
+        >>> import gpuload
+        >>> from gpuload.cli.demo import demo_files
+        >>> file, tokenizer = demo_files()
+        >>> prompts = gpuload.load(file, tokenizer, max_samples=100)
+        >>> loader = prompts.loader(batch_size=32, shuffle=True, seed=0)
+        >>> [tuple(batch["input_ids"].shape) for batch in loader]
+        [(32, 1024), (32, 1024), (32, 1024), (4, 1024)]
+
+        The state can be saved in the middle of an epoch:
+
+        >>> batches = iter(loader)
+        >>> _, state = next(batches), loader.state_dict()
+        >>> expected = next(batches)["input_ids"]
+        >>> resumed = prompts.loader(batch_size=32, shuffle=True, seed=0)
+        >>> resumed.load_state_dict(state)
+        >>> bool((next(iter(resumed))["input_ids"] == expected).all())
+        True
 
     Args:
-        batch_size: rows per batch and rank.
-        shuffle: a new order every epoch; else the order of the data set.
-        seed: of the order; give all ranks the same.
-        rank, world_size: rank r takes rows r, r + world_size, ... of the epoch's order. All ranks get the same number
-            of batches of the same sizes: where the rows do not divide evenly, the last few are left out with
-            `drop_last`, and else filled up with rows from the start of the epoch's order.
-        drop_last: leave out a last batch that is not full.
-        padding: "max_length", or "longest": as wide as the longest row of the batch.
+        dataset: The prompts.
+        batch_size: Rows per batch, on each rank.
+        shuffle: Use a new order in every epoch, instead of the order of the dataset.
+        seed: Seed of the order. It must be the same on all ranks.
+        rank: This process's rank. Rank `r` takes the rows `r`, `r + world_size`, ... of the epoch's order.
+        world_size: Number of ranks. All ranks get the same number of batches, of the same sizes. If the number of rows
+            is not divisible, the last rows are dropped with `drop_last`; otherwise the first rows of the epoch's order
+            are repeated at its end.
+        drop_last: Drop the last batch if it is incomplete.
+        padding: Width of a batch: `"max_length"` for `max_prompt_length`, `"longest"` for the longest row of the batch.
 
     Attributes:
-        epoch: the epoch that the next `iter()` gives, or that is under way.
+        epoch: Number of the current epoch, or of the one that the next `iter()` starts.
+
+    Raises:
+        OptionError: A value is invalid, or `drop_last` leaves no batch.
     """
 
     def __init__(
@@ -79,7 +102,7 @@ class PromptLoader:
         self._rank = rank
         self._padding: Padding = padding
         self.epoch = 0
-        self._batch = 0  # batches of this epoch that were given out
+        self._batch = 0  # batches of this epoch yielded so far
         self._resuming = False
         if len(self) == 0:
             raise OptionError(
@@ -87,12 +110,12 @@ class PromptLoader:
             )
 
     def __len__(self) -> int:
-        """Batches per epoch, the same on every rank."""
+        """Number of batches per epoch, the same on every rank."""
         rows, size = self._rows_per_rank(), self._settings["batch_size"]
         return rows // size if self._settings["drop_last"] else -(-rows // size)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        if self._batch and not self._resuming:  # an epoch that was broken off is not taken up again by itself
+        if self._batch and not self._resuming:  # an epoch left by `break` is not continued
             self.epoch, self._batch = self.epoch + 1, 0
         self._resuming = False
         order = self._order(self.epoch)
@@ -104,11 +127,20 @@ class PromptLoader:
         self.epoch, self._batch = self.epoch + 1, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Starts the next `iter()` at the beginning of an epoch."""
+        """Start the next `iter()` at the beginning of the given epoch.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+        """
         self.epoch, self._batch, self._resuming = epoch, 0, False
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data: where this loader stands, and over what. The same on every rank."""
+        """Return the position of this loader, for `load_state_dict`.
+
+        Returns:
+            A dict of plain data (picklable, JSON-serializable): `version`, `epoch`, `batch` (the number of batches
+            yielded in this epoch), `settings`, and `fingerprint` of the data. It is the same on every rank.
+        """
         return {
             "version": _VERSION,
             "epoch": self.epoch,
@@ -118,10 +150,13 @@ class PromptLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Makes the next `iter()` go on where `state` was taken, with the identical next batch.
+        """Resume: the next `iter()` continues with the batch that followed when `state` was saved.
+
+        Args:
+            state: The result of `state_dict`.
 
         Raises:
-            ResumeError: the state is of other data or other settings; it names what differs.
+            ResumeError: The state was saved with other data or other settings. The message names the differences.
         """
         if state.get("version") != _VERSION:
             raise ResumeError(f"loader state of version {state.get('version')!r}: this gpuload reads {_VERSION}")

@@ -1,8 +1,8 @@
-"""The options of one load, checked once, at the door.
+"""The options of a load, validated once.
 
-They carry verl's own key names, so that a trainer's `data:` section can be passed as it is: `load(files, tokenizer,
-**config.data)`. Keys of that section which are not about loading prompts are accepted and ignored; any other unknown
-key is an error.
+They have the names of verl's `data:` section, which can therefore be passed unchanged: `load(files, tokenizer,
+**config.data)`. Keys of that section that do not concern the loading of prompts are ignored. Any other unknown key is
+an error.
 """
 
 import dataclasses
@@ -19,8 +19,8 @@ Verify = Literal["sample", "full", "off"]
 Padding = Literal["max_length", "longest"]
 TokensOn = Literal["device", "host"]
 
-# The keys of verl 0.9.1's `data:` section (trainer/config/data/legacy_data.yaml) that say nothing about how prompts
-# are read, rendered and tokenized here.
+# Keys of verl 0.9.1's `data:` section (trainer/config/data/legacy_data.yaml) that do not concern how prompts are read,
+# rendered and tokenized.
 _IGNORED = frozenset(
     "tokenizer use_shm train_files val_files train_max_samples val_max_samples reward_fn_key max_response_length "
     "train_batch_size gen_batch_size val_batch_size tool_config_path function_tool_path return_raw_input_ids "
@@ -29,8 +29,8 @@ _IGNORED = frozenset(
     "need_tools_kwargs chat_template_func".split()
 )
 
-# What `apply_chat_template` takes besides the template's own variables, and that would change the shape of its answer:
-# this is decided by the loader.
+# Arguments of `apply_chat_template` that are not variables of the template and would change the type or shape of its
+# result: the loader sets them.
 _DECIDED_HERE = {
     "tokenize": "",
     "return_dict": "",
@@ -45,35 +45,45 @@ _DECIDED_HERE = {
 
 @dataclass(frozen=True)
 class Options:
-    """What `gpuload.load` takes besides files and a tokenizer.
+    """The keyword arguments of `gpuload.load`.
+
+    Examples:
+        >>> from gpuload import Options
+        >>> Options.parse({"max_prompt_length": 2048, "train_batch_size": 256}).max_prompt_length
+        2048
 
     Attributes:
-        prompt_key: the column that holds prompts: messages (list of {role, content}) or plain strings.
-        max_prompt_length: the limit in tokens, and the width of padded rows.
-        filter_overlong_prompts: drop rows longer than the limit.
-        truncation: what a batch does to a row over the limit that was not dropped.
-        return_raw_chat: rows carry `raw_prompt`, the messages as they are in the file.
-        return_full_prompt: rows carry `full_prompts`, the rendered text.
-        apply_chat_template_kwargs: constants for the chat template (`tools`, `enable_thinking`, `documents`, ...).
-        chat_template: "default" (the tokenizer's own), the name of one of its templates, the text of a template, or
-            None: prompts are plain strings, tokenized as they are.
-        max_samples: at most this many rows, taken before the filter; -1 for all.
-        shuffle: take `max_samples` at random rather than the first ones; also the loader's default.
-        seed: for `shuffle`; None draws a fresh one.
-        pad_token_id: overrides the tokenizer's.
-        cache_dir: where remote files are copied to, once, and token ids are kept; `$GPULOAD_CACHE` where that is set.
-        token_cache: keep the ids of files in `cache_dir`/tokens, and use what is kept there.
-        token_cache_bytes: what they may take there; those not used for the longest time go first. 0: a tenth of the
-            free disk, and at most 20 GB.
-        device: "auto" (a GPU where one works, else the CPU; the report says why), "cpu", "cuda" or "cuda:N".
-        tokens_on: where the GPU engine keeps the ids that batches are made of: on the "device" (4 bytes a token), or
-            pinned on the "host", from where each batch's ids cross the bus one batch ahead.
-        gpu_memory_limit: bytes of GPU memory that a load may take beside the store of ids; 0: half of what is free.
-        verify: compare the fast path with the reference on a "sample" of rows, on all ("full") or on none ("off").
-        strict: a row that cannot be rendered, or a token that differs, is an error rather than a dropped row and a
-            slower path.
-        progress: show a progress bar; None: where there is a terminal.
-        trust_remote_code: passed on to transformers when the tokenizer is given by name.
+        prompt_key: Column with the prompts: messages (a list of `{role, content}`) or plain strings.
+        max_prompt_length: Maximum length of a prompt in tokens; the width of padded rows.
+        filter_overlong_prompts: Drop prompts longer than `max_prompt_length`.
+        truncation: What to do with a longer prompt that was not dropped, when it is drawn: raise an `"error"`, or
+            remove tokens on the `"left"`, on the `"right"` or in the `"middle"`.
+        return_raw_chat: Add the messages to each row, as `raw_prompt`.
+        return_full_prompt: Add the rendered text to each row, as `full_prompts`.
+        apply_chat_template_kwargs: Constants passed to the chat template: `tools`, `enable_thinking`, `documents`, ...
+        chat_template: `"default"` for the tokenizer's own template, the name of one of its templates, the text of a
+            template, or None: prompts are plain strings, tokenized without a template.
+        max_samples: Maximum number of rows, counted before the length filter; -1 for all.
+        shuffle: Draw `max_samples` at random instead of taking the first rows. Also the default of `loader(shuffle=)`.
+        seed: Seed of `shuffle`; None draws a new one. Also the default of `loader(seed=)`.
+        pad_token_id: Padding token, instead of the tokenizer's.
+        cache_dir: Directory for downloaded files and cached tokens. The environment variable `GPULOAD_CACHE` changes
+            the default.
+        token_cache: Cache the token ids of files in `cache_dir`, and use cached ones.
+        token_cache_bytes: Maximum size of the token cache in bytes; the least recently used entries are evicted. 0 is a
+            tenth of the free disk space, at most 20 GB.
+        device: `"cpu"`, `"cuda"`, `"cuda:N"`, or `"auto"`: the GPU if it works, else the CPU. The report gives the
+            reason.
+        tokens_on: Where the GPU engine stores token ids: in `"device"` memory (4 bytes per token), or in pinned
+            `"host"` memory, from which the ids of each batch are copied one batch ahead.
+        gpu_memory_limit: Maximum GPU memory of a load in bytes, in addition to the stored ids; 0 is half of the free
+            memory.
+        verify: Compare the fast path with the reference on a `"sample"` of rows, on all rows (`"full"`) or not at all
+            (`"off"`).
+        strict: Raise an error for a row that cannot be rendered, and for a token that differs from the reference. By
+            default the row is dropped, or the load falls back to the reference.
+        progress: Show a progress bar; None shows it in a terminal.
+        trust_remote_code: Passed to transformers when the tokenizer is given by name.
     """
 
     prompt_key: str = "prompt"
@@ -101,10 +111,16 @@ class Options:
 
     @staticmethod
     def parse(given: Mapping[str, Any]) -> "Options":
-        """Options from keyword arguments or a trainer's `data:` section (a dict or an OmegaConf mapping).
+        """Validate keyword arguments, or a trainer's `data:` section.
+
+        Args:
+            given: A dict or an OmegaConf mapping.
+
+        Returns:
+            The options, with defaults for missing keys.
 
         Raises:
-            OptionError: for an unknown key (naming the nearest known one) or a value that makes no sense.
+            OptionError: A key is unknown (the message names the nearest known one), or a value is invalid.
         """
         known = {f.name for f in dataclasses.fields(Options)}
         unknown = sorted(set(given) - known - _IGNORED)
@@ -146,7 +162,7 @@ class Options:
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """Raises OptionError where an argument for the chat template would change what a load returns."""
+    """Raise OptionError for arguments of the chat template that would change what a load returns."""
     for key, remedy in _DECIDED_HERE.items():
         if key in kwargs:
             raise OptionError(f"apply_chat_template_kwargs.{key} is set by the loader: {remedy or 'remove it'}")
@@ -166,7 +182,7 @@ def _is_int(value: object) -> bool:
 
 
 def nearest(name: str, known: set[str]) -> str:
-    """The end of a message about an unknown name: the nearest known one, or all of them."""
+    """The end of a message about an unknown name: suggests the nearest known name, or lists all."""
     close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.65)
     return f": did you mean {close[0]}?" if close else f": there are {', '.join(sorted(known))}"
 
