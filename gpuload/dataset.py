@@ -38,7 +38,7 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
         >>> file, tokenizer = demo_files()
         >>> prompts = gpuload.load(file, tokenizer, max_prompt_length=512, max_samples=100)
         >>> prompts
-        PromptDataset(100 rows, 10,501 tokens, data_source, ability, reward_model, extra_info)
+        PromptDataset(100 rows, 10,636 tokens, data_source, ability, reward_model, extra_info)
         >>> prompts[0]["input_ids"].shape
         torch.Size([512])
         >>> len(prompts[0]["raw_prompt_ids"])
