@@ -16,7 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -43,17 +43,23 @@ def options() -> str:
 
 def verl_settings() -> str:
     """The keys of `data.gpuload` in verl's configuration."""
+    from gpuload import Options
     from gpuload.integrations.verl.settings import Settings
 
-    return _table(Settings, "data.gpuload.")
+    return _table(Settings, attributes(Options))
 
 
-def _table(options: type[Any], prefix: str = "") -> str:
-    """A table of a dataclass: its fields, with what the Attributes section of its docstring says about each."""
-    meanings = attributes(options)
+def _table(options: type[Any], known: Mapping[str, str] | None = None) -> str:
+    """A table of a dataclass: its fields, with what the Attributes section of its docstring says about each.
+
+    Args:
+        options: The dataclass.
+        known: Descriptions that take precedence.
+    """
+    meanings = {**attributes(options), **(known or {})}
     lines = ["| option | type | default | meaning |", "|---|---|---|---|"]
     for field in dataclasses.fields(options):
-        cells = [f"`{prefix}{field.name}`", _type(field.type), f"`{_default(field)}`", meanings[field.name]]
+        cells = [f"`{field.name}`", _type(field.type), f"`{_default(field)}`", meanings[field.name]]
         lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     return "\n".join(lines)
 
@@ -107,7 +113,7 @@ def commands() -> str:
 
     with (
         mock.patch.object(argparse.ArgumentParser, "parse_args", parse_args),
-        mock.patch.dict(os.environ, {"COLUMNS": "96", "NO_COLOR": "1"}),
+        mock.patch.dict(os.environ, {"COLUMNS": "84", "NO_COLOR": "1"}),
     ):
         try:
             main([])
