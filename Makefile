@@ -2,11 +2,12 @@
 # make test   everything that must hold: lint, types, tests
 # make verl-test  what runs inside verl 0.9.1, against the real one, in an environment of its own
 # make exact  every row of the folder of real data, ten tokenizers, by the kernels of the GPU tokenizer on the host
+# make docs   the documentation site, into site/; warnings are errors
 # make bench  measure against verl 0.9.1 and others; results in bench/results/
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test verl-test exact bench verl-env clean
+.PHONY: demo test docs verl-test exact bench verl-env clean
 
 demo: .venv/installed
 	$(BIN)/gpuload demo
@@ -15,7 +16,11 @@ test: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python docs/build.py
 	$(BIN)/python -m pytest -n auto
+
+docs: .venv/installed-dev
+	$(BIN)/python docs/build.py
 
 exact: .venv/installed-dev
 	$(BIN)/python -m pytest -n auto --dist loadgroup -m exact tests/test_device_encode.py
@@ -43,4 +48,4 @@ verl-env: .venv-verl/installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-verl build *.egg-info
+	rm -rf .venv .venv-verl build site *.egg-info

@@ -1,4 +1,4 @@
-"""`PromptDataset`, the result of a load: rows as verl's dicts, whole batches in one gather, and the columns."""
+"""PromptDataset: the result of a load. Rows as dicts with verl's keys, batches by one gather, and the other columns."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -21,30 +21,36 @@ Row = dict[str, Any]
 
 
 class PromptDataset(torch.utils.data.Dataset[Row]):
-    """Tokenized prompts with the other columns of their files. Made by `gpuload.load`.
+    """Tokenized prompts, with the other columns of their files. Made by `gpuload.load`.
 
-    A row is a dict with verl's keys; L is `max_prompt_length`:
+    A map-style `torch.utils.data.Dataset`. A row is a dict with these keys, where L is `max_prompt_length`:
 
-        input_ids, attention_mask, position_ids   int64 tensors (L,), left-padded
-        raw_prompt_ids                            list[int], not padded, truncated by the same rule
-        raw_prompt                                list[dict], with `return_raw_chat`
-        full_prompts                              str, with `return_full_prompt`
-        index                                     extra_info["index"], else 0
-        every other column of the files           Python objects
+    - `input_ids`, `attention_mask`, `position_ids`: int64 tensors `(L,)`, left-padded.
+    - `raw_prompt_ids`: the token ids as a list of int, without padding, truncated to at most L.
+    - `raw_prompt`: the messages as a list of dict, with `return_raw_chat`.
+    - `full_prompts`: the rendered text as a str, with `return_full_prompt`.
+    - `index`: `extra_info["index"]`, or 0.
+    - Every other column of the files, as Python objects; None in rows of files without the column.
 
-    Attributes:
-        tokens: all ids, n ragged rows of int32 in host memory.
-        report: what the load did.
-        options: of the load.
-        pad_token_id: fills up padded rows.
-        passed_through: the other columns, file by file as they were read.
-
-    Example:
+    Examples:
         >>> import gpuload
         >>> from gpuload.demo_data import demo_files
-        >>> prompts = gpuload.load(*demo_files(), max_prompt_length=512, max_samples=8)
-        >>> len(prompts), prompts[0]["input_ids"].shape
-        (8, torch.Size([512]))
+        >>> file, tokenizer = demo_files()
+        >>> prompts = gpuload.load(file, tokenizer, max_prompt_length=512, max_samples=100)
+        >>> prompts
+        PromptDataset(100 rows, 10,636 tokens, data_source, ability, reward_model, extra_info)
+        >>> prompts[0]["input_ids"].shape
+        torch.Size([512])
+        >>> len(prompts[0]["raw_prompt_ids"])
+        83
+
+    Attributes:
+        tokens: The ids of all rows, without padding: flat `values`, int32, and `offsets`, int64 `(n + 1,)`, on the
+            host.
+        report: What the load did, as a `gpuload.report.Report`; `print` it.
+        options: The options of the load.
+        pad_token_id: The token that rows are padded with.
+        passed_through: The other columns, one table per file schema.
     """
 
     def __init__(
@@ -76,24 +82,27 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """Identifies this data, as plain data; see `gpuload.fingerprint`. Computed when first asked for."""
+        """Plain data that identifies rows, tokens and options: what `PromptLoader.state_dict` saves. Computed once."""
         return self._about | {"tokens": token_digest(self.tokens)}
 
     @property
     def columns(self) -> pa.Table:
-        """The pass-through columns of all rows as one Arrow table.
+        """The pass-through columns of all rows as one `pyarrow.Table`, with types promoted where files differ.
 
         Raises:
-            DataError: the files' columns have no common type.
+            DataError: The files' types of a column have no common type. Use `take` or `dataset[i]` instead.
         """
         return self.passed_through.table()
 
     def to_cudf(self) -> Any:
-        """Converts the rows to a `cudf.DataFrame`: the pass-through columns, and `raw_prompt_ids`, lists of int32.
+        """Return all rows as a `cudf.DataFrame`.
+
+        Returns:
+            The pass-through columns, and the column `raw_prompt_ids`, list of int32.
 
         Raises:
-            DeviceError: cuDF is not installed.
-            DataError: as for `columns`.
+            DeviceError: cuDF is not installed, or there are more tokens than a cuDF list column can hold.
+            DataError: As for `columns`.
         """
         from gpuload.engines.device.cudf import frame_of
 
@@ -102,21 +111,31 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
 
     @property
     def column_types(self) -> pa.Schema:
-        """The pass-through columns, each with its type in the first file that has it."""
+        """Names and types of the pass-through columns; the type is that in the first file with the column."""
         return self.passed_through.schema()
 
     def take(self, names: Sequence[str], rows: Sequence[int] | None = None) -> dict[str, list[Any]]:
-        """Converts some pass-through columns to Python objects, without making tensors.
+        """Return pass-through columns as Python objects, without making tensors.
 
         Args:
-            names: of the columns.
-            rows: which rows; None for all.
+            names: Column names.
+            rows: Row numbers; None for all rows.
+
+        Returns:
+            A dict from column name to a list of values.
         """
         numbers = np.arange(len(self)) if rows is None else np.asarray(rows, np.int64)
         return self.passed_through.take(numbers, names)
 
     def origin(self, row: int) -> tuple[str, int]:
-        """The file that a row comes from, and its row number in that file."""
+        """Return where a row comes from.
+
+        Args:
+            row: Row number in this dataset.
+
+        Returns:
+            The file's name and the number of the row in it.
+        """
         source, number = self._origin[row]
         return self.report.files[source], int(number)
 
@@ -124,26 +143,48 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
         return self.__getitems__([row])[0]
 
     def __getitems__(self, rows: Sequence[int]) -> list[Row]:
-        """Returns several rows with one gather; torch's data loaders call this once per batch.
+        """Return several rows by one gather. PyTorch's `DataLoader` calls this once per batch.
+
+        Args:
+            rows: Row numbers; negative numbers count from the end.
+
+        Returns:
+            One dict per row.
 
         Raises:
-            IndexError: a row number is out of range.
-            PromptTooLongError: a row is over `max_prompt_length`, with `truncation="error"`.
+            IndexError: A row number is out of range.
+            PromptTooLongError: A row is longer than `max_prompt_length`, and `truncation="error"`.
         """
         taken = self._take(rows, "max_length")
         columns = [values.unbind(0) if isinstance(values, torch.Tensor) else values for values in taken.values()]
         return [dict(zip(taken, values, strict=True)) for values in zip(*columns, strict=True)]
 
     def batch(self, rows: Sequence[int] | np.ndarray[Any, Any], padding: Padding = "max_length") -> dict[str, Any]:
-        """Returns B rows as one batch: tensors (B, L), and 1-d object arrays for everything else.
+        """Return a batch of B rows.
+
+        Examples:
+            >>> import gpuload
+            >>> from gpuload.demo_data import demo_files
+            >>> file, tokenizer = demo_files()
+            >>> prompts = gpuload.load(file, tokenizer, max_samples=100)
+            >>> batch = prompts.batch([0, 1, 2], padding="longest")
+            >>> batch["input_ids"].dtype, batch["input_ids"].shape
+            (torch.int64, torch.Size([3, 105]))
+            >>> batch["data_source"].dtype, batch["data_source"].shape
+            (dtype('O'), (3,))
 
         Args:
-            rows: B row numbers; negative ones count from the end.
-            padding: "max_length", or "longest" for L = the longest row of the batch.
+            rows: Row numbers `(B,)`; negative numbers count from the end.
+            padding: Width L of the tensors: `"max_length"` for `max_prompt_length`, `"longest"` for the longest row of
+                the batch.
+
+        Returns:
+            A dict with the keys of a row: int64 tensors `(B, L)` on the load's device, and object arrays `(B,)` for
+            everything else.
 
         Raises:
-            IndexError: a row number is out of range.
-            PromptTooLongError: a row is over `max_prompt_length`, with `truncation="error"`.
+            IndexError: A row number is out of range.
+            PromptTooLongError: A row is longer than `max_prompt_length`, and `truncation="error"`.
         """
         return {
             key: values if isinstance(values, torch.Tensor) else _object_array(values)
@@ -151,15 +192,22 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
         }
 
     def ahead(self, batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """The same batches, each made early where that hides a transfer. For `PromptLoader`."""
+        """Yield the same batches, some of them prepared ahead where that hides latency. For `PromptLoader`."""
         return self._padded.ahead(batches)
 
     def loader(self, batch_size: int, **settings: Any) -> PromptLoader:
-        """Returns an iterator over device batches, with a state that can be saved.
+        """Return an iterable over batches, with a state that can be saved and restored.
 
         Args:
-            batch_size: rows per batch and rank.
-            **settings: see `PromptLoader`; `shuffle` and `seed` default to those given to `load`.
+            batch_size: Rows per batch.
+            **settings: `shuffle`, `seed`, `rank`, `world_size`, `drop_last` and `padding`; see `PromptLoader`.
+                `shuffle` and `seed` default to those given to `load`.
+
+        Returns:
+            The loader.
+
+        Raises:
+            OptionError: A value is invalid, or `drop_last` leaves no batch.
         """
         settings = {"shuffle": self.options.shuffle, "seed": self.options.seed or 0} | settings
         return PromptLoader(self, batch_size, **settings)
@@ -201,20 +249,20 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
 
 
 def collate_fn(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Collates rows into a batch as verl does: tensors are stacked, everything else becomes a 1-d object array.
+    """Collate rows into a batch as verl does. For PyTorch's `DataLoader` and torchdata's `StatefulDataLoader`.
 
-    For torch's own loaders: `DataLoader(prompts, batch_size=256, collate_fn=gpuload.collate_fn)`.
+    Examples:
+        >>> import gpuload, torch
+        >>> rows = [{"ids": torch.tensor([1, 2]), "name": "a"}, {"ids": torch.tensor([3, 4]), "name": "b"}]
+        >>> gpuload.collate_fn(rows)
+        {'ids': tensor([[1, 2], [3, 4]]), 'name': array(['a', 'b'], dtype=object)}
 
     Args:
-        rows: B rows.
+        rows: B rows, as a `PromptDataset` returns them.
 
     Returns:
-        Key → tensor (B, ...) or object array (B,).
-
-    Example:
-        >>> batch = collate_fn([{"input_ids": torch.zeros(4), "index": 7}, {"input_ids": torch.ones(4), "index": 8}])
-        >>> batch["input_ids"].shape, batch["index"].tolist()
-        (torch.Size([2, 4]), [7, 8])
+        A dict with the keys of the rows: tensors are stacked to `(B, ...)`, all other values become object arrays
+        `(B,)`.
     """
     values: dict[str, list[Any]] = {}
     for row in rows:

@@ -1,15 +1,26 @@
-"""The exceptions of gpuload, by what the user can do about them.
+"""The exceptions of gpuload, one class for each kind of remedy.
 
 Every message says what is wrong, where (file, row, key) and what to do.
 """
 
 
 class GpuloadError(Exception):
-    """Base class of all exceptions that gpuload raises on purpose."""
+    """Base class of all exceptions that gpuload raises.
+
+    Each subclass also derives from the built-in exception of the same meaning, so `except ValueError` works too.
+
+    Examples:
+        >>> import gpuload
+        >>> try:
+        ...     gpuload.load("train.parquet", "tokenizer", max_promt_length=512)
+        ... except gpuload.GpuloadError as error:
+        ...     print(f"{type(error).__name__}: {error}")
+        OptionError: unknown option max_promt_length: did you mean max_prompt_length?
+    """
 
 
 class OptionError(GpuloadError, ValueError):
-    """An unknown option, or an invalid value."""
+    """An unknown option, or an invalid value of one."""
 
 
 class SourceError(GpuloadError, OSError):
@@ -17,24 +28,24 @@ class SourceError(GpuloadError, OSError):
 
 
 class DataError(GpuloadError, ValueError):
-    """A file that was read but does not hold what it should."""
+    """A file that was read, but has no usable prompts."""
 
 
 class TokenizerError(GpuloadError, ValueError):
-    """A tokenizer that cannot be loaded, or has no chat template or padding token."""
+    """A tokenizer that cannot be loaded, or that lacks a chat template or a padding token."""
 
 
 class PromptTooLongError(GpuloadError, ValueError):
-    """A row longer than `max_prompt_length` was requested with `truncation="error"`."""
+    """A row is longer than `max_prompt_length`, and `truncation="error"`."""
 
 
 class MismatchError(GpuloadError, RuntimeError):
-    """The fast path returned other tokens than the tokenizer, with `strict=True`."""
+    """The fast path produced other tokens than the reference, and `strict=True`."""
 
 
 class DeviceError(GpuloadError, RuntimeError):
-    """The requested device is not available, does not work, or has too little memory."""
+    """The requested device is not available, does not work, or has run out of memory."""
 
 
 class ResumeError(GpuloadError, ValueError):
-    """A loader state for other data, another tokenizer or other settings."""
+    """A loader state was saved with other data, another tokenizer or other settings."""

@@ -1,7 +1,7 @@
-"""`PromptLoader`: batches in a reproducible order, with a state that can be saved in the middle of an epoch.
+"""PromptLoader: batches in a reproducible order, with a state that can be saved in the middle of an epoch.
 
-The order of an epoch is a pure function of (seed, epoch, number of rows). The state is therefore two numbers and the
-fingerprint of the data.
+The order of an epoch is a pure function of seed, epoch and number of rows. The state is therefore two numbers (epoch
+and batch), with the settings and the fingerprint of the data that they refer to.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ _VERSION = 1
 
 
 class Data(Protocol):
-    """What a loader needs of a dataset."""
+    """The part of `PromptDataset` that a loader uses."""
 
     @property
     def fingerprint(self) -> Fingerprint: ...
@@ -30,34 +30,46 @@ class Data(Protocol):
 
 
 class PromptLoader:
-    """Iterates over the batches of one epoch; the next `iter()` starts the next epoch.
+    """An iterable over the batches of one epoch. Each `iter()` starts the next epoch.
 
-    Made by `PromptDataset.loader`.
+    Made by `PromptDataset.loader`. A batch is a dict; see `PromptDataset.batch`.
 
-    Args:
-        dataset: the rows.
-        batch_size: rows per batch and rank.
-        shuffle: a new order every epoch; otherwise the order of the dataset.
-        seed: of the order; the same on all ranks.
-        rank, world_size: rank r takes the rows r, r + world_size, ... of the epoch's order. All ranks get the same
-            number of batches of the same sizes: if the rows do not divide evenly, the last few are dropped with
-            `drop_last`, and otherwise filled up with rows from the start of the epoch's order.
-        drop_last: drop a last batch that is not full.
-        padding: "max_length", or "longest": as wide as the longest row of the batch.
-
-    Attributes:
-        epoch: the epoch that the next `iter()` yields, or that is in progress.
-
-    Raises:
-        OptionError: an invalid setting, or no full batch with `drop_last`.
-
-    Example:
+    Examples:
         >>> import gpuload
         >>> from gpuload.demo_data import demo_files
-        >>> prompts = gpuload.load(*demo_files(), max_prompt_length=512, max_samples=8)
-        >>> loader = prompts.loader(batch_size=4, shuffle=True, seed=0)
+        >>> file, tokenizer = demo_files()
+        >>> prompts = gpuload.load(file, tokenizer, max_samples=100)
+        >>> loader = prompts.loader(batch_size=32, shuffle=True, seed=0)
         >>> [tuple(batch["input_ids"].shape) for batch in loader]
-        [(4, 512), (4, 512)]
+        [(32, 1024), (32, 1024), (32, 1024), (4, 1024)]
+
+        The state can be saved in the middle of an epoch:
+
+        >>> batches = iter(loader)
+        >>> _, state = next(batches), loader.state_dict()
+        >>> expected = next(batches)["input_ids"]
+        >>> resumed = prompts.loader(batch_size=32, shuffle=True, seed=0)
+        >>> resumed.load_state_dict(state)
+        >>> bool((next(iter(resumed))["input_ids"] == expected).all())
+        True
+
+    Args:
+        dataset: The prompts.
+        batch_size: Rows per batch, on each rank.
+        shuffle: Use a new order in every epoch, instead of the order of the dataset.
+        seed: Seed of the order. It must be the same on all ranks.
+        rank: This process's rank. Rank `r` takes the rows `r`, `r + world_size`, ... of the epoch's order.
+        world_size: Number of ranks. All ranks get the same number of batches, of the same sizes. If the number of rows
+            is not divisible, the last rows are dropped with `drop_last`; otherwise the first rows of the epoch's order
+            are repeated at its end.
+        drop_last: Drop the last batch if it is incomplete.
+        padding: Width of a batch: `"max_length"` for `max_prompt_length`, `"longest"` for the longest row of the batch.
+
+    Attributes:
+        epoch: Number of the current epoch, or of the one that the next `iter()` starts.
+
+    Raises:
+        OptionError: A value is invalid, or `drop_last` leaves no batch.
     """
 
     def __init__(
@@ -90,7 +102,7 @@ class PromptLoader:
         self._rank = rank
         self._padding: Padding = padding
         self.epoch = 0
-        self._batch = 0  # batches of this epoch that were yielded
+        self._batch = 0  # batches of this epoch yielded so far
         self._resuming = False
         if len(self) == 0:
             raise OptionError(
@@ -98,12 +110,12 @@ class PromptLoader:
             )
 
     def __len__(self) -> int:
-        """Batches per epoch, the same on every rank."""
+        """Number of batches per epoch, the same on every rank."""
         rows, size = self._rows_per_rank(), self._settings["batch_size"]
         return rows // size if self._settings["drop_last"] else -(-rows // size)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        if self._batch and not self._resuming:  # an epoch that was left early is not resumed by itself
+        if self._batch and not self._resuming:  # an epoch left by `break` is not continued
             self.epoch, self._batch = self.epoch + 1, 0
         self._resuming = False
         order = self._order(self.epoch)
@@ -115,11 +127,20 @@ class PromptLoader:
         self.epoch, self._batch = self.epoch + 1, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes the next `iter()` start at the beginning of an epoch."""
+        """Start the next `iter()` at the beginning of the given epoch.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+        """
         self.epoch, self._batch, self._resuming = epoch, 0, False
 
     def state_dict(self) -> dict[str, Any]:
-        """The position and the settings of this loader, as plain data. The same on every rank."""
+        """Return the position of this loader, for `load_state_dict`.
+
+        Returns:
+            A dict of plain data (picklable, JSON-serializable): `version`, `epoch`, `batch` (the number of batches
+            yielded in this epoch), `settings`, and `fingerprint` of the data. It is the same on every rank.
+        """
         return {
             "version": _VERSION,
             "epoch": self.epoch,
@@ -129,13 +150,13 @@ class PromptLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Makes the next `iter()` continue where `state` was saved, with the identical next batch.
+        """Resume: the next `iter()` continues with the batch that followed when `state` was saved.
 
         Args:
-            state: from `state_dict`.
+            state: The result of `state_dict`.
 
         Raises:
-            ResumeError: the state is for other data or other settings; the message names what differs.
+            ResumeError: The state was saved with other data or other settings. The message names the differences.
         """
         if state.get("version") != _VERSION:
             raise ResumeError(

@@ -1,8 +1,8 @@
-"""The options of a load, checked once.
+"""The options of a load, validated once.
 
-They have verl's key names, so that a trainer's `data:` section can be passed as it is: `load(files, tokenizer,
-**config.data)`. Keys of that section that do not concern prompts are accepted and ignored. Any other unknown key is an
-error.
+They have the names of verl's `data:` section, which can therefore be passed unchanged: `load(files, tokenizer,
+**config.data)`. Keys of that section that do not concern the loading of prompts are ignored. Any other unknown key is
+an error.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ Verify = Literal["sample", "full", "off"]
 Padding = Literal["max_length", "longest"]
 TokensOn = Literal["device", "host"]
 
-# The keys of verl 0.9.1's `data:` section (trainer/config/data/legacy_data.yaml) that have no effect on how gpuload
-# reads, renders and tokenizes prompts.
+# Keys of verl 0.9.1's `data:` section (trainer/config/data/legacy_data.yaml) that do not concern how prompts are read,
+# rendered and tokenized.
 _IGNORED = frozenset(
     "tokenizer use_shm train_files val_files train_max_samples val_max_samples reward_fn_key max_response_length "
     "train_batch_size gen_batch_size val_batch_size tool_config_path function_tool_path return_raw_input_ids "
@@ -28,7 +28,8 @@ _IGNORED = frozenset(
     "need_tools_kwargs chat_template_func".split()
 )
 
-# Arguments of `apply_chat_template` that would change what it returns → what to use instead.
+# Arguments of `apply_chat_template` that are not variables of the template and would change the type or shape of its
+# result: the loader sets them.
 _SET_BY_LOADER = {
     "tokenize": "",
     "return_dict": "",
@@ -43,38 +44,45 @@ _SET_BY_LOADER = {
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `gpuload.load`.
+    """The keyword arguments of `gpuload.load`.
+
+    Examples:
+        >>> from gpuload import Options
+        >>> Options.parse({"max_prompt_length": 2048, "train_batch_size": 256}).max_prompt_length
+        2048
 
     Attributes:
-        prompt_key: the column with the prompts: messages (lists of {role, content}) or plain strings.
-        max_prompt_length: the limit in tokens, and the width of padded rows.
-        filter_overlong_prompts: drop rows over the limit.
-        truncation: what a batch does with a row over the limit that was not dropped: raise an "error", or truncate it
-            on the "left", on the "right" or in the "middle".
-        return_raw_chat: rows have `raw_prompt`, the messages as they are in the file.
-        return_full_prompt: rows have `full_prompts`, the rendered text.
-        apply_chat_template_kwargs: constants for the chat template (`tools`, `enable_thinking`, `documents`, ...).
-        chat_template: "default" (the tokenizer's own), the name of one of its templates, the text of a template, or
-            None: prompts are plain strings, tokenized without a template.
-        max_samples: take at most this many rows, before the filter; -1 for all.
-        shuffle: take `max_samples` at random instead of the first ones; also the loader's default.
-        seed: for `shuffle`; None for a random one.
-        pad_token_id: the padding token; None for the tokenizer's `pad_token_id`, or else its `eos_token_id`.
-        cache_dir: directory for copies of remote files and for cached token ids; None for `$GPULOAD_CACHE`, else
+        prompt_key: Column with the prompts: messages (a list of `{role, content}`) or plain strings.
+        max_prompt_length: Maximum length of a prompt in tokens; the width of padded rows.
+        filter_overlong_prompts: Drop prompts longer than `max_prompt_length`.
+        truncation: What to do with a longer prompt that was not dropped, when it is drawn: raise an `"error"`, or
+            remove tokens on the `"left"`, on the `"right"` or in the `"middle"`.
+        return_raw_chat: Add the messages to each row, as `raw_prompt`.
+        return_full_prompt: Add the rendered text to each row, as `full_prompts`.
+        apply_chat_template_kwargs: Constants passed to the chat template: `tools`, `enable_thinking`, `documents`, ...
+        chat_template: `"default"` for the tokenizer's own template, the name of one of its templates, the text of a
+            template, or None: prompts are plain strings, tokenized without a template.
+        max_samples: Maximum number of rows, counted before the length filter; -1 for all.
+        shuffle: Draw `max_samples` at random instead of taking the first rows. Also the default of `loader(shuffle=)`.
+        seed: Seed of `shuffle`; None draws a new one. Also the default of `loader(seed=)`.
+        pad_token_id: Padding token, instead of the tokenizer's.
+        cache_dir: Directory for downloaded files and cached tokens. None is `$GPULOAD_CACHE`, else
             `$XDG_CACHE_HOME/gpuload`, else `~/.cache/gpuload`.
-        token_cache: cache the token ids of files in `cache_dir`/tokens, and reuse them.
-        token_cache_bytes: limit of that cache; least recently used entries are removed first. 0: a tenth of the free
-            disk space, and at most 20 GB.
-        device: "auto" (a GPU if one works, else the CPU; the report says why), "cpu", "cuda" or "cuda:N".
-        tokens_on: where the GPU engine stores ids: on the "device" (4 bytes per token), or in pinned memory of the
-            "host", from which each batch is read one batch ahead.
-        gpu_memory_limit: bytes of GPU memory that a load may use in addition to the stored ids; 0 for half of what is
-            free.
-        verify: compare the fast path with the tokenizer on a "sample" of rows, on all ("full") or on none ("off").
-        strict: raise an error for a row that cannot be rendered, and for a token that differs, instead of dropping the
-            row and of falling back to the tokenizer.
-        progress: show a progress bar; None: if standard error is a terminal.
-        trust_remote_code: passed to transformers if the tokenizer is given by name.
+        token_cache: Cache the token ids of files in `cache_dir`, and use cached ones.
+        token_cache_bytes: Maximum size of the token cache in bytes; the least recently used entries are evicted. 0 is a
+            tenth of the free disk space, at most 20 GB.
+        device: `"cpu"`, `"cuda"`, `"cuda:N"`, or `"auto"`: the GPU if it works, else the CPU. The report gives the
+            reason.
+        tokens_on: Where the GPU engine stores token ids: in `"device"` memory (4 bytes per token), or in pinned
+            `"host"` memory, from which the ids of each batch are copied one batch ahead.
+        gpu_memory_limit: Maximum GPU memory of a load in bytes, in addition to the stored ids; 0 is half of the free
+            memory.
+        verify: Compare the fast path with the reference on a `"sample"` of rows, on all rows (`"full"`) or not at all
+            (`"off"`).
+        strict: Raise an error for a row that cannot be rendered, and for a token that differs from the reference. By
+            default the row is dropped, or the load falls back to the reference.
+        progress: Show a progress bar; None shows it in a terminal.
+        trust_remote_code: Passed to transformers when the tokenizer is given by name.
     """
 
     prompt_key: str = "prompt"
@@ -102,14 +110,16 @@ class Options:
 
     @staticmethod
     def parse(given: Mapping[str, Any]) -> "Options":
-        """Checks keyword arguments, or a trainer's `data:` section (a dict or an OmegaConf mapping).
+        """Validate keyword arguments, or a trainer's `data:` section.
+
+        Args:
+            given: A dict or an OmegaConf mapping.
+
+        Returns:
+            The options, with defaults for missing keys.
 
         Raises:
-            OptionError: an unknown key (the message names the nearest known one), or an invalid value.
-
-        Example:
-            >>> Options.parse({"max_prompt_length": 512, "train_batch_size": 1024}).max_prompt_length
-            512
+            OptionError: A key is unknown (the message names the nearest known one), or a value is invalid.
         """
         known = {f.name for f in dataclasses.fields(Options)}
         unknown = sorted(set(given) - known - _IGNORED)

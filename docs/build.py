@@ -1,0 +1,173 @@
+"""Build the documentation site into `site/`, with warnings as errors.
+
+    python docs/build.py
+
+1. Copy the pages to `build/docs`. A line `<!-- generated: NAME -->` is replaced with what the function NAME below
+   returns, so that tables of options and the help of commands cannot be out of date.
+2. Run `zensical build --strict`, which fails on broken links, anchors and cross-references.
+3. Fail also on what Griffe and mkdocstrings log about docstrings: Zensical prints it and goes on.
+"""
+
+import argparse
+import dataclasses
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+from unittest import mock
+
+ROOT = Path(__file__).parents[1]
+PAGES = ROOT / "docs"
+STAGING = ROOT / "build" / "docs"
+GENERATED = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
+
+# Modules whose docstrings are being rewritten; their warnings do not fail the build. Empty this when that is done.
+TOLERATED: tuple[str, ...] = ("gpuload/load.py",)
+
+
+# -- tables of options -----------------------------------------------------------------------------------------------
+
+
+def options() -> str:
+    """The options of `gpuload.load`."""
+    from gpuload import Options
+
+    return _table(Options)
+
+
+def verl_settings() -> str:
+    """The keys of `data.gpuload` in verl's configuration."""
+    from gpuload import Options
+    from gpuload.integrations.verl.settings import Settings
+
+    return _table(Settings, attributes(Options))
+
+
+def _table(options: type[Any], known: Mapping[str, str] | None = None) -> str:
+    """A table of a dataclass: its fields, with what the Attributes section of its docstring says about each.
+
+    Args:
+        options: The dataclass.
+        known: Descriptions that take precedence.
+    """
+    meanings = {**attributes(options), **(known or {})}
+    lines = ["| option | type | default | meaning |", "|---|---|---|---|"]
+    for field in dataclasses.fields(options):
+        cells = [f"`{field.name}`", _type(field.type), f"`{_default(field)}`", meanings[field.name]]
+        lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def attributes(documented: type[Any]) -> dict[str, str]:
+    """The entries of a docstring's Attributes section; `a, b: text` is an entry for each of the two names."""
+    section = re.search(r"^Attributes:\n((?:[ ]+.*\n?|\n)+)", inspect.cleandoc(documented.__doc__ or ""), re.MULTILINE)
+    assert section, f"{documented.__name__} has no Attributes section"
+    entries = re.findall(r"^ {4}(\w[\w, ]*):\s*((?:.*\n?)(?:^ {5,}.*\n?)*)", section[1], re.MULTILINE)
+    return {name.strip(): " ".join(text.split()) for names, text in entries for name in names.split(",")}
+
+
+def _type(kind: Any) -> str:
+    """A type as readers write it: `bool`, `"left"` or `"right"`, `int` or `None`."""
+    if get_origin(kind) is Literal:
+        return ", ".join(f'`"{value}"`' for value in get_args(kind))
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(map(_type, get_args(kind)))
+    if kind is NoneType:
+        return "`None`"
+    return f"`{kind.__name__ if isinstance(kind, type) and not get_args(kind) else _short(kind)}`"
+
+
+def _short(kind: Any) -> str:
+    return re.sub(r"\b(?:\w+\.)+(\w)", r"\1", str(kind))
+
+
+def _default(field: "dataclasses.Field[Any]") -> str:
+    if field.default is not dataclasses.MISSING:
+        return repr(field.default).replace("'", '"')
+    assert field.default_factory is not dataclasses.MISSING
+    unset = {name: value for name, value in os.environ.items() if name not in ("GPULOAD_CACHE", "XDG_CACHE_HOME")}
+    with mock.patch.dict(os.environ, unset, clear=True):
+        value = repr(field.default_factory()).replace("'", '"')
+    return value.replace(str(Path.home()), "~")
+
+
+# -- the command line ------------------------------------------------------------------------------------------------
+
+
+class _Parsed(Exception):  # noqa: N818
+    """Carries the parser of the command line to us."""
+
+
+def commands() -> str:
+    """The help of each command, from the parser itself."""
+    from gpuload.cli.main import main
+
+    def parse_args(parser: argparse.ArgumentParser, *_: Any) -> None:
+        raise _Parsed(parser)
+
+    with (
+        mock.patch.object(argparse.ArgumentParser, "parse_args", parse_args),
+        mock.patch.dict(os.environ, {"COLUMNS": "84", "NO_COLOR": "1"}),
+    ):
+        try:
+            main([])
+        except _Parsed as parsed:
+            parser = parsed.args[0]
+        (choices,) = (action.choices for action in parser._actions if isinstance(action.choices, dict))
+        sections = [f"## gpuload {name}\n\n```text\n{command.format_help()}```\n" for name, command in choices.items()]
+    return "\n".join(sections)
+
+
+# -- pages from elsewhere --------------------------------------------------------------------------------------------
+
+
+def contributing() -> str:
+    """`CONTRIBUTING.md`."""
+    return (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").replace("](docs/", "](")
+
+
+def containers() -> str:
+    """The page about containers, next to the Dockerfiles."""
+    return (ROOT / "docker" / "README.md").read_text(encoding="utf-8")
+
+
+GENERATORS: dict[str, Callable[[], str]] = {
+    made.__name__: made for made in (options, verl_settings, commands, contributing, containers)
+}
+
+
+# -- the build -------------------------------------------------------------------------------------------------------
+
+
+def stage(pages: Path = PAGES, staging: Path = STAGING) -> None:
+    """Copies all pages, with their generated parts."""
+    shutil.rmtree(staging, ignore_errors=True)
+    shutil.copytree(pages, staging, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    for page in staging.rglob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        page.write_text(GENERATED.sub(lambda found: GENERATORS[found[1]](), text), encoding="utf-8")
+
+
+def build() -> int:
+    """Builds the site; returns 0, or 1 where there was a warning."""
+    stage()
+    command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict", "--config-file", "mkdocs.yml"]
+    done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    logged = re.findall(r"^(?:griffe|mkdocstrings|mkdocs_autorefs|WARNING|ERROR)\b.*", done.stdout, re.MULTILINE)
+    warnings = [line for line in logged if not any(name in line for name in TOLERATED)]
+    if done.returncode or warnings:
+        print(f"{done.stdout}\nthe site has errors; {len(warnings)} of them in docstrings", file=sys.stderr)
+        return 1
+    print(f"{sum(1 for _ in (ROOT / 'site').rglob('*.html'))} pages in {ROOT / 'site'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    sys.exit(build())
