@@ -48,7 +48,7 @@ class Ragged:
         values: (offsets[-1],) token ids, int32.
         offsets: (n + 1,) int64, ascending, beginning with 0.
 
-    Example:
+    Examples:
         >>> rows = Ragged.from_lists([[1, 2, 3], [], [4]])
         >>> rows.lengths.tolist(), rows.take([2, 0]).to_lists()
         ([3, 0, 1], [[4], [1, 2, 3]])

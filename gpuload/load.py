@@ -116,7 +116,7 @@ def load(
         DeviceError: the device is not available, or has too little memory.
         MismatchError: with `strict=True`, a token differs from the tokenizer's.
 
-    Example:
+    Examples:
         >>> import gpuload
         >>> from gpuload.demo_data import demo_files
         >>> prompts = gpuload.load(*demo_files(), max_prompt_length=512, max_samples=8)

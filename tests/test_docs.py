@@ -18,7 +18,10 @@ PAGE = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
 CLASSES = [name for name, kind in vars(errors).items() if isinstance(kind, type) and kind.__module__ == errors.__name__]
 
 # Public modules: each has examples, and all of them run.
-MODULES = ["gpuload.options", "gpuload.dataset", "gpuload.loader", "gpuload.errors"]
+MODULES = [
+    *("gpuload.options", "gpuload.dataset", "gpuload.loader", "gpuload.errors", "gpuload.load", "gpuload.arrays"),
+    "gpuload.demo_data",
+]
 PLACEHOLDER = r"<[\w -]+>"  # on the page, for a value in a message; unlike `<role, content>`
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 

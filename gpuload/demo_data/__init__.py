@@ -11,7 +11,7 @@ from gpuload.files import cache_root, replacing
 def demo_files() -> tuple[str, str]:
     """Paths of the shipped dataset, and of the shipped tokenizer's directory, unpacked once into the cache.
 
-    Example:
+    Examples:
         >>> file, tokenizer = demo_files()
         >>> file.endswith("gsm8k.parquet")
         True
