@@ -37,9 +37,9 @@ bench: .venv/installed-dev .venv-verl/installed
 
 verl-env: .venv-verl/installed
 
-.venv-verl/installed: bench/verl-requirements.txt
+.venv-verl/installed: bench/verl/requirements.txt
 	test -x .venv-verl/bin/python || $(PYTHON) -m venv .venv-verl
-	.venv-verl/bin/python -m pip install -q -r bench/verl-requirements.txt
+	.venv-verl/bin/python -m pip install -q -r bench/verl/requirements.txt
 	touch $@
 
 clean:
