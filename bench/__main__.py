@@ -78,17 +78,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.sections:
         with tempfile.TemporaryDirectory(prefix="gpuload-bench-") as scratch:
             measure(chosen, record, file, Path(scratch))
-    text = page(record, file.name)
-    if record.keys() >= set(headline.SECTIONS):
-        headline.plot(record["load"], file.with_suffix(".svg"))
-        text = text.replace("\n\n", f"\n\n![rows per second]({file.stem}.svg)\n\n", 1)
+    text = headline.headline_page(record) if file.name == headline.RECORD.name else page(record, file.name)
     report.save(record, file, chosen.output / "README.md", text)
-    if chosen.name == "headline":
-        rendered = headline.headline_table(record)
-        if file.is_relative_to(ROOT / "bench"):
-            readme = ROOT / "README.md"
-            readme.write_text(headline.embed(readme.read_text(), rendered))
-        text = rendered
+    if file.name == headline.RECORD.name:
+        text = headline.headline_table(record)
+        headline.plot(record["load"], file.with_suffix(".svg"))
+        if file == headline.RECORD:
+            headline.README.write_text(headline.embed(headline.README.read_text(), text))
     print(f"\n{text}\n\nwritten to {chosen.output}")
     return 0
 

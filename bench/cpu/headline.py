@@ -9,11 +9,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bench import ROOT
 from bench.cpu.load import BASELINE, IN_VERL, OURS, TRL, VERL, VERL_1, VERL_2, median_seconds
-from bench.cpu.page import batch_rates
+from bench.cpu.page import batch_rates, page
 from bench.report import table
 
 SECTIONS = ("load", "batches")
+RECORD, README = ROOT / "bench" / "results" / "headline.json", ROOT / "README.md"
 BEGIN, END = "<!-- headline:begin -->", "<!-- headline:end -->"
 
 # Contender → its ways to draw batches: tensors only, and with every column as Python objects.
@@ -60,6 +62,11 @@ def headline_table(record: dict[str, Any]) -> str:
         f"process at its peak, {peak / (text + tokens):.1f} times text + tokens."
     )
     return f"{table(head, lines)}\n\n{caption}"
+
+
+def headline_page(record: dict[str, Any]) -> str:
+    """Return the page of the record: plot, headline table, and the tables of all sections."""
+    return page(record, RECORD.name, f"![rows per second]({RECORD.stem}.svg)\n\n{headline_table(record)}")
 
 
 def embedded(text: str) -> list[str]:

@@ -46,17 +46,19 @@ and to Arrow, `transformers` from Python lists in batches (making them is not co
 rendering, which compiles the template for every shape of conversation in the data."""
 
 
-def page(record: dict[str, Section], name: str) -> str:
+def page(record: dict[str, Section], name: str, summary: str = "") -> str:
     """Return the page of a record.
 
     Args:
         record: Section → its description and runs.
         name: Name of the record's file.
+        summary: Text before the sections.
     """
     parts = [
         "# Benchmarks",
         f"Made by `python -m bench` from [{name}]({name}). All numbers are medians of the repeats.",
     ]
+    parts += [summary] if summary else []
     tables: dict[str, tuple[str, str, Callable[[Section], str]]] = {
         "load": ("Load and filter", _LOAD_NOTES, load_tables),
         "batches": ("Batches", _BATCH_NOTES, batch_table),
@@ -144,7 +146,7 @@ def stage_table(section: Section) -> str:
 
 def _grown(runs: Iterable[Run]) -> float:
     """Median MB of resident memory that a load added."""
-    return median((run["peak_rss"] - run["baseline_rss"]) / 1e6 for run in runs)
+    return float(median((run["peak_rss"] - run["baseline_rss"]) / 1e6 for run in runs))
 
 
 def _cache_note(section: Section) -> str:

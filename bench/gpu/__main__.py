@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from bench import ROOT, environment, report
-from bench.data import demo_files, first_rows
+from bench.data import first_rows
 from bench.gpu import checks, exact, loads, stages, tokens
 from bench.gpu.rig import tokenizer_of
 from bench.gpu.section import Facts, Section, Task, cuda_is_initialized, finish, run_section
+from gpuload.cli.demo import demo_files
 
 SECTIONS = {
     "machine": Section(checks.machine, 60, "Machine"),

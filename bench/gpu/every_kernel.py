@@ -7,11 +7,11 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from bench.data import demo_files
 from bench.gpu.data import flat
 from bench.gpu.exact import device_encoder
 from bench.gpu.rig import Rig, program_of
 from gpuload.arrays import Ragged
+from gpuload.cli.demo import demo_files
 from gpuload.engines.device.batches import pad
 from gpuload.engines.device.conversations import of_arrow
 from gpuload.engines.device.engine import on_device

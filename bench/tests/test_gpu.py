@@ -112,7 +112,7 @@ def test_batches_in_torch_are_the_memory_that_the_kernel_wrote(rig: Rig) -> None
 def test_batches_follow_torchs_stream(rig: Rig, gsm8k: str, qwen: Any) -> None:
     prompts = rig.load(gsm8k, qwen, max_prompt_length=512)
     expected = prompts.batch(range(256))["input_ids"].sum().item()
-    with torch.cuda.stream(torch.cuda.Stream()):
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
         for _ in range(50):
             assert prompts.batch(range(256))["input_ids"].sum().item() == expected
 
