@@ -2,7 +2,7 @@
 # make test   everything that must hold: lint, types, tests
 # make verl-test  what runs inside verl 0.9.1, against the real one, in an environment of its own
 # make exact  every row of the folder of real data, ten tokenizers, by the kernels of the GPU tokenizer on the host
-# make bench  measure against verl 0.9.1 and others; results in bench/results/
+# make bench  measure against verl 0.9.1 and others (python -m bench); records in bench/results/
 PYTHON ?= python3
 BIN := .venv/bin
 

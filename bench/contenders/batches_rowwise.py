@@ -13,7 +13,7 @@ from bench.contenders.load_rowwise import read
 
 def draw_row(frame: pd.DataFrame, number: int, tokenizer: Any, limit: int) -> dict[str, Any]:
     """Return one row with padded tensors."""
-    row = frame.iloc[number].to_dict()
+    row: dict[Any, Any] = frame.iloc[number].to_dict()
     chat = row.pop("prompt")
     text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"][0]

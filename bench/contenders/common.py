@@ -87,8 +87,8 @@ def dataset_rows(dataset: Any) -> list[int]:
     return list(range(len(dataset))) if indices is None else indices.column(0).to_pylist()
 
 
-def rate(draw: Callable[[Sequence[int]], Any], batches: Sequence[Sequence[int]], seconds: float) -> float:
-    """Return rows per second of drawing batches in a cycle; the first batch is not counted."""
+def rate(draw: Callable[[Any], Any], batches: Sequence[Any], seconds: float) -> float:
+    """Return rows per second of drawing batches, sequences of row numbers, in a cycle; the first is not counted."""
     draw(batches[0])
     rows = 0
     started = time.perf_counter()

@@ -95,7 +95,7 @@ def plot(section: dict[str, Any], file: Path) -> None:
         seconds = median_seconds(section, data, temperature)
         speeds = [facts["rows"] / seconds[name] for name in names]
         colors = [_OURS_COLOR if name in (OURS, IN_VERL) else _OTHERS_COLOR for name in names]
-        bars = panel.barh(names, speeds, 0.7, color=colors)
+        bars = panel.barh([name.replace("`", "") for name in names], speeds, 0.7, color=colors)
         panel.bar_label(bars, [f"{speed:,.0f}" for speed in speeds], padding=3, fontsize=9)
         panel.set_title(f"{temperature} caches", loc="left", fontsize=10)
         panel.set_xlabel("rows/s, load + filter (higher is better)")
