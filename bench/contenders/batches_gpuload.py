@@ -21,7 +21,7 @@ def endless(prompts: PromptDataset, size: int) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Load, then draw batches in each way for some seconds."""
+    """Load, then draw batches for some seconds with each method."""
     task = task_given()
     tokenizer = AutoTokenizer.from_pretrained(task["tokenizer"])
     options = {"max_prompt_length": task["limit"], "cache_dir": task["cache"]}

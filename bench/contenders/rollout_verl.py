@@ -83,11 +83,11 @@ def main() -> None:
         f"{rollout}.prompt_length={task['limit']}",
         f"{rollout}.response_length=16",
     ]
-    ways = {"verl's agent loop": common, "gpuload's": [*common, f"{rollout}.agent.agent_loop_config_path={OURS}"]}
-    runs: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    variants = {"verl's agent loop": common, "gpuload's": [*common, f"{rollout}.agent.agent_loop_config_path={OURS}"]}
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
     for _ in range(task["repeats"]):
-        for way, overrides in ways.items():
-            runs[way].append(step(overrides, data))
+        for name, overrides in variants.items():
+            runs[name].append(step(overrides, data))
     answer(prompts=len(rows), samples=task["samples"], rollouts=runs)
 
 

@@ -60,7 +60,7 @@ def main() -> None:
         texts = run("transformers render", render, messages)
         tokens = run("gpuload encode", engine.encode, rendered)
     encodings = run("tokenizers encode", encode, texts)
-    for mine, text, ids, encoding in zip(rendered, texts, tokens, encodings, strict=True):
+    for mine, text, (ids, _), encoding in zip(rendered, texts, tokens, encodings, strict=True):
         if mine.text.to_pylist() != text or ids.to_lists() != [row.ids for row in encoding]:
             raise SystemExit("gpuload's texts or ids differ from those of transformers and tokenizers")
     answer(

@@ -18,8 +18,8 @@ SECTIONS = ("load", "batches")
 RECORD, README = ROOT / "bench" / "results" / "headline.json", ROOT / "README.md"
 BEGIN, END = "<!-- headline:begin -->", "<!-- headline:end -->"
 
-# Contender → its ways to draw batches: tensors only, and with every column as Python objects.
-_BATCHES = {
+# Contender → its methods of drawing batches: tensors only, and with every column as Python objects.
+METHODS = {
     OURS: (f"{OURS}: tensors only", f"{OURS}: `PromptLoader`, all columns and `raw_prompt`"),
     IN_VERL: ("", f"{IN_VERL}: `__getitems__`, no tokens"),
     VERL_2: ("", f"{VERL}: `__getitem__`, no tokens"),
@@ -45,8 +45,8 @@ def headline_table(record: dict[str, Any]) -> str:
     for name in (name for name in _ORDER if name in seconds["cold"]):
         took = [seconds[temperature][name] for temperature in ("cold", "warm")]
         cells = [f"{rows / each:,.0f} rows/s ({each:.2f} s)" for each in took]
-        ways = _BATCHES.get(name, ("", ""))
-        cells += [f"{rates[way] / size:,.1f} /s" if way in rates else "" for way in ways]
+        methods = METHODS.get(name, ("", ""))
+        cells += [f"{rates[method] / size:,.1f} /s" if method in rates else "" for method in methods]
         lines.append([f"**{text}**" if name == OURS and text else text for text in (name, *cells)])
     shape = f"batches of {size} × {about['limit']:,}"
     loads = ["load + filter, cold", "load + filter, warm"]
@@ -58,8 +58,9 @@ def headline_table(record: dict[str, Any]) -> str:
         f"Medians of {about['repeats']} runs, all in one session (`{about['command']}`), each keeping the same "
         f"{ours[0]['rows_kept']:,} rows. {text:,.0f} MB of text in {len(facts['files'])} files, tokenizer "
         f"{about['tokenizer']}, limit {about['limit']:,} tokens; {about['cores']} cores of {about['cpu']}, "
-        f"{about['date']}, commit {about['commit']}. gpuload's cold load adds {peak:,.0f} MB to the memory of the "
-        f"process at its peak, {peak / (text + tokens):.1f} times text + tokens."
+        f"{about['date']}, commit {about['commit']}. gpuload's cold load adds {peak:,.0f} MB to the memory of the process "
+        f"at its peak, {peak / (text + tokens):.1f} times text + tokens. Batches inside verl have messages and columns "
+        "but no tokens."
     )
     return f"{table(head, lines)}\n\n{caption}"
 

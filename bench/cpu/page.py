@@ -97,7 +97,7 @@ def load_tables(section: Section) -> str:
 
 
 def batch_rates(section: Section) -> dict[str, float]:
-    """Return the median rows per second of each way to draw batches."""
+    """Return the median rows per second of each method of drawing batches."""
     rates: dict[str, list[float]] = {}
     for run in section["runs"]:
         for name, rate in run["rates"].items():
@@ -106,7 +106,7 @@ def batch_rates(section: Section) -> dict[str, float]:
 
 
 def batch_table(section: Section) -> str:
-    """Return the ways to draw batches, the fastest first."""
+    """Return the methods of drawing batches, the fastest first."""
     rates = sorted(batch_rates(section).items(), key=lambda pair: -pair[1])
     data, size, limit = section["runs"][0]["data"], section["runs"][0]["batch"], section["about"]["limit"]
     head = [f"dataset {data}, batches of {size} × {limit:,}", "rows/s", "batches/s"]

@@ -60,20 +60,20 @@ def generated_file(task: Task, rows: int) -> str:
         task: Parameters of the record.
         rows: Number of rows.
     """
-    path = Path(task.scratch) / f"made-{rows}.parquet"
+    path = Path(task.scratch) / f"generated-{rows}.parquet"
     if path.exists():
         return str(path)
-    partly, left, writer = path.with_suffix(".part"), rows, None
+    partial_file, left, writer = path.with_suffix(".part"), rows, None
     parts = supported_prompts(task)
     for number in itertools.count():
         for file, prompts in parts.items():
             table = _in_verls_format(_varied(prompts, number)[:left], Path(file).stem, rows - left)
-            writer = writer or pq.ParquetWriter(partly, table.schema)
+            writer = writer or pq.ParquetWriter(partial_file, table.schema)
             writer.write_table(table)
             left -= table.num_rows
             if not left:
                 writer.close()
-                partly.rename(path)
+                partial_file.rename(path)
                 return str(path)
     raise AssertionError
 

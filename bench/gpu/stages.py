@@ -114,11 +114,11 @@ def batches(task: Task, facts: Facts) -> None:
         alone = by_kernel(recorded)["pad"]
         facts(f"pad, {count} × {width}", **_each(alone, copy))
 
-        ways: dict[str, Callable[[int], Any]] = {
+        methods: dict[str, Callable[[int], Any]] = {
             "row numbers on the device": lambda i: pad(rig.kernels, store, on_device[i], width, width, "left", 0),
             "row numbers from the host": lambda i: batch_of(numbers[i], store, width),
         }
-        for name, draw in ways.items():
+        for name, draw in methods.items():
             cells = rig.timed(partial(_in_a_row, draw, held), _IN_A_ROW * written)
             facts(f"a batch, {name}", **_each({"launches": _IN_A_ROW} | cells, copy))
 

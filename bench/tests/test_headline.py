@@ -10,7 +10,7 @@ import pytest
 
 from bench import ROOT
 from bench.__main__ import main, parse
-from bench.cpu.headline import BEGIN, END, README, RECORD, embed, embedded, headline_page, headline_table, plot
+from bench.cpu.headline import BEGIN, END, METHODS, README, RECORD, embed, embedded, headline_page, headline_table, plot
 from bench.cpu.load import BASELINE, IN_VERL, OURS, TRL, VERL_1, VERL_2, measure_load
 from bench.cpu.page import page
 from bench.data import Dataset, Plan
@@ -65,8 +65,16 @@ def test_headline_table_has_medians_of_all_contenders() -> None:
         "| baseline, row by row | 100 rows/s (10.00 s) | 200 rows/s (5.00 s) |  | 1.0 /s |\n\n"
         "Medians of 3 runs, all in one session (`python -m bench --only headline`), each keeping the same 900 rows. "
         "3 MB of text in 2 files, tokenizer qwen, limit 8 tokens; 2 cores of a CPU, 2026-11-22 00:00 UTC, commit abc. "
-        "gpuload's cold load adds 8 MB to the memory of the process at its peak, 2.0 times text + tokens."
+        "gpuload's cold load adds 8 MB to the memory of the process at its peak, 2.0 times text + tokens. "
+        "Batches inside verl have messages and columns but no tokens."
     )
+
+
+def test_headline_methods_are_those_of_the_contenders() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "bench" / "contenders").glob("batches_*.py"))
+    labels = [label for labels in METHODS.values() for label in labels if label]
+    assert len(labels) == 5
+    assert all(f'"{label}": rate(' in sources for label in labels)
 
 
 def test_embed_replaces_what_is_between_the_markers() -> None:
