@@ -58,9 +58,9 @@ def headline_table(record: dict[str, Any]) -> str:
         f"Medians of {about['repeats']} runs, all in one session (`{about['command']}`), each keeping the same "
         f"{ours[0]['rows_kept']:,} rows. {text:,.0f} MB of text in {len(facts['files'])} files, tokenizer "
         f"{about['tokenizer']}, limit {about['limit']:,} tokens; {about['cores']} cores of {about['cpu']}, "
-        f"{about['date']}, commit {about['commit']}. gpuload's cold load adds {peak:,.0f} MB to the memory of the process "
-        f"at its peak, {peak / (text + tokens):.1f} times text + tokens. Batches inside verl have messages and columns "
-        "but no tokens."
+        f"{about['date']}, commit {about['commit']}. gpuload's cold load adds {peak:,.0f} MB to the memory of the "
+        f"process at its peak, {peak / (text + tokens):.1f} times text + tokens. Batches inside verl have messages and "
+        "columns but no tokens."
     )
     return f"{table(head, lines)}\n\n{caption}"
 
