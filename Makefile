@@ -3,7 +3,7 @@
 # make verl-test  what runs inside verl 0.9.1, against the real one, in an environment of its own
 # make exact  every row of the folder of real data, ten tokenizers, by the kernels of the GPU tokenizer on the host
 # make docs   the documentation site, into site/; warnings are errors
-# make bench  measure against verl 0.9.1 and others; results in bench/results/
+# make bench  measure against verl 0.9.1 and others (python -m bench); records in bench/results/
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -42,9 +42,9 @@ bench: .venv/installed-dev .venv-verl/installed
 
 verl-env: .venv-verl/installed
 
-.venv-verl/installed: bench/verl-requirements.txt
+.venv-verl/installed: bench/verl/requirements.txt
 	test -x .venv-verl/bin/python || $(PYTHON) -m venv .venv-verl
-	.venv-verl/bin/python -m pip install -q -r bench/verl-requirements.txt
+	.venv-verl/bin/python -m pip install -q -r bench/verl/requirements.txt
 	touch $@
 
 clean:

@@ -1,17 +1,21 @@
-"""The benchmarks: `python -m bench`, and of a GPU `python -m bench.gpu_record`.
+"""Benchmarks: `python -m bench` on the CPU, `python -m bench.gpu_record` on a GPU.
 
-inputs.py     which files, which tokenizer
-launch.py     one measurement = one fresh process
-workers/      what runs in those processes: one contender each, one JSON line out
-load.py, sections.py
-              one section of measurements each: repeats, interleaved, as plain data
-tables.py, plot.py
-              that data → Markdown and a picture
+data.py         datasets and tokenizers that are measured
+process.py      runner: one process per measurement or section
+environment.py  description of the machine, the packages and the commit
+report.py       writer of Markdown tables
 
-gpu_record.py the record of a GPU, section by section; records/README.md says how one is made
-gpu_run.py    a section in a process of its own
-gpu_rig.py    the kernels and the clock, gpu_data.py the files and texts
-gpu_machine.py, gpu_exact.py, gpu_stages.py, gpu_tokens.py, gpu_loads.py, gpu_checks.py
-              the sections; gpu_small.py is what compute-sanitizer runs
-gpu_tables.py that record → Markdown
+contenders/     the measured programs, one per process
+cpu/            load and filter, batches, memory, stages; headline.py makes the numbers of the project's README
+verl/           a rollout step inside verl 0.9.1
+gpu/            the record of a GPU; records/README.md says how to make one
+tests/          tests of this package, and those that need a GPU
+
+results/ holds the records of the CPU, records/ those of GPUs.
 """
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VERL_PYTHON = ROOT / ".venv-verl" / "bin" / "python"
+"""Interpreter of the environment that `make verl-env` creates."""

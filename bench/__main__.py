@@ -1,109 +1,124 @@
-"""`python -m bench`: measures, and writes a record, tables and a plot.
+"""`python -m bench`: measures on the CPU, and writes a record and its tables.
 
-python -m bench                       everything: about an hour on two cores
-python -m bench --quick               a few hundred rows of each file, once: does it run?
-python -m bench --only load,memory    some sections; the others stay as they are in the record
-python -m bench --only tables         no measurements: the tables and the plot anew from the record
+python -m bench                       all sections: about an hour on two cores
+python -m bench --only headline       the numbers of the project's README: about ten minutes
+python -m bench --only load,memory    some sections; the record keeps the others
+python -m bench --only tables         no measurement: writes the page of an existing record again
+python -m bench --quick               a smoke run: 300 rows of each file, one repeat
 """
 
 import argparse
 import json
+import shlex
+import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import load, sections
-from bench.inputs import ROOT, DataSet, find_data_sets, find_tokenizer, find_tokenizers, samples
-from bench.launch import WorkerError
-from bench.machine import circumstances
-from bench.plot import draw
-from bench.tables import write
-from bench.verl import measure_verl
+from bench import ROOT, environment, report
+from bench.cpu import headline
+from bench.cpu.load import measure_load
+from bench.cpu.page import page
+from bench.cpu.sections import measure_batches, measure_memory, measure_stages
+from bench.data import JOINT, Plan, find_datasets, find_tokenizer, samples
+from bench.process import ContenderError, without_directories
+from bench.verl.rollout import measure_rollout
 
-SECTIONS = ("load", "batches", "memory", "stages", "verl")
+SECTIONS = {
+    "load": measure_load,
+    "batches": measure_batches,
+    "memory": measure_memory,
+    "stages": measure_stages,
+    "verl": measure_rollout,
+}
 _QUICK_ROWS = 300
 
 
-def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m bench", description="gpuload beside what there is.")
-    parser.add_argument("--data", metavar="FOLDER", help="parquet files in verl's format")
-    parser.add_argument("--data-sets", metavar="NAMES", help="some of them only, comma-separated; joint: all in one")
-    parser.add_argument("--tokenizer", metavar="FOLDER", help="a transformers tokenizer (default: Qwen2.5's)")
-    parser.add_argument("--limit", type=int, help="of prompts, in tokens (default: 1024; 200 when quick)")
-    parser.add_argument("--repeats", type=int, default=3, help="fresh processes per number (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=3.0, help="per way to draw batches (default: %(default)s)")
-    parser.add_argument("--only", metavar="SECTIONS", help=f"of {','.join(SECTIONS)}; tables: measure nothing")
-    parser.add_argument("--name", default="cpu", help="of the record (default: %(default)s)")
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: bench/results; build/bench when quick")
-    parser.add_argument("--quick", action="store_true", help=f"{_QUICK_ROWS} rows per data set, one repeat")
-    chosen = parser.parse_args()
-    chosen.sections = tuple(chosen.only.split(",")) if chosen.only else SECTIONS
-    if unknown := set(chosen.sections) - {*SECTIONS, "tables"}:
-        parser.error(f"--only: no section {', '.join(sorted(unknown))}: there are {', '.join(SECTIONS)}, tables")
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", metavar="DIR", help="directory of parquet files in verl's format")
+    parser.add_argument("--datasets", metavar="NAMES", help=f"measure only these, comma-separated; {JOINT}: all in one")
+    parser.add_argument("--tokenizer", metavar="DIR", help="transformers tokenizer (default: Qwen2.5)")
+    parser.add_argument("--limit", type=int, help="maximum prompt length in tokens (default: 1024; quick: 200)")
+    parser.add_argument("--repeats", type=int, default=3, help="processes per measurement (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="time to draw batches for (default: %(default)s)")
+    parser.add_argument("--only", metavar="SECTIONS", help=f"of {','.join(SECTIONS)}; or headline; or tables")
+    parser.add_argument("--name", help="name of the record (default: cpu, or headline)")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="default: bench/results; quick: build/bench")
+    parser.add_argument("--quick", action="store_true", help="smoke run")
+    chosen = parser.parse_args(arguments)
+    chosen.headline = chosen.only == "headline"
+    names = [] if chosen.only == "tables" else chosen.only.split(",") if chosen.only else list(SECTIONS)
+    chosen.sections = list(headline.SECTIONS) if chosen.headline else names
+    if unknown := set(chosen.sections) - set(SECTIONS):
+        parser.error(
+            f"--only: unknown section {', '.join(sorted(unknown))}: use {', '.join(SECTIONS)}, headline, tables"
+        )
     if chosen.quick:
         chosen.repeats, chosen.seconds = 1, 0.5
-    # Quick: so low that the filter has something to drop.
+    # In a quick run the limit is so low that the filter drops some rows.
     chosen.limit = chosen.limit or (200 if chosen.quick else 1024)
+    chosen.name = chosen.name or ("headline" if chosen.headline else "cpu")
     chosen.output = chosen.output or ROOT / ("build/bench" if chosen.quick else "bench/results")
+    chosen.command = without_directories(shlex.join(["python", "-m", "bench", *(arguments or sys.argv[1:])]))
     return chosen
 
 
-def measure(section: str, data_sets: list[DataSet], tokenizer: str, chosen: argparse.Namespace, scratch: Path) -> Any:
-    """The runs of one section."""
-    if section == "load":
-        return load.measure(data_sets, tokenizer, chosen.limit, chosen.repeats, scratch)
-    if section == "batches":
-        largest = data_sets[-1]
-        return sections.measure_batches(largest, tokenizer, chosen.limit, chosen.repeats, chosen.seconds, scratch)
-    if section == "memory":
-        return sections.measure_memory(data_sets, tokenizer, chosen.limit, chosen.repeats, scratch)
-    if section == "verl":
-        return measure_verl(data_sets, tokenizer, chosen.limit, chosen.repeats, chosen.seconds, scratch)
-    parts = [data_set for data_set in data_sets if data_set.name != "joint"] or data_sets
-    return sections.measure_stages(parts, find_tokenizers(tokenizer), chosen.repeats, scratch)
-
-
-def main() -> int:
-    """Measures section by section; the record is written after each."""
-    chosen = parse()
-    tokenizer = find_tokenizer(chosen.tokenizer)
-    data_sets = find_data_sets(chosen.data)
-    if chosen.data_sets:
-        data_sets = [data_set for data_set in data_sets if data_set.name in chosen.data_sets.split(",")]
-        if not data_sets:
-            raise SystemExit(f"no data set {chosen.data_sets}")
-    record_file = chosen.output / f"{chosen.name}.json"
-    record: dict[str, Any] = json.loads(record_file.read_text()) if record_file.exists() else {}
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure section by section, and write the record after each."""
+    chosen = parse(arguments)
+    file = chosen.output / f"{chosen.name}.json"
     chosen.output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="gpuload-bench-") as folder:
-        scratch = Path(folder)
-        if chosen.quick:
-            data_sets = samples(data_sets, _QUICK_ROWS, scratch)[-1:]
-        for section in SECTIONS:
-            if section not in chosen.sections:
-                continue
-            print(section, flush=True)
-            about = circumstances() | {
-                "tokenizer": Path(tokenizer).name,
-                "limit": chosen.limit,
-                "repeats": chosen.repeats,
-                "quick": chosen.quick,
-                "data_sets": {data_set.name: data_set.facts() for data_set in data_sets},
-            }
-            try:
-                runs = measure(section, data_sets, tokenizer, chosen, scratch)
-            except WorkerError as error:
-                raise SystemExit(f"{section}: {error}") from error
-            if not runs:
-                continue
-            record[section] = {"about": about, "runs": runs}
-            record_file.write_text(json.dumps(record, indent=1) + "\n")
-    text = write(record, chosen.output / "README.md", record_file.name)
-    if "load" in record:
-        draw(record["load"], chosen.output / "load.png")
-    print(f"\n{text}\nwritten: {chosen.output}")
+    # All sections of a headline are from one run; any other record keeps the sections that are not measured again.
+    record: dict[str, Any] = {} if chosen.headline or not file.exists() else json.loads(file.read_text())
+    if chosen.sections:
+        with tempfile.TemporaryDirectory(prefix="gpuload-bench-") as scratch:
+            measure(chosen, record, file, Path(scratch))
+    text = headline.headline_page(record) if file.name == headline.RECORD.name else page(record, file.name)
+    report.save(record, file, chosen.output / "README.md", text)
+    if file.name == headline.RECORD.name:
+        text = headline.headline_table(record)
+        headline.plot(record["load"], file.with_suffix(".svg"))
+        if file == headline.RECORD:
+            headline.README.write_text(headline.embed(headline.README.read_text(), text))
+    print(f"\n{text}\n\nwritten to {chosen.output}")
     return 0
+
+
+def measure(chosen: argparse.Namespace, record: dict[str, Any], file: Path, scratch: Path) -> None:
+    """Measure the chosen sections and add each to the record."""
+    tokenizer, datasets = find_tokenizer(chosen.tokenizer), find_datasets(chosen.data)
+    if chosen.datasets:
+        datasets = tuple(dataset for dataset in datasets if dataset.name in chosen.datasets.split(","))
+        if not datasets:
+            raise SystemExit(f"--datasets: no dataset is named {chosen.datasets}")
+    if chosen.quick:
+        datasets = samples(datasets, _QUICK_ROWS, scratch / "samples")
+    if chosen.quick or chosen.headline:
+        datasets = datasets[-1:]
+    plan = Plan(datasets, tokenizer, chosen.limit, chosen.repeats, chosen.seconds, scratch)
+    for name in (name for name in SECTIONS if name in chosen.sections):
+        print(name, flush=True)
+        about = environment.machine() | {
+            "commit": environment.commit(),
+            "command": chosen.command,
+            "tokenizer": Path(tokenizer).name,
+            "limit": plan.limit,
+            "repeats": plan.repeats,
+            "quick": chosen.quick,
+            "datasets": {dataset.name: dataset.facts() for dataset in datasets},
+        }
+        try:
+            runs = SECTIONS[name](plan)
+        except ContenderError as error:
+            raise SystemExit(f"{name}: {error}") from error
+        if runs:
+            record[name] = {"about": about, "runs": runs}
+            file.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -135,7 +135,7 @@ def image(tmp_path: Path) -> Path:
     )
     (tmp_path / "gpuload").mkdir()
     (tmp_path / "gpuload" / "__init__.py").write_text("__version__ = '0'\n")
-    (tmp_path / "gpuload" / "pipeline.py").touch()
+    (tmp_path / "gpuload" / "load.py").touch()
     (tmp_path / "torch-9.0+vendor.dist-info").mkdir()
     (tmp_path / "torch-9.0+vendor.dist-info" / "METADATA").write_text("Name: torch\nVersion: 9.0+vendor\n")
     (tmp_path / "pip" / "__main__.py").write_text(PIP)

@@ -1,0 +1,57 @@
+"""`python -m bench.gpu.every_kernel`: runs every kernel once on little data, for compute-sanitizer, which is slow.
+
+There is no memory pool: each array is an allocation of its own, so that the sanitizer sees accesses beyond its end.
+"""
+
+import numpy as np
+import pyarrow as pa
+import torch
+from gpuload.engines.device.conversations import of_arrow
+
+from bench.gpu.data import flat
+from bench.gpu.exact import device_encoder
+from bench.gpu.rig import Rig, program_of
+from gpuload.arrays import Ragged
+from gpuload.demo_data import demo_files
+from gpuload.engines.device.batches import pad
+from gpuload.engines.device.engine import on_device
+from gpuload.engines.device.kernels import DeviceKernels
+from gpuload.engines.device.render import render
+from gpuload.engines.device.texts import BOUNDS_ONLY, answer, laid_out, operate
+from gpuload.template.program import Operation, Predicate, Ref
+
+_TEXTS = ["", " a ", "x" * 1000, " é中🙂 \n", "it's 12345", "<|im_end|>", "a</think>b", "\n\n", "e\u0301", "   "]
+
+
+def main() -> None:
+    """Run on the first GPU."""
+    rig = Rig(DeviceKernels(0), torch.device("cuda", 0), rehearsal=False)
+    rig.kernels.xp.cuda.set_allocator(None)  # no pool
+    print(run(rig))
+
+
+def run(rig: Rig) -> str:
+    """Render, evaluate predicates, encode and pad. Returns a line that counts rows, launches and kernels."""
+    directory = demo_files()[1]
+    texts = [text * (1 + number % 3) for number in range(20) for text in _TEXTS]
+    roles = [("system", "user"), ("user",)]
+    rows = [[{"role": role, "content": text} for role in roles[i % 2]] for i, text in enumerate(texts)]
+    kernels = rig.kernels
+    with rig.launches() as recorded, kernels.current():
+        render(kernels, program_of(directory), of_arrow(kernels, pa.array(rows)))
+        column = laid_out(kernels, [text.encode() for text in texts])
+        for name in sorted(BOUNDS_ONLY):
+            operate(kernels, column, Operation(name, () if "strip" in name else ("a",)))
+        for test in ("contains", "startswith", "endswith", "equals", "empty"):
+            answer(kernels, column, Predicate(Ref(0), test, "a"))
+        lists = [list(range(number % 70)) for number in range(len(texts))]
+        store = on_device(kernels, Ragged.from_lists(lists))
+        pad(kernels, store, kernels.xp.arange(len(texts), dtype=np.int64), 64, 40, "middle", 0)
+        data, offsets = flat(pa.array(texts, pa.large_string()))
+        device_encoder(rig, directory).encode(kernels.xp.asarray(data), kernels.xp.asarray(offsets))
+        kernels.synchronize()
+    return f"{len(rows)} rows, {len(recorded)} launches of {len({launch.name for launch in recorded})} kernels"
+
+
+if __name__ == "__main__":
+    main()

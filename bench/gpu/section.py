@@ -1,0 +1,172 @@
+"""Sections of a GPU record, each in a process of its own, so that a failure in one does not affect the others.
+
+After an illegal memory access every later CUDA call of the process fails, and a kernel that hangs never returns. So
+each section runs in a forked child with a time limit, and writes its facts while it works: a child that crashes or is
+stopped leaves the facts it had. A fork, because torch and transformers are then imported only once.
+
+A forked child has its parent's locks and none of its threads. The parent therefore initializes neither CUDA nor a
+thread pool, and does not import gigatoken, which encodes on one core only if it was imported before a fork. If an
+import has initialized CUDA anyway, each section gets a new interpreter, which takes some seconds more.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.process import run_forked, without_directories
+
+
+@dataclass(frozen=True)
+class Task:
+    """Parameters of all sections.
+
+    Attributes:
+        rehearsal: Run kernels compiled for the host on tiny data, and count instead of measuring.
+        files: Parquet files with real prompts, in verl's format.
+        tokenizers: Directories of transformers tokenizers; the first is used where one is enough.
+        scratch: Directory for data that sections share.
+        rows: Rows of each generated parquet file.
+        text_bytes: Bytes of each text for encoders.
+        batch: Rows and width of batches.
+        cudf: Use cuDF if it is installed.
+        new_interpreter: Start a new interpreter for each section.
+    """
+
+    rehearsal: bool
+    files: tuple[str, ...]
+    tokenizers: tuple[str, ...]
+    scratch: str
+    rows: tuple[int, ...] = (300_000, 1_000_000)
+    text_bytes: int = 512 << 20
+    batch: tuple[int, int] = (1024, 2048)
+    cudf: bool = True
+    new_interpreter: bool = False
+
+
+class MissingError(Exception):
+    """A section needs something that this machine does not have."""
+
+
+class WrongError(Exception):
+    """A check failed; the section's facts have the details."""
+
+
+class Facts:
+    """Table of a section, written to a file whenever a row changes.
+
+    Args:
+        file: File to replace at every change; None writes nothing.
+        seconds: Time limit of the section.
+    """
+
+    def __init__(self, file: Path | None = None, seconds: float = 3600) -> None:
+        self.rows: dict[str, dict[str, Any]] = {}
+        self.file, self._end = file, time.monotonic() + seconds
+
+    def __call__(self, row: str, **columns: Any) -> None:
+        """Add cells to a row: numbers, booleans, or texts, from which directories are removed."""
+        cells = {key: without_directories(value) if isinstance(value, str) else value for key, value in columns.items()}
+        self.rows.setdefault(row, {}).update(cells)
+        self.write({"status": "stopped"})
+
+    @property
+    def seconds_left(self) -> float:
+        return self._end - time.monotonic()
+
+    def write(self, outcome: dict[str, Any]) -> None:
+        """Replace the file atomically: the parent may read it after the child was killed."""
+        if self.file is not None:
+            partial_file = self.file.with_suffix(".part")
+            partial_file.write_text(json.dumps(outcome | {"facts": self.rows}, default=lambda number: number.item()))
+            partial_file.replace(self.file)
+
+
+@dataclass(frozen=True)
+class Section:
+    """Part of the record.
+
+    Attributes:
+        work: Function that adds facts, and raises where it cannot.
+        most: Time limit in seconds.
+        title: Heading in the page.
+    """
+
+    work: Callable[[Task, Facts], None]
+    most: float
+    title: str = ""
+
+
+def run_section(name: str, section: Section, task: Task, seconds: float) -> dict[str, Any]:
+    """Run one section in a process of its own.
+
+    Args:
+        name: Name of the section.
+        section: The section.
+        task: Its parameters.
+        seconds: Time left for the record; the section's own limit may be lower.
+
+    Returns:
+        status: "done", or, each with `why`: "missing" (this machine lacks something), "wrong" (a check failed),
+            "failed" (an exception), "died" (the process crashed), "stopped" (the time limit was reached).
+        facts: All facts, or those found so far.
+        took: Wall-clock seconds.
+    """
+    if "gigatoken" in sys.modules:
+        raise RuntimeError("gigatoken is already imported: it would encode on one core only in forked processes")
+    limit = min(section.most, seconds)
+    found, log = (Path(task.scratch) / f"{name}{ending}" for ending in (".json", ".log"))
+    found.unlink(missing_ok=True)
+    started = time.monotonic()
+    code = run_forked(partial(_child, name, section, task, found, limit), limit, log)
+    outcome: dict[str, Any] = json.loads(found.read_text()) if found.exists() else {"status": "stopped", "facts": {}}
+    if outcome["status"] == "stopped":
+        if code is None:
+            outcome["why"] = f"not finished after {limit:.0f} seconds"
+        else:
+            output = without_directories(log.read_text(errors="replace"))
+            outcome |= {"status": "died", "why": f"exit code {code}\n{output}"}
+    return outcome | {"took": round(time.monotonic() - started, 1)}
+
+
+def cuda_is_initialized() -> bool:
+    """Return whether this process has CUDA's memory device open: its forked children cannot use CUDA then."""
+    with contextlib.suppress(OSError):
+        return any(os.readlink(file).endswith("nvidia-uvm") for file in Path("/proc/self/fd").iterdir())
+    return False
+
+
+def finish(section: Section, task: Task, facts: Facts) -> None:
+    """Run a section in this process and write its outcome."""
+    faulthandler.enable()
+    facts.write(_outcome(section, task, facts))
+
+
+def _child(name: str, section: Section, task: Task, found: Path, seconds: float) -> None:
+    facts = Facts(found, seconds)
+    facts.write({"status": "stopped"})
+    if task.new_interpreter:
+        given = json.dumps(asdict(task) | {"name": name, "file": str(found), "seconds": facts.seconds_left})
+        code = "import sys, bench.gpu.__main__ as record; record.section_in_new_interpreter(sys.argv[1])"
+        os.execv(sys.executable, [sys.executable, "-c", code, given])
+    finish(section, task, facts)
+
+
+def _outcome(section: Section, task: Task, facts: Facts) -> dict[str, Any]:
+    try:
+        section.work(task, facts)
+    except MissingError as error:
+        return {"status": "missing", "why": without_directories(str(error))}
+    except WrongError as error:
+        return {"status": "wrong", "why": without_directories(str(error))}
+    except BaseException:
+        return {"status": "failed", "why": without_directories(traceback.format_exc())}
+    return {"status": "done"}

@@ -1,0 +1,57 @@
+"""Tests that contenders run, on a few rows, and agree with each other. Those of verl need its environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.data import Dataset, first_rows
+from bench.process import ContenderError, run_contender
+
+ROWS = 60
+
+
+@pytest.fixture
+def task(gsm8k: str, qwen_directory: str, tmp_path: Path) -> dict[str, Any]:
+    """A task whose limit drops some rows."""
+    file = str(first_rows(gsm8k, ROWS, tmp_path / "gsm8k.parquet"))
+    about = {"kept": str(tmp_path / "kept.npy"), "batch": 8, "seconds": 0.05}
+    return about | {"files": [file], "rows": ROWS, "tokenizer": qwen_directory, "limit": 90}
+
+
+def test_loads_keep_the_same_rows(task: dict[str, Any], tmp_path: Path) -> None:
+    modules = ("load_gpuload", "load_trl", "load_rowwise")
+    gpuload, trl, baseline = (run_contender(module, task, tmp_path / module) for module in modules)
+    assert gpuload["rows_read"] == ROWS
+    assert 0 < gpuload["rows_kept"] < ROWS
+    assert gpuload["rows_digest"] == trl["rows_digest"] == baseline["rows_digest"]
+    assert gpuload["tokens_digest"] == trl["tokens_digest"]
+    assert gpuload["peak_rss"] >= gpuload["baseline_rss"] > 0
+    assert trl["versions"]["datasets"]
+    assert trl["new_result_caches"] > 0
+
+
+def test_batches_are_drawn_from_the_kept_rows(task: dict[str, Any], tmp_path: Path) -> None:
+    drawn = [run_contender(module, task, tmp_path / module) for module in ("batches_gpuload", "batches_rowwise")]
+    rates = drawn[0]["rates"] | drawn[1]["rates"]
+    assert len(rates) == 6
+    assert all(rate > 0 for rate in rates.values())
+
+
+def test_stages_are_compared_with_the_libraries(task: dict[str, Any], tmp_path: Path) -> None:
+    answer = run_contender("stages", task, tmp_path / "stages")
+    assert answer["rows"] == ROWS
+    assert len(answer["seconds"]) == 5
+
+
+def test_a_failure_has_the_output_of_the_process(task: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ContenderError, match=r"load_gpuload failed with exit code 1:[\s\S]*nowhere.parquet"):
+        run_contender("load_gpuload", task | {"files": ["nowhere.parquet"]}, tmp_path / "cache")
+
+
+def test_a_dataset_is_described_without_directories(task: dict[str, Any]) -> None:
+    facts = Dataset("gsm8k", tuple(task["files"]), ROWS).facts()
+    assert facts["files"] == ["gsm8k.parquet"]
+    assert facts["file_bytes"] > 0

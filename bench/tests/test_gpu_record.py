@@ -1,0 +1,317 @@
+"""Tests of the GPU record: a rehearsal of every section with kernels on the host, and that its checks can fail."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from bench import ROOT, environment
+from bench.gpu import __main__ as gpu_record
+from bench.gpu import checks, exact, stages, tokens
+from bench.gpu.data import KINDS, flat, generated_file, texts
+from bench.gpu.rig import Rig, by_kernel
+from bench.gpu.section import Facts, MissingError, Task, WrongError
+from bench.process import without_directories
+from bench.report import gpu_page
+from gpuload.testing.host_kernels import COMPILER, HostKernels
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+MISSING = {"read"}
+RATES = ("seconds", "per_s", "times_the_copy")
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_a_rehearsal_goes_through_every_section_and_measures_nothing(tmp_path: Path) -> None:
+    before = sorted((ROOT / "bench" / "records").iterdir())
+    done = run("-m", "bench.gpu_record", "--rehearse", "--output", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = tmp_path.glob("*.json")
+    record = json.loads(file.read_text())
+    assert record["rehearsal"] is True
+    sections = record["sections"]
+    assert list(sections) == list(gpu_record.SECTIONS)
+    for name, section in sections.items():
+        assert section["status"] == ("missing" if name in MISSING else "done"), section
+        assert section["facts"], name
+        for row, cells in section["facts"].items():
+            assert not [key for key in cells if any(rate in key for rate in RATES)], (name, row)
+    assert all(section.get("why") for section in sections.values() if section["status"] == "missing")
+    assert (
+        sections["loads"]["facts"]["demo_data/gsm8k"] | {"rows": 120, "differing": 0, "same": True}
+        == (sections["loads"]["facts"]["demo_data/gsm8k"])
+    )
+    assert sections["batches"]["facts"]["a batch, row numbers on the device"]["bytes"] == 3 * 8 * 64 * 8
+    assert all(cells["same_memory"] for cells in sections["dlpack"]["facts"].values())
+    assert (
+        sections["tokens"]["facts"]["qwen2.5"] | {"rows": 120, "differing": 0, "fallback": 0}
+        == (sections["tokens"]["facts"]["qwen2.5"])
+    )
+    assert sections["encode"]["facts"]["qwen2.5, short, device"]["differing"] == 0
+    assert sections["sanitizer"]["facts"]["memcheck"]["kernels"] >= 20
+    assert sections["tests"]["facts"]["tests marked gpu"]["collected"] >= 10
+    page = file.with_suffix(".md").read_text()
+    assert "A rehearsal on the host" in page
+    assert str(tmp_path) not in page
+    assert str(ROOT) not in json.dumps(record)
+    assert sorted((ROOT / "bench" / "records").iterdir()) == before
+
+
+def is_alive(process: int) -> bool:
+    """Return whether a process runs. One that has ended stays listed as a zombie until it is reaped."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_failing_section_does_not_affect_others(tmp_path: Path) -> None:
+    script = """
+        import os, subprocess, sys, time
+        from bench.gpu.__main__ import main
+        from bench.gpu.section import MissingError, Section, WrongError
+
+        def raises(why):
+            def work(task, facts):
+                facts("before", number=1)
+                raise why
+            return work
+
+        def dies(task, facts):
+            facts("before", number=2)
+            print("last words", file=sys.stderr)
+            os.abort()
+
+        def hangs(task, facts):
+            child = subprocess.Popen(["sleep", "100"])
+            facts("before", child=child.pid)
+            time.sleep(100)
+
+        def fine(task, facts):
+            facts("after", process=os.getpid())
+
+        works = {"raises": raises(ZeroDivisionError("no")), "wrong": raises(WrongError("differs")), "dies": dies,
+                 "hangs": hangs, "missing": raises(MissingError("no such thing")), "fine": fine}
+        sections = {name: Section(work, 1.5 if name == "hangs" else 30) for name, work in works.items()}
+        sys.exit(main(["--rehearse", "--output", sys.argv[1]], sections))
+    """
+    started = time.monotonic()
+    done = run("-c", textwrap.dedent(script), str(tmp_path))
+    assert time.monotonic() - started < 60
+    assert done.returncode == 1, done.stdout + done.stderr
+    (file,) = tmp_path.glob("*.json")
+    sections = json.loads(file.read_text())["sections"]
+    assert {name: section["status"] for name, section in sections.items()} == {
+        "raises": "failed", "wrong": "wrong", "dies": "died", "hangs": "stopped", "missing": "missing", "fine": "done",
+    }  # fmt: skip
+    assert "ZeroDivisionError: no" in sections["raises"]["why"]
+    assert "last words" in sections["dies"]["why"]
+    assert "exit code -6" in sections["dies"]["why"]
+    assert [sections[name]["facts"]["before"] for name in ("raises", "dies")] == [{"number": 1}, {"number": 2}]
+    assert not is_alive(sections["hangs"]["facts"]["before"]["child"])
+    page = file.with_suffix(".md").read_text()
+    assert "**stopped**: not finished after" in page
+    assert "**failed**: ZeroDivisionError: no" in page
+
+
+def test_a_section_can_run_in_a_new_interpreter(tmp_path: Path) -> None:
+    done = run("-m", "bench.gpu_record", "--rehearse", "--anew", "--only", "dlpack", "--output", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = tmp_path.glob("*.json")
+    sections = json.loads(file.read_text())["sections"]
+    assert all(cells["same_memory"] for cells in sections["dlpack"]["facts"].values())
+
+
+def test_a_section_without_time_left_is_recorded(tmp_path: Path) -> None:
+    assert gpu_record.main(["--rehearse", "--output", str(tmp_path), "--only", "dlpack", "--seconds", "1"]) == 1
+    (file,) = tmp_path.glob("*.json")
+    assert json.loads(file.read_text())["sections"]["dlpack"]["status"] == "not begun"
+
+
+def test_no_record_is_made_without_a_gpu_and_no_rehearsal_in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "nvidia_smi", lambda query: None)
+    with pytest.raises(SystemExit, match="--rehearse"):
+        gpu_record.main([])
+    with pytest.raises(SystemExit, match="2"):
+        gpu_record.main(["--rehearse", "--output", str(ROOT / "bench" / "records")])
+    with pytest.raises(SystemExit, match="2"):
+        gpu_record.main(["--rehearse", "--only", "loadz"])
+
+
+class Clock:
+    """CuPy's events on the host's clock."""
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Hook:
+    """CuPy's memory hook, which NumPy does not call."""
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
+
+
+@pytest.fixture
+def clocked(gsm8k: str, qwen_directory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
+    """A task that is measured as on a GPU, with kernels on the host."""
+    cuda = SimpleNamespace(
+        Event=Clock,
+        MemoryHook=Hook,
+        MemoryPool=lambda: SimpleNamespace(malloc=None),
+        using_allocator=lambda malloc: nullcontext(),
+        get_elapsed_time=lambda a, b: 1e3 * (b.at - a.at),
+    )
+    monkeypatch.setattr(np, "cuda", cuda, raising=False)
+    rig = Rig(HostKernels(), torch.device("cpu"), rehearsal=False)
+    for module in (checks, exact, stages, tokens):
+        monkeypatch.setattr(module, "open_rig", lambda task: rig)
+    monkeypatch.setattr(stages, "copy_bandwidth", lambda rig: {"gb_per_s": 1.0})
+    return Task(False, (gsm8k,), (qwen_directory,), str(tmp_path), (200,), 5000, (8, 64))
+
+
+def test_measured_rates_are_bytes_and_rows_over_seconds(clocked: Task) -> None:
+    facts = Facts()
+    stages.batches(clocked, facts)
+    stages.rendering(clocked, facts)
+    tokens.encode(clocked, facts)
+    measured = {row: cells for row, cells in facts.rows.items() if "seconds" in cells and "bytes" in cells}
+    assert {"qwen2.5", "qwen2.5: copy_pieces", "pad, 8 × 64", "a batch, row numbers on the device"} <= set(measured)
+    assert any(row.endswith("gigatoken") for row in measured)
+    assert measured["qwen2.5, short, device"]["times_gigatoken"] > 0
+    kernels = [cells for row, cells in measured.items() if row.startswith("qwen2.5, short, device: ")]
+    *each, whole = kernels
+    assert whole["seconds"] == pytest.approx(sum(cells["seconds"] for cells in each))
+    assert whole["bytes"] == sum(cells["bytes"] for cells in each)
+    for row, cells in measured.items():
+        if "gb_per_s" in cells:
+            assert cells["gb_per_s"] == pytest.approx(cells["bytes"] / cells["seconds"] / 1e9), row
+    batch = measured["a batch, row numbers on the device"]
+    assert batch["times_the_copy"] == pytest.approx(batch["seconds"] / (batch["bytes"] / 1e9))
+    assert all(cells.get("differing", 0) == 0 for cells in measured.values())
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
+    """Make a kernel add one to the last number that it writes."""
+    launch = HostKernels._launch
+
+    def off_by_one(self: Any, name: str, blocks: int, arguments: list[Any]) -> None:
+        launch(self, name, blocks, arguments)
+        if name == kernel:
+            arguments[-1][-1] += 1
+
+    monkeypatch.setattr(HostKernels, "_launch", off_by_one)
+
+
+def test_a_wrong_batch_makes_the_record_wrong(clocked: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil(monkeypatch, "pad")
+    facts = Facts()
+    with pytest.raises(WrongError, match="demo_data/gsm8k"):
+        exact.loads(clocked, facts)
+    assert facts.rows["demo_data/gsm8k"]["same"] is False
+    assert facts.rows["demo_data/gsm8k"]["batches"] is False
+
+
+def test_a_wrong_id_makes_the_record_wrong(clocked: Task, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    few = tmp_path / "few.parquet"
+    pq.write_table(pq.read_table(clocked.files[0]).slice(0, 9), few)
+    task = replace(clocked, files=(str(few),))
+    facts = Facts()
+    exact.tokens(task, facts)
+    assert facts.rows["qwen2.5"]["differing"] == 0
+    spoil(monkeypatch, "write_merged")
+    with pytest.raises(WrongError, match="qwen2.5"):
+        exact.tokens(task, facts)
+    assert facts.rows["qwen2.5"]["differing"] == 1
+
+
+def test_copies_are_read_from_the_profilers_trace() -> None:
+    def event(kind: str, name: str, size: int = 0) -> dict[str, Any]:
+        return {"cat": kind, "name": name, "args": {"bytes": size}}
+
+    pads, numbers = [event("kernel", "pad")] * 2, [event("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 512)] * 2
+    copies = checks.copies_of([*pads, *numbers, event("cpu_op", "aten::x")], 2)
+    assert copies == {"HtoD": {"copies": 2, "bytes": 1024, "largest": 512}}
+    assert checks.too_much(copies, 2, 64) is None
+    assert "HtoD" in str(checks.too_much(copies, 2, 16))
+    back = checks.copies_of([*pads, event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 4096)], 2)
+    assert "DtoH: 4,096 bytes" in str(checks.too_much(back, 2, 64))
+    with pytest.raises(MissingError, match="saw 0 kernels"):
+        checks.copies_of(numbers, 2)
+
+
+def test_compute_sanitizer_is_trusted_only_if_the_run_came_to_its_end() -> None:
+    ran = "========= COMPUTE-SANITIZER\n200 rows, 39 launches of 26 kernels\n"
+    assert checks.verdict(0, ran) == {"rows": 200, "launches": 39, "kernels": 26, "clean": True}
+    assert checks.verdict(9, f"{ran}========= ERROR SUMMARY: 1 error")["clean"] is False
+    assert checks.verdict(0, "========= ERROR SUMMARY: 0 errors")["clean"] is False
+    with pytest.raises(MissingError, match="does not work here"):
+        checks.verdict(1, "Error: Device not supported")
+
+
+def test_generated_files_have_the_requested_rows_and_no_two_rounds_are_equal(gsm8k: str, tmp_path: Path) -> None:
+    small = tmp_path / "few.parquet"
+    pq.write_table(pq.read_table(gsm8k).slice(0, 7), small)
+    made = pq.read_table(generated_file(Task(True, (str(small),), (), str(tmp_path)), 20))
+    assert made["prompt"].slice(0, 7).to_pylist() == pq.read_table(small)["prompt"].to_pylist()
+    contents = [row[0]["content"] for row in made["prompt"].to_pylist()]
+    assert len(set(contents)) == len(contents) == 20
+    assert made["extra_info"].combine_chunks().field("index").to_pylist() == [*range(20)]
+
+
+def test_texts_are_of_their_kind_and_size(gsm8k: str, tmp_path: Path) -> None:
+    foreign = tmp_path / "foreign.parquet"
+    rows = [[{"role": "user", "content": "Wie viel ist 1 + 1?"}], [{"role": "user", "content": "一加一等于几？"}]]
+    pq.write_table(pa.table({"prompt": rows}), foreign)
+    task = Task(True, (gsm8k, str(foreign)), (), str(tmp_path))
+    short, long, other = (texts(task, kind, 300_000) for kind in KINDS)
+    for some in (short, long, other):
+        assert 300_000 <= pc.sum(pc.binary_length(some)).as_py() < 310_000
+    assert pc.max(pc.binary_length(short)).as_py() < 2000
+    assert all(60 << 10 < size < 68 << 10 for size in pc.binary_length(long[:-1]).to_pylist())
+    assert other[0].as_py() == "一加一等于几？"
+    assert "Wie viel ist" not in " ".join(other.to_pylist())
+    data, offsets = flat(short.slice(3, 2))
+    assert data.tobytes().decode() == "".join(short.slice(3, 2).to_pylist())
+    assert offsets.tolist()[0] == 0
+    with pytest.raises(MissingError, match="no file has"):
+        texts(Task(True, (gsm8k,), (), str(tmp_path)), "multilingual", 1000)
+
+
+def test_pages_say_what_is_wrong_and_name_no_directories() -> None:
+    section = {"at": "", "commit": "", "status": "done", "facts": {"a|b": {"seconds": 0.001234, "same": False}}}
+    page = gpu_page({"gpu": "X", "rehearsal": False, "sections": {"dlpack": section}}, "x.json")
+    assert "| a\\|b | 0.00123 | **no** |" in page
+    assert "rehearsal" not in page
+    assert without_directories(f'File "{ROOT}/bench/x.py" and "/some/where/else.py", 3 rows/s, a/b') == (
+        'File "bench/x.py" and "else.py", 3 rows/s, a/b'
+    )
+
+
+def test_bytes_of_a_launch_are_those_of_its_arrays() -> None:
+    rig = Rig(HostKernels(), torch.device("cpu"), rehearsal=True)
+    assert len(checks.pointers(rig)) == 3
+    with rig.launches() as recorded:
+        checks.pointers(rig)
+    assert by_kernel(recorded) == {"pad": {"launches": 1, "bytes": 100 * 8 + 3 * 100 * 64 * 8}}
