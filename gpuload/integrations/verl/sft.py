@@ -139,13 +139,7 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
             None, or why this is not possible.
         """
         try:
-            tokenizer = ConversationTokenizer(
-                self.tokenizer,
-                plain(self.apply_chat_template_kwargs),
-                len(self.system_prompt),
-                len(self.generation_prompt),
-                self.ignore_input_ids_mismatch,
-            )
+            tokenizer = self._conversation_tokenizer()
         except GpuloadError as error:
             return str(error)
         if not tokenizer.encodes_rendered_text:
@@ -170,15 +164,22 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
         # Rows are read in ascending order, so row i of the dataset is stored at the rank of `wanted[i]`.
         self._stored = np.arange(count) if wanted is None else np.argsort(np.argsort(wanted))
         self.report = summary.text(count, len(self._store.ids.values), time.perf_counter() - started)
-        logger.info(self.report)
+        logger.info("gpuload: %s", self.report)
         if summary.rejected:
+            examples = "; ".join(summary.examples)
             logger.warning(
-                "gpuload: %d of %d rows will raise when they are accessed, as in verl: %s",
-                summary.rejected,
-                count,
-                "; ".join(summary.examples),
+                "gpuload: %d of %d rows will raise on access, as in verl: %s", summary.rejected, count, examples
             )
         return None
+
+    def _conversation_tokenizer(self) -> ConversationTokenizer:
+        return ConversationTokenizer(
+            self.tokenizer,
+            plain(self.apply_chat_template_kwargs),
+            len(self.system_prompt),
+            len(self.generation_prompt),
+            self.ignore_input_ids_mismatch,
+        )
 
     def _tokenize_batch(self, tokenizer: ConversationTokenizer, batch: ConversationBatch) -> TokenizedConversations:
         n = len(batch.rows)

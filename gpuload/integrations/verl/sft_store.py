@@ -1,4 +1,4 @@
-"""Storage of tokenized conversations, and rows made from it in the shape of verl's SFT dataset."""
+"""Reading and storage of conversations for SFTDataset, and rows in the shape of verl's SFT dataset."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
