@@ -185,7 +185,7 @@ def load_rows(request: LoadRequest, sources: list[Source] | None = None) -> Load
     ids = tokens if request.keep_ids else None
     if not kept.all():
         numbers = np.flatnonzero(kept)
-        columns, ids = columns.select(numbers), ids and ids.take(numbers)
+        columns, ids = columns.select(numbers), None if ids is None else ids.take(numbers)
     names = _column_names(sources) | {request.options.prompt_key: "raw_prompt"}
     rows = Rows(columns, names, ids)
     return Loaded(rows, str(report), dataset.fingerprint)
