@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from bench import ROOT
-from gpuload.cli.demo import demo_files
+from gpuload.demo_data import demo_files
 
 SHARED = ROOT.parent / "shared"
 """Optional directory next to the repository with real datasets and tokenizers."""

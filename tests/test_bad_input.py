@@ -146,7 +146,8 @@ def test_all_rows_filtered(write: Callable[..., str], qwen: Any) -> None:
     file = write([user("word " * n) for n in (10, 20, 30)] + [[]])
     shortest = len(qwen.apply_chat_template(user("word " * 10), add_generation_prompt=True)["input_ids"])
     with pytest.raises(
-        DataError, match=rf"(?s)all 4 rows were dropped.*3 rows.*=5; the shortest has {shortest} tokens.*1 rows: prompt is"
+        DataError,
+        match=rf"(?s)all 4 rows were dropped.*3 rows.*=5; the shortest has {shortest} tokens.*1 rows: prompt is",
     ):
         gpuload.load(file, qwen, max_prompt_length=5)
 

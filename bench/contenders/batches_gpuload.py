@@ -11,7 +11,7 @@ import gpuload
 from bench.contenders.common import answer, rate, shuffled_batches, task_given
 from bench.contenders.load_gpuload import row_numbers
 from gpuload.dataset import PromptDataset
-from gpuload.engines.host.engine import CpuEngine
+from gpuload.engines.host.batches import pad
 
 
 def endless(prompts: PromptDataset, size: int) -> Iterator[dict[str, Any]]:
@@ -32,7 +32,7 @@ def main() -> None:
     size, seconds = len(batches[0]), task["seconds"]
 
     def tensors(rows: Any) -> Any:
-        return CpuEngine.pad(prompts.tokens.take(rows), task["limit"], prompts.pad_token_id)
+        return pad(prompts.tokens.take(rows), task["limit"], prompts.pad_token_id)
 
     drawn, drawn_chat = endless(prompts, size), endless(with_chat, size)
     np.save(task["kept"], row_numbers(prompts, task["files"]))

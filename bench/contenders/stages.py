@@ -17,7 +17,8 @@ import pyarrow.parquet as pq
 from transformers import AutoTokenizer
 
 from bench.contenders.common import answer, task_given
-from gpuload.engines.host.engine import CpuEngine
+from gpuload.engines.host.engine import HostEngine
+from gpuload.engines.protocol import ArrowPrompts
 from gpuload.reference.reference import Reference
 from gpuload.sources.read import BATCH_ROWS
 
@@ -35,7 +36,7 @@ def main() -> None:
     """Run each stage over the whole prompt column, in turns, each in the form that suits it best."""
     task = task_given()
     tokenizer: Any = AutoTokenizer.from_pretrained(task["tokenizer"])
-    engine = CpuEngine(Reference(tokenizer))
+    engine = HostEngine(Reference(tokenizer))
     engine.encoder  # noqa: B018  (built on first access)
     column = pa.concat_tables([pq.read_table(file, columns=["prompt"]) for file in task["files"]])["prompt"]
     prompts = [column.slice(i, BATCH_ROWS).combine_chunks() for i in range(0, len(column), BATCH_ROWS)]
@@ -47,6 +48,9 @@ def main() -> None:
     def encode(part: list[str]) -> Any:
         return tokenizer.backend_tokenizer.encode_batch_fast(part, add_special_tokens=False)
 
+    def render_column(part: Any) -> Any:
+        return engine.render(ArrowPrompts(part))
+
     seconds: dict[str, list[float]] = {}
 
     def run(name: str, work: Callable[[Any], Any], parts: list[Any]) -> list[Any]:
@@ -54,18 +58,18 @@ def main() -> None:
         seconds.setdefault(name, []).append(took)
         return made
 
-    run("gpuload first render", engine.render, prompts)
+    run("gpuload first render", render_column, prompts)
     for _ in range(_ROUNDS):
-        rendered = run("gpuload render", engine.render, prompts)
+        rendered = run("gpuload render", render_column, prompts)
         texts = run("transformers render", render, messages)
         tokens = run("gpuload encode", engine.encode, rendered)
     encodings = run("tokenizers encode", encode, texts)
-    for mine, text, (ids, _), encoding in zip(rendered, texts, tokens, encodings, strict=True):
-        if mine.text.to_pylist() != text or ids.to_lists() != [row.ids for row in encoding]:
+    for mine, text, made, encoding in zip(rendered, texts, tokens, encodings, strict=True):
+        if mine.text.to_pylist() != text or made.ids.to_lists() != [row.ids for row in encoding]:
             raise SystemExit("gpuload's texts or ids differ from those of transformers and tokenizers")
     answer(
         seconds={name: median(took) for name, took in seconds.items()},
-        text_bytes=sum(part.nbytes for part in rendered),
+        text_bytes=sum(int(part.sizes.clip(0).sum()) for part in rendered),
         rows=len(column),
         shapes=len(engine.program.trees),
         engine=engine.description,

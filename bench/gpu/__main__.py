@@ -26,7 +26,7 @@ from bench.data import first_rows
 from bench.gpu import checks, exact, loads, stages, tokens
 from bench.gpu.rig import tokenizer_of
 from bench.gpu.section import Facts, Section, Task, cuda_is_initialized, finish, run_section
-from gpuload.cli.demo import demo_files
+from gpuload.demo_data import demo_files
 
 SECTIONS = {
     "machine": Section(checks.machine, 60, "Machine"),

@@ -24,7 +24,7 @@ from gpuload.arrays import Ragged
 from gpuload.dataset import PromptDataset
 from gpuload.engines.device import cuda
 from gpuload.engines.device.batches import DeviceBatches
-from gpuload.engines.device.engine import on_device
+from gpuload.engines.device.engine import to_device
 
 SLACK = 64 << 20
 """Bytes that CUDA may keep: code of kernels, partly used pages."""
@@ -172,7 +172,7 @@ def pointers(rig: Rig) -> dict[str, tuple[int, int]]:
     """Return, for each tensor of a batch, the address that the kernel wrote to and torch's `data_ptr`."""
     on_host = Ragged.from_lists([list(range(1 + number % 50)) for number in range(1000)])
     with rig.kernels.current():
-        store = on_device(rig.kernels, on_host)
+        store = to_device(rig.kernels, on_host)
     made = DeviceBatches(rig.kernels, store, 64, "left", 0)
     with rig.launches() as recorded:
         batch = made(np.arange(100), on_host, 64)

@@ -6,18 +6,19 @@ There is no memory pool: each array is an allocation of its own, so that the san
 import numpy as np
 import pyarrow as pa
 import torch
-from gpuload.engines.device.conversations import of_arrow
 
 from bench.gpu.data import flat
 from bench.gpu.exact import device_encoder
 from bench.gpu.rig import Rig, program_of
 from gpuload.arrays import Ragged
 from gpuload.demo_data import demo_files
+from gpuload.engines.conversations import from_arrow
 from gpuload.engines.device.batches import pad
-from gpuload.engines.device.engine import on_device
+from gpuload.engines.device.engine import to_device
 from gpuload.engines.device.kernels import DeviceKernels
 from gpuload.engines.device.render import render
-from gpuload.engines.device.texts import BOUNDS_ONLY, answer, laid_out, operate
+from gpuload.engines.device.texts import BOUNDS_ONLY, DeviceTexts
+from gpuload.engines.device.texts import to_device as texts_to_device
 from gpuload.template.program import Operation, Predicate, Ref
 
 _TEXTS = ["", " a ", "x" * 1000, " é中🙂 \n", "it's 12345", "<|im_end|>", "a</think>b", "\n\n", "e\u0301", "   "]
@@ -36,16 +37,16 @@ def run(rig: Rig) -> str:
     texts = [text * (1 + number % 3) for number in range(20) for text in _TEXTS]
     roles = [("system", "user"), ("user",)]
     rows = [[{"role": role, "content": text} for role in roles[i % 2]] for i, text in enumerate(texts)]
-    kernels = rig.kernels
+    kernels, ops = rig.kernels, DeviceTexts(rig.kernels)
     with rig.launches() as recorded, kernels.current():
-        render(kernels, program_of(directory), of_arrow(kernels, pa.array(rows)))
-        column = laid_out(kernels, [text.encode() for text in texts])
+        render(kernels, program_of(directory), from_arrow(ops, pa.array(rows)))
+        column = texts_to_device(kernels, [text.encode() for text in texts])
         for name in sorted(BOUNDS_ONLY):
-            operate(kernels, column, Operation(name, () if "strip" in name else ("a",)))
+            ops.operate(column, Operation(name, () if "strip" in name else ("a",)))
         for test in ("contains", "startswith", "endswith", "equals", "empty"):
-            answer(kernels, column, Predicate(Ref(0), test, "a"))
+            ops.answer(column, Predicate(Ref(0), test, "a"))
         lists = [list(range(number % 70)) for number in range(len(texts))]
-        store = on_device(kernels, Ragged.from_lists(lists))
+        store = to_device(kernels, Ragged.from_lists(lists))
         pad(kernels, store, kernels.xp.arange(len(texts), dtype=np.int64), 64, 40, "middle", 0)
         data, offsets = flat(pa.array(texts, pa.large_string()))
         device_encoder(rig, directory).encode(kernels.xp.asarray(data), kernels.xp.asarray(offsets))

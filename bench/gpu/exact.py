@@ -39,7 +39,8 @@ def loads(task: Task, facts: Facts) -> None:
 
 def compared(rig: Rig, file: str, tokenizer: Any, **options: Any) -> dict[str, Any]:
     """Return cells about one file: whether a load on the device equals a load on the CPU."""
-    options = {"max_prompt_length": _LIMIT, "verify": "off", "progress": False, "token_cache": False} | options
+    defaults: dict[str, Any] = {"max_prompt_length": _LIMIT, "verify": "off", "progress": False, "token_cache": False}
+    options = defaults | options
     try:
         expected = gpuload.load(file, tokenizer, device="cpu", **options)
     except GpuloadError as error:

@@ -21,6 +21,7 @@ from bench.gpu.section import Facts, Task, WrongError
 from bench.gpu.tokens import ENCODERS
 from bench.process import ContenderError, run_contender
 from gpuload.dataset import PromptDataset
+from gpuload.engines.host.render import render
 
 _LIMIT = 1024
 _SAMPLE_SECONDS = 8.0
@@ -39,7 +40,7 @@ def first_batch(task: Task, facts: Facts) -> None:
             if facts.seconds_left < 20:
                 facts(label, why="not reached")
                 continue
-            cells, prompts = _first_batch(rig, path, directory, on_device=device)
+            cells, prompts = _first_batch(rig, path, directory, to_device=device)
             facts(label, **cells)
             if device:
                 by_device = prompts.tokens
@@ -49,12 +50,12 @@ def first_batch(task: Task, facts: Facts) -> None:
         raise WrongError("the two engines make different ids")
 
 
-def _first_batch(rig: Rig, path: str, directory: str, on_device: bool) -> tuple[dict[str, Any], PromptDataset]:
+def _first_batch(rig: Rig, path: str, directory: str, to_device: bool) -> tuple[dict[str, Any], PromptDataset]:
     rows = pq.read_metadata(path).num_rows
     tokenizer = tokenizer_of(directory)
     options: dict[str, Any] = {"max_prompt_length": _LIMIT, "progress": False, "token_cache": False}
     started = time.perf_counter()
-    load = rig.load if on_device else partial(gpuload.load, device="cpu")
+    load = rig.load if to_device else partial(gpuload.load, device="cpu")
     prompts = load(path, tokenizer, **options)
     batch = next(iter(prompts.loader(min(256, len(prompts)), shuffle=True, seed=0)))
     int(batch["input_ids"][0, -1])  # synchronizes
@@ -63,7 +64,7 @@ def _first_batch(rig: Rig, path: str, directory: str, on_device: bool) -> tuple[
     cells: dict[str, Any] = {"rows": rows, "kept": len(prompts), "ids": len(prompts.tokens.values)}
     cells |= {
         "text_bytes": report.text_bytes,
-        "fallback": report.rows_left,
+        "fallback": report.rows_fallback,
         "compared": report.check.rows,
         "engine": report.engine,
     }
@@ -138,7 +139,7 @@ def _by_gigatoken(task: Task, path: str, facts: Facts) -> None:
         return
     directory = task.tokenizers[0]
     column = pq.read_table(path, columns=["prompt"])["prompt"]
-    text = pc.fill_null(program_of(directory).render(column).text, "")
+    text = pc.fill_null(render(program_of(directory), column).text, "")
     run, _ = ENCODERS["gigatoken"](tokenizer_of(directory).backend_tokenizer, text)
     run()
     size = int(pc.sum(pc.binary_length(text)).as_py())

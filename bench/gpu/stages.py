@@ -9,17 +9,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from gpuload.engines.device.conversations import Conversations, of_arrow
 
 from bench.gpu.data import generated_file
 from bench.gpu.exact import brief
 from bench.gpu.rig import Rig, by_kernel, copy_bandwidth, cudf_missing, name_of, open_rig, program_of
 from bench.gpu.section import Facts, MissingError, Task
 from gpuload.arrays import Ragged, offsets_of
+from gpuload.engines.conversations import Conversations, from_arrow
 from gpuload.engines.device.batches import DeviceBatches, pad
 from gpuload.engines.device.cudf import chunks
 from gpuload.engines.device.engine import take
 from gpuload.engines.device.render import render
+from gpuload.engines.device.texts import DeviceTexts
 
 _CHUNK = 256 << 20
 _AT_ONCE = 8  # batches kept alive, so that consecutive ones are not written to the same memory
@@ -35,7 +36,7 @@ def read(task: Task, facts: Facts) -> None:
     def copied_over() -> None:
         with rig.kernels.current():
             for part in column.chunks:
-                of_arrow(rig.kernels, part)
+                from_arrow(DeviceTexts(rig.kernels), part)
 
     facts("copied over from Arrow", **rig.timed(copied_over, size, rows))
     if not rig.cudf:
@@ -107,15 +108,15 @@ def batches(task: Task, facts: Facts) -> None:
         written = 3 * count * width * 8
         held: deque[Any] = deque(maxlen=_AT_ONCE)
         numbers = [order[:count], order[-count:]]
-        on_device = [xp.asarray(some) for some in numbers]
+        to_device = [xp.asarray(some) for some in numbers]
         with rig.launches() as recorded:
             for _ in range(_IN_A_ROW):
-                held.append(pad(rig.kernels, store, on_device[0], width, width, "left", 0))
+                held.append(pad(rig.kernels, store, to_device[0], width, width, "left", 0))
         alone = by_kernel(recorded)["pad"]
         facts(f"pad, {count} × {width}", **_each(alone, copy))
 
         methods: dict[str, Callable[[int], Any]] = {
-            "row numbers on the device": lambda i: pad(rig.kernels, store, on_device[i], width, width, "left", 0),
+            "row numbers on the device": lambda i: pad(rig.kernels, store, to_device[i], width, width, "left", 0),
             "row numbers from the host": lambda i: batch_of(numbers[i], store, width),
         }
         for name, draw in methods.items():
@@ -142,7 +143,7 @@ def _chunk(rig: Rig, path: str) -> Conversations:
     column = _prompts(path)
     if rig.cudf:
         return next(chunks(rig.kernels, path, "prompt", column.type, _CHUNK))
-    return of_arrow(rig.kernels, column.chunk(0))
+    return from_arrow(DeviceTexts(rig.kernels), column.chunk(0))
 
 
 def _prompts(path: str) -> pa.ChunkedArray:

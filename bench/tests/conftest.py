@@ -10,7 +10,7 @@ os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 
 import pytest
 
-from gpuload.cli.demo import demo_files
+from gpuload.demo_data import demo_files
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,1 +1,1 @@
-"""gpuload inside trainers. Each part is imported only by that trainer's users."""
+"""Integrations with trainers. Each subpackage is imported only by users of that trainer."""

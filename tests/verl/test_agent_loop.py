@@ -1,4 +1,4 @@
-"""Agent loops that reuse the loader's ids, in verl's own worker with a server that answers without a model."""
+"""Agent loops that reuse prompt ids, in verl's own worker, with a server that needs no model."""
 
 import asyncio
 import json
@@ -16,10 +16,10 @@ import torch
 pytest.importorskip("verl.experimental")
 
 from hydra import compose, initialize_config_module
-from same import ours
+from same import gpuload_dataset
 from transformers import AutoTokenizer
 from verl.experimental.agent_loop import agent_loop as verl_loops
-from verl.experimental.agent_loop import single_turn_agent_loop, tool_agent_loop  # noqa: F401  they register themselves
+from verl.experimental.agent_loop import single_turn_agent_loop, tool_agent_loop  # noqa: F401  registers the loops
 from verl.protocol import DataProto
 from verl.utils.dataset.rl_dataset import collate_fn
 from verl.utils.tensordict_utils import get_tensordict
@@ -45,7 +45,7 @@ def look_up(word: str) -> str:
 
 
 class Server:
-    """Answers every prompt with the same two tokens, and remembers the prompts."""
+    """Answers every prompt with the same two tokens, and records the prompts."""
 
     def __init__(self) -> None:
         self.prompts: list[list[int]] = []
@@ -56,30 +56,30 @@ class Server:
 
 
 @cache
-def composed(*overrides: str) -> Any:
-    """verl's configuration for a command line."""
+def compose_config(*overrides: str) -> Any:
+    """verl's configuration with overrides from a command line."""
     with initialize_config_module("verl.trainer.config", version_base=None):
         return compose("ppo_trainer", overrides=list(overrides))
 
 
 @pytest.fixture(scope="module")
 def model(qwen_folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The folder of a model without weights: a configuration and the shipped tokenizer."""
-    folder = tmp_path_factory.mktemp("model")
-    shutil.copytree(qwen_folder, folder, dirs_exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}))
-    return str(folder)
+    """The directory of a model without weights: a configuration and the shipped tokenizer."""
+    directory = tmp_path_factory.mktemp("model")
+    shutil.copytree(qwen_folder, directory, dirs_exist_ok=True)
+    (directory / "config.json").write_text(json.dumps({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}))
+    return str(directory)
 
 
 @pytest.fixture(autouse=True)
-def _own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+def _isolated_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verl_loops, "_agent_loop_registry", dict(verl_loops._agent_loop_registry))
-    monkeypatch.setattr(agent_loop, "_told", set())
+    monkeypatch.setattr(agent_loop, "_logged_reasons", set())
 
 
 @pytest.fixture
 def rollout(model: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[DataProto, Server, int]]:
-    """rollout(rows, *overrides, reuse=True) → verl's answer, the server, how often a prompt was tokenized."""
+    """rollout(rows, *overrides, reuse=True) → verl's output, the server, number of calls that tokenized a prompt."""
 
     def run(rows: list[dict[str, Any]], *overrides: str, reuse: bool = True) -> tuple[DataProto, Server, int]:
         settings = [
@@ -91,14 +91,14 @@ def rollout(model: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[
         ]
         if reuse:
             settings.append(f"actor_rollout_ref.rollout.agent.agent_loop_config_path={CONFIG}")
-        config = composed(*settings, *overrides)
+        config = compose_config(*settings, *overrides)
         calls = 0
-        own = continuous_token.apply_chat_template
+        original = continuous_token.apply_chat_template
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
             calls += 1
-            return own(*args, **kwargs)
+            return original(*args, **kwargs)
 
         monkeypatch.setattr(continuous_token, "apply_chat_template", counted)
         server = Server()
@@ -106,62 +106,64 @@ def rollout(model: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[
         batch = {key: np.fromiter((row[key] for row in rows), object, len(rows)) for key in rows[0]}
         data = DataProto.from_dict({"dummy_tensor": torch.zeros(len(rows), 1)}, non_tensors=batch)
         answer = asyncio.run(worker.generate_sequences(data.repeat(SAMPLES, interleave=True)))
-        monkeypatch.setattr(continuous_token, "apply_chat_template", own)
+        monkeypatch.setattr(continuous_token, "apply_chat_template", original)
         return answer, server, calls
 
     return run
 
 
-def rows_of(file: str, tokenizer: Any, many: int, **data: Any) -> list[dict[str, Any]]:
-    """Rows of gpuload's data set, with ids and their seals."""
-    dataset = ours(file, tokenizer, max_samples=many, gpuload={"reuse_ids": True, "device": "cpu"}, **data)
+def rows_of(file: str, tokenizer: Any, count: int, **data: Any) -> list[dict[str, Any]]:
+    """Rows of gpuload's dataset, with ids and digests."""
+    dataset = gpuload_dataset(file, tokenizer, max_samples=count, gpuload={"reuse_ids": True, "device": "cpu"}, **data)
     rows = [dict(row) for row in dataset.__getitems__(range(len(dataset)))]
-    assert len(rows) == many
-    assert all(row[reuse.IDS] and row[reuse.SEAL] for row in rows)
+    assert len(rows) == count
+    assert all(row[reuse.IDS_KEY] and row[reuse.DIGEST_KEY] for row in rows)
     return [{key: value for key, value in row.items() if key != "dummy_tensor"} for row in rows]
 
 
 def without_ids(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in row.items() if key not in (reuse.IDS, reuse.SEAL)} for row in rows]
+    return [{key: value for key, value in row.items() if key not in (reuse.IDS_KEY, reuse.DIGEST_KEY)} for row in rows]
 
 
-def assert_same(one: DataProto, other: DataProto) -> None:
+def assert_same_output(one: DataProto, other: DataProto) -> None:
     assert set(one.batch.keys()) == set(other.batch.keys())
     for key in one.batch.keys():  # noqa: SIM118  a TensorDict
         assert torch.equal(one.batch[key], other.batch[key]), key
 
 
-def test_ids_are_reused_and_the_same(gsm8k: str, model: str, rollout: Any) -> None:
+def test_reused_ids_give_the_same_rollout(gsm8k: str, model: str, rollout: Any) -> None:
     rows = rows_of(gsm8k, AutoTokenizer.from_pretrained(model), 4)
-    expected, verls, verls_calls = rollout(without_ids(rows), reuse=False)
+    expected, verl_server, verl_calls = rollout(without_ids(rows), reuse=False)
     answer, server, calls = rollout(rows)
-    assert sorted(server.prompts) == sorted(verls.prompts)
-    assert_same(answer, expected)
-    assert verls_calls == 4 * SAMPLES
+    assert sorted(server.prompts) == sorted(verl_server.prompts)
+    assert_same_output(answer, expected)
+    assert verl_calls == 4 * SAMPLES
     assert calls == 0
 
 
 @pytest.mark.parametrize("limit", [16, 4096])
-def test_prompts_over_the_rollout_length_are_cut_as_verl_cuts(gsm8k: str, model: str, rollout: Any, limit: int) -> None:
+def test_prompts_over_the_rollout_length_are_truncated_as_in_verl(
+    gsm8k: str, model: str, rollout: Any, limit: int
+) -> None:
     rows = rows_of(gsm8k, AutoTokenizer.from_pretrained(model), 2)
     setting = f"actor_rollout_ref.rollout.prompt_length={limit}"
     expected, _, _ = rollout(without_ids(rows), setting, reuse=False)
     answer, server, calls = rollout(rows, setting)
-    assert_same(answer, expected)
+    assert_same_output(answer, expected)
     assert calls == 0
     assert max(map(len, server.prompts)) <= limit
 
 
-def test_rows_without_ids_take_verls_way(gsm8k: str, model: str, rollout: Any, caplog: Any) -> None:
+def test_rows_without_ids_fall_back(gsm8k: str, model: str, rollout: Any, caplog: Any) -> None:
     rows = rows_of(gsm8k, AutoTokenizer.from_pretrained(model), 2)
     expected, _, _ = rollout(without_ids(rows), reuse=False)
     answer, _, calls = rollout(without_ids(rows))
-    assert_same(answer, expected)
+    assert_same_output(answer, expected)
     assert calls == 2 * SAMPLES
     assert "reuse_ids=true" in caplog.text
 
 
-def test_ids_made_with_other_arguments_are_not_used(gsm8k: str, model: str, rollout: Any, caplog: Any) -> None:
+def test_other_template_arguments_fall_back(gsm8k: str, model: str, rollout: Any, caplog: Any) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     settings = "++data.apply_chat_template_kwargs={add_vision_id: true}"
     rows = rows_of(gsm8k, tokenizer, 2)
@@ -173,27 +175,27 @@ def test_ids_made_with_other_arguments_are_not_used(gsm8k: str, model: str, roll
     assert calls == 0
 
 
-def test_ids_of_another_tokenizer_or_template_are_not_used(gsm8k: str, model: str, rollout: Any) -> None:
+def test_other_template_falls_back(gsm8k: str, model: str, rollout: Any) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = tokenizer.chat_template.replace("You are", "You were")
     rows = rows_of(gsm8k, tokenizer, 2)
     expected, _, _ = rollout(without_ids(rows), reuse=False)
     answer, _, calls = rollout(rows)
     assert calls == 2 * SAMPLES
-    assert_same(answer, expected)
+    assert_same_output(answer, expected)
 
 
-def test_messages_changed_after_the_loader_are_tokenized(gsm8k: str, model: str, rollout: Any, caplog: Any) -> None:
+def test_changed_messages_fall_back(gsm8k: str, model: str, rollout: Any, caplog: Any) -> None:
     rows = rows_of(gsm8k, AutoTokenizer.from_pretrained(model), 2)
     rows[1]["raw_prompt"] = [{"role": "system", "content": "Be brief."}, *rows[1]["raw_prompt"]]
     expected, _, _ = rollout(without_ids(rows), reuse=False)
     answer, _, calls = rollout(rows)
     assert calls == SAMPLES
-    assert_same(answer, expected)
+    assert_same_output(answer, expected)
     assert "messages were changed" in caplog.text
 
 
-def test_tools_are_part_of_the_seal(gsm8k: str, model: str, rollout: Any, tmp_path: Path) -> None:
+def test_other_tools_fall_back(gsm8k: str, model: str, rollout: Any, tmp_path: Path) -> None:
     (tmp_path / "tools.py").write_text(TOOLS)
     settings = [
         "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
@@ -202,47 +204,51 @@ def test_tools_are_part_of_the_seal(gsm8k: str, model: str, rollout: Any, tmp_pa
     tokenizer = AutoTokenizer.from_pretrained(model)
     with_tools = rows_of(gsm8k, tokenizer, 2, function_tool_path=str(tmp_path / "tools.py"))
     without = rows_of(gsm8k, tokenizer, 2)
-    assert len(with_tools[0][reuse.IDS]) > len(without[0][reuse.IDS])
+    assert len(with_tools[0][reuse.IDS_KEY]) > len(without[0][reuse.IDS_KEY])
     expected, _, _ = rollout(without_ids(without), *settings, reuse=False)
     for rows, calls_expected in ((with_tools, 0), (without, 2 * SAMPLES)):
         answer, _, calls = rollout(rows, *settings)
-        assert_same(answer, expected)
+        assert_same_output(answer, expected)
         assert calls == calls_expected
-    # A loop without tools has no use for ids that were made with them.
+    # A loop without tools cannot reuse ids of prompts rendered with tools.
     assert rollout(with_tools)[2] == 2 * SAMPLES
 
 
-def test_a_builder_that_renders_in_its_own_way_is_left_alone(
+def test_builder_that_overrides_rendering_falls_back(
     gsm8k: str, model: str, rollout: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Own(continuous_token.QwenContinuousTokenBuilder):
+    class CustomBuilder(continuous_token.QwenContinuousTokenBuilder):
         def build_initial_tokens(self, messages: Any, **rest: Any) -> list[int]:
             return [1, 2, 3]
 
     rows = rows_of(gsm8k, AutoTokenizer.from_pretrained(model), 1)
-    monkeypatch.setattr(verl_loops, "create_continuous_token_builder", lambda tokenizer, **rest: Own(tokenizer))
+    monkeypatch.setattr(
+        verl_loops, "create_continuous_token_builder", lambda tokenizer, **rest: CustomBuilder(tokenizer)
+    )
     _, server, _ = rollout(rows)
     assert server.prompts == [[1, 2, 3]] * SAMPLES
 
 
-def test_seal_follows_everything_that_decides_ids(qwen: Any, qwen_folder: str) -> None:
-    source = reuse.prompt_source(qwen, {})
-    assert source == reuse.prompt_source(AutoTokenizer.from_pretrained(qwen_folder), {})
-    qwen(["a", "b c d"], padding=True)  # leaves a setting behind in the backend
-    assert source == reuse.prompt_source(AutoTokenizer.from_pretrained(qwen_folder), {})
-    assert reuse.prompt_source(qwen, {"tools": []}) is None
-    assert reuse.prompt_source(qwen, {"padding": True}) is None
+def test_source_digest_depends_on_everything_that_determines_ids(qwen: Any, qwen_folder: str) -> None:
+    source = reuse.source_digest(qwen, {})
+    assert source == reuse.source_digest(AutoTokenizer.from_pretrained(qwen_folder), {})
+    qwen(["a", "b c d"], padding=True)  # changes the padding settings of the backend
+    assert source == reuse.source_digest(AutoTokenizer.from_pretrained(qwen_folder), {})
+    assert reuse.source_digest(qwen, {"tools": []}) is None
+    assert reuse.source_digest(qwen, {"padding": True}) is None
     other = AutoTokenizer.from_pretrained(qwen_folder)
-    sources = {source, reuse.prompt_source(other, {"x": 1}), reuse.prompt_source(other, {}, [{"a": 1}])}
-    sources.add(reuse.prompt_source(other, {"chat_template": "{{ messages }}"}))
+    sources = {source, reuse.source_digest(other, {"x": 1}), reuse.source_digest(other, {}, [{"a": 1}])}
+    sources.add(reuse.source_digest(other, {"chat_template": "{{ messages }}"}))
     other.add_tokens(["<new>"])
-    sources.add(reuse.prompt_source(other, {}))
+    sources.add(reuse.source_digest(other, {}))
     other.eos_token = "<new>"
-    sources.add(reuse.prompt_source(other, {"y": 1}))
+    sources.add(reuse.source_digest(other, {"y": 1}))
     assert len(sources) == 6
 
 
-def test_a_template_that_tells_the_day_is_sealed_with_it(qwen_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_source_digest_includes_the_date_if_the_template_prints_it(
+    qwen_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import datetime
 
     class Tomorrow(datetime.date):
@@ -251,44 +257,54 @@ def test_a_template_that_tells_the_day_is_sealed_with_it(qwen_folder: str, monke
             return cls(2030, 1, 2)
 
     tokenizer = AutoTokenizer.from_pretrained(qwen_folder)
-    timeless = reuse.prompt_source(tokenizer, {})
+    without_date = reuse.source_digest(tokenizer, {})
     tokenizer.chat_template = "{{ strftime_now('%d') }}" + tokenizer.chat_template
-    today = reuse.prompt_source(tokenizer, {})
+    today = reuse.source_digest(tokenizer, {})
     monkeypatch.setattr(datetime, "date", Tomorrow)
-    assert reuse.prompt_source(tokenizer, {}) != today
+    assert reuse.source_digest(tokenizer, {}) != today
     tokenizer.chat_template = tokenizer.chat_template.removeprefix("{{ strftime_now('%d') }}")
-    assert reuse.prompt_source(tokenizer, {}) == timeless
+    assert reuse.source_digest(tokenizer, {}) == without_date
 
 
-def test_a_prompt_without_ids_leaves_its_batch_whole(write: Any, model: str) -> None:
+def test_batch_with_a_prompt_without_ids(write: Any, model: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     rejects = "{{ raise_exception('no') if messages[0].content == 'bad' else '' }}"
     tokenizer.chat_template = rejects + tokenizer.chat_template
     file = write([[{"role": "user", "content": text}] for text in ("good", "bad", "fine")])
-    dataset = ours(file, tokenizer, filter_overlong_prompts=False, gpuload={"reuse_ids": True, "device": "cpu"})
+    dataset = gpuload_dataset(
+        file, tokenizer, filter_overlong_prompts=False, gpuload={"reuse_ids": True, "device": "cpu"}
+    )
     batch = collate_fn(dataset.__getitems__([0, 1, 2]))
     assert {len(values) for values in batch.values()} == {3}
-    assert [mark is None for mark in batch[reuse.SEAL]] == [ids is None for ids in batch[reuse.IDS]]
-    assert [ids is None for ids in batch[reuse.IDS]] == [False, True, False]
+    assert [digest is None for digest in batch[reuse.DIGEST_KEY]] == [ids is None for ids in batch[reuse.IDS_KEY]]
+    assert [ids is None for ids in batch[reuse.IDS_KEY]] == [False, True, False]
 
 
-def test_seals_outlive_the_way_through_tensordicts(gsm8k: str, model: str) -> None:
-    """verl's trainers of version 1 send rows to the loops as a TensorDict."""
+def test_digests_match_after_a_tensordict(gsm8k: str, model: str) -> None:
+    """verl's V1 trainers pass rows to the loops as a TensorDict."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = rows_of(gsm8k, tokenizer, 3)
     batch = dict(get_tensordict({"dummy": torch.zeros(3, 1)} | collate_fn(rows)).items())
-    source = reuse.prompt_source(tokenizer, {})
+    source = reuse.source_digest(tokenizer, {})
     assert source is not None
     for number, row in enumerate(rows):
-        messages, ids, mark = (batch[key][number].data for key in ("raw_prompt", reuse.IDS, reuse.SEAL))
-        assert list(ids) == row[reuse.IDS]
-        assert mark == reuse.seal(source, messages)
+        messages, ids, digest = (batch[key][number].data for key in ("raw_prompt", reuse.IDS_KEY, reuse.DIGEST_KEY))
+        assert list(ids) == row[reuse.IDS_KEY]
+        assert digest == reuse.prompt_digest(source, messages)
 
 
-def test_a_files_column_named_as_ours_does_not_pass_for_ids(gsm8k: str, model: str, rollout: Any) -> None:
+def test_columns_with_the_names_of_our_keys_are_not_reused(gsm8k: str, model: str, rollout: Any) -> None:
     messages = pq.read_table(gsm8k).column("prompt")[0].as_py()
-    rows = [{"raw_prompt": messages, "data_source": "x", "index": 0, reuse.IDS: [1, 2], reuse.SEAL: "no seal"}]
+    rows = [
+        {
+            "raw_prompt": messages,
+            "data_source": "x",
+            "index": 0,
+            reuse.IDS_KEY: [1, 2],
+            reuse.DIGEST_KEY: "not a digest",
+        }
+    ]
     expected, _, _ = rollout(without_ids(rows), reuse=False)
     answer, _, calls = rollout(rows)
     assert calls == SAMPLES
-    assert_same(answer, expected)
+    assert_same_output(answer, expected)

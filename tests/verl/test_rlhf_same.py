@@ -1,4 +1,4 @@
-"""gpuload's RLHFDataset gives the rows that verl's own gives: real data, tokenizers, tools, template arguments."""
+"""gpuload's RLHFDataset returns the same rows as verl's: real data, tokenizers, tools, template arguments."""
 
 from functools import cache
 from pathlib import Path
@@ -9,12 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import SHARED, shared_files, shared_tokenizers, user
-from same import assert_same, ours, verls
+from same import assert_same, gpuload_dataset, verl_dataset
 from transformers import AutoTokenizer
 
 from gpuload.errors import DataError
 
-FEW = 400
+MAX_ROWS = 400
 
 
 @cache
@@ -22,63 +22,63 @@ def tokenizer(name: str) -> Any:
     return AutoTokenizer.from_pretrained(SHARED / "tokenizers" / name)
 
 
-def with_template() -> list[str]:
-    """Those that have a chat template, by their files."""
-    folders = [SHARED / "tokenizers" / name for name in shared_tokenizers()]
-    texts = {folder.name: "".join(file.read_text() for file in folder.glob("*config.json")) for folder in folders}
+def tokenizers_with_template() -> list[str]:
+    """Names of the shared tokenizers whose files contain a chat template."""
+    directories = [SHARED / "tokenizers" / name for name in shared_tokenizers()]
+    texts = {path.name: "".join(file.read_text() for file in path.glob("*config.json")) for path in directories}
     return [name for name, text in texts.items() if "chat_template" in text]
 
 
-def with_prompts(files: list[Path]) -> list[Path]:
+def files_with_prompts(files: list[Path]) -> list[Path]:
     return [file for file in files if "prompt" in pq.read_schema(file).names]
 
 
-def test_the_shipped_data(gsm8k: str, qwen: Any) -> None:
-    found = ours(gsm8k, qwen, max_prompt_length=120)
-    expected = verls(gsm8k, qwen, max_prompt_length=120)
+def test_shipped_data(gsm8k: str, qwen: Any) -> None:
+    found = gpuload_dataset(gsm8k, qwen, max_prompt_length=120)
+    expected = verl_dataset(gsm8k, qwen, max_prompt_length=120)
     assert 0 < len(expected) < pq.read_metadata(gsm8k).num_rows
     assert_same(found, expected)
     assert "64 rows compared with the reference" in found.report
 
 
 def test_without_the_filter(gsm8k: str, qwen: Any) -> None:
-    found = ours(gsm8k, qwen, max_prompt_length=5, filter_overlong_prompts=False)
-    assert_same(found, verls(gsm8k, qwen, max_prompt_length=5, filter_overlong_prompts=False))
-    assert "none tokenized" in found.report
+    found = gpuload_dataset(gsm8k, qwen, max_prompt_length=5, filter_overlong_prompts=False)
+    assert_same(found, verl_dataset(gsm8k, qwen, max_prompt_length=5, filter_overlong_prompts=False))
+    assert "No prompts were tokenized" in found.report
 
 
-@pytest.mark.parametrize("file", with_prompts(shared_files("*.parquet")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", files_with_prompts(shared_files("*.parquet")), ids=lambda file: file.stem)
 def test_real_data(qwen: Any, file: Path) -> None:
-    data = {"max_samples": FEW, "shuffle": True, "seed": 7, "max_prompt_length": 256}
-    expected = verls(file, qwen, **data)
+    data = {"max_samples": MAX_ROWS, "shuffle": True, "seed": 7, "max_prompt_length": 256}
+    expected = verl_dataset(file, qwen, **data)
     assert len(expected)
-    assert_same(ours(file, qwen, **data), expected)
+    assert_same(gpuload_dataset(file, qwen, **data), expected)
 
 
-@pytest.mark.parametrize("file", with_prompts(shared_files("wild/*.parquet")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", files_with_prompts(shared_files("wild/*.parquet")), ids=lambda file: file.stem)
 def test_wild_data(qwen: Any, file: Path) -> None:
-    data = {"max_samples": FEW, "max_prompt_length": 180}
-    expected = verls(file, qwen, **data)
+    data = {"max_samples": MAX_ROWS, "max_prompt_length": 180}
+    expected = verl_dataset(file, qwen, **data)
     if not len(expected):
         with pytest.raises(DataError, match="none of [0-9]+ rows is left"):
-            ours(file, qwen, **data)
+            gpuload_dataset(file, qwen, **data)
         data["max_prompt_length"] = 10_000
-        expected = verls(file, qwen, **data)
-    found = ours(file, qwen, **data)
+        expected = verl_dataset(file, qwen, **data)
+    found = gpuload_dataset(file, qwen, **data)
     assert len(expected)
-    # Plain strings go verl's own way: it renders them as if they were messages, and Qwen's template takes that.
+    # Plain strings fall back to verl's class, which renders them as if they were messages: Qwen's template accepts it.
     strings = pa.types.is_large_string(pq.read_schema(file).field("prompt").type)
     assert bool(found.report) != strings
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize("name", with_template())
+@pytest.mark.parametrize("name", tokenizers_with_template())
 def test_tokenizers(name: str) -> None:
     for file in shared_files("sgd_multiturn.parquet") + shared_files("xquad_12lang.parquet"):
         data = {"max_samples": 150, "shuffle": True, "seed": 1, "max_prompt_length": 400}
-        expected = verls(file, tokenizer(name), **data)
+        expected = verl_dataset(file, tokenizer(name), **data)
         assert len(expected)
-        assert_same(ours(file, tokenizer(name), **data), expected)
+        assert_same(gpuload_dataset(file, tokenizer(name), **data), expected)
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def function_tools(tmp_path: Path) -> str:
         "from verl.tools.function_tool import function_tool\n\n\n"
         "@function_tool\n"
         "def weather(city: str) -> str:\n"
-        '    """Tells the weather.\n\n    Args:\n        city: which city\n    """\n'
+        '    """Looks up the weather.\n\n    Args:\n        city: which city\n    """\n'
         "    return 'fine'\n"
     )
     return str(path)
@@ -112,51 +112,51 @@ def tool_config(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_tools_count(gsm8k: str, qwen: Any, function_tools: str, tool_config: str) -> None:
-    data = {"max_prompt_length": 330, "max_samples": FEW}
-    without = len(ours(gsm8k, qwen, **data))
+def test_tools_change_the_length(gsm8k: str, qwen: Any, function_tools: str, tool_config: str) -> None:
+    data = {"max_prompt_length": 330, "max_samples": MAX_ROWS}
+    count_without_tools = len(gpuload_dataset(gsm8k, qwen, **data))
     for more in (
         {"function_tool_path": function_tools},
         {"tool_config_path": tool_config},
         {"function_tool_path": function_tools, "tool_config_path": tool_config},
     ):
         limit = 180 + 60 * len(more)
-        found = ours(gsm8k, qwen, **{**data, **more, "max_prompt_length": limit})
+        found = gpuload_dataset(gsm8k, qwen, **{**data, **more, "max_prompt_length": limit})
         assert found.tool_schemas
-        assert len(found) < without
-        assert_same(found, verls(gsm8k, qwen, **{**data, **more, "max_prompt_length": limit}))
+        assert len(found) < count_without_tools
+        assert_same(found, verl_dataset(gsm8k, qwen, **{**data, **more, "max_prompt_length": limit}))
 
 
-def test_tools_that_cannot_be_loaded(gsm8k: str, qwen: Any) -> None:
+def test_missing_tool_file(gsm8k: str, qwen: Any) -> None:
     data = {"function_tool_path": "/nowhere.py", "max_samples": 50}
-    assert_same(ours(gsm8k, qwen, **data), verls(gsm8k, qwen, **data))
+    assert_same(gpuload_dataset(gsm8k, qwen, **data), verl_dataset(gsm8k, qwen, **data))
 
 
 def test_template_arguments(gsm8k: str, qwen: Any) -> None:
     longer = "{% for m in messages %}{{ m.content }}{{ '' if enable_thinking else ' no' * 60 }}{% endfor %}"
-    data = {"max_prompt_length": 160, "max_samples": FEW}
+    data = {"max_prompt_length": 160, "max_samples": MAX_ROWS}
     counts = []
     for thinking in (True, False):
         kwargs = {"chat_template": longer, "enable_thinking": thinking, "tokenize": False, "return_dict": False}
-        found = ours(gsm8k, qwen, apply_chat_template_kwargs=kwargs, **data)
-        assert_same(found, verls(gsm8k, qwen, apply_chat_template_kwargs=kwargs, **data))
+        found = gpuload_dataset(gsm8k, qwen, apply_chat_template_kwargs=kwargs, **data)
+        assert_same(found, verl_dataset(gsm8k, qwen, apply_chat_template_kwargs=kwargs, **data))
         counts.append(len(found))
     assert counts[1] < counts[0]
 
 
 @pytest.mark.parametrize("thinking", [True, False])
-def test_thinking(thinking: bool) -> None:
+def test_enable_thinking(thinking: bool) -> None:
     for file in shared_files("math_eval_suites.parquet"):
-        data = {"apply_chat_template_kwargs": {"enable_thinking": thinking}, "max_samples": FEW}
-        found = ours(file, tokenizer("qwen3"), max_prompt_length=80, **data)
-        assert_same(found, verls(file, tokenizer("qwen3"), max_prompt_length=80, **data))
+        data = {"apply_chat_template_kwargs": {"enable_thinking": thinking}, "max_samples": MAX_ROWS}
+        found = gpuload_dataset(file, tokenizer("qwen3"), max_prompt_length=80, **data)
+        assert_same(found, verl_dataset(file, tokenizer("qwen3"), max_prompt_length=80, **data))
 
 
 @pytest.mark.parametrize("kwargs", [{"truncation": True, "max_length": 50}, {"continue_final_message": True}])
-def test_arguments_of_another_kind_go_verls_own_way(gsm8k: str, qwen: Any, kwargs: dict[str, Any], caplog: Any) -> None:
+def test_unsupported_template_arguments_fall_back(gsm8k: str, qwen: Any, kwargs: dict[str, Any], caplog: Any) -> None:
     data = {"apply_chat_template_kwargs": kwargs, "max_prompt_length": 60, "max_samples": 50}
-    found, expected = ours(gsm8k, qwen, **data), verls(gsm8k, qwen, **data)
-    assert "verl's own way, row by row: apply_chat_template_kwargs." in caplog.text
+    found, expected = gpuload_dataset(gsm8k, qwen, **data), verl_dataset(gsm8k, qwen, **data)
+    assert "falls back to verl's own dataset class: apply_chat_template_kwargs." in caplog.text
     assert found.dataframe[:] == expected.dataframe[:]
 
 
@@ -168,7 +168,7 @@ def test_max_samples(gsm8k: str, qwen: Any) -> None:
         {"max_samples": 0, "filter_overlong_prompts": False},
         {"max_samples": 40, "shuffle": True, "seed": 3, "filter_overlong_prompts": False},
     ):
-        assert_same(ours(gsm8k, qwen, **data), verls(gsm8k, qwen, **data))
+        assert_same(gpuload_dataset(gsm8k, qwen, **data), verl_dataset(gsm8k, qwen, **data))
 
 
 def test_files_with_different_columns(write: Any, qwen: Any) -> None:
@@ -181,21 +181,21 @@ def test_files_with_different_columns(write: Any, qwen: Any) -> None:
         {"filter_overlong_prompts": False},
         {"max_samples": 3, "shuffle": True, "seed": 0},
     ):
-        assert_same(ours(files, qwen, **data), verls(files, qwen, **data))
+        assert_same(gpuload_dataset(files, qwen, **data), verl_dataset(files, qwen, **data))
 
 
-def test_types_that_verl_cannot_join(write: Any, qwen: Any) -> None:
+def test_column_types_that_verl_cannot_concatenate(write: Any, qwen: Any) -> None:
     files = [write({"prompt": [user("a")], "level": [1]}), write({"prompt": [user("b")], "level": ["2"]}, "b.parquet")]
     with pytest.raises(ValueError, match="aligned"):
-        verls(files, qwen)
-    assert [row["level"] for row in ours(files, qwen).__getitems__([0, 1])] == [1, "2"]
+        verl_dataset(files, qwen)
+    assert [row["level"] for row in gpuload_dataset(files, qwen).__getitems__([0, 1])] == [1, "2"]
 
 
 def test_pandas_index_columns(tmp_path: Path, qwen: Any) -> None:
     path = tmp_path / "indexed.parquet"
     pd.DataFrame({"prompt": [user("a"), user("b")]}, index=[7, 3]).to_parquet(path)
-    found = ours(path, qwen)
-    assert_same(found, verls(path, qwen))
+    found = gpuload_dataset(path, qwen)
+    assert_same(found, verl_dataset(path, qwen))
     assert found[1]["__index_level_0__"] == 3
 
 
@@ -211,7 +211,7 @@ def test_json(tmp_path: Path, qwen: Any, ending: str) -> None:
     )
     frame.to_json(path, orient="records", lines=ending == "jsonl")
     for data in ({"max_prompt_length": 60}, {"filter_overlong_prompts": False}):
-        assert_same(ours(path, qwen, **data), verls(path, qwen, **data))
+        assert_same(gpuload_dataset(path, qwen, **data), verl_dataset(path, qwen, **data))
 
 
 def test_arrow_types(write: Any, qwen: Any) -> None:
@@ -235,7 +235,7 @@ def test_arrow_types(write: Any, qwen: Any) -> None:
         ]
     )
     path = write(rows, schema=schema)
-    assert_same(ours(path, qwen), verls(path, qwen))
+    assert_same(gpuload_dataset(path, qwen), verl_dataset(path, qwen))
 
 
 ODD = [
@@ -256,39 +256,41 @@ STRICT = (
 
 
 @pytest.mark.parametrize("template", [LENIENT, STRICT, None], ids=["lenient", "strict", "qwen"])
-def test_rows_whose_template_fails(write: Any, qwen: Any, template: str | None) -> None:
+def test_prompts_that_the_template_rejects(write: Any, qwen: Any, template: str | None) -> None:
     path = write({"prompt": ODD, "extra_info": [{"index": i} for i in range(len(ODD))]})
     kwargs = {"chat_template": template} if template else {}
     for limit in (9, 70, 1000):
         data = {"max_prompt_length": limit, "apply_chat_template_kwargs": kwargs}
-        expected = verls(path, qwen, **data)
+        expected = verl_dataset(path, qwen, **data)
         if len(expected):
-            assert_same(ours(path, qwen, **data), expected)
+            assert_same(gpuload_dataset(path, qwen, **data), expected)
         else:
             with pytest.raises(ValueError, match="none of 11 rows is left"):
-                ours(path, qwen, **data)
+                gpuload_dataset(path, qwen, **data)
 
 
-def test_with_the_token_cache(write: Any, gsm8k: str, qwen: Any, tmp_path: Path) -> None:
+def test_token_cache(write: Any, gsm8k: str, qwen: Any, tmp_path: Path) -> None:
     odd = write({"prompt": ODD, "extra_info": [{"index": i} for i in range(len(ODD))]})
     files, cached = [gsm8k, odd], {"cache_dir": str(tmp_path), "gpuload": {"token_cache": True, "reuse_ids": True}}
     kwargs = {"apply_chat_template_kwargs": {"chat_template": LENIENT}}
     reports = []
     for limit in (90, 70, 60):
-        expected = verls(files, qwen, max_prompt_length=limit, **kwargs)
-        plain = ours(files, qwen, max_prompt_length=limit, gpuload={"reuse_ids": True}, **kwargs)
-        found = ours(files, qwen, max_prompt_length=limit, **cached, **kwargs)
+        expected = verl_dataset(files, qwen, max_prompt_length=limit, **kwargs)
+        plain = gpuload_dataset(files, qwen, max_prompt_length=limit, gpuload={"reuse_ids": True}, **kwargs)
+        found = gpuload_dataset(files, qwen, max_prompt_length=limit, **cached, **kwargs)
         reports.append(found.report)
         assert len(found) == len(expected)
         assert found.dataframe.take(range(len(found))) == plain.dataframe.take(range(len(plain)))
     assert "cache" in reports[2]
 
 
-def test_a_row_that_the_template_rejects_is_reported(write: Any, qwen: Any) -> None:
-    found = ours(write([user("a"), None]), qwen)
+def test_rejected_rows_are_reported(write: Any, qwen: Any) -> None:
+    found = gpuload_dataset(write([user("a"), None]), qwen)
     assert len(found) == 1
-    assert "rejected    1 rows: prompt is null" in found.report
+    assert "rejected   1 rows: prompt is null" in found.report
     lenient = {"chat_template": LENIENT}
-    found = ours(write([user("a"), [{"role": "user", "content": None}]]), qwen, apply_chat_template_kwargs=lenient)
+    found = gpuload_dataset(
+        write([user("a"), [{"role": "user", "content": None}]]), qwen, apply_chat_template_kwargs=lenient
+    )
     assert len(found) == 2
-    assert "1 of the rows rejected stay" in found.report
+    assert "1 of the rejected rows are kept" in found.report

@@ -1,8 +1,8 @@
-"""gpuload inside verl: data sets for `data.custom_cls`, and agent loops that reuse the loader's ids.
+"""Integration with verl 0.9.1: datasets for `data.custom_cls`, and agent loops that reuse the prompt ids of the loader.
 
     data.custom_cls.path=pkg://gpuload.integrations.verl data.custom_cls.name=RLHFDataset
 
-Names are looked up when they are first used: `SeedRLHFDataset` needs no verl.
+The classes are imported on first access, so that `SeedRLHFDataset` can be used without verl.
 """
 
 import importlib
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from gpuload.integrations.verl.seed import SeedRLHFDataset
     from gpuload.integrations.verl.sft import SFTDataset
 
-_HOMES = {
+_MODULES = {
     "RLHFDataset": "gpuload.integrations.verl.rlhf",
     "SeedRLHFDataset": "gpuload.integrations.verl.seed",
     "SFTDataset": "gpuload.integrations.verl.sft",
@@ -23,9 +23,9 @@ __all__ = ["RLHFDataset", "SFTDataset", "SeedRLHFDataset"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'gpuload.integrations.verl' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

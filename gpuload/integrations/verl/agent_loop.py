@@ -1,13 +1,14 @@
-"""verl's agent loops, reusing the ids that the loader made instead of tokenizing each prompt again for each sample.
+"""verl's agent loops, reusing the prompt ids of the loader instead of tokenizing each prompt once per sample.
 
-Switched on by two settings; `agent_loop.yaml`, beside this file, puts these classes in the place of verl's own under
-the names that verl gives them, so that `default_agent_loop` and a column `agent_name` mean what they meant:
+Two settings switch them on. `agent_loop.yaml`, in this directory, registers these classes under the names of verl's
+loops, so that `default_agent_loop` and a column `agent_name` keep their meaning:
 
     +data.gpuload.reuse_ids=true
     actor_rollout_ref.rollout.agent.agent_loop_config_path=gpuload/integrations/verl/agent_loop.yaml
 
-Only the first prompt of a rollout is concerned. Wherever its ids could differ (see `reuse.py`), and for images, videos,
-audio and models whose prompts verl does not make with the chat template, verl's own code makes them.
+Only the first prompt of a rollout is affected. The ids are reused only if a digest of tokenizer, template, template
+arguments, tools and messages matches (see `reuse.py`). In all other cases, and for images, videos, audio and prompt
+builders that override verl's rendering, the loops fall back to verl's own code.
 """
 
 import logging
@@ -18,21 +19,22 @@ from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentL
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop as VerlToolAgentLoop
 from verl.utils.tokenizer.continuous_token import ContinuousTokenBuilder
 
-from gpuload.integrations.verl.reuse import IDS, SEAL, prompt_source, seal
+from gpuload.integrations.verl.reuse import DIGEST_KEY, IDS_KEY, prompt_digest, source_digest, source_of
 
 logger = logging.getLogger(__name__)
 
-_told: set[str] = set()
+_logged_reasons: set[str] = set()
 
 
-class _ReusesIds:
-    """What both loops do differently. verl makes an instance for each sample."""
+class _ReuseIdsMixin:
+    """Overrides shared by both loops. verl makes one instance for each sample."""
 
     continuous_token_builder: Any
-    _sealed: tuple[Any, str | None] = (None, None)
+    _row_ids: Any = None
+    _row_digest: str | None = None
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        self._sealed = kwargs.pop(IDS, None), kwargs.pop(SEAL, None)
+        self._row_ids, self._row_digest = kwargs.pop(IDS_KEY, None), kwargs.pop(DIGEST_KEY, None)
         return await super().run(sampling_params, **kwargs)  # type: ignore[misc]
 
     async def ct_build_initial_tokens(
@@ -44,41 +46,40 @@ class _ReusesIds:
         audios: Any = None,
         mm_inputs_out: dict[str, Any] | None = None,
     ) -> list[int]:
-        """The ids of the first prompt: the row's, where they are what verl would make, else verl's."""
-        why_not = "images, videos or audio" if images or videos or audios else self._obstacle(messages, tools)
-        if why_not is None:
-            ids, _ = self._sealed
+        """Return the ids of the first prompt: those of the row if the digests match, else as verl builds them."""
+        has_media = images or videos or audios
+        reason = "images, videos or audio" if has_media else self._not_reusable_reason(messages, tools)
+        if reason is None:
+            ids = self._row_ids
             return self._cap_text_prompt_length(ids.tolist() if hasattr(ids, "tolist") else list(ids))  # type: ignore
-        if why_not not in _told:
-            _told.add(why_not)
-            logger.warning("prompts are tokenized once for each sample, not once: %s", why_not)
+        if reason not in _logged_reasons:
+            _logged_reasons.add(reason)
+            logger.warning("gpuload: prompt ids are not reused, every sample's prompt is tokenized: %s", reason)
         return await super().ct_build_initial_tokens(  # type: ignore[misc,no-any-return]
             messages, tools=tools, images=images, videos=videos, audios=audios, mm_inputs_out=mm_inputs_out
         )
 
-    def _obstacle(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str | None:
-        """Why the row's ids are not what verl would make, or None."""
-        ids, mark = self._sealed
-        if ids is None or mark is None:
-            return f"rows have no {IDS} and {SEAL}: set +data.gpuload.reuse_ids=true"
+    def _not_reusable_reason(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str | None:
+        """Why the row's ids may differ from verl's, or None if they are the same."""
+        if self._row_ids is None or self._row_digest is None:
+            return f"rows have no {IDS_KEY} and {DIGEST_KEY}: set +data.gpuload.reuse_ids=true"
         builder = self.continuous_token_builder
         for method in ("build_initial_tokens", "_render_tokens"):
             if getattr(type(builder), method, None) is not getattr(ContinuousTokenBuilder, method):
-                return f"{type(builder).__name__} makes prompts in a way of its own"
-        source = prompt_source(builder.tokenizer, builder.chat_template_kwargs, tools)
+                return f"{type(builder).__name__} overrides {method}"
+        source = source_digest(builder.tokenizer, builder.chat_template_kwargs, tools)
         if source is None:
-            return "the loader makes no ids with this tokenizer and these apply_chat_template_kwargs"
-        expected = seal(source, messages)
-        if mark == expected:
+            return "reuse does not support this tokenizer or these apply_chat_template_kwargs"
+        if self._row_digest == prompt_digest(source, messages):
             return None
-        if mark.rpartition("/")[0] != source:
-            return "the loader had another tokenizer, chat template, apply_chat_template_kwargs, tools or day"
-        return "messages were changed after the loader"
+        if source_of(self._row_digest) != source:
+            return "the loader used another tokenizer, chat template, apply_chat_template_kwargs, tools or date"
+        return "messages were changed after loading"
 
 
-class SingleTurnAgentLoop(_ReusesIds, VerlSingleTurnAgentLoop):  # type: ignore[misc]
+class SingleTurnAgentLoop(_ReuseIdsMixin, VerlSingleTurnAgentLoop):  # type: ignore[misc]
     """verl's `single_turn_agent`."""
 
 
-class ToolAgentLoop(_ReusesIds, VerlToolAgentLoop):  # type: ignore[misc]
+class ToolAgentLoop(_ReuseIdsMixin, VerlToolAgentLoop):  # type: ignore[misc]
     """verl's `tool_agent`."""

@@ -1,44 +1,56 @@
-"""A load where the GPUs are: Ray hides them from a process that asked for none, as verl's driver does."""
+"""Loading in a Ray task with a GPU.
+
+Ray hides GPUs from processes that did not request one. verl's driver, which creates the datasets, is such a process.
+"""
 
 import time
 from dataclasses import replace
 
 from gpuload.integrations.verl.reading import Loaded, LoadRequest, load_rows
 
-PATIENCE = 10.0
-"""Seconds. Ray's books are late: the GPU of a task that has just ended still counts as taken for a moment."""
+GPU_WAIT_SECONDS = 10.0
+"""How long to wait for a free GPU: Ray counts the GPU of a finished task as taken for a moment."""
 
 
-def obstacle() -> str | None:
-    """Why there can be no Ray task with a GPU now, or None. It would be waited for without end."""
+def no_gpu_task_reason() -> str | None:
+    """Return why no Ray task with a GPU can start now, or None if one can.
+
+    Checked before a task is submitted, because Ray would wait for a missing GPU indefinitely.
+    """
     import ray
 
     if not ray.is_initialized():
         return "Ray is not running"
     if not ray.cluster_resources().get("GPU"):
-        return "Ray knows of no GPU"
-    deadline = time.monotonic() + PATIENCE
+        return "the Ray cluster has no GPU"
+    deadline = time.monotonic() + GPU_WAIT_SECONDS
     while ray.available_resources().get("GPU", 0) < 1:
         if time.monotonic() > deadline:
-            return "all of Ray's GPUs are taken"
+            return "all GPUs of the Ray cluster are in use"
         time.sleep(0.1)
     return None
 
 
 def load_in_task(request: LoadRequest) -> Loaded:
-    """`load_rows` in a Ray task that has a GPU. The files must be readable there, and what comes back is Arrow.
+    """Run `load_rows` in a Ray task with one GPU.
+
+    Args:
+        request: its files must be readable on every node.
+
+    Returns:
+        The rows, in host memory.
 
     Raises:
-        whatever `load_rows` raises.
+        GpuloadError: as `load_rows`.
     """
     import ray
 
-    loaded: Loaded = ray.get(ray.remote(num_gpus=1, max_retries=0)(_load).remote(request))
+    loaded: Loaded = ray.get(ray.remote(num_gpus=1, max_retries=0)(_load_on_gpu).remote(request))
     return loaded
 
 
-def _load(request: LoadRequest) -> Loaded:
-    """In the task. Who asks for a GPU with "auto" means it, where it works."""
+def _load_on_gpu(request: LoadRequest) -> Loaded:
+    """Body of the task: `device="auto"` becomes "cuda" if the GPU works, so that a failure there is an error."""
     from gpuload.engines.device import cuda
 
     if request.options.device == "auto" and cuda.unavailable_reason("cuda") is None:

@@ -1,22 +1,24 @@
-"""Files as verl reads them, loaded by gpuload: which rows stay is what verl's own class decides, in the same order.
+"""Load files as verl's RLHFDataset does: the same values, the same rows, in the same order.
 
-verl reads with `datasets`, which gives a parquet file's values as they are, and types JSON in a way of its own. So
-parquet is read here, and what `datasets` would change (JSON, its own column types) is read by it first. Then:
+verl reads with `datasets`, which returns the values of most parquet files unchanged, but infers its own types for JSON
+and converts some column types. So plain parquet files are read here with Arrow, and all other files through `datasets`.
+Then:
 
-1. render and encode all prompts by columns, and drop those over the limit;
-2. prompts that gpuload does not render at all (a null among the messages, say) are put to the tokenizer as verl does:
-   some templates have an answer;
-3. keep the other columns, and the ids where rows are to carry them.
+1. Render and encode all prompts in batches, and drop prompts over the limit.
+2. Pass prompts that gpuload rejects (a message is null, for example) to the tokenizer as verl does, because some
+   templates accept them.
+3. Keep the other columns, and the ids if rows carry them.
 """
 
 import hashlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 
 from gpuload.errors import DataError
 from gpuload.filter import all_dropped
@@ -28,16 +30,22 @@ from gpuload.sources.columns import Columns
 from gpuload.sources.fetch import SourceFile, resolve
 from gpuload.sources.read import Source, open_file, open_frame
 
+_MEDIA_ROWS = 64  # rows decoded at a time when looking for images: an image can have megabytes
+
+
+class DecodedColumnError(Exception):
+    """A column whose values `datasets` decodes (images, audio ...), so that only verl's own class can read it."""
+
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """All that a load needs: it can be sent to another process.
+    """Arguments of `load_rows`. Can be pickled and sent to another process.
 
     Attributes:
-        files: local paths, or what `datasets` and gpuload open besides.
-        tokenizer: the transformers tokenizer that decides lengths.
-        options: of `gpuload.load`.
-        tokenize: whether lengths or ids are wanted at all.
+        files: local paths, or any other paths that both `datasets` and gpuload can open.
+        tokenizer: the transformers tokenizer that determines lengths.
+        options: options of `gpuload.load`.
+        tokenize: whether lengths or ids are needed.
         keep_ids: whether rows carry their ids.
     """
 
@@ -50,74 +58,76 @@ class LoadRequest:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a load gives.
+    """Result of `load_rows`.
 
     Attributes:
-        rows: the rows that stay.
-        report: what was done, for people.
-        about: tells this data from other data.
+        rows: the rows that were kept.
+        report: what was done, as text for the log.
+        fingerprint: identifies the data, for checkpoints.
     """
 
     rows: Rows
     report: str
-    about: Fingerprint
+    fingerprint: Fingerprint
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
 
 
 def open_files(files: Sequence[str], cache_dir: str | None) -> list[Source]:
-    """The files in verl's order, as verl reads them.
+    """Open files in verl's order, with the values that verl reads.
+
+    Args:
+        files: paths of .parquet, .json or .jsonl files.
+        cache_dir: directory for copies of remote files.
 
     Raises:
-        DataError: neither .parquet nor .json nor .jsonl.
-        SourceError: a file cannot be found or read.
-        DecodedColumnError: `datasets` makes images, audio or the like of a column.
+        DataError: a file of another type.
+        SourceError: a file that cannot be found or read.
+        DecodedColumnError: a column that `datasets` decodes.
     """
     return [source for path in files for source in _open(path, cache_dir)]
 
 
 def _open(path: str, cache_dir: str | None) -> list[Source]:
     if path.endswith((".json", ".jsonl")):
-        return [_open_as_datasets_does("json", path)]
+        return [_open_with_datasets("json", path)]
     if not path.endswith(".parquet"):
-        raise DataError(f"{path}: verl takes .parquet, .json and .jsonl files")
-    found = [open_file(file, index_columns=True) for file in resolve(path, cache_dir)]
-    return found if all(map(_is_plain, found)) else [_open_as_datasets_does("parquet", path)]
+        raise DataError(f"{path}: unsupported file type. verl reads .parquet, .json and .jsonl files")
+    sources = [open_file(file, index_columns=True) for file in resolve(path, cache_dir)]
+    return sources if all(map(_unchanged_by_datasets, sources)) else [_open_with_datasets("parquet", path)]
 
 
-def _is_plain(source: Source) -> bool:
-    """Whether `datasets` gives the values of this parquet file as they are."""
+def _unchanged_by_datasets(source: Source) -> bool:
+    """Whether `datasets` returns the values of this parquet file unchanged."""
     import datasets
 
     try:
         features = datasets.Features.from_arrow_schema(source.schema)
-    except (ValueError, TypeError):  # a type that it does not know: verl could not read the file at all
+    except (ValueError, TypeError):  # an unknown type: verl itself could not read the file
         return True
-    return bool(features.arrow_schema.remove_metadata().equals(source.schema.remove_metadata())) and not _decoded(
-        features
-    )
+    same_types = features.arrow_schema.remove_metadata().equals(source.schema.remove_metadata())
+    return bool(same_types) and not _decoded_columns(features)
 
 
-def _decoded(features: Any) -> list[str]:
-    """The columns of which `datasets` makes something else when a row is drawn."""
+def _decoded_columns(features: Any) -> list[str]:
+    """Names of the columns that `datasets` decodes on access."""
     from datasets.features.features import require_decoding
 
     return [name for name, feature in features.items() if require_decoding(feature)]
 
 
-class DecodedColumnError(Exception):
-    """A column whose rows are made by `datasets`: verl's own class is to read it."""
-
-
-def _open_as_datasets_does(kind: str, path: str) -> Source:
+def _open_with_datasets(file_type: str, path: str) -> Source:
     import datasets
 
-    frame = datasets.load_dataset(kind, data_files=path)["train"]
-    if decoded := _decoded(frame.features):
+    frame = datasets.load_dataset(file_type, data_files=path)["train"]
+    if decoded := _decoded_columns(frame.features):
         raise DecodedColumnError(f"`datasets` decodes column {decoded[0]!r} of {path}")
-    return replace(open_frame(frame, path), identity=identity(path))
+    return replace(open_frame(frame, path), identity=content_digest(path))
 
 
-def identity(path: str) -> bytes:
-    """Tells a file from another version of it."""
+def content_digest(path: str) -> bytes:
+    """Compute a digest of a file's content; of its name for a path that is not a local file."""
     if path.endswith(".parquet") and os.path.isfile(path):
         return open_file(SourceFile(path, path, "parquet")).identity
     digest = hashlib.sha256(path.encode(errors="surrogateescape"))
@@ -127,71 +137,94 @@ def identity(path: str) -> bytes:
     return digest.digest()
 
 
+def media_column(source: Source, names: Sequence[str]) -> str | None:
+    """Return the first of the given columns with a non-empty value (an image, a video, audio) in some row, or None."""
+    for name in names:
+        if name in source.schema.names and any(any(chunk.to_pylist()) for chunk in _column_chunks(source, name)):
+            return str(name)
+    return None
+
+
+def _column_chunks(source: Source, name: str) -> Iterator[Any]:
+    """One column in chunks. Of a parquet file, only this column is read."""
+    if source.parquet is None:
+        yield from (table.column(name) for table in source.batches())
+        return
+    with pq.ParquetFile(source.parquet) as file:
+        yield from (batch.column(0) for batch in file.iter_batches(_MEDIA_ROWS, columns=[name]))
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
 def load_rows(request: LoadRequest, sources: list[Source] | None = None) -> Loaded:
-    """Reads the rows, drops those over the limit.
+    """Read the rows and drop those over the limit.
 
     Args:
-        sources: the request's files, where they are open already.
+        request: files, tokenizer and options.
+        sources: the files of the request, if they are open already.
 
     Raises:
-        DataError: no row is left.
+        DataError: there are no rows, or all were dropped.
+        GpuloadError: as `gpuload.load`.
     """
     started = time.perf_counter()
     sources = sources or open_files(request.files, request.options.cache_dir)
     if not request.tokenize:
-        return _all_rows(request, sources, started)
+        return _load_untokenized(request, sources, started)
     dataset = load_sources(sources, request.tokenizer, request.options, started, keep_rejected=True)
     tokens, columns, report = dataset.tokens, dataset.passed_through, dataset.report
     kept = np.ones(len(tokens), bool)
     if request.options.filter_overlong_prompts:
-        unrendered = np.flatnonzero(tokens.lengths == 0)
-        kept[unrendered] = _pass_as_in_verl(columns, unrendered, request)
-        if kept[unrendered].any():
-            report.notes.append(f"{kept[unrendered].sum():,} of the rows rejected stay: the tokenizer takes them")
+        rejected = np.flatnonzero(tokens.lengths == 0)
+        kept[rejected] = _accepted_by_tokenizer(columns, rejected, request)
+        if kept[rejected].any():
+            report.notes.append(f"{kept[rejected].sum():,} of the rejected rows are kept: the tokenizer accepts them")
         report.rows_kept = int(kept.sum())
         if not report.rows_kept:
             raise DataError(all_dropped(report))
-    ids = None
-    if request.keep_ids:
-        ids = tokens if kept.all() else tokens.take(np.flatnonzero(kept))
-    names = _names(sources) | {request.options.prompt_key: "raw_prompt"}
-    selected = columns if kept.all() else columns.select(np.flatnonzero(kept))
-    return Loaded(Rows(selected, names, ids), str(report), dataset.fingerprint)
+    ids = tokens if request.keep_ids else None
+    if not kept.all():
+        numbers = np.flatnonzero(kept)
+        columns, ids = columns.select(numbers), None if ids is None else ids.take(numbers)
+    names = _column_names(sources) | {request.options.prompt_key: "raw_prompt"}
+    rows = Rows(columns, names, ids)
+    return Loaded(rows, str(report), dataset.fingerprint)
 
 
-def _pass_as_in_verl(columns: Columns, rows: np.ndarray[Any, Any], request: LoadRequest) -> list[bool]:
-    """Of rows without tokens, which ones verl's own call gives a length within the limit."""
+def _accepted_by_tokenizer(columns: Columns, rows: np.ndarray[Any, Any], request: LoadRequest) -> list[bool]:
+    """Whether verl's own call returns a length within the limit, for each of some rejected rows."""
     reference = reference_of(request.tokenizer, request.options)
 
-    def passes(row: int) -> bool:
+    def accepted(row: int) -> bool:
         try:
             (prompt,) = columns.take(np.array([row]), ["raw_prompt"])["raw_prompt"]
             return len(reference.call.ids(prompt)) <= request.options.max_prompt_length
-        except Exception:  # verl's rule: whatever the reason, such a row is too long
+        except Exception:  # verl drops a row whatever the exception
             return False
 
     with reference.call.clock_stopped():
-        return [passes(int(row)) for row in rows]
+        return [accepted(int(row)) for row in rows]
 
 
-def _all_rows(request: LoadRequest, sources: list[Source], started: float) -> Loaded:
-    """Every row, none rendered."""
+def _load_untokenized(request: LoadRequest, sources: list[Source], started: float) -> Loaded:
+    """All rows, or `max_samples` of them, without tokenizing."""
     total = sum(source.num_rows for source in sources)
     if not total:
         raise DataError(f"no rows in {', '.join(request.files)}")
     options = request.options
     wanted = choose_rows(total, options.max_samples, options.shuffle, options.seed)
     columns = Columns((table for source in sources for table in source.batches()), wanted)
-    what = request.files[0] if len(request.files) == 1 else f"{len(request.files)} files"
+    files = request.files[0] if len(request.files) == 1 else f"{len(request.files)} files"
     report = (
-        f"{what}: {len(columns):,} of {total:,} rows read in {time.perf_counter() - started:.2f} s, none tokenized: "
-        "neither filter_overlong_prompts nor gpuload.reuse_ids is on"
+        f"{files}: {len(columns):,} of {total:,} rows read in {time.perf_counter() - started:.2f} s. No prompts were "
+        "tokenized, because filter_overlong_prompts and gpuload.reuse_ids are off"
     )
-    about = fingerprint(sources, None, request.options)
-    about["tokens"] = None if wanted is None else hashlib.sha256(np.ascontiguousarray(wanted).data).hexdigest()
-    return Loaded(Rows(columns, _names(sources)), report, about)
+    identity = fingerprint(sources, None, request.options)
+    identity["tokens"] = None if wanted is None else hashlib.sha256(np.ascontiguousarray(wanted).data).hexdigest()
+    return Loaded(Rows(columns, _column_names(sources)), report, identity)
 
 
-def _names(sources: Sequence[Source]) -> dict[str, str]:
+def _column_names(sources: Sequence[Source]) -> dict[str, str]:
     """Key of a row → name of its column."""
     return {name: name for source in sources for name in source.schema.names}

@@ -1,15 +1,16 @@
-"""Prompt ids that travel with their rows, sealed, so that an agent loop knows them for its own.
+"""Digests that decide whether an agent loop may reuse the prompt ids of the loader.
 
-verl tokenizes a prompt in the agent loop, once for each of its n samples. The loader has made the same ids long
-before. They may be used only where the loop would make exactly these, and the loop runs in another process, with its
-own tokenizer and configuration. So a row carries, beside the ids, a seal: what decided them, as two digests.
+verl tokenizes a prompt in the agent loop, once for each of its n samples, although the loader has made the same ids
+before. The loop may reuse them only if its own call would return exactly these ids, and it runs in another process,
+with its own tokenizer and configuration. So each row carries, next to its ids, two digests of everything that
+determines them:
 
-    source      tokenizer, chat template and its arguments, tools; the day, where the template tells the time
+    source      tokenizer, chat template, template arguments and tools; also the date, if the template can print it
     messages    the conversation
 
-The loop makes the seal anew from what it holds itself. Equal seals: the ids are used. Otherwise the prompt is
-tokenized, which is slower and never wrong. Nothing has to be promised by a configuration, and a trainer that rewrites
-`raw_prompt` after the loader is noticed too.
+The loop computes the same digests from its own tokenizer, configuration and messages. The ids are reused only if both
+match; otherwise verl tokenizes the prompt. A wrong configuration, or a trainer that edits `raw_prompt` after loading,
+therefore costs time but never changes the ids.
 """
 
 import datetime
@@ -22,66 +23,72 @@ from gpuload.errors import GpuloadError
 from gpuload.options import check_template_kwargs, plain
 from gpuload.reference.reference import Reference
 
-IDS = "gpuload_prompt_ids"
-"""The key of a row's ids: list[int], all of them, not truncated."""
+IDS_KEY = "gpuload_prompt_ids"
+"""Row key of the prompt ids: list[int], not truncated."""
 
-SEAL = "gpuload_prompt_seal"
-"""The key of their seal: str."""
+DIGEST_KEY = "gpuload_prompt_digest"
+"""Row key of the digests of a prompt: str, see `prompt_digest`."""
 
-# Arguments of verl's own call of `apply_chat_template`: among the configured ones, it fails.
-_VERLS = ("add_generation_prompt", "tokenize", "tools", "return_dict")
+# verl passes these to `apply_chat_template` itself: repeated in apply_chat_template_kwargs, they are a TypeError there.
+_PASSED_BY_VERL = ("add_generation_prompt", "tokenize", "tools", "return_dict")
 
-_sources: WeakKeyDictionary[Any, dict[str, str | None]] = WeakKeyDictionary()
+_known_sources: WeakKeyDictionary[Any, dict[str, str | None]] = WeakKeyDictionary()
 
 
-def prompt_source(tokenizer: Any, kwargs: Mapping[str, Any], tools: Sequence[Any] | None = None) -> str | None:
-    """A digest of all that decides a prompt's ids besides its messages.
+def source_digest(tokenizer: Any, kwargs: Mapping[str, Any], tools: Sequence[Any] | None = None) -> str | None:
+    """Compute the digest of everything except the messages that determines the ids of a prompt.
 
-    Made once for each tokenizer and set of arguments in a process: a tokenizer is megabytes of tables.
+    Cached per process for each tokenizer and set of arguments, because a tokenizer holds megabytes of tables.
 
     Args:
         tokenizer: a transformers tokenizer.
         kwargs: verl's `data.apply_chat_template_kwargs`.
-        tools: the schemas of the tools that the prompt is rendered with.
+        tools: schemas of the tools that the prompt is rendered with.
 
     Returns:
-        The digest, or None where the loader makes no ids with such a tokenizer or such arguments.
+        The digest, or None if the loader cannot make ids with this tokenizer and these arguments.
     """
-    # What is easily changed on a tokenizer, and quickly read: its length, for one, takes longer than a prompt's ids.
+    # Part of the cache key: changes that users make to a tokenizer and that are cheap to read. `len(tokenizer)`, for
+    # example, would notice more of them, but takes longer than tokenizing a prompt.
     changes = (tokenizer.chat_template, tokenizer.special_tokens_map, len(tokenizer.added_tokens_decoder))
     settings = repr((changes, dict(kwargs), tools))
-    known = _sources.setdefault(tokenizer, {})
+    known = _known_sources.setdefault(tokenizer, {})
     if settings not in known:
-        known[settings] = _digest_source(tokenizer, kwargs, tools)
+        known[settings] = _compute_source_digest(tokenizer, kwargs, tools)
     source = known[settings]
-    return source and f"{source}{_day(tokenizer, kwargs)}"
+    return source and f"{source}{_date_suffix(tokenizer, kwargs)}"
 
 
-def seal(source: str, messages: Sequence[Any]) -> str:
-    """The seal of one prompt's ids.
+def prompt_digest(source: str, messages: Sequence[Any]) -> str:
+    """Compute the digests of one prompt, as "source/messages".
 
     Args:
-        source: see `prompt_source`.
-        messages: the conversation, as rows carry it in `raw_prompt`.
+        source: result of `source_digest`.
+        messages: the conversation, as in a row's `raw_prompt`.
     """
     return f"{source}/{_digest(repr(list(messages)))}"
 
 
-def _digest_source(tokenizer: Any, kwargs: Mapping[str, Any], tools: Sequence[Any] | None) -> str | None:
-    if any(name in kwargs for name in _VERLS):
+def source_of(digest: str) -> str:
+    """Return the source part of a `prompt_digest`."""
+    return digest.rpartition("/")[0]
+
+
+def _compute_source_digest(tokenizer: Any, kwargs: Mapping[str, Any], tools: Sequence[Any] | None) -> str | None:
+    if any(name in kwargs for name in _PASSED_BY_VERL):
         return None
-    given = dict(kwargs) if tools is None else {**kwargs, "tools": tools}
-    template = given.pop("chat_template", None) or "default"
+    arguments = dict(kwargs) if tools is None else {**kwargs, "tools": tools}
+    template = arguments.pop("chat_template", None) or "default"
     try:
-        given = plain(given)
-        check_template_kwargs(given)
-        return Reference(tokenizer, chat_template=template, template_kwargs=given).fingerprint()
+        arguments = plain(arguments)
+        check_template_kwargs(arguments)
+        return Reference(tokenizer, chat_template=template, template_kwargs=arguments).fingerprint()
     except GpuloadError:
         return None
 
 
-def _day(tokenizer: Any, kwargs: Mapping[str, Any]) -> str:
-    """Today's date, where the template could print it."""
+def _date_suffix(tokenizer: Any, kwargs: Mapping[str, Any]) -> str:
+    """Today's date, if the template can print it."""
     templates = f"{tokenizer.chat_template}{kwargs.get('chat_template')}"
     return f"@{datetime.date.today()}" if "strftime_now" in templates else ""
 

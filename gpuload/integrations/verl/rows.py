@@ -1,4 +1,4 @@
-"""The rows of a data set inside verl: Arrow columns, made Python objects when they are asked for."""
+"""Rows of a dataset inside verl: Arrow columns, converted to Python objects on access."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -6,17 +6,17 @@ from typing import Any
 import numpy as np
 
 from gpuload.arrays import Ragged
-from gpuload.integrations.verl.reuse import IDS
+from gpuload.integrations.verl.reuse import IDS_KEY
 from gpuload.sources.columns import Columns
 
 
 class Rows:
-    """What verl's class keeps as `dataframe`: as much of a `datasets.Dataset` as verl uses, at a fraction of its cost.
+    """The `dataframe` of verl's dataset class: the part of `datasets.Dataset` that verl uses, with faster access.
 
     Args:
         columns: the rows.
         names: key of a row → name of its column.
-        ids: the prompts' ids, for rows that are to carry them; no ids for a prompt that cannot be rendered.
+        ids: prompt ids of the rows, if rows carry them; empty for a prompt that cannot be rendered.
     """
 
     def __init__(self, columns: Columns, names: Mapping[str, str], ids: Ragged | None = None):
@@ -29,33 +29,44 @@ class Rows:
 
     @property
     def column_names(self) -> list[str]:
+        """Keys of a row, without the prompt ids."""
         return list(self._names)
 
     @property
     def nbytes(self) -> int:
-        """Of the columns and the ids."""
+        """Bytes of the columns and the ids."""
         return self._columns.nbytes + (self._ids.nbytes if self._ids else 0)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         return self.take([row])[0]
 
     def take(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """(m,) row numbers → m rows, each of objects of its own.
+        """Convert rows to Python objects. No object is shared between two rows, or with a later call.
+
+        Args:
+            rows: (m,) row numbers.
+
+        Returns:
+            m dicts.
 
         Raises:
-            IndexError: there is no such row.
+            IndexError: a row number is out of range.
         """
         numbers = np.asarray(rows, np.int64)
         columns = self._columns.take(numbers, list(self._names.values()))
         keys = list(self._names)
         values = [columns[name] for name in self._names.values()]
         if self._ids is not None:
-            keys.append(IDS)
+            keys.append(IDS_KEY)
             values.append([ids or None for ids in self._ids.take(numbers).to_lists()])
         return [dict(zip(keys, row, strict=True)) for row in zip(*values, strict=True)]
 
     def select(self, rows: Iterable[int]) -> "Rows":
-        """The given rows in the given order, over the same memory except for ids."""
+        """Return the given rows in the given order. Columns are shared; ids are copied.
+
+        Args:
+            rows: (m,) row numbers.
+        """
         numbers = np.fromiter(rows, np.int64)
         ids = None if self._ids is None else self._ids.take(numbers)
         return Rows(self._columns.select(numbers), self._names, ids)

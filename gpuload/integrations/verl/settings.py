@@ -1,8 +1,8 @@
-"""The keys of `data.gpuload`, checked once.
+"""The keys under `data.gpuload` in verl's configuration.
 
     +data.gpuload.device=cuda +data.gpuload.reuse_ids=true
 
-Everything else that concerns data keeps its place and name in verl's own `data:` section.
+All other data settings keep their place and name in verl's `data:` section.
 """
 
 import dataclasses
@@ -13,17 +13,19 @@ from typing import Any
 from gpuload.errors import OptionError
 from gpuload.options import nearest, plain
 
+_LOAD_OPTIONS = "device gpu_memory_limit verify progress token_cache token_cache_bytes".split()
+
 
 @dataclass(frozen=True)
 class Settings:
-    """What a data set inside verl takes besides verl's own keys.
+    """Settings of a gpuload dataset inside verl, in addition to verl's own keys.
 
     Attributes:
-        device, gpu_memory_limit, verify, progress, token_cache, token_cache_bytes: as `gpuload.load` takes them; the
-            cache is in `data.cache_dir`.
-        ray_gpu: where this process sees no GPU, load in a Ray task that has one.
-        reuse_ids: rows carry their prompts' ids, for gpuload's agent loop.
-        strict_resume: a checkpoint of other data is rejected; else it is resumed with a warning.
+        device, gpu_memory_limit, verify, progress, token_cache, token_cache_bytes: options of `gpuload.load`. The
+            token cache is stored in `data.cache_dir`.
+        ray_gpu: load in a Ray task with a GPU if this process has none.
+        reuse_ids: rows carry their prompt ids, for gpuload's agent loops.
+        strict_resume: raise if a checkpoint was made with different data; False logs a warning instead.
     """
 
     device: str = "auto"
@@ -38,10 +40,13 @@ class Settings:
 
     @staticmethod
     def parse(config: Any) -> "Settings":
-        """From verl's `data:` section.
+        """Read the settings from verl's `data:` section.
+
+        Args:
+            config: the section, a dict or an OmegaConf mapping.
 
         Raises:
-            OptionError: an unknown key, naming the nearest one there is, or a value that makes no sense.
+            OptionError: an unknown key (the message names the nearest known one) or an invalid value.
         """
         given = plain(config.get("gpuload") or {})
         if not isinstance(given, Mapping):
@@ -57,6 +62,5 @@ class Settings:
         return settings
 
     def options(self) -> dict[str, Any]:
-        """Those that `gpuload.load` takes."""
-        names = "device gpu_memory_limit verify progress token_cache token_cache_bytes".split()
-        return {name: getattr(self, name) for name in names}
+        """Return the settings that are options of `gpuload.load`, by name."""
+        return {name: getattr(self, name) for name in _LOAD_OPTIONS}

@@ -1,19 +1,19 @@
-"""Conversations as verl's SFT data set tokenizes them, message by message, made by columns.
+"""Tokenize multi-turn conversations by columns, with the same result as verl's SFT dataset.
 
-verl renders and encodes every message as a conversation of its own, cuts off the system prompt that the template put
-before it, and sets the messages' ids one after the other; then it renders the whole conversation once more, to see that
-the ids are the same. A batch of conversations is therefore two columns here:
+verl renders and encodes each message as a conversation of one message, removes the ids of the system prompt that the
+template puts before it, and concatenates the ids of all messages. It then renders the whole conversation, and raises if
+its ids differ. Here a batch of conversations becomes two columns of text:
 
-    messages          every message of every row, each a conversation of one    → ids, cut, joined
-    conversations     the rows                                                  → ids, to compare with
+    messages         each message of each row, as a conversation of one    → ids, trimmed and concatenated
+    conversations    each row                                              → ids, compared with the others
 
-Both go through the compiled template and the host encoder. A message that the template rejects to render alone is
-rendered after an empty user message, whose ids are then cut off, as verl does it. Rows that cannot be made like this
-are named, with the reason, and left to verl's own code.
+The compiled template renders both columns and the host encoder tokenizes them. If the template rejects a single message
+(Qwen3.5 needs a user message), verl renders it after an empty user message and removes the ids of that message; so does
+this module. Rows that cannot be tokenized like this are returned with a reason: the caller falls back to verl's method.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -24,59 +24,60 @@ import pyarrow.compute as pc
 
 from gpuload.arrays import Ragged, offsets_of
 from gpuload.engines.host.encode import host_encoder
-from gpuload.engines.host.prompts import render_column, render_rows
-from gpuload.engines.host.render import HostText
-from gpuload.options import check_template_kwargs, plain
-from gpuload.reference.reference import Reference
-from gpuload.template import ChatProgram
+from gpuload.integrations.verl.variants import (
+    ConversationTexts,
+    RenderCounts,
+    TemplateVariant,
+    VariantKey,
+    render_conversations,
+    variant_key,
+)
 
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
-_EMPTY_USER = [{"role": "user", "content": [{"type": "text", "text": ""}]}]
-
-# transformers' templates lose the first newline after a block: this one is ours, and none of the template's is lost.
-_AFTER_EMPTY_USER = f"{{% set messages = {_EMPTY_USER} + messages %}}\n"
-
-FEWEST_ROWS = 16
-"""Tools are often of one row each. A template is compiled for so many conversations with the same ones."""
+_MISMATCH = "the ids of its messages differ from those of the whole conversation"
 
 
 @dataclass
-class Tokenized:
-    """n conversations.
+class TokenizedConversations:
+    """n tokenized conversations.
 
     Attributes:
-        ids: n rows; empty ones where verl is to make them.
+        ids: n rows of token ids; empty for rows in `fallback` and `rejected`.
         loss: (len(ids.values),) uint8, 1 where a token is learned.
-        once: row → why verl's code has to make its ids.
-        rejected: row → why verl's code is expected to raise.
-        ignored: how many rows have messages whose ids are not those of the whole conversation, and are kept.
-        by_column, by_reference: how many texts the compiled template rendered, and how many transformers.
-        reasons: why the template was not used, and how many texts each.
+        fallback: row → why verl's method must tokenize it.
+        rejected: row → why verl's method is expected to raise.
+        mismatches: number of rows that are kept although the ids of their messages differ from those of the whole
+            conversation (verl's `ignore_input_ids_mismatch`).
+        rendering: how the texts were rendered.
     """
 
     ids: Ragged
     loss: npt.NDArray[np.uint8]
-    once: dict[int, str]
+    fallback: dict[int, str]
     rejected: dict[int, str]
-    ignored: int = 0
-    by_column: int = 0
-    by_reference: int = 0
-    reasons: dict[str, int] = field(default_factory=dict)
+    mismatches: int = 0
+    rendering: RenderCounts = field(default_factory=RenderCounts)
 
 
-class Turns:
+class ConversationTokenizer:
     """Tokenizes batches of conversations.
 
     Args:
         tokenizer: a transformers tokenizer.
-        kwargs: the configured arguments of the chat template.
-        system_prompt: how many ids of a later message's rendering are the system prompt.
-        generation_prompt: how many ids of an assistant's message are not learned.
-        ignore_mismatch: keep rows whose messages' ids are not those of the whole conversation.
+        kwargs: verl's `apply_chat_template_kwargs`.
+        system_prompt: number of ids of the system prompt that the template adds to a single message.
+        generation_prompt: number of ids at the start of an assistant message that are not learned.
+        ignore_mismatch: keep rows whose messages have other ids than the whole conversation.
+
+    Attributes:
+        encodes_rendered_text: whether the ids of a conversation are the ids of its text. If not, this class cannot be
+            used.
 
     Raises:
-        OptionError, TokenizerError: verl's class would not tokenize with such arguments either, or not like this.
+        OptionError: an argument in `kwargs` is not supported.
+        TokenizerError: the tokenizer has no usable chat template.
     """
 
     def __init__(
@@ -92,11 +93,11 @@ class Turns:
         self._system_prompt = system_prompt
         self._generation_prompt = generation_prompt
         self._ignore_mismatch = ignore_mismatch
-        self._instant = datetime.now()
-        self._ways: dict[tuple[str, bool | None], _Way] = {}
-        plain = self._way(None, None)
-        self._encode = host_encoder(plain.reference).encode
-        self.exact_by_text = plain.reference.encodes_rendered_text
+        self._instant = datetime.now()  # the same for all rows, in case the template prints it
+        self._variants: dict[VariantKey, TemplateVariant] = {}
+        reference = self._variant(None, None).reference
+        self._encode = host_encoder(reference).encode
+        self.encodes_rendered_text = reference.encodes_rendered_text
 
     def tokenize(
         self,
@@ -104,212 +105,162 @@ class Turns:
         tools: Sequence[Any] | None,
         thinking: Sequence[bool | None],
         rejected: Mapping[int, str],
-    ) -> Tokenized:
-        """Tokenizes one batch.
+    ) -> TokenizedConversations:
+        """Tokenize one batch.
 
         Args:
-            conversations: (n,) list<struct<role, ...>>, large or not.
-            tools: of each row; None: rows have no tools.
+            conversations: (n,) list or large_list of struct<role, ...>.
+            tools: tools of each row; None if rows have no tools.
             thinking: `enable_thinking` of each row.
-            rejected: rows that are known to be rejected already, and why.
+            rejected: row → reason, for rows that are known to be rejected.
         """
-        counts = np.asarray(pc.fill_null(pc.list_value_length(conversations), 0), np.int64)
-        messages = conversations.flatten()
-        first = offsets_of(counts)
-        row_of = np.repeat(np.arange(len(counts)), counts)
-        numbers: dict[tuple[str, bool | None], int] = {}
-        ways: list[_Way] = []
+        layout = _flatten(conversations)
+        variants, row_variant, message_variant = self._choose_variants(layout, tools, thinking)
+        messages = render_conversations(layout.single_messages(), message_variant, variants, retry_after_user=True)
+        wholes = render_conversations(conversations, row_variant, variants)
+        # Tools often differ in each row: keep only variants that were compiled, and the default one.
+        default = variant_key(None, None)
+        self._variants = {
+            key: variant for key, variant in self._variants.items() if variant.program is not None or key == default
+        }
+        ids, loss = self._concatenate(layout, messages)
+        result = TokenizedConversations(ids, loss, {}, dict(rejected), rendering=messages.counts)
+        result.rendering.add(wholes.counts.compiled, wholes.counts.reference, wholes.counts.reasons)
+        self._classify_rows(result, layout, messages, wholes)
+        return _without_ids(result, [*result.fallback, *result.rejected])
+
+    def _variant(self, tools: Any, thinking: bool | None) -> "TemplateVariant":
+        key = variant_key(tools, thinking)
+        if key not in self._variants:
+            self._variants[key] = TemplateVariant(self._tokenizer, self._kwargs, tools, thinking, self._instant)
+        return self._variants[key]
+
+    def _choose_variants(
+        self, layout: "_Layout", tools: Sequence[Any] | None, thinking: Sequence[bool | None]
+    ) -> tuple[list["TemplateVariant"], Ints, Ints]:
+        """The variants of a batch, the number of the variant of each row (n,), and of each message (m,).
+
+        As in verl, whole conversations and first messages are rendered with the tools, later messages without.
+        """
+        numbers: dict[VariantKey, int] = {}
+        variants: list[TemplateVariant] = []
 
         def number(row: int, with_tools: bool) -> int:
-            its = tools[row] if with_tools and tools is not None else None
-            key = ("" if its is None else repr(its), thinking[row])
+            row_tools = tools[row] if with_tools and tools is not None else None
+            key = variant_key(row_tools, thinking[row])
             if key not in numbers:
-                numbers[key] = len(ways)
-                ways.append(self._way(its, thinking[row]))
+                numbers[key] = len(variants)
+                variants.append(self._variant(row_tools, thinking[row]))
             return numbers[key]
 
-        whole_way = np.fromiter((number(row, True) for row in range(len(counts))), np.int64, len(counts))
-        later_way = np.fromiter((number(row, False) for row in range(len(counts))), np.int64, len(counts))
-        message_way = later_way[row_of]
-        opening = first[:-1][counts > 0]
-        message_way[opening] = whole_way[counts > 0]
+        n = len(layout.counts)
+        with_tools = np.fromiter((number(row, True) for row in range(n)), np.int64, n)
+        without_tools = np.fromiter((number(row, False) for row in range(n)), np.int64, n)
+        of_message = without_tools[layout.row]
+        of_message[layout.opening] = with_tools[layout.counts > 0]
+        return variants, with_tools, of_message
 
-        alone = pa.LargeListArray.from_arrays(pa.array(np.arange(len(messages) + 1), pa.int64()), messages)
-        said = self._texts(alone, message_way, ways, alone=True)
-        whole = self._texts(conversations, whole_way, ways)
-        self._ways = {key: way for key, way in self._ways.items() if way.program is not None or key == ("", None)}
+    def _concatenate(self, layout: "_Layout", messages: "ConversationTexts") -> tuple[Ragged, npt.NDArray[np.uint8]]:
+        """The ids of each row, from those of its messages, and which of them are learned."""
+        ids = self._encode(messages.text())
+        role = layout.messages.field("role").cast(pa.large_string())
+        # How many ids verl removes from the start of each message: the empty user message, if the template needed one,
+        # and the system prompt, except from a row's first message and from system messages.
+        removed = messages.prefix + self._system_prompt * _differs_from(role, "system")
+        removed[layout.opening] = messages.prefix[layout.opening]
+        lengths = ids.lengths - np.minimum(removed, ids.lengths)
+        # Position of each id in its message after the removal; negative if it is removed.
+        position = np.arange(len(ids.values)) - np.repeat(ids.offsets[:-1] + removed, ids.lengths)
+        is_assistant = np.repeat(~_differs_from(role, "assistant"), ids.lengths)
+        learned = is_assistant & (position >= self._generation_prompt)
+        offsets = offsets_of(lengths)[layout.offsets]  # of rows instead of messages
+        return Ragged(ids.values[position >= 0], offsets), learned[position >= 0].astype(np.uint8)
 
-        parts = self._encode(said.text)
-        role = messages.field("role").cast(pa.large_string())
-        cut = said.cut + self._system_prompt * _unlike(role, "system")
-        cut[opening] = said.cut[opening]
-        kept = parts.lengths - np.minimum(cut, parts.lengths)
-        place = np.arange(len(parts.values)) - np.repeat(parts.offsets[:-1], parts.lengths)
-        place -= np.repeat(cut, parts.lengths)
-        learned = np.repeat(~_unlike(role, "assistant"), parts.lengths) & (place >= self._generation_prompt)
-        row_ends = np.concatenate([[0], np.cumsum(kept)])[first]
-        ids = Ragged(parts.values[place >= 0], row_ends)
-        loss = learned[place >= 0].astype(np.uint8)
-
-        result = Tokenized(ids, loss, {}, dict(rejected), by_column=said.by_column + whole.by_column)
-        result.by_reference = said.by_reference + whole.by_reference
-        for found in (said.reasons, whole.reasons):
-            for why, many in found.items():
-                result.reasons[why] = result.reasons.get(why, 0) + many
-        for row in np.flatnonzero(counts == 0).tolist():
+    def _classify_rows(
+        self,
+        result: TokenizedConversations,
+        layout: "_Layout",
+        messages: "ConversationTexts",
+        wholes: "ConversationTexts",
+    ) -> None:
+        """Fill in `fallback`, `rejected` and `mismatches`."""
+        for row in np.flatnonzero(layout.counts == 0).tolist():
             result.rejected.setdefault(row, "no messages")
-        for message, why in said.rejected.items():
-            if int(row_of[message]) not in result.rejected:
-                result.once.setdefault(int(row_of[message]), why)
-        for row, why in whole.rejected.items():
-            if row not in result.once:
-                result.rejected.setdefault(row, why)
-        for row in np.flatnonzero(_differing(ids, self._encode(whole.text))).tolist():
-            if row in result.once or row in result.rejected:
+        for message, reason in messages.rejected.items():
+            row = int(layout.row[message])
+            if row not in result.rejected:
+                result.fallback.setdefault(row, reason)
+        for row, reason in wholes.rejected.items():
+            if row not in result.fallback:
+                result.rejected.setdefault(row, reason)
+        for row in np.flatnonzero(_differing_rows(result.ids, self._encode(wholes.text()))).tolist():
+            if row in result.fallback or row in result.rejected:
                 continue
             if self._ignore_mismatch:
-                result.ignored += 1
+                result.mismatches += 1
             else:
-                result.rejected[row] = "the ids of its messages are not those of the whole conversation"
-        return _emptied(result)
-
-    def _way(self, tools: Any, thinking: bool | None) -> "_Way":
-        key = ("" if tools is None else repr(tools), thinking)
-        if key not in self._ways:
-            self._ways[key] = _Way(self._tokenizer, self._kwargs, tools, thinking, self._instant)
-        return self._ways[key]
-
-    def _texts(self, conversations: pa.Array, way_of: Ints, ways: list["_Way"], alone: bool = False) -> "_Texts":
-        """Renders conversations, each in its way.
-
-        Args:
-            alone: they are messages; one that cannot be rendered comes after an empty user message.
-        """
-        count = len(conversations)
-        found = _Texts(pa.array([], pa.large_string()), np.zeros(count, np.int64))
-        texts: list[pa.Array] = []
-        rows_of: list[Ints] = []
-
-        def take(rendered: HostText, rows: Ints) -> Ints:
-            texts.append(pc.fill_null(rendered.text, ""))
-            rows_of.append(rows)
-            found.by_column += rendered.compiled_rows
-            found.by_reference += rendered.reference_rows
-            for why, many in rendered.reasons.items():
-                found.reasons[why] = found.reasons.get(why, 0) + many
-            found.rejected.update((int(rows[row]), why) for row, why in rendered.rejected.items())
-            return rows[sorted(rendered.rejected)]
-
-        for number in np.unique(way_of).tolist():
-            rows = np.flatnonzero(way_of == number)
-            some = conversations if len(rows) == count else conversations.take(pa.array(rows))
-            missing = take(ways[number].render(some), rows)
-            if alone and len(missing):
-                after = ways[number].after_empty_user(conversations.take(pa.array(missing[:8])))
-                if after is not None:
-                    for row in missing.tolist():
-                        del found.rejected[row]
-                    take(after.render(conversations.take(pa.array(missing))), missing)
-                    found.cut[missing] = after.cut
-        # A row that was rendered twice has its later text: of equal indices, the last assignment stays.
-        at = np.zeros(count, np.int64)
-        if count:
-            at[np.concatenate(rows_of)] = np.arange(sum(map(len, rows_of)))
-            found.text = pa.concat_arrays(texts).take(pa.array(at))
-        return found
+                result.rejected[row] = _MISMATCH
 
 
-@dataclass
-class _Texts:
-    """Texts of n conversations: "" where rejected, and how many ids at the start of each are not its own."""
-
-    text: pa.Array
-    cut: Ints
-    rejected: dict[int, str] = field(default_factory=dict)
-    by_column: int = 0
-    by_reference: int = 0
-    reasons: dict[str, int] = field(default_factory=dict)
+# -- conversations as columns ------------------------------------------------------------------------------------------
 
 
-class _Way:
-    """How conversations with the same tools and arguments are rendered: compiled once there are enough of them.
+@dataclass(frozen=True)
+class _Layout:
+    """n conversations as one column of m messages.
 
     Attributes:
-        cut: how many ids at the start of every text are not its own.
+        messages: (m,) structs.
+        counts: (n,) number of messages of each row.
+        offsets: (n + 1,) position of each row's first message.
+        row: (m,) row of each message.
     """
 
-    def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any], tools: Any, thinking: bool | None, instant: datetime):
-        self._given = (tokenizer, kwargs, tools, thinking, instant)
-        arguments = dict(kwargs) | {"add_generation_prompt": False}
-        template = arguments.pop("chat_template", None) or "default"
-        if tools is not None:
-            arguments["tools"] = tools
-        if thinking is not None:
-            arguments["enable_thinking"] = thinking
-        arguments = plain(arguments)
-        check_template_kwargs(arguments)
-        self.reference = Reference(tokenizer, chat_template=template, template_kwargs=arguments)
-        self.reference.call = replace(self.reference.call, instant=instant)
-        self.program: ChatProgram | None = None
-        self.cut = 0
-        self._after: _Way | None = None
+    messages: pa.StructArray
+    counts: Ints
+    offsets: Ints
+    row: Ints
 
-    def render(self, conversations: pa.Array) -> HostText:
-        with self.reference.call.clock_stopped():
-            if self.program is None and len(conversations) >= FEWEST_ROWS:
-                self.program = ChatProgram(self.reference.call)
-            if self.program is None:
-                return render_rows(conversations, self.reference)
-            return render_column(conversations, self.reference, self.program)
+    @property
+    def opening(self) -> Ints:
+        """Positions of the first messages, one for each row that has messages."""
+        return self.offsets[:-1][self.counts > 0]
 
-    def after_empty_user(self, examples: pa.Array) -> "_Way | None":
-        """The way to render messages after an empty user message, or None where there is none.
-
-        Args:
-            examples: messages that need it, to see on one of them that the template does so what verl does.
-        """
-        if self._after is None:
-            tokenizer, kwargs, tools, thinking, instant = self._given
-            call = self.reference.call
-            for example in range(len(examples)):
-                try:
-                    message = examples[example].as_py()
-                    expected = call.render(_EMPTY_USER + message)
-                    template = _AFTER_EMPTY_USER + call.text()
-                    after = _Way(tokenizer, {**kwargs, "chat_template": template}, tools, thinking, instant)
-                    if after.reference.render(message) != expected:
-                        return None
-                    after.cut = len(call.ids(_EMPTY_USER))
-                except Exception:  # whatever a template raises: then verl's code raises it too
-                    continue
-                self._after = after
-                break
-        return self._after
+    def single_messages(self) -> pa.LargeListArray:
+        """(m,) each message as a conversation of one message."""
+        return pa.LargeListArray.from_arrays(pa.array(np.arange(len(self.messages) + 1), pa.int64()), self.messages)
 
 
-def _unlike(role: pa.Array, name: str) -> npt.NDArray[np.bool_]:
+def _flatten(conversations: pa.Array) -> _Layout:
+    counts = np.asarray(pc.fill_null(pc.list_value_length(conversations), 0), np.int64)
+    return _Layout(conversations.flatten(), counts, offsets_of(counts), np.repeat(np.arange(len(counts)), counts))
+
+
+# -- ids ---------------------------------------------------------------------------------------------------------------
+
+
+def _differs_from(role: pa.Array, name: str) -> Bools:
+    """(m,) whether a role is another one, or null."""
     return np.asarray(pc.fill_null(pc.not_equal(role, name), True), bool)
 
 
-def _differing(one: Ragged, other: Ragged) -> npt.NDArray[np.bool_]:
-    """(n,) which rows are not the same."""
-    differing: npt.NDArray[np.bool_] = one.lengths != other.lengths
+def _differing_rows(one: Ragged, other: Ragged) -> Bools:
+    """(n,) whether the two have different ids in a row."""
+    differing: Bools = one.lengths != other.lengths
     rows = np.flatnonzero(~differing)
-    mine, others = one.take(rows), other.take(rows)
-    unequal = np.flatnonzero(mine.values != others.values)
-    differing[rows[np.searchsorted(mine.offsets, unequal, side="right") - 1]] = True
+    # Only rows of equal length are left, so their ids are at the same positions of both value arrays.
+    one, other = one.take(rows), other.take(rows)
+    unequal = np.flatnonzero(one.values != other.values)
+    differing[rows[np.searchsorted(one.offsets, unequal, side="right") - 1]] = True
     return differing
 
 
-def _emptied(result: Tokenized) -> Tokenized:
-    """The same, with no ids in the rows that are verl's to make."""
-    gone = [*result.once, *result.rejected]
-    if gone:
-        lengths = result.ids.lengths.copy()
-        kept = np.ones(len(lengths), bool)
-        kept[gone] = False
-        tokens = np.repeat(kept, lengths)
-        lengths[~kept] = 0
-        result.ids = Ragged(result.ids.values[tokens], offsets_of(lengths))
-        result.loss = result.loss[tokens]
+def _without_ids(result: TokenizedConversations, rows: list[int]) -> TokenizedConversations:
+    """The same batch with no ids in the given rows."""
+    if rows:
+        keep = np.ones(len(result.ids), bool)
+        keep[rows] = False
+        tokens = np.repeat(keep, result.ids.lengths)
+        offsets = offsets_of(np.where(keep, result.ids.lengths, 0))
+        result.ids, result.loss = Ragged(result.ids.values[tokens], offsets), result.loss[tokens]
     return result
