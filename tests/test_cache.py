@@ -59,7 +59,7 @@ def test_warm_equals_cold(
     assert (warm.report.from_cache, warm.report.into_cache) == (files, [])
     same(warm, cold)
     assert f"tokens of 3 of 3 files read from {warm_cache}" in str(warm.report)
-    assert "rows compared when their tokens were made, none differed" in str(warm.report)
+    assert "rows compared when their tokens were cached, none differed" in str(warm.report)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
