@@ -14,7 +14,8 @@ from template_cases import column, conversations, small_tokenizer
 from gpuload.engines.device import cudf
 from gpuload.engines.device.cudf import can_read, chunks, of_cudf
 from gpuload.engines.device.engine import DeviceEngine
-from gpuload.engines.device.render import render
+from gpuload.engines.device.render import render as render_on_device
+from gpuload.engines.host.render import render
 from gpuload.errors import DeviceError
 from gpuload.reference.reference import Reference
 from gpuload.template import compile
@@ -104,7 +105,7 @@ def test_conversations(rows_come_from_arrow: dict[str, pa.Array], order: str, of
     rows_come_from_arrow["is"] = prompts[offset:]
     program = compile(small_tokenizer(), chat_template=TEMPLATE)
     made = of_cudf(KERNELS, as_cudf(prompts, offset, wide), kind, names_of(kind))
-    found, expected = render(KERNELS, program, made), program.render(prompts[offset:])
+    found, expected = render_on_device(KERNELS, program, made), render(program, prompts[offset:])
     assert found.text.equals(expected.text)
     assert (found.rejected, found.reasons) == (expected.rejected, expected.reasons)
 
@@ -116,7 +117,7 @@ def test_a_struct_with_an_offset_of_its_own() -> None:
     bounds = numbers(np.array([0, 1, 4], np.int32))
     made = plc.Column(plc.DataType(plc.TypeId.LIST), 2, None, None, 0, 0, [bounds, as_cudf(structs, 3)])
     program = compile(small_tokenizer(), chat_template="{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}")
-    found = render(KERNELS, program, of_cudf(KERNELS, made, kind, names_of(kind)))
+    found = render_on_device(KERNELS, program, of_cudf(KERNELS, made, kind, names_of(kind)))
     assert found.text.to_pylist() == ["r0c0", "r1c1r2c2r3c3"]
 
 
@@ -191,7 +192,7 @@ def test_chunks_are_halved_where_memory_runs_out(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(parquet, "ChunkedParquetReader", Reader)
     program = compile(small_tokenizer(), chat_template="{{ messages[0].content }}")
     parts = list(chunks(KERNELS, str(tmp_path / "x.parquet"), "prompt", prompts.type, 64 << 20))
-    read = [render(KERNELS, program, part).text for part in parts]
+    read = [render_on_device(KERNELS, program, part).text for part in parts]
     assert pa.concat_arrays(read).to_pylist() == [str(i) for i in range(100)]
     assert (skipped, limits) == ([0, 40, 40], [64 << 20, 32 << 20, 16 << 20])
     assert asked == [["prompt"]] * 3

@@ -12,7 +12,9 @@ from template_cases import SHARED, TEMPLATES, TEXTS, column, conversations, smal
 from template_cases import assert_same as reference_gives
 
 from gpuload.engines.device.conversations import of_arrow
-from gpuload.engines.device.render import DeviceText, render
+from gpuload.engines.device.render import DeviceText
+from gpuload.engines.device.render import render as render_on_device
+from gpuload.engines.host.render import render
 from gpuload.template import ChatProgram, compile
 from gpuload.template.program import Operation, Path, Ref
 from gpuload.testing.host_kernels import COMPILER, HostKernels
@@ -27,12 +29,12 @@ TEMPLATE = (
 
 
 def by_kernels(program: ChatProgram, prompts: pa.Array) -> DeviceText:
-    return render(KERNELS, program, of_arrow(KERNELS, prompts))
+    return render_on_device(KERNELS, program, of_arrow(KERNELS, prompts))
 
 
 def assert_same(program: ChatProgram, prompts: pa.Array) -> DeviceText:
     """Text, rejections and counts are those of the CPU engine."""
-    expected, found = program.render(prompts), by_kernels(program, prompts)
+    expected, found = render(program, prompts), by_kernels(program, prompts)
     assert found.text.equals(expected.text)
     assert found.rejected == expected.rejected
     assert found.compiled_rows + found.reference_rows == expected.compiled_rows + expected.reference_rows
@@ -162,8 +164,8 @@ def test_equal_hashes_are_not_believed() -> None:
 
     program = compile(small_tokenizer(), chat_template=TEMPLATE)
     prompts = column(conversations(2, seed=3))
-    found = render(Colliding(), program, of_arrow(KERNELS, prompts))
-    assert found.text.equals(program.render(prompts).text)
+    found = render_on_device(Colliding(), program, of_arrow(KERNELS, prompts))
+    assert found.text.equals(render(program, prompts).text)
     assert any("whose hash another" in reason for reason in found.reasons)
 
 
@@ -183,7 +185,7 @@ def test_outputs_need_not_be_zero_before() -> None:
 
     program = compile(small_tokenizer(), chat_template=TEMPLATE)
     prompts = column(conversations(2, seed=3))
-    assert render(OnPoison(), program, of_arrow(KERNELS, prompts)).text.equals(program.render(prompts).text)
+    assert render_on_device(OnPoison(), program, of_arrow(KERNELS, prompts)).text.equals(render(program, prompts).text)
 
 
 def test_other_columns_are_an_error() -> None:

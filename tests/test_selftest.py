@@ -13,9 +13,9 @@ from gpuload.arrays import Ragged
 from gpuload.cli.selftest import STAGES, try_out
 from gpuload.engines.device.engine import DeviceEngine
 from gpuload.engines.host.engine import CpuEngine
+from gpuload.engines.host.rendered import Rendered
 from gpuload.options import Options
 from gpuload.reference.reference import Reference
-from gpuload.template import Rendered
 from gpuload.testing.host_kernels import COMPILER, HostKernels
 
 

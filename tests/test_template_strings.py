@@ -1,4 +1,4 @@
-"""Operations and questions on columns against their definition, and every layout a column of conversations can have."""
+"""Operations and predicates on columns, compared with their definition; every Arrow layout of a conversation column."""
 
 from typing import Any
 
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from template_cases import TEXTS, assert_same, column, conversations, small_tokenizer
 
 from gpuload.engines.host import render as arrow
+from gpuload.engines.host.render import render
 from gpuload.engines.host.texts import answer, gather, operate, strings_of
 from gpuload.template import compile
 from gpuload.template.probe import WHITE_SPACE
@@ -33,7 +34,7 @@ texts = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(texts, st.lists(st.sampled_from(OPERATIONS), max_size=3), st.sampled_from([*MARKS, "", "abab"]))
-def test_columns_do_what_their_definition_says(values: list[str], operations: list[Operation], mark: str) -> None:
+def test_columns_agree_with_the_definition(values: list[str], operations: list[Operation], mark: str) -> None:
     strings = strings_of(pa.array(["no", *values, "no"], pa.large_string())[1:-1])
     for operation in operations:
         strings = operate(strings, operation)
@@ -50,7 +51,7 @@ def test_every_white_space_of_unicode_and_nothing_else_is_stripped() -> None:
     assert strings.arrow().to_pylist() == [text.strip() for text in every]
 
 
-def test_long_runs_of_white_space_are_stripped_without_a_round_each() -> None:
+def test_long_runs_of_white_space_are_stripped_at_once() -> None:
     text = " \u3000\n" * 100_000
     strings = strings_of(pa.array([text + "x" + text, text, "x"], pa.large_string()))
     assert operate(strings, Operation("strip")).arrow().to_pylist() == ["x", "", "x"]
@@ -89,23 +90,23 @@ def test_layouts(make_list: Any, role: pa.DataType, text: pa.DataType) -> None:
         kind = pa.LargeListArray if pa.types.is_large_list(lists) else pa.ListArray
         prompts = kind.from_arrays(plain.offsets.cast(pa.int64() if kind is pa.LargeListArray else pa.int32()), structs)
         for part in (prompts, prompts[3:17], prompts[5:5], prompts[-1:]):
-            assert_same(program.render(part), part, tokenizer, chat_template=TEMPLATE, add_generation_prompt=True)
+            assert_same(render(program, part), part, tokenizer, chat_template=TEMPLATE, add_generation_prompt=True)
         chunks = pa.chunked_array([prompts[:3], prompts[3:3], prompts[3:]])
-        assert program.render(chunks).text.equals(program.render(prompts).text)
+        assert render(program, chunks).text.equals(render(program, prompts).text)
 
 
 def _as(array: pa.Array, kind: pa.DataType) -> pa.Array:
     return array.dictionary_encode() if pa.types.is_dictionary(kind) else array.cast(kind)
 
 
-def test_rows_that_nothing_can_be_made_of_are_rejected_and_no_neighbour_is_lost() -> None:
+def test_incomplete_rows_are_rejected_and_their_neighbours_are_not() -> None:
     good = [{"role": "user", "content": " ok "}]
     rows = [
         good, None, good, [], good, [{"role": "user", "content": None}], good, [None], good,
         [*good, {"role": "assistant", "content": None}], good, [{"role": None, "content": "no role"}],
     ]  # fmt: skip
     program = compile(small_tokenizer(), chat_template=TEMPLATE)
-    rendered = program.render(column(rows))
+    rendered = render(program, column(rows))
     assert rendered.rejected == {
         1: "prompt is null", 3: "prompt is an empty list", 5: "content of message 0 is null", 7: "message 0 is null",
         9: "content of message 1 is null",
@@ -122,7 +123,7 @@ def test_null_rows_with_hidden_messages() -> None:
         pa.struct([("role", pa.string()), ("content", pa.string())]),
     )
     prompts = pa.ListArray.from_arrays(pa.array([0, 1, 4, 6], pa.int32()), structs, mask=pa.array([False, True, False]))
-    rendered = compile(small_tokenizer(), chat_template=TEMPLATE).render(prompts)
+    rendered = render(compile(small_tokenizer(), chat_template=TEMPLATE), prompts)
     assert rendered.text.to_pylist() == ["<user>0", None, "<user>4<user>5"]
     assert rendered.rejected == {1: "prompt is null"}
 
@@ -141,17 +142,18 @@ def test_invalid_utf8_is_named(field: str, bad: bytes, at: int) -> None:
     prompts = pa.ListArray.from_arrays(
         pa.array([0, 2, 3, 4], pa.int32()), pa.StructArray.from_arrays(list(by_name.values()), list(by_name))
     )
-    rendered = compile(small_tokenizer(), chat_template=TEMPLATE).render(prompts)
+    rendered = render(compile(small_tokenizer(), chat_template=TEMPLATE), prompts)
     assert rendered.rejected == {0: f"{field} of message 1 is not valid UTF-8 (byte {at})"}
     assert rendered.text.null_count == 1
     assert rendered.text.to_pylist()[2] == ("<user>ok" if field == "content" else "<ok>user")
 
 
-def test_characters_split_between_two_texts_are_noticed() -> None:
+def test_characters_split_between_two_texts_are_rejected() -> None:
     contents = pa.StringArray.from_buffers(2, pa.py_buffer(np.array([0, 1, 2], np.int32)), pa.py_buffer("é".encode()))
     structs = pa.StructArray.from_arrays([pa.array(["user"] * 2), contents], ["role", "content"])
-    rendered = compile(small_tokenizer(), chat_template=TEMPLATE).render(
-        pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), structs)
+    rendered = render(
+        compile(small_tokenizer(), chat_template=TEMPLATE),
+        pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), structs),
     )
     assert len(rendered.rejected) == 2
 
@@ -159,16 +161,16 @@ def test_characters_split_between_two_texts_are_noticed() -> None:
 def test_small_batches_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = column(conversations(20, seed=2))
     program = compile(small_tokenizer(), chat_template=TEMPLATE)
-    whole = program.render(prompts)
+    whole = render(program, prompts)
     monkeypatch.setattr(arrow, "MOST_BYTES", 2000)
-    parts = program.render(prompts)
+    parts = render(program, prompts)
     assert parts.text.equals(whole.text)
     assert (parts.rejected, parts.compiled_rows) == (whole.rejected, whole.compiled_rows)
 
 
-def test_roles_that_are_marks_of_our_own() -> None:
+def test_roles_that_look_like_the_marks_of_a_shape() -> None:
     prompts = column([[{"role": role, "content": "x"}] for role in ("\0text", "\0[]", "", "user")])
-    rendered = compile(small_tokenizer(), chat_template=TEMPLATE).render(prompts)
+    rendered = render(compile(small_tokenizer(), chat_template=TEMPLATE), prompts)
     assert_same(rendered, prompts, small_tokenizer(), chat_template=TEMPLATE, add_generation_prompt=True)
     assert rendered.reference_rows == 2
 
@@ -179,20 +181,20 @@ def test_many_fields_do_not_blur_the_roles() -> None:
     rows += [[{"role": role, "content": "x"}] for role in ("user", "system")]
     prompts = column(rows, **{name: pa.string() for name in names})
     template = "<{{ messages[0].role }}>{{ messages[0].f0 }}{{ messages[0].f39 }}"
-    rendered = compile(small_tokenizer(), chat_template=template).render(prompts)
+    rendered = render(compile(small_tokenizer(), chat_template=template), prompts)
     assert_same(rendered, prompts, small_tokenizer(), chat_template=template, add_generation_prompt=True)
 
 
 def test_other_columns_are_an_error() -> None:
     program = compile(small_tokenizer(), chat_template=TEMPLATE)
     with pytest.raises(TypeError, match="list<struct"):
-        program.render(pa.array(["text"]))
+        render(program, pa.array(["text"]))
 
 
-def test_content_in_parts_takes_the_reference() -> None:
+def test_content_in_parts_falls_back_to_the_reference() -> None:
     rows = [[{"role": "user", "content": [{"type": "text", "text": "hi"}]}]]
     template = "{% for p in messages[0].content %}{{ p.text }}{% endfor %}"
     prompts = pa.array(rows)
-    rendered = compile(small_tokenizer(), chat_template=template).render(prompts)
+    rendered = render(compile(small_tokenizer(), chat_template=template), prompts)
     assert rendered.text.to_pylist() == ["hi"]
     assert rendered.reasons == {"message field 'content' is a list, not text": 1}

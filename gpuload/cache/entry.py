@@ -20,10 +20,10 @@ import numpy as np
 import pyarrow as pa
 
 from gpuload.arrays import Ragged
+from gpuload.engines.host.rendered import Rendered
 from gpuload.options import Verify
 from gpuload.sources.read import BATCH_ROWS, Source
 from gpuload.stream import Batch
-from gpuload.template import Rendered
 
 _SCHEMA = pa.schema([("ids", pa.large_list(pa.int32())), ("text_bytes", pa.int64())])
 

@@ -24,11 +24,11 @@ from gpuload.engines.device.render import DeviceText, render
 from gpuload.engines.device.texts import copied, texts_at
 from gpuload.engines.host.engine import CpuEngine
 from gpuload.engines.host.prompts import one_user_message
+from gpuload.engines.host.rendered import Rendered
 from gpuload.errors import DeviceError
 from gpuload.options import TokensOn, Truncation
 from gpuload.reference.reference import Reference
 from gpuload.sources.read import Source, with_prompts
-from gpuload.template import Rendered
 from gpuload.tokenizer.compiled import CompiledTokenizer, compile_tokenizer
 
 Reader = Callable[[Source, str, bool], Iterator[tuple[pa.Table, pa.Array]]]

@@ -14,10 +14,11 @@ import torch
 from gpuload.arrays import Ragged
 from gpuload.engines.host.encode import HostEncoder, host_encoder
 from gpuload.engines.host.prompts import render_column, render_rows
+from gpuload.engines.host.rendered import Rendered
 from gpuload.options import Truncation
 from gpuload.reference.reference import Reference
 from gpuload.sources.read import Source, with_prompts
-from gpuload.template import ChatProgram, Rendered
+from gpuload.template import ChatProgram
 
 
 class CpuEngine:

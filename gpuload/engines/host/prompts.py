@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.arrays import Ragged
+from gpuload.engines.host.render import render
 from gpuload.engines.host.rendered import Rendered
 from gpuload.errors import DataError
 from gpuload.reference.reference import Reference, problem
@@ -36,7 +37,7 @@ def render_column(prompts: pa.Array, reference: Reference, program: ChatProgram)
         prompts = one_user_message(prompts.cast(pa.large_string()))
     elif not reference.uses_template or not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
         return render_rows(prompts, reference)
-    return program.render(prompts)
+    return render(program, prompts)
 
 
 def render_rows(prompts: pa.Array, reference: Reference, with_ids: bool = False) -> Rendered:

@@ -22,6 +22,7 @@ from gpuload.engines.host.conversations import Messages
 from gpuload.engines.host.rendered import Rendered
 from gpuload.engines.host.texts import Bools, Buffer, Bytes, Ints, Strings, answer, gather, operate
 from gpuload.reference.template_call import TemplateCall, rejection
+from gpuload.template.compiler import ChatProgram
 from gpuload.template.program import Branch, ByReference, Operation, Path, Predicate, Rejected, Shape, Tree
 from gpuload.template.trace import Texts
 
@@ -41,7 +42,7 @@ class Grower(Protocol):
     def grow(self, tree: Tree, shape: Shape, texts: Texts, rows: int) -> str | None: ...
 
 
-def render(program: Grower, prompts: pa.Array | pa.ChunkedArray) -> Rendered:
+def render(program: ChatProgram, prompts: pa.Array | pa.ChunkedArray) -> Rendered:
     """The prompt of every conversation in a column.
 
     Args:
@@ -51,6 +52,11 @@ def render(program: Grower, prompts: pa.Array | pa.ChunkedArray) -> Rendered:
     Raises:
         TypeError: `prompts` is a column of something else.
     """
+    with program.lock:
+        return _render(program, prompts)
+
+
+def _render(program: ChatProgram, prompts: pa.Array | pa.ChunkedArray) -> Rendered:
     total, texts = Rendered(pa.array([], pa.large_string())), []
     reasons, rows = Counter[str](), 0
     for batch in _batches(prompts):

@@ -25,9 +25,10 @@ import pyarrow.compute as pc
 from gpuload.arrays import Ragged, offsets_of
 from gpuload.engines.host.encode import host_encoder
 from gpuload.engines.host.prompts import render_column, render_rows
+from gpuload.engines.host.rendered import Rendered
 from gpuload.options import check_template_kwargs, plain
 from gpuload.reference.reference import Reference
-from gpuload.template import ChatProgram, Rendered
+from gpuload.template import ChatProgram
 
 Ints = npt.NDArray[np.int64]
 
