@@ -28,7 +28,7 @@ from gpuload.template.program import (
 WHITE_SPACE = "".join(c for c in map(chr, range(0x3001)) if c.isspace())
 """All characters that Python's `str.strip` removes."""
 
-HOSTILE = (
+ADVERSARIAL = (
     "", " ", "\n", "x", WHITE_SPACE, WHITE_SPACE + "both ends" + WHITE_SPACE, "  lead", "trail \n",
     "\n\nlines\n\nof text\n\n", "\u200b\ufeff not white space \u200b\u2060\u180e", "\u3000全角\u3000",
     "e\u0301 \U0001f600 \u0085", "\0nul\0", "{{ 7 * 7 }}", "{% raw %}{{ messages }}{% endraw %}{# note #}",
@@ -54,7 +54,7 @@ class Prober:
     def __init__(self, call: TemplateCall) -> None:
         self._call = call
         special = [str(token) for token in dict.fromkeys(getattr(call.tokenizer, "all_special_tokens", []))][:4]
-        self._pool = tuple(dict.fromkeys((*HOSTILE, *special, *(f" {token}\n" for token in special))))
+        self._pool = tuple(dict.fromkeys((*ADVERSARIAL, *special, *(f" {token}\n" for token in special))))
         self._cached: dict[tuple[tuple[Predicate, bool], ...], tuple[str, ...]] = {}
 
     def probed(
@@ -82,6 +82,8 @@ class Prober:
         for predicate, answer in decisions:
             asked[predicate.ref.message, predicate.ref.field].append((predicate, answer))
         choices = {key: self._witnesses(asked[key], texts[key]) for key in texts}
+        # A single text goes through all its choices. With several texts, each round tries one choice of every text, so
+        # fewer rounds are enough.
         widest = max(map(len, choices.values()), default=1)
         rounds = min(MOST_ROUNDS, max(FEWEST_ROUNDS, widest // max(1, len(choices)) + 2)) if choices else 1
         if len(choices) == 1:

@@ -67,7 +67,11 @@ class DeviceEngine:
     @cached_property
     def _twin(self) -> CompiledTokenizer | str:
         """Made when it is first needed: tokens from the cache need none."""
-        return compile_tokenizer(self._reference) if self._by_kernels else ""
+        if not self._by_kernels:
+            return ""
+        if self._reference.backend is None:
+            return f"{type(self._reference.tokenizer).__name__} is not a fast tokenizer"
+        return compile_tokenizer(self._reference.model_json)
 
     @property
     def description(self) -> str:
