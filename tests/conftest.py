@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, settings
 from gpuload.cache import store as cache
 from gpuload.cache.entry import read_entry
 from gpuload.cli.demo import demo_files
+from gpuload.files import cache_root
 
 SHARED = Path(__file__).parents[2] / "shared"
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
@@ -34,8 +35,12 @@ settings.load_profile("suite")
 def _cache_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """None of the tests writes into the user's cache, and none finds tokens in one: two loads that are compared must
     both have made theirs. Tests of the cache ask for `warm_cache`."""
+    root = tmp_path_factory.mktemp("cache")
+    tables = cache_root() / "tables"  # of tokenizers: slow to build, and the same in every session
+    tables.mkdir(parents=True, exist_ok=True)
+    (root / "tables").symlink_to(tables)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GPULOAD_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("GPULOAD_CACHE", str(root))
         patch.setattr(cache, "read_entry", lambda path, key, rows: None)
         yield
 

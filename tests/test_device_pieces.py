@@ -133,12 +133,12 @@ def test_every_code_point(cases: dict[str, Case]) -> None:
             check(one, framed if number == 1 else ["".join(framed[i : i + 500]) for i in range(0, len(framed), 500)])
 
 
-ADVERSARIAL = "< | > <| |> <|im_start|> <|im_end|> <|im_ im_end|> <unused1> [INST] <n> ▁ ▁▁ <｜place▁holder▁no▁7｜>".split()
+MARKUP = "< | > <| |> <|im_start|> <|im_end|> <|im_ im_end|> <unused1> [INST] <n> ▁ ▁▁ <｜place▁holder▁no▁7｜>".split()
 
 
 @settings(max_examples=150)
 @given(
-    st.lists(st.lists(st.one_of(TEXT, st.sampled_from(ADVERSARIAL)), max_size=6).map("".join), max_size=5),
+    st.lists(st.lists(st.one_of(TEXT, st.sampled_from(MARKUP)), max_size=6).map("".join), max_size=5),
     st.integers(1, 40),
 )
 def test_any_text(cases: dict[str, Case], texts: list[str], step: int) -> None:
