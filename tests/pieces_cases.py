@@ -1,4 +1,4 @@
-"""What tests of pieces share: kernels whose fresh memory is poisoned, tokenizers real and made up, pieces as text."""
+"""Shared by the tests of pre-tokens: kernels with poisoned memory, real and made-up tokenizers, results as text."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from gpuload.engines.device.pretokenize import PieceMaker, Pieces
+from gpuload.engines.device.pretokenize import PreTokenizer, PreTokens
+from gpuload.testing.encoder import Section
 from gpuload.testing.host_kernels import HostKernels
 from gpuload.tokenizer import fallback
-from gpuload.tokenizer.compiled import CompiledTokenizer, Section
+from gpuload.tokenizer.compiled import CompiledTokenizer
 from gpuload.tokenizer.spec import AddedToken, BpeSpec, Digits, Split, bpe_spec
 from gpuload.tokenizer.splitter import Splitter, compile_splitter
 
 
 @dataclass
 class Case:
-    """A tokenizer's tables, what cuts by them, and the real one."""
+    """A compiled tokenizer, its device pre-tokenizer, and the real tokenizer."""
 
-    twin: CompiledTokenizer
-    maker: PieceMaker
+    tokenizer: CompiledTokenizer
+    pretokenizer: PreTokenizer
     backend: Any = None
 
 
 class Poisoned(HostKernels):
-    """Memory that nobody has written holds no zeros by luck."""
+    """Host kernels whose uninitialized memory is filled with garbage, so that no test passes because of zeros."""
 
     xp = types.ModuleType("numpy")
 
@@ -54,14 +55,14 @@ def _splitter(stages: tuple[Split | Digits, ...]) -> Splitter:
 
 
 def case(spec: BpeSpec | str, backend: Any = None) -> Case:
-    """Without the tables that only merging needs."""
+    """Compile a tokenizer without the tables that only merging needs."""
     assert isinstance(spec, BpeSpec), spec
     tables: Any = None
     if spec.fallback:
-        # Those of made-up tokenizers are not kept.
+        # Tables of made-up tokenizers are not cached.
         tables = (fallback.fallback_tables if len(spec.vocab) > 1000 else fallback.build_tables)(spec)
-    twin = CompiledTokenizer(spec, _splitter(spec.stages), tables)
-    return Case(twin, PieceMaker(KERNELS, twin), backend)
+    tokenizer = CompiledTokenizer(spec, _splitter(spec.stages), tables)
+    return Case(tokenizer, PreTokenizer(KERNELS, tokenizer), backend)
 
 
 def compiled(backend: Tokenizer) -> Case:
@@ -72,18 +73,20 @@ def made_up(*stages: Split | Digits, added: tuple[AddedToken, ...] = (), prefix_
     return case(BpeSpec(False, stages, prefix_space, {}, [], False, added, ""))
 
 
-def run(maker: PieceMaker, texts: list[str]) -> Pieces:
+def run(pretokenizer: PreTokenizer, texts: list[str]) -> PreTokens:
     encoded = [text.encode() for text in texts]
-    return maker.pieces(np.frombuffer(b"".join(encoded), np.uint8), np.cumsum([0, *map(len, encoded)], dtype=np.int64))
+    return pretokenizer.pre_tokens(
+        np.frombuffer(b"".join(encoded), np.uint8), np.cumsum([0, *map(len, encoded)], dtype=np.int64)
+    )
 
 
-def read(found: Pieces) -> list[list[Section] | None]:
-    """The pieces of every text, as `twin.cut` gives them."""
+def read(found: PreTokens) -> list[list[Section] | None]:
+    """Return the pre-tokens of every text, as `encoder.cut` does."""
     data, bounds = found.data.tobytes(), found.first.tolist()
     spans = zip(found.start.tolist(), found.length.tolist(), strict=True)
     pieces = [~length if length < 0 else data[start : start + length].decode() for start, length in spans]
     assert bounds[0] == 0
     assert bounds[-1] == len(pieces)
     texts = [pieces[low:high] for low, high in itertools.pairwise(bounds)]
-    assert not any(text for text, left in zip(texts, found.left, strict=True) if left)
-    return [None if left else text for text, left in zip(texts, found.left, strict=True)]
+    assert not any(text for text, falls_back in zip(texts, found.fallback, strict=True) if falls_back)
+    return [None if falls_back else text for text, falls_back in zip(texts, found.fallback, strict=True)]

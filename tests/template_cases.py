@@ -1,4 +1,4 @@
-"""What the tests of chat templates share: templates, a small tokenizer, conversations, and the reference's answer."""
+"""Shared by the tests of chat templates: templates, a small tokenizer, conversations, and the reference's results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpuload.reference.template_call import rejection
 
 SHARED = Path(__file__).parents[2] / "shared"
 
-# Texts that no test of a template should be without.
+# Contents of messages that templates treat in special ways, or that could break a compiler.
 TEXTS = (
     "plain text", "", " ", "\n", "\t x \n", "  lead", "trail  \n\n", "\u00a0\u2003both\u3000\u2028",
     "\x1c\x1f\x85\u180e\u200b", "\u1680\u2000\u200a\u202f\u205f", "</think>", "<think>\nwhy\n</think>\n\nbecause",
@@ -36,13 +36,13 @@ ROLES = (
 
 @functools.cache
 def small_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with nothing but special tokens."""
+    """Return a tokenizer that has special tokens only."""
     inner = Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2}, unk_token="<unk>"))
     return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
 
 
 def templates() -> dict[str, tuple[Any, str]]:
-    """Every template at hand, by name: a tokenizer, and the template's text."""
+    """Return every available template by name, as (tokenizer, template text)."""
     found: dict[str, tuple[Any, str]] = {}
     try:
         import trl
@@ -62,7 +62,7 @@ TEMPLATES = templates()
 
 
 def conversations(count: int, seed: int, roles: tuple[str, ...] = ROLES) -> list[list[dict[str, Any]]]:
-    """`count` conversations of each of `roles`, with texts from `TEXTS`."""
+    """Return `count` conversations of each sequence in `roles`, with texts from `TEXTS`."""
     chance = random.Random(seed)
     return [
         [{"role": role, "content": chance.choice(TEXTS)} for role in some.split()]
@@ -72,13 +72,13 @@ def conversations(count: int, seed: int, roles: tuple[str, ...] = ROLES) -> list
 
 
 def column(rows: list[Any], **kinds: pa.DataType) -> pa.Array:
-    """A column of conversations, with further fields of those types."""
+    """Return a column of conversations; `kinds` are the types of further fields."""
     fields = [("role", pa.string()), ("content", pa.string()), *kinds.items()]
     return pa.array(rows, pa.list_(pa.struct(fields)))
 
 
 def reference(tokenizer: Any, row: Any, **options: Any) -> tuple[str | None, str | None]:
-    """What transformers makes of a row: a text, or why not."""
+    """Return what transformers renders for a row, and why it rejects it; one of the two is None."""
     try:
         return tokenizer.apply_chat_template(row, tokenize=False, **options), None
     except Exception as error:
@@ -86,7 +86,7 @@ def reference(tokenizer: Any, row: Any, **options: Any) -> tuple[str | None, str
 
 
 def assert_same(rendered: Any, prompts: pa.Array, tokenizer: Any, **options: Any) -> None:
-    """Every row is what transformers gives, and rejected where it rejects, with its words."""
+    """Assert that every row equals what transformers renders, or is rejected with the same message."""
     texts = rendered.text.to_pylist()
     assert len(texts) == len(prompts)
     for i, row in enumerate(prompts.to_pylist()):

@@ -1,10 +1,10 @@
-"""Write `docs/templates.md`: which chat templates compile, for which conversations, and what stops the others.
+"""Write `docs/templates.md`: which chat templates compile, for which conversations, and why others do not.
 
     PYTHONPATH=.:tests python tests/template_table.py      # from the repository's root; again when TRL is updated
 
-A template is tried on conversations of each kind, following every answer to its questions for which a text is found. It
-is *compiled* for a kind where every such way ends in a path (or in the template's own rejection), *partly* where some
-do, and left to the *reference* where none does.
+Each template is tried on conversations of each kind, following both answers of every predicate for which a text is
+found. It is *compiled* for a kind if all these paths compile (or are rejected by the template itself), *partly* if some
+do, and rendered by the *reference* if none does.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ KINDS = {
 
 
 def shape_of(roles: tuple[str, ...]) -> Shape:
-    """Messages of those roles with text in them."""
+    """Return the shape of a conversation with these roles, each message with a text."""
     return tuple((("role", role), ("content", TEXT)) for role in roles)
 
 
 def outcome(name: str, roles: tuple[str, ...]) -> tuple[str, list[str]]:
-    """What becomes of conversations with those roles: a word, and the constructs that stop the compiler."""
+    """Return how conversations with these roles are rendered, in one word, and the reasons for the reference."""
     tokenizer, template = TEMPLATES[name]
     program = compile(tokenizer, chat_template=template)
     leaves = [leaf for _, leaf in program.explore(shape_of(roles), most=24).leaves() if leaf is not None]
@@ -43,8 +43,8 @@ def outcome(name: str, roles: tuple[str, ...]) -> tuple[str, list[str]]:
 
 
 def rows() -> list[str]:
-    """The table, a line a template."""
-    lines = ["| template | " + " | ".join(KINDS) + " | stopped by |", "|---|" + "---|" * (len(KINDS) + 1)]
+    """Return the table, one line per template."""
+    lines = ["| template | " + " | ".join(KINDS) + " | reason |", "|---|" + "---|" * (len(KINDS) + 1)]
     for name in TEMPLATES:
         found = [outcome(name, roles) for roles in KINDS.values()]
         reasons = sorted({reason for _, some in found for reason in some})
@@ -59,15 +59,15 @@ def rows() -> list[str]:
 HEAD = """# Chat templates, compiled
 
 Written by `python tests/template_table.py` with trl {trl} and transformers {transformers}. `trl/` are the
-templates in TRL's wheel, `shared/` those of further tokenizers at hand. *compiled*: every way through the template
-for such conversations is a list of text pieces. *partly*: rows that take some ways are rendered by transformers, one
-by one, for the reason in the last column. *rejected*: the template itself rejects them.
+templates in TRL's wheel, `shared/` those of further tokenizers. *compiled*: every path through the template is compiled
+for such conversations. *partly*: rows on some paths are rendered by transformers, one by one, for the reason in the
+last column. *reference*: all are. *rejected*: the template itself rejects such conversations.
 
 """
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     return HEAD.format(trl=version("trl"), transformers=version("transformers")) + "\n".join(rows()) + "\n"
 
 

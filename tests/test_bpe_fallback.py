@@ -1,4 +1,4 @@
-"""BPE over characters with byte fallback, cut where no merge can cross, against `tokenizers`."""
+"""BPE over characters with byte fallback, cut where no merge can cross, compared with `tokenizers`."""
 
 import random
 from typing import Any
@@ -12,8 +12,9 @@ from test_bpe_splitter import TEXT
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 from tokenizers.pre_tokenizers import ByteLevel, Split
 
+from gpuload.testing.encoder import cut_characters, encode
 from gpuload.tokenizer import fallback
-from gpuload.tokenizer.compiled import CompiledTokenizer, compile_spec, encode
+from gpuload.tokenizer.compiled import CompiledTokenizer, compile_spec
 from gpuload.tokenizer.spec import BpeSpec, Fallback, bpe_spec, byte_entries
 from gpuload.tokenizer.splitter import compile_splitter
 
@@ -25,7 +26,7 @@ Pair = tuple[CompiledTokenizer, Any]  # the compiled one, and the real one
 @pytest.fixture(scope="module")
 def gemma() -> Pair:
     if not GEMMA.exists():
-        pytest.skip("needs the folder of real tokenizers")
+        pytest.skip("needs the directory of real tokenizers")
     backend = Tokenizer.from_file(str(GEMMA))
     spec = bpe_spec(backend.to_str())
     assert isinstance(spec, BpeSpec), spec
@@ -33,7 +34,7 @@ def gemma() -> Pair:
 
 
 def small(merged: list[tuple[str, str]], steps: Any = LLAMA2, letters: str = "abcdé你▁", **options: Any) -> Tokenizer:
-    """A tokenizer of a few letters, the bytes, and what the merges make."""
+    """Return a tokenizer of a few letters, all bytes, and the results of the merges."""
     entries = dict.fromkeys(["<unk>", *byte_entries(), *letters] + [a + b for a, b in merged])
     vocab = {entry: 2 * number for number, entry in enumerate(entries)}
     tokenizer = Tokenizer(models.BPE(vocab, merged, byte_fallback=True, unk_token="<unk>", fuse_unk=True, **options))
@@ -44,18 +45,18 @@ def small(merged: list[tuple[str, str]], steps: Any = LLAMA2, letters: str = "ab
 def compiled(backend: Tokenizer) -> Pair:
     spec = bpe_spec(backend.to_str())
     assert isinstance(spec, BpeSpec), spec
-    # Not from the user's cache nor into it: these tokenizers are made up.
+    # Not cached: these tokenizers are made up.
     return CompiledTokenizer(spec, compile_splitter(()), fallback.build_tables(spec)), backend
 
 
 def check(pair: Pair, texts: list[str]) -> None:
-    twin, backend = pair
+    tokenizer, backend = pair
     for text in texts:
-        assert encode(twin, text) == backend.encode(text, add_special_tokens=False).ids, repr(text)
+        assert encode(tokenizer, text) == backend.encode(text, add_special_tokens=False).ids, repr(text)
 
 
 def test_every_entry(gemma: Pair) -> None:
-    """A sample of them, and what nearly is one; some are out of reach of every merge."""
+    """A sample of entries, reachable or not, and texts that are almost entries."""
     entries = [entry.replace("▁", " ") for entry in gemma[0].spec.vocab]
     entries = random.Random(0).sample(entries, 6000)
     entries += [" YYYY", " ::::::::", " diffformul", " yyyy", "<0x41>", "▁the"]
@@ -82,9 +83,9 @@ def test_planes_runs_and_added_tokens(gemma: Pair) -> None:
     check(gemma, texts)
 
 
-def test_pieces_are_short(gemma: Pair) -> None:
-    """That is what they are for: a text of words is cut into words, not kept in one piece."""
-    words = fallback.pieces(gemma[0].tables, "▁the▁quick▁brown▁fox,▁and▁more." * 1000)
+def test_parts_are_short(gemma: Pair) -> None:
+    """A text of words is cut into words, not kept in one part."""
+    words = cut_characters(gemma[0].tables, "▁the▁quick▁brown▁fox,▁and▁more." * 1000)
     assert max(map(len, words)) < 12
 
 
@@ -93,11 +94,11 @@ def test_pieces_are_short(gemma: Pair) -> None:
     made_up_merges("abcdé你▁"),
     st.lists(st.text("abcdé你ü \n𒀀", max_size=24), min_size=1, max_size=30),
 )
-def test_merges_that_nobody_trained(listed: list[tuple[str, str]], texts: list[str]) -> None:
+def test_random_merges(listed: list[tuple[str, str]], texts: list[str]) -> None:
     check(compiled(small(listed)), ["", *texts])
 
 
-def test_what_is_done_to_text_first() -> None:
+def test_prefix_and_replaced_spaces() -> None:
     texts = ["", " ", "a", " a", "▁a", "a b  c", "<n>a<n> <n>b"]
     for steps, expected in (
         (LLAMA2, Fallback("▁", "▁")),
@@ -123,12 +124,12 @@ def test_rejections() -> None:
     byte_level = small([])
     byte_level.pre_tokenizer = ByteLevel()
     for backend, why in (
-        (normalized, "an added token is looked for in normalized text"),
+        (normalized, "an added token is normalized, which is not supported with byte fallback"),
         (split, "the pre-tokenizer Split with byte fallback"),
         (byte_level, "the pre-tokenizer ByteLevel with byte fallback"),
         (small([], [normalizers.NFC()]), "the normalizer NFC with byte fallback"),
         (small([], [*LLAMA2, normalizers.Prepend("x")]), "the normalizer Prepend with byte fallback"),
         (small([], ignore_merges=True), "byte fallback with ignore_merges"),
-        (small([("<0x41>", "a")]), "bytes that were fallen back to are merged"),
+        (small([("<0x41>", "a")]), "the model merges entries of its byte fallback"),
     ):
         assert why in str(bpe_spec(backend.to_str()))

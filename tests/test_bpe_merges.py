@@ -1,4 +1,4 @@
-"""The compiled vocabulary and the whole encoder over it, against `tokenizers`."""
+"""The compiled vocabulary and merges, and the reference encoder that uses them, compared with `tokenizers`."""
 
 import json
 import random
@@ -14,9 +14,11 @@ from test_bpe_splitter import TEXT
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 from tokenizers.pre_tokenizers import ByteLevel
 
+from gpuload.testing import encoder
+from gpuload.testing.encoder import encode, look_up_words, surely_nfc
 from gpuload.tokenizer import merges
-from gpuload.tokenizer.compiled import CompiledTokenizer, compile_spec, encode, surely_nfc
-from gpuload.tokenizer.merges import build_tables, look_up_pairs, look_up_words, merge, merge_tables
+from gpuload.tokenizer.compiled import CompiledTokenizer, compile_spec
+from gpuload.tokenizer.merges import build_tables, look_up_pairs, merge, merge_tables
 from gpuload.tokenizer.spec import BpeSpec, bpe_spec, byte_letters
 from gpuload.tokenizer.splitter import compile_splitter
 
@@ -28,7 +30,7 @@ Pair = tuple[CompiledTokenizer, Any]  # the compiled one, and the real one
 def compiled(backend: Tokenizer) -> Pair:
     spec = bpe_spec(backend.to_str())
     assert isinstance(spec, BpeSpec), spec
-    # Not from the user's cache nor into it: these tokenizers are made up.
+    # Not cached: these tokenizers are made up.
     return CompiledTokenizer(spec, compile_splitter(spec.stages), build_tables(spec)), backend
 
 
@@ -41,13 +43,13 @@ def flat(pieces: list[bytes]) -> tuple[Any, Any]:
     return np.frombuffer(b"".join(pieces), np.uint8), np.cumsum([0, *map(len, pieces)])
 
 
-def by_tables(twin: CompiledTokenizer, pieces: list[bytes]) -> list[list[int]]:
-    """Pieces as the splitter would hand them on: whole words, and merges for the rest."""
-    whole = look_up_words(twin.tables, *flat(pieces))
-    ids, offsets = merge(twin.tables, *flat(pieces))
+def by_tables(tokenizer: CompiledTokenizer, pieces: list[bytes]) -> list[list[int]]:
+    """PreTokens as the splitter would hand them on: whole words, and merges for the rest."""
+    whole = look_up_words(tokenizer.tables, *flat(pieces))
+    ids, offsets = merge(tokenizer.tables, *flat(pieces))
     merged = [part.tolist() for part in np.split(ids, offsets[1:-1])]
     for entry, parts in zip(whole.tolist(), merged, strict=True):
-        assert entry < 0 or twin.spec.ignore_merges or parts == [entry]
+        assert entry < 0 or tokenizer.spec.ignore_merges or parts == [entry]
     return [parts if entry < 0 else [entry] for entry, parts in zip(whole.tolist(), merged, strict=True)]
 
 
@@ -56,25 +58,25 @@ def by_model(backend: Tokenizer, pieces: list[bytes]) -> list[list[int]]:
 
 
 def check_texts(pair: Pair, texts: list[str]) -> int:
-    """How many were encoded; the others are for the reference."""
-    twin, backend = pair
-    ours = [encode(twin, text) for text in texts]
+    """Assert equal ids, and return how many texts were encoded; the others fall back."""
+    tokenizer, backend = pair
+    ours = [encode(tokenizer, text) for text in texts]
     for text, ids in zip(texts, ours, strict=True):
         assert ids is None or ids == backend.encode(text, add_special_tokens=False).ids, repr(text)
     return sum(ids is not None for ids in ours)
 
 
 def test_every_entry(pairs: dict[str, Pair]) -> None:
-    """Each entry as a piece, whether it is in reach or not; a sample of other tokenizers' entries than the shipped."""
-    for name, (twin, backend) in pairs.items():
-        entries = [entry for entry in twin.spec.vocab if entry and all(letter in BYTES for letter in entry)]
+    """Each entry as a pre-token, reachable or not; all entries of the shipped tokenizer, a sample of the others'."""
+    for name, (tokenizer, backend) in pairs.items():
+        entries = [entry for entry in tokenizer.spec.vocab if entry and all(letter in BYTES for letter in entry)]
         if name != "shipped":
             entries = random.Random(name).sample(entries, 10_000)
-        entries += [token.content for token in twin.spec.added if all(letter in BYTES for letter in token.content)]
+        entries += [token.content for token in tokenizer.spec.added if all(letter in BYTES for letter in token.content)]
         words = [bytes(BYTES[letter] for letter in entry) for entry in entries]
-        assert by_tables(twin, words) == by_model(backend, words)
+        assert by_tables(tokenizer, words) == by_model(backend, words)
         one_more = [word + b"q" for word in words[::20]] + [word[:-1] for word in words[::20] if word[1:]]
-        assert by_tables(twin, one_more) == by_model(backend, one_more)
+        assert by_tables(tokenizer, one_more) == by_model(backend, one_more)
 
 
 def test_bytes_and_runs(pairs: dict[str, Pair]) -> None:
@@ -84,20 +86,20 @@ def test_bytes_and_runs(pairs: dict[str, Pair]) -> None:
     pieces += [
         unit * count for unit in (b"a", b" ", b"1", b"\n", b"=", b"\t", b"\xe4\xbd\xa0") for count in (2, 17, 300)
     ]
-    for twin, backend in pairs.values():
-        assert by_tables(twin, pieces) == by_model(backend, pieces)
+    for tokenizer, backend in pairs.values():
+        assert by_tables(tokenizer, pieces) == by_model(backend, pieces)
 
 
 def test_every_pair_that_merges_is_found(pairs: dict[str, Pair]) -> None:
-    for twin, _ in pairs.values():
-        vocab, ranks = twin.spec.vocab, {pair: rank for rank, pair in enumerate(twin.spec.merges)}
+    for tokenizer, _ in pairs.values():
+        vocab, ranks = tokenizer.spec.vocab, {pair: rank for rank, pair in enumerate(tokenizer.spec.merges)}
         left, right = (np.array([vocab[pair[side]] for pair in ranks]) for side in (0, 1))
-        assert (look_up_pairs(twin.tables, left, right) == list(ranks.values())).all()
-        assert (twin.tables.merged[list(ranks.values())] == [vocab[a + b] for a, b in ranks]).all()
+        assert (look_up_pairs(tokenizer.tables, left, right) == list(ranks.values())).all()
+        assert (tokenizer.tables.merged[list(ranks.values())] == [vocab[a + b] for a, b in ranks]).all()
         others = np.random.default_rng(0).integers(0, max(vocab.values()) + 1, (2, 20_000))
         names = {number: entry for entry, number in vocab.items()}
         expected = [ranks.get((names.get(a, ""), names.get(b, "")), merges.NO_RANK) for a, b in others.T.tolist()]
-        assert look_up_pairs(twin.tables, *others).tolist() == expected
+        assert look_up_pairs(tokenizer.tables, *others).tolist() == expected
 
 
 @settings(max_examples=150)
@@ -108,7 +110,7 @@ def test_any_text(pairs: dict[str, Pair], text: str) -> None:
 
 
 def test_every_plane(pairs: dict[str, Pair]) -> None:
-    """Valid UTF-8 of every plane, as words of neighbours and as words of strangers."""
+    """Valid UTF-8 of every plane: words of neighbouring code points, and of random ones."""
     rng = random.Random(0)
     for pair in pairs.values():
         texts = []
@@ -134,7 +136,7 @@ def test_added_tokens(pairs: dict[str, Pair]) -> None:
 
 
 def small(merged: list[tuple[str, str]], normalizer: Any = None, without: str = "", **options: Any) -> Tokenizer:
-    """A tokenizer of all bytes but some, and what the merges make; ids have holes."""
+    """Return a tokenizer of all bytes except some, and the results of the merges; its ids are not contiguous."""
     entries = dict.fromkeys([letter for letter in LETTERS if letter not in without] + [a + b for a, b in merged])
     vocab = {entry: 3 * number + 5 for number, entry in enumerate(entries)}
     tokenizer = Tokenizer(models.BPE(vocab, merged, **options))
@@ -144,16 +146,16 @@ def small(merged: list[tuple[str, str]], normalizer: Any = None, without: str = 
     return tokenizer
 
 
-def test_entries_out_of_reach_are_not_used() -> None:
+def test_unreachable_entries_are_not_used() -> None:
     """`abc` comes from `ab` and `c`, but `bc` is merged before `ab` can be."""
     listed = [("b", "c"), ("a", "b"), ("ab", "c")]
     texts = ["abc", "ab", "bc", "abcabc", "aabc", "abab"]
-    twin, backend = compiled(small(listed))
-    assert check_texts((twin, backend), texts) == len(texts)
-    assert encode(twin, "abc") == [backend.token_to_id("a"), backend.token_to_id("bc")]
-    twin, backend = compiled(small(listed, ignore_merges=True))
-    assert check_texts((twin, backend), texts) == len(texts)
-    assert encode(twin, "abc") == [backend.token_to_id("abc")]
+    tokenizer, backend = compiled(small(listed))
+    assert check_texts((tokenizer, backend), texts) == len(texts)
+    assert encode(tokenizer, "abc") == [backend.token_to_id("a"), backend.token_to_id("bc")]
+    tokenizer, backend = compiled(small(listed, ignore_merges=True))
+    assert check_texts((tokenizer, backend), texts) == len(texts)
+    assert encode(tokenizer, "abc") == [backend.token_to_id("abc")]
 
 
 @settings(max_examples=60)
@@ -162,22 +164,22 @@ def test_entries_out_of_reach_are_not_used() -> None:
     st.lists(st.text("abcd", min_size=1, max_size=24), min_size=1, max_size=30),
     st.booleans(),
 )
-def test_merges_that_nobody_trained(listed: list[tuple[str, str]], texts: list[str], ignore_merges: bool) -> None:
-    """In any order, with several ways to one entry and pairs listed twice: ranks decide, and nothing else."""
+def test_random_merges(listed: list[tuple[str, str]], texts: list[str], ignore_merges: bool) -> None:
+    """In any order, with several ways to one entry and pairs listed twice: only ranks decide."""
     pair = compiled(small(listed, ignore_merges=ignore_merges))
     assert check_texts(pair, texts) == len(texts)
 
 
 def test_a_pair_that_is_listed_twice() -> None:
-    """Its last place counts. `to_str()` lists no pair twice, a file may."""
+    """Its last position counts. `to_str()` lists no pair twice, a file may."""
     parts = json.loads(small([("a", "b"), ("b", "c")]).to_str())
     parts["model"]["merges"] = [("a", "b"), ("b", "c"), ("a", "b")]
     spec = bpe_spec(json.dumps(parts))
     assert isinstance(spec, BpeSpec)
-    twin = CompiledTokenizer(spec, compile_splitter(spec.stages), build_tables(spec))
-    assert check_texts((twin, Tokenizer.from_str(json.dumps(parts))), ["abc", "ab", "bc", "abcab"]) == 4
-    assert len(encode(twin, "abc") or []) == 2
-    assert encode(twin, "abc") == [spec.vocab["a"], spec.vocab["bc"]]
+    tokenizer = CompiledTokenizer(spec, compile_splitter(spec.stages), build_tables(spec))
+    assert check_texts((tokenizer, Tokenizer.from_str(json.dumps(parts))), ["abc", "ab", "bc", "abcab"]) == 4
+    assert len(encode(tokenizer, "abc") or []) == 2
+    assert encode(tokenizer, "abc") == [spec.vocab["a"], spec.vocab["bc"]]
 
 
 def test_bytes_without_an_entry_are_dropped() -> None:
@@ -185,7 +187,7 @@ def test_bytes_without_an_entry_are_dropped() -> None:
     assert check_texts(pair, ["axb", "x", "xx", "xab", "abx", "bxbxb", ""]) == 7
     rejected = bpe_spec(small([("a", "b")], without="x", unk_token="a").to_str())
     assert isinstance(rejected, str)
-    assert "lacks a byte" in rejected
+    assert "the vocabulary lacks a byte" in rejected
 
 
 def test_flags_of_added_tokens() -> None:
@@ -215,8 +217,8 @@ def test_prefix_space() -> None:
     assert check_texts(compiled(backend), texts) == len(texts)
 
 
-def test_text_that_is_not_surely_nfc_is_for_the_reference() -> None:
-    twin, _ = compiled(small([], normalizers.NFC()))
+def test_text_that_is_not_surely_nfc_falls_back() -> None:
+    tokenizer, _ = compiled(small([], normalizers.NFC()))
     for text, sure in (
         ("plain", True),
         ("é", True),
@@ -226,38 +228,39 @@ def test_text_that_is_not_surely_nfc_is_for_the_reference() -> None:
         ("한", True),
     ):
         assert surely_nfc(text) == sure
-        assert (encode(twin, text) is not None) == sure
+        assert (encode(tokenizer, text) is not None) == sure
 
 
 def test_surely_nfc_is_nfc() -> None:
-    """What passes the check, the tokenizer's own normalizer leaves as it is: code points alone and before a mark."""
+    """The tokenizer's own normalizer does not change a text that passes the check."""
     nfc = normalizers.NFC()
     for c in (c for c in range(0, 0x110000, 7) if not 0xD800 <= c < 0xE000):
         for text in (chr(c), f"a{chr(c)}", f"{chr(c)}\u0301", f"\u0323{chr(c)}"):
             assert not surely_nfc(text) or nfc.normalize_str(text) == text, hex(c)
 
 
-def test_tables_are_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_tables_are_cached_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPULOAD_CACHE", str(tmp_path))
     spec = bpe_spec(small([("a", "b")]).to_str())
     assert isinstance(spec, BpeSpec)
     built = merge_tables(spec)
-    (file,) = (tmp_path / "gpuload" / "tables").iterdir()
+    (file,) = (tmp_path / "tables").iterdir()
     monkeypatch.setattr(merges, "build_tables", lambda _: pytest.fail("built again"))
     again = merge_tables(spec)
     assert all((getattr(built, name) == getattr(again, name)).all() for name in vars(built))
     monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    file.write_bytes(file.read_bytes()[:100])  # damaged: built again
+    monkeypatch.setenv("GPULOAD_CACHE", str(tmp_path))
+    file.write_bytes(file.read_bytes()[:100])  # damaged: rebuilt
     assert (merge_tables(spec).pairs == built.pairs).all()
     file.unlink()
-    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")  # cannot be written: built all the same
+    monkeypatch.setenv("GPULOAD_CACHE", "/dev/null")  # cannot be written: built anyway
     assert (merge_tables(spec).pairs == built.pairs).all()
 
 
-def test_words_of_one_hash_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes are compared: with a hash that is the same for all, every word is still its own."""
-    monkeypatch.setattr(merges, "hash_bytes", lambda _, offsets: np.full(len(offsets) - 1, 7, np.uint64))
+def test_words_with_equal_hashes_are_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes are compared, so look-ups are right even if all words have the same hash."""
+    for module in (merges, encoder):
+        monkeypatch.setattr(module, "hash_bytes", lambda _, offsets: np.full(len(offsets) - 1, 7, np.uint64))
     spec = bpe_spec(small([("a", "b"), ("b", "c")]).to_str())
     assert isinstance(spec, BpeSpec)
     tables = build_tables(spec)

@@ -1,5 +1,5 @@
-"""The compiled splitter against the real pre-tokenizer: code point by code point, every short sequence of classes, any
-text, and patterns that nobody wrote."""
+"""The compiled splitter compared with the real pre-tokenizer: every code point, every short sequence of classes, random
+texts, random patterns."""
 
 import itertools
 import random
@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
+from gpuload.testing.encoder import pre_tokens
 from gpuload.tokenizer import spec
 from gpuload.tokenizer.classes import ClassMap
 from gpuload.tokenizer.regex import UnsupportedRegexError
-from gpuload.tokenizer.splitter import Splitter, compile_splitter, pieces
+from gpuload.tokenizer.splitter import Splitter, compile_splitter
 
 Pair = tuple[Splitter, Any]  # the compiled one, and the real one
 SAMPLED = 20_000  # sequences of classes and code points per tokenizer, where there are more than that
@@ -33,11 +34,11 @@ def real(pre_tokenizer: Any, text: str) -> list[tuple[int, int]]:
 def check(pair: Pair, texts: Iterator[str] | list[str]) -> None:
     splitter, pre_tokenizer = pair
     for text in texts:
-        assert pieces(splitter, text) == real(pre_tokenizer, text), repr(text)
+        assert pre_tokens(splitter, text) == real(pre_tokenizer, text), repr(text)
 
 
 def representatives(splitter: Splitter) -> list[str]:
-    """One character of each class, the first and so the plainest one."""
+    """Return one character of each class, the first."""
     code_points = np.array([c for c in range(0x110000) if not 0xD800 <= c < 0xE000])
     _, first = np.unique(splitter.classes.of(code_points), return_index=True)
     return [chr(code_points[place]) for place in first]
@@ -65,21 +66,21 @@ def test_every_code_point(pairs: dict[str, Pair]) -> None:
         some = random.Random(name).sample(every, len(every) // step)
         for frame in ("a{0}a", "1{0}1", " {0} ", "\n{0}\n", "'{0}'", "'{0}{0}", " {0}\n"):
             for start in range(0, len(some), 4000 * len(frame)):
-                # Long enough to be quick, short enough for the reference; the frames' ends meet, and that is text too.
+                # Long texts are quicker per character, but the real pre-tokenizer is slow on very long ones.
                 text = "".join(frame.format(c) for c in some[start : start + 2000])
-                assert pieces(splitter, text) == real(pre_tokenizer, text)
+                assert pre_tokens(splitter, text) == real(pre_tokenizer, text)
         check(pair, some[:: 16 if name == "shipped" else 8])
 
 
 def test_every_code_point_has_the_class_that_the_engine_gives_it() -> None:
-    """Asked again in another way: the code points as they stand beside each other."""
+    """Tested in another way: all code points in sequence."""
     for pattern in (r"\p{L}+", r"[^\s\p{L}\p{N}]+", r"(?i:[a-z])", r"\p{N}{1,3}"):
         splitter = compile_splitter([spec.Split(pattern)])
         split = pre_tokenizers.Split(Regex(pattern), "isolated")
         for start in range(0, 0x110000, 0x800):
             if start != 0xD800:
                 text = "".join(map(chr, range(start, start + 0x800)))
-                assert pieces(splitter, text) == real(split, text), hex(start)
+                assert pre_tokens(splitter, text) == real(split, text), hex(start)
 
 
 FRAGMENTS = [
@@ -100,7 +101,7 @@ def test_any_text(pairs: dict[str, Pair], text: str) -> None:
 
 
 def test_case_folding() -> None:
-    """ſ folds to s and K to k; ß is not taken for ss, because such patterns are rejected."""
+    """ſ folds to s and K to k. Patterns in which ß would match ss are not supported."""
     for pattern in (
         r"(?i:'s|'k)",
         r"(?i)[a-z]+",
@@ -119,7 +120,7 @@ def test_case_folding() -> None:
             compile_splitter([spec.Split(pattern)])
 
 
-def test_stages_that_drop_pieces_and_numerals() -> None:
+def test_stages_that_drop_text_and_numerals() -> None:
     text = "ab12 ½٣Ⅷ x一二 \n\n9"
     for stages, pre_tokenizer in (
         ([spec.Split(r"\s+", "gaps")], pre_tokenizers.Split(Regex(r"\s+"), "removed")),
@@ -132,8 +133,8 @@ def test_stages_that_drop_pieces_and_numerals() -> None:
     every = [chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000]
     for start in range(0, len(every), 3000):
         text = "".join(f"{c}{c}" for c in every[start : start + 3000])
-        assert pieces(splitter, text) == real(pre_tokenizers.Digits(individual_digits=True), text)
-    assert pieces(compile_splitter([]), "all of it") == [(0, 9)]
+        assert pre_tokens(splitter, text) == real(pre_tokenizers.Digits(individual_digits=True), text)
+    assert pre_tokens(compile_splitter([]), "all of it") == [(0, 9)]
 
 
 CLASSES = st.sampled_from(["a", "b", "c", "[ab]", "[^a]", ".", r"\s", r"\S", r"\d", r"\.", r"[^\s\d]"])
@@ -153,8 +154,8 @@ def _wrapped(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
 
 @settings(max_examples=300)
 @given(st.recursive(CLASSES, _wrapped, max_leaves=8), st.lists(st.text("abc 1.\n", max_size=12), max_size=20))
-def test_patterns_that_nobody_wrote(pattern: str, texts: list[str]) -> None:
-    """Random patterns: what is taken is exact."""
+def test_random_patterns(pattern: str, texts: list[str]) -> None:
+    """Every pattern that compiles is split exactly."""
     try:
         splitter = compile_splitter([spec.Split(pattern)])
     except UnsupportedRegexError:
@@ -183,13 +184,13 @@ def test_patterns_that_nobody_wrote(pattern: str, texts: list[str]) -> None:
         ("b(?i)a", "the group (?i)"),
         ("[a", "not closed"),
         ("(a", "not closed"),
-        ("a)", "stray )"),
+        ("a)", "stray ) at position 1"),
         (r"\Ra", r"escape \R"),
         ("a**", "quantifier on a quantifier"),
         ("*a", "nothing before it"),
     ],
 )
-def test_what_is_not_taken_is_named(pattern: str, named: str) -> None:
+def test_unsupported_constructs_are_named(pattern: str, named: str) -> None:
     with pytest.raises(UnsupportedRegexError) as rejection:
         compile_splitter([spec.Split(pattern)])
     assert named in str(rejection.value)

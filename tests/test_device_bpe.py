@@ -1,4 +1,4 @@
-"""Pieces to ids by kernels of the host, against the models of `tokenizers` and the definition in plain Python."""
+"""Ids of pre-tokens from kernels on the host, compared with the models of `tokenizers` and with plain Python."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ from tokenizers import Tokenizer
 
 from gpuload.engines.device import bpe as engine
 from gpuload.engines.device.bpe import LONGEST, Merger
-from gpuload.engines.device.pretokenize import Pieces
+from gpuload.engines.device.pretokenize import PreTokens
+from gpuload.testing.encoder import look_up_words
 from gpuload.testing.host_kernels import COMPILER, HostKernels
-from gpuload.tokenizer import fallback, merges
+from gpuload.tokenizer import fallback, hash_tables, merges
 from gpuload.tokenizer.compiled import CompiledTokenizer, compile_spec
 from gpuload.tokenizer.spec import BpeSpec, bpe_spec
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
-Row = list[bytes | int]  # pieces of text, and ids of added tokens
+Row = list[bytes | int]  # pre-tokens, and ids of added tokens
 
 
 class _Poisoned(ModuleType):
-    """NumPy, but what it does not fill is full of garbage."""
+    """NumPy, except that uninitialized memory is filled with garbage."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(np, name)
@@ -53,49 +54,49 @@ KERNELS = PoisonedKernels()
 
 @pytest.fixture(scope="module")
 def mergers(bpe: dict[str, Any]) -> list[tuple[Merger, CompiledTokenizer, Any]]:
-    """Of several tokenizers with the same tables, one."""
+    """One tokenizer for each set of tables."""
     found: dict[bytes, tuple[Merger, CompiledTokenizer, Any]] = {}
     for spec, backend in bpe.values():
-        twin = compile_spec(spec)
-        key = twin.tables.pairs.tobytes() + twin.tables.word_ids.tobytes()
+        tokenizer = compile_spec(spec)
+        key = tokenizer.tables.pairs.tobytes() + tokenizer.tables.word_ids.tobytes()
         if key not in found:
-            found[key] = Merger(KERNELS, twin.tables), twin, backend
+            found[key] = Merger(KERNELS, tokenizer.tables), tokenizer, backend
     return list(found.values())
 
 
 @pytest.fixture(scope="module")
 def gemma() -> tuple[Merger, Any]:
     if not GEMMA.exists():
-        pytest.skip("needs the folder of real tokenizers")
+        pytest.skip("needs the directory of real tokenizers")
     backend = Tokenizer.from_file(str(GEMMA))
     spec = bpe_spec(backend.to_str())
     assert isinstance(spec, BpeSpec), spec
     return Merger(KERNELS, compile_spec(spec).tables), backend
 
 
-def pieces_of(rows: list[Row | None]) -> Pieces:
-    """Rows of pieces, with other bytes between them; None is a row that is left."""
+def pieces_of(rows: list[Row | None]) -> PreTokens:
+    """Return rows of pre-tokens, with other bytes between them; None is a row that falls back."""
     pieces = [piece for row in rows for piece in row or ()]
     data, start = bytearray(b"ab"), []
     for piece in pieces:
         start.append(len(data) if isinstance(piece, bytes) else -(1 << 31))
         data += (piece + b"a") if isinstance(piece, bytes) else b""
     length = [len(piece) if isinstance(piece, bytes) else ~piece for piece in pieces]
-    return Pieces(
+    return PreTokens(
         first=np.cumsum([0, *(len(row or ()) for row in rows)]),
         start=np.array(start, np.int32),
         length=np.array(length, np.int32),
         data=np.frombuffer(bytes(data), np.uint8),
-        left=np.array([row is None for row in rows], bool),
+        fallback=np.array([row is None for row in rows], bool),
     )
 
 
 def ids_of(merger: Merger, rows: list[Row | None]) -> list[list[int]]:
-    """The ids of rows none of which becomes one for the reference."""
-    ids, left = merger.ids(pieces_of(rows))
+    """Return the ids of rows, of which no others than the given ones fall back."""
+    ids, falls_back = merger.ids(pieces_of(rows))
     assert ids.values.dtype == np.int32
     assert ids.offsets.dtype == np.int64
-    assert left.tolist() == [row is None for row in rows]
+    assert falls_back.tolist() == [row is None for row in rows]
     assert len(ids) == len(rows)
     return ids.to_lists()
 
@@ -104,8 +105,8 @@ def check(merger: Merger, backend: Any, pieces: list[bytes]) -> None:
     assert ids_of(merger, [[piece] for piece in pieces]) == by_model(backend, pieces)
 
 
-def rows_by_definition(twin: CompiledTokenizer, rows: list[Row | None]) -> list[list[int]]:
-    """By look_up_words and merges.merge."""
+def rows_by_reference(tokenizer: CompiledTokenizer, rows: list[Row | None]) -> list[list[int]]:
+    """Return the ids according to look_up_words and merges.merge."""
     found = []
     for row in rows:
         ids: list[int] = []
@@ -113,17 +114,17 @@ def rows_by_definition(twin: CompiledTokenizer, rows: list[Row | None]) -> list[
             if isinstance(piece, int):
                 ids.append(piece)
             elif piece:
-                whole = int(merges.look_up_words(twin.tables, *flat([piece]))[0])
-                ids += [whole] if whole >= 0 else merges.merge(twin.tables, *flat([piece]))[0].tolist()
+                whole = int(look_up_words(tokenizer.tables, *flat([piece]))[0])
+                ids += [whole] if whole >= 0 else merges.merge(tokenizer.tables, *flat([piece]))[0].tolist()
         found.append(ids)
     return found
 
 
 def test_every_entry(mergers: list[Any]) -> None:
-    """Each entry of each vocabulary as a piece, in reach or not; and what nearly is one."""
-    for merger, twin, backend in mergers:
-        entries = [entry for entry in twin.spec.vocab if entry and all(letter in BYTES for letter in entry)]
-        entries += [token.content for token in twin.spec.added if all(letter in BYTES for letter in token.content)]
+    """Each entry of each vocabulary as a pre-token, reachable or not, and texts that are almost entries."""
+    for merger, tokenizer, backend in mergers:
+        entries = [entry for entry in tokenizer.spec.vocab if entry and all(letter in BYTES for letter in entry)]
+        entries += [token.content for token in tokenizer.spec.added if all(letter in BYTES for letter in token.content)]
         words = [bytes(BYTES[letter] for letter in entry) for entry in entries]
         check(merger, backend, words)
         check(merger, backend, [word + b"q" for word in words[::20]] + [word[:-1] for word in words[::20] if word[1:]])
@@ -149,7 +150,7 @@ def test_runs(mergers: list[Any]) -> None:
 
 
 def test_every_plane(mergers: list[Any], gemma: tuple[Merger, Any]) -> None:
-    """Valid UTF-8 of every plane, words of neighbours and words of strangers."""
+    """Valid UTF-8 of every plane: words of neighbouring code points, and of random ones."""
     rng = random.Random(0)
     words = []
     for plane in range(17):
@@ -179,35 +180,35 @@ def test_every_plane(mergers: list[Any], gemma: tuple[Merger, Any]) -> None:
     )
 )
 def test_rows_of_anything(mergers: list[Any], rows: list[Row | None]) -> None:
-    for merger, twin, _ in mergers:
-        assert ids_of(merger, rows) == rows_by_definition(twin, rows)
+    for merger, tokenizer, _ in mergers:
+        assert ids_of(merger, rows) == rows_by_reference(tokenizer, rows)
 
 
 @pytest.mark.parametrize("count", [0, 1, 31, 32, 33, 257, 1000])
 def test_any_number_of_pieces_and_rows(mergers: list[Any], count: int) -> None:
     chance = random.Random(count)
-    merger, twin, _ = mergers[0]
+    merger, tokenizer, _ = mergers[0]
     kinds: list[Any] = [b"", b" the", b"zqxj", b"zq" * 40, "ŵöřđ".encode(), 7, 2**21 - 1, b"\xf0\x9f", b"hello"]
     pieces: Row = chance.choices(kinds, k=count)
-    assert ids_of(merger, [pieces]) == rows_by_definition(twin, [pieces])
+    assert ids_of(merger, [pieces]) == rows_by_reference(tokenizer, [pieces])
     rows: list[Row | None] = []
     while pieces:
         size = chance.choice([0, 0, 1, 2, 40])
         rows.append(chance.choice([None, pieces[:size], pieces[:size]]))
         pieces = pieces[size:]
-    assert ids_of(merger, rows) == rows_by_definition(twin, rows)
+    assert ids_of(merger, rows) == rows_by_reference(tokenizer, rows)
 
 
 def test_a_million_empty_rows(mergers: list[Any]) -> None:
-    merger, twin, _ = mergers[0]
+    merger, tokenizer, _ = mergers[0]
     some = pieces_of([[b"zqxj", 5]])
     first = np.zeros(1_000_001, np.int64)
     first[700_000:] = 2
-    ids, left = merger.ids(replace(some, first=first, left=np.zeros(1_000_000, bool)))
-    assert ids[699_999].tolist() == rows_by_definition(twin, [[b"zqxj", 5]])[0]
+    ids, falls_back = merger.ids(replace(some, first=first, fallback=np.zeros(1_000_000, bool)))
+    assert ids[699_999].tolist() == rows_by_reference(tokenizer, [[b"zqxj", 5]])[0]
     assert ids.offsets[699_999] == 0
     assert (ids.offsets[700_000:] == len(ids.values)).all()
-    assert not left.any()
+    assert not falls_back.any()
 
 
 def test_no_pieces_at_all(mergers: list[Any]) -> None:
@@ -215,9 +216,9 @@ def test_no_pieces_at_all(mergers: list[Any]) -> None:
     assert ids_of(mergers[0][0], [None, [], None]) == [[], [], []]
 
 
-def test_absurd_pieces_leave_their_row(mergers: list[Any]) -> None:
-    """One more byte than is merged on the device, and a megabyte: the rows have no ids, the others keep theirs."""
-    for merger, twin, _ in mergers:
+def test_rows_with_too_long_pre_tokens_fall_back(mergers: list[Any]) -> None:
+    """One byte more than the device merges, and a megabyte: these rows have no ids, the others are not affected."""
+    for merger, tokenizer, _ in mergers:
         rows: list[Row | None] = [
             [b"zqxj" * 30, b"zqxj", 3],
             [b" the", b"x" * (LONGEST + 1), b"zqxj", 5, *[b" the"] * 100],
@@ -231,16 +232,16 @@ def test_absurd_pieces_leave_their_row(mergers: list[Any]) -> None:
             [b" the"],
         ]
         pieces = pieces_of(rows)
-        ids, left = merger.ids(pieces)
-        assert np.flatnonzero(left).tolist() == [1, 3, 45, 46]
-        assert pieces.left.tolist() == [row is None for row in rows]
-        assert ids.to_lists() == rows_by_definition(
-            twin, [row if not gone else [] for row, gone in zip(rows, left, strict=True)]
+        ids, falls_back = merger.ids(pieces)
+        assert np.flatnonzero(falls_back).tolist() == [1, 3, 45, 46]
+        assert pieces.fallback.tolist() == [row is None for row in rows]
+        assert ids.to_lists() == rows_by_reference(
+            tokenizer, [row if not gone else [] for row, gone in zip(rows, falls_back, strict=True)]
         )
 
 
 def test_state_in_many_parts(mergers: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Merged a few groups at a time, each part as well as all at once."""
+    """Merging a few groups at a time gives the same ids as all at once."""
     rng = random.Random(0)
     words = [bytes(rng.choices(b"abcdefgh", k=rng.choice([1, 5, 9, 40, 200]))) for _ in range(3000)]
     rows: list[Row | None] = [[b"q" * 3000], *([word] for word in words)]
@@ -261,17 +262,17 @@ def test_state_in_many_parts(mergers: list[Any], monkeypatch: pytest.MonkeyPatch
     assert len(parts) == 1
 
 
-def test_words_of_one_hash_are_told_apart(mergers: list[Any]) -> None:
-    """Where the tags of two words are the same, bytes decide."""
-    _, twin, _ = mergers[0]
-    tables = twin.tables
+def test_words_with_equal_tags_are_distinguished(mergers: list[Any]) -> None:
+    """If the tags of two words are equal, their bytes decide."""
+    _, tokenizer, _ = mergers[0]
+    tables = tokenizer.tables
     words = [b" the", b" and", b"hello"]
-    wanted = merges.look_up_words(tables, *flat(words))
+    wanted = look_up_words(tables, *flat(words))
     assert (wanted >= 0).all()
-    hashes = merges.hash_bytes(*flat(words))
+    hashes = hash_tables.hash_bytes(*flat(words))
     entries = [int(np.flatnonzero(tables.word_ids == number)[0]) for number in wanted]
-    # A table of the first word alone, behind the two others under its own tag.
-    mask, table = 7, np.full(8, merges.EMPTY, np.uint64)
+    # A table in which the first word comes after two others that have its tag.
+    mask, table = 7, np.full(8, hash_tables.EMPTY, np.uint64)
     for step, entry in enumerate([entries[1], entries[2], entries[0]]):
         table[(int(hashes[0]) + step) & mask] = (int(hashes[0]) >> 32 << 32) | entry
     merger = Merger(KERNELS, replace(tables, words=table))
@@ -284,16 +285,16 @@ def test_words_of_one_hash_are_told_apart(mergers: list[Any]) -> None:
     st.lists(st.text("abcd", min_size=1, max_size=70), min_size=1, max_size=30),
     st.booleans(),
 )
-def test_merges_that_nobody_trained(listed: list[tuple[str, str]], texts: list[str], ignore_merges: bool) -> None:
-    """In any order, with several ways to one entry: ranks decide, and nothing else."""
-    twin, backend = compiled(test_bpe_merges.small(listed, ignore_merges=ignore_merges))
-    check(Merger(KERNELS, twin.tables), backend, [text.encode() for text in texts])
+def test_random_merges(listed: list[tuple[str, str]], texts: list[str], ignore_merges: bool) -> None:
+    """In any order, with several ways to one entry: only ranks decide."""
+    tokenizer, backend = compiled(test_bpe_merges.small(listed, ignore_merges=ignore_merges))
+    check(Merger(KERNELS, tokenizer.tables), backend, [text.encode() for text in texts])
 
 
 def test_bytes_without_an_entry_are_dropped() -> None:
-    twin, backend = compiled(test_bpe_merges.small([("a", "b"), ("b", "b")], without="x"))
+    tokenizer, backend = compiled(test_bpe_merges.small([("a", "b"), ("b", "b")], without="x"))
     pieces = [b"axb", b"x", b"xx", b"xab", b"abx", b"bxbxb", b"x" * 100 + b"ab" + b"x" * 40]
-    check(Merger(KERNELS, twin.tables), backend, pieces)
+    check(Merger(KERNELS, tokenizer.tables), backend, pieces)
 
 
 def check_characters(merger: Merger, backend: Any, words: list[str]) -> None:
@@ -319,7 +320,7 @@ def test_any_characters_with_byte_fallback(gemma: tuple[Merger, Any], words: lis
     made_up_merges("abcdé你▁"),
     st.lists(st.text("abcdé你ü \n𒀀", min_size=1, max_size=40), min_size=1, max_size=30),
 )
-def test_characters_that_nobody_trained(listed: list[tuple[str, str]], texts: list[str]) -> None:
+def test_random_merges_of_characters(listed: list[tuple[str, str]], texts: list[str]) -> None:
     backend = test_bpe_fallback.small(listed)
     spec = bpe_spec(backend.to_str())
     assert isinstance(spec, BpeSpec)
@@ -327,7 +328,7 @@ def test_characters_that_nobody_trained(listed: list[tuple[str, str]], texts: li
 
 
 def test_memory_is_bounded_by_the_text(mergers: list[Any], gsm8k: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a call takes beside its pieces and its result, at the peak: bytes per byte of text."""
+    """The peak in addition to the pre-tokens and the result, in bytes per byte of text."""
     monkeypatch.setattr(engine, "_LEAST_STATE", 0)
     merger, _, backend = mergers[0]
     english = [messages[0]["content"] for messages in pq.read_table(gsm8k)["prompt"].to_pylist()][:1000]
@@ -348,5 +349,5 @@ def test_memory_is_bounded_by_the_text(mergers: list[Any], gsm8k: str, monkeypat
 
 
 def test_tables_are_counted(mergers: list[Any]) -> None:
-    for merger, twin, _ in mergers:
-        assert merger.nbytes == twin.tables.nbytes
+    for merger, tokenizer, _ in mergers:
+        assert merger.nbytes == tokenizer.tables.nbytes

@@ -1,4 +1,4 @@
-"""The tokenizer of a device, whole, on kernels of the host: texts to ids against `tokenizers` itself."""
+"""The device encoder on host kernels: ids compared with those of `tokenizers`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from gpuload.engines.device import bpe as merging
 from gpuload.engines.device import encode as encoding
 from gpuload.engines.device.bpe import LONGEST
 from gpuload.engines.device.encode import DeviceEncoder
+from gpuload.testing.encoder import surely_nfc
 from gpuload.testing.host_kernels import COMPILER, HostKernels
-from gpuload.tokenizer.compiled import CompiledTokenizer, compile_spec, surely_nfc
+from gpuload.tokenizer.compiled import CompiledTokenizer, compile_spec
 from gpuload.tokenizer.spec import BpeSpec, bpe_spec
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -63,24 +64,24 @@ def pairs(shipped: Pair) -> dict[str, Pair]:
 
 
 def encoded(pair: Pair, texts: list[str], **options: Any) -> tuple[list[list[int]], list[bool]]:
-    """Ids, and which texts are left; between other bytes, as in a buffer that is not theirs alone."""
+    """Return ids, and which texts fall back. The texts lie between other bytes, as in a shared buffer."""
     raw = [text.encode() for text in texts]
     data = np.frombuffer(b"".join([b"\xe4", *raw, b"zz"]), np.uint8)
-    ids, left = DeviceEncoder(KERNELS, pair[0], **options).encode(data, 1 + np.cumsum([0, *map(len, raw)]))
+    ids, falls_back = DeviceEncoder(KERNELS, pair[0], **options).encode(data, 1 + np.cumsum([0, *map(len, raw)]))
     assert ids.values.dtype == np.int32
     assert ids.offsets.dtype == np.int64
-    assert left.dtype == bool
-    assert len(ids) == len(left) == len(texts)
-    return ids.to_lists(), left.tolist()
+    assert falls_back.dtype == bool
+    assert len(ids) == len(falls_back) == len(texts)
+    return ids.to_lists(), falls_back.tolist()
 
 
 def check(pair: Pair, texts: list[str], **options: Any) -> list[str]:
-    """Every text that is not left is what `tokenizers` gives; those that are left."""
-    ids, left = encoded(pair, texts, **options)
+    """Assert that every text has the ids of `tokenizers`, unless it falls back; return those that do."""
+    ids, falls_back = encoded(pair, texts, **options)
     expected = [one.ids for one in pair[1].encode_batch(texts, add_special_tokens=False)]
-    for text, ours, theirs, is_left in zip(texts, ids, expected, left, strict=True):
-        assert ours == ([] if is_left else theirs), repr(text[:200])
-    return [text for text, is_left in zip(texts, left, strict=True) if is_left]
+    for text, ours, theirs, is_fallback in zip(texts, ids, expected, falls_back, strict=True):
+        assert ours == ([] if is_fallback else theirs), repr(text[:200])
+    return [text for text, is_fallback in zip(texts, falls_back, strict=True) if is_fallback]
 
 
 def conversation(messages: list[dict[str, Any]]) -> str:
@@ -104,16 +105,16 @@ def real_texts() -> list[str]:
     return [text for file in shared_files("**/*.parquet") for text in texts_of(file, SAMPLED)]
 
 
-@pytest.mark.skipif(not shared_files("*.parquet"), reason="needs the folder of real data")
+@pytest.mark.skipif(not shared_files("*.parquet"), reason="needs the directory of real data")
 @pytest.mark.parametrize("name", NAMES)
 def test_real_data(pairs: dict[str, Pair], real_texts: list[str], name: str) -> None:
-    """Nothing differs; left is what is not surely in normal form, where that matters, and little else."""
+    """Nothing differs. Only texts that are not surely in NFC fall back, if the tokenizer normalizes, and few others."""
     assert len(real_texts) > 1500
-    left = check(pairs[name], real_texts)
-    print(f"{name}: {len(real_texts)} texts, {len(left)} left to the reference")
-    assert len(left) < len(real_texts) / 100
+    falls_back = check(pairs[name], real_texts)
+    print(f"{name}: {len(real_texts)} texts, {len(falls_back)} fall back")
+    assert len(falls_back) < len(real_texts) / 100
     if not pairs[name][0].spec.nfc:
-        assert not left
+        assert not falls_back
 
 
 @functools.lru_cache(maxsize=1)
@@ -130,10 +131,10 @@ EVERY = [pytest.param(name, marks=[pytest.mark.exact, pytest.mark.xdist_group(na
 def test_every_row(name: str, file: Path, record_property: Any) -> None:
     """`make exact`: every row of all real data, for every tokenizer."""
     pair, texts = compiled_by_name(name), texts_of(file)
-    left = [one for low in range(0, len(texts), 4096) for one in check(pair, texts[low : low + 4096])]
-    record_property(name, (len(texts), len(left)))
-    assert pair[0].spec.nfc or not left
-    assert sum(surely_nfc(text) for text in left) <= len(texts) / 100  # left without need
+    falls_back = [one for low in range(0, len(texts), 4096) for one in check(pair, texts[low : low + 4096])]
+    record_property(name, (len(texts), len(falls_back)))
+    assert pair[0].spec.nfc or not falls_back
+    assert sum(surely_nfc(text) for text in falls_back) <= len(texts) / 100  # without need
 
 
 def test_shipped_data(shipped: Pair, gsm8k: str) -> None:
@@ -145,10 +146,10 @@ def test_shipped_data(shipped: Pair, gsm8k: str) -> None:
 @given(texts=st.lists(TEXT, max_size=8), size=st.integers(1, 300))
 def test_any_texts(pairs: dict[str, Pair], texts: list[str], size: int) -> None:
     for pair in pairs.values():
-        left = check(pair, texts, chunk_bytes=size)
-        assert pair[0].spec.nfc or not left
+        falls_back = check(pair, texts, chunk_bytes=size)
+        assert pair[0].spec.nfc or not falls_back
         wrong = [text for text in texts if not surely_nfc(text)]
-        assert not pair[0].spec.nfc or set(wrong) <= set(left)
+        assert not pair[0].spec.nfc or set(wrong) <= set(falls_back)
 
 
 TEXTS = [
@@ -175,7 +176,7 @@ def test_chunks_of_any_size(shipped: Pair, size: int) -> None:
 
 
 def test_texts_that_are_too_long(shipped: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are left, first, last or side by side; their neighbours are not."""
+    """They fall back, in any position; their neighbours do not."""
     monkeypatch.setattr(encoding, "LONGEST_TEXT", 11)
     for texts in (["twelve bytes"], ["twelve bytes", "eleven byte"] * 3, ["a", *["twelve bytes"] * 3, "", "b"]):
         for size in (1, 5, 12, 30, 1 << 20):
@@ -183,7 +184,7 @@ def test_texts_that_are_too_long(shipped: Pair, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_megabyte_of_one_thing(pairs: dict[str, Pair]) -> None:
-    """Right by whatever route: by the device, or left."""
+    """The ids are right, or the text falls back."""
     for name in pairs.keys() & {"shipped", "gpt-oss", "gemma3"}:
         for unit in ("a", " ", "\n", "1", "ab "):
             text = unit * (1_000_000 // len(unit))
@@ -192,7 +193,7 @@ def test_a_megabyte_of_one_thing(pairs: dict[str, Pair]) -> None:
 
 
 def test_memory_is_bounded_by_the_chunk(shipped: Pair, gsm8k: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However much text there is: what it takes beside ids is a multiple of a chunk."""
+    """In addition to the ids, it needs a multiple of the chunk, however much text there is."""
     monkeypatch.setattr(merging, "_LEAST_STATE", 0)
     raw = [conversation(messages).encode() for messages in pq.read_table(gsm8k)["prompt"].to_pylist()] * 4
     data, offsets = np.frombuffer(b"".join(raw), np.uint8), np.cumsum([0, *map(len, raw)])

@@ -1,5 +1,4 @@
-"""Texts cut into pieces by kernels, on the host, against the definition in `tokenizer/twin.py` and against what the
-real tokenizers do with them."""
+"""Pre-tokens from kernels on the host, compared with the reference encoder and with the ids of real tokenizers."""
 
 from __future__ import annotations
 
@@ -23,14 +22,13 @@ from test_bpe_splitter import CLASSES, TEXT, _wrapped
 from tokenizers import AddedToken as Added
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from gpuload.engines.device.pretokenize import PieceMaker
+from gpuload.engines.device.pretokenize import PreTokenizer
+from gpuload.testing.encoder import Section, cut, split, surely_nfc
 from gpuload.testing.host_kernels import COMPILER, HostKernels
-from gpuload.tokenizer.compiled import Section, cut, surely_nfc
 from gpuload.tokenizer.nfc import nfc_tables
 from gpuload.tokenizer.regex import UnsupportedRegexError
-from gpuload.tokenizer.restarts import CLOSED, NOWHERE, OPEN, restarts
 from gpuload.tokenizer.spec import WHITE_SPACE, AddedToken, BpeSpec, Digits, Split, bpe_spec
-from gpuload.tokenizer.splitter import Splitter, _split
+from gpuload.tokenizer.splitter import CLOSED, NOWHERE, OPEN, Splitter, restarts
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
@@ -38,22 +36,22 @@ EVERY = [chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000]
 
 
 def check(case: Case, texts: list[str], *steps: int) -> None:
-    """Kernels with chunks of these sizes cut as the definition does."""
-    expected = [cut(case.twin, text) for text in texts]
+    """Assert that kernels with chunks of these sizes split as the reference encoder does."""
+    expected = [cut(case.tokenizer, text) for text in texts]
     for step in steps or (64,):
-        case.maker.step = step
-        found = read(run(case.maker, texts))
+        case.pretokenizer.step = step
+        found = read(run(case.pretokenizer, texts))
         assert len(found) == len(texts)
         for text, pieces, right in zip(texts, found, expected, strict=True):
             assert pieces == right, (step, text[:2000])
 
 
 def check_real(case: Case, texts: list[str], *steps: int) -> None:
-    """The real tokenizer's ids come out of the pieces, each encoded apart from the others by its model."""
+    """Assert that encoding each pre-token by itself with the real model gives the real tokenizer's ids."""
     expected = [case.backend.encode(text, add_special_tokens=False).ids for text in texts]
     for step in steps or (64,):
-        case.maker.step = step
-        found = read(run(case.maker, texts))
+        case.pretokenizer.step = step
+        found = read(run(case.pretokenizer, texts))
         assert any(pieces is not None for pieces in found)
         for text, pieces, right in zip(texts, found, expected, strict=True):
             assert pieces is None or ids(case.backend, pieces) == right, (step, text[:2000])
@@ -94,7 +92,7 @@ def texts_in(value: Any) -> list[str]:
 
 
 def rows(files: list[Any], count: int) -> list[str]:
-    """Prompts of some rows of each file, each as one text with the marks of a template between messages."""
+    """Return prompts of some rows of each file, each as one text with special tokens between messages."""
     found = []
     for file in files:
         table = pq.ParquetFile(file).read_row_group(0)
@@ -128,19 +126,19 @@ def test_every_code_point(cases: dict[str, Case]) -> None:
     and the first frame all of them."""
     for name, one in cases.items():
         chance = random.Random(name)
-        one = case(replace(one.twin.spec, nfc=False))  # with it, most texts are left
+        one = case(replace(one.tokenizer.spec, nfc=False))  # with NFC, most texts would fall back
         for number, frame in enumerate(("a{0} ", "{0}", "1{0}1", " {0}\n", "'{0}'", "\n{0}a")):
             some = EVERY if name == "shipped" and number == 0 else chance.sample(EVERY, 2000)
             framed = [frame.format(c) for c in some]
             check(one, framed if number == 1 else ["".join(framed[i : i + 500]) for i in range(0, len(framed), 500)])
 
 
-HOSTILE = "< | > <| |> <|im_start|> <|im_end|> <|im_ im_end|> <unused1> [INST] <n> ▁ ▁▁ <｜place▁holder▁no▁7｜>".split()
+MARKUP = "< | > <| |> <|im_start|> <|im_end|> <|im_ im_end|> <unused1> [INST] <n> ▁ ▁▁ <｜place▁holder▁no▁7｜>".split()
 
 
 @settings(max_examples=150)
 @given(
-    st.lists(st.lists(st.one_of(TEXT, st.sampled_from(HOSTILE)), max_size=6).map("".join), max_size=5),
+    st.lists(st.lists(st.one_of(TEXT, st.sampled_from(MARKUP)), max_size=6).map("".join), max_size=5),
     st.integers(1, 40),
 )
 def test_any_text(cases: dict[str, Case], texts: list[str], step: int) -> None:
@@ -150,7 +148,7 @@ def test_any_text(cases: dict[str, Case], texts: list[str], step: int) -> None:
 
 def test_added_tokens_alone_adjacent_cut_and_overlapping(cases: dict[str, Case]) -> None:
     for name, one in cases.items():
-        contents = [token.content for token in one.twin.spec.added] or ["<n>"]
+        contents = [token.content for token in one.tokenizer.spec.added] or ["<n>"]
         some = random.Random(name).sample(contents, min(len(contents), 25))
         texts = ["".join(some), " ".join(some)]
         for content in some:
@@ -169,29 +167,29 @@ ADDED = ["<a>", "<a", "a>", "<a><a>", "><", " <b>", "<b> ", "<b", "\n\n", "\n", 
     st.lists(st.lists(st.sampled_from([*ADDED, *"<>ab \n", "\u3000", "\u200b"]), max_size=9).map("".join), max_size=6),
     st.integers(1, 9),
 )
-def test_added_tokens_that_nobody_made(flags: dict[str, Any], texts: list[str], step: int) -> None:
-    """Any of them normalized or not, swallowing white space at a side or not."""
+def test_random_added_tokens(flags: dict[str, Any], texts: list[str], step: int) -> None:
+    """Any combination of the flags normalized, lstrip and rstrip."""
     backend = byte_level(False)
     for content, (normalized, lstrip, rstrip) in flags.items():
         backend.add_tokens([Added(content, normalized=normalized, lstrip=lstrip, rstrip=rstrip)])
     spec = bpe_spec(backend.to_str())
-    if isinstance(spec, BpeSpec):  # or one swallows the white space that another begins with
+    if isinstance(spec, BpeSpec):  # unsupported: one strips white space with which another begins
         check(case(spec), texts, step, 64)
         check_real(case(spec, backend), [*texts, "a"], step)
 
 
 def byte_level(prefix_space: bool) -> Tokenizer:
-    """A tokenizer of bytes that never merge."""
+    """Return a byte-level tokenizer without merges."""
     tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(LETTERS)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     return tokenizer
 
 
-def test_swallowed_white_space_is_unicodes() -> None:
+def test_stripped_white_space_is_unicodes() -> None:
     one = made_up(Split(r"\S"), added=(AddedToken("<n>", 7, False, True, True),))
     texts = [f"a{c}{c}<n>{c}b" for c in [*WHITE_SPACE, "\u200b", "\x1c", "\u180e", "\ufeff", "x"]]
     check(one, [*texts, *("".join(texts[i:]) for i in range(5)), "<n>", " <n> ", " ", " <n>"], 1, 64)
-    assert read(run(one.maker, [" <n>\u3000\n", "<n>"])) == [[7], [7]]
+    assert read(run(one.pretokenizer, [" <n>\u3000\n", "<n>"])) == [[7], [7]]
 
 
 @pytest.mark.parametrize("count", [0, 1, 31, 32, 33, 1000])
@@ -209,12 +207,12 @@ def test_chunks_may_begin_anywhere(cases: dict[str, Case]) -> None:
         check(one, ["y" * shift + unit for shift in range(70)])
 
 
-def test_bytes_around_the_texts_are_not_looked_at(cases: dict[str, Case]) -> None:
+def test_bytes_around_the_texts_have_no_effect(cases: dict[str, Case]) -> None:
     text = b"<|im_end|> a b"
     data = np.frombuffer(b"xyz " + text + b" zz|>", np.uint8)
     for one in cases.values():
-        found = one.maker.pieces(data, np.array([4, 4, 4 + len(text)]))
-        assert read(found) == [[], cut(one.twin, text.decode())]
+        found = one.pretokenizer.pre_tokens(data, np.array([4, 4, 4 + len(text)]))
+        assert read(found) == [[], cut(one.tokenizer, text.decode())]
 
 
 MEGA = 1 << 20
@@ -222,46 +220,46 @@ MEGA = 1 << 20
 
 @pytest.mark.parametrize("unit", ["a", " ", "\n", "你", "1", "ab ", " \n"])
 def test_a_text_of_a_megabyte_among_small_ones(cases: dict[str, Case], unit: str) -> None:
-    """Of one kind of code points, where nothing says where else to begin, and of many small pieces."""
+    """Of equal code points, where no thread can begin in the middle, and of many small pre-tokens."""
     text = unit * (MEGA // len(unit.encode())) + "x"
     for name in {"shipped", "deepseek-v3", "gemma3"} & cases.keys():
         one = cases[name]
-        one.maker.step = 64
-        found = read(run(one.maker, ["", "a b", text, " c"]))
-        assert found[:2] + found[3:] == [cut(one.twin, other) for other in ("", "a b", " c")]
-        # At both ends as a text of a few thousands of them, with the same rest after runs of digits and newlines.
-        few = cut(one.twin, unit * (4096 + MEGA // len(unit.encode()) % 93) + "x")
+        one.pretokenizer.step = 64
+        found = read(run(one.pretokenizer, ["", "a b", text, " c"]))
+        assert found[:2] + found[3:] == [cut(one.tokenizer, other) for other in ("", "a b", " c")]
+        # Both ends are split like those of a shorter text, whose length leaves runs of digits the same rest.
+        few = cut(one.tokenizer, unit * (4096 + MEGA // len(unit.encode()) % 93) + "x")
         assert found[2] is not None
         assert few is not None
         assert found[2][:60] == few[:60] or len(few) < 60
         assert found[2][-1] == few[-1] or len(few) == 1
-        contents = {token.id: token.content for token in one.twin.spec.added}
+        contents = {token.id: token.content for token in one.tokenizer.spec.added}
         whole = "".join(contents[piece] if isinstance(piece, int) else piece for piece in found[2])
         assert whole == text.replace(" ", "▁" if name == "gemma3" else " ")
         if name == "shipped":
-            assert found[2] == cut(one.twin, text)
+            assert found[2] == cut(one.tokenizer, text)
 
 
-def test_a_chunk_of_texts_has_a_limit(shipped: Case) -> None:
+def test_texts_at_once_have_a_limit(shipped: Case) -> None:
     with pytest.raises(ValueError, match="2,147,483,648 bytes at once"):
-        shipped.maker.pieces(np.zeros(1 << 31, np.uint8), np.array([0, 1 << 31]))  # untouched pages are free
+        shipped.pretokenizer.pre_tokens(np.zeros(1 << 31, np.uint8), np.array([0, 1 << 31]))  # untouched pages are free
 
 
 def test_memory_is_a_few_bytes_per_byte(cases: dict[str, Case], gsm8k: str) -> None:
     encoded = [text.encode() for text in rows([gsm8k], 1000)]
     data, offsets = np.frombuffer(b"".join(encoded), np.uint8), np.cumsum([0, *map(len, encoded)])
-    for name in cases.keys() - {"llama2"}:  # of a few letters: every other one is a piece
-        maker = PieceMaker(HostKernels(), cases[name].twin)
+    for name in cases.keys() - {"llama2"}:  # has few letters, so that most pre-tokens are single characters
+        pretokenizer = PreTokenizer(HostKernels(), cases[name].tokenizer)
         tracemalloc.start()
-        maker.pieces(data, offsets)
+        pretokenizer.pre_tokens(data, offsets)
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        # Where ▁ stands for blanks, the text itself becomes half as long again.
-        assert most < (6 if maker.rewrites else 5) * len(data), (name, most / len(data))
+        # If ▁ replaces spaces, the text becomes half as long again.
+        assert most < (6 if pretokenizer.rewrites else 5) * len(data), (name, most / len(data))
 
 
 def _matches(table: Any, classes: list[int], start: int = 0) -> list[tuple[int, int]]:
-    return _split(table, "matches", classes, start, len(classes))
+    return split(table, "matches", classes, start, len(classes))
 
 
 def _check_restarts(splitter: Splitter, strings: list[list[int]]) -> None:
@@ -277,23 +275,23 @@ def _check_restarts(splitter: Splitter, strings: list[list[int]]) -> None:
                     assert any(match[1] == place for match in matches) == (kind == CLOSED), (string, place)
 
 
-def test_restarts_do_not_depend_on_what_lies_before(cases: dict[str, Case]) -> None:
-    """By brute force: every short sequence of classes, or a sample of them, and longer ones."""
+def test_restarts_do_not_depend_on_the_text_before(cases: dict[str, Case]) -> None:
+    """By brute force: every short sequence of classes, or a sample, and longer ones."""
     for name, one in cases.items():
-        chance, classes = random.Random(name), range(one.twin.splitter.classes.count)
+        chance, classes = random.Random(name), range(one.tokenizer.splitter.classes.count)
         strings = [[*s] for length in (2, 3) for s in itertools.product(classes, repeat=length)]
         strings = strings if name == "shipped" else chance.sample(strings, min(len(strings), 2000))
         strings += [chance.choices(classes, k=chance.randint(4, 12)) for _ in range(4000)]
-        _check_restarts(one.twin.splitter, strings)
+        _check_restarts(one.tokenizer.splitter, strings)
 
 
 def test_restarts_are_found_where_words_end(shipped: Case) -> None:
-    splitter = shipped.twin.splitter
+    splitter = shipped.tokenizer.splitter
     letter, space, digit, newline = splitter.classes.of(np.array([ord(c) for c in "x 1\n"])).tolist()
     where = restarts(splitter.stages[0])
     assert where[letter, space] == where[letter, newline] == where[digit, letter] == where[digit, digit] == CLOSED
     assert where[space, letter] == where[space, space] == where[letter, letter] == NOWHERE
-    splitter = made_up(Digits(False)).twin.splitter
+    splitter = made_up(Digits(False)).tokenizer.splitter
     letter, digit = splitter.classes.of(np.array([ord("x"), ord("1")])).tolist()
     where = restarts(splitter.stages[0])
     assert where[letter, letter] == where[letter, digit] == OPEN
@@ -311,15 +309,17 @@ def test_restarts_are_found_where_words_end(shipped: Case) -> None:
     st.integers(1, 12),
     st.booleans(),
 )
-def test_patterns_that_nobody_wrote(patterns: Any, texts: list[str], step: int, prefix_space: bool) -> None:
-    """Stages in stages, whatever they keep."""
+def test_random_patterns(patterns: Any, texts: list[str], step: int, prefix_space: bool) -> None:
+    """Several stages with any value of keep."""
     try:
         one = made_up(*(Split(*pattern) for pattern in patterns), prefix_space=prefix_space)
     except UnsupportedRegexError:
         return
     check(one, [*texts, "abcab  1.\n\nca 11..\n" * 3], step)
-    classes = one.twin.splitter.classes
-    _check_restarts(one.twin.splitter, [classes.of(np.array([*map(ord, text)], np.int64)).tolist() for text in texts])
+    classes = one.tokenizer.splitter.classes
+    _check_restarts(
+        one.tokenizer.splitter, [classes.of(np.array([*map(ord, text)], np.int64)).tolist() for text in texts]
+    )
 
 
 @pytest.mark.parametrize("pattern", [r"\p{N}{1,3}", r"[^\r\n\p{L}\p{N}]?\p{L}+|\s+(?!\S)|\s+"])
@@ -328,11 +328,11 @@ def test_one_stage_against_the_real_one(pattern: str) -> None:
     real: Any = {"all": ("isolated", False), "matches": ("removed", True), "gaps": ("removed", False)}
     for keep, (behavior, invert) in real.items():
         split = pre_tokenizers.Split(Regex(pattern), behavior, invert)
-        found = read(run(made_up(Split(pattern, keep)).maker, texts))
+        found = read(run(made_up(Split(pattern, keep)).pretokenizer, texts))
         assert found == [[piece for piece, _ in split.pre_tokenize_str(text)] for text in texts]
 
 
-def test_spaces_in_front_and_what_stands_for_blanks() -> None:
+def test_prepended_and_replaced_spaces() -> None:
     texts = ["", " ", "a", " a", "a b  c", "<n>a<n> <n>b", "<n>", "a<n>", "\u3000a", "\n", " <n> <n> x "] * 5
     steps = [[], LLAMA2, [normalizers.Replace(" ", "▁")], [normalizers.Prepend("é▁"), normalizers.Replace(" ", "<>")]]
     for backend in (byte_level(True), *(small([("▁", "a"), ("b", "▁")], some) for some in steps)):
@@ -347,7 +347,7 @@ def test_spaces_in_front_and_what_stands_for_blanks() -> None:
     st.lists(st.text("abcdé你ü \n𒀀", max_size=24), min_size=1, max_size=12),
     st.integers(1, 9),
 )
-def test_merges_of_characters_that_nobody_trained(merged: list[str], texts: list[str], step: int) -> None:
+def test_random_merges_of_characters(merged: list[str], texts: list[str], step: int) -> None:
     one = compiled(small([(two[0], two[1]) for two in merged]))
     check(one, texts, step)
     check_real(one, texts, step)
@@ -357,15 +357,15 @@ JAMO = [chr(c) for span in ((0x1100, 0x1113), (0x1161, 0x1176), (0x11A7, 0x11C3)
 
 
 def _check_nfc(one: Case, texts: list[str], step: int = 64) -> None:
-    one.maker.step = step
-    left = run(one.maker, texts).left.tolist()
-    for text, row_left in zip(texts, left, strict=True):
-        assert row_left != surely_nfc(text), [hex(ord(c)) for c in text]
+    one.pretokenizer.step = step
+    falls_back = run(one.pretokenizer, texts).fallback.tolist()
+    for text, row_falls_back in zip(texts, falls_back, strict=True):
+        assert row_falls_back != surely_nfc(text), [hex(ord(c)) for c in text]
 
 
-def test_texts_that_are_not_in_normal_form_are_left(shipped: Case) -> None:
+def test_texts_that_are_not_in_nfc_fall_back(shipped: Case) -> None:
     """Every code point, every Latin letter under every mark, all of Korean's parts, a sample of anything else."""
-    assert shipped.twin.spec.nfc
+    assert shipped.tokenizer.spec.nfc
     _check_nfc(shipped, EVERY)
     values = nfc_tables()[0].of(np.array([*map(ord, EVERY)], np.int64)).tolist()
     marks = [c for c, value in zip(EVERY, values, strict=True) if 0 < value < 255]
@@ -389,11 +389,11 @@ def test_marks_in_any_order(shipped: Case, texts: list[str], step: int) -> None:
     _check_nfc(shipped, texts, step)
 
 
-def test_letters_under_many_marks_are_left(shipped: Case) -> None:
-    """More than anybody writes: the letter is not looked for further than Unicode's own limit."""
+def test_letters_under_many_marks_fall_back(shipped: Case) -> None:
+    """The quick check looks for the base letter no further than Unicode's limit for marks in a row."""
     texts = ["q" + "\u0316" * count + "\u0301" for count in range(60)]
-    maker = shipped.maker
-    left = run(maker, texts).left.tolist()
-    assert not any(left[:30])
-    assert all(left[33:])
-    assert run(maker, ["e" + text[1:] for text in texts]).left.all()
+    pretokenizer = shipped.pretokenizer
+    falls_back = run(pretokenizer, texts).fallback.tolist()
+    assert not any(falls_back[:30])
+    assert all(falls_back[33:])
+    assert run(pretokenizer, ["e" + text[1:] for text in texts]).fallback.all()

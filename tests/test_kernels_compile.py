@@ -1,4 +1,4 @@
-"""The kernels are compiled for real GPUs, by NVIDIA's own compiler, which needs none."""
+"""The kernels compile for real GPUs with NVRTC, which needs no GPU, and need few registers and no local memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 from gpuload.engines.device.kernels import signatures, source
 
 MOST_REGISTERS = 40
-"""With so many a thread, a multiprocessor of 65536 registers holds three quarters of the threads it could hold at all:
-enough to wait for memory with. What each kernel takes is printed: pytest -s."""
+"""Per thread. With 40, a multiprocessor of 65,536 registers holds three quarters of the threads it could hold at most,
+enough to hide the latency of memory. The registers of each kernel are printed: pytest -s."""
 
 
 def compiled(architecture: str) -> tuple[bytes, str]:
-    """Machine code of all kernels, and what the assembler says of them."""
+    """Compile all kernels; return the machine code and the assembler's log."""
     nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
     try:
         error, program = nvrtc.nvrtcCreateProgram(source().encode(), b"kernels.cu", 0, [], [])
@@ -43,14 +43,14 @@ def test_kernels_compile_without_spills(architecture: str) -> None:
     code, log = compiled(architecture)
     assert code[:4] == b"\x7fELF"
     assert "warning" not in log
-    told = re.findall(
+    found = re.findall(
         r"entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
         r".*?Used (\d+) registers",
         log,
         re.DOTALL,
     )
-    assert {name for name, *_ in told} == set(signatures())
-    for name, stack, stores, loads, registers in sorted(told):
+    assert {name for name, *_ in found} == set(signatures())
+    for name, stack, stores, loads, registers in sorted(found):
         print(f"{architecture} {name}: {registers} registers, {stack} bytes of stack, {stores} + {loads} spilled")
         assert (int(stack), int(stores), int(loads)) == (0, 0, 0), name
         assert int(registers) <= MOST_REGISTERS, (name, registers)

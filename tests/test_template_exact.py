@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from template_cases import SHARED, TEMPLATES, TEXTS, assert_same, column, conversations, reference, small_tokenizer
 
+from gpuload.engines.host.render import render
 from gpuload.template import ChatProgram, compile
 
 TEN = [
@@ -29,7 +30,7 @@ def test_every_template_gives_what_transformers_gives(name: str, generation: boo
     tokenizer, template = TEMPLATES[name]
     program = compile(tokenizer, chat_template=template, add_generation_prompt=generation)
     prompts = column(conversations(6, seed=int(generation)))
-    rendered = program.render(prompts)
+    rendered = render(program, prompts)
     assert_same(rendered, prompts, tokenizer, chat_template=template, add_generation_prompt=generation)
 
 
@@ -48,7 +49,7 @@ def test_arguments_of_the_template(name: str, thinking: bool) -> None:
     ]
     program = compile(tokenizer, chat_template=template, tools=tools, kwargs=kwargs)
     prompts = column(conversations(4, seed=3))
-    rendered = program.render(prompts)
+    rendered = render(program, prompts)
     assert rendered.compiled_rows > 0
     assert_same(rendered, prompts, tokenizer, chat_template=template, tools=tools, add_generation_prompt=True, **kwargs)
 
@@ -70,7 +71,7 @@ def test_further_fields_take_part(name: str) -> None:
             if (i + k) % 7 == 0 and message["role"] == "assistant":
                 message["tool_calls"] = [call] if i % 2 else []
     prompts = column(rows, reasoning_content=pa.string(), name=pa.string(), tool_calls=CALLS)
-    rendered = compile(tokenizer, chat_template=template).render(prompts)
+    rendered = render(compile(tokenizer, chat_template=template), prompts)
     assert_same(rendered, prompts, tokenizer, chat_template=template, add_generation_prompt=True)
     assert any("tool_calls" in reason for reason in rendered.reasons)
 
@@ -91,19 +92,19 @@ def test_any_messages(name: str, rows: list[list[dict[str, str]]]) -> None:
     tokenizer, template = TEMPLATES[name]
     program = programs.setdefault(name, compile(tokenizer, chat_template=template))
     prompts = column(rows)
-    assert_same(program.render(prompts), prompts, tokenizer, chat_template=template, add_generation_prompt=True)
+    assert_same(render(program, prompts), prompts, tokenizer, chat_template=template, add_generation_prompt=True)
 
 
 @pytest.mark.skipif(not (SHARED / "datasets").is_dir(), reason="no shared data")
 @pytest.mark.parametrize("name", SHARED_TEMPLATES)
-def test_whole_data_sets(name: str) -> None:
+def test_whole_datasets(name: str) -> None:
     import pyarrow.parquet as pq
 
     tokenizer, _ = TEMPLATES[f"shared/{name}"]
     program = compile(tokenizer)
     for file in sorted((SHARED / "datasets").glob("*.parquet")):
         prompts = pq.read_table(file, columns=["prompt"])["prompt"]
-        rendered = program.render(prompts)
+        rendered = render(program, prompts)
         kept = [row for row in range(len(prompts)) if row not in rendered.rejected]
         if name != "mistral-nemo":
             assert rendered.compiled_rows > 0.9 * len(kept)
@@ -114,7 +115,7 @@ def test_whole_data_sets(name: str) -> None:
             assert reference(tokenizer, rows[i], add_generation_prompt=True) == (None, rendered.rejected[i])
 
 
-def test_a_template_of_ones_own_and_named_templates() -> None:
+def test_custom_and_named_templates() -> None:
     tokenizer = small_tokenizer()
     named = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer, bos_token="<s>")
     named.chat_template = {
@@ -124,21 +125,21 @@ def test_a_template_of_ones_own_and_named_templates() -> None:
     }
     rows = column([[{"role": "user", "content": "hi"}]])
     tool = {"type": "function", "function": {"name": "f"}}
-    assert compile(named).render(rows).text.to_pylist() == ["Dhi"]
-    assert compile(named, tools=[tool]).render(rows).text.to_pylist() == ["Thi"]
-    assert compile(named, chat_template="x").render(rows).text.to_pylist() == ["X<s>"]
-    assert compile(named, chat_template="Y{{ messages[0].content | trim }}").render(rows).text.to_pylist() == ["Yhi"]
+    assert render(compile(named), rows).text.to_pylist() == ["Dhi"]
+    assert render(compile(named, tools=[tool]), rows).text.to_pylist() == ["Thi"]
+    assert render(compile(named, chat_template="x"), rows).text.to_pylist() == ["X<s>"]
+    assert render(compile(named, chat_template="Y{{ messages[0].content | trim }}"), rows).text.to_pylist() == ["Yhi"]
 
 
-def test_the_clock_stands_still_for_all_rows() -> None:
+def test_all_rows_see_the_same_time() -> None:
     template = "{{ strftime_now('%H:%M:%S.%f') }} {{ messages[0].content }}{{ messages[0].tool_calls | length }}"
     call = {"function": {"name": "f"}}
     rows = [[{"role": "user", "content": "a", "tool_calls": calls}] for calls in ([], [call], [], [call, call])]
-    rendered = compile(small_tokenizer(), chat_template=template).render(column(rows, tool_calls=CALLS))
+    rendered = render(compile(small_tokenizer(), chat_template=template), column(rows, tool_calls=CALLS))
     assert (rendered.compiled_rows, rendered.reference_rows) == (2, 2)
     texts = rendered.text.to_pylist()
     assert [text.split()[1] for text in texts] == ["a0", "a1", "a0", "a2"]
     assert len({text.split()[0] for text in texts}) == 1
-    # Afterwards the clock of transformers goes on.
+    # Afterwards the template sees the current time again.
     later = small_tokenizer().apply_chat_template(rows[0], chat_template=template, tokenize=False)
     assert later.split()[0] != texts[0].split()[0]

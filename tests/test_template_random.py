@@ -1,10 +1,11 @@
-"""Random templates with the probes switched off: the tracer alone must never be wrong."""
+"""Random templates with the probes disabled: the tracer alone must never be wrong."""
 
 import random
 
 import pytest
 from template_cases import TEXTS, assert_same, column, small_tokenizer
 
+from gpuload.engines.host.render import render
 from gpuload.template import compile
 from gpuload.template.probe import Prober
 from gpuload.template.program import ByReference, Path
@@ -30,7 +31,7 @@ MACROS = (
     "{% set c = messages[0].content %}"
 )
 
-# In each, T stands for a text, L for a literal, Q for a question, and B for more template.
+# In each form, T is a text, L a literal, Q a predicate, and B more template.
 TEXT_FORMS = """(T + T)|(T ~ T)|(T {} trim)|T.strip()|T.strip(L)|T.lstrip(L)|T.rstrip()|T.split(L)[0]
 (T {} replace(L, L))|T.split(L)[-1]|T.split(L)[1]|T.split(L, 1)[-1]|T.rsplit(L, 1)[0]
 (T.split(L) {} last)|(T if Q else T)|([T, T] {} join(L))|('%s-%s' % (T, T))|T.removeprefix(L)
@@ -52,7 +53,7 @@ FORMS = {
 
 
 def grown(chance: random.Random, mark: str, depth: int) -> str:
-    """A random piece of template."""
+    """Return a random part of a template."""
     if mark == "L":
         return chance.choice(LITERALS)
     if depth <= 0:
@@ -83,5 +84,5 @@ def test_random_templates(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
             for _ in range(15)
         ]
         prompts = column(rows)
-        rendered = compile(small_tokenizer(), chat_template=template).render(prompts)
+        rendered = render(compile(small_tokenizer(), chat_template=template), prompts)
         assert_same(rendered, prompts, small_tokenizer(), chat_template=template, add_generation_prompt=True)

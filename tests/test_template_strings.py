@@ -1,4 +1,4 @@
-"""Operations and questions on columns against their definition, and every layout a column of conversations can have."""
+"""Operations and predicates on columns, compared with their definition; every Arrow layout of a conversation column."""
 
 from typing import Any
 
@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from template_cases import TEXTS, assert_same, column, conversations, small_tokenizer
 
 from gpuload.engines.conversations import text_column
+from gpuload.engines.host import render as rendering
+from gpuload.engines.host.render import render
 from gpuload.engines.host.texts import HostTexts, gather
 from gpuload.engines.protocol import TextColumn
 from gpuload.template import compile
@@ -38,7 +40,7 @@ def read(texts: TextColumn) -> list[str]:
 
 @settings(max_examples=150, deadline=None)
 @given(texts, st.lists(st.sampled_from(OPERATIONS), max_size=3), st.sampled_from([*MARKS, "", "abab"]))
-def test_columns_do_what_their_definition_says(values: list[str], operations: list[Operation], mark: str) -> None:
+def test_columns_agree_with_the_definition(values: list[str], operations: list[Operation], mark: str) -> None:
     ops, strings = HostTexts(), text_column(pa.array(["no", *values, "no"], pa.large_string())[1:-1])
     for operation in operations:
         strings = ops.operate(strings, operation)
@@ -55,7 +57,7 @@ def test_every_white_space_of_unicode_and_nothing_else_is_stripped() -> None:
     assert read(strings) == [text.strip() for text in every]
 
 
-def test_long_runs_of_white_space_are_stripped_without_a_round_each() -> None:
+def test_long_runs_of_white_space_are_stripped_at_once() -> None:
     text = " \u3000\n" * 100_000
     strings = text_column(pa.array([text + "x" + text, text, "x"], pa.large_string()))
     assert read(HostTexts().operate(strings, Operation("strip"))) == ["x", "", "x"]
@@ -103,7 +105,7 @@ def _as(array: pa.Array, kind: pa.DataType) -> pa.Array:
     return array.dictionary_encode() if pa.types.is_dictionary(kind) else array.cast(kind)
 
 
-def test_rows_that_nothing_can_be_made_of_are_rejected_and_no_neighbour_is_lost() -> None:
+def test_incomplete_rows_are_rejected_and_their_neighbours_are_not() -> None:
     good = [{"role": "user", "content": " ok "}]
     rows = [
         good, None, good, [], good, [{"role": "user", "content": None}], good, [None], good,
@@ -152,7 +154,7 @@ def test_invalid_utf8_is_named(field: str, bad: bytes, at: int) -> None:
     assert rendered.text.to_pylist()[2] == ("<user>ok" if field == "content" else "<ok>user")
 
 
-def test_characters_split_between_two_texts_are_noticed() -> None:
+def test_characters_split_between_two_texts_are_rejected() -> None:
     contents = pa.StringArray.from_buffers(2, pa.py_buffer(np.array([0, 1, 2], np.int32)), pa.py_buffer("é".encode()))
     structs = pa.StructArray.from_arrays([pa.array(["user"] * 2), contents], ["role", "content"])
     rendered = render(
@@ -172,7 +174,7 @@ def test_small_batches_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (parts.rejected, parts.compiled_rows) == (whole.rejected, whole.compiled_rows)
 
 
-def test_roles_that_are_marks_of_our_own() -> None:
+def test_roles_that_look_like_the_marks_of_a_shape() -> None:
     prompts = column([[{"role": role, "content": "x"}] for role in ("\0text", "\0[]", "", "user")])
     rendered = render(compile(small_tokenizer(), chat_template=TEMPLATE), prompts)
     assert_same(rendered, prompts, small_tokenizer(), chat_template=TEMPLATE, add_generation_prompt=True)
@@ -195,7 +197,7 @@ def test_other_columns_are_an_error() -> None:
         render(program, pa.array(["text"]))
 
 
-def test_content_in_parts_takes_the_reference() -> None:
+def test_content_in_parts_falls_back_to_the_reference() -> None:
     rows = [[{"role": "user", "content": [{"type": "text", "text": "hi"}]}]]
     template = "{% for p in messages[0].content %}{{ p.text }}{% endfor %}"
     prompts = pa.array(rows)

@@ -1,4 +1,4 @@
-"""The table of templates: what must compile, and that the page in the docs is the one the code gives."""
+"""The table of templates: which ones must compile, and that the page in the docs is up to date."""
 
 import pytest
 from template_cases import TEMPLATES
@@ -8,7 +8,7 @@ TRL = [name for name in TEMPLATES if name.startswith("trl/")]
 INDEX_PARTS = {
     f"trl/{name}{end}" for name in ("idefics3", "llava_next", "smolvlm") for end in ("", "_training")
 }  # their content is a list of parts, never text
-STOPPED_AFTER_ANSWERS = {"trl/lfm2_2_5_vl": "arithmetic with the length of text of a message"}
+STOPPED_AFTER_ANSWERS = {"trl/lfm2_2_5_vl": "the template does arithmetic with the length of a message's text"}
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The tracer: what it must not believe, what it must not follow, and where it must end."""
+"""The tracer: laundered text, wrong traces caught by probes, templates that do not terminate, limits of growth."""
 
 import time
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 from template_cases import TEXTS, assert_same, column, conversations, small_tokenizer
 
+from gpuload.engines.host.render import render
 from gpuload.template import compile, compiler, trace
 from gpuload.template.program import TEXT, ByReference, Path, Rejected
 from gpuload.template.rope import Rope
@@ -19,12 +20,13 @@ EACH = [[{"role": "user", "content": text}] for text in TEXTS]
 def leaf_of(template: str) -> Any:
     """The leaf that one plain message reaches."""
     program = compile(small_tokenizer(), chat_template=template)
-    program.render(column([[{"role": "user", "content": "plain text"}]]))
+    render(program, column([[{"role": "user", "content": "plain text"}]]))
     (tree,) = program.trees.values()
     return next(leaf for _, leaf in tree.leaves() if leaf is not None)
 
 
-# Each joins text somewhere out of sight, and then looks at the joined text: the trap of DESIGN §6.
+# Each template joins a text with others in some indirect way, and then inspects the joined text: "laundered" text,
+# which a tracer based on placeholder strings gets wrong.
 LAUNDERED = {
     "macro": "{% macro show(x) %}{{ x }}{% endmacro %}{{ show(messages[0].content) | trim }}",
     "tilde": "{% set x = '' ~ messages[0].content ~ '' %}{{ x.strip() }}",
@@ -78,7 +80,7 @@ LAUNDERED = {
 def test_laundered_text_is_never_silently_wrong(name: str) -> None:
     template = LAUNDERED[name]
     prompts = column(EACH)
-    rendered = compile(small_tokenizer(), chat_template=template).render(prompts)
+    rendered = render(compile(small_tokenizer(), chat_template=template), prompts)
     assert_same(rendered, prompts, small_tokenizer(), chat_template=template, add_generation_prompt=True)
 
 
@@ -119,17 +121,17 @@ def test_probes_catch_a_tracer_that_is_wrong(lie: str, monkeypatch: pytest.Monke
     assert isinstance(leaf, ByReference)
     assert "probe" in leaf.reason
     prompts = column(EACH)
-    rendered = compile(small_tokenizer(), chat_template=template).render(prompts)
+    rendered = render(compile(small_tokenizer(), chat_template=template), prompts)
     assert_same(rendered, prompts, small_tokenizer(), chat_template=template, add_generation_prompt=True)
     assert rendered.compiled_rows == 0
 
 
-def test_a_template_rejects_in_its_own_words() -> None:
+def test_a_rejection_is_reported_with_the_templates_own_message() -> None:
     template = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ messages[0].content }}"
     )
     program = compile(small_tokenizer(), chat_template=template)
-    rendered = program.render(column([[{"role": "system", "content": "a"}], [{"role": "user", "content": "b"}]]))
+    rendered = render(program, column([[{"role": "system", "content": "a"}], [{"role": "user", "content": "b"}]]))
     assert rendered.rejected == {0: "no system"}
     assert rendered.text.to_pylist() == [None, "b"]
     assert any(leaf == Rejected("no system") for tree in program.trees.values() for _, leaf in tree.leaves())
@@ -151,7 +153,7 @@ def test_an_endless_template_ends(name: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(trace, "MOST_STEPS", 50_000)
     began = time.monotonic()
     program = compile(small_tokenizer(), chat_template=ENDLESS[name] + "{{ messages[0].content }}")
-    rendered = program.render(column([[{"role": "user", "content": "x"}], [{"role": "user", "content": "y"}] * 2]))
+    rendered = render(program, column([[{"role": "user", "content": "x"}], [{"role": "user", "content": "y"}] * 2]))
     assert len(rendered.rejected) == 2
     assert time.monotonic() - began < 5
 
@@ -162,7 +164,7 @@ def test_an_endless_template_ends(name: str, monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_the_sandbox_holds(template: str) -> None:
     prompts = column(EACH[:3])
-    rendered = compile(small_tokenizer(), chat_template=template).render(prompts)
+    rendered = render(compile(small_tokenizer(), chat_template=template), prompts)
     assert_same(rendered, prompts, small_tokenizer(), chat_template=template, add_generation_prompt=True)
 
 
@@ -172,14 +174,14 @@ PATHS = (
 )
 
 
-def test_many_ways_through_a_template_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_paths_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "FREE_LEAVES", 8)
     monkeypatch.setattr(compiler, "MOST_LEAVES", 20)
     rows = [[{"role": "user", "content": " a" if i >> k & 1 else " b"} for k in range(10)] for i in range(600)]
     rows += [rows[0]] * 20
     prompts = column(rows)
     program = compile(small_tokenizer(), chat_template=PATHS)
-    rendered = program.render(prompts)
+    rendered = render(program, prompts)
     assert program.leaves <= 20
     assert 0 < rendered.compiled_rows < 620
     assert rendered.reference_rows == sum(rendered.reasons.values())
@@ -189,17 +191,17 @@ def test_many_ways_through_a_template_are_bounded(monkeypatch: pytest.MonkeyPatc
     ]
 
 
-def test_only_ways_that_rows_take_are_traced() -> None:
+def test_only_paths_that_rows_take_are_traced() -> None:
     rows = [[{"role": "user", "content": "x a" if k == i else "x b"} for k in range(30)] for i in range(5)] * 4
     program = compile(small_tokenizer(), chat_template=PATHS)
-    rendered = program.render(column(rows))
+    rendered = render(program, column(rows))
     assert rendered.compiled_rows == 20
     assert program.leaves == 5
 
 
-def test_hundreds_of_questions_on_one_path() -> None:
+def test_hundreds_of_predicates_on_one_path() -> None:
     rows = [[{"role": "user", "content": "xa"}] * 400]
-    rendered = compile(small_tokenizer(), chat_template=PATHS).render(column(rows))
+    rendered = render(compile(small_tokenizer(), chat_template=PATHS), column(rows))
     assert rendered.text.to_pylist() == ["xa" * 400]
 
 
@@ -208,26 +210,26 @@ def test_arguments_that_change_what_rendering_means(kwargs: dict[str, Any]) -> N
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     program = compile(small_tokenizer(), chat_template=template, kwargs=kwargs, add_generation_prompt=False)
     prompts = column(EACH[:4])
-    rendered = program.render(prompts)
+    rendered = render(program, prompts)
     assert rendered.compiled_rows == 0
-    assert program.obstacle == f"{next(iter(kwargs))} is set"
+    assert program.not_compilable == f"{next(iter(kwargs))} is set"
     assert_same(rendered, prompts, small_tokenizer(), chat_template=template, add_generation_prompt=False, **kwargs)
 
 
-def test_a_tokenizer_with_a_rendering_of_its_own() -> None:
+def test_a_tokenizer_that_overrides_apply_chat_template() -> None:
     class Own(type(small_tokenizer())):  # type: ignore[misc]
         def apply_chat_template(self, conversation: Any, **kwargs: Any) -> str:
             return "own"
 
     program = compile(Own(tokenizer_object=small_tokenizer().backend_tokenizer), chat_template="{{ messages }}")
-    rendered = program.render(column(EACH[:2]))
+    rendered = render(program, column(EACH[:2]))
     assert rendered.text.to_pylist() == ["own", "own"]
-    assert rendered.reasons == {"Own has an apply_chat_template of its own": 2}
+    assert rendered.reasons == {"Own overrides apply_chat_template": 2}
 
 
 def test_no_template_and_no_syntax() -> None:
     for template in (None, "{% for %}"):
-        rendered = compile(small_tokenizer(), chat_template=template).render(column(EACH[:2]))
+        rendered = render(compile(small_tokenizer(), chat_template=template), column(EACH[:2]))
         assert len(rendered.rejected) == 2
     with pytest.raises(TypeError, match="add_generation_prompt"):
         compile(small_tokenizer(), kwargs={"add_generation_prompt": True})
@@ -245,7 +247,7 @@ def test_shapes_with_few_rows_each() -> None:
     rows = conversations(1, seed=4) * 2
     program = compile(small_tokenizer(), chat_template=PATHS)
     assert_same(
-        program.render(column(rows)), column(rows), small_tokenizer(), chat_template=PATHS, add_generation_prompt=True
+        render(program, column(rows)), column(rows), small_tokenizer(), chat_template=PATHS, add_generation_prompt=True
     )
 
 
@@ -260,7 +262,7 @@ def test_equal_hashes_are_not_equal_shapes(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Messages, "_hashes", same)
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     prompts = column(conversations(2, seed=6))
-    rendered = compile(small_tokenizer(), chat_template=template).render(prompts)
+    rendered = render(compile(small_tokenizer(), chat_template=template), prompts)
     assert_same(rendered, prompts, small_tokenizer(), chat_template=template, add_generation_prompt=True)
 
 
@@ -272,9 +274,9 @@ def _rows(count: int) -> Iterator[list[dict[str, str]]]:
 def test_rows_of_thirty_turns_in_many_orders() -> None:
     rows = list(_rows(30)) * 20
     program = compile(small_tokenizer(), chat_template=PATHS)
-    program.render(column(rows))
+    render(program, column(rows))
     began = time.perf_counter()
-    rendered = program.render(column(rows))
+    rendered = render(program, column(rows))
     assert time.perf_counter() - began < 1
     assert rendered.compiled_rows == len(rows)
     assert isinstance(rendered.text, pa.LargeStringArray)

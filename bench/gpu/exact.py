@@ -151,7 +151,7 @@ def device_encoder(rig: Rig, directory: str) -> DeviceEncoder:
 def compiled_for(directory: str) -> CompiledTokenizer | str:
     """Return a compiled tokenizer, or why it cannot be compiled."""
     try:
-        return compile_tokenizer(Reference(tokenizer_of(directory), chat_template=None))
+        return compile_tokenizer(Reference(tokenizer_of(directory), chat_template=None).model_json)
     except Exception as error:  # the other tokenizers are still compared
         return brief(error)
 

@@ -1,7 +1,7 @@
-"""The reference: transformers' own rendering of one conversation, held still for one load.
+"""The reference rendering: `apply_chat_template` of transformers, with everything but the conversation fixed.
 
-`TemplateCall` is everything about a load that is not a row: the tokenizer, the template, tools and further arguments.
-What a compiled template must reproduce, byte for byte, is `TemplateCall.render`.
+`TemplateCall` holds what is constant during a load: the tokenizer, the template, the tools and further arguments. A
+compiled template must reproduce `TemplateCall.render` byte for byte.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from typing import Any
 
 import jinja2
 
-__all__ = ["TemplateCall", "rejection"]
-
 _CHANGES_THE_TEXT = ("continue_final_message", "return_assistant_tokens_mask", "sanitize_control_tokens")
 _OURS = ("conversation", "tokenize", "add_generation_prompt", "chat_template", "tools")
 
 
 @dataclass(frozen=True)
 class TemplateCall:
-    """One load's way to render.
+    """A call of `apply_chat_template` without its conversation.
 
     Attributes:
         tokenizer: a transformers tokenizer.
-        template: a template's text or name, or None for what transformers chooses.
+        template: a template's text or name; None lets transformers choose.
         tools: as `apply_chat_template` takes them.
-        kwargs: further arguments of `apply_chat_template`, `documents` among them.
-        add_generation_prompt: as there.
-        instant: what the template's `strftime_now` tells; one instant for all rows.
+        kwargs: further arguments of `apply_chat_template`, such as `documents`.
+        add_generation_prompt: as `apply_chat_template` takes it.
+        instant: the time that the template's `strftime_now` formats, the same for all rows.
+
+    Raises:
+        TypeError: `kwargs` contains an argument that has its own parameter.
     """
 
     tokenizer: Any
@@ -45,19 +46,17 @@ class TemplateCall:
     def __post_init__(self) -> None:
         taken = [name for name in _OURS if name in self.kwargs]
         if taken:
-            raise TypeError(
-                f"{', '.join(taken)} cannot be among the chat template's kwargs: it is an argument of its own"
-            )
+            raise TypeError(f"{', '.join(taken)} cannot be passed in the chat template's kwargs")
 
     def render(self, messages: Sequence[Any], template: str | None = None) -> str:
-        """What transformers makes of one conversation.
+        """Render one conversation with transformers.
 
         Args:
             messages: the conversation.
-            template: another template to render it with.
+            template: a template to use instead of the call's own.
 
         Raises:
-            Exception: whatever transformers or the template raises on it.
+            Exception: whatever transformers or the template raises.
         """
         return str(
             self.tokenizer.apply_chat_template(
@@ -71,10 +70,10 @@ class TemplateCall:
         )
 
     def ids(self, messages: Sequence[Any]) -> list[int]:
-        """The token ids of one conversation, rendered and encoded in one call: the definition of right.
+        """Render and encode one conversation in one call. These ids are correct by definition.
 
         Raises:
-            Exception: whatever transformers or the template raises on it.
+            Exception: whatever transformers or the template raises.
         """
         answer = self.tokenizer.apply_chat_template(
             messages,
@@ -88,39 +87,42 @@ class TemplateCall:
         return list(answer["input_ids"])
 
     def text(self) -> str:
-        """The template's Jinja source, named templates resolved as transformers does.
+        """Return the template's Jinja source. Names of templates are resolved by transformers.
 
         Raises:
-            ValueError: there is no template.
+            ValueError: the tokenizer has no such template.
         """
         return str(self.tokenizer.get_chat_template(self.template, None if self.tools is None else list(self.tools)))
 
-    def obstacle(self) -> str | None:
-        """Why nothing of this call can be compiled, or None.
+    def not_compilable_reason(self) -> str | None:
+        """Return why this call cannot be compiled at all, or None.
 
-        A compiled template reproduces `PreTrainedTokenizerBase.apply_chat_template` and nothing else.
+        A compiled template reproduces `PreTrainedTokenizerBase.apply_chat_template`, not an override of it.
         """
         from transformers import PreTrainedTokenizerBase
 
         kind = type(self.tokenizer)
         own = getattr(kind, "apply_chat_template", None)
         if own is not PreTrainedTokenizerBase.apply_chat_template or "apply_chat_template" in vars(self.tokenizer):
-            return f"{kind.__name__} has an apply_chat_template of its own"
+            return f"{kind.__name__} overrides apply_chat_template"
         if getattr(kind, "get_chat_template", None) is not PreTrainedTokenizerBase.get_chat_template:
-            return f"{kind.__name__} has a get_chat_template of its own"
+            return f"{kind.__name__} overrides get_chat_template"
         for name in _CHANGES_THE_TEXT:
             if self.kwargs.get(name):
                 return f"{name} is set"
         for name, value in self.kwargs.items():
             if callable(value):
-                return f"{name} is a function, which could look into texts unseen"
+                return f"{name} is a function, whose use of the texts cannot be traced"
         return None
 
     def context(self) -> dict[str, Any]:
-        """The template's variables except `messages`, as transformers prepares them. Probes notice where this goes
-        wrong."""
+        """Return the template's variables except `messages`, as transformers prepares them.
+
+        transformers has no function for this, so its code is reproduced here. Probes detect any difference.
+        """
         from transformers.utils import chat_template_utils, get_json_schema
 
+        # Only some versions of transformers have this function.
         plain: Callable[[Any], Any] = getattr(chat_template_utils, "_plain_template_data", lambda value: value)
         tools = self.tools
         if tools is not None:
@@ -135,17 +137,20 @@ class TemplateCall:
         }
 
     def strftime_now(self, format: str) -> str:
-        """The template's clock."""
+        """Return this call's instant in `format`: the template's `strftime_now`."""
         return self.instant.strftime(format)
 
     @contextmanager
     def clock_stopped(self) -> Iterator[Callable[[str], str] | None]:
-        """Within, transformers' template sees this call's instant as the time. Gives the clock that it sees, None where
-        there is none that can be stopped.
+        """Make this call's instant the time that transformers' template sees, inside a `with` block.
 
-        A template that prints the time would otherwise give other text to the rows rendered a minute later.
-        transformers keeps the compiled template, and with it the clock, in a cache: it is replaced there, and put back
-        by the last one to leave. Threads may be inside together; the first one's instant is everybody's.
+        Without it, a template that prints the time would give other text for rows that are rendered a minute later.
+        transformers caches the compiled template together with its `strftime_now`, which is replaced in that cache, and
+        restored when the last of several overlapping blocks ends. Several threads may be inside at once; then the
+        instant of the first one is used by all.
+
+        Yields:
+            The `strftime_now` that the template sees; None if the template does not use it or it cannot be replaced.
         """
         try:
             text = self.text()
@@ -155,7 +160,7 @@ class TemplateCall:
 
             clock = chat_template_utils._compile_jinja_template(text).environment.globals
             own = clock["strftime_now"]
-        except Exception:  # no such template, cache or clock: then there is nothing to stop
+        except Exception:  # no such template, cache or function
             yield None
             return
         with _stopping:
@@ -176,12 +181,14 @@ class TemplateCall:
 
 
 _stopping = threading.Lock()
-_stopped: dict[int, tuple[int, Any]] = {}  # a template's globals → how many are inside, and its own clock
+_stopped: dict[int, tuple[int, Any]] = {}  # id of a template's globals → number of open blocks, original function
 
 
 def rejection(error: Exception) -> str:
-    """What to tell of a row that the reference rejects: a template's own words as they are, else with the error's
-    kind."""
+    """Return the reason to report for a row that transformers rejects.
+
+    A template's own message (`raise_exception`) is reported unchanged, other errors with their class.
+    """
     if type(error) is jinja2.TemplateError:
         return str(error)
     return f"{type(error).__name__}: {error}"

@@ -1,8 +1,8 @@
-"""A chat template as a program that grows: one tree per shape of conversation, traced where rows go.
+"""`ChatProgram`: a compiled chat template, which grows while rows are rendered.
 
-Compiling everything a template could do is impossible (a question per message of a long conversation is 2^n paths) and
-useless. So a program starts empty, and `render` has it traced wherever rows arrive that no earlier row prepared the way
-for.
+A template cannot be compiled completely in advance: one `if` per message of a long conversation makes 2^n paths. So
+a program starts with no trees. The engine sends rows down the tree of their shape, and where rows arrive at a node that
+no earlier row has reached, it calls `grow`, which traces the path of one of these rows and adds it to the tree.
 """
 
 from __future__ import annotations
@@ -13,96 +13,95 @@ from typing import Any
 
 from gpuload.reference.template_call import TemplateCall
 from gpuload.template.program import TEXT, ByReference, Shape, Tree, describe_shape, describe_tree
-from gpuload.template.rope import NotCompilableError
+from gpuload.template.symbol import NotCompilableError
 from gpuload.template.trace import Texts, Tracer
-
-__all__ = ["ChatProgram", "compile"]
 
 FREE_LEAVES = 256
 MOST_LEAVES = 4096
 FEWEST_ROWS = 16
-"""A trace with its probes costs what the reference needs for some ten rows. So the first `FREE_LEAVES` ways through the
-template are traced for the asking, further ones for `FEWEST_ROWS` rows that go there, and none beyond `MOST_LEAVES`."""
+"""Limits of tracing. One trace with its probes costs about as much as rendering ten rows with transformers. So the
+first `FREE_LEAVES` paths are traced for any number of rows, further paths only for at least `FEWEST_ROWS` rows, and no
+path after `MOST_LEAVES`."""
 
 
 class ChatProgram:
     """A compiled chat template. Made by `compile`.
 
     Attributes:
-        call: tokenizer, template and constants.
-        trees: the decision tree of each shape met so far.
-        obstacle: why nothing can be compiled, or None.
-        leaves: how many ways through the template were traced.
-        lock: for whoever walks the trees, which may grow.
+        call: the tokenizer, the template and the constants of the load.
+        trees: the decision tree of each shape seen so far.
+        not_compilable: why nothing of this template can be compiled, or None.
+        leaves: number of paths traced so far.
+        lock: must be held while trees are walked or grown.
     """
 
     def __init__(self, call: TemplateCall) -> None:
         self.call = call
         self.trees: dict[Shape, Tree] = {}
-        self.obstacle: str | None = None
+        self.not_compilable: str | None = None
         self.leaves = 0
         self.lock = threading.Lock()
         try:
             with call.clock_stopped():
                 self._tracer = Tracer(call)
         except NotCompilableError as error:
-            self.obstacle = str(error)
+            self.not_compilable = str(error)
 
     def tree(self, shape: Shape) -> Tree:
-        """The tree of one shape, empty at first."""
-        if self.obstacle:
-            return Tree([ByReference(self.obstacle)])
+        """Return the tree of one shape; an empty tree if no path of this shape has been traced."""
+        if self.not_compilable:
+            return Tree([ByReference(self.not_compilable)])
         return self.trees.get(shape) or Tree()
 
     def grow(self, tree: Tree, shape: Shape, texts: Texts, rows: int) -> str | None:
-        """Trace the way that a conversation takes, and add it to its tree.
+        """Trace the path of one conversation and add it to its tree.
 
         Args:
-            tree: that of `shape`.
+            tree: the tree of `shape`.
             shape: the conversation's shape.
-            texts: its texts.
-            rows: how many rows go the same way, as far as the tree goes.
+            texts: the conversation's texts.
+            rows: number of rows that have arrived at the same open node of the tree.
 
         Returns:
-            None, or why these rows are left to the reference.
+            None, or why these rows have to be rendered by transformers.
         """
         if self.leaves >= MOST_LEAVES:
-            return f"more than {MOST_LEAVES} ways through the template"
+            return f"more than {MOST_LEAVES} paths through the template"
         if self.leaves >= FREE_LEAVES and rows < FEWEST_ROWS:
-            return f"fewer than {FEWEST_ROWS} rows go this way through the template"
+            return f"fewer than {FEWEST_ROWS} rows take this path through the template"
         with self.call.clock_stopped():
             decisions, leaf = self._tracer.trace(shape, texts)
         if not tree.graft(decisions, leaf):
-            return "the template does not do the same thing twice"
+            return "the template is not deterministic"
         self.leaves += 1
         self.trees[shape] = tree
         return None
 
     def explore(self, shape: Shape, most: int = 32) -> Tree:
-        """Trace a shape without rows, following every answer for which a text is found.
+        """Trace a shape without rows: follow both answers of every predicate for which a matching text is found.
 
         Args:
-            shape: what conversation.
-            most: how many ways to trace at most.
+            shape: the conversation's shape.
+            most: maximum number of paths to trace.
         """
         tree = self.tree(shape)
-        if self.obstacle:
+        if self.not_compilable:
             return tree
         plain = {(k, name): f"text {k}" for k, fields in enumerate(shape) for name, value in fields if value == TEXT}
-        hopeless = set()
+        unreachable = set()
         for _ in range(most):
-            open_ = next((way for way, leaf in tree.leaves() if leaf is None and way not in hopeless), None)
-            if open_ is None:
+            decisions = next((path for path, leaf in tree.leaves() if leaf is None and path not in unreachable), None)
+            if decisions is None:
                 break
-            texts = self._tracer.example(plain, open_)
+            texts = self._tracer.example(plain, decisions)
             if texts is None or self.grow(tree, shape, texts, FEWEST_ROWS) is not None:
-                hopeless.add(open_)
+                unreachable.add(decisions)
         return tree
 
     def describe(self) -> str:
-        """The program as text: every shape met, with its tree."""
-        if self.obstacle:
-            return f"nothing is compiled: {self.obstacle}"
+        """Return the program as text: every shape seen so far, with its tree."""
+        if self.not_compilable:
+            return f"not compiled: {self.not_compilable}"
         return "\n\n".join(f"{describe_shape(shape)}\n{describe_tree(tree)}" for shape, tree in self.trees.items())
 
     __str__ = describe
@@ -120,17 +119,17 @@ def compile(
 
     Args:
         tokenizer: a transformers tokenizer.
-        chat_template: `default` for what transformers chooses, or a template's text, or the name of one of its
-            templates.
+        chat_template: the text of a template, or the name of one of the tokenizer's templates; `"default"` lets
+            transformers choose.
         tools: the tools of every conversation, as `apply_chat_template` takes them.
-        kwargs: further arguments of `apply_chat_template`: `enable_thinking`, `documents` and so on.
+        kwargs: further arguments of `apply_chat_template`, such as `enable_thinking` or `documents`.
         add_generation_prompt: end every prompt with the start of an answer.
 
-    Raises:
-        TypeError: `kwargs` names what is an argument of its own.
+    Returns:
+        A program without trees; its `not_compilable` says why, if nothing can be compiled.
 
-    >>> program = compile(tokenizer)                                # doctest: +SKIP
-    >>> program.render(table["prompt"]).text                        # doctest: +SKIP
+    Raises:
+        TypeError: `kwargs` contains an argument that has its own parameter here.
     """
     template = None if chat_template == "default" else chat_template
     return ChatProgram(TemplateCall(tokenizer, template, tools, dict(kwargs or {}), add_generation_prompt))

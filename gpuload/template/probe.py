@@ -1,9 +1,10 @@
-"""Trust, but verify: hostile conversations through the real template and through the path.
+"""Probes: compare a traced path with transformers before it is used.
 
-A traced path is meant to hold for every text that answers the template's questions alike. Before it is used, it is held
-against the reference on texts chosen to break it: white space of every kind at both ends, nothing at all, special
-tokens, Jinja syntax, the very literals that the template asks about, in every position. A path that fails once is not
-used.
+A traced path should hold for every text that gives the same answers to the template's predicates. The tracer could be
+wrong, so every path is tested first. A probe renders a conversation of adversarial texts with transformers and with the
+path, and compares the results: white space of all kinds at both ends, empty texts, special tokens, Jinja syntax, and
+the literals that the predicates test for, in several positions. All texts of a probe give the same answers as the
+traced row. If one probe differs, the path is not used, and its rows are rendered by transformers.
 """
 
 from __future__ import annotations
@@ -24,12 +25,10 @@ from gpuload.template.program import (
     render_path,
 )
 
-__all__ = ["HOSTILE", "WHITE_SPACE", "Prober"]
-
 WHITE_SPACE = "".join(c for c in map(chr, range(0x3001)) if c.isspace())
-"""Every character that Python's `strip` removes."""
+"""All characters that Python's `str.strip` removes."""
 
-HOSTILE = (
+ADVERSARIAL = (
     "", " ", "\n", "x", WHITE_SPACE, WHITE_SPACE + "both ends" + WHITE_SPACE, "  lead", "trail \n",
     "\n\nlines\n\nof text\n\n", "\u200b\ufeff not white space \u200b\u2060\u180e", "\u3000全角\u3000",
     "e\u0301 \U0001f600 \u0085", "\0nul\0", "{{ 7 * 7 }}", "{% raw %}{{ messages }}{% endraw %}{# note #}",
@@ -39,19 +38,24 @@ HOSTILE = (
     "<|channel|>analysis<|message|>", "<|channel>thought\nt\n<channel|>", "/think /no_think", "system", "user",
     "assistant", "None", "0", "False", "gpuload 0123456789abcdef 0", "[message 0 content]", "\0text",
 )  # fmt: skip
-"""Texts that have broken template engines, or could."""
+"""Adversarial texts: white space, empty, markup, template syntax, special tokens, marks of this compiler."""
 
 FEWEST_ROUNDS, MOST_ROUNDS = 6, 96
+"""Limits of the number of probes per path."""
 
 
 class Prober:
-    """Probes paths of one call."""
+    """Probes the paths of one template call.
+
+    Args:
+        call: the template call, which renders the reference.
+    """
 
     def __init__(self, call: TemplateCall) -> None:
         self._call = call
         special = [str(token) for token in dict.fromkeys(getattr(call.tokenizer, "all_special_tokens", []))][:4]
-        self._pool = tuple(dict.fromkeys((*HOSTILE, *special, *(f" {token}\n" for token in special))))
-        self._kept: dict[tuple[tuple[Predicate, bool], ...], tuple[str, ...]] = {}
+        self._pool = tuple(dict.fromkeys((*ADVERSARIAL, *special, *(f" {token}\n" for token in special))))
+        self._cached: dict[tuple[tuple[Predicate, bool], ...], tuple[str, ...]] = {}
 
     def probed(
         self,
@@ -61,26 +65,33 @@ class Prober:
         decisions: Sequence[tuple[Predicate, bool]],
         conversation: Callable[[Mapping[tuple[int, str], str]], list[dict[str, Any]]],
     ) -> Leaf:
-        """`leaf`, or a `ByReference` leaf where a probe tells otherwise.
+        """Probe a leaf.
 
         Args:
-            leaf: what the trace gave.
+            leaf: the result of the trace.
             shape: the conversation's shape.
-            texts: the example that was traced.
-            decisions: the questions that were asked, with the answers.
-            conversation: makes the messages of a conversation of this shape from its texts.
+            texts: the texts of the traced row, by message and field.
+            decisions: the predicates of the trace with their answers.
+            conversation: builds the messages of a conversation of this shape from its texts.
+
+        Returns:
+            `leaf`, or a `ByReference` leaf if a probe differs. A `Rejected` leaf gets the message that transformers
+            gives for the rejection.
         """
         asked: dict[tuple[int, str], list[tuple[Predicate, bool]]] = {key: [] for key in texts}
         for predicate, answer in decisions:
             asked[predicate.ref.message, predicate.ref.field].append((predicate, answer))
         choices = {key: self._witnesses(asked[key], texts[key]) for key in texts}
+        # A single text goes through all its choices. With several texts, each round tries one choice of every text, so
+        # fewer rounds are enough.
         widest = max(map(len, choices.values()), default=1)
         rounds = min(MOST_ROUNDS, max(FEWEST_ROUNDS, widest // max(1, len(choices)) + 2)) if choices else 1
         if len(choices) == 1:
             rounds = min(MOST_ROUNDS, widest)
         rejected: set[str] = set()
         for turn in range(rounds):
-            # Round 0 is the example itself; then each text moves through its choices, out of step with its neighbours.
+            # Round 0 is the traced row. In later rounds, neighbouring texts step through their choices with different
+            # strides (1, 3, 5), so that different combinations meet.
             chosen = {
                 key: some[(turn * (1 + 2 * (i % 3)) + i * (turn > 0)) % len(some)]
                 for i, (key, some) in enumerate(choices.items())
@@ -90,20 +101,28 @@ class Prober:
                 truth = self._call.render(messages)
             except Exception as error:
                 if not isinstance(leaf, Rejected):
-                    return ByReference(f"probe: the template rejects what was traced ({type(error).__name__}: {error})")
+                    return ByReference(f"the probe failed: the template rejects such rows ({_kind(error)})")
                 rejected.add(_kind(error))
                 leaf = Rejected(rejection(error))
                 continue
             if not isinstance(leaf, Path):
-                return ByReference(f"probe: the template takes what the trace was rejected ({leaf})")
+                return ByReference(f"the probe failed: the trace was {leaf}, but the template accepts such rows")
             if render_path(leaf, messages) != truth:
-                return ByReference("probe: the traced path gives other text than the template")
-        return ByReference("probe: the rejection depends on the text") if len(rejected) > 1 else leaf
+                return ByReference("the probe failed: the compiled path and transformers give different text")
+        return ByReference("the template's error message depends on the text") if len(rejected) > 1 else leaf
 
     def example(
         self, plain: Mapping[tuple[int, str], str], decisions: Sequence[tuple[Predicate, bool]]
     ) -> dict[tuple[int, str], str] | None:
-        """Texts that give those answers: `plain` ones where they do, or hostile ones; None where none are known."""
+        """Find texts that give certain answers.
+
+        Args:
+            plain: the preferred texts.
+            decisions: the predicates, with the answers that the texts must give.
+
+        Returns:
+            `plain`, with texts replaced by adversarial ones where necessary; None if none are found.
+        """
         texts = dict(plain)
         for key in plain:
             asked = [(p, answer) for p, answer in decisions if (p.ref.message, p.ref.field) == key]
@@ -116,19 +135,20 @@ class Prober:
         return texts
 
     def _witnesses(self, asked: Sequence[tuple[Predicate, bool]], example: str) -> tuple[str, ...]:
-        """Texts that give those answers: the example first, then hostile ones."""
-        # The same questions are asked of many messages; which texts answer them does not depend on the message.
+        """Return texts that give the answers in `asked`: `example` first, then adversarial ones."""
+        # Templates test many messages with the same predicates, and the matching texts do not depend on the message:
+        # cache them without it.
         key = tuple((Predicate(Ref(0, "", p.ref.operations), p.test, p.value), answer) for p, answer in asked)
-        if key not in self._kept:
+        if key not in self._cached:
             pool = dict.fromkeys((*self._pool, *_around(asked)))
-            self._kept[key] = tuple(text for text in pool if all(holds(p, text) is answer for p, answer in asked))
-        wrapped = [f"\n \u2003{example}\t\u3000 ", f"{example} "]
-        mine = [text for text in wrapped if len(text) < 4096 and all(holds(p, text) is answer for p, answer in asked)]
-        return (example, *self._kept[key], *mine)
+            self._cached[key] = tuple(text for text in pool if all(holds(p, text) is answer for p, answer in asked))
+        candidates = [f"\n \u2003{example}\t\u3000 ", f"{example} "]
+        wrapped = [c for c in candidates if len(c) < 4096 and all(holds(p, c) is answer for p, answer in asked)]
+        return (example, *self._cached[key], *wrapped)
 
 
 def _around(asked: Sequence[tuple[Predicate, bool]]) -> list[str]:
-    """Texts made of the literals that were asked about, alone and in combination."""
+    """Return texts built from the literals in `asked`: alone, repeated, combined, with white space around them."""
     marks = list(dict.fromkeys(p.value for p, _ in asked if p.value))
     marks += [a for p, _ in asked for o in p.ref.operations for a in o.arguments if a and a not in marks]
     starts = [p.value for p, yes in asked if yes and p.test == "startswith"] or [""]

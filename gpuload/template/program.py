@@ -1,45 +1,23 @@
-"""A chat template, compiled: plain data that any engine can run.
+"""The compiled form of a chat template: decision trees as plain data, which every engine can run.
 
-A compiled template is a decision tree per *shape* of conversation (its roles, and which fields each message has). An
-inner node asks one question about the text of one message; a leaf says what the prompt is made of: literal text and
-pieces of the messages. There is no code in it, so the same tree runs as Arrow columns on a CPU and as kernels on a GPU,
-and prints.
+There is one tree per *shape* of conversation: the roles, and which fields each message has. An inner node is a
+predicate on the text of one message. A leaf lists the segments of the prompt: literal strings, and texts of messages
+after some operations. A tree contains no code, so the same tree runs as Arrow operations on the CPU and as kernels on
+the GPU, and can be printed:
 
-    shape: user
+    user
       if message 0 content starts with '/think'
-      then "<user>" + message 0 content strip + "<end>"
-      else ...
+        then '<user>' + [message 0 content | strip] + '<end>'
+        else ...
 
-`apply_operations`, `holds` and `render_path` are the definition of what the data means, one row at a time. They are
-what probes run (see `probe.py`), and what the engines' columns are tested against.
+`apply_operations`, `holds` and `render_path` define what the data means, for one row at a time. The probes use them
+(`probe.py`), and the engines' columnwise versions are tested against them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-
-__all__ = [
-    "EMPTY_LIST",
-    "TEXT",
-    "Branch",
-    "ByReference",
-    "Leaf",
-    "Node",
-    "Operation",
-    "Path",
-    "Predicate",
-    "Ref",
-    "Rejected",
-    "Segment",
-    "Shape",
-    "Tree",
-    "apply_operations",
-    "describe_shape",
-    "describe_tree",
-    "holds",
-    "render_path",
-]  # fmt: skip
 
 TEXT = "\0text"
 """Marks a field of a `Shape` whose value is free text."""
@@ -48,17 +26,19 @@ EMPTY_LIST = "\0[]"
 """Marks a field of a `Shape` whose value is an empty list."""
 
 Shape = tuple[tuple[tuple[str, str | None], ...], ...]
-"""One tuple per message: its fields in their order, each with its value (a role), None, `TEXT` or `EMPTY_LIST`."""
+"""One tuple per message: its fields in order, as (name, value) with the role, None, `TEXT` or `EMPTY_LIST` as value."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One step from a text to a text: a `str` method, or a cut at a literal.
+    """An operation that maps a text to a text.
 
-    `name` is `strip`, `lstrip`, `rstrip` (arguments: none for Python's white space, or the characters), `removeprefix`,
-    `removesuffix`, `replace` (old, new), `lower`, `upper`, or a cut at a separator, which leaves a text without that
-    separator as it is: `before` (up to its first occurrence), `after` (from behind the first), `before_last`,
-    `after_last`.
+    Attributes:
+        name: a method of `str`: `strip`, `lstrip`, `rstrip` (arguments: none for white space as Python defines it, or
+            the characters), `removeprefix`, `removesuffix`, `replace` (old, new), `lower` or `upper`; or a cut at a
+            separator: `before` and `after` its first occurrence, `before_last` and `after_last` its last one. A cut
+            returns a text without the separator unchanged.
+        arguments: of the operation.
     """
 
     name: str
@@ -79,7 +59,7 @@ _CUTS: dict[str, Callable[[str, str], str]] = {
 
 
 def apply_operations(text: str, operations: Sequence[Operation]) -> str:
-    """What `operations`, in order, make of `text`."""
+    """Apply `operations` to `text`, in order."""
     for operation in operations:
         cut = _CUTS.get(operation.name)
         if cut is not None:
@@ -91,16 +71,22 @@ def apply_operations(text: str, operations: Sequence[Operation]) -> str:
 
 @dataclass(frozen=True)
 class Ref:
-    """The text of one field of message number `message`, after `operations`."""
+    """A reference to the text of one field of one message, after `operations`.
+
+    Attributes:
+        message: the message's index in the conversation.
+        field: the field's name.
+        operations: applied in order.
+    """
 
     message: int
     field: str = "content"
     operations: tuple[Operation, ...] = ()
 
     def then(self, name: str, *arguments: str) -> Ref:
-        """This text after one more operation."""
+        """Return a reference with one more operation."""
         operation = Operation(name, arguments)
-        # Stripping twice is stripping once: templates trim in a macro and again around it.
+        # Templates often trim inside a macro and again around it. The second strip has no effect.
         if self.operations and self.operations[-1] == operation and name in _IDEMPOTENT:
             return self
         return Ref(self.message, self.field, (*self.operations, operation))
@@ -110,12 +96,18 @@ class Ref:
 
 
 Segment = str | Ref
-"""A piece of a prompt: literal text, or a text of the conversation."""
+"""A part of a prompt: a literal string, or a text of the conversation."""
 
 
 @dataclass(frozen=True)
 class Predicate:
-    """A question about a text: `test` is `contains`, `startswith`, `endswith`, `equals` (with `value`) or `empty`."""
+    """A yes-or-no test of a text.
+
+    Attributes:
+        ref: the text.
+        test: `contains`, `startswith`, `endswith`, `equals` or `empty`.
+        value: the string to test for; not used by `empty`.
+    """
 
     ref: Ref
     test: str
@@ -127,7 +119,7 @@ class Predicate:
 
 
 def holds(predicate: Predicate, text: str) -> bool:
-    """The answer to `predicate` where the field it asks about is `text`."""
+    """Evaluate `predicate` for a row where the field it refers to is `text`."""
     text, value = apply_operations(text, predicate.ref.operations), predicate.value
     match predicate.test:
         case "contains":
@@ -145,7 +137,7 @@ def holds(predicate: Predicate, text: str) -> bool:
 
 @dataclass(frozen=True)
 class Path:
-    """Rows here are these segments, one after the other."""
+    """A leaf: the prompt is the concatenation of `segments`."""
 
     segments: tuple[Segment, ...]
 
@@ -155,7 +147,7 @@ class Path:
 
 @dataclass(frozen=True)
 class ByReference:
-    """Rows here are rendered by the reference, because of `reason`."""
+    """A leaf: rows are rendered by transformers, for this `reason`."""
 
     reason: str
 
@@ -165,7 +157,7 @@ class ByReference:
 
 @dataclass(frozen=True)
 class Rejected:
-    """Rows here are rejected by the template itself, with this message."""
+    """A leaf: the template rejects these rows, with this message."""
 
     message: str
 
@@ -178,7 +170,7 @@ Leaf = Path | ByReference | Rejected
 
 @dataclass(frozen=True)
 class Branch:
-    """Rows go on to node `yes` or node `no` of their tree by `predicate`."""
+    """An inner node: rows continue at node number `yes` or `no` of the tree, depending on `predicate`."""
 
     predicate: Predicate
     yes: int
@@ -186,11 +178,11 @@ class Branch:
 
 
 Node = Branch | Leaf | None
-"""None is a place that no row has reached yet."""
+"""None is an open node, which no row has reached yet."""
 
 
 def render_path(path: Path, messages: Sequence[Mapping[str, object]]) -> str:
-    """The prompt that `path` makes of one conversation."""
+    """Return the prompt that `path` gives for one conversation."""
     parts = []
     for segment in path.segments:
         if isinstance(segment, Ref):
@@ -206,11 +198,15 @@ class Tree:
     nodes: list[Node] = field(default_factory=lambda: [None])
 
     def graft(self, decisions: Sequence[tuple[Predicate, bool]], leaf: Leaf) -> bool:
-        """Put `leaf` where `decisions` lead.
+        """Add a leaf, and the branches that lead to it.
+
+        Args:
+            decisions: the predicates on the path from the root, in order, with their answers.
+            leaf: the leaf at the end of the path.
 
         Returns:
-            False, and nothing changes, where the tree already asks other questions on that way: the template did not do
-            the same thing twice.
+            False if the tree already has a leaf there, or other predicates on this path. Then the template is not
+            deterministic, and the tree is unchanged.
         """
         at, grown = 0, list(self.nodes)
         for predicate, answer in decisions:
@@ -228,7 +224,7 @@ class Tree:
         return True
 
     def leaves(self) -> Iterator[tuple[tuple[tuple[Predicate, bool], ...], Leaf | None]]:
-        """Every leaf with the decisions that lead to it, depth first."""
+        """Yield every leaf and open node with the decisions that lead to it, depth first."""
         stack: list[tuple[int, tuple[tuple[Predicate, bool], ...]]] = [(0, ())]
         while stack:
             at, decisions = stack.pop()
@@ -241,7 +237,7 @@ class Tree:
 
 
 def describe_shape(shape: Shape) -> str:
-    """A shape in words: `system, user, assistant (content, reasoning_content)`."""
+    """Describe a shape, for example as `system, user, assistant (no content, tool_calls)`."""
     words = []
     for message in shape:
         fields = dict(message)
@@ -253,7 +249,7 @@ def describe_shape(shape: Shape) -> str:
 
 
 def describe_tree(tree: Tree, indent: str = "  ") -> str:
-    """A tree as indented text, one line a node."""
+    """Format a tree as indented text, one line per node."""
     lines: list[str] = []
     stack = [(0, 0, "")]
     while stack:
@@ -265,5 +261,5 @@ def describe_tree(tree: Tree, indent: str = "  ") -> str:
         elif node is not None:
             lines.append(f"{margin}{node}")
         else:
-            lines.append(f"{margin}(no row has come here yet)")
+            lines.append(f"{margin}(not reached by any row yet)")
     return "\n".join(lines)

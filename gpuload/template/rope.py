@@ -1,14 +1,16 @@
-"""Text that is not known yet: what a template is traced with.
+"""`Rope`: a symbolic string, passed to the template in place of a message's text.
 
-A `Rope` stands where the template expects the text of a message. It is a list of pieces, literal text and references to
-messages, and it stays one through every concatenation, so nothing the template does to joined text goes unseen.
+A rope is a list of segments: literal strings and `Ref`s, which name the text of one message and the operations applied
+to it. Concatenation gives a longer rope, `strip` and the like append an operation to a `Ref`, so the tracer sees
+everything that the template does to joined text. After rendering, the segments of the output are the compiled path.
 
-It is deliberately **not** a `str`. A symbolic `str` subclass fails open: `"".join`, `in`, `%` and every filter written
-in C would read its stand-in characters and quietly be wrong. A `Rope` fails closed: whatever is not defined here raises
-`NotCompilableError` (or a TypeError, which the tracer treats alike), and rows that would do it take the reference.
+Where the template needs to know something about a text (`'</think>' in content`), the rope asks its oracle, which
+answers for the traced row and records predicate and answer; see `trace.py`.
 
-Questions about unknown text (`'</think>' in content`) are put to an oracle, which answers and writes them down; see
-`trace.py`.
+A rope is deliberately **not** a `str`. With a `str` subclass that holds a placeholder, `"".join`, `in`, `%` and every
+filter written in C would read the placeholder's characters and silently give a wrong result. With a `Rope`, whatever is
+not defined here raises `NotCompilableError` (or a TypeError, with the same effect), and rows on that path are rendered
+by transformers.
 """
 
 from __future__ import annotations
@@ -17,26 +19,34 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NoReturn, cast
 
 from gpuload.template.program import Predicate, Ref, Segment
-from gpuload.template.symbol import NotCompilableError, Oracle, Symbol, reject
-
-__all__ = ["TEXT_METHODS", "Length", "NotCompilableError", "Oracle", "Rope", "Split", "Symbol", "join"]
+from gpuload.template.symbol import Oracle, Symbol, reject
 
 TEXT_METHODS = frozenset(
     "strip lstrip rstrip startswith endswith split rsplit replace removeprefix removesuffix lower upper".split()
 )
-"""The methods of `str` that a template may call on unknown text."""
+"""The methods of `str` that a template may call on a rope."""
 
 MOST_PARTS = 8
-"""A loop over `split` is followed for so many parts; each is one more question."""
+"""Maximum number of parts of a `split` that a loop may visit. Each part costs one more predicate."""
 
 
-def _borders(mark: str) -> bool:
-    """True where `mark` can overlap itself, so that the last occurrence depends on the side one counts from."""
+def _overlaps_itself(mark: str) -> bool:
+    """Whether two occurrences of `mark` can overlap.
+
+    If so, occurrences counted from the left and from the right differ: "aaa" has "aa" at 0 from the left, at 1 from the
+    right.
+    """
     return any(mark.startswith(mark[i:]) for i in range(1, len(mark)))
 
 
 class Rope(Symbol):
-    """Pieces of text, some of them unknown, in order."""
+    """A concatenation of literal strings and texts of messages.
+
+    Args:
+        oracle: answers predicates on the texts.
+        pieces: the segments. Neighbouring literals are merged and empty ones removed, so literals and `Ref`s alternate
+            except where two `Ref`s are neighbours.
+    """
 
     __slots__ = ("_pieces", "_size")
 
@@ -62,16 +72,16 @@ class Rope(Symbol):
     def __add__(self, other: object) -> Rope:
         if isinstance(other, Rope):
             return self._make((*self._pieces, *other._pieces))
-        # Exactly str: a Markup would escape what it is added to.
+        # Exactly str: Jinja's Markup, a subclass, would HTML-escape the text it is added to.
         return self._make((*self._pieces, other)) if type(other) is str else NotImplemented
 
     def __radd__(self, other: object) -> Rope:
         return self._make((other, *self._pieces)) if type(other) is str else NotImplemented
 
-    # Questions.
+    # Predicates. Known literals decide as much as they can; what is left is asked of the oracle.
 
     def __len__(self) -> NoReturn:
-        reject("length of text of a message")
+        reject("uses the length of a message's text")
 
     def __bool__(self) -> bool:
         if any(isinstance(piece, str) for piece in self._pieces):
@@ -82,11 +92,11 @@ class Rope(Symbol):
         if isinstance(other, Rope):
             if self._pieces == other._pieces:
                 return True
-            reject("comparison of one message's text with another's")
+            reject("compares one message's text with another message's")
         if other is None or type(other) in (bool, int, float, list, dict, tuple):
             return False
         if type(other) is not str:
-            reject(f"comparison of text of a message with a {type(other).__name__}")
+            reject(f"compares a message's text with a {type(other).__name__}")
         return self._equals(other)
 
     __hash__ = Symbol.__hash__
@@ -106,13 +116,13 @@ class Rope(Symbol):
         if not pieces:
             return not other
         if len(pieces) > 1:
-            reject("comparison of several messages' text, joined, with a string")
+            reject("compares the joined texts of several messages with a string")
         ref = cast(Ref, pieces[0])
         return self._ask(ref, "equals", other) if other else self._ask(ref, "empty")
 
     def __contains__(self, needle: object) -> bool:
         if type(needle) is not str:
-            reject("search for something that is not a plain string in text of a message")
+            reject("searches a message's text for something that is not a plain string")
         if not needle:
             return True
         if any(isinstance(piece, str) and needle in piece for piece in self._pieces):
@@ -121,11 +131,12 @@ class Rope(Symbol):
         return any(isinstance(piece, Ref) and self._ask(piece, "contains", needle) for piece in self._pieces)
 
     def _reject_straddling(self, needle: str) -> None:
-        """Raise unless `needle` can only occur inside one piece.
+        """Raise unless every occurrence of `needle` lies inside one segment.
 
-        An occurrence across pieces crosses a first border of two pieces. Pieces alternate between literals and messages
-        (or are two messages, which says nothing), so at each border a literal ends or begins: the needle, cut anywhere,
-        must disagree with it.
+        An occurrence across segments would cross at least one border between two of them. Where one side of the border
+        is a literal, check every way to cut the needle in two: if no cut agrees with the end (or start) of the literal,
+        no occurrence crosses this border. A literal shorter than the needle's part agrees if it is contained at that
+        place. Between two messages' texts anything is possible, except for needles of one character.
         """
         cuts = range(1, len(needle))
         for left, right in zip(self._pieces, self._pieces[1:], strict=False):
@@ -136,7 +147,7 @@ class Rope(Symbol):
             else:
                 fits = len(needle) > 1
             if fits:
-                reject(f"search for {needle!r} that could match across joined texts")
+                reject(f"searches joined texts for {needle!r}, which could match across their border")
 
     def startswith(self, prefix: object, *range_: object) -> bool:
         return self._at_end(prefix, range_, "startswith")
@@ -146,9 +157,9 @@ class Rope(Symbol):
 
     def _at_end(self, affix: object, range_: tuple[object, ...], test: str) -> bool:
         if isinstance(affix, tuple) and not range_:
-            return any(self._at_end(one, (), test) for one in affix)
+            return any(self._at_end(option, (), test) for option in affix)
         if type(affix) is not str or range_:
-            reject(f"{test} with something else than a plain string")
+            reject(f"calls {test} with something other than plain strings")
         pieces = list(self._pieces if test == "startswith" else self._pieces[::-1])
         rest = affix
         while rest:
@@ -156,9 +167,11 @@ class Rope(Symbol):
                 return False
             piece = pieces.pop(0)
             if isinstance(piece, Ref):
+                # The last segment must have all of the rest. Before further segments, the text could be shorter than
+                # the rest and the match continue behind it.
                 if not pieces:
                     return self._ask(piece, test, rest)
-                reject(f"{test} that could match across joined texts")
+                reject(f"calls {test} on joined texts, where the match could cross their border")
             if getattr(piece, test)(rest):
                 return True
             if not getattr(rest, test)(piece):
@@ -182,11 +195,11 @@ class Rope(Symbol):
     @staticmethod
     def _characters(chars: object) -> tuple[str, ...]:
         if chars is not None and type(chars) is not str:
-            reject("strip of characters that are not a plain string")
+            reject("strips characters that are not given as a plain string")
         return () if chars is None else (chars,)
 
     def _strip(self, pieces: list[Segment], chars: object, name: str) -> list[Segment]:
-        """`pieces` (the side to strip first) without what `name` removes."""
+        """Strip one side. `pieces` begins with that side, also for `rstrip`, which is called with them reversed."""
         arguments = self._characters(chars)
         while pieces:
             piece = pieces[0]
@@ -196,7 +209,7 @@ class Rope(Symbol):
                     break
             else:
                 pieces[0] = stripped = piece.then(name, *arguments)
-                # Only where nothing is left of this text does stripping go on into the next.
+                # Stripping continues in the next segment only if this text is empty after it.
                 if len(pieces) == 1 or not self._ask(stripped, "empty"):
                     break
             pieces.pop(0)
@@ -210,7 +223,7 @@ class Rope(Symbol):
 
     def _remove(self, affix: object, name: str) -> Rope:
         if type(affix) is not str:
-            reject(f"{name} of something else than a plain string")
+            reject(f"calls {name} with something other than a plain string")
         end = 0 if name == "removeprefix" else -1
         pieces = list(self._pieces)
         if not pieces or not affix:
@@ -221,12 +234,12 @@ class Rope(Symbol):
         elif isinstance(piece, Ref) and len(pieces) == 1:
             pieces[end] = piece.then(name, affix)
         else:
-            reject(f"{name} that could match across joined texts")
+            reject(f"calls {name} on joined texts, where the match could cross their border")
         return self._make(pieces)
 
     def replace(self, old: object, new: object, count: object = -1) -> Rope:
         if type(old) is not str or type(new) is not str or not old or count != -1:
-            reject("replace with something else than plain strings")
+            reject("calls replace with an empty or symbolic argument, or with a count")
         self._reject_straddling(old)
         return self._make(
             p.replace(old, new) if isinstance(p, str) else p.then("replace", old, new) for p in self._pieces
@@ -239,10 +252,10 @@ class Rope(Symbol):
         return self._changed_case("upper")
 
     def _changed_case(self, name: str) -> Rope:
-        # A capital sigma becomes one of two letters by what stands beside it, so joined text cannot be done piece by
-        # piece.
+        # Segments cannot be converted one by one: the lower case of Σ depends on its neighbours (σ, or ς at the end of
+        # a word).
         if len(self._pieces) > 1:
-            reject(f"{name} of joined texts")
+            reject(f"calls {name} on joined texts")
         return self._make(getattr(p, name)() if isinstance(p, str) else p.then(name) for p in self._pieces)
 
     def split(self, sep: object = None, maxsplit: object = -1) -> Split:
@@ -252,12 +265,13 @@ class Rope(Symbol):
         return Split(self, sep, maxsplit, from_left=False)
 
     def _cut(self, mark: str, name: str) -> Rope:
-        """The operations `before`, `after`, `before_last`, `after_last` of `program.py`, on joined text."""
-        if name.endswith("_last") and _borders(mark):
-            reject(f"split at {mark!r} from the right, which can overlap itself")
+        """Apply the operation `before`, `after`, `before_last` or `after_last` (see `program.Operation`)."""
+        if name.endswith("_last") and _overlaps_itself(mark):
+            reject(f"splits at {mark!r} from the right, whose occurrences can overlap")
         if len(self._pieces) == 1 and isinstance(self._pieces[0], Ref):
             return self._make((self._pieces[0].then(name, mark),))
         self._reject_straddling(mark)
+        # Find the first (last) segment that contains the mark: one predicate per text until one says yes.
         order = range(len(self._pieces))
         for i in order[::-1] if name.endswith("_last") else order:
             piece = self._pieces[i]
@@ -273,10 +287,10 @@ class Rope(Symbol):
         return self
 
     def __getattr__(self, name: str) -> NoReturn:
-        # Python itself asks for special names (`__html__`, `__copy__`), and takes this for "no".
+        # Python and Jinja look for optional special methods (`__html__`, `__copy__`). An AttributeError means "no".
         if name.startswith("__"):
             raise AttributeError(name)
-        reject(f"{name} of text of a message")
+        reject(f"uses the attribute {name} of a message's text")
 
 
 def _literal_cut(rope: Rope, text: str, mark: str, name: str) -> Rope:
@@ -285,22 +299,30 @@ def _literal_cut(rope: Rope, text: str, mark: str, name: str) -> Rope:
 
 
 class Split(Symbol):
-    """`text.split(separator)` of unknown text: the parts at its ends, and a bounded walk over all of them."""
+    """The result of `split` or `rsplit` on a rope.
+
+    Supported are the first and the last part, which are single operations, and further parts through a loop, which asks
+    before each part whether another separator follows, up to `MOST_PARTS` parts.
+    """
 
     __slots__ = ("_from_left", "_most", "_rope", "_separator")
 
     def __init__(self, rope: Rope, separator: object, most: object, *, from_left: bool) -> None:
         if type(separator) is not str or not separator:
-            reject("split at white space" if separator is None else "split at something else than a plain string")
+            reject(
+                "splits a message's text at white space"
+                if separator is None
+                else "splits a message's text at something other than a plain string"
+            )
         if most not in (-1, 1):
-            reject("split with a limit")
+            reject("splits a message's text with a limit other than 1")
         self._oracle = rope._oracle
         self._rope, self._separator, self._most, self._from_left = rope, separator, most, from_left
-        if not from_left and most == -1 and _borders(separator):
-            reject(f"rsplit at {separator!r}, which can overlap itself")
+        if not from_left and most == -1 and _overlaps_itself(separator):
+            reject(f"splits at {separator!r} from the right, whose occurrences can overlap")
 
     def __bool__(self) -> bool:
-        return True  # `split` with a separator gives at least one part
+        return True  # a split at a separator has at least one part
 
     def __getitem__(self, index: object) -> Rope:
         if index == 0:
@@ -310,11 +332,11 @@ class Split(Symbol):
         if index == -1:
             return self._rope._cut(self._separator, "after" if self._most == 1 and self._from_left else "after_last")
         if not isinstance(index, int) or index < 0:
-            reject("a part of split text that is neither counted from its start nor the last")
+            reject("takes a part of a split text by a negative index other than -1, or by a slice")
         for i, part in enumerate(self):
             if i == index:
                 return part
-        reject("a part of split text that is not always there")
+        reject("takes a part of a split text that does not exist in every row")
 
     def __iter__(self) -> Iterator[Rope]:
         rest = self._rope
@@ -328,49 +350,18 @@ class Split(Symbol):
                 return
             yield rest._cut(self._separator, "before")
             rest = rest._cut(self._separator, "after")
-        reject(f"a loop over more than {MOST_PARTS} parts of split text")
+        reject(f"loops over more than {MOST_PARTS} parts of a split text")
 
     def __reversed__(self) -> Iterator[Rope]:
         yield self[-1]
-        reject("a loop over split text from its end")
-
-
-class Length(Symbol):
-    """`text | length`: only whether it is zero can be asked."""
-
-    __slots__ = ("_rope",)
-
-    def __init__(self, rope: Rope) -> None:
-        self._oracle, self._rope = rope._oracle, rope
-
-    def __bool__(self) -> bool:
-        return bool(self._rope)
-
-    def __eq__(self, other: object) -> bool:
-        return not self._rope if type(other) is int and other == 0 else reject("length of text of a message")
-
-    __hash__ = Symbol.__hash__
-
-    def __gt__(self, other: object) -> bool:
-        return bool(self._rope) if type(other) is int and other == 0 else reject("length of text of a message")
-
-    def __ge__(self, other: object) -> bool:
-        return bool(self._rope) if type(other) is int and other == 1 else reject("length of text of a message")
-
-    def __lt__(self, other: object) -> bool:
-        return not self._rope if type(other) is int and other == 1 else reject("length of text of a message")
-
-    def __le__(self, other: object) -> bool:
-        return not self._rope if type(other) is int and other == 0 else reject("length of text of a message")
-
-    def __sub__(self, other: object) -> NoReturn:
-        reject("arithmetic with the length of text of a message")
-
-    __rsub__ = __add__ = __radd__ = __floordiv__ = __truediv__ = __mod__ = __mul__ = __rmul__ = __sub__
+        reject("loops over a split text from its end")
 
 
 def join(parts: Sequence[object]) -> str | Rope:
-    """`"".join(parts)` where some parts may be ropes.
+    """Return `"".join(parts)` as a rope if any part is one.
+
+    Args:
+        parts: strings and ropes.
 
     Raises:
         TypeError: a part is neither a string nor a rope.

@@ -1,15 +1,17 @@
-"""The vendor's template in transformers' own sandbox, made able to carry unknown text.
+"""Renders the vendor's template with symbolic texts, in transformers' own Jinja environment.
 
-transformers compiles a chat template in a sandboxed Jinja environment of its own making, with its own filters and
-globals. A fresh copy of exactly that environment is taken here and given ears wherever text is joined, looked into or
-printed:
+transformers compiles chat templates in a sandboxed Jinja environment with its own filters and globals.
+`TracingTemplate` takes a new copy of exactly that environment and instruments every place where text is joined,
+inspected or printed:
 
-- what generated code calls to print, to join (`~`) and to collect a macro, block or call becomes symbolic (`Rope`);
-- `+`, `%`, `*`, `**` go through the sandbox's own hook for operators, which also bounds how large a value may grow;
-- filters and tests reject unknown text unless they are written down below;
-- every loop pass and every call counts as a step, so that an endless template ends.
+- The functions that Jinja's generated code calls to print a value, to join values (`~`) and to collect the output of a
+  macro, block or call accept ropes and return ropes.
+- `+`, `%`, `*` and `**` go through the sandbox's operator hook, which also limits the size of values.
+- Filters and tests reject symbolic arguments, except those that are listed below.
+- Every loop pass and every call counts as a step, and the number of steps and seconds is limited, so that a template
+  that does not terminate is stopped.
 
-The template itself, and everything it does to known values, is untouched.
+The template's source and its operations on known values are unchanged.
 """
 
 from __future__ import annotations
@@ -24,22 +26,21 @@ import jinja2.filters
 import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from gpuload.template.rope import TEXT_METHODS, Length, NotCompilableError, Rope, Split, Symbol, join
-
-__all__ = ["EndlessError", "Meter", "TracingTemplate", "vendor_environment"]
+from gpuload.template.rope import TEXT_METHODS, Rope, Split, join
+from gpuload.template.symbol import Length, NotCompilableError, Symbol, reject
 
 MOST_CHARACTERS = 1 << 25
-"""No value of a traced template grows beyond this."""
+"""Maximum size of a string or list that a traced template may build."""
 
 _STEP = "gpuload_step"
 
 
 class EndlessError(Exception):
-    """The template ran past its bound of steps, seconds or size."""
+    """The template exceeded the limit of steps, seconds or size."""
 
 
 class Meter:
-    """Counts the steps of one trace and stops it at a bound."""
+    """Counts the steps of one trace and stops the trace at a limit."""
 
     def __init__(self) -> None:
         self.reset(0, 0.0)
@@ -50,18 +51,24 @@ class Meter:
         self.deadline = time.monotonic() + seconds
 
     def step(self) -> None:
+        """Count one step.
+
+        Raises:
+            EndlessError: the limit of steps or seconds is exceeded.
+        """
         self.left -= 1
-        # The clock is the second bound, for steps that are slow in themselves, and is read now and then only.
+        # Single steps can be slow, hence the limit of seconds. Reading the clock costs more than a step: every 64th.
         if self.left < 0 or (self.left % 64 == 0 and time.monotonic() > self.deadline):
-            raise EndlessError(f"the template does not end (stopped after {self.allowed - self.left:,} steps)")
+            raise EndlessError(f"the template does not terminate (stopped after {self.allowed - self.left:,} steps)")
 
 
 def vendor_environment() -> ImmutableSandboxedEnvironment | None:
-    """A new environment as transformers makes it for each template; None where that is not to be had."""
+    """Return a new environment as transformers creates it for each template; None if it has another type."""
     try:
         from transformers.utils import chat_template_utils
 
-        # An empty template: compiling the real one would run its constant expressions before there is any bound.
+        # Compile an empty template to get at the environment. Compiling the real one here would evaluate its constant
+        # expressions before any limit is in place.
         compiled = chat_template_utils._cached_compile_jinja_template("")
     except (ImportError, AttributeError):
         return None
@@ -70,36 +77,36 @@ def vendor_environment() -> ImmutableSandboxedEnvironment | None:
 
 
 class TracingTemplate:
-    """A chat template that renders unknown text.
+    """A chat template that can be rendered with symbolic texts.
 
     Args:
         text: the Jinja source.
-        meter: counts steps; a caller resets it before each `render`.
-        strftime_now: what the template's `strftime_now` is to be.
+        meter: counts steps; callers reset it before each `render`.
+        strftime_now: the template's `strftime_now` function.
 
     Raises:
-        NotCompilableError: transformers' environment could not be had, or is not the one this was written for.
-        jinja2.TemplateSyntaxError: `text` is no template.
+        NotCompilableError: this version of transformers creates its environment in another way.
+        jinja2.TemplateSyntaxError: `text` is not a valid template.
     """
 
     def __init__(self, text: str, meter: Meter, strftime_now: Callable[[str], str]) -> None:
         environment = vendor_environment()
         if environment is None:
-            raise NotCompilableError("this version of transformers makes its template environment in an unknown way")
+            raise NotCompilableError("this version of transformers creates its Jinja environment in an unsupported way")
         _instrument(environment, meter)
         tree = environment.parse(text)
+        # Jinja has no hook for loops: insert a call to a no-op, which `counted_call` counts, into every loop body.
         for loop in tree.find_all(jinja2.nodes.For):
             call = jinja2.nodes.Call(jinja2.nodes.Name(_STEP, "load"), [], [], None, None)
             loop.body.insert(0, jinja2.nodes.ExprStmt(call, lineno=loop.lineno))
         tree.set_environment(environment)
         environment.globals["strftime_now"] = strftime_now
-        # Tracing twice must give the same: nothing random.
-        for name in ("lipsum",):
-            environment.globals.pop(name, None)
+        environment.globals.pop("lipsum", None)  # random text: two traces would differ
         self._template = jinja2.Template.from_code(
             environment, environment.compile(tree), environment.make_globals(None)
         )
-        # Generated code looks these names up in its module, so replacing them there reaches every print and every `~`.
+        # Generated code prints with `str` and evaluates `~` with `str_join`, looked up in its module's globals.
+        # Replacing them there covers every print and every `~`.
         module: dict[str, Any] = self._template.root_render_func.__globals__
         module["str"] = _text
         module["str_join"] = lambda parts: _join([_text(part) for part in parts])
@@ -107,27 +114,31 @@ class TracingTemplate:
             module[name] = _known_only(module[name], "autoescape")
 
     def render(self, context: Mapping[str, Any]) -> str | Rope:
-        """The prompt; a `Rope` where it holds text of a message.
+        """Return the prompt: a `Rope` if it contains a message's text.
+
+        Args:
+            context: the template's variables; texts are ropes.
 
         Raises:
-            NotCompilableError, EndlessError: as they say.
+            NotCompilableError: the template does something with a text that cannot be compiled.
+            EndlessError: the template exceeded a limit.
             Exception: whatever the template raises.
         """
         return _join(list(self._template.root_render_func(self._template.new_context(dict(context)))))
 
 
 def _text(value: object) -> str | Rope:
-    """`str(value)` as printing and `~` do it, except that unknown text stays itself."""
+    """Return `str(value)`, as printing and `~` do, but a rope unchanged."""
     return value if isinstance(value, Rope) else str(value)
 
 
 def _known_only(function: Callable[..., Any], what: str) -> Callable[..., Any]:
-    """`function`, rejecting unknown text anywhere in its arguments."""
+    """Wrap `function` so that it rejects symbolic values anywhere in its arguments."""
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if any(_holds_symbol(value) for value in (*args, *kwargs.values())):
-            raise NotCompilableError(f"{what} on text of a message")
+            reject(f"applies {what} to a message's text")
         return function(*args, **kwargs)
 
     return wrapped
@@ -142,31 +153,28 @@ def _holds_symbol(value: object) -> bool:
 
 
 def _instrument(environment: ImmutableSandboxedEnvironment, meter: Meter) -> None:
-    """Give `environment` ears. See the module's first lines."""
-    getattr_, getitem, call, call_binop = (
-        environment.getattr,
-        environment.getitem,
-        environment.call,
-        environment.call_binop,
-    )
+    """Replace the environment's hooks, filters and tests by versions that support or reject symbolic values."""
+    # The original methods, called by their replacements.
+    getattr_, getitem = environment.getattr, environment.getitem
+    call, call_binop = environment.call, environment.call_binop
 
     def attribute(obj: Any, name: str) -> Any:
         if isinstance(obj, Symbol) and not (isinstance(obj, Rope) and name in TEXT_METHODS):
-            raise NotCompilableError(f"{name!r} of text of a message")
+            reject(f"uses the attribute {name} of a message's text")
         return getattr_(obj, name)
 
     def item(obj: Any, key: Any) -> Any:
         if isinstance(obj, Split):
             return obj[key]
-        if isinstance(obj, Symbol) or isinstance(key, Symbol):
-            raise NotCompilableError(
-                "index into text of a message" if isinstance(obj, Symbol) else "look-up by text of a message"
-            )
+        if isinstance(obj, Symbol):
+            reject("indexes into a message's text")
+        if isinstance(key, Symbol):
+            reject("uses a message's text as a key of a mapping")
         return getitem(obj, key)
 
     def counted_call(context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
         meter.step()
-        # `", ".join(parts)` is the one method of known text that leaves unknown text whole.
+        # `", ".join(parts)` is the only method of a known string that is supported with ropes as arguments.
         if getattr(obj, "__name__", "") == "join" and type(getattr(obj, "__self__", None)) is str and len(args) == 1:
             parts = list(args[0])
             if any(isinstance(part, Symbol) for part in parts):
@@ -177,6 +185,7 @@ def _instrument(environment: ImmutableSandboxedEnvironment, meter: Meter) -> Non
     def operator(context: Any, name: str, left: Any, right: Any) -> Any:
         if name == "%" and type(left) is str and (isinstance(right, Symbol) or _holds_symbol(right)):
             return _percent(left, right)
+        # An upper bound of the result's size, checked before the operation allocates it.
         size = _size(left) + _size(right)
         if name == "*" and isinstance(left, int) != isinstance(right, int):
             size = (_size(left) or _size(right)) * (left if isinstance(left, int) else right)
@@ -185,17 +194,17 @@ def _instrument(environment: ImmutableSandboxedEnvironment, meter: Meter) -> Non
         _bound(size)
         return call_binop(context, name, left, right)
 
-    ears: Any = environment
-    ears.getattr, ears.getitem, ears.call, ears.call_binop = attribute, item, counted_call, operator
-    ears.intercepted_binops = frozenset(["+", "%", "*", "**"])
-    ears.concat = lambda parts: _join(list(parts))
+    patched: Any = environment  # Any: methods are assigned to
+    patched.getattr, patched.getitem, patched.call, patched.call_binop = attribute, item, counted_call, operator
+    patched.intercepted_binops = frozenset(["+", "%", "*", "**"])
+    patched.concat = lambda parts: _join(list(parts))
     environment.globals[_STEP] = lambda: None
-    for name, function in list(ears.filters.items()):
+    for name, function in list(patched.filters.items()):
         if name not in _STRUCTURAL_FILTERS:
-            ears.filters[name] = _SYMBOLIC_FILTERS.get(name, _plain_filter)(function, name)
-    for name, test in list(ears.tests.items()):
-        ears.tests[name] = _test(test, name)
-    ears.filters["random"] = _unrepeatable
+            patched.filters[name] = _SYMBOLIC_FILTERS.get(name, _plain_filter)(function, name)
+    for name, test in list(patched.tests.items()):
+        patched.tests[name] = _test(test, name)
+    patched.filters["random"] = _unrepeatable
 
 
 def _size(value: object) -> int:
@@ -204,7 +213,7 @@ def _size(value: object) -> int:
 
 def _bound(size: int) -> None:
     if size > MOST_CHARACTERS:
-        raise EndlessError("the template builds a value beyond all bounds")
+        raise EndlessError(f"the template builds a value of more than {MOST_CHARACTERS:,} characters or items")
 
 
 def _join(parts: list[Any]) -> str | Rope:
@@ -213,7 +222,7 @@ def _join(parts: list[Any]) -> str | Rope:
 
 
 def _unrepeatable(*_: object) -> object:
-    raise NotCompilableError("filter random")
+    reject("uses the filter random")
 
 
 def _join_with(separator: str | Rope, parts: Iterable[object]) -> str | Rope:
@@ -224,27 +233,27 @@ def _join_with(separator: str | Rope, parts: Iterable[object]) -> str | Rope:
 
 
 def _percent(template: str, values: object) -> str | Rope:
-    """`template % values` for plain `%s` marks."""
+    """Evaluate `template % values`, where `template` contains plain `%s` only."""
     pieces = template.split("%s")
     given = values if isinstance(values, tuple) else (values,)
     if any("%" in piece for piece in pieces) or len(pieces) != len(given) + 1:
-        raise NotCompilableError("% format of text of a message")
+        reject("formats a message's text with % and something other than plain %s")
     return _join([pieces[0], *(part for pair in zip(map(_text, given), pieces[1:], strict=True) for part in pair)])
 
 
-# Filters. Those not named below take known values only.
+# Filters. Those not listed here accept known values only.
 
 _STRUCTURAL_FILTERS = frozenset("batch d default first items last list map reject rejectattr select selectattr".split())
-"""Filters that hand values on without looking into them (a `Rope` itself rejects to be walked through)."""
+"""Filters that only select or pass on values, unchanged. (A rope in place of the list is rejected when iterated.)"""
 
 _Wrapper = Callable[[Callable[..., Any], str], Callable[..., Any]]
 
 
 def _on_rope(handler: Callable[..., Any]) -> _Wrapper:
-    """A filter that is `handler` on a rope and itself on known values."""
+    """Return a wrapper for a filter: it calls `handler` for a rope and the original filter for known values."""
 
     def wrap(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        # Some filters get the evaluation context or environment first.
+        # Jinja passes the context or environment as the first argument to some filters.
         skip, known = int(hasattr(function, "jinja_pass_arg")), _known_only(function, f"filter {name}")
 
         @functools.wraps(function)
@@ -275,7 +284,7 @@ def _join_filter(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         parts = list(value)
         if isinstance(d, Symbol) or any(isinstance(part, Symbol) for part in parts):
             if attribute is not None:
-                raise NotCompilableError("filter join with an attribute on text of a message")
+                reject("uses the filter join with an attribute on a message's text")
             return _join_with(_text(d), map(_text, parts))
         return _known_only(function, "filter join")(context, parts, d, attribute)
 
@@ -308,7 +317,8 @@ _SYMBOLIC_FILTERS: dict[str, _Wrapper] = {
     "format": _format,
 }
 
-# Tests. A rope is no `str` to Python, so what asks for its type is answered here; comparisons reach the rope itself.
+# Tests (`x is string`). A rope is not a `str`, so tests of its type are answered from this table, as for a string.
+# Comparisons call the rope's own operators.
 
 _TYPE_OF_TEXT = {
     "string": True, "iterable": True, "sequence": True, "mapping": False, "number": False, "integer": False,
@@ -328,7 +338,7 @@ def _test(test: Callable[..., Any], name: str) -> Callable[..., Any]:
         subject = args[0] if args else None
         if name not in _TYPE_OF_TEXT or (isinstance(subject, Symbol) and not isinstance(subject, Rope)):
             return known(*args, **kwargs)
-        # What a list or mapping is does not depend on the text in it.
+        # For a list or mapping that contains ropes, these tests do not depend on the texts.
         return _TYPE_OF_TEXT[name] if isinstance(subject, Rope) else test(*args, **kwargs)
 
     return wrapped

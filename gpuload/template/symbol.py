@@ -1,7 +1,8 @@
-"""What everything unknown has in common: it rejects to become known.
+"""`Symbol`: the base class of symbolic values, which are used in place of the texts of a conversation during a trace.
 
-Whatever would turn unknown text into a Python string, number or look-up is rejected here, once, so that a new kind of
-symbol (`symbolic.py`) is safe before it can do anything.
+A symbolic value must never become an ordinary string, number or dictionary key, because everything the template did
+with it afterwards would be invisible to the tracer. `Symbol` rejects every such conversion to a known value. A
+subclass then allows exactly the operations that it can record (see `rope.py`).
 """
 
 from __future__ import annotations
@@ -11,59 +12,92 @@ from typing import Any, NoReturn, Protocol
 
 from gpuload.template.program import Predicate
 
-__all__ = ["NotCompilableError", "Oracle", "Symbol", "reject"]
-
 
 class NotCompilableError(Exception):
-    """The template did something to unknown text that no column operation does; the message says what."""
+    """The template does something with a text that cannot be compiled. The message says what."""
 
 
 class Oracle(Protocol):
-    """Answers questions about unknown text, the same question always the same way."""
+    """Answers predicates on symbolic texts; the same predicate always has the same answer."""
 
     def ask(self, predicate: Predicate) -> bool: ...
 
 
-def reject(what: str) -> NoReturn:
-    raise NotCompilableError(what)
+def reject(verb_phrase: str) -> NoReturn:
+    """Raise `NotCompilableError` with the message "the template `verb_phrase`"."""
+    raise NotCompilableError(f"the template {verb_phrase}")
 
 
 class Symbol:
-    """Base of everything unknown. Whatever would turn it into a known value is rejected here, once."""
+    """A value that depends on the text of a message. Every conversion to a known value raises `NotCompilableError`."""
 
     __slots__ = ("_oracle",)
     _oracle: Oracle
 
     def __str__(self) -> NoReturn:
-        reject("turns text of a message into a string out of sight")
+        reject("converts a message's text to a string in a way that cannot be traced")
 
     def __repr__(self) -> NoReturn:
-        reject("prints a list or mapping that holds text of a message")
+        reject("prints a list or mapping that contains a message's text")
 
     def __format__(self, specification: str) -> NoReturn:
-        reject("format of text of a message")
+        reject("formats a message's text")
 
     def __hash__(self) -> NoReturn:
-        reject("looks text of a message up in a mapping")
+        reject("uses a message's text as a key of a mapping")
 
     def __iter__(self) -> Iterator[Any]:
-        reject("loops over the characters of a message")
+        reject("loops over the characters of a message's text")
 
     def __getitem__(self, key: object) -> Any:
-        reject("slice of text of a message" if isinstance(key, slice) else "index into text of a message")
+        reject("slices a message's text" if isinstance(key, slice) else "indexes into a message's text")
 
     def __eq__(self, other: object) -> bool:
-        reject("comparison of text of a message")
+        reject("compares a message's text with another value")
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
     def __lt__(self, other: object) -> bool:
-        reject("ordering of text of a message")
+        reject("orders a message's text with <, <=, > or >=")
 
     __gt__ = __le__ = __ge__ = __lt__
 
     def __mul__(self, other: object) -> NoReturn:
-        reject("repetition of text of a message")
+        reject("repeats a message's text")
 
     __rmul__ = __mul__
+
+
+class Length(Symbol):
+    """The result of `text | length`. Only comparisons that mean "is empty" or "is not empty" are supported."""
+
+    __slots__ = ("_rope",)
+
+    def __init__(self, rope: Symbol) -> None:
+        self._oracle, self._rope = rope._oracle, rope
+
+    def __bool__(self) -> bool:
+        return bool(self._rope)
+
+    def __eq__(self, other: object) -> bool:
+        return not self._rope if type(other) is int and other == 0 else reject("uses the length of a message's text")
+
+    __hash__ = Symbol.__hash__
+
+    def __gt__(self, other: object) -> bool:
+        return bool(self._rope) if type(other) is int and other == 0 else reject("uses the length of a message's text")
+
+    def __ge__(self, other: object) -> bool:
+        return bool(self._rope) if type(other) is int and other == 1 else reject("uses the length of a message's text")
+
+    def __lt__(self, other: object) -> bool:
+        return not self._rope if type(other) is int and other == 1 else reject("uses the length of a message's text")
+
+    def __le__(self, other: object) -> bool:
+        return not self._rope if type(other) is int and other == 0 else reject("uses the length of a message's text")
+
+    def __sub__(self, other: object) -> NoReturn:
+        reject("does arithmetic with the length of a message's text")
+
+    __rsub__ = __add__ = __radd__ = __floordiv__ = __truediv__ = __mod__ = __mul__ = __rmul__ = __sub__

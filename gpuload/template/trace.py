@@ -1,16 +1,16 @@
-"""From a template to a path: run the vendor's template once on a conversation whose texts are unknown.
+"""The tracer: renders the template once with symbolic texts to find the path that some rows take.
 
-One trace follows one *example*, a real row: where the template asks something about a text, the example's text answers,
-and question and answer are written down. The result holds for every row that answers the same. So the number of traces
-is the number of ways that rows really take through the template, never the number of ways there could be.
+A trace follows one real row. Where the template tests a text (`'</think>' in content`), the row's own text decides, and
+predicate and answer are recorded. The resulting path is valid for every row with the same answers, so the number of
+traces is the number of paths that rows really take, not the number of possible paths.
 
-    1. let transformers prepare the conversation, each text replaced by a unique stand-in (it drops fields that are
-    None,
-       copies reasoning under other names ...), and read back what its template would see;
-    2. put a rope in the place of each stand-in;
-    3. render, in transformers' own environment (`sandbox.py`);
-    4. the output's pieces are the path, the answers given are the way to it;
-    5. probe the path (`probe.py`), and trust it only then.
+    1. Let transformers prepare the conversation with a unique placeholder for each text, and read back the messages
+       that its template would see. (transformers drops fields that are None, copies reasoning to other fields, and so
+       on.)
+    2. Replace each placeholder by a rope.
+    3. Render these messages in transformers' own Jinja environment (`sandbox.py`).
+    4. The segments of the output are the path; the recorded answers are the decisions that lead to it.
+    5. Probe the path (`probe.py`), and use it only if all probes agree with transformers.
 """
 
 from __future__ import annotations
@@ -37,27 +37,25 @@ from gpuload.template.program import (
     Shape,
     holds,
 )
-from gpuload.template.rope import NotCompilableError, Rope
+from gpuload.template.rope import Rope
 from gpuload.template.sandbox import EndlessError, Meter, TracingTemplate
-
-__all__ = ["Texts", "Tracer", "conversation"]
+from gpuload.template.symbol import NotCompilableError, reject
 
 MOST_STEPS = 2_000_000
 MOST_STEPS_A_PAIR = 200
 MOST_SECONDS = 15.0
-MOST_QUESTIONS = 1024
-"""The bounds of one trace: loop passes and calls (and more for every pair of messages, for templates that look from
-each message at all others), seconds, and questions about texts. They are far beyond any template that is meant to
-end."""
+MOST_PREDICATES = 1024
+"""Limits of one trace: loop passes and calls, with an allowance for every pair of messages (some templates loop over
+all messages for each message), seconds, and predicates. No template that terminates comes near them."""
 
 _READ_BACK = "{{ messages | tojson }}"
 
 Texts = Mapping[tuple[int, str], str]
-"""The texts of one conversation, by message number and field."""
+"""The texts of one conversation, by message index and field."""
 
 
 def conversation(shape: Shape, texts: Texts) -> list[dict[str, Any]]:
-    """The messages of that shape with those texts, as a row of a table gives them (absent values are None)."""
+    """Build the messages of a conversation of `shape` with `texts`, as read from a table (absent values are None)."""
     messages = []
     for k, fields in enumerate(shape):
         values: dict[str, Any] = {}
@@ -69,37 +67,37 @@ def conversation(shape: Shape, texts: Texts) -> list[dict[str, Any]]:
 
 @dataclass
 class _Example:
-    """The oracle: answers as one row's texts do, and remembers what was asked."""
+    """The oracle of a trace: evaluates predicates on the texts of one row and records the answers."""
 
     texts: Texts
     answers: dict[Predicate, bool] = field(default_factory=dict)
 
     def ask(self, predicate: Predicate) -> bool:
         if predicate not in self.answers:
-            if len(self.answers) >= MOST_QUESTIONS:
-                raise NotCompilableError(f"more than {MOST_QUESTIONS} questions about one conversation")
+            if len(self.answers) >= MOST_PREDICATES:
+                reject(f"tests the texts of one conversation more than {MOST_PREDICATES} times")
             self.answers[predicate] = holds(predicate, self.texts[predicate.ref.message, predicate.ref.field])
         return self.answers[predicate]
 
 
 class Tracer:
-    """Traces one call's template.
+    """Traces the template of one call.
 
     Args:
-        call: tokenizer, template and constants.
+        call: the tokenizer, the template and the constants of the load.
 
     Raises:
-        NotCompilableError: nothing of this call can be traced; the message says why.
+        NotCompilableError: this call cannot be traced at all; the message says why.
     """
 
     def __init__(self, call: TemplateCall) -> None:
-        obstacle = call.obstacle()
-        if obstacle:
-            raise NotCompilableError(obstacle)
+        reason = call.not_compilable_reason()
+        if reason:
+            raise NotCompilableError(reason)
         self.call = call
         self._meter = Meter()
         self._meter.reset(MOST_STEPS, MOST_SECONDS)
-        self._patience = 1.0
+        self._patience = 1.0  # the fraction of MOST_STEPS that a trace may use
         try:
             self._template = TracingTemplate(call.text(), self._meter, call.strftime_now)
             self._context = call.context()
@@ -110,7 +108,15 @@ class Tracer:
         self._prober = Prober(call)
 
     def trace(self, shape: Shape, texts: Texts) -> tuple[list[tuple[Predicate, bool]], Leaf]:
-        """The leaf for every row of `shape` that answers the template's questions as `texts` do, and those answers."""
+        """Trace one conversation.
+
+        Args:
+            shape: the conversation's shape.
+            texts: its texts, which decide the predicates.
+
+        Returns:
+            The predicates with their answers, and the leaf for every row of `shape` with the same answers.
+        """
         example = _Example(texts)
         try:
             messages = self._prepared(shape, example)
@@ -120,7 +126,8 @@ class Tracer:
         except NotCompilableError as error:
             leaf = ByReference(str(error))
         except (EndlessError, MemoryError) as error:
-            # The reference would not come back from it. Having waited once, be quicker to give up.
+            # transformers would not return from such a row either, so it is rejected. The next trace of this template
+            # will probably not terminate either: stop it earlier.
             self._patience = 0.01
             leaf = Rejected(str(error))
             return list(example.answers.items()), leaf
@@ -132,28 +139,28 @@ class Tracer:
         return decisions, leaf
 
     def example(self, plain: Texts, decisions: Sequence[tuple[Predicate, bool]]) -> Texts | None:
-        """Texts that take the way of `decisions`: `plain` ones, changed where they must be; None where none are
-        known."""
+        """Return texts that satisfy `decisions`: `plain` where possible; None if none are found."""
         return self._prober.example(plain, decisions)
 
     @staticmethod
     def _path(rendered: str | Rope) -> Path:
         path = Path(rendered._pieces if isinstance(rendered, Rope) else (rendered,) if rendered else ())
         for segment in path.segments:
-            known = [segment] if isinstance(segment, str) else [a for o in segment.operations for a in o.arguments]
-            if any("\ud800" <= character <= "\udfff" for text in known for character in text):
-                raise NotCompilableError("a lone surrogate, which UTF-8 cannot hold")
+            literals = [segment] if isinstance(segment, str) else [a for o in segment.operations for a in o.arguments]
+            if any("\ud800" <= character <= "\udfff" for text in literals for character in text):
+                reject("contains a lone surrogate, which UTF-8 cannot encode")
         return path
 
     def _prepared(self, shape: Shape, example: _Example) -> Any:
-        """The conversation as the template will see it, with ropes for texts."""
+        """Return the messages as the template will see them, with ropes for texts."""
         token = secrets.token_hex(8)
         names = [(k, name) for k, fields in enumerate(shape) for name, value in fields if value == TEXT]
-        stand_ins = {key: f"gpuload {token} {i}" for i, key in enumerate(names)}
-        ropes = {text: Rope(example, (Ref(*key),)) for key, text in stand_ins.items()}
+        placeholders = {key: f"gpuload {token} {i}" for i, key in enumerate(names)}
+        ropes = {text: Rope(example, (Ref(*key),)) for key, text in placeholders.items()}
 
         def fill(value: Any) -> Any:
             if isinstance(value, str):
+                # A placeholder inside a longer string: transformers has already joined or changed it.
                 if token in value and value not in ropes:
                     raise NotCompilableError("this version of transformers changes texts before the template sees them")
                 return ropes.get(value, value)
@@ -161,14 +168,17 @@ class Tracer:
                 return {key: fill(item) for key, item in value.items()}
             return [fill(item) for item in value] if isinstance(value, list) else value
 
-        return fill(json.loads(self.call.render(conversation(shape, stand_ins), template=_READ_BACK)))
+        return fill(json.loads(self.call.render(conversation(shape, placeholders), template=_READ_BACK)))
 
 
 def _raised(error: Exception) -> Leaf:
-    """What an exception out of the template means. (A probe turns a rejection of known words into that of
-    transformers.)"""
+    """Return the leaf for an exception that the template raised.
+
+    A Jinja error is the template's rejection of the row; the prober replaces its message by the one that transformers
+    gives. Other errors may be caused by the symbolic texts, so these rows are rendered by transformers.
+    """
     try:
-        words = f"{type(error).__name__}: {error}"
-    except NotCompilableError:
-        return ByReference("raises an error with text of a message in it")
-    return Rejected(words) if isinstance(error, jinja2.TemplateError) else ByReference(words)
+        message = f"{type(error).__name__}: {error}"
+    except NotCompilableError:  # str(error) met a rope
+        return ByReference("the template raises an error whose message contains a message's text")
+    return Rejected(message) if isinstance(error, jinja2.TemplateError) else ByReference(message)

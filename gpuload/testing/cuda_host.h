@@ -1,5 +1,6 @@
-// Enough of CUDA C++ to compile kernels for the host: qualifiers, the grid's indices, atomics, bits, vector types.
-// The grid itself is a loop around each kernel; host_kernels.py writes it.
+// The part of CUDA C++ that the kernels use, for a host compiler: qualifiers, grid indices, atomics, bit functions and
+// vector types. host_kernels.py generates a loop over blocks and threads around each kernel, which sets these indices.
+// Threads run one after the other, so atomics are plain reads and writes.
 #include <algorithm>
 
 #define __global__
@@ -30,7 +31,8 @@ template <class T> T atomicMax(T* at, T value)
     return old;
 }
 
-// The lowest set bit's number from 1, 0 for none; how many bits are above the highest set one.
+// As CUDA defines them: the position of the lowest set bit counted from 1, 0 if there is none; and the number of zero
+// bits above the highest set one. __builtin_clz(0) is undefined.
 inline int __ffs(int bits)
 {
     return __builtin_ffs(bits);

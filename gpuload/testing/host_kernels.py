@@ -1,7 +1,8 @@
-"""The kernels, compiled for the host: the same source as for the GPU, with a loop for the grid, on NumPy arrays.
+"""The kernels compiled for the host: the same source as for the GPU, with loops over blocks and threads, on NumPy
+arrays.
 
-With GPULOAD_SANITIZE=1 in the environment they are compiled with the address sanitizer (which has to be loaded first:
-LD_PRELOAD=$(g++ -print-file-name=libasan.so)).
+With GPULOAD_SANITIZE=1 in the environment they are compiled with the address sanitizer, which must be loaded before
+Python: LD_PRELOAD=$(g++ -print-file-name=libasan.so).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 
 from gpuload.arrays import Array
 from gpuload.engines.device.kernels import BLOCK, Kernels, Parameter, signatures, source
+from gpuload.files import replacing
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 _C_TYPES = {
@@ -34,7 +36,7 @@ _C_NUMBERS: dict[str, Any] = {"int64": ctypes.c_longlong, "uint64": ctypes.c_ulo
 
 
 def _loop(name: str, parameters: tuple[Parameter, ...]) -> str:
-    """A kernel's launch: every thread of every block, one after the other."""
+    """Return the C++ source of a kernel's launch: it runs every thread of every block, one after the other."""
     declared = "".join(f", {_C_TYPES[p.dtype.name]} {'*' * p.is_array}{p.name}" for p in parameters)
     return f"""
 extern "C" void launch_{name}(unsigned blocks, unsigned threads{declared})
@@ -54,20 +56,19 @@ def _library() -> ctypes.CDLL:
     header = Path(__file__).with_name("cuda_host.h").read_text()
     text = header + source() + "".join(_loop(name, parameters) for name, parameters in signatures().items())
     options = ["-x", "c++", "-std=c++17", "-O2", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"]
-    options += ["-fno-strict-aliasing"]  # copies read bytes as words, as on a GPU
+    options += ["-fno-strict-aliasing"]  # kernels read bytes as 64-bit words, which CUDA allows
     if os.environ.get("GPULOAD_SANITIZE"):
         options += ["-fsanitize=address", "-g"]
     digest = hashlib.sha256(" ".join([COMPILER, *options, text]).encode()).hexdigest()[:16]
-    built = Path(tempfile.gettempdir()) / f"gpuload-kernels-{os.getuid()}-{digest}.so"
-    if not built.exists():
-        partly = built.with_suffix(f".{os.getpid()}")
-        subprocess.run([COMPILER, *options, "-", "-o", str(partly)], input=text, text=True, check=True)
-        partly.replace(built)
-    return ctypes.CDLL(str(built))
+    library = Path(tempfile.gettempdir()) / f"gpuload-kernels-{os.getuid()}-{digest}.so"
+    if not library.exists():
+        with replacing(library) as unfinished:
+            subprocess.run([COMPILER, *options, "-", "-o", str(unfinished)], input=text, text=True, check=True)
+    return ctypes.CDLL(str(library))
 
 
 class HostKernels(Kernels):
-    """`Kernels` on NumPy arrays."""
+    """`Kernels` that run on the host, on NumPy arrays."""
 
     xp = np
 
@@ -81,9 +82,9 @@ class HostKernels(Kernels):
         getattr(_library(), f"launch_{name}")(*passed)
 
     def view(self, buffer: Any) -> Array:
-        """A buffer of cuDF's that says it is on a GPU, and is not."""
-        pointed = (ctypes.c_uint8 * buffer.nbytes).from_address(buffer.ptr)
-        return np.frombuffer(pointed, np.uint8)
+        """Return a buffer as a uint8 array, zero-copy. The tests' cuDF columns are in host memory."""
+        memory = (ctypes.c_uint8 * buffer.nbytes).from_address(buffer.ptr)
+        return np.frombuffer(memory, np.uint8)
 
     def address(self, array: Array) -> int:
         return int(array.ctypes.data)

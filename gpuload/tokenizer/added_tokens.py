@@ -1,4 +1,4 @@
-"""Added tokens as a trie over their bytes, to find the longest one that begins at a place."""
+"""Added tokens as a trie over their bytes, which finds the longest token that begins at a position."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,19 +9,25 @@ import numpy.typing as npt
 
 from gpuload.tokenizer.spec import AddedToken
 
-NORMALIZED, LSTRIP, RSTRIP = 1, 2, 4
+NORMALIZED, LSTRIP, RSTRIP = 1, 2, 4  # flags, as in `added.cu`
 
 
 @dataclass(frozen=True)
 class Trie:
-    """k tokens. Nodes are numbered level by level, so the node behind edge e is e + 1; 0 is the root.
+    """A trie of k tokens in compressed sparse row form.
+
+    Nodes are numbered level by level, node 0 is the root. Every node but the root is the end of exactly one edge, and
+    edges are listed in the order of their start nodes. So edge e ends in node e + 1.
 
     Attributes:
-        begins: (256,) uint8: 1 where a token that is not normalized begins with the byte, plus 2 where another does.
-        first: (nodes + 1,) int32; node n has the edges first[n] to first[n + 1], by ascending bytes.
+        begins: (256,) uint8; bit 0 is set if a token that is not normalized begins with the byte, bit 1 if a normalized
+            one does.
+        first: (nodes + 1,) int32; the edges of node n are first[n] to first[n + 1] - 1, by ascending bytes.
         byte: (edges,) uint8.
-        token: (nodes,) int32, the number of the token that ends there, or -1.
-        ids, lengths, flags: (k,) int32 by a token's number: its id, its bytes, and NORMALIZED, LSTRIP, RSTRIP.
+        token: (nodes,) int32, the number of the token that ends at the node, or -1.
+        ids: (k,) int32, by a token's number.
+        lengths: (k,) int32, in bytes.
+        flags: (k,) int32, a sum of `NORMALIZED`, `LSTRIP` and `RSTRIP`.
     """
 
     begins: npt.NDArray[np.uint8]
@@ -34,20 +40,20 @@ class Trie:
 
 
 def trie(added: Sequence[AddedToken]) -> Trie:
-    """The trie of added tokens, no two of which are the same text."""
+    """Build the trie of added tokens. No two tokens have the same text."""
     texts = sorted((token.content.encode(), number) for number, token in enumerate(added))
     begins = np.zeros(256, np.uint8)
     for text, number in texts:
         begins[text[0]] |= 2 if added[number].normalized else 1
     first, byte, token = [0], list[int](), list[int]()
-    level = [texts]  # for each node of a level, what is left of the texts behind it
+    level = [texts]  # for each node of a level: the remaining bytes and the number of every token below it
     while level:
         below: list[list[tuple[bytes, int]]] = []
         for node in level:
             token.append(next((number for text, number in node if not text), -1))
-            for letter, behind in groupby((one for one in node if one[0]), lambda one: one[0][0]):
+            for letter, group in groupby((item for item in node if item[0]), lambda item: item[0][0]):
                 byte.append(letter)
-                below.append([(text[1:], number) for text, number in behind])
+                below.append([(text[1:], number) for text, number in group])
             first.append(len(byte))
         level = below
     flags = [NORMALIZED * t.normalized | LSTRIP * t.lstrip | RSTRIP * t.rstrip for t in added]

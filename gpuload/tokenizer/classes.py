@@ -1,8 +1,9 @@
-"""Code points partitioned into classes: two code points are in one class where a pattern cannot tell them apart.
+"""Partitions all code points into classes. Two code points are in one class if the split regexes cannot distinguish
+them.
 
-Which code points `\\p{L}` or `(?i:s)` means depends on the engine and its version of Unicode, so the engine itself is
-asked, once per class over all code points, and the answer is kept on disk. (Python's `regex` disagrees with it on
-17,480 code points.)
+Which code points `\\p{L}` or `(?i:s)` contains depends on the regex engine and its version of Unicode. So the engine of
+`tokenizers` itself is asked, once for every such atom and over all code points, and its answer is cached on disk.
+(Python's `regex` gives another answer for 17,480 code points.)
 """
 
 from collections.abc import Sequence
@@ -15,21 +16,23 @@ import numpy as np
 import numpy.typing as npt
 
 from gpuload.tokenizer.regex import Ahead, Alternate, Atom, Concat, Node, Repeat, UnsupportedRegexError, nullable
-from gpuload.tokenizer.tables import kept
+from gpuload.tokenizer.tables import cached
 
 CODE_POINTS = 0x110000
-NUMERIC = Atom("Digits")  # Rust's char::is_numeric, which no regex names
-_CHUNK = 1024  # the engine is asked about so many at a time
+NUMERIC = Atom("Digits")  # Rust's char::is_numeric, used by the Digits pre-tokenizer; no regex is equivalent to it
+_CHUNK = 1024  # code points per call of the engine
 
 
 @dataclass(frozen=True)
 class ClassMap:
-    """code point c → class `blocks[pages[c >> 8], c & 255]`.
+    """The class of every code point, as a two-level table: the class of c is `blocks[pages[c >> 8], c & 255]`.
+
+    Most of the 4352 pages of 256 code points are equal, so the table has some tens of kilobytes instead of 1.1 MB.
 
     Attributes:
-        pages: (4352,) uint16.
-        blocks: (m, 256) uint8, every different page once.
-        count: classes are 0 .. count - 1.
+        pages: (4352,) uint16, the block of each page.
+        blocks: (m, 256) uint8, every distinct page once.
+        count: number of classes; classes are 0 to count - 1.
     """
 
     pages: npt.NDArray[np.uint16]
@@ -38,16 +41,17 @@ class ClassMap:
 
     @property
     def nbytes(self) -> int:
+        """Size of the table in bytes."""
         return int(self.pages.nbytes + self.blocks.nbytes)
 
     def of(self, code_points: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-        """The classes of (n,) code points."""
+        """Return the (n,) classes of (n,) code points."""
         found: npt.NDArray[np.uint8] = self.blocks[self.pages[code_points >> 8], code_points & 255]
         return found
 
     @staticmethod
     def from_classes(classes: npt.NDArray[np.uint8]) -> "ClassMap":
-        """From a (0x110000,) array of class numbers."""
+        """Build the table from (0x110000,) class numbers."""
         different: dict[bytes, int] = {}
         pages = [different.setdefault(page.tobytes(), len(different)) for page in classes.reshape(-1, 256)]
         blocks = np.frombuffer(b"".join(different), np.uint8).reshape(-1, 256)
@@ -55,14 +59,18 @@ class ClassMap:
 
 
 def changes(atom: Atom) -> npt.NDArray[np.int64]:
-    """The code points at which a class begins and ends, in turn; surrogates, which no text has, are in none."""
+    """Return the code points at which an atom's set of code points begins, ends, begins and so on.
+
+    Surrogates, which no text contains, are never in the set.
+    """
     text = f"(?i:{atom.text})" if atom.ignore_case else atom.text
     content = f"1 {version('tokenizers')} {atom == NUMERIC} {text}"
-    answer = kept("class", content, lambda: {"changes": np.flatnonzero(np.diff(_ask(atom, text), prepend=False))})
+    answer = cached("class", content, lambda: {"changes": np.flatnonzero(np.diff(_ask(atom, text), prepend=False))})
     return np.asarray(answer["changes"], np.int64)
 
 
 def _ask(atom: Atom, text: str) -> npt.NDArray[np.bool_]:
+    """Ask `tokenizers` which code points match an atom: replace matches by nothing, and see what remains."""
     from tokenizers import Regex, normalizers, pre_tokenizers
 
     inside = np.zeros(CODE_POINTS, np.bool_)
@@ -72,9 +80,10 @@ def _ask(atom: Atom, text: str) -> npt.NDArray[np.bool_]:
             continue
         chunk = "".join(map(chr, range(start, start + _CHUNK)))
         if erase is None:
-            pieces = pre_tokenizers.Digits(individual_digits=True).pre_tokenize_str(chunk)
-            # A numeral is a piece of its own; so may be another character between two of them.
-            numerals = [c for c, _ in pieces if len(c) == 1 and _is_numeral(c)]
+            pre_tokens = pre_tokenizers.Digits(individual_digits=True).pre_tokenize_str(chunk)
+            # Every numeral becomes a pre-token of one character. So may another character between two numerals, hence
+            # the second test.
+            numerals = [c for c, _ in pre_tokens if len(c) == 1 and _is_numeral(c)]
             inside[[ord(c) for c in numerals]] = True
         else:
             inside[start : start + _CHUNK] = True
@@ -89,48 +98,55 @@ def _is_numeral(character: str) -> bool:
 
 
 def partition(atoms: Sequence[Atom]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.bool_]]:
-    """The coarsest classes that every atom is a union of.
+    """Compute the coarsest partition of all code points such that every atom is a union of classes.
 
     Returns:
-        (0x110000,) class numbers, and (number of classes, number of atoms) whether the class is in the atom.
+        (0x110000,) uint8 class numbers, and (classes, atoms) bool, whether a class is contained in an atom.
 
     Raises:
-        UnsupportedRegexError: there are more than 62 atoms or more than 255 classes.
+        UnsupportedRegexError: there are more than 62 atoms (the bits of a signature) or 255 classes (uint8).
     """
     if len(atoms) > 62:
-        raise UnsupportedRegexError("more than 62 different classes")
+        raise UnsupportedRegexError("more than 62 different character classes")
     edges = [changes(atom) for atom in atoms]
-    starts = np.unique(np.concatenate([np.zeros(1, np.int64), *edges]))  # of spans that no atom tells apart
+    # Between two neighbouring edges of any atoms, all code points are equal. The signature of such a span has bit k set
+    # if atom k contains it: searchsorted counts the atom's edges up to the span's start, an odd number inside.
+    starts = np.unique(np.concatenate([np.zeros(1, np.int64), *edges]))
     signature = np.zeros(len(starts), np.int64)
     for bit, edge in enumerate(edges):
         signature |= (np.searchsorted(edge, starts, side="right") % 2) << bit
     signatures, classes = np.unique(signature, return_inverse=True)
     if len(signatures) > 255:
-        raise UnsupportedRegexError("more than 255 classes of code points")
+        raise UnsupportedRegexError("its character classes divide Unicode into more than 255 parts")
     inside = (signatures[:, None] >> np.arange(len(atoms))) & 1 == 1
     return np.repeat(classes.astype(np.uint8), np.diff(starts, append=CODE_POINTS)), inside
 
 
 @lru_cache(maxsize=1)
 def _long_folds() -> tuple[str, ...]:
-    """What single characters become where case folding makes several of one (ß → ss)."""
+    """All case foldings of one character to several (ß → ss)."""
     folds = (chr(c).casefold() for c in range(CODE_POINTS) if not 0xD800 <= c < 0xE000)
     return tuple(sorted({fold for fold in folds if len(fold) > 1}))
 
 
 def check_folding(node: Node) -> None:
-    """Rejects case-insensitive text that one character could match where several are written, or the other way round:
-    `(?i:ss)` takes ß, and a DFA over single code points would not.
+    """Check that case-insensitive parts of a pattern can be matched code point by code point.
+
+    The engine uses full case folding, where one character can match several: `(?i:ss)` matches ß. A DFA over single
+    code points cannot do that.
 
     Raises:
-        UnsupportedRegexError: it names the text.
+        UnsupportedRegexError: such a match is possible; the message names the text.
     """
     pairs = {fold[:2] for fold in _long_folds()}
     _edges(node, pairs)
 
 
 def _edges(node: Node, pairs: set[str]) -> tuple[set[str], set[str]]:
-    """The folded literals with which case-insensitive text can begin and end."""
+    """Return the folded literals with which case-insensitive text can begin, and those with which it can end.
+
+    Where one part can end and the next begin with two characters that are the folding of one, it raises.
+    """
     match node:
         case Atom():
             if not node.ignore_case:
@@ -166,7 +182,7 @@ def _edges(node: Node, pairs: set[str]) -> tuple[set[str], set[str]]:
 def _check_pairs(ends: set[str], begins: set[str], pairs: set[str]) -> None:
     for pair in (a + b for a in ends for b in begins):
         if pair in pairs:
-            raise UnsupportedRegexError(f"the case-insensitive text {pair!r}, for which one character can stand")
+            raise UnsupportedRegexError(f"the case-insensitive text {pair!r}, which a single character can match")
 
 
 def _check_alone(atom: Atom) -> None:
@@ -175,4 +191,4 @@ def _check_alone(atom: Atom) -> None:
     erase = normalizers.Replace(Regex(f"(?i:{atom.text})"), "|")
     for fold in _long_folds():
         if erase.normalize_str(fold) == "|":
-            raise UnsupportedRegexError(f"the case-insensitive {atom.text}, for which {fold!r} can stand")
+            raise UnsupportedRegexError(f"the case-insensitive {atom.text}, which {fold!r} can match")

@@ -1,9 +1,12 @@
-"""BPE over characters that falls back to bytes, without a split regex (Llama-2, Gemma): pieces and tables.
+"""Tables for BPE over characters with byte fallback and without a split regex (Llama-2, Gemma).
 
-Such a tokenizer merges a whole text at once, a megabyte as one word. But every merge makes a vocabulary entry, so where
-no entry that a merge makes has two characters next to each other, no merge ever crosses the boundary between them, and
-the text may be cut there without changing any id. From there on all is as with byte-level BPE: whole words by hash,
-merges for the rest. A character that is no entry becomes its UTF-8 bytes, which never merge.
+Such a tokenizer merges a whole text at once; a megabyte of text is one word. But the result of every merge is a
+vocabulary entry. So if no entry that a merge produces contains two certain characters next to each other, no merge
+crosses a boundary between them, and the text can be cut there without changing any id. `adjacent` is the set of all
+pairs of characters that do occur in such entries.
+
+After this cut all is as with byte-level BPE: whole-word look-ups, and merges for the rest. A character without an entry
+becomes the entries of its UTF-8 bytes, which never merge.
 """
 
 from collections.abc import Sequence
@@ -14,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from gpuload.tokenizer import merges
+from gpuload.tokenizer.hash_tables import fill, hash_pairs, pair_keys
 from gpuload.tokenizer.merges import Ids, MergeTables, Offsets
 from gpuload.tokenizer.spec import BpeSpec, byte_entries
-from gpuload.tokenizer.tables import kept
+from gpuload.tokenizer.tables import cached
 
 _VERSION = 1  # of the tables' layout
-_CODE_POINT_BITS = 21
 
 
 @dataclass(frozen=True)
@@ -27,10 +30,12 @@ class FallbackTables:
     """A vocabulary of characters and its merges.
 
     Attributes:
-        base: pairs and words as with byte-level BPE; the words are UTF-8, `byte_ids` those of the entries `<0x00>` ...
-        letter_pages, letter_blocks: code point c → id of its entry, `letter_blocks[letter_pages[c >> 8], c & 255]`,
-            -1 where it has none; (4352,) uint16 and (m, 256) int32.
-        adjacent: (2^k,) uint64 hash set of first code point << 21 | second, for all that merges bring side by side.
+        base: pairs and words as with byte-level BPE; words are UTF-8, and `byte_ids` those of the entries `<0x00>` to
+            `<0xFF>`.
+        letter_pages: (4352,) uint16.
+        letter_blocks: (m, 256) int32. The entry of code point c has the id `letter_blocks[letter_pages[c >> 8], c &
+            255]`, -1 if there is none.
+        adjacent: (2^k,) uint64, hash set of `pair_keys(first, second)` for all pairs of code points that merges join.
     """
 
     base: MergeTables
@@ -40,12 +45,13 @@ class FallbackTables:
 
     @property
     def nbytes(self) -> int:
+        """Size of all tables in bytes."""
         own = (self.letter_pages, self.letter_blocks, self.adjacent)
         return self.base.nbytes + sum(int(array.nbytes) for array in own)
 
 
 def fallback_tables(spec: BpeSpec) -> FallbackTables:
-    """The tables of a tokenizer, from the user's cache where they have been built before."""
+    """Return the tables of a tokenizer with byte fallback, from the cache if they have been built before."""
     names = ("letter_pages", "letter_blocks", "adjacent")
 
     def build() -> dict[str, Any]:
@@ -53,7 +59,7 @@ def fallback_tables(spec: BpeSpec) -> FallbackTables:
         of_base = {field.name: getattr(tables.base, field.name) for field in fields(MergeTables)}
         return of_base | {name: getattr(tables, name) for name in names}
 
-    arrays = kept("fallback", f"{_VERSION} {spec.digest}", build)
+    arrays = cached("fallback", f"{_VERSION} {spec.digest}", build)
     return FallbackTables(
         MergeTables(**{field.name: arrays[field.name] for field in fields(MergeTables)}),
         **{name: arrays[name] for name in names},
@@ -61,12 +67,13 @@ def fallback_tables(spec: BpeSpec) -> FallbackTables:
 
 
 def build_tables(spec: BpeSpec) -> FallbackTables:
-    """The same, built."""
+    """Build the tables of a tokenizer with byte fallback."""
     pairs, merged = merges.pair_table(spec)
     letters = np.full(0x110000, -1, np.int32)
     for entry, number in spec.vocab.items():
         if len(entry) == 1:
             letters[ord(entry)] = number
+    # A two-level table: most pages of 256 code points are equal (no entries), and each distinct one is stored once.
     different: dict[bytes, int] = {}
     pages = [different.setdefault(page.tobytes(), len(different)) for page in letters.reshape(-1, 256)]
     blocks = np.frombuffer(b"".join(different), np.int32).reshape(-1, 256)
@@ -76,64 +83,43 @@ def build_tables(spec: BpeSpec) -> FallbackTables:
 
     entries = [entry for entry in spec.vocab if entry]
     ids = np.fromiter((spec.vocab[entry] for entry in entries), np.int32, len(entries))
-    reached, offsets = merge(tables, entries)
-    alone = np.flatnonzero(np.diff(offsets) == 1)
-    usable = alone[reached[offsets[alone]] == ids[alone]]
-    words = [entries[number].encode() for number in usable]
+    reachable = merges.reachable_entries(*merge(tables, entries), ids)
+    words = [entries[number].encode() for number in reachable]
     bounds = np.cumsum([0, *map(len, words)])
-    base = merges.with_words(base, np.frombuffer(b"".join(words), np.uint8), bounds, ids[usable])
+    base = merges.with_words(base, np.frombuffer(b"".join(words), np.uint8), bounds, ids[reachable])
     return FallbackTables(base, tables.letter_pages, tables.letter_blocks, tables.adjacent)
 
 
 def _adjacent(spec: BpeSpec) -> npt.NDArray[np.uint64]:
+    """The hash set of all pairs of neighbouring characters in the results of merges."""
     made = list(dict.fromkeys(left + right for left, right in spec.merges))
-    code_points = _code_points("".join(made))
-    pairs = code_points[:-1] << _CODE_POINT_BITS | code_points[1:]
+    points = code_points("".join(made))
+    pairs = pair_keys(points[:-1], points[1:])
     within = np.ones(len(pairs), np.bool_)
-    within[np.cumsum([len(entry) for entry in made], dtype=np.int64)[:-1] - 1] = False  # from one entry to the next
+    # The entries were joined into one string: drop the pair across each border of two of them.
+    within[np.cumsum([len(entry) for entry in made], dtype=np.int64)[:-1] - 1] = False
     keys = np.unique(pairs[within])
-    return merges.fill(keys.astype(np.uint64), merges.hash_pairs(keys))
-
-
-def pieces(tables: FallbackTables, text: str) -> list[str]:
-    """A text, normalized, cut where no merge can cross."""
-    if not text:
-        return []
-    code_points = _code_points(text)
-    keys = code_points[:-1] << _CODE_POINT_BITS | code_points[1:]
-    cuts = (np.flatnonzero(~_contains(tables.adjacent, keys)) + 1).tolist()
-    return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-
-
-def _contains(table: npt.NDArray[np.uint64], keys: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    wanted = keys.astype(np.uint64)
-    inside = np.zeros(len(keys), np.bool_)
-    mask = np.uint64(len(table) - 1)
-    slots = merges.hash_pairs(keys) & mask
-    pending = np.arange(len(keys))
-    while len(pending):
-        found = table[slots]
-        hit = found == wanted[pending]
-        inside[pending[hit]] = True
-        going = ~hit & (found != merges.EMPTY)
-        pending, slots = pending[going], (slots[going] + np.uint64(1)) & mask
-    return inside
+    return fill(keys.astype(np.uint64), hash_pairs(keys))
 
 
 def merge(tables: FallbackTables, words: Sequence[str]) -> tuple[Ids, Offsets]:
-    """As `merges.merge`, of n words that begin as characters, or as bytes where those have no entry."""
-    code_points = _code_points("".join(words))
-    piece = np.repeat(np.arange(len(words)), np.fromiter(map(len, words), np.int64, len(words)))
-    symbols = tables.letter_blocks[tables.letter_pages[code_points >> 8], code_points & 255].astype(np.int64)
-    strangers = np.flatnonzero(symbols < 0)
-    if len(strangers):
-        encoded = [chr(code_point).encode() for code_point in code_points[strangers]]
+    """Apply byte-pair merging to n words, as `merges.merge` does.
+
+    A word begins as the ids of its characters; a character without an entry, as the ids of its bytes.
+    """
+    points = code_points("".join(words))
+    row = np.repeat(np.arange(len(words)), np.fromiter(map(len, words), np.int64, len(words)))
+    symbols = tables.letter_blocks[tables.letter_pages[points >> 8], points & 255].astype(np.int64)
+    unknown = np.flatnonzero(symbols < 0)
+    if len(unknown):
+        encoded = [chr(point).encode() for point in points[unknown]]
         widths = np.ones(len(symbols), np.int64)
-        widths[strangers] = [len(one) for one in encoded]
-        symbols, piece = np.repeat(symbols, widths), np.repeat(piece, widths)
+        widths[unknown] = [len(character) for character in encoded]
+        symbols, row = np.repeat(symbols, widths), np.repeat(row, widths)
         symbols[symbols < 0] = tables.base.byte_ids[np.frombuffer(b"".join(encoded), np.uint8)]
-    return merges.merge_symbols(tables.base, symbols, piece, len(words))
+    return merges.merge_symbols(tables.base, symbols, row, len(words))
 
 
-def _code_points(text: str) -> npt.NDArray[np.int64]:
+def code_points(text: str) -> npt.NDArray[np.int64]:
+    """Return the (n,) code points of a text."""
     return np.frombuffer(text.encode("utf-32-le"), np.uint32).astype(np.int64)

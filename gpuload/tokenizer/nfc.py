@@ -1,9 +1,17 @@
-"""Unicode's normal form C as tables, to tell which texts surely are in it (Unicode Standard Annex 15, section 9).
+"""Tables for a quick check of Unicode's normal form C (NFC), after Unicode Standard Annex 15, section 9.
 
-Three things put a text out of it: a code point that it never has, marks out of order, and a mark that would melt into
-the letter before it. The last needs a closer look: é is for `e` and an accent, so those two side by side are not in
-the form; `q` and an accent are. All pairs that melt are a few thousand, beside the parts of Korean syllables, which
-melt by a rule.
+A text is not in NFC if it contains
+
+- a code point that never occurs in NFC,
+- combining marks that are not in canonical order, or
+- a character that composes with one before it: `e` followed by an acute accent is not in NFC, because é exists; `q`
+  followed by the accent is.
+
+The annex's quick check answers "maybe" for every accent. This one looks up the pair and so decides most cases. A few
+thousand pairs compose, and the parts of Korean syllables, which compose by a rule (see `nfc.cu`).
+
+The check may say "not surely NFC" of a text that is, never the other way round. Such texts fall back to the tokenizer
+object.
 """
 
 import unicodedata
@@ -13,30 +21,29 @@ import numpy as np
 import numpy.typing as npt
 
 from gpuload.tokenizer.classes import CODE_POINTS, ClassMap
-from gpuload.tokenizer.merges import fill, hash_pairs
+from gpuload.tokenizer.hash_tables import fill, hash_pairs, pair_keys
 from gpuload.tokenizer.unassigned import UNASSIGNED
 
-ORDER = 63  # the place of a mark's combining class among all of them; 0 for what is no such mark
-MELTS = 64  # it may melt into what is before it
-NEVER = 255
-CODE_POINT_BITS = 21
+# The value of a code point is ORDER | COMPOSES, or NEVER.
+ORDER = 63  # the rank of its canonical combining class among all classes; 0 for class 0, that is, not reordered
+COMPOSES = 64  # it composes with some character before it
+NEVER = 255  # it does not occur in NFC, or versions of Unicode may differ on it
 _JAMO = [*range(0x1161, 0x1176), *range(0x11A8, 0x11C3)]  # Korean vowels and final consonants
 
 
 @lru_cache(maxsize=1)
 def nfc_tables() -> tuple[ClassMap, npt.NDArray[np.uint64]]:
-    """The tables.
+    """Build the tables.
 
     Returns:
-        code point → ORDER and MELTS, or NEVER: also for the code points that Unicode 14 did not know, on which
-        versions may differ;
-        and a hash set (see `merges.fill`) of first << 21 | second, for all pairs where the second one melts into the
-        first, or into what the first one is made of, but for Korean.
+        The value of every code point (see above); code points that are unassigned in Unicode 14 are `NEVER`.
+        And a hash set of `pair_keys(first, second)`, for all pairs of code points that are not in NFC because the
+        second composes with the first or with a part of its decomposition, except Korean ones.
     """
     values = np.zeros(CODE_POINTS, np.uint8)
     for span in UNASSIGNED.split():
-        first, _, last = span.partition("-")
-        values[int(first, 16) : int(last or first, 16) + 1] = NEVER
+        start, _, end = span.partition("-")
+        values[int(start, 16) : int(end or start, 16) + 1] = NEVER
     known = np.flatnonzero(values == 0).tolist()
     values[[c for c in known if not unicodedata.is_normalized("NFC", chr(c))]] = NEVER
     classes = {c: order for c in known if (order := unicodedata.combining(chr(c)))}
@@ -46,17 +53,20 @@ def nfc_tables() -> tuple[ClassMap, npt.NDArray[np.uint64]]:
     made = [(c, parts) for c in known if values[c] != NEVER and (parts := _made_of(chr(c)))]
     letters = {c for c, _ in made} | {parts[0] for _, parts in made}
     marks = {parts[1] for _, parts in made}
-    values[[*marks, *_JAMO]] |= MELTS
+    values[[*marks, *_JAMO]] |= COMPOSES
+    # Which of all candidates compose, Python's unicodedata decides.
     pairs = [
-        first << CODE_POINT_BITS | second
+        (first, second)
         for first in letters
         for second in marks
         if not unicodedata.is_normalized("NFC", chr(first) + chr(second))
     ]
-    keys = np.unique(np.array(pairs, np.int64))
+    first, second = np.array(pairs, np.int64).T
+    keys = np.unique(pair_keys(first, second))
     return ClassMap.from_classes(values), fill(keys.astype(np.uint64), hash_pairs(keys))
 
 
 def _made_of(character: str) -> list[int]:
+    """The canonical decomposition of a character, empty if it has none."""
     parts = unicodedata.decomposition(character).split()
     return [] if not parts or parts[0].startswith("<") else [int(part, 16) for part in parts]

@@ -1,8 +1,9 @@
-"""A split regex, parsed: the part of Oniguruma's Ruby syntax that tokenizers use; the rest is rejected by name.
+"""A parser for split regexes: the part of Oniguruma's Ruby syntax that tokenizers use.
 
-Taken: literals and escapes, classes (`[...]`, `\\p{L}`, `\\s`, `.` ...), alternation, groups, `?`, `*`, `+`, `{n,m}`
-and the lazy `??`, `*?`, `+?`, `(?i:...)`, and look-ahead at one class, `(?!\\S)` or `(?=\\s)`. What is in a class is
-not decided here: a class stays the text it was written as, for `classes.py` to ask about.
+Supported are literals and escapes, classes (`[...]`, `\\p{L}`, `\\s`, `.` and so on), alternation, groups, `?`, `*`,
+`+`, `{n,m}`, the lazy `??`, `*?` and `+?`, `(?i:...)`, and look-ahead at one class, such as `(?!\\S)` or `(?=\\s)`. Any
+other construct raises `UnsupportedRegexError` with its name. The parser does not decide which code points are in a
+class: it keeps the class as text, about which `classes.py` asks the engine.
 """
 
 from dataclasses import dataclass
@@ -23,21 +24,21 @@ _REJECTED_GROUPS = {
     "(?(": "a condition",
 }
 _QUANTIFIERS = {"?": (0, 1), "*": (0, None), "+": (1, None)}
-_MOST_REPEATS = 64
+_MOST_REPEATS = 64  # an interval copies its body so often into the program
 
 
 class UnsupportedRegexError(ValueError):
-    """A construct that the splitter does not take; the message names it."""
+    """The regex contains an unsupported construct; the message names it."""
 
 
 @dataclass(frozen=True)
 class Atom:
-    """One code point of a class.
+    """Matches one code point of a class.
 
     Attributes:
-        text: the class as a regex of its own.
-        literal: the character, where it is a single one.
-        ignore_case: whether it stands in a case-insensitive group.
+        text: the class, as a regex.
+        literal: the character, if the class is a single one.
+        ignore_case: whether it is in a case-insensitive group.
     """
 
     text: str
@@ -47,7 +48,12 @@ class Atom:
 
 @dataclass(frozen=True)
 class Ahead:
-    """Looks at the next code point without taking it. At the end of the text, `negative` holds and the other fails."""
+    """Look-ahead: the next code point is (`negative`: is not) in a class. At the end of the text only `negative` holds.
+
+    Attributes:
+        atom: the class.
+        negative: whether this is `(?!...)` rather than `(?=...)`.
+    """
 
     atom: Atom
     negative: bool
@@ -55,19 +61,21 @@ class Ahead:
 
 @dataclass(frozen=True)
 class Concat:
+    """Matches the parts one after the other."""
+
     parts: tuple["Node", ...]
 
 
 @dataclass(frozen=True)
 class Alternate:
-    """The first of the options that leads to a match."""
+    """Matches the first option that leads to a match."""
 
     options: tuple["Node", ...]
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """`most` is None where there is no limit."""
+    """Matches `body` `least` to `most` times; None is no limit. A lazy one prefers fewer times."""
 
     body: "Node"
     least: int
@@ -79,10 +87,10 @@ Node = Atom | Ahead | Concat | Alternate | Repeat
 
 
 def parse(pattern: str) -> Node:
-    """The tree of a pattern.
+    """Parse a pattern.
 
     Raises:
-        UnsupportedRegexError: it uses a construct that is not taken, can match nothing at all, or is malformed.
+        UnsupportedRegexError: the pattern contains an unsupported construct, can match the empty text, or is malformed.
     """
     parser = _Parser(pattern)
     if pattern.startswith("(?i)"):
@@ -90,14 +98,14 @@ def parse(pattern: str) -> Node:
         parser.ignore_case = True
     tree = parser.alternation()
     if parser.at != len(pattern):
-        raise UnsupportedRegexError(f"a stray ) at {parser.at}")
+        raise UnsupportedRegexError(f"a stray ) at position {parser.at}")
     if nullable(tree):
         raise UnsupportedRegexError("a pattern that matches the empty text")
     return tree
 
 
 def nullable(node: Node) -> bool:
-    """Whether it can match without taking a code point."""
+    """Return whether a pattern can match without taking a code point."""
     match node:
         case Atom():
             return False
@@ -112,7 +120,7 @@ def nullable(node: Node) -> bool:
 
 
 def atoms(node: Node) -> list[Atom]:
-    """Every class in the tree, in order, each once."""
+    """Return every class in the tree once, in order."""
     match node:
         case Atom():
             found = [node]
@@ -128,7 +136,13 @@ def atoms(node: Node) -> list[Atom]:
 
 
 class _Parser:
-    """Recursive descent: alternation → concatenation → repetition → atom."""
+    """A recursive descent parser: alternation → concatenation → repetition → single.
+
+    Attributes:
+        pattern: the regex.
+        at: the current position.
+        ignore_case: whether the position is in a case-insensitive group.
+    """
 
     def __init__(self, pattern: str):
         self.pattern = pattern
@@ -176,14 +190,14 @@ class _Parser:
             if isinstance(node, Repeat):
                 raise UnsupportedRegexError("a quantifier on a quantifier")
             if isinstance(node, Ahead) or nullable(node):
-                raise UnsupportedRegexError("a quantifier on what can match the empty text")
+                raise UnsupportedRegexError("a quantifier on a part that can match the empty text")
             node = Repeat(node, least, most, lazy)
 
     def interval(self) -> tuple[int, int | None] | None:
         inside, brace, _ = self.pattern[self.at + 1 :].partition("}")
         least, comma, most = inside.partition(",")
         if not brace or not all(c in "0123456789," for c in inside) or not (least or most) or "," in most:
-            raise UnsupportedRegexError("a { that begins no interval")
+            raise UnsupportedRegexError("a { that does not begin an interval")
         self.at += len(inside) + 2
         low = int(least or 0)
         high = (int(most) if most else None) if comma else low
@@ -240,7 +254,7 @@ class _Parser:
         return Ahead(inside, ahead)
 
     def bracket(self) -> str:
-        """The text of a class in brackets, brackets within it included."""
+        """Read a class in brackets, which may contain further ones; return its text."""
         start, depth = self.at, 0
         while self.at < len(self.pattern):
             sign = self.pattern[self.at]
@@ -282,7 +296,7 @@ class _Parser:
         return self.atom(f"\\{sign}", sign)
 
     def code_point(self, sign: str) -> Atom:
-        """`\\x41` below 0x80 (above, it would be a byte), `\\x{1F600}`, `\\u00E9`."""
+        """Read `\\x41`, `\\x{1F600}` or `\\u00E9`. Without braces, `\\x80` and above would be bytes: not supported."""
         rest = self.pattern[self.at :]
         if sign == "x" and rest.startswith("{") and "}" in rest:
             digits, length = rest[1 : rest.index("}")], rest.index("}") + 1

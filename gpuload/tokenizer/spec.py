@@ -1,7 +1,8 @@
-"""What a byte-pair tokenizer is, as plain data, read from the `tokenizers` object itself.
+"""A byte-pair tokenizer as plain data, read from the JSON of the `tokenizers` object.
 
-`backend_tokenizer.to_str()` is the tokenizer as it will run, whatever file it came from. `bpe_spec` takes the pipelines
-that LLMs use today and rejects every other in one sentence; whoever is rejected is encoded on the host.
+`backend_tokenizer.to_str()` describes the tokenizer as it runs, which may differ from the file that it was loaded from.
+`bpe_spec` supports the pipelines that LLMs use today. For every other it returns one sentence that says why it is not
+supported; such a tokenizer encodes on the host.
 """
 
 import hashlib
@@ -13,20 +14,21 @@ from typing import Any, Literal
 
 Keep = Literal["all", "matches", "gaps"]
 
-# ByteLevel(use_regex=True) splits by this: OpenAI's GPT-2 encoder.py, as tokenizers 0.23 has it in byte_level.rs.
+# ByteLevel(use_regex=True) splits by this regex: OpenAI's GPT-2 encoder.py, copied from byte_level.rs of tokenizers
+# 0.23.
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
-# What `\s` means to the engine that strips white space around added tokens: Unicode's White_Space.
+# The white space that is stripped around added tokens: Unicode's property White_Space.
 WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u2028\u2029\u202f\u205f\u3000"  # fmt: skip # noqa: E501
 
 
 @dataclass(frozen=True)
 class Split:
-    """A stage of the pre-tokenizer: matches of a regex, and what lies between them, become pieces.
+    """A stage of the pre-tokenizer: the matches of a regex and the gaps between them become pre-tokens.
 
     Attributes:
-        pattern: in Oniguruma's Ruby syntax, as `tokenizers` takes it.
-        keep: which pieces stay: all, only the matches, or only the gaps between them.
+        pattern: in Oniguruma's Ruby syntax, as in `tokenizers`.
+        keep: which pre-tokens are kept: all, only the matches, or only the gaps.
     """
 
     pattern: str
@@ -35,18 +37,25 @@ class Split:
 
 @dataclass(frozen=True)
 class Digits:
-    """A stage that sets numerals apart, each alone or in runs. Which they are, Rust says, not the regex engine."""
+    """A stage that separates numerals (`char::is_numeric` in Rust) from other text.
+
+    Attributes:
+        individual: whether each numeral becomes its own pre-token, rather than each run of numerals.
+    """
 
     individual: bool
 
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A text that is one token wherever it stands, before anything else is looked at.
+    """A text that becomes one token wherever it occurs, before normalizer and pre-tokenizer.
 
     Attributes:
-        normalized: it is looked for in the second pass, in what the others left.
-        lstrip, rstrip: it swallows the white space before it, after it.
+        content: the text.
+        id: the token's id.
+        normalized: whether it is searched for in normalized text: in a second pass, between the matches of the first.
+        lstrip: whether the white space before it is removed.
+        rstrip: whether the white space after it is removed.
     """
 
     content: str
@@ -58,11 +67,11 @@ class AddedToken:
 
 @dataclass(frozen=True)
 class Fallback:
-    """What is done to each text between added tokens before characters are merged, instead of a pre-tokenizer.
+    """How text between added tokens is changed by a tokenizer with byte fallback, which has no pre-tokenizer.
 
     Attributes:
-        prefix: put in front of it.
-        space: what stands for each blank.
+        prefix: prepended to the text.
+        space: replaces every space, usually `▁`.
     """
 
     prefix: str
@@ -71,18 +80,18 @@ class Fallback:
 
 @dataclass(frozen=True)
 class BpeSpec:
-    """A BPE tokenizer: byte-level, or over characters with a fallback to bytes.
+    """A BPE tokenizer: byte-level, or over characters with byte fallback.
 
     Attributes:
-        nfc: text is brought into Unicode's normal form C first.
-        stages: of the pre-tokenizer, each applied within the pieces of the one before.
-        prefix_space: a space is put in front of each text between added tokens that does not begin with one.
-        vocab: entry → id, in ByteLevel's alphabet (one letter per byte); ids may have holes.
-        merges: pairs of entries, the first one first.
-        ignore_merges: a piece that is a vocabulary entry is that entry, whatever the merges say.
-        added: added tokens.
-        digest: tells contents apart, for caches.
-        fallback: set where it merges characters; then there are no stages, and the vocabulary is plain text.
+        nfc: whether text is normalized to NFC first.
+        stages: the pre-tokenizer's stages, each applied within the pre-tokens of the one before.
+        prefix_space: whether a space is prepended to text between added tokens that does not begin with one.
+        vocab: entry → id. Entries are in ByteLevel's alphabet (one letter per byte); ids need not be contiguous.
+        merges: pairs of entries, by ascending rank.
+        ignore_merges: whether a pre-token that is a vocabulary entry always becomes that entry, whatever the merges.
+        added: the added tokens.
+        digest: identifies the content, for caches.
+        fallback: set if characters are merged; then there are no stages, and vocabulary entries are plain text.
     """
 
     nfc: bool
@@ -97,15 +106,18 @@ class BpeSpec:
 
 
 class _UnsupportedError(Exception):
-    """One sentence why not."""
+    """The tokenizer is not supported. The message is one sentence that says why."""
 
 
 def bpe_spec(model_json: str) -> BpeSpec | str:
-    """The spec of a tokenizer, or one sentence why there is none.
+    """Read a tokenizer.
 
     Args:
-        model_json: what `tokenizers.Tokenizer.to_str()` gives. Truncation, padding, post-processor and decoder are not
-            looked at: encoding without special tokens is not touched by them.
+        model_json: the result of `tokenizers.Tokenizer.to_str()`. Truncation, padding, post-processor and decoder are
+            ignored: they do not affect encoding without special tokens.
+
+    Returns:
+        The spec, or one sentence why the tokenizer is not supported.
     """
     parts = json.loads(model_json)
     try:
@@ -126,63 +138,67 @@ def bpe_spec(model_json: str) -> BpeSpec | str:
             digest=hashlib.blake2b(model_json.encode(errors="surrogatepass"), digest_size=16).hexdigest(),
             fallback=fallback,
         )
-    except _UnsupportedError as rejection:
-        return str(rejection)
+    except _UnsupportedError as error:
+        return str(error)
 
 
 def _check_model(model: Mapping[str, Any]) -> None:
-    # Files older than the field hold BPE where they hold merges.
+    # Old files have no type; a model with merges is BPE.
     kind = model.get("type") or ("BPE" if "merges" in model else "unknown")
     if kind != "BPE":
         raise _UnsupportedError(f"the model is {kind}, not BPE")
     if model.get("dropout"):
-        raise _UnsupportedError("the model has dropout: its ids are random")
+        raise _UnsupportedError("the model has dropout, so its ids are random")
     for key in ("continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
-            raise _UnsupportedError(f"the model has a {key}")
+            raise _UnsupportedError(f"the model uses {key}, which is not supported")
     vocab = model["vocab"]
     ids = set(vocab.values())
     if len(ids) != len(vocab):
-        raise _UnsupportedError("two vocabulary entries share an id")
+        raise _UnsupportedError("two vocabulary entries have the same id")
+    # Kernels pack ids into 21 bits and ranks into 20.
     if ids and not 0 <= min(ids) <= max(ids) < 1 << 21:
         raise _UnsupportedError("the model has ids of 2,097,152 or more")
     if model.get("byte_fallback"):
         if any(entry not in vocab for entry in byte_entries()):
-            raise _UnsupportedError("the vocabulary lacks a byte to fall back to")
+            raise _UnsupportedError("the model uses byte fallback, but its vocabulary lacks an entry for some byte")
     elif model.get("unk_token") is not None and any(letter not in vocab for letter in byte_letters()):
-        raise _UnsupportedError("the vocabulary lacks a byte, for which the model has an unknown token")
+        raise _UnsupportedError("the vocabulary lacks a byte, which the model encodes as its unknown token")
     if len(model["merges"]) >= 1 << 20:
         raise _UnsupportedError("the model has 1,048,576 merges or more")
 
 
 def _fallback(parts: Mapping[str, Any], model: Mapping[str, Any]) -> Fallback:
     if model.get("ignore_merges"):
-        raise _UnsupportedError("byte fallback with ignore_merges")
+        raise _UnsupportedError("byte fallback with ignore_merges is not supported")
     prefix, space = "", " "
-    for one in _flat(parts.get("normalizer"), "normalizers"):
-        if one["type"] == "Prepend" and not prefix and space == " ":
-            prefix = one["prepend"]
-        elif one["type"] == "Replace" and one["pattern"] == {"String": " "} and space == " ":
-            space = one["content"]
+    for step in _flat(parts.get("normalizer"), "normalizers"):
+        if step["type"] == "Prepend" and not prefix and space == " ":
+            prefix = step["prepend"]
+        elif step["type"] == "Replace" and step["pattern"] == {"String": " "} and space == " ":
+            space = step["content"]
         else:
-            raise _UnsupportedError(f"the normalizer {one['type']} with byte fallback")
+            raise _UnsupportedError(f"the normalizer {step['type']} with byte fallback is not supported")
     prefix = prefix.replace(" ", space)
-    if any(one["normalized"] for one in parts.get("added_tokens") or []):
-        raise _UnsupportedError("an added token is looked for in normalized text, with byte fallback")
-    for one in _flat(parts.get("pre_tokenizer"), "pretokenizers"):
-        # Gemma's splits at blanks, of which its normalizer has left none.
-        if one["type"] != "Split" or one["pattern"] != {"String": " "} or " " in space:
-            raise _UnsupportedError(f"the pre-tokenizer {one['type']} with byte fallback")
+    if any(token["normalized"] for token in parts.get("added_tokens") or []):
+        raise _UnsupportedError("an added token is normalized, which is not supported with byte fallback")
+    for step in _flat(parts.get("pre_tokenizer"), "pretokenizers"):
+        # Gemma's pre-tokenizer splits at spaces, but its normalizer has replaced all of them before. So it does
+        # nothing.
+        if step["type"] != "Split" or step["pattern"] != {"String": " "} or " " in space:
+            raise _UnsupportedError(f"the pre-tokenizer {step['type']} with byte fallback is not supported")
     return Fallback(prefix, space)
 
 
 def byte_entries() -> list[str]:
-    """The entries that stand for bytes where a character has none."""
+    """Return the vocabulary entries of single bytes, used for characters without an entry."""
     return [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 def byte_letters() -> list[str]:
-    """ByteLevel's alphabet, the letter that stands for each byte: printable ones for themselves, others from U+0100 on.
+    """Return ByteLevel's alphabet, the letter for each byte.
+
+    Printable bytes are their own letters; the others have letters from U+0100 on.
 
     Source: `bytes_to_unicode` of OpenAI's GPT-2 encoder.py.
     """
@@ -201,76 +217,76 @@ def _merges(merges: Sequence[Any], fallback: bool) -> Sequence[tuple[str, str]]:
     if fallback:
         from_bytes = set(byte_entries())
         if any(left in from_bytes or right in from_bytes for left, right in pairs):
-            raise _UnsupportedError("bytes that were fallen back to are merged")
+            raise _UnsupportedError("the model merges entries of its byte fallback, which is not supported")
     return pairs
 
 
 def _normalizer(part: Any) -> bool:
-    """Whether text is brought into NFC."""
+    """Return whether text is normalized to NFC."""
     nfc = False
-    for one in _flat(part, "normalizers"):
-        if one["type"] != "NFC":
-            raise _UnsupportedError(f"the normalizer {one['type']}")
+    for step in _flat(part, "normalizers"):
+        if step["type"] != "NFC":
+            raise _UnsupportedError(f"the normalizer {step['type']} is not supported")
         nfc = True
     return nfc
 
 
 def _pre_tokenizer(part: Any) -> tuple[tuple[Split | Digits, ...], bool]:
-    """The stages, and whether a space is put in front."""
+    """Return the stages, and whether a space is prepended."""
     stages: list[Split | Digits] = []
     parts = _flat(part, "pretokenizers")
     if not parts or parts[-1]["type"] != "ByteLevel":
         raise _UnsupportedError("the pre-tokenizer does not end with ByteLevel")
-    for one in parts[:-1]:
-        if one["type"] == "Split":
-            stages.append(_split(one))
-        elif one["type"] == "Digits":
-            stages.append(Digits(bool(one["individual_digits"])))
+    for step in parts[:-1]:
+        if step["type"] == "Split":
+            stages.append(_split(step))
+        elif step["type"] == "Digits":
+            stages.append(Digits(bool(step["individual_digits"])))
         else:
-            raise _UnsupportedError(f"the pre-tokenizer {one['type']}")
+            raise _UnsupportedError(f"the pre-tokenizer {step['type']} is not supported")
     last = parts[-1]
     prefix_space = bool(last.get("add_prefix_space"))
     if prefix_space and stages:
-        raise _UnsupportedError("ByteLevel puts spaces in front of pieces that were split before")
+        raise _UnsupportedError("ByteLevel's add_prefix_space after another pre-tokenizer is not supported")
     if last.get("use_regex", True):
         stages.append(Split(GPT2_PATTERN))
     return tuple(stages), prefix_space
 
 
-def _split(one: Mapping[str, Any]) -> Split:
-    ((kind, text),) = one["pattern"].items()
-    if kind == "String":
+def _split(step: Mapping[str, Any]) -> Split:
+    ((kind, text),) = step["pattern"].items()
+    if kind == "String":  # a literal string: escape it
         text = "".join(c if c.isalnum() or c.isspace() or not c.isascii() else "\\" + c for c in text)
-    if one["behavior"] == "Isolated":  # `invert` only swaps which pieces are called matches
+    if step["behavior"] == "Isolated":  # keeps matches and gaps, so `invert` has no effect
         return Split(text)
-    if one["behavior"] == "Removed":
-        return Split(text, "matches" if one["invert"] else "gaps")
-    raise _UnsupportedError(f"the pre-tokenizer's Split with behavior {one['behavior']}")
+    if step["behavior"] == "Removed":
+        return Split(text, "matches" if step["invert"] else "gaps")
+    raise _UnsupportedError(f"the pre-tokenizer Split with behavior {step['behavior']} is not supported")
 
 
 def _added(added: Sequence[Mapping[str, Any]], nfc: bool) -> tuple[AddedToken, ...]:
     tokens = []
-    for one in added:
-        content = one["content"]
+    for item in added:
+        content = item["content"]
         if not content:
             continue
-        if one["single_word"]:
-            raise _UnsupportedError(f"the added token {content!r} is for single words only")
-        if nfc and one["normalized"] and not unicodedata.is_normalized("NFC", content):
+        if item["single_word"]:
+            raise _UnsupportedError(f"the added token {content!r} has single_word set, which is not supported")
+        if nfc and item["normalized"] and not unicodedata.is_normalized("NFC", content):
             raise _UnsupportedError(f"the added token {content!r} is not in NFC")
-        token = AddedToken(content, int(one["id"]), bool(one["normalized"]), bool(one["lstrip"]), bool(one["rstrip"]))
-        tokens.append(token)
+        flags = bool(item["normalized"]), bool(item["lstrip"]), bool(item["rstrip"])
+        tokens.append(AddedToken(content, int(item["id"]), *flags))
     if any(t.rstrip for t in tokens) and any(t.content[0] in WHITE_SPACE for t in tokens):
-        raise _UnsupportedError("an added token swallows white space with which another one begins")
+        raise _UnsupportedError("an added token with rstrip could remove the white space at the start of another one")
     if len({t.content for t in tokens}) != len(tokens):
-        raise _UnsupportedError("two added tokens are the same text")
+        raise _UnsupportedError("two added tokens have the same text")
     return tuple(tokens)
 
 
 def _flat(part: Any, inner: str) -> list[Mapping[str, Any]]:
-    """The steps of a part of the pipeline, with sequences (and sequences in sequences) laid out in a row."""
+    """Return the steps of a part of the pipeline, with nested sequences flattened."""
     if part is None:
         return []
     if part["type"] == "Sequence":
-        return [step for one in part[inner] for step in _flat(one, inner)]
+        return [step for member in part[inner] for step in _flat(member, inner)]
     return [part]

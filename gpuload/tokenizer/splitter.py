@@ -1,16 +1,25 @@
-"""A pre-tokenizer compiled to tables: text → pieces, by a DFA over classes of code points.
+"""A pre-tokenizer compiled to tables: it splits a text into pre-tokens with DFAs over classes of code points.
 
-1. The regex becomes a program of a few instructions (Thompson's construction): take a class, try this before that, look
-   ahead at a class, match.
-2. A backtracking engine takes the first way through the program that leads to a match. The same is had by following all
-   ways at once as an *ordered* list of threads, where a match cuts off every thread behind it (Pike's virtual machine;
-   Russ Cox, "Regular Expression Matching: the Virtual Machine Approach", 2009).
-3. Those lists are finite in number, so they become the states of a DFA. A list is kept as it is *before* the empty
-   steps of its threads are followed; they are followed when the next class is known, which makes look-ahead at one
-   class exact: whether a match ends before a code point is decided as that code point is read.
+The compiler, step by step:
 
-A table is a kilobyte or so and the map of code points to classes some tens of them: both fit into a GPU's shared
-memory. `pieces` below runs the tables in plain Python and is the definition that kernels are tested against.
+1. Each split regex is parsed, and Unicode is partitioned into the classes that the regexes distinguish (`classes.py`).
+2. A regex becomes a program for a virtual machine (Thompson's construction). Its instructions: take a code point of a
+   class, try one branch and then the other, look ahead at a class, match.
+3. A backtracking engine returns the match of the first branch that leads to one. The same match is found by running all
+   branches at once, as a list of threads *ordered* by priority: a match removes all threads of lower priority, and
+   those of higher priority may still replace it (Pike's virtual machine; Russ Cox, "Regular Expression Matching: the
+   Virtual Machine Approach", 2009). This is called leftmost-first.
+4. There are finitely many such lists, so each becomes a state of a DFA (determinization).
+
+Look-ahead needs one change. A thread list is stored as it is *before* its instructions that take no code point (forks,
+look-aheads, matches) are executed. They are executed when the class of the next code point is known. So whether a match
+ends before a code point is decided one class late, while reading that code point, and look-ahead at one class
+(`\\s+(?!\\S)`) is exact. The end of the text counts as one more class.
+
+A table has about a kilobyte and the class map some tens of kilobytes, so they stay in a GPU's caches.
+
+`restarts` finds the boundaries in a text at which a search for matches can begin without knowing the text before, so
+that many threads can split one text. `gpuload.testing.encoder` runs the tables in plain Python.
 """
 
 from collections.abc import Sequence
@@ -37,20 +46,22 @@ from gpuload.tokenizer.spec import Digits, Keep, Split
 _MOST_STATES = 1024
 _MOST_INSTRUCTIONS = 2000
 
-DEAD = 0
+DEAD = 0  # no thread is left
 START = 1
-MATCH_BEFORE = 0x8000  # the match ends before the code point whose class was just read
-STATE = 0x7FFF
+MATCH_BEFORE = 0x8000  # flag of a transition: a match ends before the code point whose class was just read
+STATE = 0x7FFF  # the other bits: the next state
+
+NOWHERE, CLOSED, OPEN = range(3)  # the kinds of boundaries, see `restarts`
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One split.
+    """One split of a pre-tokenizer.
 
     Attributes:
-        table: (states, classes + 1) uint16; `table[state, class]` is the next state, plus MATCH_BEFORE. The last
-            column is the end of the text. State 0 is dead, 1 the start.
-        keep: which pieces stay.
+        table: (states, classes + 1) uint16; `table[state, class]` is the next state, with the flag `MATCH_BEFORE`. The
+            last column is the end of the text.
+        keep: which pre-tokens are kept: all, the matches, or the gaps between them.
     """
 
     table: npt.NDArray[np.uint16]
@@ -59,21 +70,27 @@ class Stage:
 
 @dataclass(frozen=True)
 class Splitter:
-    """A pre-tokenizer: stages over one map of classes, each within the pieces of the stage before."""
+    """A pre-tokenizer.
+
+    Attributes:
+        classes: maps code points to classes, for all stages.
+        stages: applied in order, each within the pre-tokens of the one before.
+    """
 
     classes: ClassMap
     stages: tuple[Stage, ...]
 
     @property
     def nbytes(self) -> int:
+        """Size of all tables in bytes."""
         return self.classes.nbytes + sum(stage.table.nbytes for stage in self.stages)
 
 
 def compile_splitter(stages: Sequence[Split | Digits]) -> Splitter:
-    """The tables of a pre-tokenizer.
+    """Compile a pre-tokenizer.
 
     Raises:
-        UnsupportedRegexError: a pattern uses a construct that is not taken; the message names it.
+        UnsupportedRegexError: a pattern contains an unsupported construct; the message names it.
     """
     trees: list[Node] = []
     for stage in stages:
@@ -85,7 +102,7 @@ def compile_splitter(stages: Sequence[Split | Digits]) -> Splitter:
     used = list(dict.fromkeys(atom for tree in trees for atom in atoms(tree)))
     numbers, inside = code_classes.partition(used)
     tables = [_determinize(_program(tree, used), inside) for tree in trees]
-    # Classes that no table tells apart are one.
+    # Merge classes whose columns are equal in all tables.
     columns = np.concatenate([table[:, :-1] for table in tables]) if tables else np.zeros((1, 1), np.uint16)
     _, first, merged = np.unique(columns, axis=1, return_index=True, return_inverse=True)
     tables = [np.concatenate([table[:, first], table[:, -1:]], axis=1) for table in tables]
@@ -98,20 +115,27 @@ def compile_splitter(stages: Sequence[Split | Digits]) -> Splitter:
     )
 
 
+# Instructions. Except for forks and matches, execution continues at the next instruction.
+
+
 @dataclass(frozen=True)
 class _Take:
+    """Takes one code point of a class."""
+
     atom: int
 
 
 @dataclass(frozen=True)
 class _Look:
+    """Continues if the next code point is (`negative`: is not) of a class."""
+
     atom: int
     negative: bool
 
 
 @dataclass(frozen=True)
 class _Fork:
-    """Tries `first`, then `second`."""
+    """Continues at instruction `first`, and with lower priority at `second`."""
 
     first: int
     second: int
@@ -119,14 +143,15 @@ class _Fork:
 
 @dataclass(frozen=True)
 class _Match:
-    pass
+    """Ends a match."""
 
 
 _Program = list[_Take | _Look | _Fork | _Match | None]
 
 
 def _program(tree: Node, used: Sequence[Atom]) -> _Program:
-    """Instructions; each goes on to the next, and a fork to where it says."""
+    """Compile a pattern to instructions (Thompson's construction). None is a place for a fork that is filled in later,
+    when its targets are known."""
     program: _Program = []
 
     def emit(node: Node) -> None:
@@ -180,7 +205,17 @@ def _fork(inside: int, after: int, lazy: bool) -> _Fork:
 
 
 def _determinize(program: _Program, inside: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint16]:
-    """(states, classes + 1) uint16, see `Stage`."""
+    """Determinize a program.
+
+    Args:
+        program: the instructions.
+        inside: (classes, atoms) bool, whether a class is contained in an atom.
+
+    Returns:
+        (states, classes + 1) uint16, see `Stage`.
+    """
+    # A state is a tuple of instruction numbers, the threads in order of priority. New states are appended to `order`
+    # as they are found, and each gets one row of the table.
     member = inside.tolist()
     end = len(member)
     states: dict[tuple[int, ...], int] = {(): DEAD, (0,): START}
@@ -201,10 +236,17 @@ def _determinize(program: _Program, inside: npt.NDArray[np.bool_]) -> npt.NDArra
 
 
 def _step(program: _Program, threads: tuple[int, ...], member: list[bool] | None) -> tuple[tuple[int, ...], bool]:
-    """Reads one class (None is the end of the text): the threads that go on, and whether a match ends before it.
+    """Read one class.
 
-    Every thread behind the match has lower priority than it and is cut; those before it go on and may yet win.
+    Args:
+        program: the instructions.
+        threads: where the threads are, highest priority first.
+        member: whether each atom contains the class; None at the end of the text.
+
+    Returns:
+        The threads that continue after the class, and whether a match ends before it.
     """
+    # Depth first in order of priority. An instruction that was reached before, with higher priority, is skipped.
     following: dict[int, None] = {}
     seen: set[int] = set()
     stack = list(reversed(threads))
@@ -215,6 +257,8 @@ def _step(program: _Program, threads: tuple[int, ...], member: list[bool] | None
         seen.add(place)
         match program[place]:
             case _Match():
+                # All threads still on the stack have lower priority than this match and are dropped. Those already in
+                # `following` have higher priority: they continue, and may find a match that replaces this one.
                 return tuple(following), True
             case _Fork(first, second):
                 stack += [second, first]
@@ -227,38 +271,44 @@ def _step(program: _Program, threads: tuple[int, ...], member: list[bool] | None
     return tuple(following), False
 
 
-def pieces(splitter: Splitter, text: str) -> list[tuple[int, int]]:
-    """The pieces of a text as (start, end) in code points, in order; the definition of what a kernel must find."""
-    code_points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-    classes = splitter.classes.of(code_points).tolist()
-    found = [(0, len(text))] if text else []
-    for stage in splitter.stages:
-        table = stage.table.tolist()
-        found = [piece for start, end in found for piece in _split(table, stage.keep, classes, start, end)]
-    return found
+def restarts(stage: Stage) -> npt.NDArray[np.uint8]:
+    """Find the boundaries at which the search for a match begins anew, whatever text came before.
 
+    A splitter goes through a text match by match, so in general a thread cannot begin in the middle. But between some
+    classes no match can continue: no match of Qwen2.5's regex has a space after a letter. A thread that begins there
+    finds exactly the matches that a thread from the start of the text would find.
 
-def _split(table: list[list[int]], keep: Keep, classes: list[int], start: int, end: int) -> list[tuple[int, int]]:
-    """One stage within one piece. A code point at which no match begins belongs to a gap."""
-    found = []
-    gap = place = start
-    after_last = len(table[0]) - 1
-    while place < end:
-        state, at, matched = START, place, -1
-        while state != DEAD:
-            step = table[state][classes[at] if at < end else after_last]
-            if step & MATCH_BEFORE:
-                matched = at
-            state = step & STATE
-            at += 1
-        if matched < 0:
-            place += 1
-            continue
-        if gap < place and keep != "matches":
-            found.append((gap, place))
-        if keep != "gaps":
-            found.append((place, matched))
-        gap = place = matched
-    if gap < end and keep != "matches":
-        found.append((gap, end))
+    Let a and b be the classes of two neighbouring code points. After a, a match in progress is in one of the states
+    that some reachable state enters on a. The boundary between a and b is
+
+    - CLOSED: from each of these states, b leads to a match before b, and no thread continues. The start state is one of
+      those that continue on a, so there always is a match in progress after a, and it ends here.
+    - OPEN: there are no such states. So a is in no match at all but in a gap, and the gap continues at b unless a match
+      begins there.
+    - NOWHERE: neither holds; no thread may begin here.
+
+    Returns:
+        (classes, classes) uint8, the kind of boundary, indexed by a and b.
+    """
+    following, ends = stage.table[:, :-1] & STATE, stage.table[:, :-1] & MATCH_BEFORE != 0
+    states, count = following.shape
+    # All states that a text can lead to, as a fixed point.
+    reachable = np.zeros(states, np.bool_)
+    reachable[START] = True
+    while True:
+        wider = reachable.copy()
+        wider[following[reachable]] = True
+        wider[DEAD] = False
+        if (wider == reachable).all():
+            break
+        reachable = wider
+    over = (following == DEAD) & ends  # [state, b]: the match ends before b, and no thread continues
+    found = np.full((count, count), NOWHERE, np.uint8)
+    for a in range(count):
+        after = np.unique(following[reachable, a])
+        after = after[after != DEAD]
+        if not len(after):
+            found[a] = OPEN
+        elif following[START, a] != DEAD:
+            found[a, over[after].all(axis=0)] = CLOSED
     return found

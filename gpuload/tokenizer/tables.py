@@ -1,37 +1,31 @@
-"""Tables kept on disk by content, because asking or building them takes seconds."""
+"""A cache on disk for tables that take seconds to build."""
 
 import contextlib
 import hashlib
-import os
-import tempfile
 import zipfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from gpuload.files import cache_root, replacing
+
 Arrays = dict[str, Any]  # name → numpy array
 
 
-def kept(kind: str, content: str, build: Callable[[], Arrays]) -> Arrays:
-    """What `build` makes, read from the user's cache where it is already there.
+def cached(kind: str, content: str, build: Callable[[], Arrays]) -> Arrays:
+    """Return arrays from the cache, or build and cache them.
 
     Args:
-        kind: names the file, together with a digest of `content`.
-        content: everything the arrays depend on, versions included.
-        build: called where the file is missing or damaged. A cache that cannot be written is no error.
+        kind: the first part of the file's name; the second is a digest of `content`.
+        content: everything that the arrays depend on, including versions.
+        build: builds the arrays if the file is missing or damaged. If the file cannot be written, that is ignored.
     """
     digest = hashlib.blake2b(content.encode(errors="surrogatepass"), digest_size=12).hexdigest()
-    file = (
-        Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "gpuload" / "tables" / f"{kind}-{digest}.npz"
-    )
+    file = cache_root() / "tables" / f"{kind}-{digest}.npz"
     with contextlib.suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile), np.load(file) as arrays:
         return dict(arrays)
     arrays = build()
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as unfinished:
-            np.savez(unfinished, **arrays)
-        os.replace(unfinished.name, file)
+    with contextlib.suppress(OSError), replacing(file) as unfinished, unfinished.open("wb") as stream:
+        np.savez(stream, **arrays)  # given a path, NumPy would append .npz to it
     return arrays

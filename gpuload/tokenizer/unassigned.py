@@ -1,8 +1,8 @@
-"""The code points that Unicode 14.0 left unassigned, as ranges.
+"""The code points that are unassigned in Unicode 14.0, as ranges.
 
-Two implementations of one split regex or one normal form can only disagree where they know different versions of
-Unicode, and a version differs from an older one by the code points it assigns (stability policies fix the rest). All
-implementations in use know 14.0, so text without these code points is safe from that.
+Implementations of the same split regex or normal form can differ if they are built for different versions of Unicode.
+Under Unicode's stability policies, a new version changes the relevant properties of newly assigned code points only.
+All implementations in use are built for 14.0 or later, so they agree on texts without these code points.
 
 Source: DerivedGeneralCategory.txt of Unicode 14.0.0, category Cn.
 """
@@ -67,6 +67,6 @@ FE6C-FE6F FE75 FEFD-FEFE FF00 FFBF-FFC1 FFC8-FFC9 FFD0-FFD1 FFD8-FFD9 FFDD-FFDF 
 
 
 def unassigned_class() -> str:
-    """The same as a character class of RE2's (Arrow's) syntax."""
+    """Return these code points as a character class in the syntax of RE2, Arrow's regex engine."""
     spans = (span.partition("-") for span in UNASSIGNED.split())
     return "[" + "".join(rf"\x{{{first}}}-\x{{{last or first}}}" for first, _, last in spans) + "]"

@@ -70,7 +70,11 @@ class DeviceEngine:
     @cached_property
     def _compiled(self) -> CompiledTokenizer | str:
         """The tokenizer's tables, or why there are none. Made when first needed: ids from the cache need none."""
-        return compile_tokenizer(self._reference) if self._by_kernels else ""
+        if not self._by_kernels:
+            return ""
+        if self._reference.backend is None:
+            return f"{type(self._reference.tokenizer).__name__} is not a fast tokenizer"
+        return compile_tokenizer(self._reference.model_json)
 
     @cached_property
     def _encoder(self) -> DeviceEncoder | None:

@@ -1,13 +1,13 @@
-"""Launching kernels: one interface, whoever compiled them.
+"""The interface for launching kernels, and its implementation for a GPU.
 
-    kernels = DeviceKernels()                                  # CuPy compiles kernels/*.cu for the GPU
+    kernels = DeviceKernels(0)                                 # CuPy compiles kernels/*.cu for GPU 0
     kernels.run("hash_texts", kernels.threads(n), n, data, start, length, hash)
 
-The tests have another `Kernels` that compiles the same source for the host and runs it on NumPy arrays, so that all of
-an engine but the reading can be tested where there is no GPU.
+`gpuload.testing.host_kernels` has another implementation, which compiles the same source for the host and runs it on
+NumPy arrays. With it, everything in an engine except reading can be tested without a GPU.
 
-A kernel believes every pointer it is given: a wrong type is silently wrong memory. So the parameters are read from the
-source, and each argument is held against them before every launch.
+A kernel cannot check its pointers: an argument of the wrong type silently reads or writes the wrong memory. So the
+parameters of all kernels are parsed from the source, and every launch checks its arguments against them.
 """
 
 import re
@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     import torch
 
 BLOCK = 256
-"""Threads in a block. Few registers a thread and no shared memory: nothing asks for another number."""
+"""Threads per block. The kernels need few registers and no shared memory, so the size of blocks hardly matters."""
 
 MOST_BLOCKS = 1 << 20
-"""Kernels step by the size of the grid: more blocks than this gain nothing."""
+"""Maximum number of blocks of a launch. Kernels loop over their items with the grid as stride, so any number will
+do."""
 
 FILES = (
     "common.cuh",
@@ -57,8 +58,8 @@ class Parameter:
 
     Attributes:
         name: as in the source.
-        dtype: of the number, or of the array's items.
-        is_array: whether it is a pointer.
+        dtype: type of the number, or of the array's items.
+        is_array: whether the parameter is a pointer.
     """
 
     name: str
@@ -68,14 +69,14 @@ class Parameter:
 
 @cache
 def source() -> str:
-    """All kernels as one CUDA C++ source. Line numbers in a compiler's messages are those of the files."""
-    folder = resources.files("gpuload.engines.kernels")
-    return "".join(f'#line 1 "{name}"\n{(folder / name).read_text()}' for name in FILES)
+    """Return all kernels as one CUDA C++ source. `#line` makes compilers report the files' own line numbers."""
+    directory = resources.files("gpuload.engines.kernels")
+    return "".join(f'#line 1 "{name}"\n{(directory / name).read_text()}' for name in FILES)
 
 
 @cache
 def signatures() -> dict[str, tuple[Parameter, ...]]:
-    """Every kernel's parameters, by its name."""
+    """Return the parameters of every kernel by its name."""
     kernels = re.findall(r'extern "C" __global__ void (\w+)\(([^)]*)\)', source())
     return {name: tuple(map(_parameter, parameters.split(","))) for name, parameters in kernels}
 
@@ -86,67 +87,68 @@ def _parameter(declaration: str) -> Parameter:
 
 
 class Kernels:
-    """Kernels compiled for one kind of machine.
+    """Kernels compiled for one kind of machine. The defaults are those of a machine without a GPU.
 
     Attributes:
-        xp: the array module whose arrays they take.
-        device: torch's name of where these lie.
+        xp: the array module whose arrays the kernels take, NumPy or CuPy.
+        device: torch's name of the device that holds these arrays.
     """
 
     xp: ModuleType
     device = "cpu"
 
     def current(self) -> AbstractContextManager[Any]:
-        """Within, the calling thread works on these kernels' device, in torch's current stream there."""
+        """Return a context in which the calling thread uses this device, on torch's current stream there."""
         return nullcontext()
 
     def loading(self) -> AbstractContextManager[Any]:
-        """Around a load: what is taken meanwhile is given back after it."""
+        """Return a context for a load, whose end releases the device memory that was allocated inside."""
         return nullcontext()
 
     def lasting(self) -> AbstractContextManager[Any]:
-        """Within, arrays are made in memory that stays when the load is over."""
+        """Return a context in which arrays are allocated in memory that outlives the load."""
         return nullcontext()
 
     def aside(self) -> AbstractContextManager[Any]:
-        """Within, work goes to a stream of its own, behind all that the current one has been asked for."""
+        """Return a context in which work goes to a side stream, after all work submitted to the current one so far."""
         return nullcontext()
 
     def rejoin(self) -> None:
-        """Makes the current stream wait for what was asked for aside."""
+        """Make the current stream wait for the side stream."""
 
     def tensor(self, *shape: int) -> tuple["torch.Tensor", Array]:
-        """A tensor of int64 on this device, not yet written, and the same memory as an array for kernels (DLPack)."""
+        """Return an uninitialized int64 tensor on this device, and an array for kernels that shares its memory."""
         import torch
 
         made = torch.empty(shape, dtype=torch.int64, device=self.device)
         return made, self.xp.from_dlpack(made) if made.numel() else self.xp.empty(shape, np.int64)
 
     def view(self, buffer: Any) -> Array:
-        """A buffer of cuDF's as an array of uint8, with no copy."""
+        """Return a cuDF buffer as a uint8 array, zero-copy."""
         return self.xp.asarray(buffer)
 
     def pinned(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """A copy of a host array in memory that the device can reach into."""
+        """Return a copy of a host array in pinned memory, which the device can read."""
         return array
 
     def reached(self, pinned: np.ndarray[Any, Any]) -> Array:
-        """What `pinned` gave as an array for kernels: the same memory, read across the bus."""
+        """Return a result of `pinned` as an array for kernels, which read it across the bus."""
         return pinned
 
     def synchronize(self) -> None:
-        """Waits for all that was asked of the device in the current stream."""
+        """Wait for all work submitted to the current stream."""
 
     def run(self, name: str, threads: int, *arguments: Any) -> None:
-        """Runs a kernel on (at least) so many threads; none for 0.
+        """Launch a kernel.
 
         Args:
-            name: of the kernel.
-            threads: of all blocks together; see `threads`, `warps` and `blocks`.
-            *arguments: contiguous arrays of `xp` of the parameters' types, and numbers.
+            name: the kernel's name.
+            threads: number of threads in total, rounded up to whole blocks and limited by `MOST_BLOCKS`; 0 launches
+                nothing. See `threads`, `warps` and `blocks`.
+            *arguments: numbers, and contiguous arrays of `xp` with the parameters' dtypes.
 
         Raises:
-            TypeError: an argument is not what the kernel takes.
+            TypeError: the arguments do not match the kernel's parameters.
         """
         parameters = signatures()[name]
         if len(arguments) != len(parameters):
@@ -160,9 +162,8 @@ class Kernels:
             return parameter.dtype.type(argument)
         if not isinstance(argument, self.xp.ndarray) or argument.dtype != parameter.dtype:
             found = f"{type(argument).__module__}.{type(argument).__name__} {getattr(argument, 'dtype', '')}"
-            raise TypeError(
-                f"kernel {kernel}: {parameter.name} is {parameter.dtype} of {self.xp.__name__}, not {found}"
-            )
+            expected = f"a {self.xp.__name__} array of {parameter.dtype}"
+            raise TypeError(f"kernel {kernel}: {parameter.name} must be {expected}, not {found}")
         if not argument.flags.c_contiguous:
             raise TypeError(f"kernel {kernel}: {parameter.name} is not contiguous")
         return argument
@@ -171,33 +172,33 @@ class Kernels:
         raise NotImplementedError
 
     def address(self, array: Array) -> int:
-        """Where an array's first item lies, as a kernel's pointer."""
+        """Return the address of an array's first item."""
         raise NotImplementedError
 
     @staticmethod
     def threads(items: int) -> int:
-        """For a kernel with a thread per item."""
+        """Number of threads for a kernel with one thread per item."""
         return items
 
     @staticmethod
     def warps(items: int) -> int:
-        """For a kernel with a warp per item."""
+        """Number of threads for a kernel with one warp per item."""
         return 32 * items
 
     @staticmethod
     def blocks(items: int) -> int:
-        """For a kernel with a block per item."""
+        """Number of threads for a kernel with one block per item."""
         return BLOCK * items
 
 
 class DeviceKernels(Kernels):
-    """Compiled by CuPy for a GPU, at first use; CuPy keeps the machine code on disk.
+    """Kernels for a GPU, compiled by CuPy at the first launch; CuPy caches the machine code on disk.
 
-    Kernels run on CuPy's current stream, which `current` makes torch's. In a thread that has chosen none, and so in all
-    threads of a load, that is the legacy default stream: cuDF's too.
+    Kernels run on CuPy's current stream; `current` sets it to torch's. In a thread that has not set a stream, such as
+    all threads of a load, this is the legacy default stream, which cuDF uses too. So they need no synchronization.
 
     Args:
-        number: of the GPU.
+        number: the GPU's index.
 
     Raises:
         DeviceError: CuPy is not installed.
@@ -223,7 +224,7 @@ class DeviceKernels(Kernels):
             stack.enter_context(cuda.Stream.null)
         elif hasattr(stream, "__cuda_stream__"):
             stack.enter_context(cuda.Stream.from_external(stream))
-        else:  # a torch that does not know this way yet
+        else:  # older versions of torch
             stack.enter_context(cuda.ExternalStream(stream.cuda_stream, self._number))
         return stack
 
@@ -233,7 +234,7 @@ class DeviceKernels(Kernels):
 
         if self._side is None:
             self._side = torch.cuda.Stream(self._number)  # type: ignore[no-untyped-call]
-        # Memory that the last user of a batch has given back may be written to again as soon as this stream is here.
+        # torch may hand out memory that work on the current stream still uses: run after that work.
         self._side.wait_stream(torch.cuda.current_stream(self._number))
         with torch.cuda.stream(self._side):
             yield
@@ -246,7 +247,7 @@ class DeviceKernels(Kernels):
     def pinned(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         if not array.size:
             return array
-        # Not of CuPy's pool, which takes a power of two and keeps it.
+        # Not from CuPy's pool, which rounds sizes up to a power of two and never releases the memory.
         memory = self.xp.cuda.PinnedMemoryPointer(self.xp.cuda.PinnedMemory(array.nbytes), 0)
         copy = np.frombuffer(memory, array.dtype, array.size)
         copy[:] = array
@@ -255,7 +256,7 @@ class DeviceKernels(Kernels):
     def reached(self, pinned: np.ndarray[Any, Any]) -> Array:
         if not pinned.size:
             return self.xp.asarray(pinned)
-        # Pinned memory has one address for host and device (unified addressing), so a kernel takes it as it is.
+        # Pinned memory has the same address on host and device (unified virtual addressing), so kernels can use it.
         memory = self.xp.cuda.UnownedMemory(pinned.ctypes.data, pinned.nbytes, pinned, self._number)
         return self.xp.ndarray(pinned.shape, pinned.dtype, self.xp.cuda.MemoryPointer(memory, 0))
 

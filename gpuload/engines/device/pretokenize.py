@@ -1,17 +1,21 @@
-"""Texts cut into the pieces that are tokens or are merged to tokens, by kernels, on NumPy or CuPy arrays.
+"""Splits texts into pre-tokens with kernels, on NumPy or CuPy arrays.
 
-The counterpart of `tokenizer/twin.py` up to the merges, step by step:
+`gpuload.testing.encoder.cut` does the same in plain Python. The steps, and their kernels:
 
-    1. one mark per byte; texts begin                                         (`kernels/text.cuh`)
-    2. texts that are not surely in normal form C are left to the reference   (`kernels/nfc.cu`)
-    3. added tokens are found, in two passes                                  (`kernels/added.cu`)
-    4. a space is put in front, blanks are replaced                           (`kernels/rewrite.cu`)
-    5. what is left between added tokens is split, stage by stage             (`kernels/split.cu`)
-    6. what the marks say is listed
+    1. one mark per byte says what begins there; at first, texts          (`kernels/text.cuh`)
+    2. texts that are not surely in NFC fall back                         (`kernels/nfc.cu`)
+    3. added tokens are found and marked, in two passes                   (`kernels/added.cu`)
+    4. text is rewritten: a space is prepended, spaces are replaced       (`kernels/rewrite.cu`)
+    5. text between added tokens is split, stage by stage                 (`kernels/split.cu`)
+    6. the marks are turned into lists of pre-tokens                      (`kernels/split.cu`)
 
-A thread's work is a chunk of bytes, however long the texts are. All counts are added up in order, so the result does
-not depend on which thread came first. Beside its result this needs two bytes per byte of text, a little for each chunk
-and for each added token, and, where text is rewritten, the new text.
+One thread works on one chunk of `STEP` bytes, regardless of where texts begin and end, so long and short texts need the
+same time per byte. Where a kernel writes lists, it runs in two passes: the first counts the items of each chunk, a
+prefix sum turns the counts into positions, and the second pass writes. So the result does not depend on the order in
+which threads run.
+
+Memory in addition to the result: two bytes per byte of text, some bytes per chunk and per added token, and, if text is
+rewritten, the new text.
 """
 
 from dataclasses import dataclass
@@ -24,88 +28,92 @@ from gpuload.tokenizer.added_tokens import LSTRIP, NORMALIZED, RSTRIP, trie
 from gpuload.tokenizer.compiled import CompiledTokenizer
 from gpuload.tokenizer.fallback import FallbackTables
 from gpuload.tokenizer.nfc import nfc_tables
-from gpuload.tokenizer.restarts import restarts
+from gpuload.tokenizer.splitter import restarts
 
 STEP = 64
-"""Bytes in a chunk: two of a GPU's sectors."""
+"""Bytes in a chunk: two sectors, the unit in which a GPU reads memory."""
 
-_MOST_BYTES = (1 << 31) - 1
-_BEGINS = 1  # as in kernels/text.cuh
-_KEEP = {"all": 0, "matches": 1, "gaps": 2}
+_MOST_BYTES = (1 << 31) - 1  # positions are int32
+_BEGINS = 1  # BEGINS of kernels/text.cuh
+_KEEP = {"all": 0, "matches": 1, "gaps": 2}  # as in kernels/split.cu
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces:
-    """m pieces of n texts. Piece j is `data[start[j] : start[j] + length[j]]`; where length is negative it is the added
-    token with id ~length.
+class PreTokens:
+    """The m pre-tokens of n texts, with the added tokens between them.
 
     Attributes:
-        first: (n + 1,) int64, the pieces of text i are first[i] .. first[i + 1].
-        start, length: (m,) int32.
-        data: uint8, the texts themselves, or a rewritten copy of them.
-        left: (n,) bool, texts that are for the reference; they have no pieces.
+        first: (n + 1,) int64; text i has the pre-tokens first[i] to first[i + 1] - 1.
+        start: (m,) int32, where each pre-token begins in `data`.
+        length: (m,) int32, its length in bytes; ~id for an added token, which is negative.
+        data: uint8, the texts, or a rewritten copy of them.
+        fallback: (n,) bool, texts that fall back to the tokenizer object. They have no pre-tokens.
     """
 
     first: Array
     start: Array
     length: Array
     data: Array
-    left: Array
+    fallback: Array
 
 
-class PieceMaker:
-    """Cuts texts as one tokenizer does. Its tables are copied to the device once.
+class PreTokenizer:
+    """Splits texts as one tokenizer does. Its tables are copied to the device once.
 
     Args:
         kernels: for the device.
-        twin: the tokenizer's tables.
+        tokenizer: the tokenizer's tables.
         step: bytes in a chunk; the result does not depend on it.
 
     Attributes:
-        step: the same.
-        rewrites: whether a space is put in front of texts or something else stands for blanks, so that pieces are of a
-            longer copy of the text.
+        step: as above.
+        rewrites: whether text is rewritten before it is split, so that pre-tokens refer to a longer copy.
     """
 
-    def __init__(self, kernels: Kernels, twin: CompiledTokenizer, step: int = STEP) -> None:
-        spec, put = twin.spec, kernels.xp.asarray
+    def __init__(self, kernels: Kernels, tokenizer: CompiledTokenizer, step: int = STEP) -> None:
+        spec, to_device = tokenizer.spec, kernels.xp.asarray
         self._kernels, self.step = kernels, step
         tokens = trie(spec.added)
-        self._trie = [put(array) for array in (tokens.first, tokens.byte, tokens.token)]
+        self._trie = [to_device(array) for array in (tokens.first, tokens.byte, tokens.token)]
         self._begins, self._ids, self._lengths, self._flags = (
-            put(array) for array in (tokens.begins, tokens.ids, tokens.lengths, tokens.flags)
+            to_device(array) for array in (tokens.begins, tokens.ids, tokens.lengths, tokens.flags)
         )
         self._longest = int(tokens.lengths.max(initial=0))
         self._strips = bool((tokens.flags & (LSTRIP | RSTRIP)).any())
         self._passes = sorted(set((tokens.flags & NORMALIZED).tolist()))
         self._nfc = None
         if spec.nfc:
-            values, melting = nfc_tables()
-            self._nfc = put(values.pages), put(values.blocks), put(melting), len(melting) - 1
-        front, once, blank = b"", 0, b" "
+            values, composing = nfc_tables()
+            pages, blocks, pairs = map(to_device, (values.pages, values.blocks, composing))
+            self._nfc = pages, blocks, pairs, len(composing) - 1
+        # How text is rewritten: a prefix for every section, or only for those that do not begin with a space, and a
+        # replacement for every space.
+        prefix, unless_space, replacement = b"", 0, b" "
         if spec.fallback:
-            front, blank = spec.fallback.prefix.encode(), spec.fallback.space.encode()
+            prefix, replacement = spec.fallback.prefix.encode(), spec.fallback.space.encode()
         elif spec.prefix_space:
-            front, once = b" ", 1
-        self.rewrites = bool(front) or blank != b" "
-        self._sizes = len(front), once, len(blank)
-        self._texts = [put(np.frombuffer(text, np.uint8)) for text in (front, blank)]
-        self._classes = put(twin.splitter.classes.pages), put(twin.splitter.classes.blocks)
+            prefix, unless_space = b" ", 1
+        self.rewrites = bool(prefix) or replacement != b" "
+        self._sizes = len(prefix), unless_space, len(replacement)
+        self._texts = [to_device(np.frombuffer(text, np.uint8)) for text in (prefix, replacement)]
+        classes = tokenizer.splitter.classes
+        self._classes = to_device(classes.pages), to_device(classes.blocks)
         self._stages = [
-            (put(stage.table), put(restarts(stage)), stage.table.shape[1] - 1, _KEEP[stage.keep])
-            for stage in twin.splitter.stages
+            (to_device(stage.table), to_device(restarts(stage)), stage.table.shape[1] - 1, _KEEP[stage.keep])
+            for stage in tokenizer.splitter.stages
         ]
-        self._adjacent = put(twin.tables.adjacent) if isinstance(twin.tables, FallbackTables) else None
+        tables = tokenizer.tables
+        self._adjacent = to_device(tables.adjacent) if isinstance(tables, FallbackTables) else None
 
-    def pieces(self, data: Array, offsets: Array) -> Pieces:
-        """The pieces of n texts.
+    def pre_tokens(self, data: Array, offsets: Array) -> PreTokens:
+        """Split n texts.
 
         Args:
-            data: uint8, UTF-8; text i is data[offsets[i] : offsets[i + 1]].
-            offsets: (n + 1,) int64.
+            data: uint8, UTF-8, in device memory; text i is data[offsets[i] : offsets[i + 1]].
+            offsets: (n + 1,) int64, ascending, in device memory.
 
         Raises:
-            ValueError: the texts have 2^31 bytes or more, rewritten ones included.
+            ValueError: the texts have 2^31 bytes or more, before or after rewriting.
         """
         xp = self._kernels.xp
         low, high = int(offsets[0]), int(offsets[-1])
@@ -113,7 +121,7 @@ class PieceMaker:
         _check_size(high - low)
         marks = xp.zeros(high - low, np.uint8)
         marks[offsets[:-1][offsets[1:] > offsets[:-1]]] = _BEGINS
-        left = self._left(data, offsets, marks)
+        fallback = self._mark_fallback(data, offsets, marks)
         for number in self._passes:
             self._find_added(data, offsets, marks, number)
         if self.rewrites:
@@ -123,26 +131,28 @@ class PieceMaker:
         if self._adjacent is not None:
             self._run("cut_characters", data, self._adjacent, len(self._adjacent) - 1, marks)
         first, start, length = self._list(data, offsets, marks)
-        return Pieces(first, start, length, data, left)
+        return PreTokens(first, start, length, data, fallback)
 
     def _run(self, name: str, data: Array, *arguments: object) -> None:
-        """A kernel with a thread per chunk."""
+        """Run a kernel with one thread per chunk of `data`."""
         chunks = self._chunks(data)
         self._kernels.run(name, self._kernels.threads(chunks), chunks, len(data), self.step, data, *arguments)
 
     def _chunks(self, data: Array) -> int:
         return -(-len(data) // self.step)
 
-    def _left(self, data: Array, offsets: Array, marks: Array) -> Array:
+    def _mark_fallback(self, data: Array, offsets: Array, marks: Array) -> Array:
+        """Find the texts that are not surely in NFC, and clear their marks. Returns (n,) bool."""
         texts = len(offsets) - 1
-        left = self._kernels.xp.zeros(texts, bool)
+        fallback = self._kernels.xp.zeros(texts, bool)
         if self._nfc:
-            self._run("not_nfc", data, marks, texts, offsets, *self._nfc, left)
-            if left.any():
-                self._run("leave", marks, texts, offsets, left)
-        return left
+            self._run("not_nfc", data, marks, texts, offsets, *self._nfc, fallback)
+            if fallback.any():
+                self._run("skip_texts", marks, texts, offsets, fallback)
+        return fallback
 
     def _find_added(self, data: Array, offsets: Array, marks: Array, number: int) -> None:
+        """Find and mark the added tokens of one pass: 0 for those that are not normalized, 1 for the others."""
         kernels, xp = self._kernels, self._kernels.xp
         counts = xp.empty(self._chunks(data), np.int32)
         search = data, marks, number, self._begins, *self._trie, self._flags
@@ -158,6 +168,7 @@ class PieceMaker:
             kernels.run("strip_added", threads, *found, self._flags, len(offsets) - 1, offsets, data, marks)
 
     def _rewrite(self, data: Array, offsets: Array, marks: Array) -> tuple[Array, Array, Array]:
+        """Rewrite all texts. Returns the new data, offsets and marks."""
         kernels, xp = self._kernels, self._kernels.xp
         sizes = xp.empty(self._chunks(data), np.int32)
         self._run("rewritten_sizes", data, marks, *self._sizes, sizes)
@@ -173,23 +184,25 @@ class PieceMaker:
         self._run("rewrite", data, marks, *self._sizes, *self._texts, place, out, out_marks)
         return out, moved, out_marks
 
-    def _split(self, data: Array, marks: Array, table: Array, ways: Array, classes: int, keep: int) -> Array:
+    def _split(self, data: Array, marks: Array, table: Array, restarts: Array, classes: int, keep: int) -> Array:
+        """Apply one stage of the splitter. Returns the new marks."""
         found = self._kernels.xp.zeros(len(data), np.uint8)
-        self._run("split", data, marks, *self._classes, classes, table, ways, keep, found)
+        self._run("split", data, marks, *self._classes, classes, table, restarts, keep, found)
         return found
 
     def _list(self, data: Array, offsets: Array, marks: Array) -> tuple[Array, Array, Array]:
+        """Turn marks into lists. Returns `first`, `start` and `length` of `PreTokens`."""
         kernels, xp = self._kernels, self._kernels.xp
         counts = xp.empty(self._chunks(marks), np.int32)
-        self._run("count_pieces", marks, counts)
+        self._run("count_pretokens", marks, counts)
         place = offsets_of(counts)
         first, count = xp.empty_like(offsets), len(offsets)
-        kernels.run("first_pieces", kernels.threads(count), count, offsets, self.step, marks, place, first)
+        kernels.run("first_pretokens", kernels.threads(count), count, offsets, self.step, marks, place, first)
         start, length = (xp.empty(int(place[-1]), np.int32) for _ in range(2))
-        self._run("list_pieces", data, marks, place, *self._trie, self._ids, start, length)
+        self._run("list_pretokens", data, marks, place, *self._trie, self._ids, start, length)
         return first, start, length
 
 
 def _check_size(size: int) -> None:
     if size > _MOST_BYTES:
-        raise ValueError(f"texts of {size:,} bytes at once, and at most {_MOST_BYTES:,} are taken: give fewer")
+        raise ValueError(f"texts of {size:,} bytes at once exceed the limit of {_MOST_BYTES:,}: pass fewer at a time")

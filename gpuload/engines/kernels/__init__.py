@@ -1,1 +1,1 @@
-"""The kernels, CUDA C++: compiled for the GPU by CuPy, and for the host by the tests. See `launch.py`."""
+"""CUDA C++ sources, compiled by CuPy for a GPU and by a host compiler for tests; see `engines/device/kernels.py`."""

@@ -1,11 +1,17 @@
-// Added tokens: leftmost first, of those the longest; tables are those of tokenizer/trie.py.
+// Finds added tokens: the leftmost match first, and at the same position the longest one, as `tokenizers` does. The
+// trie is that of tokenizer/added_tokens.py.
 //
-// What may be found at a place does not depend on what is found elsewhere, so candidates are listed first, each the
-// longest at its place, inside one section. Most do not overlap and are taken. Where some do, one thread takes them from
-// left to right, beginning with one that no earlier candidate reaches: whatever lies before, the search comes by there.
-// `pass` is 0 for tokens that are looked for in the text as it is, then 1 for those that are so in normalized text.
+// A sequential search would skip the bytes of a match, so what it finds depends on the text before. In parallel:
+//   1. Candidates are listed: the longest token at every position, within one section. This needs no text before it
+//      (count_added, prefix sum, list_added).
+//   2. Candidates are taken (take_added). Most do not overlap others. Of a group that overlap, one thread takes some
+//      from left to right, as the sequential search would.
+//   3. White space next to taken tokens is removed (strip_added).
+//
+// `pass` is 0 in the search for tokens that are not normalized, 1 in the second search for those that are.
 
-// The number of the longest token that begins at `at`, or -1.
+// The number of the longest token that begins at `at`, or -1. Walks down the trie until no edge has the next byte or
+// the section ends. Edges of a node are sorted by byte; edge e ends in node e + 1.
 __device__ __forceinline__ int longest_token(
     i64 bytes, const u8* data, const u8* marks, i64 at, int pass, const int* first, const u8* byte, const int* token,
     const int* flags)
@@ -23,7 +29,8 @@ __device__ __forceinline__ int longest_token(
     return found;
 }
 
-// counts[c]: how many candidates begin in chunk c. A byte that begins no token costs one look. A thread per chunk.
+// counts[c]: the number of candidates that begin in chunk c. One thread per chunk.
+// Most bytes begin no token: `begins` rejects them with one load.
 extern "C" __global__ void count_added(
     i64 chunks, i64 bytes, i64 step, const u8* data, const u8* marks, int pass, const u8* begins, const int* first,
     const u8* byte, const int* token, const int* flags, int* counts)
@@ -38,7 +45,8 @@ extern "C" __global__ void count_added(
     }
 }
 
-// Where they begin, and the number of the token. Those of chunk c are candidates place[c] to place[c + 1].
+// Lists the candidates: where each begins in start, the number of its token in number. place is the prefix sum of
+// counts: the candidates of chunk c are place[c] to place[c + 1] - 1. One thread per chunk.
 extern "C" __global__ void list_added(
     i64 chunks, i64 bytes, i64 step, const u8* data, const u8* marks, int pass, const u8* begins, const int* first,
     const u8* byte, const int* token, const int* flags, const i64* place, int* start, int* number)
@@ -55,8 +63,11 @@ extern "C" __global__ void list_added(
     }
 }
 
-// Marks the tokens that are taken, and what follows each as a section that begins. `longest` is the length of the
-// longest token. A thread per candidate; those that an earlier one reaches leave the work to it.
+// Marks the bytes of taken tokens, and the byte after each as the beginning of a section. One thread per candidate.
+//
+// Only candidates that no earlier one overlaps do work: the sequential search arrives at such a position in any case.
+// The thread then goes through the group of overlapping candidates that follows, and takes each one that does not
+// overlap the last one taken. No token is longer than `longest`, which bounds the search for an earlier overlap.
 extern "C" __global__ void take_added(
     i64 candidates, const int* start, const int* number, const int* lengths, i64 longest, i64 bytes, u8* marks)
 {
@@ -65,8 +76,8 @@ extern "C" __global__ void take_added(
         for (i64 j = k - 1; !reached && j >= 0 && start[k] - start[j] < longest; j--)
             reached = start[j] + (i64)lengths[number[j]] > start[k];
         if (reached) continue;
-        i64 free = 0;                         // from here on nothing is taken yet
-        i64 reach = start[k] + (i64)1;        // no candidate so far goes further
+        i64 free = 0;                   // the end of the last token taken
+        i64 reach = start[k] + (i64)1;  // the furthest end of any candidate so far; the group ends before the next gap
         for (i64 j = k; j < candidates && start[j] < reach; j++) {
             const i64 end = start[j] + (i64)lengths[number[j]];
             if (end > reach) reach = end;
@@ -74,6 +85,7 @@ extern "C" __global__ void take_added(
             free = end;
             marks[start[j]] = TOKEN;
             for (i64 at = start[j] + (i64)1; at < end; at++) marks[at] = IN_TOKEN;
+            // A section begins after the token, unless another token does, which this or another thread marks.
             i64 next = j + 1;
             while (next < candidates && start[next] < end) next++;
             const bool token_follows = next < candidates && start[next] == end;
@@ -82,6 +94,7 @@ extern "C" __global__ void take_added(
     }
 }
 
+// Unicode's property White_Space; WHITE_SPACE of tokenizer/spec.py.
 __device__ __forceinline__ bool is_white_space(int code)
 {
     return (code >= 9 && code <= 13) || code == 0x20 || code == 0x85 || code == 0xa0 || code == 0x1680
@@ -89,15 +102,17 @@ __device__ __forceinline__ bool is_white_space(int code)
         || code == 0x3000;
 }
 
-// White space of the same text that taken tokens swallow, before them or after them. A thread per candidate.
-// Two tokens may swallow the same; a section begins behind it only where no token stands.
+// Removes white space before tokens with lstrip and after tokens with rstrip: marks it NOTHING. One thread per
+// candidate; those that were not taken return. It stays within the text and stops at other tokens. Two tokens may
+// remove the same white space; both write the same marks. After removed white space a section begins, unless there is a
+// token.
 extern "C" __global__ void strip_added(
     i64 candidates, const int* start, const int* number, const int* lengths, const int* flags, i64 texts,
     const i64* offsets, const u8* data, u8* marks)
 {
     EACH_THREAD(k, candidates) {
         const int sides = flags[number[k]];
-        if (!(sides & 6) || marks[start[k]] != TOKEN) continue;
+        if (!(sides & 6) || marks[start[k]] != TOKEN) continue;  // 2: LSTRIP, 4: RSTRIP
         const i64 text = text_at(offsets, texts, start[k]);
         for (i64 at = start[k]; sides & 2 && at > offsets[text];) {
             const i64 one = back(data, at);

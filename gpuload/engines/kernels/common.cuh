@@ -1,30 +1,33 @@
-// What all kernels share. launch.py puts this file in front of the others and compiles them as one source, so there are
-// no includes: CuPy keeps compiled code by its source, and would not notice that an included file changed.
+// Shared by all kernels. engines/device/kernels.py concatenates all files, this one first, and compiles them as one
+// source. There are no #includes, because CuPy caches machine code by its source and would not notice a change in an
+// included file.
 //
-// Rules that let the same source run on the host, one thread after the other (tests/host_kernels.py):
-//   - a kernel is `extern "C" __global__ void`; its parameters are pointers and integers of the types below;
-//   - threads of one kernel do not wait for each other: no shared memory, no barriers, no warp votes;
-//   - every loop over items steps by the size of the grid, so that any grid gives the same result;
-//   - items are counted in 64 bits.
+// Rules, so that the same source also runs on the host, one thread after the other (testing/host_kernels.py):
+//   - A kernel is `extern "C" __global__ void`. Its parameters are pointers and numbers of the types below; their
+//     declarations are parsed to check the arguments of every launch.
+//   - Threads of one launch do not wait for each other: no shared memory, no barriers, no warp votes.
+//   - Every loop over items has the size of the grid as its stride, so any number of blocks gives the same result.
+//   - Items are counted in 64 bits: rows, bytes and grid strides can exceed 2^31.
 
 typedef long long i64;
 typedef unsigned long long u64;
 typedef unsigned short u16;
 typedef unsigned char u8;
 
-// A thread for each of n items.
+// Runs the body for items i = 0 ... n - 1, one thread per item.
 #define EACH_THREAD(i, n) \
     for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < (n); i += (i64)gridDim.x * blockDim.x)
 
-// A warp for each of n items; `lane` is the thread's number in it. blockDim is a multiple of 32.
+// The same with one warp per item; `lane` is the thread's number in its warp. blockDim is a multiple of 32, so the
+// threads of a warp have the same item.
 #define EACH_WARP(i, n)                                                                                    \
     const int lane = threadIdx.x % 32;                                                                     \
     for (i64 i = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / 32; i < (n); i += (i64)gridDim.x * blockDim.x / 32)
 
-// A block for each of n items.
+// The same with one block per item.
 #define EACH_BLOCK(i, n) for (i64 i = blockIdx.x; i < (n); i += gridDim.x)
 
-// An integer that spreads: equal inputs stay equal, near ones end far apart (the finalizer of SplitMix64).
+// A hash of one integer: the finalizer of SplitMix64 (Steele et al., 2014).
 __device__ __forceinline__ u64 mixed(u64 x)
 {
     x += 0x9e3779b97f4a7c15ull;
@@ -33,11 +36,11 @@ __device__ __forceinline__ u64 mixed(u64 x)
     return x ^ (x >> 31);
 }
 
-// The hash tables of tokenizer/merges.py: 64-bit words, open addressing, the next slot where one is taken.
+// Constants of the hash tables of tokenizer/hash_tables.py: 64-bit slots, open addressing with linear probing.
 #define EMPTY 0xffffffffffffffffull
 #define MIX 0xbf58476d1ce4e5b9ull
 
-// Of a pair of numbers of 21 bits, as one: the left one << 21 | the right one.
+// The hash of a pair of 21-bit numbers, given as left << 21 | right; `hash_pairs` of hash_tables.py.
 __device__ __forceinline__ u64 pair_hash(u64 key)
 {
     key *= 0x9e3779b97f4a7c15ull;

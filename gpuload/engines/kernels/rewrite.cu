@@ -1,15 +1,15 @@
-// Text rewritten before it is split: something is put in front of each section, something else stands for each blank.
-// What is not of a section is copied as it is.
+// Rewrites text before it is split: prepends a prefix to each section and replaces every space in it. Bytes outside of
+// sections (added tokens, removed white space) are copied. Two passes: sizes of chunks, prefix sum, writing.
 
-// How many bytes become of one. `front` bytes are put in front of a section (with `once`, of one that does not begin
-// with a blank), `blank` bytes stand for a blank.
+// The number of bytes that one byte becomes. `front` is the length of the prefix; with `once`, sections that begin with
+// a space have none. `blank` is the length of the replacement of a space.
 __device__ __forceinline__ int rewritten(u8 byte, u8 mark, int front, int once, int blank)
 {
     if (mark > BEGINS) return 1;
     return (byte == ' ' ? blank : 1) + (mark == BEGINS && !(once && byte == ' ') ? front : 0);
 }
 
-// sizes[c]: how many bytes become of chunk c. A thread per chunk.
+// sizes[c]: the number of bytes that chunk c becomes. One thread per chunk.
 extern "C" __global__ void rewritten_sizes(
     i64 chunks, i64 bytes, i64 step, const u8* data, const u8* marks, int front, int once, int blank, int* sizes)
 {
@@ -21,7 +21,8 @@ extern "C" __global__ void rewritten_sizes(
     }
 }
 
-// moved[t]: where byte offsets[t] comes to lie; chunk c comes to lie at place[c]. A thread per offset.
+// moved[t]: the new position of byte offsets[t]. place is the prefix sum of sizes. One thread per offset: it adds up
+// the sizes from the beginning of the chunk.
 extern "C" __global__ void rewritten_offsets(
     i64 count, const i64* offsets, i64 step, const u8* data, const u8* marks, int front, int once, int blank,
     const i64* place, i64* moved)
@@ -34,7 +35,8 @@ extern "C" __global__ void rewritten_offsets(
     }
 }
 
-// The bytes, and their marks. A thread per chunk.
+// Writes the new bytes and their marks. Of the bytes that one byte becomes, the first has its mark. One thread per
+// chunk.
 extern "C" __global__ void rewrite(
     i64 chunks, i64 bytes, i64 step, const u8* data, const u8* marks, int front, int once, int blank,
     const u8* front_text, const u8* blank_text, const i64* place, u8* out, u8* out_marks)
@@ -48,7 +50,7 @@ extern "C" __global__ void rewrite(
             const int size = rewritten(byte, mark, front, once, blank);
             const int own = is_text && byte == ' ' ? blank : 1;
             for (int k = 0; k < size; k++) {
-                const int of_own = k - (size - own);  // below 0 for what is put in front
+                const int of_own = k - (size - own);  // negative in the prefix
                 out[there + k] = of_own < 0 ? front_text[k] : is_text && byte == ' ' ? blank_text[of_own] : byte;
                 out_marks[there + k] = k == 0 ? mark : (u8)GOES_ON;
             }

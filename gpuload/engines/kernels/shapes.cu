@@ -1,6 +1,7 @@
-// Grouping rows by shape: row r has messages first[r] to first[r] + count[r], and code tells messages of one kind.
+// Groups rows by shape. Row r has the messages first[r] to first[r] + count[r] - 1; code[m] is a number for the role
+// and the fields of message m, so two rows have the same shape if their sequences of codes are equal.
 
-// hash[r]: a number that rows of one shape share. A thread per row.
+// hash[r]: a hash of the shape of row r. One thread per row: conversations are short.
 extern "C" __global__ void hash_shapes(i64 rows, const i64* first, const i64* count, const i64* code, i64* hash)
 {
     EACH_THREAD(r, rows) {
@@ -10,7 +11,7 @@ extern "C" __global__ void hash_shapes(i64 rows, const i64* first, const i64* co
     }
 }
 
-// same[r]: whether row r has the shape of row other[r]: equal hashes are only likely to be equal shapes.
+// same[r]: whether row r has the same shape as row other[r]. Equal hashes do not imply it. One thread per row.
 extern "C" __global__ void same_shapes(
     i64 rows, const i64* first, const i64* count, const i64* code, const i64* other, bool* same)
 {

@@ -1,11 +1,16 @@
-// Sections split into pieces, and the list of all pieces.
+// Splits sections into pre-tokens, and lists all pre-tokens.
 
-// One stage of a splitter (tokenizer/splitter.py): the pieces that sections are split into begin in out_marks, which
-// the caller has filled with GOES_ON. `keep` is 0 for all pieces, 1 for the matches, 2 for the gaps between them.
+// Applies one stage of a splitter (tokenizer/splitter.py). Marks the beginnings of pre-tokens in out_marks, which the
+// caller has filled with GOES_ON. `keep` is 0 for all pre-tokens, 1 for the matches, 2 for the gaps between them.
 //
-// A thread begins at the first place of its chunk where the search for a match begins anew whatever lies before
-// (`restarts`, tokenizer/restarts.py, or a mark), and goes on to the first such place behind its chunk, where another
-// thread began. A chunk without such a place is the work of the thread before.
+// `table` has `classes` + 1 columns, the last one for the end of the text; here also for the end of a section. State 0
+// is dead, 1 the start. Bit 0x8000 of a transition says that a match ends before the code point just read.
+//
+// One thread per chunk. A sequential search continues from match to match, so a thread cannot begin just anywhere. It
+// begins at the first restart in its chunk: a marked byte, or a boundary between classes at which the search begins
+// anew whatever text came before (`restarts` of tokenizer/splitter.py). It goes on past the end of its chunk to the
+// first restart there, where another thread has begun. A chunk without a restart is split by the thread of an earlier
+// chunk.
 extern "C" __global__ void split(
     i64 chunks, i64 bytes, i64 step, const u8* data, const u8* marks, const u16* pages, const u8* values, int classes,
     const u16* table, const u8* restarts, int keep, u8* out_marks)
@@ -13,8 +18,9 @@ extern "C" __global__ void split(
     EACH_THREAD(chunk, chunks) {
         const i64 end = least((chunk + 1) * step, bytes);
         i64 place = chunk * step;
-        int restart = 0;  // 0: none here, 1: a match ended here, or a section begins, 2: here a gap goes on
-        // Bytes of an added token are gone through one by one; others belong to the code point before.
+        int restart = 0;  // 0: none (NOWHERE); 1: a match ends here (CLOSED), or there is a mark; 2: in a gap (OPEN)
+        // Skip the rest of a code point that began in the chunk before. (Bytes of added tokens have marks: no
+        // skipping.)
         while (place < end && marks[place] == GOES_ON && continues(data[place])) place++;
         int before = place < end && marks[place] == GOES_ON ? class_of(data + back(data, place), pages, values) : 0;
         while (place < end && !(restart = marks[place] != GOES_ON)) {
@@ -24,30 +30,33 @@ extern "C" __global__ void split(
             before = here;
             place += width_of(data[place]);
         }
-        if (place >= end) continue;
+        if (place >= end) continue;  // no restart in this chunk
 
         bool in_gap = restart == 2;
         while (place < bytes) {
             const u8 mark = marks[place];
-            if (place >= end) {
+            if (place >= end) {  // behind the chunk: stop at the first restart
                 if (mark) break;
                 const int last = class_of(data + back(data, place), pages, values);
                 if (restarts[last * classes + class_of(data + place, pages, values)]) break;
             }
-            if (mark > BEGINS) {
+            if (mark > BEGINS) {  // not in a section: copy the mark
                 out_marks[place++] = mark;
                 continue;
             }
-            // The longest way that a match goes on, and where it last could have ended.
+            // Run the DFA from here until it is dead. The last match it reports has the highest priority.
             i64 at = place, matched = -1;
             unsigned state = 1;
             do {
                 const bool over = at >= bytes || (at > place && marks[at]);
-                const unsigned next = table[state * (classes + 1) + (over ? classes : class_of(data + at, pages, values))];
+                const int column = over ? classes : class_of(data + at, pages, values);
+                const unsigned next = table[state * (classes + 1) + column];
                 if (next & 0x8000) matched = at;
                 state = next & 0x7fff;
                 if (!over) at += width_of(data[at]);
             } while (state);
+            // If no match begins here, this code point belongs to a gap. A gap begins with the first such code point
+            // and does not continue across the beginning of a section.
             const bool matches = matched >= 0;
             if (!matches) matched = place + width_of(data[place]);
             if (mark == BEGINS) in_gap = false;
@@ -62,8 +71,9 @@ extern "C" __global__ void split(
     }
 }
 
-// Sections of a tokenizer that merges characters, cut in place where no two that a merge brings side by side are so
-// (tokenizer/fallback.py). A thread per chunk.
+// For tokenizers with byte fallback (tokenizer/fallback.py): cuts sections between two characters that are next to each
+// other in no merged entry. One thread per chunk. It changes marks while other threads read them, which is safe: each
+// thread reads and writes only marks of its own chunk.
 extern "C" __global__ void cut_characters(
     i64 chunks, i64 bytes, i64 step, const u8* data, const u64* adjacent, u64 mask, u8* marks)
 {
@@ -76,12 +86,14 @@ extern "C" __global__ void cut_characters(
     }
 }
 
-__device__ __forceinline__ bool is_piece(u8 mark)
+// Whether a pre-token or an added token begins at a byte with this mark.
+__device__ __forceinline__ bool is_first(u8 mark)
 {
     return mark == BEGINS || mark == TOKEN;
 }
 
-// The first byte at `at` or behind it that is marked, or `end`. Eight are looked at at once.
+// The first marked byte from `at` on, or `end`. Most marks are GOES_ON, which is 0: once `at` is aligned, it tests
+// eight at a time.
 __device__ __forceinline__ i64 next_mark(const u8* marks, i64 at, i64 end)
 {
     for (;; at++) {
@@ -91,48 +103,54 @@ __device__ __forceinline__ i64 next_mark(const u8* marks, i64 at, i64 end)
     }
 }
 
-// How many pieces begin from byte `at` to byte `end`.
-__device__ __forceinline__ int pieces_between(const u8* marks, i64 at, i64 end)
+// The number of pre-tokens and added tokens that begin in bytes `at` to `end` - 1.
+__device__ __forceinline__ int pretokens_between(const u8* marks, i64 at, i64 end)
 {
     int count = 0;
-    while ((at = next_mark(marks, at, end)) < end) count += is_piece(marks[at++]);
+    while ((at = next_mark(marks, at, end)) < end) count += is_first(marks[at++]);
     return count;
 }
 
-// counts[c]: how many pieces begin in chunk c. A thread per chunk.
-extern "C" __global__ void count_pieces(i64 chunks, i64 bytes, i64 step, const u8* marks, int* counts)
+// counts[c]: the number of pre-tokens and added tokens that begin in chunk c. One thread per chunk.
+extern "C" __global__ void count_pretokens(i64 chunks, i64 bytes, i64 step, const u8* marks, int* counts)
 {
     EACH_THREAD(chunk, chunks)
-        counts[chunk] = pieces_between(marks, chunk * step, least((chunk + 1) * step, bytes));
+        counts[chunk] = pretokens_between(marks, chunk * step, least((chunk + 1) * step, bytes));
 }
 
-// first[t]: the number of the first piece that begins at offsets[t] or behind it; chunk c's first is place[c].
-extern "C" __global__ void first_pieces(
+// first[t]: the number of pre-tokens that begin before offsets[t], that is, the number of the first one of text t.
+// place is the prefix sum of counts: the first one of chunk c is place[c]. One thread per offset.
+extern "C" __global__ void first_pretokens(
     i64 count, const i64* offsets, i64 step, const u8* marks, const i64* place, i64* first)
 {
     EACH_THREAD(t, count) {
         const i64 chunk = offsets[t] / step;
-        first[t] = place[chunk] + pieces_between(marks, chunk * step, offsets[t]);
+        first[t] = place[chunk] + pretokens_between(marks, chunk * step, offsets[t]);
     }
 }
 
-// Where pieces begin and how long they are; ~id for added tokens. A thread per chunk.
-extern "C" __global__ void list_pieces(
+// Lists all pre-tokens: where each begins, and its length; for an added token, ~id (negative) instead of the length.
+// One thread per chunk lists those that begin in it.
+//
+// `edges`, `byte` and `token` are the trie of added tokens (`first`, `byte` and `token` of tokenizer/added_tokens.py).
+// The bytes of a marked token are walked down the trie once more to find its number.
+extern "C" __global__ void list_pretokens(
     i64 chunks, i64 bytes, i64 step, const u8* data, const u8* marks, const i64* place, const int* edges,
     const u8* byte, const int* token, const int* ids, int* start, int* length)
 {
     EACH_THREAD(chunk, chunks) {
         i64 at = chunk * step;
-        for (i64 piece = place[chunk]; piece < place[chunk + 1];) {
+        for (i64 pretoken = place[chunk]; pretoken < place[chunk + 1];) {
             at = next_mark(marks, at, bytes);
             const i64 from = at++;
-            if (!is_piece(marks[from])) continue;
-            start[piece] = (int)from;
+            if (!is_first(marks[from])) continue;
+            start[pretoken] = (int)from;
             if (marks[from] == BEGINS) {
                 at = next_mark(marks, at, bytes);
-                length[piece++] = (int)(at - from);
+                length[pretoken++] = (int)(at - from);
                 continue;
             }
+            // The token is in the trie, so every byte has an edge and no bounds are checked.
             int node = 0;
             i64 letter = from;
             do {
@@ -141,7 +159,7 @@ extern "C" __global__ void list_pieces(
                 node = edge + 1;
                 letter++;
             } while (letter < bytes && marks[letter] == IN_TOKEN);
-            length[piece++] = ~ids[token[node]];
+            length[pretoken++] = ~ids[token[node]];
         }
     }
 }

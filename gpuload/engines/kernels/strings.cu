@@ -1,18 +1,20 @@
-// Operations and questions on texts that only move their bounds. Text i is data[start[i] : start[i] + length[i]].
-// The definition of each is program.apply_operations and program.holds.
+// Operations and predicates on texts. Text i is data[start[i] : start[i] + length[i]]; operations change only these
+// bounds. `apply_operations` and `holds` of template/program.py do the same in plain Python.
 
-// place[i]: where text i has `needle` for the first time (or the last), as an index into data. The caller has filled
-// place with a number above (below) all indices, and finds it there still where the text has no needle.
-// A warp per text, so that one long text does not keep a single thread busy. The least (greatest) of what the lanes find
-// does not depend on their order.
+// place[i]: the position in data of the first (`last`: of the last) occurrence of `needle` in text i. The caller has
+// filled place with a number higher (lower) than all positions, which remains if there is no occurrence.
+//
+// One warp per text, so that a long text is not searched by one thread. Lane k tries the positions k, k + 32 and so on,
+// and stops at its first match. The minimum (maximum) over the lanes does not depend on their order.
 extern "C" __global__ void find(
     i64 texts, const u8* data, const i64* start, const i64* length, const u8* needle, i64 size, int last, i64* place)
 {
     EACH_WARP(i, texts) {
-        const i64 ways = length[i] - size + 1;
-        for (i64 k = lane; k < ways; k += 32) {
-            const i64 at = start[i] + (last ? ways - 1 - k : k);
-            // Another lane may have been here first, and nothing better lies further on.
+        const i64 positions = length[i] - size + 1;  // may be negative
+        for (i64 k = lane; k < positions; k += 32) {
+            const i64 at = start[i] + (last ? positions - 1 - k : k);
+            // If another lane has found a better position, this lane can only find worse ones. `volatile`: read from
+            // memory each time, because other lanes write it.
             const i64 known = *(volatile const i64*)(place + i);
             if (last ? known > at : known < at) break;
             i64 same = 0;
@@ -26,7 +28,8 @@ extern "C" __global__ void find(
     }
 }
 
-// answer[i]: whether text i starts (at_end: ends) with `affix`; with `whole`, whether it is that. A thread per text.
+// answer[i]: whether text i starts (`at_end`: ends) with `affix`; with `whole`, whether it is equal to it. One thread
+// per text: affixes are short.
 extern "C" __global__ void has_affix(
     i64 texts, const u8* data, const i64* start, const i64* length, const u8* affix, i64 size, int at_end, int whole,
     bool* answer)
@@ -39,11 +42,12 @@ extern "C" __global__ void has_affix(
     }
 }
 
-// Move bounds past characters at the sides, in place. A thread per text.
+// Strips characters from texts: moves their bounds, in place. `left` and `right` say on which sides. One thread per
+// text.
 //
-// single[b]: whether the byte b is one of the characters; codes: the characters of more bytes, each as the number that
-// its bytes are (the first byte highest), ascending. UTF-8 is self-synchronizing: bytes at a text's side that equal a
-// character's encoding are that character.
+// The characters to strip: single[b] says whether ASCII byte b is one; codes has the `wide` others, ascending, each as
+// the number that its UTF-8 bytes form, the first byte in the highest place. Comparing bytes is enough: UTF-8 is
+// self-synchronizing, so bytes at a text's end that equal a character's encoding are that character.
 extern "C" __global__ void strip(
     i64 texts, const u8* data, i64* start, i64* length, const bool* single, i64 wide, const i64* codes, int left,
     int right)
@@ -56,7 +60,7 @@ extern "C" __global__ void strip(
                 const u8 byte = data[side ? high - 1 : low];
                 i64 step = byte < 0x80 && single[byte] ? 1 : 0;
                 if (byte >= 0x80 && wide) {
-                    // The character at this side: its code, and how many bytes that is.
+                    // The first or last character of what remains: its code, and its number of bytes.
                     i64 code = 0, size = 0;
                     if (side) {
                         while (size < 4 && size < high - low) {
@@ -81,8 +85,10 @@ extern "C" __global__ void strip(
     }
 }
 
-// bad[i] becomes true where text i is not UTF-8; the caller has filled it with false. A warp per text.
-// Whether a byte is in its place shows in the three bytes before it and the three after it, so lanes need no order.
+// Sets bad[i] if text i is not valid UTF-8; the caller has filled it with false. One warp per text.
+//
+// Whether a byte is valid at its position depends only on the three bytes before it and the three after it, so every
+// lane tests bytes on its own. The rules are those of Unicode, table 3-7.
 extern "C" __global__ void not_utf8(i64 texts, const u8* data, const i64* start, const i64* length, bool* bad)
 {
     EACH_WARP(i, texts) {
@@ -91,7 +97,7 @@ extern "C" __global__ void not_utf8(i64 texts, const u8* data, const i64* start,
             const u8 byte = text[k];
             if (byte < 0x80) continue;
             bool good = false;
-            if (byte < 0xc0) {  // one that continues: there is a first byte before it, and it reaches this far
+            if (byte < 0xc0) {  // a continuation byte: the lead byte before it must be long enough to include it
                 for (i64 back = 1; back <= 3 && back <= k; back++) {
                     const u8 lead = text[k - back];
                     if (lead >= 0x80 && lead < 0xc0) continue;
@@ -102,10 +108,10 @@ extern "C" __global__ void not_utf8(i64 texts, const u8* data, const i64* start,
                 const int size = byte < 0xe0 ? 2 : byte < 0xf0 ? 3 : 4;
                 good = k + size <= length[i];
                 for (int next = 1; good && next < size; next++) good = (text[k + next] & 0xc0) == 0x80;
-                if (good && byte == 0xe0) good = text[k + 1] >= 0xa0;  // what fits in fewer bytes
-                if (good && byte == 0xed) good = text[k + 1] < 0xa0;   // halves of surrogate pairs
-                if (good && byte == 0xf0) good = text[k + 1] >= 0x90;
-                if (good && byte == 0xf4) good = text[k + 1] < 0x90;  // beyond the last code point
+                if (good && byte == 0xe0) good = text[k + 1] >= 0xa0;  // overlong: fits in two bytes
+                if (good && byte == 0xed) good = text[k + 1] < 0xa0;   // surrogates, U+D800 to U+DFFF
+                if (good && byte == 0xf0) good = text[k + 1] >= 0x90;  // overlong: fits in three bytes
+                if (good && byte == 0xf4) good = text[k + 1] < 0x90;   // above U+10FFFF
             }
             if (!good) {
                 bad[i] = true;
@@ -115,7 +121,7 @@ extern "C" __global__ void not_utf8(i64 texts, const u8* data, const i64* start,
     }
 }
 
-// wide[i] becomes true where text i has a byte beyond ASCII; the caller has filled it with false. A warp per text.
+// Sets wide[i] if text i contains a byte that is not ASCII; the caller has filled it with false. One warp per text.
 extern "C" __global__ void not_ascii(i64 texts, const u8* data, const i64* start, const i64* length, bool* wide)
 {
     EACH_WARP(i, texts) {
@@ -128,7 +134,7 @@ extern "C" __global__ void not_ascii(i64 texts, const u8* data, const i64* start
     }
 }
 
-// hash[i]: a number that equal texts share. A thread per text: for short ones (roles).
+// hash[i]: a hash of text i. One thread per text, for short texts (roles).
 extern "C" __global__ void hash_texts(i64 texts, const u8* data, const i64* start, const i64* length, i64* hash)
 {
     EACH_THREAD(i, texts) {
@@ -138,7 +144,7 @@ extern "C" __global__ void hash_texts(i64 texts, const u8* data, const i64* star
     }
 }
 
-// same[i]: whether text i is the same as text other[i]. A thread per text.
+// same[i]: whether text i equals text other[i]. One thread per text.
 extern "C" __global__ void same_texts(
     i64 texts, const u8* data, const i64* start, const i64* length, const i64* other, bool* same)
 {

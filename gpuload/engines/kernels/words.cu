@@ -1,12 +1,13 @@
-// Pieces that are one id: added tokens, and entries of the vocabulary. Tables and hash are those of tokenizer/merges.py.
+// Whole-word look-ups: pre-tokens that become one id. The tables are those of tokenizer/merges.py.
 //
-// What is known of piece j is one[j]: its id; or, below 0, ~ of how many ids it has, which lie elsewhere. A piece that is
-// still to be merged is TO_MERGE there, and one of no ids is NO_IDS.
+// known[j] is what is known of pre-token j. If it is not negative, it is the pre-token's only id. Otherwise it is
+// ~(number of ids), which are stored elsewhere: NO_IDS is ~0. TO_MERGE marks pre-tokens that still have to be merged.
 
 #define TO_MERGE (-2147483647 - 1)
 #define NO_IDS (-1)
 
-// The hash of a piece: FNV-1a, mixed so that both ends are good.
+// The hash of a pre-token: 64-bit FNV-1a, mixed so that both the low bits (the slot) and the high bits (the tag) are
+// usable; `hash_bytes` of tokenizer/hash_tables.py.
 __device__ __forceinline__ u64 word_hash(const u8* bytes, int length)
 {
     u64 hash = 0xcbf29ce484222325ull;
@@ -15,12 +16,16 @@ __device__ __forceinline__ u64 word_hash(const u8* bytes, int length)
     return hash ^ (hash >> 29);
 }
 
-// one[j] for m pieces. No entry is of more than `longest` bytes. Bytes decide, not hashes. A thread per piece.
+// Looks up m pre-tokens. One thread per pre-token.
+//
+// A negative length is an added token's ~id. No entry has more than `longest` bytes, so longer pre-tokens are not
+// hashed. A slot holds the high half of an entry's hash as a tag, and the entry's number. Equal tags do not imply equal
+// bytes, so these are compared.
 extern "C" __global__ void look_up_words(
-    i64 pieces, const u8* data, const int* start, const int* length, const u64* words, u64 mask, const u8* word_bytes,
-    const int* word_offsets, const int* word_ids, int longest, int* one)
+    i64 pretokens, const u8* data, const int* start, const int* length, const u64* words, u64 mask,
+    const u8* word_bytes, const int* word_offsets, const int* word_ids, int longest, int* known)
 {
-    EACH_THREAD(j, pieces) {
+    EACH_THREAD(j, pretokens) {
         const int size = length[j];
         int id = size < 0 ? ~size : size == 0 ? NO_IDS : TO_MERGE;
         if (size > 0 && size <= longest) {
@@ -39,22 +44,22 @@ extern "C" __global__ void look_up_words(
                 }
             }
         }
-        one[j] = id;
+        known[j] = id;
     }
 }
 
-// All pieces of some texts have no ids. A warp per text.
-extern "C" __global__ void drop_pieces(i64 texts, const i64* text, const i64* first, int* one)
+// Sets all pre-tokens of some texts to no ids: texts that fall back. One warp per text.
+extern "C" __global__ void drop_pretokens(i64 texts, const i64* text, const i64* first, int* known)
 {
     EACH_WARP(i, texts) {
-        for (i64 j = first[text[i]] + lane; j < first[text[i] + 1]; j += 32) one[j] = NO_IDS;
+        for (i64 j = first[text[i]] + lane; j < first[text[i] + 1]; j += 32) known[j] = NO_IDS;
     }
 }
 
-// The ids of all pieces that are one id, each to its place. A thread per piece.
-extern "C" __global__ void write_words(i64 pieces, const int* one, const int* offsets, int* out)
+// Writes the ids of all pre-tokens that have one. One thread per pre-token; its ids begin at out[offsets[j]].
+extern "C" __global__ void write_words(i64 pretokens, const int* known, const int* offsets, int* out)
 {
-    EACH_THREAD(j, pieces) {
-        if (one[j] >= 0) out[offsets[j]] = one[j];
+    EACH_THREAD(j, pretokens) {
+        if (known[j] >= 0) out[offsets[j]] = known[j];
     }
 }

@@ -1,0 +1,231 @@
+"""The reference implementation, in plain Python, of the device's encoder: short, slow, and tested against `tokenizers`.
+
+It runs the tables of a `CompiledTokenizer` exactly as the kernels do, which are tested against it:
+
+1. If the tokenizer normalizes to NFC, a text that is not surely in NFC falls back to the tokenizer object.
+2. Added tokens are found: at the leftmost position, the longest one. In a first pass those that are searched for in the
+   original text, then, between them, those that are searched for in normalized text.
+3. The rest is split into pre-tokens by the splitter. With byte fallback, it is cut where no merge can cross.
+4. A pre-token that is a vocabulary entry becomes that entry (whole-word look-up). The others are merged.
+"""
+
+import re
+import unicodedata
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpuload.tokenizer import fallback
+from gpuload.tokenizer.compiled import CompiledTokenizer
+from gpuload.tokenizer.fallback import FallbackTables, code_points
+from gpuload.tokenizer.hash_tables import EMPTY, hash_bytes, hash_pairs, pair_keys
+from gpuload.tokenizer.merges import Bytes, MergeTables, Offsets, merge
+from gpuload.tokenizer.spec import WHITE_SPACE, AddedToken, Keep
+from gpuload.tokenizer.splitter import DEAD, MATCH_BEFORE, START, STATE, Splitter
+from gpuload.tokenizer.unassigned import UNASSIGNED
+
+Section = str | int  # text, or the id of an added token
+
+
+def encode(tokenizer: CompiledTokenizer, text: str) -> list[int] | None:
+    """Encode a text without adding special tokens; None if it falls back to the tokenizer object."""
+    parts = cut(tokenizer, text)
+    if parts is None:
+        return None
+    tables = tokenizer.tables
+    words = [part.encode() for part in parts if isinstance(part, str)]
+    base = tables.base if isinstance(tables, FallbackTables) else tables
+    whole = look_up_words(base, *_flat(words))
+    rest = [words[number] for number in np.flatnonzero(whole < 0)]
+    if isinstance(tables, FallbackTables):
+        merged, bounds = fallback.merge(tables, [word.decode() for word in rest])
+    else:
+        merged, bounds = merge(tables, *_flat(rest))
+    entries, merges = iter(whole.tolist()), iter(np.split(merged, bounds[1:-1]) if rest else [])
+    ids: list[int] = []
+    for part in parts:
+        if isinstance(part, int):
+            ids.append(part)
+        else:
+            entry = next(entries)
+            ids += next(merges).tolist() if entry < 0 else [entry]
+    return ids
+
+
+def _flat(words: list[bytes]) -> tuple[Bytes, Offsets]:
+    return np.frombuffer(b"".join(words), np.uint8), np.cumsum([0, *map(len, words)])
+
+
+# Step 1: normal form C.
+
+
+def surely_nfc(text: str) -> bool:
+    """Return whether a text is in NFC under every version of Unicode in use: code points that are unassigned in 14.0
+    may be treated differently."""
+    return text.isascii() or (unicodedata.is_normalized("NFC", text) and not _unassigned().search(text))
+
+
+@lru_cache(maxsize=1)
+def _unassigned() -> re.Pattern[str]:
+    spans = [(span.split("-") * 2)[:2] for span in UNASSIGNED.split()]
+    return re.compile("[" + "".join(f"{chr(int(a, 16))}-{chr(int(b, 16))}" for a, b in spans) + "]")
+
+
+# Steps 2 and 3: added tokens and pre-tokens.
+
+
+def cut(tokenizer: CompiledTokenizer, text: str) -> list[Section] | None:
+    """Return the pre-tokens of a text with the added tokens between them; None if it falls back."""
+    spec = tokenizer.spec
+    if spec.nfc and not surely_nfc(text):
+        return None
+    sections: list[Section] = [text]
+    for normalized in (False, True):
+        added = {token.content: token for token in spec.added if token.normalized == normalized}
+        if added:
+            sections = [part for section in sections for part in _cut_at_added(added, section)]
+    return [part for section in sections for part in _cut_section(tokenizer, section)]
+
+
+def _cut_at_added(added: dict[str, AddedToken], section: Section) -> Iterator[Section]:
+    if isinstance(section, int):
+        yield section
+        return
+    start = 0
+    for match in _finder(tuple(added)).finditer(section):
+        token = added[match[0]]
+        before, after = match.span()
+        if token.lstrip:
+            before = max(start, len(section[:before].rstrip(WHITE_SPACE)))
+        if token.rstrip:
+            after = len(section) - len(section[after:].lstrip(WHITE_SPACE))
+        if start < before:
+            yield section[start:before]
+        yield token.id
+        start = after
+    if start < len(section):
+        yield section[start:]
+
+
+@lru_cache(maxsize=16)
+def _finder(contents: tuple[str, ...]) -> re.Pattern[str]:
+    # Python's alternation takes the first option that matches: longest first.
+    return re.compile("|".join(re.escape(content) for content in sorted(contents, key=len, reverse=True)))
+
+
+def _cut_section(tokenizer: CompiledTokenizer, section: Section) -> list[Section]:
+    if isinstance(section, int):
+        return [section]
+    if not section:
+        return []
+    spec = tokenizer.spec
+    if spec.prefix_space and not section.startswith(" "):
+        section = " " + section
+    if isinstance(tokenizer.tables, FallbackTables):
+        assert spec.fallback
+        return [*cut_characters(tokenizer.tables, spec.fallback.prefix + section.replace(" ", spec.fallback.space))]
+    return [section[start:end] for start, end in pre_tokens(tokenizer.splitter, section)]
+
+
+def pre_tokens(splitter: Splitter, text: str) -> list[tuple[int, int]]:
+    """Return the pre-tokens of a text as (start, end) in code points."""
+    classes = splitter.classes.of(np.frombuffer(text.encode("utf-32-le"), np.uint32)).tolist()
+    found = [(0, len(text))] if text else []
+    for stage in splitter.stages:
+        table = stage.table.tolist()
+        found = [part for start, end in found for part in split(table, stage.keep, classes, start, end)]
+    return found
+
+
+def split(table: list[list[int]], keep: Keep, classes: list[int], start: int, end: int) -> list[tuple[int, int]]:
+    """Apply one stage to the code points from `start` to `end`, given by their classes."""
+    found = []
+    gap = place = start  # the start of the current gap, and where a match is tried
+    after_last = len(table[0]) - 1
+    while place < end:
+        # Run the DFA until no thread is left. The last match found has the highest priority.
+        state, at, matched = START, place, -1
+        while state != DEAD:
+            step = table[state][classes[at] if at < end else after_last]
+            if step & MATCH_BEFORE:
+                matched = at
+            state = step & STATE
+            at += 1
+        if matched < 0:
+            place += 1
+            continue
+        if gap < place and keep != "matches":
+            found.append((gap, place))
+        if keep != "gaps":
+            found.append((place, matched))
+        gap = place = matched
+    if gap < end and keep != "matches":
+        found.append((gap, end))
+    return found
+
+
+def cut_characters(tables: FallbackTables, text: str) -> list[str]:
+    """Cut a normalized text where no merge can cross; see `gpuload.tokenizer.fallback`."""
+    if not text:
+        return []
+    points = code_points(text)
+    keys = pair_keys(points[:-1], points[1:])
+    cuts = (np.flatnonzero(~contains(tables.adjacent, keys)) + 1).tolist()
+    return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+def contains(table: npt.NDArray[np.uint64], keys: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Return whether each of (n,) pair keys is in a hash set."""
+    wanted = keys.astype(np.uint64)
+    inside = np.zeros(len(keys), np.bool_)
+    mask = np.uint64(len(table) - 1)
+    slots = hash_pairs(keys) & mask
+    pending = np.arange(len(keys))
+    while len(pending):
+        found = table[slots]
+        hit = found == wanted[pending]
+        inside[pending[hit]] = True
+        going = ~hit & (found != EMPTY)
+        pending, slots = pending[going], (slots[going] + np.uint64(1)) & mask
+    return inside
+
+
+# Step 4: whole words. Merging is `gpuload.tokenizer.merges.merge`, which also builds the tables.
+
+
+def look_up_words(tables: MergeTables, flat: Bytes, offsets: Offsets) -> npt.NDArray[np.int64]:
+    """Return the (n,) ids of n pre-tokens, -1 for those that are not a usable entry. Equal hashes are not enough: bytes
+    are compared."""
+    hashes = hash_bytes(flat, offsets)
+    lengths = np.diff(offsets)
+    ids = np.full(len(hashes), -1, np.int64)
+    mask = np.uint64(len(tables.words) - 1)
+    slots = hashes & mask
+    pending = np.flatnonzero(lengths)
+    slots = slots[pending]
+    while len(pending):
+        found = tables.words[slots]
+        going = found != EMPTY
+        alike = np.flatnonzero(going & (found >> np.uint64(32) == hashes[pending] >> np.uint64(32)))
+        entries = (found[alike] & np.uint64(0xFFFF_FFFF)).astype(np.int64)
+        same = _same_bytes(tables, entries, flat, offsets, pending[alike])
+        ids[pending[alike[same]]] = tables.word_ids[entries[same]]
+        going[alike[same]] = False
+        pending, slots = pending[going], (slots[going] + np.uint64(1)) & mask
+    return ids
+
+
+def _same_bytes(
+    tables: MergeTables, entries: npt.NDArray[Any], flat: Bytes, offsets: Offsets, rows: npt.NDArray[Any]
+) -> npt.NDArray[np.bool_]:
+    starts, ends = tables.word_offsets[entries], tables.word_offsets[entries + 1]
+    lengths = offsets[rows + 1] - offsets[rows]
+    same: npt.NDArray[np.bool_] = ends - starts == lengths
+    for number in np.flatnonzero(same):
+        start = offsets[rows[number]]
+        word = flat[start : start + lengths[number]]
+        same[number] = word.tobytes() == tables.word_bytes[starts[number] : ends[number]].tobytes()
+    return same
