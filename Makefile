@@ -1,9 +1,9 @@
-# make demo   load real prompts, compare with the row-wise way
-# make test   everything that must hold: lint, types, tests
-# make verl-test  what runs inside verl 0.9.1, against the real one, in an environment of its own
-# make exact  every row of the folder of real data, ten tokenizers, by the kernels of the GPU tokenizer on the host
-# make docs   the documentation site, into site/; warnings are errors
-# make bench  measure against verl 0.9.1 and others (python -m bench); records in bench/results/
+# make demo       load real prompts, and compare with the baseline: template and tokenizer, row by row
+# make test       everything that must hold: lint, types, documentation, tests
+# make docs       the documentation site, into site/; warnings are errors
+# make verl-test  the integration with verl, against verl 0.9.1 itself, in a separate environment
+# make exact      the kernels of the GPU tokenizer, on the host: every row of ../shared with ten tokenizers
+# make bench      measure against verl 0.9.1 and others (python -m bench); records in bench/results/
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -33,7 +33,7 @@ bench: .venv/installed-dev .venv-verl/installed
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -c constraints.txt -e .
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[html]'
 	touch $@
 
 .venv/installed-dev: .venv/installed

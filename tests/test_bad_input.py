@@ -59,7 +59,7 @@ def test_damaged_parquet(tmp_path: Path, gsm8k: str, qwen: Any) -> None:
     for content, message in (
         (b"", "the file is empty"),
         (b"<html>not found</html>", r"not a parquet file: it starts with b'<htm'"),
-        (whole[:100_000], "truncated parquet file.*Fetch the file again"),
+        (whole[:100_000], "truncated parquet file.*download it again"),
         (whole[:1000] + bytes(50_000) + whole[51_000:], "damaged"),
     ):
         file = tmp_path / "bad.parquet"

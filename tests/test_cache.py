@@ -126,7 +126,7 @@ def test_rejected_rows_are_rejected_again(files: list[str], qwen: Any, warm_cach
 
 def test_a_load_that_keeps_no_row_still_fills_the_cache(files: list[str], qwen: Any, warm_cache: Path) -> None:
     for found in (0, 1):
-        with pytest.raises(DataError, match="none of 300 rows is left"):
+        with pytest.raises(DataError, match="all 300 rows were dropped"):
             gpuload.load(files[0], qwen, max_prompt_length=1)
         assert len(entries(warm_cache)) == 1, found
 
@@ -378,7 +378,7 @@ def test_a_load_that_does_not_fit(files: list[str], gsm8k: str, qwen: Any, warm_
     for _ in range(2):
         report = gpuload.load([files[0], gsm8k], qwen, token_cache_bytes=bound).report
         assert (report.from_cache, report.into_cache) == ([files[0]], [])
-        assert f"tokens are not kept: all of them would take more than token_cache_bytes={bound:,}" in report.notes
+        assert f"tokens are not cached: they would exceed token_cache_bytes={bound:,}" in report.notes
         assert entries(warm_cache) == [entry]
 
 
@@ -394,8 +394,8 @@ def test_the_bound_is_a_part_of_the_disk(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_folder_that_cannot_be_written(files: list[str], qwen: Any, tmp_path: Path, warm_cache: Path) -> None:
     (tmp_path / "a file").touch()
     prompts = gpuload.load(files, qwen, cache_dir=str(tmp_path / "a file"))
-    (note,) = [note for note in prompts.report.notes if "not kept" in note]
-    assert note == f"tokens are not kept: {tmp_path / 'a file' / 'tokens'}: Not a directory"
+    (note,) = [note for note in prompts.report.notes if "not cached" in note]
+    assert note == f"tokens are not cached: {tmp_path / 'a file' / 'tokens'}: Not a directory"
     same(prompts, gpuload.load(files, qwen, token_cache=False))
 
 
@@ -413,7 +413,7 @@ def test_a_full_disk(at: str, files: list[str], qwen: Any, warm_cache: Path, mon
         patched.setattr(EntryWriter, at, full)
         prompts = gpuload.load([files[1], files[0], files[2]], qwen)
     assert prompts.report.from_cache == [files[1]]
-    assert f"tokens are not kept: {warm_cache}: No space left on device" in prompts.report.notes
+    assert f"tokens are not cached: {warm_cache}: No space left on device" in prompts.report.notes
     assert len(entries(warm_cache)) == 1 + len(prompts.report.into_cache)
     same(prompts, gpuload.load([files[1], files[0], files[2]], qwen, token_cache=False), checked=False)
 
@@ -462,7 +462,7 @@ def test_prepare(
 
     assert main([*command, "--cache-dir", str(tmp_path / "elsewhere")]) == 0
     assert main(["prepare", "--clear", "--cache-dir", str(tmp_path / "elsewhere")]) == 0
-    assert f"{tmp_path / 'elsewhere' / 'tokens'}: 3 entries removed" in capsys.readouterr().out
+    assert f"{tmp_path / 'elsewhere' / 'tokens'}: removed 3 entries" in capsys.readouterr().out
     assert len(entries(warm_cache)) == 3
     assert main(["prepare", "--clear"]) == 0
     assert entries(warm_cache) == []
@@ -474,7 +474,7 @@ def test_prepare_says_what_is_wrong(
     command = ["prepare", files[0], "--tokenizer", qwen_folder]
     (tmp_path / "a file").touch()
     assert main([*command, "--cache-dir", str(tmp_path / "a file")]) == 1
-    assert "1 of 1 files are not in the cache: tokens are not kept: " in capsys.readouterr().err
+    assert "1 of 1 files are not in the cache: tokens are not cached: " in capsys.readouterr().err
     assert main([*command, "--template-kwargs", "{"]) == 1
     assert "not valid JSON" in capsys.readouterr().err
     for wrong in (["prepare"], ["prepare", files[0]], ["prepare", "--tokenizer", qwen_folder]):

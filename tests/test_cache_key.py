@@ -1,4 +1,4 @@
-"""The key of the token cache: whatever decides the ids decides it; and what is not kept."""
+"""The key of the token cache: whatever decides the ids decides it; and what is not cached."""
 
 import os
 from collections.abc import Callable
@@ -160,7 +160,7 @@ def test_the_clock_is_the_one_that_templates_see(
     assert qwen.decode(after.tokens[0]) == "05a"
 
 
-# -- what is not kept ------------------------------------------------------------------------------------------------
+# -- what is not cached ----------------------------------------------------------------------------------------------
 
 
 class OwnClass(Qwen2Tokenizer):
@@ -179,14 +179,14 @@ def _with_own_method(folder: str) -> Any:
 
 
 _NOT_KEPT: dict[str, tuple[Callable[[str], Any], dict[str, Any], str]] = {
-    "own class": (OwnClass.from_pretrained, {}, r"OwnClass has code that is not from transformers"),
+    "own class": (OwnClass.from_pretrained, {}, r"OwnClass has code from outside transformers"),
     "own encoding": (OwnCall.from_pretrained, {}, r"OwnCall overrides _encode_plus"),
-    "own method": (_with_own_method, {}, r"this Qwen2Tokenizer has a get_chat_template of its own"),
+    "own method": (_with_own_method, {}, r"get_chat_template was replaced on this Qwen2Tokenizer"),
     "split": (lambda folder: AutoTokenizer.from_pretrained(folder, split_special_tokens=True), {}, "split_special"),
     "random": (
         _fresh,
         {"chat_template": "{{ ['a', 'b'] | random }}{{ messages[0].content }}", "verify": "off"},
-        "random",
+        "contains randomness",
     ),
     "time of day": (_fresh, {"chat_template": "{{ strftime_now('%H') }}{{ messages[0].content }}"}, "time of day"),
     "clock under another name": (
@@ -202,7 +202,11 @@ _NOT_KEPT: dict[str, tuple[Callable[[str], Any], dict[str, Any], str]] = {
     ),
     "not plain": (_fresh, {"apply_chat_template_kwargs": {"now": datetime(2026, 1, 1)}}, "now is not plain data"),
     "not plain inside": (_fresh, {"apply_chat_template_kwargs": {"documents": [{"a": {1: "b"}}]}}, "not plain data"),
-    "own arguments": (_fresh, {"apply_chat_template_kwargs": {"tokenizer_kwargs": {"stride": 0}}}, "own"),
+    "own arguments": (
+        _fresh,
+        {"apply_chat_template_kwargs": {"tokenizer_kwargs": {"stride": 0}}},
+        "change how text is encoded",
+    ),
 }
 
 
@@ -213,7 +217,7 @@ def test_what_cannot_be_told_is_not_kept(name: str, files: list[str], qwen_folde
     for _ in range(2):
         prompts = gpuload.load(files[0], tokenizer, **options)
         assert prompts.report.from_cache == prompts.report.into_cache == []
-        notes = [note for note in prompts.report.notes if note.startswith("tokens are not kept: ")]
+        notes = [note for note in prompts.report.notes if note.startswith("tokens are not cached: ")]
         assert len(notes) == 1
         assert why.replace("\\", "") in notes[0]
     assert not warm_cache.exists()
@@ -226,7 +230,7 @@ def test_a_slow_tokenizer_is_not_kept(write: Callable[..., str], warm_cache: Pat
     words.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b"]))
     tokenizer = BertTokenizerLegacy(str(words))
     prompts = gpuload.load(write(["a b"]), tokenizer, chat_template=None)
-    assert any("not kept: BertTokenizerLegacy is a slow tokenizer" in note for note in prompts.report.notes)
+    assert any("not cached: BertTokenizerLegacy is a slow tokenizer" in note for note in prompts.report.notes)
     assert not warm_cache.exists()
 
 
@@ -240,13 +244,13 @@ def test_a_method_replaced_in_its_class(
 
     monkeypatch.setattr(PreTrainedTokenizerBase, "get_chat_template", replaced)
     prompts = gpuload.load(files[0], qwen)
-    assert any("code that is not from transformers" in note for note in prompts.report.notes)
+    assert any("code from outside transformers" in note for note in prompts.report.notes)
     assert not warm_cache.exists()
 
 
 def test_a_frame_is_not_kept(qwen: Any, warm_cache: Path) -> None:
     prompts = gpuload.load(pa.table({"prompt": [user("a")]}), qwen)
-    assert "tokens are not kept: Table is a frame in memory" in prompts.report.notes
+    assert "tokens are not cached: Table is a frame in memory" in prompts.report.notes
     assert not warm_cache.exists()
 
 

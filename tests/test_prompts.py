@@ -93,7 +93,7 @@ def test_plain_strings(kind: pa.DataType, write: Callable[..., str], qwen: Any) 
 
 
 def test_messages_without_a_template_are_rejected(write: Callable[..., str], qwen: Any) -> None:
-    with pytest.raises(gpuload.GpuloadError, match="chat_template=None takes plain strings"):
+    with pytest.raises(gpuload.GpuloadError, match="chat_template=None expects plain strings"):
         gpuload.load(write([user("x")]), qwen, chat_template=None)
 
 

@@ -284,7 +284,7 @@ def test_where_a_relative_name_matches_nothing_the_message_says_where_it_looked(
 
 @pytest.mark.parametrize("name", ["a.parquet", "*.parquet"])
 def test_a_missing_folder_is_named(name: str, tmp_path: Path, cache: Path) -> None:
-    assert f"there is no folder {tmp_path / 'nowhere'}" in message(str(tmp_path / "nowhere" / name), cache)
+    assert f"no such directory: {tmp_path / 'nowhere'}" in message(str(tmp_path / "nowhere" / name), cache)
 
 
 def test_a_file_in_the_place_of_a_folder_is_a_clear_error(tmp_path: Path, cache: Path) -> None:
@@ -310,7 +310,7 @@ def test_an_unknown_ending_is_named_and_so_are_the_known_ones(
 ) -> None:
     touch(tmp_path, name, "b.parquet")
     told = message([tmp_path / "b.parquet", tmp_path / name], cache)
-    assert f"{tmp_path / name}: unknown ending {ending}" in told
+    assert f"{tmp_path / name}: unknown file extension {ending}" in told
     assert ".parquet, .json, .jsonl" in told
 
 
@@ -322,7 +322,7 @@ def test_what_is_no_name_is_rejected_by_its_type(
 ) -> None:
     touch(tmp_path, "a.parquet")
     monkeypatch.chdir(tmp_path)
-    assert f"not by {kind}" in message(files, cache)
+    assert f"not {kind}" in message(files, cache)
 
 
 def test_an_empty_name_is_not_the_working_folder(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -505,7 +505,7 @@ def test_a_dropped_connection_is_tried_again(drops: int, web: FileServer, cache:
 
 def test_a_connection_that_is_always_dropped_is_an_error_and_leaves_no_file(web: FileServer, cache: Path) -> None:
     web.drops = 100
-    assert message(web.url(), cache).startswith(f"{web.url()}: not fetched in 3 attempts: ")
+    assert message(web.url(), cache).startswith(f"{web.url()}: download failed after 3 attempts: ")
     assert web.count("GET") == 3
     assert not [path for path in cache.iterdir() if path.suffix != ".lock"]
 
@@ -559,7 +559,7 @@ def test_a_long_download_is_not_cut_off(web: FileServer, cache: Path, monkeypatc
 
 def test_a_file_of_an_unknown_ending_is_not_downloaded(web: FileServer, cache: Path) -> None:
     told = message(web.url("huge.csv?download=true"), cache)
-    assert "unknown ending '.csv'" in told
+    assert "unknown file extension '.csv'" in told
     assert web.count("GET") == 0
 
 
@@ -610,7 +610,7 @@ def test_a_cache_dir_that_cannot_be_written_is_named(below: str, web: FileServer
     touch(tmp_path, "in_the_way")
     folder = tmp_path / "in_the_way" / below
     told = message(web.url(), folder)
-    assert told.startswith(f"{web.url()}: cannot write to cache_dir {folder}")
+    assert told.startswith(f"{web.url()}: cannot write to the cache directory {folder}")
     assert (tmp_path / "in_the_way").read_bytes() == b"in_the_way"
 
 

@@ -252,18 +252,16 @@ def test_shapes_with_few_rows_each() -> None:
 
 
 def test_equal_hashes_are_not_equal_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpuload.engines.host.conversations import Messages
+    import numpy as np
 
-    def same(self: Messages, code: Any) -> Any:
-        import numpy as np
+    from gpuload.engines.host.texts import HostTexts
 
-        return np.zeros(len(self.first), np.uint64)
-
-    monkeypatch.setattr(Messages, "_hashes", same)
+    monkeypatch.setattr(HostTexts, "shape_hashes", lambda self, first, count, code: np.zeros(len(first), np.int64))
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     prompts = column(conversations(2, seed=6))
     rendered = render(compile(small_tokenizer(), chat_template=template), prompts)
     assert_same(rendered, prompts, small_tokenizer(), chat_template=template, add_generation_prompt=True)
+    assert "the hashes of two conversation shapes collide" in rendered.reasons
 
 
 def _rows(count: int) -> Iterator[list[dict[str, str]]]:

@@ -258,11 +258,11 @@ class Rope(Symbol):
             reject(f"calls {name} on joined texts")
         return self._make(getattr(p, name)() if isinstance(p, str) else p.then(name) for p in self._pieces)
 
-    def split(self, sep: object = None, maxsplit: object = -1) -> Split:
-        return Split(self, sep, maxsplit, from_left=True)
+    def split(self, sep: object = None, maxsplit: object = -1) -> SplitText:
+        return SplitText(self, sep, maxsplit, from_left=True)
 
-    def rsplit(self, sep: object = None, maxsplit: object = -1) -> Split:
-        return Split(self, sep, maxsplit, from_left=False)
+    def rsplit(self, sep: object = None, maxsplit: object = -1) -> SplitText:
+        return SplitText(self, sep, maxsplit, from_left=False)
 
     def _cut(self, mark: str, name: str) -> Rope:
         """Apply the operation `before`, `after`, `before_last` or `after_last` (see `program.Operation`)."""
@@ -298,7 +298,7 @@ def _literal_cut(rope: Rope, text: str, mark: str, name: str) -> Rope:
     return rope._make((parts[0] if name.startswith("before") else parts[-1],))
 
 
-class Split(Symbol):
+class SplitText(Symbol):
     """The result of `split` or `rsplit` on a rope.
 
     Supported are the first and the last part, which are single operations, and further parts through a loop, which asks

@@ -26,7 +26,7 @@ import jinja2.filters
 import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from gpuload.template.rope import TEXT_METHODS, Rope, Split, join
+from gpuload.template.rope import TEXT_METHODS, Rope, SplitText, join
 from gpuload.template.symbol import Length, NotCompilableError, Symbol, reject
 
 MOST_CHARACTERS = 1 << 25
@@ -164,7 +164,7 @@ def _instrument(environment: ImmutableSandboxedEnvironment, meter: Meter) -> Non
         return getattr_(obj, name)
 
     def item(obj: Any, key: Any) -> Any:
-        if isinstance(obj, Split):
+        if isinstance(obj, SplitText):
             return obj[key]
         if isinstance(obj, Symbol):
             reject("indexes into a message's text")
