@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Installs a wheel of gpuload beside the torch that is there, and fails rather than let that be replaced.
+# Installs a wheel of gpuload next to an installed torch. Fails if torch would be replaced.
 #
 #   beside_torch.sh WHEEL EXTRA [UNPIN]
 #
-# UNPIN: packages, as a|b, that the image pins to versions gpuload cannot work with; their pins are left out.
+# UNPIN: packages, as a|b, that the image pins to versions that gpuload does not support. Their pins are ignored.
 #
-# NVIDIA's images pin what they were built with in /etc/pip/constraint.txt. Those pins hold here too, and one for torch
-# is added: by the version that pip knows it by, which is not always torch.__version__. They stay in KEPT, for pip to
-# obey in whatever is installed later.
+# NVIDIA's images pin the versions of their packages in /etc/pip/constraint.txt (PINS). These pins apply here too. A pin
+# for torch is added, with the version in its package metadata, which can differ from torch.__version__. All pins are
+# written to KEPT, so that they can also apply to later installations.
 set -euo pipefail
 
 wheel=$1
@@ -32,5 +32,5 @@ if [[ $after != "$before" ]]; then
     echo "torch was replaced: $before before, $after after" >&2
     exit 1
 fi
-# Their libraries load beside torch's; this needs no GPU.
+# Check that CuPy and pylibcudf can be imported together with torch. This needs no GPU.
 python3 -P -c 'import torch, cupy, pylibcudf, rmm, gpuload.load; print("gpuload", gpuload.__version__, "beside torch", torch.__version__)'
