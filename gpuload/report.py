@@ -15,7 +15,7 @@ class Report:
         files: names of the sources.
         max_prompt_length: the limit in tokens.
         engine: what rendered and encoded.
-        notes: why a faster way was not used, and other remarks.
+        notes: why a faster encoder or engine was not used, and other remarks.
         rows_read: rows that were looked at (after `max_samples`).
         rows_kept: rows in the dataset.
         overlong: rows over the limit: dropped, or kept with `filter_overlong_prompts=False`.
@@ -24,7 +24,7 @@ class Report:
         examples: reason → the first such rows, as "file row N".
         rows_compiled: rows rendered by the compiled template.
         by_reference: why rows were rendered by transformers, one by one → how many.
-        rows_fallback: rows that the GPU engine's tokenizer handed to the host's.
+        rows_fallback: rows that fell back from the GPU's tokenizer to the host's.
         source_bytes, text_bytes: bytes of the files, and of the rendered text.
         tokens: ids of the kept rows.
         shortest, longest: the kept rows' smallest and largest number of tokens.

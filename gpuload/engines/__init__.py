@@ -1,1 +1,1 @@
-"""The stages of a load, once per machine: engine.py says what an engine does, cpu.py does it on the host."""
+"""The stages of a load, once per machine: `protocol.py` says what an engine does, `host/` and `device/` do it."""

@@ -1,0 +1,1 @@
+"""The tokenizer object that defines every token, and its chat template call."""

@@ -1,0 +1,1 @@
+"""Paths, globs, URLs and frames → Arrow tables."""

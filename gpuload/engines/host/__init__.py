@@ -1,0 +1,1 @@
+"""The engine without a GPU: Arrow columns, a compiled tokenizer, NumPy batches."""

@@ -89,7 +89,7 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
 
     def _read_files_and_process(self) -> None:
         started = time.perf_counter()
-        sources = [open_file(file) for file in resolve(self.parquet_files, "~/.cache/gpuload")]
+        sources = [open_file(file) for file in resolve(self.parquet_files)]
         reason = self._unsupported_reason(sources)
         if reason is None:
             self.system_prompt, self.generation_prompt = extract_system_prompt_and_generation(
