@@ -20,6 +20,11 @@ def cache_root(given: str | os.PathLike[str] | None = None) -> Path:
     return Path(given).expanduser()
 
 
+def partial_path(path: Path) -> Path:
+    """A new temporary path in the directory of `path`, for a file that is renamed to `path` once it is complete."""
+    return path.with_name(f"{path.name}-{uuid.uuid4().hex}.partial")
+
+
 @contextmanager
 def replacing(path: Path, locked: bool = False) -> Iterator[Path]:
     """Yields a temporary path in the directory of `path`, which is renamed to `path` if the block succeeds.
@@ -35,7 +40,7 @@ def replacing(path: Path, locked: bool = False) -> Iterator[Path]:
         OSError: the directory or the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial" if locked else f"{path.name}-{uuid.uuid4().hex}.partial")
+    partial = path.with_name(f"{path.name}.partial") if locked else partial_path(path)
     try:
         yield partial
         os.replace(partial, path)

@@ -14,7 +14,7 @@ TEMPLATE = (
 
 
 def same(warm: gpuload.PromptDataset, cold: gpuload.PromptDataset, checked: bool = True) -> None:
-    """Everything that a user can see of two data sets."""
+    """Everything that a user can see of two datasets."""
     assert warm.tokens.to_lists() == cold.tokens.to_lists()
     assert (warm.tokens.values.dtype, warm.tokens.offsets.dtype) == (np.int32, np.int64)
     assert warm.column_types.names == cold.column_types.names

@@ -1,4 +1,4 @@
-"""The contract, row by row: what verl's first data set class does with pandas, the template and the tokenizer.
+"""The contract, row by row: what verl's first dataset class does with pandas, the template and the tokenizer.
 
 Written from that contract alone, as plainly as can be, to be compared with `gpuload.load` key by key.
 """

@@ -135,7 +135,7 @@ def test_real_files(qwen: Any, warm_cache: Path, made: list[int]) -> None:
     """In the wild: whatever can be loaded, warm and cold."""
     wild = shared_files("wild/*.parquet")[::3]
     if not wild:
-        pytest.skip("no shared data sets")
+        pytest.skip("no shared datasets")
     compared = 0
     for file in wild:
         try:

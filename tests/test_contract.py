@@ -1,4 +1,4 @@
-"""`load` against the row-wise contract: the shipped data, every real file, and many tokenizers."""
+"""`load` against the baseline, row by row: the shipped data, every real file, and many tokenizers."""
 
 import dataclasses
 import inspect

@@ -36,7 +36,7 @@ KERNELS = HostKernels()
 
 
 def in_odd_chunks(source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, Any]]:
-    """As cuDF would: the prompt column in chunks of its own sizes, the other columns beside it."""
+    """As cuDF would: the prompt column in chunks of other sizes than the tables with the other columns."""
     if source.without is None:
         return ((table, ArrowPrompts(column)) for table, column in with_prompts(source, prompt_key))
 

@@ -159,7 +159,7 @@ def test_torch_is_pinned_as_pip_knows_it_beside_the_pins_of_the_image(image: Pat
     (image / "pins").write_text("numpy==2.1.0\ntorch==9.0+other\nTorch @ file:///torch.whl\ntorchvision==1\nrich==13\n")
     done = install(image)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("gpuload 0 beside torch 9.0+other\n")
+    assert done.stdout.endswith("gpuload 0 next to torch 9.0+other\n")
     assert (image / "kept").read_text().split("\n") == [
         "torch==9.0+vendor", "numpy==2.1.0", "torchvision==1", "rich==13", "",
     ]  # fmt: skip

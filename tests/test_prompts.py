@@ -130,7 +130,7 @@ def test_content_as_a_list_of_text_parts(write: Callable[..., str], qwen: Any, t
 
 
 def test_json_of_mixed_shapes(tmp_path: Path, qwen: Any) -> None:
-    """Strings beside messages, contents beside parts, missing keys beside nulls: nothing is invented or widened."""
+    """Strings next to messages, contents next to parts, missing keys next to nulls: no key or type is added."""
     rows: list[Any] = [
         {"prompt": "just text", "answer": 1, "meta": {"a": 1}},
         {"prompt": user("messages"), "answer": 1.5, "meta": {"b": [1, "x"]}},

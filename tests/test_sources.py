@@ -478,7 +478,7 @@ def test_a_changed_web_file_is_fetched_anew_though_its_size_is_the_same(
     old = resolve(web.url(), str(cache))
     web.headers, web.body = after, BODY[::-1]
     assert content(resolve(web.url(), str(cache))) == [BODY[::-1]]
-    assert content(old) == [BODY], "whoever reads the old copy goes on reading it"
+    assert content(old) == [BODY], "a reader of the old copy is not disturbed"
 
 
 def test_a_web_file_of_another_size_is_fetched_anew_where_the_server_says_no_more(web: FileServer, cache: Path) -> None:

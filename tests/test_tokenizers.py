@@ -111,7 +111,7 @@ def test_special_tokens_split_on_request(write: Callable[..., str]) -> None:
 
 
 def test_added_tokens_with_flags(write: Callable[..., str]) -> None:
-    """lstrip, rstrip, single_word, normalized: whoever encodes, the ids are the tokenizer's."""
+    """lstrip, rstrip, single_word, normalized: every encoder returns the ids of the tokenizer."""
     texts = ["a <L> b", "a <R>  b", "aWORDb WORD b", "<n>x<N>", "<L><R>WORD<n>"]
     for flags in ("lstrip", "rstrip", "single_word", "normalized"):
         backend = byte_level_bpe(normalizer=normalizers.Lowercase())

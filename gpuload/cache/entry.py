@@ -7,7 +7,6 @@ the file into memory: only the ids that are kept are ever copied.
 """
 
 import json
-import uuid
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -21,6 +20,7 @@ import pyarrow as pa
 
 from gpuload.arrays import Ragged, on_host
 from gpuload.engines.protocol import Tokenized
+from gpuload.files import partial_path
 from gpuload.options import Verify
 from gpuload.sources.read import Source, other_columns
 
@@ -145,7 +145,7 @@ class EntryWriter:
     """
 
     def __init__(self, directory: Path, key: str):
-        self.key, self.path = key, directory / f"{key}-{uuid.uuid4().hex}.partial"
+        self.key, self.path = key, partial_path(directory / key)
         self.rows = 0
         self.closed = False
         self._checksum = self._compared = 0

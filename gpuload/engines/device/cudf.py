@@ -141,7 +141,9 @@ def frame_of(columns: pa.Table, tokens: Ragged) -> Any:
 
 def _smaller(nbytes: int) -> int:
     if nbytes <= _LEAST_CHUNK:
-        raise DeviceError("out of GPU memory while reading: raise gpu_memory_limit, free GPU memory, or use device='cpu'")
+        raise DeviceError(
+            "out of GPU memory while reading: raise gpu_memory_limit, free GPU memory, or use device='cpu'"
+        )
     return nbytes // 2
 
 
