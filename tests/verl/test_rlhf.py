@@ -97,7 +97,7 @@ def test_invalid_settings(numbered: str, qwen: Any, section: Any, message: str) 
 
 def test_device_and_verify_are_passed_on(numbered: str, qwen: Any) -> None:
     assert "60 rows compared" in gpuload_dataset(numbered, qwen, gpuload={"verify": "full"}).report
-    assert "not checked" in gpuload_dataset(numbered, qwen, gpuload={"verify": "off", "device": "cpu"}).report
+    assert "no rows compared" in gpuload_dataset(numbered, qwen, gpuload={"verify": "off", "device": "cpu"}).report
     with pytest.raises(DeviceError, match="cuda"):
         gpuload_dataset(numbered, qwen, gpuload={"device": "cuda:77"})
 

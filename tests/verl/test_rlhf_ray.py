@@ -63,7 +63,7 @@ def test_loads_in_a_task_with_a_gpu(cluster: None, gsm8k: str, qwen: Any, capsys
 
 
 def test_errors_in_the_task_are_raised(cluster: None, numbered: str, qwen: Any) -> None:
-    with pytest.raises(DataError, match="none of 80 rows is left"):
+    with pytest.raises(DataError, match="all 80 rows were dropped"):
         gpuload_dataset(numbered, qwen, gpuload=RAY_GPU, max_prompt_length=3)
     if not torch.cuda.is_available():
         with pytest.raises(DeviceError, match="device='cuda'"):

@@ -38,7 +38,7 @@ def test_shipped_data(gsm8k: str, qwen: Any) -> None:
     expected = verl_dataset(gsm8k, qwen, max_prompt_length=120)
     assert 0 < len(expected) < pq.read_metadata(gsm8k).num_rows
     assert_same(found, expected)
-    assert "64 rows compared with the reference" in found.report
+    assert "64 rows compared with the tokenizer" in found.report
 
 
 def test_without_the_filter(gsm8k: str, qwen: Any) -> None:
@@ -60,7 +60,7 @@ def test_wild_data(qwen: Any, file: Path) -> None:
     data = {"max_samples": MAX_ROWS, "max_prompt_length": 180}
     expected = verl_dataset(file, qwen, **data)
     if not len(expected):
-        with pytest.raises(DataError, match="none of [0-9]+ rows is left"):
+        with pytest.raises(DataError, match="all [0-9]+ rows were dropped"):
             gpuload_dataset(file, qwen, **data)
         data["max_prompt_length"] = 10_000
         expected = verl_dataset(file, qwen, **data)
@@ -265,7 +265,7 @@ def test_prompts_that_the_template_rejects(write: Any, qwen: Any, template: str 
         if len(expected):
             assert_same(gpuload_dataset(path, qwen, **data), expected)
         else:
-            with pytest.raises(ValueError, match="none of 11 rows is left"):
+            with pytest.raises(ValueError, match="all 11 rows were dropped"):
                 gpuload_dataset(path, qwen, **data)
 
 
