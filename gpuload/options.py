@@ -138,7 +138,7 @@ class Options:
         base, _, number = self.device.partition(":") if isinstance(self.device, str) else ("", "", "")
         known_device = self.device in ("auto", "cpu", "cuda") or (base == "cuda" and number.isdigit())
         for name in ("prompt_key", "device"):
-            _expect(self, name, bool(getattr(self, name)) and isinstance(getattr(self, name), str), "a string")
+            _expect(self, name, _is_string(getattr(self, name)), "a string")
         _expect(self, "cache_dir", self.cache_dir is None or _is_string(self.cache_dir), "a path, or None")
         for name in _FLAGS:
             _expect(self, name, isinstance(getattr(self, name), bool), "True or False")

@@ -42,10 +42,6 @@ class Batch:
     text: RenderedText | None = None
     tokens: Tokenized | None = None
 
-    @property
-    def from_cache(self) -> bool:
-        return self.prompts is None
-
 
 Parts = Iterator[tuple[pa.Table, Prompts | Tokenized]]
 """The rows of one source in order: their columns, and their prompts or their ids."""

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, settings
 from gpuload.cache import store as cache
 from gpuload.cache.entry import read_entry
 from gpuload.demo_data import demo_files
-from gpuload.files import cache_root
+from gpuload.testing import link_slow_caches
 
 SHARED = Path(__file__).parents[2] / "shared"
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
@@ -36,11 +36,7 @@ def _cache_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     """None of the tests writes into the user's cache, and none finds tokens in one: two loads that are compared must
     both have made theirs. Tests of the cache ask for `warm_cache`."""
     with pytest.MonkeyPatch.context() as patch:
-        directory = tmp_path_factory.mktemp("cache")
-        for name in ("demo", "tables"):  # these take seconds to make, and no test depends on their absence
-            (cache_root() / name).mkdir(parents=True, exist_ok=True)
-            (directory / name).symlink_to((cache_root() / name).resolve())
-        patch.setenv("GPULOAD_CACHE", str(directory))
+        patch.setenv("GPULOAD_CACHE", link_slow_caches(tmp_path_factory.mktemp("cache")))
         patch.setattr(cache, "read_entry", lambda path, key, rows: None)
         yield
 

@@ -255,7 +255,7 @@ def test_a_file_that_changes_meanwhile_is_not_kept(
 # -- damage, other processes, little room ----------------------------------------------------------------------------
 
 
-def test_a_damaged_entry_is_made_anew(files: list[str], qwen: Any, warm_cache: Path) -> None:
+def test_a_damaged_entry_is_made_again(files: list[str], qwen: Any, warm_cache: Path) -> None:
     cold = gpuload.load(files[0], qwen, chat_template=TEMPLATE)
     (entry,) = entries(warm_cache)
     whole = entry.read_bytes()

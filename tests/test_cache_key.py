@@ -106,7 +106,7 @@ def test_content_changed_in_place(tmp_path: Path, qwen: Any, warm_cache: Path) -
 
 
 def test_other_columns_are_read_as_they_are(tmp_path: Path, qwen: Any, warm_cache: Path) -> None:
-    """What is passed through is never from the cache, and a value changed in its pages does not make the ids anew."""
+    """What is passed through is never from the cache, and a value changed in its pages does not make new ids."""
     file = tmp_path / "data.parquet"
     table = pa.table({"answer": ["aaaa", "mmmm", "zzzz"], "prompt": [user("a"), user("b"), user("c")]})
     pq.write_table(table, file, compression="none", use_dictionary=False)

@@ -43,7 +43,7 @@ def test_the_signature_of_load_is_that_of_its_options() -> None:
     assert list(parameters) == ["files", "tokenizer", *options, "verl_keys"]
     types = get_type_hints(gpuload.load)
     for name, field in options.items():
-        if field.default is dataclasses.MISSING:  # made anew for each load: {}
+        if field.default is dataclasses.MISSING:  # made for each load: {}
             assert parameters[name].default is None
             assert types[name] == get_type_hints(gpuload.Options)[name] | None
         else:

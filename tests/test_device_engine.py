@@ -21,7 +21,8 @@ from gpuload.engines.device import engine as device
 from gpuload.engines.device.encode import LEAST_CHUNK, DeviceEncoder
 from gpuload.engines.device.engine import DeviceEngine, zip_with_tables
 from gpuload.engines.device.render import render
-from gpuload.engines.device.texts import DeviceTexts, to_device
+from gpuload.engines.device.texts import DeviceTexts, texts_to_device
+from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.protocol import ArrowPrompts
 from gpuload.errors import DataError, DeviceError
 from gpuload.options import Options
@@ -38,7 +39,7 @@ KERNELS = HostKernels()
 def in_odd_chunks(source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, Any]]:
     """As cuDF would: the prompt column in chunks of other sizes than the tables with the other columns."""
     if source.without is None:
-        return ((table, ArrowPrompts(column)) for table, column in with_prompts(source, prompt_key))
+        return HostEngine.read(source, prompt_key, keep_prompts)
 
     def chunks() -> Iterator[Conversations]:
         column = pa.concat_arrays([prompts for _, prompts in with_prompts(source, prompt_key)])
@@ -180,7 +181,7 @@ def test_a_column_of_texts_on_the_device(qwen: Any) -> None:
     texts = pa.array(["a", None, "", " é "], pa.large_string())
     engine = DeviceEngine(KERNELS, torch.device("cpu"), Reference(qwen))
     valid = np.asarray(texts.is_valid())
-    column = to_device(KERNELS, [(text or "").encode() for text in texts.to_pylist()])
+    column = texts_to_device(KERNELS, [(text or "").encode() for text in texts.to_pylist()])
     there = from_texts(DeviceTexts(KERNELS), column, valid, lambda rows: texts.take(pa.array(rows)))
     found, expected = engine.render(there), engine.render(ArrowPrompts(texts))
     assert found.text.equals(expected.text)

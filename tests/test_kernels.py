@@ -15,7 +15,7 @@ import pytest
 
 from gpuload.arrays import Ragged, offsets_of
 from gpuload.engines.device.kernels import signatures
-from gpuload.engines.device.texts import DeviceTexts, gather, to_device
+from gpuload.engines.device.texts import DeviceTexts, gather, texts_to_device
 from gpuload.engines.protocol import TextColumn
 from gpuload.template.probe import WHITE_SPACE
 from gpuload.template.program import Operation, Predicate, Ref, apply_operations, holds
@@ -35,7 +35,7 @@ def texts_of(count: int, seed: int = 0) -> list[str]:
 
 
 def column(texts: list[str]) -> TextColumn:
-    return to_device(KERNELS, [text.encode() for text in texts])
+    return texts_to_device(KERNELS, [text.encode() for text in texts])
 
 
 def read(texts: TextColumn) -> list[str]:
@@ -147,7 +147,7 @@ def test_utf8_is_what_python_says_it_is() -> None:
     texts += [bytes([a, b, 0x80, 0xBF]) for a in range(0xF0, 0xF5) for b in range(0x80, 0xC0)]
     texts += [b"".join(chance.choices(pieces, k=chance.randint(0, 6))) for _ in range(20_000)]
     texts += ["é中🙂x".encode() * 100, "é中🙂x".encode() * 100 + b"\xff", b"\x80" + b"x" * 100]
-    found = OPS.not_utf8(to_device(KERNELS, texts))
+    found = OPS.not_utf8(texts_to_device(KERNELS, texts))
     assert found.tolist() == [not _is_utf8(text) for text in texts]
 
 

@@ -382,7 +382,7 @@ def test_the_only_match_of_a_glob_is_named_and_cached_by_its_own_address(s3: Any
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/train/a.parquet", "s3://bucket/train/*.parquet", "s3://bucket/train"])
-def test_a_changed_s3_object_is_fetched_anew_in_the_same_process(url: str, s3: Any, cache: Path) -> None:
+def test_a_changed_s3_object_is_fetched_again_in_the_same_process(url: str, s3: Any, cache: Path) -> None:
     """s3fs remembers listings, and with them sizes and etags that are no longer true."""
     s3.put_object(Bucket="bucket", Key="train/a.parquet", Body=BODY)
     before = resolve(url, str(cache))
@@ -471,7 +471,7 @@ def test_a_name_too_long_for_the_cache_is_shortened(name: str, web: FileServer, 
     ],
     ids=["etag", "last-modified"],
 )
-def test_a_changed_web_file_is_fetched_anew_though_its_size_is_the_same(
+def test_a_changed_web_file_is_fetched_again_though_its_size_is_the_same(
     before: dict[str, str], after: dict[str, str], web: FileServer, cache: Path
 ) -> None:
     web.headers = before
@@ -481,7 +481,7 @@ def test_a_changed_web_file_is_fetched_anew_though_its_size_is_the_same(
     assert content(old) == [BODY], "a reader of the old copy is not disturbed"
 
 
-def test_a_web_file_of_another_size_is_fetched_anew_where_the_server_says_no_more(web: FileServer, cache: Path) -> None:
+def test_a_web_file_of_another_size_is_fetched_again_without_a_validator(web: FileServer, cache: Path) -> None:
     web.headers = {}
     resolve(web.url(), str(cache))
     web.body = BODY + b"more"

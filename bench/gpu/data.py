@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from bench.gpu.section import MissingError, Task
+from gpuload.files import replacing
 
 KINDS = {
     "short": "single messages of less than 2,000 bytes",
@@ -63,19 +64,19 @@ def generated_file(task: Task, rows: int) -> str:
     path = Path(task.scratch) / f"generated-{rows}.parquet"
     if path.exists():
         return str(path)
-    partial_file, left, writer = path.with_suffix(".part"), rows, None
     parts = supported_prompts(task)
-    for number in itertools.count():
-        for file, prompts in parts.items():
+    left, writer = rows, None
+    rounds = ((number, *part) for number in itertools.count() for part in parts.items())
+    with replacing(path) as partial:
+        while left:
+            number, file, prompts = next(rounds)
             table = _in_verls_format(_varied(prompts, number)[:left], Path(file).stem, rows - left)
-            writer = writer or pq.ParquetWriter(partial_file, table.schema)
+            writer = writer or pq.ParquetWriter(partial, table.schema)
             writer.write_table(table)
             left -= table.num_rows
-            if not left:
-                writer.close()
-                partial_file.rename(path)
-                return str(path)
-    raise AssertionError
+        if writer:
+            writer.close()
+    return str(path)
 
 
 def texts(task: Task, kind: str, nbytes: int) -> pa.LargeStringArray:

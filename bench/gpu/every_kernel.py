@@ -17,8 +17,7 @@ from gpuload.engines.device.batches import pad
 from gpuload.engines.device.engine import to_device
 from gpuload.engines.device.kernels import DeviceKernels
 from gpuload.engines.device.render import render
-from gpuload.engines.device.texts import BOUNDS_ONLY, DeviceTexts
-from gpuload.engines.device.texts import to_device as texts_to_device
+from gpuload.engines.device.texts import BOUNDS_ONLY, DeviceTexts, texts_to_device
 from gpuload.template.program import Operation, Predicate, Ref
 
 _TEXTS = ["", " a ", "x" * 1000, " é中🙂 \n", "it's 12345", "<|im_end|>", "a</think>b", "\n\n", "e\u0301", "   "]

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.process import run_forked, without_directories
+from gpuload.files import replacing
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,8 @@ class Facts:
     def write(self, outcome: dict[str, Any]) -> None:
         """Replace the file atomically: the parent may read it after the child was killed."""
         if self.file is not None:
-            partial_file = self.file.with_suffix(".part")
-            partial_file.write_text(json.dumps(outcome | {"facts": self.rows}, default=lambda number: number.item()))
-            partial_file.replace(self.file)
+            with replacing(self.file) as partial:
+                partial.write_text(json.dumps(outcome | {"facts": self.rows}, default=lambda number: number.item()))
 
 
 @dataclass(frozen=True)

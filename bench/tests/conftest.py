@@ -11,13 +11,14 @@ os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 import pytest
 
 from gpuload.demo_data import demo_files
+from gpuload.testing import link_slow_caches
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _cache_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep the user's cache out of the tests. Loads that are compared turn the token cache off."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GPULOAD_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("GPULOAD_CACHE", link_slow_caches(tmp_path_factory.mktemp("cache")))
         yield
 
 

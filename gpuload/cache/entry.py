@@ -107,7 +107,7 @@ def read_entry(path: Path, key: str, rows: int) -> Entry | None:
                     Tokenized(
                         ids=tokens,
                         text_sizes=sizes.to_numpy(),
-                        text_nbytes=0,  # of interest per read batch, see `Entry.rows`
+                        text_nbytes=int(sizes.to_numpy().sum()),
                         rejected=rejected,
                         compiled_rows=facts["compiled"],
                         reasons=facts["reasons"],

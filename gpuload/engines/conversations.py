@@ -241,7 +241,7 @@ def _group(column: Conversations, role: Field | None, codes: Array, roles: list[
     code, bound = codes, len(roles) + 1
     for one in column.fields:
         if one is not role:
-            if bound > _MOST_CODES:  # many fields: number the codes that occur anew, to stay within 64 bits
+            if bound > _MOST_CODES:  # many fields: renumber the codes that occur, to stay within 64 bits
                 values, code = xp.unique(code, return_inverse=True)
                 bound = len(values)
             code, bound = (code << _KIND_BITS) + one.kind, bound << _KIND_BITS

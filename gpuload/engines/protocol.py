@@ -146,12 +146,16 @@ class RowCounts:
         return {name: getattr(self, name) for name in ("rejected", "compiled_rows", "reference_rows", "reasons")}
 
     def add(self, other: "RowCounts", first_row: int) -> None:
-        """Adds the counts of further rows.
+        """Adds further rows.
 
         Args:
             first_row: the number that the other's row 0 has here.
         """
         self.rejected.update((first_row + row, reason) for row, reason in other.rejected.items())
+        self.add_counts(other)
+
+    def add_counts(self, other: "RowCounts") -> None:
+        """Adds how further rows were rendered, but not which of them were rejected."""
         self.compiled_rows += other.compiled_rows
         self.reference_rows += other.reference_rows
         for reason, count in other.reasons.items():

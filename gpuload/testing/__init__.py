@@ -1,9 +1,11 @@
 """For tests and benchmarks: kernels on a machine without a GPU, and loads by an engine of the caller's choice."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 from gpuload.dataset import PromptDataset
+from gpuload.files import cache_root
 from gpuload.load import EngineBuilder, load_sources, open_sources
 from gpuload.options import Options
 
@@ -18,3 +20,18 @@ def load_with(build_engine: EngineBuilder, files: Any, tokenizer: Any, **options
     started = time.perf_counter()
     chosen = Options.parse(options)
     return load_sources(open_sources(files, chosen), tokenizer, chosen, started, build_engine=build_engine)
+
+
+def link_slow_caches(directory: Path) -> str:
+    """Link the demo's tokenizer and the tokenizer tables of the user's cache, which take seconds to make.
+
+    Args:
+        directory: a new cache directory, which otherwise stays empty.
+
+    Returns:
+        The directory, for `$GPULOAD_CACHE`.
+    """
+    for name in ("demo", "tables"):
+        (cache_root() / name).mkdir(parents=True, exist_ok=True)
+        (directory / name).symlink_to((cache_root() / name).resolve())
+    return str(directory)

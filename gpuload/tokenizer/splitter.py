@@ -272,7 +272,7 @@ def _step(program: _Program, threads: tuple[int, ...], member: list[bool] | None
 
 
 def restarts(stage: Stage) -> npt.NDArray[np.uint8]:
-    """Find the boundaries at which the search for a match begins anew, whatever text came before.
+    """Find the boundaries at which the search for a match begins again, whatever text came before.
 
     A splitter goes through a text match by match, so in general a thread cannot begin in the middle. But between some
     classes no match can continue: no match of Qwen2.5's regex has a space after a letter. A thread that begins there

@@ -22,12 +22,13 @@ import torch
 from gpuload.engines.device.cudf import can_read, chunks, slices
 from gpuload.engines.device.engine import DeviceEngine, Reader, zip_with_tables
 from gpuload.engines.device.kernels import DeviceKernels, Kernels
-from gpuload.engines.device.texts import DeviceTexts, to_device
-from gpuload.engines.protocol import ArrowPrompts, Prompts
+from gpuload.engines.device.texts import DeviceTexts, texts_to_device
+from gpuload.engines.host.engine import HostEngine
+from gpuload.engines.protocol import Prompts
 from gpuload.errors import DeviceError
 from gpuload.options import TokensOn
 from gpuload.reference.reference import Reference
-from gpuload.sources.read import Source, with_prompts
+from gpuload.sources.read import Source
 
 _MOST_CHUNK = 256 << 20
 _INSTALL = "pip install 'gpuload[cu13]' (or cu12)"
@@ -72,7 +73,7 @@ def self_test(kernels: Kernels) -> None:
         RuntimeError: the texts come back changed.
     """
     with kernels.current():
-        texts = to_device(kernels, [b"ab", b"", b"c" * 1000])
+        texts = texts_to_device(kernels, [b"ab", b"", b"c" * 1000])
         if DeviceTexts(kernels).bytes_at(texts, [2, 1, 0]) != [b"c" * 1000, b"", b"ab"]:
             raise RuntimeError("a kernel returns wrong results")
 
@@ -100,7 +101,7 @@ def reader(kernels: "CudaKernels") -> Reader:
         elif source.parquet is not None and can_read(kind):
             parts = chunks(kernels, source.parquet, prompt_key, kind, kernels.chunk_bytes)
         else:
-            yield from ((table, ArrowPrompts(column)) for table, column in with_prompts(source, prompt_key))
+            yield from HostEngine.read(source, prompt_key, keep_prompts)
             return
         yield from zip_with_tables(_on_device(kernels, parts), source, prompt_key, keep_prompts)
 

@@ -2,7 +2,7 @@
 other. Also columns of a `cudf.DataFrame`, which are in GPU memory already.
 
 What cuDF decoded is used zero-copy: offsets, characters and masks become arrays through `__cuda_array_interface__`.
-Only numbers are made anew: 64-bit starts and lengths from the offsets, one byte per value from the masks.
+Only numbers are computed: 64-bit starts and lengths from the offsets, one byte per value from the masks.
 
 Everything runs on the legacy default stream, which is cuDF's own default and that of every thread of a load, so no
 synchronization is needed.

@@ -20,7 +20,7 @@ import pyarrow as pa
 from gpuload.arrays import Array, Ragged, offsets_of, on_host
 from gpuload.engines.conversations import Conversations
 from gpuload.engines.device.kernels import Kernels
-from gpuload.engines.device.texts import DeviceTexts, gather, to_device
+from gpuload.engines.device.texts import DeviceTexts, gather, texts_to_device
 from gpuload.engines.protocol import RowCounts, TextColumn, Tokenized
 from gpuload.engines.walk import Walk
 from gpuload.template.compiler import ChatProgram
@@ -151,7 +151,7 @@ class _SegmentTable:
         literals = {part: 0 for path, _ in walk.paths for part in path.segments if isinstance(part, str)}
         self._literals = {part: number for number, part in enumerate(literals)}
         # One transfer for all bytes that come from the host: literals, then texts rendered by transformers.
-        self._from_host = to_device(kernels, [*(part.encode() for part in literals), *walk.texts.values()])
+        self._from_host = texts_to_device(kernels, [*(part.encode() for part in literals), *walk.texts.values()])
         self._base = kernels.address(self._from_host.data)
         self._start, self._length = on_host(self._from_host.start).tolist(), on_host(self._from_host.length).tolist()
 

@@ -161,7 +161,7 @@ def gather(kernels: Kernels, address: Array, length: Array) -> tuple[Array, Arra
     return offsets, data
 
 
-def to_device(kernels: Kernels, texts: Iterable[bytes]) -> TextColumn:
+def texts_to_device(kernels: Kernels, texts: Iterable[bytes]) -> TextColumn:
     """Texts of the host in one new buffer, copied over in one transfer."""
     pieces = list(texts)
     length = np.array([len(piece) for piece in pieces], np.int64)

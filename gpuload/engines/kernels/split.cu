@@ -8,7 +8,7 @@
 //
 // One thread per chunk. A sequential search continues from match to match, so a thread cannot begin just anywhere. It
 // begins at the first restart in its chunk: a marked byte, or a boundary between classes at which the search begins
-// anew whatever text came before (`restarts` of tokenizer/splitter.py). It goes on past the end of its chunk to the
+// again whatever text came before (`restarts` of tokenizer/splitter.py). It goes on past the end of its chunk to the
 // first restart there, where another thread has begun. A chunk without a restart is split by the thread of an earlier
 // chunk.
 extern "C" __global__ void split(

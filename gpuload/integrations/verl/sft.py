@@ -27,6 +27,7 @@ from verl.utils.py_functional import convert_nested_value_to_list_recursive
 from verl.utils.tokenizer.chat_template import extract_system_prompt_and_generation
 
 from gpuload.arrays import Ragged, offsets_of
+from gpuload.engines.protocol import RowCounts
 from gpuload.errors import GpuloadError, PromptTooLongError
 from gpuload.integrations.verl.settings import Settings
 from gpuload.integrations.verl.sft_store import (
@@ -37,7 +38,6 @@ from gpuload.integrations.verl.sft_store import (
     shape_row,
 )
 from gpuload.integrations.verl.turns import ConversationTokenizer, TokenizedConversations
-from gpuload.integrations.verl.variants import RenderCounts
 from gpuload.load import choose_rows
 from gpuload.options import Options, plain
 from gpuload.sources.fetch import resolve
@@ -324,15 +324,14 @@ class _Summary:
     fallback: int = 0
     rejected: int = 0
     mismatches: int = 0
-    rendering: RenderCounts = field(default_factory=RenderCounts)
+    rendering: RowCounts = field(default_factory=RowCounts)
     examples: list[str] = field(default_factory=list)
 
     def add(self, tokenized: TokenizedConversations, batch: ConversationBatch, source: str) -> None:
         self.fallback += len(tokenized.fallback)
         self.rejected += len(tokenized.rejected)
         self.mismatches += tokenized.mismatches
-        counts = tokenized.rendering
-        self.rendering.add(counts.compiled, counts.reference, counts.reasons)
+        self.rendering.add_counts(tokenized.rendering)
         for row in sorted(tokenized.rejected)[: 3 - len(self.examples)]:
             self.examples.append(f"{source} row {batch.rows[row]}: {tokenized.rejected[row]}")
 
@@ -340,7 +339,8 @@ class _Summary:
         counts = self.rendering
         parts = [
             f"{rows:,} conversations, {tokens:,} tokens in {seconds:.1f} s",
-            f"{counts.compiled:,} texts rendered by the compiled template, {counts.reference:,} by transformers",
+            f"{counts.compiled_rows:,} texts rendered by the compiled template, "
+            f"{counts.reference_rows:,} by transformers",
         ]
         if counts.reasons:
             reasons = ", ".join(f"{reason} ({count:,})" for reason, count in list(counts.reasons.items())[:3])

@@ -9,10 +9,11 @@ import pyarrow as pa
 import torch
 
 from gpuload.arrays import Ragged
+from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.protocol import ArrowPrompts
 from gpuload.integrations.verl.turns import TokenizedConversations
-from gpuload.sources.read import Source, with_prompts
-from gpuload.stream import Parts, read
+from gpuload.sources.read import Source
+from gpuload.stream import read
 
 Ints = npt.NDArray[np.int64]
 
@@ -43,11 +44,7 @@ def read_conversations(
         messages_key: name of the column of messages.
         wanted: rows to read, numbered over all files, in any order; None for all. They are read in ascending order.
     """
-
-    def open_source(source: Source) -> Parts:
-        return ((table, ArrowPrompts(column)) for table, column in with_prompts(source, messages_key))
-
-    for batch in read(sources, open_source, wanted, {}):
+    for batch in read(sources, lambda source: HostEngine.read(source, messages_key, True), wanted, {}):
         assert isinstance(batch.prompts, ArrowPrompts)
         yield ConversationBatch(batch.source, batch.rows, batch.table, batch.prompts.column)
 

@@ -24,9 +24,9 @@ import pyarrow.compute as pc
 
 from gpuload.arrays import Ragged, offsets_of
 from gpuload.engines.host.encode import host_encoder
+from gpuload.engines.protocol import RowCounts
 from gpuload.integrations.verl.variants import (
     ConversationTexts,
-    RenderCounts,
     TemplateVariant,
     VariantKey,
     render_conversations,
@@ -58,7 +58,7 @@ class TokenizedConversations:
     fallback: dict[int, str]
     rejected: dict[int, str]
     mismatches: int = 0
-    rendering: RenderCounts = field(default_factory=RenderCounts)
+    rendering: RowCounts = field(default_factory=RowCounts)
 
 
 class ConversationTokenizer:
@@ -124,8 +124,9 @@ class ConversationTokenizer:
             key: variant for key, variant in self._variants.items() if variant.program is not None or key == default
         }
         ids, loss = self._concatenate(layout, messages)
-        result = TokenizedConversations(ids, loss, {}, dict(rejected), rendering=messages.counts)
-        result.rendering.add(wholes.counts.compiled, wholes.counts.reference, wholes.counts.reasons)
+        result = TokenizedConversations(ids, loss, {}, dict(rejected))
+        result.rendering.add_counts(messages)
+        result.rendering.add_counts(wholes)
         self._classify_rows(result, layout, messages, wholes)
         return _without_ids(result, [*result.fallback, *result.rejected])
 

@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 
 from gpuload.engines.host.prompts import render_column, render_rows
 from gpuload.engines.host.render import HostText
+from gpuload.engines.protocol import RowCounts
 from gpuload.options import check_template_kwargs, plain
 from gpuload.reference.reference import Reference
 from gpuload.template import ChatProgram
@@ -35,46 +36,20 @@ _AFTER_EMPTY_USER = f"{{% set messages = {_EMPTY_USER} + messages %}}\n"
 _EXAMPLES = 8  # messages on which the template with the prefix is compared with verl's call
 
 
-@dataclass
-class RenderCounts:
-    """How texts were rendered.
-
-    Attributes:
-        compiled: number of texts rendered by the compiled template.
-        reference: number of texts rendered by transformers.
-        reasons: why the compiled template was not used → number of texts.
-    """
-
-    compiled: int = 0
-    reference: int = 0
-    reasons: dict[str, int] = field(default_factory=dict)
-
-    def add(self, compiled: int, reference: int, reasons: Mapping[str, int]) -> None:
-        """Add the counts of further texts."""
-        self.compiled += compiled
-        self.reference += reference
-        for reason, count in reasons.items():
-            self.reasons[reason] = self.reasons.get(reason, 0) + count
-
-
-@dataclass
-class ConversationTexts:
+@dataclass(eq=False)
+class ConversationTexts(RowCounts):
     """Texts of n conversations, which are rendered in several parts.
 
     Attributes:
         prefix: (n,) number of ids at the start of each text that are those of the empty user message.
-        rejected: row → why it has no text.
-        counts: how the texts were rendered.
         texts, rows: the parts; row `rows[k][i]` has the text `texts[k][i]`.
     """
 
     prefix: Ints
-    rejected: dict[int, str] = field(default_factory=dict)
-    counts: RenderCounts = field(default_factory=RenderCounts)
     texts: list[pa.Array] = field(default_factory=list)
     rows: list[Ints] = field(default_factory=list)
 
-    def add(self, rendered: HostText, rows: Ints) -> Ints:
+    def add_part(self, rendered: HostText, rows: Ints) -> Ints:
         """Add the texts of some rows. Texts of a row that is added again replace the former ones.
 
         Returns:
@@ -82,7 +57,7 @@ class ConversationTexts:
         """
         self.texts.append(pc.fill_null(rendered.text, ""))
         self.rows.append(rows)
-        self.counts.add(rendered.compiled_rows, rendered.reference_rows, rendered.reasons)
+        self.add_counts(rendered)
         self.rejected.update((int(rows[row]), reason) for row, reason in rendered.rejected.items())
         return rows[sorted(rendered.rejected)]
 
@@ -110,14 +85,14 @@ def render_conversations(
     for number in np.unique(variant_of).tolist():
         rows = np.flatnonzero(variant_of == number)
         part = conversations if len(rows) == len(conversations) else conversations.take(pa.array(rows))
-        rejected = texts.add(variants[number].render(part), rows)
+        rejected = texts.add_part(variants[number].render(part), rows)
         if not retry_after_user or not len(rejected):
             continue
         retry = variants[number].after_empty_user(conversations.take(pa.array(rejected[:_EXAMPLES])))
         if retry is not None:
             for row in rejected.tolist():
                 del texts.rejected[row]
-            texts.add(retry.render(conversations.take(pa.array(rejected))), rejected)
+            texts.add_part(retry.render(conversations.take(pa.array(rejected))), rejected)
             texts.prefix[rejected] = retry.prefix
     return texts
 
