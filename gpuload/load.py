@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -283,13 +284,11 @@ def _run(task: Pass, engine: Engine) -> PromptDataset:
         cache = TokenCache(options, task.reference, clock)
         stack.callback(cache.discard)
         bar = stack.enter_context(_progress_bar(task.num_rows, options.progress))
-        for batch in _encoded(task, engine, cache, report.seconds, stack):
+        for batch in _encoded(task, engine, cache, verifier, report.seconds, stack):
             source = sources[batch.source]
             assert batch.tokens is not None
-            if batch.prompts is not None and batch.text is not None:
-                compared = verifier.check.rows
-                verifier.compare(source.name, batch.rows, batch.prompts, batch.text, batch.tokens.ids)
-                cache.write(source, batch, verifier.check.rows - compared)
+            if batch.text is not None:
+                cache.write(source, batch)
             keep = filter_rows(batch, source.name, report, options.prompt_key, options.strict, task.keep_rejected)
             kept = np.flatnonzero(keep)
             tables.append(
@@ -320,9 +319,14 @@ def _run(task: Pass, engine: Engine) -> PromptDataset:
 
 
 def _encoded(
-    task: Pass, engine: Engine, cache: TokenCache, seconds: dict[str, float], stack: ExitStack
+    task: Pass,
+    engine: Engine,
+    cache: TokenCache,
+    verifier: Verifier,
+    seconds: dict[str, float],
+    stack: ExitStack,
 ) -> Iterator[Batch]:
-    """The batches after the three expensive stages, each of which has a thread of its own."""
+    """The batches with tokens: read, rendered, encoded and verified. Each stage has a thread of its own."""
     options = task.options
 
     def open_source(source: Source) -> Parts:
@@ -336,10 +340,18 @@ def _encoded(
     def encode(batch: Batch) -> None:
         batch.tokens = engine.encode(batch.text)
 
-    threads = [stack.enter_context(ThreadPoolExecutor(1, name)) for name in ("read", "render", "encode")]
+    def compare(batch: Batch) -> Batch:
+        if batch.prompts is not None and batch.text is not None and batch.tokens is not None:
+            fetch = partial(engine.fetch, batch.tokens.ids)
+            name = task.sources[batch.source].name
+            batch.compared = verifier.compare(name, batch.rows, batch.prompts, batch.text, fetch)
+        return batch
+
+    threads = [stack.enter_context(ThreadPoolExecutor(1, name)) for name in ("read", "render", "encode", "verify")]
     batches = ahead(read(task.sources, open_source, task.wanted, seconds), threads[0])
     batches = ahead(stage("render", render, batches, seconds), threads[1])
-    return ahead(stage("encode", encode, batches, seconds), threads[2])
+    batches = ahead(stage("encode", encode, batches, seconds), threads[2])
+    return ahead(map(compare, batches), threads[3])
 
 
 def _describe(report: Report, engine: Engine, cache: TokenCache, verifier: Verifier) -> None:

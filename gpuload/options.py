@@ -150,7 +150,8 @@ class Options:
         several = _is_int(self.max_samples) and (self.max_samples > 0 or self.max_samples == -1)
         _expect(self, "max_samples", several, "an integer > 0, or -1 for all rows")
         _expect(self, "seed", self.seed is None or (_is_int(self.seed) and self.seed >= 0), "an integer >= 0, or None")
-        _expect(self, "pad_token_id", self.pad_token_id is None or _is_int(self.pad_token_id), "a token id, or None")
+        pad = self.pad_token_id
+        _expect(self, "pad_token_id", pad is None or (_is_int(pad) and pad >= 0), "a token id, or None")
         _expect(
             self,
             "chat_template",

@@ -33,6 +33,7 @@ class Batch:
         prompts: the rows' prompts, as the engine reads them.
         text: the rendered prompts.
         tokens: the token ids.
+        compared: how many of the rows were compared with the tokenizer.
     """
 
     source: int
@@ -41,6 +42,7 @@ class Batch:
     prompts: Prompts | None = None
     text: RenderedText | None = None
     tokens: Tokenized | None = None
+    compared: int = 0
 
 
 Parts = Iterator[tuple[pa.Table, Prompts | Tokenized]]

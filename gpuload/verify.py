@@ -1,26 +1,41 @@
 """The fast path compared with the tokenizer, row by row, in production.
 
-A sample takes from every batch the rows on which fast paths fail (the shortest and the longest, special-token text,
-non-ASCII text) and some at random. It is compared while later batches are still being encoded, so that most of its cost
-is hidden; the rest is bounded in rows and bytes.
+A sample takes rows from every batch: the longest and the shortest that are affordable, and those that are most likely
+to go wrong for this tokenizer (`risk.py`). Its cost is bounded:
+
+1. Rows and bytes that are compared: 64 rows and 64 KiB, or 1/1,024 of all rows and of all text if that is more.
+   Batches share them by their size, and what a batch does not use is left for later ones.
+2. Bytes that are searched for risks: 2 MiB, or 1/128 of all text if that is more.
+3. Seconds: a tenth of a second, or 5 % of the load so far if that is more. Beyond, nothing is searched or compared.
+
+Whatever the bounds are, at least one row of a load is compared. In `load`, all of this runs in a thread of its own,
+while later batches are rendered and encoded.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from gpuload.arrays import Ragged, array_module, on_host
+from gpuload.arrays import Ragged
 from gpuload.engines.protocol import Prompts, RenderedText
 from gpuload.options import Verify
 from gpuload.reference.reference import Prompt, Reference
+from gpuload.risk import RiskFinder
 from gpuload.sources.columns import to_python
 
-_SAMPLE_ROWS = 64
-_SAMPLE_BYTES = 1 << 20
-_FEWEST_ROWS = 2  # per batch, however many batches there are
-_LONGEST_BYTES = 200_000
+_ROWS = 64
+_BYTES = 64 << 10
+_SEARCHED_BYTES = 2 << 20
+_LEAST_SEARCH = 256 << 10  # a search has fixed costs
+_SHARE = 1 / 1024  # of the rows, and of the bytes of text, that are compared
+_SEARCHED_SHARE = 1 / 128  # of the bytes of text
+_SECONDS = 0.1
+_SECONDS_SHARE = 0.05  # of a load
+
+Rows = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass
@@ -41,7 +56,7 @@ class Check:
 
 
 class Verifier:
-    """Compares rows of batches with the tokenizer.
+    """Compares rows of batches with the tokenizer. Used by one thread at a time.
 
     Args:
         mode: "sample", "full" or "off".
@@ -57,14 +72,19 @@ class Verifier:
         self._reference = reference
         self._total = rows
         self._rng = np.random.default_rng(0)
-        special = np.array(reference.special_ids(), np.int64)
-        self._is_special = np.isin(np.arange(special.max(initial=-1) + 1), special)
-        self._first_special = int(special.min(initial=len(self._is_special)))
+        self._risks: RiskFinder | None = None
+        self._started = time.perf_counter()
+        self._rows = self._bytes = self._searched_bytes = 0.0  # what may still be used; it grows with every batch
         self.check = Check()
 
     def compare(
-        self, source: str, numbers: np.ndarray[Any, Any], prompts: Prompts, text: RenderedText, ids: Ragged
-    ) -> None:
+        self,
+        source: str,
+        numbers: Rows,
+        prompts: Prompts,
+        text: RenderedText,
+        fetch: Callable[[Rows], Ragged],
+    ) -> int:
         """Compares a sample of one batch, or all of it.
 
         Args:
@@ -72,47 +92,72 @@ class Verifier:
             numbers: (n,) row numbers in that file.
             prompts: the n rows' prompts.
             text: the n rows rendered.
-            ids: the n rows encoded; only those that are compared are copied to the host.
+            fetch: (k,) ascending row numbers → the ids of these rows, in host memory.
+
+        Returns:
+            How many rows were compared.
         """
         if self._mode == "off":
-            return
+            return 0
         # CPU time of this thread: while it waits for the interpreter lock, other stages are at work.
-        started = time.thread_time()
-        rows = np.flatnonzero(text.sizes >= 0) if self._mode == "full" else self._sample(text, ids)
-        picked = to_python(prompts.to_arrow(rows)) if len(rows) else []
-        for row, prompt in zip(rows, picked, strict=True):
-            self._compare(f"{source} row {numbers[row]}", prompt, ids[int(row)].tolist())
-        self.check.seconds += time.thread_time() - started
+        started, before = time.thread_time(), self.check.rows
+        spent = self.check.seconds
+        rows = np.flatnonzero(text.sizes >= 0) if self._mode == "full" else self._sample(prompts, text)
+        if len(rows):
+            found, order = fetch(np.sort(rows)), np.argsort(np.argsort(rows))
+            for row, prompt, at in zip(rows, to_python(prompts.to_arrow(rows)), order, strict=True):
+                self.check.seconds = spent + time.thread_time() - started
+                if self._mode == "sample" and self.check.rows and self.check.seconds > self._seconds:
+                    break
+                self._compare(f"{source} row {numbers[row]}", prompt, found[int(at)].tolist())
+        self.check.seconds = spent + time.thread_time() - started
+        return self.check.rows - before
 
-    def _sample(self, text: RenderedText, ids: Ragged) -> Any:
-        """Rows of a batch: the longest, the shortest, up to two of every risky kind, some at random."""
+    @property
+    def _seconds(self) -> float:
+        """How many seconds may be spent by now."""
+        return max(_SECONDS, _SECONDS_SHARE * (time.perf_counter() - self._started))
+
+    def _sample(self, prompts: Prompts, text: RenderedText) -> Rows:
+        """Rows of a batch within the bounds: the longest, the shortest, then the riskiest candidates."""
         sizes = text.sizes
-        usable = np.flatnonzero((sizes >= 0) & (sizes <= _LONGEST_BYTES))
-        share = len(sizes) / self._total
-        most = max(_FEWEST_ROWS, round(_SAMPLE_ROWS * share))
+        usable = np.flatnonzero(sizes >= 0)
         if not len(usable):
             return usable
-        kinds = [text.wide]
-        # A template writes special tokens into every row: only rows with more of them than most are risky.
-        count = self._special_counts(ids)
-        kinds.append(count > np.median(count[usable]))
-        rows = [usable[np.argmax(sizes[usable])], usable[np.argmin(sizes[usable])]]
-        for kind in reversed(kinds):
-            of_kind = np.intersect1d(np.flatnonzero(kind), usable)
-            rows += self._rng.choice(of_kind, min(2, len(of_kind)), replace=False).tolist()
-        rows += self._rng.permutation(usable)[:most].tolist()
-        chosen = np.array(list(dict.fromkeys(int(row) for row in rows))[:most])
-        affordable = np.cumsum(sizes[chosen]) <= _SAMPLE_BYTES * share
-        affordable[0] = True
-        return chosen[affordable]
+        share, nbytes = len(sizes) / self._total, int(sizes[usable].sum())
+        self._rows += max(_ROWS * share, _SHARE * len(usable))
+        self._bytes += max(_BYTES * share, _SHARE * nbytes)
+        self._searched_bytes += max(_SEARCHED_BYTES * share, _SEARCHED_SHARE * nbytes)
+        by_size = usable[np.argsort(sizes[usable], kind="stable")]
+        chosen: dict[int, None] = {}
 
-    def _special_counts(self, ids: Ragged) -> Any:
-        """(n,) how many special tokens each row has; counted in the memory of the ids."""
-        xp = array_module(ids.values)
-        # Most tokenizers have them at the end of the vocabulary: one comparison leaves almost nothing to look up.
-        likely = xp.flatnonzero((ids.values >= self._first_special) & (ids.values < len(self._is_special)))
-        special = likely[xp.asarray(self._is_special)[ids.values[likely]]]
-        return on_host(xp.bincount(xp.searchsorted(ids.offsets, special, side="right") - 1, minlength=len(ids)))
+        def choose(row: int) -> None:
+            if row not in chosen and self._rows >= 1 and sizes[row] <= self._bytes:
+                chosen[row] = None
+                self._rows -= 1
+                self._bytes -= int(sizes[row])
+
+        affordable = by_size[sizes[by_size] <= self._bytes / 2]
+        # A batch of a small file can afford one row or none: a risky one then.
+        for row in affordable[[-1, 0]].tolist() if len(affordable) and self._rows >= 3 else []:
+            choose(row)
+        if self._rows >= 1 and self.check.seconds < self._seconds:
+            candidates = self._candidates(sizes, usable)
+            self._risks = self._risks or RiskFinder(self._reference)
+            for at in self._risks.rank(prompts.to_arrow(candidates), self._rng).tolist():
+                choose(int(candidates[at]))
+        if not chosen and not self.check.rows:
+            return by_size[:1]
+        return np.array(list(chosen), np.int64)
+
+    def _candidates(self, sizes: Rows, usable: Rows) -> Rows:
+        """Rows to search for risks: random ones, in ascending order."""
+        if self._searched_bytes < min(_LEAST_SEARCH, sizes[usable].sum()):
+            return usable[:0]
+        at_random = self._rng.permutation(usable)
+        candidates = np.sort(at_random[np.cumsum(sizes[at_random]) <= self._searched_bytes])
+        self._searched_bytes -= int(sizes[candidates].sum())
+        return candidates
 
     def _compare(self, place: str, prompt: Prompt, found: list[int]) -> None:
         self.check.rows += 1

@@ -175,6 +175,10 @@ def test_tokenizers_that_cannot_serve(write: Callable[..., str], qwen_folder: st
     with pytest.raises(TokenizerError, match="neither a pad token nor an eos token.*pad_token_id="):
         gpuload.load(file, unpadded)
     assert gpuload.load(file, unpadded, pad_token_id=3)[0]["input_ids"][0] == 3
+    last = len(unpadded) - 1
+    assert gpuload.load(file, unpadded, pad_token_id=last)[0]["input_ids"][0] == last
+    with pytest.raises(TokenizerError, match=f"pad_token_id={last + 1}: tokenizer .* has ids from 0 to {last}: pass"):
+        gpuload.load(file, unpadded, pad_token_id=last + 1)
 
 
 @pytest.mark.parametrize(
@@ -185,6 +189,7 @@ def test_tokenizers_that_cannot_serve(write: Callable[..., str], qwen_folder: st
         ({"max_prompt_length": 0}, r"max_prompt_length=0: expected an integer > 0"),
         ({"max_prompt_length": "many"}, "max_prompt_length='many'"),
         ({"truncation": "centre"}, "truncation='centre': expected one of 'error', 'left', 'right', 'middle'"),
+        ({"pad_token_id": -1}, "pad_token_id=-1: expected a token id, or None"),
         ({"verify": True}, "verify=True: expected one of 'sample', 'full', 'off'"),
         ({"max_samples": 0}, "max_samples=0"),
         ({"max_samples": -7}, "max_samples=-7"),

@@ -1,17 +1,22 @@
 """Verification in production: a wrong token is found, named, and never given out."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
-from conftest import user
+from conftest import MESSAGES, user
 
 import gpuload
+from gpuload import verify
 from gpuload.arrays import Ragged
 from gpuload.engines.host import encode as host
 from gpuload.errors import MismatchError
 from gpuload.reference.reference import Reference
+from gpuload.risk import RiskFinder
+from gpuload.sources.types import JSON_TYPE
 
 
 @pytest.fixture
@@ -62,14 +67,74 @@ def test_full_finds_one_row_in_many(write: Callable[..., str], qwen: Any) -> Non
 
 
 @pytest.mark.usefixtures("wrong_on_wombats")
-@pytest.mark.parametrize("text", ["wombat", " wombat " * 900, "é wombat", "<|im_end|> wombat <|im_end|>"])
-def test_a_sample_holds_the_rows_that_go_wrong(text: str, write: Callable[..., str], qwen: Any) -> None:
-    """The shortest, the longest, the only one with non-ASCII text, the only one with special tokens in its text."""
+@pytest.mark.parametrize(
+    "text",
+    [
+        "wombat",
+        " wombat " * 900,
+        "é wombat",
+        "<|im_end|> wombat <|im_end|>",
+        "e\u0301 wombat",
+        "x   7 wombat",
+        "\u0663 wombat",
+        "\u3000 wombat",
+        "\U0001f44d wombat",
+    ],
+)
+def test_a_sample_has_the_rows_that_go_wrong(text: str, write: Callable[..., str], qwen: Any) -> None:
+    """The shortest row, the longest, and the only one with a risk of some kind."""
     chats = [user(f"a question of middling length, number {i}") for i in range(5000)]
     chats[1234] = user(f" {text}" if text == "wombat" else text)
     file = write(chats)
     with pytest.raises(MismatchError, match="row 1234: token"):
         gpuload.load(file, qwen, strict=True, max_prompt_length=10_000)
+
+
+@pytest.mark.usefixtures("wrong_on_wombats")
+def test_a_sample_has_decomposed_letters_among_many_accents(write: Callable[..., str], qwen: Any) -> None:
+    chats = [user(f"Une question posée à l'élève numéro {i}\u3002") for i in range(8000)]
+    for row in range(100, 8000, 800):
+        chats[row] = user(f"Une question pose\u0301e au wombat {row}")
+    with pytest.raises(MismatchError, match=r"row \d+00: token"):
+        gpuload.load(write(chats), qwen, strict=True)
+
+
+@pytest.mark.usefixtures("wrong_on_wombats")
+def test_a_sample_of_many_small_files_is_bounded(write: Callable[..., str], qwen: Any) -> None:
+    files = [write([user(f"file {n}, row {i}") for i in range(5)], f"{n}.parquet") for n in range(200)]
+    # One of them, the first, is beyond the bound of 64: some row is always compared.
+    assert 16 <= gpuload.load(files, qwen).report.check.rows <= 65
+
+
+@pytest.mark.usefixtures("wrong_on_wombats")
+def test_a_sample_has_a_row_even_if_all_are_large(write: Callable[..., str], qwen: Any) -> None:
+    file = write([user("a wombat " * 30_000), user("a wombat " * 40_000)])
+    with pytest.raises(MismatchError, match="row 0: token"):
+        gpuload.load(file, qwen, strict=True, max_prompt_length=10**6)
+
+
+def test_a_sample_stops_when_its_time_is_spent(
+    write: Callable[..., str], qwen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "_SECONDS", 0.0)
+    monkeypatch.setattr(verify, "_SECONDS_SHARE", 0.0)
+    assert gpuload.load(write([user(f"row {i}") for i in range(100)]), qwen).report.check.rows == 1
+
+
+@pytest.mark.parametrize("kind", ["string", "messages", "dictionary", "JSON"])
+def test_risky_prompts_rank_first(kind: str, qwen: Any) -> None:
+    texts = [f"text {i}" for i in range(50)]
+    texts[7], texts[20], texts[33] = "<|im_start|>system", "e\u0301", "\u212b e\u0301 <|endoftext|>"
+    column: Any = {
+        "string": lambda: pa.array(texts),
+        "messages": lambda: pa.array([user(text) for text in texts], MESSAGES),
+        "dictionary": lambda: pa.array(texts).dictionary_encode(),
+        "JSON": lambda: pa.array([json.dumps(user(text), ensure_ascii=False) for text in texts], JSON_TYPE),
+    }[kind]()
+    ranked = RiskFinder(Reference(qwen)).rank(column, np.random.default_rng(0)).tolist()
+    assert ranked[0] == 33
+    assert set(ranked[:3]) == {7, 20, 33}
+    assert sorted(ranked) == list(range(50))
 
 
 def test_cost_and_outcome_are_reported(gsm8k: str, qwen: Any) -> None:

@@ -116,23 +116,18 @@ class TokenCache:
             os.utime(path)  # the time of the last use, for `evict`
         return None if self._options.return_full_prompt else entry  # entries have no texts
 
-    def write(self, source: Source, batch: Batch, compared: int) -> None:
-        """Writes a batch whose tokens were made by this load.
-
-        Args:
-            source: of the batch.
-            compared: how many of its rows were compared with the tokenizer.
-        """
+    def write(self, source: Source, batch: Batch) -> None:
+        """Writes a batch of a source, whose tokens were made by this load."""
         if self._stopped or source.name not in self._keys:
             return
         started = time.perf_counter()
         try:
-            self._write(source, batch, compared)
+            self._write(source, batch)
         except OSError as error:
             self._stop(f"{self.directory}: {error.strerror or error}")
         self.seconds["write"] += time.perf_counter() - started
 
-    def _write(self, source: Source, batch: Batch, compared: int) -> None:
+    def _write(self, source: Source, batch: Batch) -> None:
         tokens = batch.tokens
         assert tokens is not None
         if batch.source not in self._writers:
@@ -150,7 +145,7 @@ class TokenCache:
         if self._found_bytes + self._written_bytes + tokens.ids.nbytes > self._bound:
             self._stop(f"they would exceed token_cache_bytes={self._bound:,}")
             return
-        writer.write(tokens, compared)
+        writer.write(tokens, batch.compared)
         self._written_bytes += tokens.ids.nbytes
         if writer.rows == source.num_rows:
             writer.close(self._options.verify)

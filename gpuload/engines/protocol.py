@@ -174,10 +174,6 @@ class RenderedText(Protocol):
         """(n,) int64 in host memory: bytes of each text, -1 where a row was rejected."""
 
     @property
-    def wide(self) -> np.ndarray[Any, Any]:
-        """(n,) bool in host memory: true where a text is not all ASCII."""
-
-    @property
     def text(self) -> pa.LargeStringArray:
         """(n,) large_string in host memory, null where a row was rejected; copied there when first asked for."""
 
@@ -276,6 +272,9 @@ class Engine(Protocol):
 
     def encode(self, text: Any) -> Tokenized:
         """(n,) texts from `render` → n rows of ids."""
+
+    def fetch(self, ids: Ragged, rows: np.ndarray[Any, Any]) -> Ragged:
+        """Some rows (ascending numbers), in host memory."""
 
     def keep(self, ids: Ragged, rows: np.ndarray[Any, Any] | None) -> Ragged:
         """Some rows (ascending numbers, None for all), in memory that outlives the load."""

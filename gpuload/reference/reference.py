@@ -84,9 +84,14 @@ class Reference:
         """The padding token: the one given, or else the tokenizer's own, or else its `eos_token_id`.
 
         Raises:
-            TokenizerError: there is none of them.
+            TokenizerError: there is none of them, or the one given is no id of this tokenizer.
         """
         if self._pad_token_id is not None:
+            if not 0 <= self._pad_token_id < len(self.tokenizer):
+                raise TokenizerError(
+                    f"pad_token_id={self._pad_token_id}: tokenizer {self.name} has ids from 0 to "
+                    f"{len(self.tokenizer) - 1}: pass one of them"
+                )
             return self._pad_token_id
         for token_id in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
             if token_id is not None:
@@ -136,10 +141,6 @@ class Reference:
     def special_texts(self) -> list[str]:
         """The texts of all added tokens (`<|im_start|>` ...)."""
         return [str(token) for token in self.tokenizer.get_added_vocab()]
-
-    def special_ids(self) -> list[int]:
-        """The ids of all added tokens."""
-        return [int(token_id) for token_id in self.tokenizer.get_added_vocab().values()]
 
     def fingerprint(self) -> str:
         """Identifies the tokenizer: model, added tokens, template and its constants."""

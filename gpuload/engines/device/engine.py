@@ -169,6 +169,10 @@ class DeviceEngine:
 
     # -- store ---------------------------------------------------------------------------------------------------------
 
+    def fetch(self, ids: Ragged, rows: np.ndarray[Any, Any]) -> Ragged:
+        with self._kernels.current():
+            return take(self._kernels, ids, self._kernels.xp.asarray(rows)).to_host()
+
     def keep(self, ids: Ragged, rows: np.ndarray[Any, Any] | None) -> Ragged:
         xp = self._kernels.xp
         with self._kernels.current():

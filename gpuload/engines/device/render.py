@@ -20,7 +20,7 @@ import pyarrow as pa
 from gpuload.arrays import Array, Ragged, offsets_of, on_host
 from gpuload.engines.conversations import Conversations
 from gpuload.engines.device.kernels import Kernels
-from gpuload.engines.device.texts import DeviceTexts, gather, texts_to_device
+from gpuload.engines.device.texts import gather, texts_to_device
 from gpuload.engines.protocol import RowCounts, TextColumn, Tokenized
 from gpuload.engines.walk import Walk
 from gpuload.template.compiler import ChatProgram
@@ -60,11 +60,6 @@ class DeviceText(RowCounts):
         sizes = on_host(self.lengths).copy()
         sizes[list(self.rejected)] = -1
         return sizes
-
-    @property
-    def wide(self) -> np.ndarray[Any, Any]:
-        """(n,) bool in host memory, true where a text is not all ASCII."""
-        return on_host(DeviceTexts(self.kernels).not_ascii(self.column))
 
     @cached_property
     def text(self) -> pa.LargeStringArray:

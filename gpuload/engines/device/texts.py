@@ -84,11 +84,12 @@ class DeviceTexts:
         raise ValueError(f"unknown test {test!r}")
 
     def not_utf8(self, texts: TextColumn) -> Array:
-        return self._flags("not_utf8", texts)
-
-    def not_ascii(self, texts: TextColumn) -> Array:
-        """(n,) bool, true where a text has a character outside ASCII."""
-        return self._flags("not_ascii", texts)
+        """(n,) bool from a kernel with one warp per text, which sets a flag and never clears one."""
+        flags = self.xp.zeros(len(texts), bool)
+        self.kernels.run(
+            "not_utf8", self.kernels.warps(len(texts)), len(texts), texts.data, texts.start, texts.length, flags
+        )
+        return flags
 
     def distinct(self, texts: TextColumn) -> tuple[Array, Array, Array]:
         xp, n = self.xp, len(texts)
@@ -112,12 +113,6 @@ class DeviceTexts:
     def _run(self, name: str, items: int, *arguments: Any) -> None:
         """A kernel with one thread per item."""
         self.kernels.run(name, self.kernels.threads(items), items, *arguments)
-
-    def _flags(self, name: str, texts: TextColumn) -> Array:
-        """(n,) bool from a kernel with one warp per text, which sets a flag and never clears one."""
-        flags = self.xp.zeros(len(texts), bool)
-        self.kernels.run(name, self.kernels.warps(len(texts)), len(texts), texts.data, texts.start, texts.length, flags)
-        return flags
 
     def _find(self, texts: TextColumn, literal: bytes, last: bool = False) -> tuple[Array, Array]:
         """Which texts contain a literal, and the position of its first (or last) occurrence in those."""

@@ -83,6 +83,10 @@ class HostEngine:
         return self.encoder.encode(text)
 
     @staticmethod
+    def fetch(ids: Ragged, rows: np.ndarray[Any, Any]) -> Ragged:
+        return ids.take(rows)
+
+    @staticmethod
     def keep(ids: Ragged, rows: np.ndarray[Any, Any] | None) -> Ragged:
         if rows is None:
             return ids

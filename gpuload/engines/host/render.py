@@ -6,6 +6,7 @@ gets a number in one table of slices, a row becomes a list of such numbers, and 
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
@@ -37,15 +38,10 @@ class HostText(RowCounts):
     def __len__(self) -> int:
         return len(self.text)
 
-    @property
+    @cached_property
     def sizes(self) -> Ints:
         """(n,) int64, bytes of each text, -1 where a row was rejected."""
         return np.asarray(pc.fill_null(pc.binary_length(self.text), -1))
-
-    @property
-    def wide(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """(n,) bool, true where a text is not all ASCII."""
-        return np.asarray(self.sizes != np.asarray(pc.fill_null(pc.utf8_length(self.text), -1)))
 
     def tokenized(self, ids: Ragged) -> Tokenized:
         """The same rows with their ids."""

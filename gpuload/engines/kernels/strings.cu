@@ -121,19 +121,6 @@ extern "C" __global__ void not_utf8(i64 texts, const u8* data, const i64* start,
     }
 }
 
-// Sets wide[i] if text i contains a byte that is not ASCII; the caller has filled it with false. One warp per text.
-extern "C" __global__ void not_ascii(i64 texts, const u8* data, const i64* start, const i64* length, bool* wide)
-{
-    EACH_WARP(i, texts) {
-        for (i64 k = lane; k < length[i]; k += 32) {
-            if (data[start[i] + k] >= 0x80) {
-                wide[i] = true;
-                break;
-            }
-        }
-    }
-}
-
 // hash[i]: a hash of text i. One thread per text, for short texts (roles).
 extern "C" __global__ void hash_texts(i64 texts, const u8* data, const i64* start, const i64* length, i64* hash)
 {
