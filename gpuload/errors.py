@@ -47,5 +47,12 @@ class DeviceError(GpuloadError, RuntimeError):
     """The requested device is not available, does not work, or has run out of memory."""
 
 
+class HostMemoryError(GpuloadError, MemoryError):
+    """The host has too little memory for a load."""
+
+
 class ResumeError(GpuloadError, ValueError):
     """A loader state was saved with other data, another tokenizer or other settings."""
+
+
+MORE_MEMORY = "free memory, or load fewer rows at a time"

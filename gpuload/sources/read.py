@@ -14,12 +14,12 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from gpuload.errors import DataError, SourceError
+from gpuload.errors import MORE_MEMORY, DataError, HostMemoryError, SourceError
 from gpuload.options import nearest
+from gpuload.sources.batches import BATCH_ROWS, bounded, read_row_group
 from gpuload.sources.fetch import SourceFile
 from gpuload.sources.types import JSON_TYPE, check_prompt_type, is_messages
 
-BATCH_ROWS = 8192
 _SLACK = 128  # old writers understate a column chunk's size by up to this many bytes, its dictionary's header
 
 
@@ -75,14 +75,14 @@ def open_frame(frame: Any, name: str) -> Source:
         table.num_rows,
         table.nbytes,
         table.schema,
-        lambda: _slices(table),
+        lambda: _slices(table, name),
         f"{table.num_rows} {table.nbytes} {sample}".encode(errors="backslashreplace"),
     )
 
 
 def _open_cudf(frame: Any, name: str) -> Source:
     def tables(hidden: list[str]) -> Iterator[pa.Table]:
-        return _slices(frame.drop(columns=hidden).to_arrow(preserve_index=False))
+        return _slices(frame.drop(columns=hidden).to_arrow(preserve_index=False), name)
 
     sample = frame.head(64).to_arrow(preserve_index=False)
     nbytes = int(frame.memory_usage(index=False, deep=True).sum())
@@ -190,9 +190,8 @@ def _as_table(frame: Any) -> pa.Table:
     return frame.data.table
 
 
-def _slices(table: pa.Table) -> Iterator[pa.Table]:
-    for start in range(0, table.num_rows, BATCH_ROWS):
-        yield table.slice(start, BATCH_ROWS)
+def _slices(table: pa.Table, name: str) -> Iterator[pa.Table]:
+    return bounded((table.slice(start, BATCH_ROWS) for start in range(0, table.num_rows, BATCH_ROWS)), name)
 
 
 # -- parquet ---------------------------------------------------------------------------------------------------------
@@ -252,12 +251,19 @@ def _column_digest(file: SourceFile, name: str) -> bytes:
 
 
 def _read_parquet(file: SourceFile, hidden: set[str]) -> Iterator[pa.Table]:
+    return bounded(_decode(file, hidden), file.name)
+
+
+def _decode(file: SourceFile, hidden: set[str]) -> Iterator[pa.Table]:
     try:
         with pq.ParquetFile(file.path, pre_buffer=True) as parquet:
             columns = [name for name in parquet.schema_arrow.names if name not in hidden]
             for group in range(parquet.num_row_groups):
-                for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns):
-                    yield pa.Table.from_batches([batch])
+                yield from read_row_group(parquet, file.path, group, columns)
+    except pa.ArrowCapacityError:
+        raise
+    except MemoryError as error:
+        raise HostMemoryError(f"{file.name}: out of memory while reading ({error}): {MORE_MEMORY}") from error
     except (pa.ArrowException, OSError) as error:
         raise SourceError(f"{file.name}: damaged parquet file ({error}): download it again") from error
 
@@ -300,7 +306,13 @@ def _open_json(file: SourceFile) -> Source:
     table = pa.table({name: _json_column([row.get(name) for row in rows]) for name in names})
     digest = hashlib.sha256(content).digest()
     return Source(
-        file.name, len(rows), len(content), table.schema, lambda: _slices(table), digest, content=lambda name: digest
+        file.name,
+        len(rows),
+        len(content),
+        table.schema,
+        lambda: _slices(table, file.name),
+        digest,
+        content=lambda name: digest,
     )
 
 

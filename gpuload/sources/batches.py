@@ -1,0 +1,175 @@
+"""Tables of bounded size: at most `BATCH_ROWS` rows, and about `BATCH_BYTES` of values.
+
+A row group may hold gigabytes: prompts of a megabyte, or, in a file of some kilobytes, a million references to one long
+dictionary entry. So its size in memory is bounded twice: before it is decoded, by its metadata, and afterwards by the
+values themselves.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from gpuload.errors import SourceError
+from gpuload.sources.types import is_list, is_text
+
+BATCH_ROWS = 8192
+BATCH_BYTES = 1 << 26
+
+_MOST_ROW_BYTES = (1 << 31) - 1
+_MORE_THAN_2_GIB = "Nested data conversions not implemented"  # Arrow's message for a nested column
+_WIDTH = 8  # bytes of a number or an offset
+_UNCLEAR_BYTES = 8 * BATCH_BYTES  # a dictionary-encoded column chunk that cannot exceed this is not examined
+_UNCLEAR_ROWS = 256  # of one that can, no more rows are decoded at a time: most writers' dictionaries end at 1 MB
+_SHORT, _SHORT_COMPRESSED = 64, 16  # bytes per value below which most values may be references to long entries
+
+
+def bounded(tables: Iterable[pa.Table], name: str) -> Iterator[pa.Table]:
+    """The same rows in tables of at most `BATCH_ROWS` rows and `BATCH_BYTES`; a row that is larger is on its own.
+
+    Small tables are joined.
+
+    Args:
+        tables: all rows of a source.
+        name: of the source, for the message.
+
+    Raises:
+        SourceError: a row has more bytes than fit into one Arrow array.
+    """
+    waiting: list[pa.Table] = []
+    done = rows = nbytes = 0
+    try:
+        for table in tables:
+            for part, size in _halves(table):
+                if waiting and (rows + part.num_rows > BATCH_ROWS or nbytes + size > BATCH_BYTES):
+                    yield _joined(waiting)
+                    waiting, done, rows, nbytes = [], done + rows, 0, 0
+                waiting.append(part)
+                rows, nbytes = rows + part.num_rows, nbytes + size
+    except pa.ArrowCapacityError as error:
+        raise SourceError(
+            f"{name}: row {done + rows} or a later one has more than 2 GiB of data: remove it or split it"
+        ) from error
+    if waiting:
+        yield _joined(waiting)
+
+
+def _joined(tables: list[pa.Table]) -> pa.Table:
+    return tables[0] if len(tables) == 1 else pa.concat_tables(tables)
+
+
+def _halves(table: pa.Table) -> Iterator[tuple[pa.Table, int]]:
+    """A table in parts within the bounds, each with its bytes.
+
+    Raises:
+        pa.ArrowCapacityError: a row has more bytes than fit into one Arrow array.
+    """
+    size = sum(decoded_bytes(chunk) for column in table.columns for chunk in column.chunks)
+    if table.num_rows == 1 and size > _MOST_ROW_BYTES:
+        raise pa.ArrowCapacityError(f"a row of {size:,} bytes")
+    if table.num_rows < 2 or (size <= BATCH_BYTES and table.num_rows <= BATCH_ROWS):
+        yield table, size
+        return
+    half = min(table.num_rows // 2, BATCH_ROWS)
+    yield from _halves(table.slice(0, half))
+    yield from _halves(table.slice(half))
+
+
+def decoded_bytes(array: Any) -> int:
+    """Bytes of the values of an Arrow array, with dictionaries resolved."""
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        if not is_text(kind.value_type):
+            return _WIDTH * len(array)
+        return pc.sum(pc.take(pc.binary_length(array.dictionary), array.indices)).as_py() or 0
+    if is_list(kind) and len(array):
+        low, high = array.offsets[0].as_py(), array.offsets[-1].as_py()
+        return _WIDTH * len(array) + decoded_bytes(array.values.slice(low, high - low))
+    if pa.types.is_struct(kind):
+        return sum(decoded_bytes(array.field(i)) for i in range(kind.num_fields))
+    return int(array.nbytes)
+
+
+def read_row_group(parquet: pq.ParquetFile, path: str, group: int, columns: Sequence[str]) -> Iterator[pa.Table]:
+    """Decodes one row group.
+
+    Args:
+        parquet: the file, open.
+        path: of the file.
+        group: number of the row group.
+        columns: names of the columns to read.
+
+    Raises:
+        pa.ArrowCapacityError: a row has more bytes than fit into one Arrow array.
+        pa.ArrowException: the file is damaged.
+    """
+    metadata = parquet.metadata.row_group(group)
+    chunks = [metadata.column(i) for i in range(metadata.num_columns)]
+    chunks = [chunk for chunk in chunks if _is_in(chunk.path_in_schema, columns)]
+    size = {chunk.path_in_schema: max(chunk.total_uncompressed_size, chunk.num_values * _WIDTH) for chunk in chunks}
+    step, repeated = BATCH_ROWS, []
+    for chunk in chunks:
+        name = chunk.path_in_schema
+        if chunk.num_values * _longest_possible(chunk) > _UNCLEAR_BYTES:
+            step = _UNCLEAR_ROWS
+            if min(size[name] / _SHORT, chunk.total_compressed_size / _SHORT_COMPRESSED) < chunk.num_values:
+                decoded = chunk.num_values * _longest(parquet.metadata, path, group, chunk)
+                if decoded > _UNCLEAR_BYTES:
+                    repeated.append(name)
+    while step > 1 and step * sum(size.values()) > BATCH_BYTES * metadata.num_rows:
+        step //= 2
+    if not repeated:
+        yield from _tables(parquet, group, columns, step)
+        return
+    schema = pa.schema([parquet.schema_arrow.field(name) for name in columns])
+    with pq.ParquetFile(path, metadata=parquet.metadata, read_dictionary=repeated) as encoded:
+        for table in _tables(encoded, group, columns, step):
+            for part, _ in _halves(table):
+                # `take` copies the rows: a cast of a slice of lists would decode all of the lists' values.
+                yield part.take(pa.array(range(part.num_rows))).cast(schema)
+
+
+def _longest_possible(chunk: Any) -> int:
+    """Bytes of the longest value that a dictionary in this column chunk can have; 0 without one."""
+    return chunk.total_uncompressed_size if chunk.has_dictionary_page and chunk.physical_type == "BYTE_ARRAY" else 0
+
+
+def _longest(metadata: Any, path: str, group: int, chunk: Any) -> int:
+    """Bytes of the longest dictionary entry of a column chunk: its first value comes with the whole dictionary."""
+    name = chunk.path_in_schema
+    with pq.ParquetFile(path, metadata=metadata, read_dictionary=[name], pre_buffer=False) as file:
+        array = next(file.iter_batches(1, row_groups=[group], columns=[name], use_threads=False)).column(0)
+    while not pa.types.is_dictionary(array.type) and array.type.num_fields == 1:
+        array = array.field(0) if pa.types.is_struct(array.type) else array.values
+    entries = array.dictionary if pa.types.is_dictionary(array.type) else []
+    # A first row without values may come without the dictionary.
+    return pc.max(pc.binary_length(entries)).as_py() if len(entries) else _longest_possible(chunk)
+
+
+def _tables(parquet: pq.ParquetFile, group: int, columns: Sequence[str], step: int) -> Iterator[pa.Table]:
+    """The rows of a row group, `step` at a time, or fewer where these are too large."""
+    done = 0
+    while True:
+        skip = done
+        try:
+            for batch in parquet.iter_batches(step, row_groups=[group], columns=list(columns)):
+                if skip < batch.num_rows:
+                    yield pa.Table.from_batches([batch.slice(skip)])
+                    done += batch.num_rows - skip
+                skip = max(0, skip - batch.num_rows)
+                if step > 1 and batch.nbytes > _UNCLEAR_BYTES:
+                    break
+            else:
+                return
+        except pa.ArrowNotImplementedError as error:
+            if _MORE_THAN_2_GIB not in str(error):
+                raise
+            if step == 1:
+                raise pa.ArrowCapacityError(str(error)) from error
+        step = max(1, step // 32)
+
+
+def _is_in(path: str, columns: Sequence[str]) -> bool:
+    return any((path + ".").startswith(name + ".") for name in columns)
