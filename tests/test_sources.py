@@ -1,5 +1,6 @@
 """sources.py against real servers on loopback: moto's S3, and a web server that fails as it is told."""
 
+import json
 import multiprocessing
 import os
 import shutil
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import boto3
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.http import HTTPFileSystem
@@ -26,7 +29,8 @@ from s3fs import S3FileSystem
 import gpuload
 from gpuload.demo_data import demo_files
 from gpuload.errors import SourceError
-from gpuload.sources.fetch import FORMATS, SourceFile, resolve
+from gpuload.sources.fetch import FORMATS, SourceFile, resolve, without_secrets
+from gpuload.sources.read import open_file
 
 BODY = bytes(range(256)) * 1000
 PATIENCE = 20  # seconds a test waits for what should happen at once
@@ -45,6 +49,7 @@ class FileServer(ThreadingHTTPServer):
         self.drops = 0  # how many of the next bodies end half-way
         self.cuts = 0  # how many of the next bodies are the half of the file, with a length to match
         self.asked: list[tuple[str, str]] = []  # method, path
+        self.chunked = False  # whether bodies are sent without their length
         self.pause: Callable[[], Any] = lambda: None  # called half-way through each body
 
     def url(self, path: str = "train.parquet") -> str:
@@ -63,7 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_HEAD(self) -> None:
         self.server.asked.append(("HEAD", self.path))
-        self._head("HEAD", len(self.server.body))
+        self._head("HEAD", None if self.server.chunked else len(self.server.body))
 
     def do_GET(self) -> None:
         self.server.asked.append(("GET", self.path))
@@ -71,7 +76,11 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.cuts:
             self.server.cuts -= 1
             body = body[:half]
-        if self._head("GET", len(body)) != 200:
+        if self._head("GET", None if self.server.chunked else len(body)) != 200:
+            return
+        if self.server.chunked:
+            self.wfile.write(body)
+            self.close_connection = True
             return
         self.wfile.write(body[:half])
         self.server.pause()
@@ -81,10 +90,13 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.wfile.write(body[half:])
 
-    def _head(self, method: str, length: int) -> int:
+    def _head(self, method: str, length: int | None) -> int:
         status = self.server.status[method]
         self.send_response(status)
-        self.send_header("Content-Length", str(length if status == 200 else 0))
+        if length is None and status == 200:
+            self.send_header("Connection", "close")  # the end of the connection is the end of the body
+        else:
+            self.send_header("Content-Length", str(length if status == 200 else 0))
         for key, value in self.server.headers.items():
             self.send_header(key, value)
         self.end_headers()
@@ -228,16 +240,67 @@ def test_a_double_star_reaches_every_folder_below(tmp_path: Path, cache: Path) -
     assert paths(found) == [str(tmp_path / name) for name in ("a.parquet", "x/b.parquet", "x/y/c.parquet")]
 
 
-def test_a_folder_gives_its_own_readable_files_sorted(tmp_path: Path, cache: Path) -> None:
-    touch(tmp_path, "b.parquet", "a.jsonl", "c.json", "README.md", ".hidden", "below/d.parquet")
+def test_a_folder_gives_its_readable_files_and_those_below_sorted(tmp_path: Path, cache: Path) -> None:
+    touch(tmp_path, "b.parquet", "a.jsonl", "c.json", "README.md", "below/d.parquet", "below/a/e.json")
     found = resolve(tmp_path, str(cache))
-    assert paths(found) == [str(tmp_path / name) for name in ("a.jsonl", "b.parquet", "c.json")]
-    assert [file.format for file in found] == ["json", "parquet", "json"]
+    expected = ("a.jsonl", "b.parquet", "below/a/e.json", "below/d.parquet", "c.json")
+    assert paths(found) == [str(tmp_path / name) for name in expected]
+    assert [file.format for file in found] == ["json", "parquet", "json", "parquet", "json"]
+
+
+def test_a_folder_is_read_without_hidden_files_and_folders(tmp_path: Path, cache: Path) -> None:
+    touch(tmp_path, "a.parquet", ".b.parquet", "._a.parquet", "_c.parquet", ".git/d.json", "x/_temporary/0/e.parquet")
+    assert paths(resolve(tmp_path, str(cache))) == [str(tmp_path / "a.parquet")]
+    assert paths(resolve(tmp_path / "_c.parquet", str(cache))) == [str(tmp_path / "_c.parquet")]
+
+
+def test_links_to_folders_are_followed_once(tmp_path: Path, cache: Path) -> None:
+    touch(tmp_path, "data/a.parquet", "elsewhere/b.parquet")
+    (tmp_path / "data" / "below").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "data" / "loop").symlink_to(tmp_path / "data")
+    expected = [str(tmp_path / "data" / name) for name in ("a.parquet", "below/b.parquet")]
+    assert paths(resolve(tmp_path / "data", str(cache))) == expected
+
+
+@pytest.mark.parametrize("name", ["train.parquet", "*.parquet", "", "**/*"])
+def test_a_dangling_link_is_an_error_that_names_link_and_target(name: str, tmp_path: Path, cache: Path) -> None:
+    touch(tmp_path, "a.parquet")
+    (tmp_path / "train.parquet").symlink_to(tmp_path / "blobs" / "0123")
+    told = message(tmp_path / name, cache)
+    expected = f"{tmp_path}/train.parquet: a symlink to {tmp_path}/blobs/0123, which does not exist: restore the file"
+    assert told == expected
+
+
+def test_a_dangling_link_is_not_listed_as_present(tmp_path: Path, cache: Path) -> None:
+    touch(tmp_path, "a.parquet")
+    (tmp_path / "gone.parquet").symlink_to(tmp_path / "blobs" / "0123")
+    assert message(tmp_path / "trian.parquet", cache).endswith("which has a.parquet")
+
+
+def test_a_name_that_is_not_utf8_is_an_error_that_can_be_printed(tmp_path: Path, cache: Path) -> None:
+    name = os.path.join(tmp_path, "caf\udce9.parquet")
+    Path(name).write_bytes(b"x")
+    for given in (name, tmp_path, os.path.join(tmp_path, "*")):
+        told = message(given, cache)
+        assert told == f"{tmp_path}/caf\\udce9.parquet: the name is not valid UTF-8: rename the file"
+    assert "no file matches" in message(os.path.join(tmp_path, "\udce9.parquet"), cache)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("x" * 300 + ".parquet", "File name too long"), ("a\0b.parquet", "no file matches")]
+)
+def test_a_name_that_no_file_can_have_is_an_error_of_ours(name: str, reason: str, tmp_path: Path, cache: Path) -> None:
+    assert reason in message(tmp_path / name, cache)
+
+
+@pytest.mark.parametrize("files", [{"train": "a.parquet"}, {"a.parquet"}])
+def test_a_dict_or_a_set_of_files_is_an_error(files: Any, cache: Path) -> None:
+    assert message(files, cache).startswith(f"files is a {type(files).__name__}: pass a path, a URL or a list of them")
 
 
 def test_a_folder_within_a_folder_is_no_file_whatever_its_name(tmp_path: Path, cache: Path) -> None:
     touch(tmp_path, "a.parquet", "spark.parquet/part-0.parquet")
-    assert paths(resolve(tmp_path, str(cache))) == [str(tmp_path / "a.parquet")]
+    assert paths(resolve(tmp_path / "*.parquet", str(cache))) == [str(tmp_path / "a.parquet")]
     assert paths(resolve(tmp_path / "spark.parquet", str(cache))) == [str(tmp_path / "spark.parquet/part-0.parquet")]
 
 
@@ -352,18 +415,19 @@ def test_an_s3_glob_gives_its_objects_sorted_each_by_its_own_name(s3: Any, cache
     assert content(resolve("s3://bucket/**/e.parquet", str(cache))) == [b"test/e.parquet"]
 
 
-def test_an_s3_folder_gives_its_own_readable_objects_sorted(s3: Any, cache: Path) -> None:
-    for key in ("train/b.parquet", "train/a.json", "train/README.md", "train/below/d.parquet"):
+def test_an_s3_folder_gives_its_readable_objects_and_those_below_sorted(s3: Any, cache: Path) -> None:
+    hidden = ("train/_temporary/0/e.parquet", "train/.f.parquet")
+    for key in ("train/b.parquet", "train/a.json", "train/README.md", "train/below/d.parquet", *hidden):
         s3.put_object(Bucket="bucket", Key=key, Body=key.encode())
-    assert content(resolve("s3://bucket/train", str(cache))) == [b"train/a.json", b"train/b.parquet"]
-    assert content(resolve("s3://bucket/train/", str(cache))) == [b"train/a.json", b"train/b.parquet"]
+    expected = [b"train/a.json", b"train/b.parquet", b"train/below/d.parquet"]
+    assert content(resolve("s3://bucket/train", str(cache))) == expected
+    assert content(resolve("s3://bucket/train/", str(cache))) == expected
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/train/*.parquet", "s3://bucket/train"])
-def test_an_s3_folder_within_a_folder_is_no_file_whatever_its_name(url: str, s3: Any, cache: Path) -> None:
+def test_an_s3_folder_within_a_folder_is_no_file_whatever_its_name(s3: Any, cache: Path) -> None:
     for key in ("train/a.parquet", "train/spark.parquet/part-0.parquet"):
         s3.put_object(Bucket="bucket", Key=key, Body=key.encode())
-    assert content(resolve(url, str(cache))) == [b"train/a.parquet"]
+    assert content(resolve("s3://bucket/train/*.parquet", str(cache))) == [b"train/a.parquet"]
 
 
 def test_objects_of_one_name_in_two_folders_are_not_mixed_up(s3: Any, cache: Path) -> None:
@@ -523,6 +587,78 @@ def test_fewer_bytes_than_announced_are_not_the_file(web: FileServer, cache: Pat
     assert content(resolve(web.url(), str(cache))) == [BODY]
 
 
+@pytest.mark.parametrize("ending", ["parquet", "jsonl", "json"])
+def test_a_cut_copy_of_unknown_length_is_made_again(ending: str, web: FileServer, cache: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"row {i}"} for i in range(50)]
+    if ending == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+        web.body = (tmp_path / "a.parquet").read_bytes()
+    else:
+        lines = [json.dumps(row) for row in rows]
+        web.body = ("\n".join(lines) if ending == "jsonl" else f"[{', '.join(lines)}]\n").encode()
+    web.chunked, web.cuts = True, 2  # fsspec's first GET asks for the length
+    found = resolve(web.url(f"train.{ending}"), str(cache))
+    assert content(found) == [web.body]
+    assert web.count("GET") == 3
+
+    Path(found[0].path).write_bytes(web.body[: len(web.body) // 2])  # as an earlier version of gpuload left it
+    assert content(resolve(web.url(f"train.{ending}"), str(cache))) == [web.body]
+    assert web.count("GET") == 5
+
+    web.cuts = 100  # the file itself is damaged
+    Path(found[0].path).unlink()
+    with pytest.raises(SourceError, match="truncated parquet file|not valid JSON"):
+        open_file(*resolve(web.url(f"train.{ending}"), str(cache)))
+    assert web.count("GET") == 8
+
+
+def test_a_stalled_server_fails_after_the_time_that_was_given(web: FileServer, cache: Path) -> None:
+    release = threading.Event()
+    web.pause = lambda: release.wait(PATIENCE)
+    with pytest.raises(SourceError, match=r"failed after 3 attempts: .*[Tt]imeout"):
+        resolve(web.url(), str(cache), 0.1)
+    release.set()
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("https://user:SECRET@host/a/b.parquet", "https://host/a/b.parquet"),
+        ("https://host/b.parquet?sig=SECRET&x=1", "https://host/b.parquet?redacted-"),
+        ("https://host/b.parquet#SECRET", "https://host/b.parquet?redacted-"),
+        ("s3://KEY:SECRET@bucket/b.parquet", "s3://bucket/b.parquet"),
+        ("403, url='http://host/b.parquet?sig=SECRET' at", "403, url='http://host/b.parquet?redacted-"),
+        ("http://[::1?sig=SECRET", "http://[::1"),
+        ("data/a?b.parquet", "data/a?b.parquet"),
+    ],
+)
+def test_what_may_be_secret_is_removed_from_a_url(address: str, shown: str) -> None:
+    assert without_secrets(address).startswith(shown)
+    assert "SECRET" not in without_secrets(address)
+
+
+def test_urls_that_differ_in_their_queries_have_different_names() -> None:
+    assert len({without_secrets(f"https://host/a.parquet?part={i}") for i in range(100)}) == 100
+
+
+def test_no_message_and_no_report_has_a_signature(web: FileServer, cache: Path, gsm8k: str, qwen: Any) -> None:
+    url = web.url("train.parquet?sig=SECRET")
+    for status in ({"HEAD": 404, "GET": 404}, {"HEAD": 403, "GET": 403}, {"HEAD": 200, "GET": 500}):
+        web.status = status
+        with pytest.raises(SourceError) as caught:
+            resolve(url, str(cache))
+        assert "SECRET" not in "".join(traceback.format_exception(caught.value))
+    with pytest.raises(SourceError) as caught:
+        resolve(web.url("train.csv?sig=SECRET"), str(cache))
+    assert "SECRET" not in str(caught.value)
+
+    web.status = {"HEAD": 200, "GET": 200}
+    web.body = Path(gsm8k).read_bytes()
+    prompts = gpuload.load(url, qwen, max_samples=5, cache_dir=str(cache), device="cpu")
+    assert "SECRET" not in str(prompts.report) + str(prompts.fingerprint) + prompts.origin(0)[0]
+    assert not [path for path in cache.rglob("*") if b"SECRET" in os.fsencode(path)]
+
+
 def test_a_missing_web_file_is_an_error_that_names_it(web: FileServer, cache: Path) -> None:
     web.status = {"HEAD": 404, "GET": 404}
     assert message(web.url(), cache) == f"{web.url()}: no such file"
@@ -659,6 +795,7 @@ def test_a_missing_package_is_named_with_the_word_install(
     assert told.startswith(f"{url}: ")
     assert "install" in told.lower()
     assert package in told
+    assert ("gpuload[remote]" in told) == (package != "adlfs")
 
 
 @pytest.mark.parametrize("url", ["hf://datasets/some/prompts/train.parquet", "hf://datasets/some/prompts/*.parquet"])

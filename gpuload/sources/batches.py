@@ -17,6 +17,8 @@ from gpuload.sources.types import is_list, is_text
 
 BATCH_ROWS = 8192
 BATCH_BYTES = 1 << 26
+STREAMED: dict[str, Any] = {"pre_buffer": False, "buffer_size": 1 << 20}
+"""Arguments of `ParquetFile` with which a column chunk is not read as a whole before it is decoded."""
 
 _MOST_ROW_BYTES = (1 << 31) - 1
 _MORE_THAN_2_GIB = "Nested data conversions not implemented"  # Arrow's message for a nested column
@@ -124,7 +126,7 @@ def read_row_group(parquet: pq.ParquetFile, path: str, group: int, columns: Sequ
         yield from _tables(parquet, group, columns, step)
         return
     schema = pa.schema([parquet.schema_arrow.field(name) for name in columns])
-    with pq.ParquetFile(path, metadata=parquet.metadata, read_dictionary=repeated) as encoded:
+    with pq.ParquetFile(path, metadata=parquet.metadata, read_dictionary=repeated, **STREAMED) as encoded:
         for table in _tables(encoded, group, columns, step):
             for part, _ in _halves(table):
                 # `take` copies the rows: a cast of a slice of lists would decode all of the lists' values.
@@ -139,7 +141,7 @@ def _longest_possible(chunk: Any) -> int:
 def _longest(metadata: Any, path: str, group: int, chunk: Any) -> int:
     """Bytes of the longest dictionary entry of a column chunk: its first value comes with the whole dictionary."""
     name = chunk.path_in_schema
-    with pq.ParquetFile(path, metadata=metadata, read_dictionary=[name], pre_buffer=False) as file:
+    with pq.ParquetFile(path, metadata=metadata, read_dictionary=[name], **STREAMED) as file:
         array = next(file.iter_batches(1, row_groups=[group], columns=[name], use_threads=False)).column(0)
     while not pa.types.is_dictionary(array.type) and array.type.num_fields == 1:
         array = array.field(0) if pa.types.is_struct(array.type) else array.values

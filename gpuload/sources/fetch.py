@@ -2,23 +2,33 @@
 
 A remote file is copied into the cache directory. The name of the copy is a digest of the URL and of what the server
 says about the file's version (size, etag, time), so a changed file is downloaded again and an unchanged one is not. The
-copy is written under a temporary name and renamed once its size is right, so that no process ever sees half a file. A
-lock lets one of several processes download while the others wait for its copy.
+copy is written under a temporary name and renamed once its size and its end are right, so that no process ever sees
+half a file. A lock lets one of several processes download while the others wait for its copy.
 """
 
 import hashlib
+import json
 import os
+import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from gpuload.errors import SourceError
 from gpuload.files import cache_root, replacing
 
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
+REMOTE_TIMEOUT = 60.0
 _ATTEMPTS = 3
+_URL = re.compile(r"\b[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
+_WITH_PACKAGES = ("http", "s3", "gs:", "gcs:")  # protocols whose packages the extra `remote` installs
+_TAIL = 1 << 20  # bytes at the end of a copy that are examined
 # The keys under which fsspec's file systems report a file's version.
 _VERSION_KEYS = (
     *("size", "ETag", "etag", "md5Hash", "Content-MD5", "Digest", "blob_id"),
@@ -33,7 +43,7 @@ class SourceFile:
 
     Attributes:
         path: of the file, or of the copy of a remote one.
-        name: as the user gave it, for messages.
+        name: as the user gave it, for messages; of a URL without what may be secret.
         format: "parquet" or "json".
     """
 
@@ -43,13 +53,16 @@ class SourceFile:
 
 
 def resolve(
-    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], cache_dir: str | None = None
+    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    cache_dir: str | None = None,
+    timeout: float = REMOTE_TIMEOUT,
 ) -> list[SourceFile]:
     """Finds files, and downloads remote ones.
 
     Args:
         files: a path, glob, directory or URL, or several of them.
         cache_dir: where remote files are copied to; None for the default, see `files.cache_root`.
+        timeout: seconds that a web server may be silent.
 
     Returns:
         Local files in the order given; those of one glob or directory are sorted by name.
@@ -57,6 +70,10 @@ def resolve(
     Raises:
         SourceError: nothing matches, the extension is unknown, or a remote file cannot be downloaded.
     """
+    if isinstance(files, Mapping | set | frozenset):
+        raise SourceError(
+            f"files is a {type(files).__name__}: pass a path, a URL or a list of them, such as the files of one split"
+        )
     given: list[Any]
     given = [files] if isinstance(files, str | bytes | os.PathLike) or not isinstance(files, Iterable) else list(files)
     if not given:
@@ -70,29 +87,93 @@ def resolve(
         name = os.fspath(item)
         if not name:
             raise SourceError("one of the given paths is an empty string")
-        found += _remote(name, cache_dir) if "://" in name or name.startswith("hdfs:") else _local(name)
+        found += _remote(name, cache_dir, timeout) if "://" in name or name.startswith("hdfs:") else _local(name)
     return found
 
 
+def without_secrets(text: str) -> str:
+    """A text in which the URLs have no user, password, query or fragment.
+
+    A digest takes the place of the query, so that two URLs that differ only in their queries remain different.
+    """
+    return _URL.sub(lambda url: _without_secrets(url[0]), text)
+
+
+def _without_secrets(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # not a URL after all
+        return url.partition("?")[0].partition("#")[0]
+    secret = parts.query + parts.fragment
+    digest = f"?redacted-{hashlib.sha256(secret.encode(errors='replace')).hexdigest()[:8]}" if secret else ""
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}{digest}"
+
+
+# -- local files -----------------------------------------------------------------------------------------------------
+
+
 def _local(name: str) -> list[SourceFile]:
+    try:
+        return _find(name)
+    except SourceError:
+        raise
+    except (OSError, ValueError) as error:  # a name that is too long or has a null byte, a folder without permissions
+        raise SourceError(f"{_printable(name)}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _find(name: str) -> list[SourceFile]:
     path = Path(name).expanduser()
-    if path.is_file():
-        return [SourceFile(str(path), name, _format(name))]
+    if path.is_file() or path.is_symlink():
+        return [_file(path, name)] if not path.is_dir() else _folder(path, name)
     if path.is_dir():
-        matches = sorted(p for p in path.iterdir() if p.suffix.lower() in FORMATS and p.is_file())
-        if not matches:
-            raise SourceError(f"{name}: no {', '.join(FORMATS)} file in this directory")
-    else:
-        matches = sorted(Path(p) for p in _glob(str(path)))
-        if not matches:
-            raise SourceError(f"{name}: no file matches{_hint(path)}")
-    return [SourceFile(str(p), str(p), _format(str(p))) for p in matches]
+        return _folder(path, name)
+    matches = sorted(Path(p) for p in _glob(str(path)))
+    if not matches:
+        raise SourceError(f"{_printable(name)}: no file matches{_hint(path)}")
+    return [_file(p, str(p)) for p in matches]
+
+
+def _file(path: Path, name: str) -> SourceFile:
+    if not path.exists():
+        raise SourceError(f"{_printable(name)}: a symlink to {os.readlink(path)}, which does not exist: restore the file")
+    if _printable(name) != name:
+        raise SourceError(f"{_printable(name)}: the name is not valid UTF-8: rename the file")
+    return SourceFile(str(path), name, _format(name))
+
+
+def _folder(folder: Path, name: str) -> list[SourceFile]:
+    """The files in a folder and in those below it, sorted."""
+    found: list[Path] = []
+    seen: set[str] = set()
+    for parent, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
+        # A link may lead to a folder above it, or to one that is read anyway.
+        real = os.path.realpath(parent)
+        folders[:] = [] if real in seen else sorted(filter(_is_data, folders))
+        if real not in seen:
+            found += [Path(parent, file) for file in names if _is_data(file) and _ending(file) in FORMATS]
+        seen.add(real)
+    if not found:
+        raise SourceError(f"{_printable(name)}: no {', '.join(FORMATS)} file in this directory or below it")
+    return [_file(path, str(path)) for path in sorted(found)]
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _is_data(name: str) -> bool:
+    """Whether a file or folder inside a folder is read. As in Spark and `datasets`, hidden ones are not."""
+    return not name.startswith((".", "_"))
+
+
+def _printable(name: str) -> str:
+    return name.encode(errors="backslashreplace").decode()
 
 
 def _glob(pattern: str) -> list[str]:
     import glob
 
-    return [p for p in glob.glob(pattern, recursive=True) if os.path.isfile(p)]
+    return [p for p in glob.glob(pattern, recursive=True) if os.path.isfile(p) or not os.path.exists(p)]
 
 
 def _hint(path: Path) -> str:
@@ -102,24 +183,33 @@ def _hint(path: Path) -> str:
         return ""
     if not parent.is_dir():
         return f": no such directory: {parent}"
-    others = sorted(p.name for p in parent.iterdir() if p.suffix in FORMATS)[:5]
-    return f" in {parent.resolve()}" + (f", which has {', '.join(others)}" if others else "")
+    others = sorted(p.name for p in parent.iterdir() if p.suffix in FORMATS and p.exists())[:5]
+    return _printable(f" in {parent.resolve()}" + (f", which has {', '.join(others)}" if others else ""))
+
+
+def _ending(name: str) -> str:
+    return os.path.splitext(name.partition("?")[0])[1].lower()
 
 
 def _format(name: str) -> str:
-    ending = os.path.splitext(name.partition("?")[0])[1].lower()
+    ending = _ending(name)
     if ending not in FORMATS:
-        raise SourceError(f"{name}: unknown file extension {ending!r}: gpuload reads {', '.join(FORMATS)}")
+        raise SourceError(f"{without_secrets(name)}: unknown file extension {ending!r}: gpuload reads {', '.join(FORMATS)}")
     return FORMATS[ending]
 
 
-def _remote(url: str, cache_dir: str | None) -> list[SourceFile]:
+# -- remote files ----------------------------------------------------------------------------------------------------
+
+
+def _remote(url: str, cache_dir: str | None, timeout: float) -> list[SourceFile]:
     import fsspec
     from fsspec.implementations.local import LocalFileSystem
 
     web = url.startswith("http")
+    shown = without_secrets(url)
+    # None of these errors is chained: what fsspec raises names the whole URL.
     try:
-        fs, path = fsspec.core.url_to_fs(url, **(_patience() if web else {}))
+        fs, path = fsspec.core.url_to_fs(url, **(_patience(timeout) if web else {}))
         if isinstance(fs, LocalFileSystem):
             return _local(path)
         fs.invalidate_cache()  # a listing cached by an earlier load may be out of date
@@ -128,68 +218,77 @@ def _remote(url: str, cache_dir: str | None) -> list[SourceFile]:
         elif any(mark in path for mark in "*?["):
             paths = _files(fs.glob(path, detail=True).values())
         elif fs.isdir(path):
-            paths = [p for p in _files(fs.ls(path, detail=True)) if os.path.splitext(p)[1].lower() in FORMATS]
+            paths = [p for p in _files(fs.find(path, detail=True).values()) if _is_read(p, path)]
         else:
             paths = [path]
     except SourceError:
         raise
     except ImportError as error:
-        raise SourceError(f"{url}: {error}") from error
+        install = ": pip install 'gpuload[remote]'" if url.startswith(_WITH_PACKAGES) else ""
+        raise SourceError(f"{shown}: {error}{install}") from None
     except Exception as error:  # every file system raises errors of its own
-        raise SourceError(f"{url}: {_reason(error)}") from error
+        raise SourceError(f"{shown}: {_reason(error)}") from None
     if not paths:
-        raise SourceError(f"{url}: no file matches")
+        raise SourceError(f"{shown}: no file matches")
     names = [url if p == path else fs.unstrip_protocol(p) for p in paths]
     formats = [_format(name) for name in names]  # of all files, before the first download
     return [
-        SourceFile(_fetch(fs, p, name, cache_dir), name, kind)
+        SourceFile(_fetch(fs, p, name, kind, cache_dir), without_secrets(name), kind)
         for p, name, kind in zip(paths, names, formats, strict=True)
     ]
 
 
-def _patience() -> dict[str, Any]:
+def _is_read(path: str, folder: str) -> bool:
+    below = path.removeprefix(folder.rstrip("/") + "/")
+    return all(map(_is_data, below.split("/"))) and _ending(path) in FORMATS
+
+
+def _patience(timeout: float) -> dict[str, Any]:
     """Options for web servers: no limit on the whole download (aiohttp's is five minutes), only on silence."""
     import fsspec
 
     fsspec.get_filesystem_class("http")  # raises with what to install where aiohttp is missing
     import aiohttp
 
-    return {"client_kwargs": {"timeout": aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=60)}}
+    patience = aiohttp.ClientTimeout(total=None, sock_connect=min(timeout, 30), sock_read=timeout)
+    return {"client_kwargs": {"timeout": patience}}
 
 
 def _files(found: Iterable[dict[str, Any]]) -> list[str]:
     return sorted(info["name"] for info in found if info["type"] == "file")
 
 
-def _fetch(fs: Any, path: str, name: str, cache_dir: str | None) -> str:
+def _fetch(fs: Any, path: str, name: str, kind: str, cache_dir: str | None) -> str:
     """The local copy of a remote file, downloaded if there is none."""
     from filelock import FileLock
 
     try:
         info = fs.info(path)
     except Exception as error:
-        raise SourceError(f"{name}: {_reason(error)}") from error
+        raise SourceError(f"{without_secrets(name)}: {_reason(error)}") from None
     version = [name] + [f"{key}={info[key]}" for key in _VERSION_KEYS if info.get(key) is not None]
     digest = hashlib.sha256("\n".join(version).encode()).hexdigest()[:24]
     directory = cache_root(cache_dir)
     target = directory / f"{digest}-{os.path.basename(path.partition('?')[0])[-_NAME_LENGTH:]}"
-    if target.exists():
+    if _is_whole(target, kind):
         return str(target)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{target}.lock"):
-            if not target.exists():
-                _copy(fs, path, name, target, info.get("size"))
+            if not _is_whole(target, kind):
+                _copy(fs, path, name, kind, target, info.get("size"))
     except SourceError:
         raise
     except OSError as error:
         raise SourceError(
-            f"{name}: cannot write to the cache directory {directory}: {error.strerror or error}"
+            f"{without_secrets(name)}: cannot write to the cache directory {directory}: {error.strerror or error}"
         ) from error
     return str(target)
 
 
-def _copy(fs: Any, path: str, name: str, target: Path, size: int | None) -> None:
+def _copy(fs: Any, path: str, name: str, kind: str, target: Path, size: int | None) -> None:
+    """Downloads a file, up to three times. A copy whose end is missing is made twice: the file itself may be damaged,
+    which is reported when it is opened."""
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             with replacing(target, locked=True) as partial:
@@ -197,20 +296,53 @@ def _copy(fs: Any, path: str, name: str, target: Path, size: int | None) -> None
                 arrived = partial.stat().st_size
                 if size is not None and arrived != size:
                     raise OSError(f"{arrived} of {size} bytes arrived")
+                if attempt == 1 and not _is_whole(partial, kind):
+                    raise OSError("the end of the file is missing")
             return
         except Exception as error:  # every file system raises errors of its own
             if attempt == _ATTEMPTS or isinstance(error, FileNotFoundError | PermissionError):
                 attempts = f"{attempt} attempt{'s' * (attempt > 1)}"
-                raise SourceError(f"{name}: download failed after {attempts}: {_reason(error)}") from error
+                raise SourceError(
+                    f"{without_secrets(name)}: download failed after {attempts}: {_reason(error)}"
+                ) from None
             time.sleep(0.2 * attempt)
+
+
+def _is_whole(copy: Path, kind: str) -> bool:
+    """Whether a copy exists and has its end. Servers do not always say how long a file is."""
+    if not copy.exists():
+        return False
+    with open(copy, "rb") as file:
+        head = file.read(4)
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _TAIL))
+        tail = file.read().rstrip()
+    if kind == "parquet":
+        if head != b"PAR1":  # something else, which is reported when it is opened
+            return True
+        try:
+            pq.read_metadata(copy)
+        except (pa.ArrowException, OSError):
+            return False
+        return True
+    if head.lstrip()[:1] == b"[":
+        return tail.endswith(b"]")
+    before, newline, last = tail.rpartition(b"\n")
+    if not newline and size > _TAIL:  # a line of more than a megabyte
+        return True
+    try:
+        json.loads(last or "null")
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _reason(error: BaseException) -> str:
     if not isinstance(error, FileNotFoundError):
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {without_secrets(str(error))}"
     # fsspec reports every failure of a web server as a missing file; the cause says what it was.
     cause = error.__cause__
     web = type(cause).__module__.startswith("aiohttp") or isinstance(cause, TimeoutError)
     if web and getattr(cause, "status", None) != 404:
-        return f"{type(cause).__name__}: {cause}"
+        return f"{type(cause).__name__}: {without_secrets(str(cause))}"
     return "no such file"

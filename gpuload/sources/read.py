@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from gpuload.errors import MORE_MEMORY, DataError, HostMemoryError, SourceError
 from gpuload.options import nearest
-from gpuload.sources.batches import BATCH_ROWS, bounded, read_row_group
+from gpuload.sources.batches import BATCH_ROWS, STREAMED, bounded, read_row_group
 from gpuload.sources.fetch import SourceFile
 from gpuload.sources.types import JSON_TYPE, check_prompt_type, is_messages
 
@@ -256,7 +256,7 @@ def _read_parquet(file: SourceFile, hidden: set[str]) -> Iterator[pa.Table]:
 
 def _decode(file: SourceFile, hidden: set[str]) -> Iterator[pa.Table]:
     try:
-        with pq.ParquetFile(file.path, pre_buffer=True) as parquet:
+        with pq.ParquetFile(file.path, **STREAMED) as parquet:
             columns = [name for name in parquet.schema_arrow.names if name not in hidden]
             for group in range(parquet.num_row_groups):
                 yield from read_row_group(parquet, file.path, group, columns)
