@@ -19,6 +19,8 @@ from gpuload.sources.columns import Columns
 
 Row = dict[str, Any]
 
+_KEYS = frozenset(("input_ids", "attention_mask", "position_ids", "raw_prompt_ids", "index"))
+
 
 class PromptDataset(torch.utils.data.Dataset[Row]):
     """Tokenized prompts, with the other columns of their files. Made by `gpuload.load`.
@@ -246,6 +248,12 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
                     "'middle', or set filter_overlong_prompts=True"
                 )
         return numbers
+
+
+def own_keys(options: Options) -> frozenset[str]:
+    """Keys of a row that replace columns with the same names."""
+    more = {"raw_prompt": options.return_raw_chat, "full_prompts": options.return_full_prompt}
+    return _KEYS | {key for key, given in more.items() if given}
 
 
 def collate_fn(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

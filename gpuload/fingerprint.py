@@ -17,7 +17,7 @@ Fingerprint = dict[str, Any]
 
 # Options that do not affect which rows a dataset has, nor their content.
 _WITHOUT_EFFECT = frozenset(
-    "cache_dir token_cache token_cache_bytes device tokens_on gpu_memory_limit verify strict progress "
+    "cache_dir remote_timeout token_cache token_cache_bytes device tokens_on gpu_memory_limit verify strict progress "
     "trust_remote_code shuffle seed".split()
 )
 

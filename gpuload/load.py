@@ -25,10 +25,10 @@ from tqdm import tqdm
 
 from gpuload.arrays import Ragged
 from gpuload.cache.store import TokenCache
-from gpuload.dataset import PromptDataset
+from gpuload.dataset import PromptDataset, own_keys
 from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.protocol import Engine
-from gpuload.errors import DataError, DeviceError, GpuloadError, MismatchError
+from gpuload.errors import MORE_MEMORY, DataError, DeviceError, GpuloadError, HostMemoryError, MismatchError
 from gpuload.filter import all_dropped, filter_rows, kept_columns
 from gpuload.fingerprint import fingerprint
 from gpuload.options import Options, TokensOn, Truncation, Verify
@@ -62,6 +62,7 @@ def load(
     seed: int | None = None,
     pad_token_id: int | None = None,
     cache_dir: str | None = None,
+    remote_timeout: float = 60.0,
     token_cache: bool = True,
     token_cache_bytes: int = 0,
     device: str = "auto",
@@ -95,6 +96,7 @@ def load(
         seed: for `shuffle`.
         pad_token_id: the padding token, instead of the tokenizer's.
         cache_dir: directory for copies of remote files and for cached token ids.
+        remote_timeout: seconds that a web server may be silent before an attempt to download fails.
         token_cache: cache the token ids of files, and reuse them.
         token_cache_bytes: limit of that cache.
         device: "auto", "cpu", "cuda" or "cuda:N".
@@ -115,6 +117,7 @@ def load(
         DataError: no prompt column, or no rows left.
         TokenizerError: a tokenizer that cannot be loaded, or has no chat template or padding token.
         DeviceError: the device is not available, or has too little memory.
+        HostMemoryError: the host has too little memory.
         MismatchError: with `strict=True`, a token differs from the tokenizer's.
 
     Examples:
@@ -128,7 +131,15 @@ def load(
     given = {name: value for name, value in locals().items() if name in _OPTIONS} | verl_keys
     tokenizer = given.pop("tokenizer", None) if tokenizer is None else tokenizer
     options = Options.parse(given)
-    return load_sources(open_sources(files, options), tokenizer, options, started)
+    sources = open_sources(files, options)
+    names = {name for source in sources for name in source.schema.names} - {options.prompt_key}
+    if replaced := sorted(names & own_keys(options)):
+        warnings.warn(
+            f"gpuload: columns {', '.join(replaced)} are replaced in rows and batches, which have keys with these names: "
+            "rename these columns if you need them",
+            stacklevel=2,
+        )
+    return load_sources(sources, tokenizer, options, started)
 
 
 _OPTIONS = frozenset(Options.__dataclass_fields__)
@@ -200,7 +211,7 @@ def open_sources(files: Any, options: Options) -> list[Source]:
     if is_frame(files):
         sources = [open_frame(files, type(files).__name__)]
     else:
-        sources = [open_file(file) for file in resolve(files, options.cache_dir)]
+        sources = [open_file(file) for file in resolve(files, options.cache_dir, options.remote_timeout)]
     if not any(source.num_rows for source in sources):
         raise DataError(f"{', '.join(source.name for source in sources)}: no rows")
     for source in sources:
@@ -255,6 +266,8 @@ def _run_on_device(task: Pass, build_engine: EngineBuilder, exact_only: bool = F
         return _run(task, engine)
     except Exception as error:
         about_the_data = isinstance(error, GpuloadError) and not isinstance(error, DeviceError)
+        if engine.name == "cpu" and isinstance(error, MemoryError) and not about_the_data:
+            raise HostMemoryError(f"out of memory while loading ({error}): {MORE_MEMORY}") from error
         if task.options.device != "auto" or engine.name == "cpu" or about_the_data:
             raise
         why = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"

@@ -68,6 +68,8 @@ class Options:
         pad_token_id: Padding token, instead of the tokenizer's.
         cache_dir: Directory for downloaded files and cached tokens. None is `$GPULOAD_CACHE`, else
             `$XDG_CACHE_HOME/gpuload`, else `~/.cache/gpuload`.
+        remote_timeout: Seconds that a web server may send nothing before an attempt to download a file fails. There are
+            three attempts.
         token_cache: Cache the token ids of files in `cache_dir`, and use cached ones.
         token_cache_bytes: Maximum size of the token cache in bytes; the least recently used entries are evicted. 0 is a
             tenth of the free disk space, at most 20 GB.
@@ -98,6 +100,7 @@ class Options:
     seed: int | None = None
     pad_token_id: int | None = None
     cache_dir: str | None = None
+    remote_timeout: float = 60.0
     token_cache: bool = True
     token_cache_bytes: int = 0
     device: str = "auto"
@@ -158,6 +161,9 @@ class Options:
             self.chat_template is None or isinstance(self.chat_template, str),
             "a string, or None",
         )
+        timeout = self.remote_timeout
+        seconds = isinstance(timeout, int | float) and not isinstance(timeout, bool) and 0 < timeout < float("inf")
+        _expect(self, "remote_timeout", seconds, "a number of seconds > 0")
         for name in ("gpu_memory_limit", "token_cache_bytes"):
             _expect(self, name, _is_int(getattr(self, name)) and getattr(self, name) >= 0, "a number of bytes, or 0")
         _expect(self, "device", known_device, "'auto', 'cpu', 'cuda' or 'cuda:N'")
@@ -167,6 +173,9 @@ class Options:
 
 
 _FLAGS = "filter_overlong_prompts return_raw_chat return_full_prompt shuffle strict token_cache".split()
+
+
+_DEFAULTS = Options()
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
@@ -182,7 +191,9 @@ def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
 
 def _expect(options: Options, name: str, holds: bool, wanted: str) -> None:
     if not holds:
-        raise OptionError(f"{name}={getattr(options, name)!r}: expected {wanted}")
+        value = getattr(options, name)
+        got = ", got a string" if isinstance(value, str) and not isinstance(getattr(_DEFAULTS, name), str) else ""
+        raise OptionError(f"{name}={value!r}: expected {wanted}{got}")
 
 
 def _names(literal: Any) -> str:

@@ -25,7 +25,8 @@ class Reference:
     """The two calls that define every token: render a prompt, encode the text.
 
     Args:
-        tokenizer: a path, a hub id, a transformers tokenizer (fast or slow) or a `tokenizers.Tokenizer`.
+        tokenizer: a path of a directory or a tokenizer.json, a hub id, a transformers tokenizer (fast or slow) or a
+            `tokenizers.Tokenizer`.
         chat_template: "default", a template's name or text, or None: prompts are plain strings.
         template_kwargs: further arguments of `apply_chat_template` (`tools`, `enable_thinking`, ...).
         pad_token_id: the padding token, instead of the tokenizer's own.
@@ -195,6 +196,23 @@ def _base_class() -> Any:
     return PreTrainedTokenizerBase
 
 
+def _from_file(name: str, trust_remote_code: bool) -> Any:
+    """The tokenizer of a tokenizer.json: that of its directory, whose other files have the chat template and the
+    special tokens; by itself if it is alone."""
+    from transformers import PreTrainedTokenizerFast
+
+    directory, base = os.path.split(name)
+    if base == "tokenizer.json" and os.path.isfile(os.path.join(directory, "tokenizer_config.json")):
+        return _load(directory or os.curdir, trust_remote_code)
+    try:
+        return PreTrainedTokenizerFast(tokenizer_file=name, name_or_path=name)
+    except Exception as error:
+        raise TokenizerError(
+            f"tokenizer {name!r}: not the JSON file of a tokenizer ({type(error).__name__}: {error!s:.200}): pass its "
+            "directory, or a tokenizer.json"
+        ) from error
+
+
 def _load(tokenizer: Any, trust_remote_code: bool) -> Any:
     if tokenizer is None:
         raise TokenizerError("no tokenizer given: pass a path, a hub id or a tokenizer object as the second argument")
@@ -202,6 +220,8 @@ def _load(tokenizer: Any, trust_remote_code: bool) -> Any:
         from transformers import AutoTokenizer
 
         name = os.path.expanduser(os.fspath(tokenizer))
+        if os.path.isfile(name):
+            return _from_file(name, trust_remote_code)
         try:
             return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         except Exception as error:

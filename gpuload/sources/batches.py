@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from gpuload.errors import SourceError
-from gpuload.sources.types import is_list, is_text
+from gpuload.sources.types import is_list, is_text, without_views
 
 BATCH_ROWS = 8192
 BATCH_BYTES = 1 << 26
@@ -122,10 +122,12 @@ def read_row_group(parquet: pq.ParquetFile, path: str, group: int, columns: Sequ
                     repeated.append(name)
     while step > 1 and step * sum(size.values()) > BATCH_BYTES * metadata.num_rows:
         step //= 2
+    stored = pa.schema([parquet.schema_arrow.field(name) for name in columns])
+    schema = without_views(stored)
     if not repeated:
-        yield from _tables(parquet, group, columns, step)
+        for table in _tables(parquet, group, columns, step):
+            yield table if schema.equals(stored) else table.cast(schema)
         return
-    schema = pa.schema([parquet.schema_arrow.field(name) for name in columns])
     with pq.ParquetFile(path, metadata=parquet.metadata, read_dictionary=repeated, **STREAMED) as encoded:
         for table in _tables(encoded, group, columns, step):
             for part, _ in _halves(table):

@@ -65,7 +65,7 @@ class Columns:
             # One row is a view; several are gathered column by column.
             picked = part.slice(places[0], 1) if len(places) == 1 else part.take(pa.array(places))
             for name, column in zip(picked.schema.names, picked.columns, strict=True):
-                values = to_python(column)
+                values = _values(name, column)
                 if len(slots) == len(rows):
                     taken[name] = values
                 else:
@@ -106,6 +106,21 @@ def to_python(column: pa.Array) -> list[Any]:
     if column.type == JSON_TYPE:
         return [None if value is None else json.loads(value) for value in values]
     return values
+
+
+def _values(name: str, column: pa.Array) -> list[Any]:
+    """`to_python`, of a pass-through column.
+
+    Raises:
+        DataError: Python has no such value: a date after the year 9999, JSON nested a thousand levels deep ...
+    """
+    try:
+        return to_python(column)
+    except (ArithmeticError, RecursionError, ValueError, pa.ArrowException) as error:
+        raise DataError(
+            f"column {name!r} of type {column.type!s:.60} has a value without a Python equivalent ({error}): convert "
+            "the column, to strings for example, or remove it"
+        ) from error
 
 
 def _merge_equal(tables: Iterable[pa.Table]) -> tuple[list[int], list[pa.Table]]:

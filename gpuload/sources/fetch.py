@@ -22,9 +22,9 @@ import pyarrow.parquet as pq
 
 from gpuload.errors import SourceError
 from gpuload.files import cache_root, replacing
+from gpuload.options import Options
 
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
-REMOTE_TIMEOUT = 60.0
 _ATTEMPTS = 3
 _URL = re.compile(r"\b[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 _WITH_PACKAGES = ("http", "s3", "gs:", "gcs:")  # protocols whose packages the extra `remote` installs
@@ -55,7 +55,7 @@ class SourceFile:
 def resolve(
     files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     cache_dir: str | None = None,
-    timeout: float = REMOTE_TIMEOUT,
+    timeout: float = Options.remote_timeout,
 ) -> list[SourceFile]:
     """Finds files, and downloads remote ones.
 
@@ -135,7 +135,9 @@ def _find(name: str) -> list[SourceFile]:
 
 def _file(path: Path, name: str) -> SourceFile:
     if not path.exists():
-        raise SourceError(f"{_printable(name)}: a symlink to {os.readlink(path)}, which does not exist: restore the file")
+        raise SourceError(
+            f"{_printable(name)}: a symlink to {os.readlink(path)}, which does not exist: restore the file"
+        )
     if _printable(name) != name:
         raise SourceError(f"{_printable(name)}: the name is not valid UTF-8: rename the file")
     return SourceFile(str(path), name, _format(name))
@@ -194,7 +196,9 @@ def _ending(name: str) -> str:
 def _format(name: str) -> str:
     ending = _ending(name)
     if ending not in FORMATS:
-        raise SourceError(f"{without_secrets(name)}: unknown file extension {ending!r}: gpuload reads {', '.join(FORMATS)}")
+        raise SourceError(
+            f"{without_secrets(name)}: unknown file extension {ending!r}: gpuload reads {', '.join(FORMATS)}"
+        )
     return FORMATS[ending]
 
 

@@ -18,7 +18,7 @@ from gpuload.errors import MORE_MEMORY, DataError, HostMemoryError, SourceError
 from gpuload.options import nearest
 from gpuload.sources.batches import BATCH_ROWS, STREAMED, bounded, read_row_group
 from gpuload.sources.fetch import SourceFile
-from gpuload.sources.types import JSON_TYPE, check_prompt_type, is_messages
+from gpuload.sources.types import JSON_TYPE, check_prompt_type, is_messages, without_views
 
 _SLACK = 128  # old writers understate a column chunk's size by up to this many bytes, its dictionary's header
 
@@ -69,14 +69,16 @@ def open_frame(frame: Any, name: str) -> Source:
     if type(frame).__module__.split(".")[0] == "cudf":
         return _open_cudf(frame, name)
     table = _as_table(frame)
-    sample = table.slice(0, 64).to_pydict() if table.num_rows else {}
+    schema = without_views(table.schema)
+    if not schema.equals(table.schema):
+        table = table.cast(schema)
     return Source(
         name,
         table.num_rows,
         table.nbytes,
         table.schema,
         lambda: _slices(table, name),
-        f"{table.num_rows} {table.nbytes} {sample}".encode(errors="backslashreplace"),
+        f"{table.num_rows} {table.nbytes} ".encode() + _first_rows(table),
     )
 
 
@@ -129,12 +131,15 @@ def check_prompt_column(source: Source, prompt_key: str) -> None:
     """Checks that a source has the prompt column.
 
     Raises:
-        DataError: it has not; the message names the likely column, and all there are.
+        DataError: it has not; the message names the likely column, and all there are. Or two columns have one name.
     """
+    for number, name in enumerate(source.schema.names):
+        if name in source.schema.names[:number]:
+            raise DataError(f"{source.name}: two columns have the name {name!r}: rename one of them")
     if prompt_key not in source.schema.names:
         raise DataError(
-            f"{source.name}: no column {prompt_key!r}{_likely(source.schema, prompt_key)}. "
-            f"Its columns are {', '.join(source.schema.names)}"
+            f"{source.name}: no column {prompt_key!r}{_likely(source.schema, prompt_key)} "
+            f"The columns are {', '.join(source.schema.names)}"
         )
 
 
@@ -175,7 +180,7 @@ def _likely(schema: pa.Schema, prompt_key: str) -> str:
         if is_messages(column.type):
             return f": did you mean prompt_key={column.name!r}?"
     close = nearest(prompt_key, set(schema.names))
-    return close if "did you mean" in close else ""
+    return close if "did you mean" in close else "."
 
 
 def _as_table(frame: Any) -> pa.Table:
@@ -190,6 +195,14 @@ def _as_table(frame: Any) -> pa.Table:
     return frame.data.table
 
 
+def _first_rows(table: pa.Table) -> bytes:
+    """Some rows as bytes: not all values have a Python equivalent."""
+    with pa.BufferOutputStream() as sink:
+        with pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table.slice(0, 64).combine_chunks())
+        return bytes(sink.getvalue())
+
+
 def _slices(table: pa.Table, name: str) -> Iterator[pa.Table]:
     return bounded((table.slice(start, BATCH_ROWS) for start in range(0, table.num_rows, BATCH_ROWS)), name)
 
@@ -200,7 +213,7 @@ def _slices(table: pa.Table, name: str) -> Iterator[pa.Table]:
 def _open_parquet(file: SourceFile, index_columns: bool) -> Source:
     try:
         with pq.ParquetFile(file.path) as parquet:
-            metadata, schema = parquet.metadata, parquet.schema_arrow
+            metadata, schema = parquet.metadata, without_views(parquet.schema_arrow)
         with open(file.path, "rb") as raw:
             size, footer = _footer(raw)
     except (pa.ArrowException, OSError) as error:
@@ -301,9 +314,14 @@ def _open_json(file: SourceFile) -> Source:
             content = raw.read()
     except OSError as error:
         raise SourceError(f"{file.name}: {error.strerror}") from error
-    rows = _parse(file.name, content)
-    names = list(dict.fromkeys(key for row in rows for key in row))
-    table = pa.table({name: _json_column([row.get(name) for row in rows]) for name in names})
+    try:
+        rows = _parse(file.name, content)
+        names = list(dict.fromkeys(key for row in rows for key in row))
+        table = pa.table({name: _json_column([row.get(name) for row in rows]) for name in names})
+    except RecursionError as error:
+        raise SourceError(f"{file.name}: JSON that is nested too deeply: flatten it") from error
+    except MemoryError as error:
+        raise HostMemoryError(f"{file.name}: out of memory while reading ({error}): {MORE_MEMORY}") from error
     digest = hashlib.sha256(content).digest()
     return Source(
         file.name,
@@ -341,10 +359,13 @@ def _parse(name: str, content: bytes) -> list[dict[str, Any]]:
 
 def _json_column(values: list[Any]) -> pa.Array:
     """An Arrow type where that changes nothing: no missing key, no 1 to 1.0, no order of keys. Else JSON text."""
-    text = json.dumps(values)
     try:
         column = pa.array(values)
-        if json.dumps(column.to_pylist()) == text:
+        slices = range(0, len(values), BATCH_ROWS)  # the text of all values would be as large as the file
+        if all(
+            json.dumps(column.slice(at, BATCH_ROWS).to_pylist()) == json.dumps(values[at : at + BATCH_ROWS])
+            for at in slices
+        ):
             return column
     except (pa.ArrowException, ValueError, TypeError, OverflowError):
         pass

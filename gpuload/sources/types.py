@@ -15,6 +15,30 @@ def is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
+def without_views(schema: pa.Schema) -> pa.Schema:
+    """The same columns with plain strings and binaries for string views and binary views.
+
+    Arrow has no kernels that take or filter the rows of views.
+    """
+    return pa.schema([field.with_type(_without_views(field.type)) for field in schema], schema.metadata)
+
+
+def _without_views(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_string_view(kind):
+        return pa.large_string()
+    if pa.types.is_binary_view(kind):
+        return pa.large_binary()
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_without_views(field.type)) for field in kind])
+    for test, make in (
+        (pa.types.is_list, pa.list_),
+        (pa.types.is_large_list, pa.large_list),
+    ):
+        if test(kind):
+            return make(kind.value_field.with_type(_without_views(kind.value_type)))
+    return kind
+
+
 def is_list(kind: pa.DataType) -> bool:
     """Whether values of this type are lists with 32-bit or 64-bit offsets."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))

@@ -96,7 +96,7 @@ class Rope(Symbol):
         if other is None or type(other) in (bool, int, float, list, dict, tuple):
             return False
         if type(other) is not str:
-            reject(f"compares a message's text with a {type(other).__name__}")
+            reject(f"compares a message's text with a value of type {type(other).__name__}")
         return self._equals(other)
 
     __hash__ = Symbol.__hash__

@@ -11,9 +11,10 @@ know different versions of Unicode (4,787 code points are split differently for 
 normalized differently for Qwen), so texts with code points newer than Unicode 14 are always encoded by `tokenizers`.
 """
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.metadata import version
 from typing import Any
 
@@ -63,9 +64,25 @@ def host_encoder(reference: Reference) -> HostEncoder:
             continue
         wrong = next((t for i, t in enumerate(texts) if found[i].tolist() != expected[i]), None)
         if wrong is None:
-            return HostEncoder(encoder.name, encoder.encode, tuple(unused))
+            return HostEncoder(encoder.name, _guarded(encoder, reference), tuple(unused))
         unused.append(f"{name}: differs from the tokenizer on {wrong!r:.60}")
     return HostEncoder(by_itself.name, by_itself.encode, tuple(unused))
+
+
+def _guarded(encoder: HostEncoder, reference: Reference) -> Callable[[pa.LargeStringArray], Ragged]:
+    """The encoder's function, which falls back to the tokenizer itself where the encoder panics."""
+
+    def encode(text: pa.LargeStringArray) -> Ragged:
+        try:
+            return encoder.encode(text)
+        except RuntimeError as error:
+            warnings.warn(
+                f"gpuload: {encoder.name} {error}. Encoding {len(text):,} rows with the tokenizer itself, which is slow",
+                stacklevel=2,
+            )
+            return Ragged.from_lists([reference.encode(one) for one in text.to_pylist()])
+
+    return encode
 
 
 def needs_itself(reference: Reference) -> str | None:
@@ -91,7 +108,21 @@ def _gigatoken_of(model_json: str) -> Any:
     """Cached, because building it takes longer than encoding a small dataset, and a run loads train and test files."""
     import gigatoken
 
-    return gigatoken.Tokenizer.from_json(model_json)
+    return _without_panic(gigatoken.Tokenizer.from_json, model_json)
+
+
+def _without_panic(function: Callable[[Any], Any], argument: Any) -> Any:
+    """Calls a function written in Rust, whose panics `except Exception` does not catch.
+
+    Raises:
+        RuntimeError: it panicked.
+    """
+    try:
+        return function(argument)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise RuntimeError(f"panicked: {error}") from error
 
 
 def _gigatoken(reference: Reference) -> HostEncoder:
@@ -108,7 +139,7 @@ def _gigatoken(reference: Reference) -> HostEncoder:
             awkward.contents.NumpyArray(chars, parameters={"__array__": "char"}),
             parameters={"__array__": "string"},
         )
-        ids = tokenizer.encode_batch(awkward.Array(layout)).layout
+        ids = _without_panic(tokenizer.encode_batch, awkward.Array(layout)).layout
         # Ids are below 2^31, so the unsigned array can be viewed as a signed one.
         return Ragged(ids.content.data.view(np.int32), np.asarray(ids.offsets.data, np.int64))
 
@@ -140,7 +171,7 @@ def _tokenizers(reference: Reference) -> HostEncoder:
         backend.no_padding()
 
     def encode(text: pa.LargeStringArray) -> Ragged:
-        rows = backend.encode_batch_fast(text.to_pylist(), add_special_tokens=False)
+        rows = _without_panic(partial(backend.encode_batch_fast, add_special_tokens=False), text.to_pylist())
         return Ragged.from_lists([row.ids for row in rows])
 
     return HostEncoder(f"tokenizers {version('tokenizers')}", encode)

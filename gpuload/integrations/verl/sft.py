@@ -122,7 +122,7 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
     def _unsupported_template_reason(self) -> str | None:
         for name, value in self.apply_chat_template_kwargs.items():
             if not isinstance(value, str | int | float | None):
-                return f"apply_chat_template_kwargs.{name} is a {type(value).__name__}"
+                return f"apply_chat_template_kwargs.{name} is of type {type(value).__name__}"
         try:
             probe = self.tokenizer.apply_chat_template(
                 [{"role": "user", "content": "x"}], tokenize=True, return_dict=True, **self.apply_chat_template_kwargs
