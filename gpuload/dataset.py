@@ -1,6 +1,7 @@
 """PromptDataset: the result of a load. Rows as dicts with verl's keys, batches by one gather, and the other columns."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from typing import Any
 
@@ -250,10 +251,16 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
         return numbers
 
 
-def own_keys(options: Options) -> frozenset[str]:
-    """Keys of a row that replace columns with the same names."""
+def warn_of_replaced(columns: Set[str], options: Options) -> None:
+    """Warns of columns that rows do not have, because a key of `PromptDataset` has the same name."""
     more = {"raw_prompt": options.return_raw_chat, "full_prompts": options.return_full_prompt}
-    return _KEYS | {key for key, given in more.items() if given}
+    keys = _KEYS | {key for key, given in more.items() if given}
+    if replaced := sorted(columns & keys - {options.prompt_key}):
+        warnings.warn(
+            f"gpuload: columns {', '.join(replaced)} are replaced: rows and batches have keys with these names. Rename "
+            "these columns if you need them",
+            stacklevel=3,
+        )
 
 
 def collate_fn(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from gpuload.arrays import Ragged
 from gpuload.cache.store import TokenCache
-from gpuload.dataset import PromptDataset, own_keys
+from gpuload.dataset import PromptDataset, warn_of_replaced
 from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.protocol import Engine
 from gpuload.errors import MORE_MEMORY, DataError, DeviceError, GpuloadError, HostMemoryError, MismatchError
@@ -132,13 +132,7 @@ def load(
     tokenizer = given.pop("tokenizer", None) if tokenizer is None else tokenizer
     options = Options.parse(given)
     sources = open_sources(files, options)
-    names = {name for source in sources for name in source.schema.names} - {options.prompt_key}
-    if replaced := sorted(names & own_keys(options)):
-        warnings.warn(
-            f"gpuload: columns {', '.join(replaced)} are replaced in rows and batches, which have keys with these names: "
-            "rename these columns if you need them",
-            stacklevel=2,
-        )
+    warn_of_replaced({name for source in sources for name in source.schema.names}, options)
     return load_sources(sources, tokenizer, options, started)
 
 

@@ -175,9 +175,6 @@ class Options:
 _FLAGS = "filter_overlong_prompts return_raw_chat return_full_prompt shuffle strict token_cache".split()
 
 
-_DEFAULTS = Options()
-
-
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
     """Checks arguments for the chat template.
 
@@ -192,7 +189,9 @@ def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
 def _expect(options: Options, name: str, holds: bool, wanted: str) -> None:
     if not holds:
         value = getattr(options, name)
-        got = ", got a string" if isinstance(value, str) and not isinstance(getattr(_DEFAULTS, name), str) else ""
+        got = (
+            ", got a string" if isinstance(value, str) and wanted.startswith(("an integer", "a number", "True")) else ""
+        )
         raise OptionError(f"{name}={value!r}: expected {wanted}{got}")
 
 

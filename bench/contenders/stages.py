@@ -20,7 +20,7 @@ from bench.contenders.common import answer, task_given
 from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.protocol import ArrowPrompts
 from gpuload.reference.reference import Reference
-from gpuload.sources.read import BATCH_ROWS
+from gpuload.sources.batches import BATCH_ROWS
 
 _ROUNDS = 3
 

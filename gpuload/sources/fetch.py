@@ -331,7 +331,7 @@ def _is_whole(copy: Path, kind: str) -> bool:
         return True
     if head.lstrip()[:1] == b"[":
         return tail.endswith(b"]")
-    before, newline, last = tail.rpartition(b"\n")
+    _, newline, last = tail.rpartition(b"\n")
     if not newline and size > _TAIL:  # a line of more than a megabyte
         return True
     try:

@@ -77,7 +77,8 @@ def _guarded(encoder: HostEncoder, reference: Reference) -> Callable[[pa.LargeSt
             return encoder.encode(text)
         except RuntimeError as error:
             warnings.warn(
-                f"gpuload: {encoder.name} {error}. Encoding {len(text):,} rows with the tokenizer itself, which is slow",
+                f"gpuload: {encoder.name} {error}. Encoding {len(text):,} rows with the tokenizer itself, which is "
+                "slow",
                 stacklevel=2,
             )
             return Ragged.from_lists([reference.encode(one) for one in text.to_pylist()])
