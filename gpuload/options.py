@@ -154,7 +154,7 @@ class Options:
         _expect(self, "max_samples", several, "an integer > 0, or -1 for all rows")
         _expect(self, "seed", self.seed is None or (_is_int(self.seed) and self.seed >= 0), "an integer >= 0, or None")
         pad = self.pad_token_id
-        _expect(self, "pad_token_id", pad is None or (_is_int(pad) and pad >= 0), "a token id, or None")
+        _expect(self, "pad_token_id", pad is None or (_is_int(pad) and pad >= 0), "an integer >= 0, or None")
         _expect(
             self,
             "chat_template",
@@ -189,9 +189,8 @@ def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
 def _expect(options: Options, name: str, holds: bool, wanted: str) -> None:
     if not holds:
         value = getattr(options, name)
-        got = (
-            ", got a string" if isinstance(value, str) and wanted.startswith(("an integer", "a number", "True")) else ""
-        )
+        number = wanted.startswith(("an integer", "a number"))
+        got = ", got a string" if number and isinstance(value, str) else ""
         raise OptionError(f"{name}={value!r}: expected {wanted}{got}")
 
 

@@ -1,6 +1,8 @@
 """Bad input: every message says what, where and what to do; a bad row never takes a good one with it."""
 
 import json
+import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from conftest import user
 
 import gpuload
+from gpuload.engines.host import encode as host_encode
 from gpuload.errors import DataError, DeviceError, OptionError, SourceError, TokenizerError
 from gpuload.load import load_sources, open_sources
 from gpuload.options import Options
@@ -27,12 +30,14 @@ REJECTING = (
 def test_no_such_column(write: Callable[..., str], qwen: Any) -> None:
     file = write({"promt": ["a"], "answer": ["b"]})
     with pytest.raises(
-        DataError, match=r"data.parquet: no column 'prompt': did you mean promt.*columns are promt, answer"
+        DataError, match=r"data.parquet: no column 'prompt': did you mean promt\? The columns are promt, answer$"
     ):
         gpuload.load(file, qwen)
     file = write({"conversation": [user("a")], "answer": ["b"]})
-    with pytest.raises(DataError, match="did you mean prompt_key='conversation'"):
+    with pytest.raises(DataError, match=r"did you mean prompt_key='conversation'\? The columns are conversation"):
         gpuload.load(file, qwen)
+    with pytest.raises(DataError, match=r"no column 'prompt'\. The columns are x$"):
+        gpuload.load(write({"x": [1]}), qwen)
 
 
 def test_no_such_column_in_the_second_file(write: Callable[..., str], qwen: Any) -> None:
@@ -188,8 +193,12 @@ def test_tokenizers_that_cannot_serve(write: Callable[..., str], qwen_folder: st
         ({"frobnicate": 5, "quux": 1}, "unknown options frobnicate, quux; expected one of "),
         ({"max_prompt_length": 0}, r"max_prompt_length=0: expected an integer > 0"),
         ({"max_prompt_length": "many"}, "max_prompt_length='many'"),
+        ({"max_prompt_length": "1024"}, "max_prompt_length='1024': expected an integer > 0, got a string"),
+        ({"pad_token_id": "0"}, "pad_token_id='0': expected an integer >= 0, or None, got a string"),
+        ({"remote_timeout": "60"}, "remote_timeout='60': expected a number of seconds > 0, got a string"),
+        ({"remote_timeout": 0}, "remote_timeout=0: expected a number of seconds > 0$"),
         ({"truncation": "centre"}, "truncation='centre': expected one of 'error', 'left', 'right', 'middle'"),
-        ({"pad_token_id": -1}, "pad_token_id=-1: expected a token id, or None"),
+        ({"pad_token_id": -1}, "pad_token_id=-1: expected an integer >= 0, or None"),
         ({"verify": True}, "verify=True: expected one of 'sample', 'full', 'off'"),
         ({"max_samples": 0}, "max_samples=0"),
         ({"max_samples": -7}, "max_samples=-7"),
@@ -204,6 +213,136 @@ def test_tokenizers_that_cannot_serve(write: Callable[..., str], qwen_folder: st
 def test_nonsense_options(options: dict[str, Any], message: str, gsm8k: str, qwen: Any) -> None:
     with pytest.raises(OptionError, match=message):
         gpuload.load(gsm8k, qwen, **options)
+
+
+def test_a_tokenizer_json_is_loaded_with_its_directory_or_alone(
+    write: Callable[..., str], qwen: Any, qwen_folder: str, tmp_path: Path
+) -> None:
+    file = write([user("a b")])
+    expected = gpuload.load(file, qwen).tokens.to_lists()
+    assert gpuload.load(file, f"{qwen_folder}/tokenizer.json").tokens.to_lists() == expected
+    alone = tmp_path / "tokenizer.json"
+    shutil.copy(f"{qwen_folder}/tokenizer.json", alone)
+    with pytest.raises(TokenizerError, match="no usable chat template"):
+        gpuload.load(file, alone)
+    loaded = gpuload.load(file, alone, chat_template=qwen.chat_template, pad_token_id=0)
+    assert loaded.tokens.to_lists() == expected
+    with pytest.raises(TokenizerError, match=r"data.parquet': not the JSON file of a tokenizer .*: pass its directory"):
+        gpuload.load(file, file)
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "named"),
+    [
+        (["index", "answer"], {}, "index"),
+        (["input_ids", "raw_prompt_ids", "raw_prompt"], {}, "input_ids, raw_prompt_ids"),
+        (["raw_prompt", "full_prompts"], {"return_raw_chat": True, "return_full_prompt": True}, "full_prompts, raw_p"),
+    ],
+)
+def test_columns_that_rows_replace_are_named_once(
+    columns: list[str], options: dict[str, Any], named: str, write: Callable[..., str], qwen: Any
+) -> None:
+    data = {"prompt": [user("a")]} | {name: ["x"] for name in columns}
+    files = [write(data, "a.parquet"), write(data, "b.parquet")]
+    with pytest.warns(UserWarning, match=f"columns {named}.* are replaced") as warned:
+        gpuload.load(files, qwen, **options).batch([0, 1])
+    assert len([one for one in warned if "are replaced" in str(one.message)]) == 1
+
+
+def test_columns_of_other_names_give_no_warning(write: Callable[..., str], qwen: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gpuload.load(write({"raw_prompt": ["a"], "extra_info": [{"index": 3}]}), qwen, prompt_key="raw_prompt")
+
+
+def test_two_columns_of_one_name(write: Callable[..., str], qwen: Any, tmp_path: Path) -> None:
+    for names in (["prompt", "a", "a"], ["prompt", "prompt", "a"]):
+        table = pa.table([pa.array(["x"]), pa.array(["y"]), pa.array(["z"])], names=names)
+        pq.write_table(table, tmp_path / "twice.parquet")
+        for data in (str(tmp_path / "twice.parquet"), table):
+            with pytest.raises(DataError, match=f"two columns have the name '{names[1]}': rename one of them"):
+                gpuload.load(data, qwen)
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_views_are_read_as_plain_strings(as_file: bool, qwen: Any, tmp_path: Path) -> None:
+    texts = ["a", "b" * 30, "c"]
+    plain = pa.table({"prompt": texts, "text": texts, "raw": [text.encode() for text in texts]})
+    views = pa.schema([("prompt", pa.string_view()), ("text", pa.string_view()), ("raw", pa.binary_view())])
+    data: Any = plain.cast(views)
+    if as_file:
+        pq.write_table(data, tmp_path / "views.parquet")
+        assert pq.read_schema(tmp_path / "views.parquet").field("text").type == pa.string_view()
+        data = str(tmp_path / "views.parquet")
+    prompts = gpuload.load(data, qwen)
+    assert prompts.tokens.to_lists() == gpuload.load(plain, qwen).tokens.to_lists()
+    assert prompts.take(["text", "raw"], [2, 0]) == {"text": ["c", "a"], "raw": [b"c", b"a"]}
+    assert len(gpuload.load(data, qwen, max_prompt_length=len(prompts.tokens[0]))) == 2, "rows can be filtered"
+
+
+def test_views_in_messages_are_read_as_plain_strings(qwen: Any) -> None:
+    fields = [pa.array(["user", "user"], pa.string_view()), pa.array(["hello", "y" * 30], pa.string_view())]
+    messages = pa.StructArray.from_arrays(fields, names=["role", "content"])
+    table = pa.table({"prompt": pa.ListArray.from_arrays([0, 1, 2], messages)})
+    expected = gpuload.load(pa.table({"prompt": ["hello", "y" * 30]}), qwen).tokens.to_lists()
+    assert gpuload.load(table, qwen).tokens.to_lists() == expected
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array([2**30], pa.date32()),
+        pa.array([2**60], pa.timestamp("s")),
+        pa.array([2**62], pa.duration("s")),
+        pa.array([{"x": 2**60}], pa.struct([("x", pa.timestamp("ms"))])),
+        pa.array([10], pa.timestamp("us", tz="Nowhere/Land")),
+        pa.StructArray.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"]),
+    ],
+    ids=str,
+)
+def test_a_value_without_a_python_equivalent_is_named_on_access(column: Any, qwen: Any) -> None:
+    prompts = gpuload.load(pa.table({"prompt": ["a"], "fine": [1], "when": column}), qwen)
+    assert prompts.take(["fine"]) == {"fine": [1]}
+    with pytest.raises(DataError, match="column 'when' of type .* has a value without a Python equivalent"):
+        prompts[0]
+
+
+def test_nanoseconds_are_kept(qwen: Any) -> None:
+    instant, span = pa.array([1_700_000_000_000_000_001], pa.timestamp("ns")), pa.array([1], pa.duration("ns"))
+    row = gpuload.load(pa.table({"prompt": ["a"], "instant": instant, "span": span}), qwen)[0]
+    assert (row["instant"].value, row["span"].value) == (1_700_000_000_000_000_001, 1)
+
+
+@pytest.mark.parametrize("form", ["{}\n", "[{}]"])
+def test_json_that_is_nested_too_deeply(form: str, qwen: Any, tmp_path: Path) -> None:
+    row = '{"prompt": "a", "x": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    (tmp_path / "deep.json").write_text(form.format(row))
+    with pytest.raises(SourceError, match="deep.json: JSON that is nested too deeply: flatten it"):
+        gpuload.load(tmp_path / "deep.json", qwen)
+
+
+def test_a_panic_of_an_encoder_falls_back_to_the_tokenizer(
+    write: Callable[..., str], qwen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class PanicException(BaseException):
+        """As PyO3 raises it: not an Exception."""
+
+    expected = gpuload.load(write(["a b", "c"]), qwen).tokens.to_lists()
+    real = host_encode._without_panic
+
+    def panicking(function: Any, argument: Any) -> Any:
+        if isinstance(argument, str) or len(argument) > 2:  # opening, and the hostile texts
+            return real(function, argument)
+
+        def panic(_: Any) -> Any:
+            raise PanicException("index out of bounds")
+
+        return real(panic, argument)
+
+    monkeypatch.setattr(host_encode, "_without_panic", panicking)
+    with pytest.warns(UserWarning, match="panicked: index out of bounds. Encoding 2 rows with the tokenizer itself"):
+        prompts = gpuload.load(write(["a b", "c"]), qwen, token_cache=False, device="cpu")
+    assert prompts.tokens.to_lists() == expected
 
 
 def test_cuda_where_there_is_none(gsm8k: str, qwen: Any) -> None:

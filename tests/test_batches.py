@@ -122,7 +122,7 @@ def test_long_prompts_are_read_exactly(dictionary: bool, tmp_path: Path) -> None
         pq.write_table(table, tmp_path / "a.parquet", row_group_size=size, use_dictionary=dictionary)
         parts = list(opened(tmp_path / "a.parquet").batches())
         assert pa.concat_tables(parts).combine_chunks().equals(table.combine_chunks())
-        assert len(parts) > 20
+        assert len(parts) > 5
 
 
 def test_a_batch_that_arrow_cannot_decode_is_read_in_smaller_ones(

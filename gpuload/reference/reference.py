@@ -205,7 +205,7 @@ def _from_file(name: str, trust_remote_code: bool) -> Any:
     if base == "tokenizer.json" and os.path.isfile(os.path.join(directory, "tokenizer_config.json")):
         return _load(directory or os.curdir, trust_remote_code)
     try:
-        return PreTrainedTokenizerFast(tokenizer_file=name, name_or_path=name)
+        return PreTrainedTokenizerFast(tokenizer_file=name)
     except Exception as error:
         raise TokenizerError(
             f"tokenizer {name!r}: not the JSON file of a tokenizer ({type(error).__name__}: {error!s:.200}): pass its "

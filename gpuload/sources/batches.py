@@ -5,7 +5,7 @@ dictionary entry. So its size in memory is bounded twice: before it is decoded, 
 values themselves.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -17,8 +17,6 @@ from gpuload.sources.types import is_list, is_text, without_views
 
 BATCH_ROWS = 8192
 BATCH_BYTES = 1 << 26
-STREAMED: dict[str, Any] = {"pre_buffer": False, "buffer_size": 1 << 20}
-"""Arguments of `ParquetFile` with which a column chunk is not read as a whole before it is decoded."""
 
 _MOST_ROW_BYTES = (1 << 31) - 1
 _MORE_THAN_2_GIB = "Nested data conversions not implemented"  # Arrow's message for a nested column
@@ -94,12 +92,16 @@ def decoded_bytes(array: Any) -> int:
     return int(array.nbytes)
 
 
-def read_row_group(parquet: pq.ParquetFile, path: str, group: int, columns: Sequence[str]) -> Iterator[pa.Table]:
+Reopen = Callable[..., pq.ParquetFile]
+"""Opens the same file with further arguments of `ParquetFile`."""
+
+
+def read_row_group(parquet: pq.ParquetFile, reopen: Reopen, group: int, columns: Sequence[str]) -> Iterator[pa.Table]:
     """Decodes one row group.
 
     Args:
         parquet: the file, open.
-        path: of the file.
+        reopen: opens it again.
         group: number of the row group.
         columns: names of the columns to read.
 
@@ -117,7 +119,7 @@ def read_row_group(parquet: pq.ParquetFile, path: str, group: int, columns: Sequ
         if chunk.num_values * _longest_possible(chunk) > _UNCLEAR_BYTES:
             step = _UNCLEAR_ROWS
             if min(size[name] / _SHORT, chunk.total_compressed_size / _SHORT_COMPRESSED) < chunk.num_values:
-                decoded = chunk.num_values * _longest(parquet.metadata, path, group, chunk)
+                decoded = chunk.num_values * _longest(parquet.metadata, reopen, group, chunk)
                 if decoded > _UNCLEAR_BYTES:
                     repeated.append(name)
     while step > 1 and step * sum(size.values()) > BATCH_BYTES * metadata.num_rows:
@@ -128,7 +130,7 @@ def read_row_group(parquet: pq.ParquetFile, path: str, group: int, columns: Sequ
         for table in _tables(parquet, group, columns, step):
             yield table if schema.equals(stored) else table.cast(schema)
         return
-    with pq.ParquetFile(path, metadata=parquet.metadata, read_dictionary=repeated, **STREAMED) as encoded:
+    with reopen(metadata=parquet.metadata, read_dictionary=repeated) as encoded:
         for table in _tables(encoded, group, columns, step):
             for part, _ in _halves(table):
                 # `take` copies the rows: a cast of a slice of lists would decode all of the lists' values.
@@ -140,10 +142,10 @@ def _longest_possible(chunk: Any) -> int:
     return chunk.total_uncompressed_size if chunk.has_dictionary_page and chunk.physical_type == "BYTE_ARRAY" else 0
 
 
-def _longest(metadata: Any, path: str, group: int, chunk: Any) -> int:
+def _longest(metadata: Any, reopen: Reopen, group: int, chunk: Any) -> int:
     """Bytes of the longest dictionary entry of a column chunk: its first value comes with the whole dictionary."""
     name = chunk.path_in_schema
-    with pq.ParquetFile(path, metadata=metadata, read_dictionary=[name], **STREAMED) as file:
+    with reopen(metadata=metadata, read_dictionary=[name]) as file:
         array = next(file.iter_batches(1, row_groups=[group], columns=[name], use_threads=False)).column(0)
     while not pa.types.is_dictionary(array.type) and array.type.num_fields == 1:
         array = array.field(0) if pa.types.is_struct(array.type) else array.values

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, BinaryIO
 
 import pyarrow as pa
@@ -16,7 +17,7 @@ import pyarrow.parquet as pq
 
 from gpuload.errors import MORE_MEMORY, DataError, HostMemoryError, SourceError
 from gpuload.options import nearest
-from gpuload.sources.batches import BATCH_ROWS, STREAMED, bounded, read_row_group
+from gpuload.sources.batches import BATCH_ROWS, bounded, read_row_group
 from gpuload.sources.fetch import SourceFile
 from gpuload.sources.types import JSON_TYPE, check_prompt_type, is_messages, without_views
 
@@ -269,16 +270,21 @@ def _read_parquet(file: SourceFile, hidden: set[str]) -> Iterator[pa.Table]:
 
 def _decode(file: SourceFile, hidden: set[str]) -> Iterator[pa.Table]:
     try:
-        with pq.ParquetFile(file.path, **STREAMED) as parquet:
+        with parquet_file(file.path) as parquet:
             columns = [name for name in parquet.schema_arrow.names if name not in hidden]
             for group in range(parquet.num_row_groups):
-                yield from read_row_group(parquet, file.path, group, columns)
+                yield from read_row_group(parquet, partial(parquet_file, file.path), group, columns)
     except pa.ArrowCapacityError:
         raise
     except MemoryError as error:
         raise HostMemoryError(f"{file.name}: out of memory while reading ({error}): {MORE_MEMORY}") from error
     except (pa.ArrowException, OSError) as error:
         raise SourceError(f"{file.name}: damaged parquet file ({error}): download it again") from error
+
+
+def parquet_file(source: Any, **more: Any) -> pq.ParquetFile:
+    """Opens a parquet file for reading rows, without reading a column chunk as a whole before it is decoded."""
+    return pq.ParquetFile(source, pre_buffer=False, buffer_size=1 << 20, **more)
 
 
 def _index_columns(schema: pa.Schema) -> set[str]:
