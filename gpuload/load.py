@@ -37,7 +37,7 @@ from gpuload.report import Report
 from gpuload.sources.columns import Columns
 from gpuload.sources.fetch import resolve
 from gpuload.sources.read import Source, check_prompts, is_frame, open_file, open_frame
-from gpuload.stream import Batch, Parts, RowNumbers, ahead, read, stage
+from gpuload.stream import Batch, Parts, RowNumbers, ahead, read, stage, wanted_order
 from gpuload.verify import Verifier
 
 EngineBuilder = Callable[[Options, Reference, bool], Engine]
@@ -310,7 +310,7 @@ def _run(task: Pass, engine: Engine) -> PromptDataset:
         if not report.rows_kept:
             raise DataError(all_dropped(report))
         origin = np.concatenate(places)
-        order = _order(origin, sources, task.wanted)
+        order = wanted_order(origin, sources, task.wanted)
         store = engine.store(ids, order)
         report.tokens, report.longest = len(store.values), int(store.lengths.max())
     return PromptDataset(
@@ -372,21 +372,6 @@ def _describe(report: Report, engine: Engine, cache: TokenCache, verifier: Verif
         report.engine, report.notes = engine.description, [*engine.notes, *cache.notes]
     else:  # asking the engine would build the encoder
         report.engine, report.notes = f"{engine.name}: all tokens are from the cache", cache.notes
-
-
-def _order(origin: RowNumbers, sources: list[Source], wanted: RowNumbers | None) -> RowNumbers | None:
-    """How to bring rows that were read in file order into the order of `wanted`; None if they are in it.
-
-    Args:
-        origin: (n, 2) source, and row in that source, of each kept row.
-    """
-    if wanted is None or bool(np.all(np.diff(wanted) > 0)):
-        return None
-    starts = np.cumsum([0] + [source.num_rows for source in sources])
-    by_number = np.argsort(wanted)
-    # The position in `wanted` of each kept row; sorting by it gives the order.
-    found = np.searchsorted(wanted, starts[origin[:, 0]] + origin[:, 1], sorter=by_number)
-    return np.argsort(by_number[found])
 
 
 def _progress_bar(total: int, progress: bool | None) -> Any:

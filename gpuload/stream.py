@@ -107,6 +107,21 @@ def ahead(batches: Iterator[Batch], thread: Executor) -> Iterator[Batch]:
         yield batch
 
 
+def wanted_order(origin: RowNumbers, sources: Sequence[Source], wanted: RowNumbers | None) -> RowNumbers | None:
+    """How to bring rows that were read in file order into the order of `wanted`; None if they are in it.
+
+    Args:
+        origin: (n, 2) source, and row in that source, of each kept row.
+    """
+    if wanted is None or bool(np.all(np.diff(wanted) > 0)):
+        return None
+    starts = np.cumsum([0] + [source.num_rows for source in sources])
+    by_number = np.argsort(wanted)
+    # The position in `wanted` of each kept row; sorting by it gives the order.
+    found = np.searchsorted(wanted, starts[origin[:, 0]] + origin[:, 1], sorter=by_number)
+    return np.argsort(by_number[found])
+
+
 def _timed_next(parts: Parts, seconds: dict[str, float]) -> tuple[pa.Table, Prompts | Tokenized] | None:
     started = time.perf_counter()
     part = next(parts, None)
