@@ -81,17 +81,20 @@ def _on_device(
     with rig.kernels.loading(), rig.kernels.current():
         given = [rig.kernels.xp.asarray(array) for array in (data, offsets)]
         ids, skipped = encoder.encode(*given)
-        cells: dict[str, Any] = {"ids": len(ids.values), "fallback": int(skipped.sum())}
+        # Rows that fall back to the host's encoder are not the device's work: they do not count as encoded bytes.
+        encoded, rows_encoded = int(np.diff(offsets)[~on_host(skipped)].sum()), int((~on_host(skipped)).sum())
+        cells: dict[str, Any] = {"ids": len(ids.values), "fallback": len(text) - rows_encoded}
+        cells["fallback_bytes"] = len(data) - encoded
         if by_host is not None:
             rows = len(by_host)
             cells["differing"] = differing(_first(ids, rows), by_host, on_host(skipped)[:rows])
         del ids, skipped
         peak = rig.peak(lambda: encoder.encode(*given))
         cells["peak_bytes_per_byte"] = round(peak / max(1, len(data)), 2)
-        cells |= rig.timed(lambda: encoder.encode(*given), len(data), len(text))
+        cells |= rig.timed(lambda: encoder.encode(*given), encoded, rows_encoded)
         facts(name, **cells, **_compared_with_gigatoken(facts, name, cells))
         with rig.in_a_pool():
-            kept = rig.timed(lambda: encoder.encode(*given), len(data), len(text))
+            kept = rig.timed(lambda: encoder.encode(*given), encoded, rows_encoded)
             facts(f"{name}, CuPy's pool", **kept, **_compared_with_gigatoken(facts, name, kept))
             with rig.launches() as recorded:
                 encoder.encode(*given)

@@ -1,7 +1,8 @@
 """The engine of an NVIDIA GPU: cuDF reads, kernels render, encode and make batches.
 
 Memory. During a load, cuDF (through RMM) and CuPy allocate from one pool of CUDA's stream-ordered allocator, bounded by
-`gpu_memory_limit`. The pool is destroyed after the load. Only the store of ids remains, in plain allocations of its own
+`gpu_memory_limit`. Loads at the same time on one GPU share the pool and the limit of the first of them. The pool is
+destroyed after the last of them. Only the store of ids remains, in plain allocations of its own
 (or in pinned host memory, with `tokens_on="host"`). Batches are torch tensors, and the temporary memory of a batch
 comes from torch's pool too.
 
@@ -11,7 +12,10 @@ current stream, so that it is ready for whatever torch does next.
 
 import importlib
 import importlib.util
+import os
 import sys
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -31,15 +35,23 @@ from gpuload.reference.reference import Reference
 from gpuload.sources.read import Source
 
 _MOST_CHUNK = 256 << 20
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation, for which CuPy has no name in Python
 _INSTALL = "pip install 'gpuload[cu13]' (or cu12)"
 
 
 def number_of(device: str) -> int:
-    """The number of the GPU that "auto", "cuda" or "cuda:N" names; without a number, torch's current one."""
+    """The number of the GPU that "auto", "cuda" or "cuda:N" names.
+
+    Without a number it is torch's current one. Before torch has initialized CUDA, a launcher's `LOCAL_RANK` says which
+    GPU the process is about to use, unless the process sees fewer GPUs: then each has been given its own.
+    """
     _, _, number = device.partition(":")
     if number:
         return int(number)
-    return torch.cuda.current_device() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
+        return torch.cuda.current_device()  # type: ignore[no-untyped-call, no-any-return]
+    rank = os.environ.get("LOCAL_RANK", "")
+    return int(rank) if rank.isdigit() and int(rank) < torch.cuda.device_count() else 0
 
 
 def unavailable_reason(device: str) -> str | None:
@@ -118,6 +130,41 @@ def _on_device(kernels: DeviceKernels, parts: Iterator[Any]) -> Iterator[Any]:
         yield part
 
 
+class Pools:
+    """The memory pool of each GPU, shared by the loads that run at the same time: RMM has one resource per GPU and
+    process. The first load installs the pool, the last one removes it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._installed: dict[int, tuple[int, Callable[[], None]]] = {}  # by the GPU's number
+        self._users: Counter[int] = Counter()
+
+    @contextmanager
+    def use(self, number: int, install: Callable[[], tuple[int, Callable[[], None]]]) -> Iterator[int]:
+        """Yields the limit in bytes of a GPU's pool.
+
+        Args:
+            number: of the GPU.
+            install: installs a pool, if there is none; returns its limit in bytes, and a function that removes it.
+        """
+        with self._lock:
+            if number not in self._installed:
+                self._installed[number] = install()
+            self._users[number] += 1
+            limit, remove = self._installed[number]
+        try:
+            yield limit
+        finally:
+            with self._lock:
+                self._users[number] -= 1
+                if not self._users[number]:
+                    del self._installed[number]
+                    remove()
+
+
+_POOLS = Pools()
+
+
 class CudaKernels(DeviceKernels):
     """`DeviceKernels` with a bounded memory pool during a load, and torch's memory after it.
 
@@ -139,27 +186,36 @@ class CudaKernels(DeviceKernels):
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        import rmm
         from rmm.allocators.cupy import rmm_cupy_allocator
+
+        with _POOLS.use(self._number, self._install_pool) as limit:
+            self.chunk_bytes = min(_MOST_CHUNK, limit // 8)
+            self._loading = rmm_cupy_allocator
+            try:
+                with self.current():
+                    yield
+            finally:
+                self._loading = None
+
+    def _install_pool(self) -> tuple[int, Callable[[], None]]:
+        """Makes RMM allocate from a pool. Returns its limit in bytes, and a function that removes it."""
+        import rmm
 
         with self.xp.cuda.Device(self._number):
             limit = self._limit or self.xp.cuda.runtime.memGetInfo()[0] // 2
-            self.chunk_bytes = min(_MOST_CHUNK, limit // 8)
             before = rmm.mr.get_per_device_resource(self._number)
             # Freed memory stays in the pool until the load is over. Without a threshold, CUDA would release it at
             # every synchronization, and the next chunk would allocate it again.
             pool = rmm.mr.CudaAsyncMemoryResource(release_threshold=limit)
             rmm.mr.set_per_device_resource(self._number, rmm.mr.LimitingResourceAdaptor(pool, limit))
-        self._loading = rmm_cupy_allocator
-        try:
-            with self.current():
-                yield
-        finally:
-            self._loading = None
+
+        def remove() -> None:
             with self.xp.cuda.Device(self._number):
                 self.xp.cuda.Stream.null.synchronize()
                 self.xp.get_default_pinned_memory_pool().free_all_blocks()  # transfers were staged in it
                 rmm.mr.set_per_device_resource(self._number, before)
+
+        return limit, remove
 
     def current(self) -> AbstractContextManager[Any]:
         cuda, stack = self.xp.cuda, ExitStack()
@@ -171,12 +227,11 @@ class CudaKernels(DeviceKernels):
 
     @contextmanager
     def lasting(self) -> Iterator[None]:
-        runtime = self.xp.cuda.runtime
         try:
             with self.xp.cuda.using_allocator(None):  # plain cudaMalloc, no pool
                 yield
-        except runtime.CUDARuntimeError as error:
-            if error.status != runtime.errorMemoryAllocation:
+        except self.xp.cuda.runtime.CUDARuntimeError as error:
+            if error.status != _OUT_OF_MEMORY:
                 raise
             raise DeviceError(
                 "out of GPU memory while storing token ids: free GPU memory, or set tokens_on='host'"

@@ -11,7 +11,7 @@ parameters of all kernels are parsed from the source, and every launch checks it
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -191,6 +191,16 @@ class Kernels:
         return BLOCK * items
 
 
+@cache
+def _functions(number: int) -> Callable[[str], Any]:
+    """The kernels of a GPU by name, compiled once per process."""
+    import cupy
+
+    with cupy.cuda.Device(number):
+        module = cupy.RawModule(code=source(), options=("-std=c++17",))
+    return lru_cache(maxsize=None)(module.get_function)
+
+
 class DeviceKernels(Kernels):
     """Kernels for a GPU, compiled by CuPy at the first launch; CuPy caches the machine code on disk.
 
@@ -211,8 +221,7 @@ class DeviceKernels(Kernels):
             raise DeviceError("the GPU engine needs CuPy: pip install 'gpuload[cu13]' (or cu12)") from error
         self.xp = cupy
         self._number, self.device = number, f"cuda:{number}"
-        self._module = cupy.RawModule(code=source(), options=("-std=c++17",))
-        self._function = lru_cache(maxsize=None)(self._module.get_function)
+        self._function = _functions(number)
         self._side: Any = None
 
     def current(self) -> AbstractContextManager[Any]:
