@@ -87,7 +87,8 @@ def cut(tokenizer: CompiledTokenizer, text: str) -> list[Section] | None:
         added = {token.content: token for token in spec.added if token.normalized == normalized}
         if added:
             sections = [part for section in sections for part in _cut_at_added(added, section)]
-    return [part for section in sections for part in _cut_section(tokenizer, section)]
+    # Only at the start can a section be text that nothing precedes.
+    return [part for number, section in enumerate(sections) for part in _cut_section(tokenizer, section, number == 0)]
 
 
 def _cut_at_added(added: dict[str, AddedToken], section: Section) -> Iterator[Section]:
@@ -116,7 +117,7 @@ def _finder(contents: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(re.escape(content) for content in sorted(contents, key=len, reverse=True)))
 
 
-def _cut_section(tokenizer: CompiledTokenizer, section: Section) -> list[Section]:
+def _cut_section(tokenizer: CompiledTokenizer, section: Section, is_first: bool) -> list[Section]:
     if isinstance(section, int):
         return [section]
     if not section:
@@ -126,7 +127,10 @@ def _cut_section(tokenizer: CompiledTokenizer, section: Section) -> list[Section
         section = " " + section
     if isinstance(tokenizer.tables, FallbackTables):
         assert spec.fallback
-        return [*cut_characters(tokenizer.tables, spec.fallback.prefix + section.replace(" ", spec.fallback.space))]
+        how, section = spec.fallback, section.replace(" ", spec.fallback.space)
+        if (is_first or not how.first_only) and not (how.unless_space and section.startswith(how.space)):
+            section = how.prefix + section
+        return [*cut_characters(tokenizer.tables, section)]
     return [section[start:end] for start, end in pre_tokens(tokenizer.splitter, section)]
 
 

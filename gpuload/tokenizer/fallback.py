@@ -1,4 +1,4 @@
-"""Tables for BPE over characters with byte fallback and without a split regex (Llama-2, Gemma).
+"""Tables for BPE over characters with byte fallback and without a split regex (Llama 2, Gemma).
 
 Such a tokenizer merges a whole text at once; a megabyte of text is one word. But the result of every merge is a
 vocabulary entry. So if no entry that a merge produces contains two certain characters next to each other, no merge
@@ -98,6 +98,9 @@ def _adjacent(spec: BpeSpec) -> npt.NDArray[np.uint64]:
     within = np.ones(len(pairs), np.bool_)
     # The entries were joined into one string: drop the pair across each border of two of them.
     within[np.cumsum([len(entry) for entry in made], dtype=np.int64)[:-1] - 1] = False
+    assert spec.fallback
+    if spec.fallback.split:  # a pre-token begins at every space, so no merge joins one to what is before it
+        within &= points[1:] != ord(spec.fallback.space)
     keys = np.unique(pairs[within])
     return fill(keys.astype(np.uint64), hash_pairs(keys))
 

@@ -67,15 +67,21 @@ class AddedToken:
 
 @dataclass(frozen=True)
 class Fallback:
-    """How text between added tokens is changed by a tokenizer with byte fallback, which has no pre-tokenizer.
+    """How text between added tokens is changed by a tokenizer with byte fallback: by its normalizer, or by Metaspace.
 
     Attributes:
         prefix: prepended to the text.
         space: replaces every space, usually `▁`.
+        unless_space: whether text that begins with a space or with `space` has no prefix.
+        first_only: whether only text at the start of the input has a prefix, not the text after an added token.
+        split: whether pre-tokens begin at every `space`. Otherwise the whole text is one pre-token.
     """
 
     prefix: str
     space: str
+    unless_space: bool = False
+    first_only: bool = False
+    split: bool = False
 
 
 @dataclass(frozen=True)
@@ -171,8 +177,11 @@ def _check_model(model: Mapping[str, Any]) -> None:
 def _fallback(parts: Mapping[str, Any], model: Mapping[str, Any]) -> Fallback:
     if model.get("ignore_merges"):
         raise _UnsupportedError("byte fallback with ignore_merges is not supported")
+    normalizer, stages = _flat(parts.get("normalizer"), "normalizers"), _flat(parts.get("pre_tokenizer"), "pretokenizers")
+    if not normalizer and len(stages) == 1 and stages[0]["type"] == "Metaspace":
+        return _metaspace(stages[0])
     prefix, space = "", " "
-    for step in _flat(parts.get("normalizer"), "normalizers"):
+    for step in normalizer:
         if step["type"] == "Prepend" and not prefix and space == " ":
             prefix = step["prepend"]
         elif step["type"] == "Replace" and step["pattern"] == {"String": " "} and space == " ":
@@ -180,14 +189,26 @@ def _fallback(parts: Mapping[str, Any], model: Mapping[str, Any]) -> Fallback:
         else:
             raise _UnsupportedError(f"the normalizer {step['type']} with byte fallback is not supported")
     prefix = prefix.replace(" ", space)
-    if any(token["normalized"] for token in parts.get("added_tokens") or []):
+    if normalizer and any(token["normalized"] for token in parts.get("added_tokens") or []):
         raise _UnsupportedError("an added token is normalized, which is not supported with byte fallback")
-    for step in _flat(parts.get("pre_tokenizer"), "pretokenizers"):
+    for step in stages:
         # Gemma's pre-tokenizer splits at spaces, but its normalizer has replaced all of them before. So it does
         # nothing.
         if step["type"] != "Split" or step["pattern"] != {"String": " "} or " " in space:
             raise _UnsupportedError(f"the pre-tokenizer {step['type']} with byte fallback is not supported")
     return Fallback(prefix, space)
+
+
+def _metaspace(step: Mapping[str, Any]) -> Fallback:
+    """Read the pre-tokenizer that transformers gives to Llama 2 and similar tokenizers, instead of a normalizer."""
+    space, scheme = step["replacement"], step["prepend_scheme"]
+    return Fallback(
+        prefix="" if scheme == "never" else space,
+        space=space,
+        unless_space=True,
+        first_only=scheme == "first",
+        split=bool(step["split"]),
+    )
 
 
 def byte_entries() -> list[str]:

@@ -35,6 +35,7 @@ STEP = 64
 
 _MOST_BYTES = (1 << 31) - 1  # positions are int32
 _BEGINS = 1  # BEGINS of kernels/text.cuh
+_UNLESS_SPACE, _FIRST_ONLY = 1, 2  # as in kernels/rewrite.cu
 _KEEP = {"all": 0, "matches": 1, "gaps": 2}  # as in kernels/split.cu
 
 
@@ -86,16 +87,16 @@ class PreTokenizer:
             values, composing = nfc_tables()
             pages, blocks, pairs = map(to_device, (values.pages, values.blocks, composing))
             self._nfc = pages, blocks, pairs, len(composing) - 1
-        # How text is rewritten: a prefix for every section, or only for those that do not begin with a space, and a
-        # replacement for every space.
-        prefix, unless_space, replacement = b"", 0, b" "
+        # How text is rewritten: a prefix for all sections or for some, and a replacement for every space.
+        prefix, unless_space, first_only, replacement = b"", False, False, b" "
         if spec.fallback:
             prefix, replacement = spec.fallback.prefix.encode(), spec.fallback.space.encode()
+            unless_space, first_only = spec.fallback.unless_space, spec.fallback.first_only
         elif spec.prefix_space:
-            prefix, unless_space = b" ", 1
+            prefix, unless_space = b" ", True
         self.rewrites = bool(prefix) or replacement != b" "
-        self._sizes = len(prefix), unless_space, len(replacement)
-        self._texts = [to_device(np.frombuffer(text, np.uint8)) for text in (prefix, replacement)]
+        self._sizes = len(prefix), _UNLESS_SPACE * unless_space | _FIRST_ONLY * first_only, len(replacement)
+        self._prefix, self._replacement = (to_device(np.frombuffer(text, np.uint8)) for text in (prefix, replacement))
         classes = tokenizer.splitter.classes
         self._classes = to_device(classes.pages), to_device(classes.blocks)
         self._stages = [
@@ -170,18 +171,15 @@ class PreTokenizer:
     def _rewrite(self, data: Array, offsets: Array, marks: Array) -> tuple[Array, Array, Array]:
         """Rewrite all texts. Returns the new data, offsets and marks."""
         kernels, xp = self._kernels, self._kernels.xp
+        how = *self._sizes, self._replacement, len(offsets) - 1, offsets
         sizes = xp.empty(self._chunks(data), np.int32)
-        self._run("rewritten_sizes", data, marks, *self._sizes, sizes)
+        self._run("rewritten_sizes", data, marks, *how, sizes)
         place = offsets_of(sizes)
         size = int(place[-1])
         _check_size(size)
         moved, out, out_marks = xp.empty_like(offsets), xp.empty(size, np.uint8), xp.empty(size, np.uint8)
-        count = len(offsets)
-        kernels.run(
-            "rewritten_offsets", kernels.threads(count), count, offsets, self.step, data, marks, *self._sizes, place,
-            moved,
-        )  # fmt: skip
-        self._run("rewrite", data, marks, *self._sizes, *self._texts, place, out, out_marks)
+        kernels.run("rewritten_offsets", kernels.threads(len(offsets)), self.step, data, marks, *how, place, moved)
+        self._run("rewrite", data, marks, *how, self._prefix, place, out, out_marks)
         return out, moved, out_marks
 
     def _split(self, data: Array, marks: Array, table: Array, restarts: Array, classes: int, keep: int) -> Array:

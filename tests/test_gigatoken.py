@@ -1,0 +1,129 @@
+"""gigatoken is used only for configurations that it is known to encode exactly."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from conftest import SHARED
+from test_bpe_fallback import small
+from tokenizers import AddedToken, Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from gpuload.engines.host.encode import HostEncoder, host_encoder
+from gpuload.reference.reference import Reference
+
+Edit = Callable[[dict[str, Any]], None]
+
+
+def edited(folder: str, edit: Edit) -> Any:
+    """The tokenizer of a folder with an edited tokenizer.json."""
+    parts = json.loads(AutoTokenizer.from_pretrained(folder).backend_tokenizer.to_str())
+    edit(parts)
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(parts)))
+
+
+def check(tokenizer: Any, *texts: str) -> HostEncoder:
+    """Compare each text with the tokenizer."""
+    reference = Reference(tokenizer, chat_template=None)
+    encoder = host_encoder(reference)
+    found = encoder.encode(pa.array(texts, pa.large_string())).to_lists()
+    assert found == [reference.encode(text) for text in texts]
+    return encoder
+
+
+def test_an_added_token_in_decomposed_text(qwen_folder: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(qwen_folder)
+    tokenizer.add_tokens(["caf\u00e9"])
+    encoder = check(tokenizer, "un cafe\u0301 noir", "un caf\u00e9 noir", "caf\u00e9\u0301", "cafe", "\u212bcaf\u00e9")
+    assert encoder.name.startswith("gigatoken")
+
+
+@pytest.mark.parametrize("content", ["<foo>", "foo", "K", "x;"])
+@pytest.mark.parametrize("normalized", [False, True])
+def test_an_added_token_that_normalization_changes_or_makes(qwen_folder: str, content: str, normalized: bool) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(qwen_folder)
+    tokenizer.add_tokens([AddedToken(content, normalized=normalized)])
+    texts = [f"a {content}{mark} b" for mark in ("", "\u0301", "\u0338", "\u0323\u0301")]
+    assert check(tokenizer, *texts, "\u212a \u212a", "x\u037e").name.startswith("gigatoken")
+
+
+def test_digits_before_split(qwen_folder: str) -> None:
+    def edit(parts: dict[str, Any]) -> None:
+        parts["pre_tokenizer"]["pretokenizers"].insert(0, {"type": "Digits", "individual_digits": True})
+
+    assert not check(edited(qwen_folder, edit), "x  5", "a12b").name.startswith("gigatoken")
+
+
+def _behavior(name: str) -> Edit:
+    return lambda parts: parts["pre_tokenizer"]["pretokenizers"][0].update(behavior=name)
+
+
+def _regex_twice(parts: dict[str, Any]) -> None:
+    parts["pre_tokenizer"]["pretokenizers"][-1]["use_regex"] = True
+
+
+def _no_regex(parts: dict[str, Any]) -> None:
+    parts["pre_tokenizer"] = parts["pre_tokenizer"]["pretokenizers"][-1]
+
+
+def _literal_split(parts: dict[str, Any]) -> None:
+    split = {"type": "Split", "pattern": {"String": "a"}, "behavior": "Isolated", "invert": False}
+    parts["pre_tokenizer"]["pretokenizers"].insert(0, split)
+
+
+def _prefix_space(parts: dict[str, Any]) -> None:
+    parts["pre_tokenizer"]["pretokenizers"][-1]["add_prefix_space"] = True
+
+
+def _suffix(parts: dict[str, Any]) -> None:
+    parts["model"]["end_of_word_suffix"] = "e"
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        _behavior("MergedWithPrevious"), _behavior("MergedWithNext"), _behavior("Contiguous"), _behavior("Removed"),
+        _regex_twice, _no_regex, _literal_split, _prefix_space, _suffix,
+    ],
+)  # fmt: skip
+def test_settings_that_gigatoken_ignores(qwen_folder: str, edit: Edit) -> None:
+    encoder = check(edited(qwen_folder, edit), "a banana's  in the 123 house", "  x", "it's the theme\n\n y")
+    assert not encoder.name.startswith("gigatoken")
+    assert any(reason.startswith("gigatoken: ") for reason in encoder.unused)
+
+
+ADDED: list[tuple[list[AddedToken], list[str]]] = [
+    ([AddedToken("foo", single_word=True)], ["food foo barfoo", "foo_ _foo foo1 \u00e9foo"]),
+    ([AddedToken("  "), AddedToken("<R>", rstrip=True)], ["a<R>  b", "a<R>    b"]),
+    ([AddedToken("x "), AddedToken("<L>", lstrip=True)], ["ax  <L>", "x <L>"]),
+    ([AddedToken("ab", normalized=True), AddedToken("bc", normalized=False)], ["abc", "abbc"]),
+    ([AddedToken("abc", normalized=True), AddedToken("b", normalized=False)], ["abc", "ab"]),
+]
+
+
+@pytest.mark.parametrize(("added", "texts"), ADDED, ids=lambda value: None)
+@pytest.mark.parametrize("fallback", [False, True])
+def test_added_tokens_that_gigatoken_confuses(
+    qwen_folder: str, added: list[AddedToken], texts: list[str], fallback: bool
+) -> None:
+    if fallback:
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=small([("a", "b"), ("b", "c")], [], "abcfo\u2581"))
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(qwen_folder)
+    tokenizer.add_tokens(added)
+    assert not check(tokenizer, *texts).name.startswith("gigatoken")
+
+
+@pytest.mark.skipif(not (SHARED / "tokenizers").exists(), reason="needs the directory of real tokenizers")
+def test_single_words_of_gemma() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(SHARED / "tokenizers" / "gemma3")
+    tokenizer.add_tokens([AddedToken("foo", single_word=True)])
+    check(tokenizer, "food foo barfoo")
+
+
+def test_real_tokenizers_are_encoded_by_gigatoken(encoders: dict[str, Any]) -> None:
+    others = {"bert-base-uncased", "t5-small", "smollm"}  # two are not BPE, and one lacks bytes
+    slow = {name for name, (encoder, _) in encoders.items() if not encoder.name.startswith("gigatoken")}
+    assert slow <= others
