@@ -26,6 +26,7 @@ from gpuload.tokenizer.spec import (
 from gpuload.tokenizer.tables import cached
 
 _VERSION = 1  # of the rules
+_SMALL = 1 << 20  # characters of a tokenizer that is read every time
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORD = r"[^\r\n\p{L}\p{N}]?"
@@ -65,13 +66,16 @@ def not_known_exact(model_json: str) -> str | None:
     Args:
         model_json: the result of `tokenizers.Tokenizer.to_str()`.
     """
-    digest = hashlib.blake2b(model_json.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
-    def build() -> dict[str, Any]:
+    def reason() -> str:
         spec = bpe_spec(model_json)
-        return {"reason": np.array(spec if isinstance(spec, str) else _reason(spec) or "")}
+        return spec if isinstance(spec, str) else _reason(spec) or ""
 
-    return str(cached("gigatoken", f"{_VERSION} {digest}", build)["reason"]) or None
+    if len(model_json) < _SMALL:
+        return reason() or None
+    digest = hashlib.blake2b(model_json.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+    answer = cached("gigatoken", f"{_VERSION} {digest}", lambda: {"reason": np.array(reason())})
+    return str(answer["reason"]) or None
 
 
 def needs_nfc_text(added: Iterable[Any]) -> bool:

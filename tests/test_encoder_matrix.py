@@ -1,0 +1,71 @@
+"""Every setting of a tokenizer: the ids of the host's encoder and of the kernels are those of `tokenizers`."""
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from encoder_variants import VARIANTS, texts
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from gpuload.engines.device.encode import DeviceEncoder
+from gpuload.engines.host.encode import host_encoder
+from gpuload.reference.reference import Reference
+from gpuload.testing.encoder import surely_nfc
+from gpuload.testing.host_kernels import COMPILER, HostKernels
+from gpuload.tokenizer import fallback, merges
+from gpuload.tokenizer.compiled import CompiledTokenizer
+from gpuload.tokenizer.spec import bpe_spec
+from gpuload.tokenizer.splitter import compile_splitter
+
+BY_GIGATOKEN = {
+    "shipped", "lstrip", "rstrip", "both sides", "normalized", "not normalized", "normalized without normalizer",
+    "white space", "overlaps", "all flags", "no normalizer", "NFC twice", "only matches", "ByteLevel", "ByteLevel, prefix",
+    *(f"regex {number}" for number in range(5)), "DeepSeek", "ignore_merges", "subword prefix", "Llama 2", "Gemma",
+    *(f"Metaspace {scheme} {split}" for scheme in ("always", "first", "never") for split in (True, False)),
+}  # fmt: skip
+
+
+def check(name: str, count: int) -> None:
+    backend = VARIANTS[name]()
+    contents = [token.content for token in backend.get_added_tokens_decoder().values()]
+    some = texts(len(name), count, contents)
+    expected = [one.ids for one in backend.encode_batch_fast(some, add_special_tokens=False)]
+    encoder = host_encoder(Reference(PreTrainedTokenizerFast(tokenizer_object=backend), chat_template=None))
+    same(some, encoder.encode(pa.array(some, pa.large_string())).to_lists(), expected)
+    assert encoder.name.startswith("gigatoken") == (name in BY_GIGATOKEN), encoder
+    check_kernels(backend, some, expected)
+
+
+def same(some: list[str], found: list[list[int]], expected: list[list[int]]) -> None:
+    wrong = [(t, a, b) for t, a, b in zip(some, found, expected, strict=True) if a != b]
+    assert not wrong, (len(wrong), min(wrong, key=lambda one: len(one[0])))
+
+
+def check_kernels(backend: Tokenizer, some: list[str], expected: list[list[int]]) -> None:
+    spec = bpe_spec(backend.to_str())
+    if isinstance(spec, str) or COMPILER is None:
+        return
+    # Not cached: these tokenizers are made up.
+    tables: Any = (fallback if spec.fallback else merges).build_tables(spec)
+    tokenizer = CompiledTokenizer(spec, compile_splitter(spec.stages), tables)
+    raw = [text.encode() for text in some]
+    data = np.frombuffer(b"".join(raw), np.uint8)
+    ids, falls_back = DeviceEncoder(HostKernels(), tokenizer).encode(data, np.cumsum([0, *map(len, raw)]))
+    same(some, [row if not skip else ids for row, skip, ids in zip(ids.to_lists(), falls_back, expected, strict=True)], expected)
+    # Only texts that are not in NFC fall back, and few others.
+    needless = sum(bool(skip) and surely_nfc(text) for text, skip in zip(some, falls_back, strict=True))
+    assert needless <= (len(some) // 20 if spec.nfc else 0)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variant(name: str) -> None:
+    check(name, 200)
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variant_fully(name: str, record_property: Any) -> None:
+    check(name, 2000)
+    record_property("variants of tokenizers", (2000, 0))
