@@ -29,7 +29,9 @@ def _shipped() -> tuple[dict[str, Any], str]:
 
 @cache
 def _model() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    merges = [tuple(merge if isinstance(merge, list) else merge.split(" ")) for merge in _shipped()[0]["merges"][:MERGES]]
+    merges = [
+        tuple(merge if isinstance(merge, list) else merge.split(" ")) for merge in _shipped()[0]["merges"][:MERGES]
+    ]
     entries = dict.fromkeys([*byte_letters(), *("".join(pair) for pair in merges)])
     return {entry: number for number, entry in enumerate(entries)}, merges
 

@@ -2,7 +2,6 @@
 
 import json
 from itertools import product
-from typing import Any
 
 import pytest
 from bpe_cases import made_up_merges

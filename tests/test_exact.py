@@ -4,8 +4,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pytest
+from encoder_variants import VARIANTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 import gpuload
 from gpuload.arrays import Ragged
@@ -49,6 +52,27 @@ def qwen_round_trip(prompts: gpuload.PromptDataset, row: int) -> Any:
 def test_any_text(qwen: Any, encoders: dict[str, Any], text: str) -> None:
     for encoder, reference in encoders.values():
         assert encoder.encode(pa.array([text, ""], pa.large_string())).to_lists() == [reference.encode(text), []]
+
+
+@pytest.fixture(scope="module")
+def kinds() -> dict[str, tuple[Any, Any, list[str]]]:
+    """name → (encoder, backend, added tokens) for a small tokenizer of every model and normalizer."""
+    names = ["all flags", "normalized", "NFKC", "NFD", "Llama 2", "Metaspace first False", "Metaspace always True"]
+    found = {}
+    for name in [*names, "Unigram", "Unigram, flags", "Unigram, bytes", "WordPiece", "WordPiece, flags"]:
+        backend = VARIANTS[name]()
+        encoder = host_encoder(Reference(PreTrainedTokenizerFast(tokenizer_object=backend), chat_template=None))
+        found[name] = encoder, backend, [token.content for token in backend.get_added_tokens_decoder().values()]
+    return found
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_any_text_with_any_kind_of_tokenizer(kinds: dict[str, Any], data: Any) -> None:
+    for encoder, backend, added in kinds.values():
+        text = data.draw(st.lists(st.one_of(TEXT, st.sampled_from(added)), max_size=4).map("".join))
+        ids = backend.encode(text, add_special_tokens=False).ids
+        assert encoder.encode(pa.array([text, ""], pa.large_string())).to_lists() == [ids, []]
 
 
 def test_long_words_and_long_runs(qwen: Any, encoders: dict[str, Any]) -> None:

@@ -16,7 +16,6 @@ import numpy as np
 from gpuload.tokenizer.spec import (
     GPT2_PATTERN,
     WHITE_SPACE,
-    AddedToken,
     BpeSpec,
     Split,
     bpe_spec,
@@ -42,6 +41,11 @@ _ONE_STAGE = {
     rf"{_CONTRACTIONS}|{_WORD}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_LINES}",
     # Llama 3, OLMo 2
     rf"{_CONTRACTIONS}|{_WORD}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_LINES}",
+    # cl100k: Phi-4
+    rf"{_CONTRACTIONS}|{_WORD}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]"
+    r"|\s+(?!\S)|\s+",
+    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     # o200k: gpt-oss
     rf"{_WORD}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_WORD}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|\p{{N}}{{1,3}}"
     rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES}",
@@ -85,6 +89,9 @@ def needs_nfc_text(added: Iterable[Any]) -> bool:
     pre-token that becomes equal to an added token by normalization gets the token's id, also if the token has to be
     found in the original text. (The only ASCII characters that something else normalizes to are `K`, `;` and a grave
     accent.)
+
+    Args:
+        added: `tokenizers.AddedToken`.
     """
     return any(token.normalized or not token.content.isascii() or set(token.content) & set("K;`") for token in added)
 
@@ -140,10 +147,6 @@ def _wrong_vocabulary(spec: BpeSpec) -> str | None:
     letters = byte_letters()
     foreign = re.compile(f"[^{re.escape(''.join(letters))}]")
     contents = {token.content for token in spec.added}
-    for token in spec.added:
-        if token.content.isascii() and len(token.content) == 1:
-            if spec.vocab.get(letters[ord(token.content)]) != token.id:
-                return f"the added token {token.content!r} has another id than this byte"
     for entry in spec.vocab if foreign.search("".join(spec.vocab)) else ():
         if foreign.search(entry):
             # ByteLevel never produces such an entry. gigatoken takes it as text.

@@ -177,7 +177,10 @@ def _check_model(model: Mapping[str, Any]) -> None:
 def _fallback(parts: Mapping[str, Any], model: Mapping[str, Any]) -> Fallback:
     if model.get("ignore_merges"):
         raise _UnsupportedError("byte fallback with ignore_merges is not supported")
-    normalizer, stages = _flat(parts.get("normalizer"), "normalizers"), _flat(parts.get("pre_tokenizer"), "pretokenizers")
+    normalizer, stages = (
+        _flat(parts.get("normalizer"), "normalizers"),
+        _flat(parts.get("pre_tokenizer"), "pretokenizers"),
+    )
     if not normalizer and len(stages) == 1 and stages[0]["type"] == "Metaspace":
         return _metaspace(stages[0])
     prefix, space = "", " "
