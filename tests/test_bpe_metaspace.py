@@ -21,8 +21,9 @@ WAYS = list(product(["always", "first", "never"], [True, False]))
 FLAGS = ["", "lstrip", "rstrip", "normalized", "special"]
 PIECES = ["a", "b", "é", "你", "𒀀", " ", "  ", "▁", "\n", "\u3000", "<n>", "<lstrip>", "<rstrip>", "<normalized>"]
 TEXTS = [
-    "", " ", "▁", "a", " a", "▁a", "  a", "a b  ab", "ab▁ab", "▁▁a▁", " ▁ a", "<n>a<n> <n>b", " <lstrip>a", "<lstrip>▁a",
-    "<rstrip> a", "<rstrip>  ", "a <lstrip> <rstrip> a", "<normalized>a <normalized> a", "<special>a", "𒀀 a", "\na",
+    "", " ", "▁", "a", " a", "▁a", "  a", "a b  ab", "ab▁ab", "▁▁a▁", " ▁ a", "<n>a<n> <n>b", " <lstrip>a",
+    "<lstrip>▁a", "<rstrip> a", "<rstrip>  ", "a <lstrip> <rstrip> a", "<normalized>a <normalized> a",
+    "<special>a", "𒀀 a", "\na",
 ]  # fmt: skip
 
 
@@ -49,7 +50,7 @@ def check_both(pair: Pair, texts: list[str]) -> None:
 def test_prefixes_and_added_tokens(scheme: str, split: bool) -> None:
     pair = compiled(metaspace(scheme, split))
     assert pair[0].spec.fallback == Fallback("" if scheme == "never" else "▁", "▁", True, scheme == "first", split)
-    check_both(pair, [*TEXTS, *("".join(some) for some in product(PIECES, repeat=3))])
+    check_both(pair, [*TEXTS, *("".join(some) for some in product(PIECES, repeat=2))])
 
 
 @settings(max_examples=60)

@@ -22,7 +22,8 @@ from gpuload.tokenizer.splitter import compile_splitter
 
 BY_GIGATOKEN = {
     "shipped", "lstrip", "rstrip", "both sides", "normalized", "not normalized", "normalized without normalizer",
-    "white space", "overlaps", "all flags", "no normalizer", "NFC twice", "only matches", "ByteLevel", "ByteLevel, prefix",
+    "white space", "overlaps", "all flags", "no normalizer", "NFC twice", "only matches", "ByteLevel",
+    "ByteLevel, prefix",
     *(f"regex {number}" for number in range(8)), "DeepSeek", "ignore_merges", "subword prefix", "Llama 2", "Gemma",
     *(f"Metaspace {scheme} {split}" for scheme in ("always", "first", "never") for split in (True, False)),
 }  # fmt: skip

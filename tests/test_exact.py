@@ -130,3 +130,9 @@ def test_ragged(rows: list[list[int]], data: Any) -> None:
 
 def test_the_shipped_tokenizer_is_encoded_by_gigatoken(qwen: Any) -> None:
     assert host_encoder(Reference(qwen)).name.startswith("gigatoken")
+
+
+def test_real_tokenizers_are_encoded_by_gigatoken(encoders: dict[str, Any]) -> None:
+    others = {"bert-base-uncased", "t5-small", "smollm"}  # two are not BPE, and one lacks bytes
+    slow = {name for name, (encoder, _) in encoders.items() if not encoder.name.startswith("gigatoken")}
+    assert slow <= others

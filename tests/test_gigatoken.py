@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from conftest import SHARED
-from test_bpe_fallback import small
+from encoder_variants import byte_level, fallback
 from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -17,9 +17,9 @@ from gpuload.reference.reference import Reference
 Edit = Callable[[dict[str, Any]], None]
 
 
-def edited(folder: str, edit: Edit) -> Any:
-    """The tokenizer of a folder with an edited tokenizer.json."""
-    parts = json.loads(AutoTokenizer.from_pretrained(folder).backend_tokenizer.to_str())
+def edited(backend: Tokenizer, edit: Edit) -> Any:
+    """A tokenizer with an edited tokenizer.json."""
+    parts = json.loads(backend.to_str())
     edit(parts)
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(parts)))
 
@@ -42,18 +42,17 @@ def test_an_added_token_in_decomposed_text(qwen_folder: str) -> None:
 
 @pytest.mark.parametrize("content", ["<foo>", "foo", "K", "x;"])
 @pytest.mark.parametrize("normalized", [False, True])
-def test_an_added_token_that_normalization_changes_or_makes(qwen_folder: str, content: str, normalized: bool) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(qwen_folder)
-    tokenizer.add_tokens([AddedToken(content, normalized=normalized)])
+def test_an_added_token_that_normalization_changes_or_makes(content: str, normalized: bool) -> None:
+    tokenizer = edited(byte_level(added=(AddedToken(content, normalized=normalized),)), lambda parts: None)
     texts = [f"a {content}{mark} b" for mark in ("", "\u0301", "\u0338", "\u0323\u0301")]
     assert check(tokenizer, *texts, "\u212a \u212a", "x\u037e").name.startswith("gigatoken")
 
 
-def test_digits_before_split(qwen_folder: str) -> None:
+def test_digits_before_split(qwen: Any) -> None:
     def edit(parts: dict[str, Any]) -> None:
         parts["pre_tokenizer"]["pretokenizers"].insert(0, {"type": "Digits", "individual_digits": True})
 
-    assert not check(edited(qwen_folder, edit), "x  5", "a12b").name.startswith("gigatoken")
+    assert not check(edited(qwen.backend_tokenizer, edit), "x  5", "a12b").name.startswith("gigatoken")
 
 
 def _behavior(name: str) -> Edit:
@@ -88,8 +87,8 @@ def _suffix(parts: dict[str, Any]) -> None:
         _regex_twice, _no_regex, _literal_split, _prefix_space, _suffix,
     ],
 )  # fmt: skip
-def test_settings_that_gigatoken_ignores(qwen_folder: str, edit: Edit) -> None:
-    encoder = check(edited(qwen_folder, edit), "a banana's  in the 123 house", "  x", "it's the theme\n\n y")
+def test_settings_that_gigatoken_ignores(edit: Edit) -> None:
+    encoder = check(edited(byte_level(), edit), "a banana's  in the 123 house", "  x", "it's the theme\n\n y")
     assert not encoder.name.startswith("gigatoken")
     assert any(reason.startswith("gigatoken: ") for reason in encoder.unused)
 
@@ -104,16 +103,19 @@ ADDED: list[tuple[list[AddedToken], list[str]]] = [
 
 
 @pytest.mark.parametrize(("added", "texts"), ADDED, ids=lambda value: None)
-@pytest.mark.parametrize("fallback", [False, True])
+@pytest.mark.parametrize("backend", [byte_level, fallback])
 def test_added_tokens_that_gigatoken_confuses(
-    qwen_folder: str, added: list[AddedToken], texts: list[str], fallback: bool
+    backend: Callable[[], Tokenizer], added: list[AddedToken], texts: list[str]
 ) -> None:
-    if fallback:
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=small([("a", "b"), ("b", "c")], [], "abcfo\u2581"))
-    else:
-        tokenizer = AutoTokenizer.from_pretrained(qwen_folder)
+    tokenizer = edited(backend(), lambda parts: None)
     tokenizer.add_tokens(added)
     assert not check(tokenizer, *texts).name.startswith("gigatoken")
+
+
+def test_added_white_space_after_rstrip(qwen_folder: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(qwen_folder)
+    tokenizer.add_tokens(["  ", AddedToken("<R>", rstrip=True)])
+    check(tokenizer, "a<R>  b")
 
 
 @pytest.mark.skipif(not (SHARED / "tokenizers").exists(), reason="needs the directory of real tokenizers")
@@ -121,9 +123,3 @@ def test_single_words_of_gemma() -> None:
     tokenizer = AutoTokenizer.from_pretrained(SHARED / "tokenizers" / "gemma3")
     tokenizer.add_tokens([AddedToken("foo", single_word=True)])
     check(tokenizer, "food foo barfoo")
-
-
-def test_real_tokenizers_are_encoded_by_gigatoken(encoders: dict[str, Any]) -> None:
-    others = {"bert-base-uncased", "t5-small", "smollm"}  # two are not BPE, and one lacks bytes
-    slow = {name for name, (encoder, _) in encoders.items() if not encoder.name.startswith("gigatoken")}
-    assert slow <= others

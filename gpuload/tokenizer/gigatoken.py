@@ -1,8 +1,8 @@
 """Which tokenizers gigatoken is known to encode exactly.
 
-gigatoken reads a part of a tokenizer's configuration and ignores the rest without an error: `single_word`, `Digits`, how
-a `Split` treats its matches, that a normalized added token is searched for in normalized text. So it is used only for
-configurations that this module lists. Each of them has been compared with `tokenizers` (tests/test_encoder_matrix.py).
+gigatoken reads a part of a tokenizer's configuration and ignores the rest without an error: `single_word`, `Digits`,
+how a `Split` treats its matches, that a normalized added token is searched for in normalized text. So it is used only
+for configurations that this module lists, and that tests/test_encoder_matrix.py compares with `tokenizers`.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
-"""Texts on which nearly equal tokenizers differ. An encoder is used only if it agrees with the tokenizer on all of them.
+"""Texts on which nearly equal tokenizers differ. An encoder is used only if it agrees with the tokenizer on all.
 
-Half of them are the same for every tokenizer. The others are made from its added tokens, each in all contexts that its
+Some are the same for every tokenizer. The others are made from its added tokens, each in all contexts that its
 flags refer to.
 """
 
