@@ -66,7 +66,7 @@ def kinds() -> dict[str, tuple[Any, Any, list[str]]]:
     return found
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_text_with_any_kind_of_tokenizer(kinds: dict[str, Any], data: Any) -> None:
     for encoder, backend, added in kinds.values():

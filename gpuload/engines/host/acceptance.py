@@ -93,7 +93,7 @@ def _of_flags(token: Any) -> list[str]:
 
 def _of_neighbors(token: Any, others: Sequence[str]) -> list[str]:
     text = token.content
-    contexts = [f"{text}{text} {text} . {text[:-1]}{text}\n{text}  {text[:-1]}", f"{text} x", f"x {text}"]
+    contexts = [text, f"{text}{text} {text} . {text[:-1]}{text}\n{text}  {text[:-1]}", f"{text} x", f"x {text}"]
     contexts += [
         f"{text}{other} {text}  {other}{text}\n{other}\t{text}.{other[:-1]}{text}{other[1:]}" for other in others
     ]

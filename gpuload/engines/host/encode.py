@@ -68,10 +68,10 @@ def host_encoder(reference: Reference) -> HostEncoder:
         except Exception as error:  # each library reports unsupported tokenizers in its own way
             unused.append(f"{name}: {str(error).splitlines()[0]:.160}")
             continue
-        wrong = next((t for i, t in enumerate(texts) if found[i].tolist() != expected[i]), None)
-        if wrong is None:
+        wrong = [text for i, text in enumerate(texts) if found[i].tolist() != expected[i]]
+        if not wrong:
             return HostEncoder(encoder.name, _guarded(encoder, reference), tuple(unused))
-        unused.append(f"{name}: differs from the tokenizer on {wrong!r:.60}")
+        unused.append(f"{name}: differs from the tokenizer on {min(wrong, key=len)!r:.60}")
     return HostEncoder(by_itself.name, by_itself.encode, tuple(unused))
 
 
