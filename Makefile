@@ -2,7 +2,7 @@
 # make test       everything that must hold: lint, types, documentation, tests
 # make docs       the documentation site, into site/; warnings are errors
 # make verl-test  the integration with verl, against verl 0.9.1 itself, in a separate environment
-# make exact      every row of ../shared with the kernels of ten tokenizers, on the host; 71 variants of tokenizers
+# make exact      every row of ../shared with the kernels of ten tokenizers, on the host; 74 variants of tokenizers
 # make bench      measure against verl 0.9.1 and others (python -m bench); records in bench/results/
 PYTHON ?= python3
 BIN := .venv/bin
