@@ -155,12 +155,13 @@ def _gigatoken(reference: Reference) -> HostEncoder:
 
     contested = unassigned_class()
     backend: Any = reference.backend
-    nfc_only = backend.normalizer is not None and needs_nfc_text(backend.get_added_tokens_decoder().values())
+    composes = backend.normalizer is not None and backend.normalizer.normalize_str("e\u0301") == "\u00e9"
+    nfc_only = composes and needs_nfc_text(backend.get_added_tokens_decoder().values())
     by_tokenizers = _tokenizers(reference).encode
 
     def encode(text: pa.LargeStringArray) -> Ragged:
         ids = encode_all(text)
-        # Contested rows are encoded by tokenizers, and put back into their places. All others are ASCII.
+        # Contested rows are encoded by tokenizers, and put back into their places. ASCII is never contested.
         rows = np.flatnonzero(pc.not_equal(pc.binary_length(text), pc.utf8_length(text)))
         some = text.take(pa.array(rows))
         wanted = np.asarray(pc.match_substring_regex(some, contested), bool)
