@@ -48,8 +48,8 @@ def number_of(device: str) -> int:
     _, _, number = device.partition(":")
     if number:
         return int(number)
-    if torch.cuda.is_initialized():
-        return torch.cuda.current_device()  # type: ignore[no-untyped-call, no-any-return]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return torch.cuda.current_device()
     rank = os.environ.get("LOCAL_RANK", "")
     return int(rank) if rank.isdigit() and int(rank) < torch.cuda.device_count() else 0
 
