@@ -10,6 +10,7 @@
 Reading, rendering and encoding of successive batches overlap (`stream.py`).
 """
 
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -56,7 +57,7 @@ def load(
     return_raw_chat: bool = False,
     return_full_prompt: bool = False,
     apply_chat_template_kwargs: Mapping[str, Any] | None = None,
-    chat_template: str | None = "default",
+    chat_template: str | os.PathLike[str] | None = "default",
     max_samples: int = -1,
     shuffle: bool = False,
     seed: int | None = None,
@@ -89,7 +90,8 @@ def load(
         return_raw_chat: rows have `raw_prompt`, the messages.
         return_full_prompt: rows have `full_prompts`, the rendered text.
         apply_chat_template_kwargs: constants for the chat template.
-        chat_template: "default", the name of one of the tokenizer's templates, the text of a template, or None.
+        chat_template: "default", the name of one of the tokenizer's templates, the text of a template, the path of a
+            `.jinja` file, or None.
         max_samples: take at most this many rows, before the filter; -1 for all.
         shuffle: take `max_samples` at random; also the loader's default.
         seed: for `shuffle`.

@@ -70,7 +70,7 @@ class Walk:
                     self.rejected.update(dict.fromkeys(on_host(some).tolist(), leaf.message))
                 else:
                     by_reference.update(dict.fromkeys(on_host(some).tolist(), leaf.reason))
-        self._render_by_reference(sorted(by_reference))
+        self._render_by_reference(dict(sorted(by_reference.items())))
         self.reasons = dict(Counter(by_reference.values()).most_common())
 
     def counts(self) -> dict[str, Any]:
@@ -130,13 +130,18 @@ class Walk:
             self._answers[key] = self._ops.answer(self.column(ref.field, ref.operations), predicate)
         return self._answers[key]
 
-    def _render_by_reference(self, rows: list[int]) -> None:
-        if not rows:
+    def _render_by_reference(self, reasons: dict[int, str]) -> None:
+        """Renders some rows with transformers.
+
+        Args:
+            reasons: ascending row numbers → why.
+        """
+        if not reasons:
             return
-        prompts = self.prompts.to_arrow(np.array(rows, np.int64))
+        prompts = self.prompts.to_arrow(np.array(list(reasons), np.int64))
         with self._program.call.clock_stopped():
-            for at, row in enumerate(rows):
+            for at, (row, reason) in enumerate(reasons.items()):
                 try:
-                    self.texts[row] = self._program.call.render(prompts[at].as_py()).encode()
+                    self.texts[row] = self._program.render(prompts[at].as_py(), reason).encode()
                 except Exception as error:
                     self.rejected[row] = rejection(error)
