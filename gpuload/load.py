@@ -34,6 +34,7 @@ from gpuload.filter import all_dropped, filter_rows, kept_columns
 from gpuload.fingerprint import fingerprint
 from gpuload.options import Options, TokensOn, Truncation, Verify
 from gpuload.reference.reference import Reference
+from gpuload.reference.volatile import contains_randomness, volatile_reason
 from gpuload.report import Report
 from gpuload.sources.columns import Columns
 from gpuload.sources.fetch import resolve
@@ -274,8 +275,11 @@ def _run(task: Pass, engine: Engine) -> PromptDataset:
         options.max_prompt_length,
         overlong_dropped=options.filter_overlong_prompts,
         source_bytes=sum(source.nbytes for source in sources),
+        sanitized=task.reference.sanitizes,
     )
-    verifier = Verifier(options.verify, task.reference, task.num_rows)
+    # Two calls for one row differ if the template makes random choices.
+    random = contains_randomness(task.reference.template_text)
+    verifier = Verifier("off" if random else options.verify, task.reference, task.num_rows)
     tables: list[pa.Table] = []
     ids: list[Ragged] = []
     places: list[RowNumbers] = []  # (n, 2): source, row in that source
@@ -293,14 +297,14 @@ def _run(task: Pass, engine: Engine) -> PromptDataset:
                 cache.write(source, batch)
             keep = filter_rows(batch, source.name, report, options.prompt_key, options.strict, task.keep_rejected)
             kept = np.flatnonzero(keep)
-            tables.append(
-                kept_columns(batch, keep, options.prompt_key, options.return_raw_chat, options.return_full_prompt)
-            )
+            tables.append(kept_columns(batch, keep, options, report.sanitized))
             ids.append(engine.keep(batch.tokens.ids, None if keep.all() else kept))
             places.append(np.stack([np.full(len(kept), batch.source), batch.rows[kept]], axis=1))
             bar.update(len(keep))
         cache.finish(sources, trusted=not verifier.check.mismatches)
         _describe(report, engine, cache, verifier)
+        if reason := volatile_reason(task.reference.template_text, clock):
+            report.notes.append(f"prompts differ from run to run: {reason}")
         report.rows_kept = sum(len(part) for part in ids)
         if not report.rows_kept:
             raise DataError(all_dropped(report))

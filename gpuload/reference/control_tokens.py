@@ -109,9 +109,7 @@ def added_control_tokens(tokenizer: Any, literals: str) -> tuple[str, ...]:
     if listed is not None:
         return tuple(token.content for token in added if token.special or token.content in listed)
     return tuple(
-        token.content
-        for token in added
-        if token.special or (token.content in literals and not token.content.isspace())
+        token.content for token in added if token.special or (token.content in literals and not token.content.isspace())
     )
 
 

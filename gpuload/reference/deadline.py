@@ -42,12 +42,12 @@ class _LateError(BaseException):
 
 
 @dataclass(eq=False)
-class _Entry:
+class _Timed:
     deadline: float
     late: bool = False
 
 
-_running: dict[int, _Entry] = {}  # thread → what it is doing
+_running: dict[int, _Timed] = {}  # thread → what it is doing
 _round = threading.Lock()
 _watching: list[int] = []  # the process whose watching thread runs, if any
 
@@ -76,7 +76,7 @@ class Deadline:
         if thread in _running:  # a call inside another one, which has a deadline already
             return call()
         _watch()
-        entry = _Entry(time.monotonic() + seconds)
+        entry = _Timed(time.monotonic() + seconds)
         try:
             _running[thread] = entry
             try:

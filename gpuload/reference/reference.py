@@ -85,8 +85,8 @@ class Reference:
             return text
         names = ", ".join(map(repr, {"default": None, **named}))
         raise TokenizerError(
-            f"chat_template={text!r:.80}: tokenizer {self.name} has no template of this name, and it is not the text of "
-            f"one, which contains {{{{ or {{%: pass one of {names}, a template's text, or the path of a .jinja file"
+            f"chat_template={text!r:.80}: tokenizer {self.name} has no template of this name, and text without {{{{ or "
+            f"{{% is not a template: pass one of {names}, the text of a template, or the path of a .jinja file"
         )
 
     def _check_arguments(self) -> None:
@@ -112,6 +112,11 @@ class Reference:
             ) from error
         if wrong is not None:
             raise TokenizerError(f"chat template of {self.name}, {wrong}: correct the template")
+
+    @cached_property
+    def template_text(self) -> str:
+        """The source of the chat template; empty if none is used, or a class renders prompts in its own way."""
+        return "" if not self.uses_template or self._renders_its_own_way else self.call.text()
 
     @property
     def pad_token_id(self) -> int:
@@ -164,11 +169,11 @@ class Reference:
         Raises:
             Exception: whatever the template raises for a conversation that it rejects.
         """
-        return self.call.render(self.call.marked(_messages(prompt))) if self.uses_template else _plain(prompt)
+        return self.call.render(self.call.marked(messages_of(prompt))) if self.uses_template else _plain(prompt)
 
     def ids(self, prompt: Prompt) -> list[int]:
         """The token ids of one prompt, rendered and encoded in one call: correct by definition."""
-        return self.call.ids(_messages(prompt)) if self.uses_template else self.encode(_plain(prompt))
+        return self.call.ids(messages_of(prompt)) if self.uses_template else self.encode(_plain(prompt))
 
     def encode(self, text: str) -> list[int]:
         """The token ids of a text, without adding special tokens."""
@@ -221,7 +226,8 @@ def problem(prompt: Any) -> str | None:
     return None
 
 
-def _messages(prompt: Prompt) -> list[dict[str, Any]]:
+def messages_of(prompt: Prompt) -> list[dict[str, Any]]:
+    """The messages of a prompt: a plain string is one user message."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 

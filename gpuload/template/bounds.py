@@ -97,7 +97,7 @@ def _per_line(value: Any, given: tuple[Any, ...]) -> int:
 def _replaced(value: Any, given: tuple[Any, ...]) -> int:
     if len(given) < 2 or not all(isinstance(item, type(value)) for item in given[:2]):
         return 0
-    return size(value) + value.count(given[0]) * size(given[1])
+    return size(value) + int(value.count(given[0])) * size(given[1])
 
 
 def _joined(value: Any, given: tuple[Any, ...]) -> int:
@@ -118,7 +118,7 @@ def _formatted(value: Any, given: tuple[Any, ...]) -> int:
             nested = nested or "{" in (specification or "")
     except (TypeError, ValueError):
         return 0
-    return size(value) + widths + (1 + value.count("{")) * (deep_size(given) + (_largest(given) if nested else 0))
+    return size(value) + widths + (1 + int(value.count("{"))) * (deep_size(given) + (_largest(given) if nested else 0))
 
 
 def _percent_size(template: str, values: Any) -> int:
@@ -175,5 +175,7 @@ _FILTERS: dict[str, _Size] = {
     "format": lambda value, given: _percent_size(str(value), given),
     "tojson": _indented,
     "round": _rounded,
-    **dict.fromkeys(("string", "pprint", "escape", "e", "forceescape", "urlencode", "safe"), lambda value, _: deep_size(value)),
+    **dict.fromkeys(
+        ("string", "pprint", "escape", "e", "forceescape", "urlencode", "safe"), lambda value, _: deep_size(value)
+    ),
 }
