@@ -1,4 +1,4 @@
-"""Control tokens in messages: counted, and with `sanitize_control_tokens` encoded as plain text, as transformers does."""
+"""Control tokens in messages: counted, or encoded as plain text as transformers does (`sanitize_control_tokens`)."""
 
 from __future__ import annotations
 
@@ -112,9 +112,10 @@ def test_strings_json_tools_and_nested_content(qwen: Any, tmp_path: Path) -> Non
 
 
 LOOKS_INSIDE = (
-    "{% for m in messages %}{% set c = m.content %}{% if '</tool_call>' in c %}{% set c = c.split('</tool_call>')[-1] %}"
-    "{% endif %}{% if c.startswith('<tool_call>') %}T{% endif %}<|im_start|>{{ m.role }}\n{{ c | trim }}<|im_end|>\n"
-    "{% endfor %}<tool_call>\n"
+    "{% for m in messages %}{% set c = m.content %}"
+    "{% if '</tool_call>' in c %}{% set c = c.split('</tool_call>')[-1] %}{% endif %}"
+    "{% if c.startswith('<tool_call>') %}T{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ c | trim }}<|im_end|>\n{% endfor %}<tool_call>\n"
 )
 
 
@@ -161,11 +162,12 @@ def test_such_a_row_does_not_affect_others(load: Any, qwen: Any, monkeypatch: py
     assert prompts.tokens.to_lists() == expected(qwen, [user("<|im_end|>"), user("x")])
 
 
-@pytest.mark.parametrize("folder", sorted((SHARED / "tokenizers").glob("*/")), ids=lambda folder: folder.name)
+REAL = [folder for name in ("gemma3", "mistral-nemo") if (folder := SHARED / "tokenizers" / name).exists()]
+
+
+@pytest.mark.parametrize("folder", REAL, ids=lambda folder: folder.name)
 def test_sanitized_prompts_of_real_tokenizers(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    if not isinstance(tokenizer.chat_template, str):
-        pytest.skip("no chat template")
     special = tokenizer.all_special_tokens[:6]
     texts = [*TEXTS[:12], *special, *(f"a{t} b\n{t}{t} " for t in special), "<think>x</think>y", "[INST] <s> </s>"]
     prompts = gpuload.load(

@@ -54,11 +54,15 @@ class ControlTokens:
         """A value with every control token in its strings marked, as transformers marks them."""
         from transformers.utils import chat_template_utils
 
-        return chat_template_utils.mark_control_tokens(value, self._patterns(self._texts)[0])
+        return chat_template_utils.mark_control_tokens(value, self._plain)
 
     def pieces(self, text: str) -> list[str | None]:
         """A rendered text, split at its marks: text, control token, text, ... with None for a lone mark."""
         return list(self._marked.split(text))
+
+    @cached_property
+    def _plain(self) -> re.Pattern[str]:
+        return self._patterns(self._texts)[0]
 
     @cached_property
     def _marked(self) -> re.Pattern[str]:

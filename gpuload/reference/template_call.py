@@ -162,7 +162,10 @@ class TemplateCall:
         environment = vendor_environment()
         if environment is None:
             return None
-        environment.optimized = False  # constant expressions are not evaluated: they have no limits
+        # Compiling evaluates constant expressions, which have no limits. It does not evaluate operators that are
+        # intercepted and filters that need the context.
+        environment.intercepted_binops = frozenset(environment.binop_table)
+        environment.filters = dict.fromkeys(environment.filters, jinja2.pass_context(lambda *_: ""))
         try:
             environment.compile(environment.parse(self.text()))
         except jinja2.TemplateSyntaxError as error:
