@@ -6,7 +6,9 @@ import numpy as np
 import pyarrow as pa
 
 from gpuload.arrays import array_module, on_host
+from gpuload.engines.host.sanitize import without_marks
 from gpuload.errors import DataError
+from gpuload.options import Options
 from gpuload.report import Report
 from gpuload.sources.read import invalid_rows
 from gpuload.stream import Batch
@@ -49,6 +51,7 @@ def filter_rows(
     report.rows_read += len(keep)
     report.rows_compiled += tokens.compiled_rows
     report.rows_fallback += tokens.fallback_rows
+    report.control_rows += tokens.control_rows
     for why, count in tokens.reasons.items():
         report.by_reference[why] = report.by_reference.get(why, 0) + count
     report.text_bytes += tokens.text_nbytes
@@ -63,21 +66,22 @@ def filter_rows(
     return keep
 
 
-def kept_columns(batch: Batch, keep: Mask, prompt_key: str, raw_chat: bool, full_prompt: bool) -> pa.Table:
+def kept_columns(batch: Batch, keep: Mask, options: Options, sanitized: bool) -> pa.Table:
     """The pass-through columns of the kept rows.
 
     Args:
         keep: (n,) bool, which rows.
-        prompt_key: the column with the prompts, which is not passed through.
-        raw_chat: add the prompts as `raw_prompt`.
-        full_prompt: add the rendered text as `full_prompts`.
+        options: `prompt_key` is the column with the prompts, which is not passed through; `return_raw_chat` adds it as
+            `raw_prompt`, and `return_full_prompt` the rendered text as `full_prompts`.
+        sanitized: control tokens in the rendered text are marked, which is for the encoder only.
     """
-    table = _without(batch.table, prompt_key)
-    if raw_chat:
-        table = _with_column(table, "raw_prompt", batch.table.column(prompt_key))
-    if full_prompt:
+    table = _without(batch.table, options.prompt_key)
+    if options.return_raw_chat:
+        table = _with_column(table, "raw_prompt", batch.table.column(options.prompt_key))
+    if options.return_full_prompt:
         assert batch.text is not None  # the token cache has no texts, so it is not used with this option
-        table = _with_column(table, "full_prompts", batch.text.text)
+        text = batch.text.text
+        table = _with_column(table, "full_prompts", without_marks(text) if sanitized else text)
     return table if keep.all() else table.filter(pa.array(keep))
 
 

@@ -10,6 +10,7 @@
 Reading, rendering and encoding of successive batches overlap (`stream.py`).
 """
 
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +34,7 @@ from gpuload.filter import all_dropped, filter_rows, kept_columns
 from gpuload.fingerprint import fingerprint
 from gpuload.options import Options, TokensOn, Truncation, Verify
 from gpuload.reference.reference import Reference
+from gpuload.reference.volatile import contains_randomness, volatile_reason
 from gpuload.report import Report
 from gpuload.sources.columns import Columns
 from gpuload.sources.fetch import resolve
@@ -56,7 +58,7 @@ def load(
     return_raw_chat: bool = False,
     return_full_prompt: bool = False,
     apply_chat_template_kwargs: Mapping[str, Any] | None = None,
-    chat_template: str | None = "default",
+    chat_template: str | os.PathLike[str] | None = "default",
     max_samples: int = -1,
     shuffle: bool = False,
     seed: int | None = None,
@@ -90,7 +92,8 @@ def load(
         return_raw_chat: rows have `raw_prompt`, the messages.
         return_full_prompt: rows have `full_prompts`, the rendered text.
         apply_chat_template_kwargs: constants for the chat template.
-        chat_template: "default", the name of one of the tokenizer's templates, the text of a template, or None.
+        chat_template: "default", the name of one of the tokenizer's templates, the text of a template, the path of a
+            `.jinja` file, or None.
         max_samples: take at most this many rows, before the filter; -1 for all.
         shuffle: take `max_samples` at random; also the loader's default.
         seed: for `shuffle`.
@@ -279,8 +282,11 @@ def _run(task: Pass, engine: Engine) -> PromptDataset:
         options.max_prompt_length,
         overlong_dropped=options.filter_overlong_prompts,
         source_bytes=sum(source.nbytes for source in sources),
+        sanitized=task.reference.sanitizes,
     )
-    verifier = Verifier(options.verify, task.reference, task.num_rows)
+    # Two calls for one row differ if the template makes random choices.
+    random = contains_randomness(task.reference.template_text)
+    verifier = Verifier("off" if random else options.verify, task.reference, task.num_rows)
     tables: list[pa.Table] = []
     ids: list[Ragged] = []
     places: list[RowNumbers] = []  # (n, 2): source, row in that source
@@ -298,14 +304,14 @@ def _run(task: Pass, engine: Engine) -> PromptDataset:
                 cache.write(source, batch)
             keep = filter_rows(batch, source.name, report, options.prompt_key, options.strict, task.keep_rejected)
             kept = np.flatnonzero(keep)
-            tables.append(
-                kept_columns(batch, keep, options.prompt_key, options.return_raw_chat, options.return_full_prompt)
-            )
+            tables.append(kept_columns(batch, keep, options, report.sanitized))
             ids.append(engine.keep(batch.tokens.ids, None if keep.all() else kept))
             places.append(np.stack([np.full(len(kept), batch.source), batch.rows[kept]], axis=1))
             bar.update(len(keep))
         cache.finish(sources, trusted=not verifier.check.mismatches)
         _describe(report, engine, cache, verifier)
+        if reason := volatile_reason(task.reference.template_text, clock):
+            report.notes.append(f"prompts differ from run to run: {reason}")
         report.rows_kept = sum(len(part) for part in ids)
         if not report.rows_kept:
             raise DataError(all_dropped(report))

@@ -7,8 +7,10 @@ an error.
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from gpuload.errors import OptionError
@@ -61,7 +63,7 @@ class Options:
         return_full_prompt: Add the rendered text to each row, as `full_prompts`.
         apply_chat_template_kwargs: Constants passed to the chat template: `tools`, `enable_thinking`, `documents`, ...
         chat_template: `"default"` for the tokenizer's own template, the name of one of its templates, the text of a
-            template, or None: prompts are plain strings, tokenized without a template.
+            template, the path of a `.jinja` file, or None: prompts are plain strings, tokenized without a template.
         max_samples: Maximum number of rows, counted before the length filter; -1 for all.
         shuffle: Draw `max_samples` at random instead of taking the first rows. Also the default of `loader(shuffle=)`.
         seed: Seed of `shuffle`; None draws a new one. Also the default of `loader(seed=)`.
@@ -133,6 +135,8 @@ class Options:
         values = {key: plain(value) for key, value in given.items() if key in known}
         if values.get("apply_chat_template_kwargs", {}) is None:
             del values["apply_chat_template_kwargs"]
+        if isinstance(values.get("chat_template"), str | os.PathLike):
+            values["chat_template"] = template_source(values["chat_template"])
         options = Options(**values)
         options._check()
         return options
@@ -159,7 +163,7 @@ class Options:
             self,
             "chat_template",
             self.chat_template is None or isinstance(self.chat_template, str),
-            "a string, or None",
+            "a template's name or text, the path of a .jinja file, or None",
         )
         timeout = self.remote_timeout
         seconds = isinstance(timeout, int | float) and not isinstance(timeout, bool) and 0 < timeout < float("inf")
@@ -184,6 +188,31 @@ def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
     for key, remedy in _SET_BY_LOADER.items():
         if key in kwargs:
             raise OptionError(f"apply_chat_template_kwargs.{key} is set by the loader: {remedy or 'remove it'}")
+
+
+def template_source(template: str | os.PathLike[str]) -> str:
+    """Reads a chat template that is given as a file.
+
+    Args:
+        template: a path: any `PathLike`, or a string that ends in `.jinja`; any other string is returned unchanged.
+
+    Raises:
+        OptionError: the file cannot be read.
+    """
+    path = os.fspath(template)
+    if isinstance(template, str) and (is_template(path) or not path.lower().endswith(".jinja")):
+        return path
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise OptionError(f"chat_template={path!r}: no such file: check the path") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"chat_template={path!r}: cannot read the file: {error}") from error
+
+
+def is_template(text: str) -> bool:
+    """Whether a string is the text of a Jinja template, and not a name or a path."""
+    return any(mark in text for mark in ("{{", "{%", "{#"))
 
 
 def _expect(options: Options, name: str, holds: bool, wanted: str) -> None:

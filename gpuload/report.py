@@ -25,6 +25,9 @@ class Report:
         rows_compiled: rows rendered by the compiled template.
         by_reference: why rows were rendered by transformers, one by one → how many.
         rows_fallback: rows that fell back from the GPU's tokenizer to the host's.
+        control_rows: rows whose messages contain the text of a control token, as far as they were rendered or the token
+            cache counted them.
+        sanitized: whether that text was encoded as plain text, and did not become the control token.
         source_bytes, text_bytes: bytes of the files, and of the rendered text.
         tokens: ids of the kept rows.
         shortest, longest: the kept rows' smallest and largest number of tokens.
@@ -47,6 +50,8 @@ class Report:
     rows_compiled: int = 0
     by_reference: dict[str, int] = field(default_factory=dict)
     rows_fallback: int = 0
+    control_rows: int = 0
+    sanitized: bool = False
     source_bytes: int = 0
     text_bytes: int = 0
     tokens: int = 0
@@ -121,6 +126,7 @@ class Report:
                 for why, count in self.by_reference.items()
             ),
             *self._fallback(),
+            *self._control(),
             *(f"             {note}" for note in self.notes),
             *self._cached(),
             f"  verified   {self._verification()}",
@@ -129,7 +135,15 @@ class Report:
 
     def _fallback(self) -> list[str]:
         why = "not certainly in NFC, or a pre-token too long for the device"
+        if self.sanitized:
+            why += ", or control tokens in messages"
         return [f"             {self.rows_fallback:,} rows encoded on the host: {why}"] if self.rows_fallback else []
+
+    def _control(self) -> list[str]:
+        if not self.control_rows:
+            return []
+        what = "was encoded as plain text" if self.sanitized else "became control tokens"
+        return [f"  untrusted  {self.control_rows:,} rows have the text of control tokens in their messages; it {what}"]
 
     def _verification(self) -> str:
         check = self.check

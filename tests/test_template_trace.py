@@ -205,7 +205,7 @@ def test_hundreds_of_predicates_on_one_path() -> None:
     assert rendered.text.to_pylist() == ["xa" * 400]
 
 
-@pytest.mark.parametrize("kwargs", [{"continue_final_message": True}, {"sanitize_control_tokens": True}])
+@pytest.mark.parametrize("kwargs", [{"continue_final_message": True}])
 def test_arguments_that_change_what_rendering_means(kwargs: dict[str, Any]) -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     program = compile(small_tokenizer(), chat_template=template, kwargs=kwargs, add_generation_prompt=False)

@@ -83,6 +83,7 @@ class Entry:
             rejected=rejected,
             compiled_rows=compiled,
             reasons=dict(reasons),
+            control_rows=sum(part.control_rows for part in counted),
         )
 
 
@@ -111,6 +112,7 @@ def read_entry(path: Path, key: str, rows: int) -> Entry | None:
                         rejected=rejected,
                         compiled_rows=facts["compiled"],
                         reasons=facts["reasons"],
+                        control_rows=facts["control"],
                     )
                 )
         if (int(metadata[b"checksum"]), facts["key"], facts["rows"]) != (checksum, key, rows):
@@ -154,7 +156,12 @@ class EntryWriter:
 
     def write(self, tokens: Tokenized, compared: int) -> None:
         """Appends rows, of which `compared` were compared with the tokenizer."""
-        facts = {"rejected": tokens.rejected, "compiled": tokens.compiled_rows, "reasons": tokens.reasons}
+        facts = {
+            "rejected": tokens.rejected,
+            "compiled": tokens.compiled_rows,
+            "reasons": tokens.reasons,
+            "control": tokens.control_rows,
+        }
         self._write(tokens.ids.to_host(), pa.array(on_host(tokens.text_sizes), pa.int64()), facts)
         self._compared += compared
         self.rows += len(tokens)

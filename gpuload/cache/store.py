@@ -15,13 +15,11 @@ lock would be held for a whole load, on many files in no fixed order. `gpuload p
 
 import hashlib
 import os
-import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from datetime import datetime
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -35,10 +33,9 @@ from gpuload.engines.host.encode import needs_itself
 from gpuload.files import cache_root
 from gpuload.options import Options, Verify
 from gpuload.reference.reference import Reference
+from gpuload.reference.volatile import Clock, dates, volatile_reason
 from gpuload.sources.read import Source
 from gpuload.stream import Batch
-
-Clock = Callable[[str], str]
 
 _PACKAGES = ("gigatoken", "jinja2", "pyarrow", "tokenizers", "transformers")
 _LEVELS: tuple[Verify, ...] = ("off", "sample", "full")
@@ -285,40 +282,19 @@ def uncacheable_reason(reference: Reference, clock: Clock | None) -> str | None:
     for name, value in (("tools", call.tools), *call.kwargs.items()):
         if not _is_plain(value):
             return f"{name} is not plain data"
-    template = call.text()
-    if _RANDOM.search(template):
-        return "the chat template contains randomness"
-    if _dates(template, clock) is None:
-        return "the chat template prints the time of day"
-    return None
+    return volatile_reason(call.text(), clock)
 
 
 _METHODS = ("apply_chat_template", "get_chat_template", "__call__", "_encode_plus")
-_RANDOM = re.compile(r"\|\s*random\b|\blipsum\b")
-_TELLS_TIME = re.compile(r"\bstrftime_now\b(?!\s+is\s+(not\s+)?defined\b)")
-_TELLS_DATE = re.compile(r"\bstrftime_now\s*\(\s*(?:\"([^\"\\]*)\"|'([^'\\]*)')\s*\)")
-
-
-def _dates(template: str, clock: Clock | None) -> list[str] | None:
-    """The dates that a template prints, formatted by its clock; None if it may print the time of day."""
-    formats = [double or single for double, single in _TELLS_DATE.findall(template)]
-    if len(formats) < len(_TELLS_TIME.findall(template)):
-        return None
-    if not formats:
-        return []
-    first, last = datetime(2001, 2, 3), datetime(2001, 2, 3, 23, 59, 59, 999999)
-    if clock is None or any(first.strftime(form) != last.strftime(form) for form in formats):
-        return None
-    return [clock(form) for form in formats]
 
 
 def _decides_ids(reference: Reference, options: Options, clock: Clock | None) -> bytes:
     """Everything except a file's content that its ids depend on."""
     template = reference.call.text() if reference.uses_template else None
-    dates = _dates(template, clock) if template is not None else None
+    printed = dates(template, clock) if template is not None else None
     versions = [f"{package} {version(package)}" for package in _PACKAGES]
     parts: list[Any] = [_own_code(), sys.version_info[:3], versions, options.prompt_key]
-    return repr([*parts, reference.fingerprint(), template, dates]).encode(errors="backslashreplace")
+    return repr([*parts, reference.fingerprint(), template, printed]).encode(errors="backslashreplace")
 
 
 @cache

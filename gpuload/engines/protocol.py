@@ -9,7 +9,7 @@
 `load.py` connects the stages and knows nothing else about the machine. There are two engines, `host/` and `device/`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -70,6 +70,9 @@ class TextOperations(Protocol):
 
     def answer(self, texts: TextColumn, predicate: Predicate) -> Array:
         """(n,) bool: `predicate`'s test for every text, to which its operations have been applied."""
+
+    def contains_any(self, texts: TextColumn, needles: Sequence[str]) -> Array:
+        """(n,) bool: whether a text contains one of the strings, none of which is empty."""
 
     def not_utf8(self, texts: TextColumn) -> Array:
         """(n,) bool: true where a text is not valid UTF-8."""
@@ -134,16 +137,19 @@ class RowCounts:
         compiled_rows: rows rendered by the compiled template.
         reference_rows: rows rendered by transformers, one by one.
         reasons: why rows were rendered by transformers → how many.
+        control_rows: rows whose messages contain the text of a control token.
     """
 
     rejected: dict[int, str] = field(default_factory=dict)
     compiled_rows: int = 0
     reference_rows: int = 0
+    control_rows: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
 
     def counts(self) -> dict[str, Any]:
         """The attributes of this class, as keyword arguments of a subclass."""
-        return {name: getattr(self, name) for name in ("rejected", "compiled_rows", "reference_rows", "reasons")}
+        names = ("rejected", "compiled_rows", "reference_rows", "control_rows", "reasons")
+        return {name: getattr(self, name) for name in names}
 
     def add(self, other: "RowCounts", first_row: int) -> None:
         """Adds further rows.
@@ -158,6 +164,7 @@ class RowCounts:
         """Adds how further rows were rendered, but not which of them were rejected."""
         self.compiled_rows += other.compiled_rows
         self.reference_rows += other.reference_rows
+        self.control_rows += other.control_rows
         for reason, count in other.reasons.items():
             self.reasons[reason] = self.reasons.get(reason, 0) + count
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuload.arrays import Array, on_host
+from gpuload.arrays import Array, offsets_of, on_host
 from gpuload.engines.conversations import Conversations, group
 from gpuload.engines.protocol import TextColumn
 from gpuload.reference.template_call import rejection
@@ -50,6 +50,7 @@ class Walk:
         texts: row → the text that transformers rendered, UTF-8.
         rejected: row → why no prompt can be made of it.
         reasons: why rows were rendered by transformers → how many.
+        control_rows: how many rows contain the text of a control token.
     """
 
     def __init__(self, program: ChatProgram, prompts: Conversations) -> None:
@@ -70,7 +71,9 @@ class Walk:
                     self.rejected.update(dict.fromkeys(on_host(some).tolist(), leaf.message))
                 else:
                     by_reference.update(dict.fromkeys(on_host(some).tolist(), leaf.reason))
-        self._render_by_reference(sorted(by_reference))
+        self._with_control = self._find_control_tokens()
+        self._render_by_reference(dict(sorted(by_reference.items())))
+        self.control_rows = int(self._with_control.sum())
         self.reasons = dict(Counter(by_reference.values()).most_common())
 
     def counts(self) -> dict[str, Any]:
@@ -79,6 +82,7 @@ class Walk:
             "rejected": dict(sorted(self.rejected.items())),
             "compiled_rows": sum(len(rows) for _, rows in self.paths),
             "reference_rows": len(self.texts),
+            "control_rows": self.control_rows,
             "reasons": self.reasons,
         }
 
@@ -130,13 +134,33 @@ class Walk:
             self._answers[key] = self._ops.answer(self.column(ref.field, ref.operations), predicate)
         return self._answers[key]
 
-    def _render_by_reference(self, rows: list[int]) -> None:
-        if not rows:
+    def _find_control_tokens(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """(n,) bool in host memory: rows with the text of a control token in a field of text."""
+        prompts, tokens = self.prompts, self._program.call.control.texts
+        xp = self._ops.xp
+        messages = xp.zeros(len(prompts.present), bool)
+        for field in prompts.fields if tokens else ():
+            if field.texts is not None:
+                messages |= self._ops.contains_any(field.texts, tokens)
+        counted = offsets_of(messages)
+        # A message belongs to the row that it is counted from: after `take`, not every message is in a row.
+        return on_host(counted[prompts.first + prompts.count] > counted[prompts.first]).copy()
+
+    def _render_by_reference(self, reasons: dict[int, str]) -> None:
+        """Renders some rows with transformers.
+
+        Args:
+            reasons: ascending row numbers → why.
+        """
+        if not reasons:
             return
-        prompts = self.prompts.to_arrow(np.array(rows, np.int64))
+        prompts = self.prompts.to_arrow(np.array(list(reasons), np.int64))
         with self._program.call.clock_stopped():
-            for at, row in enumerate(rows):
+            for at, (row, reason) in enumerate(reasons.items()):
                 try:
-                    self.texts[row] = self._program.call.render(prompts[at].as_py()).encode()
+                    messages = prompts[at].as_py()
+                    # Fields that are not columns of text are searched here.
+                    self._with_control[row] |= self._program.call.control.found_in(messages)
+                    self.texts[row] = self._program.render(messages, reason).encode()
                 except Exception as error:
                     self.rejected[row] = rejection(error)

@@ -5,6 +5,7 @@ Every fast path is verified against these few calls, and falls back to them for 
 """
 
 import hashlib
+import inspect
 import json
 import multiprocessing
 import os
@@ -13,12 +14,14 @@ from functools import cached_property
 from typing import Any
 
 from gpuload.errors import TokenizerError
-from gpuload.reference.template_call import TemplateCall
+from gpuload.options import is_template, template_source
+from gpuload.reference.control_tokens import FIRST_VERSION
+from gpuload.reference.template_call import TemplateCall, describe_error
 
 Prompt = str | list[dict[str, Any]]
 
 # With these arguments the ids of `apply_chat_template` are not simply those of the rendered text.
-_OWN_ENCODING = ("sanitize_control_tokens", "tokenizer_kwargs", "return_assistant_tokens_mask")
+_OWN_ENCODING = ("tokenizer_kwargs", "return_assistant_tokens_mask")
 
 
 class Reference:
@@ -27,7 +30,8 @@ class Reference:
     Args:
         tokenizer: a path of a directory or a tokenizer.json, a hub id, a transformers tokenizer (fast or slow) or a
             `tokenizers.Tokenizer`.
-        chat_template: "default", a template's name or text, or None: prompts are plain strings.
+        chat_template: "default", a template's name or text, the path of a `.jinja` file, or None: prompts are plain
+            strings.
         template_kwargs: further arguments of `apply_chat_template` (`tools`, `enable_thinking`, ...).
         pad_token_id: the padding token, instead of the tokenizer's own.
         trust_remote_code: as `AutoTokenizer.from_pretrained` takes it, for a tokenizer given by name.
@@ -39,14 +43,15 @@ class Reference:
         call: how prompts are rendered: template, tools and other constants.
 
     Raises:
-        TokenizerError: the tokenizer cannot be loaded, or has no chat template although one is asked for.
+        OptionError: the file of the chat template cannot be read.
+        TokenizerError: the tokenizer cannot be loaded, or has no such chat template although one is asked for.
     """
 
     def __init__(
         self,
         tokenizer: Any,
         *,
-        chat_template: str | None = "default",
+        chat_template: str | os.PathLike[str] | None = "default",
         template_kwargs: Mapping[str, Any] | None = None,
         pad_token_id: int | None = None,
         trust_remote_code: bool = False,
@@ -59,26 +64,60 @@ class Reference:
         self.name = getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
         self.uses_template = chat_template is not None
         kwargs = dict(template_kwargs or {})
-        template = None if chat_template == "default" else chat_template
+        template = None if chat_template in (None, "default") else self._template(chat_template)
         tools = kwargs.pop("tools", None)
         generation_prompt = bool(kwargs.pop("add_generation_prompt", True))
         self.call = TemplateCall(self.tokenizer, template, tools, kwargs, generation_prompt)
-        if self.uses_template and not self._renders_its_own_way:
-            self._check_template()
+        if self.uses_template:
+            self._check_arguments()
+            if not self._renders_its_own_way:
+                self._check_template()
         self._pad_token_id = pad_token_id
 
     @property
     def _renders_its_own_way(self) -> bool:
         return type(self.tokenizer).apply_chat_template is not _base_class().apply_chat_template
 
+    def _template(self, given: str | os.PathLike[str]) -> str:
+        """The name or text of a template that is given by name, as text or as a file."""
+        text = template_source(given)
+        named = self.tokenizer.chat_template if isinstance(self.tokenizer.chat_template, Mapping) else {}
+        if text in named or is_template(text):
+            return text
+        names = ", ".join(map(repr, {"default": None, **named}))
+        raise TokenizerError(
+            f"chat_template={text!r:.80}: tokenizer {self.name} has no template of this name, and text without {{{{ or "
+            f"{{% is not a template: pass one of {names}, the text of a template, or the path of a .jinja file"
+        )
+
+    def _check_arguments(self) -> None:
+        if not self.call.sanitizes:
+            return
+        # An argument that `apply_chat_template` does not know is only a variable of the template, without any effect.
+        if "sanitize_control_tokens" not in inspect.signature(type(self.tokenizer).apply_chat_template).parameters:
+            import transformers
+
+            raise TokenizerError(
+                "apply_chat_template_kwargs.sanitize_control_tokens is not supported by apply_chat_template of "
+                f"{type(self.tokenizer).__name__} in transformers {transformers.__version__}: remove it, or use a "
+                f"tokenizer of transformers {FIRST_VERSION} or later"
+            )
+
     def _check_template(self) -> None:
         try:
-            self.call.text()
+            wrong = self.call.syntax_error()
         except Exception as error:
             raise TokenizerError(
-                f"tokenizer {self.name} has no usable chat template ({str(error).splitlines()[0]:.120}): pass the text "
+                f"tokenizer {self.name} has no usable chat template ({_first_line(error)}): pass the text "
                 "of one as chat_template=..., or chat_template=None if the prompts are plain strings"
             ) from error
+        if wrong is not None:
+            raise TokenizerError(f"chat template of {self.name}, {wrong}: correct the template")
+
+    @cached_property
+    def template_text(self) -> str:
+        """The source of the chat template; empty if none is used, or a class renders prompts in its own way."""
+        return "" if not self.uses_template or self._renders_its_own_way else self.call.text()
 
     @property
     def pad_token_id(self) -> int:
@@ -119,17 +158,23 @@ class Reference:
         that overrides `apply_chat_template`."""
         return not self._renders_its_own_way and not any(self.call.kwargs.get(key) for key in _OWN_ENCODING)
 
+    @property
+    def sanitizes(self) -> bool:
+        """Whether control tokens in messages are encoded as plain text. Then rendered texts have marks, see
+        `control_tokens.py`."""
+        return self.uses_template and self.call.sanitizes
+
     def render(self, prompt: Prompt) -> str:
         """The text of one prompt. A plain string is one user message, or itself without a chat template.
 
         Raises:
             Exception: whatever the template raises for a conversation that it rejects.
         """
-        return self.call.render(_messages(prompt)) if self.uses_template else _plain(prompt)
+        return self.call.render(self.call.marked(messages_of(prompt))) if self.uses_template else _plain(prompt)
 
     def ids(self, prompt: Prompt) -> list[int]:
         """The token ids of one prompt, rendered and encoded in one call: correct by definition."""
-        return self.call.ids(_messages(prompt)) if self.uses_template else self.encode(_plain(prompt))
+        return self.call.ids(messages_of(prompt)) if self.uses_template else self.encode(_plain(prompt))
 
     def encode(self, text: str) -> list[int]:
         """The token ids of a text, without adding special tokens."""
@@ -157,6 +202,8 @@ class Reference:
         rest = [kind.__module__, kind.__qualname__, self.tokenizer.chat_template, self.uses_template]
         rest += [self.tokenizer.special_tokens_map]  # variables of the template, which the backend may not know
         rest += [call.template, call.tools, call.kwargs, call.add_generation_prompt]
+        if self.sanitizes:
+            rest += [call.control.texts]
         digest = hashlib.blake2b(model.encode(errors="backslashreplace"), digest_size=12)
         digest.update(repr(rest).encode(errors="backslashreplace"))
         return digest.hexdigest()
@@ -180,7 +227,8 @@ def problem(prompt: Any) -> str | None:
     return None
 
 
-def _messages(prompt: Prompt) -> list[dict[str, Any]]:
+def messages_of(prompt: Prompt) -> list[dict[str, Any]]:
+    """The messages of a prompt: a plain string is one user message."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
@@ -188,6 +236,10 @@ def _plain(prompt: Prompt) -> str:
     if isinstance(prompt, str):
         return prompt
     raise ValueError("chat_template=None expects plain strings, but this prompt is a list of messages")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:120]
 
 
 def _base_class() -> Any:
@@ -230,7 +282,7 @@ def _load(tokenizer: Any, trust_remote_code: bool) -> Any:
                 if os.path.isdir(name)
                 else "not a local directory, and the download from the hub failed"
             )
-            raise TokenizerError(f"tokenizer {name!r}: {where} ({type(error).__name__}: {error!s:.300})") from error
+            raise TokenizerError(f"tokenizer {name!r}: {where} ({describe_error(error):.300})") from error
     if type(tokenizer).__module__.split(".")[0] == "tokenizers":
         from transformers import PreTrainedTokenizerFast
 

@@ -12,11 +12,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import jinja2
+import jinja2.nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-_CHANGES_THE_TEXT = ("continue_final_message", "return_assistant_tokens_mask", "sanitize_control_tokens")
+from gpuload.reference.control_tokens import ControlTokens, added_control_tokens, sanitizing_is_known
+from gpuload.reference.deadline import Deadline, EndlessError
+
+_CHANGES_THE_TEXT = ("continue_final_message", "return_assistant_tokens_mask")
+_SANITIZE = "sanitize_control_tokens"
 _OURS = ("conversation", "tokenize", "add_generation_prompt", "chat_template", "tools")
 
 
@@ -31,6 +38,7 @@ class TemplateCall:
         kwargs: further arguments of `apply_chat_template`, such as `documents`.
         add_generation_prompt: as `apply_chat_template` takes it.
         instant: the time that the template's `strftime_now` formats, the same for all rows.
+        deadline: limits the time for one conversation.
 
     Raises:
         TypeError: `kwargs` contains an argument that has its own parameter.
@@ -42,6 +50,7 @@ class TemplateCall:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     instant: datetime = field(default_factory=datetime.now)
+    deadline: Deadline = field(default_factory=Deadline, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         taken = [name for name in _OURS if name in self.kwargs]
@@ -52,20 +61,24 @@ class TemplateCall:
         """Render one conversation with transformers.
 
         Args:
-            messages: the conversation.
+            messages: the conversation; `marked`, if control tokens are sanitized.
             template: a template to use instead of the call's own.
 
         Raises:
+            EndlessError: the template did not finish in time.
             Exception: whatever transformers or the template raises.
         """
-        return str(
-            self.tokenizer.apply_chat_template(
-                messages,
-                tools=None if self.tools is None else list(self.tools),
-                chat_template=self.template if template is None else template,
-                add_generation_prompt=self.add_generation_prompt,
-                tokenize=False,
-                **self.kwargs,
+        tools, kwargs = self._marked_constants
+        return self.deadline.within(
+            lambda: str(
+                self.tokenizer.apply_chat_template(
+                    messages,
+                    tools=tools,
+                    chat_template=self.template if template is None else template,
+                    add_generation_prompt=self.add_generation_prompt,
+                    tokenize=False,
+                    **kwargs,
+                )
             )
         )
 
@@ -73,18 +86,64 @@ class TemplateCall:
         """Render and encode one conversation in one call. These ids are correct by definition.
 
         Raises:
+            EndlessError: the template did not finish in time.
             Exception: whatever transformers or the template raises.
         """
-        answer = self.tokenizer.apply_chat_template(
-            messages,
-            tools=None if self.tools is None else list(self.tools),
-            chat_template=self.template,
-            add_generation_prompt=self.add_generation_prompt,
-            tokenize=True,
-            return_dict=True,
-            **self.kwargs,
+        answer = self.deadline.within(
+            lambda: self.tokenizer.apply_chat_template(
+                messages,
+                tools=None if self.tools is None else list(self.tools),
+                chat_template=self.template,
+                add_generation_prompt=self.add_generation_prompt,
+                tokenize=True,
+                return_dict=True,
+                **self.kwargs,
+            )
         )
         return list(answer["input_ids"])
+
+    # -- control tokens ------------------------------------------------------------------------------------------------
+
+    @property
+    def sanitizes(self) -> bool:
+        """Whether control tokens in messages are encoded as plain text."""
+        return bool(self.kwargs.get(_SANITIZE))
+
+    @cached_property
+    def control(self) -> ControlTokens:
+        """The control tokens of tokenizer and template.
+
+        Without sanitizing they are only counted, and the template is not compiled for that: transformers would evaluate
+        its constant expressions, which have no limits.
+        """
+        if self.sanitizes:
+            return ControlTokens(self.tokenizer, self.tokenizer._get_control_tokens(self.text()))
+        try:
+            literals = _literals(self.text())
+        except Exception:  # no template, or none that can be parsed
+            literals = ""
+        return ControlTokens(self.tokenizer, added_control_tokens(self.tokenizer, literals))
+
+    def marked(self, messages: Any) -> Any:
+        """One conversation as the template sees it: control tokens are marked, if they are sanitized."""
+        return self.control.mark(messages) if self.sanitizes else messages
+
+    @cached_property
+    def _marked_constants(self) -> tuple[list[Any] | None, dict[str, Any]]:
+        """Tools and further arguments as `render` passes them. Marks come from here, not from transformers, which
+        sanitizes only if it encodes as well."""
+        tools = None if self.tools is None else list(self.tools)
+        if not self.sanitizes:
+            return tools, dict(self.kwargs)
+        own = inspect.signature(self.tokenizer.apply_chat_template).parameters
+        kwargs = {
+            name: self.control.mark(value) if name == "documents" or name not in own else value
+            for name, value in self.kwargs.items()
+            if name != _SANITIZE
+        }
+        return self.control.mark(tools), kwargs
+
+    # -- the template --------------------------------------------------------------------------------------------------
 
     def text(self) -> str:
         """Return the template's Jinja source. Names of templates are resolved by transformers.
@@ -93,6 +152,25 @@ class TemplateCall:
             ValueError: the tokenizer has no such template.
         """
         return str(self.tokenizer.get_chat_template(self.template, None if self.tools is None else list(self.tools)))
+
+    def syntax_error(self) -> str | None:
+        """Return what is wrong with the template's source and on which line, or None.
+
+        Raises:
+            ValueError: the tokenizer has no such template.
+        """
+        environment = vendor_environment()
+        if environment is None:
+            return None
+        # Compiling evaluates constant expressions, which have no limits. It does not evaluate operators that are
+        # intercepted and filters that need the context.
+        environment.intercepted_binops = frozenset(environment.binop_table)
+        environment.filters = dict.fromkeys(environment.filters, jinja2.pass_context(lambda *_: ""))
+        try:
+            environment.compile(environment.parse(self.text()))
+        except jinja2.TemplateSyntaxError as error:
+            return f"line {error.lineno}: {error.message}"
+        return None
 
     def not_compilable_reason(self) -> str | None:
         """Return why this call cannot be compiled at all, or None.
@@ -110,6 +188,8 @@ class TemplateCall:
         for name in _CHANGES_THE_TEXT:
             if self.kwargs.get(name):
                 return f"{name} is set"
+        if self.sanitizes and not sanitizing_is_known():
+            return f"this version of transformers implements {_SANITIZE} in an unsupported way"
         for name, value in self.kwargs.items():
             if callable(value):
                 return f"{name} is a function, whose use of the texts cannot be traced"
@@ -124,15 +204,15 @@ class TemplateCall:
 
         # Only some versions of transformers have this function.
         plain: Callable[[Any], Any] = getattr(chat_template_utils, "_plain_template_data", lambda value: value)
-        tools = self.tools
+        tools, kwargs = self._marked_constants
         if tools is not None:
             tools = [tool if isinstance(tool, dict) else get_json_schema(tool) for tool in tools]
         own = inspect.signature(self.tokenizer.apply_chat_template).parameters
-        further = {name: value for name, value in self.kwargs.items() if name not in own}
+        further = {name: value for name, value in kwargs.items() if name not in own}
         return {
             **plain({**self.tokenizer.special_tokens_map, **further}),
             "tools": plain(tools),
-            "documents": plain(self.kwargs.get("documents")),
+            "documents": plain(kwargs.get("documents")),
             "add_generation_prompt": self.add_generation_prompt,
         }
 
@@ -184,11 +264,42 @@ _stopping = threading.Lock()
 _stopped: dict[int, tuple[int, Any]] = {}  # id of a template's globals → number of open blocks, original function
 
 
-def rejection(error: Exception) -> str:
-    """Return the reason to report for a row that transformers rejects.
+def vendor_environment() -> ImmutableSandboxedEnvironment | None:
+    """Return a new environment as transformers creates it for each template; None if it has another type."""
+    try:
+        from transformers.utils import chat_template_utils
 
-    A template's own message (`raise_exception`) is reported unchanged, other errors with their class.
+        # Compile an empty template to get at the environment. Compiling the real one here would evaluate its constant
+        # expressions before any limit is in place.
+        compiled = chat_template_utils._cached_compile_jinja_template("")
+    except (ImportError, AttributeError):
+        return None
+    environment = getattr(compiled, "environment", None)
+    return environment if type(environment) is ImmutableSandboxedEnvironment else None
+
+
+def _literals(template: str) -> str:
+    """The text and the string constants of a template, separated by null characters, as transformers collects them."""
+    environment = vendor_environment()
+    if environment is None:
+        return template
+    tree = environment.parse(template)
+    found = {node.data for node in tree.find_all(jinja2.nodes.TemplateData)}
+    found |= {node.value for node in tree.find_all(jinja2.nodes.Const) if isinstance(node.value, str)}
+    return "\0".join(found)
+
+
+def rejection(error: Exception) -> str:
+    """Return the reason to report for a row that transformers rejects. It is never empty.
+
+    A template's own message (`raise_exception`) and that of a limit are reported unchanged, other errors with their
+    class.
     """
-    if type(error) is jinja2.TemplateError:
+    if type(error) in (jinja2.TemplateError, EndlessError) and str(error).strip():
         return str(error)
-    return f"{type(error).__name__}: {error}"
+    return describe_error(error)
+
+
+def describe_error(error: BaseException) -> str:
+    """Return class and message of an exception; only the class if the message is empty."""
+    return f"{type(error).__name__}: {error}".removesuffix(": ")

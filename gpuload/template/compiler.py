@@ -41,6 +41,8 @@ class ChatProgram:
         self.not_compilable: str | None = None
         self.leaves = 0
         self.lock = threading.Lock()
+        self._tracer: Tracer | None = None
+        self._checked: set[str] = set()  # reasons for which transformers has rendered a row
         try:
             with call.clock_stopped():
                 self._tracer = Tracer(call)
@@ -69,6 +71,7 @@ class ChatProgram:
             return f"more than {MOST_LEAVES} paths through the template"
         if self.leaves >= FREE_LEAVES and rows < FEWEST_ROWS:
             return f"fewer than {FEWEST_ROWS} rows take this path through the template"
+        assert self._tracer is not None  # there are no open nodes without it
         with self.call.clock_stopped():
             decisions, leaf = self._tracer.trace(shape, texts)
         if not tree.graft(decisions, leaf):
@@ -76,6 +79,25 @@ class ChatProgram:
         self.leaves += 1
         self.trees[shape] = tree
         return None
+
+    def render(self, messages: Sequence[Any], reason: str) -> str:
+        """Render one conversation with transformers.
+
+        transformers executes templates without limits. A call that takes too long is ended, but not within one
+        operation on strings, so for every `reason` the template is executed with limits first, until one row passes.
+
+        Args:
+            messages: the conversation; `marked`, if control tokens are sanitized.
+            reason: why it is not rendered by the compiled template.
+
+        Raises:
+            EndlessError: the template exceeds a limit.
+            Exception: whatever transformers or the template raises.
+        """
+        if self._tracer is not None and reason not in self._checked:
+            self._tracer.check(messages)
+            self._checked.add(reason)
+        return self.call.render(messages)
 
     def explore(self, shape: Shape, most: int = 32) -> Tree:
         """Trace a shape without rows: follow both answers of every predicate for which a matching text is found.
@@ -85,7 +107,7 @@ class ChatProgram:
             most: maximum number of paths to trace.
         """
         tree = self.tree(shape)
-        if self.not_compilable:
+        if self._tracer is None:
             return tree
         plain = {(k, name): f"text {k}" for k, fields in enumerate(shape) for name, value in fields if value == TEXT}
         unreachable = set()

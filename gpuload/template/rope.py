@@ -26,6 +26,9 @@ TEXT_METHODS = frozenset(
 )
 """The methods of `str` that a template may call on a rope."""
 
+MOST_PIECES = 1 << 16
+"""Maximum number of segments of a rope. Conversations of a thousand messages have some thousand."""
+
 MOST_PARTS = 8
 """Maximum number of parts of a `split` that a loop may visit. Each part costs one more predicate."""
 
@@ -57,6 +60,8 @@ class Rope(Symbol):
                 merged[-1] += piece
             elif piece != "":
                 merged.append(piece)
+        if len(merged) > MOST_PIECES:
+            reject(f"joins more than {MOST_PIECES:,} texts")
         self._oracle = oracle
         self._pieces = tuple(merged)
         self._size = sum(len(piece) if isinstance(piece, str) else 1 for piece in merged)

@@ -6,8 +6,9 @@ inspected or printed:
 
 - The functions that Jinja's generated code calls to print a value, to join values (`~`) and to collect the output of a
   macro, block or call accept ropes and return ropes.
-- `+`, `%`, `*` and `**` go through the sandbox's operator hook, which also limits the size of values.
+- `+`, `%`, `*` and `**` go through the sandbox's operator hook.
 - Filters and tests reject symbolic arguments, except those that are listed below.
+- The size of what operators, filters and methods of strings return is limited, before it is computed (`bounds.py`).
 - Every loop pass and every call counts as a step, and the number of steps and seconds is limited, so that a template
   that does not terminate is stopped.
 
@@ -26,29 +27,38 @@ import jinja2.filters
 import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from gpuload.reference.deadline import EndlessError
+from gpuload.reference.template_call import vendor_environment
+from gpuload.template.bounds import call_size, deep_size, filter_size, operator_size, size
 from gpuload.template.rope import TEXT_METHODS, Rope, SplitText, join
 from gpuload.template.symbol import Length, NotCompilableError, Symbol, reject
 
 MOST_CHARACTERS = 1 << 25
-"""Maximum size of a string or list that a traced template may build."""
+"""Maximum size of a string or list that a template may build, in addition to 16 times the size of the messages."""
 
 _STEP = "gpuload_step"
 
 
-class EndlessError(Exception):
-    """The template exceeded the limit of steps, seconds or size."""
-
-
 class Meter:
-    """Counts the steps of one trace and stops the trace at a limit."""
+    """Counts the steps of one execution of a template, and stops it at a limit."""
 
     def __init__(self) -> None:
         self.reset(0, 0.0)
 
-    def reset(self, steps: int, seconds: float) -> None:
-        """Allow `steps` more steps and `seconds` more seconds."""
+    def reset(self, steps: int, seconds: float, characters: int = 0) -> None:
+        """Allow `steps` more steps, `seconds` more seconds, and values of `MOST_CHARACTERS + characters`."""
         self.allowed = self.left = steps
         self.deadline = time.monotonic() + seconds
+        self.characters = MOST_CHARACTERS + characters
+
+    def bound(self, size: int) -> None:
+        """Check the size of a value, if possible before it is built.
+
+        Raises:
+            EndlessError: it is too large.
+        """
+        if size > self.characters:
+            raise EndlessError(f"the template builds a value of more than {self.characters:,} characters or items")
 
     def step(self) -> None:
         """Count one step.
@@ -60,20 +70,6 @@ class Meter:
         # Single steps can be slow, hence the limit of seconds. Reading the clock costs more than a step: every 64th.
         if self.left < 0 or (self.left % 64 == 0 and time.monotonic() > self.deadline):
             raise EndlessError(f"the template does not terminate (stopped after {self.allowed - self.left:,} steps)")
-
-
-def vendor_environment() -> ImmutableSandboxedEnvironment | None:
-    """Return a new environment as transformers creates it for each template; None if it has another type."""
-    try:
-        from transformers.utils import chat_template_utils
-
-        # Compile an empty template to get at the environment. Compiling the real one here would evaluate its constant
-        # expressions before any limit is in place.
-        compiled = chat_template_utils._cached_compile_jinja_template("")
-    except (ImportError, AttributeError):
-        return None
-    environment = getattr(compiled, "environment", None)
-    return environment if type(environment) is ImmutableSandboxedEnvironment else None
 
 
 class TracingTemplate:
@@ -108,8 +104,8 @@ class TracingTemplate:
         # Generated code prints with `str` and evaluates `~` with `str_join`, looked up in its module's globals.
         # Replacing them there covers every print and every `~`.
         module: dict[str, Any] = self._template.root_render_func.__globals__
-        module["str"] = _text
-        module["str_join"] = lambda parts: _join([_text(part) for part in parts])
+        module["str"] = functools.partial(_printed, meter)
+        module["str_join"] = lambda parts: _join(meter, [_printed(meter, part) for part in parts])
         for name in ("escape", "markup_join"):
             module[name] = _known_only(module[name], "autoescape")
 
@@ -124,12 +120,19 @@ class TracingTemplate:
             EndlessError: the template exceeded a limit.
             Exception: whatever the template raises.
         """
-        return _join(list(self._template.root_render_func(self._template.new_context(dict(context)))))
+        return join(list(self._template.root_render_func(self._template.new_context(dict(context)))))
 
 
 def _text(value: object) -> str | Rope:
     """Return `str(value)`, as printing and `~` do, but a rope unchanged."""
     return value if isinstance(value, Rope) else str(value)
+
+
+def _printed(meter: Meter, value: object) -> str | Rope:
+    """`_text`, for values that are not too large to print: lists that contain others can be."""
+    if isinstance(value, (list, tuple, dict)):
+        meter.bound(deep_size(value))
+    return _text(value)
 
 
 def _known_only(function: Callable[..., Any], what: str) -> Callable[..., Any]:
@@ -145,11 +148,18 @@ def _known_only(function: Callable[..., Any], what: str) -> Callable[..., Any]:
 
 
 def _holds_symbol(value: object) -> bool:
-    if isinstance(value, Symbol):
-        return True
-    if isinstance(value, dict):
-        return any(map(_holds_symbol, value.values()))
-    return isinstance(value, (list, tuple)) and any(map(_holds_symbol, value))
+    if not isinstance(value, (dict, list, tuple)):
+        return isinstance(value, Symbol)
+    waiting, seen = [value], set()
+    while waiting:
+        item: Any = waiting.pop()
+        if isinstance(item, Symbol):
+            return True
+        # By identity: a list that contains another one twice, and so on, is looked at once.
+        if isinstance(item, (dict, list, tuple)) and id(item) not in seen:
+            seen.add(id(item))
+            waiting += item.values() if isinstance(item, dict) else item
+    return False
 
 
 def _instrument(environment: ImmutableSandboxedEnvironment, meter: Meter) -> None:
@@ -178,67 +188,71 @@ def _instrument(environment: ImmutableSandboxedEnvironment, meter: Meter) -> Non
         if getattr(obj, "__name__", "") == "join" and type(getattr(obj, "__self__", None)) is str and len(args) == 1:
             parts = list(args[0])
             if any(isinstance(part, Symbol) for part in parts):
-                return _join_with(obj.__self__, parts)
+                return _join_with(meter, obj.__self__, parts)
             args = (parts,)
-        return call(context, obj, *args, **kwargs)
+        meter.bound(call_size(obj, args, kwargs))
+        result = call(context, obj, *args, **kwargs)
+        meter.bound(size(result))
+        return result
 
     def operator(context: Any, name: str, left: Any, right: Any) -> Any:
         if name == "%" and type(left) is str and (isinstance(right, Symbol) or _holds_symbol(right)):
-            return _percent(left, right)
-        # An upper bound of the result's size, checked before the operation allocates it.
-        size = _size(left) + _size(right)
-        if name == "*" and isinstance(left, int) != isinstance(right, int):
-            size = (_size(left) or _size(right)) * (left if isinstance(left, int) else right)
-        if name == "**" and isinstance(left, int) and isinstance(right, int):
-            size = left.bit_length() * right
-        _bound(size)
+            return _percent(meter, left, right)
+        meter.bound(operator_size(name, left, right))
         return call_binop(context, name, left, right)
 
     patched: Any = environment  # Any: methods are assigned to
     patched.getattr, patched.getitem, patched.call, patched.call_binop = attribute, item, counted_call, operator
     patched.intercepted_binops = frozenset(["+", "%", "*", "**"])
-    patched.concat = lambda parts: _join(list(parts))
+    patched.concat = lambda parts: _join(meter, list(parts))
     environment.globals[_STEP] = lambda: None
     for name, function in list(patched.filters.items()):
         if name not in _STRUCTURAL_FILTERS:
-            patched.filters[name] = _SYMBOLIC_FILTERS.get(name, _plain_filter)(function, name)
+            function = _SYMBOLIC_FILTERS.get(name, _plain_filter)(function, name, meter)
+        patched.filters[name] = _bounded(function, name, meter)
     for name, test in list(patched.tests.items()):
         patched.tests[name] = _test(test, name)
     patched.filters["random"] = _unrepeatable
 
 
-def _size(value: object) -> int:
-    return value._size if isinstance(value, Rope) else len(value) if isinstance(value, (str, list, tuple)) else 0
-
-
-def _bound(size: int) -> None:
-    if size > MOST_CHARACTERS:
-        raise EndlessError(f"the template builds a value of more than {MOST_CHARACTERS:,} characters or items")
-
-
-def _join(parts: list[Any]) -> str | Rope:
-    _bound(sum(map(_size, parts)))
+def _join(meter: Meter, parts: list[Any]) -> str | Rope:
+    meter.bound(sum(map(size, parts)))
     return join(parts)
+
+
+def _bounded(function: Callable[..., Any], name: str, meter: Meter) -> Callable[..., Any]:
+    """Wrap a filter so that its result is not too large."""
+    skip = int(hasattr(function, "jinja_pass_arg"))
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        meter.bound(filter_size(name, args[skip:], kwargs))
+        result = function(*args, **kwargs)
+        meter.bound(size(result))
+        return result
+
+    return wrapped
 
 
 def _unrepeatable(*_: object) -> object:
     reject("uses the filter random")
 
 
-def _join_with(separator: str | Rope, parts: Iterable[object]) -> str | Rope:
+def _join_with(meter: Meter, separator: str | Rope, parts: Iterable[object]) -> str | Rope:
     joined: list[object] = []
     for part in parts:
         joined += [separator, part]
-    return _join(joined[1:])
+    return _join(meter, joined[1:])
 
 
-def _percent(template: str, values: object) -> str | Rope:
+def _percent(meter: Meter, template: str, values: object) -> str | Rope:
     """Evaluate `template % values`, where `template` contains plain `%s` only."""
     pieces = template.split("%s")
     given = values if isinstance(values, tuple) else (values,)
     if any("%" in piece for piece in pieces) or len(pieces) != len(given) + 1:
         reject("formats a message's text with % and something other than plain %s")
-    return _join([pieces[0], *(part for pair in zip(map(_text, given), pieces[1:], strict=True) for part in pair)])
+    texts = [_printed(meter, value) for value in given]
+    return _join(meter, [pieces[0], *(part for pair in zip(texts, pieces[1:], strict=True) for part in pair)])
 
 
 # Filters. Those not listed here accept known values only.
@@ -246,13 +260,13 @@ def _percent(template: str, values: object) -> str | Rope:
 _STRUCTURAL_FILTERS = frozenset("batch d default first items last list map reject rejectattr select selectattr".split())
 """Filters that only select or pass on values, unchanged. (A rope in place of the list is rejected when iterated.)"""
 
-_Wrapper = Callable[[Callable[..., Any], str], Callable[..., Any]]
+_Wrapper = Callable[[Callable[..., Any], str, Meter], Callable[..., Any]]
 
 
 def _on_rope(handler: Callable[..., Any]) -> _Wrapper:
     """Return a wrapper for a filter: it calls `handler` for a rope and the original filter for known values."""
 
-    def wrap(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def wrap(function: Callable[..., Any], name: str, meter: Meter) -> Callable[..., Any]:
         # Jinja passes the context or environment as the first argument to some filters.
         skip, known = int(hasattr(function, "jinja_pass_arg")), _known_only(function, f"filter {name}")
 
@@ -267,35 +281,35 @@ def _on_rope(handler: Callable[..., Any]) -> _Wrapper:
     return wrap
 
 
-def _plain_filter(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _plain_filter(function: Callable[..., Any], name: str, meter: Meter) -> Callable[..., Any]:
     return _known_only(function, f"filter {name}")
 
 
-def _length(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _length(function: Callable[..., Any], name: str, meter: Meter) -> Callable[..., Any]:
     def wrapped(value: Any) -> Any:
         return Length(value) if isinstance(value, Rope) else function(value)
 
     return wrapped
 
 
-def _join_filter(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _join_filter(function: Callable[..., Any], name: str, meter: Meter) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapped(context: Any, value: Any, d: Any = "", attribute: Any = None) -> Any:
         parts = list(value)
         if isinstance(d, Symbol) or any(isinstance(part, Symbol) for part in parts):
             if attribute is not None:
                 reject("uses the filter join with an attribute on a message's text")
-            return _join_with(_text(d), map(_text, parts))
+            return _join_with(meter, _text(d), [_printed(meter, part) for part in parts])
         return _known_only(function, "filter join")(context, parts, d, attribute)
 
     return wrapped
 
 
-def _format(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _format(function: Callable[..., Any], name: str, meter: Meter) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapped(value: Any, *args: Any, **kwargs: Any) -> Any:
         if type(value) is str and not kwargs and any(isinstance(arg, Symbol) for arg in args):
-            return _percent(value, args)
+            return _percent(meter, value, args)
         return _known_only(function, "filter format")(value, *args, **kwargs)
 
     return wrapped

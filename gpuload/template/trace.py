@@ -23,7 +23,9 @@ from typing import Any
 
 import jinja2
 
-from gpuload.reference.template_call import TemplateCall
+from gpuload.reference.deadline import EndlessError
+from gpuload.reference.template_call import TemplateCall, describe_error, rejection
+from gpuload.template.bounds import deep_size
 from gpuload.template.probe import Prober
 from gpuload.template.program import (
     EMPTY_LIST,
@@ -38,7 +40,7 @@ from gpuload.template.program import (
     holds,
 )
 from gpuload.template.rope import Rope
-from gpuload.template.sandbox import EndlessError, Meter, TracingTemplate
+from gpuload.template.sandbox import Meter, TracingTemplate
 from gpuload.template.symbol import NotCompilableError, reject
 
 MOST_STEPS = 2_000_000
@@ -104,7 +106,7 @@ class Tracer:
         except NotCompilableError:
             raise
         except Exception as error:
-            raise NotCompilableError(f"{type(error).__name__}: {error}") from error
+            raise NotCompilableError(describe_error(error)) from error
         self._prober = Prober(call)
 
     def trace(self, shape: Shape, texts: Texts) -> tuple[list[tuple[Predicate, bool]], Leaf]:
@@ -129,7 +131,7 @@ class Tracer:
             # transformers would not return from such a row either, so it is rejected. The next trace of this template
             # will probably not terminate either: stop it earlier.
             self._patience = 0.01
-            leaf = Rejected(str(error))
+            leaf = Rejected(rejection(error))
             return list(example.answers.items()), leaf
         except Exception as error:
             leaf = _raised(error)
@@ -141,6 +143,24 @@ class Tracer:
     def example(self, plain: Texts, decisions: Sequence[tuple[Predicate, bool]]) -> Texts | None:
         """Return texts that satisfy `decisions`: `plain` where possible; None if none are found."""
         return self._prober.example(plain, decisions)
+
+    def check(self, messages: Sequence[Any]) -> None:
+        """Execute the template with limits for one conversation that transformers will render without them.
+
+        Raises:
+            EndlessError: the template exceeds a limit.
+            MemoryError: it needs too much memory.
+        """
+        try:
+            prepared = json.loads(self.call.render(messages, template=_READ_BACK))
+            steps = MOST_STEPS + MOST_STEPS_A_PAIR * len(prepared) ** 2
+            self._meter.reset(int(steps * self._patience), MOST_SECONDS, 16 * deep_size(prepared))
+            self._template.render({**self._context, "messages": prepared})
+        except (EndlessError, MemoryError):
+            self._patience = 0.01
+            raise
+        except Exception:  # transformers decides what the reason is
+            return
 
     @staticmethod
     def _path(rendered: str | Rope) -> Path:
@@ -178,7 +198,7 @@ def _raised(error: Exception) -> Leaf:
     gives. Other errors may be caused by the symbolic texts, so these rows are rendered by transformers.
     """
     try:
-        message = f"{type(error).__name__}: {error}"
+        message = describe_error(error)
     except NotCompilableError:  # str(error) met a rope
         return ByReference("the template raises an error whose message contains a message's text")
     return Rejected(message) if isinstance(error, jinja2.TemplateError) else ByReference(message)

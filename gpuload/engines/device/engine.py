@@ -24,9 +24,11 @@ from gpuload.engines.device.render import DeviceText, render
 from gpuload.engines.device.texts import DeviceTexts, gather
 from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.host.render import HostText
+from gpuload.engines.host.sanitize import can_be_marked, mark_column, unplain
 from gpuload.engines.protocol import ArrowPrompts, Prompts, Tokenized
 from gpuload.errors import DeviceError
 from gpuload.options import TokensOn, Truncation
+from gpuload.reference.control_tokens import END, START
 from gpuload.reference.reference import Reference
 from gpuload.sources.read import Source, other_columns
 from gpuload.sources.types import is_messages, is_text
@@ -86,24 +88,28 @@ class DeviceEngine:
     def description(self) -> str:
         if not self._by_kernels:
             return f"{self._host.description}; batches on {self.device}"
+        by_rows = self._host.program.not_compilable is not None
         if isinstance(self._compiled, CompiledTokenizer):
-            return f"{self.device}: chat template compiled, rendered and encoded by kernels"
-        how = self._host.description.removeprefix("cpu: chat template compiled, ")
-        return f"{self.device}: chat template compiled, rendered by kernels; {how} on the host"
+            return f"{self.device}: {self._host.rendering}, {'' if by_rows else 'rendered and '}encoded by kernels"
+        rendering = self._host.rendering + ("" if by_rows else ", rendered by kernels")
+        return f"{self.device}: {rendering}; encoded by {self._host.encoder.name} on the host"
 
     @property
     def notes(self) -> tuple[str, ...]:
         if not self._by_kernels:
             return self._host.notes
+        read = ("control tokens are marked on the host: sanitize_control_tokens is set",)
+        marked = read if self._reference.sanitizes else ()
         if isinstance(self._compiled, CompiledTokenizer):
-            return ()
-        return (f"text is copied to the host, and its ids back: {self._compiled}", *self._host.notes)
+            return marked
+        return (*marked, f"text is copied to the host, and its ids back: {self._compiled}", *self._host.notes)
 
     def loading(self) -> AbstractContextManager[Any]:
         return self._kernels.loading()
 
     def read(self, source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, Prompts]]:
-        if self._reader is None or not self._by_kernels:
+        # Control tokens are marked on the host.
+        if self._reader is None or not self._by_kernels or self._reference.sanitizes:
             return self._host.read(source, prompt_key, keep_prompts)
         return self._reader(source, prompt_key, keep_prompts)
 
@@ -119,8 +125,25 @@ class DeviceEngine:
             return self._host.render(prompts)
         if is_text(column.type):
             column = messages_of_users(column.cast(pa.large_string()))
+        if self._reference.sanitizes:
+            return self._render_sanitized(column)
         with self._kernels.current():
             return self._render(from_arrow(self._ops, column))
+
+    def _render_sanitized(self, column: pa.Array) -> HostText | DeviceText:
+        control = self._reference.call.control
+        if not can_be_marked(column.type):
+            return self._host.render(ArrowPrompts(column))
+        with self._kernels.current():
+            text = self._render(from_arrow(self._ops, mark_column(column, control)))
+            rows = on_host(self._marked(text)).tolist()
+            marked = [raw.decode() for raw in self._ops.bytes_at(text.column, rows)]
+        text.rejected.update((rows[i], why) for i, why in unplain(marked, control).items())
+        return text
+
+    def _marked(self, text: DeviceText) -> Array:
+        """(k,) the rows that have marks."""
+        return self._ops.xp.flatnonzero(self._ops.contains_any(text.column, (START, END)))
 
     def _render(self, column: Conversations) -> DeviceText:
         """Renders a column; in halves, and halves of those, where memory runs out."""
@@ -151,6 +174,8 @@ class DeviceEngine:
         kernels, xp = self._kernels, self._kernels.xp
         try:
             ids, fallback = encoder.encode(text.data, text.offsets)
+            if self._reference.sanitizes:
+                fallback[self._marked(text)] = True
             at = xp.flatnonzero(fallback)
             if not len(at):
                 return ids, 0

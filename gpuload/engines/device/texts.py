@@ -83,6 +83,21 @@ class DeviceTexts:
             return self._has_affix(texts, value, at_end=test == "endswith", whole=test == "equals")
         raise ValueError(f"unknown test {test!r}")
 
+    def contains_any(self, texts: TextColumn, needles: Sequence[str]) -> Array:
+        found = self.xp.zeros(len(texts), bool)
+        by_start: dict[bytes, list[bytes]] = {}
+        for needle in needles:
+            raw = needle.encode()
+            by_start.setdefault(raw[:2], []).append(raw)
+        for start, some in by_start.items():
+            at = self.xp.flatnonzero(self._find(texts, start)[0])
+            if not len(at):
+                continue
+            candidates = TextColumn(texts.data, texts.start[at], texts.length[at])
+            for raw in some:
+                found[at] |= self._find(candidates, raw)[0]
+        return found
+
     def not_utf8(self, texts: TextColumn) -> Array:
         """(n,) bool from a kernel with one warp per text, which sets a flag and never clears one."""
         flags = self.xp.zeros(len(texts), bool)

@@ -12,9 +12,10 @@ import torch
 
 from gpuload.arrays import Ragged
 from gpuload.engines.host.batches import HostBatches
-from gpuload.engines.host.encode import HostEncoder, host_encoder
+from gpuload.engines.host.encode import HostEncoder, host_encoder, needs_itself
 from gpuload.engines.host.prompts import render_column, render_rows
 from gpuload.engines.host.render import HostText
+from gpuload.engines.host.sanitize import encode_marked
 from gpuload.engines.protocol import ArrowPrompts, Prompts, Tokenized
 from gpuload.options import Truncation
 from gpuload.reference.reference import Reference
@@ -41,7 +42,9 @@ class HostEngine:
     def __init__(self, reference: Reference, exact_only: bool = False, notes: tuple[str, ...] = ()):
         self._reference, self._notes = reference, notes
         self.program = ChatProgram(reference.call)
-        self.by_prompt = exact_only or not reference.encodes_rendered_text
+        # Pieces of sanitized prompts are encoded by the backend, if the class does nothing else with them.
+        own = reference.sanitizes and (needs_itself(reference) or self.program.call.not_compilable_reason())
+        self.by_prompt = exact_only or not reference.encodes_rendered_text or bool(own)
 
     @cached_property
     def encoder(self) -> HostEncoder:
@@ -52,7 +55,16 @@ class HostEngine:
     def description(self) -> str:
         if self.by_prompt:
             return f"cpu: rendered and encoded by {type(self._reference.tokenizer).__name__}, prompt by prompt"
-        return f"cpu: chat template compiled, encoded by {self.encoder.name}"
+        return f"cpu: {self.rendering}, encoded by {self.encoder.name}"
+
+    @property
+    def rendering(self) -> str:
+        """For the report: how prompts become text."""
+        if not self._reference.uses_template:
+            return "prompts are plain text"
+        if self.program.not_compilable:
+            return "chat template rendered by transformers, row by row"
+        return "chat template compiled"
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -70,7 +82,7 @@ class HostEngine:
     def render(self, prompts: Prompts) -> HostText:
         assert isinstance(prompts, ArrowPrompts)
         if self.by_prompt:
-            return render_rows(prompts.column, self._reference, with_ids=True)
+            return render_rows(prompts.column, self._reference, self.program, with_ids=True)
         return render_column(prompts.column, self._reference, self.program)
 
     def encode(self, text: HostText) -> Tokenized:
@@ -80,6 +92,8 @@ class HostEngine:
 
     def ids(self, text: pa.LargeStringArray) -> Ragged:
         """(n,) texts, none of them null → n rows of ids."""
+        if self._reference.sanitizes:
+            return encode_marked(text, self._reference.call.control, self.encoder.encode)
         return self.encoder.encode(text)
 
     @staticmethod

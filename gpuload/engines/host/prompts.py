@@ -15,7 +15,8 @@ import pyarrow.compute as pc
 from gpuload.arrays import Ragged
 from gpuload.engines.conversations import messages_of_users
 from gpuload.engines.host.render import HostText, render
-from gpuload.reference.reference import Reference, problem
+from gpuload.engines.host.sanitize import can_be_marked, reject_unplain, with_control_tokens
+from gpuload.reference.reference import Reference, messages_of, problem
 from gpuload.reference.template_call import rejection
 from gpuload.sources.columns import to_python
 from gpuload.sources.types import is_list, is_text
@@ -31,18 +32,23 @@ def render_column(prompts: pa.Array, reference: Reference, program: ChatProgram)
     """
     if is_text(prompts.type):
         if not reference.uses_template:
-            return _plain_text(prompts)
+            return _plain_text(prompts, reference)
         prompts = messages_of_users(prompts.cast(pa.large_string()))
     elif not reference.uses_template or not is_list(prompts.type):
-        return render_rows(prompts, reference)
+        return render_rows(prompts, reference, program)
+    if reference.sanitizes and not can_be_marked(prompts.type):
+        return render_rows(prompts, reference, program)
     return render(program, prompts)
 
 
-def render_rows(prompts: pa.Array, reference: Reference, with_ids: bool = False) -> HostText:
+def render_rows(
+    prompts: pa.Array, reference: Reference, program: ChatProgram | None = None, with_ids: bool = False
+) -> HostText:
     """Renders a column of prompts with the reference, row by row.
 
     Args:
         prompts: (n,) messages, strings or JSON.
+        program: the reference's compiled template, whose limits are used; None for a limit of time only.
         with_ids: also encode each prompt, in the single call that defines its ids.
     """
     rejected: dict[int, str] = {}
@@ -59,18 +65,25 @@ def render_rows(prompts: pa.Array, reference: Reference, with_ids: bool = False)
         ids = Ragged.from_lists([row or [] for row in each(reference.ids, values)])
         # The ids are what counts: with some arguments of the template the text cannot be had without them.
         texts = [None if row in rejected else _text_or_nothing(reference, value) for row, value in enumerate(values)]
+    elif program is not None and reference.uses_template:
+        texts = each(lambda value: program.render(reference.call.marked(messages_of(value)), "row by row"), values)
     else:
         texts = each(reference.render, values)
     texts = each(lambda text: text.encode(), texts)
+    text = pc.cast(pa.array(texts, pa.large_binary()), pa.large_string())
+    if reference.sanitizes and not with_ids:
+        text = reject_unplain(text, reference.call.control, rejected)
+    control = reference.call.control
     return HostText(
-        text=pc.cast(pa.array(texts, pa.large_binary()), pa.large_string()),
+        text=text,
         ids=ids,
         rejected=rejected,
         reference_rows=len(values) - len(rejected),
+        control_rows=sum(control.found_in(value) for row, value in enumerate(values) if row not in rejected),
     )
 
 
-def _plain_text(prompts: pa.Array) -> HostText:
+def _plain_text(prompts: pa.Array, reference: Reference) -> HostText:
     """Plain strings without a template."""
     text = prompts.cast(pa.large_string())
     rejected = {int(row): "prompt is null" for row in np.flatnonzero(np.asarray(text.is_null()))}
@@ -82,7 +95,10 @@ def _plain_text(prompts: pa.Array) -> HostText:
             for row in range(len(text))
         ]
         text = pa.array(rows, pa.large_string())
-    return HostText(text=text, rejected=rejected, compiled_rows=len(text) - len(rejected))
+    found = with_control_tokens(text, reference.call.control.texts)
+    return HostText(
+        text=text, rejected=rejected, compiled_rows=len(text) - len(rejected), control_rows=int(found.sum())
+    )
 
 
 def _python_rows(prompts: pa.Array, rejected: dict[int, str]) -> list[Any]:

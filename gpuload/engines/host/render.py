@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 
 from gpuload.arrays import Ragged, offsets_of
 from gpuload.engines.conversations import from_arrow
+from gpuload.engines.host.sanitize import mark_column, reject_unplain
 from gpuload.engines.host.texts import Bytes, HostTexts, Ints, gather
 from gpuload.engines.protocol import RowCounts, TextColumn, Tokenized
 from gpuload.engines.walk import Operations, Walk
@@ -56,6 +57,9 @@ def render(program: ChatProgram, prompts: pa.Array | pa.ChunkedArray) -> HostTex
         program: the compiled template; it grows where rows take a path that no earlier row has taken.
         prompts: (n,) list<struct<role, content, ...>>.
 
+    Returns:
+        The texts. If control tokens are sanitized, those that come from messages are marked.
+
     Raises:
         TypeError: `prompts` has another type.
     """
@@ -81,10 +85,15 @@ def _slices(prompts: pa.Array | pa.ChunkedArray) -> Iterator[pa.Array]:
 
 
 def _render(program: ChatProgram, prompts: pa.Array) -> HostText:
+    if program.call.sanitizes:
+        prompts = mark_column(prompts, program.call.control)
     column = from_arrow(HostTexts(), prompts)
     with program.lock:
         walk = Walk(program, column)
-    return HostText(text=_write(walk), **walk.counts())
+    made = HostText(text=_write(walk), **walk.counts())
+    if program.call.sanitizes:
+        made.text = reject_unplain(made.text, program.call.control, made.rejected)
+    return made
 
 
 def _write(walk: Walk) -> pa.LargeStringArray:

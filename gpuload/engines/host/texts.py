@@ -6,6 +6,8 @@ two.
 """
 
 import functools
+import re
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
@@ -27,6 +29,7 @@ Bytes = npt.NDArray[np.uint8]
 
 _BLOCK = 1 << 20  # bytes searched at a time: a block and its hits stay in the CPU's cache
 _STRIP_ROUNDS = 64
+_NEEDLES = 512  # strings in one regular expression
 
 
 class HostTexts:
@@ -98,6 +101,20 @@ class HostTexts:
         answers = np.zeros(len(texts), bool)
         answers[hits] = True
         return answers
+
+    @staticmethod
+    def contains_any(texts: TextColumn, needles: Sequence[str]) -> Bools:
+        found = np.zeros(len(texts), bool)
+        by_start: dict[str, list[str]] = {}
+        for needle in needles:
+            by_start.setdefault(needle[0], []).append(re.escape(needle))
+        # Arrow's regular expressions search for a first byte that all alternatives share at memory speed.
+        column = _as_arrow(texts).cast(pa.large_binary()) if by_start else None
+        for some in by_start.values():
+            for low in range(0, len(some), _NEEDLES):
+                hits = pc.match_substring_regex(column, "|".join(some[low : low + _NEEDLES]))
+                found |= hits.to_numpy(zero_copy_only=False)
+        return found
 
     @staticmethod
     def not_utf8(texts: TextColumn) -> Bools:

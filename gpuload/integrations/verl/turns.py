@@ -97,7 +97,7 @@ class ConversationTokenizer:
         self._variants: dict[VariantKey, TemplateVariant] = {}
         reference = self._variant(None, None).reference
         self._encode = host_encoder(reference).encode
-        self.encodes_rendered_text = reference.encodes_rendered_text
+        self.encodes_rendered_text = reference.encodes_rendered_text and not reference.sanitizes
 
     def tokenize(
         self,
