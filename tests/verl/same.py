@@ -9,7 +9,11 @@ import datasets
 import torch
 from conftest import user
 from omegaconf import OmegaConf
-from verl.trainer.ppo.utils import create_rl_dataset
+
+try:
+    from verl.trainer.ppo.utils import create_rl_dataset, create_rl_sampler
+except ImportError:  # before verl 0.9
+    from verl.trainer.main_ppo import create_rl_dataset, create_rl_sampler  # noqa: F401
 
 NUMBERED = {
     "prompt": [user(f"question {i}") for i in range(60)],

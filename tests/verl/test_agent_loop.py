@@ -1,8 +1,12 @@
 """Agent loops that reuse prompt ids, in verl's own worker, with a server that needs no model."""
 
 import asyncio
+import importlib
 import json
+import logging
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -23,12 +27,16 @@ from verl.experimental.agent_loop import single_turn_agent_loop, tool_agent_loop
 from verl.protocol import DataProto
 from verl.utils.dataset.rl_dataset import collate_fn
 from verl.utils.tensordict_utils import get_tensordict
-from verl.utils.tokenizer import continuous_token
 from verl.workers.rollout.replica import TokenOutput
 
 from gpuload.integrations.verl import agent_loop, reuse
 
-CONFIG = "gpuload/integrations/verl/agent_loop.yaml"
+CONFIG = str(Path(agent_loop.__file__).with_name("agent_loop.yaml"))
+REUSES = agent_loop.unsupported_loop_reason(verl_loops.AgentLoopBase) is None
+needs_reuse = pytest.mark.skipif(not REUSES, reason="the loops of this version of verl are used unchanged")
+# verl 0.9.0 has two ways to build the first prompt, other versions one.
+HAS_BOTH_WAYS = REUSES and hasattr(verl_loops.AgentLoopBase, "apply_chat_template")
+WAYS = [[], ["data.continuous_token.enable=true"]] if HAS_BOTH_WAYS else [[]]
 SAMPLES = 8
 TOOLS = """
 from verl.tools.function_tool import function_tool
@@ -77,8 +85,25 @@ def _isolated_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_loop, "_logged_reasons", set())
 
 
-@pytest.fixture
-def rollout(model: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[DataProto, Server, int]]:
+def modules_that_tokenize() -> list[Any]:
+    """verl's modules that have rendered prompts in some version, as far as this one has them."""
+    names = ("verl.utils.tokenizer.continuous_token", verl_loops.__name__)
+    found = [importlib.import_module(name) for name in names if importlib.util.find_spec(name)]
+    return [module for module in found if hasattr(module, "apply_chat_template")]
+
+
+def make_worker(config: Any, server: Server) -> Any:
+    if hasattr(verl_loops, "AsyncLLMServerManager"):  # verl 0.7
+
+        class Worker(verl_loops.AgentLoopWorker):  # type: ignore[misc]
+            server_manager = server
+
+        return Worker(config, [], None)
+    return verl_loops.AgentLoopWorker(config, server)
+
+
+@pytest.fixture(params=WAYS, ids=lambda way: "-".join(way) or "default")
+def rollout(request: Any, model: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[DataProto, Server, int]]:
     """rollout(rows, *overrides, reuse=True) → verl's output, the server, number of calls that tokenized a prompt."""
 
     def run(rows: list[dict[str, Any]], *overrides: str, reuse: bool = True) -> tuple[DataProto, Server, int]:
@@ -88,25 +113,29 @@ def rollout(model: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[
             "actor_rollout_ref.rollout.calculate_log_probs=true",
             "actor_rollout_ref.rollout.prompt_length=256",
             "actor_rollout_ref.rollout.response_length=16",
+            *request.param,
         ]
         if reuse:
             settings.append(f"actor_rollout_ref.rollout.agent.agent_loop_config_path={CONFIG}")
         config = compose_config(*settings, *overrides)
         calls = 0
-        original = continuous_token.apply_chat_template
+        modules = modules_that_tokenize()
+        original = modules[0].apply_chat_template
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
             calls += 1
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(continuous_token, "apply_chat_template", counted)
+        for module in modules:
+            monkeypatch.setattr(module, "apply_chat_template", counted)
         server = Server()
-        worker = verl_loops.AgentLoopWorker(config, server)
+        worker = make_worker(config, server)
         batch = {key: np.fromiter((row[key] for row in rows), object, len(rows)) for key in rows[0]}
         data = DataProto.from_dict({"dummy_tensor": torch.zeros(len(rows), 1)}, non_tensors=batch)
         answer = asyncio.run(worker.generate_sequences(data.repeat(SAMPLES, interleave=True)))
-        monkeypatch.setattr(continuous_token, "apply_chat_template", original)
+        for module in modules:
+            monkeypatch.setattr(module, "apply_chat_template", original)
         return answer, server, calls
 
     return run
@@ -217,7 +246,9 @@ def test_other_tools_fall_back(gsm8k: str, model: str, rollout: Any, tmp_path: P
 def test_builder_that_overrides_rendering_falls_back(
     gsm8k: str, model: str, rollout: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class CustomBuilder(continuous_token.QwenContinuousTokenBuilder):
+    continuous_token = pytest.importorskip("verl.utils.tokenizer.continuous_token")
+
+    class CustomBuilder(continuous_token.QwenContinuousTokenBuilder):  # type: ignore[misc,name-defined]
         def build_initial_tokens(self, messages: Any, **rest: Any) -> list[int]:
             return [1, 2, 3]
 

@@ -13,11 +13,19 @@ from conftest import user
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from PIL import Image
-from same import CUSTOM_CLS, NUMBERED, assert_same, assert_same_row, gpuload_dataset, verl_dataset
+from same import (
+    CUSTOM_CLS,
+    NUMBERED,
+    assert_same,
+    assert_same_row,
+    create_rl_dataset,
+    create_rl_sampler,
+    gpuload_dataset,
+    verl_dataset,
+)
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import ProcessorMixin
 from verl import DataProto
-from verl.trainer.ppo.utils import create_rl_dataset, create_rl_sampler
 from verl.utils.dataset.rl_dataset import RLHFDataset as VerlDataset
 from verl.utils.dataset.rl_dataset import collate_fn, get_dataset_class
 

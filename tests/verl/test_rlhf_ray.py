@@ -14,9 +14,8 @@ import ray
 import torch
 from conftest import user
 from omegaconf import OmegaConf
-from same import assert_same, gpuload_dataset, verl_dataset
+from same import assert_same, create_rl_sampler, gpuload_dataset, verl_dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
-from verl.trainer.ppo.utils import create_rl_sampler
 from verl.utils.dataset.rl_dataset import collate_fn
 
 from gpuload.errors import DataError, DeviceError

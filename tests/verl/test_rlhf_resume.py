@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
-from same import NUMBERED, assert_same, gpuload_dataset, verl_dataset
+from same import NUMBERED, assert_same, create_rl_sampler, gpuload_dataset, verl_dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
-from verl.trainer.ppo.utils import create_rl_sampler
 from verl.utils.dataset.rl_dataset import collate_fn
 
 from gpuload.errors import ResumeError

@@ -4,20 +4,26 @@ Two settings switch them on. `agent_loop.yaml`, in this directory, registers the
 loops, so that `default_agent_loop` and a column `agent_name` keep their meaning:
 
     +data.gpuload.reuse_ids=true
-    actor_rollout_ref.rollout.agent.agent_loop_config_path=gpuload/integrations/verl/agent_loop.yaml
+    actor_rollout_ref.rollout.agent.agent_loop_config_path=$(python -m gpuload.integrations.verl)
 
 Only the first prompt of a rollout is affected. The ids are reused only if a digest of tokenizer, template, template
-arguments, tools and messages matches (see `reuse.py`). In all other cases, and for images, videos, audio and prompt
-builders that override verl's rendering, the loops fall back to verl's own code.
+arguments, tools and messages matches (see `reuse.py`). In all other cases, and for images, videos, audio, processors
+and prompt builders that override verl's rendering, the loops fall back to verl's own code.
+
+verl 0.9.1 builds the first prompt with `ct_build_initial_tokens`, verl 0.9.0 by default with `apply_chat_template`;
+their arguments for images, videos and audio differ too. Arguments that do not concern text are passed on as they come.
+The loops of earlier versions are used unchanged.
 """
 
+import inspect
 import logging
+from collections.abc import Mapping
 from typing import Any
 
-from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+import verl
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop as VerlSingleTurnAgentLoop
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop as VerlToolAgentLoop
-from verl.utils.tokenizer.continuous_token import ContinuousTokenBuilder
 
 from gpuload.integrations.verl.reuse import DIGEST_KEY, IDS_KEY, prompt_digest, source_digest, source_of
 
@@ -26,10 +32,34 @@ logger = logging.getLogger(__name__)
 _logged_reasons: set[str] = set()
 
 
+def unsupported_loop_reason(loop: type) -> str | None:
+    """Return why the ids of an agent loop's first prompt cannot be replaced, or None if they can.
+
+    Args:
+        loop: verl's base class of agent loops.
+    """
+    for name, parameters in (
+        ("_cap_text_prompt_length", {"prompt_ids"}),
+        ("ct_build_initial_tokens", {"messages", "tools"}),
+    ):
+        method = getattr(loop, name, None)
+        if method is None:
+            return f"the agent loops of verl {verl.__version__} have no {name}: use verl 0.9.0 or later"
+        if missing := sorted(parameters - inspect.signature(method).parameters.keys()):
+            return f"{name} of verl {verl.__version__} takes no {missing[0]}: use another version of verl"
+    return None
+
+
+_UNSUPPORTED_LOOP = unsupported_loop_reason(AgentLoopBase)
+
+
 class _ReuseIdsMixin:
     """Overrides shared by both loops. verl makes one instance for each sample."""
 
     continuous_token_builder: Any
+    tokenizer: Any
+    processor: Any
+    apply_chat_template_kwargs: Mapping[str, Any]
     _row_ids: Any = None
     _row_digest: str | None = None
 
@@ -38,36 +68,60 @@ class _ReuseIdsMixin:
         return await super().run(sampling_params, **kwargs)  # type: ignore[misc]
 
     async def ct_build_initial_tokens(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
-        images: Any = None,
-        videos: Any = None,
-        audios: Any = None,
-        mm_inputs_out: dict[str, Any] | None = None,
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **media: Any
     ) -> list[int]:
         """Return the ids of the first prompt: those of the row if the digests match, else as verl builds them."""
-        has_media = images or videos or audios
-        reason = "images, videos or audio" if has_media else self._not_reusable_reason(messages, tools)
+        builder = self.continuous_token_builder
+        reason = _overridden_rendering(builder)
+        ids = self._reused_ids(messages, tools, media, builder.tokenizer, builder.chat_template_kwargs, reason)
+        if ids is None:
+            ids = await super().ct_build_initial_tokens(messages, tools=tools, **media)  # type: ignore[misc]
+        return ids
+
+    async def apply_chat_template(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **rest: Any
+    ) -> list[int]:
+        """The same where verl builds prompts without continuous tokens. Also called for messages of later turns."""
+        ids = None
+        if not rest.get("remove_system_prompt"):
+            reason = None if self.processor is None else "prompts are rendered by a processor"
+            ids = self._reused_ids(messages, tools, rest, self.tokenizer, self.apply_chat_template_kwargs, reason)
+        if ids is None:
+            ids = await super().apply_chat_template(messages, tools=tools, **rest)  # type: ignore[misc]
+        return ids
+
+    def _reused_ids(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        media: Mapping[str, Any],
+        tokenizer: Any,
+        kwargs: Mapping[str, Any],
+        reason: str | None,
+    ) -> list[int] | None:
+        """The row's ids, or None if verl must tokenize the prompt: for `reason`, or for one that is found here."""
+        if reason is None and any(media.get(name) for name in ("images", "videos", "audios")):
+            reason = "images, videos or audio"
+        reason = _UNSUPPORTED_LOOP or reason or self._other_ids_reason(messages, tools, tokenizer, kwargs)
         if reason is None:
             ids = self._row_ids
             return self._cap_text_prompt_length(ids.tolist() if hasattr(ids, "tolist") else list(ids))  # type: ignore
         if reason not in _logged_reasons:
             _logged_reasons.add(reason)
             logger.warning("gpuload: prompt ids are not reused, every sample's prompt is tokenized: %s", reason)
-        return await super().ct_build_initial_tokens(  # type: ignore[misc,no-any-return]
-            messages, tools=tools, images=images, videos=videos, audios=audios, mm_inputs_out=mm_inputs_out
-        )
+        return None
 
-    def _not_reusable_reason(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str | None:
+    def _other_ids_reason(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        tokenizer: Any,
+        kwargs: Mapping[str, Any],
+    ) -> str | None:
         """Why the row's ids may differ from verl's, or None if they are the same."""
         if self._row_ids is None or self._row_digest is None:
             return f"rows have no {IDS_KEY} and {DIGEST_KEY}: set +data.gpuload.reuse_ids=true"
-        builder = self.continuous_token_builder
-        for method in ("build_initial_tokens", "_render_tokens"):
-            if getattr(type(builder), method, None) is not getattr(ContinuousTokenBuilder, method):
-                return f"{type(builder).__name__} overrides {method}"
-        source = source_digest(builder.tokenizer, builder.chat_template_kwargs, tools)
+        source = source_digest(tokenizer, kwargs, tools)
         if source is None:
             return "reuse does not support this tokenizer or these apply_chat_template_kwargs"
         if self._row_digest == prompt_digest(source, messages):
@@ -75,6 +129,16 @@ class _ReuseIdsMixin:
         if source_of(self._row_digest) != source:
             return "the loader used another tokenizer, chat template, apply_chat_template_kwargs, tools or date"
         return "messages were changed after loading"
+
+
+def _overridden_rendering(builder: Any) -> str | None:
+    """Why a prompt builder may build other ids than the chat template, or None."""
+    from verl.utils.tokenizer.continuous_token import ContinuousTokenBuilder  # since verl 0.9.0, as its callers
+
+    for method in ("build_initial_tokens", "_render_tokens"):
+        if getattr(type(builder), method, None) is not getattr(ContinuousTokenBuilder, method):
+            return f"{type(builder).__name__} overrides {method}"
+    return None
 
 
 class SingleTurnAgentLoop(_ReuseIdsMixin, VerlSingleTurnAgentLoop):  # type: ignore[misc]

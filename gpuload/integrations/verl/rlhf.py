@@ -110,6 +110,12 @@ class RLHFDataset(VerlDataset):  # type: ignore[misc]
             )
 
     @property
+    def _media_keys(self) -> list[str]:
+        """Names of the columns of images, videos and audio, which verl removes from rows. verl 0.7 knows no audio."""
+        keys = ("image_key", "video_key", "audio_key")
+        return [getattr(self, key) for key in keys if hasattr(self, key)]
+
+    @property
     def _tokenize(self) -> bool:
         return bool(self.filter_overlong_prompts) or self.gpuload.reuse_ids
 
@@ -193,8 +199,7 @@ class RLHFDataset(VerlDataset):  # type: ignore[misc]
         if not types:
             names = ", ".join(dict.fromkeys(name for source in sources for name in source.schema.names))
             raise DataError(f"{sources[0].name}: no column {self.prompt_key!r}. Its columns are {names}")
-        media_keys = (self.image_key, self.video_key, self.audio_key)
-        if column := next((found for source in sources if (found := media_column(source, media_keys))), None):
+        if column := next((found for source in sources if (found := media_column(source, self._media_keys))), None):
             return f"column {column!r} holds images, videos or audio"
         if not self._tokenize:
             return None
@@ -225,6 +230,8 @@ class RLHFDataset(VerlDataset):  # type: ignore[misc]
             return f"apply_chat_template_kwargs.{found[0]} is set"
         if self.processor is None:
             return None
+        if not hasattr(self, "audio_key"):
+            return "verl 0.7 encodes prompts with the processor"
         from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
         kind = type(self.processor)
@@ -272,10 +279,11 @@ class RLHFDataset(VerlDataset):  # type: ignore[misc]
         verl makes a tensor per row, which takes longer than everything else here. Images, videos and audio need no
         handling: such data falls back to verl's own class.
         """
+        media_keys = self._media_keys
         dummies = torch.zeros((len(rows), 1), dtype=torch.uint8).unbind(0)
         for row, dummy in zip(rows, dummies, strict=True):
             row["raw_prompt"] = row[self.prompt_key]
-            for name in (self.image_key, self.video_key, self.audio_key):
+            for name in media_keys:
                 row.pop(name, None)
             row["dummy_tensor"] = dummy
             if row.get("extra_info") is None:

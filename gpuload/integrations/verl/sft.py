@@ -2,7 +2,7 @@
 
     data.custom_cls.path=pkg://gpuload.integrations.verl data.custom_cls.name=SFTDataset
 
-Each time that a row is accessed, verl 0.9.1 calls the chat template and the tokenizer once per message, and again for
+Each time that a row is accessed, verl calls the chat template and the tokenizer once per message, and again for
 the whole conversation. This class tokenizes by columns when it is created (`turns.py`), and stores the ids. Rows,
 masks, padding, truncation and errors are those of verl:
 
@@ -24,7 +24,6 @@ import numpy as np
 import pyarrow as pa
 from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 from verl.utils.py_functional import convert_nested_value_to_list_recursive
-from verl.utils.tokenizer.chat_template import extract_system_prompt_and_generation
 
 from gpuload.arrays import Ragged, offsets_of
 from gpuload.engines.protocol import RowCounts
@@ -38,6 +37,7 @@ from gpuload.integrations.verl.sft_store import (
     shape_row,
 )
 from gpuload.integrations.verl.turns import ConversationTokenizer, TokenizedConversations
+from gpuload.integrations.verl.versions import system_and_generation_prompt
 from gpuload.load import choose_rows
 from gpuload.options import Options, plain
 from gpuload.sources.fetch import resolve
@@ -92,8 +92,8 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
         sources = [open_file(file) for file in resolve(self.parquet_files)]
         reason = self._unsupported_reason(sources)
         if reason is None:
-            self.system_prompt, self.generation_prompt = extract_system_prompt_and_generation(
-                self.tokenizer, **self.apply_chat_template_kwargs
+            self.system_prompt, self.generation_prompt = system_and_generation_prompt(
+                self.tokenizer, self.apply_chat_template_kwargs
             )
             reason = self._tokenize(sources, started)
         if reason is not None:
