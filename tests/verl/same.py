@@ -7,13 +7,17 @@ from typing import Any
 
 import datasets
 import torch
+import verl
 from conftest import user
 from omegaconf import OmegaConf
+from packaging.version import Version
 
 try:
     from verl.trainer.ppo.utils import create_rl_dataset, create_rl_sampler
 except ImportError:  # before verl 0.9
     from verl.trainer.main_ppo import create_rl_dataset, create_rl_sampler  # noqa: F401
+
+VERL = Version(verl.__version__).release
 
 NUMBERED = {
     "prompt": [user(f"question {i}") for i in range(60)],

@@ -1,15 +1,13 @@
 """Agent loops that reuse prompt ids, in verl's own worker, with a server that needs no model."""
 
 import asyncio
-import importlib
+import importlib.util
 import json
-import logging
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +17,8 @@ import torch
 
 pytest.importorskip("verl.experimental")
 
+import verl
+from conftest import user
 from hydra import compose, initialize_config_module
 from same import gpuload_dataset
 from transformers import AutoTokenizer
@@ -29,6 +29,8 @@ from verl.utils.dataset.rl_dataset import collate_fn
 from verl.utils.tensordict_utils import get_tensordict
 from verl.workers.rollout.replica import TokenOutput
 
+import gpuload.integrations.verl
+from gpuload.errors import GpuloadError
 from gpuload.integrations.verl import agent_loop, reuse
 
 CONFIG = str(Path(agent_loop.__file__).with_name("agent_loop.yaml"))
@@ -77,6 +79,14 @@ def model(qwen_folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     shutil.copytree(qwen_folder, directory, dirs_exist_ok=True)
     (directory / "config.json").write_text(json.dumps({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}))
     return str(directory)
+
+
+@pytest.fixture(scope="module")
+def tools_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file of tools. One for all tests: verl rejects a tool of the same name from another file."""
+    path = tmp_path_factory.mktemp("tools") / "tools.py"
+    path.write_text(TOOLS)
+    return str(path)
 
 
 @pytest.fixture(autouse=True)
@@ -160,6 +170,7 @@ def assert_same_output(one: DataProto, other: DataProto) -> None:
         assert torch.equal(one.batch[key], other.batch[key]), key
 
 
+@needs_reuse
 def test_reused_ids_give_the_same_rollout(gsm8k: str, model: str, rollout: Any) -> None:
     rows = rows_of(gsm8k, AutoTokenizer.from_pretrained(model), 4)
     expected, verl_server, verl_calls = rollout(without_ids(rows), reuse=False)
@@ -170,6 +181,7 @@ def test_reused_ids_give_the_same_rollout(gsm8k: str, model: str, rollout: Any) 
     assert calls == 0
 
 
+@needs_reuse
 @pytest.mark.parametrize("limit", [16, 4096])
 def test_prompts_over_the_rollout_length_are_truncated_as_in_verl(
     gsm8k: str, model: str, rollout: Any, limit: int
@@ -183,6 +195,7 @@ def test_prompts_over_the_rollout_length_are_truncated_as_in_verl(
     assert max(map(len, server.prompts)) <= limit
 
 
+@needs_reuse
 def test_rows_without_ids_fall_back(gsm8k: str, model: str, rollout: Any, caplog: Any) -> None:
     rows = rows_of(gsm8k, AutoTokenizer.from_pretrained(model), 2)
     expected, _, _ = rollout(without_ids(rows), reuse=False)
@@ -192,6 +205,7 @@ def test_rows_without_ids_fall_back(gsm8k: str, model: str, rollout: Any, caplog
     assert "reuse_ids=true" in caplog.text
 
 
+@needs_reuse
 def test_other_template_arguments_fall_back(gsm8k: str, model: str, rollout: Any, caplog: Any) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     settings = "++data.apply_chat_template_kwargs={add_vision_id: true}"
@@ -204,6 +218,7 @@ def test_other_template_arguments_fall_back(gsm8k: str, model: str, rollout: Any
     assert calls == 0
 
 
+@needs_reuse
 def test_other_template_falls_back(gsm8k: str, model: str, rollout: Any) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = tokenizer.chat_template.replace("You are", "You were")
@@ -214,6 +229,7 @@ def test_other_template_falls_back(gsm8k: str, model: str, rollout: Any) -> None
     assert_same_output(answer, expected)
 
 
+@needs_reuse
 def test_changed_messages_fall_back(gsm8k: str, model: str, rollout: Any, caplog: Any) -> None:
     rows = rows_of(gsm8k, AutoTokenizer.from_pretrained(model), 2)
     rows[1]["raw_prompt"] = [{"role": "system", "content": "Be brief."}, *rows[1]["raw_prompt"]]
@@ -224,14 +240,14 @@ def test_changed_messages_fall_back(gsm8k: str, model: str, rollout: Any, caplog
     assert "messages were changed" in caplog.text
 
 
-def test_other_tools_fall_back(gsm8k: str, model: str, rollout: Any, tmp_path: Path) -> None:
-    (tmp_path / "tools.py").write_text(TOOLS)
+@needs_reuse
+def test_other_tools_fall_back(gsm8k: str, model: str, rollout: Any, tools_file: str) -> None:
     settings = [
         "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
-        f"actor_rollout_ref.rollout.multi_turn.function_tool_path={tmp_path}/tools.py",
+        f"actor_rollout_ref.rollout.multi_turn.function_tool_path={tools_file}",
     ]
     tokenizer = AutoTokenizer.from_pretrained(model)
-    with_tools = rows_of(gsm8k, tokenizer, 2, function_tool_path=str(tmp_path / "tools.py"))
+    with_tools = rows_of(gsm8k, tokenizer, 2, function_tool_path=tools_file)
     without = rows_of(gsm8k, tokenizer, 2)
     assert len(with_tools[0][reuse.IDS_KEY]) > len(without[0][reuse.IDS_KEY])
     expected, _, _ = rollout(without_ids(without), *settings, reuse=False)
@@ -243,10 +259,11 @@ def test_other_tools_fall_back(gsm8k: str, model: str, rollout: Any, tmp_path: P
     assert rollout(with_tools)[2] == 2 * SAMPLES
 
 
+@needs_reuse
 def test_builder_that_overrides_rendering_falls_back(
     gsm8k: str, model: str, rollout: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    continuous_token = pytest.importorskip("verl.utils.tokenizer.continuous_token")
+    from verl.utils.tokenizer import continuous_token
 
     class CustomBuilder(continuous_token.QwenContinuousTokenBuilder):  # type: ignore[misc,name-defined]
         def build_initial_tokens(self, messages: Any, **rest: Any) -> list[int]:
@@ -256,8 +273,75 @@ def test_builder_that_overrides_rendering_falls_back(
     monkeypatch.setattr(
         verl_loops, "create_continuous_token_builder", lambda tokenizer, **rest: CustomBuilder(tokenizer)
     )
-    _, server, _ = rollout(rows)
+    _, server, _ = rollout(rows, *WAYS[-1])
     assert server.prompts == [[1, 2, 3]] * SAMPLES
+
+
+@pytest.mark.skipif(REUSES, reason="this version of verl allows reuse")
+def test_loops_of_older_versions_are_used_unchanged(gsm8k: str, model: str, rollout: Any, caplog: Any) -> None:
+    rows = rows_of(gsm8k, AutoTokenizer.from_pretrained(model), 2)
+    expected, _, _ = rollout(without_ids(rows), reuse=False)
+    answer, _, calls = rollout(rows)
+    assert_same_output(answer, expected)
+    assert calls == 2 * SAMPLES
+    assert "use verl 0.9.0 or later" in caplog.text
+
+
+class FewerParameters:
+    """A loop whose methods take less than those of verl 0.9.1."""
+
+    processor = None
+
+    def _cap_text_prompt_length(self, prompt_ids: list[int]) -> list[int]:
+        return prompt_ids
+
+    async def ct_build_initial_tokens(self, messages: Any, tools: Any = None) -> list[int]:
+        return [1]
+
+    async def apply_chat_template(
+        self, messages: Any, tools: Any = None, remove_system_prompt: bool = False
+    ) -> list[int]:
+        return [2]
+
+
+def test_parent_with_fewer_parameters(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Loop(agent_loop._ReuseIdsMixin, FewerParameters):
+        tokenizer = qwen
+        apply_chat_template_kwargs = MappingProxyType({})
+        continuous_token_builder = SimpleNamespace(tokenizer=qwen, chat_template_kwargs={})
+
+    monkeypatch.setattr(agent_loop, "_UNSUPPORTED_LOOP", agent_loop.unsupported_loop_reason(FewerParameters))
+    monkeypatch.setattr(agent_loop, "_overridden_rendering", lambda builder: None)
+    loop, messages = Loop(), user("hi")
+    assert asyncio.run(loop.ct_build_initial_tokens(messages, tools=None)) == [1]
+    assert asyncio.run(loop.apply_chat_template(messages)) == [2]
+    source = reuse.source_digest(qwen, {})
+    assert source is not None
+    loop._row_ids, loop._row_digest = [7, 8], reuse.prompt_digest(source, messages)
+    assert asyncio.run(loop.ct_build_initial_tokens(messages, tools=None)) == [7, 8]
+    assert asyncio.run(loop.apply_chat_template(messages)) == [7, 8]
+    assert asyncio.run(loop.apply_chat_template(messages, remove_system_prompt=True)) == [2]
+
+
+def test_parent_whose_signature_is_not_supported() -> None:
+    class NoTools(FewerParameters):
+        async def ct_build_initial_tokens(self, messages: Any) -> list[int]:  # type: ignore[override]
+            return [1]
+
+    assert agent_loop.unsupported_loop_reason(FewerParameters) is None
+    assert "takes no tools" in str(agent_loop.unsupported_loop_reason(NoTools))
+    assert "have no _cap_text_prompt_length" in str(agent_loop.unsupported_loop_reason(object))
+
+
+@pytest.mark.parametrize("version", ["0.6.1", "0.7.0", "0.9.2", "0.10.0.dev0", "main"])
+def test_unsupported_version_of_verl(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verl, "__version__", version)
+    for name in ("RLHFDataset", "SFTDataset", "ToolAgentLoop"):
+        with pytest.raises(GpuloadError, match=f"supports verl 0.7.1 to 0.9.1, but verl {version} is installed"):
+            getattr(gpuload.integrations.verl, name)
+    assert gpuload.integrations.verl.SeedRLHFDataset
+    monkeypatch.setattr(verl, "__version__", "0.9.1.dev0")
+    assert gpuload.integrations.verl.RLHFDataset
 
 
 def test_source_digest_depends_on_everything_that_determines_ids(qwen: Any, qwen_folder: str) -> None:
@@ -324,6 +408,7 @@ def test_digests_match_after_a_tensordict(gsm8k: str, model: str) -> None:
         assert digest == reuse.prompt_digest(source, messages)
 
 
+@needs_reuse
 def test_columns_with_the_names_of_our_keys_are_not_reused(gsm8k: str, model: str, rollout: Any) -> None:
     messages = pq.read_table(gsm8k).column("prompt")[0].as_py()
     rows = [

@@ -16,6 +16,7 @@ from PIL import Image
 from same import (
     CUSTOM_CLS,
     NUMBERED,
+    VERL,
     assert_same,
     assert_same_row,
     create_rl_dataset,
@@ -238,7 +239,7 @@ def test_object_created_without_init() -> None:
     bare = RLHFDataset.__new__(RLHFDataset)
     bare.image_key, bare.video_key, bare.audio_key, bare.processor = "images", "videos", "audios", object()
     bare.prompt_key, bare.need_tools_kwargs = "prompt", False
-    bare.dataframe = [{"prompt": user("<image> what?"), "images": ["a.png"]}]
+    bare.dataframe = [{"prompt": user("<image> what?"), "images": [{"image": "a.png"}]}]
     content = bare[0]["raw_prompt"][0]["content"]
     assert content == [{"type": "image", "image": "a.png"}, {"type": "text", "text": " what?"}]
 
@@ -286,7 +287,7 @@ def test_text_with_a_processor(gsm8k: str, qwen: Any, kwargs: dict[str, Any]) ->
     data = {"max_samples": 150, "max_prompt_length": 75, "apply_chat_template_kwargs": kwargs}
     found, expected = gpuload_dataset(gsm8k, qwen, processor, **data), verl_dataset(gsm8k, qwen, processor, **data)
     assert 0 < len(expected) < 150
-    assert found.report
+    assert bool(found.report) == (VERL >= (0, 8))
     assert len(gpuload_dataset(gsm8k, qwen, **data)) != len(expected) or kwargs
     assert_same(found, expected)
 
@@ -297,7 +298,8 @@ def test_processor_that_overrides_rendering(numbered: str, qwen: Any, caplog: An
             return super().apply_chat_template(conversation, **kwargs) + "!" * 500
 
     found = gpuload_dataset(numbered, qwen, Loud(qwen, chat_template=TERSE), max_prompt_length=60)
-    assert "Loud overrides apply_chat_template" in caplog.text
+    reason = "Loud overrides apply_chat_template" if VERL >= (0, 8) else "verl 0.7 encodes prompts with the processor"
+    assert reason in caplog.text
     assert len(found) == len(verl_dataset(numbered, qwen, Loud(qwen, chat_template=TERSE), max_prompt_length=60))
 
 
@@ -307,7 +309,7 @@ def png() -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize("kind", ["bytes", "paths", "none", "metadata"])
+@pytest.mark.parametrize("kind", ["bytes", "none", "metadata", *(["paths"] if VERL >= (0, 9) else [])])
 def test_images(write: Any, qwen: Any, kind: str, caplog: Any) -> None:
     images: list[Any] = [[{"bytes": png(), "path": None}], []]
     if kind == "paths":
