@@ -2,12 +2,13 @@
 # make test       everything that must hold: lint, types, documentation, tests
 # make docs       the documentation site, into site/; warnings are errors
 # make verl-test  the integration with verl, against verl 0.9.1 itself, in a separate environment
+# make verl-matrix  the same with each supported version of verl: 0.7.1, 0.8.0, 0.9.0 and 0.9.1
 # make exact      every row of ../shared with the kernels of ten tokenizers, on the host; 74 variants of tokenizers
 # make bench      measure against verl 0.9.1 and others (python -m bench); records in bench/results/
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test docs verl-test exact bench verl-env clean
+.PHONY: demo test docs verl-test verl-matrix exact bench verl-env clean
 
 demo: .venv/installed
 	$(BIN)/gpuload demo
@@ -27,6 +28,9 @@ exact: .venv/installed-dev
 
 verl-test: .venv-verl/installed
 	PYTHONPATH=$(CURDIR) .venv-verl/bin/python -m pytest -n auto tests/verl
+
+verl-matrix:
+	$(PYTHON) tests/verl/matrix.py
 
 bench: .venv/installed-dev .venv-verl/installed
 	$(BIN)/python -m bench
@@ -48,4 +52,4 @@ verl-env: .venv-verl/installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-verl build site *.egg-info
+	rm -rf .venv .venv-verl .venv-verl-* build site *.egg-info
