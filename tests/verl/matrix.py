@@ -3,8 +3,8 @@
     python tests/verl/matrix.py [version ...]         # all versions: make verl-matrix
 
 An environment is a folder `.venv-verl-<version>`, which is created once. Its packages are those of
-`bench/verl/requirements.txt`, except the ones below: verl 0.7 and 0.8 are tested with transformers 4, which vLLM requires
-there, and need NumPy 1, which newer releases of pyarrow do not work with.
+`bench/verl/requirements.txt`, except the ones below: verl 0.7 and 0.8 are tested with transformers 4, which vLLM
+requires there, and need NumPy 1, which newer releases of pyarrow do not work with.
 """
 
 import os

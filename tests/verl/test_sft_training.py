@@ -90,10 +90,10 @@ def losses(model: str, file: str, directory: Path, *overrides: str) -> list[floa
         "checkpoint.save_contents=[]",
         *overrides,
     ]
-    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
     done = subprocess.run(
         [sys.executable, "-c", TRAIN, *settings],
-        env=os.environ | variables,
+        env=os.environ | variables | {"MASTER_PORT": "0", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         check=False,

@@ -1,4 +1,7 @@
-"""The supported versions of verl, and what differs between them. The classes of this package override verl's methods."""
+"""The supported versions of verl, and what differs between them.
+
+The classes of this package override methods of verl's classes, which change between releases.
+"""
 
 import inspect
 from collections.abc import Mapping
