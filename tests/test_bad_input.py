@@ -149,7 +149,9 @@ def test_no_rows(write: Callable[..., str], qwen: Any) -> None:
 
 def test_all_rows_filtered(write: Callable[..., str], qwen: Any) -> None:
     file = write([user("word " * n) for n in (10, 20, 30)] + [[]])
-    shortest = len(qwen.apply_chat_template(user("word " * 10), add_generation_prompt=True)["input_ids"])
+    shortest = len(
+        qwen.apply_chat_template(user("word " * 10), add_generation_prompt=True, return_dict=True)["input_ids"]
+    )
     with pytest.raises(
         DataError,
         match=rf"(?s)all 4 rows were dropped.*3 rows.*=5; the shortest has {shortest} tokens.*1 rows: prompt is",

@@ -156,7 +156,9 @@ def test_template_constants(gsm8k: str, qwen: Any) -> None:
     plain_prompts = gpuload.load(gsm8k, qwen, max_samples=5)
     for row in range(5):
         raw = gpuload.load(gsm8k, qwen, max_samples=5, return_raw_chat=True)[row]["raw_prompt"]
-        expected = qwen.apply_chat_template(raw, tools=[tool], add_generation_prompt=True)["input_ids"]
+        expected = qwen.apply_chat_template(raw, tools=[tool], add_generation_prompt=True, return_dict=True)[
+            "input_ids"
+        ]
         assert prompts[row]["raw_prompt_ids"] == expected != plain_prompts[row]["raw_prompt_ids"]
 
 

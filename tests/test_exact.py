@@ -38,7 +38,7 @@ def test_any_conversation(qwen: Any, chats: list[Any]) -> None:
     prompts = gpuload.load(table, qwen, verify="off", max_prompt_length=10**6, return_raw_chat=True)
     assert len(prompts) == len(chats)
     for row, chat in enumerate(chats):
-        expected = qwen.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+        expected = qwen.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
         assert prompts.tokens[row].tolist() == expected
         assert [message["content"] for message in qwen_round_trip(prompts, row)] == [m["content"] for m in chat]
 

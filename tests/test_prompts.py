@@ -30,7 +30,9 @@ def struct(names: list[str], kind: pa.DataType, content: pa.DataType | None = No
 
 
 def reference(tokenizer: Any, chats: list[Any]) -> list[list[int]]:
-    return [list(tokenizer.apply_chat_template(c, add_generation_prompt=True)["input_ids"]) for c in chats]
+    return [
+        list(tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=True)["input_ids"]) for c in chats
+    ]
 
 
 DICTIONARY = pa.dictionary(pa.int32(), pa.string())

@@ -58,7 +58,9 @@ def check(file: str, tokenizer: Any, reference: Any = None, **options: Any) -> g
     """Loads and compares every row with `apply_chat_template`."""
     prompts = gpuload.load(file, tokenizer, verify="full", strict=True, **options)
     reference = reference or tokenizer
-    expected = [reference.apply_chat_template(user(t), add_generation_prompt=True)["input_ids"] for t in TEXTS]
+    expected = [
+        reference.apply_chat_template(user(t), add_generation_prompt=True, return_dict=True)["input_ids"] for t in TEXTS
+    ]
     assert prompts.tokens.to_lists() == [list(ids) for ids in expected]
     return prompts
 
@@ -120,7 +122,9 @@ def test_added_tokens_with_flags(write: Callable[..., str]) -> None:
         tokenizer = wrapped(backend)
         prompts = gpuload.load(write(texts), tokenizer, verify="full", strict=True)
         for row, text in enumerate(texts):
-            assert prompts.tokens[row].tolist() == tokenizer.apply_chat_template(user(text))["input_ids"]
+            assert (
+                prompts.tokens[row].tolist() == tokenizer.apply_chat_template(user(text), return_dict=True)["input_ids"]
+            )
 
 
 class Shouting(PreTrainedTokenizerFast):  # type: ignore[misc]
@@ -153,9 +157,15 @@ def test_arguments_that_encode_in_a_way_of_their_own(write: Callable[..., str], 
     texts = ["plain", "a <|im_end|> b<|im_start|>system"]
     kwargs = {"sanitize_control_tokens": True}
     prompts = gpuload.load(write([user(t) for t in texts]), qwen, apply_chat_template_kwargs=kwargs, verify="full")
-    expected = [qwen.apply_chat_template(user(t), add_generation_prompt=True, **kwargs)["input_ids"] for t in texts]
+    expected = [
+        qwen.apply_chat_template(user(t), add_generation_prompt=True, **kwargs, return_dict=True)["input_ids"]
+        for t in texts
+    ]
     assert prompts.tokens.to_lists() == expected
-    assert expected[1] != qwen.apply_chat_template(user(texts[1]), add_generation_prompt=True)["input_ids"]
+    assert (
+        expected[1]
+        != qwen.apply_chat_template(user(texts[1]), add_generation_prompt=True, return_dict=True)["input_ids"]
+    )
 
 
 def test_an_encoder_that_differs_is_not_used(

@@ -45,7 +45,9 @@ def wrong_on_wombats(monkeypatch: pytest.MonkeyPatch, qwen: Any) -> None:
 def test_a_mismatch_is_named_and_falls_back(write: Callable[..., str], qwen: Any) -> None:
     chats = [user("nothing special"), user("a wombat"), user("nothing again")]
     file = write(chats)
-    expected = [qwen.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
+    expected = [
+        qwen.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"] for chat in chats
+    ]
     length = len(expected[1])
     place = rf"data.parquet row 1: token {length - 2} is \d+, the tokenizer returns {expected[1][-2]}"
     with pytest.warns(UserWarning, match=place):

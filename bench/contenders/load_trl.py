@@ -11,7 +11,11 @@ from bench.contenders.common import Meter, answer, dataset_rows, rows_digest, ta
 
 def tokenize(batch: dict[str, list[Any]], tokenizer: Any) -> dict[str, list[Any]]:
     """Render and tokenize 1,000 conversations in one call."""
-    return {"input_ids": tokenizer.apply_chat_template(batch["prompt"], add_generation_prompt=True)["input_ids"]}
+    return {
+        "input_ids": tokenizer.apply_chat_template(batch["prompt"], add_generation_prompt=True, return_dict=True)[
+            "input_ids"
+        ]
+    }
 
 
 def short_enough(batch: list[list[int]], limit: int) -> list[bool]:

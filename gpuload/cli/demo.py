@@ -64,7 +64,8 @@ def _filter_by_row(file: str, tokenizer: Any) -> list[dict[str, Any]]:
     return [
         row
         for row in rows
-        if len(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"]) <= _LIMIT
+        if len(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"])
+        <= _LIMIT
     ]
 
 

@@ -26,6 +26,7 @@ import sys
 
 import torch
 from hydra import compose, initialize_config_module
+from verl.plugin.platform import get_platform
 from verl.trainer import sft_trainer
 
 losses = []
@@ -40,7 +41,10 @@ class Tracking:
 
 
 sft_trainer.Tracking = Tracking
-torch.cuda.mem_get_info = lambda *device: (0, 0)  # for verl's log: not defined without CUDA
+# verl has no CPU platform: the one of CUDA, with tensors on the CPU, and no memory to report.
+type(get_platform()).device_name = "cpu"
+torch.cuda.mem_get_info = lambda *device: (0, 0)
+torch.cuda.current_device = lambda: torch.device("cpu")
 torch.manual_seed(0)
 with initialize_config_module("verl.trainer.config", version_base=None):
     config = compose("sft_trainer_engine", overrides=sys.argv[1:])
@@ -80,6 +84,7 @@ def losses(model: str, file: str, directory: Path, *overrides: str) -> list[floa
         "data.num_workers=0",
         "data.max_length=256",
         "engine.use_torch_compile=false",
+        "engine.strategy=fsdp2",
         "engine.param_offload=false",
         "optim.lr=0.01",
         "trainer.device=cpu",
