@@ -22,15 +22,19 @@ MODULES = [
 ]
 # Imports the modules with an import system that does not find the given ones.
 IMPORT = """
-import importlib, importlib.abc, sys
+import importlib, sys
+from importlib.machinery import PathFinder
 
-class Hidden(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in hidden:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+class Visible(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        spec = super().find_spec(name, path, target)
+        # ray has some packages of others in a folder of its own.
+        ours = spec is not None and "thirdparty_files" in str(spec.origin)
+        return None if name in hidden and not ours else spec
 
 modules, hidden = (argument.split(",") for argument in sys.argv[1:])
-sys.meta_path.insert(0, Hidden())
+sys.meta_path[sys.meta_path.index(PathFinder)] = Visible
 for name in modules:
     importlib.import_module(name)
 """

@@ -44,6 +44,7 @@ sft_trainer.Tracking = Tracking
 # verl has no CPU platform: the one of CUDA, with tensors on the CPU, and no memory to report.
 type(get_platform()).device_name = "cpu"
 torch.cuda.mem_get_info = lambda *device: (0, 0)
+torch.cuda.get_device_name = lambda *device: "cpu"
 torch.cuda.current_device = lambda: torch.device("cpu")
 torch.manual_seed(0)
 with initialize_config_module("verl.trainer.config", version_base=None):
@@ -98,7 +99,7 @@ def losses(model: str, file: str, directory: Path, *overrides: str) -> list[floa
     variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
     done = subprocess.run(
         [sys.executable, "-c", TRAIN, *settings],
-        env=os.environ | variables | {"MASTER_PORT": "0", "CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ | variables | {"MASTER_PORT": "0", "CUDA_VISIBLE_DEVICES": "", "VERL_ENGINE_DEVICE": "cuda"},
         capture_output=True,
         text=True,
         check=False,
