@@ -96,7 +96,7 @@ class Options:
     return_raw_chat: bool = False
     return_full_prompt: bool = False
     apply_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    chat_template: str | None = "default"
+    chat_template: str | os.PathLike[str] | None = "default"
     max_samples: int = -1
     shuffle: bool = False
     seed: int | None = None
