@@ -24,11 +24,12 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from gpuload.arrays import Ragged
-from gpuload.cache.store import TokenCache
+from gpuload.cache.store import TokenCache, tokens_directory
 from gpuload.dataset import PromptDataset, warn_of_replaced
 from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.protocol import Engine
 from gpuload.errors import MORE_MEMORY, DataError, DeviceError, GpuloadError, HostMemoryError, MismatchError
+from gpuload.files import cache_root, remove_orphans
 from gpuload.filter import all_dropped, filter_rows, kept_columns
 from gpuload.fingerprint import fingerprint
 from gpuload.options import Options, TokensOn, Truncation, Verify
@@ -179,6 +180,8 @@ def load_sources(
     """
     started = time.perf_counter() if started is None else started
     build_engine = build_engine or choose_engine
+    for directory in (cache_root(options.cache_dir), tokens_directory(options.cache_dir)):
+        remove_orphans(directory)
     reference = reference_of(tokenizer, options)
     _ = reference.pad_token_id  # raises before any work, if there is none
     total = sum(source.num_rows for source in sources)

@@ -29,6 +29,7 @@ from gpuload.engines.host import engine as cpu
 from gpuload.engines.host.encode import HostEncoder
 from gpuload.engines.protocol import Tokenized
 from gpuload.errors import DataError, MismatchError
+from gpuload.files import PartialDirectory
 
 # -- warm equals cold ------------------------------------------------------------------------------------------------
 
@@ -359,15 +360,32 @@ def test_what_was_not_used_for_the_longest_time_goes_first(
         os.utime(new, (time.time() - age,) * 2)
         sizes.append(new.stat().st_size)
     assert gpuload.load(files[0], qwen, max_prompt_length=4000).report.from_cache == [files[0]]  # and is used now
-    old, young = warm_cache / "old.partial", warm_cache / "young.partial"
-    for partial_file, days in ((old, 2), (young, 0)):
-        partial_file.touch()
-        os.utime(partial_file, (time.time() - days * 86400,) * 2)
     gpuload.load(files[3], qwen, max_prompt_length=4000, token_cache_bytes=sum(sizes) + 100)
     kept = [bool(gpuload.load(file, qwen, max_prompt_length=4000).report.from_cache) for file in files]
     assert kept == [True, False, True, True]
-    assert not old.exists()
-    assert young.exists()
+
+
+def test_what_others_are_writing_counts(files: list[str], qwen: Any, warm_cache: Path) -> None:
+    gpuload.load(files[0], qwen)
+    other = PartialDirectory(warm_cache)
+    (other.path / "half").write_bytes(bytes(100_000))
+    held = entries(warm_cache)
+    gpuload.load(files[1], qwen, token_cache_bytes=100_000)
+    other.remove()
+    (new,) = entries(warm_cache)
+    assert new not in held
+
+
+def test_a_load_removes_what_killed_ones_left(files: list[str], qwen: Any, warm_cache: Path) -> None:
+    """Also a load that finds everything in the cache and writes nothing."""
+    gpuload.load(files[1], qwen)
+    for directory in (warm_cache, warm_cache.parent):
+        left = PartialDirectory(directory)
+        (left.path / "half").touch()
+        left._lock.close()
+    gpuload.load(files[1], qwen)
+    assert len(entries(warm_cache)) == 1
+    assert list(warm_cache.parent.glob("*.partial")) == []
 
 
 def test_a_load_that_does_not_fit(files: list[str], gsm8k: str, qwen: Any, warm_cache: Path) -> None:

@@ -20,7 +20,6 @@ import pyarrow as pa
 
 from gpuload.arrays import Ragged, on_host
 from gpuload.engines.protocol import Tokenized
-from gpuload.files import partial_path
 from gpuload.options import Verify
 from gpuload.sources.read import Source, other_columns
 
@@ -128,10 +127,10 @@ def _checksum(so_far: int, tokens: Ragged, sizes: np.ndarray[Any, Any], facts: b
 
 
 class EntryWriter:
-    """Writes an entry batch by batch, under a temporary name.
+    """Writes an entry batch by batch, in a directory for unfinished files.
 
     Args:
-        directory: of the cache.
+        directory: where to write it.
         key: the entry's key.
 
     Attributes:
@@ -145,7 +144,7 @@ class EntryWriter:
     """
 
     def __init__(self, directory: Path, key: str):
-        self.key, self.path = key, partial_path(directory / key)
+        self.key, self.path = key, directory / key
         self.rows = 0
         self.closed = False
         self._checksum = self._compared = 0

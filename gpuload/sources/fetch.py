@@ -295,7 +295,7 @@ def _copy(fs: Any, path: str, name: str, kind: str, target: Path, size: int | No
     which is reported when it is opened."""
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            with replacing(target, locked=True) as partial:
+            with replacing(target) as partial:
                 fs.get_file(path, str(partial))
                 arrived = partial.stat().st_size
                 if size is not None and arrived != size:
