@@ -37,7 +37,7 @@ from gpuload.reference.reference import Reference
 from gpuload.report import Report
 from gpuload.sources.columns import Columns
 from gpuload.sources.fetch import resolve
-from gpuload.sources.read import Source, check_prompts, is_frame, open_file, open_frame
+from gpuload.sources.read import Source, check_prompts, check_unchanged, is_frame, open_file, open_frame
 from gpuload.stream import Batch, Parts, RowNumbers, ahead, read, stage, wanted_order
 from gpuload.verify import Verifier
 
@@ -307,6 +307,7 @@ def _run(task: Pass, engine: Engine) -> PromptDataset:
             ids.append(engine.keep(batch.tokens.ids, None if keep.all() else kept))
             places.append(np.stack([np.full(len(kept), batch.source), batch.rows[kept]], axis=1))
             bar.update(len(keep))
+        check_unchanged(sources)
         cache.finish(sources, trusted=not verifier.check.mismatches)
         _describe(report, engine, cache, verifier)
         report.rows_kept = sum(len(part) for part in ids)

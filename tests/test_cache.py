@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from cache_cases import TEMPLATE, entries, same
 from conftest import SHARED, shared_files, user
@@ -235,22 +234,6 @@ def test_wrong_tokens_are_never_kept(
     right = gpuload.load(two, qwen, **options)
     assert right.report.from_cache == []
     assert right.tokens.to_lists() == prompts.tokens.to_lists()
-
-
-def test_a_file_that_changes_meanwhile_is_not_kept(
-    tmp_path: Path, qwen: Any, warm_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "data.parquet"
-    pq.write_table(pa.table({"prompt": [user("mmmm")]}), file, compression="none")
-    real = cpu.render_column
-
-    def render(*arguments: Any) -> Any:
-        file.write_bytes(file.read_bytes().replace(b"mmmm", b"kkkk"))
-        return real(*arguments)
-
-    monkeypatch.setattr(cpu, "render_column", render)
-    assert gpuload.load(file, qwen).report.into_cache == []
-    assert entries(warm_cache) == []
 
 
 # -- damage, other processes, little room ----------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from gpuload.engines.host.encode import needs_itself
 from gpuload.files import PartialDirectory, cache_root, partial_bytes, remove_orphans
 from gpuload.options import Options, Verify
 from gpuload.reference.reference import Reference
+from gpuload.sources.local import changed
 from gpuload.sources.read import Source
 from gpuload.stream import Batch
 
@@ -157,12 +158,16 @@ class TokenCache:
         Args:
             sources: of the load.
             trusted: no row differed from the tokenizer.
+
+        Raises:
+            SourceError: the prompts of a file have changed since its digest was computed.
         """
         started = time.perf_counter()
+        complete = [(n, w) for n, w in self._writers.items() if trusted and w is not None and w.closed]
+        for number, _ in complete:
+            self._check(sources[number])
         try:
-            for number, writer in self._writers.items():
-                if writer is None or not (trusted and writer.closed and self._is_unchanged(sources[number])):
-                    continue
+            for number, writer in complete:
                 path = self._path(writer.key)
                 os.replace(writer.path, path)
                 self._in_use.add(path)
@@ -195,12 +200,15 @@ class TokenCache:
                     writer.discard()
                 self._writers[number] = None
 
-    def _is_unchanged(self, source: Source) -> bool:
-        """Whether the file still has the prompts whose digest is in the key."""
-        _, content = self._keys[source.name]
+    def _check(self, source: Source) -> None:
+        """Checks that the file still has the prompts whose digest is in the key. Some file systems store times to the
+        second only, so that `check_unchanged` may not see a change."""
+        _, expected = self._keys[source.name]
+        content = None
         with suppress(OSError, pa.ArrowException):
-            return source.content is not None and source.content(self._options.prompt_key) == content
-        return False
+            content = source.content and source.content(self._options.prompt_key)
+        if content != expected:
+            raise changed(source.name)
 
     def _path(self, key: str) -> Path:
         return self.directory / f"{key}.arrow"

@@ -7,7 +7,7 @@ whose values change on a round trip through Arrow's types is kept as JSON text (
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO
@@ -19,6 +19,7 @@ from gpuload.errors import MORE_MEMORY, DataError, HostMemoryError, SourceError
 from gpuload.options import nearest
 from gpuload.sources.batches import BATCH_ROWS, bounded, read_row_group
 from gpuload.sources.fetch import SourceFile
+from gpuload.sources.local import LocalFile, opened
 from gpuload.sources.types import JSON_TYPE, check_prompt_type, is_messages, without_views
 
 _SLACK = 128  # old writers understate a column chunk's size by up to this many bytes, its dictionary's header
@@ -39,6 +40,7 @@ class Source:
         frame: a `cudf.DataFrame`, whose columns a GPU engine uses zero-copy.
         without: as `batches`, without the named column; None where that would save nothing.
         content: digest of the named column's values as they are in the file now; None for a frame in memory.
+        file: the file that `batches` reads; None where everything is in memory already.
     """
 
     name: str
@@ -51,6 +53,18 @@ class Source:
     frame: Any = None
     without: Callable[[str], Iterator[pa.Table]] | None = None
     content: Callable[[str], bytes] | None = None
+    file: LocalFile | None = None
+
+
+def check_unchanged(sources: Iterable[Source]) -> None:
+    """Checks, after the last row was read, that no file changed meanwhile.
+
+    Raises:
+        SourceError: the rows of this file may be mixed from two versions of it.
+    """
+    for source in sources:
+        if source.file is not None:
+            source.file.check()
 
 
 def open_file(file: SourceFile, index_columns: bool = False) -> Source:
@@ -213,10 +227,11 @@ def _slices(table: pa.Table, name: str) -> Iterator[pa.Table]:
 
 def _open_parquet(file: SourceFile, index_columns: bool) -> Source:
     try:
-        with pq.ParquetFile(file.path) as parquet:
+        with opened(file) as (local, raw), pq.ParquetFile(raw) as parquet:
             metadata, schema = parquet.metadata, without_views(parquet.schema_arrow)
-        with open(file.path, "rb") as raw:
             size, footer = _footer(raw)
+    except SourceError:
+        raise
     except (pa.ArrowException, OSError) as error:
         raise SourceError(f"{file.name}: {_damage(file.path, error)}") from error
     hidden = set() if index_columns else _index_columns(schema)
@@ -225,12 +240,13 @@ def _open_parquet(file: SourceFile, index_columns: bool) -> Source:
         metadata.num_rows,
         size,
         pa.schema([column for column in schema if column.name not in hidden]),
-        lambda: _read_parquet(file, hidden),
+        lambda: _read_parquet(local, hidden, metadata.num_rows),
         # The footer has the sizes, offsets and statistics of every column chunk.
         str(size).encode() + footer,
         parquet=file.path,
-        without=lambda name: _read_parquet(file, hidden | {name}),
-        content=lambda name: _column_digest(file, name),
+        without=lambda name: _read_parquet(local, hidden | {name}, metadata.num_rows),
+        content=lambda name: _column_digest(local, name),
+        file=local,
     )
 
 
@@ -243,11 +259,11 @@ def _footer(raw: BinaryIO) -> tuple[int, bytes]:
     return size, raw.read()
 
 
-def _column_digest(file: SourceFile, name: str) -> bytes:
+def _column_digest(file: LocalFile, name: str) -> bytes:
     """Digest of the footer and of the raw pages of one column. Anything less may stay the same when a value is changed
     in place: the size, the times, the footer's statistics."""
     digest = hashlib.blake2b(digest_size=16)
-    with open(file.path, "rb") as raw:
+    with file.open() as raw:
         digest.update(_footer(raw)[1])
         metadata = pq.read_metadata(raw)
         for group in range(metadata.num_row_groups):
@@ -264,27 +280,36 @@ def _column_digest(file: SourceFile, name: str) -> bytes:
     return digest.digest()
 
 
-def _read_parquet(file: SourceFile, hidden: set[str]) -> Iterator[pa.Table]:
-    return bounded(_decode(file, hidden), file.name)
+def _read_parquet(file: LocalFile, hidden: set[str], num_rows: int) -> Iterator[pa.Table]:
+    rows = 0
+    for table in bounded(_decode(file, hidden), file.name):
+        rows += table.num_rows
+        yield table
+    if rows != num_rows:
+        raise SourceError(
+            f"{file.name}: damaged parquet file ({rows:,} rows instead of {num_rows:,}): download it again"
+        )
 
 
-def _decode(file: SourceFile, hidden: set[str]) -> Iterator[pa.Table]:
+def _decode(file: LocalFile, hidden: set[str]) -> Iterator[pa.Table]:
     try:
-        with parquet_file(file.path) as parquet:
+        with file.open() as raw, parquet_file(raw) as parquet:
             columns = [name for name in parquet.schema_arrow.names if name not in hidden]
             for group in range(parquet.num_row_groups):
-                yield from read_row_group(parquet, partial(parquet_file, file.path), group, columns)
-    except pa.ArrowCapacityError:
+                yield from read_row_group(parquet, partial(parquet_file, raw), group, columns)
+    except (pa.ArrowCapacityError, SourceError):
         raise
     except MemoryError as error:
         raise HostMemoryError(f"{file.name}: out of memory while reading ({error}): {MORE_MEMORY}") from error
     except (pa.ArrowException, OSError) as error:
+        file.check()  # otherwise it is damage
         raise SourceError(f"{file.name}: damaged parquet file ({error}): download it again") from error
 
 
 def parquet_file(source: Any, **more: Any) -> pq.ParquetFile:
-    """Opens a parquet file for reading rows, without reading a column chunk as a whole before it is decoded."""
-    return pq.ParquetFile(source, pre_buffer=False, buffer_size=1 << 20, **more)
+    """Opens a parquet file, a path or a file object, for reading rows, without reading a column chunk as a whole before
+    it is decoded. Pages with a checksum are compared with it."""
+    return pq.ParquetFile(source, pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True, **more)
 
 
 def _index_columns(schema: pa.Schema) -> set[str]:
@@ -316,8 +341,10 @@ def _damage(path: str, error: Exception) -> str:
 
 def _open_json(file: SourceFile) -> Source:
     try:
-        with open(file.path, "rb") as raw:
+        with opened(file) as (_, raw):
             content = raw.read()
+    except SourceError:
+        raise
     except OSError as error:
         raise SourceError(f"{file.name}: {error.strerror}") from error
     try:

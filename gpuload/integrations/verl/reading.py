@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 
 from gpuload.errors import DataError
 from gpuload.filter import all_dropped
@@ -28,7 +27,7 @@ from gpuload.load import choose_rows, load_sources, reference_of
 from gpuload.options import Options
 from gpuload.sources.columns import Columns
 from gpuload.sources.fetch import SourceFile, resolve
-from gpuload.sources.read import Source, open_file, open_frame
+from gpuload.sources.read import Source, check_unchanged, open_file, open_frame, parquet_file
 
 _MEDIA_ROWS = 64  # rows decoded at a time when looking for images: an image can have megabytes
 
@@ -150,7 +149,7 @@ def _column_chunks(source: Source, name: str) -> Iterator[Any]:
     if source.parquet is None:
         yield from (table.column(name) for table in source.batches())
         return
-    with pq.ParquetFile(source.parquet) as file:
+    with parquet_file(source.parquet) as file:
         yield from (batch.column(0) for batch in file.iter_batches(_MEDIA_ROWS, columns=[name]))
 
 
@@ -215,6 +214,7 @@ def _load_untokenized(request: LoadRequest, sources: list[Source], started: floa
     options = request.options
     wanted = choose_rows(total, options.max_samples, options.shuffle, options.seed)
     columns = Columns((table for source in sources for table in source.batches()), wanted)
+    check_unchanged(sources)
     files = request.files[0] if len(request.files) == 1 else f"{len(request.files)} files"
     report = (
         f"{files}: {len(columns):,} of {total:,} rows read in {time.perf_counter() - started:.2f} s. No prompts were "
