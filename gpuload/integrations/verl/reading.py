@@ -126,9 +126,14 @@ def _open_with_datasets(file_type: str, path: str) -> Source:
 
 
 def content_digest(path: str) -> bytes:
-    """Compute a digest of a file's content; of its name for a path that is not a local file."""
+    """Compute a digest of a file's content (of a local parquet file: its footer); of its name if it is not local."""
     if path.endswith(".parquet") and os.path.isfile(path):
         return open_file(SourceFile(path, path, "parquet")).identity
+    return file_digest(path)
+
+
+def file_digest(path: str) -> bytes:
+    """Compute a digest of all bytes of a file; of its name for a path that is not a local file."""
     digest = hashlib.sha256(path.encode(errors="surrogateescape"))
     if os.path.isfile(path):
         with open(path, "rb") as file:
@@ -222,6 +227,7 @@ def _load_untokenized(request: LoadRequest, sources: list[Source], started: floa
     )
     identity = fingerprint(sources, None, request.options)
     identity["tokens"] = None if wanted is None else hashlib.sha256(np.ascontiguousarray(wanted).data).hexdigest()
+    identity["columns"] = columns.digests()
     return Loaded(Rows(columns, _column_names(sources)), report, identity)
 
 
