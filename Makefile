@@ -3,11 +3,12 @@
 # make docs       the documentation site, into site/; warnings are errors
 # make verl-test  the integration with verl, against verl 0.9.1 itself, in a separate environment
 # make exact      every row of ../shared with the kernels of ten tokenizers, on the host; 74 variants of tokenizers
+# make damage     100 loads killed while they fill the token cache, and 1,000 damaged parquet files
 # make bench      measure against verl 0.9.1 and others (python -m bench); records in bench/results/
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test docs verl-test exact bench verl-env clean
+.PHONY: demo test docs verl-test exact damage bench verl-env clean
 
 demo: .venv/installed
 	$(BIN)/gpuload demo
@@ -24,6 +25,9 @@ docs: .venv/installed-dev
 
 exact: .venv/installed-dev
 	$(BIN)/python -m pytest -n auto --dist loadgroup -m exact tests/test_device_encode.py tests/test_encoder_matrix.py
+
+damage: .venv/installed-dev
+	$(BIN)/python -m pytest -s -m damage tests/test_kills.py tests/test_damage.py
 
 verl-test: .venv-verl/installed
 	PYTHONPATH=$(CURDIR) .venv-verl/bin/python -m pytest -n auto tests/verl

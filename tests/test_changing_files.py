@@ -158,3 +158,10 @@ def test_pages_with_checksums_are_compared_with_them(tmp_path: Path, qwen: Any) 
             gpuload.load(path, qwen)
     write(path, "A", write_page_checksum=False)
     assert len(gpuload.load(path, qwen)) == 6
+
+
+@pytest.mark.parametrize("name", [b"answer", b"role"])
+def test_a_damaged_column_name(name: bytes, file: Path) -> None:
+    file.write_bytes(file.read_bytes().replace(name, b"\xff" + name[1:]))
+    with pytest.raises(SourceError, match="x: damaged parquet file .*decode byte 0xff"):
+        open_file(SourceFile(str(file), "x", "parquet"))

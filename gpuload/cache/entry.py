@@ -1,9 +1,9 @@
 """One entry of the token cache: the ids of all rows of one file, as one Arrow IPC file.
 
 The record batches are those of the load that made the tokens, with rejected rows and counts in their metadata. An empty
-last batch has the number of rows, how they were verified, and a checksum. Files are written under a temporary name and
-renamed once the load has been verified, so that no process sees half of one; a damaged file is ignored. Reading maps
-the file into memory: only the ids that are kept are ever copied.
+last batch has the number of rows, how they were verified, and a checksum. Files are written in a temporary directory
+and renamed once the load has been verified, so that no process sees half of one; a damaged file is ignored. Reading
+maps the file into memory: only the ids that are kept are ever copied.
 """
 
 import json

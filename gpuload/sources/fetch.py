@@ -2,8 +2,8 @@
 
 A remote file is copied into the cache directory. The name of the copy is a digest of the URL and of what the server
 says about the file's version (size, etag, time), so a changed file is downloaded again and an unchanged one is not. The
-copy is written under a temporary name and renamed once its size and its end are right, so that no process ever sees
-half a file. A lock lets one of several processes download while the others wait for its copy.
+copy is written in a temporary directory and renamed once its size and its end are right, so that no process ever
+sees half a file. A lock lets one of several processes download while the others wait for its copy.
 """
 
 import hashlib

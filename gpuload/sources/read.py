@@ -232,7 +232,7 @@ def _open_parquet(file: SourceFile, index_columns: bool) -> Source:
             size, footer = _footer(raw)
     except SourceError:
         raise
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: of a column's name
         raise SourceError(f"{file.name}: {_damage(file.path, error)}") from error
     hidden = set() if index_columns else _index_columns(schema)
     return Source(
