@@ -165,3 +165,18 @@ def test_a_damaged_column_name(name: bytes, file: Path) -> None:
     file.write_bytes(file.read_bytes().replace(name, b"\xff" + name[1:]))
     with pytest.raises(SourceError, match="x: damaged parquet file .*decode byte 0xff"):
         open_file(SourceFile(str(file), "x", "parquet"))
+
+
+@pytest.mark.parametrize("name", [b"answer", b"content"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_column_with_two_names(name: bytes, place: int, tmp_path: Path) -> None:
+    """A footer has no checksum, but most of it is there twice."""
+    path = tmp_path / "data.parquet"
+    table = pa.table({"prompt": [user("a")], "answer": ["b"]})
+    pq.write_table(table, path, store_schema=False, write_statistics=False)
+    whole = path.read_bytes()
+    assert whole.count(name) == 2
+    at = whole.index(name) if place == 0 else whole.rindex(name)
+    path.write_bytes(whole[:at] + b"q" + whole[at + 1 :])
+    with pytest.raises(SourceError, match="x: damaged parquet file \\(its footer names a column both .*q"):
+        open_file(SourceFile(str(path), "x", "parquet"))

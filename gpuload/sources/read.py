@@ -230,6 +230,7 @@ def _open_parquet(file: SourceFile, index_columns: bool) -> Source:
         with opened(file) as (local, raw), pq.ParquetFile(raw) as parquet:
             metadata, schema = parquet.metadata, without_views(parquet.schema_arrow)
             size, footer = _footer(raw)
+        _check_names(metadata)
     except SourceError:
         raise
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: of a column's name
@@ -248,6 +249,18 @@ def _open_parquet(file: SourceFile, index_columns: bool) -> Source:
         content=lambda name: _column_digest(local, name),
         file=local,
     )
+
+
+def _check_names(metadata: Any) -> None:
+    """Checks what a footer tells twice: the names of columns. It has no checksum.
+
+    Raises:
+        ArrowInvalid: the names differ.
+    """
+    for number in range(metadata.num_columns if metadata.num_row_groups else 0):
+        of_chunk, of_schema = metadata.row_group(0).column(number).path_in_schema, metadata.schema.column(number).path
+        if of_chunk != of_schema:
+            raise pa.ArrowInvalid(f"its footer names a column both {of_schema!r} and {of_chunk!r}")
 
 
 def _footer(raw: BinaryIO) -> tuple[int, bytes]:
