@@ -149,8 +149,8 @@ def check(counts: dict[tuple[bool, str], int]) -> None:
     assert counts[(False, "error")] > 0
 
 
-def test_60_damaged_files(qwen_folder: str, tmp_path: Path) -> None:
-    check(load_mutants(60, qwen_folder, tmp_path))
+def test_40_damaged_files(qwen_folder: str, tmp_path: Path) -> None:
+    check(load_mutants(40, qwen_folder, tmp_path))
 
 
 @pytest.mark.damage

@@ -120,7 +120,7 @@ def kill(kills: int, gsm8k: str, qwen_folder: str, directory: Path) -> dict[str,
 
 
 def test_a_few_kills(gsm8k: str, qwen_folder: str, tmp_path: Path) -> None:
-    kill(4, gsm8k, qwen_folder, tmp_path)
+    kill(2, gsm8k, qwen_folder, tmp_path)
 
 
 @pytest.mark.damage
