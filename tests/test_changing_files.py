@@ -178,5 +178,5 @@ def test_a_column_with_two_names(name: bytes, place: int, tmp_path: Path) -> Non
     assert whole.count(name) == 2
     at = whole.index(name) if place == 0 else whole.rindex(name)
     path.write_bytes(whole[:at] + b"q" + whole[at + 1 :])
-    with pytest.raises(SourceError, match="x: damaged parquet file \\(its footer names a column both .*q"):
+    with pytest.raises(SourceError, match="x: damaged parquet file \\(its footer has the name .* only once"):
         open_file(SourceFile(str(path), "x", "parquet"))

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, BinaryIO
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,10 +19,9 @@ from gpuload.errors import MORE_MEMORY, DataError, HostMemoryError, SourceError
 from gpuload.options import nearest
 from gpuload.sources.batches import BATCH_ROWS, bounded, read_row_group
 from gpuload.sources.fetch import SourceFile
+from gpuload.sources.footer import check_names, column_digest, read_footer
 from gpuload.sources.local import LocalFile, opened
 from gpuload.sources.types import JSON_TYPE, check_prompt_type, is_messages, without_views
-
-_SLACK = 128  # old writers understate a column chunk's size by up to this many bytes, its dictionary's header
 
 
 @dataclass(frozen=True)
@@ -229,8 +228,9 @@ def _open_parquet(file: SourceFile, index_columns: bool) -> Source:
     try:
         with opened(file) as (local, raw), pq.ParquetFile(raw) as parquet:
             metadata, schema = parquet.metadata, without_views(parquet.schema_arrow)
-            size, footer = _footer(raw)
-        _check_names(metadata)
+            size, footer = read_footer(raw)
+        if metadata.num_row_groups:
+            check_names(schema, footer)
     except SourceError:
         raise
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: of a column's name
@@ -246,51 +246,9 @@ def _open_parquet(file: SourceFile, index_columns: bool) -> Source:
         str(size).encode() + footer,
         parquet=file.path,
         without=lambda name: _read_parquet(local, hidden | {name}, metadata.num_rows),
-        content=lambda name: _column_digest(local, name),
+        content=lambda name: column_digest(local, name),
         file=local,
     )
-
-
-def _check_names(metadata: Any) -> None:
-    """Checks what a footer tells twice: the names of columns. It has no checksum.
-
-    Raises:
-        ArrowInvalid: the names differ.
-    """
-    for number in range(metadata.num_columns if metadata.num_row_groups else 0):
-        of_chunk, of_schema = metadata.row_group(0).column(number).path_in_schema, metadata.schema.column(number).path
-        if of_chunk != of_schema:
-            raise pa.ArrowInvalid(f"its footer names a column both {of_schema!r} and {of_chunk!r}")
-
-
-def _footer(raw: BinaryIO) -> tuple[int, bytes]:
-    """The size of a parquet file, and its footer: the last 8 bytes are its length and the magic number."""
-    size = raw.seek(0, 2)
-    raw.seek(max(0, size - 8))
-    length = int.from_bytes(raw.read(4), "little")
-    raw.seek(max(0, size - 8 - length))
-    return size, raw.read()
-
-
-def _column_digest(file: LocalFile, name: str) -> bytes:
-    """Digest of the footer and of the raw pages of one column. Anything less may stay the same when a value is changed
-    in place: the size, the times, the footer's statistics."""
-    digest = hashlib.blake2b(digest_size=16)
-    with file.open() as raw:
-        digest.update(_footer(raw)[1])
-        metadata = pq.read_metadata(raw)
-        for group in range(metadata.num_row_groups):
-            row_group = metadata.row_group(group)
-            for number in range(row_group.num_columns):
-                chunk = row_group.column(number)
-                if (chunk.path_in_schema + ".").startswith(name + "."):
-                    start = min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset)
-                    raw.seek(start)
-                    left = chunk.total_compressed_size + _SLACK
-                    while left and (block := raw.read(min(left, 1 << 20))):
-                        digest.update(block)
-                        left -= len(block)
-    return digest.digest()
 
 
 def _read_parquet(file: LocalFile, hidden: set[str], num_rows: int) -> Iterator[pa.Table]:
