@@ -4,11 +4,12 @@
 # make verl-test  the integration with verl, against verl 0.9.1 itself, in a separate environment
 # make verl-matrix  the same with each supported version of verl: 0.7.1, 0.8.0, 0.9.0 and 0.9.1
 # make exact      every row of ../shared with the kernels of ten tokenizers, on the host; 74 variants of tokenizers
+# make damage     100 loads killed while they fill the token cache, and 1,000 damaged parquet files
 # make bench      measure against verl 0.9.1 and others (python -m bench); records in bench/results/
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test docs verl-test verl-matrix exact bench verl-env clean
+.PHONY: demo test docs verl-test verl-matrix exact damage bench verl-env clean
 
 demo: .venv/installed
 	$(BIN)/gpuload demo
@@ -25,6 +26,9 @@ docs: .venv/installed-dev
 
 exact: .venv/installed-dev
 	$(BIN)/python -m pytest -n auto --dist loadgroup -m exact tests/test_device_encode.py tests/test_encoder_matrix.py
+
+damage: .venv/installed-dev
+	$(BIN)/python -m pytest -s -m damage tests/test_kills.py tests/test_damage.py
 
 verl-test: .venv-verl/installed
 	PYTHONPATH=$(CURDIR) .venv-verl/bin/python -m pytest -n auto tests/verl

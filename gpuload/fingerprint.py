@@ -32,8 +32,8 @@ def fingerprint(sources: Sequence[Source], reference: Reference | None, options:
 
     Returns:
         Plain data: `files` (name → digest), `tokenizer` and `options`. A dataset adds `tokens`, a digest of its ids,
-        which decides: files that were rewritten, renamed or moved make no difference as long as every row has the same
-        tokens. The other parts say what changed.
+        and `columns` (name → digest of the values), which decide: files that were rewritten, renamed or moved make no
+        difference as long as every row is the same. The other parts say what changed.
     """
     names = [f"{number}: {os.path.basename(source.name)}" for number, source in enumerate(sources)]
     return {
@@ -53,12 +53,18 @@ def token_digest(tokens: Ragged) -> str:
 
 
 def difference(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str | None:
-    """Describes in words how two fingerprints differ; None if they are of the same data."""
-    if saved.get("tokens") == current["tokens"] and saved.get("options") == current["options"]:
+    """Describes in words how two fingerprints differ; None if they are of the same data. A fingerprint that was saved
+    before there were digests of columns has none; then only tokens and options are compared."""
+    columns = saved.get("columns", current["columns"])
+    if (saved.get("tokens"), saved.get("options"), columns) == (
+        current["tokens"],
+        current["options"],
+        current["columns"],
+    ):
         return None
     found = []
     for part in ("files", "options"):
-        was, now = saved.get(part, {}), current[part]
+        was, now = saved.get(part) or {}, current[part]
         for key in [*was, *(key for key in now if key not in was)]:
             if key not in now:
                 found.append(f"{part}: {key} is missing now")
@@ -66,6 +72,13 @@ def difference(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str | No
                 found.append(f"{part}: {key} is new")
             elif was[key] != now[key]:
                 found.append(f"{part}: {key} was {was[key]!r}, is {now[key]!r}")
+    for name in [*columns, *(name for name in current["columns"] if name not in columns)]:
+        if name not in current["columns"]:
+            found.append(f"columns: {name} is missing now")
+        elif name not in columns:
+            found.append(f"columns: {name} is new")
+        elif columns[name] != current["columns"][name]:
+            found.append(f"columns: {name} has other values")
     if saved.get("tokenizer") != current["tokenizer"]:
         found.append("tokenizer: another one, or another chat template")
     return "; ".join(found) or "the tokens differ although files, tokenizer and options are the same"

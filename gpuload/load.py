@@ -25,11 +25,12 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from gpuload.arrays import Ragged
-from gpuload.cache.store import TokenCache
+from gpuload.cache.store import TokenCache, tokens_directory
 from gpuload.dataset import PromptDataset, warn_of_replaced
 from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.protocol import Engine
 from gpuload.errors import MORE_MEMORY, DataError, DeviceError, GpuloadError, HostMemoryError, MismatchError
+from gpuload.files import cache_root, remove_orphans
 from gpuload.filter import all_dropped, filter_rows, kept_columns
 from gpuload.fingerprint import fingerprint
 from gpuload.options import Options, TokensOn, Truncation, Verify
@@ -38,7 +39,7 @@ from gpuload.reference.volatile import contains_randomness, volatile_reason
 from gpuload.report import Report
 from gpuload.sources.columns import Columns
 from gpuload.sources.fetch import resolve
-from gpuload.sources.read import Source, check_prompts, is_frame, open_file, open_frame
+from gpuload.sources.read import Source, check_prompts, check_unchanged, is_frame, open_file, open_frame
 from gpuload.stream import Batch, Parts, RowNumbers, ahead, read, stage, wanted_order
 from gpuload.verify import Verifier
 
@@ -182,6 +183,8 @@ def load_sources(
     """
     started = time.perf_counter() if started is None else started
     build_engine = build_engine or choose_engine
+    for directory in (cache_root(options.cache_dir), tokens_directory(options.cache_dir)):
+        remove_orphans(directory)
     reference = reference_of(tokenizer, options)
     _ = reference.pad_token_id  # raises before any work, if there is none
     total = sum(source.num_rows for source in sources)
@@ -308,6 +311,7 @@ def _run(task: Pass, engine: Engine) -> PromptDataset:
             ids.append(engine.keep(batch.tokens.ids, None if keep.all() else kept))
             places.append(np.stack([np.full(len(kept), batch.source), batch.rows[kept]], axis=1))
             bar.update(len(keep))
+        check_unchanged(sources)
         cache.finish(sources, trusted=not verifier.check.mismatches)
         _describe(report, engine, cache, verifier)
         if reason := volatile_reason(task.reference.template_text, clock):

@@ -1,9 +1,11 @@
 """PromptLoader: batches in a reproducible order, with a state that can be saved in the middle of an epoch.
 
-The order of an epoch is a pure function of seed, epoch and number of rows. The state is therefore two numbers (epoch
-and batch), with the settings and the fingerprint of the data that they refer to.
+The order of an epoch is a pure function of seed, epoch and number of rows; all ranks together go through it from the
+beginning to the end. The state is therefore two numbers (the epoch, and how many rows of its order have been yielded),
+with the settings and the fingerprint of the data that they refer to. Any number of ranks can continue from there.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, get_args
 
@@ -13,7 +15,9 @@ from gpuload.errors import OptionError, ResumeError
 from gpuload.fingerprint import Fingerprint, difference
 from gpuload.options import Padding
 
-_VERSION = 1
+_VERSION = 2
+_PROGRESS = {1: "batch", _VERSION: "position"}  # version of a state → what it counts
+_DIVISION = ("batch_size", "world_size")  # settings that divide an order among batches and ranks, and do not change it
 
 
 class Data(Protocol):
@@ -85,7 +89,7 @@ class PromptLoader:
         padding: Padding = "max_length",
     ):
         for name, value, least in (("batch_size", batch_size, 1), ("world_size", world_size, 1), ("seed", seed, 0)):
-            if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
+            if not _is_count(value) or value < least:
                 raise OptionError(f"{name}={value!r}: expected an integer of at least {least}")
         if not 0 <= rank < world_size:
             raise OptionError(f"rank={rank}: expected 0 to {world_size - 1} for world_size={world_size}")
@@ -102,7 +106,7 @@ class PromptLoader:
         self._rank = rank
         self._padding: Padding = padding
         self.epoch = 0
-        self._batch = 0  # batches of this epoch yielded so far
+        self._position = 0  # rows of this epoch's order that all ranks have yielded so far
         self._resuming = False
         if len(self) == 0:
             raise OptionError(
@@ -111,78 +115,137 @@ class PromptLoader:
 
     def __len__(self) -> int:
         """Number of batches per epoch, the same on every rank."""
-        rows, size = self._rows_per_rank(), self._settings["batch_size"]
-        return rows // size if self._settings["drop_last"] else -(-rows // size)
+        return self._batches_from(0)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        if self._batch and not self._resuming:  # an epoch left by `break` is not continued
-            self.epoch, self._batch = self.epoch + 1, 0
+        if self._position and not self._resuming:  # an epoch left by `break` is not continued
+            self.epoch, self._position = self.epoch + 1, 0
         self._resuming = False
-        order = self._order(self.epoch)
-        size = self._settings["batch_size"]
-        parts = (order[k * size : (k + 1) * size] for k in range(self._batch, len(self)))
-        for batch in self._dataset.ahead(self._dataset.batch(rows, self._padding) for rows in parts):
-            self._batch += 1
+        start, rows, size = self._position, len(self._dataset), self._settings["batch_size"]
+        order = self._order(start)
+        parts = (order[k * size : (k + 1) * size] for k in range(self._batches_from(start)))
+        for batch in self._dataset.ahead(self._dataset.batch(part, self._padding) for part in parts):
+            self._position = min(self._position + size * self._settings["world_size"], rows)
             yield batch
-        self.epoch, self._batch = self.epoch + 1, 0
+        self.epoch, self._position = self.epoch + 1, 0
 
     def set_epoch(self, epoch: int) -> None:
         """Start the next `iter()` at the beginning of the given epoch.
 
         Args:
             epoch: Number of the epoch, from 0.
+
+        Raises:
+            OptionError: It is not such a number.
         """
-        self.epoch, self._batch, self._resuming = epoch, 0, False
+        if not _is_count(epoch):
+            raise OptionError(f"epoch={epoch!r}: expected an integer of at least 0")
+        self.epoch, self._position, self._resuming = int(epoch), 0, False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of this loader, for `load_state_dict`.
 
         Returns:
-            A dict of plain data (picklable, JSON-serializable): `version`, `epoch`, `batch` (the number of batches
-            yielded in this epoch), `settings`, and `fingerprint` of the data. It is the same on every rank.
+            A dict of plain data (picklable, JSON-serializable): `version`, `epoch`, `position` (how many rows of the
+            epoch's order all ranks together have yielded), `settings`, and `fingerprint` of the data. It is the same on
+            every rank.
         """
         return {
             "version": _VERSION,
             "epoch": self.epoch,
-            "batch": self._batch,
+            "position": self._position,
             "settings": dict(self._settings),
             "fingerprint": self._dataset.fingerprint,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume: the next `iter()` continues with the batch that followed when `state` was saved.
+        """Resume: the next `iter()` continues with the rows that followed when `state` was saved.
+
+        `world_size` and `batch_size` may differ from those of the saved loader. All ranks together then yield exactly
+        the rest of the epoch's order, divided among the new ranks and batches from its first row on.
 
         Args:
             state: The result of `state_dict`.
 
         Raises:
-            ResumeError: The state was saved with other data or other settings. The message names the differences.
+            ResumeError: The state is damaged, or was saved with other data or other settings. The message names the
+                differences.
         """
-        if state.get("version") != _VERSION:
-            raise ResumeError(
-                f"the loader state has version {state.get('version')!r}, this gpuload supports version {_VERSION}"
-            )
+        settings, fingerprint = _checked(state)
         changed = [
-            f"{name} was {state['settings'].get(name)!r}, is {value!r}"
+            f"{name} was {settings.get(name)!r}, is {value!r}"
             for name, value in self._settings.items()
-            if state["settings"].get(name) != value
+            if settings.get(name) != value and name not in _DIVISION
         ]
         if changed:
             raise ResumeError(f"the state was saved by a loader with other settings: {'; '.join(changed)}")
-        differs = difference(state["fingerprint"], self._dataset.fingerprint)
+        differs = difference(fingerprint, self._dataset.fingerprint)
         if differs:
             raise ResumeError(f"the state was saved for other data: {differs}")
-        self.epoch, self._batch, self._resuming = int(state["epoch"]), int(state["batch"]), True
+        position = _position(state, len(self._dataset))
+        self.epoch, self._position, self._resuming = int(state["epoch"]), position, True
 
-    def _rows_per_rank(self) -> int:
-        rows, ranks = len(self._dataset), self._settings["world_size"]
+    def _batches_from(self, start: int) -> int:
+        """Number of batches of each rank from row `start` of an epoch's order on."""
+        rows, size = self._rows_from(start), self._settings["batch_size"]
+        return rows // size if self._settings["drop_last"] else -(-rows // size)
+
+    def _rows_from(self, start: int) -> int:
+        """Number of rows of each rank from row `start` of an epoch's order on."""
+        rows, ranks = len(self._dataset) - start, self._settings["world_size"]
         return rows // ranks if self._settings["drop_last"] else -(-rows // ranks)
 
-    def _order(self, epoch: int) -> np.ndarray[Any, Any]:
-        """This rank's rows of an epoch, in order."""
-        rows = len(self._dataset)
+    def _order(self, start: int) -> np.ndarray[Any, Any]:
+        """This rank's rows of the current epoch, in order, from row `start` of the epoch's order on."""
+        rows, ranks = len(self._dataset), self._settings["world_size"]
         order = np.arange(rows)
         if self._settings["shuffle"]:
-            order = np.random.default_rng([self._settings["seed"], epoch]).permutation(rows)
-        needed = self._rows_per_rank() * self._settings["world_size"]
-        return np.resize(order, needed)[self._rank :: self._settings["world_size"]]
+            order = np.random.default_rng([self._settings["seed"], self.epoch]).permutation(rows)
+        end = start + self._rows_from(start) * ranks
+        return np.resize(order, end)[start + self._rank :: ranks]
+
+
+def _checked(state: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Settings and fingerprint of a state.
+
+    Raises:
+        ResumeError: it is not the result of `state_dict`, or that of another version of gpuload.
+    """
+    if not isinstance(state, Mapping):
+        raise ResumeError(f"expected the dict that state_dict() returned, not {state!r:.80}: check the checkpoint")
+    version = state.get("version")
+    if version not in tuple(_PROGRESS):
+        raise ResumeError(f"the loader state has version {version!r}, this gpuload supports version {_VERSION}")
+    if not _is_count(state.get("epoch")):
+        raise _damaged(f"epoch={state.get('epoch')!r}")
+    settings, fingerprint = state.get("settings"), state.get("fingerprint")
+    if not isinstance(settings, Mapping) or not isinstance(fingerprint, Mapping):
+        raise _damaged("it has no settings or no fingerprint")
+    if not all(_is_count(settings.get(name)) for name in _DIVISION):
+        raise _damaged(f"settings={dict(settings)!r}")
+    if unknown := set(state) - {"version", "epoch", _PROGRESS[version], "settings", "fingerprint"}:
+        raise _damaged(f"unexpected {', '.join(map(repr, sorted(unknown, key=str)))}")
+    return settings, fingerprint
+
+
+def _position(state: Mapping[str, Any], rows: int) -> int:
+    """How many rows of an epoch of `rows` rows have been yielded. Version 1 counted batches.
+
+    Raises:
+        ResumeError: it is not in the epoch.
+    """
+    progress = _PROGRESS[state["version"]]
+    step = 1 if progress == "position" else math.prod(state["settings"][name] for name in _DIVISION)
+    count: Any = state.get(progress)
+    # The last batch of an epoch may be incomplete.
+    if not _is_count(count) or (count > 0 and (count - 1) * step >= rows):
+        raise _damaged(f"{progress}={count!r} in an epoch of {rows:,} rows")
+    return min(int(count) * step, rows)
+
+
+def _damaged(what: str) -> ResumeError:
+    return ResumeError(f"the loader state is damaged: {what}: use another checkpoint, or start an epoch with set_epoch")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= 0)

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from cache_cases import TEMPLATE, entries, same
 from conftest import SHARED, shared_files, user
@@ -29,6 +28,7 @@ from gpuload.engines.host import engine as cpu
 from gpuload.engines.host.encode import HostEncoder
 from gpuload.engines.protocol import Tokenized
 from gpuload.errors import DataError, MismatchError
+from gpuload.files import PartialDirectory
 
 # -- warm equals cold ------------------------------------------------------------------------------------------------
 
@@ -236,22 +236,6 @@ def test_wrong_tokens_are_never_kept(
     assert right.tokens.to_lists() == prompts.tokens.to_lists()
 
 
-def test_a_file_that_changes_meanwhile_is_not_kept(
-    tmp_path: Path, qwen: Any, warm_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "data.parquet"
-    pq.write_table(pa.table({"prompt": [user("mmmm")]}), file, compression="none")
-    real = cpu.render_column
-
-    def render(*arguments: Any) -> Any:
-        file.write_bytes(file.read_bytes().replace(b"mmmm", b"kkkk"))
-        return real(*arguments)
-
-    monkeypatch.setattr(cpu, "render_column", render)
-    assert gpuload.load(file, qwen).report.into_cache == []
-    assert entries(warm_cache) == []
-
-
 # -- damage, other processes, little room ----------------------------------------------------------------------------
 
 
@@ -359,15 +343,32 @@ def test_what_was_not_used_for_the_longest_time_goes_first(
         os.utime(new, (time.time() - age,) * 2)
         sizes.append(new.stat().st_size)
     assert gpuload.load(files[0], qwen, max_prompt_length=4000).report.from_cache == [files[0]]  # and is used now
-    old, young = warm_cache / "old.partial", warm_cache / "young.partial"
-    for partial_file, days in ((old, 2), (young, 0)):
-        partial_file.touch()
-        os.utime(partial_file, (time.time() - days * 86400,) * 2)
     gpuload.load(files[3], qwen, max_prompt_length=4000, token_cache_bytes=sum(sizes) + 100)
     kept = [bool(gpuload.load(file, qwen, max_prompt_length=4000).report.from_cache) for file in files]
     assert kept == [True, False, True, True]
-    assert not old.exists()
-    assert young.exists()
+
+
+def test_what_others_are_writing_counts(files: list[str], qwen: Any, warm_cache: Path) -> None:
+    gpuload.load(files[0], qwen)
+    other = PartialDirectory(warm_cache)
+    (other.path / "half").write_bytes(bytes(100_000))
+    held = entries(warm_cache)
+    gpuload.load(files[1], qwen, token_cache_bytes=100_000)
+    other.remove()
+    (new,) = entries(warm_cache)
+    assert new not in held
+
+
+def test_a_load_removes_what_killed_ones_left(files: list[str], qwen: Any, warm_cache: Path) -> None:
+    """Also a load that finds everything in the cache and writes nothing."""
+    gpuload.load(files[1], qwen)
+    for directory in (warm_cache, warm_cache.parent):
+        left = PartialDirectory(directory)
+        (left.path / "half").touch()
+        left._lock.close()
+    gpuload.load(files[1], qwen)
+    assert len(entries(warm_cache)) == 1
+    assert list(warm_cache.parent.glob("*.partial")) == []
 
 
 def test_a_load_that_does_not_fit(files: list[str], gsm8k: str, qwen: Any, warm_cache: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from conftest import shared_files
+from conftest import shared_files, user
 
 import gpuload
 from gpuload.engines.conversations import Conversations, from_arrow, from_texts
@@ -27,7 +27,8 @@ from gpuload.engines.protocol import ArrowPrompts
 from gpuload.errors import DataError, DeviceError
 from gpuload.options import Options
 from gpuload.reference.reference import Reference
-from gpuload.sources.read import Source, with_prompts
+from gpuload.sources.fetch import SourceFile
+from gpuload.sources.read import Source, open_file, with_prompts
 from gpuload.testing import load_with
 from gpuload.testing.host_kernels import COMPILER, HostKernels
 
@@ -164,6 +165,15 @@ FRAMES = {
 def test_frames(on_device: Callable[..., gpuload.PromptDataset], qwen: Any, name: str) -> None:
     table = pa.table({"prompt": FRAMES[name], "extra": list(range(len(FRAMES[name])))})
     assert_same(on_device(table, qwen, max_prompt_length=64), gpuload.load(table, qwen, max_prompt_length=64))
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+def test_two_readings_with_different_numbers_of_rows(rows: int, write: Callable[..., str]) -> None:
+    """Rows must neither disappear nor get the columns of others."""
+    source = open_file(SourceFile(write({"prompt": ["a", "b", "c"], "other": [1, 2, 3]}), "x", "parquet"))
+    chunk = from_arrow(DeviceTexts(KERNELS), pa.array([user("a")] * rows))
+    with pytest.raises(DeviceError, match="x: cuDF and Arrow read different numbers of rows"):
+        list(zip_with_tables(iter([chunk]), source, "prompt", False))
 
 
 def test_plain_texts_and_json(on_device: Callable[..., gpuload.PromptDataset], qwen: Any, tmp_path: Any) -> None:

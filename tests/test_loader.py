@@ -8,17 +8,20 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import user
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gpuload
 from gpuload.errors import OptionError, ResumeError
+from gpuload.loader import PromptLoader
 from gpuload.options import nearest
 
 
@@ -162,8 +165,8 @@ def test_a_state_of_other_data_is_rejected_by_name(
     rejected(gpuload.load(gsm8k, other_tokenizer, max_samples=40), "tokenizer: another one")
     changed = write([user(f"question {i}") for i in range(50)], "gsm8k.parquet")
     rejected(gpuload.load(changed, qwen, max_samples=40), "files: 0: gsm8k.parquet was")
-    rejected(gpuload.load(gsm8k, qwen, max_samples=40), "batch_size was 4, is 5", batch_size=5)
-    rejected(gpuload.load(gsm8k, qwen, max_samples=40), "world_size was 1, is 2", world_size=2)
+    rejected(gpuload.load(gsm8k, qwen, max_samples=40), "seed was 0, is 1", seed=1)
+    rejected(gpuload.load(gsm8k, qwen, max_samples=40), "drop_last was False, is True", drop_last=True)
     same = gpuload.load(gsm8k, qwen, max_samples=40, verify="off", strict=True)
     same.loader(4).load_state_dict(state)  # what makes no difference to the batches is not held against it
     with pytest.raises(ResumeError, match="version 99"):
@@ -177,8 +180,175 @@ def test_the_same_files_elsewhere_resume(gsm8k: str, qwen: Any, tmp_path: Path) 
     gpuload.load(copy, qwen, max_samples=40).loader(4).load_state_dict(state)
 
 
+@pytest.mark.parametrize("answer", ["BBB", None])
+def test_other_columns_are_part_of_the_data(
+    answer: str | None, tmp_path: Path, qwen: Any, write: Callable[..., str]
+) -> None:
+    """Also where footer, size and tokens are the same."""
+
+    def load(answers: list[Any]) -> gpuload.PromptDataset:
+        rewards = [{"ground_truth": answer} for answer in answers]
+        file = write({"prompt": [user("a"), user("b")], "reward_model": rewards, "same": [1, 2]})
+        return gpuload.load(file, qwen)
+
+    state = load(["AAA", "CCC"]).loader(1).state_dict()
+    load(["AAA", "CCC"]).loader(1).load_state_dict(json.loads(json.dumps(state)))
+    with pytest.raises(ResumeError, match="columns: reward_model has other values$"):
+        load(["AAA", answer]).loader(1).load_state_dict(state)
+    prompts = gpuload.load(write({"prompt": [user("a"), user("b")], "new": [1, 2], "same": [1, 2]}), qwen)
+    with pytest.raises(ResumeError, match="columns: reward_model is missing now; columns: new is new"):
+        prompts.loader(1).load_state_dict(state)
+
+
+def test_values_changed_in_place_are_other_data(tmp_path: Path, qwen: Any) -> None:
+    path = tmp_path / "data.parquet"
+    table = pa.table({"prompt": [user("a")] * 3, "answer": ["AAA", "MMM", "ZZZ"]})
+    pq.write_table(table, path, compression="none", use_dictionary=False)
+    state = gpuload.load(path, qwen).loader(1).state_dict()
+    path.write_bytes(path.read_bytes().replace(b"MMM", b"KKK"))
+    with pytest.raises(ResumeError, match="saved for other data: columns: answer has other values$"):
+        gpuload.load(path, qwen).loader(1).load_state_dict(state)
+
+
+class Numbers:
+    """The loader's view of a dataset, for tests of the order."""
+
+    fingerprint: ClassVar[Any] = {"files": {}, "options": {}, "tokenizer": None, "tokens": "", "columns": {}}
+
+    def __init__(self, count: int):
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def batch(self, rows: Any, padding: Any) -> dict[str, Any]:
+        return {"rows": rows.tolist()}
+
+    def ahead(self, batches: Any) -> Any:
+        return batches
+
+
+def run(
+    loaders: list[PromptLoader], steps: int, state: dict[str, Any] | None = None
+) -> tuple[list[int], dict[str, Any]]:
+    """All ranks for some steps, or to the end of the epoch: their rows in the global order, and the state then."""
+    for loader in loaders:
+        if state:
+            loader.load_state_dict(state)
+    rows: list[int] = []
+    states = [loader.state_dict() for loader in loaders]
+    iterators = [iter(loader) for loader in loaders]
+    for _ in range(steps):
+        batches = [next(iterator, {"rows": []})["rows"] for iterator in iterators]
+        assert len(set(map(len, batches))) == 1
+        rows += [row for together in zip(*batches, strict=True) for row in together]
+        states = [loader.state_dict() for loader in loaders]
+        if not batches[0]:
+            break
+    assert all(state == states[0] for state in states)
+    return rows, json.loads(json.dumps(states[0]))
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_resuming_with_other_ranks(data: Any) -> None:
+    """Whatever the ranks and batch sizes of each part, an epoch's order is gone through exactly."""
+    count, drop_last = data.draw(st.integers(1, 60)), data.draw(st.booleans())
+    division = st.tuples(st.integers(1, 5), st.integers(1, 9)).filter(lambda d: not drop_last or d[0] * d[1] <= count)
+
+    def ranks(size: int, world: int) -> list[PromptLoader]:
+        more: dict[str, Any] = {"shuffle": True, "seed": 7, "drop_last": drop_last}
+        return [PromptLoader(Numbers(count), size, rank=rank, world_size=world, **more) for rank in range(world)]
+
+    order = np.random.default_rng([7, 0]).permutation(count).tolist()
+    done: list[int] = []
+    state = None
+    for _ in range(data.draw(st.integers(1, 3))):
+        size, world = data.draw(division)
+        left = max(0, count - len(done)) / (size * world)
+        steps = data.draw(st.integers(0, min(4, int(left) if drop_last else -int(-left // 1))))
+        rows, state = run(ranks(size, world), steps, state)
+        done += rows
+        assert state["position"] == min(len(done), count)  # the last rows may be repeated ones
+    size, world = data.draw(division)
+    last = ranks(size, world)
+    done += run(last, 1000, state)[0]
+    if drop_last:
+        assert done == order[: len(done)]
+        assert count - len(done) < size * world
+    else:
+        assert done[:count] == order
+        assert done[count:] == (order * 60)[: len(done) - count]
+    assert all(loader.epoch == 1 for loader in last)
+    fresh = ranks(size, world)
+    for loader in fresh:
+        loader.set_epoch(1)
+    assert run(last, 1000)[0] == run(fresh, 1000)[0]
+
+
+@pytest.mark.parametrize("batch", [0, 3, 5])
+def test_a_state_of_version_1(batch: int) -> None:
+    saved = {"batch_size": 2, "shuffle": True, "seed": 0, "world_size": 3, "drop_last": False}
+    old = {name: value for name, value in Numbers.fingerprint.items() if name != "columns"}
+    state = {"version": 1, "epoch": 0, "batch": batch, "settings": saved, "fingerprint": old}
+    loader = PromptLoader(Numbers(26), 4, shuffle=True)
+    loader.load_state_dict(state)
+    rest = [row for batch in loader for row in batch["rows"]]
+    assert rest == np.random.default_rng([0, 0]).permutation(26)[batch * 6 :].tolist()
+
+
+DAMAGED = {
+    "None": (None, "expected the dict that state_dict\\(\\) returned, not None"),
+    "a list": ([1], "expected the dict"),
+    "empty": ({}, "version None"),
+    "a version that is a list": ({"version": [1]}, "version \\[1\\]"),
+    "negative": ({"position": -3}, "damaged: position=-3 in an epoch of 10 rows: use another checkpoint"),
+    "beyond the epoch": ({"position": 11}, "damaged: position=11 in an epoch of 10 rows"),
+    "far beyond": ({"position": 10**6}, "damaged: position=1000000"),
+    "a fraction": ({"position": 1.5}, "damaged: position=1.5"),
+    "true": ({"position": True}, "damaged: position=True"),
+    "no position": ({"position": None}, "damaged: position=None"),
+    "an epoch before the first": ({"epoch": -1}, "damaged: epoch=-1"),
+    "no settings": ({"settings": None}, "it has no settings or no fingerprint"),
+    "no fingerprint": ({"fingerprint": None}, "it has no settings or no fingerprint"),
+    "half of the settings": ({"settings": {"shuffle": False}}, "damaged: settings={'shuffle': False}"),
+    "batches of version 1": ({"batch": -3}, "damaged: unexpected 'batch'"),
+    "version 1, negative": ({"version": 1, "batch": -3}, "damaged: batch=-3 in an epoch of 10 rows"),
+    "version 1, beyond": ({"version": 1, "batch": 4}, "damaged: batch=4 in an epoch of 10 rows"),
+    "version 1, far beyond": ({"version": 1, "batch": 10**6}, "damaged: batch=1000000"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_state(name: str) -> None:
+    change, message = DAMAGED[name]
+    loader = PromptLoader(Numbers(10), 4)
+    state: Any = change
+    if isinstance(change, dict) and change and change.get("version") in (None, 1):
+        state = loader.state_dict() | change
+        if "version" in change:
+            del state["position"]
+    with pytest.raises(ResumeError, match=message):
+        loader.load_state_dict(state)
+    assert len(list(loader)) == 3
+
+
+def test_a_state_without_settings() -> None:
+    loader = PromptLoader(Numbers(10), 4)
+    state = loader.state_dict()
+    for key in ("settings", "fingerprint", "epoch", "position"):
+        with pytest.raises(ResumeError, match="damaged"):
+            loader.load_state_dict({name: value for name, value in state.items() if name != key})
+
+
+@pytest.mark.parametrize("epoch", [-1, 1.5, "2", None])
+def test_epochs_that_do_not_exist(epoch: Any) -> None:
+    with pytest.raises(OptionError, match=f"epoch={epoch!r}: expected an integer of at least 0"):
+        PromptLoader(Numbers(10), 4).set_epoch(epoch)
+
+
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("wrong", "message"),
     [
         ({"batch_size": 0}, "batch_size=0"),
         ({"batch_size": 2.5}, "batch_size=2.5"),
@@ -188,9 +358,9 @@ def test_the_same_files_elsewhere_resume(gsm8k: str, qwen: Any, tmp_path: Path) 
         ({"batch_size": 4, "world_size": 0}, "world_size=0"),
     ],
 )
-def test_nonsense_settings(prompts: gpuload.PromptDataset, settings: dict[str, Any], message: str) -> None:
+def test_nonsense_settings(prompts: gpuload.PromptDataset, wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        prompts.loader(**settings)
+        prompts.loader(**wrong)
 
 
 def test_rows_outside(prompts: gpuload.PromptDataset) -> None:
@@ -252,7 +422,7 @@ def test_resume_after_kill_9(gsm8k: str, qwen_folder: str, tmp_path: Path) -> No
     killed.wait(10)
     given_out = log.read_text().splitlines()
     state = json.loads((tmp_path / "killed.ckpt").read_text())
-    step = state["epoch"] * 63 + state["batch"]
+    step = state["epoch"] * 63 + -(-state["position"] // 32)
     assert len(given_out) - 1 <= step <= len(given_out)  # killed between a batch and its checkpoint, or after it
     assert train("killed", 100 - step).wait(120) == 0
     resumed = log.read_text().splitlines()[len(given_out) :]

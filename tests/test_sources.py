@@ -711,17 +711,20 @@ def test_the_half_of_a_killed_download_is_never_taken_for_the_file(web: FileServ
     with subprocess.Popen([sys.executable, "-c", code, web.url(), str(cache)]) as fetching:
         assert half_sent.wait(PATIENCE)
         deadline = time.monotonic() + PATIENCE
-        while not any(path.stat().st_size for path in cache.glob("*.partial")) and time.monotonic() < deadline:
+        while (
+            not any(path.stat().st_size for path in cache.glob("*.partial/*.parquet")) and time.monotonic() < deadline
+        ):
             time.sleep(0.01)
         fetching.kill()
     killed.set()
-    left = [path.stat().st_size for path in cache.glob("*.partial")]
+    left = [path.stat().st_size for path in cache.glob("*.partial/*.parquet")]
     assert left
     assert 0 < left[0] < len(BODY), "the test is about a file that is half there"
     assert copies(cache) == []
 
     web.pause = lambda: None
     assert content(resolve(web.url(), str(cache))) == [BODY]
+    assert list(cache.glob("*.partial")) == []
 
 
 def test_of_several_processes_one_downloads_and_all_get_the_whole_file(web: FileServer, cache: Path) -> None:

@@ -1,9 +1,9 @@
 """One entry of the token cache: the ids of all rows of one file, as one Arrow IPC file.
 
 The record batches are those of the load that made the tokens, with rejected rows and counts in their metadata. An empty
-last batch has the number of rows, how they were verified, and a checksum. Files are written under a temporary name and
-renamed once the load has been verified, so that no process sees half of one; a damaged file is ignored. Reading maps
-the file into memory: only the ids that are kept are ever copied.
+last batch has the number of rows, how they were verified, and a checksum. Files are written in a temporary directory
+and renamed once the load has been verified, so that no process sees half of one; a damaged file is ignored. Reading
+maps the file into memory: only the ids that are kept are ever copied.
 """
 
 import json
@@ -20,7 +20,6 @@ import pyarrow as pa
 
 from gpuload.arrays import Ragged, on_host
 from gpuload.engines.protocol import Tokenized
-from gpuload.files import partial_path
 from gpuload.options import Verify
 from gpuload.sources.read import Source, other_columns
 
@@ -130,10 +129,10 @@ def _checksum(so_far: int, tokens: Ragged, sizes: np.ndarray[Any, Any], facts: b
 
 
 class EntryWriter:
-    """Writes an entry batch by batch, under a temporary name.
+    """Writes an entry batch by batch, in a directory for unfinished files.
 
     Args:
-        directory: of the cache.
+        directory: where to write it.
         key: the entry's key.
 
     Attributes:
@@ -147,7 +146,7 @@ class EntryWriter:
     """
 
     def __init__(self, directory: Path, key: str):
-        self.key, self.path = key, partial_path(directory / key)
+        self.key, self.path = key, directory / key
         self.rows = 0
         self.closed = False
         self._checksum = self._compared = 0

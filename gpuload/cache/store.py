@@ -30,17 +30,17 @@ import pyarrow as pa
 from gpuload._version import __version__
 from gpuload.cache.entry import Entry, EntryWriter, read_entry
 from gpuload.engines.host.encode import needs_itself
-from gpuload.files import cache_root
+from gpuload.files import PartialDirectory, cache_root, partial_bytes, remove_orphans
 from gpuload.options import Options, Verify
 from gpuload.reference.reference import Reference
 from gpuload.reference.volatile import Clock, dates, volatile_reason
+from gpuload.sources.local import changed
 from gpuload.sources.read import Source
 from gpuload.stream import Batch
 
 _PACKAGES = ("gigatoken", "jinja2", "pyarrow", "tokenizers", "transformers")
 _LEVELS: tuple[Verify, ...] = ("off", "sample", "full")
 _MOST_BYTES = 20 * 10**9
-_ABANDONED = 24 * 3600  # seconds after which an unfinished file is taken for one of a killed process
 
 
 class TokenCache:
@@ -70,6 +70,7 @@ class TokenCache:
         self._options = options
         self._keys: dict[str, tuple[str, bytes]] = {}  # sources to be cached → key, digest of their prompts
         self._writers: dict[int, EntryWriter | None] = {}  # number of a source → its writer; None: not cached after all
+        self._unfinished: PartialDirectory | None = None  # made for the first writer
         self._in_use: set[Path] = set()
         self._found_bytes = self._written_bytes = 0  # each is updated by one thread only
         self._bound: int | None = None
@@ -127,9 +128,10 @@ class TokenCache:
     def _write(self, source: Source, batch: Batch) -> None:
         tokens = batch.tokens
         assert tokens is not None
+        if self._unfinished is None:
+            self._unfinished = PartialDirectory(self.directory)
         if batch.source not in self._writers:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._writers[batch.source] = EntryWriter(self.directory, self._keys[source.name][0])
+            self._writers[batch.source] = EntryWriter(self._unfinished.path, self._keys[source.name][0])
         writer = self._writers[batch.source]
         if writer is None:
             return
@@ -153,12 +155,16 @@ class TokenCache:
         Args:
             sources: of the load.
             trusted: no row differed from the tokenizer.
+
+        Raises:
+            SourceError: the prompts of a file have changed since its digest was computed.
         """
         started = time.perf_counter()
+        complete = [(n, w) for n, w in self._writers.items() if trusted and w is not None and w.closed]
+        for number, _ in complete:
+            self._check(sources[number])
         try:
-            for number, writer in self._writers.items():
-                if writer is None or not (trusted and writer.closed and self._is_unchanged(sources[number])):
-                    continue
+            for number, writer in complete:
                 path = self._path(writer.key)
                 os.replace(writer.path, path)
                 self._in_use.add(path)
@@ -177,6 +183,9 @@ class TokenCache:
                 with suppress(OSError):
                     writer.discard()
         self._writers.clear()
+        if self._unfinished is not None:
+            self._unfinished.remove()
+            self._unfinished = None
 
     def _stop(self, reason: str) -> None:
         """Stops writing. Files that have all their rows may still become entries."""
@@ -188,12 +197,15 @@ class TokenCache:
                     writer.discard()
                 self._writers[number] = None
 
-    def _is_unchanged(self, source: Source) -> bool:
-        """Whether the file still has the prompts whose digest is in the key."""
-        _, content = self._keys[source.name]
+    def _check(self, source: Source) -> None:
+        """Checks that the file still has the prompts whose digest is in the key. Some file systems store times to the
+        second only, so that `check_unchanged` may not see a change."""
+        _, expected = self._keys[source.name]
+        content = None
         with suppress(OSError, pa.ArrowException):
-            return source.content is not None and source.content(self._options.prompt_key) == content
-        return False
+            content = source.content and source.content(self._options.prompt_key)
+        if content != expected:
+            raise changed(source.name)
 
     def _path(self, key: str) -> Path:
         return self.directory / f"{key}.arrow"
@@ -213,38 +225,36 @@ def tokens_directory(cache_dir: str | None = None) -> Path:
 
 def default_bound(directory: Path) -> int:
     """A tenth of the disk space that would be free without the cache, and at most `_MOST_BYTES`."""
-    held = sum(size for _, size, _ in _entries(directory))
+    held = sum(size for _, size, _ in _entries(directory)) + partial_bytes(directory)
     return min(_MOST_BYTES, (shutil.disk_usage(directory).free + held) // 10)
 
 
 def evict(directory: Path, bound: int, in_use: set[Path]) -> None:
-    """Removes the least recently used entries until the rest fits into `bound` bytes.
+    """Removes the least recently used entries until the rest, with what other processes are writing, fits.
 
     Args:
+        bound: bytes.
         in_use: paths of entries that are not removed.
     """
     entries = _entries(directory)
-    held = sum(size for _, size, _ in entries)
+    held = sum(size for _, size, _ in entries) + partial_bytes(directory)
     for _, size, path in entries:
         if held > bound and path not in in_use:
             with suppress(OSError):
                 path.unlink()
                 held -= size
-    for path in directory.glob("*.partial"):
-        with suppress(OSError):
-            if time.time() - path.stat().st_mtime > _ABANDONED:
-                path.unlink()
 
 
 def clear(directory: Path) -> tuple[int, int]:
-    """Removes all entries.
+    """Removes all entries, and what killed processes left unfinished.
 
     Returns:
-        Their number, and their bytes.
+        The number of entries, and their bytes.
     """
     entries = _entries(directory)
-    for path in (*(path for _, _, path in entries), *directory.glob("*.partial")):
+    for _, _, path in entries:
         path.unlink(missing_ok=True)
+    remove_orphans(directory)
     return len(entries), sum(size for _, size, _ in entries)
 
 

@@ -6,6 +6,7 @@ not have is None in its rows.
 """
 
 import copy
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from gpuload.errors import DataError
+from gpuload.sources.digest import column_digests
 from gpuload.sources.types import JSON_TYPE
 
 _MERGE_BYTES = 256 << 20
@@ -78,6 +80,12 @@ class Columns:
         selected = copy.copy(self)
         selected._index = self._index[rows]
         return selected
+
+    def digests(self) -> dict[str, str]:
+        """Column name → digest of its values and of the order of the rows, in 24 hexadecimal digits."""
+        order = np.ascontiguousarray(self._index, np.int64).tobytes()
+        digests = column_digests(zip(self._starts.tolist(), self._parts, strict=False))
+        return {name: hashlib.sha256(digest + order).hexdigest()[:24] for name, digest in digests.items()}
 
     def table(self) -> pa.Table:
         """All rows as one Arrow table, with types promoted where files differ.

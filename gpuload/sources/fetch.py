@@ -2,8 +2,8 @@
 
 A remote file is copied into the cache directory. The name of the copy is a digest of the URL and of what the server
 says about the file's version (size, etag, time), so a changed file is downloaded again and an unchanged one is not. The
-copy is written under a temporary name and renamed once its size and its end are right, so that no process ever sees
-half a file. A lock lets one of several processes download while the others wait for its copy.
+copy is written in a temporary directory and renamed once its size and its end are right, so that no process ever
+sees half a file. A lock lets one of several processes download while the others wait for its copy.
 """
 
 import hashlib
@@ -295,7 +295,7 @@ def _copy(fs: Any, path: str, name: str, kind: str, target: Path, size: int | No
     which is reported when it is opened."""
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            with replacing(target, locked=True) as partial:
+            with replacing(target) as partial:
                 fs.get_file(path, str(partial))
                 arrived = partial.stat().st_size
                 if size is not None and arrived != size:

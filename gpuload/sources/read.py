@@ -7,10 +7,10 @@ whose values change on a round trip through Arrow's types is kept as JSON text (
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, BinaryIO
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,9 +19,9 @@ from gpuload.errors import MORE_MEMORY, DataError, HostMemoryError, SourceError
 from gpuload.options import nearest
 from gpuload.sources.batches import BATCH_ROWS, bounded, read_row_group
 from gpuload.sources.fetch import SourceFile
+from gpuload.sources.footer import check_names, column_digest, read_footer
+from gpuload.sources.local import LocalFile, opened
 from gpuload.sources.types import JSON_TYPE, check_prompt_type, is_messages, without_views
-
-_SLACK = 128  # old writers understate a column chunk's size by up to this many bytes, its dictionary's header
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Source:
         frame: a `cudf.DataFrame`, whose columns a GPU engine uses zero-copy.
         without: as `batches`, without the named column; None where that would save nothing.
         content: digest of the named column's values as they are in the file now; None for a frame in memory.
+        file: the file that `batches` reads; None where everything is in memory already.
     """
 
     name: str
@@ -51,6 +52,18 @@ class Source:
     frame: Any = None
     without: Callable[[str], Iterator[pa.Table]] | None = None
     content: Callable[[str], bytes] | None = None
+    file: LocalFile | None = None
+
+
+def check_unchanged(sources: Iterable[Source]) -> None:
+    """Checks, after the last row was read, that no file changed meanwhile.
+
+    Raises:
+        SourceError: the rows of this file may be mixed from two versions of it.
+    """
+    for source in sources:
+        if source.file is not None:
+            source.file.check()
 
 
 def open_file(file: SourceFile, index_columns: bool = False) -> Source:
@@ -213,11 +226,14 @@ def _slices(table: pa.Table, name: str) -> Iterator[pa.Table]:
 
 def _open_parquet(file: SourceFile, index_columns: bool) -> Source:
     try:
-        with pq.ParquetFile(file.path) as parquet:
+        with opened(file) as (local, raw), pq.ParquetFile(raw) as parquet:
             metadata, schema = parquet.metadata, without_views(parquet.schema_arrow)
-        with open(file.path, "rb") as raw:
-            size, footer = _footer(raw)
-    except (pa.ArrowException, OSError) as error:
+            size, footer = read_footer(raw)
+        if metadata.num_row_groups:
+            check_names(schema, footer)
+    except SourceError:
+        raise
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: of a column's name
         raise SourceError(f"{file.name}: {_damage(file.path, error)}") from error
     hidden = set() if index_columns else _index_columns(schema)
     return Source(
@@ -225,66 +241,46 @@ def _open_parquet(file: SourceFile, index_columns: bool) -> Source:
         metadata.num_rows,
         size,
         pa.schema([column for column in schema if column.name not in hidden]),
-        lambda: _read_parquet(file, hidden),
+        lambda: _read_parquet(local, hidden, metadata.num_rows),
         # The footer has the sizes, offsets and statistics of every column chunk.
         str(size).encode() + footer,
         parquet=file.path,
-        without=lambda name: _read_parquet(file, hidden | {name}),
-        content=lambda name: _column_digest(file, name),
+        without=lambda name: _read_parquet(local, hidden | {name}, metadata.num_rows),
+        content=lambda name: column_digest(local, name),
+        file=local,
     )
 
 
-def _footer(raw: BinaryIO) -> tuple[int, bytes]:
-    """The size of a parquet file, and its footer: the last 8 bytes are its length and the magic number."""
-    size = raw.seek(0, 2)
-    raw.seek(max(0, size - 8))
-    length = int.from_bytes(raw.read(4), "little")
-    raw.seek(max(0, size - 8 - length))
-    return size, raw.read()
+def _read_parquet(file: LocalFile, hidden: set[str], num_rows: int) -> Iterator[pa.Table]:
+    rows = 0
+    for table in bounded(_decode(file, hidden), file.name):
+        rows += table.num_rows
+        yield table
+    if rows != num_rows:
+        raise SourceError(
+            f"{file.name}: damaged parquet file ({rows:,} rows instead of {num_rows:,}): download it again"
+        )
 
 
-def _column_digest(file: SourceFile, name: str) -> bytes:
-    """Digest of the footer and of the raw pages of one column. Anything less may stay the same when a value is changed
-    in place: the size, the times, the footer's statistics."""
-    digest = hashlib.blake2b(digest_size=16)
-    with open(file.path, "rb") as raw:
-        digest.update(_footer(raw)[1])
-        metadata = pq.read_metadata(raw)
-        for group in range(metadata.num_row_groups):
-            row_group = metadata.row_group(group)
-            for number in range(row_group.num_columns):
-                chunk = row_group.column(number)
-                if (chunk.path_in_schema + ".").startswith(name + "."):
-                    start = min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset)
-                    raw.seek(start)
-                    left = chunk.total_compressed_size + _SLACK
-                    while left and (block := raw.read(min(left, 1 << 20))):
-                        digest.update(block)
-                        left -= len(block)
-    return digest.digest()
-
-
-def _read_parquet(file: SourceFile, hidden: set[str]) -> Iterator[pa.Table]:
-    return bounded(_decode(file, hidden), file.name)
-
-
-def _decode(file: SourceFile, hidden: set[str]) -> Iterator[pa.Table]:
+def _decode(file: LocalFile, hidden: set[str]) -> Iterator[pa.Table]:
     try:
-        with parquet_file(file.path) as parquet:
+        with file.open() as raw, parquet_file(raw) as parquet:
             columns = [name for name in parquet.schema_arrow.names if name not in hidden]
             for group in range(parquet.num_row_groups):
-                yield from read_row_group(parquet, partial(parquet_file, file.path), group, columns)
-    except pa.ArrowCapacityError:
+                yield from read_row_group(parquet, partial(parquet_file, raw), group, columns)
+    except (pa.ArrowCapacityError, SourceError):
         raise
     except MemoryError as error:
         raise HostMemoryError(f"{file.name}: out of memory while reading ({error}): {MORE_MEMORY}") from error
     except (pa.ArrowException, OSError) as error:
+        file.check()  # otherwise it is damage
         raise SourceError(f"{file.name}: damaged parquet file ({error}): download it again") from error
 
 
 def parquet_file(source: Any, **more: Any) -> pq.ParquetFile:
-    """Opens a parquet file for reading rows, without reading a column chunk as a whole before it is decoded."""
-    return pq.ParquetFile(source, pre_buffer=False, buffer_size=1 << 20, **more)
+    """Opens a parquet file, a path or a file object, for reading rows, without reading a column chunk as a whole before
+    it is decoded. Pages with a checksum are compared with it."""
+    return pq.ParquetFile(source, pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True, **more)
 
 
 def _index_columns(schema: pa.Schema) -> set[str]:
@@ -316,8 +312,10 @@ def _damage(path: str, error: Exception) -> str:
 
 def _open_json(file: SourceFile) -> Source:
     try:
-        with open(file.path, "rb") as raw:
+        with opened(file) as (_, raw):
             content = raw.read()
+    except SourceError:
+        raise
     except OSError as error:
         raise SourceError(f"{file.name}: {error.strerror}") from error
     try:

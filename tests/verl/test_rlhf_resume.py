@@ -5,8 +5,11 @@ import io
 import pickle
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -14,8 +17,9 @@ from same import NUMBERED, assert_same, create_rl_sampler, gpuload_dataset, verl
 from torchdata.stateful_dataloader import StatefulDataLoader
 from verl.utils.dataset.rl_dataset import collate_fn
 
-from gpuload.errors import ResumeError
-from gpuload.integrations.verl import RLHFDataset
+from gpuload.errors import ResumeError, SourceError
+from gpuload.integrations.verl import RLHFDataset, reading
+from gpuload.sources.columns import Columns
 
 
 @pytest.fixture
@@ -103,6 +107,35 @@ def test_resume_with_settings_that_do_not_change_the_data(numbered: str, qwen: A
     state = gpuload_dataset(numbered, qwen).state_dict()
     settings = {"device": "cpu", "verify": "off", "gpu_memory_limit": 7, "strict_resume": True}
     gpuload_dataset(numbered, qwen, gpuload=settings, cache_dir="/tmp").load_state_dict(state)
+
+
+@pytest.mark.parametrize("config", [{}, {"filter_overlong_prompts": False}])
+def test_resume_with_values_changed_in_place(tmp_path: Path, qwen: Any, config: dict[str, Any]) -> None:
+    """Size, footer and tokens are the same."""
+    path = tmp_path / "data.parquet"
+    table = pa.table(NUMBERED | {"reward_model": [{"ground_truth": f"AAA{i}"} for i in range(60)]})
+    pq.write_table(table, path, compression="none", use_dictionary=False)
+    state = gpuload_dataset(path, qwen, **config).state_dict()
+    gpuload_dataset(path, qwen, **config).load_state_dict(state)
+    earlier = {"version": state["version"], "fingerprint": {**state["fingerprint"]}}
+    del earlier["fingerprint"]["columns"]
+    path.write_bytes(path.read_bytes().replace(b"AAA33", b"BBB33"))
+    with pytest.raises(ResumeError, match="columns: reward_model has other values\\. Set data"):
+        gpuload_dataset(path, qwen, **config).load_state_dict(state)
+    gpuload_dataset(path, qwen, **config).load_state_dict(earlier)  # saved before there were digests of columns
+
+
+def test_a_file_that_changes_while_it_is_read(
+    numbered: str, qwen: Any, write: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changing(*arguments: Any) -> Columns:
+        columns = Columns(*arguments)
+        write(NUMBERED)
+        return columns
+
+    monkeypatch.setattr(reading, "Columns", changing)
+    with pytest.raises(SourceError, match="the file was changed while it was loaded"):
+        gpuload_dataset(numbered, qwen, filter_overlong_prompts=False)
 
 
 def test_resume_after_fallback_to_verl(write: Any, qwen: Any) -> None:

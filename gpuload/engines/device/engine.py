@@ -30,7 +30,7 @@ from gpuload.errors import DeviceError
 from gpuload.options import TokensOn, Truncation
 from gpuload.reference.control_tokens import END, START
 from gpuload.reference.reference import Reference
-from gpuload.sources.read import Source, other_columns
+from gpuload.sources.read import Source, check_unchanged, other_columns
 from gpuload.sources.types import is_messages, is_text
 from gpuload.tokenizer.compiled import CompiledTokenizer, compile_tokenizer
 
@@ -252,15 +252,29 @@ def zip_with_tables(
     chunks: Iterator[Conversations], source: Source, prompt_key: str, keep_prompts: bool
 ) -> Iterator[tuple[pa.Table, Conversations]]:
     """Joins two readings of one source, each in parts of its own sizes: every chunk of prompts with the table of its
-    rows."""
+    rows.
+
+    Raises:
+        SourceError: the file was changed meanwhile.
+        DeviceError: the numbers of rows differ.
+    """
     tables = other_columns(source, prompt_key, keep_prompts)
     waiting: list[pa.Table] = []
     rows = 0
     for chunk in chunks:
-        while rows < len(chunk):
-            waiting.append(next(tables))
-            rows += waiting[-1].num_rows
+        while rows < len(chunk) and (table := next(tables, None)) is not None:
+            waiting.append(table)
+            rows += table.num_rows
+        if rows < len(chunk):
+            raise _different_rows(source)
         table = pa.concat_tables(waiting)
         yield table.slice(0, len(chunk)), chunk
         waiting = [table.slice(len(chunk))]
         rows -= len(chunk)
+    if rows or next(tables, None) is not None:
+        raise _different_rows(source)
+
+
+def _different_rows(source: Source) -> DeviceError:
+    check_unchanged([source])
+    return DeviceError(f"{source.name}: cuDF and Arrow read different numbers of rows: use device='cpu'")

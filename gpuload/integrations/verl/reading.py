@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 
 from gpuload.errors import DataError
 from gpuload.filter import all_dropped
@@ -28,7 +27,7 @@ from gpuload.load import choose_rows, load_sources, reference_of
 from gpuload.options import Options
 from gpuload.sources.columns import Columns
 from gpuload.sources.fetch import SourceFile, resolve
-from gpuload.sources.read import Source, open_file, open_frame
+from gpuload.sources.read import Source, check_unchanged, open_file, open_frame, parquet_file
 
 _MEDIA_ROWS = 64  # rows decoded at a time when looking for images: an image can have megabytes
 
@@ -127,9 +126,14 @@ def _open_with_datasets(file_type: str, path: str) -> Source:
 
 
 def content_digest(path: str) -> bytes:
-    """Compute a digest of a file's content; of its name for a path that is not a local file."""
+    """Compute a digest of a file's content (of a local parquet file: its footer); of its name if it is not local."""
     if path.endswith(".parquet") and os.path.isfile(path):
         return open_file(SourceFile(path, path, "parquet")).identity
+    return file_digest(path)
+
+
+def file_digest(path: str) -> bytes:
+    """Compute a digest of all bytes of a file; of its name for a path that is not a local file."""
     digest = hashlib.sha256(path.encode(errors="surrogateescape"))
     if os.path.isfile(path):
         with open(path, "rb") as file:
@@ -150,7 +154,7 @@ def _column_chunks(source: Source, name: str) -> Iterator[Any]:
     if source.parquet is None:
         yield from (table.column(name) for table in source.batches())
         return
-    with pq.ParquetFile(source.parquet) as file:
+    with parquet_file(source.parquet) as file:
         yield from (batch.column(0) for batch in file.iter_batches(_MEDIA_ROWS, columns=[name]))
 
 
@@ -215,6 +219,7 @@ def _load_untokenized(request: LoadRequest, sources: list[Source], started: floa
     options = request.options
     wanted = choose_rows(total, options.max_samples, options.shuffle, options.seed)
     columns = Columns((table for source in sources for table in source.batches()), wanted)
+    check_unchanged(sources)
     files = request.files[0] if len(request.files) == 1 else f"{len(request.files)} files"
     report = (
         f"{files}: {len(columns):,} of {total:,} rows read in {time.perf_counter() - started:.2f} s. No prompts were "
@@ -222,6 +227,7 @@ def _load_untokenized(request: LoadRequest, sources: list[Source], started: floa
     )
     identity = fingerprint(sources, None, request.options)
     identity["tokens"] = None if wanted is None else hashlib.sha256(np.ascontiguousarray(wanted).data).hexdigest()
+    identity["columns"] = columns.digests()
     return Loaded(Rows(columns, _column_names(sources)), report, identity)
 
 

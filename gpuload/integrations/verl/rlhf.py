@@ -25,6 +25,7 @@ from gpuload.integrations.verl.reading import (
     Loaded,
     LoadRequest,
     content_digest,
+    file_digest,
     load_rows,
     media_column,
     open_files,
@@ -344,7 +345,8 @@ class RLHFDataset(VerlDataset):  # type: ignore[misc]
                 `data.gpuload.strict_resume=false`.
         """
         saved = state.get("fingerprint")
-        if saved == self._fingerprint:
+        # A checkpoint of an earlier version has no digests of columns.
+        if isinstance(saved, Mapping) and {"columns": self._fingerprint["columns"], **saved} == self._fingerprint:
             return
         differs = _difference(saved, self._fingerprint) if isinstance(saved, Mapping) else "it has no fingerprint"
         if self.gpuload.strict_resume:
@@ -367,12 +369,14 @@ class RLHFDataset(VerlDataset):  # type: ignore[misc]
                 "max_samples": self.max_samples,
             },
             "tokens": len(self.dataframe),
+            "columns": dict(zip(names, (file_digest(file).hex() for file in self.data_files), strict=True)),
         }
 
 
 def _difference(saved: Mapping[str, Any], current: Fingerprint) -> str:
     """Describe the differences between two fingerprints."""
-    if all(saved.get(part) == current[part] for part in ("files", "options", "tokenizer")):
+    same = all(saved.get(part) == current[part] for part in ("files", "options", "tokenizer"))
+    if same and saved.get("tokens") != current["tokens"]:
         return "another random sample of rows: data.max_samples with data.shuffle needs the same data.seed in both runs"
     # `difference` ignores the files if the tokens are the same. Rows have other columns too: make the tokens differ.
     return difference({**saved, "tokens": None}, {**current, "tokens": ""}) or ""

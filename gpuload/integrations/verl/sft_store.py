@@ -12,7 +12,7 @@ from gpuload.arrays import Ragged
 from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.protocol import ArrowPrompts
 from gpuload.integrations.verl.turns import TokenizedConversations
-from gpuload.sources.read import Source
+from gpuload.sources.read import Source, check_unchanged
 from gpuload.stream import read
 
 Ints = npt.NDArray[np.int64]
@@ -43,10 +43,14 @@ def read_conversations(
     Args:
         messages_key: name of the column of messages.
         wanted: rows to read, numbered over all files, in any order; None for all. They are read in ascending order.
+
+    Raises:
+        SourceError: a file cannot be read, or was changed meanwhile.
     """
     for batch in read(sources, lambda source: HostEngine.read(source, messages_key, True), wanted, {}):
         assert isinstance(batch.prompts, ArrowPrompts)
         yield ConversationBatch(batch.source, batch.rows, batch.table, batch.prompts.column)
+    check_unchanged(sources)
 
 
 @dataclass(frozen=True)

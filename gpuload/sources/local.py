@@ -1,0 +1,82 @@
+"""Local files that must stay the same while they are loaded.
+
+A load reads a file several times: its schema, the digest of its prompts, its rows. If the file were replaced or written
+to in between, ids of the old rows would be joined with columns of the new ones.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from gpuload.errors import SourceError
+from gpuload.sources.fetch import SourceFile
+
+
+@dataclass(frozen=True)
+class LocalFile:
+    """A file in the state in which it was first opened.
+
+    Attributes:
+        path: of the file.
+        name: as the user named it, for messages.
+        state: device, inode, bytes, and time of the last change in ns.
+    """
+
+    path: str
+    name: str
+    state: tuple[int, ...]
+
+    @contextmanager
+    def open(self) -> Iterator[BinaryIO]:
+        """Opens the file again.
+
+        Raises:
+            SourceError: it is not in the same state.
+            OSError: it cannot be opened.
+        """
+        with open(self.path, "rb") as raw:
+            self._compare(os.fstat(raw.fileno()))
+            yield raw
+
+    def check(self) -> None:
+        """Checks that nothing has changed since it was first opened.
+
+        Raises:
+            SourceError: it was written to, replaced or removed.
+        """
+        try:
+            about = os.stat(self.path)
+        except OSError as error:
+            raise changed(self.name) from error
+        self._compare(about)
+
+    def _compare(self, about: os.stat_result) -> None:
+        if _state(about) != self.state:
+            raise changed(self.name)
+
+
+@contextmanager
+def opened(file: SourceFile) -> Iterator[tuple[LocalFile, BinaryIO]]:
+    """Opens a file for the first time.
+
+    Raises:
+        SourceError: it was changed before the end of the block.
+        OSError: it cannot be opened.
+    """
+    with open(file.path, "rb") as raw:
+        local = LocalFile(file.path, file.name, _state(os.fstat(raw.fileno())))
+        try:
+            yield local, raw
+        finally:
+            local.check()  # whatever else is wrong, this is why
+
+
+def changed(name: str) -> SourceError:
+    """The error for a file that did not stay the same."""
+    return SourceError(f"{name}: the file was changed while it was loaded: load it again when it is complete")
+
+
+def _state(about: os.stat_result) -> tuple[int, ...]:
+    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns

@@ -1,0 +1,182 @@
+"""Files that change while they are loaded, or that were damaged before: an error, never rows of two versions."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from cache_cases import entries
+from conftest import user
+
+import gpuload
+from gpuload.cache import store as cache
+from gpuload.cache.entry import read_entry
+from gpuload.engines.host import engine as cpu
+from gpuload.errors import SourceError
+from gpuload.sources import local
+from gpuload.sources.fetch import SourceFile
+from gpuload.sources.read import _read_parquet, open_file
+
+CHANGED = "the file was changed while it was loaded: load it again when it is complete"
+
+
+def write(path: Path, letter: str, rows: int = 6, **options: Any) -> bytes:
+    """Files of equal size and footer length for every letter."""
+    words = [f"{letter * 3} {row}" for row in range(rows)]
+    table = pa.table({"prompt": [user(word) for word in words], "answer": words})
+    pq.write_table(table, path, compression="none", use_dictionary=False, write_statistics=False, **options)
+    return path.read_bytes()
+
+
+def replace(path: Path, rows: int) -> None:
+    write(path.with_name("new.parquet"), "B", rows)
+    os.replace(path.with_name("new.parquet"), path)
+
+
+CHANGES: dict[str, Callable[[Path], Any]] = {
+    "replaced": lambda path: replace(path, 6),
+    "replaced by fewer rows": lambda path: replace(path, 3),
+    "replaced by more rows": lambda path: replace(path, 9),
+    "rewritten in place": lambda path: write(path, "B"),
+    "written into": lambda path: path.write_bytes(path.read_bytes().replace(b"AAA", b"BBB")),
+    "cut short": lambda path: os.truncate(path, 0),
+    "removed": lambda path: path.unlink(),
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    write(tmp_path / "data.parquet", "A")
+    return tmp_path / "data.parquet"
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_between_hashing_and_reading(
+    change: str, file: Path, qwen: Any, warm_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ids are those of the old file: they must not get the columns of the new one."""
+    gpuload.load(file, qwen)
+
+    def read_and_change(*arguments: Any) -> Any:
+        entry = read_entry(*arguments)
+        assert entry is not None
+        CHANGES[change](file)
+        return entry
+
+    monkeypatch.setattr(cache, "read_entry", read_and_change)
+    with pytest.raises(SourceError) as raised:
+        gpuload.load(file, qwen)
+    assert str(raised.value) == f"{file}: {CHANGED}"
+
+
+@pytest.mark.parametrize("token_cache", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_while_rows_are_read(
+    change: str, token_cache: bool, file: Path, qwen: Any, warm_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = cpu.render_column
+
+    def render(*arguments: Any) -> Any:
+        CHANGES[change](file)
+        return real(*arguments)
+
+    monkeypatch.setattr(cpu, "render_column", render)
+    with pytest.raises(SourceError) as raised:
+        gpuload.load(file, qwen, token_cache=token_cache, verify="off")
+    assert str(raised.value) == f"{file}: {CHANGED}"
+    assert not token_cache or entries(warm_cache) == []
+
+
+def test_a_change_that_the_clock_does_not_show(
+    file: Path, qwen: Any, warm_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some file systems store times to the second. What is cached is compared with the file's content."""
+    real = cpu.render_column
+
+    def render(*arguments: Any) -> Any:
+        about = file.stat()
+        CHANGES["written into"](file)
+        os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
+        return real(*arguments)
+
+    monkeypatch.setattr(cpu, "render_column", render)
+    with pytest.raises(SourceError, match=CHANGED):
+        gpuload.load(file, qwen)
+    assert entries(warm_cache) == []
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_a_change_while_a_file_is_opened(ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / f"data.{ending}"
+    write(path, "A") if ending == "parquet" else path.write_text('{"prompt": "AAA"}\n' * 9)
+    real = local._state
+
+    def state(about: os.stat_result) -> Any:
+        monkeypatch.setattr(local, "_state", real)
+        CHANGES["written into"](path)
+        return real(about)
+
+    monkeypatch.setattr(local, "_state", state)
+    with pytest.raises(SourceError, match=CHANGED):
+        open_file(SourceFile(str(path), "x", "json" if ending == "jsonl" else ending))
+
+
+def test_a_json_file_is_read_once(tmp_path: Path, qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later changes do not matter."""
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "AAA", "answer": "AAA"}\n' * 3)
+    real = cpu.render_column
+
+    def render(*arguments: Any) -> Any:
+        CHANGES["written into"](path)
+        return real(*arguments)
+
+    monkeypatch.setattr(cpu, "render_column", render)
+    prompts = gpuload.load(path, qwen, return_full_prompt=True)
+    assert prompts.take(["answer"]) == {"answer": ["AAA"] * 3}
+    assert all("AAA" in text for text in prompts.take(["full_prompts"])["full_prompts"])
+
+
+@pytest.mark.parametrize("rows", [5, 7])
+def test_a_number_of_rows_that_differs_from_the_footers(rows: int, file: Path) -> None:
+    with local.opened(SourceFile(str(file), "x", "parquet")) as (opened, _):
+        pass
+    with pytest.raises(SourceError, match=f"x: damaged parquet file \\(6 rows instead of {rows}\\)"):
+        list(_read_parquet(opened, set(), rows))
+
+
+def test_pages_with_checksums_are_compared_with_them(tmp_path: Path, qwen: Any) -> None:
+    path = tmp_path / "data.parquet"
+    whole = write(path, "A", write_page_checksum=True)
+    assert len(gpuload.load(path, qwen)) == 6
+    for at in (whole.index(b"AAA 1"), whole.rindex(b"AAA 1")):  # in a prompt, in an answer
+        path.write_bytes(whole[:at] + b"B" + whole[at + 1 :])
+        with pytest.raises(SourceError, match="damaged parquet file .*CRC.*: download it again"):
+            gpuload.load(path, qwen)
+    write(path, "A", write_page_checksum=False)
+    assert len(gpuload.load(path, qwen)) == 6
+
+
+@pytest.mark.parametrize("name", [b"answer", b"role"])
+def test_a_damaged_column_name(name: bytes, file: Path) -> None:
+    file.write_bytes(file.read_bytes().replace(name, b"\xff" + name[1:]))
+    with pytest.raises(SourceError, match="x: damaged parquet file .*decode byte 0xff"):
+        open_file(SourceFile(str(file), "x", "parquet"))
+
+
+@pytest.mark.parametrize("name", [b"answer", b"content"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_column_with_two_names(name: bytes, place: int, tmp_path: Path) -> None:
+    """A footer has no checksum, but most of it is there twice."""
+    path = tmp_path / "data.parquet"
+    table = pa.table({"prompt": [user("a")], "answer": ["b"]})
+    pq.write_table(table, path, store_schema=False, write_statistics=False)
+    whole = path.read_bytes()
+    assert whole.count(name) == 2
+    at = whole.index(name) if place == 0 else whole.rindex(name)
+    path.write_bytes(whole[:at] + b"q" + whole[at + 1 :])
+    with pytest.raises(SourceError, match="x: damaged parquet file \\(its footer has the name .* only once"):
+        open_file(SourceFile(str(path), "x", "parquet"))
