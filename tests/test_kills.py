@@ -14,7 +14,7 @@ import gpuload
 
 # Children are forked from a process that has imported everything and loaded nothing: a kill costs a second.
 KILLER = """
-import json, os, random, signal, sys, time
+import json, os, random, signal, sys, time, traceback
 from pathlib import Path
 import gpuload
 from transformers import AutoTokenizer
@@ -39,6 +39,8 @@ def start(work):
     try:
         result = work()
         os.write(write, json.dumps(result).encode())
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(0)
 
@@ -79,7 +81,7 @@ while counts["kills"] < int(kills):
             break
         time.sleep(0.001)
     if writing and child:
-        time.sleep(random.uniform(0.0, 0.3) * seconds)
+        time.sleep(random.uniform(0.0, 0.02) * seconds)
     if child:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -89,7 +91,7 @@ while counts["kills"] < int(kills):
     counts["unfinished bytes"] += sum(left)
     counts["wrong"] += finish(load) != expected
     counts["orphans"] += len(list(cache.glob("**/*.partial")))
-print(json.dumps(counts))
+    print(json.dumps(counts), flush=True)
 """
 
 
@@ -111,8 +113,8 @@ def kill(kills: int, gsm8k: str, qwen_folder: str, directory: Path) -> dict[str,
     }
     command = [sys.executable, "-c", KILLER, qwen_folder, str(kills), *files]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60 + 30 * kills)
-    assert done.returncode == 0, done.stderr[-3000:]
-    counts: dict[str, Any] = json.loads(done.stdout)
+    assert done.returncode == 0, done.stdout[-300:] + done.stderr[-3000:]
+    counts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     print(counts)
     assert counts["kills"] == kills
     assert (counts["wrong"], counts["orphans"]) == (0, 0)
