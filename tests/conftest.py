@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, settings
 from gpuload.cache import store as cache
 from gpuload.cache.entry import read_entry
 from gpuload.demo_data import demo_files
+from gpuload.sources import batches
 from gpuload.testing import link_slow_caches
 
 SHARED = Path(__file__).parents[2] / "shared"
@@ -99,9 +100,10 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def files(write: Callable[..., str], tmp_path: Path) -> list[str]:
+def files(write: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Three files of different columns and types, with rejected, overlong and by-reference rows; the first one in
-    several row groups, the second one with nothing but prompts."""
+    several batches, the second one with nothing but prompts."""
+    monkeypatch.setattr(batches, "BATCH_ROWS", 128)
     rng = np.random.default_rng(0)
     chats: list[Any] = [user("number " * int(n)) for n in rng.integers(0, 60, 300)]
     chats[7], chats[20], chats[299] = None, [], [{"role": "tool", "content": "x"}]
