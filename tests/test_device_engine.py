@@ -386,9 +386,9 @@ def test_a_store_on_the_host_is_drawn_one_batch_ahead(gsm8k: str, qwen: Any) -> 
     found = []
     for batch in loader:
         found.append(batch["input_ids"])
-        happened.append(f"used {loader.state_dict()['batch']}")
+        happened.append(f"used {loader.state_dict()['position']}")
     made, end = ["aside", "pad", "back"], ["aside", "back"]
-    assert happened == [*made, "rejoin", *made, "used 1", "rejoin", *made, "used 2", "rejoin", *end, "used 3"]
+    assert happened == [*made, "rejoin", *made, "used 4", "rejoin", *made, "used 8", "rejoin", *end, "used 10"]
     assert all(torch.equal(one, other["input_ids"]) for one, other in zip(found, expected, strict=True))
     half = iter(loader)
     next(half)
