@@ -4,7 +4,8 @@ A sample takes rows from every batch: the longest and the shortest that are affo
 to go wrong for this tokenizer (`risk.py`). Its cost is bounded:
 
 1. Rows and bytes that are compared: 64 rows and 64 KiB, or 1/1,024 of all rows and of all text if that is more.
-   Batches share them by their size, and what a batch does not use is left for later ones.
+   Batches share them by their size. What a batch does not use is left for later ones; one that cannot afford 8 rows
+   leaves all of it.
 2. Bytes that are searched for risks: 2 MiB, or 1/128 of all text if that is more.
 3. Seconds: a tenth of a second, or 5 % of the load so far if that is more. Beyond, nothing is searched or compared.
 
@@ -29,7 +30,7 @@ from gpuload.sources.columns import to_python
 _ROWS = 64
 _BYTES = 64 << 10
 _SEARCHED_BYTES = 2 << 20
-_LEAST_SEARCH = 256 << 10  # a search has fixed costs
+_LEAST_ROWS = 8  # per batch that is sampled: choosing rows has a fixed cost
 _SHARE = 1 / 1024  # of the rows, and of the bytes of text, that are compared
 _SEARCHED_SHARE = 1 / 128  # of the bytes of text
 _SECONDS = 0.1
@@ -128,6 +129,8 @@ class Verifier:
         self._rows += max(_ROWS * share, _SHARE * len(usable))
         self._bytes += max(_BYTES * share, _SHARE * nbytes)
         self._searched_bytes += max(_SEARCHED_BYTES * share, _SEARCHED_SHARE * nbytes)
+        if self._rows < min(_LEAST_ROWS, len(usable)) or self.check.seconds > self._seconds:
+            return usable[np.argmin(sizes[usable])][None] if not self.check.rows else usable[:0]
         by_size = usable[np.argsort(sizes[usable], kind="stable")]
         chosen: dict[int, None] = {}
 
@@ -138,22 +141,18 @@ class Verifier:
                 self._bytes -= int(sizes[row])
 
         affordable = by_size[sizes[by_size] <= self._bytes / 2]
-        # A batch of a small file can afford one row or none: a risky one then.
-        for row in affordable[[-1, 0]].tolist() if len(affordable) and self._rows >= 3 else []:
+        for row in affordable[[-1, 0]].tolist() if len(affordable) else []:
             choose(row)
-        if self._rows >= 1 and self.check.seconds < self._seconds:
-            candidates = self._candidates(sizes, usable)
-            self._risks = self._risks or RiskFinder(self._reference)
-            for at in self._risks.rank(prompts.to_arrow(candidates), self._rng).tolist():
-                choose(int(candidates[at]))
+        candidates = self._candidates(sizes, usable)
+        self._risks = self._risks or RiskFinder(self._reference)
+        for at in self._risks.rank(prompts.to_arrow(candidates), self._rng).tolist():
+            choose(int(candidates[at]))
         if not chosen and not self.check.rows:
             return by_size[:1]
         return np.array(list(chosen), np.int64)
 
     def _candidates(self, sizes: Rows, usable: Rows) -> Rows:
         """Rows to search for risks: random ones, in ascending order."""
-        if self._searched_bytes < min(_LEAST_SEARCH, sizes[usable].sum()):
-            return usable[:0]
         at_random = self._rng.permutation(usable)
         candidates = np.sort(at_random[np.cumsum(sizes[at_random]) <= self._searched_bytes])
         self._searched_bytes -= int(sizes[candidates].sum())

@@ -22,7 +22,7 @@ _MOST_ROW_BYTES = (1 << 31) - 1
 _MORE_THAN_2_GIB = "Nested data conversions not implemented"  # Arrow's message for a nested column
 _WIDTH = 8  # bytes of a number or an offset
 _UNCLEAR_BYTES = 8 * BATCH_BYTES  # a dictionary-encoded column chunk that cannot exceed this is not examined
-_UNCLEAR_ROWS = 256  # of one that can, no more rows are decoded at a time: most writers' dictionaries end at 1 MB
+_UNCLEAR_ROWS = 512  # of one that can, if it is small, no more rows are decoded at a time: dictionaries end at 1 MB
 _SHORT, _SHORT_COMPRESSED = 64, 16  # bytes per value below which most values may be references to long entries
 
 
@@ -116,12 +116,17 @@ def read_row_group(parquet: pq.ParquetFile, reopen: Reopen, group: int, columns:
     step, repeated = BATCH_ROWS, []
     for chunk in chunks:
         name = chunk.path_in_schema
-        if chunk.num_values * _longest_possible(chunk) > _UNCLEAR_BYTES:
-            step = _UNCLEAR_ROWS
-            if min(size[name] / _SHORT, chunk.total_compressed_size / _SHORT_COMPRESSED) < chunk.num_values:
-                decoded = chunk.num_values * _longest(parquet.metadata, reopen, group, chunk)
-                if decoded > _UNCLEAR_BYTES:
-                    repeated.append(name)
+        longest = _longest_possible(chunk)
+        if chunk.num_values * longest <= _UNCLEAR_BYTES:
+            continue
+        suspicious = min(size[name] / _SHORT, chunk.total_compressed_size / _SHORT_COMPRESSED) < chunk.num_values
+        if not suspicious and chunk.num_values <= 8 * _UNCLEAR_ROWS:
+            step = min(step, _UNCLEAR_ROWS)  # cheaper than a look at the dictionary
+            continue
+        longest = _longest(parquet.metadata, reopen, group, chunk)
+        if chunk.num_values * longest > _UNCLEAR_BYTES:
+            step = min(step, max(1, _UNCLEAR_BYTES // longest))
+            repeated += [name] * suspicious
     while step > 1 and step * sum(size.values()) > BATCH_BYTES * metadata.num_rows:
         step //= 2
     stored = pa.schema([parquet.schema_arrow.field(name) for name in columns])
