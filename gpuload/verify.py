@@ -4,9 +4,9 @@ A sample takes rows from every batch: the longest and the shortest that are affo
 to go wrong for this tokenizer (`risk.py`). Its cost is bounded:
 
 1. Rows and bytes that are compared: 64 rows and 64 KiB, or 1/1,024 of all rows and of all text if that is more.
-   Batches share them by their size. What a batch does not use is left for later ones; one that cannot afford 8 rows
+   Batches share them by their size. What a batch does not use is left for later ones; one that cannot afford 16 rows
    leaves all of it.
-2. Bytes that are searched for risks: 2 MiB, or 1/128 of all text if that is more.
+2. Bytes that are searched for risks: 2 MiB, or 1/256 of all text if that is more.
 3. Seconds: a tenth of a second, or 5 % of the load so far if that is more. Beyond, nothing is searched or compared.
 
 Whatever the bounds are, at least one row of a load is compared. In `load`, all of this runs in a thread of its own,
@@ -30,9 +30,9 @@ from gpuload.sources.columns import to_python
 _ROWS = 64
 _BYTES = 64 << 10
 _SEARCHED_BYTES = 2 << 20
-_LEAST_ROWS = 8  # per batch that is sampled: choosing rows has a fixed cost
+_LEAST_ROWS = 16  # per batch that is sampled: choosing rows has a fixed cost
 _SHARE = 1 / 1024  # of the rows, and of the bytes of text, that are compared
-_SEARCHED_SHARE = 1 / 128  # of the bytes of text
+_SEARCHED_SHARE = 1 / 256  # of the bytes of text
 _SECONDS = 0.1
 _SECONDS_SHARE = 0.05  # of a load
 
