@@ -14,7 +14,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-WITH_TRANSFORMERS_4 = {"transformers": "==4.57.6", "datasets": "==4.8.5", "pyarrow": "==21.*", "numpy": "<2"}
+WITH_TRANSFORMERS_4 = {
+    "transformers": "==4.57.6",
+    "datasets": "==4.8.5",
+    "pyarrow": "==21.*",
+    "numpy": "<2",
+    "pandas": "<3",  # with pandas 3, verl 0.7's SFT dataset aborts the process
+}
 VERSIONS: dict[str, dict[str, str]] = {
     "0.7.1": WITH_TRANSFORMERS_4,
     "0.8.0": WITH_TRANSFORMERS_4,

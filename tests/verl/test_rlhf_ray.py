@@ -87,7 +87,7 @@ def train(directory: str, file: str, tokenizer: Any) -> None:
     """The part of a trainer that concerns data: writes a checkpoint and a line of log after each batch."""
     state, log = Path(directory) / "data.pt", Path(directory) / "log"
     dataset = gpuload_dataset(file, tokenizer)
-    config = OmegaConf.create({"shuffle": True, "seed": 3})
+    config = OmegaConf.create({"shuffle": True, "seed": 3, "sampler": None})
     loader = StatefulDataLoader(
         dataset, 4, num_workers=2, drop_last=True, collate_fn=collate_fn, sampler=create_rl_sampler(config, dataset)
     )

@@ -30,7 +30,7 @@ def numbered(write: Any) -> str:
 
 def loader(dataset: Any, workers: int = 0, seed: int = 1) -> StatefulDataLoader:
     """A data loader as the trainer creates it."""
-    config = OmegaConf.create({"shuffle": True, "seed": seed})
+    config = OmegaConf.create({"shuffle": True, "seed": seed, "sampler": None})
     return StatefulDataLoader(
         dataset, 4, num_workers=workers, drop_last=True, collate_fn=collate_fn,
         sampler=create_rl_sampler(config, dataset),
