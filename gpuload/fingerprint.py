@@ -63,22 +63,20 @@ def difference(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str | No
     ):
         return None
     found = []
-    for part in ("files", "options"):
-        was, now = saved.get(part) or {}, current[part]
+    for part, was in (
+        ("files", saved.get("files") or {}),
+        ("options", saved.get("options") or {}),
+        ("columns", columns),
+    ):
+        now = current[part]
         for key in [*was, *(key for key in now if key not in was)]:
             if key not in now:
                 found.append(f"{part}: {key} is missing now")
             elif key not in was:
                 found.append(f"{part}: {key} is new")
             elif was[key] != now[key]:
-                found.append(f"{part}: {key} was {was[key]!r}, is {now[key]!r}")
-    for name in [*columns, *(name for name in current["columns"] if name not in columns)]:
-        if name not in current["columns"]:
-            found.append(f"columns: {name} is missing now")
-        elif name not in columns:
-            found.append(f"columns: {name} is new")
-        elif columns[name] != current["columns"][name]:
-            found.append(f"columns: {name} has other values")
+                change = "has other values" if part == "columns" else f"was {was[key]!r}, is {now[key]!r}"
+                found.append(f"{part}: {key} {change}")
     if saved.get("tokenizer") != current["tokenizer"]:
         found.append("tokenizer: another one, or another chat template")
     return "; ".join(found) or "the tokens differ although files, tokenizer and options are the same"

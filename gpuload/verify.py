@@ -4,8 +4,8 @@ A sample takes rows from every batch: the longest and the shortest that are affo
 to go wrong for this tokenizer (`risk.py`). Its cost is bounded:
 
 1. Rows and bytes that are compared: 64 rows and 64 KiB, or 1/1,024 of all rows and of all text if that is more.
-   Batches share them by their size. What a batch does not use is left for later ones; one that cannot afford 16 rows
-   leaves all of it.
+   Batches share them by their size. Later batches get what a batch does not use; one that cannot afford 16 rows uses
+   nothing.
 2. Bytes that are searched for risks: 2 MiB, or 1/256 of all text if that is more.
 3. Seconds: a tenth of a second, or 5 % of the load so far if that is more. Beyond, nothing is searched or compared.
 
@@ -120,7 +120,7 @@ class Verifier:
         return max(_SECONDS, _SECONDS_SHARE * (time.perf_counter() - self._started))
 
     def _sample(self, prompts: Prompts, text: RenderedText) -> Rows:
-        """Rows of a batch within the bounds: the longest, the shortest, then the riskiest candidates."""
+        """Rows of a batch within the bounds; at least one row of the load."""
         sizes = text.sizes
         usable = np.flatnonzero(sizes >= 0)
         if not len(usable):
@@ -129,8 +129,14 @@ class Verifier:
         self._rows += max(_ROWS * share, _SHARE * len(usable))
         self._bytes += max(_BYTES * share, _SHARE * nbytes)
         self._searched_bytes += max(_SEARCHED_BYTES * share, _SEARCHED_SHARE * nbytes)
-        if self._rows < min(_LEAST_ROWS, len(usable)) or self.check.seconds > self._seconds:
-            return usable[np.argmin(sizes[usable])][None] if not self.check.rows else usable[:0]
+        affordable = self._rows >= min(_LEAST_ROWS, len(usable)) and self.check.seconds <= self._seconds
+        chosen = self._choose(prompts, sizes, usable) if affordable else usable[:0]
+        if not len(chosen) and not self.check.rows:
+            return usable[[np.argmin(sizes[usable])]]
+        return chosen
+
+    def _choose(self, prompts: Prompts, sizes: Rows, usable: Rows) -> Rows:
+        """The longest and the shortest row that are affordable, then the riskiest candidates."""
         by_size = usable[np.argsort(sizes[usable], kind="stable")]
         chosen: dict[int, None] = {}
 
@@ -147,8 +153,6 @@ class Verifier:
         self._risks = self._risks or RiskFinder(self._reference)
         for at in self._risks.rank(prompts.to_arrow(candidates), self._rng).tolist():
             choose(int(candidates[at]))
-        if not chosen and not self.check.rows:
-            return by_size[:1]
         return np.array(list(chosen), np.int64)
 
     def _candidates(self, sizes: Rows, usable: Rows) -> Rows:

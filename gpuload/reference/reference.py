@@ -16,7 +16,7 @@ from typing import Any
 from gpuload.errors import TokenizerError
 from gpuload.options import is_template, template_source
 from gpuload.reference.control_tokens import FIRST_VERSION
-from gpuload.reference.template_call import TemplateCall, describe_error
+from gpuload.reference.template_call import TemplateCall, describe_error, first_line
 
 Prompt = str | list[dict[str, Any]]
 
@@ -108,7 +108,7 @@ class Reference:
             wrong = self.call.syntax_error()
         except Exception as error:
             raise TokenizerError(
-                f"tokenizer {self.name} has no usable chat template ({_first_line(error)}): pass the text "
+                f"tokenizer {self.name} has no usable chat template ({first_line(error):.120}): pass the text "
                 "of one as chat_template=..., or chat_template=None if the prompts are plain strings"
             ) from error
         if wrong is not None:
@@ -236,10 +236,6 @@ def _plain(prompt: Prompt) -> str:
     if isinstance(prompt, str):
         return prompt
     raise ValueError("chat_template=None expects plain strings, but this prompt is a list of messages")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:120]
 
 
 def _base_class() -> Any:

@@ -303,3 +303,8 @@ def rejection(error: Exception) -> str:
 def describe_error(error: BaseException) -> str:
     """Return class and message of an exception; only the class if the message is empty."""
     return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's message; its class if the message is empty."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -29,6 +29,7 @@ import pyarrow.compute as pc
 from gpuload.arrays import Ragged
 from gpuload.engines.host.acceptance import acceptance_texts
 from gpuload.reference.reference import Reference
+from gpuload.reference.template_call import first_line
 from gpuload.tokenizer.gigatoken import needs_nfc_text, not_known_exact
 from gpuload.tokenizer.unassigned import unassigned_class
 
@@ -66,16 +67,16 @@ def host_encoder(reference: Reference) -> HostEncoder:
             encoder = make(reference)
             found = encoder.encode(pa.array(texts, pa.large_string()))
         except Exception as error:  # each library reports unsupported tokenizers in its own way
-            unused.append(f"{name}: {str(error).splitlines()[0]:.160}")
+            unused.append(f"{name}: {first_line(error):.160}")
             continue
         wrong = [text for i, text in enumerate(texts) if found[i].tolist() != expected[i]]
         if not wrong:
-            return HostEncoder(encoder.name, _guarded(encoder, reference), tuple(unused))
+            return HostEncoder(encoder.name, _guarded(encoder, by_itself), tuple(unused))
         unused.append(f"{name}: differs from the tokenizer on {min(wrong, key=len)!r:.60}")
     return HostEncoder(by_itself.name, by_itself.encode, tuple(unused))
 
 
-def _guarded(encoder: HostEncoder, reference: Reference) -> Callable[[pa.LargeStringArray], Ragged]:
+def _guarded(encoder: HostEncoder, by_itself: HostEncoder) -> Callable[[pa.LargeStringArray], Ragged]:
     """The encoder's function, which falls back to the tokenizer itself where the encoder panics."""
 
     def encode(text: pa.LargeStringArray) -> Ragged:
@@ -87,7 +88,7 @@ def _guarded(encoder: HostEncoder, reference: Reference) -> Callable[[pa.LargeSt
                 "slow",
                 stacklevel=2,
             )
-            return Ragged.from_lists([reference.encode(one) for one in text.to_pylist()])
+            return by_itself.encode(text)
 
     return encode
 
