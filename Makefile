@@ -3,13 +3,14 @@
 # make docs       the documentation site, into site/; warnings are errors
 # make verl-test  the integration with verl, against verl 0.9.1 itself, in a separate environment
 # make verl-matrix  the same with each supported version of verl: 0.7.1, 0.8.0, 0.9.0 and 0.9.1
+# make transformers4-test  the tests with transformers 4.57.6, in a separate environment
 # make exact      every row of ../shared with the kernels of ten tokenizers, on the host; 74 variants of tokenizers
 # make damage     100 loads killed while they fill the token cache, and 1,000 damaged parquet files
 # make bench      measure against verl 0.9.1 and others (python -m bench); records in bench/results/
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test docs verl-test verl-matrix exact damage bench verl-env clean
+.PHONY: demo test transformers4-test docs verl-test verl-matrix exact damage bench verl-env clean
 
 demo: .venv/installed
 	$(BIN)/gpuload demo
@@ -20,6 +21,9 @@ test: .venv/installed-dev
 	$(BIN)/mypy
 	$(BIN)/python docs/build.py
 	$(BIN)/python -m pytest -n auto
+
+transformers4-test: .venv-transformers4/installed
+	.venv-transformers4/bin/python -m pytest -n auto
 
 docs: .venv/installed-dev
 	$(BIN)/python docs/build.py
@@ -48,6 +52,13 @@ bench: .venv/installed-dev .venv-verl/installed
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	touch $@
 
+# The second command replaces what the first one installs for transformers 5.
+.venv-transformers4/installed: pyproject.toml constraints.txt
+	test -x .venv-transformers4/bin/python || $(PYTHON) -m venv .venv-transformers4
+	.venv-transformers4/bin/python -m pip install -q -c constraints.txt -e '.[dev]'
+	.venv-transformers4/bin/python -m pip install -q transformers==4.57.6 datasets==4.8.5 s3fs==2026.2.0
+	touch $@
+
 verl-env: .venv-verl/installed
 
 .venv-verl/installed: bench/verl/requirements.txt
@@ -56,4 +67,4 @@ verl-env: .venv-verl/installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-verl .venv-verl-* build site *.egg-info
+	rm -rf .venv .venv-* build site *.egg-info

@@ -270,8 +270,8 @@ def vendor_environment() -> ImmutableSandboxedEnvironment | None:
         from transformers.utils import chat_template_utils
 
         # Compile an empty template to get at the environment. Compiling the real one here would evaluate its constant
-        # expressions before any limit is in place.
-        compiled = chat_template_utils._cached_compile_jinja_template("")
+        # expressions before any limit is in place. Without the function's cache: callers change the environment.
+        compiled = inspect.unwrap(chat_template_utils._compile_jinja_template)("")
     except (ImportError, AttributeError):
         return None
     environment = getattr(compiled, "environment", None)

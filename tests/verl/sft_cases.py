@@ -40,8 +40,8 @@ SKIPS_SYSTEM = (
 )
 
 TOOLS = [
-    {"type": "function", "function": {"name": name, "description": "does it", "parameters": None}}
-    for name in ("look_up", "send", "weather")
+    {"type": "function", "function": {"name": name, "description": "does it", "parameters": parameters}}
+    for name, parameters in (("look_up", {"type": "object"}), ("send", None), ("weather", None))
 ]
 
 

@@ -192,7 +192,7 @@ def test_files_whose_columns_differ(write: Any, qwen: Any) -> None:
         write({"messages": conversations, "tools": [TOOLS[:1]] * 5, "enable_thinking": [True] * 5}, "a.parquet"),
         write({"messages": conversations, "enable_thinking": [False] * 5}, "b.parquet"),
         write(
-            {"tools": [TOOLS] * 5, "messages": [[{**m, "name": None} for m in messages] for messages in conversations]},
+            {"tools": [TOOLS] * 5, "messages": [[{**m, "name": "x"} for m in messages] for messages in conversations]},
             "c.parquet",
         ),
     ]

@@ -43,7 +43,8 @@ def test_real_conversations(name: str, tmp_path: Path) -> None:
         file = str(tmp_path / "conversations.parquet")
         pq.write_table(pa.table({"messages": conversations}), file)
         dataset = compare(file, tokenizer, {**LONG, "ignore_input_ids_mismatch": True})
-        assert dataset.report is not None
+        # transformers 4 has it for tokenizers without a class of their own.
+        assert (dataset.report is None) == ("token_type_ids" in tokenizer.model_input_names)
         assert not raising_rows(dataset)
 
 

@@ -26,7 +26,6 @@ import sys
 
 import torch
 from hydra import compose, initialize_config_module
-from verl.plugin.platform import get_platform
 from verl.trainer import sft_trainer
 
 losses = []
@@ -41,8 +40,17 @@ class Tracking:
 
 
 sft_trainer.Tracking = Tracking
-# verl has no CPU platform: the one of CUDA, with tensors on the CPU, and no memory to report.
-type(get_platform()).device_name = "cpu"
+# verl has no engine for the CPU: the one of CUDA, with tensors on the CPU, and no memory to report.
+try:
+    from verl.plugin.platform import get_platform
+except ImportError:  # before verl 0.9
+    from verl.workers.engine.base import EngineRegistry
+
+    for engines in EngineRegistry._engines["language_model"].values():
+        engines["cpu"] = engines.get("cuda")
+    sft_trainer.aggressive_empty_cache = lambda **options: None
+else:
+    type(get_platform()).device_name = "cpu"
 torch.cuda.mem_get_info = lambda *device: (0, 0)
 torch.cuda.get_device_name = lambda *device: "cpu"
 torch.cuda.current_device = lambda: torch.device("cpu")

@@ -144,7 +144,9 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
             return str(error)
         if not tokenizer.encodes_rendered_text:
             return "the tokenizer class or apply_chat_template_kwargs change how texts are encoded"
-        self._columns = {name for source in sources for name in source.schema.names}
+        # Types of columns; for a column that several files have, one that is not null's.
+        fields = [field for source in sources for field in source.schema]
+        self._columns = {field.name: field.type for field in sorted(fields, key=lambda field: field.type != pa.null())}
         total = sum(source.num_rows for source in sources)
         wanted = choose_rows(total, self.max_samples, bool(self.shuffle), self.seed)
         count = total if wanted is None else len(wanted)
@@ -209,8 +211,14 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
         public = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         vars(dataset).update(public | attributes)
         for key in (self.tools_key, self.enable_thinking_key):
-            if key in self._columns and key not in table.schema.names:  # another file has it
-                table = table.append_column(key, pa.nulls(len(table)))
+            kind = self._columns.get(key)
+            if kind is None:
+                continue
+            # What pandas makes of a null depends on the type, which verl takes from all files.
+            if key not in table.schema.names:
+                table = table.append_column(key, pa.nulls(len(table), kind))
+            elif table.schema.field(key).type == pa.null():
+                table = table.set_column(table.schema.get_field_index(key), key, pa.nulls(len(table), kind))
         frame = table.to_pandas(types_mapper=pd.ArrowDtype, ignore_metadata=True)
         dataset.dataframe, dataset.messages = frame, frame[self.messages_key]
         dataset.tools = dataset.enable_thinking = None
