@@ -48,7 +48,8 @@ except ImportError:  # before verl 0.9
 
     for engines in EngineRegistry._engines["language_model"].values():
         engines["cpu"] = engines.get("cuda")
-    sft_trainer.aggressive_empty_cache = lambda **options: None
+    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved", "empty_cache"):
+        setattr(torch.cpu, name, lambda *device: 0)
 else:
     type(get_platform()).device_name = "cpu"
 torch.cuda.mem_get_info = lambda *device: (0, 0)
