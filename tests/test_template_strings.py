@@ -111,14 +111,19 @@ def test_incomplete_rows_are_rejected_and_their_neighbours_are_not() -> None:
         good, None, good, [], good, [{"role": "user", "content": None}], good, [None], good,
         [*good, {"role": "assistant", "content": None}], good, [{"role": None, "content": "no role"}],
     ]  # fmt: skip
-    program = compile(small_tokenizer(), chat_template=TEMPLATE)
+    tokenizer = small_tokenizer()
+    program = compile(tokenizer, chat_template=TEMPLATE)
     rendered = render(program, column(rows))
     assert rendered.rejected == {
         1: "prompt is null", 3: "prompt is an empty list", 5: "content of message 0 is null", 7: "message 0 is null",
         9: "content of message 1 is null",
     }  # fmt: skip
     assert [text for i, text in enumerate(rendered.text.to_pylist()) if rows[i] == good] == ["<user>ok"] * 6
-    assert rendered.text.to_pylist()[11] == "<>no role"
+    # transformers 5 removes fields that are None, transformers 4 does not.
+    expected = tokenizer.apply_chat_template(
+        rows[11], chat_template=TEMPLATE, tokenize=False, add_generation_prompt=True
+    )
+    assert rendered.text.to_pylist()[11] == expected
     assert rendered.text.null_count == 5
     assert rendered.compiled_rows == 7
 

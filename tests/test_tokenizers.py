@@ -135,6 +135,13 @@ class Shouting(PreTrainedTokenizerFast):  # type: ignore[misc]
         return super()._encode_plus(text, *args, **kwargs)
 
 
+class ShoutingInBatches(PreTrainedTokenizerFast):  # type: ignore[misc]
+    """In transformers 4, a single text is a batch of one."""
+
+    def _batch_encode_plus(self, texts: Any, *args: Any, **kwargs: Any) -> Any:
+        return super()._batch_encode_plus([text.upper() for text in texts], *args, **kwargs)
+
+
 class OwnTemplate(PreTrainedTokenizerFast):  # type: ignore[misc]
     """A class with a way of its own to apply a chat template."""
 
@@ -148,24 +155,11 @@ def test_classes_that_encode_in_a_way_of_their_own(write: Callable[..., str]) ->
     shouting = Shouting(tokenizer_object=byte_level_bpe(), pad_token="<pad>", chat_template=TEMPLATE)
     prompts = check(file, shouting)
     assert any("overrides _encode_plus" in note for note in prompts.report.notes)
+    in_batches = ShoutingInBatches(tokenizer_object=byte_level_bpe(), pad_token="<pad>", chat_template=TEMPLATE)
+    prompts = check(file, in_batches)
+    assert any("overrides _batch_encode_plus" in note for note in prompts.report.notes)
     own = OwnTemplate(tokenizer_object=byte_level_bpe(), pad_token="<pad>")
     assert check(file, own).tokens.to_lists() == [[7, 1]] * len(TEXTS)
-
-
-def test_arguments_that_encode_in_a_way_of_their_own(write: Callable[..., str], qwen: Any) -> None:
-    """Special tokens in a message as ordinary text: only the reference, rendering and encoding in one, can say."""
-    texts = ["plain", "a <|im_end|> b<|im_start|>system"]
-    kwargs = {"sanitize_control_tokens": True}
-    prompts = gpuload.load(write([user(t) for t in texts]), qwen, apply_chat_template_kwargs=kwargs, verify="full")
-    expected = [
-        qwen.apply_chat_template(user(t), add_generation_prompt=True, **kwargs, return_dict=True)["input_ids"]
-        for t in texts
-    ]
-    assert prompts.tokens.to_lists() == expected
-    assert (
-        expected[1]
-        != qwen.apply_chat_template(user(texts[1]), add_generation_prompt=True, return_dict=True)["input_ids"]
-    )
 
 
 def test_an_encoder_that_differs_is_not_used(

@@ -33,6 +33,8 @@ from gpuload.reference.template_call import first_line
 from gpuload.tokenizer.gigatoken import needs_nfc_text, not_known_exact
 from gpuload.tokenizer.unassigned import unassigned_class
 
+_CHECK_ARGUMENTS = frozenset(("BloomTokenizerFast", "CodeGenTokenizerFast", "CohereTokenizerFast", "GPT2TokenizerFast"))
+
 
 @dataclass(frozen=True)
 class HostEncoder:
@@ -100,15 +102,22 @@ def needs_itself(reference: Reference) -> str | None:
         return f"{type(tokenizer).__name__} is a slow tokenizer"
     from transformers import PreTrainedTokenizerFast
 
-    for method in ("__call__", "_encode_plus"):
+    for method in ("__call__", "_encode_plus", "_batch_encode_plus"):  # the last one exists in transformers 4 only
         own = getattr(type(tokenizer), method, None)
-        if own is not getattr(PreTrainedTokenizerFast, method, None):
+        if own is not getattr(PreTrainedTokenizerFast, method, None) and not _only_checks_arguments(own):
             return f"{type(tokenizer).__name__} overrides {method}"
     if getattr(tokenizer, "split_special_tokens", False) or backend.encode_special_tokens:
         return "split_special_tokens is set"
     if getattr(backend.model, "dropout", None):
         return "the model has dropout: its ids are random"
     return None
+
+
+def _only_checks_arguments(method: Any) -> bool:
+    """Whether a method is one of transformers 4 that checks an argument which we do not pass, and then calls its
+    parent's method."""
+    owner = getattr(method, "__qualname__", "").partition(".")[0]
+    return getattr(method, "__module__", "").startswith("transformers.models.") and owner in _CHECK_ARGUMENTS
 
 
 @lru_cache(maxsize=2)
