@@ -8,9 +8,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import gpuload
+from gpuload.errors import SourceError
 
 # Loads damaged copies of small files, from the number given to the last, and prints one line per copy. It is a process
 # of its own, because a damaged file may crash Arrow.
@@ -147,6 +150,17 @@ def check(counts: dict[tuple[bool, str], int]) -> None:
     assert counts.get((True, "different"), 0) == 0
     assert counts[(True, "error")] > 0
     assert counts[(False, "error")] > 0
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_the_name_of_a_column_chunk_that_is_not_utf8(tmp_path: Path, qwen: Any, cached: bool) -> None:
+    file = tmp_path / "data.parquet"
+    pq.write_table(pa.table({"prompt": [[{"role": "user", "content": "a"}]], "answer": ["b"]}), file)
+    whole = file.read_bytes()
+    at = whole.rindex(b"answer")  # the name in the schema comes before that of the column chunk
+    file.write_bytes(whole[:at] + b"answ\xf3\xf3" + whole[at + 6 :])
+    with pytest.raises(SourceError, match="damaged parquet file"):
+        gpuload.load(str(file), qwen, token_cache=cached)
 
 
 def test_40_damaged_files(qwen_folder: str, tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ class TokenCache:
             return None
         try:
             content = source.content(self._options.prompt_key)
-        except (OSError, pa.ArrowException):  # reading the source will raise the proper error
+        except (OSError, pa.ArrowException, UnicodeDecodeError):  # reading the source will raise the proper error
             return None
         key = hashlib.blake2b(content + self._decides, digest_size=16).hexdigest()
         path = self._path(key)
@@ -202,7 +202,7 @@ class TokenCache:
         second only, so that `check_unchanged` may not see a change."""
         _, expected = self._keys[source.name]
         content = None
-        with suppress(OSError, pa.ArrowException):
+        with suppress(OSError, pa.ArrowException, UnicodeDecodeError):
             content = source.content and source.content(self._options.prompt_key)
         if content != expected:
             raise changed(source.name)

@@ -272,7 +272,7 @@ def _decode(file: LocalFile, hidden: set[str]) -> Iterator[pa.Table]:
         raise
     except MemoryError as error:
         raise HostMemoryError(f"{file.name}: out of memory while reading ({error}): {MORE_MEMORY}") from error
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: of a column chunk's name
         file.check()  # otherwise it is damage
         raise SourceError(f"{file.name}: damaged parquet file ({error}): download it again") from error
 
