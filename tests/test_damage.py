@@ -157,8 +157,8 @@ def test_the_name_of_a_column_chunk_that_is_not_utf8(tmp_path: Path, qwen: Any, 
     file = tmp_path / "data.parquet"
     pq.write_table(pa.table({"prompt": [[{"role": "user", "content": "a"}]], "answer": ["b"]}), file)
     whole = file.read_bytes()
-    at = whole.rindex(b"answer")  # the name in the schema comes before that of the column chunk
-    file.write_bytes(whole[:at] + b"answ\xf3\xf3" + whole[at + 6 :])
+    at = whole.rindex(b"element")  # the name in the schema comes before that of the column chunk
+    file.write_bytes(whole[:at] + b"elemen\xf3" + whole[at + 7 :])
     with pytest.raises(SourceError, match="damaged parquet file"):
         gpuload.load(str(file), qwen, token_cache=cached)
 
