@@ -201,6 +201,7 @@ def test_kernels_touch_no_byte_that_is_not_theirs() -> None:
     settings = {"GPULOAD_SANITIZE": "1", "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0"}
     again = ["test_device_render.py", "test_device_pieces.py", "test_device_encode.py::test_chunks_of_any_size"]
     again += [f"test_device_bpe.py::test_random_{what}" for what in ("merges", "merges_of_characters")]
+    again += ["test_device_bpe.py::test_words_of_any_length_at_any_address"]
     files = [__file__, *(str(Path(__file__).with_name(name)) for name in again)]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *files]
     made_up = "not device_pieces or random or stripped or prepended or marks"

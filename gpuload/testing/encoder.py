@@ -21,7 +21,7 @@ import numpy.typing as npt
 from gpuload.tokenizer import fallback
 from gpuload.tokenizer.compiled import CompiledTokenizer
 from gpuload.tokenizer.fallback import FallbackTables, code_points
-from gpuload.tokenizer.hash_tables import EMPTY, hash_bytes, hash_pairs, pair_keys
+from gpuload.tokenizer.hash_tables import EMPTY, SHORT, hash_bytes, hash_pairs, hash_words, padded_words, pair_keys
 from gpuload.tokenizer.merges import Bytes, MergeTables, Offsets, merge
 from gpuload.tokenizer.spec import WHITE_SPACE, AddedToken, Keep
 from gpuload.tokenizer.splitter import DEAD, MATCH_BEFORE, START, STATE, Splitter
@@ -203,20 +203,43 @@ def contains(table: npt.NDArray[np.uint64], keys: npt.NDArray[np.int64]) -> npt.
 def look_up_words(tables: MergeTables, flat: Bytes, offsets: Offsets) -> npt.NDArray[np.int64]:
     """Return the (n,) ids of n pre-tokens, -1 for those that are not a usable entry. Equal hashes are not enough: bytes
     are compared."""
-    hashes = hash_bytes(flat, offsets)
     lengths = np.diff(offsets)
-    ids = np.full(len(hashes), -1, np.int64)
+    ids = np.full(len(lengths), -1, np.int64)
+    for find, rows in (
+        (_short_words, np.flatnonzero((lengths > 0) & (lengths <= SHORT))),
+        (_long_words, np.flatnonzero(lengths > SHORT)),
+    ):
+        words = [flat[offsets[row] : offsets[row + 1]].tobytes() for row in rows]
+        ids[rows] = find(tables, *_flat(words))
+    return ids
+
+
+def _short_words(tables: MergeTables, flat: Bytes, offsets: Offsets) -> npt.NDArray[np.int64]:
+    words, lengths = padded_words(flat, offsets), np.diff(offsets)
+    ids = np.full(len(lengths), -1, np.int64)
     mask = np.uint64(len(tables.words) - 1)
-    slots = hashes & mask
-    pending = np.flatnonzero(lengths)
-    slots = slots[pending]
+    pending, slots = np.arange(len(lengths)), hash_words(words) & mask
     while len(pending):
         found = tables.words[slots]
+        same = (found[:, :2] == words[pending]).all(axis=1) & (found[:, 2] == lengths[pending].astype(np.uint64))
+        ids[pending[same]] = found[same, 3].astype(np.int64)
+        going = ~same & (found[:, 2] != 0)
+        pending, slots = pending[going], (slots[going] + np.uint64(1)) & mask
+    return ids
+
+
+def _long_words(tables: MergeTables, flat: Bytes, offsets: Offsets) -> npt.NDArray[np.int64]:
+    hashes = hash_bytes(flat, offsets)
+    ids = np.full(len(hashes), -1, np.int64)
+    mask = np.uint64(len(tables.long_words) - 1)
+    pending, slots = np.arange(len(hashes)), hashes & mask
+    while len(pending):
+        found = tables.long_words[slots]
         going = found != EMPTY
         alike = np.flatnonzero(going & (found >> np.uint64(32) == hashes[pending] >> np.uint64(32)))
         entries = (found[alike] & np.uint64(0xFFFF_FFFF)).astype(np.int64)
         same = _same_bytes(tables, entries, flat, offsets, pending[alike])
-        ids[pending[alike[same]]] = tables.word_ids[entries[same]]
+        ids[pending[alike[same]]] = tables.long_ids[entries[same]]
         going[alike[same]] = False
         pending, slots = pending[going], (slots[going] + np.uint64(1)) & mask
     return ids
@@ -225,11 +248,11 @@ def look_up_words(tables: MergeTables, flat: Bytes, offsets: Offsets) -> npt.NDA
 def _same_bytes(
     tables: MergeTables, entries: npt.NDArray[Any], flat: Bytes, offsets: Offsets, rows: npt.NDArray[Any]
 ) -> npt.NDArray[np.bool_]:
-    starts, ends = tables.word_offsets[entries], tables.word_offsets[entries + 1]
+    starts, ends = tables.long_offsets[entries], tables.long_offsets[entries + 1]
     lengths = offsets[rows + 1] - offsets[rows]
     same: npt.NDArray[np.bool_] = ends - starts == lengths
     for number in np.flatnonzero(same):
         start = offsets[rows[number]]
         word = flat[start : start + lengths[number]]
-        same[number] = word.tobytes() == tables.word_bytes[starts[number] : ends[number]].tobytes()
+        same[number] = word.tobytes() == tables.long_bytes[starts[number] : ends[number]].tobytes()
     return same
