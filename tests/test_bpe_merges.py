@@ -245,7 +245,7 @@ def test_text_is_normalized_or_falls_back() -> None:
 def test_to_nfc_is_nfc() -> None:
     """It agrees with the tokenizer's own normalizer."""
     nfc = normalizers.NFC()
-    for c in (c for c in range(0, 0x110000, 7) if not 0xD800 <= c < 0xE000):
+    for c in (c for c in range(0, 0x110000, 31) if not 0xD800 <= c < 0xE000):
         for text in (chr(c), f"a{chr(c)}", f"{chr(c)}\u0301", f"\u0323{chr(c)}"):
             assert to_nfc(text) in (None, nfc.normalize_str(text)), hex(c)
 
