@@ -134,7 +134,7 @@ class Report:
         return "\n".join(lines)
 
     def _fallback(self) -> list[str]:
-        why = "not certainly in NFC, or a pre-token too long for the device"
+        why = "text that the device cannot normalize, or a pre-token too long for it"
         if self.sanitized:
             why += ", or control tokens in messages"
         return [f"             {self.rows_fallback:,} rows encoded on the host: {why}"] if self.rows_fallback else []

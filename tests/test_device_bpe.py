@@ -17,7 +17,7 @@ from bpe_cases import made_up_merges
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_bpe_fallback import GEMMA
-from test_bpe_merges import BYTES, by_model, compiled, flat
+from test_bpe_merges import BYTES, LETTERS, by_model, compiled, flat
 from tokenizers import Tokenizer
 
 from gpuload.engines.device import bpe as engine
@@ -58,7 +58,7 @@ def mergers(bpe: dict[str, Any]) -> list[tuple[Merger, CompiledTokenizer, Any]]:
     found: dict[bytes, tuple[Merger, CompiledTokenizer, Any]] = {}
     for spec, backend in bpe.values():
         tokenizer = compile_spec(spec)
-        key = tokenizer.tables.pairs.tobytes() + tokenizer.tables.word_ids.tobytes()
+        key = tokenizer.tables.pairs.tobytes() + tokenizer.tables.words.tobytes()
         if key not in found:
             found[key] = Merger(KERNELS, tokenizer.tables), tokenizer, backend
     return list(found.values())
@@ -263,20 +263,54 @@ def test_state_in_many_parts(mergers: list[Any], monkeypatch: pytest.MonkeyPatch
 
 
 def test_words_with_equal_tags_are_distinguished(mergers: list[Any]) -> None:
-    """If the tags of two words are equal, their bytes decide."""
+    """If the tags of two long words are equal, their bytes decide."""
     _, tokenizer, _ = mergers[0]
     tables = tokenizer.tables
-    words = [b" the", b" and", b"hello"]
-    wanted = look_up_words(tables, *flat(words))
-    assert (wanted >= 0).all()
+    entries = [0, 1, 2]
+    low, high = tables.long_offsets[entries], tables.long_offsets[[1, 2, 3]]
+    words = [tables.long_bytes[i:j].tobytes() for i, j in zip(low, high, strict=True)]
     hashes = hash_tables.hash_bytes(*flat(words))
-    entries = [int(np.flatnonzero(tables.word_ids == number)[0]) for number in wanted]
     # A table in which the first word comes after two others that have its tag.
     mask, table = 7, np.full(8, hash_tables.EMPTY, np.uint64)
-    for step, entry in enumerate([entries[1], entries[2], entries[0]]):
+    for step, entry in enumerate([1, 2, 0]):
         table[(int(hashes[0]) + step) & mask] = (int(hashes[0]) >> 32 << 32) | entry
-    merger = Merger(KERNELS, replace(tables, words=table))
-    assert ids_of(merger, [[b" the"]]) == [[int(wanted[0])]]
+    merger = Merger(KERNELS, replace(tables, long_words=table))
+    assert ids_of(merger, [[words[0]]]) == [[int(tables.long_ids[0])]]
+
+
+def test_short_words_that_differ_in_zeros_are_distinguished() -> None:
+    """Words are padded with zeros, which a text can contain as well. They are in one full run of slots here."""
+    zero = LETTERS[0]
+    listed = [("a", zero), ("a" + zero, zero), (zero, zero), (zero * 2, "a"), ("b" * 2, "b" * 2)]
+    tokenizer, backend = compiled(test_bpe_merges.small([("b", "b"), *listed], ignore_merges=True))
+    words = tokenizer.tables.words
+    run = np.roll(words[np.argsort(words[:, 2] == 0, kind="stable")], 100, axis=0)
+    pieces = [b"a", b"a\0", b"a\0\0", b"\0\0a", b"\0", b"\0\0", b"bb", b"bbbb"]
+    rows: list[Row | None] = [[piece] for piece in pieces]
+    assert ids_of(Merger(KERNELS, tokenizer.tables), rows) == by_model(backend, pieces)
+    # Look-ups that begin at the run's first slot find every word in it.
+    for piece in pieces:
+        start = hash_tables.hash_words(hash_tables.padded_words(*flat([piece])))[0] & np.uint64(len(words) - 1)
+        moved = Merger(KERNELS, replace(tokenizer.tables, words=np.roll(run, int(start) - 100, axis=0)))
+        assert ids_of(moved, [[piece]]) == by_model(backend, [piece])
+
+
+def test_words_of_any_length_at_any_address() -> None:
+    """Also at both ends of the buffer, where words of 8 bytes would extend beyond it. Neighbouring bytes do not count,
+    whatever they are."""
+    tokenizer, backend = compiled(test_bpe_merges.small(test_bpe_merges.GROWING, ignore_merges=True))
+    merger = Merger(KERNELS, tokenizer.tables)
+    words = [b"a" * size + end for size in range(20) for end in (b"", b"b", b"bc", b"bcd") if size + len(end)]
+    for word, ids in zip(words, by_model(backend, words), strict=True):
+        for before in range(9):
+            for after in (0, 1, 7, 24):
+                buffer = np.full(before + len(word) + after, 0xFF, np.uint8)
+                buffer[before : before + len(word)] = np.frombuffer(word, np.uint8)
+                one = pieces_of([[word]])
+                # The slice makes the first byte of the data, too, have any alignment.
+                for cut in range(before + 1):
+                    moved = replace(one, data=buffer[cut:], start=np.array([before - cut], np.int32))
+                    assert merger.ids(moved)[0].to_lists() == [ids]
 
 
 @settings(max_examples=60)

@@ -97,12 +97,12 @@ def test_shipped_data(on_device: Callable[..., gpuload.PromptDataset], gsm8k: st
 def test_rows_that_the_kernels_leave_come_back_in_their_places(
     on_device: Callable[..., gpuload.PromptDataset], qwen: Any
 ) -> None:
-    texts = ["one", "cafe\u0301", "", "<|im_end|>", "a\u0323\u0307" * 50, "x" * 5000, "two", "\U0001fae9", "é"]
+    texts = ["one", "cafe\u0301", "", "<|im_end|>", "l\u0304\u0323" * 50, "x" * 5000, "two", "\U0001fae9", "é"]
     table = pa.table({"prompt": [[{"role": "user", "content": text}] for text in texts * 9]})
     found = on_device(table, qwen, max_prompt_length=5000, verify="full")
     assert_same(found, gpuload.load(table, qwen, max_prompt_length=5000))
-    assert found.report.rows_fallback == 9 * 4
-    assert "36 rows encoded on the host: not certainly in NFC, or a pre-token too long" in str(found.report)
+    assert found.report.rows_fallback == 9 * 3
+    assert "27 rows encoded on the host: text that the device cannot normalize, or a pre-" in str(found.report)
 
 
 def test_a_tokenizer_without_tables_encodes_on_the_host(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 import tracemalloc
-import unicodedata
 from dataclasses import replace
 from typing import Any
 
@@ -23,9 +22,8 @@ from tokenizers import AddedToken as Added
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from gpuload.engines.device.pretokenize import PreTokenizer
-from gpuload.testing.encoder import Section, cut, split, surely_nfc
+from gpuload.testing.encoder import Section, cut, split
 from gpuload.testing.host_kernels import COMPILER, HostKernels
-from gpuload.tokenizer.nfc import nfc_tables
 from gpuload.tokenizer.regex import UnsupportedRegexError
 from gpuload.tokenizer.spec import WHITE_SPACE, AddedToken, BpeSpec, Digits, Split, bpe_spec
 from gpuload.tokenizer.splitter import CLOSED, NOWHERE, OPEN, Splitter, restarts
@@ -351,49 +349,3 @@ def test_random_merges_of_characters(merged: list[str], texts: list[str], step: 
     one = compiled(small([(two[0], two[1]) for two in merged]))
     check(one, texts, step)
     check_real(one, texts, step)
-
-
-JAMO = [chr(c) for span in ((0x1100, 0x1113), (0x1161, 0x1176), (0x11A7, 0x11C3)) for c in range(*span)]
-
-
-def _check_nfc(one: Case, texts: list[str], step: int = 64) -> None:
-    one.pretokenizer.step = step
-    falls_back = run(one.pretokenizer, texts).fallback.tolist()
-    for text, row_falls_back in zip(texts, falls_back, strict=True):
-        assert row_falls_back != surely_nfc(text), [hex(ord(c)) for c in text]
-
-
-def test_texts_that_are_not_in_nfc_fall_back(shipped: Case) -> None:
-    """Every code point, every Latin letter under every mark, all of Korean's parts, a sample of anything else."""
-    assert shipped.tokenizer.spec.nfc
-    _check_nfc(shipped, EVERY)
-    values = nfc_tables()[0].of(np.array([*map(ord, EVERY)], np.int64)).tolist()
-    marks = [c for c, value in zip(EVERY, values, strict=True) if 0 < value < 255]
-    melting = [c for c, value in zip(EVERY, values, strict=True) if value & 64 and value < 255]
-    known = [c for c, value in zip(EVERY, values, strict=True) if value < 255]
-    chance = random.Random(0)
-    _check_nfc(shipped, [a + b for a in [*EVERY[0x41:0x250], *JAMO] for b in melting])
-    _check_nfc(shipped, [a + b for a in [*JAMO, *EVERY[0xAC00 : 0xAC00 + 99]] for b in [*JAMO, *EVERY[0xAC00:0xAC05]]])
-    _check_nfc(shipped, [a + b for a in chance.sample(known, 30_000) for b in chance.sample(melting, 3)])
-    above = [c for c in known if c.isalpha() and unicodedata.decomposition(c)]
-    texts = ["".join([chance.choice(above), *chance.choices(marks, k=chance.randint(1, 3))]) for _ in range(40_000)]
-    _check_nfc(shipped, [*texts, *map("".join, itertools.pairwise(texts[:10_000]))])
-
-
-COMBINING = "aeoéếṩ\u0301\u0302\u0323\u0327\u0316\u0345\u0334\u0338αन\u093c\u094d\u09c7\u09be\u09bc\u3099か \n"
-
-
-@settings(max_examples=300)
-@given(st.lists(st.text(COMBINING, max_size=8), max_size=30), st.integers(1, 20))
-def test_marks_in_any_order(shipped: Case, texts: list[str], step: int) -> None:
-    _check_nfc(shipped, texts, step)
-
-
-def test_letters_under_many_marks_fall_back(shipped: Case) -> None:
-    """The quick check looks for the base letter no further than Unicode's limit for marks in a row."""
-    texts = ["q" + "\u0316" * count + "\u0301" for count in range(60)]
-    pretokenizer = shipped.pretokenizer
-    falls_back = run(pretokenizer, texts).fallback.tolist()
-    assert not any(falls_back[:30])
-    assert all(falls_back[33:])
-    assert run(pretokenizer, ["e" + text[1:] for text in texts]).fallback.all()

@@ -20,7 +20,7 @@ from gpuload.engines.device.render import render
 from gpuload.engines.device.texts import BOUNDS_ONLY, DeviceTexts, texts_to_device
 from gpuload.template.program import Operation, Predicate, Ref
 
-_TEXTS = ["", " a ", "x" * 1000, " é中🙂 \n", "it's 12345", "<|im_end|>", "a</think>b", "\n\n", "e\u0301", "   "]
+_TEXTS = ["", " a ", "x" * 1000, " é中🙂 \n", "it's 12345", "<|im_end|>", "a</think>b", "\n\n", "e\u0301", "\u0378"]
 
 
 def main() -> None:

@@ -2,30 +2,32 @@
 
 It runs the tables of a `CompiledTokenizer` exactly as the kernels do, which are tested against it:
 
-1. If the tokenizer normalizes to NFC, a text that is not surely in NFC falls back to the tokenizer object.
-2. Added tokens are found: at the leftmost position, the longest one. In a first pass those that are searched for in the
-   original text, then, between them, those that are searched for in normalized text.
-3. The rest is split into pre-tokens by the splitter. With byte fallback, it is cut where no merge can cross.
+1. Added tokens are found that are searched for in the original text: at the leftmost position, the longest one.
+2. If the tokenizer normalizes to NFC, text between them is normalized. Some texts fall back to the tokenizer object.
+3. Added tokens are found that are searched for in normalized text. The rest is split into pre-tokens by the splitter.
+   With byte fallback, it is cut where no merge can cross.
 4. A pre-token that is a vocabulary entry becomes that entry (whole-word look-up). The others are merged.
 """
 
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tokenizers import normalizers
 
 from gpuload.tokenizer import fallback
 from gpuload.tokenizer.compiled import CompiledTokenizer
 from gpuload.tokenizer.fallback import FallbackTables, code_points
-from gpuload.tokenizer.hash_tables import EMPTY, hash_bytes, hash_pairs, pair_keys
+from gpuload.tokenizer.hash_tables import EMPTY, SHORT, hash_bytes, hash_pairs, hash_words, padded_words, pair_keys
 from gpuload.tokenizer.merges import Bytes, MergeTables, Offsets, merge
+from gpuload.tokenizer.nfc import COMPOSES, DECOMPOSES, NEVER, ORDER, nfc_tables
 from gpuload.tokenizer.spec import WHITE_SPACE, AddedToken, Keep
 from gpuload.tokenizer.splitter import DEAD, MATCH_BEFORE, START, STATE, Splitter
-from gpuload.tokenizer.unassigned import UNASSIGNED
 
 Section = str | int  # text, or the id of an added token
 
@@ -59,39 +61,84 @@ def _flat(words: list[bytes]) -> tuple[Bytes, Offsets]:
     return np.frombuffer(b"".join(words), np.uint8), np.cumsum([0, *map(len, words)])
 
 
-# Step 1: normal form C.
+# Step 2: normal form C.
+
+MOST_MARKS = 32
+"""A text with more marks in a row falls back."""
 
 
-def surely_nfc(text: str) -> bool:
-    """Return whether a text is in NFC under every version of Unicode in use: code points that are unassigned in 14.0
-    may be treated differently."""
-    return text.isascii() or (unicodedata.is_normalized("NFC", text) and not _unassigned().search(text))
+def to_nfc(text: str) -> str | None:
+    """Return a text in NFC; None if it falls back. `gpuload.tokenizer.nfc` says why the result is NFC."""
+    if text.isascii():
+        return text
+    values = nfc_tables()[0].of(code_points(text)).tolist()
+    done: list[str] = []
+    letter, staying, marks = "", list[tuple[int, str]](), 0  # marks that stay, with their classes
+    first_class = last = 0  # of a mark that is the first code point, and the highest one of marks that stay
+    for character, value in zip(text, values, strict=True):
+        if value == NEVER:
+            return None
+        order = value & ORDER
+        if letter and 0 < value < DECOMPOSES:
+            marks += 1
+            blocked = last != 0 if order == 0 else last == order
+            made = _composed(letter, character) if value & COMPOSES and not blocked else None
+            out_of_order = 0 < order < last
+            if marks > MOST_MARKS or made == "" or (out_of_order and (made or first_class)):
+                return None
+            if made:
+                letter = made
+                continue
+            if order:
+                staying, last = [*staying, (order, character)], max(last, order)
+                continue
+        else:
+            marks = 0
+        done += letter, *(mark for _, mark in sorted(staying, key=itemgetter(0)))
+        letter, staying, first_class = character, [], order
+        if value == DECOMPOSES:
+            form = unicodedata.normalize("NFC", character)
+            letter, classes = form[0], nfc_tables()[0].of(code_points(form[1:])).tolist()
+            staying = [(value & ORDER, mark) for value, mark in zip(classes, form[1:], strict=True)]
+            first_class = staying[0][0] if staying else 0
+        last = first_class
+    return "".join([*done, letter, *(mark for _, mark in sorted(staying, key=itemgetter(0)))])
 
 
-@lru_cache(maxsize=1)
-def _unassigned() -> re.Pattern[str]:
-    spans = [(span.split("-") * 2)[:2] for span in UNASSIGNED.split()]
-    return re.compile("[" + "".join(f"{chr(int(a, 16))}-{chr(int(b, 16))}" for a, b in spans) + "]")
+def _composed(letter: str, mark: str) -> str | None:
+    """What a letter and a mark become, None if they are in NFC, and an empty text if they become several characters,
+    or if versions of Unicode differ."""
+    pair = letter + mark
+    form = unicodedata.normalize("NFC", pair)
+    if form == pair:
+        return None
+    return form if len(form) == 1 and normalizers.NFC().normalize_str(pair) == form else ""
 
 
-# Steps 2 and 3: added tokens and pre-tokens.
+# Steps 1 and 3: added tokens and pre-tokens.
 
 
 def cut(tokenizer: CompiledTokenizer, text: str) -> list[Section] | None:
     """Return the pre-tokens of a text with the added tokens between them; None if it falls back."""
     spec = tokenizer.spec
-    if spec.nfc and not surely_nfc(text):
-        return None
-    sections: list[Section] = [text]
-    for normalized in (False, True):
-        added = {token.content: token for token in spec.added if token.normalized == normalized}
-        if added:
-            sections = [part for section in sections for part in _cut_at_added(added, section)]
+    sections = _cut_at_added(spec.added, False, [text])
+    if spec.nfc:
+        normalized = [section if isinstance(section, int) else to_nfc(section) for section in sections]
+        if None in normalized:
+            return None
+        sections = [section for section in normalized if section is not None]
+    sections = _cut_at_added(spec.added, True, sections)
     # Only at the start can a section be text that nothing precedes.
     return [part for number, section in enumerate(sections) for part in _cut_section(tokenizer, section, number == 0)]
 
 
-def _cut_at_added(added: dict[str, AddedToken], section: Section) -> Iterator[Section]:
+def _cut_at_added(tokens: Iterable[AddedToken], normalized: bool, sections: list[Section]) -> list[Section]:
+    """Cut all sections at the added tokens of one pass."""
+    added = {token.content: token for token in tokens if token.normalized == normalized}
+    return [part for section in sections for part in _cut_one(added, section)] if added else sections
+
+
+def _cut_one(added: dict[str, AddedToken], section: Section) -> Iterator[Section]:
     if isinstance(section, int):
         yield section
         return
@@ -203,20 +250,43 @@ def contains(table: npt.NDArray[np.uint64], keys: npt.NDArray[np.int64]) -> npt.
 def look_up_words(tables: MergeTables, flat: Bytes, offsets: Offsets) -> npt.NDArray[np.int64]:
     """Return the (n,) ids of n pre-tokens, -1 for those that are not a usable entry. Equal hashes are not enough: bytes
     are compared."""
-    hashes = hash_bytes(flat, offsets)
     lengths = np.diff(offsets)
-    ids = np.full(len(hashes), -1, np.int64)
+    ids = np.full(len(lengths), -1, np.int64)
+    for find, rows in (
+        (_short_words, np.flatnonzero((lengths > 0) & (lengths <= SHORT))),
+        (_long_words, np.flatnonzero(lengths > SHORT)),
+    ):
+        words = [flat[offsets[row] : offsets[row + 1]].tobytes() for row in rows]
+        ids[rows] = find(tables, *_flat(words))
+    return ids
+
+
+def _short_words(tables: MergeTables, flat: Bytes, offsets: Offsets) -> npt.NDArray[np.int64]:
+    words, lengths = padded_words(flat, offsets), np.diff(offsets)
+    ids = np.full(len(lengths), -1, np.int64)
     mask = np.uint64(len(tables.words) - 1)
-    slots = hashes & mask
-    pending = np.flatnonzero(lengths)
-    slots = slots[pending]
+    pending, slots = np.arange(len(lengths)), hash_words(words) & mask
     while len(pending):
         found = tables.words[slots]
+        same = (found[:, :2] == words[pending]).all(axis=1) & (found[:, 2] == lengths[pending].astype(np.uint64))
+        ids[pending[same]] = found[same, 3].astype(np.int64)
+        going = ~same & (found[:, 2] != 0)
+        pending, slots = pending[going], (slots[going] + np.uint64(1)) & mask
+    return ids
+
+
+def _long_words(tables: MergeTables, flat: Bytes, offsets: Offsets) -> npt.NDArray[np.int64]:
+    hashes = hash_bytes(flat, offsets)
+    ids = np.full(len(hashes), -1, np.int64)
+    mask = np.uint64(len(tables.long_words) - 1)
+    pending, slots = np.arange(len(hashes)), hashes & mask
+    while len(pending):
+        found = tables.long_words[slots]
         going = found != EMPTY
         alike = np.flatnonzero(going & (found >> np.uint64(32) == hashes[pending] >> np.uint64(32)))
         entries = (found[alike] & np.uint64(0xFFFF_FFFF)).astype(np.int64)
         same = _same_bytes(tables, entries, flat, offsets, pending[alike])
-        ids[pending[alike[same]]] = tables.word_ids[entries[same]]
+        ids[pending[alike[same]]] = tables.long_ids[entries[same]]
         going[alike[same]] = False
         pending, slots = pending[going], (slots[going] + np.uint64(1)) & mask
     return ids
@@ -225,11 +295,11 @@ def look_up_words(tables: MergeTables, flat: Bytes, offsets: Offsets) -> npt.NDA
 def _same_bytes(
     tables: MergeTables, entries: npt.NDArray[Any], flat: Bytes, offsets: Offsets, rows: npt.NDArray[Any]
 ) -> npt.NDArray[np.bool_]:
-    starts, ends = tables.word_offsets[entries], tables.word_offsets[entries + 1]
+    starts, ends = tables.long_offsets[entries], tables.long_offsets[entries + 1]
     lengths = offsets[rows + 1] - offsets[rows]
     same: npt.NDArray[np.bool_] = ends - starts == lengths
     for number in np.flatnonzero(same):
         start = offsets[rows[number]]
         word = flat[start : start + lengths[number]]
-        same[number] = word.tobytes() == tables.word_bytes[starts[number] : ends[number]].tobytes()
+        same[number] = word.tobytes() == tables.long_bytes[starts[number] : ends[number]].tobytes()
     return same

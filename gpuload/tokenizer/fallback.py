@@ -22,7 +22,7 @@ from gpuload.tokenizer.merges import Ids, MergeTables, Offsets
 from gpuload.tokenizer.spec import BpeSpec, byte_entries
 from gpuload.tokenizer.tables import cached
 
-_VERSION = 1  # of the tables' layout
+_VERSION = 3  # of the tables' layout
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """Hash tables as NumPy arrays, which kernels can probe.
 
 A table is a uint64 array of 2^k slots, at most half full, with open addressing and linear probing: a key whose slot is
-taken is stored in the next free one, and a look-up ends at the key or at an empty slot. Both kinds of keys have the
-same hash here and in the kernels (`common.cuh`, `words.cu`):
+taken is stored in the next free one, and a look-up ends at the key or at an empty slot. Keys have the same hash here
+and in the kernels (`common.cuh`, `words.cu`):
 
 - pairs of 21-bit numbers (token ids or code points), stored in the slot itself, so that a look-up without a collision
   is one load;
-- byte strings. A slot holds 32 bits of the hash and the number of an entry, whose bytes are compared.
+- byte strings of at most `SHORT` bytes, padded to two 64-bit words;
+- byte strings of any length. A slot holds 32 bits of the hash and the number of an entry, whose bytes are compared.
 """
 
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 EMPTY = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
+SHORT = 16  # bytes of a string that is hashed as two words
 PAIR_BITS = 21  # of each number of a pair: enough for ids below 2^21 and for code points
 # Odd constants for multiplicative hashing: the golden ratio's fraction and one of splitmix64's (Steele et al., 2014).
 _GOLDEN = np.uint64(0x9E37_79B9_7F4A_7C15)
@@ -27,7 +29,8 @@ def fill(values: npt.NDArray[np.uint64], hashes: npt.NDArray[np.uint64]) -> npt.
 
     Args:
         values: (n,) the slots' contents; no two have the same key.
-        hashes: (n,) their hashes; the low bits are the slot's number.
+        hashes: (n,) their hashes; the low bits are the slot's number. Of values with the same slot, the first one in
+            this order is stored there.
 
     Returns:
         (2^k,) uint64 with 2^k >= 2n; free slots are `EMPTY`.
@@ -56,6 +59,24 @@ def hash_pairs(keys: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
     """Return (n,) hashes of (n,) `pair_keys`."""
     mixed = keys.astype(np.uint64) * _GOLDEN
     return (mixed ^ (mixed >> np.uint64(32))) * _MIX >> np.uint64(32)
+
+
+def padded_words(flat: npt.NDArray[np.uint8], offsets: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+    """Return (n, 2) little-endian words: n byte strings of at most `SHORT` bytes, padded with zeros.
+
+    Args:
+        flat: the bytes of all strings, end to end.
+        offsets: (n + 1,) string i is flat[offsets[i] : offsets[i + 1]].
+    """
+    lengths = np.diff(offsets)
+    padded = np.zeros((len(lengths), SHORT), np.uint8)
+    padded[np.arange(SHORT) < lengths[:, None]] = flat
+    return padded.view("<u8").astype(np.uint64, copy=False)
+
+
+def hash_words(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return (n,) hashes of (n, 2) `padded_words`."""
+    return hash_pairs(words[:, 0] ^ (words[:, 1] * _MIX))
 
 
 def hash_bytes(flat: npt.NDArray[np.uint8], offsets: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:

@@ -1,15 +1,18 @@
 """Vocabulary and merges of a byte-level BPE tokenizer as flat arrays, with look-ups in constant time.
 
-Two hash tables (see `hash_tables.py`):
+Three hash tables (see `hash_tables.py`):
 
 - pair of ids → rank. A slot is one 64-bit word: left id (21 bits), right id (21 bits), rank (20 bits). The id that the
   pair becomes is `merged[rank]`.
-- bytes of a pre-token → vocabulary entry, for whole-word look-ups. A slot is 32 bits of the hash and the entry's
-    number.
+- bytes of a pre-token of at most 16 bytes → id, for whole-word look-ups. A slot is four 64-bit words: 16 bytes, padded
+  with zeros; their number, 0 in an empty slot; and the id. These are the 32 bytes that a GPU reads at once from memory,
+  so most look-ups are one read. Ids are about in the order of frequency, and entries are stored in the order of their
+  ids, so the most frequent words have the slots of their hashes.
+- bytes of a longer pre-token → vocabulary entry. A slot is 32 bits of the hash and the entry's number.
 
-A whole-word look-up must give the same id as merging. So the second table contains only entries that merging their own
-bytes really produces, which is tested once for every entry when the tables are built. Others are added tokens that are
-also in the vocabulary, and entries that the trainer left behind. With `ignore_merges` all entries are in the table.
+A whole-word look-up must give the same id as merging. So these tables contain only entries that merging their own bytes
+really produces, which is tested once for every entry when the tables are built. Others are added tokens that are also
+in the vocabulary, and entries that the trainer left behind. With `ignore_merges` all entries are in the tables.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -18,11 +21,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpuload.tokenizer.hash_tables import EMPTY, fill, hash_bytes, hash_pairs, pair_keys
+from gpuload.tokenizer.hash_tables import (
+    EMPTY,
+    SHORT,
+    fill,
+    hash_bytes,
+    hash_pairs,
+    hash_words,
+    padded_words,
+    pair_keys,
+)
 from gpuload.tokenizer.spec import BpeSpec, byte_letters
 from gpuload.tokenizer.tables import cached
 
-_VERSION = 1  # of the layout and the hash functions: change it with them
+_VERSION = 3  # of the layout and the hash functions: change it with them
 _RANK_BITS = 20
 NO_RANK = 1 << _RANK_BITS  # for pairs that do not merge; higher than every rank
 
@@ -39,19 +51,21 @@ class MergeTables:
         pairs: (2^k,) uint64, hash table pair → rank.
         merged: (merges,) int32, rank → id.
         byte_ids: (256,) int32, the id of each single byte; -1 for a byte without an entry, which is dropped.
-        words: (2^j,) uint64, hash table bytes → number of an entry.
-        word_bytes: uint8, the entries' bytes, end to end.
-        word_offsets: (entries + 1,) int32, where each entry begins in `word_bytes`.
-        word_ids: (entries,) int32.
+        words: (2^j, 4) uint64, hash table bytes → id of entries of at most 16 bytes.
+        long_words: (2^i,) uint64, hash table bytes → number of a longer entry.
+        long_bytes: uint8, the longer entries' bytes, end to end.
+        long_offsets: (entries + 1,) int32, where each longer entry begins in `long_bytes`.
+        long_ids: (entries,) int32.
     """
 
     pairs: npt.NDArray[np.uint64]
     merged: Ids
     byte_ids: Ids
     words: npt.NDArray[np.uint64]
-    word_bytes: Bytes
-    word_offsets: Ids
-    word_ids: Ids
+    long_words: npt.NDArray[np.uint64]
+    long_bytes: Bytes
+    long_offsets: Ids
+    long_ids: Ids
 
     @property
     def nbytes(self) -> int:
@@ -98,7 +112,8 @@ def reachable_entries(merged: Ids, offsets: Offsets, ids: Ids) -> npt.NDArray[np
 def without_words(pairs: npt.NDArray[np.uint64], merged: Ids, byte_ids: Ids) -> MergeTables:
     """Return tables with no words, enough to merge with."""
     none, nothing = np.zeros(0, np.int32), np.zeros(0, np.uint8)
-    return MergeTables(pairs, merged, byte_ids, np.full(1, EMPTY), nothing, np.zeros(1, np.int32), none)
+    words, long_words = np.zeros((1, 4), np.uint64), np.full(1, EMPTY)
+    return MergeTables(pairs, merged, byte_ids, words, long_words, nothing, np.zeros(1, np.int32), none)
 
 
 def with_words(tables: MergeTables, flat: Bytes, offsets: Offsets, ids: Ids) -> MergeTables:
@@ -109,12 +124,34 @@ def with_words(tables: MergeTables, flat: Bytes, offsets: Offsets, ids: Ids) -> 
         flat, offsets: the words' bytes end to end, and (n + 1,) where each begins.
         ids: (n,) their ids.
     """
-    hashes = hash_bytes(flat, offsets)
+    lengths = np.diff(offsets)
+    long = np.flatnonzero(lengths > SHORT)
+    long_bytes, long_offsets = _take(flat, offsets, long), _offsets(lengths[long])
+    hashes = hash_bytes(long_bytes, long_offsets)
     number = np.arange(len(hashes), dtype=np.uint64)
     tag = hashes >> np.uint64(32) << np.uint64(32)  # the half of the hash that does not select the slot
     return replace(
-        tables, words=fill(tag | number, hashes), word_bytes=flat, word_offsets=offsets.astype(np.int32), word_ids=ids
+        tables,
+        words=_short_words(flat, offsets, ids),
+        long_words=fill(tag | number, hashes),
+        long_bytes=long_bytes,
+        long_offsets=long_offsets.astype(np.int32),
+        long_ids=ids[long],
     )
+
+
+def _short_words(flat: Bytes, offsets: Offsets, ids: Ids) -> npt.NDArray[np.uint64]:
+    """Build the hash table of all words of at most `SHORT` bytes."""
+    lengths = np.diff(offsets)
+    short = np.flatnonzero(lengths <= SHORT)
+    short = short[np.argsort(ids[short], kind="stable")]
+    keys = padded_words(_take(flat, offsets, short), _offsets(lengths[short]))
+    number = fill(np.arange(len(short), dtype=np.uint64), hash_words(keys))  # of the word in each slot
+    used = np.flatnonzero(number != EMPTY)
+    which = number[used].astype(np.int64)
+    words = np.zeros((len(number), 4), np.uint64)
+    words[used, :2], words[used, 2], words[used, 3] = keys[which], lengths[short][which], ids[short][which]
+    return words
 
 
 def _entries(spec: BpeSpec) -> tuple[Bytes, Offsets, Ids]:

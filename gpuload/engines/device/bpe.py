@@ -59,7 +59,7 @@ class Merger:
         self._kernels = kernels
         base = tables.base if isinstance(tables, FallbackTables) else tables
         self._tables = MergeTables(*(kernels.xp.asarray(getattr(base, field.name)) for field in fields(base)))
-        self._longest_word = int(np.diff(base.word_offsets).max(initial=0))
+        self._longest_word = int(np.diff(base.long_offsets).max(initial=0))
         self._letters: tuple[Array, Array] | None = None
         if isinstance(tables, FallbackTables):
             self._letters = kernels.xp.asarray(tables.letter_pages), kernels.xp.asarray(tables.letter_blocks)
@@ -91,9 +91,10 @@ class Merger:
         tables, count = self._tables, len(pre_tokens.start)
         known = self._kernels.xp.empty(count, np.int32)
         self._kernels.run(
-            "look_up_words", self._kernels.threads(count), count, pre_tokens.data, pre_tokens.start, pre_tokens.length,
-            tables.words, len(tables.words) - 1, tables.word_bytes, tables.word_offsets, tables.word_ids,
-            self._longest_word, known,
+            "look_up_words", self._kernels.threads(count), count, len(pre_tokens.data), pre_tokens.data,
+            pre_tokens.start, pre_tokens.length, tables.words, len(tables.words) - 1, tables.long_words,
+            len(tables.long_words) - 1, tables.long_bytes, tables.long_offsets, tables.long_ids, self._longest_word,
+            known,
         )  # fmt: skip
         return known
 

@@ -3,9 +3,10 @@
 `gpuload.testing.encoder.cut` does the same in plain Python. The steps, and their kernels:
 
     1. one mark per byte says what begins there; at first, texts          (`kernels/text.cuh`)
-    2. texts that are not surely in NFC fall back                         (`kernels/nfc.cu`)
-    3. added tokens are found and marked, in two passes                   (`kernels/added.cu`)
-    4. text is rewritten: a space is prepended, spaces are replaced       (`kernels/rewrite.cu`)
+    2. added tokens that are not normalized are found and marked          (`kernels/added.cu`)
+    3. text between them is brought into NFC; some texts fall back        (`kernels/nfc.cu`)
+    4. added tokens that are normalized are found and marked; then text
+       is rewritten: a space is prepended, spaces are replaced            (`kernels/rewrite.cu`)
     5. text between added tokens is split, stage by stage                 (`kernels/split.cu`)
     6. the marks are turned into lists of pre-tokens                      (`kernels/split.cu`)
 
@@ -15,7 +16,7 @@ prefix sum turns the counts into positions, and the second pass writes. So the r
 which threads run.
 
 Memory in addition to the result: two bytes per byte of text, some bytes per chunk and per added token, and, if text is
-rewritten, the new text.
+normalized or rewritten, the new text.
 """
 
 from dataclasses import dataclass
@@ -81,12 +82,12 @@ class PreTokenizer:
         )
         self._longest = int(tokens.lengths.max(initial=0))
         self._strips = bool((tokens.flags & (LSTRIP | RSTRIP)).any())
-        self._passes = sorted(set((tokens.flags & NORMALIZED).tolist()))
+        self._passes = set((tokens.flags & NORMALIZED).tolist())
         self._nfc = None
         if spec.nfc:
-            values, composing = nfc_tables()
-            pages, blocks, pairs = map(to_device, (values.pages, values.blocks, composing))
-            self._nfc = pages, blocks, pairs, len(composing) - 1
+            values, compositions = nfc_tables()
+            pages, blocks, pairs = map(to_device, (values.pages, values.blocks, compositions))
+            self._nfc = pages, blocks, pairs, len(compositions) - 1
         # How text is rewritten: a prefix for all sections or for some, and a replacement for every space.
         prefix, unless_space, first_only, replacement = b"", False, False, b" "
         if spec.fallback:
@@ -122,9 +123,11 @@ class PreTokenizer:
         _check_size(high - low)
         marks = xp.zeros(high - low, np.uint8)
         marks[offsets[:-1][offsets[1:] > offsets[:-1]]] = _BEGINS
-        fallback = self._mark_fallback(data, offsets, marks)
-        for number in self._passes:
-            self._find_added(data, offsets, marks, number)
+        fallback = xp.zeros(len(offsets) - 1, bool)
+        self._find_added(data, offsets, marks, 0)
+        if self._nfc:
+            data, offsets, marks = self._normalize(data, offsets, marks, fallback)
+        self._find_added(data, offsets, marks, NORMALIZED)
         if self.rewrites:
             data, offsets, marks = self._rewrite(data, offsets, marks)
         for stage in self._stages:
@@ -142,18 +145,33 @@ class PreTokenizer:
     def _chunks(self, data: Array) -> int:
         return -(-len(data) // self.step)
 
-    def _mark_fallback(self, data: Array, offsets: Array, marks: Array) -> Array:
-        """Find the texts that are not surely in NFC, and clear their marks. Returns (n,) bool."""
-        texts = len(offsets) - 1
-        fallback = self._kernels.xp.zeros(texts, bool)
-        if self._nfc:
-            self._run("not_nfc", data, marks, texts, offsets, *self._nfc, fallback)
-            if fallback.any():
-                self._run("skip_texts", marks, texts, offsets, fallback)
-        return fallback
+    def _normalize(self, data: Array, offsets: Array, marks: Array, fallback: Array) -> tuple[Array, Array, Array]:
+        """Bring all texts into NFC. Returns the new data, offsets and marks.
+
+        Texts for which this cannot be done are set in `fallback`, and their marks are cleared.
+        """
+        assert self._nfc
+        kernels, xp = self._kernels, self._kernels.xp
+        sizes, results = xp.empty(self._chunks(data), np.int32), xp.zeros(2, bool)
+        how = marks, *self._nfc, len(offsets) - 1, offsets
+        self._run("nfc_sizes", data, *how, sizes, fallback, results)
+        falls_back, changed = results.tolist()
+        if changed:
+            place = offsets_of(sizes)
+            size = int(place[-1])
+            _check_size(size)
+            moved, out, out_marks = xp.empty_like(offsets), xp.empty(size, np.uint8), xp.zeros(size, np.uint8)
+            kernels.run("nfc_offsets", kernels.threads(len(offsets)), self.step, len(data), data, *how, place, moved)
+            self._run("write_nfc", data, *how, place, out, out_marks)
+            data, offsets, marks = out, moved, out_marks
+        if falls_back:
+            self._run("skip_texts", marks, len(offsets) - 1, offsets, fallback)
+        return data, offsets, marks
 
     def _find_added(self, data: Array, offsets: Array, marks: Array, number: int) -> None:
         """Find and mark the added tokens of one pass: 0 for those that are not normalized, 1 for the others."""
+        if number not in self._passes:
+            return
         kernels, xp = self._kernels, self._kernels.xp
         counts = xp.empty(self._chunks(data), np.int32)
         search = data, marks, number, self._begins, *self._trie, self._flags
