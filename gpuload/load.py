@@ -13,9 +13,9 @@ Reading, rendering and encoding of successive batches overlap (`stream.py`).
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from tqdm import tqdm
 from gpuload.arrays import Ragged
 from gpuload.cache.store import TokenCache, tokens_directory
 from gpuload.dataset import PromptDataset, warn_of_replaced
+from gpuload.engines.choose import EngineBuilder, choose_engine
 from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.protocol import Engine
 from gpuload.errors import MORE_MEMORY, DataError, DeviceError, GpuloadError, HostMemoryError, MismatchError
@@ -34,17 +35,15 @@ from gpuload.files import cache_root, remove_orphans
 from gpuload.filter import all_dropped, filter_rows, kept_columns
 from gpuload.fingerprint import fingerprint
 from gpuload.options import Options, TokensOn, Truncation, Verify
+from gpuload.ranks import KeptRows, Ranks, ranks_of_run
 from gpuload.reference.reference import Reference
 from gpuload.reference.volatile import contains_randomness, volatile_reason
 from gpuload.report import Report
 from gpuload.sources.columns import Columns
-from gpuload.sources.fetch import resolve
-from gpuload.sources.read import Source, check_prompts, check_unchanged, is_frame, open_file, open_frame
+from gpuload.sources.open import open_sources
+from gpuload.sources.read import Source, check_unchanged
 from gpuload.stream import Batch, Parts, RowNumbers, ahead, read, stage, wanted_order
 from gpuload.verify import Verifier
-
-EngineBuilder = Callable[[Options, Reference, bool], Engine]
-"""Options, tokenizer, and whether the tokenizer object itself must do everything → an engine."""
 
 
 def load(
@@ -75,6 +74,7 @@ def load(
     strict: bool = False,
     progress: bool | None = None,
     trust_remote_code: bool = False,
+    distributed: bool = False,
     **verl_keys: Any,
 ) -> PromptDataset:
     """Loads prompts as exact token batches.
@@ -110,6 +110,7 @@ def load(
         strict: raise an error for a row that cannot be rendered and for a token that differs.
         progress: show a progress bar; None: if standard error is a terminal.
         trust_remote_code: passed to transformers if the tokenizer is given by name.
+        distributed: share the work among the ranks of `torch.distributed`; every rank gets all rows.
         **verl_keys: the other keys of verl's `data:` section, which are ignored. For all options see `Options`.
 
     Returns:
@@ -153,6 +154,7 @@ class Pass:
         reference: the tokenizer.
         options: of the load.
         keep_rejected: keep rows whose prompts cannot be rendered, without tokens, instead of dropping them.
+        ranks: the ranks that share the work.
     """
 
     sources: list[Source]
@@ -160,10 +162,14 @@ class Pass:
     reference: Reference
     options: Options
     keep_rejected: bool = False
+    ranks: Ranks | None = None
 
     @property
-    def num_rows(self) -> int:
-        return sum(source.num_rows for source in self.sources) if self.wanted is None else len(self.wanted)
+    def to_read(self) -> RowNumbers | None:
+        """The numbers of the rows that this process reads; None for all."""
+        if self.ranks is None:
+            return self.wanted
+        return self.ranks.share([source.num_rows for source in self.sources], self.wanted)
 
 
 def load_sources(
@@ -191,7 +197,26 @@ def load_sources(
     wanted = choose_rows(total, options.max_samples, options.shuffle, options.seed)
     task = Pass(sources, wanted, reference, options, keep_rejected)
     opened = time.perf_counter() - started
+    with ranks_of_run() if options.distributed else nullcontext() as ranks:
+        dataset = _load(task if ranks is None else _shared(task, ranks), build_engine)
+    dataset.report.seconds |= {"open": opened, "total": time.perf_counter() - started}
+    return dataset
 
+
+def _shared(task: Pass, ranks: Ranks) -> Pass:
+    """The same work, shared with the other ranks."""
+    reference, options = task.reference, task.options
+    about = fingerprint(task.sources, reference, options)
+    given = {"the list of files": [(os.path.basename(source.name), source.num_rows) for source in task.sources]}
+    given |= {"the tokenizer's fingerprint": about["tokenizer"], **about["options"]}
+    wanted, instant = ranks.agree(given, (task.wanted, reference.call.instant))
+    reference.call = replace(reference.call, instant=instant)
+    return replace(task, wanted=wanted, ranks=ranks)
+
+
+def _load(task: Pass, build_engine: EngineBuilder) -> PromptDataset:
+    """The dataset. If the fast path differs from the tokenizer, it is made again by the tokenizer itself."""
+    options = task.options
     dataset = _run_on_device(task, build_engine)
     mismatches = dataset.report.check.mismatches
     if mismatches:
@@ -200,24 +225,11 @@ def load_sources(
             raise MismatchError(f"{message}. With strict=False, gpuload would load again with the tokenizer itself")
         warnings.warn(f"{message}. Loading again with the tokenizer itself, which is slow", stacklevel=2)
         task = replace(task, options=replace(options, token_cache=False))
+        if task.ranks is not None:
+            task.ranks.again()
         dataset = _run_on_device(task, build_engine, exact_only=True)
         dataset.report.notes.append(message)
-    dataset.report.seconds |= {"open": opened, "total": time.perf_counter() - started}
     return dataset
-
-
-def open_sources(files: Any, options: Options) -> list[Source]:
-    """Opens files or a frame, and checks the prompt column of each."""
-    if is_frame(files):
-        sources = [open_frame(files, type(files).__name__)]
-    else:
-        sources = [open_file(file) for file in resolve(files, options.cache_dir, options.remote_timeout)]
-    if not any(source.num_rows for source in sources):
-        raise DataError(f"{', '.join(source.name for source in sources)}: no rows")
-    for source in sources:
-        if source.num_rows:
-            check_prompts(source, options.prompt_key)
-    return sources
 
 
 def choose_rows(total: int, max_samples: int, shuffle: bool, seed: int | None) -> RowNumbers | None:
@@ -238,25 +250,6 @@ def reference_of(tokenizer: Any, options: Options) -> Reference:
         pad_token_id=options.pad_token_id,
         trust_remote_code=options.trust_remote_code,
     )
-
-
-def choose_engine(options: Options, reference: Reference, exact_only: bool = False) -> Engine:
-    """The engine that `options.device` names.
-
-    Raises:
-        DeviceError: a GPU is asked for and not available.
-    """
-    device = options.device
-    if device == "cpu":
-        return HostEngine(reference, exact_only)
-    from gpuload.engines.device import cuda
-
-    why_not = cuda.unavailable_reason(device)
-    if why_not is None:
-        return cuda.cuda_engine(reference, device, options.gpu_memory_limit, options.tokens_on, exact_only)
-    if device != "auto":
-        raise DeviceError(f"device={device!r}: {why_not}; or use device='cpu' or 'auto'")
-    return HostEngine(reference, exact_only, (f"no GPU is used: {why_not}",))
 
 
 def _run_on_device(task: Pass, build_engine: EngineBuilder, exact_only: bool = False) -> PromptDataset:
@@ -289,18 +282,20 @@ def _run(task: Pass, engine: Engine) -> PromptDataset:
     )
     # Two calls for one row differ if the template makes random choices.
     random = contains_randomness(task.reference.template_text)
-    verifier = Verifier("off" if random else options.verify, task.reference, task.num_rows)
+    wanted = task.to_read
+    num_rows = sum(source.num_rows for source in sources) if wanted is None else len(wanted)
+    verifier = Verifier("off" if random else options.verify, task.reference, num_rows)
     tables: list[pa.Table] = []
     ids: list[Ragged] = []
-    places: list[RowNumbers] = []  # (n, 2): source, row in that source
+    places: list[RowNumbers] = [np.zeros((0, 2), np.int64)]  # (n, 2): source, row in that source
     with ExitStack() as stack:
         stack.enter_context(engine.loading())
         # A template that prints the date must print the same one for all rows.
         clock = stack.enter_context(task.reference.call.clock_stopped())
         cache = TokenCache(options, task.reference, clock)
         stack.callback(cache.discard)
-        bar = stack.enter_context(_progress_bar(task.num_rows, options.progress))
-        for batch in _encoded(task, engine, cache, verifier, report.seconds, stack):
+        bar = stack.enter_context(_progress_bar(num_rows, options.progress))
+        for batch in _encoded(task, wanted, engine, cache, verifier, report.seconds, stack):
             source = sources[batch.source]
             assert batch.tokens is not None
             if batch.text is not None:
@@ -316,10 +311,13 @@ def _run(task: Pass, engine: Engine) -> PromptDataset:
         _describe(report, engine, cache, verifier)
         if reason := volatile_reason(task.reference.template_text, clock):
             report.notes.append(f"prompts differ from run to run: {reason}")
+        origin = np.concatenate(places)
+        if task.ranks is not None:
+            whole = task.ranks.exchange(KeptRows(ids, tables, origin, report))
+            ids, tables, origin, report = [engine.keep(part, None) for part in whole.ids], *whole[1:]
         report.rows_kept = sum(len(part) for part in ids)
         if not report.rows_kept:
             raise DataError(all_dropped(report))
-        origin = np.concatenate(places)
         order = wanted_order(origin, sources, task.wanted)
         store = engine.store(ids, order)
         report.tokens, report.longest = len(store.values), int(store.lengths.max())
@@ -337,6 +335,7 @@ def _run(task: Pass, engine: Engine) -> PromptDataset:
 
 def _encoded(
     task: Pass,
+    wanted: RowNumbers | None,
     engine: Engine,
     cache: TokenCache,
     verifier: Verifier,
@@ -365,7 +364,7 @@ def _encoded(
         return batch
 
     threads = [stack.enter_context(ThreadPoolExecutor(1, name)) for name in ("read", "render", "encode", "verify")]
-    batches = ahead(read(task.sources, open_source, task.wanted, seconds), threads[0])
+    batches = ahead(read(task.sources, open_source, wanted, seconds), threads[0])
     batches = ahead(stage("render", render, batches, seconds), threads[1])
     batches = ahead(stage("encode", encode, batches, seconds), threads[2])
     return ahead(map(compare, batches), threads[3])

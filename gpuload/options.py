@@ -87,6 +87,9 @@ class Options:
             default the row is dropped, or the load falls back to the reference.
         progress: Show a progress bar; None shows it in a terminal.
         trust_remote_code: Passed to transformers when the tokenizer is given by name.
+        distributed: Share the work among the ranks of the default process group of `torch.distributed`: each prompt is
+            rendered and tokenized by one rank, and all ranks get the whole dataset. All of them must call `load`, with
+            the same arguments.
     """
 
     prompt_key: str = "prompt"
@@ -112,6 +115,7 @@ class Options:
     strict: bool = False
     progress: bool | None = None
     trust_remote_code: bool = False
+    distributed: bool = False
 
     @staticmethod
     def parse(given: Mapping[str, Any]) -> "Options":
@@ -176,7 +180,7 @@ class Options:
         check_template_kwargs(kwargs)
 
 
-_FLAGS = "filter_overlong_prompts return_raw_chat return_full_prompt shuffle strict token_cache".split()
+_FLAGS = "filter_overlong_prompts return_raw_chat return_full_prompt shuffle strict token_cache distributed".split()
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:

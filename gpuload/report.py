@@ -90,6 +90,26 @@ class Report:
         if len(examples) < _EXAMPLES:
             examples.append(place)
 
+    def add(self, other: "Report") -> None:
+        """Adds what another process has done for the same load, at the same time."""
+        for name in ("rows_read", "overlong", "rows_compiled", "rows_fallback", "control_rows", "text_bytes"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for counts, more in ((self.rejected, other.rejected), (self.by_reference, other.by_reference)):
+            for reason, count in more.items():
+                counts[reason] = counts.get(reason, 0) + count
+        for reason, examples in other.examples.items():
+            self.examples[reason] = (self.examples.get(reason, []) + examples)[:_EXAMPLES]
+        self.shortest = min((n for n in (self.shortest, other.shortest) if n), default=0)
+        for stage, seconds in other.seconds.items():
+            self.seconds[stage] = max(self.seconds.get(stage, 0.0), seconds)
+        self.check.rows += other.check.rows
+        self.check.earlier += other.check.earlier
+        self.check.seconds = max(self.check.seconds, other.check.seconds)
+        self.check.mismatches += other.check.mismatches
+        self.notes += [note for note in other.notes if note not in self.notes]
+        for mine, theirs in ((self.from_cache, other.from_cache), (self.into_cache, other.into_cache)):
+            mine[:] = [name for name in self.files if name in mine or name in theirs]
+
     def reasons(self) -> str:
         """The reasons for rejected rows, one line each, the most frequent first."""
         return "\n".join(

@@ -65,6 +65,11 @@ def read(
     ascending = None if wanted is None else np.sort(wanted)
     source_start = 0
     for number, source in enumerate(sources):
+        if ascending is not None:
+            first, last = np.searchsorted(ascending, [source_start, source_start + source.num_rows])
+            if first == last:
+                source_start += source.num_rows
+                continue
         row = 0
         parts = open_source(source)
         while (part := _timed_next(parts, seconds)) is not None:

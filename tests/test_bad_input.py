@@ -16,9 +16,10 @@ from conftest import user
 import gpuload
 from gpuload.engines.host import encode as host_encode
 from gpuload.errors import DataError, DeviceError, OptionError, SourceError, TokenizerError
-from gpuload.load import load_sources, open_sources
+from gpuload.load import load_sources
 from gpuload.options import Options
 from gpuload.sources.fetch import SourceFile
+from gpuload.sources.open import open_sources
 from gpuload.sources.read import open_file
 
 REJECTING = (

@@ -14,9 +14,10 @@ import numpy as np
 from gpuload.dataset import PromptDataset
 from gpuload.engines.host.prompts import render_column
 from gpuload.errors import GpuloadError
-from gpuload.load import load, open_sources
+from gpuload.load import load
 from gpuload.options import Options
 from gpuload.reference.reference import Reference
+from gpuload.sources.open import open_sources
 from gpuload.template.compiler import ChatProgram
 from gpuload.template.program import TEXT
 

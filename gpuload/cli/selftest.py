@@ -14,9 +14,9 @@ from gpuload.arrays import Ragged
 from gpuload.demo_data import demo_files
 from gpuload.engines.protocol import Engine
 from gpuload.errors import MismatchError
-from gpuload.load import open_sources
 from gpuload.options import Options
 from gpuload.reference.reference import Reference
+from gpuload.sources.open import open_sources
 
 STAGES = ("prepare", "read", "render", "encode", "batch")
 """The stages of a load, after "prepare", which loads and compiles the tokenizer."""

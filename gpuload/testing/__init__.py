@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from gpuload.dataset import PromptDataset
+from gpuload.engines.choose import EngineBuilder
 from gpuload.files import cache_root
-from gpuload.load import EngineBuilder, load_sources, open_sources
+from gpuload.load import load_sources
 from gpuload.options import Options
+from gpuload.sources.open import open_sources
 
 
 def load_with(build_engine: EngineBuilder, files: Any, tokenizer: Any, **options: Any) -> PromptDataset:

@@ -1,0 +1,31 @@
+"""Which engine a load uses."""
+
+from collections.abc import Callable
+
+from gpuload.engines.host.engine import HostEngine
+from gpuload.engines.protocol import Engine
+from gpuload.errors import DeviceError
+from gpuload.options import Options
+from gpuload.reference.reference import Reference
+
+EngineBuilder = Callable[[Options, Reference, bool], Engine]
+"""Options, tokenizer, and whether the tokenizer object itself must do everything → an engine."""
+
+
+def choose_engine(options: Options, reference: Reference, exact_only: bool = False) -> Engine:
+    """The engine that `options.device` names.
+
+    Raises:
+        DeviceError: a GPU is asked for and not available.
+    """
+    device = options.device
+    if device == "cpu":
+        return HostEngine(reference, exact_only)
+    from gpuload.engines.device import cuda
+
+    why_not = cuda.unavailable_reason(device)
+    if why_not is None:
+        return cuda.cuda_engine(reference, device, options.gpu_memory_limit, options.tokens_on, exact_only)
+    if device != "auto":
+        raise DeviceError(f"device={device!r}: {why_not}; or use device='cpu' or 'auto'")
+    return HostEngine(reference, exact_only, (f"no GPU is used: {why_not}",))

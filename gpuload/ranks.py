@@ -1,0 +1,202 @@
+"""One load shared by the ranks of a distributed run: each prompt is tokenized by one rank, and every rank has all rows.
+
+    agree     all ranks were given the same files, tokenizer and options; rank 0 chooses the sample and the time of day
+    share     a rank's rows: a consecutive part of the rows to read, whole files if there are enough of them
+    exchange  every rank sends its ids, columns and counts to all others
+
+Ranks communicate through a gloo group of their own, in host memory. If one rank fails, all of them raise.
+"""
+
+import copy
+import datetime
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import torch
+import torch.distributed as dist
+
+from gpuload.arrays import Ragged
+from gpuload.errors import GpuloadError, OptionError
+from gpuload.report import Report
+
+RowNumbers = np.ndarray[Any, np.dtype[np.int64]]
+
+_PATIENCE = datetime.timedelta(hours=12)  # for a rank whose share takes longer; one that dies is noticed at once
+_NEAR = 0.25  # of a share: a cut this near to the beginning of a file is moved there
+_MESSAGE = 1 << 30  # bytes sent at a time
+
+
+class KeptRows(NamedTuple):
+    """Rows that were kept, in the order of their files.
+
+    Attributes:
+        ids: their ids, in some parts, in host memory.
+        tables: their other columns, in some parts.
+        places: (n, 2) int64: number of the source, and row in that source.
+        report: of the rows that were read.
+    """
+
+    ids: list[Ragged]
+    tables: list[pa.Table]
+    places: RowNumbers
+    report: Report
+
+
+class Ranks:
+    """The ranks of a load, from the point of view of one of them.
+
+    Args:
+        group: a group for tensors in host memory.
+
+    Attributes:
+        rank: of this process.
+        count: how many there are.
+    """
+
+    def __init__(self, group: Any):
+        self._group = group
+        self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
+        self._exchanged: KeptRows | None = None
+        self._heard = False  # whether every rank has said what became of its share
+
+    def agree(self, given: dict[str, Any], chosen: Any) -> Any:
+        """Checks that all ranks were given the same, and returns what rank 0 has chosen.
+
+        Args:
+            given: name → plain data.
+            chosen: anything that can be pickled.
+
+        Raises:
+            OptionError: this rank was given something else than rank 0.
+        """
+        everyone = self._gather((given, chosen))
+        expected = everyone[0][0]
+        for rank, (found, _) in enumerate(everyone):
+            for name in [name for name in expected if found.get(name) != expected[name]]:
+                raise OptionError(
+                    f"distributed=True: {name} is {expected[name]!r:.200} on rank 0 and {found.get(name)!r:.200} on "
+                    f"rank {rank}: call load with the same arguments on every rank"
+                )
+        return everyone[0][1]
+
+    def share(self, rows_of_sources: Sequence[int], wanted: RowNumbers | None) -> RowNumbers:
+        """This rank's rows.
+
+        Args:
+            rows_of_sources: number of rows of each source.
+            wanted: (n,) the rows to read, numbered over all sources, in any order; None for all.
+
+        Returns:
+            (k,) ascending row numbers. The shares of all ranks, in order, are all rows in ascending order.
+        """
+        starts = np.cumsum([0, *rows_of_sources])
+        rows = np.arange(starts[-1]) if wanted is None else np.sort(wanted)
+        begins = np.searchsorted(rows, starts)  # the position in `rows` at which each source begins
+        size = len(rows) / self.count
+        cuts = [0]
+        for number in range(1, self.count):
+            even = number * size
+            nearest = int(begins[np.argmin(np.abs(begins - even))])
+            # A file that is read as a whole can be cached.
+            cuts.append(max(cuts[-1], nearest if abs(nearest - even) <= _NEAR * size else round(even)))
+        cuts.append(len(rows))
+        return rows[cuts[self.rank] : cuts[self.rank + 1]]
+
+    def exchange(self, own: KeptRows) -> KeptRows:
+        """Sends this rank's rows to the others, and returns the rows of all ranks, in order.
+
+        A second call, after an engine failed with the result of the first one, returns that result again.
+
+        Raises:
+            GpuloadError: another rank failed.
+        """
+        if self._exchanged is None:
+            self._exchanged = self._exchange(own)
+        ids, tables, places, report = self._exchanged
+        return KeptRows(list(ids), list(tables), places, copy.deepcopy(report))
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the other ranks, which wait for this one's rows, why it has none."""
+        if not self._heard:
+            self._gather(f"{type(error).__name__}: {error}")
+
+    def again(self) -> None:
+        """Forgets the rows that were exchanged: they will be loaded again."""
+        self._exchanged, self._heard = None, False
+
+    def _exchange(self, own: KeptRows) -> KeptRows:
+        mine = Ragged.concatenate([part.to_host() for part in own.ids])
+        tables = [_to_bytes(table) for table in own.tables]
+        arrays = [mine.values, mine.offsets, np.ascontiguousarray(own.places), *tables]
+        about = [(array.dtype.str, array.shape) for array in arrays], own.report
+        everyone = self._gather(about)
+        self._heard = True
+        failed = [f"rank {rank}: {answer}" for rank, answer in enumerate(everyone) if isinstance(answer, str)]
+        if failed:
+            raise GpuloadError(f"distributed=True: another rank failed: {'; '.join(failed)}")
+        ids, tables, places = [], [], []
+        for rank, (shapes, _) in enumerate(everyone):
+            theirs = self._broadcast(rank, shapes, arrays)
+            ids.append(Ragged(theirs[0], theirs[1]))
+            places.append(theirs[2])
+            tables += [_from_bytes(array) for array in theirs[3:]]
+        report = everyone[0][1]
+        for _, other in everyone[1:]:
+            report.add(other)
+        report.notes.append(f"the work was shared by {self.count} ranks")
+        return KeptRows(ids, tables, np.concatenate(places), report)
+
+    def _broadcast(self, rank: int, shapes: list[Any], own: list[Any]) -> list[Any]:
+        """The arrays of one rank, on every rank."""
+        arrays = own if rank == self.rank else [np.empty(shape, np.dtype(kind)) for kind, shape in shapes]
+        source = dist.get_global_rank(self._group, rank)
+        for array in arrays:
+            flat = torch.from_numpy(array.reshape(-1).view(np.uint8))
+            for start in range(0, len(flat), _MESSAGE):
+                dist.broadcast(flat[start : start + _MESSAGE], source, self._group)
+        return arrays
+
+    def _gather(self, own: Any) -> list[Any]:
+        """What every rank has given, in order."""
+        everyone: list[Any] = [None] * self.count
+        dist.all_gather_object(everyone, own, self._group)
+        return everyone
+
+
+@contextmanager
+def ranks_of_run() -> Iterator[Ranks]:
+    """The ranks of the default process group.
+
+    Raises:
+        OptionError: there is none.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise OptionError(
+            "distributed=True: torch.distributed is not initialized: call torch.distributed.init_process_group before "
+            "load, or remove the option"
+        )
+    group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    ranks = Ranks(group)
+    try:
+        yield ranks
+    except Exception as error:
+        ranks.fail(error)
+        raise
+    finally:
+        dist.destroy_process_group(group)
+
+
+def _to_bytes(table: pa.Table) -> np.ndarray[Any, Any]:
+    """A table as (n,) uint8, in Arrow's stream format."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return np.frombuffer(sink.getvalue(), np.uint8)
+
+
+def _from_bytes(data: np.ndarray[Any, Any]) -> pa.Table:
+    with pa.ipc.open_stream(pa.py_buffer(data)) as reader:
+        return reader.read_all()

@@ -1,0 +1,22 @@
+"""The sources of a load: files that are found, downloaded and opened, or a frame."""
+
+from typing import Any
+
+from gpuload.errors import DataError
+from gpuload.options import Options
+from gpuload.sources.fetch import resolve
+from gpuload.sources.read import Source, check_prompts, is_frame, open_file, open_frame
+
+
+def open_sources(files: Any, options: Options) -> list[Source]:
+    """Opens files or a frame, and checks the prompt column of each."""
+    if is_frame(files):
+        sources = [open_frame(files, type(files).__name__)]
+    else:
+        sources = [open_file(file) for file in resolve(files, options.cache_dir, options.remote_timeout)]
+    if not any(source.num_rows for source in sources):
+        raise DataError(f"{', '.join(source.name for source in sources)}: no rows")
+    for source in sources:
+        if source.num_rows:
+            check_prompts(source, options.prompt_key)
+    return sources

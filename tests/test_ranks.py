@@ -1,0 +1,210 @@
+"""Loads that ranks share: real processes, which communicate by gloo."""
+
+from __future__ import annotations
+
+import socket
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch.distributed as dist
+from conftest import user
+from torch import multiprocessing
+
+import gpuload
+from gpuload.engines.host.engine import HostEngine
+from gpuload.errors import OptionError
+from gpuload.sources import batches
+
+Answer = dict[str, Any]
+BATCH = 128
+
+
+def port() -> int:
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        return int(one.getsockname()[1])
+
+
+def contents(prompts: gpuload.PromptDataset) -> Answer:
+    """All of a dataset that does not depend on how it was made."""
+    report = prompts.report
+    return {
+        "tokens": prompts.tokens.to_lists(),
+        "columns": prompts.take(prompts.passed_through.names),
+        "names": prompts.passed_through.names,
+        "origin": [prompts.origin(row) for row in range(len(prompts))],
+        "tensors": [row["input_ids"].tolist() for row in prompts.__getitems__(range(min(3, len(prompts))))],
+        "fingerprint": prompts.fingerprint,
+        "counts": (report.rows_read, report.rows_kept, report.overlong, report.rejected, report.examples),
+        "more": (report.tokens, report.shortest, report.longest, report.text_bytes, report.control_rows),
+        "rendered": (report.rows_compiled, report.by_reference),
+    }
+
+
+def _rank(
+    rank: int, count: int, at: int, answers: Any, work: Callable[..., Answer], arguments: tuple[Any, ...]
+) -> None:
+    batches.BATCH_ROWS = BATCH
+    dist.init_process_group("gloo", init_method=f"tcp://localhost:{at}", rank=rank, world_size=count)
+    try:
+        answers.put((rank, work(rank, *arguments)))
+    except Exception as error:
+        answers.put((rank, {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}))
+    finally:
+        dist.destroy_process_group()
+
+
+def run(count: int, work: Callable[..., Answer], *arguments: Any) -> list[Answer]:
+    """What `work(rank, *arguments)` returns on each of `count` ranks."""
+    context = multiprocessing.get_context("spawn")
+    answers, at = context.Queue(), port()
+    processes = [
+        context.Process(target=_rank, args=(rank, count, at, answers, work, arguments)) for rank in range(count)
+    ]
+    for process in processes:
+        process.start()
+    found = dict(answers.get(timeout=300) for _ in processes)
+    for process in processes:
+        process.join()
+    return [found[rank] for rank in range(count)]
+
+
+def load(rank: int, files: Any, tokenizer: str, options: dict[str, Any]) -> Answer:
+    prompts = gpuload.load(files, tokenizer, distributed=True, progress=False, **options)
+    return contents(prompts) | {"into_cache": len(prompts.report.into_cache), "notes": prompts.report.notes}
+
+
+def load_several(rank: int, cases: list[tuple[Any, str, dict[str, Any]]]) -> Answer:
+    return {str(number): load(rank, *case) for number, case in enumerate(cases)}
+
+
+def same(found: Answer, expected: Answer) -> None:
+    for key, value in expected.items():
+        assert found[key] == value, key
+
+
+def test_every_rank_has_what_one_process_loads(files: list[str], gsm8k: str, qwen_folder: str) -> None:
+    options: list[dict[str, Any]] = [
+        {"max_prompt_length": 60},
+        {"max_prompt_length": 60, "return_raw_chat": True, "return_full_prompt": True, "token_cache": False},
+        {"max_samples": 100, "shuffle": True, "seed": 3, "filter_overlong_prompts": False, "truncation": "middle"},
+        {"max_samples": 2},  # fewer rows than ranks
+    ]
+    cases: list[tuple[Any, str, dict[str, Any]]] = [(files, qwen_folder, more) for more in options]
+    cases.append((gsm8k, qwen_folder, {}))
+    answers = run(3, load_several, cases)
+    for number, (source, tokenizer, more) in enumerate(cases):
+        expected = contents(gpuload.load(source, tokenizer, **more))
+        for answer in answers:
+            assert "error" not in answer, answer
+            same(answer[str(number)], expected)
+            assert "the work was shared by 3 ranks" in answer[str(number)]["notes"]
+
+
+def count_encoded(rank: int, files: list[str], tokenizer: str) -> Answer:
+    rows = 0
+    encode = HostEngine.encode
+
+    def counted(self: HostEngine, text: Any) -> Any:
+        nonlocal rows
+        rows += len(text)
+        return encode(self, text)
+
+    HostEngine.encode = counted  # type: ignore[method-assign]
+    prompts = gpuload.load(files, tokenizer, distributed=True, token_cache=False)
+    return {"encoded": rows, "rows": len(prompts)}
+
+
+def test_each_prompt_is_tokenized_once(gsm8k: str, qwen_folder: str) -> None:
+    total = len(gpuload.load(gsm8k, qwen_folder))
+    answers = run(3, count_encoded, [gsm8k], qwen_folder)
+    assert [answer["rows"] for answer in answers] == [total] * 3
+    encoded = [answer["encoded"] for answer in answers]
+    assert sum(encoded) == total
+    assert max(encoded) <= -(-total // 3)
+
+
+def test_files_that_one_rank_reads_are_cached(tmp_path: Path, qwen_folder: str, warm_cache: Path) -> None:
+    files = []
+    for number, rows in enumerate((40, 35, 45)):
+        files.append(str(tmp_path / f"{number}.parquet"))
+        pq.write_table(pa.table({"prompt": [user(f"{number} {row}") for row in range(rows)]}), files[-1])
+    answers = run(2, load, files[:2], qwen_folder, {})
+    assert [answer["into_cache"] for answer in answers] == [2, 2]
+    assert gpuload.load(files[:2], qwen_folder).report.from_cache == files[:2]
+    answers = run(2, load, files, qwen_folder, {})
+    same(answers[1], contents(gpuload.load(files, qwen_folder, token_cache=False)))
+
+
+def with_seed_of_chance(rank: int, file: str, tokenizer: str) -> Answer:
+    template = "{{ strftime_now('%H:%M:%S.%f') }}{{ messages[0].content }}"
+    options = {"max_samples": 7, "shuffle": True, "chat_template": template}
+    return contents(gpuload.load(file, tokenizer, distributed=True, **options))
+
+
+def test_chance_and_time_of_day_are_those_of_rank_0(gsm8k: str, qwen_folder: str) -> None:
+    first, *others = run(2, with_seed_of_chance, gsm8k, qwen_folder)
+    for other in others:
+        same(other, first)
+
+
+def fails_on_one(rank: int, file: str, tokenizer: str) -> Answer:
+    if rank == 1:
+
+        def wrong(*arguments: Any) -> None:
+            raise RuntimeError("no more electricity")
+
+        HostEngine.encode = wrong  # type: ignore[method-assign,assignment]
+    return load(rank, file, tokenizer, {"token_cache": False})
+
+
+def other_options(rank: int, file: str, tokenizer: str) -> Answer:
+    return load(rank, file, tokenizer, {"max_prompt_length": 100 + rank})
+
+
+def all_overlong(rank: int, file: str, tokenizer: str) -> Answer:
+    return load(rank, file, tokenizer, {"max_prompt_length": 1})
+
+
+def test_all_ranks_raise(gsm8k: str, qwen_folder: str) -> None:
+    first, second = run(2, fails_on_one, gsm8k, qwen_folder)
+    assert second["error"] == "RuntimeError: no more electricity"
+    assert "another rank failed: rank 1: RuntimeError: no more electricity" in first["error"]
+    for answer in run(2, other_options, gsm8k, qwen_folder):
+        assert "OptionError: distributed=True: max_prompt_length is 100 on rank 0 and 101 on rank 1" in answer["error"]
+    for answer in run(2, all_overlong, gsm8k, qwen_folder):
+        assert "DataError: all 8,792 rows were dropped" in answer["error"]
+
+
+def differs(rank: int, file: str, tokenizer: str, strict: bool) -> Answer:
+    """One rank's fast path is wrong in its first row, which is always compared."""
+    if rank == 1:
+        fetch = HostEngine.fetch
+
+        def wrong(ids: Any, rows: Any) -> Any:
+            found = fetch(ids, rows)
+            found.values[:] += 1
+            return found
+
+        wrong_once = iter([wrong])
+        HostEngine.fetch = staticmethod(lambda *given: next(wrong_once, fetch)(*given))  # type: ignore[method-assign]
+    return load(rank, file, tokenizer, {"strict": strict, "token_cache": False, "max_samples": 40})
+
+
+def test_a_token_that_differs_on_one_rank(gsm8k: str, qwen_folder: str) -> None:
+    for answer in run(2, differs, gsm8k, qwen_folder, True):
+        assert answer["error"].startswith("MismatchError: the fast path differs from the tokenizer")
+    expected = contents(gpuload.load(gsm8k, qwen_folder, max_samples=40, token_cache=False))
+    for answer in run(2, differs, gsm8k, qwen_folder, False):
+        assert answer["tokens"] == expected["tokens"]
+        assert any("the fast path differs" in note for note in answer["notes"])
+
+
+def test_without_a_process_group(gsm8k: str, qwen_folder: str) -> None:
+    with pytest.raises(OptionError, match="init_process_group before load"):
+        gpuload.load(gsm8k, qwen_folder, distributed=True)
