@@ -28,7 +28,7 @@ from gpuload.arrays import Ragged
 from gpuload.cache.store import TokenCache, tokens_directory
 from gpuload.dataset import PromptDataset, warn_of_replaced
 from gpuload.engines.host.engine import HostEngine
-from gpuload.engines.protocol import Engine
+from gpuload.engines.protocol import Engine, TokenStore
 from gpuload.errors import MORE_MEMORY, DataError, DeviceError, GpuloadError, HostMemoryError, MismatchError
 from gpuload.files import cache_root, remove_orphans
 from gpuload.filter import all_dropped, filter_rows, kept_columns
@@ -69,7 +69,7 @@ def load(
     token_cache: bool = True,
     token_cache_bytes: int = 0,
     device: str = "auto",
-    tokens_on: TokensOn = "device",
+    tokens_on: TokensOn = "auto",
     gpu_memory_limit: int = 0,
     verify: Verify = "sample",
     strict: bool = False,
@@ -291,7 +291,7 @@ def _run(task: Pass, engine: Engine) -> PromptDataset:
     random = contains_randomness(task.reference.template_text)
     verifier = Verifier("off" if random else options.verify, task.reference, task.num_rows)
     tables: list[pa.Table] = []
-    ids: list[Ragged] = []
+    ids: list[TokenStore] = []
     places: list[RowNumbers] = []  # (n, 2): source, row in that source
     with ExitStack() as stack:
         stack.enter_context(engine.loading())
@@ -322,7 +322,9 @@ def _run(task: Pass, engine: Engine) -> PromptDataset:
         origin = np.concatenate(places)
         order = wanted_order(origin, sources, task.wanted)
         store = engine.store(ids, order)
-        report.tokens, report.longest = len(store.values), int(store.lengths.max())
+        if options.tokens_on == "auto" and engine.name == "cuda" and isinstance(store, Ragged):
+            report.notes.append("token ids are in host memory: gpu_memory_limit leaves too little GPU memory for them")
+        report.tokens, report.longest = int(store.lengths.sum()), int(store.lengths.max())
     return PromptDataset(
         store,
         Columns(_drain(tables), order),
