@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from gpuload.arrays import Ragged
-from gpuload.engines.device.cuda import Pools, number_of
+from gpuload.engines.device import cuda
+from gpuload.engines.device.cuda import CudaKernels, Pools, number_of
 from gpuload.engines.device.kernels import DeviceKernels
 from gpuload.engines.device.store import host_store
 from gpuload.errors import DeviceError
@@ -90,6 +92,18 @@ def test_a_pool_is_removed_after_an_error() -> None:
     with pytest.raises(ValueError, match="in a load"), pools.use(0, installer(events, 100)):
         raise ValueError("in a load")
     assert events == ["install 100", "remove 100"]
+
+
+def test_ids_may_use_the_memory_that_the_limit_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = object.__new__(CudaKernels)
+    kernels._number = 0
+    kernels._loading = None
+    monkeypatch.setattr(CudaKernels, "_free", lambda self: 1000)
+    monkeypatch.setattr(CudaKernels, "current", lambda self: nullcontext())
+    for limit, left in ((600, 400), (2000, 0)):
+        monkeypatch.setattr(cuda, "_POOLS", SimpleNamespace(use=lambda *_, limit=limit: nullcontext(limit)))
+        with kernels.loading():
+            assert kernels.ids_limit == left
 
 
 def test_host_memory_is_pinned_in_place_until_it_is_freed() -> None:

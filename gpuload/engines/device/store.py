@@ -127,7 +127,8 @@ def _copy_to_host() -> None:
         store.to_host()
 
 
-os.register_at_fork(before=_copy_to_host)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(before=_copy_to_host)
 
 
 class Segments:
