@@ -6,7 +6,8 @@ arrays themselves, so the same code runs in host and in device memory.
 """
 
 import itertools
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -19,12 +20,8 @@ Array = Any  # numpy.ndarray or cupy.ndarray: CuPy has no type stubs, and most m
 
 
 def array_module(array: Array) -> ModuleType:
-    """NumPy or CuPy, whichever `array` belongs to. CuPy is only imported for an array of its own."""
-    if isinstance(array, np.ndarray):
-        return np
-    import cupy
-
-    return cupy  # type: ignore[no-any-return]
+    """NumPy or CuPy, whichever `array` belongs to. CuPy has been imported if there is an array of its own."""
+    return np if isinstance(array, np.ndarray) else sys.modules[type(array).__module__]
 
 
 def on_host(array: Array) -> np.ndarray[Any, Any]:
@@ -76,6 +73,10 @@ class Ragged:
     def to_host(self) -> "Ragged":
         """The same rows in host memory; a copy only if they are on a device."""
         return Ragged(on_host(self.values), on_host(self.offsets))
+
+    def chunks(self) -> Iterator[Array]:
+        """The ids of all rows in order: one array."""
+        yield self.values
 
     def take(self, rows: Array) -> "Ragged":
         """The given rows in the given order, in one gather.

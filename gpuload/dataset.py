@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence, Set
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -10,9 +10,10 @@ import pyarrow as pa
 import torch
 
 from gpuload.arrays import Ragged
-from gpuload.engines.protocol import Engine
+from gpuload.engines.protocol import Engine, TokenStore
 from gpuload.errors import PromptTooLongError
 from gpuload.fingerprint import Fingerprint, token_digest
+from gpuload.lazy import Later, LazyDict
 from gpuload.loader import PromptLoader
 from gpuload.options import Options, Padding
 from gpuload.report import Report
@@ -48,8 +49,6 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
         83
 
     Attributes:
-        tokens: The ids of all rows, without padding: flat `values`, int32, and `offsets`, int64 `(n + 1,)`, on the
-            host.
         report: What the load did, as a `gpuload.report.Report`; `print` it.
         options: The options of the load.
         pad_token_id: The token that rows are padded with.
@@ -58,7 +57,7 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
 
     def __init__(
         self,
-        tokens: Ragged,
+        store: TokenStore,
         columns: Columns,
         origin: np.ndarray[Any, Any],
         engine: Engine,
@@ -67,21 +66,33 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
         report: Report,
         about: Fingerprint,
     ):
-        self.tokens = tokens.to_host()
+        self._store = store
+        self._lengths = store.lengths
         self.options = options
         self.pad_token_id = pad_token_id
         self.report = report
         self._about = about
         self.passed_through = columns
         self._origin = origin
-        self._padded = engine.batches(tokens, options.max_prompt_length, options.truncation, pad_token_id)
+        self._padded = engine.batches(store, options.max_prompt_length, options.truncation, pad_token_id)
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self._store)
 
     def __repr__(self) -> str:
         columns = ", ".join(self.passed_through.names)
-        return f"PromptDataset({len(self):,} rows, {len(self.tokens.values):,} tokens, {columns})"
+        return f"PromptDataset({len(self):,} rows, {self._lengths.sum():,} tokens, {columns})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_store": self.tokens}  # another process cannot use this one's device
+
+    @property
+    def tokens(self) -> Ragged:
+        """The ids of all rows, without padding: flat `values`, int32, and `offsets`, int64 `(n + 1,)`, on the host.
+
+        With `device="cuda"` they are copied there when they are first needed.
+        """
+        return self._store.to_host()
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
@@ -89,7 +100,7 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
 
         It is computed once, when it is first needed, at about a gigabyte of ids and columns per second.
         """
-        return self._about | {"tokens": token_digest(self.tokens), "columns": self.passed_through.digests()}
+        return self._about | {"tokens": token_digest(self._store), "columns": self.passed_through.digests()}
 
     @property
     def columns(self) -> pa.Table:
@@ -112,8 +123,7 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
         """
         from gpuload.engines.device.cudf import frame_of
 
-        on_device = self.options.tokens_on == "device"
-        return frame_of(self.columns, getattr(self._padded, "store", self.tokens) if on_device else self.tokens)
+        return frame_of(self.columns, self._store)
 
     @property
     def column_types(self) -> pa.Schema:
@@ -161,11 +171,11 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
             IndexError: A row number is out of range.
             PromptTooLongError: A row is longer than `max_prompt_length`, and `truncation="error"`.
         """
-        taken = self._take(rows, "max_length")
+        taken = self.batch(rows)
         columns = [values.unbind(0) if isinstance(values, torch.Tensor) else values for values in taken.values()]
         return [dict(zip(taken, values, strict=True)) for values in zip(*columns, strict=True)]
 
-    def batch(self, rows: Sequence[int] | np.ndarray[Any, Any], padding: Padding = "max_length") -> dict[str, Any]:
+    def batch(self, rows: Sequence[int] | np.ndarray[Any, Any], padding: Padding = "max_length") -> LazyDict:
         """Return a batch of B rows.
 
         Examples:
@@ -185,19 +195,28 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
                 the batch.
 
         Returns:
-            A dict with the keys of a row: int64 tensors `(B, L)` on the load's device, and object arrays `(B,)` for
-            everything else.
+            A mapping with the keys of a row: int64 tensors `(B, L)` on the load's device, and object arrays `(B,)` for
+            everything else. The arrays are made when they are first read; `dict(batch)` reads all of them.
 
         Raises:
             IndexError: A row number is out of range.
             PromptTooLongError: A row is longer than `max_prompt_length`, and `truncation="error"`.
+            DataError: When a column is read that has a value without a Python equivalent.
         """
-        return {
-            key: values if isinstance(values, torch.Tensor) else _object_array(values)
-            for key, values in self._take(rows, padding).items()
-        }
+        numbers = self._check(rows)
+        limit, side = self.options.max_prompt_length, self.options.truncation
+        width = limit if padding == "max_length" else min(limit, int(self._lengths[numbers].max(initial=0)))
+        # Closures must not refer to the batch: a cycle would keep its tensors until the next garbage collection.
+        ids = cache(lambda: self._store.take(numbers).truncate(limit, side))  # one copy, for tensors and lists
+        columns = {name: cache(partial(self._objects, name, numbers)) for name in self.passed_through.names}
+        extra_info = columns.get("extra_info", lambda: [None] * len(numbers))
+        taken: dict[str, Any] = {name: Later(column) for name, column in columns.items()}
+        taken |= self._padded(numbers, ids, width)
+        taken["raw_prompt_ids"] = Later(lambda: _object_array(ids().to_lists()))
+        taken["index"] = Later(lambda: _object_array([_index(extra) for extra in extra_info()]))
+        return LazyDict(taken)
 
-    def ahead(self, batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the same batches, some of them prepared ahead where that hides latency. For `PromptLoader`."""
         return self._padded.ahead(batches)
 
@@ -218,22 +237,12 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
         settings = {"shuffle": self.options.shuffle, "seed": self.options.seed or 0} | settings
         return PromptLoader(self, batch_size, **settings)
 
-    def _take(self, rows: Sequence[int] | np.ndarray[Any, Any], padding: Padding) -> dict[str, Any]:
-        """B rows by key: tensors (B, L), and lists of B objects."""
-        numbers = self._check(rows)
-        length = self.options.max_prompt_length
-        tokens = self.tokens.take(numbers).truncate(length, self.options.truncation)
-        width = length if padding == "max_length" else int(tokens.lengths.max(initial=0))
-        taken: dict[str, Any] = self.passed_through.take(numbers)
-        taken |= self._padded(numbers, tokens, width)
-        taken["raw_prompt_ids"] = tokens.to_lists()
-        taken["index"] = [_index(extra) for extra in taken.get("extra_info", [None] * len(numbers))]
-        if self.options.return_raw_chat:
-            taken["raw_prompt"] = [
-                [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-                for prompt in taken["raw_prompt"]
-            ]
-        return taken
+    def _objects(self, name: str, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """(B,) values of a pass-through column."""
+        values = self.passed_through.take(numbers, [name])[name]
+        if name == "raw_prompt" and self.options.return_raw_chat:
+            values = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt for prompt in values]
+        return _object_array(values)
 
     def _check(self, rows: Sequence[int] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         numbers = np.asarray(rows, np.int64).reshape(-1)
@@ -243,11 +252,10 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
         numbers = np.where(numbers < 0, numbers + len(self), numbers)
         limit = self.options.max_prompt_length
         if self.options.truncation == "error":
-            lengths = self.tokens.lengths[numbers]
-            for number in numbers[lengths > limit]:
+            for number in numbers[self._lengths[numbers] > limit]:
                 file, place = self.origin(number)
                 raise PromptTooLongError(
-                    f"row {number} ({file} row {place}) has {self.tokens.lengths[number]} tokens, which exceeds "
+                    f"row {number} ({file} row {place}) has {self._lengths[number]} tokens, which exceeds "
                     f"max_prompt_length={limit}: raise max_prompt_length, set truncation to 'left', 'right' or "
                     "'middle', or set filter_overlong_prompts=True"
                 )

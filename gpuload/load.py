@@ -29,7 +29,7 @@ from gpuload.cache.store import TokenCache, tokens_directory
 from gpuload.dataset import PromptDataset, warn_of_replaced
 from gpuload.engines.choose import EngineBuilder, choose_engine
 from gpuload.engines.host.engine import HostEngine
-from gpuload.engines.protocol import Engine
+from gpuload.engines.protocol import Engine, TokenStore
 from gpuload.errors import MORE_MEMORY, DataError, DeviceError, GpuloadError, HostMemoryError, MismatchError
 from gpuload.files import cache_root, remove_orphans
 from gpuload.filter import all_dropped, filter_rows, kept_columns
@@ -68,7 +68,7 @@ def load(
     token_cache: bool = True,
     token_cache_bytes: int = 0,
     device: str = "auto",
-    tokens_on: TokensOn = "device",
+    tokens_on: TokensOn = "auto",
     gpu_memory_limit: int = 0,
     verify: Verify = "sample",
     strict: bool = False,
@@ -261,7 +261,8 @@ def _run_on_device(task: Pass, build_engine: EngineBuilder, exact_only: bool = F
         about_the_data = isinstance(error, GpuloadError) and not isinstance(error, DeviceError)
         if engine.name == "cpu" and isinstance(error, MemoryError) and not about_the_data:
             raise HostMemoryError(f"out of memory while loading ({error}): {MORE_MEMORY}") from error
-        if task.options.device != "auto" or engine.name == "cpu" or about_the_data:
+        exchanged = task.ranks is not None and task.ranks.exchanged  # the others have gone on
+        if task.options.device != "auto" or engine.name == "cpu" or about_the_data or exchanged:
             raise
         why = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
     warnings.warn(f"the GPU engine failed, falling back to the CPU ({why})", stacklevel=3)
@@ -286,7 +287,7 @@ def _run(task: Pass, engine: Engine) -> PromptDataset:
     num_rows = sum(source.num_rows for source in sources) if wanted is None else len(wanted)
     verifier = Verifier("off" if random else options.verify, task.reference, num_rows)
     tables: list[pa.Table] = []
-    ids: list[Ragged] = []
+    ids: list[TokenStore] = []
     places: list[RowNumbers] = [np.zeros((0, 2), np.int64)]  # (n, 2): source, row in that source
     with ExitStack() as stack:
         stack.enter_context(engine.loading())
@@ -313,14 +314,16 @@ def _run(task: Pass, engine: Engine) -> PromptDataset:
             report.notes.append(f"prompts differ from run to run: {reason}")
         origin = np.concatenate(places)
         if task.ranks is not None:
-            whole = task.ranks.exchange(KeptRows(ids, tables, origin, report))
-            ids, tables, origin, report = [engine.keep(part, None) for part in whole.ids], *whole[1:]
+            own = KeptRows(ids, tables, origin, report)
+            ids, tables, origin, report = task.ranks.exchange(own, partial(engine.keep, rows=None))
         report.rows_kept = sum(len(part) for part in ids)
         if not report.rows_kept:
             raise DataError(all_dropped(report))
         order = wanted_order(origin, sources, task.wanted)
         store = engine.store(ids, order)
-        report.tokens, report.longest = len(store.values), int(store.lengths.max())
+        if options.tokens_on == "auto" and engine.name == "cuda" and isinstance(store, Ragged):
+            report.notes.append("token ids are in host memory: gpu_memory_limit leaves too little GPU memory for them")
+        report.tokens, report.longest = int(store.lengths.sum()), int(store.lengths.max())
     return PromptDataset(
         store,
         Columns(_drain(tables), order),

@@ -6,7 +6,7 @@ with the settings and the fingerprint of the data that they refer to. Any number
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, Protocol, get_args
 
 import numpy as np
@@ -28,15 +28,15 @@ class Data(Protocol):
 
     def __len__(self) -> int: ...
 
-    def batch(self, rows: np.ndarray[Any, Any], padding: Padding) -> dict[str, Any]: ...
+    def batch(self, rows: np.ndarray[Any, Any], padding: Padding) -> MutableMapping[str, Any]: ...
 
-    def ahead(self, batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]: ...
+    def ahead(self, batches: Iterator[Any]) -> Iterator[Any]: ...
 
 
 class PromptLoader:
     """An iterable over the batches of one epoch. Each `iter()` starts the next epoch.
 
-    Made by `PromptDataset.loader`. A batch is a dict; see `PromptDataset.batch`.
+    Made by `PromptDataset.loader`. A batch is a mapping; see `PromptDataset.batch`.
 
     Examples:
         >>> import gpuload
@@ -117,7 +117,7 @@ class PromptLoader:
         """Number of batches per epoch, the same on every rank."""
         return self._batches_from(0)
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[MutableMapping[str, Any]]:
         if self._position and not self._resuming:  # an epoch left by `break` is not continued
             self.epoch, self._position = self.epoch + 1, 0
         self._resuming = False

@@ -18,7 +18,7 @@ from gpuload.errors import OptionError
 Truncation = Literal["error", "left", "right", "middle"]
 Verify = Literal["sample", "full", "off"]
 Padding = Literal["max_length", "longest"]
-TokensOn = Literal["device", "host"]
+TokensOn = Literal["auto", "device", "host"]
 
 # Keys of verl 0.9.1's `data:` section (trainer/config/data/legacy_data.yaml) that do not concern how prompts are read,
 # rendered and tokenized.
@@ -77,8 +77,9 @@ class Options:
             tenth of the free disk space, at most 20 GB.
         device: `"cpu"`, `"cuda"`, `"cuda:N"`, or `"auto"`: the GPU if it works, else the CPU. The report gives the
             reason.
-        tokens_on: Where the GPU engine stores token ids: in `"device"` memory (4 bytes per token), or in pinned
-            `"host"` memory, from which the ids of each batch are copied one batch ahead.
+        tokens_on: Where the GPU engine stores token ids: in `"device"` memory (4 bytes per token), in pinned `"host"`
+            memory, from which the ids of each batch are copied one batch ahead, or `"auto"`: in device memory if they
+            fit into what `gpu_memory_limit` leaves of the free memory, else in host memory.
         gpu_memory_limit: Maximum GPU memory of a load in bytes, in addition to the stored ids; 0 is half of the free
             memory.
         verify: Compare the fast path with the reference on a `"sample"` of rows, on all rows (`"full"`) or not at all
@@ -109,7 +110,7 @@ class Options:
     token_cache: bool = True
     token_cache_bytes: int = 0
     device: str = "auto"
-    tokens_on: TokensOn = "device"
+    tokens_on: TokensOn = "auto"
     gpu_memory_limit: int = 0
     verify: Verify = "sample"
     strict: bool = False

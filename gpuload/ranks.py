@@ -7,9 +7,8 @@
 Ranks communicate through a gloo group of their own, in host memory. If one rank fails, all of them raise.
 """
 
-import copy
 import datetime
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from gpuload.arrays import Ragged
+from gpuload.engines.protocol import TokenStore
 from gpuload.errors import GpuloadError, OptionError
 from gpuload.report import Report
 
@@ -33,13 +33,13 @@ class KeptRows(NamedTuple):
     """Rows that were kept, in the order of their files.
 
     Attributes:
-        ids: their ids, in some parts, in host memory.
+        ids: their ids, in some parts.
         tables: their other columns, in some parts.
         places: (n, 2) int64: number of the source, and row in that source.
         report: of the rows that were read.
     """
 
-    ids: list[Ragged]
+    ids: list[TokenStore]
     tables: list[pa.Table]
     places: RowNumbers
     report: Report
@@ -54,13 +54,13 @@ class Ranks:
     Attributes:
         rank: of this process.
         count: how many there are.
+        exchanged: whether every rank has said what became of its share.
     """
 
     def __init__(self, group: Any):
         self._group = group
         self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
-        self._exchanged: KeptRows | None = None
-        self._heard = False  # whether every rank has said what became of its share
+        self.exchanged = False
 
     def agree(self, given: dict[str, Any], chosen: Any) -> Any:
         """Checks that all ranks were given the same, and returns what rank 0 has chosen.
@@ -105,49 +105,47 @@ class Ranks:
         cuts.append(len(rows))
         return rows[cuts[self.rank] : cuts[self.rank + 1]]
 
-    def exchange(self, own: KeptRows) -> KeptRows:
-        """Sends this rank's rows to the others, and returns the rows of all ranks, in order.
+    def exchange(self, own: KeptRows, keep: Callable[[Ragged], TokenStore]) -> KeptRows:
+        """Sends this rank's rows to the others.
 
-        A second call, after an engine failed with the result of the first one, returns that result again.
+        Args:
+            own: this rank's rows.
+            keep: puts ids of other ranks, which are in host memory, where this rank's own ids are.
+
+        Returns:
+            The rows of all ranks, in order.
 
         Raises:
             GpuloadError: another rank failed.
         """
-        if self._exchanged is None:
-            self._exchanged = self._exchange(own)
-        ids, tables, places, report = self._exchanged
-        return KeptRows(list(ids), list(tables), places, copy.deepcopy(report))
-
-    def fail(self, error: BaseException) -> None:
-        """Tells the other ranks, which wait for this one's rows, why it has none."""
-        if not self._heard:
-            self._gather(f"{type(error).__name__}: {error}")
-
-    def again(self) -> None:
-        """Forgets the rows that were exchanged: they will be loaded again."""
-        self._exchanged, self._heard = None, False
-
-    def _exchange(self, own: KeptRows) -> KeptRows:
         mine = Ragged.concatenate([part.to_host() for part in own.ids])
-        tables = [_to_bytes(table) for table in own.tables]
-        arrays = [mine.values, mine.offsets, np.ascontiguousarray(own.places), *tables]
-        about = [(array.dtype.str, array.shape) for array in arrays], own.report
-        everyone = self._gather(about)
-        self._heard = True
+        arrays = [mine.values, mine.offsets, np.ascontiguousarray(own.places), *map(_to_bytes, own.tables)]
+        everyone = self._gather(([(array.dtype.str, array.shape) for array in arrays], own.report))
+        self.exchanged = True
         failed = [f"rank {rank}: {answer}" for rank, answer in enumerate(everyone) if isinstance(answer, str)]
         if failed:
             raise GpuloadError(f"distributed=True: another rank failed: {'; '.join(failed)}")
-        ids, tables, places = [], [], []
+        ids: list[TokenStore] = []
+        tables, places = [], []
         for rank, (shapes, _) in enumerate(everyone):
-            theirs = self._broadcast(rank, shapes, arrays)
-            ids.append(Ragged(theirs[0], theirs[1]))
-            places.append(theirs[2])
-            tables += [_from_bytes(array) for array in theirs[3:]]
+            values, offsets, theirs, *some = self._broadcast(rank, shapes, arrays)
+            ids += own.ids if rank == self.rank else [keep(Ragged(values, offsets))]
+            tables += own.tables if rank == self.rank else [_from_bytes(array) for array in some]
+            places.append(theirs)
         report = everyone[0][1]
         for _, other in everyone[1:]:
             report.add(other)
         report.notes.append(f"the work was shared by {self.count} ranks")
         return KeptRows(ids, tables, np.concatenate(places), report)
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the other ranks, which wait for this one's rows, why it has none."""
+        if not self.exchanged:
+            self._gather(f"{type(error).__name__}: {error}")
+
+    def again(self) -> None:
+        """Prepares for another exchange: all ranks load their rows again."""
+        self.exchanged = False
 
     def _broadcast(self, rank: int, shapes: list[Any], own: list[Any]) -> list[Any]:
         """The arrays of one rank, on every rank."""

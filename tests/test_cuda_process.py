@@ -1,12 +1,21 @@
-"""What a process shares among its loads on GPUs: the number of the GPU, and one memory pool per GPU."""
+"""What a process shares among its loads on GPUs: the number of the GPU, one memory pool per GPU, and pinned memory."""
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from gpuload.engines.device.cuda import Pools, number_of
+from gpuload.arrays import Ragged
+from gpuload.engines.device import cuda
+from gpuload.engines.device.cuda import CudaKernels, Pools, number_of
+from gpuload.engines.device.kernels import DeviceKernels
+from gpuload.engines.device.store import host_store
+from gpuload.errors import DeviceError
 
 
 @pytest.mark.parametrize(
@@ -83,3 +92,40 @@ def test_a_pool_is_removed_after_an_error() -> None:
     with pytest.raises(ValueError, match="in a load"), pools.use(0, installer(events, 100)):
         raise ValueError("in a load")
     assert events == ["install 100", "remove 100"]
+
+
+def test_ids_may_use_the_memory_that_the_limit_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = object.__new__(CudaKernels)
+    kernels._number = 0
+    kernels._loading = None
+    monkeypatch.setattr(CudaKernels, "_free", lambda self: 1000)
+    monkeypatch.setattr(CudaKernels, "current", lambda self: nullcontext())
+    for limit, left in ((600, 400), (2000, 0)):
+        monkeypatch.setattr(cuda, "_POOLS", SimpleNamespace(use=lambda *_, limit=limit: nullcontext(limit)))
+        with kernels.loading():
+            assert kernels.ids_limit == left
+
+
+def test_host_memory_is_pinned_in_place_until_it_is_freed() -> None:
+    pinned: dict[int, int] = {}
+
+    def register(address: int, nbytes: int, flags: int) -> None:
+        if address in pinned:
+            raise RuntimeError("already registered")
+        pinned[address] = nbytes
+
+    runtime = SimpleNamespace(hostRegister=register, hostUnregister=pinned.pop, CUDARuntimeError=RuntimeError)
+    kernels: Any = object.__new__(DeviceKernels)
+    kernels.xp = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+    rows = [host_store([Ragged.from_lists([[1, 2], [3]])], None) for _ in range(2)]
+    addresses = [kernels.pinned(some.values) for some in rows]
+    assert pinned == dict.fromkeys(addresses, 12)
+    assert [some.values.ctypes.data for some in rows] == addresses
+    assert all(address % 4096 == 0 for address in addresses), "no page has memory of anything else"
+    with pytest.raises(DeviceError, match="cannot pin 12 bytes of host memory .already registered.: set tokens_on"):
+        kernels.pinned(rows[0].values)
+    kept = rows.pop().values[1:]
+    assert len(pinned) == 2
+    del kept
+    assert len(pinned) == 1
+    assert kernels.pinned(np.zeros(0, np.int32)) == 0

@@ -15,12 +15,15 @@ import torch
 from conftest import shared_files, user
 
 import gpuload
+from gpuload.arrays import Ragged
 from gpuload.engines.conversations import Conversations, from_arrow, from_texts
 from gpuload.engines.device import cuda, cudf
 from gpuload.engines.device import engine as device
+from gpuload.engines.device.batches import pad, prepare_pad
 from gpuload.engines.device.encode import LEAST_CHUNK, DeviceEncoder
 from gpuload.engines.device.engine import DeviceEngine, zip_with_tables
 from gpuload.engines.device.render import render
+from gpuload.engines.device.store import Segments
 from gpuload.engines.device.texts import DeviceTexts, texts_to_device
 from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.protocol import ArrowPrompts
@@ -31,10 +34,11 @@ from gpuload.sources.fetch import SourceFile
 from gpuload.sources.read import Source, open_file, with_prompts
 from gpuload.testing import load_with
 from gpuload.testing.host_kernels import COMPILER, HostKernels
+from gpuload.testing.strict_arrays import StrictKernels
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
-KERNELS = HostKernels()
+KERNELS = StrictKernels()
 
 
 def in_odd_chunks(source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, Any]]:
@@ -192,7 +196,7 @@ def test_a_column_of_texts_on_the_device(qwen: Any) -> None:
     engine = DeviceEngine(KERNELS, torch.device("cpu"), Reference(qwen))
     valid = np.asarray(texts.is_valid())
     column = texts_to_device(KERNELS, [(text or "").encode() for text in texts.to_pylist()])
-    there = from_texts(DeviceTexts(KERNELS), column, valid, lambda rows: texts.take(pa.array(rows)))
+    there = from_texts(DeviceTexts(KERNELS), column, KERNELS.xp.asarray(valid), lambda rows: texts.take(pa.array(rows)))
     found, expected = engine.render(there), engine.render(ArrowPrompts(texts))
     assert found.text.equals(expected.text)
     assert found.rejected == expected.rejected == {1: "prompt is null"}
@@ -218,6 +222,9 @@ def test_batches_are_made_where_the_process_is(
     monkeypatch.setattr(HostKernels, "_launch", lambda self, name, *rest: (ran.append(name), launch(self, name, *rest)))
     batch = prompts.batch([0, 1])
     assert ran == ["pad"]
+    prompts.tokens  # noqa: B018
+    ran.remove("copy_pieces")
+    assert ran == ["pad"]
     travelled = pickle.loads(pickle.dumps(prompts)).batch([0, 1])
     assert ran == ["pad"]
     assert torch.equal(batch["input_ids"], travelled["input_ids"])
@@ -227,21 +234,22 @@ def test_batches_are_made_where_the_process_is(
 
 
 def test_a_batch_is_the_memory_that_the_kernel_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpuload.arrays import Ragged
-    from gpuload.engines.device.batches import pad
-
     written: list[int] = []
     launch = HostKernels._launch
     monkeypatch.setattr(
         HostKernels,
         "_launch",
         lambda self, name, blocks, arguments: (
-            written.extend(a.ctypes.data for a in arguments[-3:]),
+            written.append(arguments[-1].ctypes.data),
             launch(self, name, blocks, arguments),
         ),
     )
-    batch = pad(KERNELS, Ragged.from_lists([[1, 2], [3]]), np.array([1, 0]), 3, 3, "left", 9)
-    assert [tensor.data_ptr() for tensor in batch.values()] == written
+    store = Segments(KERNELS).add(Ragged.from_lists([[1, 2], [3]]))
+    assert store is not None
+    launch_pad = prepare_pad(KERNELS, store.index, 3, "left", 9)
+    written.clear()
+    batch = pad(KERNELS, launch_pad, KERNELS.xp.asarray(np.array([1, 0])), 3)
+    assert [tensor.data_ptr() for tensor in batch.values()] == [written[0] + 8 * 6 * plane for plane in range(3)]
     assert batch["input_ids"].tolist() == [[9, 9, 3], [9, 1, 2]]
 
 

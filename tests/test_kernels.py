@@ -167,16 +167,16 @@ def test_batches_are_padded_and_truncated_as_on_the_cpu(count: int, keep: Any, w
     chance = np.random.default_rng(count)
     lists = [chance.integers(0, 1000, chance.integers(0, 90)).tolist() for _ in range(50)]
     store, rows = Ragged.from_lists(lists), chance.integers(0, 50, count)
-    outs = [poisoned(count * width + 3, np.int64) for _ in range(3)]
+    address, out = KERNELS.address(store.values) + 4 * store.offsets[:-1], poisoned(3 * count * width + 3, np.int64)
     head = {"left": 0, "right": limit, "middle": limit // 2}[keep]
-    KERNELS.run("pad", KERNELS.blocks(count), count, rows, store.values, store.offsets, width, limit, head, 7, *outs)
+    KERNELS.run("pad", KERNELS.blocks(count), address, store.lengths, limit, head, 7, count, rows, width, out)
     kept = store.take(rows).truncate(limit, keep).to_lists()
-    for out, padding, fill in zip(
-        outs, (7, 0, 0), (lambda r: r, lambda r: [1] * len(r), lambda r: [*range(len(r))]), strict=True
+    planes = out[: 3 * count * width].reshape(3, count, width)
+    for plane, padding, fill in zip(
+        planes, (7, 0, 0), (lambda r: r, lambda r: [1] * len(r), lambda r: [*range(len(r))]), strict=True
     ):
-        expected = [[padding] * (width - len(row)) + fill(row) for row in kept]
-        assert out[: count * width].reshape(count, width).tolist() == expected
-        assert (out[count * width :] == -85).all()
+        assert plane.tolist() == [[padding] * (width - len(row)) + fill(row) for row in kept]
+    assert (out[3 * count * width :] == -85).all()
 
 
 def test_arguments_of_the_wrong_kind_are_rejected() -> None:

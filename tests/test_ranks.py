@@ -11,14 +11,20 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 import torch.distributed as dist
 from conftest import user
 from torch import multiprocessing
 
 import gpuload
+from gpuload.engines.device.engine import DeviceEngine
 from gpuload.engines.host.engine import HostEngine
 from gpuload.errors import OptionError
+from gpuload.options import Options
+from gpuload.reference.reference import Reference
 from gpuload.sources import batches
+from gpuload.testing import load_with
+from gpuload.testing.host_kernels import COMPILER, HostKernels
 
 Answer = dict[str, Any]
 BATCH = 128
@@ -104,6 +110,21 @@ def test_every_rank_has_what_one_process_loads(files: list[str], gsm8k: str, qwe
             assert "error" not in answer, answer
             same(answer[str(number)], expected)
             assert "the work was shared by 3 ranks" in answer[str(number)]["notes"]
+
+
+def load_on_device(rank: int, files: list[str], tokenizer: str) -> Answer:
+    def engine(options: Options, reference: Reference, exact_only: bool = False) -> DeviceEngine:
+        return DeviceEngine(HostKernels(), torch.device("cpu"), reference, exact_only, None, options.tokens_on)
+
+    return contents(load_with(engine, files, tokenizer, distributed=True, max_samples=200, shuffle=True, seed=1))
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_ids_on_a_device(files: list[str], qwen_folder: str) -> None:
+    expected = contents(gpuload.load(files, qwen_folder, max_samples=200, shuffle=True, seed=1))
+    for answer in run(2, load_on_device, files, qwen_folder):
+        assert "error" not in answer, answer
+        same(answer, expected)
 
 
 def count_encoded(rank: int, files: list[str], tokenizer: str) -> Answer:

@@ -15,9 +15,9 @@ from gpuload.engines.host.batches import pad
 
 
 def endless(prompts: PromptDataset, size: int) -> Iterator[dict[str, Any]]:
-    """Yield the loader's shuffled batches, epoch after epoch."""
+    """Yield the loader's shuffled batches with all their values, epoch after epoch."""
     loader = prompts.loader(size, shuffle=True, drop_last=True)
-    return itertools.chain.from_iterable(itertools.repeat(loader))
+    return map(dict, itertools.chain.from_iterable(itertools.repeat(loader)))
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from gpuload.arrays import Ragged
 from gpuload.dataset import PromptDataset
 from gpuload.engines.device import cuda
 from gpuload.engines.device.batches import DeviceBatches
-from gpuload.engines.device.engine import to_device
+from gpuload.engines.device.store import Segments
 
 SLACK = 64 << 20
 """Bytes that CUDA may keep: code of kernels, partly used pages."""
@@ -172,13 +172,17 @@ def pointers(rig: Rig) -> dict[str, tuple[int, int]]:
     """Return, for each tensor of a batch, the address that the kernel wrote to and torch's `data_ptr`."""
     on_host = Ragged.from_lists([list(range(1 + number % 50)) for number in range(1000)])
     with rig.kernels.current():
-        store = to_device(rig.kernels, on_host)
+        store = Segments(rig.kernels).add(on_host)
+    assert store is not None
     made = DeviceBatches(rig.kernels, store, 64, "left", 0)
     with rig.launches() as recorded:
-        batch = made(np.arange(100), on_host, 64)
+        batch = made(np.arange(100), lambda: on_host, 64)
     (launch,) = recorded
-    names = {"input_ids": "ids", "attention_mask": "mask", "position_ids": "positions"}
-    return {key: (launch.arrays[names[key]], tensor.data_ptr()) for key, tensor in batch.items()}
+    plane = 8 * 100 * 64  # the kernel writes the three tensors one after the other
+    return {
+        key: (launch.arrays["out"] + number * plane, tensor.data_ptr())
+        for number, (key, tensor) in enumerate(batch.items())
+    }
 
 
 def sanitizer(task: Task, facts: Facts) -> None:

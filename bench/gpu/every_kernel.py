@@ -13,10 +13,10 @@ from bench.gpu.rig import Rig, program_of
 from gpuload.arrays import Ragged
 from gpuload.demo_data import demo_files
 from gpuload.engines.conversations import from_arrow
-from gpuload.engines.device.batches import pad
-from gpuload.engines.device.engine import to_device
+from gpuload.engines.device.batches import pad, prepare_pad
 from gpuload.engines.device.kernels import DeviceKernels
 from gpuload.engines.device.render import render
+from gpuload.engines.device.store import Segments
 from gpuload.engines.device.texts import BOUNDS_ONLY, DeviceTexts, texts_to_device
 from gpuload.template.program import Operation, Predicate, Ref
 
@@ -45,8 +45,10 @@ def run(rig: Rig) -> str:
         for test in ("contains", "startswith", "endswith", "equals", "empty"):
             ops.answer(column, Predicate(Ref(0), test, "a"))
         lists = [list(range(number % 70)) for number in range(len(texts))]
-        store = to_device(kernels, Ragged.from_lists(lists))
-        pad(kernels, store, kernels.xp.arange(len(texts), dtype=np.int64), 64, 40, "middle", 0)
+        store = Segments(kernels).add(Ragged.from_lists(lists))
+        assert store is not None
+        launch = prepare_pad(kernels, store.index, 40, "middle", 0)
+        pad(kernels, launch, kernels.xp.arange(len(texts), dtype=np.int64), 64)
         data, offsets = flat(pa.array(texts, pa.large_string()))
         device_encoder(rig, directory).encode(kernels.xp.asarray(data), kernels.xp.asarray(offsets))
         kernels.synchronize()

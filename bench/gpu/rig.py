@@ -129,9 +129,9 @@ class Rig:
     def launches(self) -> Iterator[list[Launch]]:
         """Record every launch of a kernel within the block. Their seconds are set at its end."""
         recorded: list[Launch] = []
-        run = self.kernels.run
+        launch_kernel = self.kernels._launch
 
-        def recording(name: str, threads: int, *arguments: Any) -> None:
+        def recording(name: str, blocks: int, arguments: list[Any]) -> None:
             arrays = {
                 parameter.name: self.kernels.address(argument)
                 for parameter, argument in zip(signatures()[name], arguments, strict=True)
@@ -141,11 +141,11 @@ class Rig:
             recorded.append(launch)
             if launch.events:
                 launch.events[0].record()
-            run(name, threads, *arguments)
+            launch_kernel(name, blocks, arguments)
             if launch.events:
                 launch.events[1].record()
 
-        with mock.patch.object(self.kernels, "run", recording):
+        with mock.patch.object(self.kernels, "_launch", recording):
             yield recorded
         for launch in recorded:
             if launch.events:
@@ -223,7 +223,7 @@ def rates(seconds: float, nbytes: int = 0, rows: int = 0) -> dict[str, float]:
     return cells
 
 
-def moved(name: str, arguments: tuple[Any, ...]) -> int:
+def moved(name: str, arguments: list[Any]) -> int:
     """Return the bytes that a kernel must at least move: each of its arrays is counted once.
 
     Two kernels read only those parts of an array that addresses or row numbers point to. For `copy_pieces` the array
@@ -231,7 +231,7 @@ def moved(name: str, arguments: tuple[Any, ...]) -> int:
     """
     arrays: list[Array] = [argument for argument in arguments if hasattr(argument, "nbytes") and argument.ndim]
     if name == "pad":
-        arrays = [arrays[0], *arrays[-3:]]
+        arrays = arrays[-2:]  # row numbers and the batch
     again = arrays[-1].nbytes if name == "copy_pieces" else 0
     return int(sum(array.nbytes for array in arrays)) + again
 

@@ -16,10 +16,11 @@ from bench.gpu.rig import Rig, by_kernel, copy_bandwidth, cudf_missing, name_of,
 from bench.gpu.section import Facts, MissingError, Task
 from gpuload.arrays import Ragged, offsets_of
 from gpuload.engines.conversations import Conversations, from_arrow
-from gpuload.engines.device.batches import DeviceBatches, pad
+from gpuload.engines.device.batches import DeviceBatches, pad, prepare_pad
 from gpuload.engines.device.cudf import chunks
 from gpuload.engines.device.engine import take
 from gpuload.engines.device.render import render
+from gpuload.engines.device.store import Segments
 from gpuload.engines.device.texts import DeviceTexts
 
 _CHUNK = 256 << 20
@@ -104,20 +105,23 @@ def batches(task: Task, facts: Facts) -> None:
         with rig.in_a_pool():
             facts("filter that drops one row in ten", **rig.timed(kept, store.nbytes + kept().nbytes, len(store)))
         order = np.random.default_rng(0).permutation(max(len(store), count)) % len(store)
-        batch_of = DeviceBatches(rig.kernels, store, width, "left", 0)
+        on_device = Segments(rig.kernels).add(store)
+        assert on_device is not None
+        batch_of = DeviceBatches(rig.kernels, on_device, width, "left", 0)
+        launch = prepare_pad(rig.kernels, on_device.index, width, "left", 0)
         written = 3 * count * width * 8
         held: deque[Any] = deque(maxlen=_AT_ONCE)
         numbers = [order[:count], order[-count:]]
         to_device = [xp.asarray(some) for some in numbers]
         with rig.launches() as recorded:
             for _ in range(_IN_A_ROW):
-                held.append(pad(rig.kernels, store, to_device[0], width, width, "left", 0))
+                held.append(pad(rig.kernels, launch, to_device[0], width))
         alone = by_kernel(recorded)["pad"]
         facts(f"pad, {count} × {width}", **_each(alone, copy))
 
         methods: dict[str, Callable[[int], Any]] = {
-            "row numbers on the device": lambda i: pad(rig.kernels, store, to_device[i], width, width, "left", 0),
-            "row numbers from the host": lambda i: batch_of(numbers[i], store, width),
+            "row numbers on the device": lambda i: pad(rig.kernels, launch, to_device[i], width),
+            "row numbers from the host": lambda i: batch_of(numbers[i], store.to_host, width),
         }
         for name, draw in methods.items():
             cells = rig.timed(partial(_in_a_row, draw, held), _IN_A_ROW * written)

@@ -90,7 +90,7 @@ def _steps(build: Callable[[Reference], Engine], outcome: Outcome) -> Iterator[N
     limit, pad_id = _OPTIONS.max_prompt_length, reference.pad_token_id
     numbers = np.arange(_BATCH)
     taken = tokens.take(numbers)
-    batch = engine.batches(store, limit, "left", pad_id)(numbers, taken, limit)
+    batch = engine.batches(store, limit, "left", pad_id)(numbers, lambda: taken, limit)
     _expect("batches", {key: values.cpu().tolist() for key, values in batch.items()}, _padded(taken, limit, pad_id))
     yield
 

@@ -1,15 +1,15 @@
 """What an engine is: the stages of a load that depend on the machine, and the data that passes between them.
 
-    read → Prompts          the prompt column, wherever the engine wants it
-    render → RenderedText   one text per prompt
-    encode → Tokenized      one row of token ids per text
-    keep, store → Ragged    the ids of all rows that were kept
-    batches → Batches       padded tensors from that store
+    read → Prompts             the prompt column, wherever the engine wants it
+    render → RenderedText      one text per prompt
+    encode → Tokenized         one row of token ids per text
+    keep, store → TokenStore   the ids of all rows that were kept
+    batches → Batches          padded tensors from that store
 
 `load.py` connects the stages and knows nothing else about the machine. There are two engines, `host/` and `device/`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -222,6 +222,25 @@ class Tokenized(RowCounts):
 # -- the engine ------------------------------------------------------------------------------------------------------
 
 
+class TokenStore(Protocol):
+    """The ids of n rows, in the engine's memory. `Ragged` is one, in host memory."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def lengths(self) -> np.ndarray[Any, Any]:
+        """(n,) int64 in host memory."""
+
+    def take(self, rows: np.ndarray[Any, Any]) -> Ragged:
+        """(m,) row numbers → those rows, in host memory."""
+
+    def chunks(self) -> Iterator[np.ndarray[Any, Any]]:
+        """The ids of all rows in order, in arrays in host memory."""
+
+    def to_host(self) -> Ragged:
+        """All rows in host memory."""
+
+
 class Batches(Protocol):
     """Makes padded batches from a store of ids.
 
@@ -229,19 +248,21 @@ class Batches(Protocol):
     process it makes host tensors.
     """
 
-    def __call__(self, numbers: np.ndarray[Any, Any], rows: Ragged, width: int) -> dict[str, torch.Tensor]:
+    def __call__(
+        self, numbers: np.ndarray[Any, Any], rows: Callable[[], Ragged], width: int
+    ) -> dict[str, torch.Tensor]:
         """One batch of B rows, left-padded; position_ids are clip(cumsum(attention_mask) - 1, 0).
 
         Args:
             numbers: (B,) row numbers in the store.
-            rows: the same rows, truncated, in host memory.
+            rows: returns the same rows, truncated, in host memory; called only if the batch is made there.
             width: columns of the batch.
 
         Returns:
             `input_ids`, `attention_mask` and `position_ids`, each int64 (B, width).
         """
 
-    def ahead(self, batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same batches in the same order; an engine may make each one early to hide a transfer."""
 
 
@@ -283,11 +304,11 @@ class Engine(Protocol):
     def fetch(self, ids: Ragged, rows: np.ndarray[Any, Any]) -> Ragged:
         """Some rows (ascending numbers), in host memory."""
 
-    def keep(self, ids: Ragged, rows: np.ndarray[Any, Any] | None) -> Ragged:
+    def keep(self, ids: Ragged, rows: np.ndarray[Any, Any] | None) -> TokenStore:
         """Some rows (ascending numbers, None for all), in memory that outlives the load."""
 
-    def store(self, parts: list[Ragged], order: np.ndarray[Any, Any] | None) -> Ragged:
-        """Joins what `keep` returned, then brings the rows into the given order. Empties the list."""
+    def store(self, parts: list[Any], order: np.ndarray[Any, Any] | None) -> TokenStore:
+        """Joins what `keep` returned, and brings the rows into the given order. Empties the list."""
 
-    def batches(self, store: Ragged, limit: int, side: Truncation, pad_id: int) -> Batches:
+    def batches(self, store: Any, limit: int, side: Truncation, pad_id: int) -> Batches:
         """A builder of batches from `store`; rows are truncated to `limit` ids, see `Ragged.truncate`."""

@@ -94,7 +94,7 @@ def cuda_engine(
     reference: Reference,
     device: str = "cuda",
     gpu_memory_limit: int = 0,
-    tokens_on: TokensOn = "device",
+    tokens_on: TokensOn = "auto",
     exact_only: bool = False,
 ) -> DeviceEngine:
     """The `Engine` of a GPU for which `unavailable_reason` returns None. For the arguments see `Options`."""
@@ -190,6 +190,7 @@ class CudaKernels(DeviceKernels):
 
         with _POOLS.use(self._number, self._install_pool) as limit:
             self.chunk_bytes = min(_MOST_CHUNK, limit // 8)
+            self.ids_limit = max(0, self._free() - limit)
             self._loading = rmm_cupy_allocator
             try:
                 with self.current():
@@ -197,12 +198,17 @@ class CudaKernels(DeviceKernels):
             finally:
                 self._loading = None
 
+    def _free(self) -> int:
+        """Bytes of free device memory."""
+        with self.xp.cuda.Device(self._number):
+            return int(self.xp.cuda.runtime.memGetInfo()[0])
+
     def _install_pool(self) -> tuple[int, Callable[[], None]]:
         """Makes RMM allocate from a pool. Returns its limit in bytes, and a function that removes it."""
         import rmm
 
         with self.xp.cuda.Device(self._number):
-            limit = self._limit or self.xp.cuda.runtime.memGetInfo()[0] // 2
+            limit = self._limit or self._free() // 2
             before = rmm.mr.get_per_device_resource(self._number)
             # Freed memory stays in the pool until the load is over. Without a threshold, CUDA would release it at
             # every synchronization, and the next chunk would allocate it again.

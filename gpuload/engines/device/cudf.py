@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from gpuload.arrays import Array, Ragged
+from gpuload.arrays import Array
 from gpuload.engines.conversations import EMPTY, NULL, OTHER, TEXTS, Conversations, Field, from_texts, type_name
 from gpuload.engines.device.kernels import Kernels
+from gpuload.engines.device.store import DeviceStore
 from gpuload.engines.device.texts import DeviceTexts
-from gpuload.engines.protocol import TextColumn
+from gpuload.engines.protocol import TextColumn, TokenStore
 from gpuload.errors import DeviceError
 from gpuload.sources.types import is_list, is_messages, is_text
 
@@ -106,12 +107,12 @@ def _sliced(kernels: Kernels, column: "plc.Column", low: int, high: int) -> "plc
     return plc.Column(column.type(), size, column.data(), column.null_mask(), nulls, start, column.children())
 
 
-def frame_of(columns: pa.Table, tokens: Ragged) -> Any:
+def frame_of(columns: pa.Table, store: TokenStore) -> Any:
     """A `cudf.DataFrame` of columns and rows of ids.
 
     Args:
         columns: n rows, copied to the device.
-        tokens: n rows, zero-copy where they are in device memory.
+        store: n rows of ids, copied on the device, or to it.
 
     Returns:
         The columns, and `raw_prompt_ids`: a list of int32 per row.
@@ -125,11 +126,12 @@ def frame_of(columns: pa.Table, tokens: Ragged) -> Any:
         import pylibcudf as plc
     except ImportError as error:
         raise DeviceError(f"to_cudf needs cuDF ({error}): pip install 'gpuload[cudf-cu13]'") from error
-    if len(tokens.values) > np.iinfo(np.int32).max:
+    if (count := int(store.lengths.sum())) > np.iinfo(np.int32).max:
         raise DeviceError(
-            f"to_cudf: {len(tokens.values):,} ids exceed the limit of a cuDF column of lists, "
+            f"to_cudf: {count:,} ids exceed the limit of a cuDF column of lists, "
             f"{np.iinfo(np.int32).max:,}: load fewer rows"
         )
+    tokens = store.joined() if isinstance(store, DeviceStore) else store.to_host()
     made = plc.Column.from_cuda_array_interface
     with tokens.values.device if isinstance(tokens.values, cupy.ndarray) else nullcontext():
         children = [made(cupy.asarray(tokens.offsets).astype(np.int32)), made(cupy.asarray(tokens.values))]

@@ -6,7 +6,7 @@ except reading (`cuda.py`) runs on any machine: the tests use kernels compiled f
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +21,7 @@ from gpuload.engines.device.batches import DeviceBatches
 from gpuload.engines.device.encode import LEAST_CHUNK, DeviceEncoder
 from gpuload.engines.device.kernels import Kernels
 from gpuload.engines.device.render import DeviceText, render
+from gpuload.engines.device.store import DeviceStore, Segments, host_store, in_order, to_device
 from gpuload.engines.device.texts import DeviceTexts, gather
 from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.host.render import HostText
@@ -60,10 +61,12 @@ class DeviceEngine:
         reference: Reference,
         exact_only: bool = False,
         reader: Reader | None = None,
-        tokens_on: TokensOn = "device",
+        tokens_on: TokensOn = "auto",
     ):
         self.device = device
         self._kernels, self._reader, self._tokens_on = kernels, reader, tokens_on
+        self._on_device = tokens_on != "host"  # as long as ids fit
+        self._segments: Segments | None = None
         self._ops = DeviceTexts(kernels)
         self._host = HostEngine(reference, exact_only)
         self._by_kernels = not self._host.by_prompt and reference.uses_template
@@ -198,52 +201,60 @@ class DeviceEngine:
         with self._kernels.current():
             return take(self._kernels, ids, self._kernels.xp.asarray(rows)).to_host()
 
-    def keep(self, ids: Ragged, rows: np.ndarray[Any, Any] | None) -> Ragged:
-        xp = self._kernels.xp
-        with self._kernels.current():
-            at = xp.arange(len(ids)) if rows is None else xp.asarray(rows)
-            if self._tokens_on == "host":
-                return take(self._kernels, ids, at).to_host()
-            return take(self._kernels, ids, at, lasting=True)
+    def keep(self, ids: Ragged, rows: np.ndarray[Any, Any] | None) -> Ragged | DeviceStore:
+        if (kept := self._keep_on_device(ids, rows)) is not None:
+            return kept
+        self._on_device = False  # nor will later rows fit
+        if rows is None or isinstance(ids.values, np.ndarray):
+            return self._host.keep(ids.to_host(), rows)
+        return self.fetch(ids, rows)
 
-    def store(self, parts: list[Ragged], order: np.ndarray[Any, Any] | None) -> Ragged:
-        kernels = self._kernels
-        if self._tokens_on == "host":
-            return self._host.store(parts, order)
-        with kernels.current():
-            with kernels.lasting():
-                whole = Ragged.concatenate(parts)
-            return whole if order is None else take(kernels, whole, kernels.xp.asarray(order), lasting=True)
+    def _keep_on_device(self, ids: Ragged, rows: np.ndarray[Any, Any] | None) -> DeviceStore | None:
+        """Some rows in device memory that outlives the load; None if the store is to be in host memory."""
+        if not self._on_device:
+            return None
+        by_limit = self._tokens_on == "auto"
+        if self._segments is None:
+            self._segments = Segments(self._kernels, self._kernels.ids_limit if by_limit else None)
+        try:
+            with self._kernels.current():
+                return self._segments.add(ids, rows)
+        except DeviceError:
+            if by_limit:
+                return None
+            raise
 
-    def batches(self, store: Ragged, limit: int, side: Truncation, pad_id: int) -> DeviceBatches:
-        return DeviceBatches(self._kernels, store, limit, side, pad_id, pinned=self._tokens_on == "host")
+    def store(self, parts: list[Ragged | DeviceStore], order: np.ndarray[Any, Any] | None) -> Ragged | DeviceStore:
+        self._segments = None
+        on_device = [part for part in parts if isinstance(part, DeviceStore)]
+        if len(on_device) == len(parts):
+            parts.clear()
+            return in_order(on_device, order)
+        on_host = [part.to_host() for part in parts]
+        parts.clear()
+        return host_store(on_host, order)
+
+    def batches(self, store: Ragged | DeviceStore, limit: int, side: Truncation, pad_id: int) -> DeviceBatches:
+        return DeviceBatches(self._kernels, store, limit, side, pad_id)
 
 
 def _out_of_memory(stage: str) -> str:
     return f"out of GPU memory while {stage}: raise gpu_memory_limit, free GPU memory, or use device='cpu'"
 
 
-def to_device(kernels: Kernels, rows: Ragged) -> Ragged:
-    """Rows in device memory: copied there, or the same ones if they are there already."""
-    return Ragged(kernels.xp.asarray(rows.values), kernels.xp.asarray(rows.offsets))
-
-
-def take(kernels: Kernels, ids: Ragged, rows: Array, lasting: bool = False) -> Ragged:
+def take(kernels: Kernels, ids: Ragged, rows: Array) -> Ragged:
     """`Ragged.take` by one kernel.
 
     Args:
         rows: (m,) int64 row numbers in device memory.
-        lasting: into memory that outlives the load.
     """
     address, length = kernels.address(ids.values) + 4 * ids.offsets[rows], ids.lengths[rows]
-    return _gather_rows(kernels, address, length, lasting)
+    return _gather_rows(kernels, address, length)
 
 
-def _gather_rows(kernels: Kernels, address: Array, length: Array, lasting: bool = False) -> Ragged:
+def _gather_rows(kernels: Kernels, address: Array, length: Array) -> Ragged:
     """Rows of int32 ids from anywhere in device memory, given by address and number of ids."""
-    size = 4 * length
-    with kernels.lasting() if lasting else nullcontext():  # the temporary arrays above are not lasting
-        offsets, data = gather(kernels, address, size)
+    offsets, data = gather(kernels, address, 4 * length)
     offsets //= 4
     return Ragged(data.view(np.int32), offsets)
 

@@ -11,6 +11,7 @@ parameters of all kernels are parsed from the source, and every launch checks it
 """
 
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -92,10 +93,12 @@ class Kernels:
     Attributes:
         xp: the array module whose arrays the kernels take, NumPy or CuPy.
         device: torch's name of the device that holds these arrays.
+        ids_limit: bytes of device memory that are left for the store of ids during a load; None for any number.
     """
 
     xp: ModuleType
     device = "cpu"
+    ids_limit: int | None = None
 
     def current(self) -> AbstractContextManager[Any]:
         """Return a context in which the calling thread uses this device, on torch's current stream there."""
@@ -127,13 +130,9 @@ class Kernels:
         """Return a cuDF buffer as a uint8 array, zero-copy."""
         return self.xp.asarray(buffer)
 
-    def pinned(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return a copy of a host array in pinned memory, which the device can read."""
-        return array
-
-    def reached(self, pinned: np.ndarray[Any, Any]) -> Array:
-        """Return a result of `pinned` as an array for kernels, which read it across the bus."""
-        return pinned
+    def pinned(self, array: np.ndarray[Any, Any]) -> int:
+        """Pin a host array in place for as long as it exists, and return the address where kernels read it."""
+        return int(array.ctypes.data)
 
     def synchronize(self) -> None:
         """Wait for all work submitted to the current stream."""
@@ -150,12 +149,27 @@ class Kernels:
         Raises:
             TypeError: the arguments do not match the kernel's parameters.
         """
+        self.prepare(name)(threads, *arguments)
+
+    def prepare(self, name: str, *constants: Any) -> Callable[..., None]:
+        """Check a kernel's first arguments once, for many launches.
+
+        Returns:
+            A function of `threads` and the other arguments, which launches the kernel as `run` does.
+        """
         parameters = signatures()[name]
-        if len(arguments) != len(parameters):
-            raise TypeError(f"kernel {name} takes {len(parameters)} arguments, not {len(arguments)}")
-        checked = [self._checked(name, *pair) for pair in zip(parameters, arguments, strict=True)]
-        if threads:
-            self._launch(name, min(-(-threads // BLOCK), MOST_BLOCKS), checked)
+        first = [self._checked(name, *pair) for pair in zip(parameters, constants, strict=False)]
+        others = parameters[len(constants) :]
+
+        def launch(threads: int, *arguments: Any) -> None:
+            if len(arguments) != len(others):
+                given = len(constants) + len(arguments)
+                raise TypeError(f"kernel {name} takes {len(parameters)} arguments, not {given}")
+            checked = [self._checked(name, *pair) for pair in zip(others, arguments, strict=True)]
+            if threads:
+                self._launch(name, min(-(-threads // BLOCK), MOST_BLOCKS), first + checked)
+
+        return launch
 
     def _checked(self, kernel: str, parameter: Parameter, argument: Any) -> Any:
         if not parameter.is_array:
@@ -253,21 +267,19 @@ class DeviceKernels(Kernels):
 
         torch.cuda.current_stream(self._number).wait_stream(self._side)
 
-    def pinned(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def pinned(self, array: np.ndarray[Any, Any]) -> int:
         if not array.size:
-            return array
-        # Not from CuPy's pool, which rounds sizes up to a power of two and never releases the memory.
-        memory = self.xp.cuda.PinnedMemoryPointer(self.xp.cuda.PinnedMemory(array.nbytes), 0)
-        copy = np.frombuffer(memory, array.dtype, array.size)
-        copy[:] = array
-        return copy
-
-    def reached(self, pinned: np.ndarray[Any, Any]) -> Array:
-        if not pinned.size:
-            return self.xp.asarray(pinned)
-        # Pinned memory has the same address on host and device (unified virtual addressing), so kernels can use it.
-        memory = self.xp.cuda.UnownedMemory(pinned.ctypes.data, pinned.nbytes, pinned, self._number)
-        return self.xp.ndarray(pinned.shape, pinned.dtype, self.xp.cuda.MemoryPointer(memory, 0))
+            return 0
+        runtime, address = self.xp.cuda.runtime, int(array.ctypes.data)
+        try:
+            runtime.hostRegister(address, array.nbytes, 0)
+        except runtime.CUDARuntimeError as error:
+            raise DeviceError(
+                f"cannot pin {array.nbytes:,} bytes of host memory ({error}): set tokens_on='device'"
+            ) from error
+        weakref.finalize(array, runtime.hostUnregister, address)
+        # Pinned memory has the same address on host and device (unified virtual addressing).
+        return address
 
     def synchronize(self) -> None:
         self.xp.cuda.get_current_stream().synchronize()

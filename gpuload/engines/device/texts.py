@@ -164,11 +164,23 @@ def gather(kernels: Kernels, address: Array, length: Array) -> tuple[Array, Arra
         data: (offsets[-1],) uint8.
     """
     offsets = offsets_of(length)
-    size = int(offsets[-1])
-    data = kernels.xp.empty(size, np.uint8)
-    # A thread writes 16 bytes of the result, so that long and short slices keep all threads equally busy.
-    kernels.run("copy_pieces", kernels.threads(-(-size // 16)), len(length), address, offsets, 0, size, data)
+    data = kernels.xp.empty(int(offsets[-1]), np.uint8)
+    copy_slices(kernels, address, offsets, data)
     return offsets, data
+
+
+def copy_slices(kernels: Kernels, address: Array, offsets: Array, out: Array) -> None:
+    """`gather` into memory that there is already.
+
+    Args:
+        address: (n,) int64, where each slice begins.
+        offsets: (n + 1,) int64, where each slice begins in `out`, in bytes.
+        out: contiguous, offsets[-1] bytes.
+    """
+    data = out.view(np.uint8)
+    # A thread writes 16 bytes of the result, so that long and short slices keep all threads equally busy.
+    threads = kernels.threads(-(-len(data) // 16))
+    kernels.run("copy_pieces", threads, len(address), address, offsets, 0, len(data), data)
 
 
 def texts_to_device(kernels: Kernels, texts: Iterable[bytes]) -> TextColumn:

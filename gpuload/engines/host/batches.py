@@ -1,6 +1,6 @@
 """Padded batches in host memory."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,13 @@ class HostBatches:
 
     pad_id: int
 
-    def __call__(self, numbers: np.ndarray[Any, Any], rows: Ragged, width: int) -> dict[str, torch.Tensor]:
-        return pad(rows, width, self.pad_id)
+    def __call__(
+        self, numbers: np.ndarray[Any, Any], rows: Callable[[], Ragged], width: int
+    ) -> dict[str, torch.Tensor]:
+        return pad(rows(), width, self.pad_id)
 
     @staticmethod
-    def ahead(batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def ahead(batches: Iterator[Any]) -> Iterator[Any]:
         return batches
 
 

@@ -1,0 +1,77 @@
+"""Batches whose Python objects are made when they are first read."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import MutableMapping
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data._utils.pin_memory import pin_memory
+
+import gpuload
+from gpuload.lazy import Later, LazyDict
+
+
+def test_a_value_is_made_once_and_when_it_is_read() -> None:
+    made: list[str] = []
+
+    def value(name: str) -> Later:
+        return Later(lambda: made.append(name) or name)
+
+    lazy = LazyDict(a=1, b=value("b"), c=value("c"))
+    assert (list(lazy), len(lazy), "b" in lazy, "d" in lazy) == (["a", "b", "c"], 3, True, False)
+    assert repr(lazy) == "{'a': 1, 'b': <not read yet>, 'c': <not read yet>}"
+    assert made == []
+    assert lazy["b"] == lazy["b"] == lazy.get("b") == "b"
+    assert made == ["b"]
+    shallow = copy.copy(lazy)
+    assert made == ["b"]
+    expected = {"a": 1, "b": "b", "c": "c"}
+    assert dict(lazy) == {**lazy} == dict(lazy.items()) == expected
+    assert made == ["b", "c"]
+    assert shallow == lazy == expected
+    for same in (lazy | {}, {} | lazy, lazy.copy(), copy.deepcopy(lazy), pickle.loads(pickle.dumps(lazy))):
+        assert same == expected
+
+
+def test_a_pickled_value_is_not_made_elsewhere() -> None:
+    lazy = LazyDict(a=Later(lambda: [1]))
+    assert type(pickle.loads(pickle.dumps(lazy)).data["a"]) is list
+
+
+@pytest.fixture(scope="module")
+def prompts(gsm8k: str, qwen: Any) -> gpuload.PromptDataset:
+    return gpuload.load(gsm8k, qwen, max_samples=20, max_prompt_length=256, return_raw_chat=True)
+
+
+def test_a_batch_is_freed_without_a_garbage_collection(prompts: gpuload.PromptDataset) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        batch = prompts.batch([0, 1])
+        tensor = weakref.ref(batch["input_ids"])
+        del batch
+        assert tensor() is None
+    finally:
+        gc.enable()
+
+
+def test_torch_accepts_batches(prompts: gpuload.PromptDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`pin_memory` of torch's loaders passes mappings through, and pins views of one tensor one by one."""
+    batch = prompts.batch([0, 1])
+    assert isinstance(batch, MutableMapping)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *_: self.clone())  # without a GPU it is an error
+    pinned = pin_memory(batch)
+    assert pinned.keys() == batch.keys()
+    for key, value in batch.items():
+        same = torch.equal(pinned[key], value) if isinstance(value, torch.Tensor) else pinned[key] is value
+        assert same, key
+    rows = [{key: batch[key][row] for key in batch} for row in range(2)]
+    assert torch.equal(gpuload.collate_fn(rows)["position_ids"], batch["position_ids"])
+    stacked = torch.utils.data.default_collate([{"ids": row["input_ids"]} for row in rows])
+    assert torch.equal(stacked["ids"], batch["input_ids"])
