@@ -28,6 +28,7 @@ from gpuload.testing.host_kernels import COMPILER, HostKernels
 
 Answer = dict[str, Any]
 BATCH = 128
+SAMPLE: dict[str, Any] = {"max_samples": 200, "shuffle": True, "seed": 1, "token_cache": False}
 
 
 def port() -> int:
@@ -116,12 +117,12 @@ def load_on_device(rank: int, files: list[str], tokenizer: str) -> Answer:
     def engine(options: Options, reference: Reference, exact_only: bool = False) -> DeviceEngine:
         return DeviceEngine(HostKernels(), torch.device("cpu"), reference, exact_only, None, options.tokens_on)
 
-    return contents(load_with(engine, files, tokenizer, distributed=True, max_samples=200, shuffle=True, seed=1))
+    return contents(load_with(engine, files, tokenizer, distributed=True, **SAMPLE))
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 def test_ids_on_a_device(files: list[str], qwen_folder: str) -> None:
-    expected = contents(gpuload.load(files, qwen_folder, max_samples=200, shuffle=True, seed=1))
+    expected = contents(gpuload.load(files, qwen_folder, **SAMPLE))
     for answer in run(2, load_on_device, files, qwen_folder):
         assert "error" not in answer, answer
         same(answer, expected)
