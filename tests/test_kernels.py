@@ -193,13 +193,14 @@ def test_arguments_of_the_wrong_kind_are_rejected() -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None or "GPULOAD_SANITIZE" in os.environ, reason="no g++, or inside already")
 def test_kernels_touch_no_byte_that_is_not_theirs() -> None:
-    """All tests above, those of rendering, and those of pieces and ids that need no real tokenizer once more, with the
-    address sanitizer in the kernels and in NumPy's allocations."""
+    """All tests above, those of fibers and of rendering, and those of pieces and ids that need no real tokenizer once
+    more, with the address sanitizer in the kernels and in NumPy's allocations."""
     runtime = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
     if not os.path.exists(runtime):
         pytest.skip("g++ has no address sanitizer here")
     settings = {"GPULOAD_SANITIZE": "1", "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0"}
-    again = ["test_device_render.py", "test_device_pieces.py", "test_device_encode.py::test_chunks_of_any_size"]
+    again = [f"test_{what}.py" for what in ("fibers", "device_render", "device_pieces")]
+    again += ["test_device_encode.py::test_chunks_of_any_size"]
     again += [f"test_device_bpe.py::test_random_{what}" for what in ("merges", "merges_of_characters")]
     files = [__file__, *(str(Path(__file__).with_name(name)) for name in again)]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *files]

@@ -77,7 +77,12 @@ def source() -> str:
 @cache
 def signatures() -> dict[str, tuple[Parameter, ...]]:
     """Return the parameters of every kernel by its name."""
-    kernels = re.findall(r'extern "C" __global__ void (\w+)\(([^)]*)\)', source())
+    return parsed(source())
+
+
+def parsed(text: str) -> dict[str, tuple[Parameter, ...]]:
+    """Return the parameters of every kernel in a source by its name."""
+    kernels = re.findall(r'extern "C" __global__ void (\w+)\(([^)]*)\)', text)
     return {name: tuple(map(_parameter, parameters.split(","))) for name, parameters in kernels}
 
 
