@@ -66,10 +66,15 @@ inline void __nanosleep(unsigned)
 }
 
 // As CUDA defines them: the position of the lowest set bit counted from 1, 0 if there is none; the number of zero bits
-// above the highest set one, of which __builtin_clz(0) is undefined; and the number of set bits.
+// above the highest set one, of which __builtin_clz(0) is undefined; and the number of set bits. For 32 and 64 bits.
 inline int __ffs(int bits)
 {
     return __builtin_ffs(bits);
+}
+
+inline int __ffsll(long long bits)
+{
+    return __builtin_ffsll(bits);
 }
 
 inline int __clz(int bits)
@@ -77,7 +82,17 @@ inline int __clz(int bits)
     return bits ? __builtin_clz(bits) : 32;
 }
 
+inline int __clzll(long long bits)
+{
+    return bits ? __builtin_clzll(bits) : 64;
+}
+
 inline int __popc(unsigned bits)
 {
     return __builtin_popcount(bits);
+}
+
+inline int __popcll(unsigned long long bits)
+{
+    return __builtin_popcountll(bits);
 }

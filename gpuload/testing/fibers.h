@@ -45,7 +45,7 @@ struct Site {
     int line;
     bool operator==(const Site& other) const
     {
-        return line == other.line && !strcmp(file, other.file) && !strcmp(what, other.what);
+        return line == other.line && what == other.what && file == other.file;  // equal literals are one
     }
     std::string text() const { return std::string(what) + " (" + file + ":" + std::to_string(line) + ")"; }
 };
@@ -57,7 +57,7 @@ struct Fiber {
     unsigned thread;  // its number in the block
     bool ended, waits, started = false;
     Site site;              // where it waits, or waited last
-    unsigned mask;          // the lanes it waits for
+    unsigned mask;          // the lanes that it waits for at a collective
     unsigned long long value, argument, result;  // of a collective
     jmp_buf context;
     void* fake_stack = nullptr;  // the sanitizer's
@@ -67,11 +67,12 @@ struct Fiber {
 struct Block {
     unsigned index;
     unsigned ended, at_barrier;
+    std::vector<unsigned> arrived;  // for each warp, the lanes that wait at a collective
     std::vector<Fiber> threads;
     std::map<int, std::unique_ptr<char[]>> shared;  // arrays in shared memory, by number of their declaration
 };
 
-// The launch that a thread of the process is working on. Blocks are kept for later launches, with their fibers.
+// A launch. Blocks are kept for later launches, with their fibers.
 struct Machine {
     std::vector<std::unique_ptr<Block>> blocks;
     std::vector<Fiber*> ready;
@@ -86,37 +87,37 @@ struct Machine {
     const void* stack;
     size_t stack_size;
 };
-inline thread_local Machine machine;
+inline thread_local Machine* machine = nullptr;  // the launch that this thread of the process is working on
 
 // Stops the running fiber. Returns when the scheduler continues it.
 inline void leave()
 {
-    Fiber& self = *machine.running;
-    __sanitizer_start_switch_fiber(&self.fake_stack, machine.stack, machine.stack_size);
-    if (!_setjmp(self.context)) _longjmp(machine.context, 1);
+    Fiber& self = *machine->running;
+    __sanitizer_start_switch_fiber(&self.fake_stack, machine->stack, machine->stack_size);
+    if (!_setjmp(self.context)) _longjmp(machine->context, 1);
     __sanitizer_finish_switch_fiber(self.fake_stack, nullptr, nullptr);
 }
 
 [[noreturn]] inline void fail(const std::string& error)
 {
-    if (machine.error.empty()) machine.error = error;
+    if (machine->error.empty()) machine->error = error;
     for (;;) leave();
 }
 
 // Lets other threads run.
 inline void pause()
 {
-    if (!machine.running) return;  // a kernel that needs no fibers
-    machine.idle++;
-    machine.ready.push_back(machine.running);
+    if (!machine) return;  // a kernel that needs no fibers
+    machine->idle++;
+    machine->ready.push_back(machine->running);
     leave();
 }
 
 inline void make_ready(Fiber& fiber)
 {
     fiber.waits = false;
-    machine.ready.push_back(&fiber);
-    machine.idle = 0;
+    machine->ready.push_back(&fiber);
+    machine->idle = 0;
 }
 
 // Continues the threads of a block if all of them have arrived at the same barrier.
@@ -139,10 +140,9 @@ inline void settle_barrier(Block& block)
 
 inline void barrier(Site site)
 {
-    Fiber& self = *machine.running;
+    Fiber& self = *machine->running;
     self.site = site;
     self.waits = true;
-    self.mask = 0;
     self.block->at_barrier++;
     settle_barrier(*self.block);
     leave();
@@ -154,7 +154,7 @@ template <class Result>
 unsigned long long collective(
     Site site, unsigned mask, unsigned long long value, unsigned long long argument, Result result)
 {
-    Fiber& self = *machine.running;
+    Fiber& self = *machine->running;
     const unsigned lane = self.thread % WARP;
     Fiber* lanes = &self - lane;
     self.site = site;
@@ -163,21 +163,18 @@ unsigned long long collective(
     self.argument = argument;
     self.waits = true;
     if (!(mask >> lane & 1)) fail(site.text() + ": the mask does not contain the calling lane");
-    bool complete = true;
-    for (unsigned k = 0; k < WARP; k++) {
-        if (!(mask >> k & 1)) continue;
-        const Fiber& other = lanes[k];
-        const bool arrived = other.waits && other.mask;
-        if (arrived && !(other.site == site && other.mask == mask))
-            fail("divergent warp: lanes wait at " + other.site.text() + " and " + site.text()
-                 + (other.mask == mask ? "" : " with different masks"));
-        complete &= arrived;
-    }
-    if (complete) {
+    unsigned& arrived = self.block->arrived[self.thread / WARP];
+    arrived |= 1u << lane;
+    if ((arrived & mask) == mask) {
+        for (unsigned k = 0; k < WARP; k++)
+            if (mask >> k & 1 && !(lanes[k].site == site && lanes[k].mask == mask))
+                fail("divergent warp: lanes wait at " + lanes[k].site.text() + " and " + site.text()
+                     + (lanes[k].mask == mask ? "" : " with different masks"));
         for (unsigned k = 0; k < WARP; k++)
             if (mask >> k & 1) lanes[k].result = result(lanes, k);
         for (unsigned k = 0; k < WARP; k++)
             if (mask >> k & 1) make_ready(lanes[k]);
+        arrived &= ~mask;
     }
     leave();
     return self.result;
@@ -245,7 +242,7 @@ template <class T, class Combine> T reduce(Site site, unsigned mask, T value, Co
 // The memory of a declaration in shared memory, one per block.
 inline void* shared_memory(int declaration, size_t size)
 {
-    std::unique_ptr<char[]>& memory = machine.running->block->shared[declaration];
+    std::unique_ptr<char[]>& memory = machine->running->block->shared[declaration];
     if (!memory) {
         memory.reset(new char[size]);
         memset(memory.get(), 0x5a, size);
@@ -259,20 +256,20 @@ template <class T, class Change> T atomic(T* at, Change change)
     pause();
     const T old = *at;
     *at = change(old);
-    if (*at != old) machine.idle = 0;
+    if (machine && *at != old) machine->idle = 0;
     return old;
 }
 
 // What every fiber executes: its thread of one block, then of another one.
 inline void run_threads()
 {
-    __sanitizer_finish_switch_fiber(nullptr, &machine.stack, &machine.stack_size);
-    Fiber& self = *machine.running;
+    __sanitizer_finish_switch_fiber(nullptr, &machine->stack, &machine->stack_size);
+    Fiber& self = *machine->running;
     for (;;) {
-        machine.kernel();
+        machine->kernel();
         self.ended = true;
         self.block->ended++;
-        machine.idle = 0;
+        machine->idle = 0;
         settle_barrier(*self.block);
         leave();
     }
@@ -281,22 +278,22 @@ inline void run_threads()
 // Continues a fiber until it leaves.
 inline void enter(Fiber& fiber)
 {
-    machine.running = &fiber;
+    machine->running = &fiber;
     threadIdx.x = fiber.thread;
     blockIdx.x = fiber.block->index;
-    __sanitizer_start_switch_fiber(&machine.fake_stack, fiber.stack.get(), STACK);
-    if (!_setjmp(machine.context)) {
+    __sanitizer_start_switch_fiber(&machine->fake_stack, fiber.stack.get(), STACK);
+    if (!_setjmp(machine->context)) {
         if (fiber.started) _longjmp(fiber.context, 1);
         // Contexts of the C library make system calls, so they are used only once per fiber.
         fiber.started = true;
-        getcontext(&machine.first);
-        machine.first.uc_stack.ss_sp = fiber.stack.get();
-        machine.first.uc_stack.ss_size = STACK;
-        makecontext(&machine.first, run_threads, 0);
-        setcontext(&machine.first);
+        getcontext(&machine->first);
+        machine->first.uc_stack.ss_sp = fiber.stack.get();
+        machine->first.uc_stack.ss_size = STACK;
+        makecontext(&machine->first, run_threads, 0);
+        setcontext(&machine->first);
     }
-    __sanitizer_finish_switch_fiber(machine.fake_stack, nullptr, nullptr);
-    machine.running = nullptr;
+    __sanitizer_finish_switch_fiber(machine->fake_stack, nullptr, nullptr);
+    machine->running = nullptr;
 }
 
 inline void start(Block& block, unsigned index, unsigned threads)
@@ -304,6 +301,7 @@ inline void start(Block& block, unsigned index, unsigned threads)
     if (block.threads.size() != threads) block.threads = std::vector<Fiber>(threads);
     block.index = index;
     block.ended = block.at_barrier = 0;
+    block.arrived.assign(threads / WARP, 0);
     block.shared.clear();
     for (unsigned thread = 0; thread < threads; thread++) {
         Fiber& fiber = block.threads[thread];
@@ -318,7 +316,7 @@ inline void start(Block& block, unsigned index, unsigned threads)
 inline std::string waiting()
 {
     std::map<std::string, int> counts;
-    for (const auto& block : machine.blocks)
+    for (const auto& block : machine->blocks)
         for (const Fiber& fiber : block->threads)
             if (!fiber.ended) counts[fiber.waits ? "at " + fiber.site.text() : "for memory to change"]++;
     std::string text;
@@ -330,34 +328,37 @@ inline std::string waiting()
 // Runs all blocks of a launch. Returns a description of the error, or null.
 inline const char* run_blocks(unsigned blocks, unsigned threads, unsigned seed, std::function<void()> kernel)
 {
-    machine.kernel = std::move(kernel);
-    machine.chance.seed(seed + 1);  // 0 is not a valid seed
-    machine.error.clear();
+    static thread_local Machine own;
+    machine = &own;
+    machine->kernel = std::move(kernel);
+    machine->chance.seed(seed + 1);  // 0 is not a valid seed
+    machine->error.clear();
     std::vector<unsigned> order(blocks);
     for (unsigned k = 0; k < blocks; k++) order[k] = k;
-    std::shuffle(order.begin(), order.end(), machine.chance);
-    while (machine.blocks.size() < RESIDENT) machine.blocks.push_back(std::make_unique<Block>());
-    machine.ready.clear();
-    for (auto& block : machine.blocks) {
+    std::shuffle(order.begin(), order.end(), machine->chance);
+    while (machine->blocks.size() < RESIDENT) machine->blocks.push_back(std::make_unique<Block>());
+    machine->ready.clear();
+    for (auto& block : machine->blocks) {
         if (order.empty()) break;
         start(*block, order.back(), threads);
         order.pop_back();
     }
-    while (!machine.ready.empty() && machine.idle < PATIENCE) {
-        std::swap(machine.ready[machine.chance() % machine.ready.size()], machine.ready.back());
-        Fiber& fiber = *machine.ready.back();
-        machine.ready.pop_back();
+    while (!machine->ready.empty() && machine->idle < PATIENCE) {
+        std::swap(machine->ready[machine->chance() % machine->ready.size()], machine->ready.back());
+        Fiber& fiber = *machine->ready.back();
+        machine->ready.pop_back();
         enter(fiber);
-        if (!machine.error.empty()) break;
+        if (!machine->error.empty()) break;
         if (fiber.block->ended == threads && !order.empty()) {
             start(*fiber.block, order.back(), threads);
             order.pop_back();
         }
     }
-    if (machine.error.empty() && !waiting().empty()) machine.error = "deadlock: threads wait, " + waiting();
-    if (machine.error.empty()) return nullptr;
-    machine.blocks.clear();  // their fibers are inside the kernel
-    return machine.error.c_str();
+    if (own.error.empty() && !waiting().empty()) own.error = "deadlock: threads wait, " + waiting();
+    machine = nullptr;
+    if (own.error.empty()) return nullptr;
+    own.blocks.clear();  // their fibers are inside the kernel
+    return own.error.c_str();
 }
 
 }  // namespace fibers

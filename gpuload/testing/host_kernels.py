@@ -93,6 +93,7 @@ def build(text: str) -> ctypes.CDLL:
     launches = (_launch(name, parameters, name in waiting) for name, parameters in parsed(text).items())
     whole = "".join([header, _on_host(text), *launches])
     options = ["-x", "c++", "-std=c++17", "-O2", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"]
+    options += ["-Wno-unknown-pragmas"]  # those that unroll loops
     options += ["-fno-strict-aliasing"]  # kernels read bytes as 64-bit words, which CUDA allows
     options += ["-U_FORTIFY_SOURCE"]  # its longjmp does not leave a fiber
     if os.environ.get("GPULOAD_SANITIZE"):

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     import torch
 
 BLOCK = 256
-"""Threads per block. The kernels need few registers and no shared memory, so the size of blocks hardly matters."""
+"""Threads per block, as in `common.cuh`. The registers and the shared memory of each kernel allow at least half of the
+threads that a multiprocessor can hold."""
 
 MOST_BLOCKS = 1 << 20
 """Maximum number of blocks of a launch. Kernels loop over their items with the grid as stride, so any number will
@@ -36,17 +37,18 @@ do."""
 
 FILES = (
     "common.cuh",
+    "text.cuh",
     "gather.cu",
     "strings.cu",
     "shapes.cu",
     "pad.cu",
-    "text.cuh",
     "added.cu",
     "nfc.cu",
     "rewrite.cu",
     "split.cu",
     "words.cu",
     "merges.cu",
+    "merges_long.cu",
 )
 
 _TYPES = {"i64": np.int64, "u64": np.uint64, "int": np.int32, "u16": np.uint16, "u8": np.uint8, "bool": np.bool_}

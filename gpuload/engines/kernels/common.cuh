@@ -17,6 +17,8 @@ typedef unsigned long long u64;
 typedef unsigned short u16;
 typedef unsigned char u8;
 
+#define BLOCK 256  // threads per block, as in engines/device/kernels.py
+
 // Runs the body for items i = 0 ... n - 1, one thread per item.
 #define EACH_THREAD(i, n) \
     for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < (n); i += (i64)gridDim.x * blockDim.x)
