@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from gpuload.arrays import Ragged, offsets_of
+from gpuload.engines.device import texts as device_texts
 from gpuload.engines.device.kernels import signatures
 from gpuload.engines.device.texts import DeviceTexts, gather, texts_to_device
 from gpuload.engines.protocol import TextColumn
@@ -151,6 +152,27 @@ def test_utf8_is_what_python_says_it_is() -> None:
     assert found.tolist() == [not _is_utf8(text) for text in texts]
 
 
+@pytest.mark.parametrize("part", [1, 7, 64])
+def test_texts_of_many_parts(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several warps per text: matches across the borders of parts, in the first and in the last one; bad bytes at
+    every position."""
+    monkeypatch.setattr(device_texts, "_PART", part)
+    texts = [*texts_of(300), "", "x" * 200 + "ab", "ab" + "x" * 200, "é" * 100 + "aba" + "é" * 100 + "aba", "a" * 300]
+    for operation in OPERATIONS:
+        expected = [apply_operations(text, [operation]) for text in texts]
+        assert read(OPS.operate(column(texts), operation)) == expected, operation
+    for mark in MARKS:
+        predicate = Predicate(Ref(0), "contains", mark)
+        assert OPS.answer(column(texts), predicate).tolist() == [holds(predicate, text) for text in texts]
+    raw = "é中🙂x".encode() * 20
+    changed = [
+        raw,
+        *(raw[:at] + bytes([byte]) + raw[at + 1 :] for at in range(len(raw)) for byte in (0x80, 0xE0, 0xFF)),
+    ]
+    found = OPS.not_utf8(texts_to_device(KERNELS, changed))
+    assert found.tolist() == [not _is_utf8(text) for text in changed]
+
+
 @pytest.mark.parametrize("count", SIZES)
 def test_equal_texts_are_one_group(count: int) -> None:
     texts = [random.Random(i).choice(["user", "system", "", "assistant", "use", "userr"]) for i in range(count)]
@@ -181,14 +203,14 @@ def test_batches_are_padded_and_truncated_as_on_the_cpu(count: int, keep: Any, w
 
 def test_arguments_of_the_wrong_kind_are_rejected() -> None:
     assert {"pad", "strip", "find", "copy_pieces"} <= set(signatures())
-    good = [1, np.zeros(4, np.uint8), np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros(1, bool)]
-    KERNELS.run("not_utf8", 32, *good)
+    good = [1, np.zeros(4, np.uint8), np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros(1, np.int64)]
+    KERNELS.run("hash_texts", 1, *good)
     with pytest.raises(TypeError, match="start must be a numpy array of int64, not numpy.ndarray int32"):
-        KERNELS.run("not_utf8", 32, *good[:2], np.zeros(1, np.int32), *good[3:])
+        KERNELS.run("hash_texts", 1, *good[:2], np.zeros(1, np.int32), *good[3:])
     with pytest.raises(TypeError, match="not contiguous"):
-        KERNELS.run("not_utf8", 32, 1, np.zeros(8, np.uint8)[::2], *good[2:])
+        KERNELS.run("hash_texts", 1, 1, np.zeros(8, np.uint8)[::2], *good[2:])
     with pytest.raises(TypeError, match="takes 5 arguments, not 4"):
-        KERNELS.run("not_utf8", 32, *good[:4])
+        KERNELS.run("hash_texts", 1, *good[:4])
 
 
 @pytest.mark.skipif(shutil.which("g++") is None or "GPULOAD_SANITIZE" in os.environ, reason="no g++, or inside already")
