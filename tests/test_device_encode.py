@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from test_bpe_splitter import TEXT
 from tokenizers import Tokenizer
 
-from gpuload.engines.device import bpe as merging
 from gpuload.engines.device import encode as encoding
 from gpuload.engines.device.bpe import LONGEST
 from gpuload.engines.device.encode import DeviceEncoder
@@ -193,9 +192,8 @@ def test_a_megabyte_of_one_thing(pairs: dict[str, Pair]) -> None:
             assert check(pairs[name], ["first", text[:1000], "last"]) == []
 
 
-def test_memory_is_bounded_by_the_chunk(shipped: Pair, gsm8k: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_bounded_by_the_chunk(shipped: Pair, gsm8k: str) -> None:
     """In addition to the ids, it needs a multiple of the chunk, however much text there is."""
-    monkeypatch.setattr(merging, "_LEAST_STATE", 0)
     raw = [conversation(messages).encode() for messages in pq.read_table(gsm8k)["prompt"].to_pylist()] * 4
     data, offsets = np.frombuffer(b"".join(raw), np.uint8), np.cumsum([0, *map(len, raw)])
     chunk = 1 << 17

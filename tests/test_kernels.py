@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from gpuload.arrays import Ragged, offsets_of
+from gpuload.engines.device import texts as device_texts
 from gpuload.engines.device.kernels import signatures
 from gpuload.engines.device.texts import DeviceTexts, gather, texts_to_device
 from gpuload.engines.protocol import TextColumn
@@ -151,6 +152,27 @@ def test_utf8_is_what_python_says_it_is() -> None:
     assert found.tolist() == [not _is_utf8(text) for text in texts]
 
 
+@pytest.mark.parametrize("part", [1, 7, 64])
+def test_texts_of_many_parts(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several warps per text: matches across the borders of parts, in the first and in the last one; bad bytes at
+    every position."""
+    monkeypatch.setattr(device_texts, "_PART", part)
+    texts = [*texts_of(300), "", "x" * 200 + "ab", "ab" + "x" * 200, "é" * 100 + "aba" + "é" * 100 + "aba", "a" * 300]
+    for operation in OPERATIONS:
+        expected = [apply_operations(text, [operation]) for text in texts]
+        assert read(OPS.operate(column(texts), operation)) == expected, operation
+    for mark in MARKS:
+        predicate = Predicate(Ref(0), "contains", mark)
+        assert OPS.answer(column(texts), predicate).tolist() == [holds(predicate, text) for text in texts]
+    raw = "é中🙂x".encode() * 20
+    changed = [
+        raw,
+        *(raw[:at] + bytes([byte]) + raw[at + 1 :] for at in range(len(raw)) for byte in (0x80, 0xE0, 0xFF)),
+    ]
+    found = OPS.not_utf8(texts_to_device(KERNELS, changed))
+    assert found.tolist() == [not _is_utf8(text) for text in changed]
+
+
 @pytest.mark.parametrize("count", SIZES)
 def test_equal_texts_are_one_group(count: int) -> None:
     texts = [random.Random(i).choice(["user", "system", "", "assistant", "use", "userr"]) for i in range(count)]
@@ -181,25 +203,26 @@ def test_batches_are_padded_and_truncated_as_on_the_cpu(count: int, keep: Any, w
 
 def test_arguments_of_the_wrong_kind_are_rejected() -> None:
     assert {"pad", "strip", "find", "copy_pieces"} <= set(signatures())
-    good = [1, np.zeros(4, np.uint8), np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros(1, bool)]
-    KERNELS.run("not_utf8", 32, *good)
+    good = [1, np.zeros(4, np.uint8), np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros(1, np.int64)]
+    KERNELS.run("hash_texts", 1, *good)
     with pytest.raises(TypeError, match="start must be a numpy array of int64, not numpy.ndarray int32"):
-        KERNELS.run("not_utf8", 32, *good[:2], np.zeros(1, np.int32), *good[3:])
+        KERNELS.run("hash_texts", 1, *good[:2], np.zeros(1, np.int32), *good[3:])
     with pytest.raises(TypeError, match="not contiguous"):
-        KERNELS.run("not_utf8", 32, 1, np.zeros(8, np.uint8)[::2], *good[2:])
+        KERNELS.run("hash_texts", 1, 1, np.zeros(8, np.uint8)[::2], *good[2:])
     with pytest.raises(TypeError, match="takes 5 arguments, not 4"):
-        KERNELS.run("not_utf8", 32, *good[:4])
+        KERNELS.run("hash_texts", 1, *good[:4])
 
 
 @pytest.mark.skipif(shutil.which("g++") is None or "GPULOAD_SANITIZE" in os.environ, reason="no g++, or inside already")
 def test_kernels_touch_no_byte_that_is_not_theirs() -> None:
-    """All tests above, those of rendering, and those of pieces and ids that need no real tokenizer once more, with the
-    address sanitizer in the kernels and in NumPy's allocations."""
+    """All tests above, those of fibers and of rendering, and those of pieces and ids that need no real tokenizer once
+    more, with the address sanitizer in the kernels and in NumPy's allocations."""
     runtime = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
     if not os.path.exists(runtime):
         pytest.skip("g++ has no address sanitizer here")
     settings = {"GPULOAD_SANITIZE": "1", "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0"}
-    again = ["test_device_render.py", "test_device_pieces.py", "test_device_encode.py::test_chunks_of_any_size"]
+    again = [f"test_{what}.py" for what in ("fibers", "device_render", "device_pieces")]
+    again += ["test_device_encode.py::test_chunks_of_any_size"]
     again += [f"test_device_bpe.py::test_random_{what}" for what in ("merges", "merges_of_characters")]
     again += ["test_device_bpe.py::test_words_of_any_length_at_any_address"]
     again += [f"test_device_nfc.py::test_{what}" for what in ("marks_in_any_order", "many_marks_in_a_row")]

@@ -1,4 +1,5 @@
-"""The kernels compile for real GPUs with NVRTC, which needs no GPU, and need few registers and no local memory."""
+"""The kernels compile for real GPUs with NVRTC, which needs no GPU, and need few registers, no local memory, and so
+little shared memory that a multiprocessor can hold half of its threads."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ from typing import Any
 
 import pytest
 
-from gpuload.engines.device.kernels import signatures, source
+from gpuload.engines.device.kernels import BLOCK, signatures, source
+
+SHARED = {"sm_80": 164, "sm_90": 228, "sm_100": 228}
+"""Shared memory of a multiprocessor in KiB; 1 KiB of it per block is the driver's."""
+
+THREADS = 2048
+"""Threads that a multiprocessor can hold."""
 
 MOST_REGISTERS = 40
 """Per thread. With 40, a multiprocessor of 65,536 registers holds three quarters of the threads it could hold at most,
@@ -38,19 +45,22 @@ def _read(program: Any, size: Callable[..., Any], get: Callable[..., Any]) -> by
     return text
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("architecture", SHARED)
 def test_kernels_compile_without_spills(architecture: str) -> None:
     code, log = compiled(architecture)
     assert code[:4] == b"\x7fELF"
     assert "warning" not in log
     found = re.findall(
         r"entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
-        r".*?Used (\d+) registers",
+        r".*?Used (\d+) registers([^\n]*)",
         log,
         re.DOTALL,
     )
     assert {name for name, *_ in found} == set(signatures())
-    for name, stack, stores, loads, registers in sorted(found):
-        print(f"{architecture} {name}: {registers} registers, {stack} bytes of stack, {stores} + {loads} spilled")
+    for name, stack, stores, loads, registers, more in sorted(found):
+        shared = int(match[1]) if (match := re.search(r"(\d+) bytes smem", more)) else 0
+        print(f"{architecture} {name}: {registers} registers, {stack} bytes of stack, {stores} + {loads} spilled, "
+              f"{shared} bytes of shared memory")  # fmt: skip
+        assert SHARED[architecture] * 1024 // (shared + 1024) * BLOCK >= THREADS // 2, (name, shared)
         assert (int(stack), int(stores), int(loads)) == (0, 0, 0), name
         assert int(registers) <= MOST_REGISTERS, (name, registers)

@@ -2,16 +2,17 @@
 
     1. Whole words: a pre-token that is a vocabulary entry becomes that entry, by one look-up in a hash table
         (`words.cu`).
-    2. The others, most of them short, are sorted by length and merged (`merges.cu`), as many at a time that their state
-       takes at most twice the memory of the text.
+    2. The others are merged (`merges.cu`). Of those with equal bytes only one is merged. They are sorted by length; a
+        kernel for each range of lengths writes their ids to an array with a place for each byte of text.
     3. A prefix sum over the numbers of ids gives every pre-token its position in the result, and the ids are written.
 
-Merging takes time quadratic in the length of a pre-token, in a single thread. So a text with a pre-token of more than
-`LONGEST` bytes that is not an entry falls back to the tokenizer object, which uses a priority queue.
+Merging takes time quadratic in the length of a pre-token, and its state is in a block's shared memory. So a text with a
+pre-token of more than `LONGEST` bytes that is not an entry falls back to the tokenizer object, which uses a priority
+queue.
 """
 
 import itertools
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 import numpy as np
 
@@ -24,24 +25,8 @@ from gpuload.tokenizer.merges import MergeTables
 LONGEST = 4096
 """Maximum length in bytes of a pre-token that is merged on the device."""
 
-_LEAST_STATE = 16 << 20  # bytes; the state of merging may always take this much
+_SHORT, _MIDDLE, _LONG = 24, 64, 256  # maximum lengths of the kernels of merges.cu
 _TO_MERGE = np.iinfo(np.int32).min  # TO_MERGE of words.cu
-_WARP = 32
-
-
-@dataclass(frozen=True, eq=False)
-class _Merged:
-    """The ids of some pre-tokens that were merged.
-
-    Attributes:
-        numbers: (k,) int32, which pre-tokens.
-        offsets: (k + 1,) int32, where the ids of each begin.
-        ids: (offsets[-1],) int32.
-    """
-
-    numbers: Array
-    offsets: Array
-    ids: Array
 
 
 class Merger:
@@ -60,10 +45,12 @@ class Merger:
         base = tables.base if isinstance(tables, FallbackTables) else tables
         self._tables = MergeTables(*(kernels.xp.asarray(getattr(base, field.name)) for field in fields(base)))
         self._longest_word = int(np.diff(base.long_offsets).max(initial=0))
-        self._letters: tuple[Array, Array] | None = None
+        self._by_letter = isinstance(tables, FallbackTables)
+        letters = np.zeros(0, np.uint16), np.zeros(0, np.int32)
         if isinstance(tables, FallbackTables):
-            self._letters = kernels.xp.asarray(tables.letter_pages), kernels.xp.asarray(tables.letter_blocks)
-        self.nbytes = self._tables.nbytes + sum(int(array.nbytes) for array in self._letters or ())
+            letters = tables.letter_pages, tables.letter_blocks
+        self._letters = tuple(map(kernels.xp.asarray, letters))
+        self.nbytes = self._tables.nbytes + sum(int(array.nbytes) for array in self._letters)
 
     def ids(self, pre_tokens: PreTokens) -> tuple[Ragged, Array]:
         """Encode n texts.
@@ -75,15 +62,14 @@ class Merger:
         xp, run, threads = self._kernels.xp, self._kernels.run, self._kernels.threads
         known = self._whole_words(pre_tokens)
         fallback, rest = self._too_long(pre_tokens, known)
-        parts = self._merge(pre_tokens, rest)
-        for part in parts:
-            known[part.numbers] = ~(part.offsets[1:] - part.offsets[:-1])
+        original = self._originals(pre_tokens, rest)
+        merged = self._merge(pre_tokens, rest[original == rest], known)
+        known[rest] = known[original]
         offsets = _int32_offsets(xp.where(known < 0, ~known, 1))
         values = xp.empty(int(offsets[-1]), np.int32)
         run("write_words", threads(len(known)), len(known), known, offsets, values)
-        for part in parts:
-            count = len(part.numbers)
-            run("write_merged", threads(count), count, part.numbers, part.offsets, part.ids, offsets, values)
+        count = len(rest)
+        run("write_merged", threads(4 * count), count, rest, original, pre_tokens.start, merged, offsets, values)
         return Ragged(values, offsets[pre_tokens.first].astype(np.int64)), fallback
 
     def _whole_words(self, pre_tokens: PreTokens) -> Array:
@@ -102,7 +88,7 @@ class Merger:
         """Find texts with pre-tokens that are too long to merge, and set their pre-tokens in `known` to no ids.
 
         Returns:
-            (n,) bool, all texts that fall back; and (k,) int32, the pre-tokens to merge, sorted by length.
+            (n,) bool, all texts that fall back; and (k,) int32, the pre-tokens to merge.
         """
         xp = self._kernels.xp
         rest = xp.flatnonzero(known == _TO_MERGE).astype(np.int32)
@@ -114,43 +100,46 @@ class Merger:
             warps = self._kernels.warps(len(texts))
             self._kernels.run("drop_pretokens", warps, len(texts), texts, pre_tokens.first, known)
             rest = rest[known[rest] == _TO_MERGE]
-        return fallback, rest[xp.argsort(pre_tokens.length[rest], kind="stable")]
+        return fallback, rest
 
-    def _merge(self, pre_tokens: PreTokens, rest: Array) -> list[_Merged]:
-        """Merge the pre-tokens `rest`, which are sorted by length, some groups of 32 at a time."""
-        if not len(rest):
-            return []
-        xp = self._kernels.xp
-        # The state of a group of 32 is as large as its longest pre-token needs, which is its last: 2 words for each
-        # symbol and 2 for each block of 32 symbols, see merges.cu. The last group may have fewer than 32.
-        last = xp.minimum(xp.arange(_WARP - 1, len(rest) + _WARP - 1, _WARP), len(rest) - 1)
-        widest = pre_tokens.length[rest[last]].astype(np.int64)
-        groups = xp.zeros(len(last) + 1, np.int64)
-        xp.cumsum(2 * _WARP * (widest + (widest + 31) // 32), out=groups[1:])
-        # Cut the list of groups so that no part needs more than `most` words (or is a single group).
-        words, most = int(groups[-1]), max(2 * len(pre_tokens.data), _LEAST_STATE) // 4
-        cuts = [0, *xp.searchsorted(groups, xp.arange(most, words, most)).tolist(), len(last)]
-        return [
-            self._merge_groups(pre_tokens, rest[_WARP * low : _WARP * high], groups[low : high + 1] - groups[low])
-            for low, high in itertools.pairwise(cuts)
-            if low < high
-        ]
+    def _originals(self, pre_tokens: PreTokens, rest: Array) -> Array:
+        """For each of (k,) pre-tokens, one of them with the same bytes, the same one for all that are equal."""
+        xp, count = self._kernels.xp, len(rest)
+        table = xp.full(1 << (2 * count).bit_length(), -1, np.int32)
+        original = xp.empty(count, np.int32)
+        self._kernels.run(
+            "find_equal", self._kernels.threads(count), count, rest, pre_tokens.data, pre_tokens.start,
+            pre_tokens.length, len(table) - 1, table, original,
+        )  # fmt: skip
+        return original
 
-    def _merge_groups(self, pre_tokens: PreTokens, rest: Array, groups: Array) -> _Merged:
-        """Merge some groups at once. `groups` says where the state of each begins."""
-        xp, tables, count = self._kernels.xp, self._tables, len(rest)
-        run, threads = self._kernels.run, self._kernels.threads(count)
-        state, size = xp.empty(int(groups[-1]), np.int32), xp.empty(count, np.int32)
-        where = rest, pre_tokens.data, pre_tokens.start, pre_tokens.length
-        if self._letters is None:
-            run("lay_bytes", threads, count, *where, tables.byte_ids, groups, state, size)
-        else:
-            run("lay_letters", threads, count, *where, *self._letters, tables.byte_ids, groups, state, size)
-        run("merge_pretokens", threads, count, tables.pairs, len(tables.pairs) - 1, tables.merged, groups, state, size)
-        offsets = _int32_offsets(size)
-        ids = xp.empty(int(offsets[-1]), np.int32)
-        run("collect", threads, count, groups, state, offsets, ids)
-        return _Merged(rest, offsets, ids)
+    def _merge(self, pre_tokens: PreTokens, some: Array, known: Array) -> Array:
+        """Merge some pre-tokens, and write the numbers of their ids to `known`.
+
+        Returns:
+            int32, the ids: those of pre-token j begin at `pre_tokens.start[j]`.
+        """
+        xp, kernels, tables = self._kernels.xp, self._kernels, self._tables
+        if not len(some):
+            return xp.empty(0, np.int32)
+        ids = xp.empty(len(pre_tokens.data), np.int32)
+        # The longest first: they take the longest. Threads of a warp get pre-tokens of about the same length.
+        some = some[xp.argsort(-pre_tokens.length[some], kind="stable")]
+        limits = -xp.asarray([_LONG, _MIDDLE, _SHORT])
+        cuts = xp.searchsorted(-pre_tokens.length[some], limits).tolist()
+        ways = (
+            ("merge_longest", kernels.blocks),
+            ("merge_long", kernels.warps),
+            ("merge_middle", lambda items: 4 * items),
+            ("merge_short", kernels.threads),
+        )
+        for (name, threads), (low, high) in zip(ways, itertools.pairwise([0, *cuts, len(some)]), strict=True):
+            kernels.run(
+                name, threads(high - low), high - low, some[low:high], pre_tokens.data, pre_tokens.start,
+                pre_tokens.length, self._by_letter, *self._letters, tables.byte_ids, tables.pairs,
+                len(tables.pairs) - 1, tables.merged, ids, known,
+            )  # fmt: skip
+        return ids
 
 
 def _int32_offsets(lengths: Array) -> Array:

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     import torch
 
 BLOCK = 256
-"""Threads per block. The kernels need few registers and no shared memory, so the size of blocks hardly matters."""
+"""Threads per block, as in `common.cuh`. The registers and the shared memory of each kernel allow at least half of the
+threads that a multiprocessor can hold."""
 
 MOST_BLOCKS = 1 << 20
 """Maximum number of blocks of a launch. Kernels loop over their items with the grid as stride, so any number will
@@ -37,17 +38,18 @@ do."""
 
 FILES = (
     "common.cuh",
+    "text.cuh",
     "gather.cu",
     "strings.cu",
     "shapes.cu",
     "pad.cu",
-    "text.cuh",
     "added.cu",
     "nfc.cu",
     "rewrite.cu",
     "split.cu",
     "words.cu",
     "merges.cu",
+    "merges_long.cu",
 )
 
 _TYPES = {"i64": np.int64, "u64": np.uint64, "int": np.int32, "u16": np.uint16, "u8": np.uint8, "bool": np.bool_}
@@ -78,7 +80,12 @@ def source() -> str:
 @cache
 def signatures() -> dict[str, tuple[Parameter, ...]]:
     """Return the parameters of every kernel by its name."""
-    kernels = re.findall(r'extern "C" __global__ void (\w+)\(([^)]*)\)', source())
+    return parsed(source())
+
+
+def parsed(text: str) -> dict[str, tuple[Parameter, ...]]:
+    """Return the parameters of every kernel in a source by its name."""
+    kernels = re.findall(r'extern "C" __global__ void (\w+)\(([^)]*)\)', text)
     return {name: tuple(map(_parameter, parameters.split(","))) for name, parameters in kernels}
 
 

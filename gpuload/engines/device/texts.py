@@ -21,6 +21,8 @@ BOUNDS_ONLY = frozenset(
 )
 """The operations that `DeviceTexts.operate` supports."""
 
+_PART = 1 << 16  # bytes of a text that one warp searches
+
 
 class DeviceTexts:
     """Operations on texts in device memory.
@@ -99,11 +101,9 @@ class DeviceTexts:
         return found
 
     def not_utf8(self, texts: TextColumn) -> Array:
-        """(n,) bool from a kernel with one warp per text, which sets a flag and never clears one."""
+        """(n,) bool from a kernel that sets a flag and never clears one."""
         flags = self.xp.zeros(len(texts), bool)
-        self.kernels.run(
-            "not_utf8", self.kernels.warps(len(texts)), len(texts), texts.data, texts.start, texts.length, flags
-        )
+        self._run_parts("not_utf8", texts, flags)
         return flags
 
     def distinct(self, texts: TextColumn) -> tuple[Array, Array, Array]:
@@ -129,15 +129,21 @@ class DeviceTexts:
         """A kernel with one thread per item."""
         self.kernels.run(name, self.kernels.threads(items), items, *arguments)
 
+    def _run_parts(self, name: str, texts: TextColumn, *arguments: Any) -> None:
+        """A kernel with one warp for each part of each text, see strings.cu."""
+        first = offsets_of(self.xp.maximum(1, -(-texts.length // _PART)))
+        parts = int(first[-1])
+        self.kernels.run(
+            name, self.kernels.warps(parts), parts, _PART, first, len(texts), texts.data, texts.start, texts.length,
+            *arguments,
+        )  # fmt: skip
+
     def _find(self, texts: TextColumn, literal: bytes, last: bool = False) -> tuple[Array, Array]:
         """Which texts contain a literal, and the position of its first (or last) occurrence in those."""
-        # The lanes of a warp race with atomicMin or atomicMax: the initial value is the identity of that operation.
+        # Lanes and parts race with atomicMin or atomicMax: the initial value is the identity of that operation.
         missing = -1 if last else np.iinfo(np.int64).max
         place = self.xp.full(len(texts), missing, np.int64)
-        self.kernels.run(
-            "find", self.kernels.warps(len(texts)), len(texts), texts.data, texts.start, texts.length,
-            self._bytes(literal), len(literal), last, place,
-        )  # fmt: skip
+        self._run_parts("find", texts, self._bytes(literal), len(literal), last, place)
         return place != missing, place
 
     def _has_affix(self, texts: TextColumn, affix: bytes, at_end: bool, whole: bool = False) -> Array:

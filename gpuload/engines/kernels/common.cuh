@@ -2,10 +2,13 @@
 // source. There are no #includes, because CuPy caches machine code by its source and would not notice a change in an
 // included file.
 //
-// Rules, so that the same source also runs on the host, one thread after the other (testing/host_kernels.py):
+// Rules, so that the same source also runs on the host (testing/host_kernels.py):
 //   - A kernel is `extern "C" __global__ void`. Its parameters are pointers and numbers of the types below; their
 //     declarations are parsed to check the arguments of every launch.
-//   - Threads of one launch do not wait for each other: no shared memory, no barriers, no warp votes.
+//   - On the host, a kernel in which threads wait for each other (barriers, warp collectives) or that uses shared memory
+//     is much slower than one without, because each thread gets a stack of its own (testing/fibers.h). A loop that waits
+//     for memory contains an atomic, a fence or __nanosleep.
+//   - Arrays in shared memory are declared one at a time: `__shared__ int sums[8];`
 //   - Every loop over items has the size of the grid as its stride, so any number of blocks gives the same result.
 //   - Items are counted in 64 bits: rows, bytes and grid strides can exceed 2^31.
 
@@ -13,6 +16,8 @@ typedef long long i64;
 typedef unsigned long long u64;
 typedef unsigned short u16;
 typedef unsigned char u8;
+
+#define BLOCK 256  // threads per block, as in engines/device/kernels.py
 
 // Runs the body for items i = 0 ... n - 1, one thread per item.
 #define EACH_THREAD(i, n) \

@@ -1,219 +1,284 @@
 // Byte-pair merging: in each pre-token, merge the pair of lowest rank, the leftmost of equal ones, until no pair
-// merges. `merge` of tokenizer/merges.py does the same in NumPy. One thread per pre-token.
+// merges. `merge` of tokenizer/merges.py does the same in NumPy. A merge can create a pair of lower rank than all
+// others, so the merges of a pre-token are made one after the other.
 //
-// A thread's state is an array of 32-bit words in global memory. The symbols of a pre-token (its ids during merging)
-// are divided into blocks of 32, and each block is stored as
+// The symbols of a pre-token (its ids during merging) are numbered by the byte at which they begin. A merge changes one
+// symbol and removes the next one. The others keep their numbers; bit p of a mask says whether symbol p exists. Which
+// kernel merges a pre-token depends on its length in bytes:
 //
-//     the minimum of rank * 32 + position over its symbols      1 word
-//     bits: which symbols still exist                           1 word
-//     id and rank of each symbol                                32 * 2 words
+//     up to 24       one thread                                     merge_short
+//     up to 64       four lanes of a warp                           merge_middle
+//     up to 256      one warp                                       merge_long
+//     up to 4,096    one warp, with a block's shared memory         merge_longest
 //
-// where a symbol's rank is the rank of the pair that begins with it, NO_RANK if that pair does not merge. Finding the
-// lowest rank takes one step per block. A merge changes the ranks of two symbols and removes one, so it changes at most
-// three blocks, whose minimum is computed again. That is n / 32 + 32 to 96 steps per merge instead of n, and removing a
-// symbol moves no others.
+// All of them have the symbols in shared memory. More lanes per pre-token make it faster, but all pre-tokens together
+// slower, because most lanes wait. So each kernel takes what the shared memory of the one before does not hold.
 //
-// The states of 32 pre-tokens are interleaved: word k of pre-token i is at group[i / 32] + i % 32 + 32 * k. So when the
-// threads of a warp access the same word of their states, the addresses are consecutive (coalesced). Pre-tokens are
-// sorted by length, so the threads of a warp take about equally long. Group g of 32 pre-tokens begins at word group[g]
-// and is as large as its longest pre-token needs: 32 * (2 * symbols + 2 * blocks) words.
+// Each of them merges `count` pre-tokens, those with the numbers number[i]. It writes the ids of pre-token j to
+// ids[start[j]] and after, where there is a place for each of its bytes, and ~(their number) to known[j].
 
-#define NO_RANK (1 << 20)  // higher than every rank; rank * 32 + position fits an int
+#define SHORT 24
+#define MIDDLE 64
+#define LONG 256
+#define LONGEST 4096
+#define ALL_LANES 0xffffffffu
+#define NO_RANK (1 << 20)  // higher than every rank
 
-// The first word of a pre-token's state; its next word is 32 further.
-__device__ __forceinline__ int* state_of(i64 pretoken, const i64* group, int* scratch)
+// A pair is compared as rank * LONGEST + number of its first symbol, so the leftmost of equal ranks is the lowest. The
+// last symbol begins no pair, so no pair is equal to NO_PAIR.
+#define NO_PAIR 0xffffffffu
+
+// A tokenizer's tables. With byte fallback (`by_letter`), a character with an id is one symbol. The id of character c
+// is letter_blocks[256 * letter_pages[c >> 8] + (c & 255)], negative if there is none.
+struct Merges {
+    int by_letter;
+    const u16* letter_pages;
+    const int *letter_blocks, *byte_ids;
+    const u64* pairs;
+    u64 mask;
+    const int* merged;
+};
+
+// The symbol that begins at byte k before the first merge, or -1. A byte without an id is dropped.
+__device__ __forceinline__ int first_symbol(const Merges& tables, const u8* bytes, int k)
 {
-    return scratch + group[pretoken / 32] + pretoken % 32;
-}
-
-// The id of symbol p; its rank is 32 further. Before it there are 2 words for each of p / 32 + 1 blocks and 2 for each
-// of p symbols, each with a stride of 32: 32 * (2 * p + 2 * (p / 32 + 1)).
-__device__ __forceinline__ int* symbol(int* state, unsigned p)
-{
-    return state + 64 * (p + p / 32 + 1);
-}
-
-// The minimum of block b; its bits are 32 further. A full block has 2 + 64 words with a stride of 32: 2112.
-__device__ __forceinline__ int* block(int* state, unsigned b)
-{
-    return state + 2112 * b;
+    if (tables.by_letter) {
+        int first = k;
+        while (continues(bytes[first])) first--;  // pre-tokens begin with a character
+        const int letter = code_point(bytes + first);
+        const int id = tables.letter_blocks[256 * tables.letter_pages[letter >> 8] + (letter & 255)];
+        if (id >= 0) return first == k ? id : -1;
+    }
+    return tables.byte_ids[bytes[k]];
 }
 
 // The rank of a pair, NO_RANK if it does not merge. A slot holds left id (21 bits), right id (21) and rank (20), so a
 // look-up without a collision is one load.
-__device__ __forceinline__ int pair_rank(const u64* pairs, u64 mask, int left, int right)
+__device__ __forceinline__ int pair_rank(const Merges& tables, int left, int right)
 {
     const u64 key = (u64)left << 21 | (u64)right;
-    for (u64 slot = pair_hash(key) & mask;; slot = (slot + 1) & mask) {
-        const u64 found = pairs[slot];
+    for (u64 slot = pair_hash(key) & tables.mask;; slot = (slot + 1) & tables.mask) {
+        const u64 found = tables.pairs[slot];
         if (found >> 20 == key) return (int)found & (NO_RANK - 1);
         if (found == EMPTY) return NO_RANK;
     }
 }
 
-// Computes the minimum of block b. Positions are the low bits of the numbers compared, so the leftmost of equal ranks
-// wins. `there &= there - 1` clears the lowest bit.
-__device__ __forceinline__ void settle(int* state, int b)
+// The number to compare for the pair that begins with symbol p, NO_PAIR if it does not merge.
+__device__ __forceinline__ unsigned pair_at(const Merges& tables, int p, int left, int right)
 {
-    int lowest = NO_RANK * 32;
-    for (unsigned there = block(state, b)[32]; there; there &= there - 1) {
-        const int place = __ffs(there) - 1;
-        const int pair = symbol(state, 32 * b + place)[32] * 32 + place;
-        if (pair < lowest) lowest = pair;
-    }
-    *block(state, b) = lowest;
+    const int rank = pair_rank(tables, left, right);
+    return rank == NO_RANK ? NO_PAIR : (unsigned)rank * LONGEST + p;
 }
 
-// The next symbol after p that still exists, or -1. The mask clears the bits up to and including p; for p % 32 = 31,
-// 2u << 31 is 0, and so is the mask.
-__device__ __forceinline__ int after(int* state, int p, int blocks)
+// The bits of a mask above bit p, and below it.
+__device__ __forceinline__ u64 above(u64 bits, int p)
 {
-    int b = p / 32;
-    unsigned there = block(state, b)[32] & (0u - (2u << p % 32));
-    while (!there) {
-        if (++b == blocks) return -1;
-        there = block(state, b)[32];
-    }
-    return 32 * b + __ffs(there) - 1;
+    return bits & (~1ull << p);
 }
 
-// The previous symbol before p that still exists, or -1.
-__device__ __forceinline__ int before(int* state, int p)
+__device__ __forceinline__ u64 below(u64 bits, int p)
 {
-    int b = p / 32;
-    unsigned there = block(state, b)[32] & ((1u << p % 32) - 1);
-    while (!there) {
-        if (--b < 0) return -1;
-        there = block(state, b)[32];
-    }
-    return 32 * b + 31 - __clz(there);
+    return bits & ((1ull << p) - 1);
 }
 
-// Writes the initial symbols of byte-level pre-tokens: one for each byte with an id; a byte without an id is dropped.
-// size[i] is their number. Thread i of `count` works on pre-token number[i].
-extern "C" __global__ void lay_bytes(
-    i64 count, const int* number, const u8* data, const int* start, const int* length, const int* byte_ids,
-    const i64* group, int* scratch, int* size)
+__device__ __forceinline__ unsigned lower(unsigned a, unsigned b)
 {
+    return a < b ? a : b;
+}
+
+// The minimum over the lanes of a warp. Turing has no instruction for it.
+__device__ __forceinline__ unsigned lowest_of_warp(unsigned value)
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+    for (int by = 16; by; by /= 2) value = lower(value, __shfl_xor_sync(ALL_LANES, value, by));
+    return value;
+#else
+    return __reduce_min_sync(ALL_LANES, value);
+#endif
+}
+
+// The symbols of a thread in merge_short. 6 bytes for each: 21 bits of id and 20 of the rank of the pair that begins
+// with it. Consecutive threads use consecutive words, so the lanes of a warp use different banks, whatever symbols they
+// are at. A thread uses only its own words: no barrier is needed.
+struct ShortState {
+    unsigned* words;  // id, and above it the low 4 bits of the rank
+    u16* highs;       // the other bits of the rank
+};
+
+__device__ __forceinline__ int id_of(const ShortState& state, int p)
+{
+    return (int)(state.words[p * BLOCK] & 0x1fffff);
+}
+
+__device__ __forceinline__ int rank_of(const ShortState& state, int p)
+{
+    return state.highs[p * BLOCK] << 4 | (int)(state.words[p * BLOCK] >> 21);
+}
+
+// Looks up the pair of the symbols p and q, and stores its rank. Returns 1 << p if it merges, else 0.
+__device__ __forceinline__ unsigned join(const Merges& tables, const ShortState& state, int p, int q)
+{
+    const int id = id_of(state, p), rank = pair_rank(tables, id, id_of(state, q));
+    if (rank == NO_RANK) return 0;
+    state.words[p * BLOCK] = (unsigned)(id | (rank & 15) << 21);
+    state.highs[p * BLOCK] = (u16)(rank >> 4);
+    return 1u << p;
+}
+
+// Pre-tokens of at most SHORT bytes. One thread per pre-token.
+extern "C" __global__ void merge_short(
+    i64 count, const int* number, const u8* data, const int* start, const int* length, int by_letter,
+    const u16* letter_pages, const int* letter_blocks, const int* byte_ids, const u64* pairs, u64 mask,
+    const int* merged, int* ids, int* known)
+{
+    __shared__ unsigned words[SHORT * BLOCK];
+    __shared__ u16 highs[SHORT * BLOCK];
+    const ShortState state = {words + threadIdx.x, highs + threadIdx.x};
+    const Merges tables = {by_letter, letter_pages, letter_blocks, byte_ids, pairs, mask, merged};
     EACH_THREAD(i, count) {
-        int* state = state_of(i, group, scratch);
-        const u8* bytes = data + start[number[i]];
-        const int end = length[number[i]];
-        int symbols = 0;
-        for (int k = 0; k < end; k++) {
-            const int id = byte_ids[bytes[k]];
-            if (id >= 0) *symbol(state, symbols++) = id;
+        const int j = number[i], size = length[j];
+        unsigned there = 0;    // the symbols that exist
+        unsigned merging = 0;  // those that begin a pair that merges
+        int last = -1;
+        for (int p = 0; p < size; p++) {
+            const int id = first_symbol(tables, data + start[j], p);
+            if (id < 0) continue;
+            state.words[p * BLOCK] = (unsigned)id;
+            there |= 1u << p;
+            if (last >= 0) merging |= join(tables, state, last, p);
+            last = p;
         }
-        size[i] = symbols;
-    }
-}
-
-// The same for tokenizers with byte fallback: one symbol for each character with an id, and for other characters one
-// for each byte. The id of character c is letter_blocks[256 * letter_pages[c >> 8] + (c & 255)], negative if there is
-// none.
-extern "C" __global__ void lay_letters(
-    i64 count, const int* number, const u8* data, const int* start, const int* length, const u16* letter_pages,
-    const int* letter_blocks, const int* byte_ids, const i64* group, int* scratch, int* size)
-{
-    EACH_THREAD(i, count) {
-        int* state = state_of(i, group, scratch);
-        const u8* bytes = data + start[number[i]];
-        const int end = length[number[i]];
-        int symbols = 0;
-        bool known = false;  // whether the character that contains byte k has an id
-        for (int k = 0; k < end; k++) {
-            int id = -1;
-            if (!continues(bytes[k])) {
-                const int letter = code_point(bytes + k);
-                id = letter_blocks[256 * letter_pages[letter >> 8] + (letter & 255)];
-                known = id >= 0;
-            }
-            if (!known) id = byte_ids[bytes[k]];
-            if (id >= 0) *symbol(state, symbols++) = id;
-        }
-        size[i] = symbols;
-    }
-}
-
-// Merges `count` pre-tokens. size[i] is the number of symbols before and of ids after; the ids replace the first
-// symbols.
-extern "C" __global__ void merge_pretokens(
-    i64 count, const u64* pairs, u64 mask, const int* merged, const i64* group, int* scratch, int* size)
-{
-    EACH_THREAD(i, count) {
-        int* state = state_of(i, group, scratch);
-        const int symbols = size[i], blocks = (symbols + 31) / 32;
-
-        // Fill in ranks, bits and minima. `id` is the symbol at p, loaded one step before.
-        int id = symbols ? *symbol(state, 0) : 0;
-        for (int b = 0; b < blocks; b++) {
-            const int here = symbols - 32 * b < 32 ? symbols - 32 * b : 32;
-            for (int p = 32 * b; p < 32 * b + here; p++) {
-                int rank = NO_RANK;
-                if (p + 1 < symbols) {
-                    const int next = *symbol(state, p + 1);
-                    rank = pair_rank(pairs, mask, id, next);
-                    id = next;
-                }
-                symbol(state, p)[32] = rank;
-            }
-            block(state, b)[32] = (int)(0xffffffffu >> (32 - here));
-            settle(state, b);
-        }
-
-        for (;;) {
-            // The lowest rank of all blocks, compared without the position: the first block with it is the leftmost.
-            int lowest = NO_RANK * 32, p = 0;
-            for (int b = 0; b < blocks; b++) {
-                const int pair = *block(state, b);
-                if (pair / 32 < lowest / 32) {
-                    lowest = pair;
-                    p = 32 * b + pair % 32;
+        while (merging) {
+            int lowest = NO_RANK, p = 0;  // the leftmost of equal ranks, because they are compared from left to right
+            for (unsigned left = merging; left; left &= left - 1) {  // clears the lowest bit
+                const int at = __ffs(left) - 1, rank = rank_of(state, at);
+                if (rank < lowest) {
+                    lowest = rank;
+                    p = at;
                 }
             }
-            if (lowest >= NO_RANK * 32) break;
-
-            // Symbol p becomes the merged id, the symbol after it is removed. Then the pairs that begin with p and with
+            // Symbol p becomes the merged id, and the symbol after it is removed. The pairs that begin with p and with
             // the symbol before p are new.
-            const int gone = after(state, p, blocks);
-            block(state, gone / 32)[32] ^= 1 << gone % 32;
-            id = merged[lowest / 32];
-            *symbol(state, p) = id;
-            const int next = after(state, gone, blocks), last = before(state, p);
-            symbol(state, p)[32] = next < 0 ? NO_RANK : pair_rank(pairs, mask, id, *symbol(state, next));
-            if (last >= 0) {
-                symbol(state, last)[32] = pair_rank(pairs, mask, *symbol(state, last), id);
-                if (last / 32 != p / 32) settle(state, last / 32);
+            const int gone = __ffs((unsigned)above(there, p)) - 1;
+            there ^= 1u << gone;
+            state.words[p * BLOCK] = (unsigned)merged[lowest];
+            const unsigned after = (unsigned)above(there, p), before = (unsigned)below(there, p);
+            merging &= ~(1u << gone | 1u << p);
+            if (after) merging |= join(tables, state, p, __ffs(after) - 1);
+            if (before) {
+                last = 31 - __clz(before);
+                merging = (merging & ~(1u << last)) | join(tables, state, last, p);
             }
-            settle(state, p / 32);
-            if (gone / 32 != p / 32) settle(state, gone / 32);
         }
-
-        // Move the remaining ids to the front. ids never exceeds the position that is read.
-        int ids = 0;
-        for (int b = 0; b < blocks; b++)
-            for (unsigned there = block(state, b)[32]; there; there &= there - 1)
-                *symbol(state, ids++) = *symbol(state, 32 * b + __ffs(there) - 1);
-        size[i] = ids;
+        int* out = ids + start[j];
+        for (unsigned left = there; left; left &= left - 1) *out++ = id_of(state, __ffs(left) - 1);
+        known[j] = ~__popc(there);
     }
 }
 
-// Copies the ids of merged pre-tokens out of the states, end to end: those of thread i begin at ids[offsets[i]].
-extern "C" __global__ void collect(
-    i64 count, const i64* group, int* scratch, const int* offsets, int* ids)
+// Pre-tokens of at most MIDDLE bytes. Four lanes per pre-token; lane `own` of them has the symbols own, own + 4 and so
+// on. Lanes without a pre-token, or whose pre-token is finished, go through the same steps, because the collectives are
+// those of the whole warp.
+extern "C" __global__ void merge_middle(
+    i64 count, const int* number, const u8* data, const int* start, const int* length, int by_letter,
+    const u16* letter_pages, const int* letter_blocks, const int* byte_ids, const u64* pairs, u64 mask,
+    const int* merged, int* ids, int* known)
+{
+    // Symbol p of the warp's pre-token g is at 8 * p + g. So the lanes of a warp use different banks if all of them are
+    // at symbol own + 4 * k for the same k.
+    __shared__ int symbols[BLOCK / 4 * MIDDLE];
+    __shared__ unsigned beginning[BLOCK / 4 * MIDDLE];
+    const Merges tables = {by_letter, letter_pages, letter_blocks, byte_ids, pairs, mask, merged};
+    EACH_WARP(warp, (count + 7) / 8) {
+        const int own = lane % 4, g = lane / 4, from = threadIdx.x / 32 * (8 * MIDDLE) + g;
+        int* symbol = symbols + from;
+        unsigned* pair = beginning + from;  // the pair that begins with each symbol; NO_PAIR: there is none
+        const i64 i = 8 * warp + g;
+        const int j = i < count ? number[i] : 0, size = i < count ? length[j] : 0;
+        u64 there = 0;  // the symbols that exist
+        __syncwarp();   // all lanes have read the symbols of the pre-token before
+#pragma unroll 1  // unrolled, these loops would need too many registers
+        for (int k = 0; k < MIDDLE / 4; k++) {
+            const int p = 4 * k + own, id = p < size ? first_symbol(tables, data + start[j], p) : -1;
+            symbol[8 * p] = id;
+            there |= (u64)(__ballot_sync(ALL_LANES, id >= 0) >> 4 * g & 0xf) << 4 * k;
+        }
+        __syncwarp();
+#pragma unroll 1
+        for (int k = 0; k < MIDDLE / 4; k++) {
+            const int p = 4 * k + own;
+            const u64 after = there >> p & 1 ? above(there, p) : 0;
+            pair[8 * p] = after ? pair_at(tables, p, symbol[8 * p], symbol[8 * (__ffsll(after) - 1)]) : NO_PAIR;
+        }
+        for (;;) {
+            unsigned lowest = NO_PAIR;
+#pragma unroll 1
+            for (int p = own; p < size; p += 16)
+                for (int k = 0; k < 16; k += 4) lowest = lower(lowest, pair[8 * (p + k)]);
+            for (int by = 2; by; by /= 2) lowest = lower(lowest, __shfl_xor_sync(ALL_LANES, lowest, by));
+            if (!__any_sync(ALL_LANES, lowest != NO_PAIR)) break;
+            if (lowest != NO_PAIR) {
+                // As in merge_short. All four lanes compute the same p, gone, last and next. Lane 0 looks up the pair
+                // that begins with symbol p, lane 1 the one before it.
+                const int p = (int)(lowest % LONGEST), made = merged[lowest / LONGEST];
+                const int gone = __ffsll(above(there, p)) - 1;
+                there ^= 1ull << gone;
+                const int last = 63 - __clzll(below(there, p)), next = __ffsll(above(there, p)) - 1;  // -1: none
+                if (own == 2) symbol[8 * p] = made;
+                if (own == 3) pair[8 * gone] = NO_PAIR;
+                if (own == 0 && next < 0) pair[8 * p] = NO_PAIR;
+                if (own < 2 && (own ? last : next) >= 0) {
+                    const int at = own ? last : p;
+                    pair[8 * at] = pair_at(tables, at, own ? symbol[8 * last] : made, own ? made : symbol[8 * next]);
+                }
+            }
+            __syncwarp();
+        }
+#pragma unroll 1
+        for (int k = 0; k < MIDDLE / 4; k++) {
+            const int p = 4 * k + own;
+            if (there >> p & 1) ids[start[j] + __popcll(below(there, p))] = symbol[8 * p];
+        }
+        if (own == 0 && i < count) known[j] = ~__popcll(there);
+    }
+}
+
+// original[i]: the number of a pre-token with the same bytes as pre-token number[i], the same one for all that are
+// equal, so that only one of them is merged. Which one is left to chance. One thread per pre-token.
+//
+// `table` has more slots than there are pre-tokens, filled with -1. The first pre-token at a free slot takes it for all
+// that are equal; those that are not go on to the next slot.
+extern "C" __global__ void find_equal(
+    i64 count, const int* number, const u8* data, const int* start, const int* length, u64 mask, int* table,
+    int* original)
 {
     EACH_THREAD(i, count) {
-        int* state = state_of(i, group, scratch);
-        for (int k = 0; k < offsets[i + 1] - offsets[i]; k++) ids[offsets[i] + k] = *symbol(state, k);
+        const int j = number[i], size = length[j];
+        const u8* bytes = data + start[j];
+        for (u64 slot = bytes_hash(bytes, size);; slot++) {
+            int* at = table + (slot & mask);
+            // Most slots are taken: read before trying to take one. `volatile`: other threads write it.
+            int other = *(volatile int*)at;
+            if (other < 0) other = atomicCAS(at, -1, j);
+            int same = 0;
+            if (other >= 0 && length[other] == size)
+                while (same < size && bytes[same] == data[start[other] + same]) same++;
+            if (other < 0 || same == size) {
+                original[i] = other < 0 ? j : other;
+                break;
+            }
+        }
     }
 }
 
-// Copies these ids to their final positions: those of pre-token number[i] begin at out[to[number[i]]].
+// Copies the ids of merged pre-tokens to their final positions. Those of pre-token j = number[i] were written for
+// pre-token original[i], and begin at out[to[j]]. Four threads per pre-token, because most have few ids.
 extern "C" __global__ void write_merged(
-    i64 count, const int* number, const int* offsets, const int* ids, const int* to, int* out)
+    i64 count, const int* number, const int* original, const int* start, const int* ids, const int* to, int* out)
 {
-    EACH_THREAD(i, count) {
-        int* target = out + to[number[i]];
-        for (int k = offsets[i]; k < offsets[i + 1]; k++) *target++ = ids[k];
+    EACH_THREAD(thread, 4 * count) {
+        const int j = number[thread / 4], from = start[original[thread / 4]], size = to[j + 1] - to[j];
+        for (int k = (int)(thread % 4); k < size; k += 4) out[to[j] + k] = ids[from + k];
     }
 }

@@ -1,20 +1,32 @@
 // Operations and predicates on texts. Text i is data[start[i] : start[i] + length[i]]; operations change only these
 // bounds. `apply_operations` and `holds` of template/program.py do the same in plain Python.
 
+// Kernels that read whole texts divide them into parts of `step` bytes, one warp per part, so that a long text does not
+// wait for a single warp. The parts of text i are first[i] to first[i + 1] - 1; an empty text has one, too. Usually every
+// text is one part, and no search is needed.
+__device__ __forceinline__ i64 text_of_part(const i64* first, i64 texts, i64 parts, i64 part)
+{
+    return parts == texts ? part : text_at(first, texts, part);
+}
+
 // place[i]: the position in data of the first (`last`: of the last) occurrence of `needle` in text i. The caller has
 // filled place with a number higher (lower) than all positions, which remains if there is no occurrence.
 //
-// One warp per text, so that a long text is not searched by one thread. Lane k tries the positions k, k + 32 and so on,
-// and stops at its first match. The minimum (maximum) over the lanes does not depend on their order.
+// One warp per part. Lane k tries the positions k, k + 32 and so on of the part, counted from the text's beginning
+// (`last`: from its end), and stops at its first match. The minimum (maximum) over lanes and parts does not depend on
+// their order.
 extern "C" __global__ void find(
-    i64 texts, const u8* data, const i64* start, const i64* length, const u8* needle, i64 size, int last, i64* place)
+    i64 parts, i64 step, const i64* first, i64 texts, const u8* data, const i64* start, const i64* length,
+    const u8* needle, i64 size, int last, i64* place)
 {
-    EACH_WARP(i, texts) {
+    EACH_WARP(part, parts) {
+        const i64 i = text_of_part(first, texts, parts, part), low = (part - first[i]) * step;
         const i64 positions = length[i] - size + 1;  // may be negative
-        for (i64 k = lane; k < positions; k += 32) {
+        const i64 end = least(low + step, positions);
+        for (i64 k = low + lane; k < end; k += 32) {
             const i64 at = start[i] + (last ? positions - 1 - k : k);
-            // If another lane has found a better position, this lane can only find worse ones. `volatile`: read from
-            // memory each time, because other lanes write it.
+            // If another lane or part has found a better position, this lane can only find worse ones. `volatile`: read
+            // from memory each time, because others write it.
             const i64 known = *(volatile const i64*)(place + i);
             if (last ? known > at : known < at) break;
             i64 same = 0;
@@ -85,15 +97,18 @@ extern "C" __global__ void strip(
     }
 }
 
-// Sets bad[i] if text i is not valid UTF-8; the caller has filled it with false. One warp per text.
+// Sets bad[i] if text i is not valid UTF-8; the caller has filled it with false. One warp per part.
 //
 // Whether a byte is valid at its position depends only on the three bytes before it and the three after it, so every
 // lane tests bytes on its own. The rules are those of Unicode, table 3-7.
-extern "C" __global__ void not_utf8(i64 texts, const u8* data, const i64* start, const i64* length, bool* bad)
+extern "C" __global__ void not_utf8(
+    i64 parts, i64 step, const i64* first, i64 texts, const u8* data, const i64* start, const i64* length, bool* bad)
 {
-    EACH_WARP(i, texts) {
+    EACH_WARP(part, parts) {
+        const i64 i = text_of_part(first, texts, parts, part), low = (part - first[i]) * step;
+        const i64 end = least(low + step, length[i]);
         const u8* text = data + start[i];
-        for (i64 k = lane; k < length[i]; k += 32) {
+        for (i64 k = low + lane; k < end; k += 32) {
             const u8 byte = text[k];
             if (byte < 0x80) continue;
             bool good = false;

@@ -65,8 +65,8 @@ __device__ __forceinline__ bool has_pair(const u64* set, u64 mask, int left, int
     return set[slot] == key;
 }
 
-// The text that contains byte `at`, by binary search: the last one with an offset of at most `at`. Empty texts before
-// it have the same offset, so the last one is never empty.
+// The text that contains byte `at`, or whatever else `offsets` counts, by binary search: the last one with an offset of
+// at most `at`. Empty texts before it have the same offset, so the last one is never empty.
 __device__ __forceinline__ i64 text_at(const i64* offsets, i64 texts, i64 at)
 {
     i64 text = 0;  // offsets[text] <= at < offsets[above]

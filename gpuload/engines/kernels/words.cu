@@ -5,7 +5,7 @@
 
 #define TO_MERGE (-2147483647 - 1)
 #define NO_IDS (-1)
-#define SHORT 16  // longer pre-tokens have a table of their own
+#define SHORT_WORD 16  // longer pre-tokens have a table of their own
 
 // The bytes of a pre-token of 1 to 16 bytes, padded with zeros, as two little-endian words.
 //
@@ -44,9 +44,9 @@ __device__ __forceinline__ int short_word(i64 bytes, const u8* data, i64 start, 
     }
 }
 
-// The hash of a longer pre-token: 64-bit FNV-1a, mixed so that both the low bits (the slot) and the high bits (the tag)
+// The hash of a pre-token: 64-bit FNV-1a, mixed so that both the low bits (the slot) and the high bits (the tag)
 // are usable; `hash_bytes` of tokenizer/hash_tables.py.
-__device__ __forceinline__ u64 long_hash(const u8* bytes, int size)
+__device__ __forceinline__ u64 bytes_hash(const u8* bytes, int size)
 {
     u64 hash = 0xcbf29ce484222325ull;
     for (int k = 0; k < size; k++) hash = (hash ^ bytes[k]) * 0x100000001b3ull;
@@ -59,7 +59,7 @@ __device__ __forceinline__ u64 long_hash(const u8* bytes, int size)
 __device__ __forceinline__ int long_word(
     const u8* bytes, int size, const u64* words, u64 mask, const u8* word_bytes, const int* offsets, const int* ids)
 {
-    const u64 hash = long_hash(bytes, size);
+    const u64 hash = bytes_hash(bytes, size);
     for (u64 slot = hash & mask; words[slot] != EMPTY; slot = (slot + 1) & mask) {
         const u64 found = words[slot];
         if (found >> 32 != hash >> 32) continue;
@@ -85,7 +85,7 @@ extern "C" __global__ void look_up_words(
         const int size = length[j];
         if (size < 0) known[j] = ~size;
         else if (size == 0) known[j] = NO_IDS;
-        else if (size <= SHORT) known[j] = short_word(bytes, data, start[j], size, words, mask);
+        else if (size <= SHORT_WORD) known[j] = short_word(bytes, data, start[j], size, words, mask);
         else if (size > longest) known[j] = TO_MERGE;
         else known[j] = long_word(data + start[j], size, long_words, long_mask, long_bytes, long_offsets, long_ids);
     }
