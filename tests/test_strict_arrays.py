@@ -31,7 +31,7 @@ HOST = np.arange(3)
     lambda there, xp: np.cumsum(there), lambda there, xp: np.concatenate([there]), lambda there, xp: bytes(there),
     lambda there, xp: there.__setitem__(slice(None), HOST), lambda there, xp: HOST.__setitem__(slice(None), there),
     lambda there, xp: torch.as_tensor(there), lambda there, xp: xp.arange(there[0]), lambda there, xp: there.ctypes,
-], ids=str)  # fmt: skip
+])  # fmt: skip
 def test_host_and_device_do_not_mix(kernels: StrictKernels, mix: Callable[..., Any]) -> None:
     with pytest.raises((TypeError, AttributeError, ValueError, RuntimeError)):
         mix(kernels.xp.asarray(HOST), kernels.xp)
