@@ -70,7 +70,7 @@ class Ranks:
             chosen: anything that can be pickled.
 
         Raises:
-            OptionError: this rank was given something else than rank 0.
+            OptionError: a rank was given something else than rank 0. Every rank raises it.
         """
         everyone = self._gather((given, chosen))
         expected = everyone[0][0]
