@@ -17,6 +17,7 @@ import numpy as np
 from gpuload.options import Truncation
 
 Array = Any  # numpy.ndarray or cupy.ndarray: CuPy has no type stubs, and most machines do not have it
+RowNumbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def array_module(array: Array) -> ModuleType:

@@ -1,7 +1,7 @@
 """PromptDataset: the result of a load. Rows as dicts with verl's keys, batches by one gather, and the other columns."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -171,8 +171,8 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
             IndexError: A row number is out of range.
             PromptTooLongError: A row is longer than `max_prompt_length`, and `truncation="error"`.
         """
-        taken = self.batch(rows)
-        columns = [values.unbind(0) if isinstance(values, torch.Tensor) else values for values in taken.values()]
+        taken = self._taken(self._check(rows), "max_length")
+        columns = [value.unbind(0) if isinstance(value, torch.Tensor) else value() for value in taken.values()]
         return [dict(zip(taken, values, strict=True)) for values in zip(*columns, strict=True)]
 
     def batch(self, rows: Sequence[int] | np.ndarray[Any, Any], padding: Padding = "max_length") -> LazyDict:
@@ -203,18 +203,8 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
             PromptTooLongError: A row is longer than `max_prompt_length`, and `truncation="error"`.
             DataError: When a column is read that has a value without a Python equivalent.
         """
-        numbers = self._check(rows)
-        limit, side = self.options.max_prompt_length, self.options.truncation
-        width = limit if padding == "max_length" else min(limit, int(self._lengths[numbers].max(initial=0)))
-        # Closures must not refer to the batch: a cycle would keep its tensors until the next garbage collection.
-        ids = cache(lambda: self._store.take(numbers).truncate(limit, side))  # one copy, for tensors and lists
-        columns = {name: cache(partial(self._objects, name, numbers)) for name in self.passed_through.names}
-        extra_info = columns.get("extra_info", lambda: [None] * len(numbers))
-        taken: dict[str, Any] = {name: Later(column) for name, column in columns.items()}
-        taken |= self._padded(numbers, ids, width)
-        taken["raw_prompt_ids"] = Later(lambda: _object_array(ids().to_lists()))
-        taken["index"] = Later(lambda: _object_array([_index(extra) for extra in extra_info()]))
-        return LazyDict(taken)
+        taken = self._taken(self._check(rows), padding)
+        return LazyDict({name: _lazy(value) for name, value in taken.items()})
 
     def ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the same batches, some of them prepared ahead where that hides latency. For `PromptLoader`."""
@@ -237,12 +227,30 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
         settings = {"shuffle": self.options.shuffle, "seed": self.options.seed or 0} | settings
         return PromptLoader(self, batch_size, **settings)
 
-    def _objects(self, name: str, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def _taken(
+        self, numbers: np.ndarray[Any, Any], padding: Padding
+    ) -> dict[str, torch.Tensor | Callable[[], list[Any]]]:
+        """The values of B rows by key: tensors (B, L), and functions that make a list of B other values."""
+        limit, side = self.options.max_prompt_length, self.options.truncation
+        width = limit if padding == "max_length" else min(limit, int(self._lengths[numbers].max(initial=0)))
+        # Closures must not refer to the batch: a cycle would keep its tensors until the next garbage collection.
+        ids = cache(lambda: self._store.take(numbers).truncate(limit, side))  # one copy, for tensors and lists
+        columns = {name: cache(partial(self._column, name, numbers)) for name in self.passed_through.names}
+        extra_info = columns.get("extra_info", lambda: [None] * len(numbers))
+        tensors = self._padded(numbers, ids, width)
+        return {
+            **columns,
+            **tensors,
+            "raw_prompt_ids": lambda: ids().to_lists(),
+            "index": lambda: [_index(extra) for extra in extra_info()],
+        }
+
+    def _column(self, name: str, numbers: np.ndarray[Any, Any]) -> list[Any]:
         """(B,) values of a pass-through column."""
         values = self.passed_through.take(numbers, [name])[name]
         if name == "raw_prompt" and self.options.return_raw_chat:
             values = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt for prompt in values]
-        return _object_array(values)
+        return values
 
     def _check(self, rows: Sequence[int] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         numbers = np.asarray(rows, np.int64).reshape(-1)
@@ -303,6 +311,10 @@ def collate_fn(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _index(extra_info: Any) -> Any:
     index = extra_info.get("index") if isinstance(extra_info, Mapping) else None
     return 0 if index is None else index
+
+
+def _lazy(value: torch.Tensor | Callable[[], list[Any]]) -> torch.Tensor | Later:
+    return value if isinstance(value, torch.Tensor) else Later(lambda: _object_array(value()))
 
 
 def _object_array(values: Sequence[Any]) -> np.ndarray[Any, Any]:

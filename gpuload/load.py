@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-from gpuload.arrays import Ragged
+from gpuload.arrays import Ragged, RowNumbers
 from gpuload.cache.store import TokenCache, tokens_directory
 from gpuload.dataset import PromptDataset, warn_of_replaced
 from gpuload.engines.choose import EngineBuilder, choose_engine
@@ -42,7 +42,7 @@ from gpuload.report import Report
 from gpuload.sources.columns import Columns
 from gpuload.sources.open import open_sources
 from gpuload.sources.read import Source, check_unchanged
-from gpuload.stream import Batch, Parts, RowNumbers, ahead, read, stage, wanted_order
+from gpuload.stream import Batch, Parts, ahead, read, stage, wanted_order
 from gpuload.verify import Verifier
 
 

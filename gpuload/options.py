@@ -78,8 +78,8 @@ class Options:
         device: `"cpu"`, `"cuda"`, `"cuda:N"`, or `"auto"`: the GPU if it works, else the CPU. The report gives the
             reason.
         tokens_on: Where the GPU engine stores token ids: in `"device"` memory (4 bytes per token), in pinned `"host"`
-            memory, from which the ids of each batch are copied one batch ahead, or `"auto"`: in device memory if they
-            fit into what `gpu_memory_limit` leaves of the free memory, else in host memory.
+            memory, from which the ids of each batch are copied, or `"auto"`: in device memory if they fit into what
+            `gpu_memory_limit` leaves of the free memory, else in host memory.
         gpu_memory_limit: Maximum GPU memory of a load in bytes, in addition to the stored ids; 0 is half of the free
             memory.
         verify: Compare the fast path with the reference on a `"sample"` of rows, on all rows (`"full"`) or not at all

@@ -17,12 +17,10 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 
-from gpuload.arrays import Ragged
+from gpuload.arrays import Ragged, RowNumbers
 from gpuload.engines.protocol import TokenStore
 from gpuload.errors import GpuloadError, OptionError
 from gpuload.report import Report
-
-RowNumbers = np.ndarray[Any, np.dtype[np.int64]]
 
 _PATIENCE = datetime.timedelta(hours=12)  # for a rank whose share takes longer; one that dies is noticed at once
 _NEAR = 0.25  # of a share: a cut this near to the beginning of a file is moved there

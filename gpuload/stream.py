@@ -8,15 +8,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from gpuload.arrays import RowNumbers
 from gpuload.engines.protocol import Prompts, RenderedText, Tokenized
 from gpuload.sources.read import Source
-
-RowNumbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass

@@ -429,18 +429,14 @@ def test_nothing_is_left_of_a_load_that_fails(files: list[str], qwen: Any, warm_
 
 
 def test_an_entry_serves_every_engine(files: list[str], qwen: Any, warm_cache: Path) -> None:
-    import torch
 
     from gpuload.testing.host_kernels import COMPILER, HostKernels
 
     if COMPILER is None:
         pytest.skip("no C++ compiler")
-    from gpuload.engines.device.engine import DeviceEngine
-    from gpuload.testing import load_with
+    from gpuload.testing import engine_on, load_with
 
-    def on_device(options: Any, of: Any, exact_only: bool = False) -> DeviceEngine:
-        return DeviceEngine(HostKernels(), torch.device("cpu"), of, exact_only)
-
+    on_device = engine_on(HostKernels())
     cold = gpuload.load(files[:2], qwen)
     warm = load_with(on_device, files, qwen)
     assert warm.report.from_cache == files[:2]

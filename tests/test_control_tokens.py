@@ -12,21 +12,18 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
 from conftest import SHARED, user
 from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import gpuload
-from gpuload.engines.device.engine import DeviceEngine
 from gpuload.engines.device.texts import DeviceTexts, texts_to_device
 from gpuload.engines.host.sanitize import mark_column
 from gpuload.engines.host.texts import HostTexts
 from gpuload.errors import TokenizerError
-from gpuload.options import Options
 from gpuload.reference.control_tokens import END, FIRST_VERSION, START, ControlTokens, sanitizing_is_known
 from gpuload.reference.reference import Reference
-from gpuload.testing import load_with
+from gpuload.testing import engine_on, load_with
 from gpuload.testing.host_kernels import COMPILER, HostKernels
 
 SANITIZES = "sanitize_control_tokens" in inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
@@ -55,10 +52,7 @@ def expected(tokenizer: Any, prompts: list[Any], **more: Any) -> list[list[int]]
 
 
 def by_device(*arguments: Any, **options: Any) -> gpuload.PromptDataset:
-    def engine(options: Options, reference: Reference, exact_only: bool = False) -> DeviceEngine:
-        return DeviceEngine(HostKernels(), torch.device("cpu"), reference, exact_only, None, options.tokens_on)
-
-    return load_with(engine, *arguments, **options)
+    return load_with(engine_on(HostKernels()), *arguments, **options)
 
 
 LOADS = [

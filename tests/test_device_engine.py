@@ -32,7 +32,7 @@ from gpuload.options import Options
 from gpuload.reference.reference import Reference
 from gpuload.sources.fetch import SourceFile
 from gpuload.sources.read import Source, open_file, with_prompts
-from gpuload.testing import load_with
+from gpuload.testing import engine_on, load_with
 from gpuload.testing.host_kernels import COMPILER, HostKernels
 from gpuload.testing.strict_arrays import StrictKernels
 
@@ -61,11 +61,8 @@ def in_odd_chunks(source: Source, prompt_key: str, keep_prompts: bool) -> Iterat
 def on_device(request: Any) -> Callable[..., gpuload.PromptDataset]:
     """`gpuload.load` by the device's engine."""
 
-    def engine(options: Options, reference: Reference, exact_only: bool = False) -> DeviceEngine:
-        return DeviceEngine(KERNELS, torch.device("cpu"), reference, exact_only, request.param, options.tokens_on)
-
     def load(*arguments: Any, **options: Any) -> gpuload.PromptDataset:
-        return load_with(engine, *arguments, **options)
+        return load_with(engine_on(KERNELS, request.param), *arguments, **options)
 
     return load
 
@@ -320,13 +317,6 @@ def test_the_self_test_notices_wrong_kernels() -> None:
         cuda.self_test(Wrong())
 
 
-def engine_of_host_kernels(kernels: HostKernels) -> Callable[..., DeviceEngine]:
-    def engine(options: Options, reference: Reference, exact_only: bool = False) -> DeviceEngine:
-        return DeviceEngine(kernels, torch.device("cpu"), reference, exact_only, None, options.tokens_on)
-
-    return engine
-
-
 def test_where_the_gpu_fails_auto_takes_the_cpu(gsm8k: str, qwen: Any) -> None:
     class Broken(HostKernels):
         def _launch(self, name: str, blocks: int, arguments: list[Any]) -> None:
@@ -336,7 +326,7 @@ def test_where_the_gpu_fails_auto_takes_the_cpu(gsm8k: str, qwen: Any) -> None:
 
     options: dict[str, Any] = {"max_prompt_length": 512, "max_samples": 40}
     expected = gpuload.load(gsm8k, qwen, device="cpu", **options)
-    broken = engine_of_host_kernels(Broken())
+    broken = engine_on(Broken())
     with pytest.warns(
         UserWarning, match="falling back to the CPU .RuntimeError: an illegal memory access was encountered"
     ):
@@ -346,12 +336,12 @@ def test_where_the_gpu_fails_auto_takes_the_cpu(gsm8k: str, qwen: Any) -> None:
     with pytest.raises(RuntimeError, match="illegal memory"):
         load_with(broken, gsm8k, qwen, device="cuda", **options)
     with warnings.catch_warnings(action="error"), pytest.raises(DataError, match="max_prompt_length"):
-        load_with(engine_of_host_kernels(KERNELS), gsm8k, qwen, max_prompt_length=1, max_samples=40)
+        load_with(engine_on(KERNELS), gsm8k, qwen, max_prompt_length=1, max_samples=40)
 
 
 def test_wrong_ids_on_the_device_are_found(gsm8k: str, qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def engine(options: Options, reference: Reference, exact_only: bool = False) -> DeviceEngine:
-        made = engine_of_host_kernels(KERNELS)(options, reference, exact_only)
+        made = engine_on(KERNELS)(options, reference, exact_only)
         right = made.encode
 
         def wrong(text: Any) -> Any:
@@ -369,7 +359,8 @@ def test_wrong_ids_on_the_device_are_found(gsm8k: str, qwen: Any, monkeypatch: p
     assert_same(found, gpuload.load(gsm8k, qwen, max_prompt_length=512, max_samples=40, device="cpu"))
 
 
-def test_a_store_on_the_host_is_drawn_one_batch_ahead(gsm8k: str, qwen: Any) -> None:
+@pytest.mark.parametrize("tokens_on", ["host", "device"])
+def test_batches_are_made_one_batch_ahead(gsm8k: str, qwen: Any, tokens_on: str) -> None:
     happened: list[str] = []
 
     class Noting(HostKernels):
@@ -388,8 +379,9 @@ def test_a_store_on_the_host_is_drawn_one_batch_ahead(gsm8k: str, qwen: Any) -> 
 
     options: dict[str, Any] = {"max_prompt_length": 512, "max_samples": 10}
     expected = list(gpuload.load(gsm8k, qwen, device="cpu", **options).loader(4, shuffle=True))
-    noting = engine_of_host_kernels(Noting())
-    loader = load_with(noting, gsm8k, qwen, tokens_on="host", **options).loader(4, shuffle=True)
+    noting, options = engine_on(Noting()), options | {"tokens_on": tokens_on}
+    loader = load_with(noting, gsm8k, qwen, **options).loader(4, shuffle=True)
+    loader.state_dict()  # its fingerprint reads all ids once
     happened.clear()
     found = []
     for batch in loader:
@@ -400,12 +392,9 @@ def test_a_store_on_the_host_is_drawn_one_batch_ahead(gsm8k: str, qwen: Any) -> 
     assert all(torch.equal(one, other["input_ids"]) for one, other in zip(found, expected, strict=True))
     half = iter(loader)
     next(half)
-    resumed = load_with(noting, gsm8k, qwen, tokens_on="host", **options).loader(4, shuffle=True)
+    resumed = load_with(noting, gsm8k, qwen, **options).loader(4, shuffle=True)
     resumed.load_state_dict(loader.state_dict())
     assert torch.equal(next(half)["input_ids"], next(iter(resumed))["input_ids"])
-    happened.clear()
-    list(load_with(engine_of_host_kernels(Noting()), gsm8k, qwen, **options).loader(4))
-    assert "aside" not in happened
 
 
 class Series:
@@ -468,11 +457,8 @@ def test_a_cudf_frame_is_used_zero_copy(qwen: Any, monkeypatch: pytest.MonkeyPat
     kernels = HostKernels()
     kernels.chunk_bytes = nbytes  # type: ignore[attr-defined]
 
-    def engine(options: Options, reference: Reference, exact_only: bool = False) -> DeviceEngine:
-        reader = cuda.reader(kernels)  # type: ignore[arg-type]
-        return DeviceEngine(kernels, torch.device("cpu"), reference, exact_only, reader, options.tokens_on)
-
-    found = load_with(engine, DataFrame(table, copied), qwen, max_prompt_length=64)
+    reader = cuda.reader(kernels)  # type: ignore[arg-type]
+    found = load_with(engine_on(kernels, reader), DataFrame(table, copied), qwen, max_prompt_length=64)
     monkeypatch.undo()
     assert copied == [["extra"]]
     expected = gpuload.load(table, qwen, max_prompt_length=64)

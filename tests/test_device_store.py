@@ -24,22 +24,13 @@ from gpuload.engines.device.engine import DeviceEngine
 from gpuload.engines.device.store import DeviceStore, Segments, host_store, in_order
 from gpuload.engines.host.engine import HostEngine
 from gpuload.errors import DeviceError
-from gpuload.options import Options
-from gpuload.reference.reference import Reference
-from gpuload.testing import load_with
+from gpuload.testing import engine_on, load_with
 from gpuload.testing.host_kernels import COMPILER
 from gpuload.testing.strict_arrays import StrictKernels
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 KERNELS = StrictKernels()
-
-
-def engine_of(kernels: StrictKernels) -> Callable[..., DeviceEngine]:
-    def engine(options: Options, reference: Reference, exact_only: bool = False) -> DeviceEngine:
-        return DeviceEngine(kernels, torch.device("cpu"), reference, exact_only, None, options.tokens_on)
-
-    return engine
 
 
 def random_parts(rng: np.random.Generator, count: int, rows: int, longest: int) -> list[Ragged]:
@@ -112,7 +103,7 @@ def test_a_store_never_needs_more_than_its_size_and_a_tenth(rows: int, length: i
 
 def test_a_load_frees_everything_but_the_store(gsm8k: str, qwen: Any) -> None:
     kernels = StrictKernels()
-    prompts = load_with(engine_of(kernels), gsm8k, qwen, max_prompt_length=512, tokens_on="device", verify="off")
+    prompts = load_with(engine_on(kernels), gsm8k, qwen, max_prompt_length=512, tokens_on="device", verify="off")
     gc.collect()
     assert 0 <= kernels.xp.alive - 4 * prompts.report.tokens <= 4 * device_store._SEGMENT
     del prompts
@@ -123,7 +114,7 @@ def test_a_load_frees_everything_but_the_store(gsm8k: str, qwen: Any) -> None:
 def test_batches_do_not_wait_for_the_device(gsm8k: str, qwen: Any) -> None:
     kernels = StrictKernels()
     options: dict[str, Any] = {"max_prompt_length": 512, "max_samples": 64}
-    prompts = load_with(engine_of(kernels), gsm8k, qwen, tokens_on="device", **options)
+    prompts = load_with(engine_on(kernels), gsm8k, qwen, tokens_on="device", **options)
     expected = gpuload.load(gsm8k, qwen, device="cpu", **options)
     before = kernels.xp.waits
     batch = prompts.batch(range(32))
@@ -150,7 +141,7 @@ def test_workers_take_rows_from_host_memory(
     gsm8k: str, qwen: Any, start: str, tokens_on: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"max_prompt_length": 256, "max_samples": 40}
-    prompts = load_with(engine_of(StrictKernels()), gsm8k, qwen, tokens_on=tokens_on, **options)
+    prompts = load_with(engine_on(StrictKernels()), gsm8k, qwen, tokens_on=tokens_on, **options)
     prompts.batch([0])
     loader = DataLoader(
         prompts, 16, num_workers=1, collate_fn=gpuload.collate_fn, multiprocessing_context=start, pin_memory=False
@@ -192,7 +183,7 @@ def test_auto_uses_host_memory_beyond_the_limit(
     kernels.ids_limit = limit
     options: dict[str, Any] = {"max_prompt_length": 64}
     options |= {"shuffle": True, "max_samples": 200, "seed": 1} if shuffle else {}
-    found = load_with(engine_of(kernels), files, qwen, tokens_on="auto", **options)
+    found = load_with(engine_on(kernels), files, qwen, tokens_on="auto", **options)
     expected = gpuload.load(files, qwen, device="cpu", **options)
     assert found.tokens.to_lists() == expected.tokens.to_lists()
     batch, other = found.batch(range(50)), expected.batch(range(50))
@@ -219,7 +210,7 @@ def test_auto_changes_to_host_memory_in_the_middle_of_a_load(
         return part
 
     monkeypatch.setattr(DeviceEngine, "keep", noting)
-    found = load_with(engine_of(kernels), files, qwen, max_prompt_length=64)
+    found = load_with(engine_on(kernels), files, qwen, max_prompt_length=64)
     assert (kept[0], kept[-1]) == (DeviceStore, Ragged)
     assert found.tokens.to_lists() == expected.tokens.to_lists()
     assert NOTE in found.report.notes
@@ -233,15 +224,15 @@ def test_running_out_of_memory_for_ids(files: list[str], qwen: Any) -> None:
             yield
 
     expected = gpuload.load(files, qwen, device="cpu", max_prompt_length=64)
-    found = load_with(engine_of(Full()), files, qwen, max_prompt_length=64)
+    found = load_with(engine_on(Full()), files, qwen, max_prompt_length=64)
     assert found.tokens.to_lists() == expected.tokens.to_lists()
     with pytest.raises(DeviceError, match="while storing token ids"):
-        load_with(engine_of(Full()), files, qwen, max_prompt_length=64, tokens_on="device", device="cuda")
+        load_with(engine_on(Full()), files, qwen, max_prompt_length=64, tokens_on="device", device="cuda")
 
 
 def test_cached_tokens_on_the_device(files: list[str], qwen: Any, warm_cache: Path) -> None:
     """They are read from a mapped file in host memory."""
-    engine = engine_of(StrictKernels())
+    engine = engine_on(StrictKernels())
     cold = load_with(engine, files[:1], qwen, device="cuda", max_prompt_length=64)
     for tokens_on in ("device", "host", "auto"):
         warm = load_with(engine, files[:1], qwen, device="cuda", max_prompt_length=64, tokens_on=tokens_on)

@@ -11,19 +11,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 import torch.distributed as dist
 from conftest import user
 from torch import multiprocessing
 
 import gpuload
-from gpuload.engines.device.engine import DeviceEngine
 from gpuload.engines.host.engine import HostEngine
 from gpuload.errors import OptionError
-from gpuload.options import Options
-from gpuload.reference.reference import Reference
 from gpuload.sources import batches
-from gpuload.testing import load_with
+from gpuload.testing import engine_on, load_with
 from gpuload.testing.host_kernels import COMPILER, HostKernels
 
 Answer = dict[str, Any]
@@ -115,10 +111,7 @@ def test_every_rank_has_what_one_process_loads(files: list[str], gsm8k: str, qwe
 
 
 def load_on_device(rank: int, files: list[str], tokenizer: str) -> Answer:
-    def engine(options: Options, reference: Reference, exact_only: bool = False) -> DeviceEngine:
-        return DeviceEngine(HostKernels(), torch.device("cpu"), reference, exact_only, None, options.tokens_on)
-
-    return contents(load_with(engine, files, tokenizer, distributed=True, **SAMPLE))
+    return contents(load_with(engine_on(HostKernels()), files, tokenizer, distributed=True, **SAMPLE))
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")

@@ -23,7 +23,7 @@ from typing import Any
 
 from bench import ROOT, environment, report
 from bench.data import first_rows
-from bench.gpu import checks, exact, loads, stages, tokens
+from bench.gpu import checks, exact, loads, stages, tokens, training
 from bench.gpu.rig import tokenizer_of
 from bench.gpu.section import Facts, Section, Task, cuda_is_initialized, finish, run_section
 from gpuload.demo_data import demo_files
@@ -41,6 +41,7 @@ SECTIONS = {
     "render": Section(stages.rendering, 60, "Rendering"),
     "encode": Section(tokens.encode, 180, "Text to ids"),
     "first_batch": Section(loads.first_batch, 150, "Parquet to the first batch"),
+    "waits": Section(training.waits, 60, "What a training step waits for its batch"),
     "others": Section(loads.others, 120, "Other loaders"),
     "sanitizer": Section(checks.sanitizer, 160, "compute-sanitizer"),
     "tests": Section(checks.tests, 250, "Tests marked gpu"),

@@ -22,13 +22,10 @@ from gpuload import load
 from gpuload.arrays import Array
 from gpuload.dataset import PromptDataset
 from gpuload.engines.device import cuda
-from gpuload.engines.device.engine import DeviceEngine
 from gpuload.engines.device.kernels import DeviceKernels, Kernels, signatures
-from gpuload.engines.protocol import Engine
-from gpuload.options import Options
 from gpuload.reference.reference import Reference
 from gpuload.template import ChatProgram
-from gpuload.testing import load_with
+from gpuload.testing import engine_on, load_with
 from gpuload.testing.host_kernels import COMPILER, HostKernels
 
 
@@ -91,11 +88,7 @@ class Rig:
         options = {"token_cache": False} | options
         if self.cudf:
             return load(files, tokenizer, device="cuda", **options)
-
-        def engine(chosen: Options, reference: Reference, exact_only: bool = False) -> Engine:
-            return DeviceEngine(self.kernels, self.device, reference, exact_only, None, chosen.tokens_on)
-
-        return load_with(engine, files, tokenizer, device="cpu", **options)
+        return load_with(engine_on(self.kernels), files, tokenizer, device="cpu", **options)
 
     def timed(
         self, work: Callable[[], Any], nbytes: int = 0, rows: int = 0, repeats: int = 5, warm_up: bool = True

@@ -4,12 +4,32 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gpuload.dataset import PromptDataset
 from gpuload.engines.choose import EngineBuilder
+from gpuload.engines.device.engine import DeviceEngine, Reader
+from gpuload.engines.device.kernels import Kernels
 from gpuload.files import cache_root
 from gpuload.load import load_sources
 from gpuload.options import Options
+from gpuload.reference.reference import Reference
 from gpuload.sources.open import open_sources
+
+
+def engine_on(kernels: Kernels, reader: Reader | None = None) -> EngineBuilder:
+    """What makes the device engine on the given kernels, for `load_with`.
+
+    Args:
+        kernels: for any device, also for the host.
+        reader: as for `DeviceEngine`.
+    """
+
+    def build(options: Options, reference: Reference, exact_only: bool = False) -> DeviceEngine:
+        where = torch.device(kernels.device)
+        return DeviceEngine(kernels, where, reference, exact_only, reader, options.tokens_on)
+
+    return build
 
 
 def load_with(build_engine: EngineBuilder, files: Any, tokenizer: Any, **options: Any) -> PromptDataset:

@@ -1,9 +1,10 @@
 """Padded batches from the store of ids, by one kernel.
 
 The store is in device memory (4 bytes per token), or in host memory, which is then pinned. In the second case the same
-kernel reads the ids of a batch's rows, and no others, across the bus, one batch ahead of the consumer on a stream of
-its own. Either way the kernel writes into a tensor of torch, which it reaches through DLPack: torch manages its memory,
-streams and lifetime, `record_stream` included.
+kernel reads the ids of a batch's rows, and no others, across the bus. A loader's batches are made one ahead of the
+consumer, on a stream of their own: making one overlaps with the work on the one before it. The kernel writes into a
+tensor of torch, which it reaches through DLPack: torch manages its memory, streams and lifetime, `record_stream`
+included.
 """
 
 import os
@@ -55,8 +56,8 @@ class DeviceBatches:
             return pad(self._kernels, self._pad, self._kernels.xp.asarray(numbers), width)
 
     def ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The same batches; with a store in host memory, each is made while the consumer works on the one before it."""
-        if isinstance(self._store, DeviceStore) or os.getpid() != self._process:
+        """The same batches, each of them made while the consumer works on the one before it."""
+        if os.getpid() != self._process:
             yield from batches
             return
         with self._kernels.aside():

@@ -17,15 +17,12 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
-from gpuload.arrays import Array, Ragged, offsets_of, on_host
+from gpuload.arrays import Array, Ragged, RowNumbers, offsets_of, on_host
 from gpuload.engines.device.kernels import Kernels
 from gpuload.engines.device.texts import copy_slices
-
-RowNumbers = np.ndarray[Any, np.dtype[np.int64]]
 
 _SEGMENT = 1 << 19  # ids; 2 MiB, the granularity of CUDA's allocations
 _SHARE = 16
