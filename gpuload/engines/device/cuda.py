@@ -27,9 +27,12 @@ whichever streams use it. It would be a race to free what another stream still r
     columns of a `cudf.DataFrame`         the caller           read, render, verify   by the caller
 
 A batch is freed by the thread that holds it last, which is after all others have let go of it. RMM's buffers keep the
-streams alive that they were allocated on. Between the contexts of its stages' threads, main filters rows and writes the
-token cache: this work ends with copies to the host, which wait too. `gpuload.testing.stream_checks` finds what breaks
-the rules.
+streams alive that they were allocated on. For main, the whole load is one such context: there it filters rows and
+writes the token cache, work that ends with copies to the host, which wait too. `gpuload.testing.stream_checks` finds
+what breaks the rules.
+
+The limit of the pool counts memory in use. What one stream has freed may not be available to another one at once, so
+for a moment the pool can hold more.
 """
 
 import importlib
