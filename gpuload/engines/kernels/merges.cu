@@ -56,12 +56,8 @@ __device__ __forceinline__ int first_symbol(const Merges& tables, const u8* byte
 // look-up without a collision is one load.
 __device__ __forceinline__ int pair_rank(const Merges& tables, int left, int right)
 {
-    const u64 key = (u64)left << 21 | (u64)right;
-    for (u64 slot = pair_hash(key) & tables.mask;; slot = (slot + 1) & tables.mask) {
-        const u64 found = tables.pairs[slot];
-        if (found >> 20 == key) return (int)found & (NO_RANK - 1);
-        if (found == EMPTY) return NO_RANK;
-    }
+    const u64 found = find_pair(tables.pairs, tables.mask, left, right, 20);
+    return found == EMPTY ? NO_RANK : (int)found & (NO_RANK - 1);
 }
 
 // The number to compare for the pair that begins with symbol p, NO_PAIR if it does not merge.

@@ -81,7 +81,7 @@ extern "C" __global__ void cut_characters(
         const i64 end = least((chunk + 1) * step, bytes);
         for (i64 at = chunk * step; at < end; at++)
             if (marks[at] == GOES_ON && !continues(data[at])
-                && !has_pair(adjacent, mask, code_point(data + back(data, at)), code_point(data + at)))
+                && find_pair(adjacent, mask, code_point(data + back(data, at)), code_point(data + at), 0) == EMPTY)
                 marks[at] = BEGINS;
     }
 }
