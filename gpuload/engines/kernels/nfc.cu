@@ -226,7 +226,7 @@ extern "C" __global__ void skip_texts(
         i64 at = chunk * step;
         const i64 end = least(at + step, bytes);
         for (i64 text = text_at(offsets, texts, at); at < end; at++) {
-            while (offsets[text + 1] <= at) text++;  // also past empty texts
+            while (text + 1 < texts && offsets[text + 1] <= at) text++;  // also past empty texts
             if (fallback[text]) marks[at] = NOTHING;
         }
     }
