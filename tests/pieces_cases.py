@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from gpuload.engines.device.pretokenize import PreTokenizer, PreTokens
+from gpuload.engines.device.pretokenize import STEP, PreTokenizer, PreTokens, Words
 from gpuload.testing.encoder import Section
 from gpuload.testing.host_kernels import HostKernels
 from gpuload.tokenizer import fallback
 from gpuload.tokenizer.compiled import CompiledTokenizer
+from gpuload.tokenizer.hash_tables import EMPTY
 from gpuload.tokenizer.spec import AddedToken, BpeSpec, Digits, Split, bpe_spec
 from gpuload.tokenizer.splitter import Splitter, compile_splitter
 
@@ -47,6 +48,13 @@ def _poisoned(make: Any) -> Any:
 Poisoned.xp.__dict__.update(np.__dict__)
 Poisoned.xp.__dict__.update(empty=_poisoned(np.empty), empty_like=_poisoned(np.empty_like))
 KERNELS = Poisoned()
+NO_WORDS: Words = (
+    np.zeros((1, 4), np.uint64), 0, np.full(1, EMPTY), 0, np.zeros(0, np.uint8), np.zeros(1, np.int32),
+    np.zeros(0, np.int32), 0,
+)  # fmt: skip
+"""An empty vocabulary: all pre-tokens are to be merged, and so listed with their positions."""
+
+Listed = tuple[PreTokens, Any]  # and (n,) bool, which texts fall back
 
 
 @cache
@@ -62,7 +70,7 @@ def case(spec: BpeSpec | str, backend: Any = None) -> Case:
         # Tables of made-up tokenizers are not cached.
         tables = (fallback.fallback_tables if len(spec.vocab) > 1000 else fallback.build_tables)(spec)
     tokenizer = CompiledTokenizer(spec, _splitter(spec.stages), tables)
-    return Case(tokenizer, PreTokenizer(KERNELS, tokenizer), backend)
+    return Case(tokenizer, PreTokenizer(KERNELS, tokenizer, NO_WORDS), backend)
 
 
 def compiled(backend: Tokenizer) -> Case:
@@ -73,20 +81,25 @@ def made_up(*stages: Split | Digits, added: tuple[AddedToken, ...] = (), prefix_
     return case(BpeSpec(False, stages, prefix_space, {}, [], False, added, ""))
 
 
-def run(pretokenizer: PreTokenizer, texts: list[str]) -> PreTokens:
+def run(pretokenizer: PreTokenizer, texts: list[str]) -> Listed:
+    """Split texts. Small steps come with small tiles."""
+    KERNELS.segment = 1 if pretokenizer.step < STEP else Poisoned.segment
     encoded = [text.encode() for text in texts]
-    return pretokenizer.pre_tokens(
-        np.frombuffer(b"".join(encoded), np.uint8), np.cumsum([0, *map(len, encoded)], dtype=np.int64)
-    )
+    offsets, falls_back = np.cumsum([0, *map(len, encoded)], dtype=np.int64), np.zeros(len(texts), bool)
+    return pretokenizer.pre_tokens(np.frombuffer(b"".join(encoded), np.uint8), offsets, 0, falls_back), falls_back
 
 
-def read(found: PreTokens) -> list[list[Section] | None]:
+def read(listed: Listed) -> list[list[Section] | None]:
     """Return the pre-tokens of every text, as `encoder.cut` does."""
+    found, fallback = listed
     data, bounds = found.data.tobytes(), found.first.tolist()
-    spans = zip(found.start.tolist(), found.length.tolist(), strict=True)
-    pieces = [~length if length < 0 else data[start : start + length].decode() for start, length in spans]
+    spans = [
+        data[start : start + size] for start, size in zip(found.start.tolist(), found.length.tolist(), strict=True)
+    ]
+    pieces: list[Section] = [one if one >= 0 else spans[~one].decode() for one in found.known.tolist()]
+    assert sorted(~one for one in found.known.tolist() if one < 0) == [*range(len(spans))]
     assert bounds[0] == 0
     assert bounds[-1] == len(pieces)
     texts = [pieces[low:high] for low, high in itertools.pairwise(bounds)]
-    assert not any(text for text, falls_back in zip(texts, found.fallback, strict=True) if falls_back)
-    return [None if falls_back else text for text, falls_back in zip(texts, found.fallback, strict=True)]
+    assert not any(text for text, falls_back in zip(texts, fallback, strict=True) if falls_back)
+    return [None if falls_back else text for text, falls_back in zip(texts, fallback, strict=True)]

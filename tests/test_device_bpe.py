@@ -7,7 +7,7 @@ import re
 import tracemalloc
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -21,18 +21,21 @@ from test_bpe_fallback import GEMMA
 from test_bpe_merges import BYTES, LETTERS, by_model, compiled, flat
 from tokenizers import Tokenizer
 
-from gpuload.engines.device import bpe
+from gpuload.arrays import Ragged
+from gpuload.engines.device import bpe, pretokenize
 from gpuload.engines.device.bpe import LONGEST, Merger
 from gpuload.engines.device.kernels import BLOCK, source
-from gpuload.engines.device.pretokenize import PreTokens
+from gpuload.engines.device.pretokenize import PreTokenizer, PreTokens
 from gpuload.testing.encoder import look_up_words
 from gpuload.testing.host_kernels import COMPILER, HostKernels
 from gpuload.tokenizer import fallback, hash_tables, merges
 from gpuload.tokenizer.compiled import CompiledTokenizer, compile_spec
-from gpuload.tokenizer.spec import BpeSpec, bpe_spec
+from gpuload.tokenizer.spec import AddedToken, BpeSpec, bpe_spec
+from gpuload.tokenizer.splitter import compile_splitter
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
+GOES_ON, BEGINS, NOTHING, TOKEN, IN_TOKEN = range(5)  # marks of text.cuh
 Row = list[bytes | int]  # pre-tokens, and ids of added tokens
 
 
@@ -76,26 +79,42 @@ def gemma() -> tuple[Merger, Any]:
     return Merger(KERNELS, compile_spec(spec).tables), backend
 
 
-def pieces_of(rows: list[Row | None]) -> PreTokens:
-    """Return rows of pre-tokens, with other bytes between them; None is a row that falls back."""
-    pieces = [piece for row in rows for piece in row or ()]
-    data, start = bytearray(b"ab"), []
-    for piece in pieces:
-        start.append(len(data) if isinstance(piece, bytes) else -(1 << 31))
-        data += (piece + b"a") if isinstance(piece, bytes) else b""
-    length = [len(piece) if isinstance(piece, bytes) else ~piece for piece in pieces]
-    return PreTokens(
-        first=np.cumsum([0, *(len(row or ()) for row in rows)]),
-        start=np.array(start, np.int32),
-        length=np.array(length, np.int32),
-        data=np.frombuffer(bytes(data), np.uint8),
-        fallback=np.array([row is None for row in rows], bool),
+def listed(merger: Merger, rows: list[Row | None], offsets: Any = None) -> PreTokens:
+    """List the pre-tokens of rows, with other bytes between them; None is a row that falls back."""
+    tokens = {piece for row in rows for piece in row or () if isinstance(piece, int)}
+    added = {token: f"<{token}>".encode() for token in tokens}
+    data, marks, ends = bytearray(b"ab"), [NOTHING] * 2, [0]
+    for row in rows:
+        for piece in filter(lambda piece: piece != b"", row or ()):
+            text = added[piece] if isinstance(piece, int) else piece
+            kinds = (TOKEN, IN_TOKEN) if isinstance(piece, int) else (BEGINS, GOES_ON)
+            data += text + b"a"
+            marks += [kinds[0], *[kinds[1]] * (len(text) - 1), NOTHING]
+        ends.append(len(data))
+    spec = BpeSpec(False, (), False, {}, [], False, tuple(_token(*pair) for pair in added.items()), "")
+    pretokenizer = PreTokenizer(
+        merger._kernels, CompiledTokenizer(spec, compile_splitter(()), cast(Any, None)), merger.words
     )
+    where = np.array(ends if offsets is None else offsets, np.int64)
+    found = pretokenizer.listed(np.frombuffer(bytes(data), np.uint8), where, 0, np.array(marks, np.uint8))
+    assert found
+    return found
+
+
+def _token(number: int, text: bytes) -> AddedToken:
+    return AddedToken(text.decode(), number, False, False, False)
+
+
+def encoded(merger: Merger, found: PreTokens, falls_back: list[bool]) -> tuple[Ragged, Any]:
+    """Merge, and return the ids of all rows and which of them fall back."""
+    offsets, fallback = np.full(len(falls_back) + 1, -85), np.array(falls_back, bool)
+    values = merger.ids(found, fallback, offsets, 1000)
+    return Ragged(values, offsets - 1000), fallback
 
 
 def ids_of(merger: Merger, rows: list[Row | None]) -> list[list[int]]:
     """Return the ids of rows, of which no others than the given ones fall back."""
-    ids, falls_back = merger.ids(pieces_of(rows))
+    ids, falls_back = encoded(merger, listed(merger, rows), [row is None for row in rows])
     assert ids.values.dtype == np.int32
     assert ids.offsets.dtype == np.int64
     assert falls_back.tolist() == [row is None for row in rows]
@@ -145,7 +164,8 @@ def test_bytes_of_every_length(mergers: list[Any]) -> None:
 
 def test_sizes_are_those_of_the_source() -> None:
     defined = dict(re.findall(r"#define (\w+) (\d+)\b", source()))
-    sizes = {"BLOCK": BLOCK, "SHORT": bpe._SHORT, "MIDDLE": bpe._MIDDLE, "LONG": bpe._LONG, "LONGEST": LONGEST}
+    sizes = {"BLOCK": BLOCK, "LONGEST": LONGEST, "BINS": bpe._BINS, "LISTED": bpe._LISTED}
+    sizes |= {"SEGMENT": HostKernels.segment, "MOST_TOKEN": pretokenize._MOST_TOKEN}
     assert {name: int(defined[name]) for name in sizes} == sizes
 
 
@@ -179,7 +199,7 @@ def test_equal_pieces_are_merged_once(mergers: list[Any], count: int, monkeypatc
     real = HostKernels._launch
 
     def counting(self: Any, name: str, blocks: int, arguments: list[Any]) -> None:
-        merged.extend([int(arguments[0])] if name.startswith("merge_") else [])
+        merged.extend(arguments[0].tolist() if name == "merge_short" else [])  # bins of all lengths
         real(self, name, blocks, arguments)
 
     monkeypatch.setattr(HostKernels, "_launch", counting)
@@ -247,10 +267,9 @@ def test_any_number_of_pieces_and_rows(mergers: list[Any], count: int) -> None:
 
 def test_a_million_empty_rows(mergers: list[Any]) -> None:
     merger, tokenizer, _ = mergers[0]
-    some = pieces_of([[b"zqxj", 5]])
-    first = np.zeros(1_000_001, np.int64)
-    first[700_000:] = 2
-    ids, falls_back = merger.ids(replace(some, first=first, fallback=np.zeros(1_000_000, bool)))
+    offsets = np.zeros(1_000_001, np.int64)
+    offsets[700_000:] = len(b"abzqxja<5>a")
+    ids, falls_back = encoded(merger, listed(merger, [[b"zqxj", 5]], offsets), [False] * 1_000_000)
     assert ids[699_999].tolist() == rows_by_reference(tokenizer, [[b"zqxj", 5]])[0]
     assert ids.offsets[699_999] == 0
     assert (ids.offsets[700_000:] == len(ids.values)).all()
@@ -277,10 +296,8 @@ def test_rows_with_too_long_pre_tokens_fall_back(mergers: list[Any]) -> None:
             [],
             [b" the"],
         ]
-        pieces = pieces_of(rows)
-        ids, falls_back = merger.ids(pieces)
+        ids, falls_back = encoded(merger, listed(merger, rows), [row is None for row in rows])
         assert np.flatnonzero(falls_back).tolist() == [1, 3, 45, 46]
-        assert pieces.fallback.tolist() == [row is None for row in rows]
         assert ids.to_lists() == rows_by_reference(
             tokenizer, [row if not gone else [] for row, gone in zip(rows, falls_back, strict=True)]
         )
@@ -324,17 +341,21 @@ def test_words_of_any_length_at_any_address() -> None:
     whatever they are."""
     tokenizer, backend = compiled(test_bpe_merges.small(test_bpe_merges.GROWING, ignore_merges=True))
     merger = Merger(KERNELS, tokenizer.tables)
+    pretokenizer = PreTokenizer(KERNELS, replace(tokenizer, splitter=compile_splitter(())), merger.words)
     words = [b"a" * size + end for size in range(20) for end in (b"", b"b", b"bc", b"bcd") if size + len(end)]
     for word, ids in zip(words, by_model(backend, words), strict=True):
-        for before in range(9):
-            for after in (0, 1, 7, 24):
+        for before in range(0, 19, 3):
+            for after in (0, 1, 24):
                 buffer = np.full(before + len(word) + after, 0xFF, np.uint8)
                 buffer[before : before + len(word)] = np.frombuffer(word, np.uint8)
-                one = pieces_of([[word]])
+                marks = np.full(len(buffer), NOTHING, np.uint8)
+                marks[before : before + len(word)] = [BEGINS, *[GOES_ON] * (len(word) - 1)]
                 # The slice makes the first byte of the data, too, have any alignment.
-                for cut in range(before + 1):
-                    moved = replace(one, data=buffer[cut:], start=np.array([before - cut], np.int32))
-                    assert merger.ids(moved)[0].to_lists() == [ids]
+                for cut in {0, before // 2, before}:
+                    offsets = np.array([0, len(buffer) - cut])
+                    found = pretokenizer.listed(buffer[cut:], offsets, 0, marks[cut:])
+                    assert found
+                    assert encoded(merger, found, [False])[0].to_lists() == [ids]
 
 
 @settings(max_examples=60)
@@ -395,13 +416,13 @@ def test_memory_is_bounded_by_the_text(mergers: list[Any], gsm8k: str) -> None:
         for text in texts:
             spans = backend.pre_tokenizer.pre_tokenize_str(text)
             rows.append([text[low:high].encode() for _, (low, high) in spans])
-        pieces = pieces_of(rows)
+        pieces = listed(merger, list(rows))
         tracemalloc.start()
-        ids, _ = merger.ids(pieces)
+        ids, _ = encoded(merger, pieces, [False] * len(rows))
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        encoded = backend.encode_batch(texts, add_special_tokens=False)
-        assert ids.values.tolist() == [token for encoding in encoded for token in encoding.ids]
+        expected = backend.encode_batch(texts, add_special_tokens=False)
+        assert ids.values.tolist() == [token for encoding in expected for token in encoding.ids]
         assert peak - ids.nbytes < 8 * sum(len(text.encode()) for text in texts)
 
 

@@ -222,7 +222,7 @@ def test_kernels_touch_no_byte_that_is_not_theirs() -> None:
         pytest.skip("g++ has no address sanitizer here")
     settings = {"GPULOAD_SANITIZE": "1", "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0"}
     again = [f"test_{what}.py" for what in ("fibers", "device_render", "device_pieces")]
-    again += ["test_device_encode.py::test_chunks_of_any_size"]
+    again += ["test_device_encode.py::test_chunks_of_any_size", "test_device_tiles.py::test_any_order_of_tiles"]
     again += [f"test_device_bpe.py::test_random_{what}" for what in ("merges", "merges_of_characters")]
     again += ["test_device_bpe.py::test_words_of_any_length_at_any_address"]
     again += [f"test_device_nfc.py::test_{what}" for what in ("marks_in_any_order", "many_marks_in_a_row")]

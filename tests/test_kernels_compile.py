@@ -17,8 +17,8 @@ SHARED = {"sm_80": 164, "sm_90": 228, "sm_100": 228}
 THREADS = 2048
 """Threads that a multiprocessor can hold."""
 
-MOST_REGISTERS = 40
-"""Per thread. With 40, a multiprocessor of 65,536 registers holds three quarters of the threads it could hold at most,
+MOST_REGISTERS = 48
+"""Per thread. With 48, a multiprocessor of 65,536 registers holds five eighths of the threads it could hold at most,
 enough to hide the latency of memory. The registers of each kernel are printed: pytest -s."""
 
 

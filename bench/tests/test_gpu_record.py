@@ -212,20 +212,20 @@ def test_measured_rates_are_bytes_and_rows_over_seconds(clocked: Task) -> None:
     assert all(cells.get("differing", 0) == 0 for cells in measured.values())
 
 
-def spoil(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
-    """Make a kernel add one to the last number that it writes."""
+def spoil(monkeypatch: pytest.MonkeyPatch, kernel: str, item: int) -> None:
+    """Make a kernel add one to an item of the last array that it writes."""
     launch = HostKernels._launch
 
     def off_by_one(self: Any, name: str, blocks: int, arguments: list[Any]) -> None:
         launch(self, name, blocks, arguments)
         if name == kernel:
-            arguments[-1][-1] += 1
+            arguments[-1][item] += 1
 
     monkeypatch.setattr(HostKernels, "_launch", off_by_one)
 
 
 def test_a_wrong_batch_makes_the_record_wrong(clocked: Task, monkeypatch: pytest.MonkeyPatch) -> None:
-    spoil(monkeypatch, "pad")
+    spoil(monkeypatch, "pad", -1)
     facts = Facts()
     with pytest.raises(WrongError, match="demo_data/gsm8k"):
         exact.loads(clocked, facts)
@@ -240,7 +240,7 @@ def test_a_wrong_id_makes_the_record_wrong(clocked: Task, monkeypatch: pytest.Mo
     facts = Facts()
     exact.tokens(task, facts)
     assert facts.rows["qwen2.5"]["differing"] == 0
-    spoil(monkeypatch, "write_merged")
+    spoil(monkeypatch, "write_ids", 0)
     with pytest.raises(WrongError, match="qwen2.5"):
         exact.tokens(task, facts)
     assert facts.rows["qwen2.5"]["differing"] == 1

@@ -79,11 +79,12 @@ def _on_host(text: str) -> str:
 
 
 @functools.cache
-def build(text: str) -> ctypes.CDLL:
+def build(text: str, *defines: str) -> ctypes.CDLL:
     """Compile kernels for the host, or take them from an earlier build.
 
     Args:
         text: CUDA C++, in which the braces of functions, and no others, begin lines.
+        *defines: macros as for the compiler: "NAME=value".
     """
     assert COMPILER is not None
     directory = Path(__file__).parent
@@ -96,6 +97,7 @@ def build(text: str) -> ctypes.CDLL:
     options += ["-Wno-unknown-pragmas"]  # those that unroll loops
     options += ["-fno-strict-aliasing"]  # kernels read bytes as 64-bit words, which CUDA allows
     options += ["-U_FORTIFY_SOURCE"]  # its longjmp does not leave a fiber
+    options += [f"-D{macro}" for macro in defines]
     if os.environ.get("GPULOAD_SANITIZE"):
         options += ["-fsanitize=address", "-g"]
     digest = hashlib.sha256(" ".join([COMPILER, *options, whole]).encode()).hexdigest()[:16]
@@ -136,13 +138,15 @@ class HostKernels(Kernels):
 
     Attributes:
         seed: decides the order in which threads run, if they wait for each other.
+        segment: bytes of text per thread in tiles. With fewer, texts have more borders of tiles.
     """
 
     xp = np
     seed = 0
+    resident = 4 * BLOCK
 
     def _launch(self, name: str, blocks: int, arguments: list[Any]) -> None:
-        launch(build(source()), name, blocks, self.seed, arguments)
+        launch(build(source(), f"SEGMENT={self.segment}"), name, blocks, self.seed, arguments)
 
     def view(self, buffer: Any) -> Array:
         """Return a buffer as a uint8 array, zero-copy. The tests' cuDF columns are in host memory."""

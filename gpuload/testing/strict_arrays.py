@@ -31,6 +31,7 @@ from gpuload.testing.host_kernels import HostKernels
 
 _WAITING = {"flatnonzero": 1, "unique": 1, "bincount": 1}
 _numbers = itertools.count()
+_FREE = ("empty", "empty_like", "reshape", "view")  # nothing runs on the device
 _CREATING = ("empty", "zeros", "ones", "full", "arange")
 
 
@@ -57,18 +58,22 @@ class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
         raise TypeError(f"numpy.{function.__name__} of a device array")
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **settings: Any) -> Any:
+        self._xp.note_launch()
         return self._xp.call(getattr(ufunc, method), *inputs, **settings)
 
     def __len__(self) -> int:
         return len(self.memory)
 
     def __getitem__(self, key: Any) -> DeviceArray:
-        if any(isinstance(part, DeviceArray) and part.dtype == bool for part in _parts(key)):
+        arrays = [part for part in _parts(key) if isinstance(part, DeviceArray)]
+        if any(part.dtype == bool for part in arrays):
             self._xp.wait()
+        self._xp.note_launch(bool(arrays))
         found: DeviceArray = self._xp.call(np.ndarray.__getitem__, self, key)
         return found
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        self._xp.note_launch()
         self._xp.call(np.ndarray.__setitem__, self, key, value)
 
     def _number(self) -> Any:
@@ -101,6 +106,7 @@ class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name not in ("all", "any", "astype", "copy", "max", "min", "reshape", "sum", "view"):
             raise AttributeError(f"device arrays have no attribute {name!r}")
+        self._xp.note_launch(name not in _FREE)
         return lambda *arguments, **settings: self._xp.call(getattr(np.ndarray, name), self, *arguments, **settings)
 
 
@@ -109,6 +115,8 @@ class StrictModule(ModuleType):
 
     Attributes:
         waits: how often the host has waited for the device so far.
+        launches: number of kernels and of array operations with work for the device so far. Each operation counts as
+            one, although some of CuPy's are several kernels.
         alive: bytes of device arrays that exist now.
         peak: maximum of `alive` so far.
     """
@@ -118,7 +126,7 @@ class StrictModule(ModuleType):
         sys.modules[self.__name__] = self
         # `array_module` finds the module of an array by the module of its class.
         self.ndarray = type("ndarray", (DeviceArray,), {"__module__": self.__name__})
-        self.waits = self.alive = self.peak = 0
+        self.waits = self.launches = self.alive = self.peak = 0
         self._lock = threading.RLock()  # an array can be collected while the lock is held
         self._known: set[int] = set()
 
@@ -133,6 +141,7 @@ class StrictModule(ModuleType):
             several = name == "repeat" and isinstance(arguments[1], DeviceArray)
             for _ in range(_WAITING.get(name, several)):
                 self.wait()
+            self.note_launch(name not in _FREE)
             return self.call(function, *arguments, **settings)
 
         return call
@@ -141,6 +150,7 @@ class StrictModule(ModuleType):
         """The array itself, or a copy in device memory."""
         if isinstance(array, DeviceArray):
             return array if dtype is None else array.astype(dtype)
+        self.note_launch()
         return self.array_on(np.array(array, dtype))
 
     def from_dlpack(self, tensor: Any) -> DeviceArray:
@@ -167,6 +177,11 @@ class StrictModule(ModuleType):
         """Count one wait of the host for the device."""
         with self._lock:
             self.waits += 1
+
+    def note_launch(self, launched: bool = True) -> None:
+        """Count a launch, if it is one."""
+        with self._lock:
+            self.launches += launched
 
     def note_memory(self, memory: np.ndarray[Any, Any]) -> None:
         """Count the memory of an array until it is freed; that of a view is its base's."""
@@ -196,6 +211,7 @@ class StrictKernels(HostKernels):
         self.xp = StrictModule()
 
     def _launch(self, name: str, blocks: int, arguments: list[Any]) -> None:
+        self.xp.note_launch()
         super()._launch(name, blocks, [_memory(argument) for argument in arguments])
 
     def view(self, buffer: Any) -> Array:

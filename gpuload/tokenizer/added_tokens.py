@@ -66,3 +66,12 @@ def trie(added: Sequence[AddedToken]) -> Trie:
         np.array([len(t.content.encode()) for t in added], np.int32),
         np.array(flags, np.int32),
     )
+
+
+def can_overlap(added: Sequence[AddedToken]) -> bool:
+    """Return whether some text can contain two added tokens that overlap, other than two at the same position."""
+    texts = {token.content.encode() for token in added}
+    starts = {text[:size] for text in texts for size in range(1, len(text) + 1)}
+    ends = {text[at:] for text in texts for at in range(1, len(text))}
+    # Either a token ends with the beginning of another one, or it contains the whole of it.
+    return bool(ends & starts) or any(end[:size] in texts for end in ends for size in range(1, len(end)))

@@ -271,6 +271,32 @@ def _step(program: _Program, threads: tuple[int, ...], member: list[bool] | None
     return tuple(following), False
 
 
+def leaves_gaps(stage: Stage, classes: ClassMap) -> bool:
+    """Return whether some text has code points that are in no match.
+
+    Args:
+        stage: one of a splitter.
+        classes: the splitter's.
+    """
+    pages = np.delete(classes.pages, np.s_[0xD8:0xE0])  # no text contains surrogates
+    used = np.unique(classes.blocks[np.unique(pages)]).tolist()
+    # All states that can be reached before a match is found. If none of them fails, every search finds a match.
+    states, waiting = {START}, [START]
+    while waiting:
+        state = waiting.pop()
+        for column in used if state == START else [*used, -1]:  # a search reads at least one code point
+            step = int(stage.table[state, column])
+            following = step & STATE
+            if step & MATCH_BEFORE:
+                continue
+            if following == DEAD:
+                return True
+            if following not in states:
+                states.add(following)
+                waiting.append(following)
+    return False
+
+
 def restarts(stage: Stage) -> npt.NDArray[np.uint8]:
     """Find the boundaries at which the search for a match begins again, whatever text came before.
 

@@ -17,14 +17,17 @@ from gpuload.engines.device.kernels import Kernels
 from gpuload.engines.device.pretokenize import PreTokenizer
 from gpuload.tokenizer.compiled import CompiledTokenizer
 
-CHUNK_BYTES = 64 << 20
-"""Bytes of text encoded at a time: enough work for every thread of a GPU, and small compared with its memory."""
+CHUNK_BYTES = 256 << 20
+"""Bytes of text encoded at a time: so much work that it hardly matters that the GPU is idle when the host waits for it,
+twice per chunk. A chunk of English text needs 5 times its size in memory, any chunk at most 40 times."""
 
 LEAST_CHUNK = 1 << 20
 """Chunks are not made smaller than this when memory runs out."""
 
 LONGEST_TEXT = 256 << 20
 """Texts of more bytes fall back. Positions are int32, also in rewritten text, which can be several times longer."""
+
+_Chunk = tuple[int, int, int, int]  # first text, text after the last, and where their bytes begin and end at the latest
 
 
 class DeviceEncoder:
@@ -44,7 +47,8 @@ class DeviceEncoder:
 
     def __init__(self, kernels: Kernels, tokenizer: CompiledTokenizer, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._kernels, self.chunk_bytes = kernels, chunk_bytes
-        self._pretokenizer, self._merger = PreTokenizer(kernels, tokenizer), Merger(kernels, tokenizer.tables)
+        self._merger = Merger(kernels, tokenizer.tables)
+        self._pretokenizer = PreTokenizer(kernels, tokenizer, self._merger.words)
         self.nbytes = self._merger.nbytes
 
     def encode(self, data: Array, offsets: Array) -> tuple[Ragged, Array]:
@@ -58,26 +62,46 @@ class DeviceEncoder:
             n rows of ids, and (n,) bool, texts that fall back to the tokenizer object, whose rows are empty; both in
             device memory.
         """
-        xp = self._kernels.xp
-        parts, fallback = [], []
-        huge = set(xp.flatnonzero(offsets[1:] - offsets[:-1] > LONGEST_TEXT).tolist())
-        for low, high in itertools.pairwise(self._cuts(offsets, huge)):
-            if low in huge:
-                part = Ragged(xp.zeros(0, np.int32), xp.zeros(2, np.int64)), xp.ones(1, bool)
-            else:
-                part = self._merger.ids(self._pretokenizer.pre_tokens(data, offsets[low : high + 1]))
-            parts.append(part[0])
-            fallback.append(part[1])
-        if not parts:
-            return Ragged(xp.zeros(0, np.int32), xp.zeros(1, np.int64)), xp.zeros(0, bool)
+        xp, rows = self._kernels.xp, len(offsets) - 1
+        fallback, ids_offsets = xp.zeros(rows, bool), xp.empty(rows + 1, np.int64)
+        if not rows:
+            return Ragged(xp.zeros(0, np.int32), xp.zeros(1, np.int64)), fallback
+        parts: list[Array] = []
+        more = 0  # ids before the chunk
+        for low, high, begin, end in self._chunks(data, offsets):
+            of_chunk = slice(low, high + 1)
+            if high == low + 1 and end - begin > LONGEST_TEXT:
+                fallback[low:high] = True
+                ids_offsets[of_chunk] = more
+                continue
+            pre_tokens = self._pretokenizer.pre_tokens(data[begin:end], offsets[of_chunk], begin, fallback[low:high])
+            parts.append(self._merger.ids(pre_tokens, fallback[low:high], ids_offsets[of_chunk], more))
+            more += len(parts[-1])
         if len(parts) == 1:
-            return parts[0], fallback[0]
-        return Ragged.concatenate(parts), xp.concatenate(fallback)
+            return Ragged(parts[0], ids_offsets), fallback
+        values = xp.empty(more, np.int32)
+        while parts:
+            more -= len(parts[-1])
+            part = parts.pop()
+            values[more : more + len(part)] = part
+        return Ragged(values, ids_offsets), fallback
 
-    def _cuts(self, offsets: Array, huge: set[int]) -> list[int]:
-        """Return the texts with which chunks begin, and n. Every text in `huge` is a chunk of its own."""
-        low, high, rows = int(offsets[0]), int(offsets[-1]), len(offsets) - 1
-        marks = self._kernels.xp.arange(low + self.chunk_bytes, high, self.chunk_bytes)
-        # The text that contains each mark: side="right" skips empty texts, which begin at the same offset.
-        cuts = (self._kernels.xp.searchsorted(offsets, marks, side="right") - 1).tolist()
-        return sorted({0, rows, *cuts, *huge, *(row + 1 for row in huge)})
+    def _chunks(self, data: Array, offsets: Array) -> list[_Chunk]:
+        """Divide texts into chunks. Every text that is too long is a chunk of its own. If all of `data` is one chunk,
+        the host does not wait."""
+        xp, size, rows = self._kernels.xp, min(self.chunk_bytes, LONGEST_TEXT), len(offsets) - 1
+        if len(data) <= size:
+            return [(0, rows, 0, len(data))]
+        # The text that contains each mark: side="right" skips empty texts, which begin at the same offset. A text that
+        # is too long contains one.
+        marks = offsets[0] + xp.arange(size, len(data), size)
+        cuts = xp.minimum(xp.searchsorted(offsets, marks, side="right") - 1, rows - 1)
+        found = xp.concatenate([cuts, offsets[cuts], offsets[cuts + 1], offsets[:1], offsets[-1:]]).tolist()
+        count = len(cuts)
+        borders = {0: found[-2], rows: found[-1]}
+        for text, begin, end in zip(found[:count], found[count : 2 * count], found[2 * count : 3 * count], strict=True):
+            borders[text] = begin
+            if end - begin > LONGEST_TEXT:
+                borders[text + 1] = end
+        pairs = itertools.pairwise(sorted(borders.items()))
+        return [(low, high, begin, end) for (low, begin), (high, end) in pairs]

@@ -40,6 +40,7 @@ do."""
 FILES = (
     "common.cuh",
     "text.cuh",
+    "scan.cuh",
     "gather.cu",
     "strings.cu",
     "shapes.cu",
@@ -51,6 +52,8 @@ FILES = (
     "words.cu",
     "merges.cu",
     "merges_long.cu",
+    "tiles.cu",
+    "ids.cu",
 )
 
 _TYPES = {"i64": np.int64, "u64": np.uint64, "int": np.int32, "u16": np.uint16, "u8": np.uint8, "bool": np.bool_}
@@ -129,9 +132,14 @@ class Kernels:
         xp: the array module whose arrays the kernels take, NumPy or CuPy.
         device: torch's name of the device that holds these arrays.
         ids_limit: bytes of device memory that are left for the store of ids during a load; None for any number.
+        segment: SEGMENT of `tiles.cu`, the bytes of each thread.
+        resident: number of threads for a launch whose number of items only the device knows: more than it can hold at
+            the same time.
     """
 
     xp: ModuleType
+    segment = 16
+    resident = 1 << 20
     device = "cpu"
     ids_limit: int | None = None
 

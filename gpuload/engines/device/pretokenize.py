@@ -1,22 +1,26 @@
-"""Splits texts into pre-tokens with kernels, on NumPy or CuPy arrays.
+"""Splits texts into pre-tokens with kernels, and looks them up, on NumPy or CuPy arrays.
 
-`gpuload.testing.encoder.cut` does the same in plain Python. The steps, and their kernels:
+`gpuload.testing.encoder.cut` does the same in plain Python. For most tokenizers one kernel reads the text once
+(`kernels/tiles.cu`). Its tiles find texts and added tokens, split text by a regex, and look up pre-tokens. It also says
+whether some text may not be in Unicode normal form C (NFC).
+
+Other tokenizers need passes over all text before that kernel, and so does text that may not be in NFC:
 
     1. one mark per byte says what begins there; at first, texts          (`kernels/text.cuh`)
     2. added tokens that are not normalized are found and marked          (`kernels/added.cu`)
     3. text between them is brought into NFC; some texts fall back        (`kernels/nfc.cu`)
     4. added tokens that are normalized are found and marked; then text
        is rewritten: a space is prepended, spaces are replaced            (`kernels/rewrite.cu`)
-    5. text between added tokens is split, stage by stage                 (`kernels/split.cu`)
-    6. the marks are turned into lists of pre-tokens                      (`kernels/split.cu`)
+    5. text between added tokens is split by all stages but the last,
+       and by that one as well if it leaves gaps between matches          (`kernels/split.cu`)
 
-One thread works on one chunk of `STEP` bytes, regardless of where texts begin and end, so long and short texts need the
-same time per byte. Where a kernel writes lists, it runs in two passes: the first counts the items of each chunk, a
-prefix sum turns the counts into positions, and the second pass writes. So the result does not depend on the order in
-which threads run.
+In these, one thread works on one chunk of `STEP` bytes, regardless of where texts begin and end, so long and short
+texts need the same time per byte. Where a kernel writes lists, it runs in two passes: the first counts the items of
+each chunk, a prefix sum turns the counts into positions, and the second pass writes.
 
-Memory in addition to the result: two bytes per byte of text, some bytes per chunk and per added token, and, if text is
-normalized or rewritten, the new text.
+The host waits once, for the numbers of pre-tokens. It waits once more for each search for added tokens in steps 2 and
+4, for what step 3 found, for the size of rewritten text, and where there are so many pre-tokens that they must be
+listed again.
 """
 
 from dataclasses import dataclass
@@ -24,39 +28,55 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpuload.arrays import Array, offsets_of
-from gpuload.engines.device.kernels import Kernels
-from gpuload.tokenizer.added_tokens import LSTRIP, NORMALIZED, RSTRIP, trie
+from gpuload.engines.device.kernels import BLOCK, Kernels
+from gpuload.tokenizer.added_tokens import LSTRIP, NORMALIZED, RSTRIP, can_overlap, trie
 from gpuload.tokenizer.compiled import CompiledTokenizer
 from gpuload.tokenizer.fallback import FallbackTables
 from gpuload.tokenizer.nfc import nfc_tables
-from gpuload.tokenizer.splitter import restarts
+from gpuload.tokenizer.splitter import leaves_gaps, restarts
 
 STEP = 64
 """Bytes in a chunk: two sectors, the unit in which a GPU reads memory."""
 
-_MOST_BYTES = (1 << 31) - 1  # positions are int32
-_BEGINS = 1  # BEGINS of kernels/text.cuh
+ROOM, ROOM_TO_MERGE = 2, 6
+"""Bytes of text for which there is room for one pre-token, and for one to merge, when they are listed. If there are
+more, they are listed again."""
+
+_MOST_BYTES = (1 << 31) - (1 << 16)  # positions are int32, also those behind the last tile
+_MOST_TOKEN = 64  # MOST_TOKEN of kernels/tiles.cu
 _UNLESS_SPACE, _FIRST_ONLY = 1, 2  # as in kernels/rewrite.cu
 _KEEP = {"all": 0, "matches": 1, "gaps": 2}  # as in kernels/split.cu
+_NOT_NFC, _TOO_LONG = 1, 2  # as in kernels/tiles.cu
+
+Words = tuple[Array | int, ...]
+"""Arguments of kernels for whole-word look-ups: tables of `MergeTables`."""
 
 
 @dataclass(frozen=True, eq=False)
 class PreTokens:
-    """The m pre-tokens of n texts, with the added tokens between them.
+    """The m pre-tokens of n texts, with the added tokens between them. k of them are to be merged.
 
     Attributes:
-        first: (n + 1,) int64; text i has the pre-tokens first[i] to first[i + 1] - 1.
-        start: (m,) int32, where each pre-token begins in `data`.
-        length: (m,) int32, its length in bytes; ~id for an added token, which is negative.
+        known: (m,) int32, the id of each pre-token and added token; ~i for number i of those to merge.
+        first: (n + 1,) int64; text t has the pre-tokens first[t] to first[t + 1] - 1.
+        start: (k,) int32, where each pre-token to merge begins in `data`, in no particular order.
+        length: (k,) int32, its length in bytes.
+        merge_bytes: their lengths together.
+        too_long: whether some of them have more than 4,096 bytes, so that their texts must fall back.
         data: uint8, the texts, or a rewritten copy of them.
-        fallback: (n,) bool, texts that fall back to the tokenizer object. They have no pre-tokens.
+        offsets: (n + 1,) int64; text t begins at data[offsets[t] - base].
+        base: as above.
     """
 
+    known: Array
     first: Array
     start: Array
     length: Array
+    merge_bytes: int
+    too_long: bool
     data: Array
-    fallback: Array
+    offsets: Array
+    base: int
 
 
 class PreTokenizer:
@@ -65,16 +85,18 @@ class PreTokenizer:
     Args:
         kernels: for the device.
         tokenizer: the tokenizer's tables.
+        words: the vocabulary.
         step: bytes in a chunk; the result does not depend on it.
 
     Attributes:
         step: as above.
         rewrites: whether text is rewritten before it is split, so that pre-tokens refer to a longer copy.
+        by_tiles: whether a single pass over the text suffices if it is in NFC.
     """
 
-    def __init__(self, kernels: Kernels, tokenizer: CompiledTokenizer, step: int = STEP) -> None:
+    def __init__(self, kernels: Kernels, tokenizer: CompiledTokenizer, words: Words, step: int = STEP) -> None:
         spec, to_device = tokenizer.spec, kernels.xp.asarray
-        self._kernels, self.step = kernels, step
+        self._kernels, self._words, self.step = kernels, words, step
         tokens = trie(spec.added)
         self._trie = [to_device(array) for array in (tokens.first, tokens.byte, tokens.token)]
         self._begins, self._ids, self._lengths, self._flags = (
@@ -84,6 +106,12 @@ class PreTokenizer:
         self._strips = bool((tokens.flags & (LSTRIP | RSTRIP)).any())
         self._passes = set((tokens.flags & NORMALIZED).tolist())
         self._nfc = None
+        self._no_nfc = (
+            to_device(np.zeros(0, np.uint16)),
+            to_device(np.zeros(0, np.uint8)),
+            to_device(np.zeros(0, np.uint64)),
+            0,
+        )
         if spec.nfc:
             values, compositions = nfc_tables()
             pages, blocks, pairs = map(to_device, (values.pages, values.blocks, compositions))
@@ -98,32 +126,46 @@ class PreTokenizer:
         self.rewrites = bool(prefix) or replacement != b" "
         self._sizes = len(prefix), _UNLESS_SPACE * unless_space | _FIRST_ONLY * first_only, len(replacement)
         self._prefix, self._replacement = (to_device(np.frombuffer(text, np.uint8)) for text in (prefix, replacement))
-        classes = tokenizer.splitter.classes
+        classes, stages = tokenizer.splitter.classes, list(tokenizer.splitter.stages)
         self._classes = to_device(classes.pages), to_device(classes.blocks)
+        # The stage that tiles apply, if any; the others are applied before.
+        last = stages.pop() if stages and stages[-1].keep != "gaps" and not leaves_gaps(stages[-1], classes) else None
         self._stages = [
             (to_device(stage.table), to_device(restarts(stage)), stage.table.shape[1] - 1, _KEEP[stage.keep])
-            for stage in tokenizer.splitter.stages
+            for stage in stages
         ]
+        self._last: tuple[Array | int, ...] = 0, to_device(np.zeros(0, np.uint16)), to_device(np.zeros(0, np.uint8))
+        if last:
+            self._last = last.table.shape[1] - 1, to_device(last.table), to_device(restarts(last))
         tables = tokenizer.tables
         self._adjacent = to_device(tables.adjacent) if isinstance(tables, FallbackTables) else None
+        self.by_tiles = (
+            last is not None
+            and not (stages or self.rewrites or self._strips or len(self._passes) > 1)
+            and self._longest <= _MOST_TOKEN
+            and not can_overlap(spec.added)
+        )
 
-    def pre_tokens(self, data: Array, offsets: Array) -> PreTokens:
-        """Split n texts.
+    def pre_tokens(self, data: Array, offsets: Array, base: int, fallback: Array) -> PreTokens:
+        """Split n texts, and look up their pre-tokens.
 
         Args:
-            data: uint8, UTF-8, in device memory; text i is data[offsets[i] : offsets[i + 1]].
+            data: uint8, UTF-8, in device memory; text t is data[offsets[t] - base : offsets[t + 1] - base].
             offsets: (n + 1,) int64, ascending, in device memory.
+            base: as above.
+            fallback: (n,) bool, set for texts that fall back to the tokenizer object. They have no pre-tokens.
 
         Raises:
-            ValueError: the texts have 2^31 bytes or more, before or after rewriting.
+            ValueError: the texts have 2^31 - 2^16 bytes or more, before or after rewriting.
         """
-        xp = self._kernels.xp
-        low, high = int(offsets[0]), int(offsets[-1])
-        data, offsets = data[low:high], offsets - low
-        _check_size(high - low)
-        marks = xp.zeros(high - low, np.uint8)
-        marks[offsets[:-1][offsets[1:] > offsets[:-1]]] = _BEGINS
-        fallback = xp.zeros(len(offsets) - 1, bool)
+        _check_size(len(data))
+        if self.by_tiles and (found := self.listed(data, offsets, base, None)):
+            return found
+        if base:
+            offsets = offsets - base
+        kernels, xp = self._kernels, self._kernels.xp
+        marks, texts = xp.zeros(len(data), np.uint8), len(offsets) - 1
+        kernels.run("mark_texts", kernels.threads(max(texts, 1)), texts, len(data), offsets, marks)
         self._find_added(data, offsets, marks, 0)
         if self._nfc:
             data, offsets, marks = self._normalize(data, offsets, marks, fallback)
@@ -134,8 +176,39 @@ class PreTokenizer:
             marks = self._split(data, marks, *stage)
         if self._adjacent is not None:
             self._run("cut_characters", data, self._adjacent, len(self._adjacent) - 1, marks)
-        first, start, length = self._list(data, offsets, marks)
-        return PreTokens(first, start, length, data, fallback)
+        listed = self.listed(data, offsets, 0, marks)
+        assert listed
+        return listed
+
+    def listed(self, data: Array, offsets: Array, base: int, marks: Array | None) -> PreTokens | None:
+        """List and look up all pre-tokens, with marks or without. None if texts without marks may not be in NFC."""
+        kernels, xp, texts = self._kernels, self._kernels.xp, len(offsets) - 1
+        # The first tile may begin up to 15 bytes before the text.
+        tiles = -(-(len(data) + 15) // (kernels.segment * BLOCK))
+        nothing = self._trie[1]
+        room, room_to_merge = len(data) // ROOM + BLOCK, len(data) // ROOM_TO_MERGE + BLOCK
+        first = xp.empty(texts + 1, np.int64)
+        while True:
+            known, lists = xp.empty(room, np.int32), [xp.empty(room_to_merge, np.int32) for _ in range(2)]
+            state = xp.zeros(4 + 2 * tiles, np.uint64)
+            kernels.run(
+                "list_pretokens", kernels.blocks(tiles), tiles, len(data), data, texts, offsets, base,
+                marks is not None, nothing if marks is None else marks, self._begins, *self._trie, self._ids,
+                self._last[0] > 0, *self._classes, *self._last, marks is None and self._nfc is not None,
+                *(self._nfc or self._no_nfc), *self._words, room, known, first, room_to_merge, *lists,
+                state[4 : 4 + tiles], state[4 + tiles :], state[:4],
+            )  # fmt: skip
+            _, count, rest, flags = state[:4].tolist()
+            if flags & _NOT_NFC:
+                return None
+            if count <= room and rest >> 32 <= room_to_merge:
+                break
+            room, room_to_merge = count, rest >> 32
+            del known, lists  # before larger ones are allocated
+        start, length = (one[: rest >> 32] for one in lists)
+        return PreTokens(
+            known[:count], first, start, length, rest & 0xFFFF_FFFF, bool(flags & _TOO_LONG), data, offsets, base
+        )
 
     def _run(self, name: str, data: Array, *arguments: object) -> None:
         """Run a kernel with one thread per chunk of `data`."""
@@ -155,10 +228,9 @@ class PreTokenizer:
         sizes, results = xp.empty(self._chunks(data), np.int32), xp.zeros(2, bool)
         how = marks, *self._nfc, len(offsets) - 1, offsets
         self._run("nfc_sizes", data, *how, sizes, fallback, results)
-        falls_back, changed = results.tolist()
+        place = offsets_of(sizes)
+        falls_back, changed, size = xp.concatenate([results, place[-1:]]).tolist()
         if changed:
-            place = offsets_of(sizes)
-            size = int(place[-1])
             _check_size(size)
             moved, out, out_marks = xp.empty_like(offsets), xp.empty(size, np.uint8), xp.zeros(size, np.uint8)
             kernels.run("nfc_offsets", kernels.threads(len(offsets)), self.step, len(data), data, *how, place, moved)
@@ -205,18 +277,6 @@ class PreTokenizer:
         found = self._kernels.xp.zeros(len(data), np.uint8)
         self._run("split", data, marks, *self._classes, classes, table, restarts, keep, found)
         return found
-
-    def _list(self, data: Array, offsets: Array, marks: Array) -> tuple[Array, Array, Array]:
-        """Turn marks into lists. Returns `first`, `start` and `length` of `PreTokens`."""
-        kernels, xp = self._kernels, self._kernels.xp
-        counts = xp.empty(self._chunks(marks), np.int32)
-        self._run("count_pretokens", marks, counts)
-        place = offsets_of(counts)
-        first, count = xp.empty_like(offsets), len(offsets)
-        kernels.run("first_pretokens", kernels.threads(count), count, offsets, self.step, marks, place, first)
-        start, length = (xp.empty(int(place[-1]), np.int32) for _ in range(2))
-        self._run("list_pretokens", data, marks, place, *self._trie, self._ids, start, length)
-        return first, start, length
 
 
 def _check_size(size: int) -> None:

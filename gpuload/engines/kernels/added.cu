@@ -10,6 +10,18 @@
 //
 // `pass` is 0 in the search for tokens that are not normalized, 1 in the second search for those that are.
 
+// Marks where texts begin, and what lies before and after them as NOTHING. The caller has filled marks with GOES_ON. One
+// thread per text, and per byte outside.
+extern "C" __global__ void mark_texts(i64 texts, i64 bytes, const i64* offsets, u8* marks)
+{
+    const i64 low = offsets[0], high = offsets[texts];
+    EACH_THREAD(t, texts) {
+        if (offsets[t + 1] > offsets[t]) marks[offsets[t]] = BEGINS;
+    }
+    EACH_THREAD(at, low) marks[at] = NOTHING;
+    EACH_THREAD(at, bytes - high) marks[high + at] = NOTHING;
+}
+
 // The number of the longest token that begins at `at`, or -1. Walks down the trie until no edge has the next byte or
 // the section ends. Edges of a node are sorted by byte; edge e ends in node e + 1.
 __device__ __forceinline__ int longest_token(

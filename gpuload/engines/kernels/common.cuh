@@ -18,6 +18,7 @@ typedef unsigned short u16;
 typedef unsigned char u8;
 
 #define BLOCK 256  // threads per block, as in engines/device/kernels.py
+#define ALL_LANES 0xffffffffu
 
 // Runs the body for items i = 0 ... n - 1, one thread per item.
 #define EACH_THREAD(i, n) \

@@ -14,15 +14,32 @@
 // All of them have the symbols in shared memory. More lanes per pre-token make it faster, but all pre-tokens together
 // slower, because most lanes wait. So each kernel takes what the shared memory of the one before does not hold.
 //
-// Each of them merges `count` pre-tokens, those with the numbers number[i]. It writes the ids of pre-token j to
-// ids[start[j]] and after, where there is a place for each of its bytes, and ~(their number) to known[j].
+// `number` lists the pre-tokens to merge by bins of their lengths, the longest first, so that the threads of a warp get
+// pre-tokens of about the same length; bins[b] is the number of those in bin b. Each kernel finds its own among them, and
+// writes the ids of pre-token j to ids[to[j]] and after, where there is a place for each of its bytes, and their number
+// to made[j].
 
 #define SHORT 24
 #define MIDDLE 64
 #define LONG 256
 #define LONGEST 4096
-#define ALL_LANES 0xffffffffu
 #define NO_RANK (1 << 20)  // higher than every rank
+
+// The bin of a length: 0 for merge_longest, 1 for merge_long, five for merge_middle, one per length for merge_short.
+#define BINS 32
+__device__ __forceinline__ constexpr int bin_of(int size)
+{
+    return size > LONG ? 0 : size > MIDDLE ? 1 : size > SHORT ? 2 + (MIDDLE - size) / 8 : 7 + SHORT - size;
+}
+
+// The number of pre-tokens in bins `low` to `high` - 1.
+__device__ __forceinline__ int count_in_bins(const int* bins, int low, int high)
+{
+    int count = 0;
+#pragma unroll 1
+    for (int bin = low; bin < high; bin++) count += bins[bin];
+    return count;
+}
 
 // A pair is compared as rank * LONGEST + number of its first symbol, so the leftmost of equal ranks is the lowest. The
 // last symbol begins no pair, so no pair is equal to NO_PAIR.
@@ -56,12 +73,8 @@ __device__ __forceinline__ int first_symbol(const Merges& tables, const u8* byte
 // look-up without a collision is one load.
 __device__ __forceinline__ int pair_rank(const Merges& tables, int left, int right)
 {
-    const u64 key = (u64)left << 21 | (u64)right;
-    for (u64 slot = pair_hash(key) & tables.mask;; slot = (slot + 1) & tables.mask) {
-        const u64 found = tables.pairs[slot];
-        if (found >> 20 == key) return (int)found & (NO_RANK - 1);
-        if (found == EMPTY) return NO_RANK;
-    }
+    const u64 found = find_pair(tables.pairs, tables.mask, left, right, 20);
+    return found == EMPTY ? NO_RANK : (int)found & (NO_RANK - 1);
 }
 
 // The number to compare for the pair that begins with symbol p, NO_PAIR if it does not merge.
@@ -128,15 +141,16 @@ __device__ __forceinline__ unsigned join(const Merges& tables, const ShortState&
 
 // Pre-tokens of at most SHORT bytes. One thread per pre-token.
 extern "C" __global__ void merge_short(
-    i64 count, const int* number, const u8* data, const int* start, const int* length, int by_letter,
+    const int* bins, const int* number, const u8* data, const int* start, const int* length, const int* to, int by_letter,
     const u16* letter_pages, const int* letter_blocks, const int* byte_ids, const u64* pairs, u64 mask,
-    const int* merged, int* ids, int* known)
+    const int* merged, int* ids, int* made)
 {
     __shared__ unsigned words[SHORT * BLOCK];
     __shared__ u16 highs[SHORT * BLOCK];
     const ShortState state = {words + threadIdx.x, highs + threadIdx.x};
     const Merges tables = {by_letter, letter_pages, letter_blocks, byte_ids, pairs, mask, merged};
-    EACH_THREAD(i, count) {
+    number += count_in_bins(bins, 0, bin_of(SHORT));
+    EACH_THREAD(i, count_in_bins(bins, bin_of(SHORT), BINS)) {
         const int j = number[i], size = length[j];
         unsigned there = 0;    // the symbols that exist
         unsigned merging = 0;  // those that begin a pair that merges
@@ -171,9 +185,9 @@ extern "C" __global__ void merge_short(
                 merging = (merging & ~(1u << last)) | join(tables, state, last, p);
             }
         }
-        int* out = ids + start[j];
+        int* out = ids + to[j];
         for (unsigned left = there; left; left &= left - 1) *out++ = id_of(state, __ffs(left) - 1);
-        known[j] = ~__popc(there);
+        made[j] = __popc(there);
     }
 }
 
@@ -181,15 +195,17 @@ extern "C" __global__ void merge_short(
 // on. Lanes without a pre-token, or whose pre-token is finished, go through the same steps, because the collectives are
 // those of the whole warp.
 extern "C" __global__ void merge_middle(
-    i64 count, const int* number, const u8* data, const int* start, const int* length, int by_letter,
+    const int* bins, const int* number, const u8* data, const int* start, const int* length, const int* to, int by_letter,
     const u16* letter_pages, const int* letter_blocks, const int* byte_ids, const u64* pairs, u64 mask,
-    const int* merged, int* ids, int* known)
+    const int* merged, int* ids, int* made)
 {
     // Symbol p of the warp's pre-token g is at 8 * p + g. So the lanes of a warp use different banks if all of them are
     // at symbol own + 4 * k for the same k.
     __shared__ int symbols[BLOCK / 4 * MIDDLE];
     __shared__ unsigned beginning[BLOCK / 4 * MIDDLE];
     const Merges tables = {by_letter, letter_pages, letter_blocks, byte_ids, pairs, mask, merged};
+    number += count_in_bins(bins, 0, bin_of(MIDDLE));
+    const int count = count_in_bins(bins, bin_of(MIDDLE), bin_of(SHORT));
     EACH_WARP(warp, (count + 7) / 8) {
         const int own = lane % 4, g = lane / 4, from = threadIdx.x / 32 * (8 * MIDDLE) + g;
         int* symbol = symbols + from;
@@ -221,16 +237,16 @@ extern "C" __global__ void merge_middle(
             if (lowest != NO_PAIR) {
                 // As in merge_short. All four lanes compute the same p, gone, last and next. Lane 0 looks up the pair
                 // that begins with symbol p, lane 1 the one before it.
-                const int p = (int)(lowest % LONGEST), made = merged[lowest / LONGEST];
+                const int p = (int)(lowest % LONGEST), joined = merged[lowest / LONGEST];
                 const int gone = __ffsll(above(there, p)) - 1;
                 there ^= 1ull << gone;
                 const int last = 63 - __clzll(below(there, p)), next = __ffsll(above(there, p)) - 1;  // -1: none
-                if (own == 2) symbol[8 * p] = made;
+                if (own == 2) symbol[8 * p] = joined;
                 if (own == 3) pair[8 * gone] = NO_PAIR;
                 if (own == 0 && next < 0) pair[8 * p] = NO_PAIR;
                 if (own < 2 && (own ? last : next) >= 0) {
                     const int at = own ? last : p;
-                    pair[8 * at] = pair_at(tables, at, own ? symbol[8 * last] : made, own ? made : symbol[8 * next]);
+                    pair[8 * at] = pair_at(tables, at, own ? symbol[8 * last] : joined, own ? joined : symbol[8 * next]);
                 }
             }
             __syncwarp();
@@ -238,47 +254,8 @@ extern "C" __global__ void merge_middle(
 #pragma unroll 1
         for (int k = 0; k < MIDDLE / 4; k++) {
             const int p = 4 * k + own;
-            if (there >> p & 1) ids[start[j] + __popcll(below(there, p))] = symbol[8 * p];
+            if (there >> p & 1) ids[to[j] + __popcll(below(there, p))] = symbol[8 * p];
         }
-        if (own == 0 && i < count) known[j] = ~__popcll(there);
-    }
-}
-
-// original[i]: the number of a pre-token with the same bytes as pre-token number[i], the same one for all that are
-// equal, so that only one of them is merged. Which one is left to chance. One thread per pre-token.
-//
-// `table` has more slots than there are pre-tokens, filled with -1. The first pre-token at a free slot takes it for all
-// that are equal; those that are not go on to the next slot.
-extern "C" __global__ void find_equal(
-    i64 count, const int* number, const u8* data, const int* start, const int* length, u64 mask, int* table,
-    int* original)
-{
-    EACH_THREAD(i, count) {
-        const int j = number[i], size = length[j];
-        const u8* bytes = data + start[j];
-        for (u64 slot = bytes_hash(bytes, size);; slot++) {
-            int* at = table + (slot & mask);
-            // Most slots are taken: read before trying to take one. `volatile`: other threads write it.
-            int other = *(volatile int*)at;
-            if (other < 0) other = atomicCAS(at, -1, j);
-            int same = 0;
-            if (other >= 0 && length[other] == size)
-                while (same < size && bytes[same] == data[start[other] + same]) same++;
-            if (other < 0 || same == size) {
-                original[i] = other < 0 ? j : other;
-                break;
-            }
-        }
-    }
-}
-
-// Copies the ids of merged pre-tokens to their final positions. Those of pre-token j = number[i] were written for
-// pre-token original[i], and begin at out[to[j]]. Four threads per pre-token, because most have few ids.
-extern "C" __global__ void write_merged(
-    i64 count, const int* number, const int* original, const int* start, const int* ids, const int* to, int* out)
-{
-    EACH_THREAD(thread, 4 * count) {
-        const int j = number[thread / 4], from = start[original[thread / 4]], size = to[j + 1] - to[j];
-        for (int k = (int)(thread % 4); k < size; k += 4) out[to[j] + k] = ids[from + k];
+        if (own == 0 && i < count) made[j] = __popcll(there);
     }
 }

@@ -44,7 +44,7 @@ __device__ __forceinline__ void settle(const State& state, int b, int lane)
 // Merges pre-token j by one warp.
 __device__ __forceinline__ void merge_by_warp(
     const Merges& tables, const State& state, int j, int lane, const u8* data, const int* start, const int* length,
-    int* ids, int* known)
+    const int* to, int* ids, int* made)
 {
     const int size = length[j], blocks = (size + 31) / 32;
     __syncwarp();  // the pre-token before has been written
@@ -68,40 +68,40 @@ __device__ __forceinline__ void merge_by_warp(
         lowest = lowest_of_warp(lowest);
         if (lowest == NO_PAIR) break;
         // As in merge_middle.
-        const int p = (int)(lowest % LONGEST), made = tables.merged[lowest / LONGEST];
+        const int p = (int)(lowest % LONGEST), joined = tables.merged[lowest / LONGEST];
         const int gone = symbol_after(state, p, blocks);
         const int next = symbol_after(state, gone, blocks), last = symbol_before(state, p);
         __syncwarp();  // all lanes have read the masks
         if (lane == 0) {
             state.there[gone / 32] ^= 1u << gone % 32;
-            state.symbols[p] = made;
+            state.symbols[p] = joined;
             state.pairs[gone] = NO_PAIR;
         }
         const int left = lane == 0 ? p : last, right = lane == 0 ? next : p;
         if (lane == 0 && right < 0) state.pairs[p] = NO_PAIR;
         else if (lane < 2 && left >= 0)
             state.pairs[left] = pair_at(
-                tables, left, lane == 0 ? made : state.symbols[left], lane == 0 ? state.symbols[right] : made);
+                tables, left, lane == 0 ? joined : state.symbols[left], lane == 0 ? state.symbols[right] : joined);
         __syncwarp();
         settle(state, p / 32, lane);
         if (last >= 0 && last / 32 != p / 32) settle(state, last / 32, lane);
         if (gone / 32 != p / 32) settle(state, gone / 32, lane);
         __syncwarp();
     }
-    int made = 0;
+    int count = 0;
     for (int b = 0; b < blocks; b++) {
         const unsigned there = state.there[b];
-        if (there >> lane & 1) ids[start[j] + made + __popc((unsigned)below(there, lane))] = state.symbols[32 * b + lane];
-        made += __popc(there);
+        if (there >> lane & 1) ids[to[j] + count + __popc((unsigned)below(there, lane))] = state.symbols[32 * b + lane];
+        count += __popc(there);
     }
-    if (lane == 0) known[j] = ~made;
+    if (lane == 0) made[j] = count;
 }
 
 // Pre-tokens of at most LONG bytes. One warp per pre-token.
 extern "C" __global__ void merge_long(
-    i64 count, const int* number, const u8* data, const int* start, const int* length, int by_letter,
+    const int* bins, const int* number, const u8* data, const int* start, const int* length, const int* to, int by_letter,
     const u16* letter_pages, const int* letter_blocks, const int* byte_ids, const u64* pairs, u64 mask,
-    const int* merged, int* ids, int* known)
+    const int* merged, int* ids, int* made)
 {
     __shared__ int symbols[BLOCK / 32 * LONG];
     __shared__ unsigned beginning[BLOCK / 32 * LONG];
@@ -110,15 +110,16 @@ extern "C" __global__ void merge_long(
     const int from = threadIdx.x / 32 * LONG;
     const State state = {symbols + from, beginning + from, there + from / 32, lows + from / 32};
     const Merges tables = {by_letter, letter_pages, letter_blocks, byte_ids, pairs, mask, merged};
-    EACH_WARP(i, count) merge_by_warp(tables, state, number[i], lane, data, start, length, ids, known);
+    number += bins[bin_of(LONGEST)];
+    EACH_WARP(i, bins[bin_of(LONG)]) merge_by_warp(tables, state, number[i], lane, data, start, length, to, ids, made);
 }
 
 // Pre-tokens of at most LONGEST bytes. One block per pre-token, of which one warp works: more of them would save steps
 // when they search for the lowest pair, at most three for each merge, but wait for each other twice.
 extern "C" __global__ void merge_longest(
-    i64 count, const int* number, const u8* data, const int* start, const int* length, int by_letter,
+    const int* bins, const int* number, const u8* data, const int* start, const int* length, const int* to, int by_letter,
     const u16* letter_pages, const int* letter_blocks, const int* byte_ids, const u64* pairs, u64 mask,
-    const int* merged, int* ids, int* known)
+    const int* merged, int* ids, int* made)
 {
     __shared__ int symbols[LONGEST];
     __shared__ unsigned beginning[LONGEST];
@@ -127,5 +128,6 @@ extern "C" __global__ void merge_longest(
     if (threadIdx.x >= 32) return;
     const State state = {symbols, beginning, there, lows};
     const Merges tables = {by_letter, letter_pages, letter_blocks, byte_ids, pairs, mask, merged};
-    EACH_BLOCK(i, count) merge_by_warp(tables, state, number[i], threadIdx.x, data, start, length, ids, known);
+    EACH_BLOCK(i, bins[bin_of(LONGEST)])
+        merge_by_warp(tables, state, number[i], threadIdx.x, data, start, length, to, ids, made);
 }

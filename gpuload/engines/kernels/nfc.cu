@@ -69,12 +69,8 @@ __device__ __forceinline__ int composed(const NfcText& text, int first, int seco
         return first >= 0x1100 && first <= 0x1112 ? 0xac00 + ((first - 0x1100) * 21 + second - 0x1161) * 28 : -1;
     if (second >= 0x11a8 && second <= 0x11c2)
         return first >= 0xac00 && first <= 0xd7a3 && (first - 0xac00) % 28 == 0 ? first + second - 0x11a7 : -1;
-    const u64 key = (u64)first << 21 | (u64)second;
-    for (u64 slot = pair_hash(key) & text.mask;; slot = (slot + 1) & text.mask) {
-        const u64 found = text.compositions[slot];
-        if (found >> 21 == key) return (int)found & 0x1fffff;
-        if (found == EMPTY) return -1;
-    }
+    const u64 found = find_pair(text.compositions, text.mask, first, second, 21);
+    return found == EMPTY ? -1 : (int)found & 0x1fffff;
 }
 
 // Writes a code point as UTF-8 at out[to] if `out` is not null. Returns the position after it.
@@ -230,7 +226,7 @@ extern "C" __global__ void skip_texts(
         i64 at = chunk * step;
         const i64 end = least(at + step, bytes);
         for (i64 text = text_at(offsets, texts, at); at < end; at++) {
-            while (offsets[text + 1] <= at) text++;  // also past empty texts
+            while (text + 1 < texts && offsets[text + 1] <= at) text++;  // also past empty texts
             if (fallback[text]) marks[at] = NOTHING;
         }
     }

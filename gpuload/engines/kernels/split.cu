@@ -1,4 +1,4 @@
-// Splits sections into pre-tokens, and lists all pre-tokens.
+// Splits sections into pre-tokens, for splitters of several stages, and others that tiles.cu does not split.
 
 // Applies one stage of a splitter (tokenizer/splitter.py). Marks the beginnings of pre-tokens in out_marks, which the
 // caller has filled with GOES_ON. `keep` is 0 for all pre-tokens, 1 for the matches, 2 for the gaps between them.
@@ -81,7 +81,7 @@ extern "C" __global__ void cut_characters(
         const i64 end = least((chunk + 1) * step, bytes);
         for (i64 at = chunk * step; at < end; at++)
             if (marks[at] == GOES_ON && !continues(data[at])
-                && !has_pair(adjacent, mask, code_point(data + back(data, at)), code_point(data + at)))
+                && find_pair(adjacent, mask, code_point(data + back(data, at)), code_point(data + at), 0) == EMPTY)
                 marks[at] = BEGINS;
     }
 }
@@ -100,66 +100,5 @@ __device__ __forceinline__ i64 next_mark(const u8* marks, i64 at, i64 end)
         if ((u64)(marks + at) % 8 == 0)
             while (at + 8 <= end && *(const u64*)(marks + at) == 0) at += 8;
         if (at >= end || marks[at]) return at;
-    }
-}
-
-// The number of pre-tokens and added tokens that begin in bytes `at` to `end` - 1.
-__device__ __forceinline__ int pretokens_between(const u8* marks, i64 at, i64 end)
-{
-    int count = 0;
-    while ((at = next_mark(marks, at, end)) < end) count += is_first(marks[at++]);
-    return count;
-}
-
-// counts[c]: the number of pre-tokens and added tokens that begin in chunk c. One thread per chunk.
-extern "C" __global__ void count_pretokens(i64 chunks, i64 bytes, i64 step, const u8* marks, int* counts)
-{
-    EACH_THREAD(chunk, chunks)
-        counts[chunk] = pretokens_between(marks, chunk * step, least((chunk + 1) * step, bytes));
-}
-
-// first[t]: the number of pre-tokens that begin before offsets[t], that is, the number of the first one of text t.
-// place is the prefix sum of counts: the first one of chunk c is place[c]. One thread per offset.
-extern "C" __global__ void first_pretokens(
-    i64 count, const i64* offsets, i64 step, const u8* marks, const i64* place, i64* first)
-{
-    EACH_THREAD(t, count) {
-        const i64 chunk = offsets[t] / step;
-        first[t] = place[chunk] + pretokens_between(marks, chunk * step, offsets[t]);
-    }
-}
-
-// Lists all pre-tokens: where each begins, and its length; for an added token, ~id (negative) instead of the length.
-// One thread per chunk lists those that begin in it.
-//
-// `edges`, `byte` and `token` are the trie of added tokens (`first`, `byte` and `token` of tokenizer/added_tokens.py).
-// The bytes of a marked token are walked down the trie once more to find its number.
-extern "C" __global__ void list_pretokens(
-    i64 chunks, i64 bytes, i64 step, const u8* data, const u8* marks, const i64* place, const int* edges,
-    const u8* byte, const int* token, const int* ids, int* start, int* length)
-{
-    EACH_THREAD(chunk, chunks) {
-        i64 at = chunk * step;
-        for (i64 pretoken = place[chunk]; pretoken < place[chunk + 1];) {
-            at = next_mark(marks, at, bytes);
-            const i64 from = at++;
-            if (!is_first(marks[from])) continue;
-            start[pretoken] = (int)from;
-            if (marks[from] == BEGINS) {
-                at = next_mark(marks, at, bytes);
-                length[pretoken++] = (int)(at - from);
-                continue;
-            }
-            // The token is in the trie, so every byte has an edge and no bounds are checked.
-            int node = 0;
-            i64 letter = from;
-            do {
-                int edge = edges[node];
-                while (byte[edge] != data[letter]) edge++;
-                node = edge + 1;
-                letter++;
-            } while (letter < bytes && marks[letter] == IN_TOKEN);
-            length[pretoken++] = ~ids[token[node]];
-        }
     }
 }

@@ -55,14 +55,16 @@ __device__ __forceinline__ int class_of(const u8* text, const u16* pages, const 
     return values[(int)pages[code >> 8] << 8 | (code & 255)];
 }
 
-// Whether a hash set of pairs (tokenizer/hash_tables.py) contains a pair of 21-bit numbers.
-__device__ __forceinline__ bool has_pair(const u64* set, u64 mask, int left, int right)
+// The slot of a pair of 21-bit numbers in a hash table of pairs (tokenizer/hash_tables.py), or EMPTY. A slot holds the
+// pair in its high bits, and `below` bits of something else.
+__device__ __forceinline__ u64 find_pair(const u64* table, u64 mask, int left, int right, int below)
 {
     const u64 key = (u64)left << 21 | (u64)right;
-    u64 slot = pair_hash(key) & mask;
-    // Ends: at least half of the slots are empty.
-    while (set[slot] != key && set[slot] != EMPTY) slot = (slot + 1) & mask;
-    return set[slot] == key;
+    // Ends: at least half of the slots are empty. EMPTY is the slot of no pair: `key` has 42 bits.
+    for (u64 slot = pair_hash(key) & mask;; slot = (slot + 1) & mask) {
+        const u64 found = table[slot];
+        if (found >> below == key || found == EMPTY) return found;
+    }
 }
 
 // The text that contains byte `at`, or whatever else `offsets` counts, by binary search: the last one with an offset of

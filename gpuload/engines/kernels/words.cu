@@ -1,10 +1,6 @@
 // Whole-word look-ups: pre-tokens that become one id. The tables are those of tokenizer/merges.py.
-//
-// known[j] is what is known of pre-token j. If it is not negative, it is the pre-token's only id. Otherwise it is
-// ~(number of ids), which are stored elsewhere: NO_IDS is ~0. TO_MERGE marks pre-tokens that still have to be merged.
 
-#define TO_MERGE (-2147483647 - 1)
-#define NO_IDS (-1)
+#define TO_MERGE (-1)  // instead of an id: the pre-token is no entry and has to be merged
 #define SHORT_WORD 16  // longer pre-tokens have a table of their own
 
 // The bytes of a pre-token of 1 to 16 bytes, padded with zeros, as two little-endian words.
@@ -70,39 +66,4 @@ __device__ __forceinline__ int long_word(
         if (same == size) return ids[entry];
     }
     return TO_MERGE;
-}
-
-// Looks up m pre-tokens. One thread per pre-token.
-//
-// A negative length is an added token's ~id. No entry has more than `longest` bytes, so longer pre-tokens are not
-// hashed.
-extern "C" __global__ void look_up_words(
-    i64 pretokens, i64 bytes, const u8* data, const int* start, const int* length, const u64* words, u64 mask,
-    const u64* long_words, u64 long_mask, const u8* long_bytes, const int* long_offsets, const int* long_ids,
-    int longest, int* known)
-{
-    EACH_THREAD(j, pretokens) {
-        const int size = length[j];
-        if (size < 0) known[j] = ~size;
-        else if (size == 0) known[j] = NO_IDS;
-        else if (size <= SHORT_WORD) known[j] = short_word(bytes, data, start[j], size, words, mask);
-        else if (size > longest) known[j] = TO_MERGE;
-        else known[j] = long_word(data + start[j], size, long_words, long_mask, long_bytes, long_offsets, long_ids);
-    }
-}
-
-// Sets all pre-tokens of some texts to no ids: texts that fall back. One warp per text.
-extern "C" __global__ void drop_pretokens(i64 texts, const i64* text, const i64* first, int* known)
-{
-    EACH_WARP(i, texts) {
-        for (i64 j = first[text[i]] + lane; j < first[text[i] + 1]; j += 32) known[j] = NO_IDS;
-    }
-}
-
-// Writes the ids of all pre-tokens that have one. One thread per pre-token; its ids begin at out[offsets[j]].
-extern "C" __global__ void write_words(i64 pretokens, const int* known, const int* offsets, int* out)
-{
-    EACH_THREAD(j, pretokens) {
-        if (known[j] >= 0) out[offsets[j]] = known[j];
-    }
 }
