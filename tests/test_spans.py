@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from gpuload.arrays import Ragged
 from gpuload.demo_data import demo_files
+from gpuload.engines.host import spans as module
 from gpuload.engines.host.spans import TokenSpans
 from gpuload.errors import TokenizerError
 from gpuload.reference.reference import Reference
@@ -381,6 +382,15 @@ def test_long_tokens_are_compared_to_their_last_byte(again: list[str], word: str
         assert again == [text]
 
 
+def test_texts_are_encoded_again_in_batches(again: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_ROWS", 3)
+    reference, spans = made_up(VARIANTS["WordPiece"]())
+    del again[:]
+    rows = rows_of(reference, 10, 20)
+    check(reference, spans, rows)
+    assert again == [text for text, of_row in rows if of_row]
+
+
 def test_texts_without_spans_are_not_encoded_again(again: list[str]) -> None:
     reference, spans = made_up(VARIANTS["WordPiece"]())
     del again[:]  # what the constructor tries out
@@ -421,8 +431,6 @@ def test_marks_stay_in_their_rows() -> None:
 
 
 def test_a_search_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpuload.engines.host import spans as module
-
     def nearly(self: Any, *arguments: Any) -> Any:
         fast, found = tokens(self, *arguments)
         found[found == 3] = 2
