@@ -1,8 +1,8 @@
 """What a process shares among its loads on GPUs: the number of the GPU, one memory pool per GPU, and pinned memory."""
 
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from gpuload.arrays import Ragged
 from gpuload.engines.device import cuda
 from gpuload.engines.device.cuda import CudaKernels, Pools, number_of
-from gpuload.engines.device.kernels import DeviceKernels
+from gpuload.engines.device.kernels import DeviceKernels, ThreadStreams
 from gpuload.engines.device.store import host_store
 from gpuload.errors import DeviceError
 
@@ -94,12 +94,98 @@ def test_a_pool_is_removed_after_an_error() -> None:
     assert events == ["install 100", "remove 100"]
 
 
-def test_ids_may_use_the_memory_that_the_limit_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = object.__new__(CudaKernels)
-    kernels._number = 0
-    kernels._loading = None
+class Cuda:
+    """As much of `cupy.cuda` as a load needs. Notes what happens, with the thread in which it does."""
+
+    def __init__(self) -> None:
+        self.happened: list[str] = []
+        self.Stream.null = self.Stream(self, "null")  # type: ignore[attr-defined]
+
+    def note(self, what: str) -> None:
+        self.happened.append(f"{threading.current_thread().name}: {what}")
+
+    @contextmanager
+    def Device(self, number: int) -> Iterator[None]:  # noqa: N802
+        self.note(f"on {number}")
+        yield
+
+    @contextmanager
+    def using_allocator(self, allocator: Any) -> Iterator[None]:
+        self.note(f"allocates by {getattr(allocator, '__name__', allocator)}")
+        yield
+
+    class Stream:
+        def __init__(self, cuda: Any, name: str) -> None:
+            self.cuda, self.name = cuda, name
+
+        def __enter__(self) -> Any:
+            self.cuda.note(f"enters {self.name}")
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.cuda.note(f"leaves {self.name}")
+
+        def synchronize(self) -> None:
+            self.cuda.note(f"waits for {self.name}")
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> CudaKernels:
+    """Of GPU 3, whose driver is `Cuda`."""
+    pytest.importorskip("rmm")
+    made: Any = object.__new__(CudaKernels)
+    made.xp, made._number, made._loading, made._torchs = SimpleNamespace(cuda=Cuda()), 3, None, "torch"
+    names = iter(["first", "second"])
+    made._streams = ThreadStreams(lambda: made.xp.cuda.Stream(made.xp.cuda, next(names)))
+    monkeypatch.setattr(cuda, "_POOLS", SimpleNamespace(use=lambda *_: nullcontext(600)))
     monkeypatch.setattr(CudaKernels, "_free", lambda self: 1000)
-    monkeypatch.setattr(CudaKernels, "current", lambda self: nullcontext())
+    monkeypatch.setattr(DeviceKernels, "current", lambda self: self.xp.cuda.Stream(self.xp.cuda, "torch's"))
+    return made  # type: ignore[no-any-return]
+
+
+def test_each_thread_of_a_load_has_a_stream_and_waits_for_it(kernels: CudaKernels) -> None:
+    happened = kernels.xp.cuda.happened
+
+    def stage() -> None:
+        for _ in range(2):
+            with kernels.current():
+                happened.append("works")
+
+    with kernels.loading():
+        thread = threading.Thread(target=stage, name="stage")
+        thread.start()
+        thread.join()
+        with pytest.raises(MemoryError), kernels.current():
+            raise MemoryError
+    entered = ["on 3", "enters first", "allocates by rmm_cupy_allocator"]
+    left = ["waits for first", "leaves first"]
+    one = ["on 3", "enters second", "allocates by rmm_cupy_allocator"], ["waits for second", "leaves second"]
+    stages = [*(f"stage: {what}" for what in one[0]), "works", *(f"stage: {what}" for what in one[1])]
+    assert happened == [
+        *(f"MainThread: {what}" for what in ["on 3", "waits for null", *entered]),
+        *stages,
+        *stages,
+        *(f"MainThread: {what}" for what in [*entered, *left, *left]),
+    ]
+
+
+def test_after_a_load_torchs_stream_is_used_without_a_wait(kernels: CudaKernels) -> None:
+    with kernels.loading():
+        pass
+    kernels.xp.cuda.happened.clear()
+    with kernels.current():
+        pass
+    used = ["enters torch's", "allocates by torch", "leaves torch's"]
+    assert kernels.xp.cuda.happened == [f"MainThread: {what}" for what in used]
+
+
+def test_cudf_gets_the_current_stream(kernels: CudaKernels) -> None:
+    cupy = pytest.importorskip("cupy")
+    kernels.xp.cuda.get_current_stream = lambda: cupy.cuda.ExternalStream(1234)
+    assert kernels.stream().__cuda_stream__() == (0, 1234)
+
+
+def test_ids_may_use_the_memory_that_the_limit_leaves(monkeypatch: pytest.MonkeyPatch, kernels: CudaKernels) -> None:
     for limit, left in ((600, 400), (2000, 0)):
         monkeypatch.setattr(cuda, "_POOLS", SimpleNamespace(use=lambda *_, limit=limit: nullcontext(limit)))
         with kernels.loading():

@@ -173,7 +173,8 @@ def test_chunks_are_halved_where_memory_runs_out(monkeypatch: pytest.MonkeyPatch
         set_skip_rows = lambda self, rows: skipped.append(rows)  # noqa: E731
 
     class Reader:
-        def __init__(self, options: Any, chunk_read_limit: int, pass_read_limit: int) -> None:
+        def __init__(self, options: Any, stream: Any, chunk_read_limit: int, pass_read_limit: int) -> None:
+            assert stream == "the current stream"
             self.at, self.limit = skipped[-1], chunk_read_limit
             limits.append(chunk_read_limit)
 
@@ -191,6 +192,7 @@ def test_chunks_are_halved_where_memory_runs_out(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(parquet, "ParquetReaderOptions", Options)
     monkeypatch.setattr(parquet, "ChunkedParquetReader", Reader)
+    monkeypatch.setattr(KERNELS, "stream", lambda: "the current stream")
     program = compile(small_tokenizer(), chat_template="{{ messages[0].content }}")
     parts = list(chunks(KERNELS, str(tmp_path / "x.parquet"), "prompt", prompts.type, 64 << 20))
     read = [render(KERNELS, program, part).text for part in parts]

@@ -6,8 +6,33 @@ destroyed after the last of them. Only the store of ids remains, in plain alloca
 (or in pinned host memory, with `tokens_on="host"`). Batches are torch tensors, and the temporary memory of a batch
 comes from torch's pool too.
 
-Streams. A load works on the legacy default stream, the default of cuDF, CuPy and torch. A batch is made on torch's
-current stream, so that it is ready for whatever torch does next.
+Streams. In a load, each thread has a non-blocking stream of its own, and so has each stage: cuDF reads a chunk while
+the one before it is rendered and the one before that is encoded. A batch is made on torch's current stream, so that it
+is ready for whatever torch does next.
+
+Lifetime of memory that crosses streams. The pool frees memory in the order of the stream that it was allocated on,
+whichever streams use it. It would be a race to free what another stream still reads. Two rules exclude this:
+
+    1. All device work of a load is inside a `kernels.current()`, and that context ends with a wait for its stream. So
+       whatever a thread hands over is complete, and whatever it lets go of is no longer in use.
+    2. A thread lets go of what another one has handed to it only after the context in which it used it.
+
+    memory                                allocated by         used by                freed
+    chunks of prompts, cuDF's buffers     read                 read, render, verify   with their batch
+    rendered text and its offsets         render               encode, verify, main   with its batch
+    ids of a batch and their offsets      encode               verify, main           with their batch
+    tables of the tokenizer               encode               encode                 with the encoder
+    temporary arrays                      any                  the same thread        inside its context
+    segments of the store                 main, not pooled     main, then batches     with the dataset; CUDA waits
+    columns of a `cudf.DataFrame`         the caller           read, render, verify   by the caller
+
+A batch is freed by the thread that holds it last, which is after all others have let go of it. RMM's buffers keep the
+streams alive that they were allocated on. For main, the whole load is one such context: there it filters rows and
+writes the token cache, work that ends with copies to the host, which wait too. `gpuload.testing.stream_checks` finds
+what breaks the rules.
+
+The limit of the pool counts memory in use. What one stream has freed may not be available to another one at once, so
+for a moment the pool can hold more.
 """
 
 import importlib
@@ -18,6 +43,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -25,7 +51,7 @@ import torch
 
 from gpuload.engines.device.cudf import can_read, chunks, slices
 from gpuload.engines.device.engine import DeviceEngine, Reader, zip_with_tables
-from gpuload.engines.device.kernels import DeviceKernels, Kernels
+from gpuload.engines.device.kernels import DeviceKernels, Kernels, ThreadStreams
 from gpuload.engines.device.texts import DeviceTexts, texts_to_device
 from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.protocol import Prompts
@@ -181,6 +207,8 @@ class CudaKernels(DeviceKernels):
         super().__init__(number)
         self._limit = limit
         self._loading: Callable[[int], Any] | None = None
+        # Non-blocking: a load neither waits for the legacy default stream, nor does that wait for a load.
+        self._streams = ThreadStreams(partial(self.xp.cuda.Stream, non_blocking=True))
         self._torchs = self.xp.cuda.PythonFunctionAllocator(_torch_memory, _give_back_to_torch).malloc
         self.chunk_bytes = _MOST_CHUNK
 
@@ -191,6 +219,8 @@ class CudaKernels(DeviceKernels):
         with _POOLS.use(self._number, self._install_pool) as limit:
             self.chunk_bytes = min(_MOST_CHUNK, limit // 8)
             self.ids_limit = max(0, self._free() - limit)
+            with self.xp.cuda.Device(self._number):
+                self.xp.cuda.Stream.null.synchronize()  # the columns of a `cudf.DataFrame` may be work in progress
             self._loading = rmm_cupy_allocator
             try:
                 with self.current():
@@ -217,7 +247,7 @@ class CudaKernels(DeviceKernels):
 
         def remove() -> None:
             with self.xp.cuda.Device(self._number):
-                self.xp.cuda.Stream.null.synchronize()
+                self.xp.cuda.Device(self._number).synchronize()  # memory is freed in the order of its stream
                 self.xp.get_default_pinned_memory_pool().free_all_blocks()  # transfers were staged in it
                 rmm.mr.set_per_device_resource(self._number, before)
 
@@ -225,9 +255,11 @@ class CudaKernels(DeviceKernels):
 
     def current(self) -> AbstractContextManager[Any]:
         cuda, stack = self.xp.cuda, ExitStack()
-        stack.enter_context(super().current())
-        if self._loading is not None:  # whatever this thread's current torch stream is
-            stack.enter_context(cuda.Stream.null)
+        if self._loading is None:
+            stack.enter_context(super().current())
+        else:  # whatever this thread's current torch stream is
+            stack.enter_context(cuda.Device(self._number))
+            stack.enter_context(self._streams.current())
         stack.enter_context(cuda.using_allocator(self._loading or self._torchs))
         return stack
 

@@ -4,8 +4,7 @@ other. Also columns of a `cudf.DataFrame`, which are in GPU memory already.
 What cuDF decoded is used zero-copy: offsets, characters and masks become arrays through `__cuda_array_interface__`.
 Only numbers are computed: 64-bit starts and lengths from the offsets, one byte per value from the masks.
 
-Everything runs on the legacy default stream, which is cuDF's own default and that of every thread of a load, so no
-synchronization is needed.
+cuDF works on the thread's current stream, as kernels do. Its own default would be the legacy default stream.
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,7 +35,7 @@ def can_read(kind: pa.DataType) -> bool:
 
 
 def chunks(kernels: Kernels, path: str, column: str, kind: pa.DataType, nbytes: int) -> Iterator[Conversations]:
-    """The prompt column of a file, chunk by chunk.
+    """The prompt column of a file, chunk by chunk, all of them on the same stream.
 
     Args:
         path: a local parquet file.
@@ -58,7 +57,9 @@ def chunks(kernels: Kernels, path: str, column: str, kind: pa.DataType, nbytes: 
             options.set_skip_rows(done)
         try:
             # The second limit bounds how much is decompressed at a time.
-            reader = parquet.ChunkedParquetReader(options, chunk_read_limit=nbytes, pass_read_limit=2 * nbytes)
+            reader = parquet.ChunkedParquetReader(
+                options, stream=kernels.stream(), chunk_read_limit=nbytes, pass_read_limit=2 * nbytes
+            )
             more = reader.has_next()
         except MemoryError:
             nbytes = _smaller(nbytes)
@@ -245,8 +246,9 @@ def _to_arrow(kernels: Kernels, column: "plc.Column", kind: pa.DataType, rows: n
     with kernels.current():
         numbers = plc.Column.from_cuda_array_interface(kernels.xp.asarray(np.asarray(rows, np.int32)))
         policy = plc.copying.OutOfBoundsPolicy.DONT_CHECK
-        taken = plc.copying.gather(plc.Table([column]), numbers, policy).columns()[0]
-        return pa.array(taken.to_arrow(_metadata("", kind)))
+        stream = kernels.stream()
+        taken = plc.copying.gather(plc.Table([column]), numbers, policy, stream=stream).columns()[0]
+        return pa.array(taken.to_arrow(_metadata("", kind), stream=stream))
 
 
 def _metadata(name: str, kind: pa.DataType) -> Any:

@@ -11,6 +11,7 @@ parameters of all kernels are parsed from the source, and every launch checks it
 """
 
 import re
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -94,6 +95,33 @@ def _parameter(declaration: str) -> Parameter:
     return Parameter(name, np.dtype(_TYPES[kind]), bool(pointer))
 
 
+class ThreadStreams:
+    """The streams of a load, one per thread.
+
+    Each stage of a load has a thread, so each has a stream, and the stages of successive batches run on the device at
+    the same time. There are no events between the streams. Instead, a thread hands over nothing but finished work, see
+    `current`: so whoever gets an array may use it on another stream, and free it.
+
+    Args:
+        make: makes a stream. It is called by the thread that will use the stream.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make, self._of = make, threading.local()
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make the thread's stream its current one. When the context ends, the work on it is done."""
+        if not hasattr(self._of, "thread"):
+            self._of.thread = self._make()
+        stream = self._of.thread
+        with stream:
+            try:
+                yield
+            finally:  # also after an error, which frees arrays
+                stream.synchronize()
+
+
 class Kernels:
     """Kernels compiled for one kind of machine. The defaults are those of a machine without a GPU.
 
@@ -108,7 +136,8 @@ class Kernels:
     ids_limit: int | None = None
 
     def current(self) -> AbstractContextManager[Any]:
-        """Return a context in which the calling thread uses this device, on torch's current stream there."""
+        """Return a context in which the calling thread uses this device: on torch's current stream there, or in a load
+        on a stream of the thread's own, with which the context waits for the work at its end."""
         return nullcontext()
 
     def loading(self) -> AbstractContextManager[Any]:
@@ -143,6 +172,10 @@ class Kernels:
 
     def synchronize(self) -> None:
         """Wait for all work submitted to the current stream."""
+
+    def stream(self) -> Any:
+        """Return the current stream as cuDF takes it; None for its default one."""
+        return None
 
     def run(self, name: str, threads: int, *arguments: Any) -> None:
         """Launch a kernel.
@@ -225,8 +258,7 @@ def _functions(number: int) -> Callable[[str], Any]:
 class DeviceKernels(Kernels):
     """Kernels for a GPU, compiled by CuPy at the first launch; CuPy caches the machine code on disk.
 
-    Kernels run on CuPy's current stream; `current` sets it to torch's. In a thread that has not set a stream, such as
-    all threads of a load, this is the legacy default stream, which cuDF uses too. So they need no synchronization.
+    Kernels run on CuPy's current stream; `current` sets it to torch's.
 
     Args:
         number: the GPU's index.
@@ -290,6 +322,11 @@ class DeviceKernels(Kernels):
 
     def synchronize(self) -> None:
         self.xp.cuda.get_current_stream().synchronize()
+
+    def stream(self) -> Any:
+        from rmm.pylibrmm.stream import Stream
+
+        return Stream(self.xp.cuda.get_current_stream())
 
     def _launch(self, name: str, blocks: int, arguments: list[Any]) -> None:
         self._function(name)((blocks,), (BLOCK,), tuple(arguments))

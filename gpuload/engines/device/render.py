@@ -57,7 +57,8 @@ class DeviceText(RowCounts):
     @cached_property
     def sizes(self) -> np.ndarray[Any, Any]:
         """(n,) int64 in host memory, bytes of each text, -1 where a row was rejected."""
-        sizes = on_host(self.lengths).copy()
+        with self.kernels.current():
+            sizes = on_host(self.lengths).copy()
         sizes[list(self.rejected)] = -1
         return sizes
 
@@ -66,7 +67,8 @@ class DeviceText(RowCounts):
         """The texts as Arrow, null where a row was rejected; copied to the host when first asked for."""
         valid = self.sizes >= 0
         mask = None if valid.all() else pa.py_buffer(np.packbits(valid, bitorder="little"))
-        offsets, data = pa.py_buffer(on_host(self.offsets)), pa.py_buffer(on_host(self.data))
+        with self.kernels.current():
+            offsets, data = pa.py_buffer(on_host(self.offsets)), pa.py_buffer(on_host(self.data))
         return pa.LargeStringArray.from_buffers(len(self), offsets, data, mask)
 
     def tokenized(self, ids: Ragged, fallback_rows: int = 0) -> Tokenized:
