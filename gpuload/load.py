@@ -39,10 +39,10 @@ from gpuload.ranks import KeptRows, Ranks, ranks_of_run
 from gpuload.reference.reference import Reference
 from gpuload.reference.volatile import contains_randomness, volatile_reason
 from gpuload.report import Report
-from gpuload.sources.columns import Columns
+from gpuload.sources.columns import Columns, drained
 from gpuload.sources.open import open_sources
 from gpuload.sources.read import Source, check_unchanged
-from gpuload.stream import Batch, Parts, ahead, read, stage, wanted_order
+from gpuload.stream import Batch, Parts, ahead, choose_rows, read, stage, wanted_order
 from gpuload.verify import Verifier
 
 
@@ -243,15 +243,6 @@ def _load(task: Pass, build_engine: EngineBuilder) -> PromptDataset:
     return dataset
 
 
-def choose_rows(total: int, max_samples: int, shuffle: bool, seed: int | None) -> RowNumbers | None:
-    """Which rows `max_samples` takes, in order; None for all. Drawn as verl draws them, so that both take the same."""
-    if not 0 < max_samples < total:
-        return None
-    if not shuffle:
-        return np.arange(max_samples)
-    return np.random.default_rng(seed).choice(total, size=max_samples, replace=False)
-
-
 def reference_of(tokenizer: Any, options: Options) -> Reference:
     """The tokenizer of a load, with the options that concern it."""
     return Reference(
@@ -341,7 +332,7 @@ def _run(task: Pass, engine: Engine) -> PromptDataset:
         report.tokens, report.longest = int(store.lengths.sum()), int(store.lengths.max())
     return task.make(
         store,
-        Columns(_drain(tables), order),
+        Columns(drained(tables), order),
         origin if order is None else origin[order],
         engine,
         options,
@@ -405,9 +396,3 @@ def _progress_bar(total: int, progress: bool | None) -> Any:
     # disable=None: tqdm shows a bar if standard error is a terminal.
     disable = None if progress is None else not progress
     return tqdm(total=total, desc="prompts", unit=" rows", unit_scale=True, disable=disable, leave=False)
-
-
-def _drain(tables: list[pa.Table]) -> Iterator[pa.Table]:
-    """Removes the tables one by one, so that each is freed as soon as it has been copied."""
-    while tables:
-        yield tables.pop(0)

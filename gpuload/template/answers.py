@@ -107,7 +107,8 @@ def turns_of(call: TemplateCall) -> Turns:
     header = _SHORTER_HEADERS.get(digest(call.text()), _THINKING.split(_ending(before, with_header))[0])
     if not header:  # there is no generation prompt: the marker at the end of the user's turn is the header
         between = again.partition(marks[0])[2].partition(marks[1])[0]
-        header = _BRACKETS.match(between)[0] if _BRACKETS.match(between) else ""
+        marker = _BRACKETS.match(between)
+        header = marker[0] if marker else ""
     last = last.rstrip(" ")  # a space belongs to the first token of the next turn
     ends = {last}
     if not last or not middle.startswith(last):

@@ -16,13 +16,13 @@ from gpuload.engines.host.encode import HostEncoder, host_encoder, needs_itself
 from gpuload.engines.host.prompts import render_column, render_rows
 from gpuload.engines.host.render import HostText
 from gpuload.engines.host.sanitize import encode_marked
+from gpuload.engines.host.spans import TokenSpans
 from gpuload.engines.protocol import ArrowPrompts, Prompts, Tokenized
 from gpuload.loss import with_loss
 from gpuload.options import Truncation
 from gpuload.reference.reference import Reference
 from gpuload.sources.read import Source, with_prompts
 from gpuload.template.compiler import ChatProgram
-from gpuload.engines.host.spans import TokenSpans
 
 
 class HostEngine:
