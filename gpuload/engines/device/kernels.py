@@ -43,6 +43,7 @@ FILES = (
     "strings.cu",
     "shapes.cu",
     "pad.cu",
+    "pack.cu",
     "added.cu",
     "nfc.cu",
     "rewrite.cu",
