@@ -179,10 +179,27 @@ def test_epochs_differ_and_are_reproducible(strategy: Packing) -> None:
     assert (as_sets[0] == as_sets[1] == as_sets[2]) == strategy.startswith("trl")
 
 
-def test_sizes_are_no_memory() -> None:
+def test_large_sizes_need_no_memory() -> None:
     plan = pack([10**11, 3, 10**12], 10**12)
     assert plan.rows.tolist() == [2, 0, 1]
     assert plan.offsets.tolist() == [0, 1, 3]
+
+
+def test_numbers_may_be_of_any_integer_type() -> None:
+    lengths = log_normal(2000, 3, 200)
+    few = [int(length) for length in lengths]
+    for strategy in STRATEGIES:
+        assert same(pack(lengths.astype(np.uint8), np.uint8(200), strategy), pack(few, 200, strategy))  # type: ignore[arg-type]
+    small: Any = np.uint8(200)
+    for options in ({"batch_size": small}, {"max_tokens": small, "padded": True}):
+        wide = {name: int(value) for name, value in options.items()}
+        for group in (False, True):
+            made = batch_rows(lengths.astype(np.uint8), **options, group_by_length=group, world_size=small)
+            assert same(made, batch_rows(few, **wide, group_by_length=group, world_size=200))
+    ours = share(3000, small, position=small, rank=small - 1, world_size=small)
+    assert [part.tolist() for part in ours] == [
+        part.tolist() for part in share(3000, 200, position=200, rank=199, world_size=200)
+    ]
 
 
 @given(lengths=LENGTHS, data=st.data())

@@ -103,11 +103,12 @@ def share(
         raise OptionError(f"rank={rank!r}: expected 0 to {world_size - 1} for world_size={world_size}")
     if position > packs:
         raise OptionError(f"position={position}: expected at most {packs}, the number of packs")
-    left = packs - position
-    own = left // world_size if drop_last else -(-left // world_size)
-    order = np.resize(np.arange(packs), position + own * world_size)[position + rank :: world_size]
-    batches = own // batch_size if drop_last else -(-own // batch_size)
-    return [order[k * batch_size : (k + 1) * batch_size] for k in range(batches)]
+    size, start, ranks = int(batch_size), int(position), int(world_size)
+    left = int(packs) - start
+    own = left // ranks if drop_last else -(-left // ranks)
+    order = np.resize(np.arange(packs), start + own * ranks)[start + int(rank) :: ranks]
+    batches = own // size if drop_last else -(-own // size)
+    return [order[k * size : (k + 1) * size] for k in range(batches)]
 
 
 def lengths_of(lengths: Any) -> RowNumbers:

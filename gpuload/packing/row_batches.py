@@ -64,12 +64,13 @@ def batch_rows(
     """
     counts = lengths_of(lengths)
     if batch_size is not None and max_tokens is None:
-        name, limit = "batch_size", batch_size
+        name, given = "batch_size", batch_size
     elif max_tokens is not None and batch_size is None:
-        name, limit = "max_tokens", max_tokens
+        name, given = "max_tokens", max_tokens
     else:
         raise OptionError("pass batch_size or max_tokens, and not both")
-    check_counts(**{name: (limit, 1), "world_size": (world_size, 1)})
+    check_counts(**{name: (given, 1), "world_size": (world_size, 1)})
+    limit, ranks = int(given), int(world_size)
     if name == "max_tokens" and len(counts) and counts.max() > limit:
         row = int(counts.argmax())
         raise OptionError(
@@ -81,7 +82,7 @@ def batch_rows(
         chance.shuffle(rows)
     if group_by_length and len(rows):
         per_batch = limit if name == "batch_size" else max(1, int(limit / counts[rows].mean()))
-        rows = _grouped(rows, counts[rows], per_batch * world_size)
+        rows = _grouped(rows, counts[rows], per_batch * ranks)
     sizes = counts[rows]
     if name == "batch_size":
         offsets = np.append(np.arange(0, len(rows), limit), len(rows))
@@ -91,7 +92,7 @@ def batch_rows(
         whole = len(offsets) - 1
     plan = Plan(rows, np.zeros_like(rows), sizes, offsets)
     # A batch of fewer than `batch_size` rows, and others that do not fill a step of all ranks, stay at the end.
-    return plan.take(_order(plan, whole // world_size, world_size, chance)) if group_by_length else plan
+    return plan.take(_order(plan, whole // ranks, ranks, chance)) if group_by_length else plan
 
 
 def _grouped(rows: RowNumbers, lengths: RowNumbers, step: int) -> RowNumbers:
