@@ -19,6 +19,7 @@ from typing import Any
 from bench import ROOT, environment, report
 from bench.cpu import headline
 from bench.cpu.load import measure_load
+from bench.cpu.packing import measure_packing
 from bench.cpu.page import page
 from bench.cpu.sections import measure_batches, measure_memory, measure_stages
 from bench.data import JOINT, Plan, find_datasets, find_tokenizer, samples
@@ -30,6 +31,7 @@ SECTIONS = {
     "batches": measure_batches,
     "memory": measure_memory,
     "stages": measure_stages,
+    "packing": measure_packing,
     "verl": measure_rollout,
 }
 _QUICK_ROWS = 300

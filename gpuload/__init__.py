@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from gpuload._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from gpuload.chats.dataset import ChatDataset
+    from gpuload.chats.load import load_chats
     from gpuload.dataset import PromptDataset, collate_fn
     from gpuload.errors import GpuloadError
     from gpuload.load import load
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "load": "gpuload.load",
+    "load_chats": "gpuload.chats.load",
+    "ChatDataset": "gpuload.chats.dataset",
     "PromptDataset": "gpuload.dataset",
     "collate_fn": "gpuload.dataset",
     "PromptLoader": "gpuload.loader",
@@ -30,7 +34,16 @@ _HOMES = {
     "GpuloadError": "gpuload.errors",
 }
 
-__all__ = ["GpuloadError", "Options", "PromptDataset", "PromptLoader", "collate_fn", "load"]
+__all__ = [
+    "ChatDataset",
+    "GpuloadError",
+    "Options",
+    "PromptDataset",
+    "PromptLoader",
+    "collate_fn",
+    "load",
+    "load_chats",
+]
 
 
 class _Package(ModuleType):

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import cache, cached_property, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -55,6 +55,8 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
         passed_through: The other columns, one table per file schema.
     """
 
+    limit_name: ClassVar[str] = "max_prompt_length"  # in messages
+
     def __init__(
         self,
         store: TokenStore,
@@ -84,7 +86,7 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
         return f"PromptDataset({len(self):,} rows, {self._lengths.sum():,} tokens, {columns})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_store": self.tokens}  # another process cannot use this one's device
+        return self.__dict__ | {"_store": self._store.to_host()}  # another process cannot use this one's device
 
     @property
     def tokens(self) -> Ragged:

@@ -1,5 +1,7 @@
 """Which rows of a batch are kept, and which of their columns."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,13 @@ Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 def filter_rows(
-    batch: Batch, source: str, report: Report, prompt_key: str, strict: bool = False, keep_rejected: bool = False
+    batch: Batch,
+    source: str,
+    report: Report,
+    prompt_key: str,
+    strict: bool = False,
+    keep_rejected: bool = False,
+    unusable: Mapping[int, str] = MappingProxyType({}),
 ) -> Mask:
     """Drops rows without tokens, and rows with too many of them, as verl does; counts both in the report.
 
@@ -28,6 +36,7 @@ def filter_rows(
         prompt_key: the column with the prompts.
         strict: raise an error for the first row that was rejected.
         keep_rejected: keep rows that could not be rendered, without tokens.
+        unusable: row → why it is of no use although it has tokens.
 
     Returns:
         (n,) bool, the rows to keep.
@@ -37,7 +46,7 @@ def filter_rows(
     """
     tokens = batch.tokens
     assert tokens is not None
-    rejected = tokens.rejected | invalid_rows(_without(batch.table, prompt_key))
+    rejected = {**unusable, **tokens.rejected, **invalid_rows(_without(batch.table, prompt_key))}
     keep = np.ones(len(batch.rows), bool)
     for row, reason in sorted(rejected.items()):
         place = f"{source} row {batch.rows[row]}"
@@ -90,8 +99,8 @@ def all_dropped(report: Report) -> str:
     lines = [f"all {report.rows_read:,} rows were dropped"]
     if report.overlong:
         lines.append(
-            f"  overlong   {report.overlong:,} rows exceed max_prompt_length={report.max_prompt_length}; the shortest "
-            f"has {report.shortest} tokens: raise max_prompt_length"
+            f"  overlong   {report.overlong:,} rows exceed {report.limit_name}={report.max_prompt_length}; the "
+            f"shortest has {report.shortest} tokens: raise {report.limit_name}"
         )
     return "\n".join(lines + ([report.reasons()] if report.rejected else []))
 

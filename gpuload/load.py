@@ -13,7 +13,7 @@ Reading, rendering and encoding of successive batches overlap (`stream.py`).
 import os
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -39,10 +39,10 @@ from gpuload.ranks import KeptRows, Ranks, ranks_of_run
 from gpuload.reference.reference import Reference
 from gpuload.reference.volatile import contains_randomness, volatile_reason
 from gpuload.report import Report
-from gpuload.sources.columns import Columns
+from gpuload.sources.columns import Columns, drained
 from gpuload.sources.open import open_sources
 from gpuload.sources.read import Source, check_unchanged
-from gpuload.stream import Batch, Parts, ahead, read, stage, wanted_order
+from gpuload.stream import Batch, Parts, ahead, choose_rows, read, stage, wanted_order
 from gpuload.verify import Verifier
 
 
@@ -144,6 +144,9 @@ def load(
 _OPTIONS = frozenset(Options.__dataclass_fields__)
 
 
+Unusable = Callable[[Ragged], Mapping[int, str]]
+
+
 @dataclass(frozen=True)
 class Pass:
     """What one pass over the rows needs.
@@ -155,6 +158,8 @@ class Pass:
         options: of the load.
         keep_rejected: keep rows whose prompts cannot be rendered, without tokens, instead of dropping them.
         ranks: the ranks that share the work.
+        make: the class of the result.
+        unusable: n rows of ids → row: why it is of no use.
     """
 
     sources: list[Source]
@@ -163,6 +168,8 @@ class Pass:
     options: Options
     keep_rejected: bool = False
     ranks: Ranks | None = None
+    make: type[PromptDataset] = PromptDataset
+    unusable: Unusable = lambda _: {}
 
     @property
     def to_read(self) -> RowNumbers | None:
@@ -179,23 +186,27 @@ def load_sources(
     started: float | None = None,
     keep_rejected: bool = False,
     build_engine: EngineBuilder | None = None,
+    make: type[PromptDataset] = PromptDataset,
+    unusable: Unusable = Pass.unusable,
 ) -> PromptDataset:
     """`load` of sources that are open already.
 
     Args:
         started: when their opening began (`time.perf_counter()`), for the report.
+        tokenizer: as for `load`, or a `Reference`.
         keep_rejected: see `Pass`.
         build_engine: builds the engine; None for the one that `options.device` names.
+        make, unusable: see `Pass`.
     """
     started = time.perf_counter() if started is None else started
     build_engine = build_engine or choose_engine
     for directory in (cache_root(options.cache_dir), tokens_directory(options.cache_dir)):
         remove_orphans(directory)
-    reference = reference_of(tokenizer, options)
+    reference = tokenizer if isinstance(tokenizer, Reference) else reference_of(tokenizer, options)
     _ = reference.pad_token_id  # raises before any work, if there is none
     total = sum(source.num_rows for source in sources)
     wanted = choose_rows(total, options.max_samples, options.shuffle, options.seed)
-    task = Pass(sources, wanted, reference, options, keep_rejected)
+    task = Pass(sources, wanted, reference, options, keep_rejected, make=make, unusable=unusable)
     opened = time.perf_counter() - started
     with ranks_of_run() if options.distributed else nullcontext() as ranks:
         dataset = _load(task if ranks is None else _shared(task, ranks), build_engine)
@@ -230,15 +241,6 @@ def _load(task: Pass, build_engine: EngineBuilder) -> PromptDataset:
         dataset = _run_on_device(task, build_engine, exact_only=True)
         dataset.report.notes.append(message)
     return dataset
-
-
-def choose_rows(total: int, max_samples: int, shuffle: bool, seed: int | None) -> RowNumbers | None:
-    """Which rows `max_samples` takes, in order; None for all. Drawn as verl draws them, so that both take the same."""
-    if not 0 < max_samples < total:
-        return None
-    if not shuffle:
-        return np.arange(max_samples)
-    return np.random.default_rng(seed).choice(total, size=max_samples, replace=False)
 
 
 def reference_of(tokenizer: Any, options: Options) -> Reference:
@@ -280,6 +282,7 @@ def _run(task: Pass, engine: Engine) -> PromptDataset:
         overlong_dropped=options.filter_overlong_prompts,
         source_bytes=sum(source.nbytes for source in sources),
         sanitized=task.reference.sanitizes,
+        limit_name=task.make.limit_name,
     )
     # Two calls for one row differ if the template makes random choices.
     random = contains_randomness(task.reference.template_text)
@@ -301,7 +304,10 @@ def _run(task: Pass, engine: Engine) -> PromptDataset:
             assert batch.tokens is not None
             if batch.text is not None:
                 cache.write(source, batch)
-            keep = filter_rows(batch, source.name, report, options.prompt_key, options.strict, task.keep_rejected)
+            unusable = task.unusable(batch.tokens.ids)
+            keep = filter_rows(
+                batch, source.name, report, options.prompt_key, options.strict, task.keep_rejected, unusable
+            )
             kept = np.flatnonzero(keep)
             tables.append(kept_columns(batch, keep, options, report.sanitized))
             ids.append(engine.keep(batch.tokens.ids, None if keep.all() else kept))
@@ -324,9 +330,9 @@ def _run(task: Pass, engine: Engine) -> PromptDataset:
         if options.tokens_on == "auto" and engine.name == "cuda" and isinstance(store, Ragged):
             report.notes.append("token ids are in host memory: gpu_memory_limit leaves too little GPU memory for them")
         report.tokens, report.longest = int(store.lengths.sum()), int(store.lengths.max())
-    return PromptDataset(
+    return task.make(
         store,
-        Columns(_drain(tables), order),
+        Columns(drained(tables), order),
         origin if order is None else origin[order],
         engine,
         options,
@@ -390,9 +396,3 @@ def _progress_bar(total: int, progress: bool | None) -> Any:
     # disable=None: tqdm shows a bar if standard error is a terminal.
     disable = None if progress is None else not progress
     return tqdm(total=total, desc="prompts", unit=" rows", unit_scale=True, disable=disable, leave=False)
-
-
-def _drain(tables: list[pa.Table]) -> Iterator[pa.Table]:
-    """Removes the tables one by one, so that each is freed as soon as it has been copied."""
-    while tables:
-        yield tables.pop(0)

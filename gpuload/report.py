@@ -14,6 +14,7 @@ class Report:
     Attributes:
         files: names of the sources.
         max_prompt_length: the limit in tokens.
+        limit_name: name of the option that sets it.
         engine: what rendered and encoded.
         notes: why a faster encoder or engine was not used, and other remarks.
         rows_read: rows that were looked at (after `max_samples`).
@@ -39,6 +40,7 @@ class Report:
 
     files: list[str]
     max_prompt_length: int
+    limit_name: str = "max_prompt_length"
     engine: str = ""
     notes: list[str] = field(default_factory=list)
     rows_read: int = 0
@@ -127,7 +129,7 @@ class Report:
         ]
         if self.overlong:
             lines.append(
-                f"  overlong   {self.overlong:,} rows over max_prompt_length={self.max_prompt_length} ({what})"
+                f"  overlong   {self.overlong:,} rows over {self.limit_name}={self.max_prompt_length} ({what})"
             )
         if self.rejected:
             lines.append(self.reasons())

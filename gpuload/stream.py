@@ -110,6 +110,15 @@ def ahead(batches: Iterator[Batch], thread: Executor) -> Iterator[Batch]:
         yield batch
 
 
+def choose_rows(total: int, max_samples: int, shuffle: bool, seed: int | None) -> RowNumbers | None:
+    """Which rows `max_samples` takes, in order; None for all. Drawn as verl draws them, so that both take the same."""
+    if not 0 < max_samples < total:
+        return None
+    if not shuffle:
+        return np.arange(max_samples)
+    return np.random.default_rng(seed).choice(total, size=max_samples, replace=False)
+
+
 def wanted_order(origin: RowNumbers, sources: Sequence[Source], wanted: RowNumbers | None) -> RowNumbers | None:
     """How to bring rows that were read in file order into the order of `wanted`; None if they are in it.
 

@@ -164,7 +164,7 @@ class Verifier:
 
     def _compare(self, place: str, prompt: Prompt, found: list[int]) -> None:
         self.check.rows += 1
-        expected = self._reference.ids(prompt)
+        expected, found = self._reference.compared(prompt, found)
         if expected != found:
             self.check.mismatches.append(f"{place}: {_difference(found, expected)}")
 

@@ -17,7 +17,9 @@ from gpuload.arrays import Ragged, offsets_of
 from gpuload.engines.device import texts as device_texts
 from gpuload.engines.device.kernels import signatures
 from gpuload.engines.device.texts import DeviceTexts, gather, texts_to_device
+from gpuload.engines.host.packs import packed
 from gpuload.engines.protocol import TextColumn
+from gpuload.packing import Plan
 from gpuload.template.probe import WHITE_SPACE
 from gpuload.template.program import Operation, Predicate, Ref, apply_operations, holds
 from gpuload.testing.host_kernels import COMPILER, HostKernels
@@ -199,6 +201,33 @@ def test_batches_are_padded_and_truncated_as_on_the_cpu(count: int, keep: Any, w
     ):
         assert plane.tolist() == [[padding] * (width - len(row)) + fill(row) for row in kept]
     assert (out[3 * count * width :] == -85).all()
+
+
+@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize("longest", [1, 3, 300])
+def test_packs_are_gathered_as_on_the_cpu(count: int, longest: int) -> None:
+    chance = np.random.default_rng(count)
+    lengths = chance.integers(1, 400, 50)
+    offsets = offsets_of(lengths)
+    store = Ragged(chance.integers(0, 2**31 - 1, offsets[-1], np.int32), offsets)
+    mask = chance.integers(0, 2, offsets[-1], np.uint8)
+    rows = chance.integers(0, 50, count)
+    first = chance.integers(0, lengths[rows])
+    plan = Plan(
+        rows, first, np.minimum(chance.integers(1, longest + 1, count), lengths[rows] - first), np.arange(count + 1)
+    )
+    bounds = offsets_of(plan.lengths)
+    tokens, piece = int(bounds[-1]), np.concatenate([bounds, rows, first])
+    out = poisoned(3 * tokens + (tokens + count + 2) // 2 + 3, np.int64)
+    address, bytes_at = KERNELS.address(store.values) + 4 * offsets[:-1], KERNELS.address(mask) + offsets[:-1]
+    KERNELS.run("pack", tokens + 1, address, bytes_at, count, piece, tokens, out)
+    expected = packed(store, mask, plan, np.arange(count))
+    planes, numbers = out[: 3 * tokens].reshape(3, tokens), out[3 * tokens :].view(np.int32)
+    for plane, name in zip(planes, ("input_ids", "labels", "position_ids"), strict=True):
+        assert plane.tolist() == expected[name][0].tolist()
+    assert numbers[:tokens].tolist() == expected["seq_idx"][0].tolist()
+    assert numbers[tokens : tokens + count + 1].tolist() == expected["cu_seq_lens_q"].tolist()
+    assert (numbers[tokens + count + 1 :] < 0).all(), "poison"
 
 
 def test_arguments_of_the_wrong_kind_are_rejected() -> None:

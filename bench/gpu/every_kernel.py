@@ -10,14 +10,16 @@ import torch
 from bench.gpu.data import flat
 from bench.gpu.exact import device_encoder
 from bench.gpu.rig import Rig, program_of
-from gpuload.arrays import Ragged
+from gpuload.arrays import Ragged, offsets_of
 from gpuload.demo_data import demo_files
 from gpuload.engines.conversations import from_arrow
 from gpuload.engines.device.batches import pad, prepare_pad
 from gpuload.engines.device.kernels import DeviceKernels
+from gpuload.engines.device.packs import packed, prepare_pack
 from gpuload.engines.device.render import render
 from gpuload.engines.device.store import Segments
 from gpuload.engines.device.texts import BOUNDS_ONLY, DeviceTexts, texts_to_device
+from gpuload.packing import pack
 from gpuload.template.program import Operation, Predicate, Ref
 
 _TEXTS = ["", " a ", "x" * 1000, " é中🙂 \n", "it's 12345", "<|im_end|>", "a</think>b", "\n\n", "e\u0301", "\u0378"]
@@ -31,7 +33,7 @@ def main() -> None:
 
 
 def run(rig: Rig) -> str:
-    """Render, evaluate predicates, encode and pad. Returns a line that counts rows, launches and kernels."""
+    """Render, evaluate predicates, encode, pad and pack. Returns a line that counts rows, launches and kernels."""
     directory = demo_files()[1]
     texts = [text * (1 + number % 3) for number in range(20) for text in _TEXTS]
     roles = [("system", "user"), ("user",)]
@@ -49,6 +51,11 @@ def run(rig: Rig) -> str:
         assert store is not None
         launch = prepare_pad(kernels, store.index, 40, "middle", 0)
         pad(kernels, launch, kernels.xp.arange(len(texts), dtype=np.int64), 64)
+        mask = kernels.xp.ones(sum(map(len, lists)), np.uint8)
+        of_rows = kernels.address(mask) + kernels.xp.asarray(offsets_of(store.lengths)[:-1])
+        gather = prepare_pack(kernels, store.index, of_rows)
+        plan = pack(store.lengths, 64, "bfd_split")
+        packed(kernels, gather, plan, range(len(plan)))
         data, offsets = flat(pa.array(texts, pa.large_string()))
         device_encoder(rig, directory).encode(kernels.xp.asarray(data), kernels.xp.asarray(offsets))
         kernels.synchronize()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from bench.cpu.packing import packing_tables
 from bench.data import Dataset, first_rows
 from bench.process import ContenderError, run_contender
 
@@ -38,6 +39,17 @@ def test_batches_are_drawn_from_the_kept_rows(task: dict[str, Any], tmp_path: Pa
     rates = drawn[0]["rates"] | drawn[1]["rates"]
     assert len(rates) == 6
     assert all(rate > 0 for rate in rates.values())
+
+
+@pytest.mark.parametrize("generated", [0, 2500])
+def test_packs_are_those_of_trl(task: dict[str, Any], generated: int, tmp_path: Path) -> None:
+    """The contender ends with an error where gpuload's packs and TRL's differ."""
+    run = run_contender("packing", task | {"generated": generated, "size": 512, "batch": 2}, tmp_path / "packing")
+    assert run["rows"] == (generated or ROWS)
+    assert len(run["seconds"]) == len(run["fill"]) == 9
+    assert run["fill"]["gpuload: trl"] == run["fill"]["TRL: bfd"] <= run["fill"]["gpuload: bfd"] <= 1
+    about = {"about": {}, "runs": [{"data": "gsm8k"} | run]}
+    assert "| gsm8k | TRL |" in packing_tables(about)
 
 
 def test_stages_are_compared_with_the_libraries(task: dict[str, Any], tmp_path: Path) -> None:

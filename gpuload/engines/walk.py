@@ -48,6 +48,7 @@ class Walk:
         prompts: the same.
         paths: each path that rows take, with their ascending numbers.
         texts: row → the text that transformers rendered, UTF-8.
+        answers: row → start and end of each part with loss in that text, in bytes; empty if the program has none.
         rejected: row → why no prompt can be made of it.
         reasons: why rows were rendered by transformers → how many.
         control_rows: how many rows contain the text of a control token.
@@ -60,11 +61,14 @@ class Walk:
         self._answers: dict[Predicate, Array] = {}
         self.paths: list[tuple[Path, Array]] = []
         self.texts: dict[int, bytes] = {}
+        self.answers: dict[int, list[tuple[int, int]]] = {}
         found = group(prompts)
         self.rejected = found.rejected
         by_reference = {row: why for row, why in found.by_reference.items() if row not in found.rejected}
         for shape, rows in found.groups:
             for leaf, some in self._leaves(shape, rows):
+                if isinstance(leaf, Path) and program.answers is not None:
+                    leaf = program.answers.of_path(shape, leaf)
                 if isinstance(leaf, Path):
                     self.paths.append((leaf, some))
                 elif isinstance(leaf, Rejected):
@@ -161,6 +165,9 @@ class Walk:
                     messages = prompts[at].as_py()
                     # Fields that are not columns of text are searched here.
                     self._with_control[row] |= self._program.call.control.found_in(messages)
-                    self.texts[row] = self._program.render(messages, reason).encode()
+                    text = self._program.render(messages, reason)
+                    if self._program.answers is not None:
+                        self.answers[row] = self._program.answers.in_bytes(messages, text)
+                    self.texts[row] = text.encode()
                 except Exception as error:
                     self.rejected[row] = rejection(error)

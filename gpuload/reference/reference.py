@@ -17,6 +17,7 @@ from gpuload.errors import TokenizerError
 from gpuload.options import is_template, template_source
 from gpuload.reference.control_tokens import FIRST_VERSION
 from gpuload.reference.template_call import TemplateCall, describe_error, first_line
+from gpuload.template.answers import Answers
 
 Prompt = str | list[dict[str, Any]]
 
@@ -175,6 +176,15 @@ class Reference:
     def ids(self, prompt: Prompt) -> list[int]:
         """The token ids of one prompt, rendered and encoded in one call: correct by definition."""
         return self.call.ids(messages_of(prompt)) if self.uses_template else self.encode(_plain(prompt))
+
+    def compared(self, prompt: Prompt, found: list[int]) -> tuple[list[int], list[int]]:
+        """The ids of one prompt, and those that a fast path has found, as they are to be compared."""
+        return self.ids(prompt), found
+
+    @property
+    def answers(self) -> Answers | None:
+        """Finds the parts of a rendered conversation that have loss; None: nobody asks."""
+        return None
 
     def encode(self, text: str) -> list[int]:
         """The token ids of a text, without adding special tokens."""

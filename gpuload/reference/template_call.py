@@ -102,6 +102,33 @@ class TemplateCall:
         )
         return list(answer["input_ids"])
 
+    def blocks(self, messages: Sequence[Any]) -> tuple[str, list[tuple[int, int]]]:
+        """Render one conversation, and find its `{% generation %}` blocks as transformers does.
+
+        Returns:
+            The text, and start and end of each block, in characters.
+
+        Raises:
+            EndlessError: the template did not finish in time.
+            Exception: whatever transformers or the template raises.
+        """
+        from transformers.utils import chat_template_utils
+
+        own = inspect.signature(self.tokenizer.apply_chat_template).parameters
+        further = {name: value for name, value in self.kwargs.items() if name not in own}
+        texts, blocks = self.deadline.within(
+            lambda: chat_template_utils.render_jinja_template(
+                [[{key: value for key, value in message.items() if value is not None} for message in messages]],
+                tools=None if self.tools is None else list(self.tools),
+                documents=self.kwargs.get("documents"),
+                chat_template=self.text(),
+                return_assistant_tokens_mask=True,
+                add_generation_prompt=self.add_generation_prompt,
+                **{**self.tokenizer.special_tokens_map, **further},
+            )
+        )
+        return str(texts[0]), list(blocks[0])
+
     # -- control tokens ------------------------------------------------------------------------------------------------
 
     @property

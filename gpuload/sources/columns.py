@@ -8,7 +8,7 @@ not have is None in its rows.
 import copy
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -156,3 +156,9 @@ def _merge_equal(tables: Iterable[pa.Table]) -> tuple[list[int], list[pa.Table]]
         run.append(table)
     flush()
     return counts, merged
+
+
+def drained(tables: list[pa.Table]) -> Iterator[pa.Table]:
+    """Removes the tables one by one, so that each is freed as soon as it has been copied."""
+    while tables:
+        yield tables.pop(0)

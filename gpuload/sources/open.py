@@ -10,13 +10,23 @@ from gpuload.sources.read import Source, check_prompts, is_frame, open_file, ope
 
 def open_sources(files: Any, options: Options) -> list[Source]:
     """Opens files or a frame, and checks the prompt column of each."""
+    sources = open_all(files, options)
+    for source in sources:
+        if source.num_rows:
+            check_prompts(source, options.prompt_key)
+    return sources
+
+
+def open_all(files: Any, options: Options) -> list[Source]:
+    """Opens files or a frame.
+
+    Raises:
+        DataError: there are no rows.
+    """
     if is_frame(files):
         sources = [open_frame(files, type(files).__name__)]
     else:
         sources = [open_file(file) for file in resolve(files, options.cache_dir, options.remote_timeout)]
     if not any(source.num_rows for source in sources):
         raise DataError(f"{', '.join(source.name for source in sources)}: no rows")
-    for source in sources:
-        if source.num_rows:
-            check_prompts(source, options.prompt_key)
     return sources

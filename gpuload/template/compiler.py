@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpuload.reference.template_call import TemplateCall
+from gpuload.template.answers import Answers
 from gpuload.template.program import TEXT, ByReference, Shape, Tree, describe_shape, describe_tree
 from gpuload.template.symbol import NotCompilableError
 from gpuload.template.trace import Texts, Tracer
@@ -27,6 +28,10 @@ path after `MOST_LEAVES`."""
 class ChatProgram:
     """A compiled chat template. Made by `compile`.
 
+    Args:
+        call: the tokenizer, the template and the constants of the load.
+        answers: finds the parts of a conversation that have loss; None if nobody asks.
+
     Attributes:
         call: the tokenizer, the template and the constants of the load.
         trees: the decision tree of each shape seen so far.
@@ -35,8 +40,9 @@ class ChatProgram:
         lock: must be held while trees are walked or grown.
     """
 
-    def __init__(self, call: TemplateCall) -> None:
+    def __init__(self, call: TemplateCall, answers: Answers | None = None) -> None:
         self.call = call
+        self.answers = answers
         self.trees: dict[Shape, Tree] = {}
         self.not_compilable: str | None = None
         self.leaves = 0

@@ -137,9 +137,16 @@ def holds(predicate: Predicate, text: str) -> bool:
 
 @dataclass(frozen=True)
 class Path:
-    """A leaf: the prompt is the concatenation of `segments`."""
+    """A leaf: the prompt is the concatenation of `segments`.
+
+    Attributes:
+        segments: its parts, in order.
+        generated: the segments [first, end) of each `{% generation %}` block, in order of their ends. Literals are cut
+            where a block begins or ends. None if the template prints a block elsewhere than where it stands.
+    """
 
     segments: tuple[Segment, ...]
+    generated: tuple[tuple[int, int], ...] | None = ()
 
     def __str__(self) -> str:
         return " + ".join(repr(part) if isinstance(part, str) else f"[{part}]" for part in self.segments) or "''"

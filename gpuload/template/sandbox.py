@@ -30,6 +30,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from gpuload.reference.deadline import EndlessError
 from gpuload.reference.template_call import vendor_environment
 from gpuload.template.bounds import call_size, deep_size, filter_size, operator_size, size
+from gpuload.template.output import Output, output_of
 from gpuload.template.rope import TEXT_METHODS, Rope, SplitText, join
 from gpuload.template.symbol import Length, NotCompilableError, Symbol, reject
 
@@ -108,9 +109,25 @@ class TracingTemplate:
         module["str_join"] = lambda parts: _join(meter, [_printed(meter, part) for part in parts])
         for name in ("escape", "markup_join"):
             module[name] = _known_only(module[name], "autoescape")
+        self._output: list[Any] = []
+        self._blocks: list[tuple[int, Any]] = []  # for each generation block: how much was printed before it, its text
+        for extension in environment.extensions.values():
+            if "generation" in extension.tags:
+                extension._generation_support = self._generation()  # type: ignore[attr-defined]
 
-    def render(self, context: Mapping[str, Any]) -> str | Rope:
-        """Return the prompt: a `Rope` if it contains a message's text.
+    def _generation(self) -> Callable[..., Any]:
+        """A function that does what transformers' extension does for a `{% generation %}` block, with ropes."""
+
+        @jinja2.pass_eval_context
+        def generation(_: object, caller: Callable[[], Any]) -> Any:
+            text = caller()
+            self._blocks.append((len(self._output), text))
+            return text
+
+        return generation
+
+    def render(self, context: Mapping[str, Any]) -> Output:
+        """Return the prompt.
 
         Args:
             context: the template's variables; texts are ropes.
@@ -120,7 +137,11 @@ class TracingTemplate:
             EndlessError: the template exceeded a limit.
             Exception: whatever the template raises.
         """
-        return join(list(self._template.root_render_func(self._template.new_context(dict(context)))))
+        self._output, self._blocks = [], []
+        # One by one: a block that is executed between two parts is printed between them.
+        for part in self._template.root_render_func(self._template.new_context(dict(context))):
+            self._output.append(part)
+        return output_of(self._output, self._blocks)
 
 
 def _text(value: object) -> str | Rope:

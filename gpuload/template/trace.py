@@ -15,6 +15,7 @@ traces is the number of paths that rows really take, not the number of possible 
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ import jinja2
 from gpuload.reference.deadline import EndlessError
 from gpuload.reference.template_call import TemplateCall, describe_error, rejection
 from gpuload.template.bounds import deep_size
+from gpuload.template.output import Output
 from gpuload.template.probe import Prober
 from gpuload.template.program import (
     EMPTY_LIST,
@@ -163,8 +165,11 @@ class Tracer:
             return
 
     @staticmethod
-    def _path(rendered: str | Rope) -> Path:
-        path = Path(rendered._pieces if isinstance(rendered, Rope) else (rendered,) if rendered else ())
+    def _path(rendered: Output) -> Path:
+        parts = [part._pieces if isinstance(part, Rope) else (part,) if part else () for part in rendered.parts]
+        first = [0, *itertools.accumulate(map(len, parts))]  # segment with which each part begins
+        generated = rendered.generated and tuple((first[low], first[high]) for low, high in rendered.generated)
+        path = Path(tuple(segment for part in parts for segment in part), generated)
         for segment in path.segments:
             literals = [segment] if isinstance(segment, str) else [a for o in segment.operations for a in o.arguments]
             if any("\ud800" <= character <= "\udfff" for text in literals for character in text):

@@ -11,6 +11,7 @@ Input is the JSON of a `tokenizers.Tokenizer`. The modules, in the order of the 
     merges.py         vocabulary and merges as hash tables (hash_tables.py)
     fallback.py       the same for tokenizers that merge characters, with byte fallback
     compiled.py       all of these together: `compile_tokenizer`
+    token_bytes.py    the bytes of each token, for loss masks
     tables.py         a cache on disk for tables that take seconds to build
 
 The device engine runs the tables (`gpuload.engines.device.encode`); `gpuload.testing.encoder` does the same in plain

@@ -45,6 +45,7 @@ FILES = (
     "strings.cu",
     "shapes.cu",
     "pad.cu",
+    "pack.cu",
     "added.cu",
     "nfc.cu",
     "rewrite.cu",

@@ -16,7 +16,9 @@ from gpuload.engines.host.encode import HostEncoder, host_encoder, needs_itself
 from gpuload.engines.host.prompts import render_column, render_rows
 from gpuload.engines.host.render import HostText
 from gpuload.engines.host.sanitize import encode_marked
+from gpuload.engines.host.spans import TokenSpans
 from gpuload.engines.protocol import ArrowPrompts, Prompts, Tokenized
+from gpuload.loss import with_loss
 from gpuload.options import Truncation
 from gpuload.reference.reference import Reference
 from gpuload.sources.read import Source, with_prompts
@@ -41,7 +43,7 @@ class HostEngine:
 
     def __init__(self, reference: Reference, exact_only: bool = False, notes: tuple[str, ...] = ()):
         self._reference, self._notes = reference, notes
-        self.program = ChatProgram(reference.call)
+        self.program = ChatProgram(reference.call, reference.answers)
         # Pieces of sanitized prompts are encoded by the backend, if the class does nothing else with them.
         own = reference.sanitizes and (needs_itself(reference) or self.program.call.not_compilable_reason())
         self.by_prompt = exact_only or not reference.encodes_rendered_text or bool(own)
@@ -50,6 +52,10 @@ class HostEngine:
     def encoder(self) -> HostEncoder:
         """Built when first needed: it takes half a second, and loads from the token cache do without."""
         return host_encoder(self._reference)
+
+    @cached_property
+    def _spans(self) -> TokenSpans:
+        return TokenSpans(self._reference)
 
     @property
     def description(self) -> str:
@@ -88,7 +94,11 @@ class HostEngine:
     def encode(self, text: HostText) -> Tokenized:
         if text.ids is not None:
             return text.tokenized(text.ids)
-        return text.tokenized(self.ids(pc.fill_null(text.text, "") if text.rejected else text.text))
+        texts = pc.fill_null(text.text, "") if text.rejected else text.text
+        ids = self.ids(texts)
+        if text.answers is not None:
+            ids = with_loss(ids, self._spans.mask(texts, ids, *text.answers))
+        return text.tokenized(ids)
 
     def ids(self, text: pa.LargeStringArray) -> Ragged:
         """(n,) texts, none of them null → n rows of ids."""

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from gpuload.arrays import Ragged
 from gpuload.engines.conversations import messages_of_users
-from gpuload.engines.host.render import HostText, render
+from gpuload.engines.host.render import HostText, Spans, render
 from gpuload.engines.host.sanitize import can_be_marked, reject_unplain, with_control_tokens
 from gpuload.reference.reference import Reference, messages_of, problem
 from gpuload.reference.template_call import rejection
@@ -58,7 +58,7 @@ def render_rows(
             rejected[row] = reason
 
     def each(step: Callable[[Any], Any], items: list[Any]) -> list[Any]:
-        return [None if row in rejected else _attempt(rejected, row, step, item) for row, item in enumerate(items)]
+        return [None if row in rejected else attempt(rejected, row, step, item) for row, item in enumerate(items)]
 
     ids = None
     if with_ids:
@@ -69,6 +69,10 @@ def render_rows(
         texts = each(lambda value: program.render(reference.call.marked(messages_of(value)), "row by row"), values)
     else:
         texts = each(reference.render, values)
+    answers = None
+    if program is not None and (find := program.answers) is not None and not with_ids:
+        spans = each(lambda pair: find.in_bytes(messages_of(pair[0]), pair[1]), list(zip(values, texts, strict=True)))
+        answers = Spans.of_rows({row: some for row, some in enumerate(spans) if some is not None})
     texts = each(lambda text: text.encode(), texts)
     text = pc.cast(pa.array(texts, pa.large_binary()), pa.large_string())
     if reference.sanitizes and not with_ids:
@@ -77,6 +81,7 @@ def render_rows(
     return HostText(
         text=text,
         ids=ids,
+        answers=answers,
         rejected=rejected,
         reference_rows=len(values) - len(rejected),
         control_rows=sum(control.found_in(value) for row, value in enumerate(values) if row not in rejected),
@@ -91,7 +96,7 @@ def _plain_text(prompts: pa.Array, reference: Reference) -> HostText:
         text.validate(full=True)
     except pa.ArrowInvalid:
         rows: list[Any] = [
-            None if row in rejected else _attempt(rejected, row, lambda i: text[i].as_py(), row)
+            None if row in rejected else attempt(rejected, row, lambda i: text[i].as_py(), row)
             for row in range(len(text))
         ]
         text = pa.array(rows, pa.large_string())
@@ -107,7 +112,7 @@ def _python_rows(prompts: pa.Array, rejected: dict[int, str]) -> list[Any]:
         return to_python(prompts)
     except UnicodeDecodeError:
         one = lambda i: to_python(prompts.slice(i, 1))[0]  # noqa: E731
-        return [_attempt(rejected, row, one, row) for row in range(len(prompts))]
+        return [attempt(rejected, row, one, row) for row in range(len(prompts))]
 
 
 def _text_or_nothing(reference: Reference, prompt: Any) -> str:
@@ -117,7 +122,7 @@ def _text_or_nothing(reference: Reference, prompt: Any) -> str:
         return ""
 
 
-def _attempt(rejected: dict[int, str], row: int, step: Callable[[Any], Any], value: Any) -> Any:
+def attempt(rejected: dict[int, str], row: int, step: Callable[[Any], Any], value: Any) -> Any:
     """`step(value)`; or None, with the reason recorded."""
     try:
         return step(value)

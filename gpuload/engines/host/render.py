@@ -4,9 +4,10 @@
 gets a number in one table of slices, a row becomes a list of such numbers, and one gather copies all of them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +25,26 @@ MOST_BYTES = 1 << 28
 """A column is rendered in slices of about this much text, which bounds the memory needed besides the result."""
 
 
+class Spans(NamedTuple):
+    """k parts of n texts, in order; those of one text do not overlap.
+
+    Attributes:
+        rows: (k,) int64, ascending, number of the text.
+        start: (k,) int64, in bytes of the text.
+        end: (k,) int64.
+    """
+
+    rows: Ints
+    start: Ints
+    end: Ints
+
+    @classmethod
+    def of_rows(cls, parts: Mapping[int, Sequence[tuple[int, int]]]) -> "Spans":
+        """The parts of some texts by their numbers, which are ascending."""
+        triples = [(row, *part) for row, some in parts.items() for part in some]
+        return cls(*np.array(triples, np.int64).reshape(-1, 3).T)
+
+
 @dataclass(kw_only=True, eq=False)
 class HostText(RowCounts):
     """n prompts as text in host memory; a `protocol.RenderedText`.
@@ -31,10 +52,12 @@ class HostText(RowCounts):
     Attributes:
         text: (n,) large_string; null where a row was rejected.
         ids: n rows of token ids, where rendering and encoding were one step.
+        answers: the parts of the texts that have loss; None if nobody asks.
     """
 
     text: pa.LargeStringArray
     ids: Ragged | None = None
+    answers: Spans | None = None
 
     def __len__(self) -> int:
         return len(self.text)
@@ -67,10 +90,14 @@ def render(program: ChatProgram, prompts: pa.Array | pa.ChunkedArray) -> HostTex
     if len(parts) == 1:
         return parts[0]
     whole = HostText(text=pa.concat_arrays([part.text for part in parts]))
-    rows = 0
+    rows, answers = 0, []
     for part in parts:
         whole.add(part, rows)
+        if part.answers is not None:
+            answers.append(Spans(part.answers.rows + rows, part.answers.start, part.answers.end))
         rows += len(part)
+    if answers:
+        whole.answers = Spans(*map(np.concatenate, zip(*answers, strict=True)))
     return whole
 
 
@@ -90,14 +117,15 @@ def _render(program: ChatProgram, prompts: pa.Array) -> HostText:
     column = from_arrow(HostTexts(), prompts)
     with program.lock:
         walk = Walk(program, column)
-    made = HostText(text=_write(walk), **walk.counts())
+    text, answers = _write(walk, program.answers is not None)
+    made = HostText(text=text, answers=answers, **walk.counts())
     if program.call.sanitizes:
         made.text = reject_unplain(made.text, program.call.control, made.rejected)
     return made
 
 
-def _write(walk: Walk) -> pa.LargeStringArray:
-    """Copies the segments of all rows in one gather.
+def _write(walk: Walk, with_answers: bool) -> tuple[pa.LargeStringArray, Spans | None]:
+    """Copies the segments of all rows in one gather. Returns the texts, and where their answers are.
 
     All texts that can be a segment are numbered: the literals first, then the texts that transformers rendered, then
     the columns that paths refer to, text by text. Segment j of a path is then, for a row whose first message has the
@@ -139,7 +167,28 @@ def _write(walk: Walk) -> pa.LargeStringArray:
     valid = np.ones(rows, bool)
     valid[_numbers(walk.rejected)] = False
     mask = None if valid.all() else pa.py_buffer(np.packbits(valid, bitorder="little"))
-    return pa.LargeStringArray.from_buffers(rows, pa.py_buffer(offsets[bounds]), pa.py_buffer(data), mask)
+    text = pa.LargeStringArray.from_buffers(rows, pa.py_buffer(offsets[bounds]), pa.py_buffer(data), mask)
+    return text, _answers(walk, bounds, offsets) if with_answers else None
+
+
+def _answers(walk: Walk, bounds: Ints, offsets: Ints) -> Spans:
+    """Where the answers of all rows are.
+
+    Args:
+        bounds: (n + 1,) where the segments of each row begin.
+        offsets: where each segment's text begins; those of a row are consecutive.
+    """
+    rows, start, end = [], [], []
+    for path, some in walk.paths:
+        spans = np.array(path.generated, np.int64).reshape(-1, 2)
+        place = offsets[bounds[some][:, None, None] + spans] - offsets[bounds[some]][:, None, None]
+        rows.append(np.repeat(some, len(spans)))
+        start.append(place[:, :, 0].ravel())
+        end.append(place[:, :, 1].ravel())
+    by_reference = Spans.of_rows(walk.answers)
+    found = [np.concatenate([*parts, rest]) for parts, rest in zip((rows, start, end), by_reference, strict=True)]
+    order = np.lexsort((found[1], found[0]))
+    return Spans(*(parts[order] for parts in found))
 
 
 class _Slices:

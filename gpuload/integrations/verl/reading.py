@@ -23,11 +23,12 @@ from gpuload.errors import DataError
 from gpuload.filter import all_dropped
 from gpuload.fingerprint import Fingerprint, fingerprint
 from gpuload.integrations.verl.rows import Rows
-from gpuload.load import choose_rows, load_sources, reference_of
+from gpuload.load import load_sources, reference_of
 from gpuload.options import Options
 from gpuload.sources.columns import Columns
 from gpuload.sources.fetch import SourceFile, resolve
 from gpuload.sources.read import Source, check_unchanged, open_file, open_frame, parquet_file
+from gpuload.stream import choose_rows
 
 _MEDIA_ROWS = 64  # rows decoded at a time when looking for images: an image can have megabytes
 

@@ -38,11 +38,11 @@ from gpuload.integrations.verl.sft_store import (
 )
 from gpuload.integrations.verl.turns import ConversationTokenizer, TokenizedConversations
 from gpuload.integrations.verl.versions import system_and_generation_prompt
-from gpuload.load import choose_rows
 from gpuload.options import Options, plain
 from gpuload.sources.fetch import resolve
 from gpuload.sources.read import Source, check_prompt_column, open_file
 from gpuload.sources.types import is_messages
+from gpuload.stream import choose_rows
 
 logger = logging.getLogger(__name__)
 

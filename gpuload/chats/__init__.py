@@ -1,0 +1,1 @@
+"""Data for SFT: conversations, prompts with completions, and texts, tokenized with a loss mask."""

@@ -1,0 +1,233 @@
+"""The forms in which people keep training data, and what is read from each.
+
+    messages            `messages`: a list of {role, content, ...}
+    prompt-completion   `prompt` and `completion`, both as text or both as messages
+    text                `text`
+    sharegpt            `conversations`: a list of {from, value}; `system`
+    alpaca              `instruction`, `input`, `output`; `system`, `history`
+
+A format is found by the columns that a file has. Every format becomes one column: messages as they are; for
+prompt-completion a struct of both; for sharegpt and alpaca messages with these roles:
+
+    sharegpt   human → user, gpt → assistant, system → system, observation → tool;
+               function_call → assistant, whose `tool_calls` are the calls in its JSON text
+    alpaca     instruction, a line break, input → user; output → assistant; history: pairs of both, before
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+
+from gpuload.errors import DataError
+from gpuload.sources.columns import to_python
+from gpuload.sources.read import Source
+from gpuload.sources.types import JSON_TYPE, is_messages, is_text
+
+PLAIN_MESSAGES = pa.list_(pa.struct([("role", pa.large_string()), ("content", pa.large_string())]))
+
+TOOLS = "tools"
+"""A column with the tools of each row, as `apply_chat_template` takes them, or as JSON text."""
+
+_ROLES = {"human": "user", "gpt": "assistant", "system": "system", "observation": "tool", "tool": "tool"}
+_ROLES |= {role: role for role in ("user", "assistant")}
+
+
+@dataclass(frozen=True)
+class Format:
+    """One of the formats above.
+
+    Attributes:
+        name: as the user may give it.
+        columns: those that make a file have this format; the first is the name of the column made of them.
+        more: further columns that are read if they are there.
+        convert: values of these columns for n rows → n prompts; None if the first column is used as it is.
+    """
+
+    name: str
+    columns: tuple[str, ...]
+    more: tuple[str, ...] = ()
+    convert: Callable[[dict[str, Any]], pa.Array] | None = None
+
+
+def _pairs(columns: dict[str, Any]) -> pa.Array:
+    prompt, completion = columns["prompt"], columns["completion"]
+    if isinstance(prompt, pa.ExtensionArray) or isinstance(completion, pa.ExtensionArray):  # JSON of mixed shapes
+        rows = zip(to_python(prompt), to_python(completion), strict=True)
+        return _as_json([{"prompt": one, "completion": other} for one, other in rows])
+    return pa.StructArray.from_arrays([prompt, completion], ["prompt", "completion"])
+
+
+def _from_sharegpt(columns: dict[str, Any]) -> pa.Array:
+    rows = to_python(columns["conversations"])
+    system = to_python(columns["system"]) if "system" in columns else [None] * len(rows)
+    return _messages([_sharegpt_row(row, first) for row, first in zip(rows, system, strict=True)])
+
+
+def _sharegpt_row(turns: Any, system: str | None) -> Any:
+    if not isinstance(turns, list) or not turns:
+        return turns
+    return ([{"role": "system", "content": system}] if system else []) + [_sharegpt_turn(turn) for turn in turns]
+
+
+def _sharegpt_turn(turn: Any) -> Any:
+    if not isinstance(turn, dict) or turn.get("from") is None:
+        return turn  # rendering rejects it, with a reason
+    if turn["from"] != "function_call":
+        return {"role": _ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")}
+    try:
+        calls = json.loads(turn["value"])
+    except (TypeError, ValueError):  # not JSON: what the assistant has written
+        return {"role": "assistant", "content": turn.get("value")}
+    calls = calls if isinstance(calls, list) else [calls]
+    return {"role": "assistant", "tool_calls": [{"type": "function", "function": call} for call in calls]}
+
+
+def _from_alpaca(columns: dict[str, Any]) -> pa.Array:
+    names = list(columns)
+    rows = zip(*(to_python(column) for column in columns.values()), strict=True)
+    return _messages([_alpaca_row(dict(zip(names, row, strict=True))) for row in rows])
+
+
+def _alpaca_row(row: dict[str, Any]) -> list[dict[str, Any]]:
+    messages = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    question = "\n".join(part for part in (row["instruction"], row.get("input")) if part)
+    for asked, answered in [*(row.get("history") or []), (question, row["output"])]:
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+    return messages
+
+
+FORMATS = (
+    Format("messages", ("messages",)),
+    Format("sharegpt", ("conversations",), ("system",), _from_sharegpt),
+    Format("prompt-completion", ("prompt", "completion"), convert=_pairs),
+    Format("alpaca", ("instruction", "output"), ("input", "system", "history"), _from_alpaca),
+    Format("text", ("text",)),
+)
+
+
+def find_format(schema: pa.Schema, where: str, name: str | None = None, key: str | None = None) -> Format:
+    """The format of a file.
+
+    Args:
+        schema: its columns.
+        where: its name, for messages.
+        name: the format that it must have; None for any.
+        key: the column with the messages or the text, if it has another name than above.
+
+    Raises:
+        DataError: it has not; the message shows its columns and the closest format.
+    """
+    names = set(schema.names)
+    candidates = [each for each in FORMATS if name in (None, each.name)]
+    if key is not None:
+        if key not in names:
+            raise DataError(f"{where}: no column {key!r}. The columns are {', '.join(schema.names)}")
+        candidates = [replace(each, columns=(key,)) for each in candidates if len(each.columns) == 1]
+    for each in candidates:
+        if names.issuperset(each.columns) and _fits(each, schema):
+            return each
+    closest = max(candidates, key=lambda each: len(names.intersection(each.columns)) / len(each.columns))
+    wanted = f"format={name!r}" if name else "a known format"
+    raise DataError(
+        f"{where}: not {wanted}. The columns are {_described(schema)}; the closest format is {closest.name}, which has "
+        f"{' and '.join(closest.columns)}{_missing(closest, names)}: {_remedy(schema)}"
+    )
+
+
+def _fits(candidate: Format, schema: pa.Schema) -> bool:
+    """Whether the first column has a type of this format. JSON of mixed shapes may be any."""
+    kind = schema.field(candidate.columns[0]).type
+    if kind == JSON_TYPE:
+        return True
+    fields = {field.name for field in kind.value_type} if is_messages(kind) else set()
+    match candidate.name:
+        case "messages":
+            return "role" in fields
+        case "sharegpt":
+            return {"from", "value"} <= fields
+        case "prompt-completion":
+            other = schema.field("completion").type
+            return is_text(kind) == is_text(other) and (is_text(kind) or "role" in fields)
+        case _:
+            return is_text(kind)
+
+
+def _remedy(schema: pa.Schema) -> str:
+    for field in schema:
+        if is_messages(field.type) and {"role", "from"} & {each.name for each in field.type.value_type}:
+            return f"pass messages_key={field.name!r}"
+    return "rename the columns, or pass messages_key="
+
+
+def _missing(candidate: Format, names: set[str]) -> str:
+    missing = [name for name in candidate.columns if name not in names]
+    return f" ({' and '.join(missing)} missing)" if missing else " of another type"
+
+
+def _described(schema: pa.Schema) -> str:
+    return ", ".join(f"{field.name} ({field.type!s:.80})" for field in schema)
+
+
+def as_prompts(source: Source, found: Format, key: str) -> Source:
+    """The same rows with one column `key` instead of those of its format."""
+    used = [name for name in (*found.columns, *found.more, TOOLS) if name in source.schema.names]
+    if found.convert is None and used == [key]:
+        return replace(source, parquet=None, frame=None)
+
+    def batches() -> Iterator[pa.Table]:
+        for table in source.batches():
+            columns = {name: _whole(table.column(name)) for name in used}
+            prompts = found.convert(columns) if found.convert else columns[found.columns[0]]
+            if TOOLS in columns:
+                prompts = _with_tools(prompts, columns[TOOLS])
+            rest = table.drop_columns([name for name in table.schema.names if name in used or name == key])
+            yield rest.append_column(key, prompts)
+
+    content = source.content
+    schema = pa.schema([field for field in source.schema if field.name not in used and field.name != key])
+    return replace(
+        source,
+        schema=schema.append(pa.field(key, JSON_TYPE)),
+        batches=batches,
+        parquet=None,
+        frame=None,
+        without=None,
+        content=content and (lambda _: found.name.encode() + b"".join(content(name) for name in used)),
+    )
+
+
+def _with_tools(prompts: pa.Array, tools: pa.Array) -> pa.Array:
+    """Prompts with the tools of their rows: dicts, for those that have any. Tools may be JSON text."""
+    rows = [json.loads(each) if isinstance(each, str) and each.strip() else each for each in to_python(tools)]
+    if not any(rows):
+        return prompts
+    pairs = zip(to_python(prompts), rows, strict=True)
+    return _as_json([_dict_of(prompt, some) if some and prompt is not None else prompt for prompt, some in pairs])
+
+
+def _dict_of(prompt: Any, tools: Any) -> dict[str, Any]:
+    return (prompt if isinstance(prompt, dict) else {"messages": prompt}) | {"tools": tools}
+
+
+def _whole(column: pa.ChunkedArray) -> pa.Array:
+    whole = column.combine_chunks()
+    return whole.dictionary_decode() if pa.types.is_dictionary(whole.type) else whole
+
+
+def _messages(rows: Sequence[Any]) -> pa.Array:
+    """Messages with a type of Arrow if they all have role and text only, and as JSON otherwise."""
+    fields = {"role", "content"}
+    if all(isinstance(row, list) and all(isinstance(m, dict) and m.keys() == fields for m in row) for row in rows):
+        try:
+            return pa.array(rows, PLAIN_MESSAGES)
+        except (pa.ArrowInvalid, pa.ArrowTypeError):
+            pass
+    return _as_json(rows)
+
+
+def _as_json(rows: Sequence[Any]) -> pa.Array:
+    texts = [None if row is None else json.dumps(row) for row in rows]
+    return pa.ExtensionArray.from_storage(JSON_TYPE, pa.array(texts, pa.large_string()))

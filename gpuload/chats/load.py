@@ -1,0 +1,178 @@
+"""load_chats(): data for SFT, by the stages of `load`."""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from gpuload.arrays import Ragged
+from gpuload.chats.dataset import ChatDataset
+from gpuload.chats.engine import ChatEngine
+from gpuload.chats.formats import FORMATS, as_prompts, find_format
+from gpuload.chats.reference import ChatReference
+from gpuload.errors import DataError, DeviceError, OptionError
+from gpuload.load import load_sources
+from gpuload.loss import without_loss
+from gpuload.options import LossOn, Options, Verify, nearest
+from gpuload.sources.open import open_all
+from gpuload.sources.read import Source
+
+Overlong = Literal["drop", "keep_start", "keep_end"]
+
+_TRUNCATION = {"drop": "error", "keep_start": "right", "keep_end": "left"}
+_CHOICES: dict[str, tuple[LossOn, ...]] = {
+    **dict.fromkeys(("messages", "sharegpt", "alpaca"), ("assistant", "last", "all")),
+    "prompt-completion": ("completion", "assistant", "all"),
+    "text": ("all",),
+}
+"""What can have loss in data of each format; the first is the default."""
+
+
+def load_chats(
+    files: Any,
+    tokenizer: Any = None,
+    /,
+    *,
+    format: str | None = None,
+    messages_key: str | None = None,
+    loss_on: LossOn | None = None,
+    max_length: int = 4096,
+    overlong: Overlong = "drop",
+    apply_chat_template_kwargs: Mapping[str, Any] | None = None,
+    chat_template: str | os.PathLike[str] | None = "default",
+    max_samples: int = -1,
+    shuffle: bool = False,
+    seed: int | None = None,
+    pad_token_id: int | None = None,
+    cache_dir: str | None = None,
+    remote_timeout: float = 60.0,
+    token_cache: bool = True,
+    token_cache_bytes: int = 0,
+    device: str = "auto",
+    verify: Verify = "sample",
+    strict: bool = False,
+    progress: bool | None = None,
+    trust_remote_code: bool = False,
+    distributed: bool = False,
+) -> ChatDataset:
+    """Loads data for SFT as exact tokens, with a loss mask.
+
+    The ids of a conversation are those of `tokenizer.apply_chat_template(messages)`. For a template with
+    `{% generation %}` blocks the mask is that of `return_assistant_tokens_mask=True`; for other templates it has the
+    answers of assistants, see `gpuload.template.answers`.
+
+    Args:
+        files: as for `load`.
+        tokenizer: as for `load`.
+        format: "messages", "sharegpt", "prompt-completion", "alpaca" or "text"; None: found by the columns.
+        messages_key: the column with messages or texts, if it has another name than usual.
+        loss_on: the tokens with loss: those of the answers of the "assistant", of the "last" answer, of the
+            "completion", or "all". None: of answers for conversations, of the completion for prompt-completion, all
+            for texts.
+        max_length: the limit in tokens.
+        overlong: what becomes of longer rows: "drop" them, or "keep_start" or "keep_end" of each. Rows without loss in
+            what is kept are dropped.
+        apply_chat_template_kwargs, chat_template, max_samples, shuffle, seed, pad_token_id, cache_dir, remote_timeout,
+            token_cache, token_cache_bytes, verify, strict, progress, trust_remote_code, distributed: as for `load`.
+        device: "auto" or "cpu"; conversations are rendered and encoded on the CPU.
+
+    Returns:
+        The rows that were kept, with tokens, loss mask and all other columns.
+
+    Raises:
+        OptionError: an unknown option or an invalid value.
+        SourceError: a file that cannot be found, downloaded or read.
+        DataError: a file with another format, or no rows left.
+        TokenizerError: as for `load`; or it is unknown where an answer begins in what the template renders.
+        DeviceError: a GPU is asked for.
+        MismatchError: with `strict=True`, a token or its loss differs from the tokenizer's.
+    """
+    started = time.perf_counter()
+    given = dict(locals())
+    own = {name: given.pop(name) for name in ("format", "messages_key", "loss_on", "max_length", "overlong")}
+    _check(**own)
+    if device not in ("auto", "cpu"):
+        raise DeviceError(f"device={device!r}: load_chats works on the CPU only: use device='cpu' or 'auto'")
+    options = Options.parse(
+        {name: value for name, value in given.items() if name in Options.__dataclass_fields__}
+        | {
+            "prompt_key": "messages" if messages_key is None else messages_key,
+            "max_prompt_length": max_length,
+            "filter_overlong_prompts": overlong == "drop",
+            "truncation": _TRUNCATION[overlong],
+            "device": "cpu",
+        }
+    )
+    sources, found = _prompts_of(open_all(files, options), options.prompt_key, format, messages_key)
+    wanted = loss_on or _CHOICES[found][0]
+    if wanted not in _CHOICES[found]:
+        choices = ", ".join(map(repr, _CHOICES[found]))
+        raise OptionError(f"loss_on={wanted!r}: data in the format {found} has no such part: use one of {choices}")
+    reference = ChatReference(
+        tokenizer,
+        wanted,
+        chat_template=options.chat_template,
+        template_kwargs=options.apply_chat_template_kwargs,
+        pad_token_id=options.pad_token_id,
+        trust_remote_code=options.trust_remote_code,
+    )
+    useless = partial(_without_loss, options)
+    dataset = load_sources(
+        sources, reference, options, started, build_engine=_engine, make=ChatDataset, unusable=useless
+    )
+    dataset.report.notes.insert(0, f"format: {found}, loss on {wanted}")
+    assert isinstance(dataset, ChatDataset)
+    return dataset
+
+
+def _without_loss(options: Options, ids: Ragged) -> dict[int, str]:
+    """The rows of which no token would be learned."""
+    reasons = {}
+    if not options.filter_overlong_prompts:
+        kept = ids.truncate(options.max_prompt_length, options.truncation)
+        why = f"no token with loss is within max_length={options.max_prompt_length}"
+        reasons = dict.fromkeys(np.flatnonzero(without_loss(kept)).tolist(), why)
+    why = "no token has loss: there is no answer of an assistant"
+    return reasons | dict.fromkeys(np.flatnonzero(without_loss(ids)).tolist(), why)
+
+
+def _engine(options: Options, reference: Any, exact_only: bool = False) -> ChatEngine:
+    return ChatEngine(reference, exact_only)
+
+
+def _check(format: Any, messages_key: Any, loss_on: Any, max_length: Any, overlong: Any) -> None:
+    names = [each.name for each in FORMATS]
+    if format is not None and format not in names:
+        raise OptionError(f"format={format!r}{nearest(str(format), set(names))}")
+    if messages_key is not None and (not isinstance(messages_key, str) or not messages_key):
+        raise OptionError(f"messages_key={messages_key!r}: expected the name of a column, or None")
+    if loss_on is not None and loss_on not in get_args(LossOn):
+        raise OptionError(f"loss_on={loss_on!r}: expected one of {', '.join(map(repr, get_args(LossOn)))}, or None")
+    if overlong not in get_args(Overlong):
+        raise OptionError(f"overlong={overlong!r}: expected one of {', '.join(map(repr, get_args(Overlong)))}")
+    if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1:
+        raise OptionError(f"max_length={max_length!r}: expected an integer > 0")
+
+
+def _prompts_of(
+    sources: Sequence[Source], key: str, format: str | None, messages_key: str | None
+) -> tuple[list[Source], str]:
+    """The sources with one column of prompts, and the format that all of them have."""
+    filled = [source for source in sources if source.num_rows]
+    found = {source.name: find_format(source.schema, source.name, format, messages_key) for source in filled}
+    names = list(dict.fromkeys(each.name for each in found.values()))
+    if len(names) > 1:
+        examples = ", ".join(
+            next(f"{name} is {one}" for name, each in found.items() if each.name == one) for one in names
+        )
+        raise DataError(f"files have different formats ({examples}): load them separately, or pass format=")
+    for source in filled:
+        if format is None and {"chosen", "rejected"} <= set(source.schema.names):
+            raise DataError(
+                f"{source.name}: preference data, with columns chosen and rejected: pass format={names[0]!r} to train "
+                "on the other columns as they are"
+            )
+    return [as_prompts(source, found[source.name], key) for source in filled], names[0]

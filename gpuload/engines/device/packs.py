@@ -1,0 +1,52 @@
+"""Packed batches from the store of ids, by one kernel.
+
+The plan is in host memory. A batch needs one small copy to the device, of where its pieces are, and one launch.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpuload.arrays import Array, offsets_of
+from gpuload.engines.device.kernels import Kernels
+from gpuload.engines.device.store import Index
+from gpuload.engines.host.packs import as_batch
+from gpuload.packing import Plan
+
+
+def prepare_pack(kernels: Kernels, index: Index, mask: Array) -> Callable[..., None]:
+    """Prepares the launch of the kernel that gathers pieces of rows.
+
+    Args:
+        index: ids of all rows, where the device can read them.
+        mask: (n,) int64 in device memory, the address of each row's loss mask: one byte per id, 0 or 1, where the
+            device can read it.
+
+    Returns:
+        For `packed`. The caller keeps the memory that the addresses point into.
+    """
+    return kernels.prepare("pack", index.address, mask)
+
+
+def packed(kernels: Kernels, launch: Callable[..., None], plan: Plan, packs: Any) -> dict[str, Any]:
+    """Makes one flat row of some packs.
+
+    Args:
+        launch: from `prepare_pack`.
+        plan: of the rows of the store.
+        packs: (m,) pack numbers, in host memory.
+
+    Returns:
+        As `engines.host.packs.packed`, written in order of the current stream. The tensors are views of one tensor.
+    """
+    pieces = plan.take(packs)
+    offsets = offsets_of(pieces.lengths)
+    count, tokens = len(pieces.rows), int(offsets[-1])
+    # int64 ids, labels and positions, then the int32 arrays, of two items per int64.
+    made, array = kernels.tensor(3 * tokens + -(-(tokens + count + 1) // 2))
+    piece = kernels.xp.asarray(np.concatenate([offsets, pieces.rows, pieces.first]))
+    launch(kernels.threads(tokens + 1), count, piece, tokens, array)
+    number, bounds, _ = made[3 * tokens :].view(torch.int32).tensor_split((tokens, tokens + count + 1))
+    return as_batch(made[: 3 * tokens].view(3, 1, tokens).unbind(0), number[None], bounds, pieces)

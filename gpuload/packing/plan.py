@@ -1,0 +1,158 @@
+"""`Plan`: the packs of an epoch as flat arrays, and how ranks divide them.
+
+A plan is a pure function of lengths, seed and epoch, so a position in it is one number: how many of its packs all ranks
+together have had. Any number of ranks can continue from there.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gpuload.arrays import RowNumbers, offsets_of
+from gpuload.errors import OptionError
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """p pieces of rows in k packs. A pack becomes a flat row of tokens, or a batch of whole rows.
+
+    Attributes:
+        rows: (p,) int64, the row of each piece.
+        first: (p,) int64, the piece's first token in its row.
+        lengths: (p,) int64, number of tokens of the piece, at least 1.
+        offsets: (k + 1,) int64; pack i has the pieces `offsets[i]` to `offsets[i + 1] - 1`.
+
+    Examples:
+        >>> from gpuload.packing import pack
+        >>> plan = pack([5, 2, 3, 1], 4, "bfd_split")
+        >>> len(plan), plan.tokens.tolist()
+        (3, [4, 4, 3])
+        >>> last = plan.take([2])
+        >>> last.rows.tolist(), last.first.tolist(), last.lengths.tolist()
+        ([1, 3], [0, 0], [2, 1])
+    """
+
+    rows: RowNumbers
+    first: RowNumbers
+    lengths: RowNumbers
+    offsets: RowNumbers
+
+    def __len__(self) -> int:
+        """Number of packs."""
+        return len(self.offsets) - 1
+
+    @property
+    def tokens(self) -> RowNumbers:
+        """(k,) int64, number of tokens of each pack."""
+        tokens: RowNumbers = np.diff(offsets_of(self.lengths)[self.offsets])
+        return tokens
+
+    def fill(self, size: int) -> float:
+        """Share of the tokens of packs of `size` tokens that are used, 0 to 1."""
+        return int(self.lengths.sum()) / (len(self) * size) if len(self) else 1.0
+
+    def take(self, packs: Any) -> "Plan":
+        """Some of the packs.
+
+        Args:
+            packs: (m,) their numbers, in the order of the result.
+        """
+        chosen = np.asarray(packs, np.int64)
+        start = self.offsets[chosen]
+        count = self.offsets[chosen + 1] - start
+        offsets = offsets_of(count)
+        # Piece j of the result is in its pack i at j - offsets[i]. No step takes time for packs that are not taken.
+        pieces = np.arange(offsets[-1]) + np.repeat(start - offsets[:-1], count)
+        return Plan(self.rows[pieces], self.first[pieces], self.lengths[pieces], offsets)
+
+
+def share(
+    packs: int, batch_size: int, *, position: int = 0, rank: int = 0, world_size: int = 1, drop_last: bool = False
+) -> list[RowNumbers]:
+    """Divide the packs of a plan among ranks, and those of a rank into batches, as `PromptLoader` divides rows.
+
+    Rank r takes the packs r, r + world_size, ... from `position` on. All ranks get the same number of batches, of the
+    same numbers of packs: if the packs are not divisible, the last ones are dropped with `drop_last`; otherwise the
+    first packs of the plan are repeated at its end.
+
+    Args:
+        packs: Number of packs of the plan.
+        batch_size: Packs per batch, on each rank; 1 for a plan of `batch_rows`, whose packs are batches.
+        position: Where to continue: how many packs all ranks together have had. After b batches these are
+            min(b * batch_size * world_size, packs).
+        rank: This process's rank.
+        world_size: Number of ranks. It and `batch_size` may differ from those before `position`.
+        drop_last: Drop the last batch if it is incomplete.
+
+    Returns:
+        The numbers of the packs of each batch.
+
+    Raises:
+        OptionError: A value is invalid.
+
+    Examples:
+        >>> from gpuload.packing import share
+        >>> [batch.tolist() for batch in share(7, 2, rank=1, world_size=2)]
+        [[1, 3], [5, 0]]
+        >>> [batch.tolist() for batch in share(7, 2, rank=1, world_size=2, position=4)]
+        [[5, 0]]
+    """
+    check_counts(batch_size=(batch_size, 1), world_size=(world_size, 1), position=(position, 0), packs=(packs, 0))
+    if not is_count(rank, 0) or rank >= world_size:
+        raise OptionError(f"rank={rank!r}: expected 0 to {world_size - 1} for world_size={world_size}")
+    if position > packs:
+        raise OptionError(f"position={position}: expected at most {packs}, the number of packs")
+    size, start, ranks = int(batch_size), int(position), int(world_size)
+    left = int(packs) - start
+    own = left // ranks if drop_last else -(-left // ranks)
+    order = np.resize(np.arange(packs), start + own * ranks)[start + int(rank) :: ranks]
+    batches = own // size if drop_last else -(-own // size)
+    return [order[k * size : (k + 1) * size] for k in range(batches)]
+
+
+def lengths_of(lengths: Any) -> RowNumbers:
+    """Checks lengths of rows.
+
+    Returns:
+        (n,) int64.
+
+    Raises:
+        OptionError: they are something else.
+    """
+    given = np.asarray(lengths)
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        raise OptionError(f"lengths: expected a one-dimensional array of integers, got {given.dtype} {given.shape}")
+    if given.size and given.min() < 0:
+        row = int(given.argmin())
+        raise OptionError(f"lengths: row {row} has the length {given[row]}: expected at least 0")
+    return given.astype(np.int64, copy=False)
+
+
+def generator(shuffle: bool, seed: int, epoch: int) -> np.random.Generator | None:
+    """The source of random numbers of an epoch; None for the order of the rows.
+
+    Raises:
+        OptionError: seed or epoch is invalid.
+    """
+    check_counts(seed=(seed, 0), epoch=(epoch, 0))
+    return np.random.default_rng([seed, epoch]) if shuffle else None
+
+
+def check_counts(**values: tuple[Any, int]) -> None:
+    """Checks integers.
+
+    Args:
+        **values: name → the value, and what it is at least.
+
+    Raises:
+        OptionError: a value is something else.
+    """
+    for name, (value, least) in values.items():
+        if not is_count(value, least):
+            raise OptionError(f"{name}={value!r}: expected an integer of at least {least}")
+
+
+def is_count(value: Any, least: int) -> bool:
+    """Whether a value is an integer of at least `least`."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= least)

@@ -1,0 +1,477 @@
+"""Loss masks: tokens of byte spans, compared with transformers' loop over `char_to_token`."""
+
+import json
+import random
+import re
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from conftest import SHARED, shared_tokenizers
+from encoder_variants import MIXED, VARIANTS, byte_level, fallback, texts, with_tokens
+from hypothesis import given
+from hypothesis import strategies as st
+from test_bpe_splitter import TEXT
+from tokenizers import AddedToken, Tokenizer, normalizers, processors
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
+
+from gpuload.arrays import Ragged
+from gpuload.demo_data import demo_files
+from gpuload.engines.host import spans as module
+from gpuload.engines.host.spans import TokenSpans
+from gpuload.errors import TokenizerError
+from gpuload.reference.reference import Reference
+
+Spans = list[tuple[int, int]]  # of characters
+
+# Of the real tokenizers, those whose tokens do not lie end to end.
+SLOW = {"bert-base-uncased": "the model is WordPiece, not BPE", "t5-small": "the model is Unigram, not BPE"}
+
+
+# Of the variants, those that are searched. The small ones with byte fallback use some ids twice, see `renumbered`.
+FAST = {
+    "ByteLevel", "ByteLevel, no regex", "ByteLevel, prefix of a token", "DeepSeek", "Digits", "Digits in runs",
+    "NFC twice", "ignore_merges", "literal", "no normalizer", "normalized", "normalized without normalizer",
+    "not normalized", "overlaps", "overlaps of both passes", "shipped", "subword prefix", "two regexes", "white space",
+}  # fmt: skip
+
+
+@cache
+def real(name: str) -> tuple[Reference, TokenSpans]:
+    reference = Reference(demo_files()[1] if name == "shipped" else SHARED / "tokenizers" / name, chat_template=None)
+    return reference, TokenSpans(reference)
+
+
+def made_up(backend: Tokenizer) -> tuple[Reference, TokenSpans]:
+    reference = Reference(PreTrainedTokenizerFast(tokenizer_object=backend), chat_template=None)
+    return reference, TokenSpans(reference)
+
+
+def as_transformers(tokenizer: Any, text: str, spans: Spans) -> list[int]:
+    """The loop of `apply_chat_template(..., return_assistant_tokens_mask=True)` for one text."""
+    encoded = tokenizer(text, add_special_tokens=False)
+    mask = [0] * len(encoded["input_ids"])
+    for start, end in spans:
+        if end == 0:  # transformers raises OverflowError
+            continue
+        first, last = encoded.char_to_token(0, start), encoded.char_to_token(0, end - 1)
+        if first is None:
+            break
+        for token in range(first, last + 1 if last else len(mask)):
+            mask[token] = 1
+    return mask
+
+
+def masks(reference: Reference, spans: TokenSpans, rows: Sequence[tuple[str, Spans]]) -> list[list[int]]:
+    """The masks of all rows in one call."""
+    if not rows:
+        return []
+    ids = Ragged.from_lists(reference.encode_many([text for text, _ in rows]))
+    edges = [
+        (row, len(text[:start].encode()), len(text[:end].encode()))
+        for row, (text, of_row) in enumerate(rows)
+        for start, end in of_row
+    ]
+    number, start, end = np.array(edges, np.int64).reshape(-1, 3).T
+    # A slice, whose buffers have more than its own bytes.
+    text = pa.array(["before \u4f60", *(text for text, _ in rows), "after"], pa.large_string())[1:-1]
+    mask = spans.mask(text, ids, number, start, end)
+    assert mask.dtype == np.bool_
+    return [part.astype(int).tolist() for part in np.split(mask, ids.offsets[1:-1])]
+
+
+def check(reference: Reference, spans: TokenSpans, rows: Sequence[tuple[str, Spans]]) -> None:
+    for (text, of_row), mask in zip(rows, masks(reference, spans, rows), strict=True):
+        assert mask == as_transformers(reference.tokenizer, text, of_row), (text, of_row)
+
+
+def cut(rng: random.Random, text: str) -> Spans:
+    """Random spans, of which some are empty, or begin where the one before ends."""
+    places = sorted(rng.choices(range(len(text) + 1), k=2 * rng.randrange(5)))
+    return list(zip(places[::2], places[1::2], strict=True))
+
+
+def rows_of(reference: Reference, seed: int, count: int) -> list[tuple[str, Spans]]:
+    rng = random.Random(seed)
+    contents = reference.special_texts()[:60]
+    rows = [(text, cut(rng, text)) for text in texts(seed, count, contents)]
+    return rows + [(text, [(0, len(text))]) for text, _ in rows[: count // 8]]
+
+
+# -- tokenizers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["shipped", *shared_tokenizers()])
+def test_real_tokenizers(name: str) -> None:
+    reference, spans = real(name)
+    check(reference, spans, rows_of(reference, 1, 800))
+    assert (spans.slow or "").endswith(SLOW.get(name, ""))
+    assert (spans.slow is not None) == (name in SLOW)
+
+
+@pytest.mark.parametrize("name", ["shipped", *shared_tokenizers()])
+def test_every_character_alone(name: str) -> None:
+    """Each character of a text with many kinds of them is the only one with loss: where it has a token, exactly its
+    tokens; nothing depends on the other spans."""
+    reference, spans = real(name)
+    text = " It's 1234\u00a0 caf\u00e9 \u4f60\u597d\U0001f469\u200d\U0001f467 \U000120a0\n\n x\u0e2a\u0e27\u0e31  "
+    check(reference, spans, [(text, [(place, place + 1)]) for place in range(len(text))])
+    check(reference, spans, [(text, [(place, place)]) for place in range(len(text) + 1)])
+
+
+@pytest.mark.parametrize("name", sorted(VARIANTS))
+def test_variants(name: str) -> None:
+    reference, spans = made_up(VARIANTS[name]())
+    check(reference, spans, rows_of(reference, 2, 100))
+    assert (spans.slow is None) == (name in FAST or name.startswith("regex ")), spans.slow
+
+
+def renumbered(name: str) -> tuple[Reference, TokenSpans]:
+    """A variant with byte fallback and other added tokens, without gaps in its vocabulary."""
+    parts = json.loads(VARIANTS[name]().to_str())
+    parts["model"]["vocab"] = {entry: number for number, entry in enumerate(parts["model"]["vocab"])}
+    backend = with_tokens(Tokenizer.from_str(json.dumps(parts | {"added_tokens": []})))
+    backend.add_tokens([AddedToken(text, normalized=False) for text in ("  ", "\n\n", "a b", "\u2581c")])
+    return made_up(backend)
+
+
+@pytest.mark.parametrize(
+    "name", sorted(name for name in VARIANTS if re.match("Gemma$|Llama 2$|Metaspace (always|first|never)", name))
+)
+def test_byte_fallback(name: str) -> None:
+    """The prefix of Llama 2 and Metaspace is in a text's tokens or not; that is seen in every text."""
+    reference, spans = renumbered(name)
+    assert spans.slow is None
+    check(reference, spans, rows_of(reference, 9, 300))
+
+
+TRIMS: dict[str, Any] = {
+    "ByteLevel": processors.ByteLevel(trim_offsets=True, add_prefix_space=False),
+    "ByteLevel, first": processors.ByteLevel(trim_offsets=True, add_prefix_space=True),
+    "Roberta": processors.RobertaProcessing(("<|im_end|>", 1), ("<|im_start|>", 0), True, False),
+    "Roberta, first": processors.RobertaProcessing(("<|im_end|>", 1), ("<|im_start|>", 0), True, True),
+    "in a sequence": processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=True, add_prefix_space=True),
+            processors.TemplateProcessing("<|im_start|> $0", special_tokens=[("<|im_start|>", 0)]),
+        ]
+    ),
+}
+SPACES = [" a  b ", "  a", " ", "   ", "  \u4f60 \u597d   x", "a <|im_end|> b", "\n \n", " <|im_end|>  ", "a\u3000 b"]
+
+
+def trimming(processor: Any, *added: AddedToken, **parts: Any) -> tuple[Reference, TokenSpans]:
+    backend = byte_level(added=added, **parts)
+    backend.post_processor = processor
+    return made_up(backend)
+
+
+@pytest.mark.parametrize("name", sorted(TRIMS))
+def test_offsets_without_white_space(name: str) -> None:
+    reference, spans = trimming(TRIMS[name])
+    assert spans.slow is None
+    edges = [(text, [(a, b)]) for text in SPACES for a in range(len(text) + 1) for b in range(a, len(text) + 1)]
+    check(reference, spans, edges + rows_of(reference, 3, 300))
+
+
+def with_processor(backend: Tokenizer, processor: Any) -> Tokenizer:
+    backend.post_processor = processor
+    return backend
+
+
+def with_token(content: str, **flags: bool) -> Tokenizer:
+    return byte_level(added=(AddedToken(content, normalized=False, **flags),))
+
+
+NOT_SUPPORTED: dict[str, tuple[Callable[[], Tokenizer], str]] = {
+    "two processors": (
+        lambda: with_processor(byte_level(), processors.Sequence([TRIMS["ByteLevel"], TRIMS["Roberta"]])),
+        "trims offsets twice",
+    ),
+    "token of white space": (
+        lambda: with_processor(with_token(" \t"), TRIMS["ByteLevel"]),
+        "trims white space of added tokens",
+    ),
+    "token of letters for spaces": (
+        lambda: with_processor(with_token("\u0120\u0120"), TRIMS["ByteLevel"]),
+        "trims white space of added tokens",
+    ),
+    "byte fallback": (
+        lambda: with_processor(VARIANTS["Gemma"](), TRIMS["ByteLevel"]),
+        "trims offsets of a tokenizer with byte fallback",
+    ),
+    "no spaces": (lambda: fallback(normalizers.Replace(" ", "")), "removes spaces"),
+    "lstrip": (lambda: with_token("<L>", lstrip=True), "can drop parts of a text"),
+    "rstrip": (lambda: with_token("<R>", rstrip=True), "can drop parts of a text"),
+    "gaps": (VARIANTS["removed"], "can drop parts of a text"),
+    "no entry for a byte": (VARIANTS["no entry for a byte"], "can drop parts of a text"),
+    "prefix": (
+        lambda: byte_level(ByteLevel(add_prefix_space=True), None, (AddedToken("<L>", lstrip=True),)),
+        "can drop parts of a text",
+    ),
+    "Llama 2": (VARIANTS["Llama 2"], "can drop parts of a text"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(NOT_SUPPORTED))
+def test_what_is_not_supported(name: str) -> None:
+    make, reason = NOT_SUPPORTED[name]
+    reference, spans = made_up(make())
+    assert reason in (spans.slow or "")
+    check(reference, spans, rows_of(reference, 4, 100))
+
+
+def test_a_tokenizer_that_encodes_in_a_way_of_its_own() -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level(), split_special_tokens=True)
+    reference = Reference(tokenizer, chat_template=None)
+    spans = TokenSpans(reference)
+    assert "split_special_tokens is set" in (spans.slow or "")
+    check(reference, spans, [("a <|im_end|> b", [(2, 6), (8, 12)])])
+
+
+def test_white_space_that_added_tokens_strip() -> None:
+    """Without a normalizer, only the texts in which white space is really stripped are encoded again."""
+    reference, spans = trimming(processors.ByteLevel(trim_offsets=False), *MIXED, normalizer=None)
+    assert spans.slow is None
+    check(reference, spans, rows_of(reference, 5, 400))
+
+
+def test_an_id_of_two_tokens() -> None:
+    """Ids of a vocabulary may have gaps; `tokenizers` numbers added tokens without looking."""
+    parts = json.loads(byte_level().to_str())
+    added = {token["content"]: token["id"] for token in parts["added_tokens"]}
+    first = next(entry for entry, number in parts["model"]["vocab"].items() if number == 300)
+    parts["model"]["vocab"][first] = added["<tool>"]
+    backend = Tokenizer.from_str(json.dumps(parts))
+    backend.add_tokens(["<new>"])
+    reference, spans = made_up(backend)
+    assert "has the id of another entry" in (spans.slow or "")
+    check(reference, spans, rows_of(reference, 6, 50))
+
+
+def test_a_slow_tokenizer() -> None:
+    from transformers import ByT5Tokenizer
+
+    reference = Reference(ByT5Tokenizer(), chat_template=None)
+    with pytest.raises(ValueError, match="not available when using Python based"):
+        reference.tokenizer("a").char_to_token(0, 0)
+    with pytest.raises(TokenizerError, match="ByT5Tokenizer is a slow tokenizer"):
+        TokenSpans(reference)
+
+
+# -- rules of transformers -------------------------------------------------------------------------------------------
+
+WORDS = "One two three four"
+
+
+@pytest.mark.parametrize(
+    ("of_row", "expected"),
+    [
+        ([(4, 7)], [0, 1, 0, 0]),
+        ([(3, 8)], [0, 1, 1, 0]),
+        ([(0, 7), (14, 18)], [1, 1, 0, 1]),
+        ([(5, 6), (6, 7)], [0, 1, 0, 0]),  # one token of two spans
+        ([(0, 18)], [1, 1, 1, 1]),
+        ([], [0, 0, 0, 0]),
+        ([(1, 2)], [1, 1, 1, 1]),  # the end is in token 0
+        ([(5, 5)], [0, 1, 0, 0]),  # empty, inside a token
+        ([(7, 7)], [0, 0, 0, 0]),  # empty, between two tokens
+        ([(3, 3)], [0, 1, 1, 1]),  # empty, and the end is in token 0
+        ([(8, 9), (18, 18)], [0, 0, 1, 0]),  # empty, at the end of the text
+        ([(0, 0), (8, 9)], [0, 0, 1, 0]),  # transformers raises an error for the empty span
+    ],
+)
+def test_rules(of_row: Spans, expected: list[int]) -> None:
+    reference, spans = real("shipped")
+    assert as_transformers(reference.tokenizer, WORDS, of_row) == expected
+    # The rows around it have no part in it.
+    assert masks(reference, spans, [("x y", [(2, 3)]), (WORDS, of_row), ("z", [])]) == [[0, 1], expected, [0]]
+
+
+def test_rules_for_white_space_without_a_token() -> None:
+    reference, spans = trimming(TRIMS["ByteLevel"])
+    text = "<tool> <|im_end|><tool>"
+    for of_row, expected in (
+        ([(6, 17), (17, 23)], [0, 0, 0, 0]),  # the first span starts at a space: it ends the row
+        ([(7, 17)], [0, 0, 1, 0]),
+        ([(0, 7), (17, 23)], [1, 1, 1, 1]),  # it ends at a space: everything to the end of the row
+    ):
+        assert as_transformers(reference.tokenizer, text, of_row) == expected
+        assert masks(reference, spans, [(text, of_row)]) == [expected]
+
+
+def test_generation_blocks() -> None:
+    """The masks are those of `apply_chat_template` itself."""
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}"
+        "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
+    )
+    rng = random.Random(7)
+    contents = iter(texts(7, 1200, ["<|im_end|>", "<|im_start|>assistant\n"]))
+    conversations = [
+        [{"role": rng.choice(["user", "assistant"]), "content": next(contents)} for _ in range(rng.randrange(1, 7))]
+        for _ in range(150)
+    ]
+    for reference, spans in (real("shipped"), trimming(TRIMS["ByteLevel"]), trimming(None, normalizer=None)):
+        rows: list[tuple[str, Spans]] = []
+        for messages in conversations:
+            text, of_row = "", []
+            for message in messages:
+                text += f"<|im_start|>{message['role']}\n"
+                turn = f"{message['content']}<|im_end|>"
+                if message["role"] == "assistant":
+                    of_row.append((len(text), len(text) + len(turn)))
+                text += f"{turn}\n"
+            rows.append((text, of_row))
+        for messages, mask in zip(conversations, masks(reference, spans, rows), strict=True):
+            expected = reference.tokenizer.apply_chat_template(
+                messages, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
+            )
+            assert mask == expected["assistant_masks"], messages
+
+
+# -- which rows are encoded again ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def again(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts that the tokenizer has encoded for their offsets."""
+    seen: list[str] = []
+    encode = TokenSpans._encode
+
+    def recorded(self: TokenSpans, texts: list[str]) -> Any:
+        seen.extend(texts)
+        return encode(self, texts)
+
+    monkeypatch.setattr(TokenSpans, "_encode", recorded)
+    return seen
+
+
+def test_only_texts_that_change_are_encoded_again(again: list[str]) -> None:
+    reference, spans = real("shipped")
+    del again[:]
+    changed = ["cafe\u0301", "\u212b and \u0958", "a \u0958\u212b"]
+    kept = ["caf\u00e9 \u4f60\u597d", "plain <|im_end|> text", "", "\u0e2a\u0e27\u0e31\u0e2a"]
+    before = spans.encoded_again
+    check(reference, spans, [(text, [(1, 2)]) for text in [*changed, *kept, *changed] if text])
+    assert again == [*changed, *changed]
+    assert spans.encoded_again == before + 6
+
+
+def test_bytes_and_spaces_are_not_encoded_again(again: list[str]) -> None:
+    """Characters without an entry, and added tokens with spaces, of a tokenizer that replaces spaces."""
+    reference, spans = any_of("Gemma")
+    del again[:]
+    check(reference, spans, [(text, [(2, 4)]) for text in ("x \u65e5\u672c y", "x a b  y", "x \u2581c \u2581y")])
+    assert again == []
+
+
+@pytest.mark.parametrize("word", ["x", " restaurants", "=" * 8, "=" * 9, " " * 40, "=" * 16])
+def test_long_tokens_are_compared_to_their_last_byte(again: list[str], word: str) -> None:
+    reference, spans = real("shipped")
+    (token,) = reference.encode(word)
+    for change in range(len(word)):
+        del again[:]
+        text = f"{word[:change]}#{word[change + 1 :]}"
+        spans.mask(pa.array([text], pa.large_string()), Ragged.from_lists([[token]]), *np.array([[0], [0], [1]]))
+        assert again == [text]
+
+
+def test_texts_are_encoded_again_in_batches(again: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_ROWS", 3)
+    reference, spans = made_up(VARIANTS["WordPiece"]())
+    del again[:]
+    rows = rows_of(reference, 10, 20)
+    check(reference, spans, rows)
+    assert again == [text for text, of_row in rows if of_row]
+
+
+def test_texts_without_spans_are_not_encoded_again(again: list[str]) -> None:
+    reference, spans = made_up(VARIANTS["WordPiece"]())
+    del again[:]  # what the constructor tries out
+    rows: list[tuple[str, Spans]] = [("the", []), ("word and", [(0, 4)]), ("the end", [])]
+    check(reference, spans, rows)
+    assert again == ["word and"]
+
+
+def test_ids_that_are_not_those_of_the_text_are_noticed(again: list[str]) -> None:
+    """Lengths that add up are not enough; nor are bytes, with an id that is none of the tokenizer's."""
+    reference, spans = real("shipped")
+    text, other = "One two three four", "Two one three four"
+    assert len(reference.encode(other)) == 4
+    del again[:]
+    number, start, end = np.array([[0], [4], [7]])
+    ids = Ragged.from_lists([reference.encode(other)])
+    assert spans.mask(pa.array([text], pa.large_string()), ids, number, start, end).tolist() == [0, 1, 0, 0]
+    assert again == [text]
+
+    entry = "\u0120\u4f60"  # not in the alphabet, so no text becomes this entry
+    parts = json.loads(byte_level(normalizer=None).to_str())
+    parts["model"]["vocab"] |= {entry: 10_000}
+    reference, spans = made_up(Tokenizer.from_str(json.dumps(parts)))
+    assert spans.slow is None
+    del again[:]
+    ids = Ragged.from_lists([[*reference.encode(text), 10_000]])
+    spans.mask(pa.array([text], pa.large_string()), ids, number, start, end)
+    assert again == [text]
+
+
+def test_marks_stay_in_their_rows() -> None:
+    """Also if the ids are too few for the text."""
+    reference, spans = real("shipped")
+    ids = Ragged.from_lists([reference.encode("One two"), [1, 2]])
+    number, start, end = np.array([[0], [4], [18]])
+    text = pa.array([WORDS, "x y"], pa.large_string())
+    assert spans.mask(text, ids, number, start, end).tolist() == [0, 1, 0, 0]
+
+
+def test_a_search_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nearly(self: Any, *arguments: Any) -> Any:
+        fast, found = tokens(self, *arguments)
+        found[found == 3] = 2
+        return fast, found
+
+    tokens = module._Search.tokens
+    monkeypatch.setattr(module._Search, "tokens", nearly)
+    reference, spans = made_up(byte_level())
+    assert "offsets of the tokenizer itself: differs on" in (spans.slow or "")
+    check(reference, spans, rows_of(reference, 8, 50))
+
+
+# -- any text --------------------------------------------------------------------------------------------------------
+
+ROWS = st.lists(st.tuples(TEXT, st.lists(st.integers(0, 1 << 16), max_size=8)), max_size=5)
+
+
+@pytest.mark.parametrize("name", ["shipped", "trimming", "Gemma"])
+@given(data=ROWS)
+def test_any_text_and_spans(name: str, data: list[tuple[str, list[int]]]) -> None:
+    reference, spans = any_of(name)
+    assert spans.slow is None
+    rows = []
+    for text, places in data:
+        edges = sorted(place % (len(text) + 1) for place in places)
+        rows.append((text, list(zip(edges[::2], edges[1::2], strict=False))))
+    check(reference, spans, rows)
+
+
+@cache
+def any_of(name: str) -> tuple[Reference, TokenSpans]:
+    makers: dict[str, Callable[[], tuple[Reference, TokenSpans]]] = {
+        "shipped": lambda: real("shipped"),
+        "trimming": lambda: trimming(TRIMS["ByteLevel, first"]),
+        "Gemma": lambda: renumbered("Gemma"),
+    }
+    return makers[name]()
+
+
+def test_no_rows_and_no_spans() -> None:
+    reference, spans = real("shipped")
+    none = np.zeros(0, np.int64)
+    assert len(spans.mask(pa.array([], pa.large_string()), Ragged.from_lists([]), none, none, none)) == 0
+    assert masks(reference, spans, [("", []), ("One", []), ("", [])]) == [[], [0], []]
