@@ -75,9 +75,22 @@ def load_chats(
         max_length: the limit in tokens.
         overlong: what becomes of longer rows: "drop" them, or "keep_start" or "keep_end" of each. Rows without loss in
             what is kept are dropped.
-        apply_chat_template_kwargs, chat_template, max_samples, shuffle, seed, pad_token_id, cache_dir, remote_timeout,
-            token_cache, token_cache_bytes, verify, strict, progress, trust_remote_code, distributed: as for `load`.
+        apply_chat_template_kwargs: constants for the chat template.
+        chat_template: as for `load`.
+        max_samples: take at most this many rows, before anything is dropped; -1 for all.
+        shuffle: take `max_samples` at random; also the loader's default.
+        seed: for `shuffle`.
+        pad_token_id: the padding token, instead of the tokenizer's.
+        cache_dir: directory for copies of remote files and for cached token ids.
+        remote_timeout: seconds that a web server may be silent before an attempt to download fails.
+        token_cache: cache the token ids of files with their loss mask, and reuse them.
+        token_cache_bytes: limit of that cache.
         device: "auto" or "cpu"; conversations are rendered and encoded on the CPU.
+        verify: compare a "sample" of the rows, all ("full") or none ("off") with the tokenizer, masks included.
+        strict: raise an error for a row that would be dropped, and for a token that differs.
+        progress: show a progress bar; None: if standard error is a terminal.
+        trust_remote_code: passed to transformers if the tokenizer is given by name.
+        distributed: share the work among the ranks of `torch.distributed`; every rank gets all rows.
 
     Returns:
         The rows that were kept, with tokens, loss mask and all other columns.
