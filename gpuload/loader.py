@@ -171,7 +171,7 @@ class PromptLoader:
             ResumeError: The state is damaged, or was saved with other data or other settings. The message names the
                 differences.
         """
-        settings, fingerprint = _checked(state)
+        settings, fingerprint = checked_state(state)
         changed = [
             f"{name} was {settings.get(name)!r}, is {value!r}"
             for name, value in self._settings.items()
@@ -182,7 +182,7 @@ class PromptLoader:
         differs = difference(fingerprint, self._dataset.fingerprint)
         if differs:
             raise ResumeError(f"the state was saved for other data: {differs}")
-        position = _position(state, len(self._dataset))
+        position = position_of(state, len(self._dataset))
         self.epoch, self._position, self._resuming = int(state["epoch"]), position, True
 
     def _batches_from(self, start: int) -> int:
@@ -205,7 +205,7 @@ class PromptLoader:
         return np.resize(order, end)[start + self._rank :: ranks]
 
 
-def _checked(state: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def checked_state(state: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Settings and fingerprint of a state.
 
     Raises:
@@ -228,7 +228,7 @@ def _checked(state: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     return settings, fingerprint
 
 
-def _position(state: Mapping[str, Any], rows: int) -> int:
+def position_of(state: Mapping[str, Any], rows: int) -> int:
     """How many rows of an epoch of `rows` rows have been yielded. Version 1 counted batches.
 
     Raises:

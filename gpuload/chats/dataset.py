@@ -1,6 +1,7 @@
 """ChatDataset: conversations, or other text to train on, with labels."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -8,13 +9,16 @@ import numpy as np
 import torch
 
 from gpuload.arrays import Ragged
+from gpuload.chats.loader import PackLoader
 from gpuload.dataset import PromptDataset, Row
+from gpuload.engines.host.packs import IGNORED, packed
+from gpuload.errors import OptionError
 from gpuload.lazy import LazyDict
+from gpuload.loader import PromptLoader
 from gpuload.loss import split
 from gpuload.options import Padding
-
-IGNORED = -100
-"""The label of a token without loss, as in PyTorch's `cross_entropy`."""
+from gpuload.packing import Plan, batch_rows, pack
+from gpuload.packing.packs import Packing
 
 
 class ChatDataset(PromptDataset):
@@ -95,8 +99,96 @@ class ChatDataset(PromptDataset):
         """
         return super().batch(rows, padding)
 
-    def loader(self, batch_size: int, **settings: Any) -> Any:
-        return super().loader(batch_size, **{"padding": "longest"} | settings)
+    def loader(  # type: ignore[override]
+        self,
+        batch_size: int | None = None,
+        *,
+        packing: Packing | None = None,
+        pack_length: int | None = None,
+        max_tokens: int | None = None,
+        padded: bool = True,
+        group_by_length: bool = False,
+        **settings: Any,
+    ) -> PromptLoader | PackLoader:
+        """Return an iterable over batches, with a state that can be saved and restored.
+
+        Args:
+            batch_size: Rows per batch; with `packing`, packs per batch.
+            packing: Batches are packs of `pack_length` tokens: `"bfd"` (best fit: the fewest packs), `"bfd_split"` (the
+                same, and longer rows are split), `"wrapped"` (rows end to end), or the packs of TRL: `"trl"`,
+                `"trl_bfd_split"`, `"trl_wrapped"`. See `gpuload.packing.pack`.
+            pack_length: Tokens of a pack; None for `max_length`.
+            max_tokens: Instead of `batch_size`: as many rows as have this many tokens together, padding included if
+                `padded`.
+            padded: Pad rows on the right; otherwise a batch is one flat row of them, as with `packing`.
+            group_by_length: Rows of a batch have similar lengths.
+            **settings: `shuffle`, `seed`, `rank`, `world_size` and `drop_last`, see `PromptLoader`. And `padding`, for
+                batches that are not planned: `"longest"` or `"max_length"`.
+
+        Returns:
+            The loader. A flat batch of T tokens has `input_ids`, `labels` and `position_ids`, int64 `(1, T)`, positions
+            and `seq_idx`, int32 `(1, T)`, counted per row, and int32 `cu_seq_lens_q` and `cu_seq_lens_k` with
+            `max_length_q` and `max_length_k`, as flash attention takes them. The first label of each row is -100.
+
+        Raises:
+            OptionError: A value is invalid, or `drop_last` leaves no batch.
+        """
+        if packing is None and max_tokens is None and not group_by_length and padded:
+            if batch_size is None:
+                raise OptionError("loader: pass batch_size, or max_tokens")
+            return super().loader(batch_size, **{"padding": "longest"} | settings)
+        chosen = {"shuffle": self.options.shuffle, "seed": self.options.seed or 0} | settings
+        ranks = {name: chosen.pop(name) for name in ("rank", "world_size", "drop_last") if name in chosen}
+        if unknown := set(chosen) - {"shuffle", "seed"}:
+            raise OptionError(f"loader: {', '.join(sorted(unknown))}: not an option of planned batches")
+        plan: Callable[[int], Plan]
+        made: Callable[[Plan, Any], Any]
+        if packing is not None:
+            if batch_size is None or max_tokens is not None or group_by_length:
+                raise OptionError("loader: packing takes batch_size, and neither max_tokens nor group_by_length")
+            size = self.options.max_prompt_length if pack_length is None else pack_length
+            plan = partial(self._packs, size, packing, **chosen)
+            made, per_batch = self._flat, batch_size
+            about: dict[str, Any] = {"packing": packing, "pack_length": size}
+        else:
+            about = {"rows": batch_size, "max_tokens": max_tokens, "padded": padded, "group_by_length": group_by_length}
+            plan = partial(
+                self._row_batches,
+                batch_size=batch_size,
+                max_tokens=max_tokens,
+                padded=padded,
+                group_by_length=group_by_length,
+                world_size=ranks.get("world_size", 1),
+                **chosen,
+            )
+            made, per_batch = self._padded_pack if padded else self._flat, 1
+        return PackLoader(plan, made, lambda: self.fingerprint, per_batch, about | chosen, **ranks)
+
+    @cached_property
+    def _kept(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """(n,) where the tokens of each row begin that truncation keeps, and how many there are."""
+        kept = np.minimum(self._lengths, self.options.max_prompt_length)
+        return (self._lengths - kept) * (self.options.truncation == "left"), kept
+
+    def _packs(self, size: int, packing: Packing, epoch: int, **order: Any) -> Plan:
+        first, lengths = self._kept
+        return _moved(pack(lengths, size, packing, epoch=epoch, **order), first)
+
+    def _row_batches(self, epoch: int, **settings: Any) -> Plan:
+        first, lengths = self._kept
+        return _moved(batch_rows(lengths, epoch=epoch, **settings), first)
+
+    def _flat(self, plan: Plan, packs: Any) -> dict[str, Any]:
+        return packed(*self._parts, plan, packs)
+
+    @cached_property
+    def _parts(self) -> tuple[Ragged, np.ndarray[Any, Any]]:
+        """Ids and mask of all rows, separated once for packs."""
+        ids, loss = split(self._store.to_host())
+        return ids, loss.values
+
+    def _padded_pack(self, plan: Plan, packs: Any) -> LazyDict:
+        return self.batch(plan.take(packs).rows)
 
     def _truncated(self, numbers: np.ndarray[Any, Any]) -> tuple[Ragged, Ragged]:
         """Ids and loss of some rows."""
@@ -109,10 +201,15 @@ class ChatDataset(PromptDataset):
         ids, loss = self._truncated(numbers)
         width = limit if padding == "max_length" else int(ids.lengths.max(initial=0))
         columns = {name: cache(partial(self._column, name, numbers)) for name in self.passed_through.names}
-        return {**columns, **padded(ids, loss, width, self.pad_token_id)}
+        return {**columns, **padded_rows(ids, loss, width, self.pad_token_id)}
 
 
-def padded(ids: Ragged, loss: Ragged, width: int, pad_id: int) -> dict[str, torch.Tensor]:
+def _moved(plan: Plan, first: np.ndarray[Any, Any]) -> Plan:
+    """A plan of rows whose first tokens are left out."""
+    return replace(plan, first=plan.first + first[plan.rows])
+
+
+def padded_rows(ids: Ragged, loss: Ragged, width: int, pad_id: int) -> dict[str, torch.Tensor]:
     """Pads rows on the right.
 
     Args:
