@@ -219,6 +219,17 @@ def test_texts_as_trl_prepares_them(qwen: Any) -> None:
     assert rows_of(gpuload.load_chats(pa.Table.from_pylist(rows), qwen)) == by_trl(rows, qwen)
 
 
+def test_texts_need_no_chat_template(bpe: dict[str, tuple[Any, Any]]) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    backend = next(iter(bpe.values()))[1]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+    assert tokenizer.chat_template is None
+    for row in ({"text": "one"}, {"prompt": "one", "completion": " two"}):
+        (found,) = rows_of(gpuload.load_chats(pa.Table.from_pylist([row]), tokenizer, token_cache=False))
+        assert tokenizer.decode(found[0]) == "".join(row.values()) + "<|endoftext|>"
+
+
 @pytest.mark.parametrize("overlong", ["keep_start", "keep_end"])
 def test_truncation_as_trl_truncates(qwen: Any, overlong: Any) -> None:
     rows = [{"messages": messages} for messages in CHATS]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from statistics import median
 from typing import Any
 
-from bench.cpu import packing
+from bench.cpu import chats, packing
 from bench.cpu.load import BASELINE, IN_VERL, OURS, TRL, VERL, median_seconds
 from bench.report import circumstances, table
 from bench.verl import rollout
@@ -66,6 +66,7 @@ def page(record: dict[str, Section], name: str, summary: str = "") -> str:
         "memory": ("Memory", _MEMORY_NOTES, memory_table),
         "stages": ("Stages", _STAGE_NOTES, stage_table),
         "packing": ("Packing", packing.NOTES, packing.packing_tables),
+        "chats": ("Data for SFT", chats.NOTES, chats.chats_table),
         "verl": ("A rollout step inside verl 0.9.1", rollout.NOTES, rollout.rollout_table),
     }
     for key, (title, notes, render) in tables.items():

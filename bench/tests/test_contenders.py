@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from bench.cpu.chats import chats_table
 from bench.cpu.packing import packing_tables
 from bench.data import Dataset, first_rows
 from bench.process import ContenderError, run_contender
@@ -50,6 +51,17 @@ def test_packs_are_those_of_trl(task: dict[str, Any], generated: int, tmp_path: 
     assert run["fill"]["gpuload: trl"] == run["fill"]["TRL: bfd"] <= run["fill"]["gpuload: bfd"] <= 1
     about = {"about": {}, "runs": [{"data": "gsm8k"} | run]}
     assert "| gsm8k | TRL |" in packing_tables(about)
+
+
+def test_conversations_are_prepared_as_by_trl(task: dict[str, Any], tmp_path: Path) -> None:
+    runs = []
+    for library in ("gpuload", "TRL"):
+        scratch = tmp_path / library
+        more = {"library": library, "processes": 1, "most": ROWS, "compared": ROWS, "scratch": str(scratch)}
+        runs.append({"data": "gsm8k", "name": library} | run_contender("chats", task | more, scratch))
+    assert runs[0]["kept"] == runs[1]["kept"] == ROWS
+    assert runs[0]["digest"] == runs[1]["digest"]
+    assert "| gsm8k | TRL |" in chats_table({"about": {}, "runs": runs})
 
 
 def test_stages_are_compared_with_the_libraries(task: dict[str, Any], tmp_path: Path) -> None:

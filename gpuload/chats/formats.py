@@ -162,6 +162,11 @@ def _remedy(schema: pa.Schema) -> str:
     return "rename the columns, or pass messages_key="
 
 
+def is_plain(found: str, schema: pa.Schema) -> bool:
+    """Whether no template renders data of a format."""
+    return found == "text" or (found == "prompt-completion" and is_text(schema.field("prompt").type))
+
+
 def _missing(candidate: Format, names: set[str]) -> str:
     missing = [name for name in candidate.columns if name not in names]
     return f" ({' and '.join(missing)} missing)" if missing else " of another type"

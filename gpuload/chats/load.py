@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -11,7 +12,7 @@ import numpy as np
 from gpuload.arrays import Ragged
 from gpuload.chats.dataset import ChatDataset
 from gpuload.chats.engine import ChatEngine
-from gpuload.chats.formats import FORMATS, as_prompts, find_format
+from gpuload.chats.formats import FORMATS, as_prompts, find_format, is_plain
 from gpuload.chats.reference import ChatReference
 from gpuload.errors import DataError, DeviceError, OptionError
 from gpuload.load import load_sources
@@ -119,7 +120,10 @@ def load_chats(
             "device": "cpu",
         }
     )
-    sources, found = _prompts_of(open_all(files, options), options.prompt_key, format, messages_key)
+    opened = open_all(files, options)
+    sources, found = _prompts_of(opened, options.prompt_key, format, messages_key)
+    if all(source.num_rows == 0 or is_plain(found, source.schema) for source in opened):
+        options = replace(options, chat_template=None)
     wanted = loss_on or _CHOICES[found][0]
     if wanted not in _CHOICES[found]:
         choices = ", ".join(map(repr, _CHOICES[found]))

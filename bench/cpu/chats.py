@@ -1,0 +1,54 @@
+"""Data for SFT with loss masks, compared with TRL: `python -m bench --only chats`."""
+
+from statistics import median
+from typing import Any
+
+from bench.data import Plan
+from bench.process import run_contender
+from bench.report import table
+
+_REAL = "sgd_multiturn"
+_TRL_ROWS = 2_000
+"""Rows that TRL prepares: its rate does not depend on their number."""
+
+_CONTENDERS = (("gpuload", 1), ("TRL", 1), ("TRL", 2))
+
+NOTES = f"""\
+Conversations with loss on the answers of assistants, each contender in a process of its own: from a parquet file to ids
+and labels. TRL: `SFTTrainer`'s own preparation with `assistant_only_loss=True`, for the first {_TRL_ROWS:,} rows, with
+1 and 2 processes (`dataset_num_proc`). gpuload: `load_chats` without the token cache. Both use TRL's training template,
+and ids and labels were compared and are equal."""
+
+
+def measure_chats(plan: Plan) -> list[dict[str, Any]]:
+    """Prepare the conversations of one dataset with each contender."""
+    dataset = next((each for each in plan.datasets if each.name == _REAL), plan.datasets[-1])
+    runs = []
+    for repeat in range(plan.repeats):
+        for library, processes in _CONTENDERS:
+            scratch = plan.scratch / f"chats-{library}-{processes}-{repeat}"
+            most = _TRL_ROWS if library == "TRL" else dataset.rows
+            task = plan.task(
+                dataset, library=library, processes=processes, most=most, compared=min(_TRL_ROWS, dataset.rows),
+                scratch=str(scratch),
+            )  # fmt: skip
+            run = run_contender("chats", task, scratch)
+            name = library if library == "gpuload" else f"TRL, {processes} process{'es' * (processes > 1)}"
+            runs.append({"data": dataset.name, "name": name, "repeat": repeat} | run)
+            print(f"  {name:16} {repeat + 1}/{plan.repeats} {run['rows'] / run['seconds']:,.0f} rows/s", flush=True)
+    if len({run["digest"] for run in runs}) > 1:
+        raise SystemExit("gpuload and TRL prepare other ids or labels")
+    return runs
+
+
+def chats_table(section: dict[str, Any]) -> str:
+    """Return rows/s of each contender, and how much faster gpuload is."""
+    runs = section["runs"]
+    names = dict.fromkeys(run["name"] for run in runs)
+    speed = {name: median(run["rows"] / run["seconds"] for run in runs if run["name"] == name) for name in names}
+    lines = []
+    for name in names:
+        rows = next(run["rows"] for run in runs if run["name"] == name)
+        ratio = "" if name == "gpuload" else f"**{speed['gpuload'] / speed[name]:.0f}×**"
+        lines.append([runs[0]["data"], name, f"{rows:,}", f"{speed[name]:,.0f}", ratio])
+    return table(["data", "", "rows", "rows/s", "gpuload is faster by"], lines, 2)
