@@ -40,6 +40,7 @@ SECTIONS = {
     "read": Section(stages.read, 90, "Reading parquet"),
     "render": Section(stages.rendering, 60, "Rendering"),
     "encode": Section(tokens.encode, 180, "Text to ids"),
+    "counts": Section(tokens.counts, 90, "Waits and launches per chunk of text"),
     "first_batch": Section(loads.first_batch, 150, "Parquet to the first batch"),
     "waits": Section(training.waits, 60, "What a training step waits for its batch"),
     "others": Section(loads.others, 120, "Other loaders"),

@@ -18,11 +18,14 @@ from bench.gpu.rig import Rig, by_kernel, name_of, open_rig, tokenizer_of
 from bench.gpu.section import Facts, MissingError, Task
 from gpuload.arrays import Ragged, on_host
 from gpuload.engines.device.encode import DeviceEncoder
+from gpuload.testing.host_kernels import COMPILER
+from gpuload.testing.strict_arrays import StrictKernels
 
 MOST = {"tokenizers": 8 << 20, "fastokens": 64 << 20, "gigatoken": 1 << 40}
 """Bytes of text for each host encoder: about what it encodes in a second."""
 
 _REPEATS = 3
+_COUNTED = 128 << 10  # bytes of text; the numbers do not depend on them
 
 
 def tables(task: Task, facts: Facts) -> None:
@@ -72,6 +75,30 @@ def encode(task: Task, facts: Facts) -> None:
             by_host = _on_host(rig, name, tokenizer_of(directory).backend_tokenizer, text, facts)
             if encoder is not None:
                 _on_device(rig, f"{name}, device", encoder, text, by_host, facts)
+
+
+def counts(task: Task, facts: Facts) -> None:
+    """Count what encoding one chunk asks of the host: waits and launches. Counted with kernels compiled for the host."""
+    if COMPILER is None:
+        raise MissingError("no C++ compiler, which kernels for the host need")
+    for directory in task.tokenizers:
+        compiled = compiled_for(directory)
+        if isinstance(compiled, str):
+            facts(name_of(directory), why=f"encoded on the host: {compiled}")
+            continue
+        kernels = StrictKernels()
+        encoder = DeviceEncoder(kernels, compiled)
+        for kind in KINDS:
+            try:
+                text = texts(task, kind, _COUNTED)
+            except MissingError as error:
+                facts(kind, why=str(error))
+                continue
+            data, offsets = (kernels.xp.asarray(array) for array in flat(text))
+            kernels.xp.waits = kernels.xp.launches = 0
+            encoder.encode(data, offsets)
+            waits, launches = kernels.xp.waits, kernels.xp.launches
+            facts(f"{name_of(directory)}, {kind}", bytes=len(data), waits=waits, launches=launches)
 
 
 def _on_device(
