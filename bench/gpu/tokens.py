@@ -78,7 +78,7 @@ def encode(task: Task, facts: Facts) -> None:
 
 
 def counts(task: Task, facts: Facts) -> None:
-    """Count what encoding one chunk asks of the host: waits and launches. Counted with kernels compiled for the host."""
+    """Count the waits and launches that encoding one chunk takes, with kernels compiled for the host."""
     if COMPILER is None:
         raise MissingError("no C++ compiler, which kernels for the host need")
     for directory in task.tokenizers:
