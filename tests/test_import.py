@@ -26,7 +26,16 @@ def test_a_load_starts_no_cuda_and_no_cudf() -> None:
 
 
 def test_names() -> None:
-    assert set(dir(gpuload)) == {"load", "Options", "PromptDataset", "PromptLoader", "collate_fn", "GpuloadError"}
+    assert set(dir(gpuload)) == {
+        "load",
+        "load_chats",
+        "ChatDataset",
+        "Options",
+        "PromptDataset",
+        "PromptLoader",
+        "collate_fn",
+        "GpuloadError",
+    }
     for name in dir(gpuload):
         assert getattr(gpuload, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'lode'"):

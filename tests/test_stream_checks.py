@@ -301,7 +301,7 @@ def test_retries_have_no_races(gsm8k: str, qwen: Any, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("thread", "races"), [
-    ("read", ["allocated", "read by lay_pieces", "read by copy_pieces"]), ("render", ["read by split"]),
+    ("read", ["allocated", "read by lay_pieces", "read by copy_pieces"]), ("render", ["read by list_pretokens"]),
     ("encode", ["read by a copy to the host"]), ("MainThread", ["read by copy_pieces", "freed"]),
 ])  # fmt: skip
 def test_without_the_wait_of_a_thread_a_load_has_races(
