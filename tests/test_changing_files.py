@@ -18,7 +18,7 @@ from gpuload.engines.host import engine as cpu
 from gpuload.errors import SourceError
 from gpuload.sources import local
 from gpuload.sources.fetch import SourceFile
-from gpuload.sources.read import _read_parquet, open_file
+from gpuload.sources.read import _decode, _read_parquet, open_file
 
 CHANGED = "the file was changed while it was loaded: load it again when it is complete"
 
@@ -145,7 +145,7 @@ def test_a_number_of_rows_that_differs_from_the_footers(rows: int, file: Path) -
     with local.opened(SourceFile(str(file), "x", "parquet")) as (opened, _):
         pass
     with pytest.raises(SourceError, match=f"x: damaged parquet file \\(6 rows instead of {rows}\\)"):
-        list(_read_parquet(opened, set(), rows))
+        list(_read_parquet(opened, rows, _decode(opened, set())))
 
 
 def test_pages_with_checksums_are_compared_with_them(tmp_path: Path, qwen: Any) -> None:

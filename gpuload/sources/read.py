@@ -7,7 +7,7 @@ whose values change on a round trip through Arrow's types is kept as JSON text (
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from gpuload.sources.batches import BATCH_ROWS, bounded, read_row_group
 from gpuload.sources.fetch import SourceFile
 from gpuload.sources.footer import check_names, column_digest, read_footer
 from gpuload.sources.local import LocalFile, opened
+from gpuload.sources.parallel import in_order, row_group_parts
 from gpuload.sources.types import JSON_TYPE, check_prompt_type, is_messages, without_views
 
 
@@ -37,7 +38,8 @@ class Source:
         identity: bytes that identify the content; part of a dataset's fingerprint.
         parquet: path of a parquet file, which an engine can read by itself.
         frame: a `cudf.DataFrame`, whose columns a GPU engine uses zero-copy.
-        without: as `batches`, without the named column; None where that would save nothing.
+        without: as `batches`, without the named column, if any, and decoded by several threads; None where that would
+            save nothing.
         content: digest of the named column's values as they are in the file now; None for a frame in memory.
         file: the file that `batches` reads; None where everything is in memory already.
     """
@@ -50,7 +52,7 @@ class Source:
     identity: bytes
     parquet: str | None = None
     frame: Any = None
-    without: Callable[[str], Iterator[pa.Table]] | None = None
+    without: Callable[[str | None], Iterator[pa.Table]] | None = None
     content: Callable[[str], bytes] | None = None
     file: LocalFile | None = None
 
@@ -97,8 +99,9 @@ def open_frame(frame: Any, name: str) -> Source:
 
 
 def _open_cudf(frame: Any, name: str) -> Source:
-    def tables(hidden: list[str]) -> Iterator[pa.Table]:
-        return _slices(frame.drop(columns=hidden).to_arrow(preserve_index=False), name)
+    def tables(hidden: str | None) -> Iterator[pa.Table]:
+        shown = frame if hidden is None else frame.drop(columns=[hidden])
+        return _slices(shown.to_arrow(preserve_index=False), name)
 
     sample = frame.head(64).to_arrow(preserve_index=False)
     nbytes = int(frame.memory_usage(index=False, deep=True).sum())
@@ -108,10 +111,10 @@ def _open_cudf(frame: Any, name: str) -> Source:
         len(frame),
         nbytes,
         sample.schema,
-        lambda: tables([]),
+        lambda: tables(None),
         identity,
         frame=frame,
-        without=lambda column: tables([column]),
+        without=tables,
     )
 
 
@@ -128,8 +131,10 @@ def other_columns(source: Source, prompt_key: str, keep_prompts: bool) -> Iterat
     Args:
         keep_prompts: the tables must have the prompt column all the same. Otherwise it is not read, where possible.
     """
-    if keep_prompts or source.without is None:
+    if source.without is None:
         return source.batches()
+    if keep_prompts:
+        return source.without(None)
     if len(source.schema) == 1:  # nothing to read; but a table without columns would not know its number of rows
         counts = (min(BATCH_ROWS, source.num_rows - row) for row in range(0, source.num_rows, BATCH_ROWS))
         return (pa.table({prompt_key: pa.nulls(count)}) for count in counts)
@@ -236,24 +241,26 @@ def _open_parquet(file: SourceFile, index_columns: bool) -> Source:
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: of a column's name
         raise SourceError(f"{file.name}: {_damage(file.path, error)}") from error
     hidden = set() if index_columns else _index_columns(schema)
+    rows = metadata.num_rows
+    parts = row_group_parts([metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)])
     return Source(
         file.name,
-        metadata.num_rows,
+        rows,
         size,
         pa.schema([column for column in schema if column.name not in hidden]),
-        lambda: _read_parquet(local, hidden, metadata.num_rows),
+        lambda: _read_parquet(local, rows, _decode(local, hidden)),
         # The footer has the sizes, offsets and statistics of every column chunk.
         str(size).encode() + footer,
         parquet=file.path,
-        without=lambda name: _read_parquet(local, hidden | {name}, metadata.num_rows),
+        without=lambda name: _read_parquet(local, rows, _decode_parts(local, hidden | {name}, parts)),
         content=lambda name: column_digest(local, name),
         file=local,
     )
 
 
-def _read_parquet(file: LocalFile, hidden: set[str], num_rows: int) -> Iterator[pa.Table]:
+def _read_parquet(file: LocalFile, num_rows: int, tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
     rows = 0
-    for table in bounded(_decode(file, hidden), file.name):
+    for table in bounded(tables, file.name):
         rows += table.num_rows
         yield table
     if rows != num_rows:
@@ -262,11 +269,16 @@ def _read_parquet(file: LocalFile, hidden: set[str], num_rows: int) -> Iterator[
         )
 
 
-def _decode(file: LocalFile, hidden: set[str]) -> Iterator[pa.Table]:
+def _decode_parts(file: LocalFile, hidden: Set[str | None], parts: Iterable[range]) -> Iterator[pa.Table]:
+    return in_order([_decode(file, hidden, part) for part in parts])
+
+
+def _decode(file: LocalFile, hidden: Set[str | None], groups: range | None = None) -> Iterator[pa.Table]:
+    """The tables of some row groups; None for all."""
     try:
         with file.open() as raw, parquet_file(raw) as parquet:
             columns = [name for name in parquet.schema_arrow.names if name not in hidden]
-            for group in range(parquet.num_row_groups):
+            for group in groups or range(parquet.num_row_groups):
                 yield from read_row_group(parquet, partial(parquet_file, raw), group, columns)
     except (pa.ArrowCapacityError, SourceError):
         raise
