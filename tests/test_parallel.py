@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import shared_files, user
 
+from gpuload.engines.device.engine import zip_with_tables
 from gpuload.errors import SourceError
 from gpuload.sources import parallel
 from gpuload.sources import read as reading
@@ -139,6 +140,23 @@ def test_row_groups_are_decoded_at_the_same_time(groups: Path, monkeypatch: pyte
     source = open_file(SourceFile(str(groups), "x", "parquet"))
     found = pa.concat_tables(other_columns(source, "prompt", False))
     assert found.equals(pq.read_table(groups, columns=["answer", "number"]))
+
+
+def test_row_groups_are_decoded_while_the_first_prompts_are_read(groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, real = threading.Event(), reading.read_row_group
+
+    def read(parquet: Any, reopen: Any, group: int, columns: Any) -> Any:
+        if group == 6:
+            begun.set()
+        return real(parquet, reopen, group, columns)
+
+    def chunks() -> Iterator[Any]:
+        assert begun.wait(PATIENCE)
+        yield range(930)
+
+    monkeypatch.setattr(reading, "read_row_group", read)
+    source = open_file(SourceFile(str(groups), "x", "parquet"))
+    assert [one.num_rows for one, _ in zip_with_tables(chunks(), source, "prompt", False)] == [930]
 
 
 @pytest.mark.parametrize("keep_prompts", [False, True])

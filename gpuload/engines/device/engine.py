@@ -8,6 +8,7 @@ except reading (`cuda.py`) runs on any machine: the tests use kernels compiled f
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -270,8 +271,9 @@ def zip_with_tables(
         DeviceError: the numbers of rows differ.
     """
     tables = other_columns(source, prompt_key, keep_prompts)
-    waiting: list[pa.Table] = []
-    rows = 0
+    # The first table starts the threads that decode the next ones while the first chunk is read.
+    waiting = list(islice(tables, 1))
+    rows = sum(table.num_rows for table in waiting)
     for chunk in chunks:
         while rows < len(chunk) and (table := next(tables, None)) is not None:
             waiting.append(table)
