@@ -326,6 +326,12 @@ def test_published_files(qwen: Any, file: str, options: dict[str, Any], found: s
         ({"messages": [CHATS[0]]}, {"loss_on": "user"}, OptionError, "loss_on='user'"),
         ({"messages": [CHATS[0]]}, {"max_length": 0}, OptionError, "max_length=0"),
         ({"messages": [CHATS[0]]}, {"overlong": "cut"}, OptionError, "overlong='cut'"),
+        (
+            {"messages": [CHATS[0]]},
+            {"apply_chat_template_kwargs": {"sanitize_control_tokens": True}},
+            OptionError,
+            "sanitize_control_tokens is not supported by load_chats",
+        ),
         ({"messages": [CHATS[0]]}, {"device": "cuda"}, DeviceError, "works on the CPU only"),
         ({"messages": [CHATS[0]], "chosen": ["a"], "rejected": ["b"]}, {}, DataError, "preference data"),
         ({"messages": [chat("Hi")]}, {}, DataError, "no token has loss: there is no answer of an assistant"),
@@ -406,7 +412,23 @@ def test_the_token_cache_keeps_masks_apart(qwen: Any, tmp_path: Path, warm_cache
     assert np.unique([str(rows) for rows in cold]).size == len(cold)
 
 
-def test_a_wrong_mask_is_noticed(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"messages": messages} for messages in CHATS],
+        [{"prompt": messages[:-1], "completion": messages[-1:]} for messages in CHATS],
+        [{"prompt": "one", "completion": " two"}, {"prompt": "", "completion": "three"}],
+        [{"text": "one"}, {"text": ""}],
+        [{"messages": CHATS[0], "tools": json.dumps([TOOL])}, {"messages": CHATS[1], "tools": None}],
+    ],
+    ids=["messages", "completions", "plain completions", "texts", "tools"],
+)
+def test_a_wrong_mask_is_noticed(qwen: Any, monkeypatch: pytest.MonkeyPatch, rows: list[Any]) -> None:
+    """Then the tokenizer itself does everything, with the same result."""
+    table = pa.Table.from_pylist(rows)
     from gpuload.chats import engine
 
     right = engine.ChatEngine.encode
@@ -419,6 +441,7 @@ def test_a_wrong_mask_is_noticed(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(engine.ChatEngine, "encode", wrong)
     with pytest.warns(UserWarning, match="differs from the tokenizer"):
-        found = gpuload.load_chats(pa.table({"messages": CHATS}), qwen, token_cache=False)
+        found = gpuload.load_chats(table, qwen)
     monkeypatch.undo()
-    assert rows_of(found) == rows_of(gpuload.load_chats(pa.table({"messages": CHATS}), qwen, token_cache=False))
+    assert found.report.engine.startswith("cpu: rendered and encoded by")
+    assert rows_of(found) == rows_of(gpuload.load_chats(table, qwen))

@@ -1,8 +1,7 @@
 """The stages of a load for SFT on the host: rendered text, ids, and which of them have loss."""
 
-import json
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -10,15 +9,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.arrays import Ragged, offsets_of
-from gpuload.chats.reference import ChatReference
+from gpuload.chats.reference import ChatReference, messages_in, tools_of
 from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.host.prompts import attempt, render_column, render_rows
 from gpuload.engines.host.render import HostText, Spans
 from gpuload.engines.protocol import Prompts, Tokenized
-from gpuload.loss import LOSS, with_loss
-from gpuload.reference.reference import problem
+from gpuload.loss import split, with_loss
 from gpuload.sources.columns import to_python
-from gpuload.sources.types import JSON_TYPE, is_text
+from gpuload.sources.types import JSON_TYPE, as_json, is_text
 from gpuload.template.compiler import ChatProgram
 
 
@@ -56,7 +54,11 @@ class ChatEngine(HostEngine):
 
     def __init__(self, reference: ChatReference, exact_only: bool = False):
         super().__init__(reference, exact_only, ("conversations are rendered and encoded on the CPU",))
-        self._prompting = ChatProgram(reference.prompting)
+
+    @cached_property
+    def _prompting(self) -> ChatProgram:
+        """The template of prompts alone; made for the first completion."""
+        return ChatProgram(self._reference.prompting)
 
     def render(self, prompts: Prompts) -> HostText:
         column: pa.Array = prompts.column  # type: ignore[attr-defined]
@@ -80,12 +82,11 @@ class ChatEngine(HostEngine):
         rejected: dict[int, str] = {}
         whole, alone, spans = [], [], {}
         for number, row in enumerate(rows):
-            messages = _messages_of(row)
             parts = None
-            if reason := problem(messages):
+            if reason := self._reference.problem(row):
                 rejected[number] = reason
             else:
-                parts = attempt(rejected, number, partial(self._row, messages=messages), row)
+                parts = attempt(rejected, number, self._row, row)
             text, before, spans[number] = parts or (None, None, [])
             whole.append(text)
             alone.append(before)
@@ -99,13 +100,14 @@ class ChatEngine(HostEngine):
             text=text.text, answers=text.answers, alone=HostText(text=pa.array(alone, pa.large_string())), **counts
         )
 
-    def _row(self, row: Any, messages: list[Any]) -> tuple[str, str | None, list[tuple[int, int]]]:
+    def _row(self, row: Any) -> tuple[str, str | None, list[tuple[int, int]]]:
         """One row's text, the text of its prompt alone, and where its answers are, in bytes."""
-        prompt, tools = (row.get("prompt"), row.get("tools")) if isinstance(row, dict) else (None, None)
-        call, answers = self._reference.call_with(tools), self.program.answers
-        text = call.render(messages)
-        spans = answers.with_call(call).in_bytes(messages, text) if answers is not None else []
-        alone = None if prompt is None else self._reference.call_with(tools, prompt_only=True).render(prompt)
+        reference, answers, tools = self._reference, self.program.answers, tools_of(row)
+        text, spans, alone = reference.render(row), [], None
+        if answers is not None:
+            spans = answers.with_call(reference.call_with(tools)).in_bytes(messages_in(row), text)
+        if isinstance(row, dict) and "prompt" in row:
+            alone = reference.call_with(tools, prompt_only=True).render(row["prompt"])
         return text, alone, spans
 
     def _completions(self, prompt: pa.Array, whole: pa.Array) -> Completions:
@@ -134,13 +136,13 @@ class ChatEngine(HostEngine):
             if isinstance(text, Completions):
                 made.ids = self._with_completion_loss(made.ids, self.ids(_filled(text.alone.text)))
             elif text.ids is None and self.program.answers is None:
-                made.ids = with_loss(made.ids, np.ones(len(made.ids.values), bool))
+                made.ids = _all_with_loss(made.ids)
         return made
 
     def _plain(self, text: PlainText) -> Ragged:
         ids = self._surrounded(self.ids(_filled(text.text)))
         if text.alone is None:
-            return with_loss(ids, np.ones(len(ids.values), bool))
+            return _all_with_loss(ids)
         return self._with_completion_loss(ids, self._surrounded(self.ids(_filled(text.alone))))
 
     def _with_completion_loss(self, ids: Ragged, alone: Ragged) -> Ragged:
@@ -150,13 +152,12 @@ class ChatEngine(HostEngine):
             ids: n rows; with bits if the answers of an assistant are marked.
             alone: n rows without bits.
         """
-        marked = (ids.values & LOSS) != 0
-        bare = Ragged(ids.values & ~LOSS, ids.offsets)
+        bare, marked = split(ids)
         if self._reference.loss_on == "all":
-            return with_loss(bare, np.ones(len(marked), bool))
-        position = np.arange(len(marked)) - np.repeat(ids.offsets[:-1], ids.lengths)
+            return _all_with_loss(bare)
+        position = np.arange(len(ids.values)) - np.repeat(ids.offsets[:-1], ids.lengths)
         mask = position >= np.repeat(common_prefixes(bare, alone), ids.lengths)
-        return with_loss(bare, mask if self.program.answers is None else mask & marked)
+        return with_loss(bare, mask if self.program.answers is None else mask & marked.values)
 
     def _surrounded(self, ids: Ragged) -> Ragged:
         """Rows with the special tokens that the tokenizer's call adds."""
@@ -195,7 +196,7 @@ def joined(prompts: pa.Array, completions: pa.Array) -> pa.Array:
             completions = completions.cast(prompts.type)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError):
             rows = zip(to_python(prompts), to_python(completions), strict=True)
-            return _json([None if one is None or other is None else one + other for one, other in rows])
+            return as_json([None if one is None or other is None else one + other for one, other in rows])
     valid = np.asarray(pc.and_(prompts.is_valid(), completions.is_valid()))
     sizes = [
         np.where(valid, np.asarray(pc.fill_null(pc.list_value_length(each), 0)), 0) for each in (prompts, completions)
@@ -211,21 +212,9 @@ def joined(prompts: pa.Array, completions: pa.Array) -> pa.Array:
     return pa.LargeListArray.from_arrays(pa.array(offsets), taken, mask=pa.array(~valid))
 
 
-def _messages_of(row: Any) -> Any:
-    """The messages of a row of any form: messages, {"messages"} or {"prompt", "completion"}."""
-    if not isinstance(row, dict):
-        return row
-    if "messages" in row:
-        return row["messages"]
-    prompt, completion = row["prompt"], row["completion"]
-    return None if prompt is None or completion is None else prompt + completion
+def _all_with_loss(ids: Ragged) -> Ragged:
+    return with_loss(ids, np.ones(len(ids.values), bool))
 
 
 def _filled(text: pa.LargeStringArray) -> pa.LargeStringArray:
     return pc.fill_null(text, "") if text.null_count else text
-
-
-def _json(rows: list[Any]) -> pa.Array:
-
-    texts = [None if row is None else json.dumps(row) for row in rows]
-    return pa.ExtensionArray.from_storage(JSON_TYPE, pa.array(texts, pa.large_string()))

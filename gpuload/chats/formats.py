@@ -24,7 +24,7 @@ import pyarrow as pa
 from gpuload.errors import DataError
 from gpuload.sources.columns import to_python
 from gpuload.sources.read import Source
-from gpuload.sources.types import JSON_TYPE, is_messages, is_text
+from gpuload.sources.types import JSON_TYPE, as_json, is_messages, is_text
 
 PLAIN_MESSAGES = pa.list_(pa.struct([("role", pa.large_string()), ("content", pa.large_string())]))
 
@@ -56,7 +56,7 @@ def _pairs(columns: dict[str, Any]) -> pa.Array:
     prompt, completion = columns["prompt"], columns["completion"]
     if isinstance(prompt, pa.ExtensionArray) or isinstance(completion, pa.ExtensionArray):  # JSON of mixed shapes
         rows = zip(to_python(prompt), to_python(completion), strict=True)
-        return _as_json([{"prompt": one, "completion": other} for one, other in rows])
+        return as_json([{"prompt": one, "completion": other} for one, other in rows])
     return pa.StructArray.from_arrays([prompt, completion], ["prompt", "completion"])
 
 
@@ -210,7 +210,7 @@ def _with_tools(prompts: pa.Array, tools: pa.Array) -> pa.Array:
     if not any(rows):
         return prompts
     pairs = zip(to_python(prompts), rows, strict=True)
-    return _as_json([_dict_of(prompt, some) if some and prompt is not None else prompt for prompt, some in pairs])
+    return as_json([_dict_of(prompt, some) if some and prompt is not None else prompt for prompt, some in pairs])
 
 
 def _dict_of(prompt: Any, tools: Any) -> dict[str, Any]:
@@ -230,9 +230,4 @@ def _messages(rows: Sequence[Any]) -> pa.Array:
             return pa.array(rows, PLAIN_MESSAGES)
         except (pa.ArrowInvalid, pa.ArrowTypeError):
             pass
-    return _as_json(rows)
-
-
-def _as_json(rows: Sequence[Any]) -> pa.Array:
-    texts = [None if row is None else json.dumps(row) for row in rows]
-    return pa.ExtensionArray.from_storage(JSON_TYPE, pa.array(texts, pa.large_string()))
+    return as_json(rows)

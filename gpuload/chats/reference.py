@@ -9,10 +9,10 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from gpuload.errors import TokenizerError
+from gpuload.errors import OptionError, TokenizerError
 from gpuload.loss import LOSS
 from gpuload.options import LossOn
-from gpuload.reference.reference import Reference
+from gpuload.reference.reference import Reference, problem
 from gpuload.reference.template_call import TemplateCall
 from gpuload.template.answers import Answers, UnknownAnswersError
 
@@ -29,6 +29,7 @@ class ChatReference(Reference):
         prompting: how the prompt of a completion is rendered alone.
 
     Raises:
+        OptionError: as for `Reference`; or control tokens are to be sanitized.
         TokenizerError: as for `Reference`; or the tokenizer encodes conversations in its own way.
     """
 
@@ -37,6 +38,11 @@ class ChatReference(Reference):
         self.loss_on = loss_on
         self.call = replace(self.call, add_generation_prompt=False)
         self.prompting = replace(self.call, add_generation_prompt=True)
+        if self.sanitizes:
+            raise OptionError(
+                "apply_chat_template_kwargs.sanitize_control_tokens is not supported by load_chats, because transformers "
+                "makes no loss masks with it: remove it"
+            )
         if not self.encodes_rendered_text:
             raise TokenizerError(
                 f"{type(self.tokenizer).__name__} renders and encodes in its own way, so which of its tokens have loss "
@@ -70,6 +76,16 @@ class ChatReference(Reference):
     def with_eos(self, text: str) -> str:
         return text if text.endswith(self.eos) else text + self.eos
 
+    def problem(self, prompt: Any) -> str | None:
+        return problem(messages_in(prompt))
+
+    def render(self, prompt: Any) -> str:
+        """The text of one row: all of it, as it is encoded."""
+        messages = messages_in(prompt)
+        if isinstance(messages, str):
+            return self.with_eos(messages)
+        return self.call_with(tools_of(prompt)).render(messages)
+
     def ids(self, prompt: Any) -> list[int]:
         """The ids of one row: messages, a text, {"prompt", "completion"}, or {"messages"}; dicts may have "tools"."""
         return self._ids(prompt, self.answers)
@@ -77,11 +93,9 @@ class ChatReference(Reference):
     def _ids(self, prompt: Any, answers: Answers | None) -> list[int]:
         if isinstance(prompt, str):
             return [token | int(LOSS) for token in self.tokenizer(self.with_eos(prompt))["input_ids"]]
-        if not isinstance(prompt, dict):
-            return self._messages(prompt, None, answers)
-        if "messages" in prompt:
-            return self._messages(prompt["messages"], prompt.get("tools"), answers)
-        return self._completion(prompt["prompt"], prompt["completion"], prompt.get("tools"), answers)
+        if isinstance(prompt, dict) and "prompt" in prompt:
+            return self._completion(prompt["prompt"], prompt["completion"], tools_of(prompt), answers)
+        return self._messages(messages_in(prompt), tools_of(prompt), answers)
 
     def compared(self, prompt: Any, found: list[int]) -> tuple[list[int], list[int]]:
         """As in `Reference`. Where only the compiled template knows the answers, their loss is not compared."""
@@ -130,3 +144,18 @@ class ChatReference(Reference):
 
     def fingerprint(self) -> str:
         return f"{super().fingerprint()} loss on {self.loss_on}"
+
+
+def messages_in(row: Any) -> Any:
+    """What a row consists of: its messages or its text, with the completion if it has one; None if a part is null."""
+    if not isinstance(row, dict):
+        return row
+    if "messages" in row:
+        return row["messages"]
+    prompt, completion = row["prompt"], row["completion"]
+    return None if prompt is None or completion is None else prompt + completion
+
+
+def tools_of(row: Any) -> Any:
+    """The tools that only this row has; None without any."""
+    return row.get("tools") if isinstance(row, dict) else None

@@ -177,6 +177,10 @@ class Reference:
         """The token ids of one prompt, rendered and encoded in one call: correct by definition."""
         return self.call.ids(messages_of(prompt)) if self.uses_template else self.encode(_plain(prompt))
 
+    def problem(self, prompt: Any) -> str | None:
+        """Why nothing can be made of a prompt, whatever the template; None if it may."""
+        return problem(prompt)
+
     def compared(self, prompt: Prompt, found: list[int]) -> tuple[list[int], list[int]]:
         """The ids of one prompt, and those that a fast path has found, as they are to be compared."""
         return self.ids(prompt), found

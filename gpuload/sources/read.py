@@ -22,7 +22,7 @@ from gpuload.sources.fetch import SourceFile
 from gpuload.sources.footer import check_names, column_digest, read_footer
 from gpuload.sources.local import LocalFile, opened
 from gpuload.sources.parallel import in_order, row_group_parts
-from gpuload.sources.types import JSON_TYPE, check_prompt_type, is_messages, without_views
+from gpuload.sources.types import as_json, check_prompt_type, is_messages, without_views
 
 
 @dataclass(frozen=True)
@@ -385,5 +385,4 @@ def _json_column(values: list[Any]) -> pa.Array:
             return column
     except (pa.ArrowException, ValueError, TypeError, OverflowError):
         pass
-    encoded = pa.array([None if value is None else json.dumps(value) for value in values], pa.large_string())
-    return pa.ExtensionArray.from_storage(JSON_TYPE, encoded)
+    return as_json(values)

@@ -1,11 +1,21 @@
 """Which Arrow types can hold prompts: strings, and lists of messages."""
 
+import json
+from collections.abc import Sequence
+from typing import Any
+
 import pyarrow as pa
 
 from gpuload.errors import DataError
 
 JSON_TYPE = pa.json_(pa.large_string())
 """Values that Arrow's types would change (see `read.py`), kept as JSON text."""
+
+
+def as_json(values: Sequence[Any]) -> pa.Array:
+    """Python values as a column of JSON text; None is null."""
+    encoded = pa.array([None if value is None else json.dumps(value) for value in values], pa.large_string())
+    return pa.ExtensionArray.from_storage(JSON_TYPE, encoded)
 
 
 def is_text(kind: pa.DataType) -> bool:

@@ -16,7 +16,7 @@ from gpuload.arrays import Ragged
 from gpuload.engines.conversations import messages_of_users
 from gpuload.engines.host.render import HostText, Spans, render
 from gpuload.engines.host.sanitize import can_be_marked, reject_unplain, with_control_tokens
-from gpuload.reference.reference import Reference, messages_of, problem
+from gpuload.reference.reference import Reference, messages_of
 from gpuload.reference.template_call import rejection
 from gpuload.sources.columns import to_python
 from gpuload.sources.types import is_list, is_text
@@ -54,7 +54,7 @@ def render_rows(
     rejected: dict[int, str] = {}
     values = _python_rows(prompts, rejected)
     for row, value in enumerate(values):
-        if row not in rejected and (reason := problem(value)):
+        if row not in rejected and (reason := reference.problem(value)):
             rejected[row] = reason
 
     def each(step: Callable[[Any], Any], items: list[Any]) -> list[Any]:
