@@ -40,8 +40,8 @@ class ChatReference(Reference):
         self.prompting = replace(self.call, add_generation_prompt=True)
         if self.sanitizes:
             raise OptionError(
-                "apply_chat_template_kwargs.sanitize_control_tokens is not supported by load_chats, because transformers "
-                "makes no loss masks with it: remove it"
+                "apply_chat_template_kwargs.sanitize_control_tokens is not supported by load_chats, because "
+                "transformers makes no loss masks with it: remove it"
             )
         if not self.encodes_rendered_text:
             raise TokenizerError(
