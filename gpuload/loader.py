@@ -1,12 +1,14 @@
-"""PromptLoader: batches in a reproducible order, with a state that can be saved in the middle of an epoch.
+"""Loaders: batches in a reproducible order, with a state that can be saved in the middle of an epoch.
 
-The order of an epoch is a pure function of seed, epoch and number of rows; all ranks together go through it from the
-beginning to the end. The state is therefore two numbers (the epoch, and how many rows of its order have been yielded),
-with the settings and the fingerprint of the data that they refer to. Any number of ranks can continue from there.
+An epoch is a list of rows (`PromptLoader`) or of packs (`PackLoader`): a pure function of the data, the seed and the
+number of the epoch. All ranks together go through it from the beginning to the end. The state is therefore two numbers
+(the epoch, and how many rows or packs of it have been yielded), with the settings and the fingerprint of the data that
+they refer to. Any number of ranks can continue from there.
 """
 
 import math
-from collections.abc import Iterator, Mapping, MutableMapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, Protocol, get_args
 
 import numpy as np
@@ -14,9 +16,12 @@ import numpy as np
 from gpuload.errors import OptionError, ResumeError
 from gpuload.fingerprint import Fingerprint, difference
 from gpuload.options import Padding
+from gpuload.packing import Plan, share
+from gpuload.packing.plan import check_counts, check_ranks, count_batches, is_count
 
 _VERSION = 2
 _PROGRESS = {1: "batch", _VERSION: "position"}  # version of a state → what it counts
+_SHARES = ("batch_size", "world_size", "drop_last")
 _DIVISION = ("batch_size", "world_size")  # settings that divide an order among batches and ranks, and do not change it
 
 
@@ -33,7 +38,125 @@ class Data(Protocol):
     def ahead(self, batches: Iterator[Any]) -> Iterator[Any]: ...
 
 
-class PromptLoader:
+class Loader(ABC):
+    """An iterable over the batches of one epoch; each `iter()` starts the next epoch.
+
+    Args:
+        dataset: The data.
+        settings: What decides the batches: `batch_size` (of each rank), `world_size`, `drop_last`, and others.
+        rank: This process's rank.
+
+    Attributes:
+        epoch: Number of the current epoch, or of the one that the next `iter()` starts.
+
+    Raises:
+        OptionError: A value is invalid, or `drop_last` leaves no batch.
+    """
+
+    def __init__(self, dataset: Data, settings: dict[str, Any], rank: int):
+        check_ranks(settings["batch_size"], rank, settings["world_size"])
+        whole = {name: int(settings[name]) for name in _DIVISION}
+        self._dataset, self._settings, self._rank = dataset, settings | whole, rank
+        self.epoch = 0
+        self._position = 0  # rows or packs of this epoch that all ranks have yielded so far
+        self._resuming = False
+        if len(self) == 0:
+            raise OptionError(
+                f"drop_last leaves no batch: {len(dataset)} rows, world_size={settings['world_size']}, "
+                f"batch_size={settings['batch_size']}"
+            )
+
+    _unit = "rows"
+
+    @abstractmethod
+    def _total(self, epoch: int) -> int:
+        """Number of rows or packs of an epoch."""
+
+    @abstractmethod
+    def _batches(self, parts: Iterator[np.ndarray[Any, Any]]) -> Iterator[Any]:
+        """The batches of the current epoch that have these rows or packs of it."""
+
+    def __len__(self) -> int:
+        """Number of batches of the current epoch, the same on every rank."""
+        batch_size, world_size, drop_last = (self._settings[name] for name in _SHARES)
+        return count_batches(self._total(self.epoch), batch_size, world_size, drop_last)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._position and not self._resuming:  # an epoch left by `break` is not continued
+            self.epoch, self._position = self.epoch + 1, 0
+        self._resuming = False
+        total, (batch_size, world_size, drop_last) = self._total(self.epoch), (self._settings[name] for name in _SHARES)
+        parts = share(
+            total,
+            batch_size,
+            position=self._position,
+            rank=self._rank,
+            world_size=world_size,
+            drop_last=drop_last,
+        )
+        for batch in self._dataset.ahead(self._batches(parts)):
+            self._position = min(self._position + batch_size * world_size, total)
+            yield batch
+        self.epoch, self._position = self.epoch + 1, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Start the next `iter()` at the beginning of the given epoch.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+
+        Raises:
+            OptionError: It is not such a number.
+        """
+        check_counts(epoch=(epoch, 0))
+        self.epoch, self._position, self._resuming = int(epoch), 0, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of this loader, for `load_state_dict`.
+
+        Returns:
+            A dict of plain data (picklable, JSON-serializable): `version`, `epoch`, `position` (how many rows or packs
+            of the epoch all ranks together have yielded), `settings`, and `fingerprint` of the data. It is the same on
+            every rank.
+        """
+        return {
+            "version": _VERSION,
+            "epoch": self.epoch,
+            "position": self._position,
+            "settings": dict(self._settings),
+            "fingerprint": self._dataset.fingerprint,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume: the next `iter()` continues with what followed when `state` was saved.
+
+        `world_size` and `batch_size` may differ from those of the saved loader. All ranks together then yield exactly
+        the rest of the epoch, divided among the new ranks and batches from its first row or pack on.
+
+        Args:
+            state: The result of `state_dict`.
+
+        Raises:
+            ResumeError: The state is damaged, or was saved with other data or other settings. The message names the
+                differences.
+        """
+        settings, fingerprint = _checked_state(state)
+        changed = [
+            f"{name} was {settings.get(name)!r}, is {value!r}"
+            for name, value in self._settings.items()
+            if settings.get(name) != value and name not in _DIVISION
+        ]
+        if changed:
+            raise ResumeError(f"the state was saved by a loader with other settings: {'; '.join(changed)}")
+        differs = difference(fingerprint, self._dataset.fingerprint)
+        if differs:
+            raise ResumeError(f"the state was saved for other data: {differs}")
+        epoch = int(state["epoch"])
+        position = _position_of(state, self._total(epoch), self._unit)
+        self.epoch, self._position, self._resuming = epoch, position, True
+
+
+class PromptLoader(Loader):
     """An iterable over the batches of one epoch. Each `iter()` starts the next epoch.
 
     Made by `PromptDataset.loader`. A batch is a mapping; see `PromptDataset.batch`.
@@ -88,124 +211,98 @@ class PromptLoader:
         drop_last: bool = False,
         padding: Padding = "max_length",
     ):
-        for name, value, least in (("batch_size", batch_size, 1), ("world_size", world_size, 1), ("seed", seed, 0)):
-            if not _is_count(value) or value < least:
-                raise OptionError(f"{name}={value!r}: expected an integer of at least {least}")
-        if not 0 <= rank < world_size:
-            raise OptionError(f"rank={rank}: expected 0 to {world_size - 1} for world_size={world_size}")
+        check_counts(seed=(seed, 0))
         if padding not in get_args(Padding):
             raise OptionError(f"padding={padding!r}: expected one of {', '.join(map(repr, get_args(Padding)))}")
-        self._dataset = dataset
-        self._settings = {
-            "batch_size": int(batch_size),
+        self._padding: Padding = padding
+        settings = {
+            "batch_size": batch_size,
             "shuffle": bool(shuffle),
             "seed": int(seed),
-            "world_size": int(world_size),
+            "world_size": world_size,
             "drop_last": bool(drop_last),
         }
-        self._rank = rank
-        self._padding: Padding = padding
-        self.epoch = 0
-        self._position = 0  # rows of this epoch's order that all ranks have yielded so far
-        self._resuming = False
-        if len(self) == 0:
-            raise OptionError(
-                f"drop_last leaves no batch: {len(dataset)} rows, world_size={world_size}, batch_size={batch_size}"
-            )
+        super().__init__(dataset, settings, rank)
 
-    def __len__(self) -> int:
-        """Number of batches per epoch, the same on every rank."""
-        return self._batches_from(0)
+    def _total(self, epoch: int) -> int:
+        return len(self._dataset)
 
-    def __iter__(self) -> Iterator[MutableMapping[str, Any]]:
-        if self._position and not self._resuming:  # an epoch left by `break` is not continued
-            self.epoch, self._position = self.epoch + 1, 0
-        self._resuming = False
-        start, rows, size = self._position, len(self._dataset), self._settings["batch_size"]
-        order = self._order(start)
-        parts = (order[k * size : (k + 1) * size] for k in range(self._batches_from(start)))
-        for batch in self._dataset.ahead(self._dataset.batch(part, self._padding) for part in parts):
-            self._position = min(self._position + size * self._settings["world_size"], rows)
-            yield batch
-        self.epoch, self._position = self.epoch + 1, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Start the next `iter()` at the beginning of the given epoch.
-
-        Args:
-            epoch: Number of the epoch, from 0.
-
-        Raises:
-            OptionError: It is not such a number.
-        """
-        if not _is_count(epoch):
-            raise OptionError(f"epoch={epoch!r}: expected an integer of at least 0")
-        self.epoch, self._position, self._resuming = int(epoch), 0, False
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position of this loader, for `load_state_dict`.
-
-        Returns:
-            A dict of plain data (picklable, JSON-serializable): `version`, `epoch`, `position` (how many rows of the
-            epoch's order all ranks together have yielded), `settings`, and `fingerprint` of the data. It is the same on
-            every rank.
-        """
-        return {
-            "version": _VERSION,
-            "epoch": self.epoch,
-            "position": self._position,
-            "settings": dict(self._settings),
-            "fingerprint": self._dataset.fingerprint,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume: the next `iter()` continues with the rows that followed when `state` was saved.
-
-        `world_size` and `batch_size` may differ from those of the saved loader. All ranks together then yield exactly
-        the rest of the epoch's order, divided among the new ranks and batches from its first row on.
-
-        Args:
-            state: The result of `state_dict`.
-
-        Raises:
-            ResumeError: The state is damaged, or was saved with other data or other settings. The message names the
-                differences.
-        """
-        settings, fingerprint = checked_state(state)
-        changed = [
-            f"{name} was {settings.get(name)!r}, is {value!r}"
-            for name, value in self._settings.items()
-            if settings.get(name) != value and name not in _DIVISION
-        ]
-        if changed:
-            raise ResumeError(f"the state was saved by a loader with other settings: {'; '.join(changed)}")
-        differs = difference(fingerprint, self._dataset.fingerprint)
-        if differs:
-            raise ResumeError(f"the state was saved for other data: {differs}")
-        position = position_of(state, len(self._dataset))
-        self.epoch, self._position, self._resuming = int(state["epoch"]), position, True
-
-    def _batches_from(self, start: int) -> int:
-        """Number of batches of each rank from row `start` of an epoch's order on."""
-        rows, size = self._rows_from(start), self._settings["batch_size"]
-        return rows // size if self._settings["drop_last"] else -(-rows // size)
-
-    def _rows_from(self, start: int) -> int:
-        """Number of rows of each rank from row `start` of an epoch's order on."""
-        rows, ranks = len(self._dataset) - start, self._settings["world_size"]
-        return rows // ranks if self._settings["drop_last"] else -(-rows // ranks)
-
-    def _order(self, start: int) -> np.ndarray[Any, Any]:
-        """This rank's rows of the current epoch, in order, from row `start` of the epoch's order on."""
-        rows, ranks = len(self._dataset), self._settings["world_size"]
-        order = np.arange(rows)
+    def _batches(self, parts: Iterator[np.ndarray[Any, Any]]) -> Iterator[MutableMapping[str, Any]]:
+        order = np.arange(len(self._dataset))
         if self._settings["shuffle"]:
-            order = np.random.default_rng([self._settings["seed"], self.epoch]).permutation(rows)
-        end = start + self._rows_from(start) * ranks
-        return np.resize(order, end)[start + self._rank :: ranks]
+            order = np.random.default_rng([self._settings["seed"], self.epoch]).permutation(len(order))
+        return (self._dataset.batch(order[part], self._padding) for part in parts)
 
 
-def checked_state(state: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+class PackLoader(Loader):
+    """An iterable over batches by a plan, of packs or of rows chosen by their lengths. Made by `ChatDataset.loader`.
+
+    Each `iter()` starts the next epoch.
+
+    Examples:
+        >>> import gpuload, pyarrow as pa
+        >>> from gpuload.demo_data import demo_files
+        >>> _, tokenizer = demo_files()
+        >>> texts = pa.table({"text": ["one two three"] * 10})
+        >>> chats = gpuload.load_chats(texts, tokenizer)
+        >>> loader = chats.loader(batch_size=2, packing="bfd", pack_length=8)
+        >>> [tuple(batch["input_ids"].shape) for batch in loader]
+        [(1, 16), (1, 16), (1, 8)]
+
+    Args:
+        dataset: The rows.
+        plan: epoch → its packs.
+        make: plan, numbers of packs → a batch.
+        batch_size: Packs per batch, on each rank.
+        settings: What else decides the plan.
+        rank: This process's rank.
+        world_size: Number of ranks; all of them get the same number of batches.
+        drop_last: Drop packs that are not enough for a batch on every rank; otherwise the first packs are repeated.
+
+    Attributes:
+        epoch: Number of the current epoch, or of the one that the next `iter()` starts.
+
+    Raises:
+        OptionError: A value is invalid, or `drop_last` leaves no batch.
+    """
+
+    _unit = "packs"
+
+    def __init__(
+        self,
+        dataset: Data,
+        plan: Callable[[int], Plan],
+        make: Callable[[Plan, Any], Any],
+        batch_size: int,
+        settings: Mapping[str, Any],
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        drop_last: bool = False,
+    ):
+        self._plan, self._make = plan, make
+        self._planned: tuple[int, Plan] | None = None
+        divided = {"batch_size": batch_size, "world_size": world_size, "drop_last": bool(drop_last)}
+        super().__init__(dataset, divided | dict(settings), rank)
+
+    def plan(self) -> Plan:
+        """Return the plan of the current epoch."""
+        return self._plan_of(self.epoch)
+
+    def _plan_of(self, epoch: int) -> Plan:
+        if self._planned is None or self._planned[0] != epoch:
+            self._planned = epoch, self._plan(epoch)
+        return self._planned[1]
+
+    def _total(self, epoch: int) -> int:
+        return len(self._plan_of(epoch))
+
+    def _batches(self, parts: Iterator[np.ndarray[Any, Any]]) -> Iterator[Any]:
+        plan = self.plan()
+        return (self._make(plan, part) for part in parts)
+
+
+def _checked_state(state: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Settings and fingerprint of a state.
 
     Raises:
@@ -216,20 +313,25 @@ def checked_state(state: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     version = state.get("version")
     if version not in tuple(_PROGRESS):
         raise ResumeError(f"the loader state has version {version!r}, this gpuload supports version {_VERSION}")
-    if not _is_count(state.get("epoch")):
+    if not is_count(state.get("epoch"), 0):
         raise _damaged(f"epoch={state.get('epoch')!r}")
     settings, fingerprint = state.get("settings"), state.get("fingerprint")
     if not isinstance(settings, Mapping) or not isinstance(fingerprint, Mapping):
         raise _damaged("it has no settings or no fingerprint")
-    if not all(_is_count(settings.get(name)) for name in _DIVISION):
+    if not all(is_count(settings.get(name), 0) for name in _DIVISION):
         raise _damaged(f"settings={dict(settings)!r}")
     if unknown := set(state) - {"version", "epoch", _PROGRESS[version], "settings", "fingerprint"}:
         raise _damaged(f"unexpected {', '.join(map(repr, sorted(unknown, key=str)))}")
     return settings, fingerprint
 
 
-def position_of(state: Mapping[str, Any], rows: int) -> int:
-    """How many rows of an epoch of `rows` rows have been yielded. Version 1 counted batches.
+def _position_of(state: Mapping[str, Any], total: int, unit: str) -> int:
+    """How many rows or packs of an epoch have been yielded. Version 1 counted batches.
+
+    Args:
+        state: what was saved.
+        total: rows or packs of its epoch.
+        unit: "rows" or "packs".
 
     Raises:
         ResumeError: it is not in the epoch.
@@ -238,14 +340,10 @@ def position_of(state: Mapping[str, Any], rows: int) -> int:
     step = 1 if progress == "position" else math.prod(state["settings"][name] for name in _DIVISION)
     count: Any = state.get(progress)
     # The last batch of an epoch may be incomplete.
-    if not _is_count(count) or (count > 0 and (count - 1) * step >= rows):
-        raise _damaged(f"{progress}={count!r} in an epoch of {rows:,} rows")
-    return min(int(count) * step, rows)
+    if not is_count(count, 0) or (count > 0 and (count - 1) * step >= total):
+        raise _damaged(f"{progress}={count!r} in an epoch of {total:,} {unit}")
+    return min(int(count) * step, total)
 
 
 def _damaged(what: str) -> ResumeError:
     return ResumeError(f"the loader state is damaged: {what}: use another checkpoint, or start an epoch with set_epoch")
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= 0)

@@ -85,6 +85,20 @@ def _again(chats: gpuload.ChatDataset, settings: dict[str, Any], state: Any) -> 
     return loader
 
 
+def test_groups_of_similar_lengths_resume_with_the_same_number_of_ranks(chats: gpuload.ChatDataset) -> None:
+    """Their plan depends on it."""
+    settings: dict[str, Any] = {"group_by_length": True, "shuffle": True, "seed": 0}
+    loader = chats.loader(4, **settings)
+    next(iter(loader))
+    chats.loader(4, **settings).load_state_dict(loader.state_dict())
+    with pytest.raises(ResumeError, match="planned_ranks was 1, is 2"):
+        chats.loader(4, **settings, world_size=2).load_state_dict(loader.state_dict())
+    for budget in ({"max_tokens": 300}, {"max_tokens": 300, "padded": False}):
+        loader = chats.loader(**budget, shuffle=True, seed=0)
+        next(iter(loader))
+        chats.loader(**budget, shuffle=True, seed=0, world_size=2).load_state_dict(loader.state_dict())
+
+
 def test_batches_by_token_budget(chats: gpuload.ChatDataset) -> None:
     seen: list[int] = []
     for batch in chats.loader(max_tokens=300, shuffle=True, seed=0):

@@ -16,9 +16,9 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 from trl.data_utils import pack_dataset
 
 from gpuload.errors import OptionError
-from gpuload.loader import PromptLoader
 from gpuload.packing import Plan, batch_rows, pack, share
 from gpuload.packing.packs import Packing
+from gpuload.packing.plan import count_batches
 
 STRATEGIES = get_args(Packing)
 LENGTHS = st.one_of(
@@ -196,7 +196,7 @@ def test_numbers_may_be_of_any_integer_type() -> None:
         for group in (False, True):
             made = batch_rows(lengths.astype(np.uint8), **options, group_by_length=group, world_size=small)
             assert same(made, batch_rows(few, **wide, group_by_length=group, world_size=200))
-    ours = share(3000, small, position=small, rank=small - 1, world_size=small)
+    ours = list(share(3000, small, position=small, rank=small - 1, world_size=small))
     assert [part.tolist() for part in ours] == [
         part.tolist() for part in share(3000, 200, position=200, rank=199, world_size=200)
     ]
@@ -303,50 +303,37 @@ def test_batches_of_rows_differ_by_epoch_and_are_reproducible() -> None:
 # -- ranks -----------------------------------------------------------------------------------------------------------
 
 
-class Numbers:
-    """Data for a loader, whose batches are row numbers."""
-
-    fingerprint: Any = {}  # noqa: RUF012
-
-    def __init__(self, rows: int) -> None:
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return self._rows
-
-    def batch(self, rows: Any, padding: str) -> Any:
-        return rows
-
-    def ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
-        return batches
-
-
 @settings(max_examples=300)
 @given(
     packs=st.integers(1, 50), size=st.integers(1, 5), world_size=st.integers(1, 5), drop_last=st.booleans(),
     done=st.integers(0, 12),
 )  # fmt: skip
-def test_ranks_share_packs_as_a_loader_shares_rows(
-    packs: int, size: int, world_size: int, drop_last: bool, done: int
-) -> None:
-    for rank in range(world_size):
-        ours = share(packs, size, rank=rank, world_size=world_size, drop_last=drop_last)
-        if not ours:
-            with pytest.raises(OptionError, match="drop_last leaves no batch"):
-                PromptLoader(Numbers(packs), size, rank=rank, world_size=world_size, drop_last=drop_last)
-            continue
-        loader = PromptLoader(Numbers(packs), size, rank=rank, world_size=world_size, drop_last=drop_last)
-        theirs: list[Any] = list(loader)
-        assert [batch.tolist() for batch in ours] == [batch.tolist() for batch in theirs]
-        done = min(done, len(ours))
-        position = min(done * size * world_size, packs)
+def test_every_rank_gets_its_share_of_packs(packs: int, size: int, world_size: int, drop_last: bool, done: int) -> None:
+    shares = [
+        [batch.tolist() for batch in share(packs, size, rank=rank, world_size=world_size, drop_last=drop_last)]
+        for rank in range(world_size)
+    ]
+    batches = count_batches(packs, size, world_size, drop_last)
+    sizes = [[len(batch) for batch in batches] for batches in shares]
+    assert sizes == [sizes[0]] * world_size
+    assert [len(batches) for batches in shares] == [batches] * world_size
+    # Rank by rank, these are the packs in order; then the first ones again, or the last ones are missing.
+    own = [[number for batch in batches for number in batch] for batches in shares]
+    dealt = [number for numbers in zip(*own, strict=True) for number in numbers]
+    assert dealt == [number % packs for number in range(len(dealt))]
+    assert (len(dealt) <= packs) if drop_last else (packs <= len(dealt) < packs + world_size)
+    if drop_last:
+        assert all(count == size for counts in sizes for count in counts)
+        assert len(dealt) > packs - size * world_size
+    position = min(min(done, batches) * size * world_size, packs)
+    for rank, before in enumerate(shares):
         rest = share(packs, size, position=position, rank=rank, world_size=world_size, drop_last=drop_last)
-        assert [batch.tolist() for batch in rest] == [batch.tolist() for batch in ours[done:]]
+        assert [batch.tolist() for batch in rest] == before[min(done, batches) :]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_another_number_of_ranks_continues(world_size: int) -> None:
-    before = [number for rank in range(4) for number in share(40, 2, rank=rank, world_size=4)[0].tolist()]
+    before = [number for rank in range(4) for number in next(share(40, 2, rank=rank, world_size=4)).tolist()]
     after = [
         number
         for rank in range(world_size)

@@ -9,12 +9,11 @@ import numpy as np
 import torch
 
 from gpuload.arrays import Ragged
-from gpuload.chats.loader import PackLoader
 from gpuload.dataset import PromptDataset, Row
 from gpuload.engines.host.packs import IGNORED, packed
 from gpuload.errors import OptionError
 from gpuload.lazy import LazyDict
-from gpuload.loader import PromptLoader
+from gpuload.loader import PackLoader, PromptLoader
 from gpuload.loss import split
 from gpuload.options import Padding
 from gpuload.packing import Plan, batch_rows, pack
@@ -152,6 +151,8 @@ class ChatDataset(PromptDataset):
             about: dict[str, Any] = {"packing": packing, "pack_length": size}
         else:
             about = {"rows": batch_size, "max_tokens": max_tokens, "padded": padded, "group_by_length": group_by_length}
+            if group_by_length:  # then the plan depends on the ranks, and another number of them cannot resume
+                about["planned_ranks"] = ranks.get("world_size", 1)
             plan = partial(
                 self._row_batches,
                 batch_size=batch_size,
@@ -162,7 +163,7 @@ class ChatDataset(PromptDataset):
                 **chosen,
             )
             made, per_batch = self._padded_pack if padded else self._flat, 1
-        return PackLoader(plan, made, lambda: self.fingerprint, per_batch, about | chosen, **ranks)
+        return PackLoader(self, plan, made, per_batch, about | chosen, **ranks)
 
     @cached_property
     def _kept(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

@@ -4,6 +4,7 @@ A plan is a pure function of lengths, seed and epoch, so a position in it is one
 together have had. Any number of ranks can continue from there.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,8 +70,8 @@ class Plan:
 
 def share(
     packs: int, batch_size: int, *, position: int = 0, rank: int = 0, world_size: int = 1, drop_last: bool = False
-) -> list[RowNumbers]:
-    """Divide the packs of a plan among ranks, and those of a rank into batches, as `PromptLoader` divides rows.
+) -> Iterator[RowNumbers]:
+    """Divide the packs of a plan, or the rows of an order, among ranks, and those of a rank into batches.
 
     Rank r takes the packs r, r + world_size, ... from `position` on. All ranks get the same number of batches, of the
     same numbers of packs: if the packs are not divisible, the last ones are dropped with `drop_last`; otherwise the
@@ -98,17 +99,34 @@ def share(
         >>> [batch.tolist() for batch in share(7, 2, rank=1, world_size=2, position=4)]
         [[5, 0]]
     """
-    check_counts(batch_size=(batch_size, 1), world_size=(world_size, 1), position=(position, 0), packs=(packs, 0))
-    if not is_count(rank, 0) or rank >= world_size:
-        raise OptionError(f"rank={rank!r}: expected 0 to {world_size - 1} for world_size={world_size}")
+    check_counts(packs=(packs, 0), position=(position, 0))
+    check_ranks(batch_size, rank, world_size)
     if position > packs:
         raise OptionError(f"position={position}: expected at most {packs}, the number of packs")
     size, start, ranks = int(batch_size), int(position), int(world_size)
-    left = int(packs) - start
-    own = left // ranks if drop_last else -(-left // ranks)
+    own = _divided(packs - start, ranks, drop_last)
     order = np.resize(np.arange(packs), start + own * ranks)[start + int(rank) :: ranks]
-    batches = own // size if drop_last else -(-own // size)
-    return [order[k * size : (k + 1) * size] for k in range(batches)]
+    return (order[k * size : (k + 1) * size] for k in range(_divided(own, size, drop_last)))
+
+
+def count_batches(packs: int, batch_size: int, world_size: int, drop_last: bool) -> int:
+    """How many batches `share` gives each rank, from the first pack on."""
+    return _divided(_divided(packs, world_size, drop_last), batch_size, drop_last)
+
+
+def check_ranks(batch_size: Any, rank: Any, world_size: Any) -> None:
+    """Checks how packs are divided.
+
+    Raises:
+        OptionError: a value is invalid.
+    """
+    check_counts(batch_size=(batch_size, 1), world_size=(world_size, 1))
+    if not is_count(rank, 0) or rank >= world_size:
+        raise OptionError(f"rank={rank!r}: expected 0 to {world_size - 1} for world_size={world_size}")
+
+
+def _divided(count: int, size: int, drop_last: bool) -> int:
+    return count // size if drop_last else -(-count // size)
 
 
 def lengths_of(lengths: Any) -> RowNumbers:
