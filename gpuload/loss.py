@@ -30,6 +30,8 @@ def split(ids: Ragged) -> tuple[Ragged, Ragged]:
 
 def without_loss(ids: Ragged) -> Array:
     """(n,) bool: rows of ids none of which has loss."""
-    counted = np.zeros(len(ids.values) + 1, np.int64)
-    np.cumsum((ids.values & LOSS) != 0, out=counted[1:])
-    return counted[ids.offsets[1:]] == counted[ids.offsets[:-1]]
+    without = np.ones(len(ids), bool)
+    filled = np.flatnonzero(ids.lengths)  # `reduceat` needs rows with at least one id; between them there is none
+    if len(filled):
+        without[filled] = np.bitwise_or.reduceat(ids.values, ids.offsets[filled]) & LOSS == 0
+    return without

@@ -77,6 +77,28 @@ def run(count: int, work: Callable[..., Answer], *arguments: Any) -> list[Answer
     return [found[rank] for rank in range(count)]
 
 
+def chats_of(rank: int, file: str, tokenizer: str) -> Answer:
+    chats = gpuload.load_chats(file, tokenizer, distributed=True, token_cache=False)
+    rows = chats.__getitems__(range(len(chats)))
+    packs = [batch["labels"].tolist() for batch in chats.loader(batch_size=2, packing="bfd", pack_length=64)]
+    report = chats.report
+    return {"rows": rows, "packs": packs, "counts": (report.rows_read, report.rows_kept, report.examples)}
+
+
+def test_ranks_share_a_load_for_sft(qwen_folder: str, tmp_path: Path) -> None:
+    answers = [{"role": "assistant", "content": "four"}]
+    table = pa.table({"messages": [user(f"What is {k}?") + answers * (k % 5 != 0) for k in range(3 * BATCH)]})
+    file = tmp_path / "chats.parquet"
+    pq.write_table(table, file)
+    alone = gpuload.load_chats(str(file), qwen_folder, token_cache=False)
+    expected = {
+        "rows": alone.__getitems__(range(len(alone))),
+        "packs": [batch["labels"].tolist() for batch in alone.loader(batch_size=2, packing="bfd", pack_length=64)],
+        "counts": (alone.report.rows_read, alone.report.rows_kept, alone.report.examples),
+    }
+    assert run(2, chats_of, str(file), qwen_folder) == [expected, expected]
+
+
 def load(rank: int, files: Any, tokenizer: str, options: dict[str, Any]) -> Answer:
     prompts = gpuload.load(files, tokenizer, distributed=True, progress=False, **options)
     return contents(prompts) | {"into_cache": len(prompts.report.into_cache), "notes": prompts.report.notes}

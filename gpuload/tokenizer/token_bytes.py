@@ -1,16 +1,17 @@
 """The bytes of every token, for tokenizers whose tokens lie end to end in the text.
 
 A token's offsets are then sums of lengths, so nothing has to be encoded again to find the token of a character. This is
-exact for every text that is equal to the bytes of its tokens, end to end:
+exact for every text that is equal to the bytes of its tokens, end to end. Equal lengths are enough to know that, except
+where NFC may have changed a text, which is never one of ASCII:
 
 - BPE joins neighbours, so the tokens of a pre-token lie end to end in it, and an entry's bytes are the text that it
   covers: byte-level BPE writes one letter per byte, and an entry for byte fallback covers one byte of a character.
 - What the tokenizer drops (white space at added tokens, the gaps of a split, bytes without an entry) makes the tokens
   shorter than the text, and what it adds (a prefix) makes them longer. So if it only does one of both, equal lengths
   mean that it did neither. A prefix is added only to a piece that does not begin with it.
-- NFC can make a text longer or shorter. But it never turns a piece into a proper beginning of itself, or into itself
-  and more, so the text differs in the first piece that NFC changes. And where it changes nothing, every character is
-  aligned with itself: NFC composes what it decomposed.
+- NFC can make a text longer or shorter, or another one of the same length. But it never turns a piece into a proper
+  beginning of itself, or into itself and more, so the text differs in the first piece that NFC changes. And where it
+  changes nothing, every character is aligned with itself: NFC composes what it decomposed.
 - A space that is replaced is replaced everywhere, character by character.
 
 Tokenizers that can both drop text and add or normalize it are not supported.
@@ -29,7 +30,7 @@ from gpuload.arrays import offsets_of
 from gpuload.tokenizer.spec import WHITE_SPACE, BpeSpec, Split, bpe_spec, byte_entries, byte_letters
 from gpuload.tokenizer.tables import cached
 
-_VERSION = 1  # of the table and of the rules
+_VERSION = 2  # of the table and of the rules
 _SMALL = 1 << 20  # characters of a tokenizer that is read every time
 _SPACE_LETTER = byte_letters()[ord(" ")]
 
@@ -45,6 +46,7 @@ class TokenBytes:
         trailing: (m,) int32, the same at its end.
         keeps_first: whether the space of a text's first token is not trimmed at its start, if it has only one there.
         space: what the tokenizer replaces every space of a text with; a space if it does not.
+        nfc: whether the tokenizer normalizes texts to NFC.
     """
 
     data: npt.NDArray[np.uint8]
@@ -53,6 +55,7 @@ class TokenBytes:
     trailing: npt.NDArray[np.int32]
     keeps_first: bool
     space: str
+    nfc: bool
 
 
 def token_bytes(model_json: str) -> TokenBytes | str:
@@ -74,8 +77,8 @@ def token_bytes(model_json: str) -> TokenBytes | str:
     reason = str(arrays.pop("reason"))
     if reason:
         return reason
-    keeps_first, space = bool(arrays.pop("keeps_first")), str(arrays.pop("space"))
-    return TokenBytes(**arrays, keeps_first=keeps_first, space=space)
+    keeps_first, space, nfc = bool(arrays.pop("keeps_first")), str(arrays.pop("space")), bool(arrays.pop("nfc"))
+    return TokenBytes(**arrays, keeps_first=keeps_first, space=space, nfc=nfc)
 
 
 def _arrays(model_json: str) -> dict[str, Any]:
@@ -143,6 +146,7 @@ def _table(spec: BpeSpec, trims: Sequence[bool]) -> dict[str, Any]:
         "trailing": trailing,
         "keeps_first": np.array(any(trims)),
         "space": np.array(space),
+        "nfc": np.array(spec.nfc),
     }
 
 

@@ -53,7 +53,7 @@ from gpuload.engines.device.cudf import can_read, chunks, slices
 from gpuload.engines.device.engine import DeviceEngine, Reader, zip_with_tables
 from gpuload.engines.device.kernels import DeviceKernels, Kernels, ThreadStreams
 from gpuload.engines.device.texts import DeviceTexts, texts_to_device
-from gpuload.engines.host.engine import HostEngine
+from gpuload.engines.host.engine import arrow_parts
 from gpuload.engines.protocol import Prompts
 from gpuload.errors import DeviceError
 from gpuload.options import TokensOn
@@ -139,7 +139,7 @@ def reader(kernels: "CudaKernels") -> Reader:
         elif source.parquet is not None and can_read(kind):
             parts = chunks(kernels, source.parquet, prompt_key, kind, kernels.chunk_bytes)
         else:
-            yield from HostEngine.read(source, prompt_key, keep_prompts)
+            yield from arrow_parts(source, prompt_key)
             return
         yield from zip_with_tables(_on_device(kernels, parts), source, prompt_key, keep_prompts)
 

@@ -1,6 +1,7 @@
 """The engine without a GPU: Arrow columns, a compiled tokenizer, NumPy batches."""
 
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -23,6 +24,11 @@ from gpuload.options import Truncation
 from gpuload.reference.reference import Reference
 from gpuload.sources.read import Source, with_prompts
 from gpuload.template.compiler import ChatProgram
+
+
+def arrow_parts(source: Source, prompt_key: str) -> Iterator[tuple[pa.Table, ArrowPrompts]]:
+    """The rows of a source, with their prompts in host memory."""
+    return ((table, ArrowPrompts(column)) for table, column in with_prompts(source, prompt_key))
 
 
 class HostEngine:
@@ -49,9 +55,17 @@ class HostEngine:
         self.by_prompt = exact_only or not reference.encodes_rendered_text or bool(own)
 
     @cached_property
+    def _building(self) -> Future[HostEncoder]:
+        """The encoder takes a second to build: in a thread of its own, while the first rows are read and rendered."""
+        thread = ThreadPoolExecutor(1, "encoder")
+        building = thread.submit(host_encoder, self._reference)
+        thread.shutdown(wait=False)
+        return building
+
+    @property
     def encoder(self) -> HostEncoder:
-        """Built when first needed: it takes half a second, and loads from the token cache do without."""
-        return host_encoder(self._reference)
+        """Built when first needed: loads from the token cache do without."""
+        return self._building.result()
 
     @cached_property
     def _spans(self) -> TokenSpans:
@@ -81,9 +95,10 @@ class HostEngine:
     def loading() -> AbstractContextManager[Any]:
         return nullcontext()
 
-    @staticmethod
-    def read(source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, ArrowPrompts]]:
-        return ((table, ArrowPrompts(column)) for table, column in with_prompts(source, prompt_key))
+    def read(self, source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, ArrowPrompts]]:
+        if not self.by_prompt:
+            _ = self._building  # begins
+        return arrow_parts(source, prompt_key)
 
     def render(self, prompts: Prompts) -> HostText:
         assert isinstance(prompts, ArrowPrompts)

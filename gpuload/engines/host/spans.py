@@ -12,8 +12,9 @@ An empty span ends before it starts. It marks nothing unless one of the two rule
 token. At the start of a text transformers raises OverflowError for it; here it marks nothing.
 
 There are two ways to find the token of a character. Where tokens lie end to end in the text (`token_bytes.py`), it is a
-search in sums of token lengths, for all rows at once. That is verified row by row: the bytes of the tokens must be the
-text. All other rows are encoded by the tokenizer itself, which knows its offsets.
+search in sums of token lengths, for all rows at once. That is verified row by row: the tokens must have the length of
+the text, and its bytes if the tokenizer may have normalized them. All other rows are encoded by the tokenizer itself,
+which knows its offsets.
 """
 
 from typing import Any
@@ -170,10 +171,14 @@ class _Search:
         lengths = self._lengths[ids.values]
         ends = offsets_of(lengths)  # ends[j]: where token j begins if all tokens of all rows lie end to end
         shift = offsets[:-1] - ends[ids.offsets[:-1]]  # (n,) from there to its place in `data`
-        place = ends[:-1] + np.repeat(shift, ids.lengths)
         fast = ends[ids.offsets[1:]] - ends[ids.offsets[:-1]] == np.diff(offsets)
-        different = self._different(data, ids.values, lengths, place)
-        fast[np.searchsorted(ids.offsets, different, side="right") - 1] = False
+        fast[_rows_of(np.flatnonzero(lengths == 0), ids)] = False  # none of the tokenizer's tokens
+        if table.nfc:
+            changeable = fast & ~np.asarray(pc.string_is_ascii(text))
+            token = np.flatnonzero(np.repeat(changeable, ids.lengths))
+            place = ends[token] + np.repeat(shift[changeable], ids.lengths[changeable])
+            different = self._different(data, ids.values[token], lengths[token], place)
+            fast[_rows_of(token[different], ids)] = False
 
         length = offsets[rows + 1] - offsets[rows]
         inside = np.flatnonzero(fast[rows] & (at >= 0) & (at < length))
@@ -194,11 +199,9 @@ class _Search:
         return fast, found
 
     def _different(self, data: Bytes, ids: Ids, lengths: Ids, place: Numbers) -> Numbers:
-        """The numbers of the tokens that are not the bytes at their places, or are none of the tokenizer's."""
+        """The numbers of the tokens that are not the bytes at their places."""
         words = _words_of(data)
-        # Tokens of other lengths than their text may have places outside of the data. Their rows are not fast anyway.
-        place = np.clip(place, 0, len(data))
-        wrong = [np.flatnonzero(lengths == 0), np.flatnonzero((words[place] ^ self._first[ids]) & self._used[ids])]
+        wrong = [np.flatnonzero((words[place] ^ self._first[ids]) & self._used[ids])]
         token = np.flatnonzero(lengths > 8)
         begin, left, place = self._table.offsets[ids[token]], lengths[token], place[token]
         while len(token):  # the next eight bytes of those that have more
@@ -208,6 +211,11 @@ class _Search:
             more = left > 8
             token, begin, left, place = token[more], begin[more], left[more], place[more]
         return np.concatenate(wrong)
+
+
+def _rows_of(token: Numbers, ids: Ragged) -> Numbers:
+    """Numbers of tokens → the rows that have them."""
+    return np.searchsorted(ids.offsets, token, side="right") - 1
 
 
 _FIRST_BYTES = np.array([(1 << 8 * count) - 1 for count in range(9)], "<u8")
@@ -247,7 +255,11 @@ def _mark(
     # Never into the next row, whatever the ids.
     end = ids.offsets[rows] + np.minimum(np.where(last > 0, last + 1, lengths), lengths)
     marks = (none[1:] == of_row) & ~empty & (begin < end)
-    edges = np.bincount(begin[marks], minlength=len(ids.values) + 1)
-    edges -= np.bincount(end[marks], minlength=len(ids.values) + 1)
-    inside: npt.NDArray[np.bool_] = np.cumsum(edges[:-1]) > 0
+    begin, end = begin[marks], end[marks]
+    begin[1:] = np.maximum(begin[1:], np.maximum.accumulate(end)[:-1])  # two spans may share a token
+    end = np.maximum(begin, end)
+    edges = np.stack([begin, end], axis=1).ravel()
+    inside: npt.NDArray[np.bool_] = np.repeat(
+        np.arange(len(edges) + 1) % 2 == 1, np.diff(edges, prepend=0, append=len(ids.values))
+    )
     return inside

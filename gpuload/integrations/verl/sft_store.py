@@ -9,7 +9,7 @@ import pyarrow as pa
 import torch
 
 from gpuload.arrays import Ragged
-from gpuload.engines.host.engine import HostEngine
+from gpuload.engines.host.engine import arrow_parts
 from gpuload.engines.protocol import ArrowPrompts
 from gpuload.integrations.verl.turns import TokenizedConversations
 from gpuload.sources.read import Source, check_unchanged
@@ -47,7 +47,7 @@ def read_conversations(
     Raises:
         SourceError: a file cannot be read, or was changed meanwhile.
     """
-    for batch in read(sources, lambda source: HostEngine.read(source, messages_key, True), wanted, {}):
+    for batch in read(sources, lambda source: arrow_parts(source, messages_key), wanted, {}):
         assert isinstance(batch.prompts, ArrowPrompts)
         yield ConversationBatch(batch.source, batch.rows, batch.table, batch.prompts.column)
     check_unchanged(sources)

@@ -1,0 +1,23 @@
+"""Loss as a bit of each id."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuload.arrays import Ragged
+from gpuload.loss import LOSS, split, with_loss, without_loss
+
+ROWS = st.lists(st.lists(st.tuples(st.integers(0, 300_000), st.booleans()), max_size=5), max_size=8)
+
+
+@given(ROWS)
+def test_bits_are_those_of_the_mask(rows: list[list[tuple[int, bool]]]) -> None:
+    bare = Ragged.from_lists([[token for token, _ in row] for row in rows])
+    mask = np.array([bit for row in rows for _, bit in row], bool)
+    marked = with_loss(bare, mask)
+    assert marked.values.dtype == np.int32
+    assert marked.values.tolist() == [token | int(LOSS) * bit for row in rows for token, bit in row]
+    ids, loss = split(marked)
+    assert ids.to_lists() == bare.to_lists()
+    assert loss.values.tolist() == mask.tolist()
+    assert without_loss(marked).tolist() == [not any(bit for _, bit in row) for row in rows]
