@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from collections import defaultdict
 from pathlib import Path
 
@@ -90,3 +91,15 @@ def test_load_stays_the_function() -> None:
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True True\n"
     )
+
+
+def test_wheels_have_every_package_and_its_files() -> None:
+    settings = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {file.parent: module_of(file) for file in FILES if file.name == "__init__.py"}
+    assert set(folders.values()) == set(settings["packages"])
+    for file in PACKAGE.rglob("*"):
+        if file.is_dir() or file.suffix in (".py", ".pyc"):
+            continue
+        folder = next(folder for folder in file.parents if folder in folders)
+        patterns = settings["package-data"].get(folders[folder], [])
+        assert any(file.relative_to(folder).match(pattern) for pattern in patterns), file
