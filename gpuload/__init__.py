@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gpuload.chats.load import load_chats
     from gpuload.dataset import PromptDataset, collate_fn
     from gpuload.errors import GpuloadError
+    from gpuload.export import save_to_disk
     from gpuload.load import load
     from gpuload.loader import PromptLoader
     from gpuload.options import Options
@@ -32,6 +33,7 @@ _HOMES = {
     "PromptLoader": "gpuload.loader",
     "Options": "gpuload.options",
     "GpuloadError": "gpuload.errors",
+    "save_to_disk": "gpuload.export",
 }
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "collate_fn",
     "load",
     "load_chats",
+    "save_to_disk",
 ]
 
 

@@ -35,6 +35,7 @@ def test_names() -> None:
         "PromptLoader",
         "collate_fn",
         "GpuloadError",
+        "save_to_disk",
     }
     for name in dir(gpuload):
         assert getattr(gpuload, name).__name__ == name
