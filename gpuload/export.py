@@ -26,12 +26,13 @@ from gpuload._version import __version__
 from gpuload.chats.dataset import ChatDataset
 from gpuload.errors import DataError, ExportError, GpuloadError, OptionError
 from gpuload.files import PartialDirectory
+from gpuload.pairs.dataset import PairDataset
 
 _ABOUT = "gpuload.json"
 
 
 def save_to_disk(
-    splits: Mapping[str, ChatDataset],
+    splits: Mapping[str, ChatDataset | PairDataset],
     directory: str | os.PathLike[str],
     *,
     overwrite: bool = False,
@@ -58,7 +59,7 @@ def save_to_disk(
         directory: Where to write.
         overwrite: Replace the directory, if it was written by this function.
         progress: Show a progress bar; None shows it in a terminal.
-        **options: Of `ChatDataset.to_arrow`: `columns`, or `packing` and `pack_length`.
+        **options: Of the datasets' `to_arrow`: `columns`; or `packing` and `pack_length`, of a `ChatDataset`.
 
     Raises:
         OptionError: A value is invalid, or the directory exists.
@@ -128,7 +129,11 @@ def _put(made: Path, place: Path, aside: Path | None) -> None:
 
 
 def _write(
-    splits: Mapping[str, ChatDataset], made: Path, datasets: Any, progress: bool | None, options: Mapping[str, Any]
+    splits: Mapping[str, ChatDataset | PairDataset],
+    made: Path,
+    datasets: Any,
+    progress: bool | None,
+    options: Mapping[str, Any],
 ) -> None:
     readers = {name: dataset.to_arrow(**options) for name, dataset in splits.items()}
     schemas = {name: _features(reader.schema, datasets).arrow_schema for name, reader in readers.items()}

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
+from transformers import Qwen2ForCausalLM
 
 import gpuload
 from gpuload import row_reader
@@ -22,6 +22,8 @@ from gpuload.errors import DataError, ExportError, GpuloadError, OptionError
 
 datasets = pytest.importorskip("datasets", reason="the format is that of datasets")
 trl = pytest.importorskip("trl", reason="TRL is the reference of these tests")
+from export_cases import five_steps, opened, small_model  # noqa: E402
+
 QWEN3 = Path(trl.__file__).parent / "chat_templates" / "qwen3_training.jinja"
 
 ROWS = 45
@@ -47,16 +49,6 @@ def rows_of(count: int = ROWS, seed: int = 0) -> list[dict[str, Any]]:
 def chats(qwen: Any) -> gpuload.ChatDataset:
     table = pa.Table.from_pylist(rows_of())
     return gpuload.load_chats(table, qwen, chat_template=QWEN3.read_text(), max_length=200)
-
-
-def opened(directory: Path) -> Any:
-    """The store, after a check that parquet has the same rows."""
-    store = datasets.load_from_disk(str(directory))
-    for name, split in store.items():
-        file = pq.read_table(directory / f"{name}.parquet")
-        assert file.equals(split.data.table)
-        assert file.schema.metadata == split.data.table.schema.metadata  # the features of `datasets`
-    return store
 
 
 def has_no_leftovers(directory: Path) -> bool:
@@ -225,22 +217,8 @@ def test_without_the_package_datasets(
 
 def trained(dataset: Any, tokenizer: Any, output: Path, **settings: Any) -> tuple[Any, list[float]]:
     """What TRL's trainer makes of a dataset, and the losses of its first five steps with two layers."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2,
-    )  # fmt: skip
-    arguments = trl.SFTConfig(
-        output_dir=str(output), report_to=[], bf16=False, use_cpu=True, max_steps=5, logging_steps=1,
-        per_device_train_batch_size=2, save_strategy="no", learning_rate=0.01, disable_tqdm=True, **settings,
-    )  # fmt: skip
-    trainer = trl.SFTTrainer(Qwen2ForCausalLM(config), arguments, train_dataset=dataset, processing_class=tokenizer)
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert len(losses) == 5
-    return trainer.train_dataset, losses
+    model = small_model(Qwen2ForCausalLM, tokenizer)
+    return five_steps(trl.SFTTrainer, trl.SFTConfig, model, dataset, tokenizer, output, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -336,10 +314,11 @@ def test_the_command_packs(files: tuple[str, str], training_tokenizer: Any, qwen
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--export", "sftt", "OUT", "x"], "--export sftt: expected one of sft, packed"),
+        (["--export", "sftt", "OUT", "x"], "--export sftt: expected one of sft, packed, rm, dpo"),
         (["--overlong", "drop", "x"], "--overlong is an argument of --export"),
         (["--export", "sft", "OUT"], "files and --tokenizer are required"),
         (["--export", "sft", "OUT", "--split", "test"], "--split test: expected NAME=FILES"),
+        (["--export", "dpo", "OUT", "x", "--loss-on", "all"], "are for sft and packed"),
         (["--export", "sft", "OUT", "x", "--prompt-key", "p"], "are not for --export"),
     ],
 )

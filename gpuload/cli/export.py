@@ -1,15 +1,19 @@
 """`gpuload prepare --export`: tokenized data for a trainer, in a directory."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gpuload.chats.load import load_chats
 from gpuload.export import check_destination, save_to_disk
+from gpuload.pairs.load import load_pairs
 
 KINDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "sft": (load_chats, {}),
     "packed": (load_chats, {"packing": "bfd"}),
+    "rm": (partial(load_pairs, objective="rm"), {}),
+    "dpo": (partial(load_pairs, objective="dpo"), {}),
 }
 """Kind → what loads the files, and how the rows are written."""
 

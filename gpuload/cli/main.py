@@ -99,7 +99,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         nargs=2,
         metavar=("KIND", "DIR"),
         help="also write data for a trainer to DIR, as a store of Hugging Face datasets and as parquet; KIND is sft "
-        "(conversations or texts with labels) or packed (packs of them)",
+        "(conversations or texts with labels), packed (packs of them), rm or dpo (pairs of answers)",
     )
     # Without defaults: an argument that was given without --export is an error.
     group = parser.add_argument_group("arguments of --export", argument_default=argparse.SUPPRESS)
@@ -179,6 +179,8 @@ def _export(given: argparse.Namespace, more: dict[str, Any]) -> int:
         given.parser.error(f"--export {kind}: expected one of {', '.join(KINDS)}")
     if given.clear or given.no_template or given.prompt_key != "prompt":
         given.parser.error("--clear, --no-template and --prompt-key are not for --export")
+    if kind in ("rm", "dpo") and {"loss_on", "messages_key"} & more.keys():
+        given.parser.error("--loss-on and --messages-key are for sft and packed")
     splits = {"train": given.files} if given.files else {}
     for split in more.pop("split", []):
         name, equals, files = split.partition("=")

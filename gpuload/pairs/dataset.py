@@ -5,6 +5,7 @@ from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from gpuload.arrays import Ragged
@@ -14,6 +15,7 @@ from gpuload.loader import PromptLoader
 from gpuload.options import Objective, Padding, Truncation
 from gpuload.pairs.formats import LABELS, MARGIN
 from gpuload.pairs.parts import CHOSEN, COMPLETION, REJECTED, appended, lengths, selected, sequence, split
+from gpuload.row_reader import lists, row_reader
 
 Numbers = np.ndarray[Any, Any]
 
@@ -84,13 +86,7 @@ class PairDataset(PromptDataset):
         """
         numbers = self._check(rows)
         columns = {name: self._column(name, numbers) for name in self.passed_through.names}
-        if self.objective == "rm":
-            columns |= {f"{name}_ids": split(each)[0].to_lists() for name, each in self._sequences(numbers).items()}
-        else:
-            for name, each in self._sequences(numbers).items():
-                ids, completion = split(each)
-                columns.setdefault("prompt_ids", selected(ids, ~completion.values).to_lists())
-                columns[f"{name}_ids"] = selected(ids, completion.values).to_lists()
+        columns |= {name: ids.to_lists() for name, ids in self._ids(numbers).items()}
         if self.objective == "kto":
             columns["label"] = self.labels[numbers].tolist()
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
@@ -133,6 +129,43 @@ class PairDataset(PromptDataset):
             OptionError: A value is invalid, or `drop_last` leaves no batch.
         """
         return super().loader(batch_size, **{"padding": "longest"} | settings)
+
+    def to_arrow(self, *, columns: Sequence[str] | None = None) -> pa.RecordBatchReader:
+        """Return all rows as Arrow record batches, which are made one after the other.
+
+        Args:
+            columns: Which other columns of the files to add; None for all. `margin` is always added for `"rm"`.
+
+        Returns:
+            The batches: the lists of a row, as lists of int32, `label` for `"kto"`, and the other columns.
+
+        Raises:
+            OptionError: A column does not exist.
+            DataError: Files have other types in a column, and no type has all of its values.
+        """
+        fields = [pa.field(name, pa.list_(pa.int32())) for name in self._ids(np.zeros(0, np.int64))]
+        if self.objective == "kto":
+            fields.append(pa.field("label", pa.bool_()))
+        if columns is not None and self.objective == "rm" and MARGIN in self.passed_through.names:
+            columns = list(dict.fromkeys([*columns, MARGIN]))
+
+        def make(numbers: Numbers) -> list[pa.Array]:
+            made = [lists(ids.values, ids.offsets) for ids in self._ids(numbers).values()]
+            return [*made, pa.array(self.labels[numbers])] if self.objective == "kto" else made
+
+        return row_reader(self._store.to_host().lengths, fields, make, self.passed_through, columns)
+
+    def _ids(self, numbers: Numbers) -> dict[str, Ragged]:
+        """The ids of B rows, by their names in a row."""
+        found: dict[str, Ragged] = {}
+        for name, each in self._sequences(numbers).items():
+            ids, completion = split(each)
+            if self.objective == "rm":
+                found[f"{name}_ids"] = ids
+            else:
+                found.setdefault("prompt_ids", selected(ids, ~completion.values))
+                found[f"{name}_ids"] = selected(ids, completion.values)
+        return found
 
     def _sequences(self, numbers: Numbers) -> dict[str, Ragged]:
         """The two sequences of each of B rows, with the bit of completions; or one for "kto", and the completions of
