@@ -19,30 +19,39 @@ if TYPE_CHECKING:
     from gpuload.chats.load import load_chats
     from gpuload.dataset import PromptDataset, collate_fn
     from gpuload.errors import GpuloadError
+    from gpuload.export import save_to_disk
     from gpuload.load import load
     from gpuload.loader import PromptLoader
     from gpuload.options import Options
+    from gpuload.pairs.dataset import PairDataset
+    from gpuload.pairs.load import load_pairs
 
 _HOMES = {
     "load": "gpuload.load",
     "load_chats": "gpuload.chats.load",
+    "load_pairs": "gpuload.pairs.load",
     "ChatDataset": "gpuload.chats.dataset",
+    "PairDataset": "gpuload.pairs.dataset",
     "PromptDataset": "gpuload.dataset",
     "collate_fn": "gpuload.dataset",
     "PromptLoader": "gpuload.loader",
     "Options": "gpuload.options",
     "GpuloadError": "gpuload.errors",
+    "save_to_disk": "gpuload.export",
 }
 
 __all__ = [
     "ChatDataset",
     "GpuloadError",
     "Options",
+    "PairDataset",
     "PromptDataset",
     "PromptLoader",
     "collate_fn",
     "load",
     "load_chats",
+    "load_pairs",
+    "save_to_disk",
 ]
 
 

@@ -55,4 +55,8 @@ class ResumeError(GpuloadError, ValueError):
     """A loader state was saved with other data, another tokenizer or other settings."""
 
 
+class ExportError(GpuloadError, OSError):
+    """A directory for prepared data that cannot be written."""
+
+
 MORE_MEMORY = "free memory, or load fewer rows at a time"

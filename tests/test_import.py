@@ -29,12 +29,15 @@ def test_names() -> None:
     assert set(dir(gpuload)) == {
         "load",
         "load_chats",
+        "load_pairs",
         "ChatDataset",
         "Options",
+        "PairDataset",
         "PromptDataset",
         "PromptLoader",
         "collate_fn",
         "GpuloadError",
+        "save_to_disk",
     }
     for name in dir(gpuload):
         assert getattr(gpuload, name).__name__ == name

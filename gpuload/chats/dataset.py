@@ -6,9 +6,11 @@ from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from gpuload.arrays import Ragged
+from gpuload.chats.arrow import pack_reader, sft_reader
 from gpuload.dataset import PromptDataset, Row
 from gpuload.engines.host.packs import IGNORED, packed
 from gpuload.errors import OptionError
@@ -164,6 +166,52 @@ class ChatDataset(PromptDataset):
             )
             made, per_batch = self._padded_pack if padded else self._flat, 1
         return PackLoader(self, plan, made, per_batch, about | chosen, **ranks)
+
+    def to_arrow(
+        self,
+        *,
+        packing: Packing | None = None,
+        pack_length: int | None = None,
+        columns: Sequence[str] | None = None,
+    ) -> pa.RecordBatchReader:
+        """Return all rows, or packs of them, as Arrow record batches.
+
+        They have the columns of data that TRL's `SFTTrainer` has prepared. Batches are made one after the other.
+
+        Examples:
+            >>> import gpuload, pyarrow as pa
+            >>> from gpuload.demo_data import demo_files
+            >>> _, tokenizer = demo_files()
+            >>> chats = gpuload.load_chats(pa.table({"text": ["one two", "three"], "n": [1, 2]}), tokenizer)
+            >>> chats.to_arrow(columns=["n"]).read_all().to_pylist()[1]
+            {'input_ids': [27856, 151645], 'labels': [27856, 151645], 'n': 2}
+            >>> chats.to_arrow(packing="bfd", pack_length=8).read_all()["seq_lengths"].to_pylist()
+            [[3, 2]]
+
+        Args:
+            packing: Packs instead of rows, as for `loader`, without shuffling.
+            pack_length: Tokens of a pack; None for `max_length`.
+            columns: Which other columns of the files to add; None for all. Packs have none.
+
+        Returns:
+            The batches: `input_ids` and `labels`, lists of int32, with -100 as label of tokens without loss, and the
+            other columns. A pack has `seq_lengths` too, the number of tokens of each of its pieces.
+
+        Raises:
+            OptionError: A value is invalid.
+            DataError: Files have other types in a column, and no type has all of its values.
+        """
+        if packing is None:
+            if pack_length is not None:
+                raise OptionError("pack_length is for packs: pass packing too")
+            first, lengths = self._kept
+            whole = np.arange(len(self) + 1)
+            plan = Plan(whole[:-1], first, lengths, whole)
+            return sft_reader(self._store.to_host(), plan, self.passed_through, columns)
+        if columns:
+            raise OptionError(f"columns={list(columns)!r}: a pack has several rows, so it has none of their columns")
+        size = self.options.max_prompt_length if pack_length is None else pack_length
+        return pack_reader(self._store.to_host(), self._packs(size, packing, 0))
 
     @cached_property
     def _kept(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

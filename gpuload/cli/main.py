@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from gpuload._version import __version__
 from gpuload.errors import GpuloadError
@@ -67,6 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="default: $GPULOAD_CACHE, else $XDG_CACHE_HOME/gpuload, else ~/.cache/gpuload",
     )
     prepare.add_argument("--clear", action="store_true", help="remove all cached tokens instead")
+    _add_export(prepare)
     prepare.set_defaults(run=_prepare, parser=prepare)
 
     doctor = commands.add_parser("doctor", help="show versions and GPUs, and test each stage of each engine")
@@ -89,6 +91,36 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-template", action="store_true", help="prompts are plain strings, tokenized without a chat template"
     )
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--export",
+        nargs=2,
+        metavar=("KIND", "DIR"),
+        help="also write data for a trainer to DIR, as a store of Hugging Face datasets and as parquet; KIND is sft "
+        "(conversations or texts with labels), packed (packs of them), rm or dpo (pairs of answers)",
+    )
+    # Without defaults: an argument that was given without --export is an error.
+    group = parser.add_argument_group("arguments of --export", argument_default=argparse.SUPPRESS)
+    group.add_argument(
+        "--split",
+        action="append",
+        metavar="NAME=FILES",
+        help="files of another split, such as test=test.parquet; can be repeated. FILES before are the split train",
+    )
+    group.add_argument("--max-length", type=int, metavar="N", help="limit of a row, or of a pack, in tokens (4096)")
+    group.add_argument("--overlong", metavar="MODE", help="longer rows: drop (the default), keep_start or keep_end")
+    group.add_argument("--loss-on", metavar="PART", help="assistant, last, completion or all; default: by the format")
+    group.add_argument("--messages-key", metavar="KEY", help="column with messages or texts, if it has another name")
+    group.add_argument(
+        "--chat-template", metavar="FILE", help="instead of the tokenizer's own, a .jinja file or a name"
+    )
+    group.add_argument("--columns", metavar="A,B", help="other columns to write (all; packs have none)")
+    group.add_argument("--overwrite", action="store_true", help="replace DIR, if it was written by this command")
+
+
+_EXPORT_ONLY = ("split", "max_length", "overlong", "loss_on", "messages_key", "chat_template", "columns", "overwrite")
 
 
 # Commands are imported when they run: `gpuload --help` does not wait for torch.
@@ -114,8 +146,13 @@ def _inspect(given: argparse.Namespace) -> int:
 
 
 def _prepare(given: argparse.Namespace) -> int:
-    from gpuload.cli.prepare import clear_cache, prepare_files
+    from gpuload.cli.prepare import clear_cache, prepare_files, template_kwargs
 
+    more = {name: getattr(given, name) for name in _EXPORT_ONLY if hasattr(given, name)}
+    if given.export:
+        return _export(given, more)
+    if more:
+        given.parser.error(f"--{next(iter(more)).replace('_', '-')} is an argument of --export")
     if given.clear:
         clear_cache(given.cache_dir)
         return 0
@@ -124,11 +161,45 @@ def _prepare(given: argparse.Namespace) -> int:
     prepare_files(
         given.files,
         given.tokenizer,
-        given.template_kwargs,
         prompt_key=given.prompt_key,
         chat_template=None if given.no_template else "default",
+        apply_chat_template_kwargs=template_kwargs(given.template_kwargs),
         verify=given.verify,
         cache_dir=given.cache_dir,
+    )
+    return 0
+
+
+def _export(given: argparse.Namespace, more: dict[str, Any]) -> int:
+    from gpuload.cli.export import KINDS, export_files
+    from gpuload.cli.prepare import template_kwargs
+
+    kind, directory = given.export
+    if kind not in KINDS:
+        given.parser.error(f"--export {kind}: expected one of {', '.join(KINDS)}")
+    if given.clear or given.no_template or given.prompt_key != "prompt":
+        given.parser.error("--clear, --no-template and --prompt-key are not for --export")
+    if kind in ("rm", "dpo") and {"loss_on", "messages_key"} & more.keys():
+        given.parser.error("--loss-on and --messages-key are for sft and packed")
+    splits = {"train": given.files} if given.files else {}
+    for split in more.pop("split", []):
+        name, equals, files = split.partition("=")
+        if not equals or not name or not files:
+            given.parser.error(f"--split {split}: expected NAME=FILES")
+        splits[name] = [*splits.get(name, []), files]
+    if not splits or not given.tokenizer:
+        given.parser.error("files and --tokenizer are required")
+    if "columns" in more:
+        more["columns"] = [name for name in more["columns"].split(",") if name]
+    export_files(
+        kind,
+        directory,
+        splits,
+        given.tokenizer,
+        apply_chat_template_kwargs=template_kwargs(given.template_kwargs),
+        verify=given.verify,
+        cache_dir=given.cache_dir,
+        **more,
     )
     return 0
 

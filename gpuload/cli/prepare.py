@@ -11,26 +11,32 @@ from gpuload.load import load
 _NO_LIMIT = 2**31 - 1
 
 
-def prepare_files(files: Sequence[str], tokenizer: Any, template_kwargs: str = "{}", **options: Any) -> None:
+def template_kwargs(text: str) -> Any:
+    """The argument `--template-kwargs`: `apply_chat_template_kwargs` as JSON.
+
+    Raises:
+        OptionError: it is not valid JSON.
+    """
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise OptionError(f"--template-kwargs {text!r}: not valid JSON: {error}") from error
+
+
+def prepare_files(files: Sequence[str], tokenizer: Any, **options: Any) -> None:
     """Tokenizes files, unless their tokens are cached already, and prints the report.
 
     Args:
-        template_kwargs: `apply_chat_template_kwargs` as JSON; other constants make other cache entries.
         **options: of `load`.
 
     Raises:
         GpuloadError: some files could not be cached; the message says why.
     """
-    try:
-        kwargs = json.loads(template_kwargs)
-    except ValueError as error:
-        raise OptionError(f"--template-kwargs {template_kwargs!r}: not valid JSON: {error}") from error
     prompts = load(
         list(files),
         tokenizer,
         max_prompt_length=_NO_LIMIT,
         filter_overlong_prompts=False,
-        apply_chat_template_kwargs=kwargs,
         **options,
     )
     report = prompts.report

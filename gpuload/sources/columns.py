@@ -56,16 +56,8 @@ class Columns:
             Column name → list of m values; None for rows whose file does not have the column.
         """
         names = self.names if names is None else names
-        stored = self._index[rows]
-        part_of = np.searchsorted(self._starts, stored, side="right") - 1
         taken: dict[str, list[Any]] = {name: [None] * len(rows) for name in names}
-        for number in sorted(set(part_of.tolist())):
-            slots = np.flatnonzero(part_of == number)
-            part, places = self._parts[number], stored[slots] - self._starts[number]
-            there = set(part.schema.names)
-            part = part.select([name for name in names if name in there])
-            # One row is a view; several are gathered column by column.
-            picked = part.slice(places[0], 1) if len(places) == 1 else part.take(pa.array(places))
+        for slots, picked in self._picked(rows, names):
             for name, column in zip(picked.schema.names, picked.columns, strict=True):
                 values = _values(name, column)
                 if len(slots) == len(rows):
@@ -74,6 +66,35 @@ class Columns:
                     for slot, value in zip(slots, values, strict=True):
                         taken[name][slot] = value
         return taken
+
+    def take_table(self, rows: np.ndarray[Any, Any], schema: pa.Schema) -> pa.Table:
+        """Returns the given rows as one Arrow table.
+
+        Args:
+            rows: (m,) row numbers.
+            schema: at least one column of `promoted_schema`; null in rows whose file does not have it.
+        """
+        slots, tables = [np.zeros(0, np.int64)], [schema.empty_table()]
+        for some, picked in self._picked(rows, schema.names):
+            slots.append(some)
+            # A table without columns does not know how many rows it has.
+            nulls = {schema.names[0]: pa.nulls(len(some), schema.field(0).type)}
+            tables.append(picked if picked.num_columns else pa.table(nulls))
+        return pa.concat_tables(tables, promote_options="permissive").take(pa.array(np.argsort(np.concatenate(slots))))
+
+    def _picked(
+        self, rows: np.ndarray[Any, Any], names: Sequence[str]
+    ) -> Iterator[tuple[np.ndarray[Any, Any], pa.Table]]:
+        """The rows of each part that has any of the (m,) given rows: their places among these, and their columns."""
+        stored = self._index[rows]
+        part_of = np.searchsorted(self._starts, stored, side="right") - 1
+        for number in sorted(set(part_of.tolist())):
+            slots = np.flatnonzero(part_of == number)
+            part, places = self._parts[number], stored[slots] - self._starts[number]
+            there = set(part.schema.names)
+            part = part.select([name for name in names if name in there])
+            # One row is a view; several are gathered column by column.
+            yield slots, part.slice(places[0], 1) if len(places) == 1 else part.take(pa.array(places))
 
     def select(self, rows: np.ndarray[Any, Any]) -> "Columns":
         """(m,) row numbers → those rows, over the same tables."""
@@ -101,6 +122,23 @@ class Columns:
             ) from error
         whole = len(self._index) == merged.num_rows and bool(np.all(np.diff(self._index) == 1))
         return merged if whole else merged.take(pa.array(self._index))
+
+    def promoted_schema(self, names: Sequence[str]) -> pa.Schema:
+        """Some columns, with types promoted where files differ.
+
+        Raises:
+            DataError: a column's types have no common type that keeps all values.
+        """
+        fields = []
+        for name in names:
+            found = [pa.schema([part.schema.field(name)]) for part in self._parts if name in part.schema.names]
+            try:
+                fields.append(pa.unify_schemas(found, promote_options="permissive").field(0))
+            except pa.ArrowException as error:
+                raise DataError(
+                    f"column {name!r} has no common Arrow type in the files ({error}): leave it out with columns="
+                ) from error
+        return pa.schema(fields)
 
     def schema(self) -> pa.Schema:
         """The columns with the types of the first file that has them."""

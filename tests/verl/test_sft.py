@@ -33,8 +33,10 @@ from verl.trainer.sft_trainer import create_sft_dataset
 from verl.utils.dataset.dataset_utils import SFTTensorCollator
 from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 
+import gpuload
 from gpuload.errors import DataError, OptionError
 from gpuload.integrations.verl import SFTDataset, turns
+from gpuload.loss import LOSS
 
 
 @pytest.fixture
@@ -239,6 +241,20 @@ def test_access_does_not_tokenize(write: Any, with_template: Any, monkeypatch: p
         assert len(dataset[row]["input_ids"])
 
 
+def test_the_rule_of_verl_is_not_that_of_load_chats(write: Any, qwen: Any) -> None:
+    """With Qwen2.5, `load_chats` counts the line break after an assistant's header as part of the answer."""
+    conversations = [CONVERSATIONS[0], CONVERSATIONS[1], CONVERSATIONS[2]]
+    file = write({"messages": conversations})
+    chats = gpuload.load_chats(file, qwen)
+    dataset = compare(file, qwen, {**LONG, "ignore_input_ids_mismatch": True})
+    for row, messages in enumerate(conversations):
+        mask = dataset[row]["loss_mask"].bool().tolist()
+        more = [label != -100 for label in chats[row]["labels"]]
+        assert dataset[row]["input_ids"].tolist() == chats[row]["input_ids"]
+        assert sum(more) == sum(mask) + sum(message["role"] == "assistant" for message in messages)
+        assert all(more[at] for at, learned in enumerate(mask) if learned)
+
+
 @pytest.mark.parametrize("verify", ["sample", "full", "off"])
 def test_wrong_mask_falls_back_to_verl(
     write: Any, qwen: Any, verify: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
@@ -248,7 +264,7 @@ def test_wrong_mask_falls_back_to_verl(
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
         tokenized = original(*args, **kwargs)
-        tokenized.loss = 1 - tokenized.loss
+        tokenized.ids.values[:] ^= LOSS
         return tokenized
 
     monkeypatch.setattr(turns.ConversationTokenizer, "tokenize", wrong)

@@ -38,6 +38,7 @@ from gpuload.integrations.verl.sft_store import (
 )
 from gpuload.integrations.verl.turns import ConversationTokenizer, TokenizedConversations
 from gpuload.integrations.verl.versions import system_and_generation_prompt
+from gpuload.loss import LOSS
 from gpuload.options import Options, plain
 from gpuload.sources.fetch import resolve
 from gpuload.sources.read import Source, check_prompt_column, open_file
@@ -239,7 +240,6 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
             return
         dataset = self._unshaped_verl_dataset(table.take(pa.array(rows)))
         ids: list[np.ndarray[Any, Any]] = []
-        loss: list[np.ndarray[Any, Any]] = []
         for number, row in enumerate(rows):
             try:
                 item = dataset[number]
@@ -250,14 +250,12 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
             if reason is not None:
                 tokenized.rejected[row] = reason
                 del tokenized.fallback[row]
-            ids.append(np.zeros(0, np.int32) if reason else item["input_ids"].numpy().astype(np.int32))
-            loss.append(np.zeros(0, np.uint8) if reason else item["loss_mask"].numpy().astype(np.uint8))
+            ids.append(np.zeros(0, np.int32) if reason else _with_bits(item))
         # Append the new rows to the batch, then gather all rows in their order: a new row from the end.
         new = Ragged(np.concatenate(ids), offsets_of(np.array([len(row) for row in ids], np.int64)))
         joined = Ragged.concatenate([tokenized.ids, new])
         order = np.arange(len(tokenized.ids))
         order[rows] = len(order) + np.arange(len(rows))
-        tokenized.loss = Ragged(np.concatenate([tokenized.loss, *loss]), joined.offsets).take(order).values
         tokenized.ids = joined.take(order)
 
     def _first_mismatch(self, tokenized: TokenizedConversations, batch: ConversationBatch, total: int) -> int | None:
@@ -278,13 +276,7 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
                 item = dataset[number]
             except Exception:
                 return row
-            span = slice(int(tokenized.ids.offsets[row]), int(tokenized.ids.offsets[row + 1]))
-            same = (
-                set(item) == _ROW_KEYS
-                and np.array_equal(tokenized.ids.values[span], item["input_ids"].numpy())
-                and np.array_equal(tokenized.loss[span], item["loss_mask"].numpy())
-            )
-            if not same:
+            if set(item) != _ROW_KEYS or not np.array_equal(tokenized.ids[row], _with_bits(item)):
                 return row
         return None
 
@@ -302,7 +294,7 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
         rejected = self._store.rejected_row(row)
         if rejected is not None:
             return self._verl_dataset(rejected)[0]  # type: ignore[no-any-return]
-        ids, loss = self._store.row(row)
+        ids = self._store.row(row)
         if len(ids) > self.max_length and self.truncation == "error":
             source, number = self._store.places[row]
             raise PromptTooLongError(
@@ -311,12 +303,18 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
             )
         return shape_row(
             ids,
-            loss,
             max_length=self.max_length,
             pad_mode=self.pad_mode,
             truncation=self.truncation,
             pad_token_id=self.tokenizer.pad_token_id,
         )
+
+
+def _with_bits(item: dict[str, Any]) -> np.ndarray[Any, Any]:
+    """The ids of verl's row, int32, with a bit for loss."""
+    ids, mask = (item[key].numpy() for key in ("input_ids", "loss_mask"))
+    bits: np.ndarray[Any, Any] = np.where(mask != 0, ids | LOSS, ids).astype(np.int32)
+    return bits
 
 
 @dataclass

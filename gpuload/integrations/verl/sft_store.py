@@ -12,6 +12,7 @@ from gpuload.arrays import Ragged
 from gpuload.engines.host.engine import arrow_parts
 from gpuload.engines.protocol import ArrowPrompts
 from gpuload.integrations.verl.turns import TokenizedConversations
+from gpuload.loss import LOSS
 from gpuload.sources.read import Source, check_unchanged
 from gpuload.stream import read
 
@@ -58,22 +59,21 @@ class SFTStore:
     """Tokenized conversations, in the order in which they were read.
 
     Attributes:
-        ids: n rows of token ids; empty for rejected rows.
-        loss: (len(ids.values),) uint8, 1 where a token is learned.
+        ids: n rows of token ids, with a bit for loss (`gpuload.loss`); empty for rejected rows.
         places: (n, 2) int64, number of the file and row number in it.
         rejected: row → (number in `tables`, row there).
         tables: all columns of the rejected rows.
     """
 
     ids: Ragged
-    loss: npt.NDArray[np.uint8]
     places: Ints
     rejected: dict[int, tuple[int, int]]
     tables: list[pa.Table]
 
-    def row(self, number: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
-        """Return ids and loss of a row, as views."""
-        return self.ids[number], self.loss[int(self.ids.offsets[number]) : int(self.ids.offsets[number + 1])]
+    def row(self, number: int) -> npt.NDArray[np.int32]:
+        """Return the ids of a row, with bits, as a view."""
+        ids: npt.NDArray[np.int32] = self.ids[number]
+        return ids
 
     def rejected_row(self, number: int) -> pa.Table | None:
         """Return the columns of a rejected row, or None if the row has ids."""
@@ -88,7 +88,6 @@ class SFTStoreBuilder:
 
     def __init__(self) -> None:
         self._ids: list[Ragged] = []
-        self._loss: list[npt.NDArray[np.uint8]] = []
         self._places: list[Ints] = []
         self._rejected: dict[int, tuple[int, int]] = {}
         self._tables: list[pa.Table] = []
@@ -102,20 +101,17 @@ class SFTStoreBuilder:
             self._rejected |= numbers
             self._tables.append(batch.table.take(pa.array(rejected)))
         self._ids.append(tokenized.ids)
-        self._loss.append(tokenized.loss)
         self._places.append(np.stack([np.full(len(batch.rows), batch.source), batch.rows], axis=1))
         self._count += len(batch.rows)
 
     def build(self) -> SFTStore:
         """Concatenate the batches. The builder is empty afterwards."""
-        loss = np.concatenate([np.zeros(0, np.uint8), *self._loss])
         places = np.concatenate([np.zeros((0, 2), np.int64), *self._places])
-        return SFTStore(Ragged.concatenate(self._ids), loss, places, self._rejected, self._tables)
+        return SFTStore(Ragged.concatenate(self._ids), places, self._rejected, self._tables)
 
 
 def shape_row(
     ids: npt.NDArray[np.int32],
-    loss: npt.NDArray[np.uint8],
     *,
     max_length: int,
     pad_mode: str,
@@ -125,8 +121,7 @@ def shape_row(
     """Pad or truncate a conversation as verl's SFT dataset does.
 
     Args:
-        ids: (k,) token ids.
-        loss: (k,) 1 where a token is learned.
+        ids: (k,) token ids, with a bit for loss.
         max_length: limit, and with `pad_mode="right"` the length of the row.
         pad_mode: "right" or "no_padding".
         truncation: "left" removes tokens from the start, but only with `pad_mode="right"`; any other value removes
@@ -138,15 +133,15 @@ def shape_row(
     """
     from_start = pad_mode == "right" and truncation == "left"
     skipped = max(0, len(ids) - max_length) if from_start else 0
-    ids, loss = ids[skipped : skipped + max_length], loss[skipped : skipped + max_length]
+    ids = ids[skipped : skipped + max_length]
     count = len(ids)
     length = max_length if pad_mode == "right" else count
     input_ids = np.full(length, 0 if pad_token_id is None else pad_token_id, np.int64)
-    input_ids[:count] = ids
+    input_ids[:count] = ids & ~LOSS
     position_ids, loss_mask = np.zeros(length, np.int64), np.zeros(length, np.int64)
     # Positions count from the start of the whole conversation, as in verl, which truncates them like the ids.
     position_ids[:count] = np.arange(skipped, skipped + count)
-    loss_mask[:count] = loss
+    loss_mask[:count] = (ids & LOSS) != 0
     row = {"input_ids": input_ids}
     if pad_mode == "right":
         row["attention_mask"] = (np.arange(length) < count).astype(np.int64)

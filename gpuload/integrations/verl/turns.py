@@ -10,6 +10,11 @@ its ids differ. Here a batch of conversations becomes two columns of text:
 The compiled template renders both columns and the host encoder tokenizes them. If the template rejects a single message
 (Qwen3.5 needs a user message), verl renders it after an empty user message and removes the ids of that message; so does
 this module. Rows that cannot be tokenized like this are returned with a reason: the caller falls back to verl's method.
+
+This is not built on `load_chats`, whose results are other ones: it tokenizes whole conversations, while verl keeps the
+ids of the messages where they differ (Qwen3's thoughts, OLMo 2's EOS), and its loss has the answers that the template
+writes, while verl's has all ids of an assistant's message after as many as a generation prompt has. What is shared:
+rendering and encoding by columns, ids with a bit for loss, and their comparison.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,6 +28,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.arrays import Ragged, offsets_of
+from gpuload.chats.engine import common_prefixes
 from gpuload.engines.host.encode import host_encoder
 from gpuload.engines.protocol import RowCounts
 from gpuload.integrations.verl.variants import (
@@ -32,6 +38,7 @@ from gpuload.integrations.verl.variants import (
     render_conversations,
     variant_key,
 )
+from gpuload.loss import split, with_loss
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -44,8 +51,7 @@ class TokenizedConversations:
     """n tokenized conversations.
 
     Attributes:
-        ids: n rows of token ids; empty for rows in `fallback` and `rejected`.
-        loss: (len(ids.values),) uint8, 1 where a token is learned.
+        ids: n rows of token ids, with a bit for loss (`gpuload.loss`); empty for rows in `fallback` and `rejected`.
         fallback: row → why verl's method must tokenize it.
         rejected: row → why verl's method is expected to raise.
         mismatches: number of rows that are kept although the ids of their messages differ from those of the whole
@@ -54,7 +60,6 @@ class TokenizedConversations:
     """
 
     ids: Ragged
-    loss: npt.NDArray[np.uint8]
     fallback: dict[int, str]
     rejected: dict[int, str]
     mismatches: int = 0
@@ -123,8 +128,7 @@ class ConversationTokenizer:
         self._variants = {
             key: variant for key, variant in self._variants.items() if variant.program is not None or key == default
         }
-        ids, loss = self._concatenate(layout, messages)
-        result = TokenizedConversations(ids, loss, {}, dict(rejected))
+        result = TokenizedConversations(self._concatenate(layout, messages), {}, dict(rejected))
         result.rendering.add_counts(messages)
         result.rendering.add_counts(wholes)
         self._classify_rows(result, layout, messages, wholes)
@@ -161,8 +165,8 @@ class ConversationTokenizer:
         of_message[layout.opening] = with_tools[layout.counts > 0]
         return variants, with_tools, of_message
 
-    def _concatenate(self, layout: "_Layout", messages: "ConversationTexts") -> tuple[Ragged, npt.NDArray[np.uint8]]:
-        """The ids of each row, from those of its messages, and which of them are learned."""
+    def _concatenate(self, layout: "_Layout", messages: "ConversationTexts") -> Ragged:
+        """The ids of each row, from those of its messages, with bits."""
         ids = self._encode(messages.text())
         role = layout.messages.field("role").cast(pa.large_string())
         # How many ids verl removes from the start of each message: the empty user message, if the template needed one,
@@ -175,7 +179,7 @@ class ConversationTokenizer:
         is_assistant = np.repeat(~_differs_from(role, "assistant"), ids.lengths)
         learned = is_assistant & (position >= self._generation_prompt)
         offsets = offsets_of(lengths)[layout.offsets]  # of rows instead of messages
-        return Ragged(ids.values[position >= 0], offsets), learned[position >= 0].astype(np.uint8)
+        return with_loss(Ragged(ids.values[position >= 0], offsets), learned[position >= 0])
 
     def _classify_rows(
         self,
@@ -194,7 +198,9 @@ class ConversationTokenizer:
         for row, reason in wholes.rejected.items():
             if row not in result.fallback:
                 result.rejected.setdefault(row, reason)
-        for row in np.flatnonzero(_differing_rows(result.ids, self._encode(wholes.text()))).tolist():
+        concatenated, whole = split(result.ids)[0], self._encode(wholes.text())
+        same = (concatenated.lengths == whole.lengths) & (common_prefixes(concatenated, whole) == whole.lengths)
+        for row in np.flatnonzero(~same).tolist():
             if row in result.fallback or row in result.rejected:
                 continue
             if self._ignore_mismatch:
@@ -245,23 +251,11 @@ def _differs_from(role: pa.Array, name: str) -> Bools:
     return np.asarray(pc.fill_null(pc.not_equal(role, name), True), bool)
 
 
-def _differing_rows(one: Ragged, other: Ragged) -> Bools:
-    """(n,) whether the two have different ids in a row."""
-    differing: Bools = one.lengths != other.lengths
-    rows = np.flatnonzero(~differing)
-    # Only rows of equal length are left, so their ids are at the same positions of both value arrays.
-    one, other = one.take(rows), other.take(rows)
-    unequal = np.flatnonzero(one.values != other.values)
-    differing[rows[np.searchsorted(one.offsets, unequal, side="right") - 1]] = True
-    return differing
-
-
 def _without_ids(result: TokenizedConversations, rows: list[int]) -> TokenizedConversations:
     """The same batch with no ids in the given rows."""
     if rows:
         keep = np.ones(len(result.ids), bool)
         keep[rows] = False
-        tokens = np.repeat(keep, result.ids.lengths)
-        offsets = offsets_of(np.where(keep, result.ids.lengths, 0))
-        result.ids, result.loss = Ragged(result.ids.values[tokens], offsets), result.loss[tokens]
+        lengths = result.ids.lengths
+        result.ids = Ragged(result.ids.values[np.repeat(keep, lengths)], offsets_of(np.where(keep, lengths, 0)))
     return result

@@ -1,0 +1,50 @@
+"""`gpuload prepare --export`: tokenized data for a trainer, in a directory."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gpuload.chats.load import load_chats
+from gpuload.export import check_destination, save_to_disk
+from gpuload.pairs.load import load_pairs
+
+KINDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "sft": (load_chats, {}),
+    "packed": (load_chats, {"packing": "bfd"}),
+    "rm": (partial(load_pairs, objective="rm"), {}),
+    "dpo": (partial(load_pairs, objective="dpo"), {}),
+}
+"""Kind → what loads the files, and how the rows are written."""
+
+
+def export_files(
+    kind: str,
+    directory: str,
+    splits: Mapping[str, Sequence[str]],
+    tokenizer: Any,
+    *,
+    columns: Sequence[str] | None = None,
+    overwrite: bool = False,
+    **options: Any,
+) -> None:
+    """Tokenizes files, prints a report for each split, and writes the rows.
+
+    Args:
+        kind: one of `KINDS`.
+        directory: where to write.
+        splits: name → files.
+        columns, overwrite: of `save_to_disk`.
+        **options: of the load.
+
+    Raises:
+        GpuloadError: the files cannot be loaded, or the directory cannot be written.
+    """
+    check_destination(directory, overwrite)  # before the work
+    load, more = KINDS[kind]
+    datasets = {name: load(list(files), tokenizer, **options) for name, files in splits.items()}
+    for name, dataset in datasets.items():
+        print(f"{name}: {dataset.report}")
+    more = more if columns is None else more | {"columns": list(columns)}
+    save_to_disk(datasets, directory, overwrite=overwrite, **more)
+    print(f"written to {Path(directory).resolve()}")

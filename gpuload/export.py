@@ -1,0 +1,206 @@
+"""save_to_disk(): tokenized data as Hugging Face `datasets` stores it, and as parquet.
+
+    DIR/dataset_dict.json, DIR/train/...   what `datasets.load_from_disk(DIR)` opens
+    DIR/train.parquet                      the same rows
+    DIR/gpuload.json                       the fingerprint, options and report of each split
+
+Each record batch is written to both files before the next one is made, so memory is bounded. Everything is written into
+a temporary directory next to DIR, which is renamed at the end.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tqdm import tqdm
+
+from gpuload._version import __version__
+from gpuload.chats.dataset import ChatDataset
+from gpuload.errors import DataError, ExportError, GpuloadError, OptionError
+from gpuload.files import PartialDirectory
+from gpuload.pairs.dataset import PairDataset
+
+_ABOUT = "gpuload.json"
+
+
+def save_to_disk(
+    splits: Mapping[str, ChatDataset | PairDataset],
+    directory: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    progress: bool | None = None,
+    **options: Any,
+) -> None:
+    """Write datasets to a directory that `datasets.load_from_disk` opens, with a parquet file for each split.
+
+    The directory appears as a whole, or not at all. It also has a file `gpuload.json` with the fingerprint, the options
+    and the report of each split.
+
+    Examples:
+        >>> import gpuload, pyarrow as pa, tempfile
+        >>> from gpuload.demo_data import demo_files
+        >>> _, tokenizer = demo_files()
+        >>> chats = gpuload.load_chats(pa.table({"text": ["one two", "three"]}), tokenizer)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     gpuload.save_to_disk({"train": chats}, f"{folder}/sft")
+        ...     sorted(path.name for path in Path(folder, "sft").iterdir())
+        ['dataset_dict.json', 'gpuload.json', 'train', 'train.parquet']
+
+    Args:
+        splits: Name → dataset.
+        directory: Where to write.
+        overwrite: Replace the directory, if it was written by this function.
+        progress: Show a progress bar; None shows it in a terminal.
+        **options: Of the datasets' `to_arrow`: `columns`; or `packing` and `pack_length`, of a `ChatDataset`.
+
+    Raises:
+        OptionError: A value is invalid, or the directory exists.
+        DataError: A column has a type that `datasets` does not have.
+        ExportError: The directory cannot be written; nothing of it is left.
+        GpuloadError: The package `datasets` is not installed.
+    """
+    datasets = check_destination(directory, overwrite)
+    place = Path(directory).expanduser().resolve()
+    if not splits:
+        raise OptionError("splits: no dataset given")
+    for name in splits:
+        if not re.fullmatch(r"\w+(\.\w+)*", name):
+            raise OptionError(f"split {name!r}: expected letters, digits, underscores and single dots")
+    try:
+        partial = PartialDirectory(place.parent)
+        try:
+            made = partial.path / "made"
+            _write(splits, made, datasets, progress, options)
+            _put(made, place, partial.path / "replaced" if overwrite else None)
+        finally:
+            partial.remove()
+    except OSError as error:
+        raise ExportError(f"cannot write {place}: {error}: free disk space, or choose another directory") from error
+
+
+def check_destination(directory: str | os.PathLike[str], overwrite: bool) -> Any:
+    """Checks that a directory may be written.
+
+    Returns:
+        The module `datasets`.
+
+    Raises:
+        OptionError: it exists, and may not be overwritten.
+        GpuloadError: `datasets` is not installed.
+    """
+    place = Path(directory).expanduser().resolve()
+    if place.exists() and not (place.is_dir() and not any(place.iterdir())):
+        if not overwrite:
+            raise OptionError(
+                f"{place} exists: choose another directory, or overwrite it (overwrite=True, --overwrite)"
+            )
+        if not (place / _ABOUT).is_file():
+            raise OptionError(f"{place} exists and was not written by gpuload: choose another directory")
+    try:
+        import datasets
+    except ImportError as error:
+        raise GpuloadError("writing datasets needs the package datasets: pip install 'gpuload[export]'") from error
+    return datasets
+
+
+def _put(made: Path, place: Path, aside: Path | None) -> None:
+    """Renames a directory to its place.
+
+    Args:
+        aside: where to put what is there; None: only an empty directory may be there.
+    """
+    if aside is None or not place.exists():
+        os.replace(made, place)
+        return
+    os.replace(place, aside)
+    try:
+        os.replace(made, place)
+    except OSError:
+        os.replace(aside, place)
+        raise
+
+
+def _write(
+    splits: Mapping[str, ChatDataset | PairDataset],
+    made: Path,
+    datasets: Any,
+    progress: bool | None,
+    options: Mapping[str, Any],
+) -> None:
+    readers = {name: dataset.to_arrow(**options) for name, dataset in splits.items()}
+    schemas = {name: _features(reader.schema, datasets).arrow_schema for name, reader in readers.items()}
+    digests = {name: _digest(dataset.fingerprint, options) for name, dataset in splits.items()}
+    _save_empty(schemas, digests, made, datasets)
+    about = {}
+    for name, reader in readers.items():
+        (file,) = (made / name).glob("*.arrow")
+        rows = _write_rows(reader, schemas[name], file, made / f"{name}.parquet", progress)
+        about[name] = {"rows": rows, "fingerprint": splits[name].fingerprint, "report": asdict(splits[name].report)}
+    content = {"gpuload": __version__, "options": dict(options), "splits": about}
+    (made / _ABOUT).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
+
+
+def _features(schema: pa.Schema, datasets: Any) -> Any:
+    """The types of `datasets` for some columns. JSON becomes text."""
+    features: dict[str, Any] = {}
+    for field in schema:
+        kind = field.type.storage_type if isinstance(field.type, pa.BaseExtensionType) else field.type
+        try:
+            features |= datasets.Features.from_arrow_schema(pa.schema([field.with_type(kind)]))
+        except (ValueError, NotImplementedError) as error:
+            raise DataError(
+                f"column {field.name!r} of type {field.type!s:.60} cannot be stored by datasets ({error}): leave it "
+                "out with columns="
+            ) from error
+    return datasets.Features(features)
+
+
+def _save_empty(schemas: Mapping[str, pa.Schema], digests: Mapping[str, str], made: Path, datasets: Any) -> None:
+    """Lets `datasets` write what it needs to know of each split, with one file without rows.
+
+    Args:
+        digests: of the rows. `datasets` caches what is made of a dataset under its fingerprint.
+    """
+    empty = {
+        name: datasets.Dataset(schema.empty_table(), fingerprint=digests[name]) for name, schema in schemas.items()
+    }
+    with ExitStack() as stack:
+        if not datasets.are_progress_bars_disabled():
+            datasets.disable_progress_bars()
+            stack.callback(datasets.enable_progress_bars)
+        datasets.DatasetDict(empty).save_to_disk(str(made), num_shards=dict.fromkeys(empty, 1))
+
+
+def _write_rows(
+    reader: pa.RecordBatchReader, schema: pa.Schema, store: Path, parquet: Path, progress: bool | None
+) -> int:
+    """Writes the rows of a split into two files, and returns how many there are."""
+    written = 0
+    with ExitStack() as stack:
+        file = stack.enter_context(open(store, "wb"))
+        writers = (
+            stack.enter_context(pa.ipc.new_stream(file, schema)),
+            stack.enter_context(pq.ParquetWriter(parquet, schema, compression="zstd")),
+        )
+        disable = None if progress is None else not progress  # None: unless standard error is a terminal
+        bar = tqdm(desc=f"writing {parquet.name}", unit=" rows", unit_scale=True, disable=disable, leave=False)
+        stack.enter_context(bar)
+        for batch in reader:
+            table = pa.Table.from_batches([batch]).cast(schema)
+            for writer in writers:
+                writer.write_table(table)
+            written += table.num_rows
+            bar.update(table.num_rows)
+    return written

@@ -1,0 +1,106 @@
+"""save_to_disk and `gpuload prepare --export` of preference data, compared with what TRL's trainers prepare."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from transformers import Qwen2ForCausalLM, Qwen2ForSequenceClassification
+
+import gpuload
+from gpuload import row_reader
+from gpuload.cli.main import main
+from gpuload.errors import OptionError
+
+datasets = pytest.importorskip("datasets", reason="the format is that of datasets")
+trl = pytest.importorskip("trl", reason="TRL is the reference of these tests")
+from export_cases import five_steps, opened, small_model  # noqa: E402
+
+ROWS = [
+    {
+        "prompt": [{"role": "user", "content": f"question {row} " * (row % 5 + 1)}],
+        "chosen": [{"role": "assistant", "content": f"good {row} " * (row % 7 + 1)}],
+        "rejected": [{"role": "assistant", "content": f"bad {row} " * (row % 3 + 1)}],
+        "margin": row / 4,
+        "source": ["wiki", "code"][row % 2],
+    }
+    for row in range(23)
+]
+
+
+class PreparedDPOTrainer(trl.DPOTrainer):  # type: ignore[misc,name-defined]
+    """As in docs/preference.md: TRL 1.16 has no setting for data that is prepared."""
+
+    def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
+        return dataset
+
+
+def load(tokenizer: Any, objective: Any) -> gpuload.PairDataset:
+    return gpuload.load_pairs(pa.Table.from_pylist(ROWS), tokenizer, objective=objective)
+
+
+@pytest.mark.parametrize("objective", ["dpo", "rm", "kto"])
+@pytest.mark.parametrize("columns", [None, [], ["source"]])
+def test_rows_are_those_of_the_dataset(
+    qwen: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, objective: Any, columns: Any
+) -> None:
+    monkeypatch.setattr(row_reader, "_ROWS", 5)
+    pairs = load(qwen, objective)
+    gpuload.save_to_disk({"train": pairs}, tmp_path / "pairs", columns=columns)
+    store = opened(tmp_path / "pairs")["train"]
+    rows = [pairs[k] for k in range(len(pairs))]
+    others = {name for name in ("source", "margin") if columns is None or name in columns}
+    others |= {"margin"} if objective == "rm" else set()
+    names = {name for name in rows[0] if name.endswith("_ids")} | others | ({"label"} if objective == "kto" else set())
+    assert set(store.column_names) == names
+    assert list(store) == [{name: row[name] for name in store.column_names} for row in rows]
+    assert {feature.feature.dtype for name, feature in store.features.items() if name.endswith("_ids")} == {"int32"}
+
+
+def test_columns_that_do_not_exist(qwen: Any) -> None:
+    with pytest.raises(OptionError, match="'chosen_ids' is not a column that can be passed through"):
+        load(qwen, "dpo").to_arrow(columns=["chosen_ids"])
+
+
+def test_training_a_reward_model_as_on_what_trl_prepares(qwen: Any, tmp_path: Path) -> None:
+    gpuload.save_to_disk({"train": load(qwen, "rm")}, tmp_path / "rm")
+    own = opened(tmp_path / "rm")["train"]
+    theirs, ours = (
+        five_steps(
+            trl.RewardTrainer, trl.RewardConfig, small_model(Qwen2ForSequenceClassification, qwen), rows, qwen, tmp_path
+        )
+        for rows in (datasets.Dataset.from_list(ROWS), own)
+    )
+    for name in ("chosen_ids", "rejected_ids", "margin"):
+        assert list(ours[0][name]) == list(theirs[0][name])
+    assert ours[1] == theirs[1]
+
+
+def test_training_by_dpo_as_on_what_trl_prepares(qwen: Any, tmp_path: Path) -> None:
+    gpuload.save_to_disk({"train": load(qwen, "dpo")}, tmp_path / "dpo")
+    own = opened(tmp_path / "dpo")["train"]
+    theirs, ours = (
+        five_steps(
+            kind, trl.DPOConfig, small_model(Qwen2ForCausalLM, qwen), rows, qwen, tmp_path,
+            more={"ref_model": small_model(Qwen2ForCausalLM, qwen)},
+        )
+        for kind, rows in ((trl.DPOTrainer, datasets.Dataset.from_list(ROWS)), (PreparedDPOTrainer, own))
+    )  # fmt: skip
+    for name in ("prompt_ids", "chosen_ids", "rejected_ids"):
+        assert list(ours[0][name]) == list(theirs[0][name])
+    assert ours[1] == theirs[1]
+
+
+@pytest.mark.parametrize("kind", ["dpo", "rm"])
+def test_the_command(qwen: Any, qwen_folder: str, tmp_path: Path, kind: Any) -> None:
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    place = tmp_path / "out"
+    command = ["prepare", "--split", f"test={file}", "--tokenizer", qwen_folder, "--export", kind, str(place)]
+    assert main([*command, "--max-length", "60", "--columns", ""]) == 0
+    pairs = gpuload.load_pairs(str(file), qwen, objective=kind, max_length=60)
+    assert 0 < len(pairs) < len(ROWS)
+    assert list(opened(place)["test"]) == pairs.to_arrow(columns=[]).read_all().to_pylist()
