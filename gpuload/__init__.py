@@ -22,11 +22,15 @@ if TYPE_CHECKING:
     from gpuload.load import load
     from gpuload.loader import PromptLoader
     from gpuload.options import Options
+    from gpuload.pairs.dataset import PairDataset
+    from gpuload.pairs.load import load_pairs
 
 _HOMES = {
     "load": "gpuload.load",
     "load_chats": "gpuload.chats.load",
+    "load_pairs": "gpuload.pairs.load",
     "ChatDataset": "gpuload.chats.dataset",
+    "PairDataset": "gpuload.pairs.dataset",
     "PromptDataset": "gpuload.dataset",
     "collate_fn": "gpuload.dataset",
     "PromptLoader": "gpuload.loader",
@@ -38,11 +42,13 @@ __all__ = [
     "ChatDataset",
     "GpuloadError",
     "Options",
+    "PairDataset",
     "PromptDataset",
     "PromptLoader",
     "collate_fn",
     "load",
     "load_chats",
+    "load_pairs",
 ]
 
 

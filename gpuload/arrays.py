@@ -68,6 +68,12 @@ class Ragged:
         return self.offsets[1:] - self.offsets[:-1]
 
     @property
+    def positions(self) -> Array:
+        """(offsets[-1],) int64: the place of each id in its row."""
+        xp = array_module(self.values)
+        return xp.arange(len(self.values), dtype=np.int64) - xp.repeat(self.offsets[:-1], self.lengths)
+
+    @property
     def nbytes(self) -> int:
         return int(self.values.nbytes + self.offsets.nbytes)
 
@@ -116,7 +122,7 @@ class Ragged:
         if not len(lengths) or int(lengths.max()) <= length:
             return self
         head = {"left": 0, "right": length, "middle": length // 2}[side]
-        place = xp.arange(len(self.values), dtype=np.int64) - xp.repeat(self.offsets[:-1], lengths)
+        place = self.positions
         tail = xp.repeat(lengths, lengths) - place  # counted from the end of the row: 1 for its last id
         kept = (place < head) | (tail <= length - head)
         return Ragged(self.values[kept], offsets_of(xp.minimum(lengths, length)))

@@ -3,13 +3,13 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import cache, cached_property, partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import pyarrow as pa
 import torch
 
-from gpuload.arrays import Ragged
+from gpuload.arrays import Array, Ragged
 from gpuload.engines.protocol import Engine, TokenStore
 from gpuload.errors import PromptTooLongError
 from gpuload.fingerprint import Fingerprint, token_digest
@@ -20,6 +20,23 @@ from gpuload.report import Report
 from gpuload.sources.columns import Columns
 
 Row = dict[str, Any]
+
+
+class Make(Protocol):
+    """Makes the dataset of a load, from the arguments of `PromptDataset`: this class, one below it, or a function that
+    has the following too.
+
+    Attributes:
+        limit_name: name of the option that sets the limit in tokens.
+    """
+
+    @property
+    def limit_name(self) -> str: ...
+
+    def limited(self, ids: Any, /) -> Array: ...
+
+    def __call__(self, *made: Any) -> "PromptDataset": ...
+
 
 _KEYS = frozenset(("input_ids", "attention_mask", "position_ids", "raw_prompt_ids", "index"))
 
@@ -56,6 +73,11 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
     """
 
     limit_name: ClassVar[str] = "max_prompt_length"  # in messages
+
+    @staticmethod
+    def limited(ids: Any) -> Array:
+        """(n,) lengths to which the limit applies, of n rows of ids or of a store of them."""
+        return ids.lengths
 
     def __init__(
         self,

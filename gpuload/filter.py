@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from gpuload.arrays import array_module, on_host
+from gpuload.arrays import Array, array_module, on_host
 from gpuload.engines.host.sanitize import without_marks
 from gpuload.errors import DataError
 from gpuload.options import Options
@@ -20,10 +20,10 @@ Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 def filter_rows(
     batch: Batch,
+    lengths: Array,
     source: str,
     report: Report,
-    prompt_key: str,
-    strict: bool = False,
+    options: Options,
     keep_rejected: bool = False,
     unusable: Mapping[int, str] = MappingProxyType({}),
 ) -> Mask:
@@ -31,10 +31,11 @@ def filter_rows(
 
     Args:
         batch: n rows with tokens.
+        lengths: (n,) those to which the limit applies, in the memory of the ids.
         source: the name of their file.
         report: also says what the limit is and whether overlong rows are dropped.
-        prompt_key: the column with the prompts.
-        strict: raise an error for the first row that was rejected.
+        options: `prompt_key` is the column with the prompts; `strict` raises an error for the first row that was
+            rejected.
         keep_rejected: keep rows that could not be rendered, without tokens.
         unusable: row → why it is of no use although it has tokens.
 
@@ -46,15 +47,14 @@ def filter_rows(
     """
     tokens = batch.tokens
     assert tokens is not None
-    rejected = {**unusable, **tokens.rejected, **invalid_rows(_without(batch.table, prompt_key))}
+    rejected = {**unusable, **tokens.rejected, **invalid_rows(_without(batch.table, options.prompt_key))}
     keep = np.ones(len(batch.rows), bool)
     for row, reason in sorted(rejected.items()):
         place = f"{source} row {batch.rows[row]}"
-        if strict:
+        if options.strict:
             raise DataError(f"{place}: {reason}. With strict=False, such rows are dropped and counted")
         report.reject(place, reason)
         keep[row] = False
-    lengths = tokens.ids.lengths
     # Compared in the engine's memory: one byte per row comes to the host.
     overlong = keep & on_host(lengths > report.max_prompt_length)
     report.rows_read += len(keep)

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from gpuload.arrays import Ragged, RowNumbers
 from gpuload.cache.store import TokenCache, tokens_directory
-from gpuload.dataset import PromptDataset, warn_of_replaced
+from gpuload.dataset import Make, PromptDataset, warn_of_replaced
 from gpuload.engines.choose import EngineBuilder, choose_engine
 from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.protocol import Engine, TokenStore
@@ -158,7 +158,7 @@ class Pass:
         options: of the load.
         keep_rejected: keep rows whose prompts cannot be rendered, without tokens, instead of dropping them.
         ranks: the ranks that share the work.
-        make: the class of the result.
+        make: makes the result.
         unusable: n rows of ids → row: why it is of no use.
     """
 
@@ -168,7 +168,7 @@ class Pass:
     options: Options
     keep_rejected: bool = False
     ranks: Ranks | None = None
-    make: type[PromptDataset] = PromptDataset
+    make: Make = PromptDataset
     unusable: Unusable = lambda _: {}
 
     @property
@@ -186,7 +186,7 @@ def load_sources(
     started: float | None = None,
     keep_rejected: bool = False,
     build_engine: EngineBuilder | None = None,
-    make: type[PromptDataset] = PromptDataset,
+    make: Make = PromptDataset,
     unusable: Unusable = Pass.unusable,
 ) -> PromptDataset:
     """`load` of sources that are open already.
@@ -304,10 +304,8 @@ def _run(task: Pass, engine: Engine) -> PromptDataset:
             assert batch.tokens is not None
             if batch.text is not None:
                 cache.write(source, batch)
-            unusable = task.unusable(batch.tokens.ids)
-            keep = filter_rows(
-                batch, source.name, report, options.prompt_key, options.strict, task.keep_rejected, unusable
-            )
+            lengths, unusable = task.make.limited(batch.tokens.ids), task.unusable(batch.tokens.ids)
+            keep = filter_rows(batch, lengths, source.name, report, options, task.keep_rejected, unusable)
             kept = np.flatnonzero(keep)
             tables.append(kept_columns(batch, keep, options, report.sanitized))
             ids.append(engine.keep(batch.tokens.ids, None if keep.all() else kept))
@@ -329,7 +327,7 @@ def _run(task: Pass, engine: Engine) -> PromptDataset:
         store = engine.store(ids, order)
         if options.tokens_on == "auto" and engine.name == "cuda" and isinstance(store, Ragged):
             report.notes.append("token ids are in host memory: gpu_memory_limit leaves too little GPU memory for them")
-        report.tokens, report.longest = int(store.lengths.sum()), int(store.lengths.max())
+        report.tokens, report.longest = int(store.lengths.sum()), int(task.make.limited(store).max())
     return task.make(
         store,
         Columns(drained(tables), order),

@@ -19,6 +19,7 @@ Truncation = Literal["error", "left", "right", "middle"]
 Verify = Literal["sample", "full", "off"]
 Padding = Literal["max_length", "longest"]
 LossOn = Literal["assistant", "last", "completion", "all"]
+Objective = Literal["dpo", "rm", "kto"]
 TokensOn = Literal["auto", "device", "host"]
 
 # Keys of verl 0.9.1's `data:` section (trainer/config/data/legacy_data.yaml) that do not concern how prompts are read,

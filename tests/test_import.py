@@ -29,8 +29,10 @@ def test_names() -> None:
     assert set(dir(gpuload)) == {
         "load",
         "load_chats",
+        "load_pairs",
         "ChatDataset",
         "Options",
+        "PairDataset",
         "PromptDataset",
         "PromptLoader",
         "collate_fn",

@@ -118,11 +118,9 @@ class ChatEngine(HostEngine):
         return made
 
     def _texts(self, text: pa.LargeStringArray, prompt: pa.LargeStringArray | None = None) -> PlainText:
-        eos, nothing = (pa.scalar(value, pa.large_string()) for value in (self._reference.eos, ""))
-        with_eos = pc.binary_join_element_wise(text, eos, nothing)
-        ended = pc.if_else(pc.ends_with(text, self._reference.eos), text, with_eos)
+        ended = with_eos(text, self._reference.eos)
         if prompt is not None:
-            ended = pc.binary_join_element_wise(prompt, ended, nothing)
+            ended = pc.binary_join_element_wise(prompt, ended, pa.scalar("", pa.large_string()))
         rejected = {int(row): "the text is null" for row in np.flatnonzero(np.asarray(ended.is_null()))}
         return PlainText(
             text=ended, alone=prompt, rejected=rejected, compiled_rows=len(ended) - len(rejected), control_rows=0
@@ -134,16 +132,16 @@ class ChatEngine(HostEngine):
         else:
             made = super().encode(text)
             if isinstance(text, Completions):
-                made.ids = self._with_completion_loss(made.ids, self.ids(_filled(text.alone.text)))
+                made.ids = self._with_completion_loss(made.ids, self.ids(filled(text.alone.text)))
             elif text.ids is None and self.program.answers is None:
                 made.ids = _all_with_loss(made.ids)
         return made
 
     def _plain(self, text: PlainText) -> Ragged:
-        ids = self._surrounded(self.ids(_filled(text.text)))
+        ids = surrounded(self.ids(filled(text.text)), *self._reference.added)
         if text.alone is None:
             return _all_with_loss(ids)
-        return self._with_completion_loss(ids, self._surrounded(self.ids(_filled(text.alone))))
+        return self._with_completion_loss(ids, surrounded(self.ids(filled(text.alone)), *self._reference.added))
 
     def _with_completion_loss(self, ids: Ragged, alone: Ragged) -> Ragged:
         """Ids whose loss begins where they first differ from those of the prompt alone.
@@ -159,20 +157,26 @@ class ChatEngine(HostEngine):
         mask = position >= np.repeat(common_prefixes(bare, alone), ids.lengths)
         return with_loss(bare, mask if self.program.answers is None else mask & marked.values)
 
-    def _surrounded(self, ids: Ragged) -> Ragged:
-        """Rows with the special tokens that the tokenizer's call adds."""
-        before, after = self._reference.added
-        if not before and not after:
-            return ids
-        offsets = offsets_of(ids.lengths + len(before) + len(after))
-        values = np.empty(int(offsets[-1]), np.int32)
-        inside = np.ones(len(values), bool)
-        for k, token in enumerate(before):
-            values[offsets[:-1] + k], inside[offsets[:-1] + k] = token, False
-        for k, token in enumerate(reversed(after), 1):
-            values[offsets[1:] - k], inside[offsets[1:] - k] = token, False
-        values[inside] = ids.values
-        return Ragged(values, offsets)
+
+def surrounded(ids: Ragged, before: list[int], after: list[int]) -> Ragged:
+    """Rows with the special tokens that the tokenizer's call adds before and after each."""
+    if not before and not after:
+        return ids
+    offsets = offsets_of(ids.lengths + len(before) + len(after))
+    values = np.empty(int(offsets[-1]), np.int32)
+    inside = np.ones(len(values), bool)
+    for k, token in enumerate(before):
+        values[offsets[:-1] + k], inside[offsets[:-1] + k] = token, False
+    for k, token in enumerate(reversed(after), 1):
+        values[offsets[1:] - k], inside[offsets[1:] - k] = token, False
+    values[inside] = ids.values
+    return Ragged(values, offsets)
+
+
+def with_eos(text: pa.LargeStringArray, eos: str) -> pa.LargeStringArray:
+    """Texts, each followed by an EOS token if it does not end with it."""
+    token, nothing = (pa.scalar(value, pa.large_string()) for value in (eos, ""))
+    return pc.if_else(pc.ends_with(text, eos), text, pc.binary_join_element_wise(text, token, nothing))
 
 
 def common_prefixes(ids: Ragged, others: Ragged) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -216,5 +220,6 @@ def _all_with_loss(ids: Ragged) -> Ragged:
     return with_loss(ids, np.ones(len(ids.values), bool))
 
 
-def _filled(text: pa.LargeStringArray) -> pa.LargeStringArray:
+def filled(text: pa.LargeStringArray) -> pa.LargeStringArray:
+    """Texts with empty ones for nulls."""
     return pc.fill_null(text, "") if text.null_count else text

@@ -15,7 +15,7 @@ prompt-completion a struct of both; for sharegpt and alpaca messages with these 
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,6 +43,7 @@ class Format:
         name: as the user may give it.
         columns: those that make a file have this format; the first is the name of the column made of them.
         more: further columns that are read if they are there.
+        kept: columns that are read if they are there, and passed through as well.
         convert: values of these columns for n rows → n prompts; None if the first column is used as it is.
     """
 
@@ -50,6 +51,7 @@ class Format:
     columns: tuple[str, ...]
     more: tuple[str, ...] = ()
     convert: Callable[[dict[str, Any]], pa.Array] | None = None
+    kept: tuple[str, ...] = ()
 
 
 def _pairs(columns: dict[str, Any]) -> pa.Array:
@@ -69,10 +71,11 @@ def _from_sharegpt(columns: dict[str, Any]) -> pa.Array:
 def _sharegpt_row(turns: Any, system: str | None) -> Any:
     if not isinstance(turns, list) or not turns:
         return turns
-    return ([{"role": "system", "content": system}] if system else []) + [_sharegpt_turn(turn) for turn in turns]
+    return ([{"role": "system", "content": system}] if system else []) + [sharegpt_turn(turn) for turn in turns]
 
 
-def _sharegpt_turn(turn: Any) -> Any:
+def sharegpt_turn(turn: Any) -> Any:
+    """A message of ShareGPT data with role and content."""
     if not isinstance(turn, dict) or turn.get("from") is None:
         return turn  # rendering rejects it, with a reason
     if turn["from"] != "function_call":
@@ -129,12 +132,40 @@ def find_format(schema: pa.Schema, where: str, name: str | None = None, key: str
     for each in candidates:
         if names.issuperset(each.columns) and _fits(each, schema):
             return each
+    raise no_format(schema, where, candidates, name, _remedy(schema))
+
+
+def no_format(schema: pa.Schema, where: str, candidates: Sequence[Format], name: str | None, remedy: str) -> DataError:
+    """The error for a file that has none of some formats.
+
+    Args:
+        schema, where, name: as for `find_format`.
+        candidates: the formats.
+        remedy: what to do.
+    """
+    names = set(schema.names)
     closest = max(candidates, key=lambda each: len(names.intersection(each.columns)) / len(each.columns))
     wanted = f"format={name!r}" if name else "a known format"
-    raise DataError(
+    return DataError(
         f"{where}: not {wanted}. The columns are {_described(schema)}; the closest format is {closest.name}, which has "
-        f"{' and '.join(closest.columns)}{_missing(closest, names)}: {_remedy(schema)}"
+        f"{' and '.join(closest.columns)}{_missing(closest, names)}: {remedy}"
     )
+
+
+def one_format(found: Mapping[str, str]) -> str:
+    """The format that all files have.
+
+    Args:
+        found: file → its format.
+
+    Raises:
+        DataError: they have several.
+    """
+    names = list(dict.fromkeys(found.values()))
+    if len(names) > 1:
+        examples = ", ".join(next(f"{file} is {one}" for file, each in found.items() if each == one) for one in names)
+        raise DataError(f"files have different formats ({examples}): load them separately, or pass format=")
+    return names[0]
 
 
 def _fits(candidate: Format, schema: pa.Schema) -> bool:
@@ -179,12 +210,13 @@ def _described(schema: pa.Schema) -> str:
 def as_prompts(source: Source, found: Format, key: str) -> Source:
     """The same rows with one column `key` instead of those of its format."""
     used = [name for name in (*found.columns, *found.more, TOOLS) if name in source.schema.names]
+    kept = [name for name in found.kept if name in source.schema.names]
     if found.convert is None and used == [key]:
         return replace(source, parquet=None, frame=None)
 
     def batches() -> Iterator[pa.Table]:
         for table in source.batches():
-            columns = {name: _whole(table.column(name)) for name in used}
+            columns = {name: _whole(table.column(name)) for name in used + kept}
             prompts = found.convert(columns) if found.convert else columns[found.columns[0]]
             if TOOLS in columns:
                 prompts = _with_tools(prompts, columns[TOOLS])
@@ -200,7 +232,7 @@ def as_prompts(source: Source, found: Format, key: str) -> Source:
         parquet=None,
         frame=None,
         without=None,
-        content=content and (lambda _: found.name.encode() + b"".join(content(name) for name in used)),
+        content=content and (lambda _: repr((found.name, used)).encode() + b"".join(map(content, used + kept))),
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from gpuload.arrays import Ragged
 from gpuload.chats.dataset import ChatDataset
 from gpuload.chats.engine import ChatEngine
-from gpuload.chats.formats import FORMATS, as_prompts, find_format, is_plain
+from gpuload.chats.formats import FORMATS, as_prompts, find_format, is_plain, one_format
 from gpuload.chats.reference import ChatReference
 from gpuload.errors import DataError, DeviceError, OptionError
 from gpuload.load import load_sources
@@ -23,7 +23,9 @@ from gpuload.sources.read import Source
 
 Overlong = Literal["drop", "keep_start", "keep_end"]
 
-_TRUNCATION = {"drop": "error", "keep_start": "right", "keep_end": "left"}
+OVERLONG = {"drop": "error", "keep_start": "right", "keep_end": "left"}
+"""What becomes of longer rows → the option `truncation` of `load`."""
+
 _CHOICES: dict[str, tuple[LossOn, ...]] = {
     **dict.fromkeys(("messages", "sharegpt", "alpaca"), ("assistant", "last", "all")),
     "prompt-completion": ("completion", "assistant", "all"),
@@ -106,8 +108,8 @@ def load_chats(
     """
     started = time.perf_counter()
     given = dict(locals())
-    own = {name: given.pop(name) for name in ("format", "messages_key", "loss_on", "max_length", "overlong")}
-    _check(**own)
+    _check(format, messages_key, loss_on)
+    check_length(max_length, overlong)
     if device not in ("auto", "cpu"):
         raise DeviceError(f"device={device!r}: load_chats works on the CPU only: use device='cpu' or 'auto'")
     options = Options.parse(
@@ -116,7 +118,7 @@ def load_chats(
             "prompt_key": "messages" if messages_key is None else messages_key,
             "max_prompt_length": max_length,
             "filter_overlong_prompts": overlong == "drop",
-            "truncation": _TRUNCATION[overlong],
+            "truncation": OVERLONG[overlong],
             "device": "cpu",
         }
     )
@@ -195,7 +197,7 @@ def _engine(options: Options, reference: Any, exact_only: bool = False) -> ChatE
     return ChatEngine(reference, exact_only)
 
 
-def _check(format: Any, messages_key: Any, loss_on: Any, max_length: Any, overlong: Any) -> None:
+def _check(format: Any, messages_key: Any, loss_on: Any) -> None:
     names = [each.name for each in FORMATS]
     if format is not None and format not in names:
         raise OptionError(f"format={format!r}{nearest(str(format), set(names))}")
@@ -203,6 +205,14 @@ def _check(format: Any, messages_key: Any, loss_on: Any, max_length: Any, overlo
         raise OptionError(f"messages_key={messages_key!r}: expected the name of a column, or None")
     if loss_on is not None and loss_on not in get_args(LossOn):
         raise OptionError(f"loss_on={loss_on!r}: expected one of {', '.join(map(repr, get_args(LossOn)))}, or None")
+
+
+def check_length(max_length: Any, overlong: Any) -> None:
+    """Checks the options that concern long rows.
+
+    Raises:
+        OptionError: one of them is invalid.
+    """
     if overlong not in get_args(Overlong):
         raise OptionError(f"overlong={overlong!r}: expected one of {', '.join(map(repr, get_args(Overlong)))}")
     if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1:
@@ -214,17 +224,12 @@ def _prompts_of(
 ) -> tuple[list[Source], str]:
     """The sources with one column of prompts, and the format that all of them have."""
     filled = [source for source in sources if source.num_rows]
-    found = {source.name: find_format(source.schema, source.name, format, messages_key) for source in filled}
-    names = list(dict.fromkeys(each.name for each in found.values()))
-    if len(names) > 1:
-        examples = ", ".join(
-            next(f"{name} is {one}" for name, each in found.items() if each.name == one) for one in names
-        )
-        raise DataError(f"files have different formats ({examples}): load them separately, or pass format=")
     for source in filled:
         if format is None and {"chosen", "rejected"} <= set(source.schema.names):
             raise DataError(
-                f"{source.name}: preference data, with columns chosen and rejected: pass format={names[0]!r} to train "
-                "on the other columns as they are"
+                f"{source.name}: preference data, with columns chosen and rejected: use load_pairs, or pass format= to "
+                "train on the other columns as they are"
             )
-    return [as_prompts(source, found[source.name], key) for source in filled], names[0]
+    found = {source.name: find_format(source.schema, source.name, format, messages_key) for source in filled}
+    name = one_format({source: each.name for source, each in found.items()})
+    return [as_prompts(source, found[source.name], key) for source in filled], name

@@ -1,32 +1,26 @@
 """The tokenizer of a load for SFT: what it makes of a conversation, of a prompt with its completion, and of a text.
 
-As TRL prepares them: the ids of `apply_chat_template` for messages, and those of the tokenizer's call, which adds its
-special tokens, for texts; an EOS token follows a text that does not end with it. A completion begins where its ids
-first differ from those of the prompt alone.
+A completion begins where its ids first differ from those of the prompt alone.
 """
 
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from gpuload.errors import OptionError, TokenizerError
 from gpuload.loss import LOSS
 from gpuload.options import LossOn
-from gpuload.reference.reference import Reference, problem
-from gpuload.reference.template_call import TemplateCall
+from gpuload.reference.reference import problem
+from gpuload.reference.training import TrainingReference, common_prefix
 from gpuload.template.answers import Answers, UnknownAnswersError
 
 
-class ChatReference(Reference):
-    """As `Reference`; ids with loss have a bit (`gpuload.loss`).
+class ChatReference(TrainingReference):
+    """As `TrainingReference`; ids with loss have a bit (`gpuload.loss`).
 
     Args:
         tokenizer, **settings: as for `Reference`.
         loss_on: which tokens have loss: those of all answers ("assistant"), of the last one ("last"), of the completion
             or "all".
-
-    Attributes:
-        prompting: how the prompt of a completion is rendered alone.
 
     Raises:
         OptionError: as for `Reference`; or control tokens are to be sanitized.
@@ -36,8 +30,6 @@ class ChatReference(Reference):
     def __init__(self, tokenizer: Any, loss_on: LossOn, **settings: Any):
         super().__init__(tokenizer, **settings)
         self.loss_on = loss_on
-        self.call = replace(self.call, add_generation_prompt=False)
-        self.prompting = replace(self.call, add_generation_prompt=True)
         if self.sanitizes:
             raise OptionError(
                 "apply_chat_template_kwargs.sanitize_control_tokens is not supported by load_chats, because "
@@ -52,29 +44,6 @@ class ChatReference(Reference):
     @cached_property
     def answers(self) -> Answers | None:
         return Answers(self.call, self.loss_on) if self.loss_on in ("assistant", "last") else None
-
-    @cached_property
-    def added(self) -> tuple[list[int], list[int]]:
-        """The special tokens that the tokenizer's call adds before and after a text."""
-        plain, whole = self.encode("x"), list(self.tokenizer("x")["input_ids"])
-        first = next(k for k in range(len(whole)) if whole[k : k + len(plain)] == plain)
-        return whole[:first], whole[first + len(plain) :]
-
-    @property
-    def eos(self) -> str:
-        """The text of the token that ends a text.
-
-        Raises:
-            TokenizerError: the tokenizer has none.
-        """
-        if self.tokenizer.eos_token is None:
-            raise TokenizerError(
-                f"tokenizer {self.name} has no eos token, which ends texts and completions: set tokenizer.eos_token"
-            )
-        return str(self.tokenizer.eos_token)
-
-    def with_eos(self, text: str) -> str:
-        return text if text.endswith(self.eos) else text + self.eos
 
     def problem(self, prompt: Any) -> str | None:
         return problem(messages_in(prompt))
@@ -105,11 +74,6 @@ class ChatReference(Reference):
             expected, found = ([token & ~int(LOSS) for token in ids] for ids in (self._ids(prompt, None), found))
             return expected, found
 
-    def call_with(self, tools: Any, prompt_only: bool = False) -> TemplateCall:
-        """How a row with its own tools is rendered; or its prompt alone."""
-        call = self.prompting if prompt_only else self.call
-        return replace(call, tools=tools) if tools else call
-
     def _completion(self, prompt: Any, completion: Any, tools: Any, answers: Answers | None) -> list[int]:
         if isinstance(prompt, str):
             alone = list(self.tokenizer(prompt)["input_ids"])
@@ -120,10 +84,7 @@ class ChatReference(Reference):
             marked = self._messages(prompt + completion, tools, answers)
             ids = [token & ~int(LOSS) for token in marked]
             bits = [bool(token & int(LOSS)) or answers is None for token in marked]
-        same = next((k for k, (one, other) in enumerate(zip(alone, ids, strict=False)) if one != other), None)
-        first = min(len(alone), len(ids)) if same is None else same
-        if self.loss_on == "all":
-            first = 0
+        first = 0 if self.loss_on == "all" else common_prefix(alone, ids)
         return [token | int(LOSS) if k >= first and bits[k] else token for k, token in enumerate(ids)]
 
     def _messages(self, messages: list[dict[str, Any]], tools: Any, answers: Answers | None) -> list[int]:

@@ -1,0 +1,191 @@
+"""PairDataset: preference data, as TRL's trainers take it."""
+
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property, partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpuload.arrays import Ragged
+from gpuload.dataset import PromptDataset, Row
+from gpuload.lazy import LazyDict
+from gpuload.loader import PromptLoader
+from gpuload.options import Objective, Padding, Truncation
+from gpuload.pairs.formats import LABELS, MARGIN
+from gpuload.pairs.parts import CHOSEN, COMPLETION, REJECTED, appended, lengths, selected, sequence, split
+
+Numbers = np.ndarray[Any, Any]
+
+
+class PairDataset(PromptDataset):
+    """Tokenized preference data, and the other columns of its files. Made by `gpuload.load_pairs`.
+
+    A map-style `torch.utils.data.Dataset`. A row is a dict of what TRL's trainer for its objective takes, lists of int:
+
+    - `"dpo"`: `prompt_ids`, `chosen_ids` and `rejected_ids`.
+    - `"rm"`: `chosen_ids` and `rejected_ids`, whole sequences; `margin`, if the files have it.
+    - `"kto"`: `prompt_ids`, `completion_ids`, `label` (a bool), and `KL_completion_ids`: the completion of another row.
+
+    And every other column of the files, as Python objects. Rows are not truncated. `batch` and `loader` give tensors
+    `(B, L)`, truncated and padded on the right.
+
+    Attributes:
+        report: What the load did; `print` it.
+        options: The options of the load.
+        objective: What the rows are for.
+        kl_batch_size: Rows of a group in which `KL_completion_ids` are exchanged.
+        pad_token_id: The token that rows are padded with.
+        passed_through: The other columns, one table per file schema.
+    """
+
+    limit_name = "max_length"
+
+    def __init__(
+        self, *made: Any, objective: Objective, kl_batch_size: int, labels: np.ndarray[Any, Any] | None = None
+    ):
+        super().__init__(*made)
+        self._lengths = lengths(self._store.to_host())
+        self.objective, self.kl_batch_size = objective, kl_batch_size
+        self._given_labels = labels
+
+    def __repr__(self) -> str:
+        columns = "".join(f", {name}" for name in self.passed_through.names)
+        tokens = len(self._store.to_host().values)
+        return f"PairDataset({len(self):,} rows for {self.objective}, {tokens:,} tokens{columns})"
+
+    @property
+    def tokens(self) -> Ragged:
+        """The ids of all rows, without padding and not truncated: `values`, int32, and `offsets`, int64 `(n + 1,)`.
+
+        A pair is what both sequences begin with, then the rest of the chosen and the rest of the rejected one.
+        """
+        return split(self._store.to_host())[0]
+
+    @cached_property
+    def labels(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """(n,) bool, whether the completion of each row is desirable, for `"kto"`."""
+        if self._given_labels is not None:
+            return self._given_labels
+        name = next(name for name in LABELS if name in self.passed_through.names)
+        return np.array(self.take([name])[name], bool)
+
+    def __getitems__(self, rows: Sequence[int]) -> list[Row]:
+        """Return several rows.
+
+        Args:
+            rows: Row numbers; negative numbers count from the end.
+
+        Returns:
+            One dict per row, with lists.
+
+        Raises:
+            IndexError: A row number is out of range.
+        """
+        numbers = self._check(rows)
+        columns = {name: self._column(name, numbers) for name in self.passed_through.names}
+        if self.objective == "rm":
+            columns |= {f"{name}_ids": split(each)[0].to_lists() for name, each in self._sequences(numbers).items()}
+        else:
+            for name, each in self._sequences(numbers).items():
+                ids, completion = split(each)
+                columns.setdefault("prompt_ids", selected(ids, ~completion.values).to_lists())
+                columns[f"{name}_ids"] = selected(ids, completion.values).to_lists()
+        if self.objective == "kto":
+            columns["label"] = self.labels[numbers].tolist()
+        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+    def batch(self, rows: Sequence[int] | Numbers, padding: Padding = "longest") -> LazyDict:
+        """Return a batch of B rows.
+
+        Args:
+            rows: Row numbers `(B,)`; negative numbers count from the end.
+            padding: Width L of the tensors: `"longest"` for the longest sequence of the batch, `"max_length"` for
+                `max_length`.
+
+        Returns:
+            A mapping with the tensors of TRL's data collator for this objective, int64 and padded on the right, and an
+            object array `(B,)` for each other column, made when it is first read:
+
+            - `"dpo"`: `input_ids`, `attention_mask` and `completion_mask`, `(2B, L)`: the chosen sequences, then the
+              rejected ones.
+            - `"rm"`: `input_ids` and `attention_mask`, `(2B, L)`; `margin`, float32 `(B,)`, if the files have it.
+            - `"kto"`: `input_ids`, `attention_mask` and `completion_mask`, `(B, L)`; the same with the prefix `KL_` for
+              each prompt with the completion of another row; `label`, bool `(B,)`.
+
+        Raises:
+            IndexError: A row number is out of range.
+        """
+        return super().batch(rows, padding)
+
+    def loader(self, batch_size: int, **settings: Any) -> PromptLoader:
+        """Return an iterable over batches, with a state that can be saved and restored.
+
+        Args:
+            batch_size: Rows per batch.
+            **settings: `shuffle`, `seed`, `rank`, `world_size`, `drop_last` and `padding`; see `PromptLoader`.
+                `shuffle` and `seed` default to those given to `load_pairs`, and `padding` to `"longest"`.
+
+        Returns:
+            The loader.
+
+        Raises:
+            OptionError: A value is invalid, or `drop_last` leaves no batch.
+        """
+        return super().loader(batch_size, **{"padding": "longest"} | settings)
+
+    def _sequences(self, numbers: Numbers) -> dict[str, Ragged]:
+        """The two sequences of each of B rows, with the bit of completions; or one for "kto", and the completions of
+        other rows."""
+        rows = self._store.take(numbers)
+        if self.objective != "kto":
+            return {"chosen": sequence(rows, REJECTED), "rejected": sequence(rows, CHOSEN)}
+        others = self._store.take(self._partners(numbers))
+        prompts = selected(rows, (rows.values & COMPLETION) == 0)
+        mismatched = appended(prompts, selected(others, (others.values & COMPLETION) != 0))
+        return {"completion": rows, "KL_completion": mismatched}
+
+    def _partners(self, numbers: Numbers) -> Numbers:
+        """(B,) rows whose completions other rows have as `KL_completion_ids`: the row before in its group of
+        `kl_batch_size` consecutive rows, and for the first row of a group its last one."""
+        first = numbers - numbers % self.kl_batch_size
+        last = np.minimum(first + self.kl_batch_size, len(self)) - 1
+        return np.where(numbers == first, last, numbers - 1)
+
+    def _taken(self, numbers: Numbers, padding: Padding) -> dict[str, torch.Tensor | Callable[[], list[Any]]]:
+        columns = {name: cache(partial(self._column, name, numbers)) for name in self.passed_through.names}
+        limit = self.options.max_prompt_length
+        # Completions of other rows are never dropped for their length: TRL truncates them at their end.
+        side: Truncation = "left" if self.options.truncation == "left" else "right"
+        each = {name: rows.truncate(limit, side) for name, rows in self._sequences(numbers).items()}
+        width = limit if padding == "max_length" else None
+        if self.objective == "kto":
+            other = padded(each["KL_completion"], width, self.pad_token_id)
+            tensors = padded(each["completion"], width, self.pad_token_id)
+            tensors |= {f"KL_{name}": values for name, values in other.items()}
+            return {**columns, **tensors, "label": torch.from_numpy(self.labels[numbers])}
+        tensors = padded(Ragged.concatenate(list(each.values())), width, self.pad_token_id)
+        if self.objective == "rm":
+            del tensors["completion_mask"]
+            if MARGIN in columns:
+                tensors[MARGIN] = torch.tensor(columns[MARGIN](), dtype=torch.float32)
+        return {**columns, **tensors}
+
+
+def padded(rows: Ragged, width: int | None, pad_id: int) -> dict[str, torch.Tensor]:
+    """Pads sequences on the right.
+
+    Args:
+        rows: B sequences with the bit of completions.
+        width: columns of the batch; None for the longest sequence.
+        pad_id: fills rows up.
+
+    Returns:
+        `input_ids`, `attention_mask` and `completion_mask`, each int64 (B, width).
+    """
+    ids, completion = split(rows)
+    mask = np.arange(int(ids.lengths.max(initial=0)) if width is None else width) < ids.lengths[:, None]
+    tokens, completions = np.full(mask.shape, pad_id, np.int64), np.zeros(mask.shape, np.int64)
+    tokens[mask], completions[mask] = ids.values, completion.values  # row-major order of the mask is that of the ids
+    made = {"input_ids": tokens, "attention_mask": mask.astype(np.int64), "completion_mask": completions}
+    return {name: torch.from_numpy(values) for name, values in made.items()}

@@ -1,0 +1,284 @@
+"""load_pairs(): preference data, by the stages of `load`."""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, get_args
+
+import numpy as np
+import pyarrow as pa
+
+from gpuload.arrays import Array, Ragged, RowNumbers
+from gpuload.chats.formats import Format, as_prompts, one_format
+from gpuload.chats.load import OVERLONG, Overlong, check_length
+from gpuload.errors import DataError, DeviceError, OptionError
+from gpuload.fingerprint import Fingerprint
+from gpuload.load import load_sources
+from gpuload.options import Objective, Options, Verify, nearest
+from gpuload.pairs.dataset import PairDataset
+from gpuload.pairs.engine import PairEngine
+from gpuload.pairs.formats import FORMATS, MARGIN, find_pair_format, label_column
+from gpuload.pairs.parts import CHOSEN, COMPLETION, REJECTED, counts, equal_pairs, lengths, sequence
+from gpuload.pairs.reference import PairReference
+from gpuload.report import Report
+from gpuload.sources.columns import Columns
+from gpuload.sources.open import open_all
+from gpuload.sources.read import Source
+from gpuload.sources.types import is_text
+
+UNPAIRED_ROWS = 1000
+"""Pairs that become single completions at a time: their chosen completions, then their rejected ones. As in TRL."""
+
+
+def load_pairs(
+    files: Any,
+    tokenizer: Any = None,
+    /,
+    *,
+    objective: Objective | None = None,
+    format: str | None = None,
+    chosen_key: str = "chosen",
+    rejected_key: str = "rejected",
+    prompt_key: str | None = None,
+    kl_batch_size: int = 8,
+    max_length: int = 4096,
+    overlong: Overlong = "drop",
+    apply_chat_template_kwargs: Mapping[str, Any] | None = None,
+    chat_template: str | os.PathLike[str] | None = "default",
+    max_samples: int = -1,
+    shuffle: bool = False,
+    seed: int | None = None,
+    pad_token_id: int | None = None,
+    cache_dir: str | None = None,
+    remote_timeout: float = 60.0,
+    token_cache: bool = True,
+    token_cache_bytes: int = 0,
+    device: str = "auto",
+    verify: Verify = "sample",
+    strict: bool = False,
+    progress: bool | None = None,
+    trust_remote_code: bool = False,
+    distributed: bool = False,
+) -> PairDataset:
+    """Loads preference data as exact tokens, as TRL's trainers prepare it for DPO, reward models and KTO.
+
+    The ids of a sequence are those of `tokenizer.apply_chat_template(prompt + completion)`. A completion begins where
+    they first differ from those of the prompt with a generation prompt; for DPO, where either sequence first does.
+
+    Args:
+        files: as for `load`.
+        tokenizer: as for `load`.
+        objective: "dpo" or "rm" (reward models) for pairs, "kto" for single completions with labels, which may be
+            made from pairs. None: "kto" for files with labels and without pairs, else "dpo".
+        format: "preference", "implicit", "sharegpt", "prompt-completion" or "messages"; None: found by the columns.
+        chosen_key, rejected_key: the columns with the completions of a pair.
+        prompt_key: the column with the prompts; None for "prompt".
+        kl_batch_size: for "kto", rows of a group in which completions are exchanged for `KL_completion_ids`: TRL's
+            `per_device_train_batch_size`.
+        max_length: the limit in tokens, for each sequence.
+        overlong: what becomes of longer rows: "drop" them, or "keep_start" or "keep_end" of each sequence in a batch.
+            With "keep_start", rows are dropped whose prompt alone fills `max_length`.
+        apply_chat_template_kwargs: constants for the chat template.
+        chat_template: as for `load`.
+        max_samples: take at most this many rows of the files, before anything is dropped; -1 for all.
+        shuffle: take `max_samples` at random; also the loader's default.
+        seed: for `shuffle`.
+        pad_token_id: the padding token, instead of the tokenizer's.
+        cache_dir: directory for copies of remote files and for cached token ids.
+        remote_timeout: seconds that a web server may be silent before an attempt to download fails.
+        token_cache: cache the token ids of files, and reuse them.
+        token_cache_bytes: limit of that cache.
+        device: "auto" or "cpu"; pairs are rendered and encoded on the CPU.
+        verify: compare a "sample" of the rows, all ("full") or none ("off") with the tokenizer.
+        strict: raise an error for a row that would be dropped, and for a token that differs.
+        progress: show a progress bar; None: if standard error is a terminal.
+        trust_remote_code: passed to transformers if the tokenizer is given by name.
+        distributed: share the work among the ranks of `torch.distributed`; every rank gets all rows.
+
+    Returns:
+        The rows that were kept, with tokens and all other columns.
+
+    Raises:
+        OptionError: an unknown option or an invalid value.
+        SourceError: a file that cannot be found, downloaded or read.
+        DataError: a file with another format, or no rows left.
+        TokenizerError: as for `load`; or a text needs an EOS token, and there is none.
+        DeviceError: a GPU is asked for.
+        MismatchError: with `strict=True`, a token differs from the tokenizer's.
+    """
+    started = time.perf_counter()
+    given = dict(locals())
+    keys = {"prompt": "prompt" if prompt_key is None else prompt_key, "chosen": chosen_key, "rejected": rejected_key}
+    _check(objective, format, keys, kl_batch_size)
+    check_length(max_length, overlong)
+    if device not in ("auto", "cpu"):
+        raise DeviceError(f"device={device!r}: load_pairs works on the CPU only: use device='cpu' or 'auto'")
+    options = Options.parse(
+        {name: value for name, value in given.items() if name in Options.__dataclass_fields__}
+        | {
+            "prompt_key": keys["prompt"],
+            "max_prompt_length": max_length,
+            "filter_overlong_prompts": overlong == "drop",
+            "truncation": OVERLONG[overlong],
+            "device": "cpu",
+        }
+    )
+    opened = [source for source in open_all(files, options) if source.num_rows]
+    if objective is None:
+        objective = "kto" if label_column(opened[0].schema, keys) else "dpo"
+    sources, found = _pairs_of(opened, objective, format, keys)
+    if all(_is_plain(source.schema, found) for source in opened):
+        options = replace(options, chat_template=None)
+    reference = PairReference(
+        tokenizer,
+        objective,
+        chat_template=options.chat_template,
+        template_kwargs=options.apply_chat_template_kwargs,
+        pad_token_id=options.pad_token_id,
+        trust_remote_code=options.trust_remote_code,
+    )
+    make = PairMaker(objective, kl_batch_size, keys["chosen"] in found.columns, [each.num_rows for each in sources])
+    useless = partial(useless_rows, make, max_length, overlong)
+    dataset = load_sources(sources, reference, options, started, build_engine=_engine, make=make, unusable=useless)
+    assert isinstance(dataset, PairDataset)
+    dataset.report.notes.insert(0, f"format: {found.name}, for {objective}")
+    return dataset
+
+
+@dataclass(frozen=True)
+class PairMaker:
+    """Makes a `PairDataset`: the `make` of `load_sources`.
+
+    Attributes:
+        objective, kl_batch_size: as for `load_pairs`.
+        paired: whether the files have pairs.
+        rows_of_sources: number of rows of each source.
+    """
+
+    objective: Objective
+    kl_batch_size: int
+    paired: bool
+    rows_of_sources: Sequence[int]
+    limit_name: str = "max_length"
+
+    @property
+    def unpairs(self) -> bool:
+        """Whether pairs become single completions."""
+        return self.paired and self.objective == "kto"
+
+    def limited(self, ids: Any) -> Array:
+        """(n,) tokens of the longer sequence of each pair; of the shorter one if each is a row of its own later."""
+        if not self.unpairs:
+            return lengths(ids)
+        return np.minimum(*(ids.lengths - counts(ids, bit) for bit in (CHOSEN, REJECTED)))
+
+    def __call__(
+        self,
+        store: Any,
+        columns: Columns,
+        origin: RowNumbers,
+        engine: Any,
+        options: Options,
+        pad_token_id: int,
+        report: Report,
+        about: Fingerprint,
+    ) -> PairDataset:
+        ids, labels = store.to_host(), None
+        if self.paired and (equal := equal_pairs(ids)):
+            report.notes.append(f"{equal:,} of {len(ids):,} pairs have equal chosen and rejected sequences")
+        if self.unpairs:
+            ids, rows, labels = self._unpaired(ids, origin, options)
+            columns, origin = columns.select(rows), origin[rows]
+            report.notes.append(f"{len(ids):,} rows with one completion were made from {report.rows_kept:,} pairs")
+        about = about | {
+            "options": about["options"] | {"objective": self.objective, "kl_batch_size": self.kl_batch_size}
+        }
+        return PairDataset(
+            *(ids, columns, origin, engine, options, pad_token_id, report, about),
+            objective=self.objective,
+            kl_batch_size=self.kl_batch_size,
+            labels=labels,
+        )
+
+    def _unpaired(self, pairs: Ragged, origin: RowNumbers, options: Options) -> tuple[Ragged, RowNumbers, Array]:
+        """The two sequences of each pair as rows of their own: ids, number of the pair, label."""
+        starts = np.cumsum([0, *self.rows_of_sources])[:-1]
+        number = starts[origin[:, 0]] + origin[:, 1]  # over all files, before any was dropped
+        if np.any(np.diff(number) < 0):  # drawn at random
+            number = np.arange(len(number))
+        rows, label = np.tile(np.arange(len(pairs)), 2), np.repeat([True, False], len(pairs))
+        order = np.lexsort((~label, number[rows] // UNPAIRED_ROWS))
+        ids = Ragged.concatenate([sequence(pairs, REJECTED), sequence(pairs, CHOSEN)])
+        keep = np.ones(len(ids), bool)
+        limit = options.max_prompt_length
+        if options.filter_overlong_prompts:
+            keep &= ids.lengths <= limit
+        keep[list(useless_sequences(ids, "kto", limit, options.truncation == "right"))] = False
+        order = order[keep[order]]
+        return ids.take(order), rows[order], label[order]
+
+
+def useless_rows(make: PairMaker, limit: int, overlong: Overlong, ids: Ragged) -> dict[int, str]:
+    """The rows from which nothing would be learned: row → why.
+
+    Args:
+        limit: tokens of a sequence.
+        ids: n rows with bits.
+    """
+    kinds = (REJECTED, CHOSEN) if make.paired else (np.int32(0),)
+    found = [useless_sequences(sequence(ids, bit), make.objective, limit, overlong == "keep_start") for bit in kinds]
+    if make.unpairs:
+        return {row: why for row, why in found[0].items() if row in found[1]}
+    return {row: why for each in reversed(found) for row, why in each.items()}
+
+
+def useless_sequences(ids: Ragged, objective: Objective, limit: int, start_only: bool) -> dict[int, str]:
+    """The sequences of which no token would be learned: row → why.
+
+    Args:
+        ids: n sequences with the bit of completions.
+        limit: tokens of a sequence.
+        start_only: whether longer ones keep their start.
+    """
+    learned = ids.lengths if objective == "rm" else counts(ids, COMPLETION)
+    reasons = {}
+    if start_only and objective != "rm":
+        why = f"the prompt alone fills max_length={limit}"
+        reasons = dict.fromkeys(np.flatnonzero(ids.lengths - learned >= limit).tolist(), why)
+    return reasons | dict.fromkeys(np.flatnonzero(learned == 0).tolist(), "a completion has no tokens")
+
+
+def _engine(options: Options, reference: Any, exact_only: bool = False) -> PairEngine:
+    return PairEngine(reference, exact_only)
+
+
+def _check(objective: Any, format: Any, keys: Mapping[str, Any], kl_batch_size: Any) -> None:
+    if objective is not None and objective not in get_args(Objective):
+        names = ", ".join(map(repr, get_args(Objective)))
+        raise OptionError(f"objective={objective!r}: expected one of {names}, or None")
+    if format is not None and format not in FORMATS:
+        raise OptionError(f"format={format!r}{nearest(str(format), set(FORMATS))}")
+    for name, key in keys.items():
+        if not isinstance(key, str) or not key:
+            raise OptionError(f"{name}_key={key!r}: expected the name of a column")
+    if isinstance(kl_batch_size, bool) or not isinstance(kl_batch_size, int) or kl_batch_size < 1:
+        raise OptionError(f"kl_batch_size={kl_batch_size!r}: expected an integer > 0")
+
+
+def _pairs_of(
+    sources: Sequence[Source], objective: Objective, format: str | None, keys: dict[str, str]
+) -> tuple[list[Source], Format]:
+    """The sources with one column of pairs or completions, and the format that all of them have."""
+    found = {each.name: find_pair_format(each.schema, each.name, objective, format, keys) for each in sources}
+    one_format({name: each.name for name, each in found.items()})
+    margins = [source.name for source in sources if objective == "rm" and MARGIN in source.schema.names]
+    if 0 < len(margins) < len(sources):
+        raise DataError(f"column {MARGIN!r} is in some files only, such as {margins[0]}: add it to the others")
+    return [as_prompts(source, found[source.name], keys["prompt"]) for source in sources], found[sources[0].name]
+
+
+def _is_plain(schema: pa.Schema, found: Format) -> bool:
+    """Whether no template renders the data of a file: all of it is text."""
+    return all(is_text(schema.field(name).type) for name in found.columns)

@@ -1,0 +1,64 @@
+"""The tokenizer of a load of whole conversations: what SFT and preference data have in common.
+
+As TRL prepares both: the ids of `apply_chat_template` for messages, and those of the tokenizer's call, which adds its
+special tokens, for texts; an EOS token follows a text that does not end with it.
+"""
+
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from gpuload.errors import TokenizerError
+from gpuload.reference.reference import Reference
+from gpuload.reference.template_call import TemplateCall
+
+
+class TrainingReference(Reference):
+    """As `Reference`, for conversations that end with an answer.
+
+    Args:
+        tokenizer, **settings: as for `Reference`.
+    """
+
+    def __init__(self, tokenizer: Any, **settings: Any):
+        super().__init__(tokenizer, **settings)
+        self.call = replace(self.call, add_generation_prompt=False)
+
+    @property
+    def prompting(self) -> TemplateCall:
+        """How the prompt of a completion is rendered alone."""
+        return replace(self.call, add_generation_prompt=True)
+
+    @cached_property
+    def added(self) -> tuple[list[int], list[int]]:
+        """The special tokens that the tokenizer's call adds before and after a text."""
+        plain, whole = self.encode("x"), list(self.tokenizer("x")["input_ids"])
+        first = next(k for k in range(len(whole)) if whole[k : k + len(plain)] == plain)
+        return whole[:first], whole[first + len(plain) :]
+
+    @property
+    def eos(self) -> str:
+        """The text of the token that ends a text.
+
+        Raises:
+            TokenizerError: the tokenizer has none.
+        """
+        if self.tokenizer.eos_token is None:
+            raise TokenizerError(
+                f"tokenizer {self.name} has no eos token, which ends texts and completions: set tokenizer.eos_token"
+            )
+        return str(self.tokenizer.eos_token)
+
+    def with_eos(self, text: str) -> str:
+        return text if text.endswith(self.eos) else text + self.eos
+
+    def call_with(self, tools: Any, prompt_only: bool = False) -> TemplateCall:
+        """How a row with its own tools is rendered; or its prompt alone."""
+        call = self.prompting if prompt_only else self.call
+        return replace(call, tools=tools) if tools else call
+
+
+def common_prefix(ids: list[int], others: list[int]) -> int:
+    """How many leading ids two rows have in common."""
+    differing = (k for k, (one, other) in enumerate(zip(ids, others, strict=False)) if one != other)
+    return next(differing, min(len(ids), len(others)))
