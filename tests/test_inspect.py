@@ -141,6 +141,8 @@ def test_roles_of_texts_and_completions(qwen: Any, tmp_path: Path) -> None:
         ({"prompt": "a", "completion": "b"}, "chats"),
         ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, "chats"),
         ({"text": "a"}, "chats"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "pairs"),
+        ({"chosen": chat("a", "b"), "rejected": chat("a", "c")}, "pairs"),
     ],
 )
 def test_what_files_hold(row: dict[str, Any], kind: str, qwen: Any) -> None:
@@ -152,7 +154,9 @@ def test_what_files_hold_can_be_said(qwen: Any, write: Callable[..., str]) -> No
     assert open_data(both, qwen).kind == "prompts"
     assert open_data(both, qwen, kind="chats").format == "text"
     other = write({"text": ["b"]}, "other.parquet")
-    with pytest.raises(DataError, match=r"data\.parquet has prompts and .*other\.parquet has chats: inspect them sep"):
+    with pytest.raises(
+        DataError, match=r"\(prompts in .*data\.parquet, chats in .*other\.parquet\): inspect them separately"
+    ):
         open_data([both, other], qwen)
     with pytest.raises(OptionError, match="--no-template is for prompts"):
         open_data(other, qwen, no_template=True)

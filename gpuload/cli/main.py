@@ -97,8 +97,8 @@ def _add_kind(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--as",
         dest="kind",
-        choices=["prompts", "chats"],
-        help="what the files hold: prompts, or chats for SFT (default: found by the columns)",
+        choices=["prompts", "chats", "pairs"],
+        help="what the files hold: prompts, chats for SFT, or preference data (default: found by the columns)",
     )
 
 

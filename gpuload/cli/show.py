@@ -6,12 +6,22 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-import numpy as np
+import pyarrow as pa
 
 from gpuload.arrays import Ragged
-from gpuload.inspect.data import Kind, encode_row, find_row, one_row, open_data
+from gpuload.inspect.data import Kind, Opened, encode_row, find_row, one_row, open_data
 from gpuload.inspect.roles import RoleFinder
-from gpuload.inspect.tokens import SampleRow, Token, TokenReader, shown, visible, visible_text
+from gpuload.inspect.tokens import (
+    SampleRow,
+    Token,
+    TokenReader,
+    TokenSequence,
+    first_difference,
+    pair_of,
+    shown,
+    visible,
+    visible_text,
+)
 from gpuload.loss import LOSS
 from gpuload.options import Options
 from gpuload.sources.columns import to_python
@@ -48,13 +58,24 @@ def show_row(
         return
     opened = open_data(file, tokenizer, kind=kind, prompt_key=prompt_key, no_template=no_template)
     source, number = find_row(opened.sources, row)
-    column, marked, dropped = encode_row(opened, source, number)
-    ids = np.array(marked, np.int32)
-    finder, chats = RoleFinder(opened.reference), opened.kind == "chats"
-    codes = finder.codes(column, Ragged.from_lists([(ids & ~LOSS).tolist()])) if marked else np.zeros(0, np.int64)
-    name = "conversation" if chats else "prompt"
-    sequence = TokenReader(opened.reference).sequence(name, marked, codes, finder.names, chats, most=None)
-    print(in_terminal(SampleRow("", source.name, number, [sequence], dropped), uses_color(sys.stdout)))
+    column, ids, dropped = encode_row(opened, source, number)
+    sequences = _sequences(opened, column, ids) if ids else []
+    print(in_terminal(SampleRow("", source.name, number, sequences, dropped), uses_color(sys.stdout)))
+
+
+def _sequences(opened: Opened, column: pa.Array, marked: list[int]) -> list[TokenSequence]:
+    """The tokens of one row.
+
+    Args:
+        column, marked: from `encode_row`.
+    """
+    reader = TokenReader(opened.reference)
+    if opened.kind == "pairs":
+        return pair_of(reader, marked, most=None)
+    chats, finder = opened.kind == "chats", RoleFinder(opened.reference)
+    ids = Ragged.from_lists([[token & ~int(LOSS) for token in marked]])
+    codes = finder.codes(column, ids)
+    return [reader.sequence("conversation" if chats else "prompt", marked, codes, finder.names, chats, most=None)]
 
 
 def uses_color(stream: TextIO) -> bool:
@@ -69,12 +90,14 @@ def in_terminal(row: SampleRow, color: bool) -> str:
     if row.dropped is not None:
         lines.append(f"dropped: {row.dropped}")
     for sequence in row.sequences:
-        if sequence.length:
-            tokens = list(sequence.head)
-            with_loss = sum(bool(token.loss) for token in tokens)
-            loss = f", {with_loss:,} with loss" if tokens[0].loss is not None else ""
-            lines += ["", f"{sequence.name}: {sequence.length:,} tokens{loss}", ""]
-            lines += [_colored(tokens), "", _legend(tokens)] if color else _plain(tokens)
+        tokens = list(sequence.head)
+        with_loss = sum(bool(token.loss) for token in tokens)
+        loss = f", {with_loss:,} with loss" if tokens[0].loss is not None else ""
+        lines += ["", f"{sequence.name}: {sequence.length:,} tokens{loss}", ""]
+        lines += [_colored(tokens), "", _legend(tokens)] if color else _plain(tokens)
+    if len(row.sequences) == 2:
+        at = first_difference([[token.id for token in sequence.head] for sequence in row.sequences])
+        lines += ["", "both are equal" if at is None else f"both begin with the same {at:,} tokens"]
     return "\n".join(lines)
 
 

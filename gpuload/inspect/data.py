@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import pyarrow as pa
 
 from gpuload.chats.engine import ChatEngine
-from gpuload.chats.formats import find_format
+from gpuload.chats.formats import Format, find_format
 from gpuload.chats.load import load_opened, open_chats, without_answer
 from gpuload.chats.reference import ChatReference
 from gpuload.dataset import PromptDataset
@@ -16,14 +16,18 @@ from gpuload.engines.protocol import ArrowPrompts
 from gpuload.errors import DataError, OptionError
 from gpuload.load import load_sources, reference_of
 from gpuload.options import Options
+from gpuload.pairs.engine import PairEngine
+from gpuload.pairs.load import PairMaker, load_opened_pairs, open_pairs, useless_rows
+from gpuload.pairs.reference import PairReference
 from gpuload.reference.reference import Reference
 from gpuload.sources.columns import to_python
 from gpuload.sources.open import open_all
 from gpuload.sources.read import Source, check_prompts, invalid_rows, with_prompts
 
-Kind = Literal["prompts", "chats"]
+Kind = Literal["prompts", "chats", "pairs"]
 
 _NO_LIMIT = 2**31 - 1
+_PAIR = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,17 +36,18 @@ class Opened:
 
     Attributes:
         kind: what the files hold.
-        sources: the files that have rows, each with a column of prompts, or of what `chats.formats` makes of chats.
+        sources: the files that have rows, each with a column of prompts, or of what `chats.formats` makes of chats and
+            `pairs.formats` of pairs.
         reference: the tokenizer.
         options: of the load; `prompt_key` names the column.
-        format: of chats; empty for prompts.
+        format: of chats and pairs; None for prompts.
     """
 
     kind: Kind
     sources: list[Source]
     reference: Reference
     options: Options
-    format: str = ""
+    format: Format | str | None = None
 
 
 def open_data(
@@ -81,30 +86,32 @@ def open_data(
         return Opened(kind, opened, reference_of(tokenizer, options), options)
     if no_template:
         raise OptionError("--no-template is for prompts: conversations are rendered by a chat template. Remove it")
-    as_chats = Options.parse(
-        {
-            "prompt_key": "messages",
-            "max_samples": max_samples,
-            "max_prompt_length": _NO_LIMIT,
-            "filter_overlong_prompts": False,
-            "truncation": "right",
-            "device": "cpu",
-        }
+    options = Options(
+        prompt_key="messages" if kind == "chats" else _PAIR["prompt"],
+        max_samples=max_samples,
+        max_prompt_length=_NO_LIMIT,
+        device="cpu",
     )
-    sources, reference, chat_options, found = open_chats(opened, tokenizer, as_chats)
-    return Opened(kind, sources, reference, chat_options, found)
+    if kind == "chats":
+        return Opened(kind, *open_chats(opened, tokenizer, options))
+    return Opened(kind, *open_pairs(opened, tokenizer, options, "dpo", None, _PAIR))
 
 
 def load_data(opened: Opened) -> PromptDataset:
     """Loads all rows, however long they are."""
     if isinstance(opened.reference, ChatReference):
-        return load_opened(opened.sources, opened.reference, opened.options, opened.format)
+        return load_opened(opened.sources, opened.reference, opened.options, str(opened.format))
+    if isinstance(opened.reference, PairReference):
+        assert isinstance(opened.format, Format)
+        return load_opened_pairs(opened.sources, opened.reference, opened.options, opened.format, _maker(opened))
     return load_sources(opened.sources, opened.reference, opened.options)
 
 
 def kind_of(source: Source, prompt_key: str) -> Kind:
-    """What a file holds, by its columns: prompts if it has their column and no completions; else chats if it has a
-    format of theirs; else prompts, whose column is missing."""
+    """What a file holds, by its columns: pairs if it has chosen and rejected completions; else prompts if it has their
+    column and no completions; else chats if it has a format of theirs; else prompts, whose column is missing."""
+    if {_PAIR["chosen"], _PAIR["rejected"]} <= set(source.schema.names):
+        return "pairs"
     if prompt_key in source.schema.names and "completion" not in source.schema.names:
         return "prompts"
     try:
@@ -115,11 +122,18 @@ def kind_of(source: Source, prompt_key: str) -> Kind:
 
 
 def _kind_of_all(sources: Sequence[Source], prompt_key: str) -> Kind:
-    found = {source.name: kind_of(source, prompt_key) for source in sources}
-    examples = [next((name for name, each in found.items() if each == kind), "") for kind in get_args(Kind)]
-    if all(examples):
-        raise DataError(f"{examples[0]} has prompts and {examples[1]} has chats: inspect them separately, or pass --as")
-    return next(iter(found.values()))
+    found = {kind_of(source, prompt_key): source.name for source in sources}
+    if len(found) > 1:
+        (kind, name), (other_kind, other) = list(found.items())[:2]
+        raise DataError(
+            f"files hold different things ({kind} in {name}, {other_kind} in {other}): inspect them separately, or pass "
+            "--as"
+        )
+    return next(iter(found))
+
+
+def _maker(opened: Opened) -> PairMaker:
+    return PairMaker("dpo", 1, True, [source.num_rows for source in opened.sources])
 
 
 # -- single rows -----------------------------------------------------------------------------------------------------
@@ -162,13 +176,13 @@ def encode_row(opened: Opened, source: Source, row: int) -> tuple[pa.Array, list
         row: the row's number in it.
 
     Returns:
-        The row as a column of length 1; its ids, with a bit where they have loss (`gpuload.loss`), none if nothing can
-        be made of it; and why a load drops it, None if it does not.
+        The row as a column of length 1; its ids with the bits of chats (`gpuload.loss`) or pairs (`pairs.parts`), none
+        if nothing can be made of it; and why a load drops it, None if it does not.
     """
     one = replace(source, batches=lambda: iter([one_row(source.batches(), row)]))
     ((table, column),) = with_prompts(one, opened.options.prompt_key)
     reference = opened.reference
-    engine = ChatEngine(reference) if isinstance(reference, ChatReference) else HostEngine(reference)
+    engine = _engine(reference)
     with reference.call.clock_stopped():
         tokens = engine.encode(engine.render(ArrowPrompts(column)))
         if 0 in tokens.rejected:
@@ -176,5 +190,15 @@ def encode_row(opened: Opened, source: Source, row: int) -> tuple[pa.Array, list
         ids = tokens.ids.to_lists()[0]
         expected, found = reference.compared(to_python(column)[0], ids)
     invalid = invalid_rows(table.drop_columns([opened.options.prompt_key]))
-    useless = without_answer(opened.options, tokens.ids) if isinstance(reference, ChatReference) else {}
+    useless = {}
+    if isinstance(reference, ChatReference):
+        useless = without_answer(opened.options, tokens.ids)
+    elif isinstance(reference, PairReference):
+        useless = useless_rows(_maker(opened), _NO_LIMIT, "drop", tokens.ids)
     return column, ids if expected == found else expected, {**useless, **invalid}.get(0)
+
+
+def _engine(reference: Reference) -> HostEngine:
+    if isinstance(reference, PairReference):
+        return PairEngine(reference)
+    return ChatEngine(reference) if isinstance(reference, ChatReference) else HostEngine(reference)

@@ -77,7 +77,8 @@ def page_of(found: Statistics, tokenizer: str) -> str:
         unplotted=len(found.groups) - len(groups),
         samples=found.samples,
         roles=_roles_of(found.samples),
-        with_loss=found.groups[0].loss is not None,
+        with_loss=found.kind != "prompts",
+        with_pairs=found.kind == "pairs",
     )
 
 
@@ -152,6 +153,8 @@ def _facts(found: Statistics, tokenizer: str) -> list[tuple[str, str]]:
     facts += [("tokens", f"{total:,}"), ("longest row", f"{int(everything.lengths[-1]):,}")]
     if everything.loss is not None:
         facts.append(("tokens with loss", f"{100 * everything.loss / total:.1f}%"))
+    if found.equal_pairs is not None:
+        facts.append(("chosen equals rejected", f"{found.equal_pairs:,}"))
     return [*facts, ("tokenizer", clipped(tokenizer.rstrip("/").rpartition("/")[2]))]
 
 
@@ -179,6 +182,7 @@ def _tables(found: Statistics) -> list[PageTable]:
 
 def _role_tables(found: Statistics) -> list[PageTable]:
     tables = []
+    title = "Tokens per part of a pair" if found.kind == "pairs" else "Tokens per role"
     total = sum(role.tokens for role in found.roles)
     unknown = found.rows_without_roles
     note = (
@@ -195,9 +199,7 @@ def _role_tables(found: Statistics) -> list[PageTable]:
             ]
             for role in found.roles[:_MOST_LINES]
         ]
-        tables.append(
-            PageTable("Tokens per role", ["role", "tokens", "share", "with loss", "share of role"], lines, note)
-        )
+        tables.append(PageTable(title, ["role", "tokens", "share", "with loss", "share of role"], lines, note))
     if found.fill:
         packs: list[Line] = [
             [_count(fill.size), _count(fill.packs), _share(fill.share, 2), _count(fill.longer)] for fill in found.fill

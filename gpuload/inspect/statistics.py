@@ -12,8 +12,10 @@ from gpuload.chats.dataset import ChatDataset
 from gpuload.dataset import PromptDataset
 from gpuload.inspect.data import Kind, Opened
 from gpuload.inspect.roles import UNKNOWN, Codes, RoleFinder
-from gpuload.inspect.tokens import SampleRow, TokenReader, with_loss_bits
+from gpuload.inspect.tokens import SampleRow, TokenReader, pair_of, with_loss_bits
 from gpuload.packing import pack
+from gpuload.pairs.dataset import PairDataset
+from gpuload.pairs.parts import CHOSEN, COMPLETION, REJECTED, equal_pairs
 from gpuload.report import Report
 from gpuload.sources.read import with_prompts
 
@@ -34,8 +36,8 @@ class LengthGroup:
 
     Attributes:
         name: of the source; "all" for all rows.
-        lengths: in tokens, ascending.
-        loss: how many of these tokens have loss; None for prompts.
+        lengths: in tokens, ascending; of a pair, those of the longer sequence.
+        loss: how many tokens have loss; None for prompts and pairs.
     """
 
     name: str
@@ -52,7 +54,7 @@ class LengthGroup:
 
 @dataclass(frozen=True)
 class RoleTokens:
-    """The tokens of all messages of one role, and how many of them have loss."""
+    """The tokens of all messages of one role, and how many of them have loss; of pairs, those of one part."""
 
     role: str
     tokens: int
@@ -86,9 +88,10 @@ class Statistics:
         columns: name and type of every column that is passed through.
         groups: all rows, then those of each source, the largest first.
         by: what a source is: a value of `data_source`, or a file.
-        roles: tokens per role, most tokens first; empty for prompts, and if no role is known.
+        roles: tokens per role, most tokens first, or per part of a pair; empty for prompts, and if no role is known.
         rows_without_roles: number of rows whose roles are unknown.
-        fill: for several sizes of packs; empty for prompts.
+        fill: for several sizes of packs; only for chats.
+        equal_pairs: number of pairs whose chosen equals rejected; None if there are no pairs.
         samples: rows to show.
     """
 
@@ -100,6 +103,7 @@ class Statistics:
     roles: Sequence[RoleTokens]
     rows_without_roles: int
     fill: Sequence[Fill]
+    equal_pairs: int | None
     samples: Sequence[SampleRow]
 
     @property
@@ -118,25 +122,48 @@ def statistics_of(opened: Opened, dataset: PromptDataset, with_samples: bool) ->
         dataset: what `load_data` made of `opened`.
         with_samples: also choose rows to show. Prompts need no second pass without them.
     """
-    is_chat = isinstance(dataset, ChatDataset)
-    ids, loss = dataset.tokens, dataset.loss_mask if isinstance(dataset, ChatDataset) else None
-    chosen = sample_rows(ids.lengths) if with_samples else {}
-    counted = _Roles(RoleFinder(opened.reference), set(chosen))
-    if is_chat or with_samples:
-        _second_pass(opened, dataset, ids, loss, counted)
+    chosen = sample_rows(dataset.lengths) if with_samples else {}
+    loss: Lengths | None = None
+    roles: list[RoleTokens] = []
+    unknown, equal, samples = 0, None, []
+    if isinstance(dataset, PairDataset):
+        roles, equal = pair_tokens(dataset.parts), equal_pairs(dataset.parts)
+        samples = _sample_pairs(TokenReader(opened.reference), dataset, chosen)
+    else:
+        mask = dataset.loss_mask if isinstance(dataset, ChatDataset) else None
+        counted = _Roles(RoleFinder(opened.reference), set(chosen))
+        if mask is not None or chosen:
+            _second_pass(opened, dataset, mask, counted)
+            samples = _samples(TokenReader(opened.reference), dataset, mask, chosen, counted)
+        if mask is not None:
+            loss, roles, unknown = _sums(mask), counted.tokens(), counted.rows_unknown
     by, names = _sources(dataset)
-    lengths = np.asarray(ids.lengths)
     return Statistics(
         opened.kind,
         dataset.report,
         [(field.name, str(field.type)) for field in dataset.column_types],
-        _groups(lengths, None if loss is None else _sums(loss), names, alone=by == "data_source"),
+        _groups(dataset.lengths, loss, names, alone=by == "data_source"),
         by,
-        counted.tokens() if is_chat else (),
-        counted.rows_unknown if is_chat else 0,
-        [_fill(lengths, size) for size in _PACK_SIZES] if is_chat else (),
-        _samples(opened, dataset, ids, loss, chosen, counted) if with_samples else (),
+        roles,
+        unknown,
+        [_fill(dataset.lengths, size) for size in _PACK_SIZES] if opened.kind == "chats" else (),
+        equal,
+        samples,
     )
+
+
+def pair_tokens(parts: Ragged) -> list[RoleTokens]:
+    """The tokens of prompts, each counted once, and those of both completions.
+
+    Args:
+        parts: n pairs, with the bits of their parts.
+    """
+    completion = (parts.values & COMPLETION) != 0
+    counts = {"prompt": int((~completion).sum())}
+    for name, other in (("chosen", REJECTED), ("rejected", CHOSEN)):
+        counts[name] = int((completion & ((parts.values & other) == 0)).sum())
+    found = [RoleTokens(name, count, 0 if name == "prompt" else count) for name, count in counts.items() if count]
+    return sorted(found, key=lambda each: -each.tokens)
 
 
 def sample_rows(lengths: Lengths) -> dict[int, str]:
@@ -145,8 +172,10 @@ def sample_rows(lengths: Lengths) -> dict[int, str]:
     longest, shortest = order[::-1][:_EXTREMES].tolist(), order[:_EXTREMES].tolist()
     rest = order[_EXTREMES:-_EXTREMES]
     random = np.sort(np.random.default_rng(0).choice(rest, min(_RANDOM, len(rest)), replace=False)).tolist()
-    # The first reason for a row counts.
-    return dict.fromkeys(random, "random") | dict.fromkeys(shortest, "shortest") | dict.fromkeys(longest, "longest")
+    chosen = dict.fromkeys(longest, "longest")
+    for about, rows in (("shortest", shortest), ("random", random)):
+        chosen |= {row: about for row in rows if row not in chosen}
+    return chosen
 
 
 class _Roles:
@@ -176,8 +205,9 @@ class _Roles:
         return sorted(found, key=lambda each: -each.tokens)
 
 
-def _second_pass(opened: Opened, dataset: PromptDataset, ids: Ragged, loss: Ragged | None, counted: _Roles) -> None:
+def _second_pass(opened: Opened, dataset: PromptDataset, loss: Ragged | None, counted: _Roles) -> None:
     """Renders the rows of the dataset again, for the roles of their tokens."""
+    ids = dataset.tokens
     origin = dataset.origins
     for number, source in enumerate(opened.sources):
         rows = np.flatnonzero(origin[:, 0] == number)
@@ -198,23 +228,22 @@ def _second_pass(opened: Opened, dataset: PromptDataset, ids: Ragged, loss: Ragg
 
 
 def _samples(
-    opened: Opened,
-    dataset: PromptDataset,
-    ids: Ragged,
-    loss: Ragged | None,
-    chosen: dict[int, str],
-    counted: _Roles,
+    reader: TokenReader, dataset: PromptDataset, loss: Ragged | None, chosen: dict[int, str], counted: _Roles
 ) -> list[SampleRow]:
-    reader, name = TokenReader(opened.reference), "prompt" if loss is None else "conversation"
+    ids, name, names = dataset.tokens, "prompt" if loss is None else "conversation", counted.finder.names
     samples = []
-    for about in ("longest", "shortest", "random"):
-        for row in (row for row, why in chosen.items() if why == about):
-            marked = with_loss_bits(ids, row, loss)
-            sequence = reader.sequence(
-                name, marked, counted.kept[row], counted.finder.names, loss is not None, _MOST_TOKENS
-            )
-            samples.append(SampleRow(about, *dataset.origin(row), [sequence]))
+    for row, about in chosen.items():
+        marked = with_loss_bits(ids, row, loss)
+        sequence = reader.sequence(name, marked, counted.kept[row], names, loss is not None, _MOST_TOKENS)
+        samples.append(SampleRow(about, *dataset.origin(row), [sequence]))
     return samples
+
+
+def _sample_pairs(reader: TokenReader, dataset: PairDataset, chosen: dict[int, str]) -> list[SampleRow]:
+    return [
+        SampleRow(about, *dataset.origin(row), pair_of(reader, dataset.parts[row].tolist(), _MOST_TOKENS))
+        for row, about in chosen.items()
+    ]
 
 
 def _sources(dataset: PromptDataset) -> tuple[str, npt.NDArray[Any]]:

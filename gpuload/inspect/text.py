@@ -13,7 +13,7 @@ def as_text(found: Statistics) -> str:
     """What `gpuload inspect` prints."""
     groups, limits = found.groups, found.limits()
     width = min(32, max(len(shown(group.name)) for group in groups))
-    title = "prompt lengths" if found.kind == "prompts" else "row lengths"
+    title = {"prompts": "prompt lengths", "chats": "row lengths", "pairs": "longer sequences"}[found.kind]
     lines = [str(found.report), "", "columns"]
     lines += [f"  {shown(name):20} {shown(kind):.90}" for name, kind in found.columns]
     lines += ["", _heading(f"{title} in tokens", width) + _row([f"p{value}" for value in PERCENTILES])]
@@ -26,7 +26,10 @@ def as_text(found: Statistics) -> str:
     for group in groups:
         kept = [f"{100 * group.within(limit):.1f}%" for limit in limits]
         lines.append(f"  {shown(group.name):{width}.{width}} {len(group.lengths):>9,} " + _row(kept))
-    return "\n".join(lines + _roles(found) + _loss(found, width) + _packs(found))
+    lines += _roles(found) + _loss(found, width) + _packs(found)
+    if found.equal_pairs is not None:
+        lines += ["", f"pairs whose chosen equals rejected: {found.equal_pairs:,}"]
+    return "\n".join(lines)
 
 
 def _heading(text: str, width: int) -> str:
@@ -39,7 +42,8 @@ def _roles(found: Statistics) -> list[str]:
     if found.roles:
         total = sum(role.tokens for role in found.roles)
         width = max(16, *(min(32, len(shown(role.role))) for role in found.roles))
-        lines = ["", f"{'tokens per role':{width + 2}} {'tokens':>13} {'share':>8} {'with loss':>13}"]
+        title = "tokens per part" if found.kind == "pairs" else "tokens per role"
+        lines = ["", f"{title:{width + 2}} {'tokens':>13} {'share':>8} {'with loss':>13}"]
         for role in found.roles:
             share = f"{100 * role.tokens / total:.1f}%"
             lines.append(f"  {shown(role.role):{width}.{width}} {role.tokens:>13,} {share:>8} {role.loss:>13,}")

@@ -9,9 +9,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from gpuload.arrays import Ragged
 from gpuload.inspect.roles import UNKNOWN, Codes
 from gpuload.loss import LOSS
+from gpuload.pairs.parts import CHOSEN, REJECTED, sequence, split
 from gpuload.reference.reference import Reference
 from gpuload.tokenizer.token_bytes import TokenBytes, token_bytes
 
@@ -43,7 +46,7 @@ class TokenSequence:
     """Some tokens of a sequence.
 
     Attributes:
-        name: "prompt" or "conversation".
+        name: "prompt", "conversation", "chosen" or "rejected".
         length: number of all its tokens.
         head, tail: the first and the last of them. If they are not all, those in between are omitted.
     """
@@ -128,6 +131,24 @@ class TokenReader:
                 return piece.replace(table.space.encode(), b" ")
         name = self._tokenizer.convert_ids_to_tokens(token)
         return str(name).encode(errors="surrogatepass") if name is not None else b""
+
+
+def pair_of(reader: TokenReader, ids: Sequence[int], most: int | None) -> list[TokenSequence]:
+    """The two sequences of a pair. Their roles are `prompt` and `completion`, and completions have loss.
+
+    Args:
+        reader: of the tokenizer.
+        ids: of the pair, with the bits of their parts (`pairs.parts`).
+        most: how many tokens of each are kept; None for all.
+    """
+    row = Ragged.from_lists([ids])
+    sequences = []
+    for name, other in (("chosen", REJECTED), ("rejected", CHOSEN)):
+        own, completion = split(sequence(row, other))
+        marked = own.values | completion.values * LOSS
+        codes = completion.values.astype(np.int64)
+        sequences.append(reader.sequence(name, marked.tolist(), codes, ("prompt", "completion"), True, most))
+    return sequences
 
 
 def _ends(items: list[Any], most: int | None) -> list[Any]:
