@@ -30,9 +30,11 @@ from gpuload.errors import DataError, OptionError
 from gpuload.inspect.data import encode_row, load_data, open_data
 from gpuload.inspect.roles import UNKNOWN, RoleFinder
 from gpuload.inspect.statistics import sample_rows, statistics_of
-from gpuload.inspect.tokens import TokenReader, first_difference, visible, visible_text
+from gpuload.inspect.tokens import SampleRow, TokenReader, pair_of, visible, visible_text
 from gpuload.loss import LOSS
+from gpuload.pairs.parts import paired, with_completion
 from gpuload.reference.reference import Reference
+from gpuload.reference.training import common_prefix
 
 Chat = list[dict[str, Any]]
 
@@ -193,12 +195,12 @@ def test_numbers_of_chats(
         assert fill.longer == int((chats.tokens.lengths > fill.size).sum())
     for sample in found.samples:
         (sequence,) = sample.sequences
-        tokens = [token.id | LOSS if token.loss else token.id for token in (*sequence.head, *sequence.tail)]
+        tokens = [token.id | LOSS if token.loss else token.id for token in sequence.tokens]
         row = chats.origins[:, 1].tolist().index(sample.number)
         labels = chats[row]["labels"]
         assert [token & ~int(LOSS) for token in tokens] == chats[row]["input_ids"]
         assert [bool(token & LOSS) for token in tokens] == [label != -100 for label in labels]
-        assert [token.role for token in sequence.head] == roles_by_offsets(qwen, rows[sample.number])
+        assert [token.role for token in sequence.tokens] == roles_by_offsets(qwen, rows[sample.number])
 
     assert main(["inspect", file, "--tokenizer", qwen_folder]) == 0
     text = capsys.readouterr().out
@@ -210,6 +212,39 @@ def test_numbers_of_chats(
     assert "no token has loss: there is no answer of an assistant" in text
     assert "source 1\u27e8U+001B\u27e9[31m" in text
     assert "\033" not in text
+
+
+PAIRS = [
+    {"prompt": "one", "chosen": " two", "rejected": " three four"},
+    {"prompt": "one", "chosen": " two", "rejected": " two"},
+    {"prompt": "one", "chosen": None, "rejected": " two"},
+]
+
+
+def test_numbers_of_pairs(qwen: Any, qwen_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    pairs = gpuload.load_pairs(str(file), qwen)
+    rows = [pairs[k] for k in range(2)]
+    opened = open_data(str(file), qwen)
+    found = statistics_of(opened, load_data(opened), with_samples=True)
+    expected = {name: sum(len(row[f"{name}_ids"]) for row in rows) for name in ("prompt", "chosen", "rejected")}
+    assert {role.role: role.tokens for role in found.roles} == expected
+    assert found.equal_pairs == 1
+    longer = [len(row["prompt_ids"]) + max(len(row["chosen_ids"]), len(row["rejected_ids"])) for row in rows]
+    assert found.groups[0].lengths.tolist() == sorted(longer)
+    for sample in found.samples:
+        for sequence in sample.sequences:
+            ids = rows[sample.number]["prompt_ids"] + rows[sample.number][f"{sequence.name}_ids"]
+            assert [token.id for token in sequence.tokens] == ids
+    assert main(["inspect", str(file), "--tokenizer", qwen_folder]) == 0
+    shown = capsys.readouterr().out
+    assert "\npairs whose chosen equals rejected: 1\n" in shown
+    assert "chosen is null" in shown
+
+    for row, end in enumerate(("both begin with the same 1 tokens\n", "both are equal\n", "dropped: chosen is null\n")):
+        assert main(["show", str(file), "--row", str(row), "--tokenizer", qwen_folder]) == 0
+        assert capsys.readouterr().out.endswith(end)
 
 
 def test_longer_rows_and_rows_without_roles_are_counted(qwen_folder: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,17 +310,39 @@ def test_long_sequences_are_cut_in_the_middle(qwen: Any) -> None:
     ids = qwen("a b " * 500)["input_ids"]
     reader = TokenReader(Reference(qwen))
     cut = reader.sequence("prompt", ids, np.full(len(ids), UNKNOWN), [], False, most=100)
-    assert [token.id for token in (*cut.head, *cut.tail)] == ids[:50] + ids[-50:]
-    assert (cut.length, cut.omitted) == (len(ids), len(ids) - 100)
-    assert {(token.role, token.loss, token.special) for token in cut.head} == {(None, None, False)}
-    assert reader.sequence("prompt", ids, np.full(len(ids), UNKNOWN), [], False, most=len(ids)).omitted == 0
+    assert [token.id for token in cut.tokens] == ids[:50] + ids[-50:]
+    assert (cut.length, cut.gaps) == (len(ids), [0, len(ids) - 100, 0])
+    assert {(token.role, token.loss, token.special) for token in cut.tokens} == {(None, None, False)}
+    assert reader.sequence("prompt", ids, np.full(len(ids), UNKNOWN), [], False, most=len(ids)).gaps == [0, 0]
 
 
-def test_first_difference() -> None:
-    assert first_difference([[1, 2], [1, 3]]) == 1
-    assert first_difference([[1, 2], [1, 2, 3]]) == 2
-    assert first_difference([[1, 2], [1, 2]]) is None
-    assert first_difference([[1, 2]]) is None
+@given(
+    shared=st.integers(0, 60), ends=st.lists(st.lists(st.integers(1, 3), max_size=60), min_size=2, max_size=2),
+    most=st.sampled_from([8, 16, 40, None]),
+)  # fmt: skip
+def test_what_is_shown_of_a_pair_has_the_first_difference(
+    qwen: Any, shared: int, ends: list[list[int]], most: int | None
+) -> None:
+    one, other = (list(range(100, 100 + shared)) + end for end in ends)
+    both = [Ragged.from_lists([ids]) for ids in (one, other)]
+    begin = np.array([common_prefix(one, other)])
+    marked = paired(*(with_completion(ids, begin) for ids in both), begin).values.tolist()
+    sequences = pair_of(qwen_reader(qwen), marked, most)
+    row = SampleRow("", "", 0, sequences)
+    assert row.difference == (None if one == other else begin[0])
+    for sequence, ids in zip(sequences, (one, other), strict=True):
+        assert len(sequence.tokens) + sum(sequence.gaps) == sequence.length == len(ids)
+        assert most is None or len(sequence.tokens) <= most
+        for start, tokens in sequence.parts:
+            assert [token.id for token in tokens] == ids[start : start + len(tokens)]
+            roles = ["completion" if at >= begin[0] else "prompt" for at in range(start, start + len(tokens))]
+            assert [token.role for token in tokens] == roles
+            assert [token.loss for token in tokens] == [role == "completion" for role in roles]
+
+
+@cache
+def qwen_reader(qwen: Any) -> TokenReader:
+    return TokenReader(Reference(qwen))
 
 
 # -- one row in a terminal -------------------------------------------------------------------------------------------

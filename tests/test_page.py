@@ -103,9 +103,7 @@ def test_no_hidden_character_is_in_the_page(page: str) -> None:
 
 
 def test_boxes_are_the_tokens(page: str, found: Statistics) -> None:
-    tokens = [
-        token for row in found.samples for sequence in row.sequences for token in (*sequence.head, *sequence.tail)
-    ]
+    tokens = [token for row in found.samples for sequence in row.sequences for token in sequence.tokens]
     boxes = Reader(page).tokens
     assert len(boxes) == len(tokens) > 500
     for (classes, title, text), token in zip(boxes, tokens, strict=True):
@@ -143,7 +141,7 @@ def test_tables_can_be_sorted(page: str, found: Statistics) -> None:
 def test_a_page_is_bounded(found: Statistics) -> None:
     """Long rows are cut in the middle, long names at their end, and only some groups are plotted."""
     token = Token(7, b"<&>", "user", True, True)
-    long = TokenSequence("conversation", 10**6, [token] * 300, [token] * 300)
+    long = TokenSequence("conversation", 10**6, [(0, [token] * 300), (10**6 - 300, [token] * 300)])
     groups = [LengthGroup("x" * 10_000, np.arange(1, 50), 3) for _ in range(20)]
     rows = [SampleRow("longest", "f" * 10_000, k, [long]) for k in range(12)]
     reasons = {f"{k} {'r' * 9000}": 1 for k in range(1000)}
@@ -161,7 +159,7 @@ def test_a_page_is_bounded(found: Statistics) -> None:
 def test_pairs_are_next_to_each_other(found: Statistics) -> None:
     tokens = [Token(k, str(k).encode(), "user", None, False) for k in range(4)]
     chosen, rejected = (
-        TokenSequence(name, 3, [*tokens[:2], tokens[last]]) for name, last in (("chosen", 2), ("rejected", 3))
+        TokenSequence(name, 3, [(0, [*tokens[:2], tokens[last]])]) for name, last in (("chosen", 2), ("rejected", 3))
     )
     page = page_of(replace(found, samples=[SampleRow("random", "file", 1, [chosen, rejected])]), "t")
     reader = Reader(page)

@@ -16,7 +16,6 @@ from gpuload.inspect.tokens import (
     Token,
     TokenReader,
     TokenSequence,
-    first_difference,
     pair_of,
     shown,
     visible,
@@ -90,13 +89,13 @@ def in_terminal(row: SampleRow, color: bool) -> str:
     if row.dropped is not None:
         lines.append(f"dropped: {row.dropped}")
     for sequence in row.sequences:
-        tokens = list(sequence.head)
+        tokens = sequence.tokens
         with_loss = sum(bool(token.loss) for token in tokens)
         loss = f", {with_loss:,} with loss" if tokens[0].loss is not None else ""
         lines += ["", f"{sequence.name}: {sequence.length:,} tokens{loss}", ""]
         lines += [_colored(tokens), "", _legend(tokens)] if color else _plain(tokens)
     if len(row.sequences) == 2:
-        at = first_difference([[token.id for token in sequence.head] for sequence in row.sequences])
+        at = row.difference
         lines += ["", "both are equal" if at is None else f"both begin with the same {at:,} tokens"]
     return "\n".join(lines)
 

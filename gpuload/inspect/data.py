@@ -126,8 +126,8 @@ def _kind_of_all(sources: Sequence[Source], prompt_key: str) -> Kind:
     if len(found) > 1:
         (kind, name), (other_kind, other) = list(found.items())[:2]
         raise DataError(
-            f"files hold different things ({kind} in {name}, {other_kind} in {other}): inspect them separately, or pass "
-            "--as"
+            f"files hold different things ({kind} in {name}, {other_kind} in {other}): inspect them separately, or "
+            "pass --as"
         )
     return next(iter(found))
 

@@ -15,7 +15,7 @@ from markupsafe import Markup
 from gpuload import __version__
 from gpuload.inspect import plots
 from gpuload.inspect.statistics import PERCENTILES, Statistics
-from gpuload.inspect.tokens import SampleRow, Token, TokenSequence, first_difference, shown, visible
+from gpuload.inspect.tokens import SampleRow, Token, TokenSequence, shown, visible
 from gpuload.report import Report
 
 _MOST_TEXT = 240  # characters of a name, a type or a reason
@@ -90,7 +90,6 @@ def _template() -> jinja2.Template:
     environment.filters |= {"clipped": clipped, "number": "{:,}".format}
     environment.globals |= {
         "boxes": boxes,
-        "difference": _difference,
         "role_class": role_class,
         "is_number": lambda cell: isinstance(cell, Number),
     }
@@ -100,15 +99,23 @@ def _template() -> jinja2.Template:
 # -- rows ------------------------------------------------------------------------------------------------------------
 
 
-def boxes(tokens: Sequence[Token], differs_at: int | None = None) -> Markup:
-    """One box per token.
+def boxes(sequence: TokenSequence, differs_at: int | None) -> Markup:
+    """One box per token, and how many tokens are not shown between them.
 
     Args:
-        tokens: consecutive tokens.
+        sequence: the tokens.
         differs_at: the number of the token that is marked as the first difference; None for none.
     """
+    made = []
+    for (start, tokens), gap in zip(sequence.parts, sequence.gaps, strict=False):
+        made += [_gap(gap)] * bool(gap) + [_box(token, at == differs_at) for at, token in enumerate(tokens, start)]
+    made += [_gap(sequence.gaps[-1])] * bool(sequence.gaps[-1])
     # Lines break between tokens, and within one only if it is longer than a line.
-    return Markup("<wbr>").join(_box(token, number == differs_at) for number, token in enumerate(tokens))
+    return Markup("<wbr>").join(made)
+
+
+def _gap(count: int) -> Markup:
+    return Markup('<span class="omitted">… {} tokens are not shown …</span>').format(f"{count:,}")
 
 
 def _box(token: Token, differs: bool) -> Markup:
@@ -129,16 +136,9 @@ def role_class(role: str | None) -> str:
     return "u" if role is None else f"r{_ROLES.get(role, _OTHER_ROLE)}"
 
 
-def _difference(row: SampleRow) -> int | None:
-    """Where the two sequences of a row first differ, if that is in what is shown of them."""
-    at = first_difference([[token.id for token in sequence.head] for sequence in row.sequences])
-    return at if at is not None and all(at < len(sequence.head) for sequence in row.sequences) else None
-
-
 def _roles_of(rows: Sequence[SampleRow]) -> list[str]:
     """The roles of all tokens that are shown."""
-    sequences: list[TokenSequence] = [sequence for row in rows for sequence in row.sequences]
-    roles = {token.role for sequence in sequences for token in (*sequence.head, *sequence.tail)}
+    roles = {token.role for row in rows for sequence in row.sequences for token in sequence.tokens}
     return sorted((role for role in roles if role), key=lambda role: (_ROLES.get(role, _OTHER_ROLE), role))
 
 

@@ -5,9 +5,8 @@ A row is a list of named token sequences: one for a prompt or a conversation, se
 
 import functools
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from gpuload.inspect.roles import UNKNOWN, Codes
 from gpuload.loss import LOSS
 from gpuload.pairs.parts import CHOSEN, REJECTED, sequence, split
 from gpuload.reference.reference import Reference
+from gpuload.reference.training import common_prefix
 from gpuload.tokenizer.token_bytes import TokenBytes, token_bytes
 
 _ARROWS = {"\n": "⏎", "\t": "→", " ": "·", "\r": "␍"}
@@ -48,18 +48,25 @@ class TokenSequence:
     Attributes:
         name: "prompt", "conversation", "chosen" or "rejected".
         length: number of all its tokens.
-        head, tail: the first and the last of them. If they are not all, those in between are omitted.
+        parts: consecutive tokens that are shown, and the number of the first of them; ascending.
     """
 
     name: str
     length: int
-    head: Sequence[Token]
-    tail: Sequence[Token] = ()
+    parts: Sequence[tuple[int, Sequence[Token]]]
 
     @property
-    def omitted(self) -> int:
-        """Number of tokens between head and tail."""
-        return self.length - len(self.head) - len(self.tail)
+    def tokens(self) -> list[Token]:
+        """All tokens that are shown."""
+        return [token for _, tokens in self.parts for token in tokens]
+
+    @property
+    def gaps(self) -> list[int]:
+        """How many tokens are not shown before each part, and after the last one."""
+        ends = [0, *(start + len(tokens) for start, tokens in self.parts)]
+        return [
+            start - end for start, end in zip([*(start for start, _ in self.parts), self.length], ends, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,20 @@ class SampleRow:
     sequences: Sequence[TokenSequence]
     dropped: str | None = None
 
+    @property
+    def difference(self) -> int | None:
+        """The number of the first token in which two sequences differ; None if they are equal or not two.
+
+        What is shown of a pair has it: before it, the same tokens are shown of both.
+        """
+        if len(self.sequences) != 2:
+            return None
+        one, other = (
+            {start + at: token.id for start, tokens in sequence.parts for at, token in enumerate(tokens)}
+            for sequence in self.sequences
+        )
+        return min((at for at in one.keys() | other.keys() if one.get(at) != other.get(at)), default=None)
+
 
 class TokenReader:
     """Describes the tokens of one tokenizer.
@@ -95,7 +116,14 @@ class TokenReader:
         self.piece = functools.cache(self._piece)
 
     def sequence(
-        self, name: str, ids: Sequence[int], codes: Codes, names: Sequence[str], with_loss: bool, most: int | None
+        self,
+        name: str,
+        ids: Sequence[int],
+        codes: Codes,
+        names: Sequence[str],
+        with_loss: bool,
+        most: int | None,
+        around: int = 0,
     ) -> TokenSequence:
         """The tokens of one sequence.
 
@@ -106,21 +134,17 @@ class TokenReader:
             names: the names of roles.
             with_loss: whether the bits mean anything.
             most: how many tokens are kept; None for all.
+            around: the number of a token that is kept.
         """
-        described = [
-            Token(
-                token & ~int(LOSS),
-                self.piece(token & ~int(LOSS)),
-                None if code == UNKNOWN else names[code],
-                bool(token & int(LOSS)) if with_loss else None,
-                token & ~int(LOSS) in self._added,
-            )
-            for token, code in _ends(list(zip(ids, codes.tolist(), strict=True)), most)
-        ]
-        if len(described) == len(ids):
-            return TokenSequence(name, len(ids), described)
-        half = len(described) // 2
-        return TokenSequence(name, len(ids), described[:half], described[half:])
+
+        def described(number: int) -> Token:
+            token, code = ids[number] & ~int(LOSS), codes[number]
+            role = None if code == UNKNOWN else names[code]
+            loss = bool(ids[number] & int(LOSS)) if with_loss else None
+            return Token(token, self.piece(token), role, loss, token in self._added)
+
+        parts = shown_ranges(len(ids), most, around)
+        return TokenSequence(name, len(ids), [(part.start, list(map(described, part))) for part in parts])
 
     def _piece(self, token: int) -> bytes:
         """The bytes of a token; those of its name in the vocabulary where tokens have no bytes of their own."""
@@ -142,33 +166,42 @@ def pair_of(reader: TokenReader, ids: Sequence[int], most: int | None) -> list[T
         most: how many tokens of each are kept; None for all.
     """
     row = Ragged.from_lists([ids])
-    sequences = []
-    for name, other in (("chosen", REJECTED), ("rejected", CHOSEN)):
-        own, completion = split(sequence(row, other))
-        marked = own.values | completion.values * LOSS
-        codes = completion.values.astype(np.int64)
-        sequences.append(reader.sequence(name, marked.tolist(), codes, ("prompt", "completion"), True, most))
-    return sequences
+    (chosen, of_chosen), (rejected, of_rejected) = (split(sequence(row, other)) for other in (REJECTED, CHOSEN))
+    around = common_prefix(chosen.values.tolist(), rejected.values.tolist())
+    return [
+        reader.sequence(
+            name,
+            (own.values | completion.values * LOSS).tolist(),
+            completion.values.astype(np.int64),
+            ("prompt", "completion"),
+            True,
+            most,
+            around,
+        )
+        for name, own, completion in (("chosen", chosen, of_chosen), ("rejected", rejected, of_rejected))
+    ]
 
 
-def _ends(items: list[Any], most: int | None) -> list[Any]:
-    """The items, or as many of the first and of the last ones as `most` allows, an even number."""
-    half = len(items) if most is None else most // 2
-    return items if most is None or len(items) <= most else items[:half] + items[-half:]
+def shown_ranges(length: int, most: int | None, around: int) -> list[range]:
+    """Which of n tokens are shown: all, or the first and last ones, or the first ones and those around one of them.
+
+    Args:
+        length: n.
+        most: how many at most; None for all.
+        around: number of a token; those before and around it are the same whatever n is.
+    """
+    if most is None or (length <= most and around < most // 2):
+        return [range(length)]
+    half, quarter = most // 2, most // 4
+    if around < half:
+        return [range(half), range(length - half, length)]
+    return [range(quarter), range(around - quarter, min(length, around + half))]
 
 
 def with_loss_bits(ids: Ragged, row: int, loss: Ragged | None) -> list[int]:
     """The ids of one row, with a bit where they have loss."""
     some: list[int] = (ids[row] if loss is None else ids[row] | loss[row] * LOSS).tolist()
     return some
-
-
-def first_difference(sequences: Sequence[Sequence[int]]) -> int | None:
-    """Where two sequences of ids first differ; None if they are equal, or if there are not two."""
-    if len(sequences) != 2 or list(sequences[0]) == list(sequences[1]):
-        return None
-    pairs: Iterable[tuple[int, tuple[int, int]]] = enumerate(zip(*sequences, strict=False))
-    return next((at for at, (one, other) in pairs if one != other), min(map(len, sequences)))
 
 
 def visible(piece: bytes) -> list[tuple[str, bool]]:
