@@ -37,6 +37,19 @@ def statistics(tokenizer: Any, folder: Path, rows: int = 60) -> Statistics:
     return statistics_of(opened, load_data(opened), with_samples=True)
 
 
+def write_pairs(tokenizer: Any, folder: Path) -> Path:
+    """The page of pairs with hostile texts as a file."""
+    file, page = folder / "pairs.jsonl", folder / "pairs.html"
+    lines = [
+        json.dumps({"prompt": one * (1 + 40 * (k % 3)), "chosen": one, "rejected": other})
+        for k, (one, other) in enumerate(zip(HOSTILE, HOSTILE[1:] + HOSTILE[-1:], strict=True))
+    ]
+    file.write_text("\n".join(lines))
+    opened = open_data(str(file), tokenizer)
+    page.write_text(page_of(statistics_of(opened, load_data(opened), with_samples=True), "t"), encoding="utf-8")
+    return page
+
+
 def write_page(tokenizer: Any, folder: Path) -> Path:
     """The page of these conversations as a file."""
     page = folder / "page.html"

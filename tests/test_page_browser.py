@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from browser import Page, open_browser
-from page_cases import HOSTILE, write_page
+from page_cases import HOSTILE, write_page, write_pairs
 
 pytestmark = pytest.mark.browser
 
@@ -114,6 +114,34 @@ def test_browser_has_both_themes(browser: Page, file: Path, dark: bool) -> None:
 def test_browser_shows_no_more_than_the_width(browser: Page, file: Path, width: int) -> None:
     browser.load(file, width=width)
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    assert browser.problems == []
+
+
+def test_browser_shows_pairs_next_to_each_other(browser: Page, qwen: Any, tmp_path: Path) -> None:
+    file = write_pairs(qwen, tmp_path)
+
+    def places() -> list[list[float]]:
+        """Left and top of the two sequences of the first pair."""
+        sequences = "[...document.querySelectorAll('.sequences')[0].children]"
+        found: list[list[float]] = browser.evaluate(
+            f"{sequences}.map(e => e.getBoundingClientRect()).map(r => [r.left, r.top])"
+        )
+        return found
+
+    browser.load(file)
+    (left, top), (other_left, other_top) = places()
+    assert top == other_top
+    assert left < other_left
+    browser.load(file, width=390)
+    (left, top), (other_left, other_top) = places()
+    assert left == other_left
+    assert top < other_top
+    assert browser.evaluate("document.documentElement.scrollWidth") <= 390
+    # One pair has equal sequences. Every other one has a mark in both, or in the longer one if the other ends there.
+    marked = "[...document.querySelectorAll('.row')].map(row => row.querySelectorAll('.d').length)"
+    counts = browser.evaluate(marked)
+    assert counts.count(0) == 1
+    assert set(counts) <= {0, 1, 2}
     assert browser.problems == []
 
 
