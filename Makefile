@@ -3,6 +3,7 @@
 # make docs       the documentation site, into site/; warnings are errors
 # make verl-test  the integration with verl, against verl 0.9.1 itself, in a separate environment
 # make verl-matrix  the same with each supported version of verl: 0.7.1, 0.8.0, 0.9.0 and 0.9.1
+# make browser-test  the page of gpuload inspect in headless Chromium, which has to be installed
 # make transformers4-test  the tests with transformers 4.57.6, in a separate environment
 # make exact      every row of ../shared with the kernels of ten tokenizers, on the host; 74 variants of tokenizers
 # make damage     100 loads killed while they fill the token cache, and 1,000 damaged parquet files
@@ -10,7 +11,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test transformers4-test docs verl-test verl-matrix exact damage bench verl-env clean
+.PHONY: demo test browser-test transformers4-test docs verl-test verl-matrix exact damage bench verl-env clean
 
 demo: .venv/installed
 	$(BIN)/gpuload demo
@@ -21,6 +22,9 @@ test: .venv/installed-dev
 	$(BIN)/mypy
 	$(BIN)/python docs/build.py
 	$(BIN)/python -m pytest -n auto
+
+browser-test: .venv/installed-dev
+	$(BIN)/python -m pytest -m browser tests/test_page_browser.py
 
 transformers4-test: .venv-transformers4/installed
 	.venv-transformers4/bin/python -m pytest -n auto

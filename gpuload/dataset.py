@@ -179,6 +179,16 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
         source, number = self._origin[row]
         return self.report.files[source], int(number)
 
+    @property
+    def lengths(self) -> np.ndarray[Any, Any]:
+        """The number of tokens of each row, int64 `(n,)`, without padding and not truncated."""
+        return self._lengths
+
+    @property
+    def origins(self) -> np.ndarray[Any, Any]:
+        """Where all rows come from, int64 `(n, 2)`: the index of the file in `report.files`, and the row in it."""
+        return self._origin
+
     def __getitem__(self, row: int) -> Row:
         return self.__getitems__([row])[0]
 

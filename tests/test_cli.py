@@ -35,10 +35,7 @@ def test_inspect(gsm8k: str, qwen: Any, qwen_folder: str, capsys: pytest.Capture
     limits, shares = stays[0].split()[4:], stays[1].split()[2:]
     for limit, share in zip(limits, shares, strict=True):
         assert share == f"{100 * (lengths <= int(limit)).mean():.1f}%"
-    html = page.read_text()
-    assert html.count("<img ") == html.count("data:image/png;base64,") == 2
-    assert 'src="http' not in html
-    assert "500 rows read" in html
+    assert "500 rows read" in page.read_text()
 
 
 def test_a_closed_pipe_ends_a_command_quietly(gsm8k: str, qwen_folder: str) -> None:

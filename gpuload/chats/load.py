@@ -122,7 +122,31 @@ def load_chats(
             "device": "cpu",
         }
     )
-    opened = open_all(files, options)
+    sources, reference, options, found = open_chats(
+        open_all(files, options), tokenizer, options, format, messages_key, loss_on
+    )
+    return load_opened(sources, reference, options, found, started)
+
+
+def open_chats(
+    opened: Sequence[Source],
+    tokenizer: Any,
+    options: Options,
+    format: str | None = None,
+    messages_key: str | None = None,
+    loss_on: LossOn | None = None,
+) -> tuple[list[Source], ChatReference, Options, str]:
+    """Finds the format of opened files, and opens the tokenizer.
+
+    Args:
+        opened: files or a frame.
+        tokenizer, format, messages_key, loss_on: as for `load_chats`.
+        options: of the load; the column `prompt_key` is made.
+
+    Returns:
+        The sources with one column of conversations, prompts with completions, or texts; the tokenizer; the options as
+        this format needs them; and the format.
+    """
     sources, found = _prompts_of(opened, options.prompt_key, format, messages_key)
     if all(source.num_rows == 0 or is_plain(found, source.schema) for source in opened):
         options = replace(options, chat_template=None)
@@ -138,16 +162,27 @@ def load_chats(
         pad_token_id=options.pad_token_id,
         trust_remote_code=options.trust_remote_code,
     )
-    useless = partial(_without_loss, options)
+    return sources, reference, options, found
+
+
+def load_opened(
+    sources: list[Source], reference: ChatReference, options: Options, found: str, started: float | None = None
+) -> ChatDataset:
+    """Loads what `open_chats` returned.
+
+    Args:
+        started: when the files were being opened, as for `load_sources`.
+    """
+    useless = partial(without_answer, options)
     dataset = load_sources(
         sources, reference, options, started, build_engine=_engine, make=ChatDataset, unusable=useless
     )
-    dataset.report.notes.insert(0, f"format: {found}, loss on {wanted}")
+    dataset.report.notes.insert(0, f"format: {found}, loss on {reference.loss_on}")
     assert isinstance(dataset, ChatDataset)
     return dataset
 
 
-def _without_loss(options: Options, ids: Ragged) -> dict[int, str]:
+def without_answer(options: Options, ids: Ragged) -> dict[int, str]:
     """The rows of which no token would be learned."""
     reasons = {}
     if not options.filter_overlong_prompts:

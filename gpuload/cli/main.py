@@ -1,4 +1,4 @@
-"""The command line: inspect · prepare · doctor · demo."""
+"""The command line: inspect · show · prepare · doctor · demo."""
 
 import argparse
 import os
@@ -37,9 +37,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"gpuload {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    inspect = commands.add_parser("inspect", help="show rows, columns, and prompt lengths in tokens")
+    inspect = commands.add_parser("inspect", help="show rows, columns, and lengths in tokens")
     _add_files(inspect)
     inspect.add_argument("--tokenizer", required=True, help="path or hub id")
+    _add_kind(inspect)
     _add_prompts(inspect)
     inspect.add_argument("--max-samples", type=int, default=-1, metavar="N", help="only the first N rows")
     inspect.add_argument(
@@ -48,8 +49,16 @@ def build_parser() -> argparse.ArgumentParser:
         help="show the compiled chat template instead, for the conversations in the files or, without files, for "
         "common ones",
     )
-    inspect.add_argument("--html", metavar="FILE", help="also write the report, with plots, as one HTML page")
+    inspect.add_argument("--html", metavar="FILE", help="also write an HTML page with plots and some rows")
     inspect.set_defaults(run=_inspect, parser=inspect)
+
+    show = commands.add_parser("show", help="show one row token by token")
+    show.add_argument("file", help="path, glob or URL of a parquet, json or jsonl file")
+    show.add_argument("--row", type=int, required=True, metavar="N", help="number of the row; -1 is the last one")
+    show.add_argument("--tokenizer", help="path or hub id; without it, the columns of the row are shown")
+    _add_kind(show)
+    _add_prompts(show)
+    show.set_defaults(run=_show)
 
     prepare = commands.add_parser("prepare", help="tokenize files now, and cache the tokens for later loads")
     _add_files(prepare)
@@ -84,6 +93,15 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_files(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="*", help="paths, globs, directories or URLs of parquet, json or jsonl files")
+
+
+def _add_kind(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--as",
+        dest="kind",
+        choices=["prompts", "chats", "pairs"],
+        help="what the files hold: prompts, chats for SFT, or preference data (default: found by the columns)",
+    )
 
 
 def _add_prompts(parser: argparse.ArgumentParser) -> None:
@@ -137,10 +155,25 @@ def _inspect(given: argparse.Namespace) -> int:
     inspect_files(
         given.files,
         given.tokenizer,
+        kind=given.kind,
         prompt_key=given.prompt_key,
         max_samples=given.max_samples,
         no_template=given.no_template,
         html=given.html,
+    )
+    return 0
+
+
+def _show(given: argparse.Namespace) -> int:
+    from gpuload.cli.show import show_row
+
+    show_row(
+        given.file,
+        given.row,
+        given.tokenizer,
+        kind=given.kind,
+        prompt_key=given.prompt_key,
+        no_template=given.no_template,
     )
     return 0
 

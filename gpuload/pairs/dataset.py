@@ -64,6 +64,11 @@ class PairDataset(PromptDataset):
         """
         return split(self._store.to_host())[0]
 
+    @property
+    def parts(self) -> Ragged:
+        """The same ids with the bits of their parts, see `gpuload.pairs.parts`."""
+        return self._store.to_host()
+
     @cached_property
     def labels(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """(n,) bool, whether the completion of each row is desirable, for `"kto"`."""

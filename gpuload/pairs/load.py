@@ -128,6 +128,31 @@ def load_pairs(
     opened = [source for source in open_all(files, options) if source.num_rows]
     if objective is None:
         objective = "kto" if label_column(opened[0].schema, keys) else "dpo"
+    sources, reference, options, found = open_pairs(opened, tokenizer, options, objective, format, keys)
+    make = PairMaker(objective, kl_batch_size, keys["chosen"] in found.columns, [each.num_rows for each in sources])
+    return load_opened_pairs(sources, reference, options, found, make, overlong, started)
+
+
+def open_pairs(
+    opened: Sequence[Source],
+    tokenizer: Any,
+    options: Options,
+    objective: Objective,
+    format: str | None,
+    keys: dict[str, str],
+) -> tuple[list[Source], PairReference, Options, Format]:
+    """Finds the format of opened files, and opens the tokenizer.
+
+    Args:
+        opened: files that have rows.
+        tokenizer, objective, format: as for `load_pairs`.
+        options: of the load; the column `prompt_key` is made.
+        keys: "prompt", "chosen" and "rejected" → the column.
+
+    Returns:
+        The sources with one column of pairs or completions; the tokenizer; the options as this format needs them; and
+        the format.
+    """
     sources, found = _pairs_of(opened, objective, format, keys)
     if all(_is_plain(source.schema, found) for source in opened):
         options = replace(options, chat_template=None)
@@ -139,11 +164,29 @@ def load_pairs(
         pad_token_id=options.pad_token_id,
         trust_remote_code=options.trust_remote_code,
     )
-    make = PairMaker(objective, kl_batch_size, keys["chosen"] in found.columns, [each.num_rows for each in sources])
-    useless = partial(useless_rows, make, max_length, overlong)
+    return sources, reference, options, found
+
+
+def load_opened_pairs(
+    sources: list[Source],
+    reference: PairReference,
+    options: Options,
+    found: Format,
+    make: "PairMaker",
+    overlong: Overlong = "drop",
+    started: float | None = None,
+) -> PairDataset:
+    """Loads what `open_pairs` returned.
+
+    Args:
+        make: makes the dataset.
+        overlong: as for `load_pairs`.
+        started: when the files were being opened, as for `load_sources`.
+    """
+    useless = partial(useless_rows, make, options.max_prompt_length, overlong)
     dataset = load_sources(sources, reference, options, started, build_engine=_engine, make=make, unusable=useless)
     assert isinstance(dataset, PairDataset)
-    dataset.report.notes.insert(0, f"format: {found.name}, for {objective}")
+    dataset.report.notes.insert(0, f"format: {found.name}, for {make.objective}")
     return dataset
 
 

@@ -117,19 +117,24 @@ def _render(program: ChatProgram, prompts: pa.Array) -> HostText:
     column = from_arrow(HostTexts(), prompts)
     with program.lock:
         walk = Walk(program, column)
-    text, answers = _write(walk, program.answers is not None)
+    text, bounds, offsets = write(walk)
+    answers = None if program.answers is None else _answers(walk, bounds, offsets)
     made = HostText(text=text, answers=answers, **walk.counts())
     if program.call.sanitizes:
         made.text = reject_unplain(made.text, program.call.control, made.rejected)
     return made
 
 
-def _write(walk: Walk, with_answers: bool) -> tuple[pa.LargeStringArray, Spans | None]:
-    """Copies the segments of all rows in one gather. Returns the texts, and where their answers are.
+def write(walk: Walk) -> tuple[pa.LargeStringArray, Ints, Ints]:
+    """Copies the segments of all rows in one gather.
 
     All texts that can be a segment are numbered: the literals first, then the texts that transformers rendered, then
     the columns that paths refer to, text by text. Segment j of a path is then, for a row whose first message has the
     number f, the text `constant[j] + factor[j] * f`: factor 0 for a literal, 1 for a message's text.
+
+    Returns:
+        The texts, n large_string, null where a row was rejected; (n + 1,) where the segments of each row begin; and the
+        byte at which each segment's text begins, with the end of the last one. The texts of a row are consecutive.
     """
     rows = len(walk.prompts)
     slices = _Slices()
@@ -168,15 +173,14 @@ def _write(walk: Walk, with_answers: bool) -> tuple[pa.LargeStringArray, Spans |
     valid[_numbers(walk.rejected)] = False
     mask = None if valid.all() else pa.py_buffer(np.packbits(valid, bitorder="little"))
     text = pa.LargeStringArray.from_buffers(rows, pa.py_buffer(offsets[bounds]), pa.py_buffer(data), mask)
-    return text, _answers(walk, bounds, offsets) if with_answers else None
+    return text, bounds, offsets
 
 
 def _answers(walk: Walk, bounds: Ints, offsets: Ints) -> Spans:
     """Where the answers of all rows are.
 
     Args:
-        bounds: (n + 1,) where the segments of each row begin.
-        offsets: where each segment's text begins; those of a row are consecutive.
+        bounds, offsets: from `write`.
     """
     rows, start, end = [], [], []
     for path, some in walk.paths:

@@ -102,6 +102,44 @@ class TokenSpans:
             first[others], last[others] = np.split(self._by_offsets(text, np.tile(rows[others], 2), where), 2)
         return _mark(ids, rows, first, last, empty=end == 0)
 
+    def owners(
+        self, text: pa.LargeStringArray, ids: Ragged, rows: Numbers, start: Numbers, end: Numbers
+    ) -> tuple[Numbers, npt.NDArray[np.bool_]]:
+        """Finds for each token the first of k spans of which it has a byte.
+
+        A token has the bytes from which it was made; where tokens do not lie end to end, those of its offsets.
+
+        Args:
+            text, ids, rows, start, end: as for `mask`.
+
+        Returns:
+            (len(ids.values),) int64, the number of the span, -1 where a token has no byte of any. And (n,) bool, false
+            for texts that the tokenizer does not encode to these ids, about whose tokens nothing is known.
+        """
+        some = np.flatnonzero(start < end)
+        rows, start, end = rows[some], start[some], end[some]
+        owner = np.full(len(ids.values), -1, np.int64)
+        known = np.zeros(len(text), np.bool_)
+        if self._search:
+            known, (begin, stop), (first, last) = self._search.laid(text, ids, rows, start, end)
+            owner = _first_touched(begin, stop, first, last)
+        others = np.flatnonzero(~known)
+        self.encoded_again += len(others)
+        places = np.searchsorted(rows, others), np.searchsorted(rows, others, side="right")
+        for chunk in range(0, len(others), _ROWS):
+            texts = text.take(pa.array(others[chunk : chunk + _ROWS])).to_pylist()
+            for at, (one, encoding) in enumerate(zip(texts, self._encode(texts).encodings, strict=True), chunk):
+                row, of_row = others[at], slice(places[0][at], places[1][at])
+                tokens = slice(ids.offsets[row], ids.offsets[row + 1])
+                known[row] = encoding.ids == ids.values[tokens].tolist()
+                if known[row]:
+                    # The byte at which each character begins, and the end of the text.
+                    byte = np.flatnonzero((np.frombuffer(f"{one}.".encode(), np.uint8) & 0xC0) != 0x80)
+                    begin, stop = byte[np.array(encoding.offsets, np.int64).reshape(-1, 2)].T
+                    number = _first_touched(begin, stop, start[of_row], end[of_row])
+                    owner[tokens] = np.where(number < 0, -1, number + of_row.start)
+        return np.where(owner < 0, -1, some[owner] if len(some) else -1), known
+
     def _encode(self, texts: list[str]) -> Any:
         """As `apply_chat_template` encodes rendered texts."""
         return self._tokenizer(texts, padding=False, truncation=False, add_special_tokens=False)
@@ -161,25 +199,8 @@ class _Search:
             byte, -1 if it has none. Only those of these texts are meaningful.
         """
         table = self._table
-        data, offsets = _buffers(text)
-        if table.space != " ":
-            spaces = np.flatnonzero(data == ord(" "))
-            # A space before a byte moves it by the bytes that its replacement has more.
-            before = np.searchsorted(spaces, offsets[rows] + at) - np.searchsorted(spaces, offsets[rows])
-            at = at + (len(table.space.encode()) - 1) * before
-            data, offsets = _buffers(pc.replace_substring(text, " ", table.space))
-        lengths = self._lengths[ids.values]
-        ends = offsets_of(lengths)  # ends[j]: where token j begins if all tokens of all rows lie end to end
-        shift = offsets[:-1] - ends[ids.offsets[:-1]]  # (n,) from there to its place in `data`
-        fast = ends[ids.offsets[1:]] - ends[ids.offsets[:-1]] == np.diff(offsets)
-        fast[_rows_of(np.flatnonzero(lengths == 0), ids)] = False  # none of the tokenizer's tokens
-        if table.nfc:
-            changeable = fast & ~np.asarray(pc.string_is_ascii(text))
-            token = np.flatnonzero(np.repeat(changeable, ids.lengths))
-            place = ends[token] + np.repeat(shift[changeable], ids.lengths[changeable])
-            different = self._different(data, ids.values[token], lengths[token], place)
-            fast[_rows_of(token[different], ids)] = False
-
+        data, offsets, at = self._with_spaces(text, rows, at)
+        fast, ends, shift = self._end_to_end(text, data, offsets, ids)
         length = offsets[rows + 1] - offsets[rows]
         inside = np.flatnonzero(fast[rows] & (at >= 0) & (at < length))
         byte = (offsets[rows] + at)[inside]
@@ -197,6 +218,63 @@ class _Search:
         found = np.full(len(rows), -1, np.int64)
         found[inside] = np.where(trimmed, -1, number)
         return fast, found
+
+    def laid(
+        self, text: pa.LargeStringArray, ids: Ragged, rows: Numbers, start: Numbers, end: Numbers
+    ) -> tuple[npt.NDArray[np.bool_], tuple[Numbers, Numbers], tuple[Numbers, Numbers]]:
+        """Finds where tokens and spans are.
+
+        Args:
+            text, ids: n texts and their ids.
+            rows, start, end: (k,) spans of these texts, ascending.
+
+        Returns:
+            (n,) in which texts the tokens lie end to end; the first byte and the end of every token, and of every span,
+            counted over all texts. Those of tokens are meaningful only in these texts; elsewhere tokens are empty.
+        """
+        data, offsets, at = self._with_spaces(text, np.tile(rows, 2), np.concatenate([start, end]))
+        fast, ends, shift = self._end_to_end(text, data, offsets, ids)
+        first, last = np.split(offsets[np.tile(rows, 2)] + at, 2)
+        begin, stop = (part + np.repeat(shift, ids.lengths) for part in (ends[:-1], ends[1:]))
+        return fast, (begin, np.where(np.repeat(fast, ids.lengths), stop, begin)), (first, last)
+
+    def _with_spaces(self, text: pa.LargeStringArray, rows: Numbers, at: Numbers) -> tuple[Bytes, Numbers, Numbers]:
+        """The bytes of n texts in which spaces are replaced as the tokenizer does, (n + 1,) where each text begins, and
+        (q,) places in texts as places there."""
+        data, offsets = _buffers(text)
+        if self._table.space == " ":
+            return data, offsets, at
+        spaces = np.flatnonzero(data == ord(" "))
+        # A space before a byte moves it by the bytes that its replacement has more.
+        before = np.searchsorted(spaces, offsets[rows] + at) - np.searchsorted(spaces, offsets[rows])
+        at = at + (len(self._table.space.encode()) - 1) * before
+        return *_buffers(pc.replace_substring(text, " ", self._table.space)), at
+
+    def _end_to_end(
+        self, text: pa.LargeStringArray, data: Bytes, offsets: Numbers, ids: Ragged
+    ) -> tuple[npt.NDArray[np.bool_], Numbers, Numbers]:
+        """Whether the tokens of each row lie end to end in its text.
+
+        Args:
+            text, ids: n texts and their ids.
+            data, offsets: from `_with_spaces`.
+
+        Returns:
+            (n,) bool; `ends`, where each token begins if all tokens of all rows lie end to end, and the end of the last
+            one; and (n,) what has to be added to that for its place in `data`.
+        """
+        lengths = self._lengths[ids.values]
+        ends = offsets_of(lengths)
+        shift = offsets[:-1] - ends[ids.offsets[:-1]]
+        fast = ends[ids.offsets[1:]] - ends[ids.offsets[:-1]] == np.diff(offsets)
+        fast[_rows_of(np.flatnonzero(lengths == 0), ids)] = False  # none of the tokenizer's tokens
+        if self._table.nfc:
+            changeable = fast & ~np.asarray(pc.string_is_ascii(text))
+            token = np.flatnonzero(np.repeat(changeable, ids.lengths))
+            place = ends[token] + np.repeat(shift[changeable], ids.lengths[changeable])
+            different = self._different(data, ids.values[token], lengths[token], place)
+            fast[_rows_of(token[different], ids)] = False
+        return fast, ends, shift
 
     def _different(self, data: Bytes, ids: Ids, lengths: Ids, place: Numbers) -> Numbers:
         """The numbers of the tokens that are not the bytes at their places."""
@@ -235,6 +313,21 @@ def _buffers(text: pa.LargeStringArray) -> tuple[Bytes, Numbers]:
     # An array of empty strings may have no character buffer.
     data = np.frombuffer(text.buffers()[2] or b"", np.uint8)
     return data[offsets[0] : offsets[-1]], offsets - offsets[0]
+
+
+def _first_touched(begin: Numbers, stop: Numbers, first: Numbers, last: Numbers) -> Numbers:
+    """The first span of which a token has a byte, -1 if there is none.
+
+    Args:
+        begin, stop: (m,) first byte and end of each token.
+        first, last: (k,) first byte and end of each span; ascending, none of them empty.
+    """
+    if not len(first):
+        return np.full(len(begin), -1, np.int64)
+    number = np.searchsorted(last, begin, side="right")  # the first span that ends behind the token's beginning
+    touches = (number < len(first)) & (begin < stop)
+    touches &= first[np.minimum(number, len(first) - 1)] < stop
+    return np.where(touches, number, -1)
 
 
 def _mark(

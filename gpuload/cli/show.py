@@ -1,0 +1,147 @@
+"""`gpuload show`: one row of a dataset, token by token."""
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+import pyarrow as pa
+
+from gpuload.arrays import Ragged
+from gpuload.inspect.data import Kind, Opened, encode_row, find_row, one_row, open_data
+from gpuload.inspect.roles import RoleFinder
+from gpuload.inspect.tokens import (
+    SampleRow,
+    Token,
+    TokenReader,
+    TokenSequence,
+    pair_of,
+    shown,
+    visible,
+    visible_text,
+)
+from gpuload.loss import LOSS
+from gpuload.options import Options
+from gpuload.sources.columns import to_python
+from gpuload.sources.open import open_all
+
+_COLORS: Mapping[str, int] = {"system": 35, "user": 34, "prompt": 34, "text": 34, "assistant": 32, "completion": 32}
+_OTHER_ROLE, _TEMPLATE = 33, 90
+_MOST_VALUE = 2000  # characters of a column's value
+
+
+def show_row(
+    file: str,
+    row: int,
+    tokenizer: Any = None,
+    *,
+    kind: Kind | None = None,
+    prompt_key: str = "prompt",
+    no_template: bool = False,
+) -> None:
+    """Prints a row: its tokens, or its columns if there is no tokenizer.
+
+    Args:
+        file: a path, glob or URL.
+        row: its number; a negative number counts from the end.
+        tokenizer, kind, prompt_key, no_template: as for `open_data`.
+    """
+    if tokenizer is None:
+        source, number = find_row([source for source in open_all(file, Options()) if source.num_rows], row)
+        print(f"{source.name} row {number}")
+        for name, column in zip(source.schema.names, one_row(source.batches(), number).columns, strict=True):
+            value = to_python(column.combine_chunks())[0]
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, indent=2, default=str)
+            print(f"\n{name}\n{_indented(text)}")
+        return
+    opened = open_data(file, tokenizer, kind=kind, prompt_key=prompt_key, no_template=no_template)
+    source, number = find_row(opened.sources, row)
+    column, ids, dropped = encode_row(opened, source, number)
+    sequences = _sequences(opened, column, ids) if ids else []
+    print(in_terminal(SampleRow("", source.name, number, sequences, dropped), uses_color(sys.stdout)))
+
+
+def _sequences(opened: Opened, column: pa.Array, marked: list[int]) -> list[TokenSequence]:
+    """The tokens of one row.
+
+    Args:
+        column, marked: from `encode_row`.
+    """
+    reader = TokenReader(opened.reference)
+    if opened.kind == "pairs":
+        return pair_of(reader, marked, most=None)
+    chats, finder = opened.kind == "chats", RoleFinder(opened.reference)
+    ids = Ragged.from_lists([[token & ~int(LOSS) for token in marked]])
+    codes = finder.codes(column, ids)
+    return [reader.sequence("conversation" if chats else "prompt", marked, codes, finder.names, chats, most=None)]
+
+
+def uses_color(stream: TextIO) -> bool:
+    """Whether to print colors: to a terminal, unless NO_COLOR is set (https://no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def in_terminal(row: SampleRow, color: bool) -> str:
+    """A row as text. In color, tokens have the color of their role, and those with loss are underlined. Otherwise there
+    is a line for each run of tokens of one role, and of tokens with or without loss."""
+    lines = [f"{row.file} row {row.number}"]
+    if row.dropped is not None:
+        lines.append(f"dropped: {row.dropped}")
+    for sequence in row.sequences:
+        tokens = sequence.tokens
+        with_loss = sum(bool(token.loss) for token in tokens)
+        loss = f", {with_loss:,} with loss" if tokens[0].loss is not None else ""
+        lines += ["", f"{sequence.name}: {sequence.length:,} tokens{loss}", ""]
+        lines += [_colored(tokens), "", _legend(tokens)] if color else _plain(tokens)
+    if len(row.sequences) == 2:
+        at = row.difference
+        lines += ["", "both are equal" if at is None else f"both begin with the same {at:,} tokens"]
+    return "\n".join(lines)
+
+
+def _plain(tokens: list[Token]) -> list[str]:
+    lines: list[str] = []
+    before: tuple[str | None, bool | None] | None = None
+    for token in tokens:
+        run = (token.role, token.loss)
+        if run != before:
+            lines.append(f"{token.role or 'unknown role'}{', loss' if token.loss else ''}")
+            lines.append("  ")
+        elif len(lines[-1]) > 100:
+            lines.append("  ")
+        lines[-1] += f"[{visible_text(token.piece)}]"
+        before = run
+    return lines
+
+
+def _colored(tokens: list[Token]) -> str:
+    parts = []
+    for number, token in enumerate(tokens):
+        styles = [f"{_color(token.role)}", *["4"] * bool(token.loss), *["1"] * token.special]
+        # Every second token is in reverse, so that the borders of tokens can be seen on any background.
+        styles += ["7"] * (number % 2)
+        start = f"\033[{';'.join(styles)}m"
+        text = "".join(
+            f"\033[2m{part}\033[22m" + "\033[1m" * token.special if mark else part
+            for part, mark in visible(token.piece)
+        )
+        parts.append(f"{start}{text}\033[0m" + "\n" * token.piece.endswith(b"\n"))
+    return "".join(parts)
+
+
+def _legend(tokens: list[Token]) -> str:
+    roles = dict.fromkeys(token.role for token in tokens)
+    words = [f"\033[{_color(role)}m{role or 'unknown role'}\033[0m" for role in roles]
+    return "  ".join([*words, "\033[4mloss\033[0m", "\033[1mspecial token\033[0m"])
+
+
+def _color(role: str | None) -> int:
+    if role is None:
+        return 39
+    return _TEMPLATE if role == "template" else _COLORS.get(role, _OTHER_ROLE)
+
+
+def _indented(text: str) -> str:
+    cut = text if len(text) <= _MOST_VALUE else f"{text[:_MOST_VALUE]}… ({len(text) - _MOST_VALUE:,} more characters)"
+    return "\n".join(f"  {line}" for line in shown(cut).split("\n"))

@@ -1,0 +1,1 @@
+"""What a dataset contains: numbers, rows as tokens, a page."""

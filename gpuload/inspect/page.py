@@ -1,0 +1,238 @@
+"""The page of `gpuload inspect --html`: one file that loads nothing, made of `page.html`.
+
+Everything from the data is escaped by the template engine, and characters that cannot be seen are shown by marks, so
+that no text of a row is markup, script or direction of writing.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+
+import jinja2
+from markupsafe import Markup
+
+from gpuload import __version__
+from gpuload.inspect import plots
+from gpuload.inspect.statistics import PERCENTILES, Statistics
+from gpuload.inspect.tokens import SampleRow, Token, TokenSequence, shown, visible
+from gpuload.report import Report
+
+_MOST_TEXT = 240  # characters of a name, a type or a reason
+_MOST_BYTES = 256  # of a token
+_MOST_LINES = 200  # of a table
+_ROLES: Mapping[str, int] = {"template": 0, "system": 1, "user": 2, "prompt": 2, "text": 2, "assistant": 3}
+_ROLES = {**_ROLES, "completion": 3, "tool": 4}
+_OTHER_ROLE = 5
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number that a table is sorted by, and how it is shown."""
+
+    value: float
+    text: str
+
+
+Line = list[str | Number]
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """A sortable table.
+
+    Attributes:
+        title: what it shows.
+        columns: its headers.
+        lines: its cells: texts, or numbers with the text that shows them.
+        note: a sentence below it.
+    """
+
+    title: str
+    columns: Sequence[str]
+    lines: Sequence[Line]
+    note: str = ""
+
+
+def page_of(found: Statistics, tokenizer: str) -> str:
+    """The page.
+
+    Args:
+        found: what it shows, with rows.
+        tokenizer: its name.
+    """
+    groups = found.groups[: plots.FEW]
+    report = found.report
+    return _template().render(
+        title=_some(report.files),
+        version=__version__,
+        facts=_facts(found, tokenizer),
+        report="\n".join(map(clipped, str(report).split("\n")[:_MOST_LINES])),
+        tables=_tables(found),
+        histograms=[(clipped(group.name), Markup(plots.histogram(groups, at))) for at, group in enumerate(groups)],
+        longest_shown=plots.longest_shown(groups),
+        kept=Markup(plots.kept_by_limit(groups)),
+        legend=[(clipped(group.name), at, plots.DASHES[at]) for at, group in enumerate(groups)],
+        limit_name=found.limit_name,
+        unplotted=len(found.groups) - len(groups),
+        samples=found.samples,
+        roles=_roles_of(found.samples),
+        with_loss=found.kind != "prompts",
+        with_pairs=found.kind == "pairs",
+    )
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    environment.filters |= {"clipped": clipped, "number": "{:,}".format}
+    environment.globals |= {
+        "boxes": boxes,
+        "role_class": role_class,
+        "is_number": lambda cell: isinstance(cell, Number),
+    }
+    return environment.from_string(resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------
+
+
+def boxes(sequence: TokenSequence, differs_at: int | None) -> Markup:
+    """One box per token, and how many tokens are not shown between them.
+
+    Args:
+        sequence: the tokens.
+        differs_at: the number of the token that is marked as the first difference; None for none.
+    """
+    made = []
+    for (start, tokens), gap in zip(sequence.parts, sequence.gaps, strict=False):
+        made += [_gap(gap)] * bool(gap) + [_box(token, at == differs_at) for at, token in enumerate(tokens, start)]
+    made += [_gap(sequence.gaps[-1])] * bool(sequence.gaps[-1])
+    # Lines break between tokens, and within one only if it is longer than a line.
+    return Markup("<wbr>").join(made)
+
+
+def _gap(count: int) -> Markup:
+    return Markup('<span class="omitted">… {} tokens are not shown …</span>').format(f"{count:,}")
+
+
+def _box(token: Token, differs: bool) -> Markup:
+    parts = visible(token.piece[:_MOST_BYTES])
+    text = "".join(part for part, _ in parts)
+    classes = ["t", role_class(token.role), *["l"] * bool(token.loss), *["s"] * token.special, *["d"] * differs]
+    words = [f"id {token.id}", text, token.role or "role unknown"]
+    if token.loss is not None:
+        words.append("loss" if token.loss else "no loss")
+    words += ["special token"] * token.special + ["first difference"] * differs
+    inner = Markup("").join(Markup("<i>{}</i>").format(part) if mark else Markup.escape(part) for part, mark in parts)
+    box = Markup('<span class="{}" title="{}">{}</span>').format(" ".join(classes), " · ".join(words), inner)
+    return box + Markup("<br>") * token.piece.endswith(b"\n")
+
+
+def role_class(role: str | None) -> str:
+    """The class of a role's color."""
+    return "u" if role is None else f"r{_ROLES.get(role, _OTHER_ROLE)}"
+
+
+def _roles_of(rows: Sequence[SampleRow]) -> list[str]:
+    """The roles of all tokens that are shown."""
+    roles = {token.role for row in rows for sequence in row.sequences for token in sequence.tokens}
+    return sorted((role for role in roles if role), key=lambda role: (_ROLES.get(role, _OTHER_ROLE), role))
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------
+
+
+def _facts(found: Statistics, tokenizer: str) -> list[tuple[str, str]]:
+    """The few numbers at the head of the page."""
+    report, everything = found.report, found.groups[0]
+    total = int(everything.lengths.sum())
+    facts = [("rows", f"{report.rows_kept:,}"), ("dropped", f"{report.rows_read - report.rows_kept:,}")]
+    facts += [("tokens", f"{total:,}"), ("longest row", f"{int(everything.lengths[-1]):,}")]
+    if everything.loss is not None:
+        facts.append(("tokens with loss", f"{100 * everything.loss / total:.1f}%"))
+    if found.equal_pairs is not None:
+        facts.append(("chosen equals rejected", f"{found.equal_pairs:,}"))
+    return [*facts, ("tokenizer", clipped(tokenizer.rstrip("/").rpartition("/")[2]))]
+
+
+def _tables(found: Statistics) -> list[PageTable]:
+    named = "data source" if found.by == "data_source" else "file"
+    limits = found.limits()
+    lengths: list[Line] = []
+    kept: list[Line] = []
+    for group in found.groups:
+        start: Line = [clipped(group.name), _count(len(group.lengths))]
+        with_loss = [] if group.loss is None else [_share(group.loss / int(group.lengths.sum()))]
+        lengths.append([*start, _count(int(group.lengths.sum())), *with_loss, *map(_count, group.percentiles())])
+        kept.append([*start, *(_share(group.within(limit)) for limit in limits)])
+    loss_column = [] if found.groups[0].loss is None else ["with loss"]
+    percentiles = [f"p{value}" for value in PERCENTILES]
+    tables = [
+        PageTable("Lengths in tokens", [named, "rows", "tokens", *loss_column, *percentiles], lengths),
+        PageTable(f"Rows kept by {found.limit_name}", [named, "rows", *(f"{limit:,}" for limit in limits)], kept),
+    ]
+    tables += _role_tables(found)
+    tables += _dropped(found.report)
+    columns: list[Line] = [[clipped(name), clipped(kind)] for name, kind in found.columns[:_MOST_LINES]]
+    return [*tables, *[PageTable("Columns", ["column", "type"], columns)] * bool(columns)]
+
+
+def _role_tables(found: Statistics) -> list[PageTable]:
+    tables = []
+    title = "Tokens per part of a pair" if found.kind == "pairs" else "Tokens per role"
+    total = sum(role.tokens for role in found.roles)
+    unknown = found.rows_without_roles
+    note = (
+        f"{unknown:,} rows are not counted: transformers renders them, so their roles are unknown." if unknown else ""
+    )
+    if found.roles or note:
+        lines: list[Line] = [
+            [
+                clipped(role.role),
+                _count(role.tokens),
+                _share(role.tokens / total),
+                _count(role.loss),
+                _share(role.loss / role.tokens),
+            ]
+            for role in found.roles[:_MOST_LINES]
+        ]
+        tables.append(PageTable(title, ["role", "tokens", "share", "with loss", "share of role"], lines, note))
+    if found.fill:
+        packs: list[Line] = [
+            [_count(fill.size), _count(fill.packs), _share(fill.share, 2), _count(fill.longer)] for fill in found.fill
+        ]
+        note = 'packing="bfd" over all rows. Longer rows are truncated to one pack.'
+        tables.append(PageTable("Packs", ["pack_length", "packs", "fill", "longer rows"], packs, note))
+    return tables
+
+
+def _dropped(report: Report) -> list[PageTable]:
+    if not report.rejected:
+        return []
+    reasons = sorted(report.rejected.items(), key=lambda item: -item[1])[:_MOST_LINES]
+    lines: list[Line] = [
+        [clipped(reason), _count(count), clipped(", ".join(report.examples.get(reason, [])))]
+        for reason, count in reasons
+    ]
+    return [PageTable("Dropped rows", ["reason", "rows", "first rows"], lines)]
+
+
+def _count(value: int) -> Number:
+    return Number(value, f"{value:,}")
+
+
+def _share(value: float, digits: int = 1) -> Number:
+    return Number(value, f"{100 * value:.{digits}f}%")
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
+    return clipped(names[0]) + more
+
+
+def clipped(text: str) -> str:
+    """A text of a bounded length, in which everything can be seen but spaces are spaces."""
+    return shown(text if len(text) <= _MOST_TEXT else f"{text[: _MOST_TEXT - 1]}…")

@@ -1,0 +1,122 @@
+"""The role of each token: that of the message from which it comes.
+
+A token belongs to the first message of which it has a byte, see `engines/host/parts.py`; all other tokens are the
+template's, and so are special tokens that a tokenizer adds to plain text. Texts and completions in text have the roles
+`text`, `prompt` and `completion`. Roles are unknown in rows that transformers renders.
+"""
+
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from gpuload.arrays import Ragged, offsets_of
+from gpuload.chats.engine import joined
+from gpuload.chats.reference import ChatReference
+from gpuload.engines.conversations import messages_of_users
+from gpuload.engines.host.parts import Parts, message_parts
+from gpuload.engines.host.render import Spans
+from gpuload.engines.host.spans import TokenSpans
+from gpuload.errors import TokenizerError
+from gpuload.reference.reference import Reference
+from gpuload.sources.types import is_list, is_text
+from gpuload.template.compiler import ChatProgram
+
+TEMPLATE, UNKNOWN = 0, -1
+"""Codes of tokens that come from no message, and of those of which it is unknown."""
+
+Codes = npt.NDArray[np.int64]
+
+
+class RoleFinder:
+    """Finds the roles of tokens.
+
+    Args:
+        reference: the tokenizer.
+
+    Attributes:
+        names: the name of each code from 0, which is that of the template.
+    """
+
+    def __init__(self, reference: Reference):
+        self.names = ["template"]
+        self._reference = reference
+        self._program = ChatProgram(reference.call)
+        self._spans: TokenSpans | None = None
+        if reference.encodes_rendered_text:
+            with suppress(TokenizerError):  # no offsets
+                self._spans = TokenSpans(reference)
+
+    def codes(self, column: pa.Array, ids: Ragged) -> Codes:
+        """The roles of all tokens of n rows.
+
+        Args:
+            column: (n,) prompts, or what is made of chats; none of them null.
+            ids: their ids, without loss.
+
+        Returns:
+            (len(ids.values),) int64.
+        """
+        parts = None if self._spans is None else self._parts(column)
+        if self._spans is None or parts is None:
+            return np.full(len(ids.values), UNKNOWN)
+        codes = np.full(len(ids.values), TEMPLATE)
+        inside = self._own(ids) if self._is_plain(column.type) else np.ones(len(codes), np.bool_)
+        counted = offsets_of(inside)
+        own = Ragged(ids.values[inside], counted[ids.offsets])
+        owner, known = self._spans.owners(parts.text, own, *parts.spans)
+        roles = np.array([self._code(name) for name in parts.roles], np.int64)[parts.role]
+        codes[inside] = np.where(owner < 0, TEMPLATE, np.append(roles, TEMPLATE)[owner])
+        return np.where(np.repeat(known & parts.known, ids.lengths), codes, UNKNOWN)
+
+    def _code(self, name: str) -> int:
+        if name not in self.names:
+            self.names.append(name)
+        return self.names.index(name)
+
+    def _is_plain(self, kind: pa.DataType) -> bool:
+        """Whether rows are texts that no template renders."""
+        if isinstance(self._reference, ChatReference):
+            return is_text(kind) or (pa.types.is_struct(kind) and is_text(kind.field("prompt").type))
+        return is_text(kind) and not self._reference.uses_template
+
+    def _own(self, ids: Ragged) -> npt.NDArray[np.bool_]:
+        """Which ids are those of the texts, and not special tokens that the tokenizer adds to each."""
+        inside = np.ones(len(ids.values), np.bool_)
+        if isinstance(self._reference, ChatReference):
+            before, after = map(len, self._reference.added)
+            for k in range(before):
+                inside[ids.offsets[:-1] + k] = False
+            for k in range(1, after + 1):
+                inside[ids.offsets[1:] - k] = False
+        return inside
+
+    def _parts(self, column: pa.Array) -> Parts | None:
+        """The texts of rows and where messages are in them; None if that is unknown of all rows."""
+        if self._is_plain(column.type):
+            return self._plain_parts(column)
+        if pa.types.is_struct(column.type):
+            column = joined(column.field("prompt"), column.field("completion"))
+        if is_text(column.type):
+            column = messages_of_users(column.cast(pa.large_string()))
+        if not is_list(column.type) or not pa.types.is_struct(column.type.value_type):
+            return None
+        return message_parts(self._program, column)
+
+    def _plain_parts(self, column: pa.Array) -> Parts:
+        fields: dict[str, Any] = {"text": column}
+        if pa.types.is_struct(column.type):
+            fields = {name: column.field(name) for name in ("prompt", "completion")}
+        columns = [each.cast(pa.large_string()) for each in fields.values()]
+        text = pc.binary_join_element_wise(*columns, pa.scalar("", pa.large_string()))
+        if isinstance(self._reference, ChatReference):
+            text = pa.array([self._reference.with_eos(one) for one in text.to_pylist()], pa.large_string())
+        lengths = np.stack([np.asarray(pc.binary_length(each), np.int64) for each in columns], axis=1)
+        end = np.cumsum(lengths, axis=1)
+        rows = np.repeat(np.arange(len(text)), len(columns))
+        spans = Spans(rows, (end - lengths).ravel(), end.ravel())
+        role = np.tile(np.arange(len(columns)), len(text))
+        return Parts(text, spans, role, tuple(fields), np.ones(len(text), np.bool_))

@@ -1,0 +1,282 @@
+"""The numbers of a dataset: lengths, tokens per role, how packs would be filled."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpuload.arrays import Ragged
+from gpuload.chats.dataset import ChatDataset
+from gpuload.dataset import PromptDataset
+from gpuload.inspect.data import Kind, Opened
+from gpuload.inspect.roles import UNKNOWN, Codes, RoleFinder
+from gpuload.inspect.tokens import SampleRow, TokenReader, pair_of, with_loss_bits
+from gpuload.packing import pack
+from gpuload.pairs.dataset import PairDataset
+from gpuload.pairs.parts import CHOSEN, COMPLETION, REJECTED, equal_pairs
+from gpuload.report import Report
+from gpuload.sources.read import with_prompts
+
+PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
+
+_LIMITS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+_PACK_SIZES = (2048, 4096, 8192, 16384)
+_GROUPS = 20
+_EXTREMES, _RANDOM = 3, 6  # rows to show: so many of the longest and of the shortest ones, and at random
+_MOST_TOKENS = 600  # of one row to show
+
+Lengths = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class LengthGroup:
+    """All rows, or those of one source.
+
+    Attributes:
+        name: of the source; "all" for all rows.
+        lengths: in tokens, ascending; of a pair, those of the longer sequence.
+        loss: how many tokens have loss; None for prompts and pairs.
+    """
+
+    name: str
+    lengths: Lengths
+    loss: int | None
+
+    def percentiles(self) -> list[int]:
+        return [int(value) for value in np.percentile(self.lengths, PERCENTILES, method="nearest")]
+
+    def within(self, limit: int) -> float:
+        """The share of rows of at most `limit` tokens, 0 to 1."""
+        return float(np.searchsorted(self.lengths, limit, side="right")) / len(self.lengths)
+
+
+@dataclass(frozen=True)
+class RoleTokens:
+    """The tokens of all messages of one role, and how many of them have loss; of pairs, those of one part."""
+
+    role: str
+    tokens: int
+    loss: int
+
+
+@dataclass(frozen=True)
+class Fill:
+    """How rows fill packs.
+
+    Attributes:
+        size: tokens of a pack.
+        packs: number of packs.
+        share: of their tokens that are used, 0 to 1.
+        longer: number of rows that are longer than a pack, and are truncated.
+    """
+
+    size: int
+    packs: int
+    share: float
+    longer: int
+
+
+@dataclass(frozen=True, eq=False)
+class Statistics:
+    """What `gpuload inspect` shows.
+
+    Attributes:
+        kind: what the files hold.
+        report: of the load.
+        columns: name and type of every column that is passed through.
+        groups: all rows, then those of each source, the largest first.
+        by: what a source is: a value of `data_source`, or a file.
+        roles: tokens per role, most tokens first, or per part of a pair; empty for prompts, and if no role is known.
+        rows_without_roles: number of rows whose roles are unknown.
+        fill: for several sizes of packs; only for chats.
+        equal_pairs: number of pairs whose chosen equals rejected; None if there are no pairs.
+        samples: rows to show.
+    """
+
+    kind: Kind
+    report: Report
+    columns: Sequence[tuple[str, str]]
+    groups: Sequence[LengthGroup]
+    by: str
+    roles: Sequence[RoleTokens]
+    rows_without_roles: int
+    fill: Sequence[Fill]
+    equal_pairs: int | None
+    samples: Sequence[SampleRow]
+
+    @property
+    def limit_name(self) -> str:
+        return self.report.limit_name
+
+    def limits(self) -> list[int]:
+        """Limits of tokens that are worth a look: up to twice the longest row."""
+        return [limit for limit in _LIMITS if limit < self.groups[0].lengths[-1] * 2] or [_LIMITS[0]]
+
+
+def statistics_of(opened: Opened, dataset: PromptDataset, with_samples: bool) -> Statistics:
+    """Counts, in a second pass over the files for the roles of tokens.
+
+    Args:
+        dataset: what `load_data` made of `opened`.
+        with_samples: also choose rows to show. Prompts need no second pass without them.
+    """
+    chosen = sample_rows(dataset.lengths) if with_samples else {}
+    loss: Lengths | None = None
+    roles: list[RoleTokens] = []
+    unknown, equal, samples = 0, None, []
+    if isinstance(dataset, PairDataset):
+        roles, equal = pair_tokens(dataset.parts), equal_pairs(dataset.parts)
+        samples = _sample_pairs(TokenReader(opened.reference), dataset, chosen)
+    else:
+        mask = dataset.loss_mask if isinstance(dataset, ChatDataset) else None
+        counted = _Roles(RoleFinder(opened.reference), set(chosen))
+        if mask is not None or chosen:
+            _second_pass(opened, dataset, mask, counted)
+            samples = _samples(TokenReader(opened.reference), dataset, mask, chosen, counted)
+        if mask is not None:
+            loss, roles, unknown = _sums(mask), counted.tokens(), counted.rows_unknown
+    by, names = _sources(dataset)
+    return Statistics(
+        opened.kind,
+        dataset.report,
+        [(field.name, str(field.type)) for field in dataset.column_types],
+        _groups(dataset.lengths, loss, names, alone=by == "data_source"),
+        by,
+        roles,
+        unknown,
+        [_fill(dataset.lengths, size) for size in _PACK_SIZES] if opened.kind == "chats" else (),
+        equal,
+        samples,
+    )
+
+
+def pair_tokens(parts: Ragged) -> list[RoleTokens]:
+    """The tokens of prompts, each counted once, and those of both completions.
+
+    Args:
+        parts: n pairs, with the bits of their parts.
+    """
+    completion = (parts.values & COMPLETION) != 0
+    counts = {"prompt": int((~completion).sum())}
+    for name, other in (("chosen", REJECTED), ("rejected", CHOSEN)):
+        counts[name] = int((completion & ((parts.values & other) == 0)).sum())
+    found = [RoleTokens(name, count, 0 if name == "prompt" else count) for name, count in counts.items() if count]
+    return sorted(found, key=lambda each: -each.tokens)
+
+
+def sample_rows(lengths: Lengths) -> dict[int, str]:
+    """Rows to show, and why: the longest, the shortest, and others at random, always the same."""
+    order = np.argsort(lengths, kind="stable")
+    longest, shortest = order[::-1][:_EXTREMES].tolist(), order[:_EXTREMES].tolist()
+    rest = order[_EXTREMES:-_EXTREMES]
+    random = np.sort(np.random.default_rng(0).choice(rest, min(_RANDOM, len(rest)), replace=False)).tolist()
+    chosen = dict.fromkeys(longest, "longest")
+    for about, rows in (("shortest", shortest), ("random", random)):
+        chosen |= {row: about for row in rows if row not in chosen}
+    return chosen
+
+
+class _Roles:
+    """Counts the tokens of each role, and keeps the roles of some rows."""
+
+    def __init__(self, finder: RoleFinder, wanted: set[int]):
+        self.finder, self._wanted = finder, wanted
+        self._tokens: npt.NDArray[np.int64] = np.zeros((0, 2), np.int64)  # of each code: all, and with loss
+        self.rows_unknown = 0
+        self.kept: dict[int, Codes] = {}
+
+    def add(self, rows: Lengths, ids: Ragged, codes: Codes, loss: npt.NDArray[np.bool_] | None) -> None:
+        """Adds some rows, by their numbers in the dataset."""
+        known = codes != UNKNOWN
+        with_loss = known if loss is None else known & loss
+        size = len(self.finder.names)
+        counts = np.stack([np.bincount(codes[some], minlength=size) for some in (known, with_loss)], axis=1)
+        counts[: len(self._tokens)] += self._tokens
+        self._tokens = counts
+        self.rows_unknown += len(np.unique(np.repeat(rows, ids.lengths)[~known]))
+        for at in np.flatnonzero(np.isin(rows, list(self._wanted))):
+            self.kept[int(rows[at])] = codes[ids.offsets[at] : ids.offsets[at + 1]]
+
+    def tokens(self) -> list[RoleTokens]:
+        pairs = zip(self.finder.names, self._tokens.tolist(), strict=False)
+        found = [RoleTokens(name, tokens, loss) for name, (tokens, loss) in pairs if tokens]
+        return sorted(found, key=lambda each: -each.tokens)
+
+
+def _second_pass(opened: Opened, dataset: PromptDataset, loss: Ragged | None, counted: _Roles) -> None:
+    """Renders the rows of the dataset again, for the roles of their tokens."""
+    ids = dataset.tokens
+    origin = dataset.origins
+    for number, source in enumerate(opened.sources):
+        rows = np.flatnonzero(origin[:, 0] == number)
+        rows = rows[np.argsort(origin[rows, 1], kind="stable")]
+        places, first = origin[rows, 1], 0
+        if not len(rows):
+            continue
+        for table, column in with_prompts(source, opened.options.prompt_key):
+            low, high = np.searchsorted(places, [first, first + table.num_rows])
+            some = rows[low:high]
+            if len(some):
+                taken = ids.take(some)
+                codes = counted.finder.codes(column.take(places[low:high] - first), taken)
+                counted.add(some, taken, codes, None if loss is None else loss.take(some).values)
+            first += table.num_rows
+            if high == len(rows):
+                break
+
+
+def _samples(
+    reader: TokenReader, dataset: PromptDataset, loss: Ragged | None, chosen: dict[int, str], counted: _Roles
+) -> list[SampleRow]:
+    ids, name, names = dataset.tokens, "prompt" if loss is None else "conversation", counted.finder.names
+    samples = []
+    for row, about in chosen.items():
+        marked = with_loss_bits(ids, row, loss)
+        sequence = reader.sequence(name, marked, counted.kept[row], names, loss is not None, _MOST_TOKENS)
+        samples.append(SampleRow(about, *dataset.origin(row), [sequence]))
+    return samples
+
+
+def _sample_pairs(reader: TokenReader, dataset: PairDataset, chosen: dict[int, str]) -> list[SampleRow]:
+    return [
+        SampleRow(about, *dataset.origin(row), pair_of(reader, dataset.parts[row].tolist(), _MOST_TOKENS))
+        for row, about in chosen.items()
+    ]
+
+
+def _sources(dataset: PromptDataset) -> tuple[str, npt.NDArray[Any]]:
+    """What a source is, and the source of each row: `data_source`, or its file."""
+    if "data_source" in dataset.column_types.names:
+        return "data_source", np.array([str(name) for name in dataset.take(["data_source"])["data_source"]])
+    return "file", np.array(dataset.report.files)[dataset.origins[:, 0]]
+
+
+def _groups(lengths: Lengths, loss: Lengths | None, names: npt.NDArray[Any], alone: bool) -> list[LengthGroup]:
+    """All rows, then those of each source, the largest first.
+
+    Args:
+        alone: list a source even if it is the only one.
+    """
+    groups = [LengthGroup("all", np.sort(lengths), None if loss is None else int(loss.sum()))]
+    found, counts = np.unique(names, return_counts=True)
+    if len(found) == 1 and not alone:
+        return groups
+    for name in found[np.argsort(-counts, kind="stable")][:_GROUPS]:
+        some = names == name
+        groups.append(LengthGroup(str(name), np.sort(lengths[some]), None if loss is None else int(loss[some].sum())))
+    return groups
+
+
+def _sums(loss: Ragged) -> Lengths:
+    """(n,) tokens of each row with loss."""
+    total = np.zeros(len(loss.values) + 1, np.int64)
+    np.cumsum(loss.values, out=total[1:])
+    sums: Lengths = total[loss.offsets[1:]] - total[loss.offsets[:-1]]
+    return sums
+
+
+def _fill(lengths: Lengths, size: int) -> Fill:
+    plan = pack(lengths, size, "bfd")
+    return Fill(size, len(plan), plan.fill(size), int((lengths > size).sum()))

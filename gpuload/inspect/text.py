@@ -1,0 +1,94 @@
+"""The numbers of a dataset as text."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from gpuload.inspect.statistics import PERCENTILES, Lengths, Statistics
+from gpuload.inspect.tokens import shown
+
+
+def as_text(found: Statistics) -> str:
+    """What `gpuload inspect` prints."""
+    groups, limits = found.groups, found.limits()
+    width = min(32, max(len(shown(group.name)) for group in groups))
+    title = {"prompts": "prompt lengths", "chats": "row lengths", "pairs": "longer sequences"}[found.kind]
+    lines = [str(found.report), "", "columns"]
+    lines += [f"  {shown(name):20} {shown(kind):.90}" for name, kind in found.columns]
+    lines += ["", _heading(f"{title} in tokens", width) + _row([f"p{value}" for value in PERCENTILES])]
+    lines += [
+        f"  {shown(group.name):{width}.{width}} {len(group.lengths):>9,} " + _row(group.percentiles())
+        for group in groups
+    ]
+    lines += ["", "histogram", *_histogram(found.groups[0].lengths)]
+    lines += ["", _heading(f"rows kept with {found.limit_name}", width) + _row(limits)]
+    for group in groups:
+        kept = [f"{100 * group.within(limit):.1f}%" for limit in limits]
+        lines.append(f"  {shown(group.name):{width}.{width}} {len(group.lengths):>9,} " + _row(kept))
+    lines += _roles(found) + _loss(found, width) + _packs(found)
+    if found.equal_pairs is not None:
+        lines += ["", f"pairs whose chosen equals rejected: {found.equal_pairs:,}"]
+    return "\n".join(lines)
+
+
+def _heading(text: str, width: int) -> str:
+    """A line above a table whose numbers begin behind a name of `width` characters and a count."""
+    return f"{text:{width + 13}}"
+
+
+def _roles(found: Statistics) -> list[str]:
+    lines = []
+    if found.roles:
+        total = sum(role.tokens for role in found.roles)
+        width = max(16, *(min(32, len(shown(role.role))) for role in found.roles))
+        title = "tokens per part" if found.kind == "pairs" else "tokens per role"
+        lines = ["", f"{title:{width + 2}} {'tokens':>13} {'share':>8} {'with loss':>13}"]
+        for role in found.roles:
+            share = f"{100 * role.tokens / total:.1f}%"
+            lines.append(f"  {shown(role.role):{width}.{width}} {role.tokens:>13,} {share:>8} {role.loss:>13,}")
+    if found.rows_without_roles:
+        lines += [""] * (not lines) + [f"  {found.rows_without_roles:,} rows whose roles are unknown are not counted"]
+    return lines
+
+
+def _loss(found: Statistics, width: int) -> list[str]:
+    if found.groups[0].loss is None:
+        return []
+    lines = ["", "tokens with loss"]
+    for group in found.groups:
+        assert group.loss is not None
+        total = int(group.lengths.sum())
+        share = f"{100 * group.loss / total:.1f}%"
+        lines.append(f"  {shown(group.name):{width}.{width}} {group.loss:>13,} of {total:>13,} {share:>8}")
+    return lines
+
+
+def _packs(found: Statistics) -> list[str]:
+    if not found.fill:
+        return []
+    lines = ["", 'packs with packing="bfd"' + _row(["packs", "fill", "longer"], 12)]
+    for fill in found.fill:
+        values = [f"{fill.packs:,}", f"{100 * fill.share:.2f}%", f"{fill.longer:,}"]
+        lines.append(f"  pack_length={fill.size:<10}" + _row(values, 12))
+    return lines
+
+
+def _row(values: Sequence[Any], width: int = 8) -> str:
+    return " ".join(f"{value:>{width}}" for value in values)
+
+
+def _histogram(lengths: Lengths) -> list[str]:
+    counts, edges = bins(lengths)
+    scale = 50 / max(1, counts.max())
+    return [
+        f"  {int(low):>8,} - {int(high) - 1:>8,} {count:>9,} {'#' * int(np.ceil(count * scale))}"
+        for low, high, count in zip(edges, edges[1:], counts, strict=False)
+    ]
+
+
+def bins(lengths: Lengths) -> tuple[Lengths, Any]:
+    """Counts and edges of about 16 bins up to the 99th percentile, and one for the rest."""
+    top = max(1, int(np.percentile(lengths, 99)))
+    edges = np.unique(np.linspace(0, top, 16).astype(int))
+    return np.histogram(lengths, np.append(edges, max(top + 1, int(lengths[-1]) + 1)))
