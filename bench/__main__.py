@@ -18,7 +18,7 @@ from typing import Any
 
 from bench import ROOT, environment, report
 from bench.cpu import headline
-from bench.cpu.chats import measure_chats
+from bench.cpu.chats import measure_chats, measure_pairs
 from bench.cpu.load import measure_load
 from bench.cpu.packing import measure_packing
 from bench.cpu.page import page
@@ -34,6 +34,7 @@ SECTIONS = {
     "stages": measure_stages,
     "packing": measure_packing,
     "chats": measure_chats,
+    "pairs": measure_pairs,
     "verl": measure_rollout,
 }
 _QUICK_ROWS = 300

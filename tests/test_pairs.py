@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
+from conftest import SHARED
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import gpuload
+from gpuload.errors import DataError, DeviceError, MismatchError, OptionError
 
 trl = pytest.importorskip("trl", reason="TRL is the reference of these tests")
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
@@ -104,3 +113,541 @@ def test_rows_are_those_of_trls_preparation(qwen: Any, rows: list[Row], objectiv
     )  # fmt: skip
     assert by_prompt.report.engine.startswith("cpu: rendered and encoded by") or rows in (TEXTS, IMPLICIT_TEXTS)
     assert rows_of(by_prompt) == rows_of(found)
+
+
+def write_json(rows: list[Row], directory: Path) -> str:
+    path = directory / "rows.json"
+    path.write_text(json.dumps(rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_rows_with_tools_and_tool_calls(qwen: Any, objective: Any, tmp_path: Path) -> None:
+    """Arrow's types would change such rows: TRL's own preparation gets them one by one."""
+    tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+    function = {"name": "f", "arguments": {"a": 1}}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    rows: list[Row] = [
+        {**EXPLICIT[0], "tools": json.dumps([tool])},
+        {**EXPLICIT[1], "tools": None},
+        {"prompt": [user("q")], "chosen": [call], "rejected": [assistant("a")], "tools": json.dumps([tool])},
+        {**EXPLICIT[2], "tools": ""},
+    ]
+    expected = [prepared([row | {"tools": row["tools"] or None}], qwen, objective) for row in rows]
+    found = gpuload.load_pairs(write_json(rows, tmp_path), qwen, objective=objective, verify="full", kl_batch_size=1)
+    assert found.report.check.mismatches == []
+    if objective == "kto":  # of all rows, first the chosen completions
+        expected = [[each[side] for each in expected] for side in (0, 1)]
+        flat = [row | {"KL_completion_ids": row["completion_ids"]} for side in expected for row in side]
+    else:
+        flat = [row for each in expected for row in each]
+    assert rows_of(found) == flat
+
+
+def test_single_completions_are_those_of_trls_preparation(qwen: Any) -> None:
+    rows = [{"prompt": t[0], "completion": t[1 + k % 2], "label": k % 2 == 0} for k, t in enumerate(TURNS * 2)]
+    expected = prepared(rows, qwen, "kto")
+    assert rows_of(load(rows, qwen, None)) == expected
+    assert rows_of(load([row | {"label": int(row["label"])} for row in rows], qwen, None)) == expected
+    messages = [
+        {"messages": row["prompt"] + row["completion"][:1], "kto_tag": row["label"]}
+        for row in rows
+        if len(row["completion"]) == 1
+    ]
+    some = [row for row in rows if len(row["completion"]) == 1]
+    found = load(messages, qwen, None)
+    assert rows_of(found) == prepared(some, qwen, "kto")
+    assert "format: messages, for kto" in found.report.notes
+    texts = [{"prompt": row["prompt"], "completion": row["chosen"], "label": True} for row in TEXTS]
+    assert rows_of(load(texts, qwen, None)) == prepared(texts, qwen, "kto")
+
+
+def test_forms_of_the_same_pair(qwen: Any) -> None:
+    expected = rows_of(load([EXPLICIT[0]], qwen, "dpo"))
+    turn = {"from": "gpt", "value": "Hello!"}, {"from": "gpt", "value": "Go away."}
+    forms: list[Row] = [
+        {"prompt": [user("Hi")], "chosen": assistant("Hello!"), "rejected": assistant("Go away.")},
+        {"prompt": [user("Hi")], "chosen": "Hello!", "rejected": "Go away."},
+        {"prompt": "Hi", "chosen": [assistant("Hello!")], "rejected": [assistant("Go away.")]},
+        {"prompt": "Hi", "chosen": assistant("Hello!"), "rejected": assistant("Go away.")},
+        {"prompt": "Hi ", **IMPLICIT[0]},
+        {"conversations": [{"from": "human", "value": "Hi"}], "chosen": turn[0], "rejected": turn[1]},
+        {"conversations": [{"from": "human", "value": "Hi"}], "chosen": [turn[0]], "rejected": [turn[1]]},
+    ]
+    for form in forms:
+        assert rows_of(load([form], qwen, None)) == expected
+    renamed = {"q": "Hi", "good": assistant("Hello!"), "bad": assistant("Go away."), "chosen": 7}
+    found = load([renamed], qwen, None, prompt_key="q", chosen_key="good", rejected_key="bad")
+    assert rows_of(found) == expected
+    system = [{"role": "system", "content": "Be brief."}, user("Hi")]
+    form = forms[-1] | {"system": "Be brief."}
+    assert rows_of(load([form], qwen, None)) == rows_of(load([EXPLICIT[0] | {"prompt": system}], qwen, None))
+
+
+def test_unpaired_rows_are_in_the_order_of_trl(qwen: Any) -> None:
+    rows = [{"prompt": "n", "chosen": f" {k}", "rejected": f" -{k}"} for k in range(1100)]
+    expected = prepared(rows, qwen, "kto", per_device_train_batch_size=3)
+    found = load(rows, qwen, "kto", verify="sample", kl_batch_size=3)
+    assert rows_of(found) == expected
+    assert [found.origin(k)[1] for k in (0, 999, 1000, 2000, 2100, 2199)] == [0, 999, 0, 1000, 1000, 1099]
+    assert len(load(rows, qwen, "kto", verify="sample", max_samples=5)) == 10
+
+
+# -- batches ---------------------------------------------------------------------------------------------------------
+
+
+def collator_of(objective: str, pad_token_id: int, **settings: Any) -> Any:
+    from trl.trainer import dpo_trainer, kto_trainer, reward_trainer
+
+    if objective == "rm":
+        return reward_trainer.DataCollatorForPreference(pad_token_id)
+    if objective == "dpo":
+        return dpo_trainer.DataCollatorForPreference(pad_token_id, **settings)
+    return kto_trainer.DataCollatorForUnpairedPreference(pad_token_id, **settings)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("padding", ["longest", "max_length"])
+def test_batches_are_those_of_trls_collators(qwen: Any, objective: Any, padding: Any) -> None:
+    rows = [row | {"margin": k / 4, "n": k} for k, row in enumerate(EXPLICIT)]
+    found = load(rows, qwen, objective, max_length=64)
+    collate = collator_of(objective, found.pad_token_id)
+    numbers = [3, 0, -1]
+    batch = found.batch(numbers, padding=padding)
+    expected = collate([found[k] for k in numbers])
+    assert set(expected) | {"n", "margin"} == set(batch)
+    for name, values in expected.items():
+        assert batch[name].dtype == values.dtype
+        width = values.shape[1] if values.ndim > 1 else None
+        assert torch.equal(batch[name] if width is None else batch[name][:, :width], values)
+        if width is not None and padding == "max_length":
+            assert batch[name].shape[1] == 64
+            assert (batch[name][:, width:] == (found.pad_token_id if name.endswith("input_ids") else 0)).all()
+    assert batch["n"].tolist() == [found[k]["n"] for k in numbers]
+
+
+@pytest.mark.parametrize(("objective", "overlong"), [("dpo", "keep_start"), ("dpo", "keep_end"), ("kto", "keep_start")])
+def test_truncation_is_that_of_trls_collators(qwen: Any, objective: Any, overlong: Any) -> None:
+    mode = {"truncation_mode": overlong} if objective == "dpo" else {}
+    expected = prepared(EXPLICIT, qwen, objective, max_length=31, **mode)
+    found = load(EXPLICIT, qwen, objective, max_length=31, overlong=overlong, strict=False)
+    assert rows_of(found) == expected
+    assert len(expected) < len(EXPLICIT) * (1 + (objective == "kto")) or overlong == "keep_end"
+    theirs = collator_of(objective, found.pad_token_id, max_length=31, **mode)(expected)
+    ours = found.batch(range(len(found)))
+    assert all(torch.equal(ours[name], values) for name, values in theirs.items())
+
+
+def test_long_rows_are_dropped(qwen: Any) -> None:
+    expected = prepared(EXPLICIT, qwen, "rm", max_length=34)
+    found = load(EXPLICIT, qwen, "rm", max_length=34, strict=False)
+    assert 0 < len(expected) < len(EXPLICIT)
+    assert rows_of(found) == expected
+    assert found.report.overlong == len(EXPLICIT) - len(expected)
+    assert found.report.longest <= 34
+    # Each completion of a pair is dropped or kept by itself.
+    single = load(EXPLICIT, qwen, "kto", max_length=34, strict=False)
+    sizes = [len(row["prompt_ids"] + row["completion_ids"]) for row in prepared(EXPLICIT, qwen, "kto")]
+    assert len(single) == sum(size <= 34 for size in sizes)
+    assert max(single.batch(range(len(single)))["input_ids"].shape) <= 34
+
+
+def test_loaders_resume_and_datasets_are_pickled(qwen: Any) -> None:
+    for objective in OBJECTIVES:
+        found = load(EXPLICIT * 2, qwen, objective)
+        loader = found.loader(2, shuffle=True, seed=1)
+        batches = iter(loader)
+        next(batches)
+        state, expected = loader.state_dict(), next(batches)
+        resumed = pickle.loads(pickle.dumps(found)).loader(2, shuffle=True, seed=1)
+        resumed.load_state_dict(state)
+        assert torch.equal(next(iter(resumed))["input_ids"], expected["input_ids"])
+
+
+def test_a_state_of_another_group_size_is_refused(qwen: Any) -> None:
+    state = load(EXPLICIT, qwen, "kto", kl_batch_size=4).loader(2).state_dict()
+    with pytest.raises(gpuload.GpuloadError, match="kl_batch_size was 4, is 5"):
+        load(EXPLICIT, qwen, "kto", kl_batch_size=5).loader(2).load_state_dict(state)
+
+
+# -- tokenizers and conversations ------------------------------------------------------------------------------------
+
+
+def tokenizer_and_template(name: str) -> tuple[Any, str | None]:
+    """A real tokenizer, and the template to use with it if it has none."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(SHARED / "tokenizers" / name)
+    if tokenizer.chat_template is not None:
+        return tokenizer, None
+    if name == "gpt-oss":
+        return tokenizer, (TEMPLATES / "gptoss.jinja").read_text()
+    return tokenizer, "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
+
+
+def published(file: str, rows: int) -> list[Row]:
+    """Rows of a published file, as TRL takes them."""
+    roles = {"human": "user", "gpt": "assistant", "system": "system"}
+
+    def message(turn: Row) -> Row:
+        return turn if "role" in turn else {"role": roles[turn["from"]], "content": turn["value"]}
+
+    made = json.loads((SHARED / "datasets" / "chats_and_pairs" / file).read_text())[:rows]
+    if "messages" in made[0]:
+        return [
+            {"prompt": row["messages"][:-1], "completion": row["messages"][-1:], "label": row["label"]} for row in made
+        ]
+    return [
+        {
+            "prompt": [message(turn) for turn in row["conversations"]],
+            "chosen": [message(row["chosen"])],
+            "rejected": [message(row["rejected"])],
+        }
+        for row in made
+    ]
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="no ../shared")
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("deepseek-v3", "gemma3", "gpt-oss", "gpt2", "llama3.1-instruct", "mistral-nemo", "olmo2-dolma2"),
+        *("qwen2.5-instruct", "qwen3", "smollm"),
+    ],
+)
+def test_published_files_with_real_tokenizers(name: str) -> None:
+    tokenizer, template = tokenizer_and_template(name)
+    default = tokenizer.chat_template
+    tokenizer.chat_template = template or default
+    cases: list[tuple[str, Any]] = [
+        ("dpo_en_demo.json", "dpo"),
+        ("dpo_zh_demo.json", "rm"),
+        ("dpo_zh_demo.json", "kto"),
+    ]
+    for file, objective in [*cases, ("kto_en_demo.json", "kto")]:
+        rows = published(file, 24)
+        overlong: Any = "keep_start" if objective != "rm" else "drop"
+        expected = prepared(rows, tokenizer, objective, max_length=1500)
+        path = str(SHARED / "datasets" / "chats_and_pairs" / file)
+        found = gpuload.load_pairs(
+            path, tokenizer, objective=objective, max_samples=24, max_length=1500, overlong=overlong, pad_token_id=0,
+            verify="full",
+        )  # fmt: skip
+        assert found.report.check.mismatches == []
+        assert found.report.rejected == {}
+        assert rows_of(found) == expected
+
+
+TEXT = st.text("a \n<|im_end|>é👋你", max_size=12)
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(
+        st.tuples(st.lists(TEXT, min_size=1, max_size=3), TEXT, TEXT, st.booleans()),
+        min_size=1,
+        max_size=6,
+    ),
+    st.sampled_from(OBJECTIVES),
+    st.booleans(),
+)
+def test_any_pairs(qwen: Any, texts: list[tuple[list[str], str, str, bool]], objective: Any, implicit: bool) -> None:
+    rows = []
+    for prompt, chosen, rejected, long in texts:
+        start = [user(text) if k % 2 == 0 else assistant(text) for k, text in enumerate(prompt)]
+        first, second = [assistant(chosen)], [assistant(rejected)] + [user("more")] * long
+        row = {"chosen": start + first, "rejected": start + second}
+        rows.append(row if implicit else {"prompt": start, "chosen": first, "rejected": second})
+    assert rows_of(load(rows, qwen, objective, progress=False)) == prepared(rows, qwen, objective)
+
+
+@settings(max_examples=25)
+@given(st.lists(st.tuples(TEXT, TEXT, TEXT), min_size=1, max_size=6), st.sampled_from(OBJECTIVES))
+def test_any_texts(qwen: Any, texts: list[tuple[str, str, str]], objective: Any) -> None:
+    rows: list[Row] = [dict(zip(("prompt", "chosen", "rejected"), each, strict=True)) for each in texts]
+    assert rows_of(load(rows, qwen, objective, progress=False)) == prepared(rows, qwen, objective)
+
+
+# -- prefixes --------------------------------------------------------------------------------------------------------
+
+
+def test_prefixes_are_encoded_once(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpuload.pairs.engine import PairEngine
+
+    encoded: list[str] = []
+    right = PairEngine.ids
+
+    def ids(self: Any, text: Any) -> Any:
+        encoded.extend(text.to_pylist())
+        return right(self, text)
+
+    monkeypatch.setattr(PairEngine, "ids", ids)
+    rows = [
+        {"prompt": [user(f"a long prompt {k} " * 50)], "chosen": [assistant("x")], "rejected": [assistant("y")]}
+        for k in range(5)
+    ]
+    for objective in OBJECTIVES:
+        encoded.clear()
+        found = load(rows, qwen, objective)
+        assert all("".join(encoded).count(f"a long prompt {k} ") == 50 for k in range(5))
+        assert len(found.report.check.mismatches) == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "allowed"),
+    [
+        ([{"content": "<s>"}], True),
+        ([{"content": "<s>", "normalized": True}], False),
+        ([{"content": "<s>", "lstrip": True}], False),
+        ([{"content": "<s>", "single_word": True}], False),
+        ([{"content": "<s>"}, {"content": "<s>x", "single_word": True}], False),
+        ([{"content": "<s>"}, {"content": "a<"}], False),
+        ([{"content": "<s>"}, {"content": "a<s>b"}], False),
+        ([{"content": "<s>"}, {"content": "<s><s>"}], False),
+        ([{"content": "<s>"}, {"content": "<s>a"}], True),
+        ([{"content": " <s>"}], False),
+    ],
+)
+def test_tokens_in_front_of_which_texts_may_be_cut(tokens: list[Row], allowed: bool) -> None:
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from gpuload.pairs.prefixes import cutting_tokens
+    from gpuload.reference.reference import Reference
+
+    pieces = {character: number for number, character in enumerate("<s>xab ")}
+    backend = Tokenizer(models.BPE(pieces, [], ignore_merges=True))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.add_tokens([AddedToken(**{"normalized": False} | token) for token in tokens])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    found = cutting_tokens(Reference(tokenizer, chat_template=None), ["a" + token["content"] for token in tokens])
+    assert (tokens[0]["content"].encode() in found) == allowed
+    # Where a text is cut, both parts by themselves have the same ids.
+    for token in found:
+        for text in ("a" + token.decode() + "b", "a <s>x", "a<s>b", "<s><s>x<s>", "a<<s>", " <s> s"):
+            at = text.rfind(token.decode())
+            if at > 0:
+                whole = tokenizer.encode(text, add_special_tokens=False)
+                parts = [tokenizer.encode(part, add_special_tokens=False) for part in (text[:at], text[at:])]
+                assert whole == parts[0] + parts[1]
+
+
+# -- caches, mismatches, bad input -----------------------------------------------------------------------------------
+
+
+def test_the_token_cache_keeps_objectives_apart(qwen: Any, tmp_path: Path, warm_cache: Path) -> None:
+    file = tmp_path / "pairs.parquet"
+    rows = [row | {"margin": 0.5, "other": [assistant("z")]} for row in EXPLICIT]
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    options: list[Row] = [{"objective": each} for each in OBJECTIVES] + [{"rejected_key": "other"}]
+    options.append({"chosen_key": "rejected", "rejected_key": "chosen"})
+    cold = [rows_of(gpuload.load_pairs(str(file), qwen, **each)) for each in options]
+    for each, expected in zip(options, cold, strict=True):
+        warm = gpuload.load_pairs(str(file), qwen, **each)
+        assert warm.report.from_cache == [str(file)]
+        assert rows_of(warm) == expected
+    assert np.unique([str(rows) for rows in cold]).size == len(cold)
+
+
+def test_the_token_cache_of_json_files_keeps_columns_apart(qwen: Any, tmp_path: Path, warm_cache: Path) -> None:
+    path = write_json(EXPLICIT, tmp_path)
+    one = gpuload.load_pairs(path, qwen)
+    other = gpuload.load_pairs(path, qwen, chosen_key="rejected", rejected_key="chosen")
+    assert [row["chosen_ids"] for row in rows_of(one)] == [row["rejected_ids"] for row in rows_of(other)]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("rows", [EXPLICIT, TEXTS], ids=["messages", "texts"])
+def test_a_wrong_part_is_noticed(qwen: Any, monkeypatch: pytest.MonkeyPatch, rows: list[Row], objective: Any) -> None:
+    """Then the tokenizer itself does everything, with the same result."""
+    from gpuload.pairs import engine
+
+    table = pa.Table.from_pylist(rows)
+    right = engine.PairEngine.encode
+
+    def wrong(self: Any, text: Any) -> Any:
+        made = right(self, text)
+        if not self.by_prompt:
+            made.ids.values[-1] ^= 1 << 28
+        return made
+
+    monkeypatch.setattr(engine.PairEngine, "encode", wrong)
+    with pytest.warns(UserWarning, match="differs from the tokenizer"):
+        found = gpuload.load_pairs(table, qwen, objective=objective)
+    with pytest.raises(MismatchError):
+        gpuload.load_pairs(table, qwen, objective=objective, strict=True)
+    monkeypatch.undo()
+    assert found.report.engine.startswith("cpu: rendered and encoded by")
+    assert rows_of(found) == rows_of(gpuload.load_pairs(table, qwen, objective=objective))
+
+
+GOOD = {"prompt": [user("Hi")], "chosen": [assistant("a")], "rejected": [assistant("b")]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "reason"),
+    [
+        ([GOOD, GOOD | {"rejected": None}], {}, "rejected is null"),
+        ([GOOD, GOOD | {"chosen": []}], {}, "chosen is an empty list"),
+        ([GOOD, GOOD | {"prompt": []}], {}, "prompt is an empty list"),
+        ([GOOD, GOOD | {"prompt": [{"role": "user", "content": None}]}], {}, "content of message 0 is null"),
+        ([GOOD, GOOD | {"prompt": "text"}], {}, None),
+        ([TEXTS[0], TEXTS[0] | {"chosen": None}], {}, "chosen is null"),
+        ([TEXTS[0], {key: value for key, value in TEXTS[0].items() if key != "prompt"}], {}, "prompt is null"),
+        ([IMPLICIT[0], {"chosen": IMPLICIT[0]["chosen"], "rejected": IMPLICIT[3]["rejected"]}], {},
+         "chosen and rejected have no common first message: their prompts differ"),
+        ([IMPLICIT[0], {"chosen": [user("x")], "rejected": [user("x")]}], {}, "no message before the answer"),
+        ([IMPLICIT[0], {"chosen": [], "rejected": IMPLICIT[0]["rejected"]}], {}, "chosen is an empty list"),
+        ([IMPLICIT_TEXTS[0], {"chosen": "a", "rejected": "b"}], {}, "no common beginning"),
+        ([IMPLICIT_TEXTS[0], {"chosen": "", "rejected": "b"}], {}, "no common beginning"),
+        ([IMPLICIT[0] | {"prompt": "Hi"}, IMPLICIT[0] | {"prompt": "Bye"}], {}, "the prompt is not in the messages"),
+        ([GOOD | {"margin": 1}, GOOD | {"margin": None}], {"objective": "rm"}, "margin is None, not a number"),
+        ([{"prompt": "a", "completion": "b", "label": 1}, {"prompt": "a", "completion": "b", "label": 2}], {},
+         "label is 2, not true or false"),
+        ([{"prompt": "a", "completion": "b", "label": True}, {"prompt": "a", "completion": "b", "label": "false"}], {},
+         "label is 'false', not true or false"),
+        ([{"messages": [user("a"), assistant("b")], "label": True}, {"messages": [user("a")], "label": True}], {},
+         "messages do not end with an answer of an assistant"),
+        ([{"messages": [user("a"), assistant("b")], "label": True}, {"messages": [assistant("a")], "label": True}], {},
+         "there is no message before the answer"),
+        ([GOOD, GOOD | {"prompt": [user("long " * 40)]}], {"max_length": 40, "overlong": "keep_start"},
+         "the prompt alone fills max_length=40"),
+        ([GOOD, GOOD | {"chosen": [{"role": "assistant", "content": "\ud800"}]}], {}, "lone surrogate"),
+    ],
+)  # fmt: skip
+def test_bad_rows_are_counted(qwen: Any, rows: list[Row], options: Row, reason: str | None, tmp_path: Path) -> None:
+    path = write_json(rows, tmp_path)
+    found = gpuload.load_pairs(path, qwen, **options)
+    assert rows_of(found)[:1] == rows_of(gpuload.load_pairs(write_json(rows[:1], tmp_path), qwen, **options))
+    if reason is None:
+        assert found.report.rejected == {}
+        return
+    assert len(found) == 1
+    ((counted, number),) = found.report.rejected.items()
+    assert reason in counted
+    assert number == 1
+    with pytest.raises(DataError, match="row 1: "):
+        gpuload.load_pairs(write_json(rows, tmp_path), qwen, strict=True, **options)
+
+
+def test_pairs_of_different_lengths_and_equal_pairs(qwen: Any) -> None:
+    rows = [*EXPLICIT, GOOD | {"chosen": GOOD["chosen"] * 3}]
+    found = load(rows, qwen, "dpo")
+    assert rows_of(found) == prepared(rows, qwen, "dpo")
+    assert f"1 of {len(rows)} pairs have equal chosen and rejected sequences" in found.report.notes
+    for objective in ("rm", "kto"):
+        assert any("1 of" in note and "equal" in note for note in load(rows, qwen, objective).report.notes)
+
+
+def test_a_template_that_reorders_messages_is_noted(qwen: Any) -> None:
+    template = "{% for m in messages | reverse %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+    template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    found = load([GOOD], qwen, "dpo", chat_template=template)
+    assert any("in 1 rows the prompt alone is encoded otherwise" in note for note in found.report.notes)
+    qwen.chat_template, before = template, qwen.chat_template
+    try:
+        assert rows_of(found) == prepared([GOOD], qwen, "dpo")
+    finally:
+        qwen.chat_template = before
+
+
+def test_a_template_without_answers_gives_no_rows(qwen: Any) -> None:
+    template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(DataError, match="a completion has no tokens"):
+        gpuload.load_pairs(pa.Table.from_pylist([GOOD]), qwen, chat_template=template)
+
+
+@pytest.mark.parametrize(
+    ("table", "options", "error", "message"),
+    [
+        ({"chosen": ["a"], "response": ["b"]}, {}, DataError, "closest format is implicit.*rejected missing"),
+        ({"chosen": [1], "rejected": [2]}, {}, DataError, "closest format is implicit, which has .* of another type"),
+        ({"prompt": ["a"], "completion": ["b"]}, {"objective": "kto"}, DataError, "not a known format"),
+        ({"chosen": ["a"], "rejected": ["b"]}, {"format": "sharegpt"}, DataError, "not format='sharegpt'"),
+        ({"chosen": ["a"], "rejected": ["b"]}, {"format": "share"}, OptionError, "did you mean sharegpt"),
+        ({"chosen": ["a"], "rejected": ["b"]}, {"objective": "ppo"}, OptionError, "objective='ppo'"),
+        ({"chosen": ["a"], "rejected": ["b"]}, {"chosen_key": ""}, OptionError, "chosen_key=''"),
+        ({"chosen": ["a"], "rejected": ["b"]}, {"kl_batch_size": 0}, OptionError, "kl_batch_size=0"),
+        ({"chosen": ["a"], "rejected": ["b"]}, {"max_length": 0}, OptionError, "max_length=0"),
+        ({"chosen": ["a"], "rejected": ["b"]}, {"overlong": "cut"}, OptionError, "overlong='cut'"),
+        ({"chosen": ["a"], "rejected": ["b"]}, {"device": "cuda"}, DeviceError, "works on the CPU only"),
+    ],
+)
+def test_what_cannot_be_loaded(
+    qwen: Any, table: dict[str, Any], options: Row, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        gpuload.load_pairs(pa.table(table), qwen, **options)
+
+
+def test_files_of_different_formats(qwen: Any, tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist(TEXTS), tmp_path / "a.parquet")
+    pq.write_table(pa.Table.from_pylist(IMPLICIT_TEXTS), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match="different formats .*a.parquet is preference, .*b.parquet is implicit"):
+        gpuload.load_pairs(str(tmp_path / "*.parquet"), qwen)
+    pq.write_table(pa.Table.from_pylist([row | {"margin": 1.0} for row in TEXTS]), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match="column 'margin' is in some files only, such as .*b.parquet"):
+        gpuload.load_pairs(str(tmp_path / "*.parquet"), qwen, objective="rm")
+
+
+# -- training --------------------------------------------------------------------------------------------------------
+
+
+def small_model(qwen: Any, objective: str) -> Any:
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(qwen), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, pad_token_id=qwen.pad_token_id, num_labels=1,
+    )  # fmt: skip
+    return (Qwen2ForSequenceClassification if objective == "rm" else Qwen2ForCausalLM)(config)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_training_has_the_losses_of_trls_trainers(qwen: Any, objective: str, tmp_path: Path) -> None:
+    """TRL's trainer prepares its data itself; the same trainer computes the losses of our batches."""
+    from datasets import Dataset
+
+    rows = [
+        {
+            "prompt": [user(f"question {k} " * (k % 3 + 1))],
+            "chosen": [assistant("good " * (k % 5 + 1))],
+            "rejected": [assistant("bad " * (k % 4 + 1))],
+        }
+        for k in range(10)
+    ]
+    kind, config = trainer_of(objective)
+    args = config(
+        output_dir=str(tmp_path), report_to=[], bf16=False, use_cpu=True, max_steps=5, per_device_train_batch_size=2,
+        learning_rate=1e-2, max_length=64, gradient_checkpointing=False, logging_steps=1,
+    )  # fmt: skip
+
+    def trainer() -> Any:
+        model = small_model(qwen, objective)
+        before = {} if objective == "rm" else {"ref_model": small_model(qwen, objective)}
+        data = Dataset.from_list(rows)
+        return kind(model=model, args=args, processing_class=qwen, train_dataset=data, **before)
+
+    def losses(made: Any, batches: list[dict[str, torch.Tensor]]) -> list[float]:
+        made.model.train()
+        optimizer = torch.optim.SGD(made.model.parameters(), lr=0.1)
+        found = []
+        for batch in batches:
+            loss = made.compute_loss(made.model, dict(batch))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(loss))
+        return found
+
+    one = trainer()
+    names = [name for name in one.train_dataset.column_names if name in IDS[objective]]
+    prepared_rows = [{name: row[name] for name in names} for row in one.train_dataset]
+    theirs = [one.data_collator(prepared_rows[2 * k : 2 * k + 2]) for k in range(5)]
+    found = load(rows, qwen, objective, max_length=64, kl_batch_size=2)
+    ours = [{name: batch[name] for name in theirs[0]} for batch, _ in zip(found.loader(2), range(5), strict=False)]
+    assert all(torch.equal(a[name], b[name]) for a, b in zip(ours, theirs, strict=True) for name in theirs[0])
+    expected = losses(one, theirs)
+    assert len(set(expected)) == 5
+    assert losses(trainer(), ours) == expected

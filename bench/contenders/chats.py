@@ -4,6 +4,7 @@ The template is TRL's training template of the tokenizer's model, for both.
 """
 
 import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +19,8 @@ import gpuload
 from bench.contenders.common import Meter, answer, task_given
 
 
-def write_conversations(task: dict[str, Any], file: Path) -> int:
-    """Write the conversations of a dataset, each ending with an answer. Returns their number."""
+def conversations(task: dict[str, Any]) -> list[list[dict[str, str]]]:
+    """Read the conversations of a dataset, each ending with an answer."""
     rows = []
     for path in task["files"]:
         for messages in pq.read_table(path, columns=["prompt"])["prompt"].to_pylist():
@@ -27,7 +28,12 @@ def write_conversations(task: dict[str, Any], file: Path) -> int:
             if messages[-1]["role"] != "assistant":  # only a question: it is answered by itself
                 messages = [*messages, {"role": "assistant", "content": messages[-1]["content"]}]
             rows.append(messages)
-    rows = rows[: task["most"]]
+    return rows[: task["most"]]
+
+
+def write_conversations(task: dict[str, Any], file: Path) -> int:
+    """Write conversations. Returns their number."""
+    rows = conversations(task)
     pq.write_table(pa.table({"messages": rows}), file)
     return len(rows)
 
@@ -54,28 +60,36 @@ def by_trl(file: Path, tokenizer: Any, template: str, processes: int) -> Any:
     return SFTTrainer._prepare_dataset(trainer, data, tokenizer, config, False, None, "train")
 
 
-def digest(data: Any, rows: int) -> str:
-    """Digest of ids and labels of the first rows."""
+def digest(data: Any, rows: int, names: Sequence[str]) -> str:
+    """Digest of some lists of numbers of the first rows."""
     made = hashlib.sha256()
     for row in (data[k] for k in range(rows)):
-        for name in ("input_ids", "labels"):
+        for name in names:
             made.update(np.asarray(row[name], np.int64).data)
     return made.hexdigest()
 
 
-def main() -> None:
-    """Measure one preparation."""
+def measure(
+    write: Callable[[dict[str, Any], Path], int], prepare: Mapping[str, Callable[..., Any]], names: Sequence[str]
+) -> None:
+    """Measure one preparation.
+
+    Args:
+        write: writes the rows of a task to a file; returns their number.
+        prepare: library → its preparation.
+        names: of the lists that are compared.
+    """
     task = task_given()
     tokenizer = AutoTokenizer.from_pretrained(task["tokenizer"])
     template = get_training_chat_template(tokenizer) or tokenizer.chat_template
-    file = Path(task["scratch"]) / "conversations.parquet"
+    file = Path(task["scratch"]) / "rows.parquet"
     file.parent.mkdir(parents=True, exist_ok=True)
-    rows = write_conversations(task, file)
+    rows = write(task, file)
     meter = Meter()
-    data = {"gpuload": by_gpuload, "TRL": by_trl}[task["library"]](file, tokenizer, template, task["processes"])
+    data = prepare[task["library"]](file, tokenizer, template, task["processes"])
     measured = meter.stop()
-    answer(**measured, rows=rows, kept=len(data), digest=digest(data, min(len(data), task["compared"])))
+    answer(**measured, rows=rows, kept=len(data), digest=digest(data, min(len(data), task["compared"]), names))
 
 
 if __name__ == "__main__":
-    main()
+    measure(write_conversations, {"gpuload": by_gpuload, "TRL": by_trl}, ("input_ids", "labels"))

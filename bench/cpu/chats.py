@@ -1,4 +1,4 @@
-"""Data for SFT with loss masks, compared with TRL: `python -m bench --only chats`."""
+"""Data for SFT with loss masks, and preference data, compared with TRL: `python -m bench --only chats,pairs`."""
 
 from statistics import median
 from typing import Any
@@ -20,24 +20,39 @@ and labels. TRL: `SFTTrainer`'s own preparation with `assistant_only_loss=True`,
 and ids and labels were compared and are equal."""
 
 
+PAIR_NOTES = f"""\
+Pairs with explicit prompts, each contender in a process of its own: from a parquet file to the ids of prompt, chosen
+and rejected answer. TRL: `DPOTrainer`'s own preparation, for the first {_TRL_ROWS:,} rows, with 1 and 2 processes
+(`dataset_num_proc`). gpuload: `load_pairs` without the token cache. The ids were compared and are equal."""
+
+
 def measure_chats(plan: Plan) -> list[dict[str, Any]]:
     """Prepare the conversations of one dataset with each contender."""
+    return _measure(plan, "chats")
+
+
+def measure_pairs(plan: Plan) -> list[dict[str, Any]]:
+    """Prepare pairs made of the same conversations with each contender."""
+    return _measure(plan, "pairs")
+
+
+def _measure(plan: Plan, module: str) -> list[dict[str, Any]]:
     dataset = next((each for each in plan.datasets if each.name == _REAL), plan.datasets[-1])
     runs = []
     for repeat in range(plan.repeats):
         for library, processes in _CONTENDERS:
-            scratch = plan.scratch / f"chats-{library}-{processes}-{repeat}"
+            scratch = plan.scratch / f"{module}-{library}-{processes}-{repeat}"
             most = _TRL_ROWS if library == "TRL" else dataset.rows
             task = plan.task(
                 dataset, library=library, processes=processes, most=most, compared=min(_TRL_ROWS, dataset.rows),
                 scratch=str(scratch),
             )  # fmt: skip
-            run = run_contender("chats", task, scratch)
+            run = run_contender(module, task, scratch)
             name = library if library == "gpuload" else f"TRL, {processes} process{'es' * (processes > 1)}"
             runs.append({"data": dataset.name, "name": name, "repeat": repeat} | run)
             print(f"  {name:16} {repeat + 1}/{plan.repeats} {run['rows'] / run['seconds']:,.0f} rows/s", flush=True)
     if len({run["digest"] for run in runs}) > 1:
-        raise SystemExit("gpuload and TRL prepare other ids or labels")
+        raise SystemExit(f"{module}: gpuload and TRL prepare other ids or labels")
     return runs
 
 

@@ -67,6 +67,7 @@ def page(record: dict[str, Section], name: str, summary: str = "") -> str:
         "stages": ("Stages", _STAGE_NOTES, stage_table),
         "packing": ("Packing", packing.NOTES, packing.packing_tables),
         "chats": ("Data for SFT", chats.NOTES, chats.chats_table),
+        "pairs": ("Preference data", chats.PAIR_NOTES, chats.chats_table),
         "verl": ("A rollout step inside verl 0.9.1", rollout.NOTES, rollout.rollout_table),
     }
     for key, (title, notes, render) in tables.items():

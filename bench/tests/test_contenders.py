@@ -53,12 +53,13 @@ def test_packs_are_those_of_trl(task: dict[str, Any], generated: int, tmp_path: 
     assert "| gsm8k | TRL |" in packing_tables(about)
 
 
-def test_conversations_are_prepared_as_by_trl(task: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", ["chats", "pairs"])
+def test_rows_are_prepared_as_by_trl(task: dict[str, Any], module: str, tmp_path: Path) -> None:
     runs = []
     for library in ("gpuload", "TRL"):
         scratch = tmp_path / library
         more = {"library": library, "processes": 1, "most": ROWS, "compared": ROWS, "scratch": str(scratch)}
-        runs.append({"data": "gsm8k", "name": library} | run_contender("chats", task | more, scratch))
+        runs.append({"data": "gsm8k", "name": library} | run_contender(module, task | more, scratch))
     assert runs[0]["kept"] == runs[1]["kept"] == ROWS
     assert runs[0]["digest"] == runs[1]["digest"]
     assert "| gsm8k | TRL |" in chats_table({"about": {}, "runs": runs})

@@ -58,15 +58,12 @@ class PairEngine(HostEngine):
     def __init__(self, reference: PairReference, exact_only: bool = False):
         super().__init__(reference, exact_only, ("pairs are rendered and encoded on the CPU",))
         self._diverging = 0
+        self._cuts: tuple[bytes, ...] | None = None
 
     @cached_property
     def _prompting(self) -> ChatProgram:
         """The template of prompts alone; made for the first of them."""
         return ChatProgram(self._reference.prompting)
-
-    @cached_property
-    def _tokens(self) -> tuple[bytes, ...]:
-        return cutting_tokens(self._reference)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -157,7 +154,9 @@ class PairEngine(HostEngine):
         assert isinstance(text, PairText)
         columns = [filled(each) for each in (text.text, *text.more)]
         if text.by_template:
-            start, *ids = divided(self.ids(cut(columns, self._tokens)), len(columns) + 1)
+            if self._cuts is None and len(text):  # of the first texts: all have the tokens that the template writes
+                self._cuts = cutting_tokens(self._reference, columns[0][:_SAMPLE].to_pylist())
+            start, *ids = divided(self.ids(cut(columns, self._cuts or ())), len(columns) + 1)
         else:
             start, ids = None, [surrounded(self.ids(each), *self._reference.added) for each in columns]
         rows = self._rows(ids)
@@ -180,6 +179,9 @@ class PairEngine(HostEngine):
             begins = [shared, shared]
         marked = [with_completion(each, begin) for each, begin in zip(whole, begins, strict=True)]
         return marked[0] if len(marked) == 1 else paired(marked[0], marked[1], shared)
+
+
+_SAMPLE = 8
 
 
 def _without(text: PairText, rejected: dict[int, str]) -> PairText:

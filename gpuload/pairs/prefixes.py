@@ -22,11 +22,13 @@ from gpuload.engines.host.encode import needs_itself
 from gpuload.engines.host.texts import gather
 from gpuload.reference.reference import Reference
 
-_SAMPLE = 8  # rows that are searched for the tokens that a template writes
 
+def cutting_tokens(reference: Reference, texts: Sequence[str]) -> tuple[bytes, ...]:
+    """The tokens in front of which texts may be cut; none if only the tokenizer object itself can encode.
 
-def cutting_tokens(reference: Reference) -> tuple[bytes, ...]:
-    """The tokens in front of which a text may be cut; none if only the tokenizer object itself can encode."""
+    Args:
+        texts: some of those to be cut: only tokens that they have are looked at, because there may be thousands.
+    """
     backend = reference.backend
     if backend is None or needs_itself(reference) or reference.sanitizes:
         return ()
@@ -34,17 +36,19 @@ def cutting_tokens(reference: Reference) -> tuple[bytes, ...]:
     return tuple(
         token.content.encode()
         for token in tokens
-        if not (token.single_word or token.lstrip or token.rstrip or token.content[:1].isspace())
+        if any(token.content in text for text in texts)
+        and not (token.single_word or token.lstrip or token.rstrip or token.content[:1].isspace())
         and not any(_displaces(other, token.content) for other in tokens)
     )
 
 
 def _displaces(other: Any, token: str) -> bool:
     """Whether a text may have `token` somewhere without its being found there, because of another added token."""
-    if other.single_word and other.content.startswith(token):
+    text: str = other.content
+    if other.single_word and text.startswith(token):
         return True
-    ends = (other.content[k:] for k in range(1, len(other.content)))
-    return any(end.startswith(token) or token.startswith(end) for end in ends)
+    beginnings = (token[:k] for k in range(1, min(len(token), len(text))))
+    return token in text[1:] or any(map(text.endswith, beginnings))
 
 
 def cut(columns: Sequence[pa.LargeStringArray], tokens: Sequence[bytes]) -> pa.LargeStringArray:
@@ -60,14 +64,12 @@ def cut(columns: Sequence[pa.LargeStringArray], tokens: Sequence[bytes]) -> pa.L
     data = [np.frombuffer(column.buffers()[2] or b"", np.uint8) for column in columns]
     bounds = [np.frombuffer(column.buffers()[1], np.int64)[column.offset :][: len(column) + 1] for column in columns]
     first = data[0].tobytes()
-    sample = first[bounds[0][0] : bounds[0][min(_SAMPLE, len(columns[0]))]]
-    written = [token for token in tokens if token in sample]
     size = np.zeros(len(columns[0]), np.int64)  # bytes before each row's cut
-    if written:
+    if tokens:
         for row in range(len(size)):
             texts = [each[start[row] : start[row + 1]] for each, start in zip(data, bounds, strict=True)]
             low, end = int(bounds[0][row]), int(bounds[0][row]) + _common(texts)
-            size[row] = max(max(first.rfind(token, low, end) for token in written) - low, 0)
+            size[row] = max(max(first.rfind(token, low, end) for token in tokens) - low, 0)
     base = np.cumsum([0, *map(len, data)])[:-1]
     start = [bounds[0][:-1]] + [each[:-1] + size + at for each, at in zip(bounds, base, strict=True)]
     stop = [bounds[0][:-1] + size] + [each[1:] + at for each, at in zip(bounds, base, strict=True)]

@@ -1,0 +1,49 @@
+"""Preference data: `gpuload.load_pairs`, or TRL's own preparation for DPO, of the same pairs.
+
+The rejected answer of a conversation has the words of the chosen one in reverse.
+"""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+import gpuload
+from bench.contenders.chats import conversations, measure
+
+
+def write_pairs(task: dict[str, Any], file: Path) -> int:
+    """Write pairs with explicit prompts. Returns their number."""
+    rows = conversations(task)
+    rejected = [[row[-1] | {"content": " ".join(reversed(row[-1]["content"].split(" ")))}] for row in rows]
+    columns = {"prompt": [row[:-1] for row in rows], "chosen": [row[-1:] for row in rows], "rejected": rejected}
+    pq.write_table(pa.table(columns), file)
+    return len(rows)
+
+
+def by_gpuload(file: Path, tokenizer: Any, template: str, _: int) -> Any:
+    """Load as a user does, without the token cache."""
+    return gpuload.load_pairs(
+        str(file), tokenizer, chat_template=template, max_length=1 << 20, token_cache=False, progress=False
+    )
+
+
+def by_trl(file: Path, tokenizer: Any, template: str, processes: int) -> Any:
+    """Prepare as DPOTrainer does."""
+    from datasets import load_dataset
+    from trl.trainer.dpo_config import DPOConfig
+    from trl.trainer.dpo_trainer import DPOTrainer
+
+    data = load_dataset("parquet", data_files=str(file), cache_dir=str(file.parent / "datasets"))["train"]
+    config = DPOConfig(
+        output_dir=str(file.parent), max_length=None, bf16=False, report_to=[], dataset_num_proc=processes
+    )
+    tokenizer.chat_template = template
+    trainer: Any = SimpleNamespace(_tokenizer=tokenizer)
+    return DPOTrainer._prepare_dataset(trainer, data, tokenizer, config, "train")
+
+
+if __name__ == "__main__":
+    measure(write_pairs, {"gpuload": by_gpuload, "TRL": by_trl}, ("prompt_ids", "chosen_ids", "rejected_ids"))
