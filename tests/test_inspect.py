@@ -23,7 +23,6 @@ from transformers import PreTrainedTokenizerFast
 
 import gpuload
 from gpuload.arrays import Ragged
-from gpuload.chats.loader import PackLoader
 from gpuload.cli import show
 from gpuload.cli.main import main
 from gpuload.errors import DataError, OptionError
@@ -31,6 +30,7 @@ from gpuload.inspect.data import encode_row, load_data, open_data
 from gpuload.inspect.roles import UNKNOWN, RoleFinder
 from gpuload.inspect.statistics import sample_rows, statistics_of
 from gpuload.inspect.tokens import SampleRow, TokenReader, pair_of, visible, visible_text
+from gpuload.loader import PackLoader
 from gpuload.loss import LOSS
 from gpuload.pairs.parts import paired, with_completion
 from gpuload.reference.reference import Reference
