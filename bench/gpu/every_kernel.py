@@ -10,10 +10,10 @@ import torch
 from bench.gpu.data import flat
 from bench.gpu.exact import device_encoder
 from bench.gpu.rig import Rig, program_of
-from gpuload.arrays import Ragged, offsets_of
+from gpuload.arrays import Ragged
 from gpuload.demo_data import demo_files
 from gpuload.engines.conversations import from_arrow
-from gpuload.engines.device.batches import pad, prepare_pad
+from gpuload.engines.device.batches import pad, pad_labelled, prepare_pad
 from gpuload.engines.device.kernels import DeviceKernels
 from gpuload.engines.device.packs import packed, prepare_pack
 from gpuload.engines.device.render import render
@@ -51,9 +51,9 @@ def run(rig: Rig) -> str:
         assert store is not None
         launch = prepare_pad(kernels, store.index, 40, "middle", 0)
         pad(kernels, launch, kernels.xp.arange(len(texts), dtype=np.int64), 64)
-        mask = kernels.xp.ones(sum(map(len, lists)), np.uint8)
-        of_rows = kernels.address(mask) + kernels.xp.asarray(offsets_of(store.lengths)[:-1])
-        gather = prepare_pack(kernels, store.index, of_rows)
+        labelled = prepare_pad(kernels, store.index, 40, "right", 0, labelled=True)
+        pad_labelled(kernels, labelled, kernels.xp.arange(len(texts), dtype=np.int64), 64)
+        gather = prepare_pack(kernels, store.index)
         plan = pack(store.lengths, 64, "bfd_split")
         packed(kernels, gather, plan, range(len(plan)))
         data, offsets = flat(pa.array(texts, pa.large_string()))

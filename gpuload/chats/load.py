@@ -11,13 +11,14 @@ import numpy as np
 
 from gpuload.arrays import Ragged
 from gpuload.chats.dataset import ChatDataset
-from gpuload.chats.engine import ChatEngine
+from gpuload.chats.device import chat_engine
 from gpuload.chats.formats import FORMATS, as_prompts, find_format, is_plain
 from gpuload.chats.reference import ChatReference
-from gpuload.errors import DataError, DeviceError, OptionError
+from gpuload.engines.choose import EngineBuilder
+from gpuload.errors import DataError, OptionError
 from gpuload.load import load_sources
 from gpuload.loss import without_loss
-from gpuload.options import LossOn, Options, Verify, nearest
+from gpuload.options import LossOn, Options, TokensOn, Verify, nearest
 from gpuload.sources.open import open_all
 from gpuload.sources.read import Source
 
@@ -53,6 +54,8 @@ def load_chats(
     token_cache: bool = True,
     token_cache_bytes: int = 0,
     device: str = "auto",
+    tokens_on: TokensOn = "auto",
+    gpu_memory_limit: int = 0,
     verify: Verify = "sample",
     strict: bool = False,
     progress: bool | None = None,
@@ -86,7 +89,10 @@ def load_chats(
         remote_timeout: seconds that a web server may be silent before an attempt to download fails.
         token_cache: cache the token ids of files with their loss mask, and reuse them.
         token_cache_bytes: limit of that cache.
-        device: "auto" or "cpu"; conversations are rendered and encoded on the CPU.
+        device: "auto", "cpu", "cuda" or "cuda:N". On a GPU, messages are rendered and encoded by kernels; data in other
+            forms is prepared on the CPU, and its batches are made on the GPU.
+        tokens_on: where the GPU engine stores ids.
+        gpu_memory_limit: bytes of GPU memory that a load may use in addition to the stored ids.
         verify: compare a "sample" of the rows, all ("full") or none ("off") with the tokenizer, masks included.
         strict: raise an error for a row that would be dropped, and for a token that differs.
         progress: show a progress bar; None: if standard error is a terminal.
@@ -101,35 +107,42 @@ def load_chats(
         SourceError: a file that cannot be found, downloaded or read.
         DataError: a file with another format, or no rows left.
         TokenizerError: as for `load`; or it is unknown where an answer begins in what the template renders.
-        DeviceError: a GPU is asked for.
+        DeviceError: the device is not available, or has too little memory.
+        HostMemoryError: the host has too little memory.
         MismatchError: with `strict=True`, a token or its loss differs from the tokenizer's.
     """
-    started = time.perf_counter()
-    given = dict(locals())
+    return load_given(locals(), chat_engine)
+
+
+def load_given(given: Mapping[str, Any], build_engine: EngineBuilder) -> ChatDataset:
+    """`load_chats` with another way to build the engine.
+
+    Args:
+        given: the arguments of `load_chats` by name, all of them.
+        build_engine: builds the engine.
+    """
+    started, given = time.perf_counter(), dict(given)
     own = {name: given.pop(name) for name in ("format", "messages_key", "loss_on", "max_length", "overlong")}
     _check(**own)
-    if device not in ("auto", "cpu"):
-        raise DeviceError(f"device={device!r}: load_chats works on the CPU only: use device='cpu' or 'auto'")
     options = Options.parse(
         {name: value for name, value in given.items() if name in Options.__dataclass_fields__}
         | {
-            "prompt_key": "messages" if messages_key is None else messages_key,
-            "max_prompt_length": max_length,
-            "filter_overlong_prompts": overlong == "drop",
-            "truncation": _TRUNCATION[overlong],
-            "device": "cpu",
+            "prompt_key": own["messages_key"] or "messages",
+            "max_prompt_length": own["max_length"],
+            "filter_overlong_prompts": own["overlong"] == "drop",
+            "truncation": _TRUNCATION[own["overlong"]],
         }
     )
-    opened = open_all(files, options)
-    sources, found = _prompts_of(opened, options.prompt_key, format, messages_key)
+    opened = open_all(given["files"], options)
+    sources, found = _prompts_of(opened, options.prompt_key, own["format"], own["messages_key"])
     if all(source.num_rows == 0 or is_plain(found, source.schema) for source in opened):
         options = replace(options, chat_template=None)
-    wanted = loss_on or _CHOICES[found][0]
+    wanted = own["loss_on"] or _CHOICES[found][0]
     if wanted not in _CHOICES[found]:
         choices = ", ".join(map(repr, _CHOICES[found]))
         raise OptionError(f"loss_on={wanted!r}: data in the format {found} has no such part: use one of {choices}")
     reference = ChatReference(
-        tokenizer,
+        given["tokenizer"],
         wanted,
         chat_template=options.chat_template,
         template_kwargs=options.apply_chat_template_kwargs,
@@ -138,7 +151,7 @@ def load_chats(
     )
     useless = partial(_without_loss, options)
     dataset = load_sources(
-        sources, reference, options, started, build_engine=_engine, make=ChatDataset, unusable=useless
+        sources, reference, options, started, build_engine=build_engine, make=ChatDataset, unusable=useless
     )
     dataset.report.notes.insert(0, f"format: {found}, loss on {wanted}")
     assert isinstance(dataset, ChatDataset)
@@ -149,15 +162,12 @@ def _without_loss(options: Options, ids: Ragged) -> dict[int, str]:
     """The rows of which no token would be learned."""
     reasons = {}
     if not options.filter_overlong_prompts:
-        kept = ids.truncate(options.max_prompt_length, options.truncation)
-        why = f"no token with loss is within max_length={options.max_prompt_length}"
-        reasons = dict.fromkeys(np.flatnonzero(without_loss(kept)).tolist(), why)
+        limit = options.max_prompt_length
+        kept = without_loss(ids, limit, options.truncation)
+        why = f"no token with loss is within max_length={limit}"
+        reasons = dict.fromkeys(np.flatnonzero(kept).tolist(), why)
     why = "no token has loss: there is no answer of an assistant"
     return reasons | dict.fromkeys(np.flatnonzero(without_loss(ids)).tolist(), why)
-
-
-def _engine(options: Options, reference: Any, exact_only: bool = False) -> ChatEngine:
-    return ChatEngine(reference, exact_only)
 
 
 def _check(format: Any, messages_key: Any, loss_on: Any, max_length: Any, overlong: Any) -> None:

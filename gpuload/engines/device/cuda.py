@@ -122,11 +122,13 @@ def cuda_engine(
     gpu_memory_limit: int = 0,
     tokens_on: TokensOn = "auto",
     exact_only: bool = False,
+    make: type[DeviceEngine] = DeviceEngine,
 ) -> DeviceEngine:
-    """The `Engine` of a GPU for which `unavailable_reason` returns None. For the arguments see `Options`."""
+    """The `Engine` of a GPU for which `unavailable_reason` returns None, of the class `make`. For the other arguments
+    see `Options`."""
     number = number_of(device)
     kernels = CudaKernels(number, gpu_memory_limit)
-    return DeviceEngine(kernels, torch.device("cuda", number), reference, exact_only, reader(kernels), tokens_on)
+    return make(kernels, torch.device("cuda", number), reference, exact_only, reader(kernels), tokens_on)
 
 
 def reader(kernels: "CudaKernels") -> Reader:
