@@ -287,6 +287,7 @@ def test_kernels_touch_no_byte_that_is_not_theirs() -> None:
     again += [f"test_device_bpe.py::test_random_{what}" for what in ("merges", "merges_of_characters")]
     again += ["test_device_bpe.py::test_words_of_any_length_at_any_address"]
     again += [f"test_device_nfc.py::test_{what}" for what in ("marks_in_any_order", "many_marks_in_a_row")]
+    again += [f"test_device_spans.py::test_{what}" for what in ("rules", "texts_are_marked_part_by_part")]
     files = [__file__, *(str(Path(__file__).with_name(name)) for name in again)]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *files]
     made_up = "not device_pieces or random or stripped or prepended"

@@ -19,7 +19,7 @@ whichever streams use it. It would be a race to free what another stream still r
 
     memory                                allocated by         used by                freed
     chunks of prompts, cuDF's buffers     read                 read, render, verify   with their batch
-    rendered text and its offsets         render               encode, verify, main   with its batch
+    rendered text, offsets and answers    render               encode, verify, main   with its batch
     ids of a batch and their offsets      encode               verify, main           with their batch
     tables of the tokenizer               encode               encode                 with the encoder
     temporary arrays                      any                  the same thread        inside its context
