@@ -28,7 +28,6 @@ from gpuload.arrays import Ragged, RowNumbers
 from gpuload.cache.store import TokenCache, tokens_directory
 from gpuload.dataset import Make, PromptDataset, warn_of_replaced
 from gpuload.engines.choose import EngineBuilder, choose_engine
-from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.protocol import Engine, TokenStore
 from gpuload.errors import MORE_MEMORY, DataError, DeviceError, GpuloadError, HostMemoryError, MismatchError
 from gpuload.files import cache_root, remove_orphans
@@ -268,7 +267,7 @@ def _run_on_device(task: Pass, build_engine: EngineBuilder, exact_only: bool = F
             raise
         why = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
     warnings.warn(f"the GPU engine failed, falling back to the CPU ({why})", stacklevel=3)
-    dataset = _run(task, HostEngine(task.reference, exact_only))
+    dataset = _run(task, engine.host)
     dataset.report.notes.append(f"no GPU is used: it failed ({why})")
     return dataset
 

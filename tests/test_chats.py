@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import gpuload
 from gpuload.chats.engine import common_prefixes
-from gpuload.errors import DataError, DeviceError, OptionError
+from gpuload.errors import DataError, OptionError
 
 trl = pytest.importorskip("trl", reason="TRL is the reference of these tests")
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
@@ -332,7 +332,6 @@ def test_published_files(qwen: Any, file: str, options: dict[str, Any], found: s
             OptionError,
             "sanitize_control_tokens is not supported by load_chats",
         ),
-        ({"messages": [CHATS[0]]}, {"device": "cuda"}, DeviceError, "works on the CPU only"),
         ({"messages": [CHATS[0]], "chosen": ["a"], "rejected": ["b"]}, {}, DataError, "preference data"),
         ({"messages": [chat("Hi")]}, {}, DataError, "no token has loss: there is no answer of an assistant"),
     ],

@@ -25,7 +25,7 @@ from gpuload.engines.device.engine import DeviceEngine, zip_with_tables
 from gpuload.engines.device.render import render
 from gpuload.engines.device.store import Segments
 from gpuload.engines.device.texts import DeviceTexts, texts_to_device
-from gpuload.engines.host.engine import HostEngine
+from gpuload.engines.host.engine import arrow_parts
 from gpuload.engines.protocol import ArrowPrompts
 from gpuload.errors import DataError, DeviceError
 from gpuload.options import Options
@@ -52,7 +52,7 @@ def no_races() -> Iterator[None]:
 def in_odd_chunks(source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, Any]]:
     """As cuDF would: the prompt column in chunks of other sizes than the tables with the other columns."""
     if source.without is None:
-        return HostEngine.read(source, prompt_key, keep_prompts)
+        return arrow_parts(source, prompt_key)
 
     def chunks() -> Iterator[Conversations]:
         column = pa.concat_arrays([prompts for _, prompts in with_prompts(source, prompt_key)])

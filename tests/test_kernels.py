@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -14,11 +15,13 @@ import numpy as np
 import pytest
 
 from gpuload.arrays import Ragged, offsets_of
+from gpuload.chats.batches import padded_rows
 from gpuload.engines.device import texts as device_texts
-from gpuload.engines.device.kernels import signatures
+from gpuload.engines.device.kernels import signatures, source
 from gpuload.engines.device.texts import DeviceTexts, gather, texts_to_device
-from gpuload.engines.host.packs import packed
+from gpuload.engines.host.packs import IGNORED, packed
 from gpuload.engines.protocol import TextColumn
+from gpuload.loss import LOSS, split, with_loss
 from gpuload.packing import Plan
 from gpuload.template.probe import WHITE_SPACE
 from gpuload.template.program import Operation, Predicate, Ref, apply_operations, holds
@@ -203,13 +206,41 @@ def test_batches_are_padded_and_truncated_as_on_the_cpu(count: int, keep: Any, w
     assert (out[3 * count * width :] == -85).all()
 
 
+@pytest.mark.parametrize("keep", ["left", "right"])
+@pytest.mark.parametrize("limit", [3, 16])
+@pytest.mark.parametrize("width", [0, 16, 300])
+@pytest.mark.parametrize("count", SIZES)
+def test_labelled_batches_are_padded_as_on_the_cpu(count: int, width: int, limit: int, keep: Any) -> None:
+    limit, chance = min(limit, width), np.random.default_rng(width)
+    offsets = offsets_of(chance.integers(0, 40, 50))
+    ids = Ragged(chance.integers(0, LOSS, offsets[-1], np.int32), offsets)
+    store = with_loss(ids, chance.integers(0, 2, offsets[-1]))
+    rows = chance.integers(0, 50, count)
+    out = poisoned(4 * count * width + 3, np.int64)
+    head = {"left": 0, "right": limit}[keep]
+    address = KERNELS.address(store.values) + 4 * offsets[:-1]
+    blocks = KERNELS.blocks(count)
+    KERNELS.run("pad_labelled", blocks, address, store.lengths, limit, head, 7, count, rows, width, out)
+    expected = padded_rows(*split(store.take(rows).truncate(limit, keep)), width, 7)
+    planes = out[: 4 * count * width].reshape(4, count, width)
+    assert list(expected) == ["input_ids", "attention_mask", "position_ids", "labels"]
+    for plane, tensor in zip(planes, expected.values(), strict=True):
+        assert plane.tolist() == tensor.tolist()
+    assert (out[4 * count * width :] == -85).all(), "poison"
+
+
+def test_constants_of_labels_are_those_of_the_kernels() -> None:
+    found = dict(re.findall(r"#define (LOSS|NO_LABEL) +\(([^()]+)\)", source()))
+    assert {name: eval(value) for name, value in found.items()} == {"LOSS": LOSS, "NO_LABEL": IGNORED}
+
+
 @pytest.mark.parametrize("count", SIZES)
 @pytest.mark.parametrize("longest", [1, 3, 300])
 def test_packs_are_gathered_as_on_the_cpu(count: int, longest: int) -> None:
     chance = np.random.default_rng(count)
     lengths = chance.integers(1, 400, 50)
     offsets = offsets_of(lengths)
-    store = Ragged(chance.integers(0, 2**31 - 1, offsets[-1], np.int32), offsets)
+    store = Ragged(chance.integers(0, LOSS, offsets[-1], np.int32), offsets)
     mask = chance.integers(0, 2, offsets[-1], np.uint8)
     rows = chance.integers(0, 50, count)
     first = chance.integers(0, lengths[rows])
@@ -219,8 +250,9 @@ def test_packs_are_gathered_as_on_the_cpu(count: int, longest: int) -> None:
     bounds = offsets_of(plan.lengths)
     tokens, piece = int(bounds[-1]), np.concatenate([bounds, rows, first])
     out = poisoned(3 * tokens + (tokens + count + 2) // 2 + 3, np.int64)
-    address, bytes_at = KERNELS.address(store.values) + 4 * offsets[:-1], KERNELS.address(mask) + offsets[:-1]
-    KERNELS.run("pack", tokens + 1, address, bytes_at, count, piece, tokens, out)
+    marked = with_loss(store, mask)
+    address = KERNELS.address(marked.values) + 4 * offsets[:-1]
+    KERNELS.run("pack", tokens + 1, address, count, piece, tokens, out)
     expected = packed(store, mask, plan, np.arange(count))
     planes, numbers = out[: 3 * tokens].reshape(3, tokens), out[3 * tokens :].view(np.int32)
     for plane, name in zip(planes, ("input_ids", "labels", "position_ids"), strict=True):
@@ -255,6 +287,7 @@ def test_kernels_touch_no_byte_that_is_not_theirs() -> None:
     again += [f"test_device_bpe.py::test_random_{what}" for what in ("merges", "merges_of_characters")]
     again += ["test_device_bpe.py::test_words_of_any_length_at_any_address"]
     again += [f"test_device_nfc.py::test_{what}" for what in ("marks_in_any_order", "many_marks_in_a_row")]
+    again += [f"test_device_spans.py::test_{what}" for what in ("rules", "texts_are_marked_part_by_part")]
     files = [__file__, *(str(Path(__file__).with_name(name)) for name in again)]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *files]
     made_up = "not device_pieces or random or stripped or prepended"

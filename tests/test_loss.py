@@ -1,11 +1,14 @@
 """Loss as a bit of each id."""
 
+from typing import Any
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuload.arrays import Ragged
 from gpuload.loss import LOSS, split, with_loss, without_loss
+from gpuload.testing.strict_arrays import StrictModule
 
 ROWS = st.lists(st.lists(st.tuples(st.integers(0, 300_000), st.booleans()), max_size=5), max_size=8)
 
@@ -21,3 +24,13 @@ def test_bits_are_those_of_the_mask(rows: list[list[tuple[int, bool]]]) -> None:
     assert ids.to_lists() == bare.to_lists()
     assert loss.values.tolist() == mask.tolist()
     assert without_loss(marked).tolist() == [not any(bit for _, bit in row) for row in rows]
+
+
+@given(ROWS, st.sampled_from([None, 1, 2, 3, 9]), st.sampled_from(["left", "right"]))
+def test_rows_without_loss_wherever_they_are(rows: list[list[tuple[int, bool]]], limit: Any, side: Any) -> None:
+    marked = Ragged.from_lists([[token | int(LOSS) * bit for token, bit in row] for row in rows])
+    kept = [row if limit is None else row[-limit:] if side == "left" else row[:limit] for row in rows]
+    expected = [not any(bit for _, bit in row) for row in kept]
+    assert without_loss(marked, limit, side).tolist() == expected
+    there = StrictModule()
+    assert without_loss(Ragged(*map(there.asarray, (marked.values, marked.offsets))), limit, side).tolist() == expected

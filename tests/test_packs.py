@@ -18,6 +18,7 @@ from gpuload.arrays import Ragged, offsets_of
 from gpuload.engines.device import packs as device
 from gpuload.engines.device.store import DeviceStore, Segments
 from gpuload.engines.host.packs import packed
+from gpuload.loss import with_loss
 from gpuload.packing import batch_rows, pack
 from gpuload.testing.host_kernels import COMPILER
 from gpuload.testing.strict_arrays import StrictKernels
@@ -31,7 +32,7 @@ def rows_of(lengths: Any, seed: int = 0, dtype: Any = np.uint8) -> tuple[Ragged,
     """Rows of random ids, and a loss mask."""
     offsets = offsets_of(np.asarray(lengths, np.int64))
     chance = np.random.default_rng(seed)
-    ids = chance.integers(0, 2**31 - 1, offsets[-1], np.int32)
+    ids = chance.integers(0, 2**30, offsets[-1], np.int32)  # an int32 has another bit for the loss
     return Ragged(ids, offsets), chance.integers(0, 2, offsets[-1]).astype(dtype)
 
 
@@ -58,18 +59,16 @@ def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
             assert ours[name] == value, name
 
 
-def on_device(kernels: StrictKernels, ids: Ragged, mask: Any) -> tuple[Any, DeviceStore, Any]:
+def on_device(kernels: StrictKernels, ids: Ragged, mask: Any) -> tuple[Any, DeviceStore]:
     """The launch for rows in several segments of device memory, and what the addresses point into."""
-    segments, count = Segments(kernels), len(ids)
-    parts = [segments.add(ids, rows) for rows in np.array_split(np.arange(count), 3)]
+    segments, count, marked = Segments(kernels), len(ids), with_loss(ids, mask)
+    parts = [segments.add(marked, rows) for rows in np.array_split(np.arange(count), 3)]
     stores = [part for part in parts if part is not None]
     store = DeviceStore(
         kernels, *(np.concatenate([getattr(part, name) for part in stores]) for name in ("address", "lengths")),
         stores[-1].segments,
     )  # fmt: skip
-    there = kernels.xp.asarray(mask.view(np.uint8))
-    addresses = kernels.xp.asarray(kernels.address(there) + ids.offsets[:-1])
-    return device.prepare_pack(kernels, store.index, addresses), store, there
+    return device.prepare_pack(kernels, store.index), store
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.bool_])
@@ -116,7 +115,7 @@ def test_the_kernel_makes_the_same_batches(strategy: Any) -> None:
     lengths = np.random.default_rng(1).choice([0, 1, 2, 31, 100, 257, 700], 400)
     ids, mask = rows_of(lengths)
     plan = pack(lengths, 300, strategy, shuffle=True)
-    launch, *memory = on_device(kernels, ids, mask)
+    launch, memory = on_device(kernels, ids, mask)
     before = kernels.xp.waits
     for packs in (np.arange(1), np.arange(8), np.array([5, 3, 5]), np.arange(len(plan))):
         ours = device.packed(kernels, launch, plan, packs)
@@ -131,7 +130,7 @@ def test_no_packs_are_an_empty_batch() -> None:
     ids, mask = rows_of([3, 2])
     plan = pack(ids.lengths, 4)
     kernels = StrictKernels()
-    launch, *memory = on_device(kernels, ids, mask)
+    launch, memory = on_device(kernels, ids, mask)
     empty = packed(ids, mask, plan, [])
     assert_same(device.packed(kernels, launch, plan, []), empty)
     assert empty["input_ids"].shape == empty["seq_idx"].shape == (1, 0)

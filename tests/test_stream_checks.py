@@ -23,7 +23,7 @@ from gpuload.engines.device.encode import DeviceEncoder
 from gpuload.engines.device.engine import DeviceEngine, zip_with_tables
 from gpuload.engines.device.kernels import ThreadStreams
 from gpuload.engines.device.texts import DeviceTexts, gather
-from gpuload.engines.host.engine import HostEngine
+from gpuload.engines.host.engine import arrow_parts
 from gpuload.options import Options
 from gpuload.reference.reference import Reference
 from gpuload.sources.read import Source, with_prompts
@@ -231,7 +231,7 @@ def reader(kernels: StreamKernels, size: int) -> Any:
 
     def read(source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, Any]]:
         if source.without is None:
-            return HostEngine.read(source, prompt_key, keep_prompts)
+            return arrow_parts(source, prompt_key)
         column = pa.concat_arrays([prompts for _, prompts in with_prompts(source, prompt_key)])
         parts = (column.slice(at, size) for at in range(0, len(column), size))
         chunks: Iterator[Conversations] = (from_arrow(DeviceTexts(kernels), part) for part in parts)

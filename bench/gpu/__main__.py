@@ -23,7 +23,7 @@ from typing import Any
 
 from bench import ROOT, environment, report
 from bench.data import first_rows
-from bench.gpu import checks, exact, loads, stages, tokens, training
+from bench.gpu import chats, checks, exact, loads, stages, tokens, training
 from bench.gpu.rig import tokenizer_of
 from bench.gpu.section import Facts, Section, Task, cuda_is_initialized, finish, run_section
 from gpuload.demo_data import demo_files
@@ -34,6 +34,8 @@ SECTIONS = {
     "tables": Section(tokens.tables, 90, "Compilation of tokenizers"),
     "tokens": Section(exact.tokens, 120, "Exactness: ids compared with `tokenizers`"),
     "batches": Section(stages.batches, 60, "Filter and batches"),
+    "chats": Section(chats.masks, 90, "Data for SFT: loss masks"),
+    "packs": Section(chats.packs, 60, "Data for SFT: packs and labels"),
     "memory": Section(checks.memory, 60, "Memory after a load"),
     "host_copies": Section(checks.host_copies, 60, "Copies while batches are drawn"),
     "dlpack": Section(checks.dlpack, 30, "Batches in torch"),

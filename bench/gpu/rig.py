@@ -18,14 +18,14 @@ import numpy as np
 import torch
 
 from bench.gpu.section import MissingError, Task
-from gpuload import load
+from gpuload import ChatDataset, load, load_chats
 from gpuload.arrays import Array
 from gpuload.dataset import PromptDataset
 from gpuload.engines.device import cuda
 from gpuload.engines.device.kernels import DeviceKernels, Kernels, signatures
 from gpuload.reference.reference import Reference
 from gpuload.template import ChatProgram
-from gpuload.testing import engine_on, load_with
+from gpuload.testing import engine_on, load_chats_with, load_with
 from gpuload.testing.host_kernels import COMPILER, HostKernels
 
 
@@ -89,6 +89,13 @@ class Rig:
         if self.cudf:
             return load(files, tokenizer, device="cuda", **options)
         return load_with(engine_on(self.kernels), files, tokenizer, device="cpu", **options)
+
+    def load_chats(self, files: Any, tokenizer: Any, **options: Any) -> ChatDataset:
+        """As `load`, data for SFT."""
+        options = {"token_cache": False} | options
+        if self.cudf:
+            return load_chats(files, tokenizer, device="cuda", **options)
+        return load_chats_with(self.kernels, files, tokenizer, **options)
 
     def timed(
         self, work: Callable[[], Any], nbytes: int = 0, rows: int = 0, repeats: int = 5, warm_up: bool = True
@@ -219,12 +226,13 @@ def rates(seconds: float, nbytes: int = 0, rows: int = 0) -> dict[str, float]:
 def moved(name: str, arguments: list[Any]) -> int:
     """Return the bytes that a kernel must at least move: each of its arrays is counted once.
 
-    Two kernels read only those parts of an array that addresses or row numbers point to. For `copy_pieces` the array
-    that it writes is counted twice, as read and as written. For `pad` the ids that it reads are not counted.
+    Some kernels read only those parts of an array that addresses or row numbers point to. For `copy_pieces` the array
+    that it writes is counted twice, as read and as written. For kernels that make batches the ids that they read are
+    not counted.
     """
     arrays: list[Array] = [argument for argument in arguments if hasattr(argument, "nbytes") and argument.ndim]
-    if name == "pad":
-        arrays = arrays[-2:]  # row numbers and the batch
+    if name in ("pad", "pad_labelled", "pack"):
+        arrays = arrays[-2:]  # row numbers or places of pieces, and the batch
     again = arrays[-1].nbytes if name == "copy_pieces" else 0
     return int(sum(array.nbytes for array in arrays)) + again
 

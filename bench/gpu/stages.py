@@ -24,8 +24,8 @@ from gpuload.engines.device.store import Segments
 from gpuload.engines.device.texts import DeviceTexts
 
 _CHUNK = 256 << 20
-_AT_ONCE = 8  # batches kept alive, so that consecutive ones are not written to the same memory
-_IN_A_ROW = 32
+AT_ONCE = 8  # batches kept alive, so that consecutive ones are not written to the same memory
+IN_A_ROW = 32
 
 
 def read(task: Task, facts: Facts) -> None:
@@ -110,30 +110,30 @@ def batches(task: Task, facts: Facts) -> None:
         batch_of = DeviceBatches(rig.kernels, on_device, width, "left", 0)
         launch = prepare_pad(rig.kernels, on_device.index, width, "left", 0)
         written = 3 * count * width * 8
-        held: deque[Any] = deque(maxlen=_AT_ONCE)
+        held: deque[Any] = deque(maxlen=AT_ONCE)
         numbers = [order[:count], order[-count:]]
         to_device = [xp.asarray(some) for some in numbers]
         with rig.launches() as recorded:
-            for _ in range(_IN_A_ROW):
+            for _ in range(IN_A_ROW):
                 held.append(pad(rig.kernels, launch, to_device[0], width))
         alone = by_kernel(recorded)["pad"]
-        facts(f"pad, {count} × {width}", **_each(alone, copy))
+        facts(f"pad, {count} × {width}", **each_of(alone, copy))
 
         methods: dict[str, Callable[[int], Any]] = {
             "row numbers on the device": lambda i: pad(rig.kernels, launch, to_device[i], width),
             "row numbers from the host": lambda i: batch_of(numbers[i], store.to_host, width),
         }
         for name, draw in methods.items():
-            cells = rig.timed(partial(_in_a_row, draw, held), _IN_A_ROW * written)
-            facts(f"a batch, {name}", **_each({"launches": _IN_A_ROW} | cells, copy))
+            cells = rig.timed(partial(in_a_row, draw, held), IN_A_ROW * written)
+            facts(f"a batch, {name}", **each_of({"launches": IN_A_ROW} | cells, copy))
 
 
-def _in_a_row(draw: Callable[[int], Any], held: deque[Any]) -> None:
-    for number in range(_IN_A_ROW):
+def in_a_row(draw: Callable[[int], Any], held: deque[Any]) -> None:
+    for number in range(IN_A_ROW):
         held.append(draw(number % 2))
 
 
-def _each(cells: dict[str, Any], copy: dict[str, Any]) -> dict[str, Any]:
+def each_of(cells: dict[str, Any], copy: dict[str, Any]) -> dict[str, Any]:
     """Turn cells about several batches into cells about one, compared with writing at the speed of the copy."""
     count = cells["launches"]
     each = cells | {"bytes": cells["bytes"] // count}

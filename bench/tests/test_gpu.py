@@ -8,12 +8,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 
 import gpuload
 from bench.data import SHARED
+from bench.gpu.chats import answered
+from bench.gpu.chats import compared as compared_chats
 from bench.gpu.checks import SLACK, copied, kept_memory, pointers, sanitized, too_much
+from bench.gpu.data import conversations
 from bench.gpu.exact import compared, device_encoder, encoded
 from bench.gpu.rig import Rig, open_rig
 from bench.gpu.section import MissingError, Task
@@ -87,6 +91,25 @@ def test_loads_and_batches_are_the_same_every_time(rig: Rig, gsm8k: str, qwen: A
     batches = [prompts.batch(range(300))["input_ids"] for prompts in (first, again, first)]
     assert torch.equal(batches[0], batches[1])
     assert torch.equal(batches[0], batches[2])
+
+
+def test_chats_have_the_masks_and_batches_of_the_cpu_engine(rig: Rig, gsm8k: str, qwen_directory: str) -> None:
+    for file in [gsm8k, *map(str, sorted(DATASETS.glob("*_multiturn.parquet")))]:
+        prompts = conversations(file)
+        assert prompts is not None
+        cells = compared_chats(rig, pa.table({"messages": answered(prompts)}), qwen_directory)
+        assert cells["differing"] == 0, cells
+        assert cells["batches"], cells
+        assert cells["loss_tokens"] > 0
+
+
+def test_flat_and_padded_batches_of_chats_are_on_the_gpu(rig: Rig, gsm8k: str, qwen: Any) -> None:
+    prompts = conversations(gsm8k)
+    assert prompts is not None
+    chats = rig.load_chats(pa.table({"messages": answered(prompts)}), qwen)
+    assert "rendered and encoded by kernels" in chats.report.engine
+    for batch in (chats.batch([0, 1]), next(iter(chats.loader(4, packing="bfd")))):
+        assert all(value.is_cuda for value in batch.values() if isinstance(value, torch.Tensor))
 
 
 @pytest.mark.parametrize("limit", [64 << 20, 1 << 30])

@@ -60,6 +60,15 @@ def test_a_rehearsal_goes_through_every_section_and_measures_nothing(tmp_path: P
         == (sections["loads"]["facts"]["demo_data/gsm8k"])
     )
     assert sections["batches"]["facts"]["a batch, row numbers on the device"]["bytes"] == 3 * 8 * 64 * 8
+    chats = sections["chats"]["facts"]
+    assert (
+        chats["demo_data/gsm8k, qwen2.5"] | {"rows": 120, "differing": 0, "batches": True}
+        == (chats["demo_data/gsm8k, qwen2.5"])
+    )
+    assert set(chats) > {
+        f"demo_data/gsm8k, qwen2.5: {name}" for name in ("lay_answers", "match_tokens", "mark_answers")
+    }
+    assert sections["packs"]["facts"]["pack, 8 × 64"]["bytes"] > 8 * 64 * 32 * 0.9
     assert all(cells["same_memory"] for cells in sections["dlpack"]["facts"].values())
     assert (
         sections["tokens"]["facts"]["qwen2.5"] | {"rows": 120, "differing": 0, "fallback": 0}

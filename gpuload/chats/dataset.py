@@ -11,12 +11,13 @@ import torch
 
 from gpuload.arrays import Ragged
 from gpuload.chats.arrow import pack_reader, sft_reader
+from gpuload.chats.batches import ChatBatches
 from gpuload.dataset import PromptDataset, Row
-from gpuload.engines.host.packs import IGNORED, packed
+from gpuload.engines.host.packs import IGNORED
 from gpuload.errors import OptionError
 from gpuload.lazy import LazyDict
 from gpuload.loader import PackLoader, PromptLoader
-from gpuload.loss import split
+from gpuload.loss import LOSS, split
 from gpuload.options import Padding
 from gpuload.packing import Plan, batch_rows, pack
 from gpuload.packing.packs import Packing
@@ -31,7 +32,7 @@ class ChatDataset(PromptDataset):
     - `labels`: the same, and -100 for tokens without loss.
     - Every other column of the files, as Python objects.
 
-    `batch` and `loader` give tensors `(B, L)` instead, padded on the right.
+    `batch` and `loader` give tensors `(B, L)` on the load's device instead, padded on the right.
 
     Attributes:
         report: What the load did; `print` it.
@@ -41,6 +42,7 @@ class ChatDataset(PromptDataset):
     """
 
     limit_name = "max_length"
+    _padded: ChatBatches
 
     def __repr__(self) -> str:
         columns = "".join(f", {name}" for name in self.passed_through.names)
@@ -61,7 +63,7 @@ class ChatDataset(PromptDataset):
     @cached_property
     def loss_tokens(self) -> int:
         """Number of tokens with loss."""
-        return int(self.loss_mask.values.sum())
+        return sum(int(np.count_nonzero(ids & LOSS)) for ids in self._store.chunks())
 
     def __getitems__(self, rows: Sequence[int]) -> list[Row]:
         """Return several rows.
@@ -228,7 +230,7 @@ class ChatDataset(PromptDataset):
         return _moved(batch_rows(lengths, epoch=epoch, **settings), first)
 
     def _flat(self, plan: Plan, packs: Any) -> dict[str, Any]:
-        return packed(*self._parts, plan, packs)
+        return self._padded.packed(plan, packs, lambda: self._parts)
 
     @cached_property
     def _parts(self) -> tuple[Ragged, np.ndarray[Any, Any]]:
@@ -246,39 +248,12 @@ class ChatDataset(PromptDataset):
     def _taken(
         self, numbers: np.ndarray[Any, Any], padding: Padding
     ) -> dict[str, torch.Tensor | Callable[[], list[Any]]]:
-        limit = self.options.max_prompt_length
-        ids, loss = self._truncated(numbers)
-        width = limit if padding == "max_length" else int(ids.lengths.max(initial=0))
+        limit, side = self.options.max_prompt_length, self.options.truncation
+        width = limit if padding == "max_length" else min(limit, int(self._lengths[numbers].max(initial=0)))
         columns = {name: cache(partial(self._column, name, numbers)) for name in self.passed_through.names}
-        return {**columns, **padded_rows(ids, loss, width, self.pad_token_id)}
+        return {**columns, **self._padded(numbers, lambda: self._store.take(numbers).truncate(limit, side), width)}
 
 
 def _moved(plan: Plan, first: np.ndarray[Any, Any]) -> Plan:
     """A plan of rows whose first tokens are left out."""
     return replace(plan, first=plan.first + first[plan.rows])
-
-
-def padded_rows(ids: Ragged, loss: Ragged, width: int, pad_id: int) -> dict[str, torch.Tensor]:
-    """Pads rows on the right.
-
-    Args:
-        ids: B rows of at most `width` ids.
-        loss: one bool for each of them.
-        width: columns of the batch.
-        pad_id: fills rows up.
-
-    Returns:
-        `input_ids`, `attention_mask`, `position_ids` and `labels`, each int64 (B, width).
-    """
-    position = np.arange(width)[None, :].repeat(len(ids), axis=0)
-    mask = position < ids.lengths[:, None]
-    tokens, labels = np.full(mask.shape, pad_id, np.int64), np.full(mask.shape, IGNORED, np.int64)
-    tokens[mask] = ids.values  # row-major order of the mask is the order of the flat values
-    labels[mask] = np.where(loss.values, ids.values, IGNORED)
-    position[~mask] = 0
-    return {
-        "input_ids": torch.from_numpy(tokens),
-        "attention_mask": torch.from_numpy(mask.astype(np.int64)),
-        "position_ids": torch.from_numpy(position),
-        "labels": torch.from_numpy(labels),
-    }

@@ -9,12 +9,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.arrays import Ragged, offsets_of
+from gpuload.chats.batches import HostChatBatches
 from gpuload.chats.reference import ChatReference, messages_in, tools_of
 from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.host.prompts import attempt, render_column, render_rows
 from gpuload.engines.host.render import HostText, Spans
 from gpuload.engines.protocol import Prompts, Tokenized
 from gpuload.loss import split, with_loss
+from gpuload.options import Truncation
 from gpuload.sources.columns import to_python
 from gpuload.sources.types import JSON_TYPE, as_json, is_text
 from gpuload.template.compiler import ChatProgram
@@ -48,12 +50,10 @@ class ChatEngine(HostEngine):
     Args:
         reference: the tokenizer.
         exact_only: render and encode with the tokenizer object itself, row by row.
+        notes: further lines for the report.
     """
 
     _reference: ChatReference
-
-    def __init__(self, reference: ChatReference, exact_only: bool = False):
-        super().__init__(reference, exact_only, ("conversations are rendered and encoded on the CPU",))
 
     @cached_property
     def _prompting(self) -> ChatProgram:
@@ -125,6 +125,10 @@ class ChatEngine(HostEngine):
         return PlainText(
             text=ended, alone=prompt, rejected=rejected, compiled_rows=len(ended) - len(rejected), control_rows=0
         )
+
+    @staticmethod
+    def batches(store: Ragged, limit: int, side: Truncation, pad_id: int) -> HostChatBatches:
+        return HostChatBatches(pad_id)
 
     def encode(self, text: HostText) -> Tokenized:
         if isinstance(text, PlainText):

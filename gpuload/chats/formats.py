@@ -212,7 +212,7 @@ def as_prompts(source: Source, found: Format, key: str) -> Source:
     used = [name for name in (*found.columns, *found.more, TOOLS) if name in source.schema.names]
     kept = [name for name in found.kept if name in source.schema.names]
     if found.convert is None and used == [key]:
-        return replace(source, parquet=None, frame=None)
+        return source
 
     def batches() -> Iterator[pa.Table]:
         for table in source.batches():

@@ -11,13 +11,14 @@ import numpy as np
 
 from gpuload.arrays import Ragged
 from gpuload.chats.dataset import ChatDataset
-from gpuload.chats.engine import ChatEngine
+from gpuload.chats.device import chat_engine
 from gpuload.chats.formats import FORMATS, as_prompts, find_format, is_plain, one_format
 from gpuload.chats.reference import ChatReference
-from gpuload.errors import DataError, DeviceError, OptionError
+from gpuload.engines.choose import EngineBuilder
+from gpuload.errors import DataError, OptionError
 from gpuload.load import load_sources
 from gpuload.loss import without_loss
-from gpuload.options import LossOn, Options, Verify, nearest
+from gpuload.options import LossOn, Options, TokensOn, Verify, nearest
 from gpuload.sources.open import open_all
 from gpuload.sources.read import Source
 
@@ -55,6 +56,8 @@ def load_chats(
     token_cache: bool = True,
     token_cache_bytes: int = 0,
     device: str = "auto",
+    tokens_on: TokensOn = "auto",
+    gpu_memory_limit: int = 0,
     verify: Verify = "sample",
     strict: bool = False,
     progress: bool | None = None,
@@ -88,7 +91,10 @@ def load_chats(
         remote_timeout: seconds that a web server may be silent before an attempt to download fails.
         token_cache: cache the token ids of files with their loss mask, and reuse them.
         token_cache_bytes: limit of that cache.
-        device: "auto" or "cpu"; conversations are rendered and encoded on the CPU.
+        device: "auto", "cpu", "cuda" or "cuda:N". On a GPU, messages are rendered and encoded by kernels; data in other
+            forms is prepared on the CPU, and its batches are made on the GPU.
+        tokens_on: where the GPU engine stores ids.
+        gpu_memory_limit: bytes of GPU memory that a load may use in addition to the stored ids.
         verify: compare a "sample" of the rows, all ("full") or none ("off") with the tokenizer, masks included.
         strict: raise an error for a row that would be dropped, and for a token that differs.
         progress: show a progress bar; None: if standard error is a terminal.
@@ -103,29 +109,35 @@ def load_chats(
         SourceError: a file that cannot be found, downloaded or read.
         DataError: a file with another format, or no rows left.
         TokenizerError: as for `load`; or it is unknown where an answer begins in what the template renders.
-        DeviceError: a GPU is asked for.
+        DeviceError: the device is not available, or has too little memory.
+        HostMemoryError: the host has too little memory.
         MismatchError: with `strict=True`, a token or its loss differs from the tokenizer's.
     """
-    started = time.perf_counter()
-    given = dict(locals())
-    _check(format, messages_key, loss_on)
-    check_length(max_length, overlong)
-    if device not in ("auto", "cpu"):
-        raise DeviceError(f"device={device!r}: load_chats works on the CPU only: use device='cpu' or 'auto'")
+    return load_given(locals(), chat_engine)
+
+
+def load_given(given: Mapping[str, Any], build_engine: EngineBuilder) -> ChatDataset:
+    """`load_chats` with another way to build the engine.
+
+    Args:
+        given: the arguments of `load_chats` by name, all of them.
+        build_engine: builds the engine.
+    """
+    started, given = time.perf_counter(), dict(given)
+    _check(given["format"], given["messages_key"], given["loss_on"])
+    check_length(given["max_length"], given["overlong"])
     options = Options.parse(
         {name: value for name, value in given.items() if name in Options.__dataclass_fields__}
         | {
-            "prompt_key": "messages" if messages_key is None else messages_key,
-            "max_prompt_length": max_length,
-            "filter_overlong_prompts": overlong == "drop",
-            "truncation": OVERLONG[overlong],
-            "device": "cpu",
+            "prompt_key": given["messages_key"] or "messages",
+            "max_prompt_length": given["max_length"],
+            "filter_overlong_prompts": given["overlong"] == "drop",
+            "truncation": OVERLONG[given["overlong"]],
         }
     )
-    sources, reference, options, found = open_chats(
-        open_all(files, options), tokenizer, options, format, messages_key, loss_on
-    )
-    return load_opened(sources, reference, options, found, started)
+    form = (given[name] for name in ("format", "messages_key", "loss_on"))
+    opened = open_chats(open_all(given["files"], options), given["tokenizer"], options, *form)
+    return load_opened(*opened, started, build_engine)
 
 
 def open_chats(
@@ -166,7 +178,12 @@ def open_chats(
 
 
 def load_opened(
-    sources: list[Source], reference: ChatReference, options: Options, found: str, started: float | None = None
+    sources: list[Source],
+    reference: ChatReference,
+    options: Options,
+    found: str,
+    started: float | None = None,
+    build_engine: EngineBuilder = chat_engine,
 ) -> ChatDataset:
     """Loads what `open_chats` returned.
 
@@ -175,7 +192,7 @@ def load_opened(
     """
     useless = partial(without_answer, options)
     dataset = load_sources(
-        sources, reference, options, started, build_engine=_engine, make=ChatDataset, unusable=useless
+        sources, reference, options, started, build_engine=build_engine, make=ChatDataset, unusable=useless
     )
     dataset.report.notes.insert(0, f"format: {found}, loss on {reference.loss_on}")
     assert isinstance(dataset, ChatDataset)
@@ -186,15 +203,12 @@ def without_answer(options: Options, ids: Ragged) -> dict[int, str]:
     """The rows of which no token would be learned."""
     reasons = {}
     if not options.filter_overlong_prompts:
-        kept = ids.truncate(options.max_prompt_length, options.truncation)
-        why = f"no token with loss is within max_length={options.max_prompt_length}"
-        reasons = dict.fromkeys(np.flatnonzero(without_loss(kept)).tolist(), why)
+        limit = options.max_prompt_length
+        kept = without_loss(ids, limit, options.truncation)
+        why = f"no token with loss is within max_length={limit}"
+        reasons = dict.fromkeys(np.flatnonzero(kept).tolist(), why)
     why = "no token has loss: there is no answer of an assistant"
     return reasons | dict.fromkeys(np.flatnonzero(without_loss(ids)).tolist(), why)
-
-
-def _engine(options: Options, reference: Any, exact_only: bool = False) -> ChatEngine:
-    return ChatEngine(reference, exact_only)
 
 
 def _check(format: Any, messages_key: Any, loss_on: Any) -> None:

@@ -18,14 +18,30 @@ def choose_engine(options: Options, reference: Reference, exact_only: bool = Fal
     Raises:
         DeviceError: a GPU is asked for and not available.
     """
-    device = options.device
+    device, notes = choose_device(options.device)
     if device == "cpu":
-        return HostEngine(reference, exact_only)
+        return HostEngine(reference, exact_only, notes)
+    from gpuload.engines.device import cuda
+
+    return cuda.cuda_engine(reference, device, options.gpu_memory_limit, options.tokens_on, exact_only)
+
+
+def choose_device(device: str) -> tuple[str, tuple[str, ...]]:
+    """What a load uses of what the option `device` allows.
+
+    Returns:
+        "cpu", or the same device; and lines for the report.
+
+    Raises:
+        DeviceError: a GPU is asked for and not available.
+    """
+    if device == "cpu":
+        return "cpu", ()
     from gpuload.engines.device import cuda
 
     why_not = cuda.unavailable_reason(device)
     if why_not is None:
-        return cuda.cuda_engine(reference, device, options.gpu_memory_limit, options.tokens_on, exact_only)
+        return device, ()
     if device != "auto":
         raise DeviceError(f"device={device!r}: {why_not}; or use device='cpu' or 'auto'")
-    return HostEngine(reference, exact_only, (f"no GPU is used: {why_not}",))
+    return "cpu", (f"no GPU is used: {why_not}",)

@@ -272,12 +272,16 @@ class Engine(Protocol):
     Attributes:
         name: "cpu" or "cuda".
         device: where batches are made.
+        host: the engine that takes over where this one fails: that of the host, maybe itself.
         description: one line for the report: what renders and what encodes. Asking may build the encoder.
         notes: lines for the report: why a faster way is not used. Asking may build the encoder.
     """
 
     name: str
     device: torch.device
+
+    @property
+    def host(self) -> "Engine": ...
 
     @property
     def description(self) -> str: ...

@@ -1,11 +1,15 @@
 """For tests and benchmarks: kernels on a machine without a GPU, and loads by an engine of the caller's choice."""
 
+import inspect
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from gpuload.chats.dataset import ChatDataset
+from gpuload.chats.device import DeviceChatEngine
+from gpuload.chats.load import load_chats, load_given
 from gpuload.dataset import PromptDataset
 from gpuload.engines.choose import EngineBuilder
 from gpuload.engines.device.engine import DeviceEngine, Reader
@@ -17,17 +21,18 @@ from gpuload.reference.reference import Reference
 from gpuload.sources.open import open_sources
 
 
-def engine_on(kernels: Kernels, reader: Reader | None = None) -> EngineBuilder:
+def engine_on(kernels: Kernels, reader: Reader | None = None, make: type[DeviceEngine] = DeviceEngine) -> EngineBuilder:
     """What makes the device engine on the given kernels, for `load_with`.
 
     Args:
         kernels: for any device, also for the host.
         reader: as for `DeviceEngine`.
+        make: its class.
     """
 
     def build(options: Options, reference: Reference, exact_only: bool = False) -> DeviceEngine:
         where = torch.device(kernels.device)
-        return DeviceEngine(kernels, where, reference, exact_only, reader, options.tokens_on)
+        return make(kernels, where, reference, exact_only, reader, options.tokens_on)
 
     return build
 
@@ -42,6 +47,20 @@ def load_with(build_engine: EngineBuilder, files: Any, tokenizer: Any, **options
     started = time.perf_counter()
     chosen = Options.parse(options)
     return load_sources(open_sources(files, chosen), tokenizer, chosen, started, build_engine=build_engine)
+
+
+def load_chats_with(
+    kernels: Kernels, files: Any, tokenizer: Any, reader: Reader | None = None, **options: Any
+) -> ChatDataset:
+    """`gpuload.load_chats` by the device engine on the given kernels.
+
+    Args:
+        kernels, reader: as for `engine_on`.
+        files, tokenizer, **options: as for `gpuload.load_chats`.
+    """
+    given = inspect.signature(load_chats).bind(files, tokenizer, **options)
+    given.apply_defaults()
+    return load_given(given.arguments, engine_on(kernels, reader, DeviceChatEngine))
 
 
 def link_slow_caches(directory: Path) -> str:

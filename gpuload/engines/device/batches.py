@@ -39,25 +39,34 @@ class DeviceBatches:
         self._store = store
 
     @cached_property
-    def _pad(self) -> Callable[..., None]:
-        """The launch of the kernel; made with the first batch, which not every dataset asks for."""
+    def _index(self) -> Index:
+        """Where kernels read the rows; made with the first batch, which not every dataset asks for."""
         kernels, store = self._kernels, self._store
         if isinstance(store, Ragged):
             address = kernels.pinned(store.values) + 4 * store.offsets[:-1]
             store = DeviceStore(kernels, address, store.lengths, [store.values])
-        return prepare_pad(kernels, store.index, self._limit, self._side, self._pad_id)
+        return store.index
+
+    @cached_property
+    def _pad(self) -> Callable[..., None]:
+        return prepare_pad(self._kernels, self._index, self._limit, self._side, self._pad_id)
+
+    @property
+    def _elsewhere(self) -> bool:
+        """Whether this is another process than the one that the device's memory belongs to."""
+        return os.getpid() != self._process
 
     def __call__(
         self, numbers: np.ndarray[Any, Any], rows: Callable[[], Ragged], width: int
     ) -> dict[str, torch.Tensor]:
-        if os.getpid() != self._process:
+        if self._elsewhere:
             return host.pad(rows(), width, self._pad_id)
         with self._kernels.current():
             return pad(self._kernels, self._pad, self._kernels.xp.asarray(numbers), width)
 
     def ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same batches, each of them made while the consumer works on the one before it."""
-        if os.getpid() != self._process:
+        if self._elsewhere:
             yield from batches
             return
         with self._kernels.aside():
@@ -74,21 +83,25 @@ class DeviceBatches:
         return host.HostBatches, (self._pad_id,)
 
 
-def prepare_pad(kernels: Kernels, index: Index, limit: int, side: Truncation, pad_id: int) -> Callable[..., None]:
+def prepare_pad(
+    kernels: Kernels, index: Index, limit: int, side: Truncation, pad_id: int, labelled: bool = False
+) -> Callable[..., None]:
     """Prepares the launch of the kernel that takes rows from the store, truncates and pads them.
 
     Args:
         index: all rows, where the device can read them.
         limit: a row keeps at most this many ids.
         side: which end is truncated, as in `Ragged.truncate`; "error" for rows within the limit.
-        pad_id: fills rows up on the left.
+        pad_id: fills rows up.
+        labelled: the ids have the bits of `gpuload.loss`; see `pad_labelled`.
 
     Returns:
-        For `pad`.
+        For `pad`, or for `pad_labelled`.
     """
     # A truncated row keeps its first `head` ids and the last `limit - head`.
     head = {"error": 0, "left": 0, "right": limit, "middle": limit // 2}[side]
-    return kernels.prepare("pad", index.address, index.length, limit, head, pad_id)
+    name = "pad_labelled" if labelled else "pad"
+    return kernels.prepare(name, index.address, index.length, limit, head, pad_id)
 
 
 def pad(kernels: Kernels, launch: Callable[..., None], rows: Array, width: int) -> dict[str, torch.Tensor]:
@@ -103,7 +116,18 @@ def pad(kernels: Kernels, launch: Callable[..., None], rows: Array, width: int) 
         `input_ids`, `attention_mask` and `position_ids`, each int64 (B, width), written in order of the current stream.
         They are views of one tensor.
     """
+    return _made(kernels, launch, rows, width, ("input_ids", "attention_mask", "position_ids"))
+
+
+def pad_labelled(kernels: Kernels, launch: Callable[..., None], rows: Array, width: int) -> dict[str, torch.Tensor]:
+    """As `pad`, padded on the right, and with `labels`: -100 in the padding and for tokens without loss."""
+    return _made(kernels, launch, rows, width, ("input_ids", "attention_mask", "position_ids", "labels"))
+
+
+def _made(
+    kernels: Kernels, launch: Callable[..., None], rows: Array, width: int, names: tuple[str, ...]
+) -> dict[str, torch.Tensor]:
     count = len(rows)
-    made, array = kernels.tensor(3, count, width)
+    made, array = kernels.tensor(len(names), count, width)
     launch(kernels.blocks(count if width else 0), count, rows, width, array)
-    return dict(zip(("input_ids", "attention_mask", "position_ids"), made.unbind(0), strict=True))
+    return dict(zip(names, made.unbind(0), strict=True))

@@ -19,7 +19,7 @@ whichever streams use it. It would be a race to free what another stream still r
 
     memory                                allocated by         used by                freed
     chunks of prompts, cuDF's buffers     read                 read, render, verify   with their batch
-    rendered text and its offsets         render               encode, verify, main   with its batch
+    rendered text, offsets and answers    render               encode, verify, main   with its batch
     ids of a batch and their offsets      encode               verify, main           with their batch
     tables of the tokenizer               encode               encode                 with the encoder
     temporary arrays                      any                  the same thread        inside its context
@@ -122,11 +122,13 @@ def cuda_engine(
     gpu_memory_limit: int = 0,
     tokens_on: TokensOn = "auto",
     exact_only: bool = False,
+    make: type[DeviceEngine] = DeviceEngine,
 ) -> DeviceEngine:
-    """The `Engine` of a GPU for which `unavailable_reason` returns None. For the arguments see `Options`."""
+    """The `Engine` of a GPU for which `unavailable_reason` returns None, of the class `make`. For the other arguments
+    see `Options`."""
     number = number_of(device)
     kernels = CudaKernels(number, gpu_memory_limit)
-    return DeviceEngine(kernels, torch.device("cuda", number), reference, exact_only, reader(kernels), tokens_on)
+    return make(kernels, torch.device("cuda", number), reference, exact_only, reader(kernels), tokens_on)
 
 
 def reader(kernels: "CudaKernels") -> Reader:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -22,9 +22,10 @@ from gpuload.engines.device.batches import DeviceBatches
 from gpuload.engines.device.encode import LEAST_CHUNK, DeviceEncoder
 from gpuload.engines.device.kernels import Kernels
 from gpuload.engines.device.render import DeviceText, render
+from gpuload.engines.device.spans import DeviceTokenSpans
 from gpuload.engines.device.store import DeviceStore, Segments, host_store, in_order, to_device
 from gpuload.engines.device.texts import DeviceTexts, gather
-from gpuload.engines.host.engine import HostEngine
+from gpuload.engines.host.engine import HostEngine, arrow_parts
 from gpuload.engines.host.render import HostText
 from gpuload.engines.host.sanitize import can_be_marked, mark_column, unplain
 from gpuload.engines.protocol import ArrowPrompts, Prompts, Tokenized
@@ -51,9 +52,13 @@ class DeviceEngine:
             device.
         reader: reads prompts into device memory. None: Arrow reads, and the prompt column is copied over once.
         tokens_on: where the store of ids is.
+
+    Attributes:
+        host: the engine of the host that does what kernels cannot; of the class `host_engine`.
     """
 
     name = "cuda"
+    host_engine: ClassVar[type[HostEngine]] = HostEngine
 
     def __init__(
         self,
@@ -69,8 +74,8 @@ class DeviceEngine:
         self._on_device = tokens_on != "host"  # as long as ids fit
         self._segments: Segments | None = None
         self._ops = DeviceTexts(kernels)
-        self._host = HostEngine(reference, exact_only)
-        self._by_kernels = not self._host.by_prompt and reference.uses_template
+        self.host = self.host_engine(reference, exact_only)
+        self._by_kernels = not self.host.by_prompt and reference.uses_template
         self._reference = reference
 
     @cached_property
@@ -88,33 +93,39 @@ class DeviceEngine:
         compiled = self._compiled
         return DeviceEncoder(self._kernels, compiled) if isinstance(compiled, CompiledTokenizer) else None
 
+    @cached_property
+    def _spans(self) -> DeviceTokenSpans:
+        """Made when first needed, as the encoder is."""
+        return DeviceTokenSpans(self._kernels, self.host.spans)
+
     @property
     def description(self) -> str:
         if not self._by_kernels:
-            return f"{self._host.description}; batches on {self.device}"
-        by_rows = self._host.program.not_compilable is not None
+            return f"{self.host.description}; batches on {self.device}"
+        by_rows = self.host.program.not_compilable is not None
         if isinstance(self._compiled, CompiledTokenizer):
-            return f"{self.device}: {self._host.rendering}, {'' if by_rows else 'rendered and '}encoded by kernels"
-        rendering = self._host.rendering + ("" if by_rows else ", rendered by kernels")
-        return f"{self.device}: {rendering}; encoded by {self._host.encoder.name} on the host"
+            return f"{self.device}: {self.host.rendering}, {'' if by_rows else 'rendered and '}encoded by kernels"
+        rendering = self.host.rendering + ("" if by_rows else ", rendered by kernels")
+        return f"{self.device}: {rendering}; encoded by {self.host.encoder.name} on the host"
 
     @property
     def notes(self) -> tuple[str, ...]:
         if not self._by_kernels:
-            return self._host.notes
+            return self.host.notes
         read = ("control tokens are marked on the host: sanitize_control_tokens is set",)
         marked = read if self._reference.sanitizes else ()
         if isinstance(self._compiled, CompiledTokenizer):
             return marked
-        return (*marked, f"text is copied to the host, and its ids back: {self._compiled}", *self._host.notes)
+        return (*marked, f"text is copied to the host, and its ids back: {self._compiled}", *self.host.notes)
 
     def loading(self) -> AbstractContextManager[Any]:
         return self._kernels.loading()
 
     def read(self, source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, Prompts]]:
-        # Control tokens are marked on the host.
-        if self._reader is None or not self._by_kernels or self._reference.sanitizes:
-            return self._host.read(source, prompt_key, keep_prompts)
+        if not self._by_kernels:
+            return self.host.read(source, prompt_key, keep_prompts)
+        if self._reader is None or self._reference.sanitizes:  # control tokens are marked on the host
+            return arrow_parts(source, prompt_key)
         return self._reader(source, prompt_key, keep_prompts)
 
     # -- render --------------------------------------------------------------------------------------------------------
@@ -126,7 +137,7 @@ class DeviceEngine:
         assert isinstance(prompts, ArrowPrompts)
         column = prompts.column
         if not self._by_kernels or not (is_messages(column.type) or is_text(column.type)):
-            return self._host.render(prompts)
+            return self.host.render(prompts)
         if is_text(column.type):
             column = messages_of_users(column.cast(pa.large_string()))
         if self._reference.sanitizes:
@@ -137,7 +148,7 @@ class DeviceEngine:
     def _render_sanitized(self, column: pa.Array) -> HostText | DeviceText:
         control = self._reference.call.control
         if not can_be_marked(column.type):
-            return self._host.render(ArrowPrompts(column))
+            return self.host.render(ArrowPrompts(column))
         with self._kernels.current():
             text = self._render(from_arrow(self._ops, mark_column(column, control)))
             rows = on_host(self._marked(text)).tolist()
@@ -152,7 +163,7 @@ class DeviceEngine:
     def _render(self, column: Conversations) -> DeviceText:
         """Renders a column; in halves, and halves of those, where memory runs out."""
         try:
-            return render(self._kernels, self._host.program, column)
+            return render(self._kernels, self.host.program, column)
         except MemoryError as error:
             if len(column) < 2:
                 raise DeviceError(_out_of_memory("rendering")) from error
@@ -165,13 +176,17 @@ class DeviceEngine:
     def encode(self, text: HostText | DeviceText) -> Tokenized:
         with self._kernels.current():
             if isinstance(text, HostText):
-                made = self._host.encode(text)
+                made = self.host.encode(text)
                 made.ids, made.text_sizes = to_device(self._kernels, made.ids), self._ops.xp.asarray(made.text_sizes)
                 return made
             if self._encoder is None:
-                ids = self._host.ids(pc.fill_null(text.text, "") if text.rejected else text.text)
-                return text.tokenized(to_device(self._kernels, ids))
-            return text.tokenized(*self._encode(self._encoder, text))
+                ids = self.host.ids(pc.fill_null(text.text, "") if text.rejected else text.text)
+                made = text.tokenized(to_device(self._kernels, ids))
+            else:
+                made = text.tokenized(*self._encode(self._encoder, text))
+            if text.answers is not None:
+                self._mark(text, made.ids, 0, len(text))
+            return made
 
     def _encode(self, encoder: DeviceEncoder, text: DeviceText) -> tuple[Ragged, int]:
         """All rows by kernels, except those that fall back to the host's encoder, in their places; and how many did."""
@@ -184,7 +199,7 @@ class DeviceEngine:
             if not len(at):
                 return ids, 0
             texts = [one.decode() for one in self._ops.bytes_at(text.column, on_host(at).tolist())]
-            others = to_device(kernels, self._host.ids(pa.array(texts, pa.large_string())))
+            others = to_device(kernels, self.host.ids(pa.array(texts, pa.large_string())))
             # Both sets of rows become one by address: 4 bytes per id.
             address, length = kernels.address(ids.values) + 4 * ids.offsets[:-1], ids.lengths
             address[at] = kernels.address(others.values) + 4 * others.offsets[:-1]
@@ -195,6 +210,18 @@ class DeviceEngine:
                 raise DeviceError(_out_of_memory("encoding")) from error
         encoder.chunk_bytes //= 2
         return self._encode(encoder, text)
+
+    def _mark(self, text: DeviceText, ids: Ragged, low: int, high: int) -> None:
+        """Marks the tokens of answers in some rows; in halves, and halves of those, where memory runs out."""
+        try:
+            self._spans.mark(text, ids, low, high)
+            return
+        except MemoryError as error:
+            if high - low < 2:
+                raise DeviceError(_out_of_memory("marking answers")) from error
+        middle = (low + high) // 2
+        self._mark(text, ids, low, middle)
+        self._mark(text, ids, middle, high)
 
     # -- store ---------------------------------------------------------------------------------------------------------
 
@@ -207,7 +234,7 @@ class DeviceEngine:
             return kept
         self._on_device = False  # nor will later rows fit
         if rows is None or isinstance(ids.values, np.ndarray):
-            return self._host.keep(ids.to_host(), rows)
+            return self.host.keep(ids.to_host(), rows)
         return self.fetch(ids, rows)
 
     def _keep_on_device(self, ids: Ragged, rows: np.ndarray[Any, Any] | None) -> DeviceStore | None:

@@ -9,25 +9,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpuload.arrays import Array, offsets_of
+from gpuload.arrays import offsets_of
 from gpuload.engines.device.kernels import Kernels
 from gpuload.engines.device.store import Index
 from gpuload.engines.host.packs import as_batch
 from gpuload.packing import Plan
 
 
-def prepare_pack(kernels: Kernels, index: Index, mask: Array) -> Callable[..., None]:
+def prepare_pack(kernels: Kernels, index: Index) -> Callable[..., None]:
     """Prepares the launch of the kernel that gathers pieces of rows.
 
     Args:
-        index: ids of all rows, where the device can read them.
-        mask: (n,) int64 in device memory, the address of each row's loss mask: one byte per id, 0 or 1, where the
-            device can read it.
+        index: all rows, with the bits of `gpuload.loss`, where the device can read them.
 
     Returns:
         For `packed`. The caller keeps the memory that the addresses point into.
     """
-    return kernels.prepare("pack", index.address, mask)
+    return kernels.prepare("pack", index.address)
 
 
 def packed(kernels: Kernels, launch: Callable[..., None], plan: Plan, packs: Any) -> dict[str, Any]:

@@ -5,11 +5,14 @@
     1. a kernel finds the address and length of every segment of every row
     2. a prefix sum over the lengths gives each segment its place in the result
     3. one kernel copies all segments
+    4. where the answers of each row begin and end follows from the places of segments, by another kernel
 
 No text is copied before step 3: a segment is an address, in whichever buffer the reader decoded it to. Texts that
 transformers rendered on the host are copied over in one transfer and take part in step 3, so rows come out in order.
 """
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,6 +30,21 @@ from gpuload.template.compiler import ChatProgram
 from gpuload.template.program import Path, Ref
 
 
+@dataclass(frozen=True, eq=False)
+class DeviceSpans:
+    """Parts of n texts, in order; in device memory.
+
+    Attributes:
+        first: (n + 1,) int64: those of text i are the parts first[i] to first[i + 1] - 1.
+        start: int64, where each part begins, in bytes of the text.
+        end: int64.
+    """
+
+    first: Array
+    start: Array
+    end: Array
+
+
 @dataclass(kw_only=True, eq=False)
 class DeviceText(RowCounts):
     """n prompts as text in device memory; a `protocol.RenderedText`. A rejected row is empty.
@@ -35,11 +53,13 @@ class DeviceText(RowCounts):
         kernels: for that device.
         offsets: (n + 1,) int64.
         data: (offsets[-1],) uint8, all texts one after the other.
+        answers: the parts of the texts that have loss; None if nobody asks.
     """
 
     kernels: Kernels
     offsets: Array
     data: Array
+    answers: DeviceSpans | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -87,6 +107,11 @@ class DeviceText(RowCounts):
         kernels, xp = parts[0].kernels, parts[0].kernels.xp
         offsets = offsets_of(xp.concatenate([part.lengths for part in parts]))
         whole = DeviceText(kernels=kernels, offsets=offsets, data=xp.concatenate([part.data for part in parts]))
+        answers = [part.answers for part in parts if part.answers is not None]
+        if answers:
+            counts = xp.concatenate([xp.diff(some.first) for some in answers])
+            edges = (xp.concatenate([getattr(some, name) for some in answers]) for name in ("start", "end"))
+            whole.answers = DeviceSpans(offsets_of(counts), *edges)
         rows = 0
         for part in parts:
             whole.add(part, rows)
@@ -105,46 +130,60 @@ def render(kernels: Kernels, program: ChatProgram, prompts: Conversations) -> De
     """
     with program.lock:
         walk = Walk(program, prompts)
-    offsets, data = _write(kernels, walk)
-    return DeviceText(kernels=kernels, offsets=offsets, data=data, **walk.counts())
+    offsets, data, answers = _write(kernels, walk, program.answers is not None)
+    return DeviceText(kernels=kernels, offsets=offsets, data=data, answers=answers, **walk.counts())
 
 
-def _write(kernels: Kernels, walk: Walk) -> tuple[Array, Array]:
-    """(n + 1,) offsets, and the bytes: all segments of all rows, copied in one pass."""
+def _write(kernels: Kernels, walk: Walk, with_answers: bool) -> tuple[Array, Array, DeviceSpans | None]:
+    """(n + 1,) offsets, and the bytes: all segments of all rows, copied in one pass. And where their answers are."""
     xp, prompts = kernels.xp, walk.prompts
     rows = len(prompts)
     table = _SegmentTable(kernels, walk)
-
-    # Where each row's run of entries begins in the table, and how many there are; none for a rejected row.
-    first_entry, count = xp.zeros(rows, np.int64), xp.zeros(rows, np.int64)
-    for path, some in walk.paths:
-        first_entry[some], count[some] = table.add_path(path), len(path.segments)
+    for path, _ in walk.paths:
+        table.add_path(path)
+    table.add_texts()
+    # Each row has a run of entries: that of its path or of its own text, or, if it was rejected, the last one, an empty
+    # one.
+    number = xp.full(rows, len(walk.paths) + len(walk.texts), np.int64)
+    for path_number, (_, some) in enumerate(walk.paths):
+        number[some] = path_number
     if walk.texts:
         by_reference = xp.asarray(np.fromiter(walk.texts, np.int64))
-        first = table.add_texts()
-        first_entry[by_reference] = xp.arange(first, first + len(walk.texts))
-        count[by_reference] = 1
+        number[by_reference] = xp.arange(len(walk.paths), len(walk.paths) + len(walk.texts))
+    runs = table.runs()
+    first_entry, count, first_span, spans = (runs[part][number] for part in range(4))
 
-    bounds = offsets_of(count)  # row i has the segments bounds[i] to bounds[i + 1]
-    total = int(bounds[-1])
+    bounds, first = offsets_of(count), offsets_of(spans)  # row i has the segments bounds[i] to bounds[i + 1]
+    total, answers = xp.concatenate([bounds[-1:], first[-1:]]).tolist()
     address, size = xp.empty(total, np.int64), xp.empty(total, np.int64)
     kernels.run(
         "lay_pieces", kernels.threads(rows), rows, bounds, first_entry, prompts.first, table.to_device(), address, size
     )
     offsets, data = gather(kernels, address, size)
-    return offsets[bounds], data
+    if not with_answers:
+        return offsets[bounds], data, None
+    start, end = xp.empty(answers, np.int64), xp.empty(answers, np.int64)
+    kernels.run(
+        "lay_answers", kernels.threads(rows), rows, bounds, first, first_span, table.spans_to_device(), offsets, start,
+        end,
+    )  # fmt: skip
+    return offsets[bounds], data, DeviceSpans(first, start, end)
 
 
 class _SegmentTable:
-    """The segments of all paths, as the kernel `lay_pieces` reads them: four int64 each.
+    """The segments of all paths and rendered texts, as the kernel `lay_pieces` reads them: four int64 each. And their
+    answers, as `lay_answers` reads them: the numbers of two segments in the path.
 
     A literal is (address, length, 0, 0). A text of a message is (address of the column's bytes, number of the message
-    in its row, address of the column's starts, address of its lengths).
+    in its row, address of the column's starts, address of its lengths). A text that transformers rendered is several
+    literals, cut where its answers begin and end.
     """
 
     def __init__(self, kernels: Kernels, walk: Walk) -> None:
         self._kernels, self._walk = kernels, walk
         self._entries: list[tuple[int, int, int, int]] = []
+        self._spans: list[tuple[int, int]] = []
+        self._ends: list[tuple[int, int]] = [(0, 0)]  # of each run: how many entries and spans there are after it
         literals = {part: 0 for path, _ in walk.paths for part in path.segments if isinstance(part, str)}
         self._literals = {part: number for number, part in enumerate(literals)}
         # One transfer for all bytes that come from the host: literals, then texts rendered by transformers.
@@ -152,25 +191,49 @@ class _SegmentTable:
         self._base = kernels.address(self._from_host.data)
         self._start, self._length = on_host(self._from_host.start).tolist(), on_host(self._from_host.length).tolist()
 
-    def add_path(self, path: Path) -> int:
-        """Adds the segments of a path; returns the number of the first."""
-        first = len(self._entries)
+    def add_path(self, path: Path) -> None:
+        """Adds the segments of a path, as a run."""
         for part in path.segments:
-            self._entries.append(self._text(part) if isinstance(part, Ref) else self._bytes(self._literals[part]))
-        return first
+            if isinstance(part, Ref):
+                self._entries.append(self._text(part))
+            else:
+                self._add_bytes(self._literals[part])
+        self._add_run(path.generated or ())
 
-    def add_texts(self) -> int:
-        """Adds the texts that transformers rendered, one entry each; returns the number of the first."""
-        first = len(self._entries)
-        self._entries += [self._bytes(number) for number in range(len(self._literals), len(self._start))]
-        return first
+    def add_texts(self) -> None:
+        """Adds the texts that transformers rendered, a run each."""
+        for number, row in enumerate(self._walk.texts, len(self._literals)):
+            spans = self._walk.answers.get(row, [])
+            cuts = sorted({0, self._length[number], *(edge for span in spans for edge in span)})
+            for low, high in itertools.pairwise(cuts):
+                self._add_bytes(number, low, high)
+            at = {cut: segment for segment, cut in enumerate(cuts)}
+            self._add_run([(at[start], at[end]) for start, end in spans])
+
+    def runs(self) -> Array:
+        """(4, runs + 1) int64: first entry, number of entries, first span and number of spans of each run, and of an
+        empty one."""
+        ends = np.array([*self._ends, self._ends[-1]], np.int64)
+        first, counts = ends[:-1], np.diff(ends, axis=0)
+        return self._kernels.xp.asarray(np.stack([first[:, 0], counts[:, 0], first[:, 1], counts[:, 1]]))
 
     def to_device(self) -> Array:
         """(entries, 4) int64."""
         return self._kernels.xp.asarray(np.array(self._entries, np.int64).reshape(-1, 4))
 
-    def _bytes(self, number: int) -> tuple[int, int, int, int]:
-        return self._base + self._start[number], self._length[number], 0, 0
+    def spans_to_device(self) -> Array:
+        """(spans, 2) int64."""
+        return self._kernels.xp.asarray(np.array(self._spans, np.int64).reshape(-1, 2))
+
+    def _add_run(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Ends a run of entries. Its spans are sorted by where they begin."""
+        self._spans += sorted(spans)
+        self._ends.append((len(self._entries), len(self._spans)))
+
+    def _add_bytes(self, number: int, low: int = 0, high: int | None = None) -> None:
+        """Adds a part of the bytes that come from the host."""
+        size = (self._length[number] if high is None else high) - low
+        self._entries.append((self._base + self._start[number] + low, size, 0, 0))
 
     def _text(self, ref: Ref) -> tuple[int, int, int, int]:
         texts = self._walk.column(ref.field, ref.operations)

@@ -68,7 +68,7 @@ class HostEngine:
         return self._building.result()
 
     @cached_property
-    def _spans(self) -> TokenSpans:
+    def spans(self) -> TokenSpans:
         return TokenSpans(self._reference)
 
     @property
@@ -91,6 +91,10 @@ class HostEngine:
         unused = () if self.by_prompt else self.encoder.unused
         return (*(f"not used: {reason}" for reason in unused), *self._notes)
 
+    @property
+    def host(self) -> "HostEngine":
+        return self
+
     @staticmethod
     def loading() -> AbstractContextManager[Any]:
         return nullcontext()
@@ -112,7 +116,7 @@ class HostEngine:
         texts = pc.fill_null(text.text, "") if text.rejected else text.text
         ids = self.ids(texts)
         if text.answers is not None:
-            ids = with_loss(ids, self._spans.mask(texts, ids, *text.answers))
+            ids = with_loss(ids, self.spans.mask(texts, ids, *text.answers))
         return text.tokenized(ids)
 
     def ids(self, text: pa.LargeStringArray) -> Ragged:

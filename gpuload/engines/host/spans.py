@@ -48,6 +48,7 @@ class TokenSpans:
     Attributes:
         slow: for the report, why the tokenizer encodes every text again for its offsets; None if it encodes only those
             whose tokens do not lie end to end.
+        table: the bytes of its tokens, where they lie end to end in most texts; None otherwise.
         encoded_again: how many texts it has encoded again so far.
 
     Raises:
@@ -62,13 +63,15 @@ class TokenSpans:
                 f"{type(self._tokenizer).__name__} is a slow tokenizer: use a fast one, which has a tokenizer.json"
             )
         self._search: _Search | None = None
+        self.table: TokenBytes | None = None
         table = needs_itself(reference) or token_bytes(reference.model_json)
         if isinstance(table, str):
             reason: str | None = table
         else:
             search = _Search(table)
             reason = self._difference(search, reference)
-            self._search = None if reason else search
+            if reason is None:
+                self._search, self.table = search, table
         self.slow = f"offsets of the tokenizer itself: {reason}" if reason else None
         self.encoded_again = 0
 

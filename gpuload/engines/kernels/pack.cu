@@ -5,16 +5,15 @@
 // one after the other, in this order.
 //
 // `piece` has three parts too: offset[pieces + 1], row[pieces] and first[pieces]. Piece p are the tokens offset[p] to
-// offset[p + 1] - 1 of the batch, at least one. They come from row r = row[p] of the store, beginning with its token
-// first[p]: from ids at address[r] and bytes of the loss mask at mask[r]. Positions count from the piece's first token.
-// A label is the id where the mask is not 0; it is -100 elsewhere and for the first token of a piece, which nothing
+// offset[p + 1] - 1 of the batch, at least one. They come from row r = row[p] of the store, whose ids begin at address[r],
+// beginning with its token first[p]. Positions count from the piece's first token. A label is the id if it has the bit
+// LOSS, which is removed everywhere; it is NO_LABEL without the bit, and for the first token of a piece, which nothing
 // predicts. A batch has fewer than 2^31 tokens.
 //
 // One thread per token, so that neighboring threads write neighboring tokens, however long the pieces are, and one for the
-// last bound. 28 bytes are written for 5 read: the kernel is bound by the bandwidth of these writes. The threads of a
+// last bound. 28 bytes are written for 4 read: the kernel is bound by the bandwidth of these writes. The threads of a
 // warp are mostly in the same piece, so their binary searches read the same few offsets, from cache.
-extern "C" __global__ void pack(
-    const i64* address, const i64* mask, i64 pieces, const i64* piece, i64 tokens, i64* out)
+extern "C" __global__ void pack(const i64* address, i64 pieces, const i64* piece, i64 tokens, i64* out)
 {
     const i64* offset = piece;
     const i64* row = piece + pieces + 1;
@@ -35,11 +34,10 @@ extern "C" __global__ void pack(
             else above = middle;
         }
         const i64 position = at - offset[p];
-        const i64 token = first[p] + position;
-        const i64 id = ((const int*)address[row[p]])[token];
-        const bool has_loss = position > 0 && ((const u8*)mask[row[p]])[token];
+        const int found = ((const int*)address[row[p]])[first[p] + position];
+        const i64 id = found & ~LOSS;
         out[at] = id;
-        out[tokens + at] = has_loss ? id : -100;
+        out[tokens + at] = position > 0 && (found & LOSS) ? id : NO_LABEL;
         out[2 * tokens + at] = position;
         number[at] = p;
         if (position == 0) bounds[p] = (int)at;

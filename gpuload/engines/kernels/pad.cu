@@ -26,3 +26,26 @@ extern "C" __global__ void pad(
         }
     }
 }
+
+// The same for rows with loss, padded on the right, with labels: `out` is i64 (4, B, width). A label is the id if it has
+// the bit LOSS, which is removed everywhere, and NO_LABEL otherwise and in the padding. 32 bytes are written for 4 read.
+extern "C" __global__ void pad_labelled(
+    const i64* address, const i64* length, i64 limit, i64 head, i64 pad_id, i64 batch, const i64* rows, i64 width,
+    i64* out)
+{
+    const i64 plane = batch * width;
+    EACH_BLOCK(b, batch) {
+        const int* values = (const int*)address[rows[b]];
+        const i64 all = length[rows[b]];
+        const i64 kept = all < limit ? all : limit;
+        for (i64 column = threadIdx.x; column < width; column += blockDim.x) {
+            const bool inside = column < kept, at_front = kept == all || column < head;
+            const int found = inside ? values[at_front ? column : all - (kept - column)] : 0;
+            const i64 cell = b * width + column, id = found & ~LOSS;
+            out[cell] = inside ? id : pad_id;
+            out[plane + cell] = inside;
+            out[2 * plane + cell] = inside ? column : 0;
+            out[3 * plane + cell] = found & LOSS ? id : NO_LABEL;
+        }
+    }
+}

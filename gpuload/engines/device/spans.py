@@ -1,0 +1,143 @@
+"""Loss masks on a device: the tokens of answers get the bit of `gpuload.loss`, as `host/spans.py` finds them.
+
+Where the tokens of a text lie end to end in it, the token of a character is a search in sums of token lengths:
+
+    1. look the length of each id up in the table of the tokenizer's tokens; a prefix sum gives each token its place
+    2. a kernel compares the bytes of each token with the text at its place
+    3. a kernel marks the tokens of answers in the texts in which all tokens match and nothing is left over
+
+All other texts with answers go to `TokenSpans` on the host: those that the tokenizer normalizes or drops parts of, and
+all texts of a tokenizer that is not known to lay its tokens end to end.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from gpuload.arrays import Array, Ragged, RowNumbers, offsets_of, on_host
+from gpuload.engines.device.kernels import Kernels
+from gpuload.engines.device.render import DeviceText
+from gpuload.engines.device.texts import DeviceTexts
+from gpuload.engines.host.spans import TokenSpans
+from gpuload.loss import LOSS
+from gpuload.tokenizer.token_bytes import TokenBytes
+
+
+class _Table(NamedTuple):
+    """A `TokenBytes` in device memory.
+
+    Attributes:
+        lengths: (m,) int32, bytes of each id as they are in a text; 0 for an id that no text is compared with.
+        offsets: (m + 1,) int64, where they begin in `data`.
+        data: uint8.
+        leading, trailing: (m,) int32, as in `TokenBytes`.
+        keeps_first: as in `TokenBytes`.
+    """
+
+    lengths: Array
+    offsets: Array
+    data: Array
+    leading: Array
+    trailing: Array
+    keeps_first: bool
+
+
+class DeviceTokenSpans:
+    """Marks answers for one tokenizer.
+
+    The bytes of its tokens are copied to the device once.
+
+    Args:
+        kernels: for the device.
+        host: the same on the host.
+    """
+
+    def __init__(self, kernels: Kernels, host: TokenSpans) -> None:
+        self._kernels, self._host = kernels, host
+        self._table = None if host.table is None else _to_device(kernels, host.table)
+
+    def mark(self, text: DeviceText, ids: Ragged, low: int, high: int) -> None:
+        """Mark the tokens of answers in some texts.
+
+        It needs 12 bytes per token in device memory.
+
+        Args:
+            text: n texts with answers.
+            ids: n rows, the tokenizer's ids of these texts in device memory. Those with loss get the bit, in place.
+            low, high: the texts low to high - 1.
+
+        Raises:
+            MemoryError: there is too little memory; nothing is marked.
+        """
+        answers, kernels, xp = text.answers, self._kernels, self._kernels.xp
+        assert answers is not None
+        rows, of_rows = high - low, slice(low, high + 1)
+        first, ids_offsets, offsets = answers.first[of_rows], ids.offsets[of_rows], text.offsets[of_rows]
+        marked = first[1:] > first[:-1]
+        if self._table is None:
+            self._by_host(text, ids, xp.flatnonzero(marked) + low)
+            return
+        begin, end = 0, len(ids.values)
+        if rows < len(ids):
+            begin, end = xp.concatenate([ids_offsets[:1], ids_offsets[-1:]]).tolist()
+        table, exact = self._table, xp.ones(rows, bool)
+        places = offsets_of(table.lengths[ids.values[begin:end]])
+        tokens = kernels.threads(end - begin)
+        kernels.run(
+            "match_tokens", tokens, end - begin, begin, ids.values, rows, ids_offsets, places, offsets, text.data,
+            table.offsets, table.data, exact,
+        )  # fmt: skip
+        self._by_host(text, ids, xp.flatnonzero(marked & ~exact) + low)
+        kernels.run(
+            "mark_answers", kernels.warps(rows), rows, first, answers.start, answers.end, begin, ids_offsets, places,
+            offsets, text.data, table.leading, table.trailing, table.keeps_first, exact, ids.values,
+        )  # fmt: skip
+
+    def _by_host(self, text: DeviceText, ids: Ragged, rows: Array) -> None:
+        """Marks some texts by the tokenizer's own offsets. Texts and ids are copied to the host, and the places of
+        tokens with loss back."""
+        if not len(rows):
+            return
+        answers, xp, at = text.answers, self._kernels.xp, on_host(rows)
+        assert answers is not None
+        texts = DeviceTexts(self._kernels).bytes_at(text.column, at.tolist())
+        first, start, end, offsets = map(on_host, (answers.first, answers.start, answers.end, ids.offsets))
+        counts, lengths = (bounds[at + 1] - bounds[at] for bounds in (first, offsets))
+        answer, token = _ranges(first[at], counts), _ranges(offsets[at], lengths)
+        own = Ragged(on_host(ids.values[xp.asarray(token)]), offsets_of(lengths))
+        column = pa.array([raw.decode() for raw in texts], pa.large_string())
+        mask = self._host.mask(column, own, np.repeat(np.arange(len(at)), counts), start[answer], end[answer])
+        marked, values = xp.asarray(token[mask]), ids.values
+        values[marked] |= LOSS
+
+
+def _ranges(begins: RowNumbers, counts: RowNumbers) -> RowNumbers:
+    """The numbers from each begin on, as many as the counts say, one after the other."""
+    offsets = offsets_of(counts)
+    numbers: RowNumbers = np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], counts)
+    return numbers
+
+
+def _to_device(kernels: Kernels, table: TokenBytes) -> _Table:
+    xp, data, offsets = kernels.xp, table.data, table.offsets
+    if table.space != " ":
+        # A text has a space where its token has another character. A text that has this character itself differs from
+        # its token then, and so does every text from a token with a space, which is made empty: the host does those.
+        tokens = pa.LargeBinaryArray.from_buffers(
+            pa.large_binary(), len(offsets) - 1, [None, pa.py_buffer(offsets), pa.py_buffer(data)]
+        )
+        empty = pa.scalar(b"", pa.large_binary())
+        tokens = pc.if_else(pc.match_substring(tokens, " "), empty, tokens)
+        tokens = pc.replace_substring(tokens, table.space, " ")
+        data, offsets = np.frombuffer(tokens.buffers()[2], np.uint8), np.frombuffer(tokens.buffers()[1], np.int64)
+    lengths = np.diff(offsets).astype(np.int32)
+    return _Table(
+        xp.asarray(lengths),
+        xp.asarray(offsets),
+        xp.asarray(data),
+        xp.asarray(table.leading),
+        xp.asarray(table.trailing),
+        table.keeps_first,
+    )
