@@ -334,7 +334,7 @@ def test_published_files_with_real_tokenizers(name: str) -> None:
             verify="full",
         )  # fmt: skip
         assert found.report.check.mismatches == []
-        assert found.report.rejected == {}
+        assert set(found.report.rejected) <= {"the prompt alone fills max_length=1500"}
         assert rows_of(found) == expected
 
 

@@ -67,8 +67,13 @@ class PairEngine(HostEngine):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        why = "the prompt alone is encoded otherwise than in front of a completion, which begins where they differ"
-        return (*super().notes, *((f"in {self._diverging:,} rows {why}",) if self._diverging else ()))
+        if not self._diverging:
+            return super().notes
+        note = (
+            f"in {self._diverging:,} rows the prompt alone is encoded otherwise than in front of a completion, which "
+            "begins where they differ"
+        )
+        return (*super().notes, note)
 
     # -- rendering ---------------------------------------------------------------------------------------------------
 
@@ -181,7 +186,7 @@ class PairEngine(HostEngine):
         return marked[0] if len(marked) == 1 else paired(marked[0], marked[1], shared)
 
 
-_SAMPLE = 8
+_SAMPLE = 8  # texts that are searched for the tokens that a template writes
 
 
 def _without(text: PairText, rejected: dict[int, str]) -> PairText:
