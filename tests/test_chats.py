@@ -147,6 +147,43 @@ def test_loss_on_the_last_answer_and_on_everything(qwen: Any) -> None:
         assert whole.loss_mask.values.all()
 
 
+OWN: list[dict[str, Any]] = [
+    {"messages": chat("Hi", "Hello!"), "chat_template_kwargs": {"enable_thinking": False}},
+    {"messages": chat("Hi", "Hello!"), "chat_template_kwargs": {"enable_thinking": True}},
+    {"messages": chat("Hi", "Hello!"), "chat_template_kwargs": {}},
+]
+
+
+def test_arguments_of_rows_are_those_of_trl(qwen: Any) -> None:
+    """A column `chat_template_kwargs`."""
+    template = "{{ enable_thinking }}" + QWEN3
+    found = gpuload.load_chats(pa.Table.from_pylist(OWN), qwen, chat_template=template)
+    rows = [row | {"chat_template_kwargs": dict(row["chat_template_kwargs"])} for row in OWN]
+    config = {"assistant_only_loss": True}
+    assert rows_of(found) == by_trl(rows, qwen, template, **config)
+    completions = [
+        {"prompt": row["messages"][:1], "completion": row["messages"][1:]}
+        | {"chat_template_kwargs": row["chat_template_kwargs"]}
+        for row in rows
+    ]
+    found = gpuload.load_chats(pa.Table.from_pylist(completions), qwen, chat_template=template)
+    assert rows_of(found) == by_trl(completions, qwen, template)
+    assert "chat_template_kwargs" not in found.passed_through.names
+
+
+@pytest.mark.parametrize(
+    ("own", "reason"),
+    [
+        ({"tokenize": True}, "chat_template_kwargs has tokenize, which gpuload sets"),
+        ("enable_thinking", "chat_template_kwargs is str, not an object"),
+    ],
+)
+def test_arguments_of_rows_that_cannot_be_used(qwen: Any, own: Any, reason: str) -> None:
+    rows = [{"messages": chat("Hi", "Hello!"), "chat_template_kwargs": own}]
+    with pytest.raises(DataError, match=reason):
+        gpuload.load_chats(pa.Table.from_pylist(rows), qwen)
+
+
 def test_tools_and_tool_calls(qwen: Any) -> None:
     tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}

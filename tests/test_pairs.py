@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
 import pickle
 from pathlib import Path
@@ -142,6 +144,38 @@ def test_rows_with_tools_and_tool_calls(qwen: Any, objective: Any, tmp_path: Pat
     else:
         flat = [row for each in expected for row in each]
     assert rows_of(found) == flat
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_arguments_of_rows(qwen: Any, objective: Any) -> None:
+    """Columns `chat_template_kwargs` and `tools` of a table."""
+    template = "{{ enable_thinking }}" + qwen.chat_template
+    tool = json.dumps([{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}])
+    rows = [
+        row | {"chat_template_kwargs": {"enable_thinking": k == 1}, "tools": tool if k else None}
+        for k, row in enumerate(EXPLICIT[:3])
+    ]
+    own = copy.deepcopy(qwen)
+    own.chat_template = template
+    assert rows_of(load(rows, own, objective)) == prepared(rows, own, objective)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_control_tokens_are_sanitized(qwen: Any, objective: Any) -> None:
+    texts = ["hi", "<|im_end|> x", "a<|im_start|>user\n", "<|endoftext|>", "\u00e9<|im_end|>"]
+    rows: list[Row] = [
+        {"prompt": [user(prompt)], "chosen": [assistant(chosen)], "rejected": [assistant(rejected)]}
+        for prompt, chosen, rejected in itertools.product(texts, repeat=3)
+    ]
+    sanitized = {"sanitize_control_tokens": True}
+    found = load(rows, qwen, objective, apply_chat_template_kwargs=sanitized, verify="full")
+    assert found.report.check.mismatches == []
+    assert found.report.check.rows == len(rows)
+    conversation = rows[-1]["prompt"] + rows[-1]["chosen"]
+    whole = qwen.apply_chat_template(conversation, return_dict=True, **sanitized)["input_ids"]
+    row = found[len(rows) - 1]
+    answer = "completion_ids" if objective == "kto" else "chosen_ids"
+    assert row.get("prompt_ids", []) + row[answer] == whole
 
 
 def test_single_completions_are_those_of_trls_preparation(qwen: Any) -> None:

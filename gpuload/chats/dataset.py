@@ -169,6 +169,17 @@ class ChatDataset(PromptDataset):
             made, per_batch = self._padded_pack if padded else self._flat, 1
         return PackLoader(self, plan, made, per_batch, about | chosen, **ranks)
 
+    def to_cudf(self) -> Any:
+        """Return all rows as a `cudf.DataFrame`, with the columns of `to_arrow`.
+
+        Raises:
+            DeviceError: cuDF is not installed.
+            DataError: As for `to_arrow`.
+        """
+        from gpuload.engines.device.cudf import frame_of
+
+        return frame_of(self.to_arrow().read_all())
+
     def to_arrow(
         self,
         *,

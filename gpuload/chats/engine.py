@@ -10,13 +10,14 @@ import pyarrow.compute as pc
 
 from gpuload.arrays import Ragged, offsets_of
 from gpuload.chats.batches import HostChatBatches
-from gpuload.chats.reference import ChatReference, messages_in, tools_of
+from gpuload.chats.reference import ChatReference, messages_in
 from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.host.prompts import attempt, render_column, render_rows
 from gpuload.engines.host.render import HostText, Spans
 from gpuload.engines.protocol import Prompts, Tokenized
 from gpuload.loss import split, with_loss
 from gpuload.options import Truncation
+from gpuload.reference.training import own_arguments
 from gpuload.sources.columns import to_python
 from gpuload.sources.types import JSON_TYPE, as_json, is_text
 from gpuload.template.compiler import ChatProgram
@@ -102,12 +103,12 @@ class ChatEngine(HostEngine):
 
     def _row(self, row: Any) -> tuple[str, str | None, list[tuple[int, int]]]:
         """One row's text, the text of its prompt alone, and where its answers are, in bytes."""
-        reference, answers, tools = self._reference, self.program.answers, tools_of(row)
+        reference, answers, own = self._reference, self.program.answers, own_arguments(row)
         text, spans, alone = reference.render(row), [], None
         if answers is not None:
-            spans = answers.with_call(reference.call_with(tools)).in_bytes(messages_in(row), text)
+            spans = answers.with_call(reference.call_with(own)).in_bytes(messages_in(row), text)
         if isinstance(row, dict) and "prompt" in row:
-            alone = reference.call_with(tools, prompt_only=True).render(row["prompt"])
+            alone = reference.call_with(own, prompt_only=True).render(row["prompt"])
         return text, alone, spans
 
     def _completions(self, prompt: pa.Array, whole: pa.Array) -> Completions:

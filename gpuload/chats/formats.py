@@ -22,14 +22,12 @@ from typing import Any
 import pyarrow as pa
 
 from gpuload.errors import DataError
+from gpuload.reference.training import KWARGS, TOOLS
 from gpuload.sources.columns import to_python
 from gpuload.sources.read import Source
 from gpuload.sources.types import JSON_TYPE, as_json, is_messages, is_text
 
 PLAIN_MESSAGES = pa.list_(pa.struct([("role", pa.large_string()), ("content", pa.large_string())]))
-
-TOOLS = "tools"
-"""A column with the tools of each row, as `apply_chat_template` takes them, or as JSON text."""
 
 _ROLES = {"human": "user", "gpt": "assistant", "system": "system", "observation": "tool", "tool": "tool"}
 _ROLES |= {role: role for role in ("user", "assistant")}
@@ -85,7 +83,11 @@ def sharegpt_turn(turn: Any) -> Any:
     except (TypeError, ValueError):  # not JSON: what the assistant has written
         return {"role": "assistant", "content": turn.get("value")}
     calls = calls if isinstance(calls, list) else [calls]
-    return {"role": "assistant", "tool_calls": [{"type": "function", "function": call} for call in calls]}
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"type": "function", "function": call} for call in calls],
+    }
 
 
 def _from_alpaca(columns: dict[str, Any]) -> pa.Array:
@@ -209,7 +211,7 @@ def _described(schema: pa.Schema) -> str:
 
 def as_prompts(source: Source, found: Format, key: str) -> Source:
     """The same rows with one column `key` instead of those of its format."""
-    used = [name for name in (*found.columns, *found.more, TOOLS) if name in source.schema.names]
+    used = [name for name in (*found.columns, *found.more, TOOLS, KWARGS) if name in source.schema.names]
     kept = [name for name in found.kept if name in source.schema.names]
     if found.convert is None and used == [key]:
         return source
@@ -218,8 +220,7 @@ def as_prompts(source: Source, found: Format, key: str) -> Source:
         for table in source.batches():
             columns = {name: _whole(table.column(name)) for name in used + kept}
             prompts = found.convert(columns) if found.convert else columns[found.columns[0]]
-            if TOOLS in columns:
-                prompts = _with_tools(prompts, columns[TOOLS])
+            prompts = _with_own_arguments(prompts, columns)
             rest = table.drop_columns([name for name in table.schema.names if name in used or name == key])
             yield rest.append_column(key, prompts)
 
@@ -236,17 +237,22 @@ def as_prompts(source: Source, found: Format, key: str) -> Source:
     )
 
 
-def _with_tools(prompts: pa.Array, tools: pa.Array) -> pa.Array:
-    """Prompts with the tools of their rows: dicts, for those that have any. Tools may be JSON text."""
-    rows = [json.loads(each) if isinstance(each, str) and each.strip() else each for each in to_python(tools)]
-    if not any(rows):
+def _with_own_arguments(prompts: pa.Array, columns: Mapping[str, pa.Array]) -> pa.Array:
+    """Prompts with the arguments of their rows: dicts, for those that have any."""
+    nothing = [None] * len(prompts)
+    tools, kwargs = (to_python(columns[name]) if name in columns else nothing for name in (TOOLS, KWARGS))
+    tools = [json.loads(each) if isinstance(each, str) and each.strip() else each for each in tools]
+    if not any(tools) and not any(kwargs):
         return prompts
-    pairs = zip(to_python(prompts), rows, strict=True)
-    return as_json([_dict_of(prompt, some) if some and prompt is not None else prompt for prompt, some in pairs])
+    rows = zip(to_python(prompts), tools, kwargs, strict=True)
+    return as_json([_with_own(*row) for row in rows])
 
 
-def _dict_of(prompt: Any, tools: Any) -> dict[str, Any]:
-    return (prompt if isinstance(prompt, dict) else {"messages": prompt}) | {"tools": tools}
+def _with_own(prompt: Any, tools: Any, kwargs: Any) -> Any:
+    own = {name: value for name, value in ((TOOLS, tools), (KWARGS, kwargs)) if value}
+    if prompt is None or not own:
+        return prompt
+    return (prompt if isinstance(prompt, dict) else {"messages": prompt}) | own
 
 
 def _whole(column: pa.ChunkedArray) -> pa.Array:

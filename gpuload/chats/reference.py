@@ -3,6 +3,7 @@
 A completion begins where its ids first differ from those of the prompt alone.
 """
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -10,7 +11,7 @@ from gpuload.errors import OptionError, TokenizerError
 from gpuload.loss import LOSS
 from gpuload.options import LossOn
 from gpuload.reference.reference import problem
-from gpuload.reference.training import TrainingReference, common_prefix
+from gpuload.reference.training import TrainingReference, common_prefix, own_arguments, own_problem
 from gpuload.template.answers import Answers, UnknownAnswersError
 
 
@@ -46,25 +47,26 @@ class ChatReference(TrainingReference):
         return Answers(self.call, self.loss_on) if self.loss_on in ("assistant", "last") else None
 
     def problem(self, prompt: Any) -> str | None:
-        return problem(messages_in(prompt))
+        return problem(messages_in(prompt)) or own_problem(prompt)
 
     def render(self, prompt: Any) -> str:
         """The text of one row: all of it, as it is encoded."""
         messages = messages_in(prompt)
         if isinstance(messages, str):
             return self.with_eos(messages)
-        return self.call_with(tools_of(prompt)).render(messages)
+        return self.call_with(own_arguments(prompt)).render(messages)
 
     def ids(self, prompt: Any) -> list[int]:
-        """The ids of one row: messages, a text, {"prompt", "completion"}, or {"messages"}; dicts may have "tools"."""
+        """The ids of one row: messages, a text, {"prompt", "completion"}, or {"messages"}; dicts may have arguments of
+        their own."""
         return self._ids(prompt, self.answers)
 
     def _ids(self, prompt: Any, answers: Answers | None) -> list[int]:
         if isinstance(prompt, str):
             return [token | int(LOSS) for token in self.tokenizer(self.with_eos(prompt))["input_ids"]]
         if isinstance(prompt, dict) and "prompt" in prompt:
-            return self._completion(prompt["prompt"], prompt["completion"], tools_of(prompt), answers)
-        return self._messages(messages_in(prompt), tools_of(prompt), answers)
+            return self._completion(prompt["prompt"], prompt["completion"], own_arguments(prompt), answers)
+        return self._messages(messages_in(prompt), own_arguments(prompt), answers)
 
     def compared(self, prompt: Any, found: list[int]) -> tuple[list[int], list[int]]:
         """As in `Reference`. Where only the compiled template knows the answers, their loss is not compared."""
@@ -74,22 +76,22 @@ class ChatReference(TrainingReference):
             expected, found = ([token & ~int(LOSS) for token in ids] for ids in (self._ids(prompt, None), found))
             return expected, found
 
-    def _completion(self, prompt: Any, completion: Any, tools: Any, answers: Answers | None) -> list[int]:
+    def _completion(self, prompt: Any, completion: Any, own: Mapping[str, Any], answers: Answers | None) -> list[int]:
         if isinstance(prompt, str):
             alone = list(self.tokenizer(prompt)["input_ids"])
             ids = list(self.tokenizer(prompt + self.with_eos(completion))["input_ids"])
             bits = [True] * len(ids)
         else:
-            alone = self.call_with(tools, prompt_only=True).ids(prompt)
-            marked = self._messages(prompt + completion, tools, answers)
+            alone = self.call_with(own, prompt_only=True).ids(prompt)
+            marked = self._messages(prompt + completion, own, answers)
             ids = [token & ~int(LOSS) for token in marked]
             bits = [bool(token & int(LOSS)) or answers is None for token in marked]
         first = 0 if self.loss_on == "all" else common_prefix(alone, ids)
         return [token | int(LOSS) if k >= first and bits[k] else token for k, token in enumerate(ids)]
 
-    def _messages(self, messages: list[dict[str, Any]], tools: Any, answers: Answers | None) -> list[int]:
+    def _messages(self, messages: list[dict[str, Any]], own: Mapping[str, Any], answers: Answers | None) -> list[int]:
         """As transformers computes `return_assistant_tokens_mask` from the answers' places in the text."""
-        call = self.call_with(tools)
+        call = self.call_with(own)
         text = call.render(messages)
         encoded = self.tokenizer(text, add_special_tokens=False)
         ids = list(encoded["input_ids"])
@@ -115,8 +117,3 @@ def messages_in(row: Any) -> Any:
         return row["messages"]
     prompt, completion = row["prompt"], row["completion"]
     return None if prompt is None or completion is None else prompt + completion
-
-
-def tools_of(row: Any) -> Any:
-    """The tools that only this row has; None without any."""
-    return row.get("tools") if isinstance(row, dict) else None

@@ -108,11 +108,10 @@ class PairDataset(PromptDataset):
             A mapping with the tensors of TRL's data collator for this objective, int64 and padded on the right, and an
             object array `(B,)` for each other column, made when it is first read:
 
-            - `"dpo"`: `input_ids`, `attention_mask` and `completion_mask`, `(2B, L)`: the chosen sequences, then the
-              rejected ones.
+            - `"dpo"`: `input_ids`, `attention_mask` and `completion_mask`, `(2B, L)`, the chosen sequences first.
             - `"rm"`: `input_ids` and `attention_mask`, `(2B, L)`; `margin`, float32 `(B,)`, if the files have it.
-            - `"kto"`: `input_ids`, `attention_mask` and `completion_mask`, `(B, L)`; the same with the prefix `KL_` for
-              each prompt with the completion of another row; `label`, bool `(B,)`.
+            - `"kto"`: `input_ids`, `attention_mask`, `completion_mask` `(B, L)`; the same with the prefix `KL_` for the
+                prompts with the completions of other rows; `label`, bool `(B,)`.
 
         Raises:
             IndexError: A row number is out of range.
@@ -134,6 +133,17 @@ class PairDataset(PromptDataset):
             OptionError: A value is invalid, or `drop_last` leaves no batch.
         """
         return super().loader(batch_size, **{"padding": "longest"} | settings)
+
+    def to_cudf(self) -> Any:
+        """Return all rows as a `cudf.DataFrame`, with the columns of `to_arrow`.
+
+        Raises:
+            DeviceError: cuDF is not installed.
+            DataError: As for `to_arrow`.
+        """
+        from gpuload.engines.device.cudf import frame_of
+
+        return frame_of(self.to_arrow().read_all())
 
     def to_arrow(self, *, columns: Sequence[str] | None = None) -> pa.RecordBatchReader:
         """Return all rows as Arrow record batches, which are made one after the other.

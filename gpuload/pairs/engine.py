@@ -108,7 +108,7 @@ class PairEngine(HostEngine):
     def _json(self, rows: list[Any]) -> PairText:
         """Rows of different forms: those with messages of role and content alone by columns, the others one by one."""
         answers = answers_in(next((row for row in rows if "prompt" in row), ()))
-        if all("problem" in row or isinstance(row["prompt"], str) for row in rows):
+        if all(row.get("problem") is not None or isinstance(row["prompt"], str) for row in rows):
             return self._by_row(rows, answers, by_template=False)
         plain = np.array([is_plain_row(row, answers) for row in rows], bool)
         some = [rows[row] for row in np.flatnonzero(plain)]

@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 
 from gpuload.chats.formats import PLAIN_MESSAGES, Format, no_format, sharegpt_turn
 from gpuload.options import Objective
+from gpuload.reference.training import own_arguments
 from gpuload.sources.columns import to_python
 from gpuload.sources.types import JSON_TYPE, as_json, is_messages, is_text
 
@@ -311,5 +312,5 @@ def _are_plain(messages: Any) -> bool:
 
 
 def is_plain_row(row: dict[str, Any], answers: Sequence[str]) -> bool:
-    """Whether a row has messages with role and content only, and no tools of its own."""
-    return not row.get("tools") and all(_are_plain(row.get(name)) for name in ("prompt", *answers))
+    """Whether a row has messages with role and content only, and no arguments of its own."""
+    return not own_arguments(row) and all(_are_plain(row.get(name)) for name in ("prompt", *answers))

@@ -73,7 +73,8 @@ def load_pairs(
         objective: "dpo" or "rm" (reward models) for pairs, "kto" for single completions with labels, which may be
             made from pairs. None: "kto" for files with labels and without pairs, else "dpo".
         format: "preference", "implicit", "sharegpt", "prompt-completion" or "messages"; None: found by the columns.
-        chosen_key, rejected_key: the columns with the completions of a pair.
+        chosen_key: the column with the better completions.
+        rejected_key: the column with the worse ones.
         prompt_key: the column with the prompts; None for "prompt".
         kl_batch_size: for "kto", rows of a group in which completions are exchanged for `KL_completion_ids`: TRL's
             `per_device_train_batch_size`.

@@ -9,7 +9,7 @@ from typing import Any
 from gpuload.options import Objective
 from gpuload.pairs.parts import CHOSEN, COMPLETION, REJECTED
 from gpuload.reference.reference import problem
-from gpuload.reference.training import TrainingReference, common_prefix
+from gpuload.reference.training import TrainingReference, common_prefix, own_arguments, own_problem
 
 
 class PairReference(TrainingReference):
@@ -32,7 +32,7 @@ class PairReference(TrainingReference):
             return None
         if any(isinstance(part, str) for part in parts):
             return "prompt and completions are not all messages"
-        return next(filter(None, map(problem, parts)), None)
+        return next(filter(None, map(problem, parts)), None) or own_problem(prompt)
 
     def texts(self, row: Any) -> list[str]:
         """The texts of one row as they are encoded: the prompt with each completion, then the prompt alone if the
@@ -41,10 +41,10 @@ class PairReference(TrainingReference):
         alone = self.objective != "rm"
         if isinstance(prompt, str):
             return [prompt + self.with_eos(each) for each in completions] + [prompt] * alone
-        calls = [self.call_with(row.get("tools"))] * len(completions)
+        calls = [self.call_with(own_arguments(row))] * len(completions)
         whole = [call.render(call.marked(prompt + each)) for call, each in zip(calls, completions, strict=True)]
         if alone:
-            call = self.call_with(row.get("tools"), prompt_only=True)
+            call = self.call_with(own_arguments(row), prompt_only=True)
             whole.append(call.render(call.marked(prompt)))
         return whole
 
@@ -53,18 +53,19 @@ class PairReference(TrainingReference):
         return self.texts(prompt)[0]
 
     def ids(self, prompt: Any) -> list[int]:
-        """The ids of one row: {"prompt", "chosen", "rejected"} or {"prompt", "completion"}, with "tools" or without."""
+        """The ids of one row: {"prompt", "chosen", "rejected"} or {"prompt", "completion"}, maybe with arguments of its
+        own."""
         start, completions = prompt["prompt"], [prompt[name] for name in answers_in(prompt)]
         if isinstance(start, str):
             whole = [list(self.tokenizer(start + self.with_eos(each))["input_ids"]) for each in completions]
         else:
-            whole = [self.call_with(prompt.get("tools")).ids(start + each) for each in completions]
+            whole = [self.call_with(own_arguments(prompt)).ids(start + each) for each in completions]
         if self.objective == "rm":
             return _paired(whole, common_prefix(*whole))
         if isinstance(start, str):
             alone = list(self.tokenizer(start)["input_ids"])
         else:
-            alone = self.call_with(prompt.get("tools"), prompt_only=True).ids(start)
+            alone = self.call_with(own_arguments(prompt), prompt_only=True).ids(start)
         begins = [common_prefix(alone, ids) for ids in whole]
         shared = min(begins)
         if self.objective == "dpo":

@@ -24,7 +24,7 @@ from gpuload.reference.deadline import Deadline, EndlessError
 
 _CHANGES_THE_TEXT = ("continue_final_message", "return_assistant_tokens_mask")
 _SANITIZE = "sanitize_control_tokens"
-_OURS = ("conversation", "tokenize", "add_generation_prompt", "chat_template", "tools")
+RESERVED = ("conversation", "tokenize", "add_generation_prompt", "chat_template", "tools")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class TemplateCall:
     deadline: Deadline = field(default_factory=Deadline, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        taken = [name for name in _OURS if name in self.kwargs]
+        taken = [name for name in RESERVED if name in self.kwargs]
         if taken:
             raise TypeError(f"{', '.join(taken)} cannot be passed in the chat template's kwargs")
 

@@ -4,13 +4,17 @@ As TRL prepares both: the ids of `apply_chat_template` for messages, and those o
 special tokens, for texts; an EOS token follows a text that does not end with it.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from gpuload.errors import TokenizerError
 from gpuload.reference.reference import Reference
-from gpuload.reference.template_call import TemplateCall
+from gpuload.reference.template_call import RESERVED, TemplateCall
+
+TOOLS, KWARGS = "tools", "chat_template_kwargs"
+"""Columns with arguments of `apply_chat_template` for each row. Tools may be JSON text."""
 
 
 class TrainingReference(Reference):
@@ -52,10 +56,30 @@ class TrainingReference(Reference):
     def with_eos(self, text: str) -> str:
         return text if text.endswith(self.eos) else text + self.eos
 
-    def call_with(self, tools: Any, prompt_only: bool = False) -> TemplateCall:
-        """How a row with its own tools is rendered; or its prompt alone."""
+    def call_with(self, own: Mapping[str, Any], prompt_only: bool = False) -> TemplateCall:
+        """How a row is rendered that has arguments of its own; or its prompt alone."""
         call = self.prompting if prompt_only else self.call
-        return replace(call, tools=tools) if tools else call
+        if not own:
+            return call
+        kwargs = {name: value for name, value in own.items() if name != TOOLS}
+        return replace(call, tools=own.get(TOOLS, call.tools), kwargs={**call.kwargs, **kwargs})
+
+
+def own_arguments(row: Any) -> dict[str, Any]:
+    """The arguments of `apply_chat_template` that only this row has."""
+    if not isinstance(row, dict):
+        return {}
+    tools = {TOOLS: row[TOOLS]} if row.get(TOOLS) else {}
+    return tools | (row.get(KWARGS) or {})
+
+
+def own_problem(row: Any) -> str | None:
+    """Why a row cannot be rendered with its own arguments; None if it can."""
+    own = row.get(KWARGS) if isinstance(row, dict) else None
+    if own is not None and not isinstance(own, dict):
+        return f"chat_template_kwargs is {type(own).__name__}, not an object"
+    taken = [name for name in RESERVED if name != TOOLS and name in (own or ())]
+    return f"chat_template_kwargs has {', '.join(taken)}, which gpuload sets" if taken else None
 
 
 def common_prefix(ids: list[int], others: list[int]) -> int:

@@ -108,7 +108,7 @@ def _sliced(kernels: Kernels, column: "plc.Column", low: int, high: int) -> "plc
     return plc.Column(column.type(), size, column.data(), column.null_mask(), nulls, start, column.children())
 
 
-def frame_of(columns: pa.Table, store: TokenStore) -> Any:
+def frame_of(columns: pa.Table, store: TokenStore | None = None) -> Any:
     """A `cudf.DataFrame` of columns and rows of ids.
 
     Args:
@@ -116,7 +116,7 @@ def frame_of(columns: pa.Table, store: TokenStore) -> Any:
         store: n rows of ids, copied on the device, or to it.
 
     Returns:
-        The columns, and `raw_prompt_ids`: a list of int32 per row.
+        The columns, and `raw_prompt_ids` if there are rows of ids: a list of int32 per row.
 
     Raises:
         DeviceError: cuDF is not installed, or there are more ids than a cuDF column of lists can hold.
@@ -127,6 +127,8 @@ def frame_of(columns: pa.Table, store: TokenStore) -> Any:
         import pylibcudf as plc
     except ImportError as error:
         raise DeviceError(f"to_cudf needs cuDF ({error}): pip install 'gpuload[cudf-cu13]'") from error
+    if store is None:
+        return cudf.DataFrame.from_arrow(columns)
     if (count := int(store.lengths.sum())) > np.iinfo(np.int32).max:
         raise DeviceError(
             f"to_cudf: {count:,} ids exceed the limit of a cuDF column of lists, "
