@@ -14,7 +14,7 @@ from gpuload.pairs.parts import split
 
 
 @dataclass(frozen=True, eq=False)
-class Slices:
+class RowSlices:
     """B sequences, each the beginning of one row of a store and the end of the same or another one; (B,) int64 arrays.
 
     Attributes:
@@ -32,16 +32,16 @@ class Slices:
     length: RowNumbers
 
     @staticmethod
-    def concatenate(parts: "Sequence[Slices]") -> "Slices":
+    def concatenate(parts: "Sequence[RowSlices]") -> "RowSlices":
         """The sequences of all parts, one after the other."""
-        names = Slices.__dataclass_fields__
-        return Slices(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+        names = RowSlices.__dataclass_fields__
+        return RowSlices(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
 class PairBatches(Batches, Protocol):
     """`Batches` of sequences, padded on the right."""
 
-    def padded(self, slices: Slices, sequences: Callable[[], Ragged], width: int) -> dict[str, torch.Tensor]:
+    def padded(self, slices: RowSlices, sequences: Callable[[], Ragged], width: int) -> dict[str, torch.Tensor]:
         """One batch of B sequences.
 
         Args:
@@ -58,7 +58,7 @@ class PairBatches(Batches, Protocol):
 class HostPairBatches(HostBatches):
     """The `PairBatches` of the host."""
 
-    def padded(self, slices: Slices, sequences: Callable[[], Ragged], width: int) -> dict[str, torch.Tensor]:
+    def padded(self, slices: RowSlices, sequences: Callable[[], Ragged], width: int) -> dict[str, torch.Tensor]:
         return padded_sequences(sequences(), width, self.pad_id)
 
 

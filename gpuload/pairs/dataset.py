@@ -13,7 +13,7 @@ from gpuload.dataset import PromptDataset, Row
 from gpuload.lazy import LazyDict
 from gpuload.loader import PromptLoader
 from gpuload.options import Objective, Padding, Truncation
-from gpuload.pairs.batches import PairBatches, Slices
+from gpuload.pairs.batches import PairBatches, RowSlices
 from gpuload.pairs.formats import LABELS, MARGIN
 from gpuload.pairs.parts import CHOSEN, COMPLETION, REJECTED, appended, selected, sequence, split
 from gpuload.pairs.store import part_sizes
@@ -194,19 +194,19 @@ class PairDataset(PromptDataset):
         last = np.minimum(first + self.kl_batch_size, len(self)) - 1
         return np.where(numbers == first, last, numbers - 1)
 
-    def _slices(self, numbers: Numbers) -> dict[str, Slices]:
+    def _slices(self, numbers: Numbers) -> dict[str, RowSlices]:
         """Where the sequences that `_sequences` returns are in the store."""
         sizes = self._sizes
         all_ids = sizes.all[numbers]
         if self.objective != "kto":
             end = all_ids - sizes.rejected[numbers]
             shared = end - sizes.chosen[numbers]
-            whole = Slices(numbers, end, numbers, all_ids, end)
-            return {"chosen": whole, "rejected": Slices(numbers, shared, numbers, end, shared + all_ids - end)}
+            whole = RowSlices(numbers, end, numbers, all_ids, end)
+            return {"chosen": whole, "rejected": RowSlices(numbers, shared, numbers, end, shared + all_ids - end)}
         prompt, others = all_ids - sizes.completion[numbers], self._partners(numbers)
         learned = sizes.completion[others]
-        mismatched = Slices(numbers, prompt, others, sizes.all[others] - learned, prompt + learned)
-        return {"completion": Slices(numbers, all_ids, numbers, all_ids, all_ids), "KL_completion": mismatched}
+        mismatched = RowSlices(numbers, prompt, others, sizes.all[others] - learned, prompt + learned)
+        return {"completion": RowSlices(numbers, all_ids, numbers, all_ids, all_ids), "KL_completion": mismatched}
 
     def _taken(self, numbers: Numbers, padding: Padding) -> dict[str, torch.Tensor | Callable[[], list[Any]]]:
         columns = {name: cache(partial(self._column, name, numbers)) for name in self.passed_through.names}
@@ -216,7 +216,7 @@ class PairDataset(PromptDataset):
         sequences = cache(partial(self._sequences, numbers))
 
         def padded(*names: str) -> dict[str, torch.Tensor]:
-            these = Slices.concatenate([slices[name] for name in names])
+            these = RowSlices.concatenate([slices[name] for name in names])
             width = limit if padding == "max_length" else min(limit, int(these.length.max(initial=0)))
             return self._padded.padded(
                 these, lambda: Ragged.concatenate([sequences()[name].truncate(limit, side) for name in names]), width

@@ -25,7 +25,7 @@ from gpuload.engines.device.training import DeviceTrainingEngine
 from gpuload.engines.host.render import HostText
 from gpuload.engines.protocol import Prompts, Tokenized
 from gpuload.options import Truncation
-from gpuload.pairs.batches import HostPairBatches, Slices
+from gpuload.pairs.batches import HostPairBatches, RowSlices
 from gpuload.pairs.engine import PairEngine, problems_in, reject, rejected_in
 from gpuload.pairs.reference import PairReference, answers_in
 from gpuload.pairs.store import common_ids
@@ -155,7 +155,7 @@ pair_engine = partial(choose_engine, make=DevicePairEngine)
 class DevicePairBatches(DeviceBatches):
     """The `PairBatches` of a device. For the arguments see `DeviceBatches`; ids have the bits of their parts."""
 
-    def padded(self, slices: Slices, sequences: Callable[[], Ragged], width: int) -> dict[str, torch.Tensor]:
+    def padded(self, slices: RowSlices, sequences: Callable[[], Ragged], width: int) -> dict[str, torch.Tensor]:
         if self._elsewhere:
             return HostPairBatches(self._pad_id).padded(slices, sequences, width)
         kernels, address, count = self._kernels, self._readable.address, len(slices.rows)
