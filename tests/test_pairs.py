@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gpuload
-from gpuload.errors import DataError, DeviceError, MismatchError, OptionError
+from gpuload.errors import DataError, MismatchError, OptionError
 
 trl = pytest.importorskip("trl", reason="TRL is the reference of these tests")
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
@@ -604,7 +604,6 @@ def test_a_template_without_answers_gives_no_rows(qwen: Any) -> None:
         ({"chosen": ["a"], "rejected": ["b"]}, {"kl_batch_size": 0}, OptionError, "kl_batch_size=0"),
         ({"chosen": ["a"], "rejected": ["b"]}, {"max_length": 0}, OptionError, "max_length=0"),
         ({"chosen": ["a"], "rejected": ["b"]}, {"overlong": "cut"}, OptionError, "overlong='cut'"),
-        ({"chosen": ["a"], "rejected": ["b"]}, {"device": "cuda"}, DeviceError, "works on the CPU only"),
     ],
 )
 def test_what_cannot_be_loaded(

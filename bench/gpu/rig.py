@@ -18,14 +18,14 @@ import numpy as np
 import torch
 
 from bench.gpu.section import MissingError, Task
-from gpuload import ChatDataset, load, load_chats
+from gpuload import ChatDataset, PairDataset, load, load_chats, load_pairs
 from gpuload.arrays import Array
 from gpuload.dataset import PromptDataset
 from gpuload.engines.device import cuda
 from gpuload.engines.device.kernels import DeviceKernels, Kernels, signatures
 from gpuload.reference.reference import Reference
 from gpuload.template import ChatProgram
-from gpuload.testing import engine_on, load_chats_with, load_with
+from gpuload.testing import engine_on, load_chats_with, load_pairs_with, load_with
 from gpuload.testing.host_kernels import COMPILER, HostKernels
 
 
@@ -96,6 +96,13 @@ class Rig:
         if self.cudf:
             return load_chats(files, tokenizer, device="cuda", **options)
         return load_chats_with(self.kernels, files, tokenizer, **options)
+
+    def load_pairs(self, files: Any, tokenizer: Any, **options: Any) -> PairDataset:
+        """As `load`, preference data."""
+        options = {"token_cache": False} | options
+        if self.cudf:
+            return load_pairs(files, tokenizer, device="cuda", **options)
+        return load_pairs_with(self.kernels, files, tokenizer, **options)
 
     def timed(
         self, work: Callable[[], Any], nbytes: int = 0, rows: int = 0, repeats: int = 5, warm_up: bool = True

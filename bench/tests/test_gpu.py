@@ -112,6 +112,21 @@ def test_flat_and_padded_batches_of_chats_are_on_the_gpu(rig: Rig, gsm8k: str, q
         assert all(value.is_cuda for value in batch.values() if isinstance(value, torch.Tensor))
 
 
+@pytest.mark.parametrize("objective", ["dpo", "rm", "kto"])
+def test_pairs_have_the_rows_and_batches_of_the_cpu_engine(rig: Rig, gsm8k: str, qwen: Any, objective: Any) -> None:
+    prompts = conversations(gsm8k)
+    assert prompts is not None
+    answers = [[{"role": "assistant", "content": f"{k} {'good' * (k % 5)}"}] for k in range(len(prompts))]
+    table = pa.table({"prompt": prompts, "chosen": answers, "rejected": answers[1:] + answers[:1]})
+    found = rig.load_pairs(table, qwen, objective=objective)
+    expected = gpuload.load_pairs(table, qwen, objective=objective, device="cpu", token_cache=False)
+    assert "rendered and encoded by kernels" in found.report.engine
+    assert found.fingerprint == expected.fingerprint
+    for one, other in zip(found.loader(64, shuffle=True), expected.loader(64, shuffle=True), strict=True):
+        tensors = {name: value for name, value in one.items() if isinstance(value, torch.Tensor)}
+        assert all(value.is_cuda and torch.equal(value.cpu(), other[name]) for name, value in tensors.items())
+
+
 @pytest.mark.parametrize("limit", [64 << 20, 1 << 30])
 def test_a_bounded_load_gives_its_memory_back(with_cudf: Rig, gsm8k: str, qwen: Any, limit: int) -> None:
     cells = kept_memory(with_cudf, gsm8k, qwen, gpu_memory_limit=limit)

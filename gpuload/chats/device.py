@@ -5,9 +5,8 @@ tools of their own) goes through the stages of the host, and its ids are copied 
 device.
 """
 
-from collections import Counter
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -16,63 +15,23 @@ import torch
 from gpuload.arrays import Ragged
 from gpuload.chats.batches import HostChatBatches, Parts
 from gpuload.chats.engine import ChatEngine
-from gpuload.engines.choose import choose_device
+from gpuload.engines.choose import choose_engine
 from gpuload.engines.device.batches import DeviceBatches, pad_labelled, prepare_pad
-from gpuload.engines.device.engine import DeviceEngine
 from gpuload.engines.device.packs import packed, prepare_pack
 from gpuload.engines.device.render import DeviceText
 from gpuload.engines.device.store import DeviceStore
+from gpuload.engines.device.training import DeviceTrainingEngine
 from gpuload.engines.host.render import HostText
-from gpuload.engines.protocol import Engine, Prompts, Tokenized
+from gpuload.engines.protocol import Tokenized
 from gpuload.loss import LOSS
-from gpuload.options import Options, Truncation
+from gpuload.options import Truncation
 from gpuload.packing import Plan
 
 
-def chat_engine(options: Options, reference: Any, exact_only: bool = False) -> Engine:
-    """The engine of a load for SFT that `options.device` names.
-
-    Args:
-        reference: a `ChatReference`.
-
-    Raises:
-        DeviceError: a GPU is asked for and not available.
-    """
-    device, notes = choose_device(options.device)
-    if device == "cpu":
-        return ChatEngine(reference, exact_only, notes)
-    from gpuload.engines.device import cuda
-
-    limit, tokens_on = options.gpu_memory_limit, options.tokens_on
-    return cuda.cuda_engine(reference, device, limit, tokens_on, exact_only, DeviceChatEngine)
-
-
-class DeviceChatEngine(DeviceEngine):
+class DeviceChatEngine(DeviceTrainingEngine):
     """The `Engine` of a load for SFT on a device. For the arguments see `DeviceEngine`."""
 
     host_engine = ChatEngine
-
-    def __init__(self, *arguments: Any, **settings: Any):
-        super().__init__(*arguments, **settings)
-        self._rows: Counter[type] = Counter()  # by the kind of their text
-
-    @property
-    def description(self) -> str:
-        if self._rows[HostText] and not self._rows[DeviceText]:
-            return f"{self.host.description}; batches on {self.device}"
-        return super().description
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        if not self._rows[HostText] or self.host.by_prompt:
-            return super().notes
-        rows = f"{self._rows[HostText]:,} rows rendered and encoded on the host: kernels take columns of messages only"
-        return (rows, *super().notes)
-
-    def render(self, prompts: Prompts) -> HostText | DeviceText:
-        text = super().render(prompts)
-        self._rows[DeviceText if isinstance(text, DeviceText) else HostText] += len(text)
-        return text
 
     def encode(self, text: HostText | DeviceText) -> Tokenized:
         made = super().encode(text)
@@ -84,6 +43,10 @@ class DeviceChatEngine(DeviceEngine):
 
     def batches(self, store: Ragged | DeviceStore, limit: int, side: Truncation, pad_id: int) -> "DeviceChatBatches":
         return DeviceChatBatches(self._kernels, store, limit, side, pad_id)
+
+
+chat_engine = partial(choose_engine, make=DeviceChatEngine)
+"""Makes the engine of a load for SFT that its options name. For the arguments see `choose_engine`."""
 
 
 class DeviceChatBatches(DeviceBatches):

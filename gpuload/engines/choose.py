@@ -1,8 +1,9 @@
 """Which engine a load uses."""
 
 from collections.abc import Callable
+from typing import Any
 
-from gpuload.engines.host.engine import HostEngine
+from gpuload.engines.device.engine import DeviceEngine
 from gpuload.engines.protocol import Engine
 from gpuload.errors import DeviceError
 from gpuload.options import Options
@@ -12,18 +13,20 @@ EngineBuilder = Callable[[Options, Reference, bool], Engine]
 """Options, tokenizer, and whether the tokenizer object itself must do everything → an engine."""
 
 
-def choose_engine(options: Options, reference: Reference, exact_only: bool = False) -> Engine:
-    """The engine that `options.device` names.
+def choose_engine(
+    options: Options, reference: Any, exact_only: bool = False, make: type[DeviceEngine] = DeviceEngine
+) -> Engine:
+    """The engine that `options.device` names: of the class `make`, or of its `host_engine`.
 
     Raises:
         DeviceError: a GPU is asked for and not available.
     """
     device, notes = choose_device(options.device)
     if device == "cpu":
-        return HostEngine(reference, exact_only, notes)
+        return make.host_engine(reference, exact_only, notes)
     from gpuload.engines.device import cuda
 
-    return cuda.cuda_engine(reference, device, options.gpu_memory_limit, options.tokens_on, exact_only)
+    return cuda.cuda_engine(reference, device, options.gpu_memory_limit, options.tokens_on, exact_only, make)
 
 
 def choose_device(device: str) -> tuple[str, tuple[str, ...]]:

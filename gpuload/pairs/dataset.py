@@ -13,8 +13,10 @@ from gpuload.dataset import PromptDataset, Row
 from gpuload.lazy import LazyDict
 from gpuload.loader import PromptLoader
 from gpuload.options import Objective, Padding, Truncation
+from gpuload.pairs.batches import PairBatches, RowSlices
 from gpuload.pairs.formats import LABELS, MARGIN
-from gpuload.pairs.parts import CHOSEN, COMPLETION, REJECTED, appended, lengths, selected, sequence, split
+from gpuload.pairs.parts import CHOSEN, COMPLETION, REJECTED, appended, selected, sequence, split
+from gpuload.pairs.store import part_sizes
 from gpuload.row_reader import lists, row_reader
 
 Numbers = np.ndarray[Any, Any]
@@ -30,7 +32,7 @@ class PairDataset(PromptDataset):
     - `"kto"`: `prompt_ids`, `completion_ids`, `label` (a bool), and `KL_completion_ids`: the completion of another row.
 
     And every other column of the files, as Python objects. Rows are not truncated. `batch` and `loader` give tensors
-    `(B, L)`, truncated and padded on the right.
+    `(B, L)` on the load's device, truncated and padded on the right.
 
     Attributes:
         report: What the load did; `print` it.
@@ -42,18 +44,20 @@ class PairDataset(PromptDataset):
     """
 
     limit_name = "max_length"
+    _padded: PairBatches
 
     def __init__(
         self, *made: Any, objective: Objective, kl_batch_size: int, labels: np.ndarray[Any, Any] | None = None
     ):
         super().__init__(*made)
-        self._lengths = lengths(self._store.to_host())
+        self._sizes = part_sizes(self._store)
+        self._lengths = self._sizes.longer
         self.objective, self.kl_batch_size = objective, kl_batch_size
         self._given_labels = labels
 
     def __repr__(self) -> str:
         columns = "".join(f", {name}" for name in self.passed_through.names)
-        tokens = len(self._store.to_host().values)
+        tokens = int(self._sizes.all.sum())
         return f"PairDataset({len(self):,} rows for {self.objective}, {tokens:,} tokens{columns})"
 
     @property
@@ -168,7 +172,7 @@ class PairDataset(PromptDataset):
             made = [lists(ids.values, ids.offsets) for ids in self._ids(numbers).values()]
             return [*made, pa.array(self.labels[numbers])] if self.objective == "kto" else made
 
-        return row_reader(self._store.to_host().lengths, fields, make, self.passed_through, columns)
+        return row_reader(self._sizes.all, fields, make, self.passed_through, columns)
 
     def _ids(self, numbers: Numbers) -> dict[str, Ragged]:
         """The ids of B rows, by their names in a row."""
@@ -200,40 +204,42 @@ class PairDataset(PromptDataset):
         last = np.minimum(first + self.kl_batch_size, len(self)) - 1
         return np.where(numbers == first, last, numbers - 1)
 
+    def _slices(self, numbers: Numbers) -> dict[str, RowSlices]:
+        """Where the sequences that `_sequences` returns are in the store."""
+        sizes = self._sizes
+        all_ids = sizes.all[numbers]
+        if self.objective != "kto":
+            end = all_ids - sizes.rejected[numbers]
+            shared = end - sizes.chosen[numbers]
+            whole = RowSlices(numbers, end, numbers, all_ids, end)
+            return {"chosen": whole, "rejected": RowSlices(numbers, shared, numbers, end, shared + all_ids - end)}
+        prompt, others = all_ids - sizes.completion[numbers], self._partners(numbers)
+        learned = sizes.completion[others]
+        mismatched = RowSlices(numbers, prompt, others, sizes.all[others] - learned, prompt + learned)
+        return {"completion": RowSlices(numbers, all_ids, numbers, all_ids, all_ids), "KL_completion": mismatched}
+
     def _taken(self, numbers: Numbers, padding: Padding) -> dict[str, torch.Tensor | Callable[[], list[Any]]]:
         columns = {name: cache(partial(self._column, name, numbers)) for name in self.passed_through.names}
-        limit = self.options.max_prompt_length
+        limit, slices = self.options.max_prompt_length, self._slices(numbers)
         # Completions of other rows are never dropped for their length: TRL truncates them at their end.
         side: Truncation = "left" if self.options.truncation == "left" else "right"
-        each = {name: rows.truncate(limit, side) for name, rows in self._sequences(numbers).items()}
-        width = limit if padding == "max_length" else None
+        sequences = cache(partial(self._sequences, numbers))
+
+        def padded(*names: str) -> dict[str, torch.Tensor]:
+            these = RowSlices.concatenate([slices[name] for name in names])
+            width = limit if padding == "max_length" else min(limit, int(these.length.max(initial=0)))
+            return self._padded.padded(
+                these, lambda: Ragged.concatenate([sequences()[name].truncate(limit, side) for name in names]), width
+            )
+
         if self.objective == "kto":
-            other = padded(each["KL_completion"], width, self.pad_token_id)
-            tensors = padded(each["completion"], width, self.pad_token_id)
-            tensors |= {f"KL_{name}": values for name, values in other.items()}
-            return {**columns, **tensors, "label": torch.from_numpy(self.labels[numbers])}
-        tensors = padded(Ragged.concatenate(list(each.values())), width, self.pad_token_id)
+            tensors = padded("completion") | {f"KL_{name}": each for name, each in padded("KL_completion").items()}
+            tensors["label"] = torch.from_numpy(self.labels[numbers]).to(tensors["input_ids"].device)
+            return {**columns, **tensors}
+        tensors = padded("chosen", "rejected")
         if self.objective == "rm":
             del tensors["completion_mask"]
             if MARGIN in columns:
-                tensors[MARGIN] = torch.tensor(columns[MARGIN](), dtype=torch.float32)
+                device = tensors["input_ids"].device
+                tensors[MARGIN] = torch.tensor(columns[MARGIN](), dtype=torch.float32, device=device)
         return {**columns, **tensors}
-
-
-def padded(rows: Ragged, width: int | None, pad_id: int) -> dict[str, torch.Tensor]:
-    """Pads sequences on the right.
-
-    Args:
-        rows: B sequences with the bit of completions.
-        width: columns of the batch; None for the longest sequence.
-        pad_id: fills rows up.
-
-    Returns:
-        `input_ids`, `attention_mask` and `completion_mask`, each int64 (B, width).
-    """
-    ids, completion = split(rows)
-    mask = np.arange(int(ids.lengths.max(initial=0)) if width is None else width) < ids.lengths[:, None]
-    tokens, completions = np.full(mask.shape, pad_id, np.int64), np.zeros(mask.shape, np.int64)
-    tokens[mask], completions[mask] = ids.values, completion.values  # row-major order of the mask is that of the ids
-    made = {"input_ids": tokens, "attention_mask": mask.astype(np.int64), "completion_mask": completions}
-    return {name: torch.from_numpy(values) for name, values in made.items()}

@@ -1,6 +1,6 @@
 """The stages of a load of preference data on the host: rendered texts, ids, and the parts of each row."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,9 @@ from gpuload.chats.formats import PLAIN_MESSAGES
 from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.host.prompts import attempt, render_column, render_rows
 from gpuload.engines.host.render import HostText
-from gpuload.engines.protocol import Prompts, Tokenized
+from gpuload.engines.protocol import Prompts, RowCounts, Tokenized
+from gpuload.options import Truncation
+from gpuload.pairs.batches import HostPairBatches
 from gpuload.pairs.formats import is_plain_row
 from gpuload.pairs.parts import appended, paired, with_completion
 from gpuload.pairs.prefixes import cut, cutting_tokens, divided
@@ -51,29 +53,35 @@ class PairEngine(HostEngine):
     Args:
         reference: the tokenizer.
         exact_only: render and encode with the tokenizer object itself, row by row.
+        notes: further lines for the report.
     """
 
     _reference: PairReference
 
-    def __init__(self, reference: PairReference, exact_only: bool = False):
-        super().__init__(reference, exact_only, ("pairs are rendered and encoded on the CPU",))
-        self._diverging = 0
+    def __init__(self, reference: PairReference, exact_only: bool = False, notes: tuple[str, ...] = ()):
+        super().__init__(reference, exact_only, notes)
+        self.diverging = 0
         self._cuts: tuple[bytes, ...] | None = None
 
     @cached_property
-    def _prompting(self) -> ChatProgram:
+    def prompting(self) -> ChatProgram:
         """The template of prompts alone; made for the first of them."""
         return ChatProgram(self._reference.prompting)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        if not self._diverging:
-            return super().notes
+        return (*super().notes, *self.notes_of_pairs)
+
+    @property
+    def notes_of_pairs(self) -> tuple[str, ...]:
+        """The lines for the report that do not depend on what renders and encodes."""
+        if not self.diverging:
+            return ()
         note = (
-            f"in {self._diverging:,} rows the prompt alone is encoded otherwise than in front of a completion, which "
+            f"in {self.diverging:,} rows the prompt alone is encoded otherwise than in front of a completion, which "
             "begins where they differ"
         )
-        return (*super().notes, note)
+        return (note,)
 
     # -- rendering ---------------------------------------------------------------------------------------------------
 
@@ -86,9 +94,7 @@ class PairEngine(HostEngine):
         names = [field.name for field in column.type]
         prompt, completions = column.field("prompt"), [column.field(name) for name in answers_in(names)]
         made = self._texts(prompt, completions) if is_text(prompt.type) else self._messages(prompt, completions)
-        problems = column.field("problem")
-        at = np.flatnonzero(np.asarray(problems.is_valid()))
-        return _without(made, dict(zip(at.tolist(), problems.take(pa.array(at)).to_pylist(), strict=True)))
+        return _without(made, problems_in(column))
 
     def _texts(self, prompt: pa.Array, completions: Sequence[pa.Array]) -> PairText:
         nothing = pa.scalar("", pa.large_string())
@@ -100,10 +106,10 @@ class PairEngine(HostEngine):
     def _messages(self, prompt: pa.Array, completions: Sequence[pa.Array]) -> PairText:
         whole = [render_column(joined(prompt, each), self._reference, self.program) for each in completions]
         if self._reference.objective != "rm":
-            whole.append(render_column(prompt, self._reference, self._prompting))
+            whole.append(render_column(prompt, self._reference, self.prompting))
         first, *more = whole
         made = PairText(text=first.text, more=[each.text for each in more], by_template=True, **first.counts())
-        return _without(made, {row: why for each in reversed(more) for row, why in each.rejected.items()})
+        return _without(made, rejected_in(more))
 
     def _json(self, rows: list[Any]) -> PairText:
         """Rows of different forms: those with messages of role and content alone by columns, the others one by one."""
@@ -151,6 +157,10 @@ class PairEngine(HostEngine):
             text.encode()  # raises for a lone surrogate, for this row only
         return texts
 
+    @staticmethod
+    def batches(store: Ragged, limit: int, side: Truncation, pad_id: int) -> HostPairBatches:
+        return HostPairBatches(pad_id)
+
     # -- encoding ----------------------------------------------------------------------------------------------------
 
     def encode(self, text: HostText) -> Tokenized:
@@ -179,7 +189,7 @@ class PairEngine(HostEngine):
         *whole, alone = ids
         begins = [common_prefixes(each, alone) for each in whole]
         shared = np.minimum.reduce(begins)
-        self._diverging += int((shared < alone.lengths).sum())
+        self.diverging += int((shared < alone.lengths).sum())
         if self._reference.objective == "dpo":
             begins = [shared, shared]
         marked = [with_completion(each, begin) for each, begin in zip(whole, begins, strict=True)]
@@ -189,18 +199,35 @@ class PairEngine(HostEngine):
 _SAMPLE = 8  # texts that are searched for the tokens that a template writes
 
 
-def _without(text: PairText, rejected: dict[int, str]) -> PairText:
+def _without(text: PairText, rejected: Mapping[int, str]) -> PairText:
     """The same texts with further rows rejected, for reasons that come before others."""
-    counted = len(text.rejected)
-    text.rejected = text.rejected | rejected
+    reject(text, rejected)
     if rejected:
         valid = np.ones(len(text), bool)
         valid[list(text.rejected)] = False
         nothing = pa.scalar(None, pa.large_string())
         text.text, *text.more = (pc.if_else(pa.array(valid), each, nothing) for each in (text.text, *text.more))
-    # Rows that were rendered, and are rejected for another reason.
-    text.compiled_rows = max(text.compiled_rows - (len(text.rejected) - counted), 0)
     return text
+
+
+def reject(counts: RowCounts, rejected: Mapping[int, str]) -> None:
+    """Rejects further rows, for reasons that come before others."""
+    counted = len(counts.rejected)
+    counts.rejected = {**counts.rejected, **rejected}
+    # Rows that were rendered, and are rejected for another reason.
+    counts.compiled_rows = max(counts.compiled_rows - (len(counts.rejected) - counted), 0)
+
+
+def rejected_in(texts: Sequence[RowCounts]) -> dict[int, str]:
+    """The rows that are rejected in one of several columns of texts: row → the first reason."""
+    return {row: why for each in reversed(texts) for row, why in each.rejected.items()}
+
+
+def problems_in(column: pa.Array) -> dict[int, str]:
+    """The rows of a column of pairs of which nothing can be made: row → why."""
+    problems = column.field("problem")
+    at = np.flatnonzero(np.asarray(problems.is_valid()))
+    return dict(zip(at.tolist(), problems.take(pa.array(at)).to_pylist(), strict=True))
 
 
 def _merged(parts: Sequence[PairText], rows: np.ndarray[Any, Any]) -> PairText:

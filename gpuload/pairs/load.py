@@ -10,18 +10,21 @@ from typing import Any, get_args
 import numpy as np
 import pyarrow as pa
 
-from gpuload.arrays import Array, Ragged, RowNumbers
+from gpuload.arrays import Array, Ragged, RowNumbers, on_host
 from gpuload.chats.formats import Format, as_prompts, one_format
 from gpuload.chats.load import OVERLONG, Overlong, check_length
-from gpuload.errors import DataError, DeviceError, OptionError
+from gpuload.engines.choose import EngineBuilder
+from gpuload.engines.protocol import Engine, TokenStore
+from gpuload.errors import DataError, OptionError
 from gpuload.fingerprint import Fingerprint
 from gpuload.load import load_sources
-from gpuload.options import Objective, Options, Verify, nearest
+from gpuload.options import Objective, Options, TokensOn, Verify, nearest
 from gpuload.pairs.dataset import PairDataset
-from gpuload.pairs.engine import PairEngine
+from gpuload.pairs.device import pair_engine
 from gpuload.pairs.formats import FORMATS, MARGIN, find_pair_format, label_column
-from gpuload.pairs.parts import CHOSEN, COMPLETION, REJECTED, counts, equal_pairs, lengths, sequence
+from gpuload.pairs.parts import CHOSEN, REJECTED, completion_tokens, sequence
 from gpuload.pairs.reference import PairReference
+from gpuload.pairs.store import equal_pairs, part_sizes
 from gpuload.report import Report
 from gpuload.sources.columns import Columns
 from gpuload.sources.open import open_all
@@ -56,6 +59,8 @@ def load_pairs(
     token_cache: bool = True,
     token_cache_bytes: int = 0,
     device: str = "auto",
+    tokens_on: TokensOn = "auto",
+    gpu_memory_limit: int = 0,
     verify: Verify = "sample",
     strict: bool = False,
     progress: bool | None = None,
@@ -91,7 +96,10 @@ def load_pairs(
         remote_timeout: seconds that a web server may be silent before an attempt to download fails.
         token_cache: cache the token ids of files, and reuse them.
         token_cache_bytes: limit of that cache.
-        device: "auto" or "cpu"; pairs are rendered and encoded on the CPU.
+        device: "auto", "cpu", "cuda" or "cuda:N". On a GPU, messages are rendered and encoded by kernels; data in other
+            forms is prepared on the CPU, and its batches are made on the GPU.
+        tokens_on: where the GPU engine stores ids.
+        gpu_memory_limit: bytes of GPU memory that a load may use in addition to the stored ids.
         verify: compare a "sample" of the rows, all ("full") or none ("off") with the tokenizer.
         strict: raise an error for a row that would be dropped, and for a token that differs.
         progress: show a progress bar; None: if standard error is a terminal.
@@ -106,32 +114,44 @@ def load_pairs(
         SourceError: a file that cannot be found, downloaded or read.
         DataError: a file with another format, or no rows left.
         TokenizerError: as for `load`; or a text needs an EOS token, and there is none.
-        DeviceError: a GPU is asked for.
+        DeviceError: the device is not available, or has too little memory.
+        HostMemoryError: the host has too little memory.
         MismatchError: with `strict=True`, a token differs from the tokenizer's.
     """
-    started = time.perf_counter()
-    given = dict(locals())
-    keys = {"prompt": "prompt" if prompt_key is None else prompt_key, "chosen": chosen_key, "rejected": rejected_key}
-    _check(objective, format, keys, kl_batch_size)
-    check_length(max_length, overlong)
-    if device not in ("auto", "cpu"):
-        raise DeviceError(f"device={device!r}: load_pairs works on the CPU only: use device='cpu' or 'auto'")
+    return load_given_pairs(locals(), pair_engine)
+
+
+def load_given_pairs(given: Mapping[str, Any], build_engine: EngineBuilder) -> PairDataset:
+    """`load_pairs` with another way to build the engine.
+
+    Args:
+        given: the arguments of `load_pairs` by name, all of them.
+        build_engine: builds the engine.
+    """
+    started, given = time.perf_counter(), dict(given)
+    keys = {part: given[f"{part}_key"] for part in ("prompt", "chosen", "rejected")}
+    keys["prompt"] = "prompt" if keys["prompt"] is None else keys["prompt"]
+    objective, overlong = given["objective"], given["overlong"]
+    _check(objective, given["format"], keys, given["kl_batch_size"])
+    check_length(given["max_length"], overlong)
     options = Options.parse(
         {name: value for name, value in given.items() if name in Options.__dataclass_fields__}
         | {
             "prompt_key": keys["prompt"],
-            "max_prompt_length": max_length,
+            "max_prompt_length": given["max_length"],
             "filter_overlong_prompts": overlong == "drop",
             "truncation": OVERLONG[overlong],
-            "device": "cpu",
         }
     )
-    opened = [source for source in open_all(files, options) if source.num_rows]
+    opened = [source for source in open_all(given["files"], options) if source.num_rows]
     if objective is None:
         objective = "kto" if label_column(opened[0].schema, keys) else "dpo"
-    sources, reference, options, found = open_pairs(opened, tokenizer, options, objective, format, keys)
-    make = PairMaker(objective, kl_batch_size, keys["chosen"] in found.columns, [each.num_rows for each in sources])
-    return load_opened_pairs(sources, reference, options, found, make, overlong, started)
+    sources, reference, options, found = open_pairs(
+        opened, given["tokenizer"], options, objective, given["format"], keys
+    )
+    of_sources = [each.num_rows for each in sources]
+    make = PairMaker(objective, given["kl_batch_size"], keys["chosen"] in found.columns, of_sources)
+    return load_opened_pairs(sources, reference, options, found, make, overlong, started, build_engine)
 
 
 def open_pairs(
@@ -176,6 +196,7 @@ def load_opened_pairs(
     make: "PairMaker",
     overlong: Overlong = "drop",
     started: float | None = None,
+    build_engine: EngineBuilder = pair_engine,
 ) -> PairDataset:
     """Loads what `open_pairs` returned.
 
@@ -185,7 +206,7 @@ def load_opened_pairs(
         started: when the files were being opened, as for `load_sources`.
     """
     useless = partial(useless_rows, make, options.max_prompt_length, overlong)
-    dataset = load_sources(sources, reference, options, started, build_engine=_engine, make=make, unusable=useless)
+    dataset = load_sources(sources, reference, options, started, build_engine=build_engine, make=make, unusable=useless)
     assert isinstance(dataset, PairDataset)
     dataset.report.notes.insert(0, f"format: {found.name}, for {make.objective}")
     return dataset
@@ -214,54 +235,58 @@ class PairMaker:
 
     def limited(self, ids: Any) -> Array:
         """(n,) tokens of the longer sequence of each pair; of the shorter one if each is a row of its own later."""
-        if not self.unpairs:
-            return lengths(ids)
-        return np.minimum(*(ids.lengths - counts(ids, bit) for bit in (CHOSEN, REJECTED)))
+        sizes = part_sizes(ids)
+        return sizes.shorter if self.unpairs else sizes.longer
 
     def __call__(
         self,
-        store: Any,
+        store: TokenStore,
         columns: Columns,
         origin: RowNumbers,
-        engine: Any,
+        engine: Engine,
         options: Options,
         pad_token_id: int,
         report: Report,
         about: Fingerprint,
     ) -> PairDataset:
-        ids, labels = store.to_host(), None
-        if self.paired and (equal := equal_pairs(ids)):
-            report.notes.append(f"{equal:,} of {len(ids):,} pairs have equal chosen and rejected sequences")
+        labels = None
+        if self.paired and (equal := equal_pairs(store, part_sizes(store))):
+            report.notes.append(f"{equal:,} of {len(store):,} pairs have equal chosen and rejected sequences")
         if self.unpairs:
-            ids, rows, labels = self._unpaired(ids, origin, options)
+            store, rows, labels = self._unpaired(store.to_host(), origin, engine, options)
             columns, origin = columns.select(rows), origin[rows]
-            report.notes.append(f"{len(ids):,} rows with one completion were made from {report.rows_kept:,} pairs")
+            report.notes.append(f"{len(store):,} rows with one completion were made from {report.rows_kept:,} pairs")
         about = about | {
             "options": about["options"] | {"objective": self.objective, "kl_batch_size": self.kl_batch_size}
         }
         return PairDataset(
-            *(ids, columns, origin, engine, options, pad_token_id, report, about),
+            *(store, columns, origin, engine, options, pad_token_id, report, about),
             objective=self.objective,
             kl_batch_size=self.kl_batch_size,
             labels=labels,
         )
 
-    def _unpaired(self, pairs: Ragged, origin: RowNumbers, options: Options) -> tuple[Ragged, RowNumbers, Array]:
+    def _unpaired(
+        self, pairs: Ragged, origin: RowNumbers, engine: Engine, options: Options
+    ) -> tuple[TokenStore, RowNumbers, Array]:
         """The two sequences of each pair as rows of their own: ids, number of the pair, label."""
         starts = np.cumsum([0, *self.rows_of_sources])[:-1]
         number = starts[origin[:, 0]] + origin[:, 1]  # over all files, before any was dropped
         if np.any(np.diff(number) < 0):  # drawn at random
             number = np.arange(len(number))
-        rows, label = np.tile(np.arange(len(pairs)), 2), np.repeat([True, False], len(pairs))
-        order = np.lexsort((~label, number[rows] // UNPAIRED_ROWS))
-        ids = Ragged.concatenate([sequence(pairs, REJECTED), sequence(pairs, CHOSEN)])
-        keep = np.ones(len(ids), bool)
         limit = options.max_prompt_length
-        if options.filter_overlong_prompts:
-            keep &= ids.lengths <= limit
-        keep[list(useless_sequences(ids, "kto", limit, options.truncation == "right"))] = False
-        order = order[keep[order]]
-        return ids.take(order), rows[order], label[order]
+        stored, kept = [], []
+        for bit in (REJECTED, CHOSEN):
+            ids = sequence(pairs, bit)
+            learned, keep = part_sizes(ids).completion, np.ones(len(ids), bool)
+            if options.filter_overlong_prompts:
+                keep &= ids.lengths <= limit
+            keep[list(useless_sequences(ids.lengths, learned, "kto", limit, options.truncation == "right"))] = False
+            kept.append(np.flatnonzero(keep))
+            stored.append(engine.keep(ids, kept[-1]))
+        rows, label = np.concatenate(kept), np.repeat([True, False], list(map(len, kept)))
+        order = np.lexsort((~label, number[rows] // UNPAIRED_ROWS))
+        return engine.store(stored, order), rows[order], label[order]
 
 
 def useless_rows(make: PairMaker, limit: int, overlong: Overlong, ids: Ragged) -> dict[int, str]:
@@ -271,31 +296,34 @@ def useless_rows(make: PairMaker, limit: int, overlong: Overlong, ids: Ragged) -
         limit: tokens of a sequence.
         ids: n rows with bits.
     """
-    kinds = (REJECTED, CHOSEN) if make.paired else (np.int32(0),)
-    found = [useless_sequences(sequence(ids, bit), make.objective, limit, overlong == "keep_start") for bit in kinds]
+    sizes, is_pair = part_sizes(ids), make.paired
+    parts = ((sizes.rejected, REJECTED), (sizes.chosen, CHOSEN)) if is_pair else ((0, np.int32(0)),)
+    found = []
+    for more, bit in parts:  # what is not of the sequence
+        length, learned = on_host(sizes.all - more), on_host(completion_tokens(ids, bit))
+        found.append(useless_sequences(length, learned, make.objective, limit, overlong == "keep_start"))
     if make.unpairs:
         return {row: why for row, why in found[0].items() if row in found[1]}
     return {row: why for each in reversed(found) for row, why in each.items()}
 
 
-def useless_sequences(ids: Ragged, objective: Objective, limit: int, start_only: bool) -> dict[int, str]:
+def useless_sequences(
+    length: RowNumbers, learned: RowNumbers, objective: Objective, limit: int, start_only: bool
+) -> dict[int, str]:
     """The sequences of which no token would be learned: row → why.
 
     Args:
-        ids: n sequences with the bit of completions.
+        length: (n,) tokens of each.
+        learned: (n,) those of its completion.
         limit: tokens of a sequence.
         start_only: whether longer ones keep their start.
     """
-    learned = ids.lengths if objective == "rm" else counts(ids, COMPLETION)
+    learned = length if objective == "rm" else learned
     reasons = {}
     if start_only and objective != "rm":
         why = f"the prompt alone fills max_length={limit}"
-        reasons = dict.fromkeys(np.flatnonzero(ids.lengths - learned >= limit).tolist(), why)
+        reasons = dict.fromkeys(np.flatnonzero(length - learned >= limit).tolist(), why)
     return reasons | dict.fromkeys(np.flatnonzero(learned == 0).tolist(), "a completion has no tokens")
-
-
-def _engine(options: Options, reference: Any, exact_only: bool = False) -> PairEngine:
-    return PairEngine(reference, exact_only)
 
 
 def _check(objective: Any, format: Any, keys: Mapping[str, Any], kl_batch_size: Any) -> None:

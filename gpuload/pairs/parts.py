@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuload.arrays import Ragged, offsets_of
+from gpuload.arrays import Array, Ragged, offsets_of
 
 CHOSEN = np.int32(1 << 30)
 """The bit of tokens that only the chosen sequence has."""
@@ -94,16 +94,26 @@ def selected(rows: Ragged, mask: np.ndarray[Any, np.dtype[np.bool_]]) -> Ragged:
     return Ragged(rows.values[mask], counted[rows.offsets])
 
 
-def counts(rows: Ragged, bit: np.int32) -> Ints:
-    """(n,) how many ids of each row have a bit."""
-    lengths: Ints = selected(rows, (rows.values & bit) != 0).lengths
-    return lengths
+def counts(rows: Ragged) -> tuple[Array, Array, Array]:
+    """How many ids of each row have `CHOSEN`, `REJECTED` and `COMPLETION`: (n,) each, in the memory of the rows."""
+    chosen, rejected, completion = (_counted(rows, (rows.values & bit) != 0) for bit in (CHOSEN, REJECTED, COMPLETION))
+    return chosen, rejected, completion
 
 
-def lengths(rows: Ragged) -> Ints:
-    """(n,) tokens of the longer of the two sequences of each row; those of the row itself if it is not a pair."""
-    longer: Ints = rows.lengths - np.minimum(counts(rows, CHOSEN), counts(rows, REJECTED))
-    return longer
+def completion_tokens(rows: Ragged, other: np.int32) -> Array:
+    """(n,) int64: how many tokens of a completion one of the two sequences of each row has; in the memory of the rows.
+
+    Args:
+        rows: n rows with bits.
+        other: `CHOSEN` or `REJECTED`: the sequence that is left out; 0 for rows that are not pairs.
+    """
+    return _counted(rows, (rows.values & (COMPLETION | other)) == COMPLETION)
+
+
+def _counted(rows: Ragged, mask: Array) -> Array:
+    """(n,) how many ids of each row are in a mask."""
+    counted = offsets_of(mask)
+    return counted[rows.offsets[1:]] - counted[rows.offsets[:-1]]
 
 
 def equal_pairs(rows: Ragged) -> int:

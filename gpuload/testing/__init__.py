@@ -17,6 +17,9 @@ from gpuload.engines.device.kernels import Kernels
 from gpuload.files import cache_root
 from gpuload.load import load_sources
 from gpuload.options import Options
+from gpuload.pairs.dataset import PairDataset
+from gpuload.pairs.device import DevicePairEngine
+from gpuload.pairs.load import load_given_pairs, load_pairs
 from gpuload.reference.reference import Reference
 from gpuload.sources.open import open_sources
 
@@ -61,6 +64,20 @@ def load_chats_with(
     given = inspect.signature(load_chats).bind(files, tokenizer, **options)
     given.apply_defaults()
     return load_given(given.arguments, engine_on(kernels, reader, DeviceChatEngine))
+
+
+def load_pairs_with(
+    kernels: Kernels, files: Any, tokenizer: Any, reader: Reader | None = None, **options: Any
+) -> PairDataset:
+    """`gpuload.load_pairs` by the device engine on the given kernels.
+
+    Args:
+        kernels, reader: as for `engine_on`.
+        files, tokenizer, **options: as for `gpuload.load_pairs`.
+    """
+    given = inspect.signature(load_pairs).bind(files, tokenizer, **options)
+    given.apply_defaults()
+    return load_given_pairs(given.arguments, engine_on(kernels, reader, DevicePairEngine))
 
 
 def link_slow_caches(directory: Path) -> str:

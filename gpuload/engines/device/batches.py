@@ -39,13 +39,17 @@ class DeviceBatches:
         self._store = store
 
     @cached_property
-    def _index(self) -> Index:
-        """Where kernels read the rows; made with the first batch, which not every dataset asks for."""
+    def _readable(self) -> DeviceStore:
+        """The store where kernels can read it; made with the first batch, which not every dataset asks for."""
         kernels, store = self._kernels, self._store
         if isinstance(store, Ragged):
             address = kernels.pinned(store.values) + 4 * store.offsets[:-1]
             store = DeviceStore(kernels, address, store.lengths, [store.values])
-        return store.index
+        return store
+
+    @property
+    def _index(self) -> Index:
+        return self._readable.index
 
     @cached_property
     def _pad(self) -> Callable[..., None]:

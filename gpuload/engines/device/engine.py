@@ -35,6 +35,7 @@ from gpuload.reference.control_tokens import END, START
 from gpuload.reference.reference import Reference
 from gpuload.sources.read import Source, check_unchanged, other_columns
 from gpuload.sources.types import is_messages, is_text
+from gpuload.template.compiler import ChatProgram
 from gpuload.tokenizer.compiled import CompiledTokenizer, compile_tokenizer
 
 Reader = Callable[[Source, str, bool], Iterator[tuple[pa.Table, Prompts]]]
@@ -133,7 +134,7 @@ class DeviceEngine:
     def render(self, prompts: Prompts) -> HostText | DeviceText:
         if isinstance(prompts, Conversations):
             with self._kernels.current():
-                return self._render(prompts)
+                return self._render(prompts, self.host.program)
         assert isinstance(prompts, ArrowPrompts)
         column = prompts.column
         if not self._by_kernels or not (is_messages(column.type) or is_text(column.type)):
@@ -143,14 +144,14 @@ class DeviceEngine:
         if self._reference.sanitizes:
             return self._render_sanitized(column)
         with self._kernels.current():
-            return self._render(from_arrow(self._ops, column))
+            return self._render(from_arrow(self._ops, column), self.host.program)
 
     def _render_sanitized(self, column: pa.Array) -> HostText | DeviceText:
         control = self._reference.call.control
         if not can_be_marked(column.type):
             return self.host.render(ArrowPrompts(column))
         with self._kernels.current():
-            text = self._render(from_arrow(self._ops, mark_column(column, control)))
+            text = self._render(from_arrow(self._ops, mark_column(column, control)), self.host.program)
             rows = on_host(self._marked(text)).tolist()
             marked = [raw.decode() for raw in self._ops.bytes_at(text.column, rows)]
         text.rejected.update((rows[i], why) for i, why in unplain(marked, control).items())
@@ -160,15 +161,15 @@ class DeviceEngine:
         """(k,) the rows that have marks."""
         return self._ops.xp.flatnonzero(self._ops.contains_any(text.column, (START, END)))
 
-    def _render(self, column: Conversations) -> DeviceText:
+    def _render(self, column: Conversations, program: ChatProgram) -> DeviceText:
         """Renders a column; in halves, and halves of those, where memory runs out."""
         try:
-            return render(self._kernels, self.host.program, column)
+            return render(self._kernels, program, column)
         except MemoryError as error:
             if len(column) < 2:
                 raise DeviceError(_out_of_memory("rendering")) from error
         middle = len(column) // 2
-        halves = [self._render(column.take(part)) for part in np.split(np.arange(len(column)), [middle])]
+        halves = [self._render(column.take(part), program) for part in np.split(np.arange(len(column)), [middle])]
         return DeviceText.concatenate(halves)
 
     # -- encode --------------------------------------------------------------------------------------------------------
@@ -179,17 +180,22 @@ class DeviceEngine:
                 made = self.host.encode(text)
                 made.ids, made.text_sizes = to_device(self._kernels, made.ids), self._ops.xp.asarray(made.text_sizes)
                 return made
-            if self._encoder is None:
-                ids = self.host.ids(pc.fill_null(text.text, "") if text.rejected else text.text)
-                made = text.tokenized(to_device(self._kernels, ids))
-            else:
-                made = text.tokenized(*self._encode(self._encoder, text))
+            ids, fallback = self._ids(text)
+            made = text.tokenized(ids, len(fallback))
             if text.answers is not None:
                 self._mark(text, made.ids, 0, len(text))
             return made
 
-    def _encode(self, encoder: DeviceEncoder, text: DeviceText) -> tuple[Ragged, int]:
-        """All rows by kernels, except those that fall back to the host's encoder, in their places; and how many did."""
+    def _ids(self, text: DeviceText) -> tuple[Ragged, Array]:
+        """The ids of all rows; and (k,) the rows that fell back to the host's encoder although there is one of the
+        device."""
+        if self._encoder is not None:
+            return self._encode(self._encoder, text)
+        ids = self.host.ids(pc.fill_null(text.text, "") if text.rejected else text.text)
+        return to_device(self._kernels, ids), self._kernels.xp.zeros(0, np.int64)
+
+    def _encode(self, encoder: DeviceEncoder, text: DeviceText) -> tuple[Ragged, Array]:
+        """All rows by kernels, except those that fall back to the host's encoder, in their places; and which did."""
         kernels, xp = self._kernels, self._kernels.xp
         try:
             ids, fallback = encoder.encode(text.data, text.offsets)
@@ -197,14 +203,14 @@ class DeviceEngine:
                 fallback[self._marked(text)] = True
             at = xp.flatnonzero(fallback)
             if not len(at):
-                return ids, 0
+                return ids, at
             texts = [one.decode() for one in self._ops.bytes_at(text.column, on_host(at).tolist())]
             others = to_device(kernels, self.host.ids(pa.array(texts, pa.large_string())))
             # Both sets of rows become one by address: 4 bytes per id.
             address, length = kernels.address(ids.values) + 4 * ids.offsets[:-1], ids.lengths
             address[at] = kernels.address(others.values) + 4 * others.offsets[:-1]
             length[at] = others.lengths
-            return _gather_rows(kernels, address, length), len(at)
+            return _gather_rows(kernels, address, length), at
         except MemoryError as error:
             if encoder.chunk_bytes <= LEAST_CHUNK:
                 raise DeviceError(_out_of_memory("encoding")) from error

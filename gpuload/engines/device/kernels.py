@@ -46,6 +46,7 @@ FILES = (
     "shapes.cu",
     "pad.cu",
     "pack.cu",
+    "pairs.cu",
     "answers.cu",
     "added.cu",
     "nfc.cu",

@@ -1,0 +1,175 @@
+"""The stages of a load of preference data on a device.
+
+Columns of messages are rendered and encoded by kernels: each prompt with its completions, and alone. A kernel makes
+rows of their ids. Everything else (texts, rows with tools of their own) goes through the stages of the host, and its
+ids are copied over. All batches are made on the device.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from gpuload.arrays import Ragged, offsets_of, on_host
+from gpuload.chats.engine import joined
+from gpuload.engines.choose import choose_engine
+from gpuload.engines.conversations import from_arrow
+from gpuload.engines.device.batches import DeviceBatches
+from gpuload.engines.device.render import DeviceText
+from gpuload.engines.device.store import DeviceStore, Index
+from gpuload.engines.device.training import DeviceTrainingEngine
+from gpuload.engines.host.render import HostText
+from gpuload.engines.protocol import Prompts, Tokenized
+from gpuload.options import Truncation
+from gpuload.pairs.batches import HostPairBatches, RowSlices
+from gpuload.pairs.engine import PairEngine, problems_in, reject, rejected_in
+from gpuload.pairs.reference import PairReference, answers_in
+from gpuload.pairs.store import common_ids
+from gpuload.sources.types import is_messages
+
+
+@dataclass(kw_only=True, eq=False)
+class DevicePairText(DeviceText):
+    """n pairs, or prompts with one completion, as text in device memory: the prompts with the first completions.
+
+    Attributes:
+        more: the prompts with the second completions if there are any, then the prompts alone if the objective has
+            prompts. The texts of a rejected row need not be empty.
+    """
+
+    more: list[DeviceText]
+
+    @cached_property
+    def sizes(self) -> np.ndarray[Any, Any]:
+        """(n,) int64 in host memory, bytes of a row's texts, -1 where a row was rejected."""
+        with self.kernels.current():
+            sizes = on_host(sum((each.lengths for each in self.more), start=self.lengths)).copy()
+        sizes[list(self.rejected)] = -1
+        return sizes
+
+    def tokenized(self, ids: Ragged, fallback_rows: int = 0) -> Tokenized:
+        sizes = np.maximum(self.sizes, 0)
+        return Tokenized(
+            ids=ids,
+            text_sizes=self.kernels.xp.asarray(sizes),
+            text_nbytes=int(sizes.sum()),
+            fallback_rows=fallback_rows,
+            **self.counts(),
+        )
+
+
+class DevicePairEngine(DeviceTrainingEngine):
+    """The `Engine` of a load of preference data on a device. For the arguments see `DeviceEngine`."""
+
+    host_engine = PairEngine
+    host: PairEngine
+    _reference: PairReference
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        more = self.host.notes_of_pairs
+        return tuple(dict.fromkeys((*super().notes, *more)))  # those of the host have them too
+
+    def render(self, prompts: Prompts) -> HostText | DeviceText:
+        column: pa.Array = prompts.column  # type: ignore[attr-defined]
+        if self._by_kernels and pa.types.is_struct(column.type) and is_messages(column.field("prompt").type):
+            prompt = column.field("prompt")
+            whole = [joined(prompt, column.field(name)) for name in answers_in([each.name for each in column.type])]
+            if all(is_messages(each.type) for each in whole):
+                return self._counted(self._render_pairs(column, prompt, whole))
+        return super().render(prompts)
+
+    def _render_pairs(self, column: pa.Array, prompt: pa.Array, whole: list[pa.Array]) -> DevicePairText:
+        """Renders prompts with their completions, and alone if the objective has prompts."""
+        columns = [(each, self.host.program) for each in whole]
+        if self._reference.objective != "rm":
+            columns.append((prompt, self.host.prompting))
+        with self._kernels.current():
+            first, *more = (self._render(from_arrow(self._ops, each), program) for each, program in columns)
+        text = DevicePairText(
+            kernels=self._kernels, offsets=first.offsets, data=first.data, more=more, **first.counts()
+        )
+        reject(text, rejected_in(more))
+        reject(text, problems_in(column))
+        return text
+
+    def encode(self, text: HostText | DeviceText) -> Tokenized:
+        if not isinstance(text, DevicePairText):
+            return super().encode(text)
+        with self._kernels.current():
+            xp = self._kernels.xp
+            fell_back, ids = xp.zeros(len(text), bool), []
+            for each in (text, *text.more):
+                found, at = self._ids(each)
+                fell_back[at] = True
+                ids.append(found)
+            return text.tokenized(self._rows_of(ids, list(text.rejected)), int(fell_back.sum()))
+
+    def _rows_of(self, ids: list[Ragged], rejected: list[int]) -> Ragged:
+        """Rows of ids with the bits of their parts.
+
+        Args:
+            ids: of the texts of a `DevicePairText`.
+            rejected: numbers of the rows that get no ids.
+        """
+        kernels, xp = self._kernels, self._kernels.xp
+        columns = [Index(kernels.address(each.values) + 4 * each.offsets[:-1], each.lengths) for each in ids]
+        if rejected:
+            at = xp.asarray(np.array(rejected, np.int64))
+            for column in columns:
+                column.length[at] = 0
+        if self._reference.objective == "rm":
+            first, second = columns
+            shared = common_ids(kernels, first, second)
+            begins = [first.length, second.length]  # nothing is marked as a completion
+        else:
+            *whole, alone = columns
+            begins = [common_ids(kernels, each, alone) for each in whole]
+            first, second = whole[0], whole[-1]
+            shared = xp.minimum(begins[0], begins[-1])
+            self.host.diverging += int((shared < alone.length).sum())
+            if len(whole) == 1:
+                shared = first.length
+            elif self._reference.objective == "dpo":
+                begins = [shared, shared]
+        offsets = offsets_of(first.length + second.length - shared)
+        values, count = xp.empty(int(offsets[-1]), np.int32), len(offsets) - 1
+        kernels.run(
+            "lay_pairs", kernels.warps(count), count, offsets, shared, first.address, first.length, begins[0],
+            second.address, begins[-1], values,
+        )  # fmt: skip
+        return Ragged(values, offsets)
+
+    def batches(self, store: Ragged | DeviceStore, limit: int, side: Truncation, pad_id: int) -> "DevicePairBatches":
+        return DevicePairBatches(self._kernels, store, limit, side, pad_id)
+
+
+pair_engine = partial(choose_engine, make=DevicePairEngine)
+"""Makes the engine of a load of preference data that its options name. For the arguments see `choose_engine`."""
+
+
+class DevicePairBatches(DeviceBatches):
+    """The `PairBatches` of a device. For the arguments see `DeviceBatches`; ids have the bits of their parts."""
+
+    def padded(self, slices: RowSlices, sequences: Callable[[], Ragged], width: int) -> dict[str, torch.Tensor]:
+        if self._elsewhere:
+            return HostPairBatches(self._pad_id).padded(slices, sequences, width)
+        kernels, address, count = self._kernels, self._readable.address, len(slices.rows)
+        with kernels.current():
+            tail = address[slices.others] + 4 * slices.begin
+            # One transfer for the whole batch.
+            slice_of = kernels.xp.asarray(
+                np.stack([address[slices.rows], slices.size, tail, slices.length - slices.size])
+            )
+            made, array = kernels.tensor(3, count, width)
+            blocks = kernels.blocks(count if width else 0)
+            from_end = self._side == "left"
+            kernels.run("pad_parts", blocks, self._limit, from_end, self._pad_id, count, slice_of, width, array)
+        return dict(zip(("input_ids", "attention_mask", "completion_mask"), made.unbind(0), strict=True))
+
+    def __reduce__(self) -> tuple[type[HostPairBatches], tuple[int]]:
+        return HostPairBatches, (self._pad_id,)

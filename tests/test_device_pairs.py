@@ -1,0 +1,294 @@
+"""load_pairs by the device engine, with kernels of the host: rows and batches are those of the CPU engine."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import gpuload
+from gpuload.arrays import Ragged, offsets_of
+from gpuload.chats.engine import common_prefixes
+from gpuload.engines.device import cuda
+from gpuload.engines.device.store import Index, Segments, in_order
+from gpuload.errors import DeviceError
+from gpuload.pairs.batches import padded_sequences
+from gpuload.pairs.parts import CHOSEN, COMPLETION, REJECTED, appended, counts, equal_pairs, paired, with_completion
+from gpuload.pairs.store import PartSizes, common_ids, part_sizes
+from gpuload.pairs.store import equal_pairs as equal_in_store
+from gpuload.testing import load_pairs_with
+from gpuload.testing.host_kernels import COMPILER, HostKernels
+from gpuload.testing.stream_checks import StreamKernels
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+KERNELS = StreamKernels()
+OBJECTIVES = ("dpo", "rm", "kto")
+SIZES = (0, 1, 33, 300)
+
+
+@pytest.fixture(autouse=True)
+def no_races() -> Iterator[None]:
+    """Loads and batches use arrays on several streams in order, and free none that a stream still uses."""
+    KERNELS.races.clear()
+    yield
+    gc.collect()
+    assert KERNELS.races == []
+
+
+def turn(role: str, text: str) -> dict[str, str]:
+    return {"role": role, "content": text}
+
+
+def pair(question: str, good: str, bad: str) -> dict[str, Any]:
+    return {
+        "prompt": [turn("system", "Be brief."), turn("user", question)],
+        "chosen": [turn("assistant", good)],
+        "rejected": [turn("assistant", bad), turn("user", "?"), turn("assistant", good)],
+    }
+
+
+WORDS = ["Hi", "é 你 👋🏽", "<|im_end|>", " a\n", "cafe\u0301", "<|im_start|>assistant\n", "same", "x" * 40]
+PAIRS = [pair(word, WORDS[k - 1], WORDS[k - 2]) for k, word in enumerate(WORDS)]
+PAIRS += [each | {"rejected": each["chosen"]} for each in PAIRS[:2]]
+TOOLS = '[{"type": "function", "function": {"name": "f"}}]'
+FORMS: dict[str, list[Any]] = {
+    "messages": PAIRS,
+    "implicit": [{name: row["prompt"] + row[name] for name in ("chosen", "rejected")} for row in PAIRS],
+    "texts": [{"prompt": "The sky", "chosen": f" is {word}", "rejected": " blue"} for word in WORDS],
+    "tools": [row | {"tools": TOOLS * (number % 2)} for number, row in enumerate(PAIRS)],
+}
+
+
+def assert_same(found: gpuload.PairDataset, expected: gpuload.PairDataset) -> None:
+    assert found.report.check.mismatches == []
+    for name in ("values", "offsets"):
+        assert np.array_equal(getattr(found.parts, name), getattr(expected.parts, name))
+    assert found.fingerprint == expected.fingerprint
+    assert found.report.rejected == expected.report.rejected
+    assert found.report.overlong == expected.report.overlong
+    assert found.report.longest == expected.report.longest
+    assert np.array_equal(found.lengths, expected.lengths)
+    assert found.columns.equals(expected.columns)
+    assert repr(found) == repr(expected)
+    assert [found[row] for row in range(3)] == [expected[row] for row in range(3)]
+    equal = [
+        [note for note in each.report.notes if "pairs" in note or "in front" in note] for each in (found, expected)
+    ]
+    assert equal[0] == equal[1]
+    for plan in ({"batch_size": 3, "shuffle": True}, {"batch_size": 2, "padding": "max_length"}):
+        batches = zip(found.loader(**plan), expected.loader(**plan), strict=True)  # type: ignore[arg-type]
+        assert all(same_batch(one, other) for one, other in batches), plan
+
+
+def same_batch(one: Any, other: Any) -> bool:
+    assert list(one) == list(other)
+    return all(
+        torch.equal(value, other[key]) and value.dtype == other[key].dtype
+        if isinstance(value, torch.Tensor)
+        else str(value) == str(other[key])
+        for key, value in one.items()
+    )
+
+
+@pytest.fixture
+def both(qwen: Any) -> Any:
+    """Loads by both engines and compares everything; returns the device's."""
+
+    def load(files: Any, **options: Any) -> gpuload.PairDataset:
+        found = load_pairs_with(KERNELS, files, qwen, **options)
+        assert_same(found, gpuload.load_pairs(files, qwen, device="cpu", **options))
+        return found
+
+    return load
+
+
+# -- loads -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_and_batches_of_every_objective(both: Any, form: str, objective: Any) -> None:
+    """Messages are rendered and encoded by kernels, other forms on the host."""
+    rows = [row | {"margin": number / 4, "n": number} for number, row in enumerate(FORMS[form] * 3)]
+    found = both(pa.Table.from_pylist(rows), objective=objective, verify="full")
+    by_kernels = form in ("messages", "implicit")
+    assert ("rendered and encoded by kernels" in found.report.engine) == by_kernels
+    assert any("on the host" in note for note in found.report.notes) != by_kernels
+
+
+def test_single_completions(both: Any) -> None:
+    rows = [{"prompt": row["prompt"], "completion": row["chosen"], "label": k % 2 == 0} for k, row in enumerate(PAIRS)]
+    found = both(pa.Table.from_pylist(rows), kl_batch_size=3)
+    assert "rendered and encoded by kernels" in found.report.engine
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tokens_on": "host"}, {"max_length": 31}, {"max_length": 31, "overlong": "keep_start"},
+        {"max_length": 31, "overlong": "keep_end"}, {"max_samples": 9, "shuffle": True, "seed": 3},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options(both: Any, objective: Any, options: dict[str, Any]) -> None:
+    found = both(pa.Table.from_pylist(PAIRS * 2), objective=objective, **options)
+    assert isinstance(found._store, Ragged) == (options.get("tokens_on") == "host")
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_rows_that_are_dropped_are_counted(both: Any, objective: Any) -> None:
+    bad = [
+        PAIRS[0] | {"chosen": None}, PAIRS[1] | {"rejected": []}, PAIRS[2] | {"prompt": [turn("user", None)]},  # type: ignore[arg-type]
+        PAIRS[3] | {"rejected": [{"role": "assistant", "content": None}]},
+    ]  # fmt: skip
+    found = both(pa.Table.from_pylist([*bad, *PAIRS]), objective=objective)
+    assert sum(found.report.rejected.values()) == len(bad)
+
+
+def test_ids_from_the_token_cache_keep_their_parts(both: Any, tmp_path: Path, warm_cache: Path) -> None:
+    file = str(tmp_path / "pairs.parquet")
+    pq.write_table(pa.Table.from_pylist(PAIRS), file)
+    both(file)
+    assert both(file).report.from_cache == [file]
+
+
+def test_rows_of_the_host_are_counted_in_a_note(both: Any) -> None:
+    found = both(pa.Table.from_pylist(FORMS["tools"]))
+    note = f"{len(PAIRS)} rows rendered and encoded on the host: kernels take columns of messages only"
+    assert note in found.report.notes
+    assert found.report.engine.endswith("; batches on cpu")
+
+
+def test_without_a_gpu(qwen: Any) -> None:
+    why = cuda.unavailable_reason("cuda")
+    if why is None:
+        pytest.skip("there is a GPU")
+    table = pa.Table.from_pylist(PAIRS)
+    assert f"no GPU is used: {why}" in gpuload.load_pairs(table, qwen).report.notes
+    with pytest.raises(DeviceError, match="device='cuda': .*; or use device='cpu' or 'auto'"):
+        gpuload.load_pairs(table, qwen, device="cuda")
+
+
+# -- batches ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_loaders_resume(qwen: Any, objective: Any) -> None:
+    found = load_pairs_with(KERNELS, pa.Table.from_pylist(PAIRS), qwen, objective=objective)
+    loader = found.loader(2, shuffle=True, seed=1)
+    batches = iter(loader)
+    next(batches)
+    state, expected = loader.state_dict(), next(batches)
+    for other in (found, pickle.loads(pickle.dumps(found))):
+        resumed = other.loader(2, shuffle=True, seed=1)
+        resumed.load_state_dict(state)
+        assert same_batch(next(iter(resumed)), expected)
+
+
+def test_batches_are_made_where_the_process_is(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    launch = HostKernels._launch
+    found = load_pairs_with(HostKernels(), pa.Table.from_pylist(PAIRS), qwen)
+    monkeypatch.setattr(HostKernels, "_launch", lambda self, name, *rest: (ran.append(name), launch(self, name, *rest)))
+    expected = found.batch([0, 1])
+    assert ran == ["pad_parts"]
+    travelled = pickle.loads(pickle.dumps(found))
+    found.tokens  # noqa: B018
+    found._padded._process = -1  # type: ignore[attr-defined]
+    del ran[:]
+    assert same_batch(travelled.batch([0, 1]), expected)
+    assert same_batch(found.batch([0, 1]), expected)
+    assert ran == []
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+def random_pairs(rows: int) -> Ragged:
+    """Pairs with parts of any size, also none; some with equal sequences."""
+    chance = np.random.default_rng(rows)
+
+    def ids(lengths: Any) -> Ragged:
+        return Ragged(chance.integers(0, 3, int(lengths.sum()), np.int32), offsets_of(lengths))
+
+    shared, chosen, rejected = (ids(chance.integers(0, 70, rows)) for _ in range(3))
+    other = chosen.take(np.arange(rows)) if rows % 2 else rejected
+    sequences = (with_completion(appended(shared, each), shared.lengths) for each in (chosen, other))
+    return paired(*sequences, shared.lengths)
+
+
+@pytest.mark.parametrize("rows", SIZES)
+def test_parts_are_counted_and_compared_as_on_the_host(rows: int) -> None:
+    pairs = random_pairs(rows)
+    bits = [
+        [sum(bool(token & int(bit)) for token in row) for row in pairs.to_lists()]
+        for bit in (CHOSEN, REJECTED, COMPLETION)
+    ]
+    assert [each.tolist() for each in counts(pairs)] == bits
+    store = in_order([Segments(KERNELS).add(pairs)], None)  # type: ignore[list-item]
+    found = part_sizes(store)
+    assert isinstance(found, PartSizes)
+    assert [found.chosen.tolist(), found.rejected.tolist(), found.completion.tolist()] == bits
+    assert equal_in_store(store, found) == equal_pairs(pairs)
+
+
+@pytest.mark.parametrize("rows", SIZES)
+def test_rows_are_written_as_on_the_host(rows: int) -> None:
+    kernels, chance = HostKernels(), np.random.default_rng(rows)
+
+    def index(ids: Ragged) -> Index:
+        return Index(kernels.address(ids.values) + 4 * ids.offsets[:-1], ids.lengths)
+
+    one, two = (random_pairs(rows).take(chance.permutation(rows)) for _ in range(2))
+    one, two = (Ragged(ids.values & 1, ids.offsets) for ids in (one, two))
+    shared = common_prefixes(one, two)
+    assert common_ids(kernels, index(one), index(two)).tolist() == shared.tolist()
+    begins = [chance.integers(0, each.lengths + 1) for each in (one, two)]
+    marked = [with_completion(each, begin) for each, begin in zip((one, two), begins, strict=True)]
+    for other, begin, common, expected in (
+        (two, begins[1], shared, paired(*marked, shared)),
+        (one, begins[0], one.lengths, marked[0]),  # one completion
+    ):
+        out = np.full(int(expected.offsets[-1]) + 3, -85, np.int32)
+        kernels.run(
+            "lay_pairs", kernels.warps(rows), rows, expected.offsets, common, index(one).address, one.lengths,
+            begins[0], index(other).address, begin, out,
+        )  # fmt: skip
+        assert out[:-3].tolist() == expected.values.tolist()
+        assert (out[-3:] == -85).all(), "poison"
+
+
+@pytest.mark.parametrize("from_end", [False, True])
+@pytest.mark.parametrize(("width", "limit"), [(0, 5), (7, 7), (40, 30), (300, 300)])
+@pytest.mark.parametrize("count", SIZES)
+def test_sequences_are_padded_as_on_the_host(count: int, width: int, limit: int, from_end: bool) -> None:
+    limit, kernels, chance = min(limit, width), HostKernels(), np.random.default_rng(count)
+    store = random_pairs(50)
+    lengths, address = store.lengths, kernels.address(store.values) + 4 * store.offsets[:-1]
+    rows, others = chance.integers(0, 50, (2, count))
+    size, begin = chance.integers(0, lengths[rows] + 1), chance.integers(0, lengths[others] + 1)
+    tail = lengths[others] - begin
+    slices = np.stack([address[rows], size, address[others] + 4 * begin, tail])
+    out = np.full(3 * count * width + 3, -85, np.int64)
+    blocks = kernels.blocks(count if width else 0)
+    kernels.run("pad_parts", blocks, limit, from_end, 7, count, slices, width, out)
+    lists = [
+        store[row][:kept].tolist() + store[other][first:].tolist()
+        for row, kept, other, first in zip(rows, size, others, begin, strict=True)
+    ]
+    sequences = Ragged.from_lists(lists).truncate(limit, "left" if from_end else "right")
+    expected = padded_sequences(sequences, width, 7)
+    planes = out[: 3 * count * width].reshape(3, count, width)
+    for plane, tensor in zip(planes, expected.values(), strict=True):
+        assert plane.tolist() == tensor.tolist()
+    assert (out[3 * count * width :] == -85).all(), "poison"
