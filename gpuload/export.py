@@ -59,7 +59,8 @@ def save_to_disk(
         directory: Where to write.
         overwrite: Replace the directory, if it was written by this function.
         progress: Show a progress bar; None shows it in a terminal.
-        **options: Of the datasets' `to_arrow`: `columns`; or `packing` and `pack_length`, of a `ChatDataset`.
+        **options: Of the datasets' `to_arrow`: `trainer`, whose columns the rows have (`"trl"`, `"llamafactory"`,
+            `"axolotl"`, `"skyrl"` or `"areal"`); `columns`; `packing` and `pack_length`, of a `ChatDataset`.
 
     Raises:
         OptionError: A value is invalid, or the directory exists.

@@ -20,6 +20,7 @@ Verify = Literal["sample", "full", "off"]
 Padding = Literal["max_length", "longest"]
 LossOn = Literal["assistant", "last", "completion", "all"]
 Objective = Literal["dpo", "rm", "kto"]
+Trainer = Literal["trl", "llamafactory", "axolotl", "skyrl", "areal"]
 TokensOn = Literal["auto", "device", "host"]
 
 # Keys of verl 0.9.1's `data:` section (trainer/config/data/legacy_data.yaml) that do not concern how prompts are read,

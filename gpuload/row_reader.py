@@ -71,5 +71,5 @@ def parts(tokens: RowNumbers) -> Iterator[RowNumbers]:
 
 
 def lists(values: np.ndarray, offsets: RowNumbers) -> pa.ListArray:
-    """(m,) lists of values, with offsets (m + 1,); both are few enough for 32 bits."""
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values, pa.int32()))
+    """(m,) lists of values, with offsets (m + 1,), which are few enough for 32 bits."""
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values))

@@ -18,9 +18,10 @@ from gpuload.errors import OptionError
 from gpuload.lazy import LazyDict
 from gpuload.loader import PackLoader, PromptLoader
 from gpuload.loss import LOSS, split
-from gpuload.options import Padding
+from gpuload.options import Padding, Trainer
 from gpuload.packing import Plan, batch_rows, pack
 from gpuload.packing.packs import Packing
+from gpuload.stores import CHATS, check_columns
 
 
 class ChatDataset(PromptDataset):
@@ -186,10 +187,11 @@ class ChatDataset(PromptDataset):
         packing: Packing | None = None,
         pack_length: int | None = None,
         columns: Sequence[str] | None = None,
+        trainer: Trainer = "trl",
     ) -> pa.RecordBatchReader:
         """Return all rows, or packs of them, as Arrow record batches.
 
-        They have the columns of data that TRL's `SFTTrainer` has prepared. Batches are made one after the other.
+        They have the columns of data that a trainer has prepared itself. Batches are made one after the other.
 
         Examples:
             >>> import gpuload, pyarrow as pa
@@ -205,22 +207,29 @@ class ChatDataset(PromptDataset):
             packing: Packs instead of rows, as for `loader`, without shuffling.
             pack_length: Tokens of a pack; None for `max_length`.
             columns: Which other columns of the files to add; None for all. Packs have none.
+            trainer: Whose columns the rows have. Packs, and other columns of the files, are for `"trl"`.
 
         Returns:
-            The batches: `input_ids` and `labels`, lists of int32, with -100 as label of tokens without loss, and the
-            other columns. A pack has `seq_lengths` too, the number of tokens of each of its pieces.
+            The batches. For `"trl"`: `input_ids` and `labels`, lists of int32, with -100 as label of tokens without
+            loss, and the other columns; a pack has `seq_lengths` too, the number of tokens of each of its pieces. For
+            `"llamafactory"` and `"axolotl"`: `input_ids`, `attention_mask` (int8) and `labels`. For `"skyrl"` and
+            `"areal"`: `input_ids` and `loss_mask` (int8), which is 0 for the first token of each row.
 
         Raises:
             OptionError: A value is invalid.
             DataError: Files have other types in a column, and no type has all of its values.
         """
+        check_columns(trainer, list(CHATS), columns)
         if packing is None:
             if pack_length is not None:
                 raise OptionError("pack_length is for packs: pass packing too")
             first, lengths = self._kept
             whole = np.arange(len(self) + 1)
             plan = Plan(whole[:-1], first, lengths, whole)
-            return sft_reader(self._store.to_host(), plan, self.passed_through, columns)
+            names = columns if trainer == "trl" else []
+            return sft_reader(self._store.to_host(), plan, self.passed_through, names, trainer)
+        if trainer != "trl":
+            raise OptionError(f"packing={packing!r}: packs are for TRL; {trainer} packs rows itself")
         if columns:
             raise OptionError(f"columns={list(columns)!r}: a pack has several rows, so it has none of their columns")
         size = self.options.max_prompt_length if pack_length is None else pack_length

@@ -8,14 +8,15 @@ from typing import Any
 from gpuload.chats.load import load_chats
 from gpuload.export import check_destination, save_to_disk
 from gpuload.pairs.load import load_pairs
+from gpuload.stores import CHATS, PAIRS
 
-KINDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "sft": (load_chats, {}),
-    "packed": (load_chats, {"packing": "bfd"}),
-    "rm": (partial(load_pairs, objective="rm"), {}),
-    "dpo": (partial(load_pairs, objective="dpo"), {}),
+KINDS: dict[str, tuple[Callable[..., Any], dict[str, Any], Sequence[str]]] = {
+    "sft": (load_chats, {}, list(CHATS)),
+    "packed": (load_chats, {"packing": "bfd"}, ["trl"]),
+    "rm": (partial(load_pairs, objective="rm"), {}, ["trl"]),
+    "dpo": (partial(load_pairs, objective="dpo"), {}, PAIRS),
 }
-"""Kind → what loads the files, and how the rows are written."""
+"""Kind → what loads the files, how the rows are written, and for which trainers."""
 
 
 def export_files(
@@ -24,6 +25,7 @@ def export_files(
     splits: Mapping[str, Sequence[str]],
     tokenizer: Any,
     *,
+    trainer: str = "trl",
     columns: Sequence[str] | None = None,
     overwrite: bool = False,
     **options: Any,
@@ -34,6 +36,7 @@ def export_files(
         kind: one of `KINDS`.
         directory: where to write.
         splits: name → files.
+        trainer: one of those of the kind.
         columns, overwrite: of `save_to_disk`.
         **options: of the load.
 
@@ -41,10 +44,10 @@ def export_files(
         GpuloadError: the files cannot be loaded, or the directory cannot be written.
     """
     check_destination(directory, overwrite)  # before the work
-    load, more = KINDS[kind]
+    load, more, _ = KINDS[kind]
     datasets = {name: load(list(files), tokenizer, **options) for name, files in splits.items()}
     for name, dataset in datasets.items():
         print(f"{name}: {dataset.report}")
     more = more if columns is None else more | {"columns": list(columns)}
-    save_to_disk(datasets, directory, overwrite=overwrite, **more)
+    save_to_disk(datasets, directory, overwrite=overwrite, trainer=trainer, **more)
     print(f"written to {Path(directory).resolve()}")

@@ -122,6 +122,12 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     # Without defaults: an argument that was given without --export is an error.
     group = parser.add_argument_group("arguments of --export", argument_default=argparse.SUPPRESS)
     group.add_argument(
+        "--for",
+        dest="trainer",
+        metavar="TRAINER",
+        help="whose columns the rows have: trl (the default), llamafactory, axolotl, skyrl or areal",
+    )
+    group.add_argument(
         "--split",
         action="append",
         metavar="NAME=FILES",
@@ -134,11 +140,13 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--chat-template", metavar="FILE", help="instead of the tokenizer's own, a .jinja file or a name"
     )
-    group.add_argument("--columns", metavar="A,B", help="other columns to write (all; packs have none)")
+    group.add_argument("--columns", metavar="A,B", help="other columns to write, for trl (all; packs have none)")
     group.add_argument("--overwrite", action="store_true", help="replace DIR, if it was written by this command")
 
 
-_EXPORT_ONLY = ("split", "max_length", "overlong", "loss_on", "messages_key", "chat_template", "columns", "overwrite")
+_EXPORT_ONLY = (
+    *("trainer", "split", "max_length", "overlong", "loss_on", "messages_key", "chat_template", "columns", "overwrite"),
+)
 
 
 # Commands are imported when they run: `gpuload --help` does not wait for torch.
@@ -185,7 +193,8 @@ def _prepare(given: argparse.Namespace) -> int:
     if given.export:
         return _export(given, more)
     if more:
-        given.parser.error(f"--{next(iter(more)).replace('_', '-')} is an argument of --export")
+        name = "for" if "trainer" in more else next(iter(more)).replace("_", "-")
+        given.parser.error(f"--{name} is an argument of --export")
     if given.clear:
         clear_cache(given.cache_dir)
         return 0
@@ -212,6 +221,11 @@ def _export(given: argparse.Namespace, more: dict[str, Any]) -> int:
         given.parser.error(f"--export {kind}: expected one of {', '.join(KINDS)}")
     if given.clear or given.no_template or given.prompt_key != "prompt":
         given.parser.error("--clear, --no-template and --prompt-key are not for --export")
+    trainer = more.get("trainer", "trl")
+    if trainer not in KINDS[kind][2]:
+        given.parser.error(f"--for {trainer}: --export {kind} is for {', '.join(KINDS[kind][2])}")
+    if trainer != "trl" and "columns" in more:
+        given.parser.error(f"--columns is for --for trl: {trainer} reads no other columns")
     if kind in ("rm", "dpo") and {"loss_on", "messages_key"} & more.keys():
         given.parser.error("--loss-on and --messages-key are for sft and packed")
     splits = {"train": given.files} if given.files else {}

@@ -10,14 +10,16 @@ import torch
 
 from gpuload.arrays import Ragged
 from gpuload.dataset import PromptDataset, Row
+from gpuload.errors import OptionError
 from gpuload.lazy import LazyDict
 from gpuload.loader import PromptLoader
-from gpuload.options import Objective, Padding, Truncation
+from gpuload.options import Objective, Padding, Trainer, Truncation
 from gpuload.pairs.batches import PairBatches, RowSlices
 from gpuload.pairs.formats import LABELS, MARGIN
 from gpuload.pairs.parts import CHOSEN, COMPLETION, REJECTED, appended, selected, sequence, split
 from gpuload.pairs.store import part_sizes
 from gpuload.row_reader import lists, row_reader
+from gpuload.stores import CHATS, PAIRS, arrays, check_columns, fields
 
 Numbers = np.ndarray[Any, Any]
 
@@ -149,22 +151,29 @@ class PairDataset(PromptDataset):
 
         return frame_of(self.to_arrow().read_all())
 
-    def to_arrow(self, *, columns: Sequence[str] | None = None) -> pa.RecordBatchReader:
+    def to_arrow(self, *, columns: Sequence[str] | None = None, trainer: Trainer = "trl") -> pa.RecordBatchReader:
         """Return all rows as Arrow record batches, which are made one after the other.
 
         Args:
             columns: Which other columns of the files to add; None for all. `margin` is always added for `"rm"`.
+            trainer: Whose columns the rows have: `"trl"`, or for `"dpo"` also `"llamafactory"`.
 
         Returns:
-            The batches: the lists of a row, as lists of int32, `label` for `"kto"`, and the other columns.
+            The batches. For `"trl"`: the lists of a row, as lists of int32, `label` for `"kto"`, and the other columns.
+            For `"llamafactory"`: `input_ids` (int32), `attention_mask` (int8) and `labels` (int32) of both sequences,
+            truncated as in batches, with the prefixes `chosen_` and `rejected_`; `images`, `videos` and `audios`, which
+            are null; and no other columns.
 
         Raises:
             OptionError: A column does not exist.
             DataError: Files have other types in a column, and no type has all of its values.
         """
-        fields = [pa.field(name, pa.list_(pa.int32())) for name in self._ids(np.zeros(0, np.int64))]
+        check_columns(trainer, PAIRS, columns)
+        if trainer == "llamafactory":
+            return self._for_llamafactory()
+        own = [pa.field(name, pa.list_(pa.int32())) for name in self._ids(np.zeros(0, np.int64))]
         if self.objective == "kto":
-            fields.append(pa.field("label", pa.bool_()))
+            own.append(pa.field("label", pa.bool_()))
         if columns is not None and self.objective == "rm" and MARGIN in self.passed_through.names:
             columns = list(dict.fromkeys([*columns, MARGIN]))
 
@@ -172,7 +181,25 @@ class PairDataset(PromptDataset):
             made = [lists(ids.values, ids.offsets) for ids in self._ids(numbers).values()]
             return [*made, pa.array(self.labels[numbers])] if self.objective == "kto" else made
 
-        return row_reader(self._sizes.all, fields, make, self.passed_through, columns)
+        return row_reader(self._sizes.all, own, make, self.passed_through, columns)
+
+    def _for_llamafactory(self) -> pa.RecordBatchReader:
+        if self.objective != "dpo":
+            raise OptionError(
+                f"trainer='llamafactory' is for objective='dpo', not {self.objective!r}; its reward models are trained "
+                "on the same rows"
+            )
+        names = CHATS["llamafactory"]
+        own = [*fields(names, "chosen_"), *fields(names, "rejected_")]
+        own += [pa.field(name, pa.null()) for name in ("images", "videos", "audios")]
+
+        def make(numbers: Numbers) -> list[pa.Array]:
+            made: list[pa.Array] = []
+            for rows in self._truncated(numbers).values():
+                made += arrays(names, *split(rows), rows.offsets)
+            return [*made, *[pa.nulls(len(numbers))] * 3]
+
+        return row_reader(self._sizes.all, own, make, self.passed_through, [])
 
     def _ids(self, numbers: Numbers) -> dict[str, Ragged]:
         """The ids of B rows, by their names in a row."""
@@ -196,6 +223,13 @@ class PairDataset(PromptDataset):
         prompts = selected(rows, (rows.values & COMPLETION) == 0)
         mismatched = appended(prompts, selected(others, (others.values & COMPLETION) != 0))
         return {"completion": rows, "KL_completion": mismatched}
+
+    def _truncated(self, numbers: Numbers) -> dict[str, Ragged]:
+        """The sequences of B rows, of at most `max_length` tokens."""
+        # Completions of other rows are never dropped for their length: TRL truncates them at their end.
+        side: Truncation = "left" if self.options.truncation == "left" else "right"
+        limit = self.options.max_prompt_length
+        return {name: rows.truncate(limit, side) for name, rows in self._sequences(numbers).items()}
 
     def _partners(self, numbers: Numbers) -> Numbers:
         """(B,) rows whose completions other rows have as `KL_completion_ids`: the row before in its group of
@@ -221,16 +255,12 @@ class PairDataset(PromptDataset):
     def _taken(self, numbers: Numbers, padding: Padding) -> dict[str, torch.Tensor | Callable[[], list[Any]]]:
         columns = {name: cache(partial(self._column, name, numbers)) for name in self.passed_through.names}
         limit, slices = self.options.max_prompt_length, self._slices(numbers)
-        # Completions of other rows are never dropped for their length: TRL truncates them at their end.
-        side: Truncation = "left" if self.options.truncation == "left" else "right"
-        sequences = cache(partial(self._sequences, numbers))
+        sequences = cache(partial(self._truncated, numbers))
 
         def padded(*names: str) -> dict[str, torch.Tensor]:
             these = RowSlices.concatenate([slices[name] for name in names])
             width = limit if padding == "max_length" else min(limit, int(these.length.max(initial=0)))
-            return self._padded.padded(
-                these, lambda: Ragged.concatenate([sequences()[name].truncate(limit, side) for name in names]), width
-            )
+            return self._padded.padded(these, lambda: Ragged.concatenate([sequences()[name] for name in names]), width)
 
         if self.objective == "kto":
             tensors = padded("completion") | {f"KL_{name}": each for name, each in padded("KL_completion").items()}
