@@ -38,6 +38,33 @@ def offsets_of(lengths: Array) -> Array:
     return offsets
 
 
+def ranges(first: Array, lengths: Array, offsets: Array) -> Array:
+    """The numbers of n ranges, one range after the other.
+
+    Args:
+        first: (n,) int64, the first number of each range.
+        lengths: (n,) int64, how many numbers it has.
+        offsets: `offsets_of(lengths)`, which most callers need themselves.
+
+    Returns:
+        (offsets[-1],) int64.
+    """
+    xp = array_module(lengths)
+    # Number j of the result is in its range i at j - offsets[i]: it is j plus a shift that is the same for the range.
+    return xp.arange(int(offsets[-1]), dtype=np.int64) + xp.repeat(first - offsets[:-1], lengths)
+
+
+def count_in_rows(mask: Array, offsets: Array) -> Array:
+    """(n,) int64: how many values of each row are marked.
+
+    Args:
+        mask: (offsets[-1],) bool.
+        offsets: (n + 1,) where the rows begin.
+    """
+    counted = offsets_of(mask)
+    return counted[offsets[1:]] - counted[offsets[:-1]]
+
+
 @dataclass(frozen=True)
 class Ragged:
     """n rows of different lengths.
@@ -91,13 +118,9 @@ class Ragged:
         Args:
             rows: (m,) row numbers.
         """
-        xp = array_module(self.values)
         lengths = self.lengths[rows]
         offsets = offsets_of(lengths)
-        # Position j of the result is in its row i at j - offsets[i], so it comes from values[self.offsets[rows[i]] +
-        # j - offsets[i]]: j plus a shift that is the same for the whole row.
-        shift = xp.repeat(self.offsets[rows] - offsets[:-1], lengths)
-        return Ragged(self.values[xp.arange(int(offsets[-1]), dtype=np.int64) + shift], offsets)
+        return Ragged(self.values[ranges(self.offsets[rows], lengths, offsets)], offsets)
 
     def filter(self, keep: Array) -> "Ragged":
         """Some of the rows, in their order; several times as fast as `take`.

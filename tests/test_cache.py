@@ -222,7 +222,8 @@ def test_wrong_tokens_are_never_kept(
         return HostEncoder("wrong", encode)
 
     two = [gsm8k, write([user("not this"), user("alone")])]
-    options: dict[str, Any] = {"chat_template": "<|im_start|>{{ messages[0].content }}"}
+    # Every row is compared: a sample stops after a tenth of a second, which on a busy machine is the first file.
+    options: dict[str, Any] = {"chat_template": "<|im_start|>{{ messages[0].content }}", "verify": "full"}
     with monkeypatch.context() as patched:
         patched.setattr(cpu, "host_encoder", wrong)
         with pytest.warns(UserWarning, match="data.parquet row 1"):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
-from gpuload.arrays import Ragged, RowNumbers, offsets_of
+from gpuload.arrays import Ragged, RowNumbers, offsets_of, ranges
 from gpuload.loss import split
 from gpuload.options import Trainer
 from gpuload.packing import Plan
@@ -51,7 +51,6 @@ def pack_reader(ids: Ragged, plan: Plan) -> pa.RecordBatchReader:
 def _tokens(names: Sequence[str], ids: Ragged, plan: Plan) -> list[pa.Array]:
     """The tokens of a plan, in some columns: one list for each of its packs."""
     bounds = offsets_of(plan.lengths)
-    # Token j of the result is in its piece i at j - bounds[i], and comes from the place of the piece plus that.
-    shift = np.repeat(ids.offsets[plan.rows] + plan.first - bounds[:-1], plan.lengths)
-    tokens, loss = split(Ragged(ids.values[np.arange(bounds[-1]) + shift], bounds))
+    places = ranges(ids.offsets[plan.rows] + plan.first, plan.lengths, bounds)
+    tokens, loss = split(Ragged(ids.values[places], bounds))
     return arrays(names, tokens, loss, bounds[plan.offsets])

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gpuload.arrays import Ragged, offsets_of
+from gpuload.arrays import Ragged, offsets_of, ranges
 from gpuload.chats.batches import HostChatBatches
 from gpuload.chats.reference import ChatReference, messages_in
 from gpuload.engines.host.engine import HostEngine
@@ -158,8 +158,7 @@ class ChatEngine(HostEngine):
         bare, marked = split(ids)
         if self._reference.loss_on == "all":
             return _all_with_loss(bare)
-        position = np.arange(len(ids.values)) - np.repeat(ids.offsets[:-1], ids.lengths)
-        mask = position >= np.repeat(common_prefixes(bare, alone), ids.lengths)
+        mask = ids.positions >= np.repeat(common_prefixes(bare, alone), ids.lengths)
         return with_loss(bare, mask if self.program.answers is None else mask & marked.values)
 
 
@@ -188,9 +187,7 @@ def common_prefixes(ids: Ragged, others: Ragged) -> np.ndarray[Any, np.dtype[np.
     """(n,) int64: how many leading ids the rows of two columns have in common."""
     shorter = np.minimum(ids.lengths, others.lengths)
     bounds = offsets_of(shorter)
-    at = np.arange(bounds[-1]) - np.repeat(bounds[:-1], shorter)
-    one = ids.values[at + np.repeat(ids.offsets[:-1], shorter)]
-    other = others.values[at + np.repeat(others.offsets[:-1], shorter)]
+    one, other = (each.values[ranges(each.offsets[:-1], shorter, bounds)] for each in (ids, others))
     # The first difference at or after each row's beginning; `shorter` if it is not in the row.
     differing = np.append(np.flatnonzero(one != other), bounds[-1])
     first = differing[np.searchsorted(differing, bounds[:-1])]
@@ -215,9 +212,7 @@ def joined(prompts: pa.Array, completions: pa.Array) -> pa.Array:
     offsets = offsets_of(sizes[0] + sizes[1])
     starts = np.stack([bounds[0][:-1], bounds[1][:-1] + len(prompts.values)], axis=1).ravel()
     counts = np.stack(sizes, axis=1).ravel()
-    places = offsets_of(counts)
-    take = np.arange(places[-1]) + np.repeat(starts - places[:-1], counts)
-    taken = values.take(pa.array(take))
+    taken = values.take(pa.array(ranges(starts, counts, offsets_of(counts))))
     return pa.LargeListArray.from_arrays(pa.array(offsets), taken, mask=pa.array(~valid))
 
 

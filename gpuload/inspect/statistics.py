@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpuload.arrays import Ragged
+from gpuload.arrays import Ragged, count_in_rows
 from gpuload.chats.dataset import ChatDataset
 from gpuload.dataset import PromptDataset
 from gpuload.inspect.data import Kind, Opened
@@ -136,7 +136,8 @@ def statistics_of(opened: Opened, dataset: PromptDataset, with_samples: bool) ->
             _second_pass(opened, dataset, mask, counted)
             samples = _samples(TokenReader(opened.reference), dataset, mask, chosen, counted)
         if mask is not None:
-            loss, roles, unknown = _sums(mask), counted.tokens(), counted.rows_unknown
+            loss = count_in_rows(mask.values, mask.offsets)
+            roles, unknown = counted.tokens(), counted.rows_unknown
     by, names = _sources(dataset)
     return Statistics(
         opened.kind,
@@ -267,14 +268,6 @@ def _groups(lengths: Lengths, loss: Lengths | None, names: npt.NDArray[Any], alo
         some = names == name
         groups.append(LengthGroup(str(name), np.sort(lengths[some]), None if loss is None else int(loss[some].sum())))
     return groups
-
-
-def _sums(loss: Ragged) -> Lengths:
-    """(n,) tokens of each row with loss."""
-    total = np.zeros(len(loss.values) + 1, np.int64)
-    np.cumsum(loss.values, out=total[1:])
-    sums: Lengths = total[loss.offsets[1:]] - total[loss.offsets[:-1]]
-    return sums
 
 
 def _fill(lengths: Lengths, size: int) -> Fill:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuload.arrays import RowNumbers, offsets_of
+from gpuload.arrays import RowNumbers, offsets_of, ranges
 from gpuload.errors import OptionError
 
 
@@ -63,8 +63,7 @@ class Plan:
         start = self.offsets[chosen]
         count = self.offsets[chosen + 1] - start
         offsets = offsets_of(count)
-        # Piece j of the result is in its pack i at j - offsets[i]. No step takes time for packs that are not taken.
-        pieces = np.arange(offsets[-1]) + np.repeat(start - offsets[:-1], count)
+        pieces = ranges(start, count, offsets)  # no step takes time for packs that are not taken
         return Plan(self.rows[pieces], self.first[pieces], self.lengths[pieces], offsets)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuload.arrays import Array, Ragged, offsets_of
+from gpuload.arrays import Array, Ragged, count_in_rows, offsets_of, ranges
 
 CHOSEN = np.int32(1 << 30)
 """The bit of tokens that only the chosen sequence has."""
@@ -59,11 +59,10 @@ def appended(rows: Ragged, more: Ragged) -> Ragged:
     """(n,) rows, each followed by the row of the same number of others."""
     offsets = offsets_of(rows.lengths + more.lengths)
     values = np.empty(int(offsets[-1]), np.int32)
-    # The ids of row i move by as much as its beginning does; the others fill what is left, in the order of rows.
-    place = np.arange(len(rows.values)) + np.repeat(offsets[:-1] - rows.offsets[:-1], rows.lengths)
-    left = np.ones(len(values), bool)
-    left[place] = False
-    values[place], values[left] = rows.values, more.values
+    place = ranges(offsets[:-1], rows.lengths, rows.offsets)
+    others = np.ones(len(values), bool)  # the other places, in the order of rows
+    others[place] = False
+    values[place], values[others] = rows.values, more.values
     return Ragged(values, offsets)
 
 
@@ -72,7 +71,7 @@ def sequence(rows: Ragged, other: np.int32) -> Ragged:
 
     Args:
         rows: n rows with bits.
-        other: `CHOSEN` or `REJECTED`: the sequence that is left out.
+        other: `CHOSEN` or `REJECTED`: the sequence that is not wanted.
     """
     kept = selected(rows, (rows.values & other) == 0)
     return Ragged(kept.values & (_IDS | COMPLETION), kept.offsets)
@@ -89,14 +88,13 @@ def selected(rows: Ragged, mask: np.ndarray[Any, np.dtype[np.bool_]]) -> Ragged:
     Args:
         mask: one bool per id.
     """
-    counted = np.zeros(len(rows.values) + 1, np.int64)
-    np.cumsum(mask, out=counted[1:])
-    return Ragged(rows.values[mask], counted[rows.offsets])
+    return Ragged(rows.values[mask], offsets_of(mask)[rows.offsets])
 
 
 def counts(rows: Ragged) -> tuple[Array, Array, Array]:
     """How many ids of each row have `CHOSEN`, `REJECTED` and `COMPLETION`: (n,) each, in the memory of the rows."""
-    chosen, rejected, completion = (_counted(rows, (rows.values & bit) != 0) for bit in (CHOSEN, REJECTED, COMPLETION))
+    masks = ((rows.values & bit) != 0 for bit in (CHOSEN, REJECTED, COMPLETION))
+    chosen, rejected, completion = (count_in_rows(mask, rows.offsets) for mask in masks)
     return chosen, rejected, completion
 
 
@@ -105,15 +103,9 @@ def completion_tokens(rows: Ragged, other: np.int32) -> Array:
 
     Args:
         rows: n rows with bits.
-        other: `CHOSEN` or `REJECTED`: the sequence that is left out; 0 for rows that are not pairs.
+        other: `CHOSEN` or `REJECTED`: the sequence that is not wanted; 0 for rows that are not pairs.
     """
-    return _counted(rows, (rows.values & (COMPLETION | other)) == COMPLETION)
-
-
-def _counted(rows: Ragged, mask: Array) -> Array:
-    """(n,) how many ids of each row are in a mask."""
-    counted = offsets_of(mask)
-    return counted[rows.offsets[1:]] - counted[rows.offsets[:-1]]
+    return count_in_rows((rows.values & (COMPLETION | other)) == COMPLETION, rows.offsets)
 
 
 def equal_pairs(rows: Ragged) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gpuload.arrays import offsets_of, ranges
 from gpuload.tokenizer.hash_tables import (
     EMPTY,
     SHORT,
@@ -93,7 +94,7 @@ def build_tables(spec: BpeSpec) -> MergeTables:
     tables = without_words(*pair_table(spec), byte_ids)
     if not spec.ignore_merges:
         reachable = reachable_entries(*merge(tables, flat, offsets), ids)
-        flat, offsets, ids = _take(flat, offsets, reachable), _offsets(lengths[reachable]), ids[reachable]
+        flat, offsets, ids = _take(flat, offsets, reachable), offsets_of(lengths[reachable]), ids[reachable]
     return with_words(tables, flat, offsets, ids)
 
 
@@ -126,7 +127,7 @@ def with_words(tables: MergeTables, flat: Bytes, offsets: Offsets, ids: Ids) -> 
     """
     lengths = np.diff(offsets)
     long = np.flatnonzero(lengths > SHORT)
-    long_bytes, long_offsets = _take(flat, offsets, long), _offsets(lengths[long])
+    long_bytes, long_offsets = _take(flat, offsets, long), offsets_of(lengths[long])
     hashes = hash_bytes(long_bytes, long_offsets)
     number = np.arange(len(hashes), dtype=np.uint64)
     tag = hashes >> np.uint64(32) << np.uint64(32)  # the half of the hash that does not select the slot
@@ -145,7 +146,7 @@ def _short_words(flat: Bytes, offsets: Offsets, ids: Ids) -> npt.NDArray[np.uint
     lengths = np.diff(offsets)
     short = np.flatnonzero(lengths <= SHORT)
     short = short[np.argsort(ids[short], kind="stable")]
-    keys = padded_words(_take(flat, offsets, short), _offsets(lengths[short]))
+    keys = padded_words(_take(flat, offsets, short), offsets_of(lengths[short]))
     number = fill(np.arange(len(short), dtype=np.uint64), hash_words(keys))  # of the word in each slot
     used = np.flatnonzero(number != EMPTY)
     which = number[used].astype(np.int64)
@@ -165,13 +166,13 @@ def _entries(spec: BpeSpec) -> tuple[Bytes, Offsets, Ids]:
     alphabet = np.full(0x110000, -1, np.int16)
     alphabet[[ord(letter) for letter in byte_letters()]] = np.arange(256)
     flat = alphabet[letters]
-    offsets = _offsets(lengths)
+    offsets = offsets_of(lengths)
     # foreign[i]: number of foreign letters before letter i. An entry has none if it is equal at its start and end.
     foreign = np.zeros(len(flat) + 1, np.int64)
     np.cumsum(flat < 0, out=foreign[1:])
     usable = np.flatnonzero(foreign[offsets[1:]] == foreign[offsets[:-1]])
     ids = np.fromiter((spec.vocab[entry] for entry in entries), np.int32, len(entries))
-    return _take(flat, offsets, usable).astype(np.uint8), _offsets(lengths[usable]), ids[usable]
+    return _take(flat, offsets, usable).astype(np.uint8), offsets_of(lengths[usable]), ids[usable]
 
 
 def pair_table(spec: BpeSpec) -> tuple[npt.NDArray[np.uint64], Ids]:
@@ -270,7 +271,7 @@ def merge_symbols(
         return np.zeros(0, np.int32), np.zeros(count + 1, np.int64)
     symbols, row = (np.concatenate(parts) for parts in zip(*done, strict=True))
     order = np.argsort(row, kind="stable")
-    return symbols[order].astype(np.int32), _offsets(np.bincount(row, minlength=count))
+    return symbols[order].astype(np.int32), offsets_of(np.bincount(row, minlength=count))
 
 
 def _ranks_at(
@@ -283,15 +284,9 @@ def _ranks_at(
     return ranks
 
 
-def _offsets(lengths: npt.NDArray[Any]) -> Offsets:
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
-
-
 def _take(flat: npt.NDArray[Any], offsets: Offsets, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """The values of some rows of a ragged array, end to end."""
     lengths = offsets[rows + 1] - offsets[rows]
-    starts = _offsets(lengths)
-    taken: npt.NDArray[Any] = flat[np.arange(starts[-1]) + np.repeat(offsets[rows] - starts[:-1], lengths)]
+    starts = offsets_of(lengths)
+    taken: npt.NDArray[Any] = flat[ranges(offsets[rows], lengths, starts)]
     return taken

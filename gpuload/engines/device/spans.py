@@ -4,7 +4,7 @@ Where the tokens of a text lie end to end in it, the token of a character is a s
 
     1. look the length of each id up in the table of the tokenizer's tokens; a prefix sum gives each token its place
     2. a kernel compares the bytes of each token with the text at its place
-    3. a kernel marks the tokens of answers in the texts in which all tokens match and nothing is left over
+    3. a kernel marks the tokens of answers in the texts in which all tokens match and cover the whole text
 
 All other texts with answers go to `TokenSpans` on the host: those that the tokenizer normalizes or drops parts of, and
 all texts of a tokenizer that is not known to lay its tokens end to end.
@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gpuload.arrays import Array, Ragged, RowNumbers, offsets_of, on_host
+from gpuload.arrays import Array, Ragged, offsets_of, on_host, ranges
 from gpuload.engines.device.kernels import Kernels
 from gpuload.engines.device.render import DeviceText
 from gpuload.engines.device.texts import DeviceTexts
@@ -105,19 +105,13 @@ class DeviceTokenSpans:
         texts = DeviceTexts(self._kernels).bytes_at(text.column, at.tolist())
         first, start, end, offsets = map(on_host, (answers.first, answers.start, answers.end, ids.offsets))
         counts, lengths = (bounds[at + 1] - bounds[at] for bounds in (first, offsets))
-        answer, token = _ranges(first[at], counts), _ranges(offsets[at], lengths)
-        own = Ragged(on_host(ids.values[xp.asarray(token)]), offsets_of(lengths))
+        own_offsets = offsets_of(lengths)
+        answer, token = ranges(first[at], counts, offsets_of(counts)), ranges(offsets[at], lengths, own_offsets)
+        own = Ragged(on_host(ids.values[xp.asarray(token)]), own_offsets)
         column = pa.array([raw.decode() for raw in texts], pa.large_string())
         mask = self._host.mask(column, own, np.repeat(np.arange(len(at)), counts), start[answer], end[answer])
         marked, values = xp.asarray(token[mask]), ids.values
         values[marked] |= LOSS
-
-
-def _ranges(begins: RowNumbers, counts: RowNumbers) -> RowNumbers:
-    """The numbers from each begin on, as many as the counts say, one after the other."""
-    offsets = offsets_of(counts)
-    numbers: RowNumbers = np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], counts)
-    return numbers
 
 
 def _to_device(kernels: Kernels, table: TokenBytes) -> _Table:

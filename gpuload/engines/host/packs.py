@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpuload.arrays import Ragged, offsets_of
+from gpuload.arrays import Ragged, offsets_of, ranges
 from gpuload.packing import Plan
 
 IGNORED = -100  # the label of tokens without loss; `ignore_index` of torch's cross_entropy
@@ -28,10 +28,8 @@ def packed(ids: Ragged, mask: np.ndarray[Any, Any], plan: Plan, packs: Any) -> d
     """
     pieces = plan.take(packs)
     bounds = offsets_of(pieces.lengths)
-    count = np.arange(bounds[-1])
-    # Token j of the batch is in its piece i at j - bounds[i], and comes from the place of the piece plus that.
-    places = count + np.repeat(ids.offsets[pieces.rows] + pieces.first - bounds[:-1], pieces.lengths)
-    made = np.empty((3, 1, len(count)), np.int64)
+    places = ranges(ids.offsets[pieces.rows] + pieces.first, pieces.lengths, bounds)
+    made = np.empty((3, 1, len(places)), np.int64)
     tokens = ids.values.take(places)
     made[0] = tokens
     # Arithmetic takes the same time for every mask; a choice is several times slower for one that often changes.
@@ -39,7 +37,7 @@ def packed(ids: Ragged, mask: np.ndarray[Any, Any], plan: Plan, packs: Any) -> d
     tokens *= mask.take(places)
     np.add(tokens, IGNORED, out=made[1, 0])
     made[1, 0, bounds[:-1]] = IGNORED
-    np.subtract(count, np.repeat(bounds[:-1], pieces.lengths), out=made[2, 0])
+    np.subtract(np.arange(len(places)), np.repeat(bounds[:-1], pieces.lengths), out=made[2, 0])
     number = np.repeat(np.arange(len(pieces.rows), dtype=np.int32), pieces.lengths)[None]
     return as_batch(
         torch.from_numpy(made).unbind(0), torch.from_numpy(number), torch.from_numpy(bounds.astype(np.int32)), pieces
