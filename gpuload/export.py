@@ -137,7 +137,7 @@ def _write(
     options: Mapping[str, Any],
 ) -> None:
     readers = {name: dataset.to_arrow(**options) for name, dataset in splits.items()}
-    schemas = {name: _features(reader.schema, datasets).arrow_schema for name, reader in readers.items()}
+    schemas = {name: features_of(reader.schema, datasets).arrow_schema for name, reader in readers.items()}
     digests = {name: _digest(dataset.fingerprint, options) for name, dataset in splits.items()}
     _save_empty(schemas, digests, made, datasets)
     about = {}
@@ -153,7 +153,7 @@ def _digest(*parts: Any) -> str:
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
 
 
-def _features(schema: pa.Schema, datasets: Any) -> Any:
+def features_of(schema: pa.Schema, datasets: Any) -> Any:
     """The types of `datasets` for some columns. JSON becomes text."""
     features: dict[str, Any] = {}
     for field in schema:

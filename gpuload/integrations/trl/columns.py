@@ -1,0 +1,93 @@
+"""Columns of token ids: Arrow lists in chunks, whose offsets have 32 bits, and `Ragged` rows."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from gpuload.arrays import Ragged, RowNumbers, offsets_of
+from gpuload.pairs.parts import appended
+from gpuload.row_reader import lists, parts
+from gpuload.sources.types import is_messages, is_text
+
+
+def ragged_of(column: pa.ChunkedArray) -> Ragged:
+    """Rows of a column of lists of integers without nulls."""
+    chunks = [chunk for chunk in column.chunks if len(chunk)]
+    lengths = [pc.list_value_length(chunk).to_numpy() for chunk in chunks]
+    values = [chunk.flatten().to_numpy() for chunk in chunks]
+    none = [np.zeros(0, np.int32)]  # there may be no chunks
+    return Ragged(np.concatenate(none + values), offsets_of(np.concatenate(none + lengths)))
+
+
+def column_of(rows: Ragged) -> pa.ChunkedArray:
+    """The reverse: lists of int32."""
+    pieces = [rows.take(numbers) for numbers in parts(rows.lengths)]
+    return pa.chunked_array([lists(piece.values, piece.offsets) for piece in pieces], pa.list_(pa.int32()))
+
+
+def any_of(rows: Ragged, mask: np.ndarray) -> np.ndarray:
+    """(n,) bool: rows of which a value is marked.
+
+    Args:
+        mask: one bool per value.
+    """
+    counted = np.zeros(len(rows.values) + 1, np.int64)
+    np.cumsum(mask, out=counted[1:])
+    found: np.ndarray = counted[rows.offsets[1:]] > counted[rows.offsets[:-1]]
+    return found
+
+
+def partners(rows: int, group: int, processes: int) -> RowNumbers:
+    """(rows,) whose completions other rows get in TRL's KTO: of the row before in its group, and for the first row of
+    a group of its last one.
+
+    Args:
+        group: rows of a group.
+        processes: `datasets` gives each a run of consecutive rows, the first ones one row more. Groups begin anew.
+    """
+    number = np.arange(rows)
+    starts = offsets_of(np.array([len(part) for part in np.array_split(number, processes)]))
+    share = np.searchsorted(starts, number, side="right") - 1
+    first = number - (number - starts[share]) % group
+    last = np.minimum(first + group, starts[share + 1]) - 1
+    return np.where(number == first, last, number - 1)
+
+
+def picked(table: pa.Table, rows: Sequence[int]) -> pa.Table:
+    """A few rows. `Table.take` would join the chunks of the whole table first."""
+    return pa.concat_tables([table.slice(row, 1) for row in rows])
+
+
+def are_messages(kind: pa.DataType) -> bool:
+    """Whether values of a type are messages whose content is text."""
+    fields = {field.name: field.type for field in kind.value_type} if is_messages(kind) else {}
+    return "role" in fields and "content" in fields and is_text(fields["content"])
+
+
+def prefixed(prompts: pa.ChunkedArray, answers: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Prompts, each followed by its answer. Both are texts or messages."""
+    if is_text(answers.type):
+        return pc.binary_join_element_wise(prompts.cast(answers.type), answers, pa.scalar("", answers.type))
+    first, then = prompts.combine_chunks(), answers.combine_chunks()
+    messages = pa.concat_arrays([first.flatten().cast(answers.type.value_type), then.flatten()])
+    # Rows of the numbers of messages; those of answers come after all prompts.
+    bounds = [offsets_of(pc.list_value_length(part).to_numpy()) for part in (first, then)]
+    number = np.arange(len(messages), dtype=np.int32)
+    split = int(bounds[0][-1])
+    both = appended(Ragged(number[:split], bounds[0]), Ragged(number[split:], bounds[1]))
+    lists_of = pa.LargeListArray if pa.types.is_large_list(answers.type) else pa.ListArray
+    offsets = pa.array(both.offsets, pa.int64() if lists_of is pa.LargeListArray else pa.int32())
+    return pa.chunked_array([lists_of.from_arrays(offsets, messages.take(pa.array(both.values)))])
+
+
+def with_eos(table: pa.Table, names: Sequence[str], eos: str) -> pa.Table:
+    """The same rows, with the EOS token after each text of some columns that does not end with it."""
+    for name in names:
+        column = table[name]
+        token = pa.scalar(eos, column.type)
+        ended = pc.binary_join_element_wise(column, token, pa.scalar("", column.type))
+        whole = pc.if_else(pc.ends_with(column, eos), column, ended)
+        table = table.set_column(table.schema.get_field_index(name), table.schema.field(name), whole)
+    return table

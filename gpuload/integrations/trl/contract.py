@@ -1,0 +1,53 @@
+"""The supported version of TRL, and what the trainers here use of it that is private.
+
+`_prepare_dataset` may change in any release. Names and parameters are checked at import; what the method makes of
+rows is checked at each preparation, on a sample.
+"""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+
+SUPPORTED = "1.16"
+
+_SHARED = ("self", "dataset", "processing_class", "args", "dataset_name")
+PARAMETERS = {
+    "SFTTrainer": (*_SHARED[:4], "packing", "formatting_func", "dataset_name"),
+    "DPOTrainer": _SHARED,
+    "RewardTrainer": _SHARED,
+    "KTOTrainer": _SHARED,
+}
+"""Trainer → the parameters of its `_prepare_dataset`."""
+
+_FUNCTIONS = {
+    "trl.data_utils": ("extract_prompt", "pack_dataset", "unpair_preference_dataset"),
+    "trl.trainer.utils": ("global_then_local_main_first",),
+}
+
+MODULES = ("trl", *_FUNCTIONS)
+
+
+def contract_problem(version: str, modules: Mapping[str, Any]) -> str | None:
+    """Why this TRL is not supported; None if it is.
+
+    Args:
+        version: of TRL.
+        modules: name → module, for each of `MODULES`.
+    """
+    try:
+        if Version(version).release[:2] != Version(SUPPORTED).release:
+            return f"TRL {version} is installed"
+    except InvalidVersion:
+        return f"TRL {version} is installed"
+    for trainer, expected in PARAMETERS.items():
+        method = getattr(getattr(modules["trl"], trainer, None), "_prepare_dataset", None)
+        found = tuple(inspect.signature(method).parameters) if method else ()
+        if found != expected:
+            return f"{trainer}._prepare_dataset has the parameters {', '.join(found) or '(none)'}"
+    for module, names in _FUNCTIONS.items():
+        for name in names:
+            if not hasattr(modules[module], name):
+                return f"{module} has no {name}"
+    return None

@@ -1,0 +1,114 @@
+"""Data of TRL's trainers for preferences: `DPOTrainer`, `RewardTrainer` and `KTOTrainer`."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from trl.data_utils import extract_prompt, unpair_preference_dataset
+
+from gpuload.integrations.trl.columns import are_messages, column_of, partners, prefixed, ragged_of, with_eos
+from gpuload.integrations.trl.preparation import NO_LIMIT, Call, Steps, joined, logger, whole
+from gpuload.options import Objective
+from gpuload.pairs.dataset import PairDataset
+from gpuload.pairs.load import load_pairs
+from gpuload.sources.types import is_text
+
+_TOKENS = {
+    "dpo": ["prompt_ids", "chosen_ids", "rejected_ids"],
+    "rm": ["chosen_ids", "rejected_ids"],
+    "kto": ["prompt_ids", "completion_ids"],
+}
+
+
+def _unsupported(objective: Objective, call: Call, schema: pa.Schema) -> str | None:
+    names = set(schema.names)
+    answers = ["completion"] if objective == "kto" and "chosen" not in names else ["chosen", "rejected"]
+    needed = [*answers, *(["label"] if answers == ["completion"] else [])]
+    if missing := [name for name in needed if name not in names]:
+        return f"it has no column {missing[0]}"
+    if extra := sorted(names & ({"messages", "conversations", "chosen", "rejected", "completion"} - set(answers))):
+        return f"it has a column {extra[0]} too"
+    if "prompt" not in names and answers == ["completion"]:
+        return "it has no column prompt"
+    kinds = [schema.field(name).type for name in (*({"prompt"} & names), *answers)]
+    if not (all(map(are_messages, kinds)) or all(map(is_text, kinds))):
+        return "prompts and answers are neither all text nor all messages with text"
+    if getattr(call.args, "precompute_ref_log_probs", False):
+        return "precompute_ref_log_probs needs the dataset in a file"
+    return None
+
+
+def _explicit(objective: Objective, call: Call, dataset: Any) -> Any:
+    """Rows with prompts; for KTO, with one answer each. TRL's functions do this row by row."""
+    settings = {"num_proc": call.args.dataset_num_proc}
+    if objective != "rm" and "prompt" not in dataset.column_names:
+        dataset = dataset.map(extract_prompt, desc=f"Extracting prompt from {call.name} dataset", **settings)
+    if objective == "kto" and "chosen" in dataset.column_names:
+        dataset = unpair_preference_dataset(dataset, desc=f"Unpairing {call.name} dataset", **settings)
+    return dataset
+
+
+def _tokenized(objective: Objective, call: Call, table: pa.Table) -> tuple[pa.Table, PairDataset]:
+    answers = ["completion"] if objective == "kto" else ["chosen", "rejected"]
+    names = [*answers, *({"prompt"} & set(table.column_names))]
+    read = names + (["label"] if objective == "kto" else [])
+    if is_text(table.schema.field(answers[0]).type):
+        table = with_eos(table, answers, call.tokenizer.eos_token)
+    else:
+        read += {"tools"} & set(table.column_names)
+    loaded = load_pairs(table.select(read), call.tokenizer, objective=objective, max_length=NO_LIMIT)
+    if objective == "rm" and "prompt" in names:  # TRL puts them in front of the answers
+        for name in answers:
+            place = table.schema.get_field_index(name)
+            table = table.set_column(place, name, prefixed(table["prompt"], table[name]))
+    return joined(table, whole(table, loaded).select(_TOKENS[objective])), loaded
+
+
+def _finished(objective: Objective, call: Call, table: pa.Table) -> pa.Table:
+    """Drops rows that are too long, by the rule of each trainer."""
+    limit = call.args.max_length
+    if limit is None or (objective == "dpo" and call.args.truncation_mode != "keep_start"):
+        return table
+    lengths = {name: ragged_of(table[name]).lengths for name in _TOKENS[objective]}
+    if objective == "rm":
+        return table.filter(pa.array(np.maximum(lengths["chosen_ids"], lengths["rejected_ids"]) <= limit))
+    return table.filter(pa.array(lengths["prompt_ids"] < limit))
+
+
+def _with_kl(call: Call, table: pa.Table, processes: int) -> pa.Table:
+    """Rows with the completions of other rows, if the loss needs them."""
+    if not call.trainer.calculate_KL:
+        return table
+    others = partners(len(table), call.args.per_device_train_batch_size, max(1, min(processes, len(table))))
+    return table.append_column("KL_completion_ids", column_of(ragged_of(table["completion_ids"]).take(others)))
+
+
+def _balanced(call: Call, dataset: Any) -> Any:
+    """Warns of weights that do not balance the labels, as TRL does for the rows that are trained on."""
+    desirable = int(np.sum(dataset.with_format("numpy")["label"][:]))
+    counts = max(desirable, 1), max(len(dataset) - desirable, 1)
+    weights = call.trainer.desirable_weight, call.trainer.undesirable_weight
+    ratio = counts[0] * weights[0] / (counts[1] * weights[1])
+    if call.name == "train" and counts[0] != counts[1] and not 1 <= round(ratio, 2) <= 1.33:
+        logger.warning(
+            "gpuload: %d rows are desirable and %d are not: set desirable_weight or undesirable_weight so that the "
+            "first number times its weight is 1 to 1.33 times the second number times its weight",
+            *counts,
+        )
+    return dataset
+
+
+def _steps(objective: Objective) -> Steps:
+    return Steps(
+        unsupported=partial(_unsupported, objective),
+        explicit=partial(_explicit, objective),
+        tokenized=partial(_tokenized, objective),
+        finished=partial(_finished, objective),
+        completed=_with_kl if objective == "kto" else lambda call, table, processes: table,
+        packed=_balanced if objective == "kto" else lambda call, dataset: dataset,
+        sampled={},
+    )
+
+
+DPO, RM, KTO = _steps("dpo"), _steps("rm"), _steps("kto")

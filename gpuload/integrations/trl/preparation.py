@@ -1,0 +1,191 @@
+"""What TRL's `_prepare_dataset` does with a dataset, by columns.
+
+    1. Prompts are extracted and pairs become single rows, by TRL's own functions.
+    2. TRL prepares a sample of the rows, neither truncated nor packed. It has the columns and types of the result.
+    3. `load_chats` or `load_pairs` tokenizes all rows. Those of the sample must equal TRL's.
+    4. Rows are truncated, dropped, packed and shuffled as the configuration says.
+
+The steps that differ between trainers are in `Steps`. A dataset that one of them does not support is prepared by TRL.
+"""
+
+import copy
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from datasets import Dataset
+from datasets.fingerprint import Hasher
+from datasets.table import InMemoryTable
+from transformers import PreTrainedTokenizerBase
+from trl.trainer.utils import global_then_local_main_first
+
+from gpuload.chats.dataset import ChatDataset
+from gpuload.errors import DataError, GpuloadError
+from gpuload.integrations.trl.columns import picked
+from gpuload.pairs.dataset import PairDataset
+
+NO_LIMIT = 1 << 30
+"""More tokens than a row has: nothing is truncated or dropped while rows are tokenized."""
+
+_SAMPLE = 16
+_MADE = frozenset(
+    "input_ids labels assistant_masks completion_mask prompt_ids chosen_ids rejected_ids completion_ids "
+    "KL_completion_ids chosen_input_ids rejected_input_ids".split()
+)
+
+logger = logging.getLogger("gpuload.integrations.trl")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of `_prepare_dataset`.
+
+    Attributes:
+        trainer: whose method is called.
+        stock: the method of TRL's class.
+        given: parameter → argument.
+    """
+
+    trainer: Any
+    stock: Callable[..., Any]
+    given: Mapping[str, Any]
+
+    @property
+    def args(self) -> Any:
+        return self.given["args"]
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.given["processing_class"]
+
+    @property
+    def name(self) -> str:
+        return str(self.given["dataset_name"])
+
+    def by_trl(self, **changed: Any) -> Any:
+        return self.stock(**{**self.given, **changed})
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How a trainer's data is prepared.
+
+    Attributes:
+        unsupported: call, types of the columns → why TRL has to prepare the data; None if it need not.
+        explicit: call, dataset → the dataset whose rows are tokenized.
+        tokenized: call, n rows → the same rows with their tokens, and what has tokenized them.
+        finished: call, rows with tokens → those that are kept, truncated.
+        completed: call, kept rows, number of processes that TRL would use → with the columns that depend on other rows.
+        packed: call, dataset → what is trained on.
+        sampled: arguments that TRL gets for the sample.
+    """
+
+    unsupported: Callable[[Call, pa.Schema], str | None]
+    explicit: Callable[[Call, Any], Any]
+    tokenized: Callable[[Call, pa.Table], tuple[pa.Table, ChatDataset | PairDataset]]
+    finished: Callable[[Call, pa.Table], pa.Table]
+    completed: Callable[[Call, pa.Table, int], pa.Table]
+    packed: Callable[[Call, Any], Any]
+    sampled: Mapping[str, Any]
+
+
+def prepare(call: Call, steps: Steps) -> Any:
+    """Prepares a dataset as TRL does.
+
+    All ranks take the same way, because it depends on the data and the configuration only. No exception may leave
+    `global_then_local_main_first` on the main process, as the other ranks would wait forever.
+    """
+    dataset = call.given["dataset"]
+    why = _unsupported(call) or steps.unsupported(call, dataset.features.arrow_schema)
+    if why is None:
+        with global_then_local_main_first():
+            dataset = steps.explicit(call, dataset)
+        rows = np.unique(np.linspace(0, len(dataset) - 1, _SAMPLE).astype(np.int64)).tolist()
+        # A copy in memory: TRL's steps would write those of a file to the cache of datasets.
+        few = dataset_of(dataset.select(rows).with_format("arrow")[:], dataset, dataset.features, "sample")
+        plain = copy.copy(call.args)
+        plain.max_length, plain.dataset_num_proc, plain.shuffle_dataset = None, None, False
+        changed = {"dataset": few, "args": plain, "dataset_name": f"{call.name} (sample)", **steps.sampled}
+        expected = call.by_trl(**changed)
+        with global_then_local_main_first():
+            made = _made(call, steps, dataset, rows, expected)
+        if not isinstance(made, str):
+            return made
+        why = made
+    logger.warning("gpuload: TRL prepares the %s dataset itself: %s", call.name, why)
+    return call.by_trl()
+
+
+def _made(call: Call, steps: Steps, dataset: Any, rows: list[int], expected: Any) -> Any:
+    """The prepared dataset, or why there is none.
+
+    Args:
+        rows: of the sample.
+        expected: the sample as TRL prepares it.
+    """
+    names, features, args = expected.column_names, expected.features, call.args
+    schema = features.arrow_schema
+    try:
+        table, loaded = steps.tokenized(call, dataset.with_format("arrow")[:])
+        found = steps.completed(call, picked(table, rows), 1)
+        if unknown := sorted(set(names) - set(found.column_names)):
+            return f"TRL makes a column {unknown[0]}"
+        if not found.select(names).cast(schema).equals(expected.with_format("arrow")[:].cast(schema)):
+            return "its rows of a sample differ from those of load_chats and load_pairs"
+        table = steps.finished(call, table)
+        table = steps.completed(call, table, args.dataset_num_proc or 1).select(names).cast(schema)
+    except (GpuloadError, pa.ArrowInvalid) as error:
+        return str(error)
+    about = [dataset._fingerprint, loaded.fingerprint, args.max_length, getattr(args, "truncation_mode", None), names]
+    return steps.packed(call, dataset_of(table, dataset, features, Hasher.hash(about)))
+
+
+def dataset_of(table: pa.Table, like: Any, features: Any, fingerprint: str) -> Any:
+    """A dataset over a table, without copying it.
+
+    Args:
+        like: the dataset that it is made of.
+    """
+    info = like.info.copy()
+    info.features = features
+    return Dataset(InMemoryTable(table), info=info, split=like.split, fingerprint=fingerprint)
+
+
+def whole(table: pa.Table, loaded: ChatDataset | PairDataset) -> pa.Table:
+    """The tokens of all rows.
+
+    Raises:
+        DataError: rows were dropped, which TRL keeps or raises an error for.
+    """
+    if len(loaded) < len(table):
+        reason, count = max(loaded.report.rejected.items(), key=lambda item: item[1])
+        raise DataError(f"{count:,} of {len(table):,} rows cannot be tokenized: {reason}")
+    return loaded.to_arrow(columns=[]).read_all()
+
+
+def joined(table: pa.Table, tokens: pa.Table) -> pa.Table:
+    """Rows with their tokens."""
+    for name in tokens.column_names:
+        table = table.append_column(name, tokens[name])
+    return table
+
+
+def _unsupported(call: Call) -> str | None:
+    dataset = call.given["dataset"]
+    if not isinstance(dataset, Dataset):
+        return "it is read as a stream"
+    columns = set(dataset.column_names)
+    if not len(dataset):
+        return "it has no rows"
+    if dataset.format["type"] is not None or set(dataset.format["columns"]) != columns:
+        return "it has a format or a transform"
+    if not isinstance(call.tokenizer, PreTrainedTokenizerBase):
+        return f"{type(call.tokenizer).__name__} is a processor, not a tokenizer"
+    if made := sorted(columns & _MADE):
+        return f"it is tokenized already: it has a column {made[0]}"
+    if found := sorted(columns & {"image", "images", "chat_template_kwargs"}):
+        return f"a column {found[0]} is not supported"
+    return None

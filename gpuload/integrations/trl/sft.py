@@ -1,0 +1,109 @@
+"""Data of TRL's `SFTTrainer`."""
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from trl.data_utils import pack_dataset
+
+from gpuload.arrays import Ragged
+from gpuload.chats.dataset import ChatDataset
+from gpuload.chats.load import load_chats
+from gpuload.engines.host.packs import IGNORED
+from gpuload.integrations.trl.columns import any_of, are_messages, column_of, ragged_of, with_eos
+from gpuload.integrations.trl.preparation import NO_LIMIT, Call, Steps, joined, whole
+from gpuload.options import LossOn, Truncation
+from gpuload.sources.types import is_text
+
+_TOKENS = ["input_ids", "labels"]
+_KEPT: dict[str, Truncation] = {"keep_start": "right", "keep_end": "left"}
+
+
+def _unsupported(call: Call, schema: pa.Schema) -> str | None:
+    args = call.args
+    if call.given["formatting_func"] is not None:
+        return "formatting_func is set"
+    if call.given["packing"] and args.max_length is None:
+        return "packing needs max_length"
+    if args.truncation_mode not in _KEPT:
+        return f"truncation_mode={args.truncation_mode!r} is not supported"
+    names = _columns(call, schema.names)
+    if not names:
+        return f"its columns are {', '.join(schema.names)}"
+    kinds = [schema.field(name).type for name in names]
+    if not (all(map(are_messages, kinds)) or (all(map(is_text, kinds)) and names != ["messages"])):
+        return f"{' and '.join(names)} are neither texts nor messages with text"
+    if args.assistant_only_loss and names != ["messages"] and not call.trainer.completion_only_loss:
+        return "assistant_only_loss without completion_only_loss is not supported for prompts with completions"
+    return None
+
+
+def _columns(call: Call, names: list[str]) -> list[str]:
+    """The columns that TRL tokenizes; none if that is not clear."""
+    text = call.args.dataset_text_field
+    found = {"prompt", "completion", "messages", "conversations", "chosen", "rejected", text} & set(names)
+    choices = [["messages"], ["prompt", "completion"], [text]]
+    return next((choice for choice in choices if set(choice) == found), [])
+
+
+def _tokenized(call: Call, table: pa.Table) -> tuple[pa.Table, ChatDataset]:
+    names = _columns(call, table.column_names)
+    loss_on: LossOn = "completion" if len(names) == 2 else "all"
+    if call.args.assistant_only_loss:
+        loss_on = "assistant"
+    if is_text(table.schema.field(names[0]).type):
+        table = with_eos(table, names[-1:], call.tokenizer.eos_token)
+        rows = table.select(names).rename_columns(names if len(names) == 2 else ["text"])
+    else:
+        rows = table.select([*names, *({"tools"} & set(table.column_names))])
+    loaded = load_chats(
+        rows,
+        call.tokenizer,
+        format={"prompt": "prompt-completion"}.get(rows.column_names[0], rows.column_names[0]),
+        loss_on=loss_on,
+        max_length=NO_LIMIT,
+        chat_template=call.trainer.chat_template or "default",
+    )
+    tokens = whole(table, loaded)
+    if loss_on == "completion" and not call.trainer.completion_only_loss:
+        # TRL keeps the mask that it does not use, as a column.
+        labels = ragged_of(tokens["labels"])
+        mask = column_of(Ragged((labels.values != IGNORED).astype(np.int32), labels.offsets))
+        ids = tokens["input_ids"]
+        tokens = pa.table({"input_ids": ids, "labels": ids, "completion_mask": mask})
+    return joined(table, tokens), loaded
+
+
+def _finished(call: Call, table: pa.Table) -> pa.Table:
+    """Truncates rows, and drops those that are then without labels, unless they are packed."""
+    if call.args.max_length is None or call.given["packing"]:
+        return table
+    tokens = [ragged_of(table[name]) for name in _TOKENS]
+    ids, labels = (each.truncate(call.args.max_length, _KEPT[call.args.truncation_mode]) for each in tokens)
+    keep = any_of(labels, labels.values != IGNORED)
+    table = table.drop_columns(_TOKENS).filter(pa.array(keep))
+    kept = [column_of(each.filter(keep)) for each in (ids, labels)]
+    return joined(table, pa.table(kept, _TOKENS))
+
+
+def _packed(call: Call, dataset: Any) -> Any:
+    """Packs rows by TRL's function, in its order."""
+    args = call.args
+    if call.given["packing"]:
+        dataset = dataset.select_columns(_TOKENS)
+        if args.shuffle_dataset:
+            dataset = dataset.shuffle(seed=args.seed)
+        settings = {"num_proc": args.dataset_num_proc, "desc": f"Packing {call.name} dataset"}
+        dataset = pack_dataset(dataset, args.max_length, args.packing_strategy, settings)
+    return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
+
+
+SFT = Steps(
+    unsupported=_unsupported,
+    explicit=lambda call, dataset: dataset,
+    tokenized=_tokenized,
+    finished=_finished,
+    completed=lambda call, table, processes: table,
+    packed=_packed,
+    sampled={"packing": False},
+)

@@ -1,0 +1,77 @@
+"""What the integration with TRL relies on: the version, private methods, and that importing it stays light."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gpuload.integrations.trl.contract import MODULES, PARAMETERS, contract_problem
+
+NAMES = {
+    "trl.data_utils": ("extract_prompt", "pack_dataset", "unpair_preference_dataset"),
+    "trl.trainer.utils": ("global_then_local_main_first",),
+}
+
+
+def modules(**changed: Any) -> dict[str, Any]:
+    """Stand-ins for TRL's modules, with only what the integration uses."""
+
+    class SFTTrainer:
+        def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name): ...  # type: ignore[no-untyped-def]
+
+    class OtherTrainer:
+        def _prepare_dataset(self, dataset, processing_class, args, dataset_name): ...  # type: ignore[no-untyped-def]
+
+    trainers = dict.fromkeys(PARAMETERS, OtherTrainer) | {"SFTTrainer": SFTTrainer} | changed
+    found = {name: SimpleNamespace(**dict.fromkeys(functions)) for name, functions in NAMES.items()}
+    return found | {"trl": SimpleNamespace(**trainers)}
+
+
+def test_the_contract() -> None:
+    assert set(modules()) == set(MODULES)
+    assert contract_problem("1.16.0", modules()) is None
+    assert contract_problem("1.16.3.dev0", modules()) is None
+
+
+def test_another_version_is_noticed() -> None:
+    assert contract_problem("1.17.0", modules()) == "TRL 1.17.0 is installed"
+    assert contract_problem("unknown", modules()) == "TRL unknown is installed"
+
+
+def test_a_change_of_a_private_name_is_noticed() -> None:
+    class Changed:
+        def _prepare_dataset(self, dataset, args): ...  # type: ignore[no-untyped-def]
+
+    problem = contract_problem("1.16.0", modules(KTOTrainer=Changed))
+    assert problem == "KTOTrainer._prepare_dataset has the parameters self, dataset, args"
+    problem = contract_problem("1.16.0", modules(DPOTrainer=object))
+    assert problem == "DPOTrainer._prepare_dataset has the parameters (none)"
+    without = modules() | {"trl.data_utils": SimpleNamespace(pack_dataset=None, unpair_preference_dataset=None)}
+    assert contract_problem("1.16.0", without) == "trl.data_utils has no extract_prompt"
+
+
+def test_the_installed_trl_is_supported() -> None:
+    pytest.importorskip("trl", reason="the contract is TRL's")
+    from gpuload.integrations.trl import trainers
+
+    assert trainers.PROBLEM is None
+
+
+def test_with_another_trl_its_own_method_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trl", reason="the contract is TRL's")
+    from gpuload.integrations.trl import trainers
+
+    monkeypatch.setattr(trainers, "PROBLEM", "TRL 9 is installed")
+    for name in PARAMETERS:
+        kind = getattr(trainers, name)
+        monkeypatch.setattr(kind.__mro__[1], "_prepare_dataset", lambda self, *given, **named: (given, named))
+        assert kind.__new__(kind)._prepare_dataset("rows", new=1) == (("rows",), {"new": 1})
+
+
+def test_importing_the_package_is_light() -> None:
+    heavy = ["trl", "torch", "datasets", "pyarrow"]
+    code = f"import sys, gpuload.integrations.trl; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
