@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpuload.integrations.trl.prompts import prompts
+    from gpuload.integrations.trl.grpo import prompts
     from gpuload.integrations.trl.trainers import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
 
 __all__ = ["DPOTrainer", "KTOTrainer", "RewardTrainer", "SFTTrainer", "prompts"]
@@ -18,10 +18,8 @@ __all__ = ["DPOTrainer", "KTOTrainer", "RewardTrainer", "SFTTrainer", "prompts"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'gpuload.integrations.trl' has no attribute {name!r}")
-    home = importlib.import_module(f"gpuload.integrations.trl.{'prompts' if name == 'prompts' else 'trainers'}")
-    # Importing the submodule `prompts` has set the name to the module.
-    globals()[name] = value = getattr(home, name)
-    return value
+    home = importlib.import_module(f"gpuload.integrations.trl.{'grpo' if name == 'prompts' else 'trainers'}")
+    return getattr(home, name)
 
 
 def __dir__() -> list[str]:
