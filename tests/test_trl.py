@@ -99,4 +99,4 @@ def test_preference_data(
 ) -> None:
     found, expected = both(name, rows, qwen, **settings, **limit)
     equal(found, expected)
-    assert not [record for record in caplog.records if record.name == LOG and "TRL prepares" in record.message]
+    assert not [record for record in caplog.records if record.name == LOG and "falls back" in record.message]

@@ -38,4 +38,3 @@ def test_the_configuration_is_part_of_the_distribution(tmp_path: Path) -> None:
     tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     patterns = tool["package-data"]["gpuload.integrations.verl"]
     assert any(fnmatch.fnmatch(agent_loop_config(tmp_path).name, pattern) for pattern in patterns)
-    assert "gpuload.integrations.verl" in tool["packages"]

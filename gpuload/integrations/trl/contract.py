@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from packaging.version import InvalidVersion, Version
+from gpuload.integrations.core import is_supported
 
 SUPPORTED = "1.16"
 
@@ -36,10 +36,7 @@ def contract_problem(version: str, modules: Mapping[str, Any]) -> str | None:
         version: of TRL.
         modules: name → module, for each of `MODULES`.
     """
-    try:
-        if Version(version).release[:2] != Version(SUPPORTED).release:
-            return f"TRL {version} is installed"
-    except InvalidVersion:
+    if not is_supported(version, SUPPORTED, SUPPORTED):
         return f"TRL {version} is installed"
     for trainer, expected in PARAMETERS.items():
         method = getattr(getattr(modules["trl"], trainer, None), "_prepare_dataset", None)

@@ -24,6 +24,7 @@ from trl.trainer.utils import global_then_local_main_first
 
 from gpuload.chats.dataset import ChatDataset
 from gpuload.errors import DataError, GpuloadError
+from gpuload.integrations.core import log_fallback
 from gpuload.integrations.trl.columns import picked
 from gpuload.pairs.dataset import PairDataset
 
@@ -115,7 +116,7 @@ def prepare(call: Call, steps: Steps) -> Any:
         if not isinstance(made, str):
             return made
         why = made
-    logger.warning("gpuload: TRL prepares the %s dataset itself: %s", call.name, why)
+    log_fallback(logger, f"TRL for the {call.name} dataset", why)
     return call.by_trl()
 
 

@@ -19,6 +19,7 @@ from verl.utils.logger import print_rank_0
 
 from gpuload.errors import DataError, DeviceError, ResumeError
 from gpuload.fingerprint import Fingerprint, difference
+from gpuload.integrations.core import log_fallback
 from gpuload.integrations.verl import ray
 from gpuload.integrations.verl.reading import (
     DecodedColumnError,
@@ -97,7 +98,7 @@ class RLHFDataset(VerlDataset):  # type: ignore[misc]
         except DecodedColumnError as error:
             reason = str(error)
         if reason:
-            logger.warning("gpuload: falls back to verl's own dataset class: %s", reason)
+            log_fallback(logger, "verl's own dataset class", reason)
             super()._read_files_and_tokenize()
             self._fingerprint = self._fingerprint_of_verl_rows()
         else:

@@ -6,14 +6,10 @@ All other data settings keep their place and name in verl's `data:` section.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpuload.errors import OptionError
-from gpuload.options import nearest, plain
-
-_LOAD_OPTIONS = "device gpu_memory_limit verify progress token_cache token_cache_bytes".split()
+from gpuload.integrations.core import LOAD_OPTIONS, check_switches, settings_under
 
 
 @dataclass(frozen=True)
@@ -48,19 +44,11 @@ class Settings:
         Raises:
             OptionError: an unknown key (the message names the nearest known one) or an invalid value.
         """
-        given = plain(config.get("gpuload") or {})
-        if not isinstance(given, Mapping):
-            raise OptionError(f"data.gpuload={given!r}: expected keys under it, such as data.gpuload.device=auto")
-        known = {field.name for field in dataclasses.fields(Settings)}
-        for name in given:
-            if name not in known:
-                raise OptionError(f"unknown key data.gpuload.{name}{nearest(str(name), known)}")
-        settings = Settings(**given)
-        for name in ("ray_gpu", "reuse_ids", "strict_resume"):
-            if not isinstance(getattr(settings, name), bool):
-                raise OptionError(f"data.gpuload.{name}={getattr(settings, name)!r}: expected true or false")
+        known = [field.name for field in dataclasses.fields(Settings)]
+        settings = Settings(**settings_under("data.gpuload", config.get("gpuload"), known))
+        check_switches("data.gpuload", vars(settings), ("ray_gpu", "reuse_ids", "strict_resume"))
         return settings
 
     def options(self) -> dict[str, Any]:
         """Return the settings that are options of `gpuload.load`, by name."""
-        return {name: getattr(self, name) for name in _LOAD_OPTIONS}
+        return {name: getattr(self, name) for name in LOAD_OPTIONS}

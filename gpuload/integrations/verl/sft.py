@@ -28,6 +28,7 @@ from verl.utils.py_functional import convert_nested_value_to_list_recursive
 from gpuload.arrays import Ragged, offsets_of
 from gpuload.engines.protocol import RowCounts
 from gpuload.errors import GpuloadError, PromptTooLongError
+from gpuload.integrations.core import log_fallback
 from gpuload.integrations.verl.settings import Settings
 from gpuload.integrations.verl.sft_store import (
     ConversationBatch,
@@ -98,9 +99,7 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
             )
             reason = self._tokenize(sources, started)
         if reason is not None:
-            logger.warning(
-                "gpuload: falls back to verl's own dataset class, which tokenizes at each access: %s", reason
-            )
+            log_fallback(logger, "verl's own dataset class, which tokenizes at each access", reason)
             self.report = self._store = None
             super()._read_files_and_process()
 

@@ -7,27 +7,22 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from packaging.version import InvalidVersion, Version
-
 from gpuload.errors import GpuloadError
+from gpuload.integrations.core import is_supported
 
 OLDEST = "0.7.1"
 NEWEST = "0.9.1"
 
 
 def check_verl_version() -> None:
-    """Check that the installed verl is supported. Only the numbers are compared: 0.9.1.dev0 counts as 0.9.1.
+    """Check that the installed verl is supported.
 
     Raises:
         GpuloadError: it is not.
     """
     import verl
 
-    try:
-        supported = Version(OLDEST).release <= Version(verl.__version__).release <= Version(NEWEST).release
-    except InvalidVersion:
-        supported = False
-    if not supported:
+    if not is_supported(verl.__version__, OLDEST, NEWEST):
         raise GpuloadError(
             f"gpuload.integrations.verl supports verl {OLDEST} to {NEWEST}, but verl {verl.__version__} is installed: "
             "install one of the supported versions, or use verl's own classes"

@@ -1,0 +1,81 @@
+"""What integrations with trainers share: settings in the trainer's configuration, versions, and lines in its log.
+
+An integration replaces one step of a trainer. It says so in one line, takes every setting that it does not know for an
+error, and leaves data that it cannot prepare exactly as the trainer does to the trainer's own code, with the reason.
+"""
+
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+
+from gpuload.errors import OptionError
+from gpuload.options import nearest, plain
+
+LOAD_OPTIONS = ("device", "gpu_memory_limit", "verify", "progress", "token_cache", "token_cache_bytes")
+"""Options of `gpuload.load` that do not change rows: every integration takes them."""
+
+
+def settings_under(key: str, given: Any, known: Collection[str]) -> dict[str, Any]:
+    """Read gpuload's section of a trainer's configuration.
+
+    Args:
+        key: the section's name for messages, such as "data.gpuload".
+        given: the section: a mapping of any configuration library, or None.
+        known: the keys it may have.
+
+    Raises:
+        OptionError: it is not a mapping, or has another key (the message names the nearest known one).
+    """
+    section = {} if given is None else plain(given)
+    if not isinstance(section, Mapping):
+        raise OptionError(f"{key}={section!r}: expected keys under it, such as {key}.device=auto")
+    for name in section:
+        if name not in known:
+            raise OptionError(f"unknown key {key}.{name}{nearest(str(name), set(known))}")
+    return dict(section)
+
+
+def check_switches(key: str, settings: Mapping[str, Any], names: Collection[str]) -> None:
+    """Check that settings are true or false.
+
+    Raises:
+        OptionError: one is something else.
+    """
+    for name in names:
+        if not isinstance(settings[name], bool):
+            raise OptionError(f"{key}.{name}={settings[name]!r}: expected true or false")
+
+
+def is_supported(version: str, oldest: str, newest: str) -> bool:
+    """Whether a trainer's version is between two others. Only numbers are compared: 0.9.1.dev0 counts as 0.9.1."""
+    try:
+        found = Version(version).release
+    except InvalidVersion:
+        return False
+    bounds = Version(oldest).release, Version(newest).release
+    # A bound of two numbers holds for every release that begins with them: 1.16.2 is not newer than 1.16.
+    return bounds[0] <= found and found[: len(bounds[1])] <= bounds[1]
+
+
+def log_fallback(logger: logging.Logger, trainer: str, reason: str) -> None:
+    """Say that the trainer's own code prepares the data.
+
+    Args:
+        trainer: whose code it is, such as "verl's own dataset class".
+        reason: why gpuload does not.
+    """
+    logger.warning("gpuload: falls back to %s: %s", trainer, reason)
+
+
+def log_ignored(logger: logging.Logger, settings: Mapping[str, Any], reason: str) -> None:
+    """Say which settings of the trainer have no effect, if there are any.
+
+    Args:
+        settings: name → value.
+        reason: the end of a sentence, such as "rows are tokenized before training".
+    """
+    if settings:
+        named = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        logger.warning("gpuload: %s %s no effect: %s", named, "has" if len(settings) == 1 else "have", reason)

@@ -1,0 +1,79 @@
+"""What integrations with trainers share."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from gpuload.errors import OptionError
+from gpuload.integrations.core import check_switches, is_supported, log_fallback, log_ignored, settings_under
+
+KNOWN = ("device", "verify")
+LOGGER = logging.getLogger("gpuload.integrations.test")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(None, {}), ({}, {}), ({"device": "cpu"}, {"device": "cpu"}), ({"verify": None}, {"verify": None})],
+)
+def test_settings(given: Mapping[str, Any] | None, expected: dict[str, Any]) -> None:
+    assert settings_under("data.gpuload", given, KNOWN) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("cuda", "data.gpuload='cuda': expected keys under it, such as data.gpuload.device=auto"),
+        (True, "data.gpuload=True: expected keys"),
+        ({"devise": "cpu"}, r"unknown key data.gpuload.devise: did you mean device\?"),
+        ({"x": 1}, "unknown key data.gpuload.x; expected one of device, verify"),
+        ({1: 1}, "unknown key data.gpuload.1; expected one of device, verify"),
+    ],
+)
+def test_settings_that_are_rejected(given: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        settings_under("data.gpuload", given, KNOWN)
+
+
+def test_switches() -> None:
+    check_switches("data.gpuload", {"reuse_ids": True, "device": "cpu"}, ["reuse_ids"])
+    with pytest.raises(OptionError, match="data.gpuload.reuse_ids='yes': expected true or false"):
+        check_switches("data.gpuload", {"reuse_ids": "yes"}, ["reuse_ids"])
+
+
+@pytest.mark.parametrize(
+    ("version", "supported"),
+    [
+        ("0.7.1", True),
+        ("0.7.0", False),
+        ("0.9.1.dev0", True),
+        ("0.9.1.post2", True),
+        ("0.9.2", False),
+        ("1.0", False),
+        ("main", False),
+    ],
+)
+def test_versions(version: str, supported: bool) -> None:
+    assert is_supported(version, "0.7.1", "0.9.1") == supported
+
+
+def test_all_releases_of_a_minor_version() -> None:
+    assert [is_supported(version, "1.16", "1.16") for version in ("1.15.9", "1.16", "1.16.3", "1.17")] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+
+
+def test_lines_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    log_fallback(LOGGER, "verl's own dataset class", "there are images")
+    log_ignored(LOGGER, {}, "rows are tokenized before training")
+    log_ignored(LOGGER, {"num_proc": 4}, "rows are tokenized before training")
+    log_ignored(LOGGER, {"a": 1, "b": "c"}, "rows are tokenized before training")
+    assert [record.getMessage() for record in caplog.records] == [
+        "gpuload: falls back to verl's own dataset class: there are images",
+        "gpuload: num_proc=4 has no effect: rows are tokenized before training",
+        "gpuload: a=1, b='c' have no effect: rows are tokenized before training",
+    ]
