@@ -65,7 +65,7 @@ def save_to_disk(
     Raises:
         OptionError: A value is invalid, or the directory exists.
         DataError: A column has a type that `datasets` does not have.
-        ExportError: The directory cannot be written; nothing of it is left.
+        ExportError: The directory cannot be written; no file of it remains.
         GpuloadError: The package `datasets` is not installed.
     """
     datasets = check_destination(directory, overwrite)

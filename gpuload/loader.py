@@ -53,6 +53,8 @@ class Loader(ABC):
         OptionError: A value is invalid, or `drop_last` leaves no batch.
     """
 
+    _unit = "rows"
+
     def __init__(self, dataset: Data, settings: dict[str, Any], rank: int):
         check_ranks(settings["batch_size"], rank, settings["world_size"])
         whole = {name: int(settings[name]) for name in _DIVISION}
@@ -65,8 +67,6 @@ class Loader(ABC):
                 f"drop_last leaves no batch: {len(dataset)} rows, world_size={settings['world_size']}, "
                 f"batch_size={settings['batch_size']}"
             )
-
-    _unit = "rows"
 
     @abstractmethod
     def _total(self, epoch: int) -> int:
@@ -85,17 +85,11 @@ class Loader(ABC):
         if self._position and not self._resuming:  # an epoch left by `break` is not continued
             self.epoch, self._position = self.epoch + 1, 0
         self._resuming = False
-        total, (batch_size, world_size, drop_last) = self._total(self.epoch), (self._settings[name] for name in _SHARES)
-        parts = share(
-            total,
-            batch_size,
-            position=self._position,
-            rank=self._rank,
-            world_size=world_size,
-            drop_last=drop_last,
-        )
+        total, settings = self._total(self.epoch), {name: self._settings[name] for name in _SHARES}
+        step = settings["batch_size"] * settings["world_size"]
+        parts = share(total, position=self._position, rank=self._rank, **settings)
         for batch in self._dataset.ahead(self._batches(parts)):
-            self._position = min(self._position + batch_size * world_size, total)
+            self._position = min(self._position + step, total)
             yield batch
         self.epoch, self._position = self.epoch + 1, 0
 

@@ -23,6 +23,9 @@ Objective = Literal["dpo", "rm", "kto"]
 Trainer = Literal["trl", "llamafactory", "axolotl", "skyrl", "areal"]
 TokensOn = Literal["auto", "device", "host"]
 
+NO_LIMIT = 2**31 - 1
+"""A length in tokens that no row has."""
+
 # Keys of verl 0.9.1's `data:` section (trainer/config/data/legacy_data.yaml) that do not concern how prompts are read,
 # rendered and tokenized.
 _IGNORED = frozenset(

@@ -1,4 +1,4 @@
-"""Loss masks by kernels: the tests of the host's masks once more, and what the host is left with."""
+"""Loss masks by kernels: the tests of the host's masks once more, and which texts remain for the host."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ import torch
 from gpuload.arrays import Ragged
 from gpuload.chats.arrow import pack_reader, sft_reader
 from gpuload.chats.batches import ChatBatches
-from gpuload.dataset import PromptDataset, Row
 from gpuload.engines.host.packs import IGNORED
 from gpuload.errors import OptionError
 from gpuload.lazy import LazyDict
@@ -22,9 +21,10 @@ from gpuload.options import Padding, Trainer
 from gpuload.packing import Plan, batch_rows, pack
 from gpuload.packing.packs import Packing
 from gpuload.stores import CHATS, check_columns
+from gpuload.training_dataset import TrainingDataset
 
 
-class ChatDataset(PromptDataset):
+class ChatDataset(TrainingDataset):
     """Tokenized rows with a loss mask, and the other columns of their files. Made by `gpuload.load_chats`.
 
     A map-style `torch.utils.data.Dataset`. A row is a dict with these keys, for L tokens:
@@ -42,7 +42,6 @@ class ChatDataset(PromptDataset):
         passed_through: The other columns, one table per file schema.
     """
 
-    limit_name = "max_length"
     _padded: ChatBatches
 
     def __repr__(self) -> str:
@@ -66,24 +65,10 @@ class ChatDataset(PromptDataset):
         """Number of tokens with loss."""
         return sum(int(np.count_nonzero(ids & LOSS)) for ids in self._store.chunks())
 
-    def __getitems__(self, rows: Sequence[int]) -> list[Row]:
-        """Return several rows.
-
-        Args:
-            rows: Row numbers; negative numbers count from the end.
-
-        Returns:
-            One dict per row, with lists.
-
-        Raises:
-            IndexError: A row number is out of range.
-        """
-        numbers = self._check(rows)
+    def _lists(self, numbers: np.ndarray[Any, Any]) -> dict[str, list[Any]]:
         ids, loss = self._truncated(numbers)
         labels = Ragged(np.where(loss.values, ids.values, IGNORED), ids.offsets)
-        columns = {name: self._column(name, numbers) for name in self.passed_through.names}
-        columns |= {"input_ids": ids.to_lists(), "labels": labels.to_lists()}
-        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        return {"input_ids": ids.to_lists(), "labels": labels.to_lists()}
 
     def batch(self, rows: Sequence[int] | np.ndarray[Any, Any], padding: Padding = "longest") -> LazyDict:
         """Return a batch of B rows.
@@ -169,17 +154,6 @@ class ChatDataset(PromptDataset):
             )
             made, per_batch = self._padded_pack if padded else self._flat, 1
         return PackLoader(self, plan, made, per_batch, about | chosen, **ranks)
-
-    def to_cudf(self) -> Any:
-        """Return all rows as a `cudf.DataFrame`, with the columns of `to_arrow`.
-
-        Raises:
-            DeviceError: cuDF is not installed.
-            DataError: As for `to_arrow`.
-        """
-        from gpuload.engines.device.cudf import frame_of
-
-        return frame_of(self.to_arrow().read_all())
 
     def to_arrow(
         self,

@@ -24,7 +24,7 @@ from gpuload.sources.read import Source
 
 Overlong = Literal["drop", "keep_start", "keep_end"]
 
-OVERLONG = {"drop": "error", "keep_start": "right", "keep_end": "left"}
+_TRUNCATION = {"drop": "error", "keep_start": "right", "keep_end": "left"}
 """What becomes of longer rows → the option `truncation` of `load`."""
 
 _CHOICES: dict[str, tuple[LossOn, ...]] = {
@@ -125,16 +125,7 @@ def load_given(given: Mapping[str, Any], build_engine: EngineBuilder) -> ChatDat
     """
     started, given = time.perf_counter(), dict(given)
     _check(given["format"], given["messages_key"], given["loss_on"])
-    check_length(given["max_length"], given["overlong"])
-    options = Options.parse(
-        {name: value for name, value in given.items() if name in Options.__dataclass_fields__}
-        | {
-            "prompt_key": given["messages_key"] or "messages",
-            "max_prompt_length": given["max_length"],
-            "filter_overlong_prompts": given["overlong"] == "drop",
-            "truncation": OVERLONG[given["overlong"]],
-        }
-    )
+    options = training_options(given, given["messages_key"] or "messages")
     form = (given[name] for name in ("format", "messages_key", "loss_on"))
     opened = open_chats(open_all(given["files"], options), given["tokenizer"], options, *form)
     return load_opened(*opened, started, build_engine)
@@ -221,16 +212,30 @@ def _check(format: Any, messages_key: Any, loss_on: Any) -> None:
         raise OptionError(f"loss_on={loss_on!r}: expected one of {', '.join(map(repr, get_args(LossOn)))}, or None")
 
 
-def check_length(max_length: Any, overlong: Any) -> None:
-    """Checks the options that concern long rows.
+def training_options(given: Mapping[str, Any], prompt_key: str) -> Options:
+    """The options of a load of training data, which has `max_length` and `overlong`.
+
+    Args:
+        given: arguments by name; those that are no options are left out.
+        prompt_key: the column that is made of the data.
 
     Raises:
-        OptionError: one of them is invalid.
+        OptionError: an invalid value.
     """
+    max_length, overlong = given["max_length"], given["overlong"]
     if overlong not in get_args(Overlong):
         raise OptionError(f"overlong={overlong!r}: expected one of {', '.join(map(repr, get_args(Overlong)))}")
     if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1:
         raise OptionError(f"max_length={max_length!r}: expected an integer > 0")
+    return Options.parse(
+        {name: value for name, value in given.items() if name in Options.__dataclass_fields__}
+        | {
+            "prompt_key": prompt_key,
+            "max_prompt_length": max_length,
+            "filter_overlong_prompts": overlong == "drop",
+            "truncation": _TRUNCATION[overlong],
+        }
+    )
 
 
 def _prompts_of(

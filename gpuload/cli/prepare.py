@@ -7,8 +7,7 @@ from typing import Any
 from gpuload.cache.store import clear, tokens_directory
 from gpuload.errors import GpuloadError, OptionError
 from gpuload.load import load
-
-_NO_LIMIT = 2**31 - 1
+from gpuload.options import NO_LIMIT
 
 
 def template_kwargs(text: str) -> Any:
@@ -35,7 +34,7 @@ def prepare_files(files: Sequence[str], tokenizer: Any, **options: Any) -> None:
     prompts = load(
         list(files),
         tokenizer,
-        max_prompt_length=_NO_LIMIT,
+        max_prompt_length=NO_LIMIT,
         filter_overlong_prompts=False,
         **options,
     )

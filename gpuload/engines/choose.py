@@ -21,30 +21,15 @@ def choose_engine(
     Raises:
         DeviceError: a GPU is asked for and not available.
     """
-    device, notes = choose_device(options.device)
-    if device == "cpu":
-        return make.host_engine(reference, exact_only, notes)
-    from gpuload.engines.device import cuda
+    device = options.device
+    notes: tuple[str, ...] = ()
+    if device != "cpu":
+        from gpuload.engines.device import cuda
 
-    return cuda.cuda_engine(reference, device, options.gpu_memory_limit, options.tokens_on, exact_only, make)
-
-
-def choose_device(device: str) -> tuple[str, tuple[str, ...]]:
-    """What a load uses of what the option `device` allows.
-
-    Returns:
-        "cpu", or the same device; and lines for the report.
-
-    Raises:
-        DeviceError: a GPU is asked for and not available.
-    """
-    if device == "cpu":
-        return "cpu", ()
-    from gpuload.engines.device import cuda
-
-    why_not = cuda.unavailable_reason(device)
-    if why_not is None:
-        return device, ()
-    if device != "auto":
-        raise DeviceError(f"device={device!r}: {why_not}; or use device='cpu' or 'auto'")
-    return "cpu", (f"no GPU is used: {why_not}",)
+        why_not = cuda.unavailable_reason(device)
+        if why_not is None:
+            return cuda.cuda_engine(reference, device, options.gpu_memory_limit, options.tokens_on, exact_only, make)
+        if device != "auto":
+            raise DeviceError(f"device={device!r}: {why_not}; or use device='cpu' or 'auto'")
+        notes = (f"no GPU is used: {why_not}",)
+    return make.host_engine(reference, exact_only, notes)

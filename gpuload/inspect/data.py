@@ -15,7 +15,7 @@ from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.protocol import ArrowPrompts
 from gpuload.errors import DataError, OptionError
 from gpuload.load import load_sources, reference_of
-from gpuload.options import Options
+from gpuload.options import NO_LIMIT, Options
 from gpuload.pairs.engine import PairEngine
 from gpuload.pairs.load import PairMaker, load_opened_pairs, open_pairs, useless_rows
 from gpuload.pairs.reference import PairReference
@@ -26,7 +26,6 @@ from gpuload.sources.read import Source, check_prompts, invalid_rows, with_promp
 
 Kind = Literal["prompts", "chats", "pairs"]
 
-_NO_LIMIT = 2**31 - 1
 _PAIR = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
 
 
@@ -74,7 +73,7 @@ def open_data(
     options = Options(
         prompt_key=prompt_key,
         max_samples=max_samples,
-        max_prompt_length=_NO_LIMIT,
+        max_prompt_length=NO_LIMIT,
         filter_overlong_prompts=False,
         chat_template=None if no_template else "default",
     )
@@ -89,7 +88,7 @@ def open_data(
     options = Options(
         prompt_key="messages" if kind == "chats" else _PAIR["prompt"],
         max_samples=max_samples,
-        max_prompt_length=_NO_LIMIT,
+        max_prompt_length=NO_LIMIT,
         device="cpu",
     )
     if kind == "chats":
@@ -194,7 +193,7 @@ def encode_row(opened: Opened, source: Source, row: int) -> tuple[pa.Array, list
     if isinstance(reference, ChatReference):
         useless = without_answer(opened.options, tokens.ids)
     elif isinstance(reference, PairReference):
-        useless = useless_rows(_maker(opened), _NO_LIMIT, "drop", tokens.ids)
+        useless = useless_rows(_maker(opened), NO_LIMIT, "drop", tokens.ids)
     return column, ids if expected == found else expected, {**useless, **invalid}.get(0)
 
 

@@ -5,7 +5,7 @@ that no text of a row is markup, script or direction of writing.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 
@@ -21,8 +21,7 @@ from gpuload.report import Report
 _MOST_TEXT = 240  # characters of a name, a type or a reason
 _MOST_BYTES = 256  # of a token
 _MOST_LINES = 200  # of a table
-_ROLES: Mapping[str, int] = {"template": 0, "system": 1, "user": 2, "prompt": 2, "text": 2, "assistant": 3}
-_ROLES = {**_ROLES, "completion": 3, "tool": 4}
+_ROLES = {"template": 0, "system": 1, "user": 2, "prompt": 2, "text": 2, "assistant": 3, "completion": 3, "tool": 4}
 _OTHER_ROLE = 5
 
 

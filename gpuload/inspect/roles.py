@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.arrays import Ragged, offsets_of
-from gpuload.chats.engine import joined
+from gpuload.chats.engine import joined, with_eos
 from gpuload.chats.reference import ChatReference
 from gpuload.engines.conversations import messages_of_users
 from gpuload.engines.host.parts import Parts, message_parts
@@ -106,14 +106,16 @@ class RoleFinder:
             return None
         return message_parts(self._program, column)
 
+    def _with_eos(self, texts: pa.LargeStringArray) -> pa.LargeStringArray:
+        return with_eos(texts, self._reference.eos) if isinstance(self._reference, ChatReference) else texts
+
     def _plain_parts(self, column: pa.Array) -> Parts:
         fields: dict[str, Any] = {"text": column}
         if pa.types.is_struct(column.type):
             fields = {name: column.field(name) for name in ("prompt", "completion")}
         columns = [each.cast(pa.large_string()) for each in fields.values()]
-        text = pc.binary_join_element_wise(*columns, pa.scalar("", pa.large_string()))
-        if isinstance(self._reference, ChatReference):
-            text = pa.array([self._reference.with_eos(one) for one in text.to_pylist()], pa.large_string())
+        ended = [*columns[:-1], self._with_eos(columns[-1])]
+        text = pc.binary_join_element_wise(*ended, pa.scalar("", pa.large_string()))
         lengths = np.stack([np.asarray(pc.binary_length(each), np.int64) for each in columns], axis=1)
         end = np.cumsum(lengths, axis=1)
         rows = np.repeat(np.arange(len(text)), len(columns))

@@ -12,7 +12,7 @@ import numpy as np
 
 from gpuload.arrays import Ragged
 from gpuload.inspect.roles import UNKNOWN, Codes
-from gpuload.loss import LOSS
+from gpuload.loss import LOSS, with_loss
 from gpuload.pairs.parts import CHOSEN, REJECTED, sequence, split
 from gpuload.reference.reference import Reference
 from gpuload.reference.training import common_prefix
@@ -171,7 +171,7 @@ def pair_of(reader: TokenReader, ids: Sequence[int], most: int | None) -> list[T
     return [
         reader.sequence(
             name,
-            (own.values | completion.values * LOSS).tolist(),
+            with_loss(own, completion.values).values.tolist(),
             completion.values.astype(np.int64),
             ("prompt", "completion"),
             True,

@@ -9,7 +9,6 @@ import pyarrow as pa
 import torch
 
 from gpuload.arrays import Ragged
-from gpuload.dataset import PromptDataset, Row
 from gpuload.errors import OptionError
 from gpuload.lazy import LazyDict
 from gpuload.loader import PromptLoader
@@ -20,11 +19,12 @@ from gpuload.pairs.parts import CHOSEN, COMPLETION, REJECTED, appended, selected
 from gpuload.pairs.store import part_sizes
 from gpuload.row_reader import lists, row_reader
 from gpuload.stores import CHATS, PAIRS, arrays, check_columns, fields
+from gpuload.training_dataset import TrainingDataset
 
 Numbers = np.ndarray[Any, Any]
 
 
-class PairDataset(PromptDataset):
+class PairDataset(TrainingDataset):
     """Tokenized preference data, and the other columns of its files. Made by `gpuload.load_pairs`.
 
     A map-style `torch.utils.data.Dataset`. A row is a dict of what TRL's trainer for its objective takes, lists of int:
@@ -45,7 +45,6 @@ class PairDataset(PromptDataset):
         passed_through: The other columns, one table per file schema.
     """
 
-    limit_name = "max_length"
     _padded: PairBatches
 
     def __init__(
@@ -83,24 +82,9 @@ class PairDataset(PromptDataset):
         name = next(name for name in LABELS if name in self.passed_through.names)
         return np.array(self.take([name])[name], bool)
 
-    def __getitems__(self, rows: Sequence[int]) -> list[Row]:
-        """Return several rows.
-
-        Args:
-            rows: Row numbers; negative numbers count from the end.
-
-        Returns:
-            One dict per row, with lists.
-
-        Raises:
-            IndexError: A row number is out of range.
-        """
-        numbers = self._check(rows)
-        columns = {name: self._column(name, numbers) for name in self.passed_through.names}
-        columns |= {name: ids.to_lists() for name, ids in self._ids(numbers).items()}
-        if self.objective == "kto":
-            columns["label"] = self.labels[numbers].tolist()
-        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    def _lists(self, numbers: Numbers) -> dict[str, list[Any]]:
+        made: dict[str, list[Any]] = {name: ids.to_lists() for name, ids in self._ids(numbers).items()}
+        return made | {"label": self.labels[numbers].tolist()} if self.objective == "kto" else made
 
     def batch(self, rows: Sequence[int] | Numbers, padding: Padding = "longest") -> LazyDict:
         """Return a batch of B rows.
@@ -139,17 +123,6 @@ class PairDataset(PromptDataset):
             OptionError: A value is invalid, or `drop_last` leaves no batch.
         """
         return super().loader(batch_size, **{"padding": "longest"} | settings)
-
-    def to_cudf(self) -> Any:
-        """Return all rows as a `cudf.DataFrame`, with the columns of `to_arrow`.
-
-        Raises:
-            DeviceError: cuDF is not installed.
-            DataError: As for `to_arrow`.
-        """
-        from gpuload.engines.device.cudf import frame_of
-
-        return frame_of(self.to_arrow().read_all())
 
     def to_arrow(self, *, columns: Sequence[str] | None = None, trainer: Trainer = "trl") -> pa.RecordBatchReader:
         """Return all rows as Arrow record batches, which are made one after the other.

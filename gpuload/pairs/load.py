@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from gpuload.arrays import Array, Ragged, RowNumbers, on_host
 from gpuload.chats.formats import Format, as_prompts, one_format
-from gpuload.chats.load import OVERLONG, Overlong, check_length
+from gpuload.chats.load import Overlong, training_options
 from gpuload.engines.choose import EngineBuilder
 from gpuload.engines.protocol import Engine, TokenStore
 from gpuload.errors import DataError, OptionError
@@ -133,16 +133,7 @@ def load_given_pairs(given: Mapping[str, Any], build_engine: EngineBuilder) -> P
     keys["prompt"] = "prompt" if keys["prompt"] is None else keys["prompt"]
     objective, overlong = given["objective"], given["overlong"]
     _check(objective, given["format"], keys, given["kl_batch_size"])
-    check_length(given["max_length"], overlong)
-    options = Options.parse(
-        {name: value for name, value in given.items() if name in Options.__dataclass_fields__}
-        | {
-            "prompt_key": keys["prompt"],
-            "max_prompt_length": given["max_length"],
-            "filter_overlong_prompts": overlong == "drop",
-            "truncation": OVERLONG[overlong],
-        }
-    )
+    options = training_options(given, keys["prompt"])
     opened = [source for source in open_all(given["files"], options) if source.num_rows]
     if objective is None:
         objective = "kto" if label_column(opened[0].schema, keys) else "dpo"
@@ -250,7 +241,7 @@ class PairMaker:
         about: Fingerprint,
     ) -> PairDataset:
         labels = None
-        if self.paired and (equal := equal_pairs(store, part_sizes(store))):
+        if self.paired and (equal := equal_pairs(store)):
             report.notes.append(f"{equal:,} of {len(store):,} pairs have equal chosen and rejected sequences")
         if self.unpairs:
             store, rows, labels = self._unpaired(store.to_host(), origin, engine, options)

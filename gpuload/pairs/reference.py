@@ -41,8 +41,8 @@ class PairReference(TrainingReference):
         alone = self.objective != "rm"
         if isinstance(prompt, str):
             return [prompt + self.with_eos(each) for each in completions] + [prompt] * alone
-        calls = [self.call_with(own_arguments(row))] * len(completions)
-        whole = [call.render(call.marked(prompt + each)) for call, each in zip(calls, completions, strict=True)]
+        call = self.call_with(own_arguments(row))
+        whole = [call.render(call.marked(prompt + each)) for each in completions]
         if alone:
             call = self.call_with(own_arguments(row), prompt_only=True)
             whole.append(call.render(call.marked(prompt)))
@@ -59,7 +59,8 @@ class PairReference(TrainingReference):
         if isinstance(start, str):
             whole = [list(self.tokenizer(start + self.with_eos(each))["input_ids"]) for each in completions]
         else:
-            whole = [self.call_with(own_arguments(prompt)).ids(start + each) for each in completions]
+            call = self.call_with(own_arguments(prompt))
+            whole = [call.ids(start + each) for each in completions]
         if self.objective == "rm":
             return _paired(whole, common_prefix(*whole))
         if isinstance(start, str):

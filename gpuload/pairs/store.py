@@ -56,17 +56,17 @@ def part_sizes(ids: TokenStore) -> PartSizes:
         return PartSizes(ids.lengths, *on_host(count))
 
 
-def equal_pairs(ids: TokenStore, sizes: PartSizes) -> int:
+def equal_pairs(ids: TokenStore) -> int:
     """The number of pairs whose two sequences are equal.
 
     Args:
         ids: n pairs.
-        sizes: of their parts.
     """
     if isinstance(ids, Ragged):
         return parts.equal_pairs(ids)
     assert isinstance(ids, DeviceStore)
-    kernels, same = ids.kernels, np.flatnonzero(sizes.chosen == sizes.rejected)
+    kernels, sizes = ids.kernels, part_sizes(ids)
+    same = np.flatnonzero(sizes.chosen == sizes.rejected)
     size, end = sizes.chosen[same], (ids.address + 4 * ids.lengths)[same]
     chosen, rejected = index_of(kernels, end - 8 * size, size), index_of(kernels, end - 4 * size, size)
     with kernels.current():
