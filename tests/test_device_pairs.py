@@ -18,6 +18,7 @@ import gpuload
 from gpuload.arrays import Ragged, offsets_of
 from gpuload.chats.engine import common_prefixes
 from gpuload.engines.device import cuda
+from gpuload.engines.device.encode import DeviceEncoder
 from gpuload.engines.device.store import Index, Segments, in_order
 from gpuload.errors import DeviceError
 from gpuload.pairs.batches import padded_sequences
@@ -179,6 +180,30 @@ def test_without_a_gpu(qwen: Any) -> None:
         gpuload.load_pairs(table, qwen, device="cuda")
 
 
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_what_texts_share_is_encoded_once(
+    both: Any, qwen: Any, monkeypatch: pytest.MonkeyPatch, objective: Any
+) -> None:
+    sizes, encode = list[int](), DeviceEncoder.encode
+    monkeypatch.setattr(
+        DeviceEncoder, "encode", lambda self, data, offsets: (sizes.append(len(data)), encode(self, data, offsets))[1]
+    )
+    question = "word " * 1000
+    both(pa.Table.from_pylist([pair(question, "yes", "no")] * 20), objective=objective)
+    assert 20 * len(question) < sum(sizes) < 20 * (len(question) + 500)
+
+
+def test_memory_that_runs_out_is_named(qwen: Any) -> None:
+    class Small(HostKernels):
+        def _launch(self, name: str, blocks: int, arguments: list[Any]) -> None:
+            if name == "lay_pairs":
+                raise MemoryError
+            super()._launch(name, blocks, arguments)
+
+    with pytest.raises(DeviceError, match="out of GPU memory while joining sequences: raise gpu_memory_limit"):
+        load_pairs_with(Small(), pa.Table.from_pylist(PAIRS), qwen, device="cuda")
+
+
 # -- batches ---------------------------------------------------------------------------------------------------------
 
 
@@ -255,17 +280,36 @@ def test_rows_are_written_as_on_the_host(rows: int) -> None:
     assert common_ids(kernels, index(one), index(two)).tolist() == shared.tolist()
     begins = [chance.integers(0, each.lengths + 1) for each in (one, two)]
     marked = [with_completion(each, begin) for each, begin in zip((one, two), begins, strict=True)]
-    for other, begin, common, expected in (
+    heads = random_pairs(rows).take(chance.permutation(rows))
+    for other, begin, common, rest in (
         (two, begins[1], shared, paired(*marked, shared)),
         (one, begins[0], one.lengths, marked[0]),  # one completion
     ):
+        expected = appended(heads, rest)
         out = np.full(int(expected.offsets[-1]) + 3, -85, np.int32)
         kernels.run(
-            "lay_pairs", kernels.warps(rows), rows, expected.offsets, common, index(one).address, one.lengths,
-            begins[0], index(other).address, begin, out,
+            "lay_pairs", kernels.warps(rows), rows, expected.offsets, index(heads).address, heads.lengths, common,
+            index(one).address, one.lengths, begins[0], index(other).address, begin, out,
         )  # fmt: skip
         assert out[:-3].tolist() == expected.values.tolist()
         assert (out[-3:] == -85).all(), "poison"
+
+
+@pytest.mark.parametrize("rows", SIZES)
+def test_what_texts_begin_with_is_found(rows: int) -> None:
+    kernels, chance = HostKernels(), np.random.default_rng(rows)
+    starts = ["", "a", "abc" * 50, "é 你" * 20]
+    texts = [[starts[chance.integers(4)] + "xyz"[: chance.integers(4)] for _ in range(rows)] for _ in range(3)]
+    columns = [Ragged.from_lists([list(text.encode()) for text in column]) for column in texts]
+    first, *others = [(each.values.astype(np.uint8), each.offsets[:-1].copy(), each.lengths) for each in columns]
+    common = first[2].copy()
+    for data, start, length in others:
+        common = np.minimum(common, length)
+        kernels.run("common_bytes", kernels.warps(rows), rows, first[0], first[1], data, start, common)
+    for size, *row in zip(common.tolist(), *texts, strict=True):
+        some = [text.encode() for text in row]
+        assert len({text[:size] for text in some}) == 1
+        assert len({text[size : size + 1] for text in some}) > 1 or size == min(map(len, some))
 
 
 @pytest.mark.parametrize("from_end", [False, True])

@@ -23,6 +23,7 @@ from gpuload.engines.host.packs import IGNORED, packed
 from gpuload.engines.protocol import TextColumn
 from gpuload.loss import LOSS, split, with_loss
 from gpuload.packing import Plan
+from gpuload.pairs.parts import CHOSEN, COMPLETION, REJECTED
 from gpuload.template.probe import WHITE_SPACE
 from gpuload.template.program import Operation, Predicate, Ref, apply_operations, holds
 from gpuload.testing.host_kernels import COMPILER, HostKernels
@@ -230,8 +231,10 @@ def test_labelled_batches_are_padded_as_on_the_cpu(count: int, width: int, limit
 
 
 def test_constants_of_labels_are_those_of_the_kernels() -> None:
-    found = dict(re.findall(r"#define (LOSS|NO_LABEL) +\(([^()]+)\)", source()))
-    assert {name: eval(value) for name, value in found.items()} == {"LOSS": LOSS, "NO_LABEL": IGNORED}
+    found = dict(re.findall(r"#define (LOSS|NO_LABEL|CHOSEN|REJECTED|COMPLETION) +\(([^()]+)\)", source()))
+    assert {name: eval(value) for name, value in found.items()} == {
+        "LOSS": LOSS, "NO_LABEL": IGNORED, "CHOSEN": CHOSEN, "REJECTED": REJECTED, "COMPLETION": COMPLETION,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("count", SIZES)
@@ -274,6 +277,9 @@ def test_arguments_of_the_wrong_kind_are_rejected() -> None:
         KERNELS.run("hash_texts", 1, *good[:4])
 
 
+_PAIRS = ("parts_are_counted_and_compared", "rows_are_written", "sequences_are_padded")
+
+
 @pytest.mark.skipif(shutil.which("g++") is None or "GPULOAD_SANITIZE" in os.environ, reason="no g++, or inside already")
 def test_kernels_touch_no_byte_that_is_not_theirs() -> None:
     """All tests above, those of fibers and of rendering, and those of pieces and ids that need no real tokenizer once
@@ -288,6 +294,8 @@ def test_kernels_touch_no_byte_that_is_not_theirs() -> None:
     again += ["test_device_bpe.py::test_words_of_any_length_at_any_address"]
     again += [f"test_device_nfc.py::test_{what}" for what in ("marks_in_any_order", "many_marks_in_a_row")]
     again += [f"test_device_spans.py::test_{what}" for what in ("rules", "texts_are_marked_part_by_part")]
+    again += [f"test_device_pairs.py::test_{what}_as_on_the_host" for what in _PAIRS]
+    again += ["test_device_pairs.py::test_what_texts_begin_with_is_found"]
     files = [__file__, *(str(Path(__file__).with_name(name)) for name in again)]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *files]
     made_up = "not device_pieces or random or stripped or prepended"

@@ -99,6 +99,36 @@ def test_ranks_share_a_load_for_sft(qwen_folder: str, tmp_path: Path) -> None:
     assert run(2, chats_of, str(file), qwen_folder) == [expected, expected]
 
 
+def pairs_of(rank: int, files: list[str], tokenizer: str, cases: list[dict[str, Any]], shared: bool = True) -> Answer:
+    found = []
+    for options in cases:
+        pairs = gpuload.load_pairs(files, tokenizer, distributed=shared, token_cache=False, **options)
+        batches = [batch["input_ids"].tolist() for batch in pairs.loader(batch_size=3)]
+        report = pairs.report
+        counts = (report.rows_read, report.rows_kept, report.examples, report.overlong)
+        found.append((pairs.__getitems__(range(len(pairs))), batches, counts))
+    return {"found": found}
+
+
+def test_ranks_share_a_load_of_pairs(qwen_folder: str, tmp_path: Path) -> None:
+    files = []
+    for part in range(2):
+        rows = [
+            {
+                "prompt": user(f"{part} {k} " + "long " * (k % 40)),
+                "chosen": [{"role": "assistant", "content": "four"}] if k % 5 else [],
+                "rejected": [{"role": "assistant", "content": str(k)}],
+            }
+            for k in range(2 * BATCH - part)
+        ]
+        files.append(str(tmp_path / f"{part}.parquet"))
+        pq.write_table(pa.Table.from_pylist(rows), files[-1])
+    cases: list[dict[str, Any]] = [{"objective": name, "max_length": 60} for name in ("dpo", "rm", "kto")]
+    cases.append({"objective": "kto", "max_samples": 7, "shuffle": True, "seed": 1, "kl_batch_size": 3})
+    expected = pairs_of(0, files, qwen_folder, cases, shared=False)
+    assert run(2, pairs_of, files, qwen_folder, cases) == [expected, expected]
+
+
 def load(rank: int, files: Any, tokenizer: str, options: dict[str, Any]) -> Answer:
     prompts = gpuload.load(files, tokenizer, distributed=True, progress=False, **options)
     return contents(prompts) | {"into_cache": len(prompts.report.into_cache), "notes": prompts.report.notes}

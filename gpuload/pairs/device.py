@@ -1,8 +1,9 @@
 """The stages of a load of preference data on a device.
 
-Columns of messages are rendered and encoded by kernels: each prompt with its completions, and alone. A kernel makes
-rows of their ids. Everything else (texts, rows with tools of their own) goes through the stages of the host, and its
-ids are copied over. All batches are made on the device.
+Columns of messages are rendered by kernels: each prompt with its completions, and alone. What these texts of a row
+share is encoded once, up to a token in front of which they may be cut (`prefixes.py`), and so is the rest of each; a
+kernel makes rows of their ids. Everything else (texts, rows with tools of their own) goes through the stages of the
+host, and its ids are copied over. All batches are made on the device.
 """
 
 from collections.abc import Callable
@@ -19,14 +20,17 @@ from gpuload.chats.engine import joined
 from gpuload.engines.choose import choose_engine
 from gpuload.engines.conversations import from_arrow
 from gpuload.engines.device.batches import DeviceBatches
+from gpuload.engines.device.engine import out_of_memory
 from gpuload.engines.device.render import DeviceText
 from gpuload.engines.device.store import DeviceStore, Index
+from gpuload.engines.device.texts import gather
 from gpuload.engines.device.training import DeviceTrainingEngine
 from gpuload.engines.host.render import HostText
-from gpuload.engines.protocol import Prompts, Tokenized
+from gpuload.engines.protocol import Prompts, TextColumn, Tokenized
+from gpuload.errors import DeviceError
 from gpuload.options import Truncation
 from gpuload.pairs.batches import HostPairBatches, RowSlices
-from gpuload.pairs.engine import PairEngine, problems_in, reject, rejected_in
+from gpuload.pairs.engine import SAMPLE, PairEngine, problems_in, reject, rejected_in
 from gpuload.pairs.reference import PairReference, answers_in
 from gpuload.pairs.store import common_ids
 from gpuload.sources.types import is_messages
@@ -101,27 +105,55 @@ class DevicePairEngine(DeviceTrainingEngine):
         if not isinstance(text, DevicePairText):
             return super().encode(text)
         with self._kernels.current():
-            xp = self._kernels.xp
-            fell_back, ids = xp.zeros(len(text), bool), []
-            for each in (text, *text.more):
-                found, at = self._ids(each)
-                fell_back[at] = True
-                ids.append(found)
-            return text.tokenized(self._rows_of(ids, list(text.rejected)), int(fell_back.sum()))
+            try:
+                parts = self._cut(text)
+                ids, at = self._ids(parts)
+                fell_back = int(self._kernels.xp.unique(at % max(len(text), 1)).size)
+                return text.tokenized(self._rows_of(ids, len(text)), fell_back)
+            except MemoryError as error:
+                raise DeviceError(out_of_memory("joining sequences")) from error
 
-    def _rows_of(self, ids: list[Ragged], rejected: list[int]) -> Ragged:
+    def _cut(self, text: DevicePairText) -> DeviceText:
+        """The texts of each row without what they share, as `pairs.prefixes.cut` returns them: n beginnings that the
+        rows' texts share, then the rest of each column's texts. Those of rejected rows are empty."""
+        kernels, xp = self._kernels, self._kernels.xp
+        first, *others = columns = [text.column, *(each.column for each in text.more)]
+        count, size = len(text), xp.zeros(len(text), np.int64)  # bytes before each row's cut
+
+        def sample() -> list[str]:
+            return [raw.decode() for raw in self._ops.bytes_at(first, range(min(count, SAMPLE)))]
+
+        if tokens := self.host.cutting_tokens(sample) if count else ():
+            common = first.length
+            for other in others:
+                common = xp.minimum(common, other.length)
+                kernels.run(
+                    "common_bytes", kernels.warps(count), count, first.data, first.start, other.data, other.start,
+                    common,
+                )  # fmt: skip
+            beginning = TextColumn(first.data, first.start, common)
+            for token in tokens:
+                found, place = self._ops.find(beginning, token, last=True)
+                size = xp.maximum(size, xp.where(found, place - first.start, 0))
+        at = [kernels.address(each.data) + each.start for each in columns]
+        address = xp.concatenate([at[0], *(each + size for each in at)])
+        length = xp.concatenate([size, *(each.length - size for each in columns)])
+        if text.rejected:
+            rows = xp.asarray(np.array(list(text.rejected), np.int64))
+            length.reshape(-1, count)[:, rows] = 0
+        offsets, data = gather(kernels, address, length)
+        return DeviceText(kernels=kernels, offsets=offsets, data=data)
+
+    def _rows_of(self, ids: Ragged, count: int) -> Ragged:
         """Rows of ids with the bits of their parts.
 
         Args:
-            ids: of the texts of a `DevicePairText`.
-            rejected: numbers of the rows that get no ids.
+            ids: of what `_cut` returns.
+            count: number of rows.
         """
         kernels, xp = self._kernels, self._kernels.xp
-        columns = [Index(kernels.address(each.values) + 4 * each.offsets[:-1], each.lengths) for each in ids]
-        if rejected:
-            at = xp.asarray(np.array(rejected, np.int64))
-            for column in columns:
-                column.length[at] = 0
+        address, length = kernels.address(ids.values) + 4 * ids.offsets[:-1], ids.lengths
+        start, *columns = (Index(address[k : k + count], length[k : k + count]) for k in range(0, len(ids), count or 1))
         if self._reference.objective == "rm":
             first, second = columns
             shared = common_ids(kernels, first, second)
@@ -136,11 +168,11 @@ class DevicePairEngine(DeviceTrainingEngine):
                 shared = first.length
             elif self._reference.objective == "dpo":
                 begins = [shared, shared]
-        offsets = offsets_of(first.length + second.length - shared)
-        values, count = xp.empty(int(offsets[-1]), np.int32), len(offsets) - 1
+        offsets = offsets_of(start.length + first.length + second.length - shared)
+        values = xp.empty(int(offsets[-1]), np.int32)
         kernels.run(
-            "lay_pairs", kernels.warps(count), count, offsets, shared, first.address, first.length, begins[0],
-            second.address, begins[-1], values,
+            "lay_pairs", kernels.warps(count), count, offsets, start.address, start.length, shared, first.address,
+            first.length, begins[0], second.address, begins[-1], values,
         )  # fmt: skip
         return Ragged(values, offsets)
 

@@ -1,6 +1,6 @@
 """The stages of a load of preference data on the host: rendered texts, ids, and the parts of each row."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -169,13 +169,22 @@ class PairEngine(HostEngine):
         assert isinstance(text, PairText)
         columns = [filled(each) for each in (text.text, *text.more)]
         if text.by_template:
-            if self._cuts is None and len(text):  # of the first texts: all have the tokens that the template writes
-                self._cuts = cutting_tokens(self._reference, columns[0][:_SAMPLE].to_pylist())
-            start, *ids = divided(self.ids(cut(columns, self._cuts or ())), len(columns) + 1)
+            tokens = self.cutting_tokens(lambda: columns[0][:SAMPLE].to_pylist()) if len(text) else ()
+            start, *ids = divided(self.ids(cut(columns, tokens)), len(columns) + 1)
         else:
             start, ids = None, [surrounded(self.ids(each), *self._reference.added) for each in columns]
         rows = self._rows(ids)
         return text.tokenized(rows if start is None else appended(start, rows))
+
+    def cutting_tokens(self, texts: Callable[[], list[str]]) -> tuple[bytes, ...]:
+        """The tokens in front of which texts may be cut: see `pairs.prefixes`.
+
+        Args:
+            texts: returns the first texts of a load. All have the tokens that the template writes.
+        """
+        if self._cuts is None:
+            self._cuts = cutting_tokens(self._reference, texts())
+        return self._cuts
 
     def _rows(self, ids: list[Ragged]) -> Ragged:
         """Rows of ids with the bits of their parts.
@@ -196,7 +205,7 @@ class PairEngine(HostEngine):
         return marked[0] if len(marked) == 1 else paired(marked[0], marked[1], shared)
 
 
-_SAMPLE = 8  # texts that are searched for the tokens that a template writes
+SAMPLE = 8  # texts that are searched for the tokens that a template writes
 
 
 def _without(text: PairText, rejected: Mapping[int, str]) -> PairText:

@@ -167,7 +167,7 @@ class DeviceEngine:
             return render(self._kernels, program, column)
         except MemoryError as error:
             if len(column) < 2:
-                raise DeviceError(_out_of_memory("rendering")) from error
+                raise DeviceError(out_of_memory("rendering")) from error
         middle = len(column) // 2
         halves = [self._render(column.take(part), program) for part in np.split(np.arange(len(column)), [middle])]
         return DeviceText.concatenate(halves)
@@ -213,7 +213,7 @@ class DeviceEngine:
             return _gather_rows(kernels, address, length), at
         except MemoryError as error:
             if encoder.chunk_bytes <= LEAST_CHUNK:
-                raise DeviceError(_out_of_memory("encoding")) from error
+                raise DeviceError(out_of_memory("encoding")) from error
         encoder.chunk_bytes //= 2
         return self._encode(encoder, text)
 
@@ -224,7 +224,7 @@ class DeviceEngine:
             return
         except MemoryError as error:
             if high - low < 2:
-                raise DeviceError(_out_of_memory("marking answers")) from error
+                raise DeviceError(out_of_memory("marking answers")) from error
         middle = (low + high) // 2
         self._mark(text, ids, low, middle)
         self._mark(text, ids, middle, high)
@@ -272,7 +272,8 @@ class DeviceEngine:
         return DeviceBatches(self._kernels, store, limit, side, pad_id)
 
 
-def _out_of_memory(stage: str) -> str:
+def out_of_memory(stage: str) -> str:
+    """The message of a `DeviceError`."""
     return f"out of GPU memory while {stage}: raise gpu_memory_limit, free GPU memory, or use device='cpu'"
 
 

@@ -66,7 +66,7 @@ class DeviceTexts:
             hit = self._has_affix(texts, mark, at_end=name == "removesuffix")
             at = start if name == "removeprefix" else end - len(mark)
         elif name in BOUNDS_ONLY:
-            hit, at = self._find(texts, mark, last=name.endswith("_last"))
+            hit, at = self.find(texts, mark, last=name.endswith("_last"))
         else:
             raise ValueError(f"unknown operation {name!r}")
         if name in ("before", "before_last", "removesuffix"):
@@ -80,7 +80,7 @@ class DeviceTexts:
         if test == "empty" or not value:
             return texts.length == 0 if test in ("empty", "equals") else self.xp.ones(len(texts), bool)
         if test == "contains":
-            return self._find(texts, value)[0]
+            return self.find(texts, value)[0]
         if test in ("startswith", "endswith", "equals"):
             return self._has_affix(texts, value, at_end=test == "endswith", whole=test == "equals")
         raise ValueError(f"unknown test {test!r}")
@@ -92,12 +92,12 @@ class DeviceTexts:
             raw = needle.encode()
             by_start.setdefault(raw[:2], []).append(raw)
         for start, some in by_start.items():
-            at = self.xp.flatnonzero(self._find(texts, start)[0])
+            at = self.xp.flatnonzero(self.find(texts, start)[0])
             if not len(at):
                 continue
             candidates = TextColumn(texts.data, texts.start[at], texts.length[at])
             for raw in some:
-                found[at] |= self._find(candidates, raw)[0]
+                found[at] |= self.find(candidates, raw)[0]
         return found
 
     def not_utf8(self, texts: TextColumn) -> Array:
@@ -138,8 +138,8 @@ class DeviceTexts:
             *arguments,
         )  # fmt: skip
 
-    def _find(self, texts: TextColumn, literal: bytes, last: bool = False) -> tuple[Array, Array]:
-        """Which texts contain a literal, and the position of its first (or last) occurrence in those."""
+    def find(self, texts: TextColumn, literal: bytes, last: bool = False) -> tuple[Array, Array]:
+        """Which texts contain a literal, and where in `texts.data` its first (or last) occurrence in those is."""
         # Lanes and parts race with atomicMin or atomicMax: the initial value is the identity of that operation.
         missing = -1 if last else np.iinfo(np.int64).max
         place = self.xp.full(len(texts), missing, np.int64)
