@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import jinja2
@@ -186,18 +186,7 @@ class TemplateCall:
         Raises:
             ValueError: the tokenizer has no such template.
         """
-        environment = vendor_environment()
-        if environment is None:
-            return None
-        # Compiling evaluates constant expressions, which have no limits. It does not evaluate operators that are
-        # intercepted and filters that need the context.
-        environment.intercepted_binops = frozenset(environment.binop_table)
-        environment.filters = dict.fromkeys(environment.filters, jinja2.pass_context(lambda *_: ""))
-        try:
-            environment.compile(environment.parse(self.text()))
-        except jinja2.TemplateSyntaxError as error:
-            return f"line {error.lineno}: {error.message}"
-        return None
+        return _syntax_error(self.text())
 
     def not_compilable_reason(self) -> str | None:
         """Return why this call cannot be compiled at all, or None.
@@ -285,6 +274,22 @@ class TemplateCall:
                     _stopped[id(clock)] = (inside - 1, own)
                 else:
                     clock["strftime_now"] = own
+
+
+@lru_cache
+def _syntax_error(template: str) -> str | None:
+    environment = vendor_environment()
+    if environment is None:
+        return None
+    # Compiling evaluates constant expressions, which have no limits. It does not evaluate operators that are
+    # intercepted and filters that need the context.
+    environment.intercepted_binops = frozenset(environment.binop_table)
+    environment.filters = dict.fromkeys(environment.filters, jinja2.pass_context(lambda *_: ""))
+    try:
+        environment.compile(environment.parse(template), raw=True)
+    except jinja2.TemplateSyntaxError as error:
+        return f"line {error.lineno}: {error.message}"
+    return None
 
 
 _stopping = threading.Lock()

@@ -5,7 +5,6 @@ how a `Split` treats its matches, that a normalized added token is searched for 
 for configurations that this module lists, and that tests/test_encoder_matrix.py compares with `tokenizers`.
 """
 
-import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from itertools import product
@@ -22,7 +21,7 @@ from gpuload.tokenizer.spec import (
     byte_entries,
     byte_letters,
 )
-from gpuload.tokenizer.tables import cached
+from gpuload.tokenizer.tables import cached, model_digest
 
 _VERSION = 1  # of the rules
 _SMALL = 1 << 20  # characters of a tokenizer that is read every time
@@ -77,8 +76,7 @@ def not_known_exact(model_json: str) -> str | None:
 
     if len(model_json) < _SMALL:
         return reason() or None
-    digest = hashlib.blake2b(model_json.encode(errors="surrogatepass"), digest_size=16).hexdigest()
-    answer = cached("gigatoken", f"{_VERSION} {digest}", lambda: {"reason": np.array(reason())})
+    answer = cached("gigatoken", f"{_VERSION} {model_digest(model_json)}", lambda: {"reason": np.array(reason())})
     return str(answer["reason"]) or None
 
 

@@ -5,12 +5,13 @@
 supported; such a tokenizer encodes on the host.
 """
 
-import hashlib
 import json
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from gpuload.tokenizer.tables import model_digest
 
 Keep = Literal["all", "matches", "gaps"]
 
@@ -141,7 +142,7 @@ def bpe_spec(model_json: str) -> BpeSpec | str:
             merges=_merges(model["merges"], fallback is not None),
             ignore_merges=bool(model.get("ignore_merges")),
             added=_added(parts.get("added_tokens") or [], nfc),
-            digest=hashlib.blake2b(model_json.encode(errors="surrogatepass"), digest_size=16).hexdigest(),
+            digest=model_digest(model_json),
             fallback=fallback,
         )
     except _UnsupportedError as error:

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import zipfile
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,16 @@ import numpy as np
 from gpuload.files import cache_root, replacing
 
 Arrays = dict[str, Any]  # name → numpy array
+
+
+@lru_cache(maxsize=2)
+def model_digest(model_json: str) -> str:
+    """Identifies a tokenizer, as text of several megabytes: that of the last two is remembered.
+
+    Args:
+        model_json: the result of `tokenizers.Tokenizer.to_str()`.
+    """
+    return hashlib.blake2b(model_json.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
 def cached(kind: str, content: str, build: Callable[[], Arrays]) -> Arrays:

@@ -17,7 +17,6 @@ where NFC may have changed a text, which is never one of ASCII:
 Tokenizers that can both drop text and add or normalize it are not supported.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ import numpy.typing as npt
 
 from gpuload.arrays import offsets_of
 from gpuload.tokenizer.spec import WHITE_SPACE, BpeSpec, Split, bpe_spec, byte_entries, byte_letters
-from gpuload.tokenizer.tables import cached
+from gpuload.tokenizer.tables import cached, model_digest
 
 _VERSION = 2  # of the table and of the rules
 _SMALL = 1 << 20  # characters of a tokenizer that is read every time
@@ -72,8 +71,7 @@ def token_bytes(model_json: str) -> TokenBytes | str:
     if len(model_json) < _SMALL:
         arrays = _arrays(model_json)
     else:
-        digest = hashlib.blake2b(model_json.encode(errors="surrogatepass"), digest_size=16).hexdigest()
-        arrays = cached("token-bytes", f"{_VERSION} {digest}", lambda: _arrays(model_json))
+        arrays = cached("token-bytes", f"{_VERSION} {model_digest(model_json)}", lambda: _arrays(model_json))
     reason = str(arrays.pop("reason"))
     if reason:
         return reason
