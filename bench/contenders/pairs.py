@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import gpuload
-from bench.contenders.chats import conversations, measure
+from bench.contenders.chats import by_gpuload, conversations, measure
 
 
 def write_pairs(task: dict[str, Any], file: Path) -> int:
@@ -21,13 +21,6 @@ def write_pairs(task: dict[str, Any], file: Path) -> int:
     columns = {"prompt": [row[:-1] for row in rows], "chosen": [row[-1:] for row in rows], "rejected": rejected}
     pq.write_table(pa.table(columns), file)
     return len(rows)
-
-
-def by_gpuload(file: Path, tokenizer: Any, template: str, _: int) -> Any:
-    """Load as a user does, without the token cache."""
-    return gpuload.load_pairs(
-        str(file), tokenizer, chat_template=template, max_length=1 << 20, token_cache=False, progress=False
-    )
 
 
 def by_trl(file: Path, tokenizer: Any, template: str, processes: int) -> Any:
@@ -46,4 +39,5 @@ def by_trl(file: Path, tokenizer: Any, template: str, processes: int) -> Any:
 
 
 if __name__ == "__main__":
-    measure(write_pairs, {"gpuload": by_gpuload, "TRL": by_trl}, ("prompt_ids", "chosen_ids", "rejected_ids"))
+    prepare = {"gpuload": by_gpuload(gpuload.load_pairs), "TRL": by_trl}
+    measure(write_pairs, prepare, ("prompt_ids", "chosen_ids", "rejected_ids"))
