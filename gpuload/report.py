@@ -139,7 +139,7 @@ class Report:
                 f"  tokens     {self.tokens:,}; {self.shortest:,} to {self.longest:,} per row, mean {mean:,.0f}"
             )
         lines += [
-            f"  bytes      {_mb(self.source_bytes)} in files, {_mb(self.text_bytes)} of rendered text",
+            f"  bytes      {megabytes(self.source_bytes)} in files, {megabytes(self.text_bytes)} of rendered text",
             "  seconds    " + ", ".join(f"{name} {value:.2f}" for name, value in self.seconds.items()),
             f"  speed      {self.rows_read / total if total else 0:,.0f} rows/s",
             f"  engine     {self.engine}",
@@ -191,5 +191,6 @@ def _some(names: list[str], of: int) -> str:
     return f"{len(names)} of {of} files" if of > 1 else "this file"
 
 
-def _mb(nbytes: int) -> str:
+def megabytes(nbytes: int) -> str:
+    """Bytes as text, such as "1,234.5 MB"."""
     return f"{nbytes / 1e6:,.1f} MB"

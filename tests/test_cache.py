@@ -459,11 +459,32 @@ def test_prepare(
     assert gpuload.load(files, qwen, verify="full", **options).report.from_cache == files
 
     assert main([*command, "--cache-dir", str(tmp_path / "elsewhere")]) == 0
-    assert main(["prepare", "--clear", "--cache-dir", str(tmp_path / "elsewhere")]) == 0
+    assert main(["cache", "--clear", "--cache-dir", str(tmp_path / "elsewhere")]) == 0
     assert f"{tmp_path / 'elsewhere' / 'tokens'}: removed 3 entries" in capsys.readouterr().out
     assert len(entries(warm_cache)) == 3
-    assert main(["prepare", "--clear"]) == 0
+    assert main(["cache", "--clear"]) == 0
     assert entries(warm_cache) == []
+
+
+def test_the_list_of_cached_files(
+    files: list[str], qwen: Any, warm_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cache", "--cache-dir", str(tmp_path / "nowhere")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'nowhere' / 'tokens'}: 0 entries, 0.0 MB\n"
+    loaded = gpuload.load(files, qwen, chat_template=TEMPLATE)
+    found = {file.source: file for file in cache.cached_files(warm_cache)}
+    assert set(found) == set(files)
+    assert sum(file.rows for file in found.values()) == loaded.report.rows_read
+    oldest = entries(warm_cache)[0]
+    oldest.write_bytes(b"damaged")
+    os.utime(oldest, (1e9, 1e9))
+    assert main(["cache"]) == 0
+    first, _, titles, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{warm_cache}: 3 entries, 0.")
+    assert titles.split() == ["last", "use", "size", "rows", "file"]
+    assert lines[-1].startswith("2001-09-0")
+    assert lines[-1].endswith("0  (damaged: its tokens are made again when they are needed)")
+    assert {line.rpartition("  ")[2] for line in lines[:-1]} < set(files)
 
 
 def test_prepare_says_what_is_wrong(

@@ -121,6 +121,17 @@ def read_entry(path: Path, key: str, rows: int) -> Entry | None:
         return None
 
 
+def about_entry(path: Path) -> tuple[str, int] | None:
+    """The name of the file of which an entry was made, and its rows; None if the entry cannot be read."""
+    try:
+        with pa.memory_map(str(path)) as mapped, pa.ipc.open_file(mapped) as reader:
+            _, metadata = reader.get_batch_with_custom_metadata(reader.num_record_batches - 1)
+        facts = json.loads(metadata[b"facts"])
+        return str(facts["source"]), int(facts["rows"])
+    except Exception:  # whatever the damage: `read_entry` ignores such a file, too
+        return None
+
+
 def _checksum(so_far: int, tokens: Ragged, sizes: np.ndarray[Any, Any], facts: bytes) -> int:
     """Checksum of a batch and all before it: a disk may lose what it reported as written."""
     for part in (tokens.values, tokens.offsets, sizes):
@@ -134,6 +145,7 @@ class EntryWriter:
     Args:
         directory: where to write it.
         key: the entry's key.
+        source: the name of the file whose rows it gets, for lists of entries.
 
     Attributes:
         key: the same.
@@ -145,8 +157,9 @@ class EntryWriter:
         OSError: the file cannot be written.
     """
 
-    def __init__(self, directory: Path, key: str):
+    def __init__(self, directory: Path, key: str, source: str):
         self.key, self.path = key, directory / key
+        self._source = source
         self.rows = 0
         self.closed = False
         self._checksum = self._compared = 0
@@ -168,6 +181,7 @@ class EntryWriter:
     def close(self, verified: Verify) -> None:
         """Completes the file, once it has all rows."""
         facts = {"key": self.key, "rows": self.rows, "verified": verified, "compared": self._compared}
+        facts |= {"source": self._source}
         self._write(Ragged.from_lists([]), pa.array([], pa.int64()), facts)
         self._file.close()
         self._sink.close()

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -28,7 +29,7 @@ from typing import Any
 import pyarrow as pa
 
 from gpuload._version import __version__
-from gpuload.cache.entry import Entry, EntryWriter, read_entry
+from gpuload.cache.entry import Entry, EntryWriter, about_entry, read_entry
 from gpuload.engines.host.encode import needs_itself
 from gpuload.files import PartialDirectory, cache_root, partial_bytes, remove_orphans
 from gpuload.options import Options, Verify
@@ -131,7 +132,7 @@ class TokenCache:
         if self._unfinished is None:
             self._unfinished = PartialDirectory(self.directory)
         if batch.source not in self._writers:
-            self._writers[batch.source] = EntryWriter(self._unfinished.path, self._keys[source.name][0])
+            self._writers[batch.source] = EntryWriter(self._unfinished.path, self._keys[source.name][0], source.name)
         writer = self._writers[batch.source]
         if writer is None:
             return
@@ -256,6 +257,29 @@ def clear(directory: Path) -> tuple[int, int]:
         path.unlink(missing_ok=True)
     remove_orphans(directory)
     return len(entries), sum(size for _, size, _ in entries)
+
+
+@dataclass(frozen=True)
+class CachedFile:
+    """An entry, for a list of them.
+
+    Attributes:
+        last_use: seconds since 1970.
+        nbytes: size of the entry.
+        source: the name of the file of which it was made; None if the entry is damaged.
+        rows: number of its rows.
+    """
+
+    last_use: float
+    nbytes: int
+    source: str | None
+    rows: int
+
+
+def cached_files(directory: Path) -> list[CachedFile]:
+    """All entries, most recently used first."""
+    about = [(used, size, about_entry(path)) for used, size, path in reversed(_entries(directory))]
+    return [CachedFile(used, size, *(found or (None, 0))) for used, size, found in about]
 
 
 def _entries(directory: Path) -> list[tuple[float, int, Path]]:

@@ -1,4 +1,4 @@
-"""The command line: inspect · show · prepare · doctor · demo."""
+"""The command line: inspect · show · prepare · cache · doctor · demo."""
 
 import argparse
 import os
@@ -71,14 +71,14 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="MODE",
         help="compare a sample of the rows with the tokenizer (sample, the default), all rows (full) or none (off)",
     )
-    prepare.add_argument(
-        "--cache-dir",
-        metavar="DIR",
-        help="default: $GPULOAD_CACHE, else $XDG_CACHE_HOME/gpuload, else ~/.cache/gpuload",
-    )
-    prepare.add_argument("--clear", action="store_true", help="remove all cached tokens instead")
+    _add_cache_dir(prepare)
     _add_export(prepare)
     prepare.set_defaults(run=_prepare, parser=prepare)
+
+    cache = commands.add_parser("cache", help="list the files whose tokens are cached, or remove all cached tokens")
+    _add_cache_dir(cache)
+    cache.add_argument("--clear", action="store_true", help="remove all cached tokens")
+    cache.set_defaults(run=_cache)
 
     doctor = commands.add_parser("doctor", help="show versions and GPUs, and test each stage of each engine")
     doctor.add_argument(
@@ -93,6 +93,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_files(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="*", help="paths, globs, directories or URLs of parquet, json or jsonl files")
+
+
+def _add_cache_dir(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cache-dir",
+        metavar="DIR",
+        help="default: $GPULOAD_CACHE, else $XDG_CACHE_HOME/gpuload, else ~/.cache/gpuload",
+    )
 
 
 def _add_kind(parser: argparse.ArgumentParser) -> None:
@@ -187,7 +195,7 @@ def _show(given: argparse.Namespace) -> int:
 
 
 def _prepare(given: argparse.Namespace) -> int:
-    from gpuload.cli.prepare import clear_cache, prepare_files, template_kwargs
+    from gpuload.cli.prepare import prepare_files, template_kwargs
 
     more = {name: getattr(given, name) for name in _EXPORT_ONLY if hasattr(given, name)}
     if given.export:
@@ -195,11 +203,8 @@ def _prepare(given: argparse.Namespace) -> int:
     if more:
         name = "for" if "trainer" in more else next(iter(more)).replace("_", "-")
         given.parser.error(f"--{name} is an argument of --export")
-    if given.clear:
-        clear_cache(given.cache_dir)
-        return 0
     if not given.files or not given.tokenizer:
-        given.parser.error("files and --tokenizer are required (or --clear)")
+        given.parser.error("files and --tokenizer are required")
     prepare_files(
         given.files,
         given.tokenizer,
@@ -219,8 +224,8 @@ def _export(given: argparse.Namespace, more: dict[str, Any]) -> int:
     kind, directory = given.export
     if kind not in KINDS:
         given.parser.error(f"--export {kind}: expected one of {', '.join(KINDS)}")
-    if given.clear or given.no_template or given.prompt_key != "prompt":
-        given.parser.error("--clear, --no-template and --prompt-key are not for --export")
+    if given.no_template or given.prompt_key != "prompt":
+        given.parser.error("--no-template and --prompt-key are not for --export")
     trainer = more.get("trainer", "trl")
     if trainer not in KINDS[kind][2]:
         given.parser.error(f"--for {trainer}: --export {kind} is for {', '.join(KINDS[kind][2])}")
@@ -255,6 +260,13 @@ def _doctor(given: argparse.Namespace) -> int:
     from gpuload.cli.doctor import diagnose
 
     return diagnose(given.require)
+
+
+def _cache(given: argparse.Namespace) -> int:
+    from gpuload.cli.cache import clear_cache, list_cache
+
+    (clear_cache if given.clear else list_cache)(given.cache_dir)
+    return 0
 
 
 def _demo(given: argparse.Namespace) -> int:

@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from gpuload.cache.store import clear, tokens_directory
 from gpuload.errors import GpuloadError, OptionError
 from gpuload.load import load
 from gpuload.options import NO_LIMIT
@@ -44,14 +43,3 @@ def prepare_files(files: Sequence[str], tokenizer: Any, **options: Any) -> None:
     if missing := [name for name in report.files if name not in kept]:
         reasons = [note for note in report.notes if "not cached" in note]
         raise GpuloadError(f"{len(missing)} of {len(report.files)} files are not in the cache: {'; '.join(reasons)}")
-
-
-def clear_cache(cache_dir: str | None = None) -> None:
-    """Removes all cached tokens.
-
-    Args:
-        cache_dir: as the option of `load`.
-    """
-    directory = tokens_directory(cache_dir)
-    entries, nbytes = clear(directory)
-    print(f"{directory}: removed {entries:,} entries, {nbytes / 1e6:,.1f} MB")
