@@ -477,7 +477,7 @@ def test_a_wrong_mask_is_noticed(qwen: Any, monkeypatch: pytest.MonkeyPatch, row
 
     monkeypatch.setattr(engine.ChatEngine, "encode", wrong)
     with pytest.warns(UserWarning, match="differs from the tokenizer"):
-        found = gpuload.load_chats(table, qwen)
+        found = gpuload.load_chats(table, qwen, verify="full")
     monkeypatch.undo()
     assert found.report.engine.startswith("cpu: rendered and encoded by")
     assert rows_of(found) == rows_of(gpuload.load_chats(table, qwen))

@@ -507,9 +507,9 @@ def test_a_wrong_part_is_noticed(qwen: Any, monkeypatch: pytest.MonkeyPatch, row
 
     monkeypatch.setattr(engine.PairEngine, "encode", wrong)
     with pytest.warns(UserWarning, match="differs from the tokenizer"):
-        found = gpuload.load_pairs(table, qwen, objective=objective)
+        found = gpuload.load_pairs(table, qwen, objective=objective, verify="full")
     with pytest.raises(MismatchError):
-        gpuload.load_pairs(table, qwen, objective=objective, strict=True)
+        gpuload.load_pairs(table, qwen, objective=objective, verify="full", strict=True)
     monkeypatch.undo()
     assert found.report.engine.startswith("cpu: rendered and encoded by")
     assert rows_of(found) == rows_of(gpuload.load_pairs(table, qwen, objective=objective))
