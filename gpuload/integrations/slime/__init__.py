@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpuload.integrations.slime.data_source import DataSource
+    from gpuload.integrations.slime.sft import sft_rollout
 
-_MODULES = {"DataSource": "data_source"}
+_MODULES = {"DataSource": "data_source", "sft_rollout": "sft"}
 
-__all__ = ["DataSource"]
+__all__ = ["DataSource", "sft_rollout"]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,7 @@
 import json
 import logging
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from slime.utils.data import Dataset, _parse_generalized_path
 
-from gpuload.errors import DataError
-from gpuload.integrations.core import are_messages
+from gpuload.errors import DataError, DeviceError, GpuloadError
+from gpuload.integrations.core import are_messages, log_fallback
 from gpuload.integrations.slime.reading import check_labels, check_tools, open_rows
 from gpuload.integrations.slime.samples import SampleColumns, SampleDataset
 from gpuload.load import load_sources, reference_of
@@ -28,6 +29,8 @@ from gpuload.sources.read import Source, check_unchanged
 from gpuload.sources.types import JSON_TYPE, is_messages, is_text
 
 logger = logging.getLogger(__name__)
+
+SFT_ROLLOUT = "gpuload.integrations.slime.sft_rollout"
 
 _COMPARED = 16  # rows
 _TEXT = "full_prompts"
@@ -71,6 +74,8 @@ def prepare(args: Any, tokenizer: Any, processor: Any, settings: dict[str, Any])
         origin = np.arange(len(made))
         check_unchanged([source])
     _compare(args, source, tokenizer, processor, made, origin)
+    if getattr(args, "rollout_function_path", None) == SFT_ROLLOUT and made.tokens is None:
+        made = _with_conversations(args, tokenizer, settings, made)
     return SampleDataset(made, args.rollout_seed)
 
 
@@ -122,6 +127,22 @@ def _tokenized(
     logger.info("gpuload: %s", loaded.report)
     made = SampleColumns(loaded.passed_through, _TEXT, **names, tokens=loaded.tokens)
     return made, loaded.origins[:, 1]
+
+
+def _with_conversations(args: Any, tokenizer: Any, settings: dict[str, Any], made: SampleColumns) -> SampleColumns:
+    """The same samples with ids for SFT, if slime's loss mask can be made by columns."""
+    from gpuload.integrations.slime.masks import conversations
+
+    try:
+        found = conversations(args, tokenizer, settings, made)
+    except DeviceError:
+        raise
+    except GpuloadError as error:
+        log_fallback(logger, "slime's SFT rollout, which tokenizes at each step", str(error))
+        return made
+    if missing := int((found.lengths == 0).sum()):
+        logger.warning("gpuload: %d of %d conversations are tokenized by slime, at each step", missing, len(found))
+    return replace(made, conversations=found)
 
 
 def _compare(
