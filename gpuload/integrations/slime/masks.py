@@ -58,10 +58,10 @@ def conversations(args: Any, tokenizer: Any, settings: dict[str, Any], samples: 
         _check_metadata(table[samples.metadata])
     try:
         generator = MultiTurnLossMaskGenerator(tokenizer, tokenizer_type=kind)
+        system, unlearned = generator.system_message_length, generator.gen_token_length
         prefix = tokenizer.apply_chat_template([_PREFIX], tokenize=True, return_dict=False) if kind == "qwen3" else []
     except Exception as error:  # whatever the template raises: slime raises it at the first step
         raise DataError(f"slime's loss mask cannot be made: {error!s:.200}") from error
-    system, unlearned = generator.system_message_length, generator.gen_token_length
     if min(system, unlearned) < 0:
         raise DataError("the template's system prompt or generation prompt has no length")
 
