@@ -65,7 +65,7 @@ def conversations(args: Any, tokenizer: Any, settings: dict[str, Any], samples: 
     if min(system, unlearned) < 0:
         raise DataError("the template's system prompt or generation prompt has no length")
 
-    turns = _Turns(column, joins_tools=kind == "qwen3")
+    turns = _MessageTurns(column, joins_tools=kind == "qwen3")
     chats = {"messages": turns.conversations(with_prefix=kind == "qwen3"), "turn": np.arange(len(turns.start))}
     if samples.tools is not None:
         chats["tools"] = turns.tools(samples)
@@ -103,7 +103,7 @@ def _check_metadata(column: pa.ChunkedArray) -> None:
         raise DataError(f"metadata of type {kind!s:.80} may have tools")
 
 
-class _Turns:
+class _MessageTurns:
     """The t turns of n conversations.
 
     Args:
