@@ -83,7 +83,9 @@ class Dataset:
     ):
         self.samples = []
         for row in pq.read_table(path).to_pylist():
-            text = tokenizer.apply_chat_template(row[prompt_key], tokenize=False, add_generation_prompt=True)
+            text = row[prompt_key]
+            if apply_chat_template:
+                text = tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True)
             if max_length is None or len(tokenizer.encode(text)) <= max_length:
                 label = row[label_key] if label_key is not None else None
                 self.samples.append(Sample(prompt=text, label=label, metadata=row.get(metadata_key) or {}))
@@ -109,6 +111,41 @@ class RolloutDataSourceWithBuffer:
         return [[copy.deepcopy(sample) for _ in range(self.args.n_samples_per_prompt)] for sample in found]
 
 
+class MultiTurnLossMaskGenerator:
+    """The loss mask qwen, message by message."""
+
+    def __init__(self, tokenizer: Any, tokenizer_type: str):
+        self._tokenizer = tokenizer
+        message = {"role": "user", "content": "x"}
+        one, two = len(self._ids([message])), len(self._ids([message, message]))
+        self.system_message_length = one - (two - one)
+        self.gen_token_length = len(self._ids([message], add_generation_prompt=True)) - one
+
+    def _ids(self, messages: list[dict[str, Any]], **more: Any) -> list[int]:
+        return list(self._tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **more))
+
+    def get_loss_mask(self, messages: list[dict[str, Any]], tools: Any = None) -> tuple[list[int], list[int]]:
+        ids, mask = [], []
+        for number, message in enumerate(messages):
+            added = self.system_message_length if number and message["role"] != "system" else 0
+            own = self._ids([message], tools=None if number else tools)[added:]
+            unlearned = self.gen_token_length if message["role"] == "assistant" else len(own)
+            ids += own
+            mask += [0] * unlearned + [1] * (len(own) - unlearned)
+        return ids, mask
+
+    def get_response_lengths(self, masks: list[list[int]]) -> list[int]:
+        return [len(mask) - mask.index(1) for mask in masks]
+
+
+def generate_rollout(args: Any, rollout_id: int, data_buffer: Any, evaluation: bool = False) -> list[Any]:
+    """Marks the samples that slime would tokenize."""
+    groups: list[Any] = data_buffer.get_samples(args.rollout_batch_size)
+    for (sample,) in groups:
+        sample.tokens = "by slime"
+    return groups
+
+
 def stand_in(tokenizer: Any) -> dict[str, ModuleType]:
     """Modules of slime with only what the integration uses of them."""
     contents: dict[str, dict[str, Any]] = {
@@ -118,6 +155,8 @@ def stand_in(tokenizer: Any) -> dict[str, ModuleType]:
         "slime.rollout.data_source": {"RolloutDataSourceWithBuffer": RolloutDataSourceWithBuffer},
         "slime.utils.data": {"Dataset": Dataset, "_parse_generalized_path": lambda path: (path, None)},
         "slime.utils.types": {"Sample": Sample},
+        "slime.utils.mask_utils": {"MultiTurnLossMaskGenerator": MultiTurnLossMaskGenerator},
+        "slime.rollout.sft_rollout": {"generate_rollout": generate_rollout},
         "slime.utils.processing_utils": {
             "load_tokenizer": lambda name, trust_remote_code: tokenizer,
             "load_processor": lambda name, trust_remote_code: None,

@@ -55,7 +55,9 @@ def test_samples_epochs_and_ownership(integration: ModuleType, qwen: Any, tmp_pa
     path = write(tmp_path / "a.parquet", given)
     args = arguments(path, "qwen", label_key="label", rollout_max_prompt_len=120, rollout_shuffle=True)
     source = integration.DataSource(args)
-    expected = slime_cases.Dataset(path, qwen, None, 120, prompt_key="prompt", label_key="label").samples
+    expected = slime_cases.Dataset(
+        path, qwen, None, 120, prompt_key="prompt", label_key="label", apply_chat_template=True
+    ).samples
     for sample in expected:
         sample.tokens = qwen.encode(sample.prompt, add_special_tokens=False)
     assert 0 < len(expected) < len(given)
@@ -127,6 +129,28 @@ def test_samples_that_differ_from_slimes(
     assert caplog.messages == [
         f"gpuload: falls back to slime's own dataset: {path}: the samples of the first 16 rows differ from slime's"
     ]
+
+
+def test_conversations_for_sft(integration: ModuleType, qwen: Any, tmp_path: Path) -> None:
+    given = rows(12)
+    for number, row in enumerate(given):
+        row["prompt"] += [{"role": "assistant", "content": f"It is {number}."}, row["prompt"][-1]] * (1 + number % 2)
+    given[5]["prompt"][0]["content"] = None
+    args = arguments(
+        write(tmp_path / "a.parquet", given), "qwen", apply_chat_template=False, n_samples_per_prompt=1,
+        loss_mask_type="qwen", rollout_batch_size=12, rollout_function_path="gpuload.integrations.slime.sft_rollout",
+    )  # fmt: skip
+    source = integration.DataSource(args)
+    groups = integration.sft_rollout(args, 0, source)
+    generator = slime_cases.MultiTurnLossMaskGenerator(qwen, "qwen")
+    for number, (sample,) in enumerate(groups):
+        assert sample.reward == 0
+        if number == 5:
+            assert sample.tokens == "by slime"
+            continue
+        ids, mask = generator.get_loss_mask(given[number]["prompt"])
+        length = len(mask) - mask.index(1)
+        assert (sample.tokens, sample.loss_mask, sample.response_length) == (ids, mask[-length:], length)
 
 
 def test_importing_the_package_is_light() -> None:
