@@ -3,6 +3,7 @@
 # make docs       the documentation site, into site/; warnings are errors
 # make verl-test  the integration with verl, against verl 0.9.1 itself, in a separate environment
 # make verl-matrix  the same with each supported version of verl: 0.7.1, 0.8.0, 0.9.0 and 0.9.1
+# make trainers-test  the integrations with trainers that exist only as repositories: SLIME_REPO=<checkout of slime>
 # make browser-test  the page of gpuload inspect in headless Chromium, which has to be installed
 # make transformers4-test  the tests with transformers 4.57.6, in a separate environment
 # make exact      every row of ../shared with the kernels of ten tokenizers, on the host; 74 variants of tokenizers
@@ -11,7 +12,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test browser-test transformers4-test docs verl-test verl-matrix exact damage bench verl-env clean
+.PHONY: demo test browser-test transformers4-test docs verl-test verl-matrix trainers-test slime-test exact damage bench verl-env clean
 
 demo: .venv/installed
 	$(BIN)/gpuload demo
@@ -44,6 +45,12 @@ verl-test: .venv-verl/installed
 verl-matrix:
 	$(PYTHON) tests/verl/matrix.py
 
+trainers-test: $(if $(SLIME_REPO),slime-test)
+	@echo "tested: $(if $(SLIME_REPO),slime,none; set SLIME_REPO)"
+
+slime-test: .venv-slime/installed
+	.venv-slime/bin/python -m pytest tests/test_slime_contract.py tests/test_slime.py tests/test_slime_rollout.py
+
 bench: .venv/installed-dev .venv-verl/installed
 	$(BIN)/python -m bench
 
@@ -68,6 +75,13 @@ verl-env: .venv-verl/installed
 .venv-verl/installed: bench/verl/requirements.txt
 	test -x .venv-verl/bin/python || $(PYTHON) -m venv .venv-verl
 	.venv-verl/bin/python -m pip install -q -r bench/verl/requirements.txt
+	touch $@
+
+# What slime's modules import for data sources and rollouts; its requirements have servers and trackers too.
+.venv-slime/installed: pyproject.toml constraints.txt
+	test -x .venv-slime/bin/python || $(PYTHON) -m venv .venv-slime
+	.venv-slime/bin/python -m pip install -q -c constraints.txt -e '.[dev]'
+	.venv-slime/bin/python -m pip install -q httpx pillow pylatexenc sympy
 	touch $@
 
 clean:

@@ -4,10 +4,18 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from gpuload.errors import OptionError
-from gpuload.integrations.core import check_switches, is_supported, log_fallback, log_ignored, settings_under
+from gpuload.integrations.core import (
+    are_messages,
+    check_switches,
+    is_supported,
+    log_fallback,
+    log_ignored,
+    settings_under,
+)
 
 KNOWN = ("device", "verify")
 LOGGER = logging.getLogger("gpuload.integrations.test")
@@ -77,3 +85,10 @@ def test_lines_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
         "gpuload: num_proc=4 has no effect: rows are tokenized before training",
         "gpuload: a=1, b='c' have no effect: rows are tokenized before training",
     ]
+
+
+def test_messages_with_text() -> None:
+    assert are_messages(pa.list_(pa.struct([("content", pa.large_string()), ("role", pa.string())])))
+    assert not are_messages(pa.list_(pa.struct([("content", pa.list_(pa.string())), ("role", pa.string())])))
+    assert not are_messages(pa.list_(pa.struct([("from", pa.string()), ("value", pa.string())])))
+    assert not are_messages(pa.string())

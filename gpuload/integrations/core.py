@@ -8,10 +8,12 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import pyarrow as pa
 from packaging.version import InvalidVersion, Version
 
 from gpuload.errors import OptionError
 from gpuload.options import nearest, plain
+from gpuload.sources.types import is_messages, is_text
 
 LOAD_OPTIONS = ("device", "gpu_memory_limit", "verify", "progress", "token_cache", "token_cache_bytes")
 """Options of `gpuload.load` that do not change rows: every integration takes them."""
@@ -79,3 +81,9 @@ def log_ignored(logger: logging.Logger, settings: Mapping[str, Any], reason: str
     if settings:
         named = ", ".join(f"{name}={value!r}" for name, value in settings.items())
         logger.warning("gpuload: %s %s no effect: %s", named, "has" if len(settings) == 1 else "have", reason)
+
+
+def are_messages(kind: pa.DataType) -> bool:
+    """Whether values of a type are messages whose content is text."""
+    fields = {field.name: field.type for field in kind.value_type} if is_messages(kind) else {}
+    return "role" in fields and "content" in fields and is_text(fields["content"])

@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 from gpuload.arrays import Ragged, RowNumbers, offsets_of
 from gpuload.pairs.parts import appended
 from gpuload.row_reader import lists, parts
-from gpuload.sources.types import is_messages, is_text
+from gpuload.sources.types import is_text
 
 
 def ragged_of(column: pa.ChunkedArray) -> Ragged:
@@ -58,12 +58,6 @@ def partners(rows: int, group: int, processes: int) -> RowNumbers:
 def picked(table: pa.Table, rows: Sequence[int]) -> pa.Table:
     """A few rows. `Table.take` would join the chunks of the whole table first."""
     return pa.concat_tables([table.slice(row, 1) for row in rows])
-
-
-def are_messages(kind: pa.DataType) -> bool:
-    """Whether values of a type are messages whose content is text."""
-    fields = {field.name: field.type for field in kind.value_type} if is_messages(kind) else {}
-    return "role" in fields and "content" in fields and is_text(fields["content"])
 
 
 def prefixed(prompts: pa.ChunkedArray, answers: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -4,7 +4,7 @@ from typing import Any
 
 from gpuload.errors import DataError, GpuloadError
 from gpuload.export import features_of
-from gpuload.integrations.trl.columns import are_messages
+from gpuload.integrations.core import are_messages
 from gpuload.load import load
 
 

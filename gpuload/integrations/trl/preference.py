@@ -7,7 +7,8 @@ import numpy as np
 import pyarrow as pa
 from trl.data_utils import extract_prompt, unpair_preference_dataset
 
-from gpuload.integrations.trl.columns import are_messages, column_of, partners, prefixed, ragged_of, with_eos
+from gpuload.integrations.core import are_messages
+from gpuload.integrations.trl.columns import column_of, partners, prefixed, ragged_of, with_eos
 from gpuload.integrations.trl.preparation import NO_LIMIT, Call, Steps, joined, logger, whole
 from gpuload.options import Objective
 from gpuload.pairs.dataset import PairDataset

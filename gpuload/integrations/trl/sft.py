@@ -10,7 +10,8 @@ from gpuload.arrays import Ragged
 from gpuload.chats.dataset import ChatDataset
 from gpuload.chats.load import load_chats
 from gpuload.engines.host.packs import IGNORED
-from gpuload.integrations.trl.columns import any_of, are_messages, column_of, ragged_of, with_eos
+from gpuload.integrations.core import are_messages
+from gpuload.integrations.trl.columns import any_of, column_of, ragged_of, with_eos
 from gpuload.integrations.trl.preparation import NO_LIMIT, Call, Steps, joined, whole
 from gpuload.options import LossOn, Truncation
 from gpuload.sources.types import is_text

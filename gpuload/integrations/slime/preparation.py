@@ -1,0 +1,198 @@
+"""Prompts of slime's dataset, rendered, encoded and filtered by columns.
+
+1. The file is opened as slime reads it (`reading.py`). What slime would treat differently raises `DataError`, and slime
+   does the work.
+2. `load` renders and encodes prompts, and drops those over `--rollout-max-prompt-len`.
+3. The first rows are compared with the samples that slime's own `Dataset` makes of them.
+"""
+
+import json
+import logging
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from slime.utils.data import Dataset, _parse_generalized_path
+
+from gpuload.errors import DataError, DeviceError, GpuloadError
+from gpuload.integrations.core import are_messages, log_fallback
+from gpuload.integrations.slime.reading import check_labels, check_tools, open_rows
+from gpuload.integrations.slime.samples import SampleColumns, SampleDataset
+from gpuload.load import load_sources, reference_of
+from gpuload.options import Options
+from gpuload.sources.columns import Columns, to_python
+from gpuload.sources.read import Source, check_unchanged
+from gpuload.sources.types import JSON_TYPE, is_messages, is_text
+
+logger = logging.getLogger(__name__)
+
+SFT_ROLLOUT = "gpuload.integrations.slime.sft_rollout"
+
+_COMPARED = 16  # rows
+_TEXT = "full_prompts"
+
+
+def prepare(args: Any, tokenizer: Any, processor: Any, settings: dict[str, Any]) -> SampleDataset:
+    """The dataset of slime's arguments.
+
+    Args:
+        args: slime's arguments.
+        tokenizer, processor: of the model; processor may be None.
+        settings: options of `gpuload.load`.
+
+    Raises:
+        DataError: slime has to prepare the samples itself.
+        GpuloadError: as for `gpuload.load`.
+    """
+    if args.multimodal_keys is not None:
+        raise DataError("multimodal_keys is set")
+    given = [args.label_key, args.metadata_key, args.tool_key]
+    if twice := {args.input_key, _TEXT} & set(given):
+        raise DataError(f"column {twice.pop()!r} is used twice, or has a name that gpuload uses")
+    path, rows = _parse_generalized_path(args.prompt_data)
+    source = open_rows(path, rows, args.input_key, [name for name in given if name is not None])
+    if args.label_key is not None:
+        check_labels(source, args.label_key)
+    found = set(source.schema.names)
+    tools = check_tools(source, args.tool_key) if args.tool_key in found else None
+    names = {
+        "label": args.label_key,
+        "metadata": args.metadata_key if args.metadata_key in found else None,
+        "tools": args.tool_key if args.tool_key in found else None,
+        "has_processor": processor is not None,
+    }
+    if _is_rendered(args, source, processor):
+        if names["tools"] and args.apply_chat_template and tools is None:
+            raise DataError(f"{source.name}: tools differ from row to row")
+        made, origin = _tokenized(args, source, tokenizer, settings, tools, names)
+    else:
+        made = SampleColumns(Columns(source.batches()), args.input_key, **names)
+        origin = np.arange(len(made))
+        check_unchanged([source])
+    _compare(args, source, tokenizer, processor, made, origin)
+    if getattr(args, "rollout_function_path", None) == SFT_ROLLOUT and made.tokens is None:
+        made = _with_conversations(args, tokenizer, settings, made)
+    return SampleDataset(made, args.rollout_seed)
+
+
+def _is_rendered(args: Any, source: Source, processor: Any) -> bool:
+    """Whether prompts become texts. Otherwise they stay messages, which slime neither filters nor tokenizes.
+
+    Raises:
+        DataError: prompts are of another kind.
+    """
+    kind = source.schema.field(args.input_key).type
+    if processor is not None and not (are_messages(kind) or (is_text(kind) and args.apply_chat_template)):
+        raise DataError(f"{source.name}: there is a processor, and column {args.input_key!r} is not messages with text")
+    if args.apply_chat_template or is_text(kind):
+        return True
+    if kind == JSON_TYPE:  # messages with different keys, or a mix of messages and texts
+        first = to_python(next(source.batches())[args.input_key].chunk(0).slice(0, 1))[0]
+        if isinstance(first, list):
+            return False
+    if not is_messages(kind):
+        raise DataError(f"{source.name}: column {args.input_key!r} has type {kind!s:.80}, not messages or texts")
+    return False
+
+
+def _tokenized(
+    args: Any, source: Source, tokenizer: Any, settings: dict[str, Any], tools: Any, names: dict[str, Any]
+) -> tuple[SampleColumns, np.ndarray[Any, Any]]:
+    """Samples with ids, and the (n,) numbers of their rows."""
+    limit = args.rollout_max_prompt_len
+    constants = dict(args.apply_chat_template_kwargs or {}) | ({} if tools is None else {"tools": tools})
+    options = Options.parse(
+        settings
+        | {
+            "prompt_key": args.input_key,
+            "max_prompt_length": Options.max_prompt_length if limit is None else limit,
+            "filter_overlong_prompts": limit is not None,
+            "return_full_prompt": True,
+            "apply_chat_template_kwargs": constants if args.apply_chat_template else {},
+            "chat_template": "default" if args.apply_chat_template else None,
+            "pad_token_id": 0,  # nothing is padded, and not all tokenizers have a padding token
+        }
+    )
+    reference = reference_of(tokenizer, options)
+    if reference.uses_template and (reference.sanitizes or not reference.encodes_rendered_text):
+        raise DataError("the tokenizer class or apply_chat_template_kwargs change how texts are encoded")
+    loaded = load_sources([source], reference, options)
+    if rejected := loaded.report.rejected:
+        reason, count = max(rejected.items(), key=lambda item: item[1])
+        raise DataError(f"{count:,} rows cannot be rendered: {reason}")
+    logger.info("gpuload: %s", loaded.report)
+    made = SampleColumns(loaded.passed_through, _TEXT, **names, tokens=loaded.tokens)
+    return made, loaded.origins[:, 1]
+
+
+def _with_conversations(args: Any, tokenizer: Any, settings: dict[str, Any], made: SampleColumns) -> SampleColumns:
+    """The same samples with ids for SFT, if slime's loss mask can be made by columns."""
+    from gpuload.integrations.slime.masks import conversations
+
+    try:
+        found = conversations(args, tokenizer, settings, made)
+    except DeviceError:
+        raise
+    except GpuloadError as error:
+        log_fallback(logger, "slime's SFT rollout, which tokenizes at each step", str(error))
+        return made
+    if missing := int((found.lengths == 0).sum()):
+        logger.warning("gpuload: %d of %d conversations are tokenized by slime, at each step", missing, len(found))
+    return replace(made, conversations=found)
+
+
+def _compare(
+    args: Any, source: Source, tokenizer: Any, processor: Any, made: SampleColumns, origin: np.ndarray[Any, Any]
+) -> None:
+    """Compares the samples of the first rows with slime's.
+
+    Args:
+        origin: (n,) numbers of the rows of the samples.
+
+    Raises:
+        DataError: they differ.
+    """
+    table = next(source.batches()).slice(0, _COMPARED)
+    with tempfile.TemporaryDirectory() as folder:
+        path = _written(table, Path(folder), source.name)
+        theirs = Dataset(
+            str(path),
+            tokenizer=tokenizer,
+            processor=processor,
+            max_length=args.rollout_max_prompt_len,
+            prompt_key=args.input_key,
+            multimodal_keys=None,
+            label_key=args.label_key,
+            metadata_key=args.metadata_key,
+            tool_key=args.tool_key,
+            apply_chat_template=args.apply_chat_template,
+            apply_chat_template_kwargs=args.apply_chat_template_kwargs,
+            seed=args.rollout_seed,
+        )
+    expected = list(theirs.samples)
+    for sample in expected if made.tokens is not None else []:
+        sample.tokens = tokenizer.encode(sample.prompt, add_special_tokens=False)
+    # As text, in which 1 is not 1.0, the order of keys counts, and NaN is NaN.
+    if repr(made.take(np.flatnonzero(origin < len(table)))) != repr(expected):
+        raise DataError(f"{source.name}: the samples of the first {len(table)} rows differ from slime's")
+
+
+def _written(table: pa.Table, folder: Path, like: str) -> Path:
+    """A small file of the kind of a path, with some rows."""
+    if not like.endswith(".jsonl"):
+        path = folder / "rows.parquet"
+        pq.write_table(table, path)
+        return path
+    path = folder / "rows.jsonl"
+    columns = {name: to_python(table[name].combine_chunks()) for name in table.column_names}
+    # Nulls are left out: they may stand for missing keys, and mean the same where both are allowed.
+    rows = [
+        {name: value for name, value in zip(columns, row, strict=True) if value is not None}
+        for row in zip(*columns.values(), strict=True)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path

@@ -1,0 +1,160 @@
+"""What the integration with slime relies on, with a stand-in for slime that has only the names it uses."""
+
+import importlib
+import random
+import subprocess
+import sys
+from dataclasses import make_dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import slime_cases
+from slime_cases import arguments, rows, stand_in, without_integration, write
+
+from gpuload.errors import OptionError
+from gpuload.integrations.slime.contract import MODULES, SAMPLE_FIELDS, contract_problem
+
+
+@pytest.fixture
+def integration(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The integration, with the stand-in for slime."""
+    for name in without_integration():
+        monkeypatch.delitem(sys.modules, name)
+    for name, module in stand_in(qwen).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    found = importlib.import_module("gpuload.integrations.slime")
+    yield found
+    for name in without_integration():
+        del sys.modules[name]
+
+
+def modules(**changed: Any) -> dict[str, Any]:
+    data = {"Dataset": slime_cases.Dataset, "_parse_generalized_path": None}
+    return dict(zip(MODULES, (SimpleNamespace(**data | changed), slime_cases), strict=True))
+
+
+def test_the_contract() -> None:
+    assert contract_problem(modules()) is None
+
+
+def test_a_change_of_slime_is_noticed() -> None:
+    def dataset(path, tokenizer, packed): ...  # type: ignore[no-untyped-def]
+
+    assert contract_problem(modules(Dataset=dataset)) == "slime's Dataset has the parameters path, tokenizer, packed"
+    without = modules()
+    del without["slime.utils.data"]._parse_generalized_path
+    assert contract_problem(without) == "slime.utils.data has no _parse_generalized_path"
+    smaller = SimpleNamespace(Sample=make_dataclass("Sample", [name for name in SAMPLE_FIELDS if name != "tokens"]))
+    assert contract_problem(modules() | {"slime.utils.types": smaller}) == "slime's Sample has no tokens"
+
+
+def test_samples_epochs_and_ownership(integration: ModuleType, qwen: Any, tmp_path: Path) -> None:
+    given = rows()
+    path = write(tmp_path / "a.parquet", given)
+    args = arguments(path, "qwen", label_key="label", rollout_max_prompt_len=120, rollout_shuffle=True)
+    source = integration.DataSource(args)
+    expected = slime_cases.Dataset(
+        path, qwen, None, 120, prompt_key="prompt", label_key="label", apply_chat_template=True
+    ).samples
+    for sample in expected:
+        sample.tokens = qwen.encode(sample.prompt, add_special_tokens=False)
+    assert 0 < len(expected) < len(given)
+    assert list(source.dataset.origin_samples) == expected
+    order = list(range(len(expected)))
+    random.seed(42)
+    random.shuffle(order)
+    groups = source.get_samples(len(expected))
+    assert [group[0] for group in groups] == [expected[row] for row in order]
+    groups[0][0].tokens.append(1)
+    groups[0][0].metadata["level"] = "changed"
+    assert groups[0][1] == expected[order[0]]
+    assert source.dataset.samples[0] == expected[order[0]]
+    order = list(range(len(expected)))
+    random.seed(42 + 1)
+    random.shuffle(order)
+    assert [group[0] for group in source.get_samples(5)] == [expected[row] for row in order[:5]]
+    assert source.epoch_id == 1
+
+
+def test_the_list_of_samples(integration: ModuleType, tmp_path: Path) -> None:
+    samples = integration.DataSource(arguments(write(tmp_path / "a.parquet", rows()), "qwen")).dataset.samples
+    everything = samples[:]
+    assert isinstance(everything, list)
+    assert len(samples) == len(everything) == 40
+    assert samples[3:9:2] == everything[3:9:2]
+    assert samples[-1] == everything[-1]
+    assert list(samples) == everything
+    with pytest.raises(IndexError):
+        samples[40]
+
+
+def test_without_prompts_there_is_no_dataset(integration: ModuleType) -> None:
+    assert integration.DataSource(arguments(None, "qwen")).dataset is None
+
+
+def test_options_of_gpuload(integration: ModuleType, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", rows())
+    assert len(integration.DataSource(arguments(path, "qwen", gpuload={"verify": "full"})).dataset) == 40
+    with pytest.raises(OptionError, match=r"unknown key gpuload.devise: did you mean device\?"):
+        integration.DataSource(arguments(path, "qwen", gpuload={"devise": "cpu"}))
+    with pytest.raises(OptionError, match="device='x'"):
+        integration.DataSource(arguments(path, "qwen", gpuload={"device": "x"}))
+
+
+def test_another_slime_makes_its_own_dataset(
+    integration: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(sys.modules["slime.utils.data"], "_parse_generalized_path")
+    assert integration.DataSource(arguments(write(tmp_path / "a.parquet", rows()), "qwen")).dataset == "slime's"
+    assert caplog.messages == [
+        "gpuload: falls back to slime's own dataset: slime.utils.data has no _parse_generalized_path"
+    ]
+
+
+def test_samples_that_differ_from_slimes(
+    integration: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Changed(slime_cases.Dataset):
+        def __init__(self, *given: Any, **named: Any):
+            super().__init__(*given, **named)
+            self.samples[7].label = 7
+
+    path = write(tmp_path / "a.parquet", rows())
+    monkeypatch.setattr(sys.modules["slime.utils.data"], "Dataset", Changed)
+    contract = importlib.import_module("gpuload.integrations.slime.contract")
+    monkeypatch.setattr(contract, "DATASET_PARAMETERS", ("given", "named"))
+    assert integration.DataSource(arguments(path, "qwen")).dataset == "slime's"
+    assert caplog.messages == [
+        f"gpuload: falls back to slime's own dataset: {path}: the samples of the first 16 rows differ from slime's"
+    ]
+
+
+def test_conversations_for_sft(integration: ModuleType, qwen: Any, tmp_path: Path) -> None:
+    given = rows(12)
+    for number, row in enumerate(given):
+        row["prompt"] += [{"role": "assistant", "content": f"It is {number}."}, row["prompt"][-1]] * (1 + number % 2)
+    given[5]["prompt"][0]["content"] = None
+    args = arguments(
+        write(tmp_path / "a.parquet", given), "qwen", apply_chat_template=False, n_samples_per_prompt=1,
+        loss_mask_type="qwen", rollout_batch_size=12, rollout_function_path="gpuload.integrations.slime.sft_rollout",
+    )  # fmt: skip
+    source = integration.DataSource(args)
+    groups = integration.sft_rollout(args, 0, source)
+    generator = slime_cases.MultiTurnLossMaskGenerator(qwen, "qwen")
+    for number, (sample,) in enumerate(groups):
+        assert sample.reward == 0
+        if number == 5:
+            assert sample.tokens == "by slime"
+            continue
+        ids, mask = generator.get_loss_mask(given[number]["prompt"])
+        length = len(mask) - mask.index(1)
+        assert (sample.tokens, sample.loss_mask, sample.response_length) == (ids, mask[-length:], length)
+
+
+def test_importing_the_package_is_light() -> None:
+    heavy = ["slime", "torch", "pyarrow"]
+    code = f"import sys, gpuload.integrations.slime; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,209 @@
+"""slime's own rollouts over the data source: which ids are sent, and how often anything is tokenized."""
+
+import asyncio
+import os
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from slime_cases import arguments, rows, write
+from transformers import AutoTokenizer
+
+REPOSITORY = os.environ.get("SLIME_REPO", "")
+if not REPOSITORY:
+    pytest.skip("needs a checkout of slime: SLIME_REPO=<folder> make trainers-test", allow_module_level=True)
+sys.path.insert(0, REPOSITORY)
+sys.modules.setdefault("ray", ModuleType("ray"))
+
+from slime.rollout import sft_rollout as slime_sft  # noqa: E402
+from slime.rollout import sglang_rollout  # noqa: E402
+from slime.rollout.data_source import RolloutDataSourceWithBuffer  # noqa: E402
+
+from gpuload.integrations.slime import DataSource, sft_rollout  # noqa: E402
+
+SHARED = Path(__file__).parents[2] / "shared"
+
+
+class Counted:
+    """A tokenizer whose calls are counted."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("encode", "apply_chat_template"):
+            self.calls.append(name)
+        return getattr(self.tokenizer, name)
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        self.calls.append("__call__")
+        return self.tokenizer(*given, **named)
+
+
+# -- generation --------------------------------------------------------------------------------------------------------
+
+
+def generated(
+    args: Any, source: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Any], list[Any], list[str]]:
+    """Two steps of slime's rollout with an endpoint that answers with three tokens.
+
+    Returns:
+        The samples, the ids that were sent, and the calls of the tokenizer.
+    """
+    counted, sent = Counted(tokenizer), []
+
+    async def post(url: str, payload: dict[str, Any], headers: Any = None) -> dict[str, Any]:
+        sent.append(list(payload["input_ids"]))
+        meta = {"output_token_logprobs": [(-0.5, 7), (-0.25, 8), (-1.0, 9)], "finish_reason": {"type": "stop"}}
+        return {"text": "abc", "meta_info": {**meta, "weight_version": "0"}}
+
+    async def reward(args: Any, sample: Any) -> float:
+        return float(len(sample.tokens))
+
+    async def nothing(args: Any, rollout_id: int) -> list[Any]:
+        return []
+
+    monkeypatch.setattr(sglang_rollout, "load_tokenizer", lambda *given, **named: counted)
+    monkeypatch.setattr(sglang_rollout, "load_processor", lambda *given, **named: None)
+    monkeypatch.setattr(sglang_rollout, "get_rollout_num_engines", lambda args: 1)
+    monkeypatch.setattr(sglang_rollout, "post", post)
+    monkeypatch.setattr(sglang_rollout, "async_rm", reward)
+    monkeypatch.setattr(sglang_rollout, "abort", nothing)
+    monkeypatch.setattr(type(sglang_rollout.GenerateState), "_instances", {}, raising=False)
+    samples = []
+    for step in range(2):
+        output, _ = asyncio.run(sglang_rollout.generate_rollout_async(args, step, source.get_samples))
+        samples += [sample for group in output.samples for sample in group]
+    return samples, sent, counted.calls
+
+
+def test_prompts_are_not_tokenized_in_a_rollout(
+    tmp_path: Path, qwen_folder: str, qwen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = arguments(
+        write(tmp_path / "a.parquet", rows()), qwen_folder, label_key="label", n_samples_per_prompt=4,
+        rollout_batch_size=8, over_sampling_batch_size=8, rollout_shuffle=True, rollout_max_prompt_len=100,
+        rollout_temperature=1.0, rollout_top_p=1.0, rollout_top_k=-1, rollout_max_response_len=16, rollout_stop=None,
+        rollout_stop_token_ids=None, rollout_skip_special_tokens=False, sglang_server_concurrency=8, sglang_dp_size=1,
+        sglang_router_ip="localhost", sglang_router_port=1, ci_test=True, use_rollout_routing_replay=False,
+        partial_rollout=False, mask_offpolicy_in_partial_rollout=False, group_rm=False,
+        custom_generate_function_path=None, dynamic_sampling_filter_path=None, rollout_sample_filter_path=None,
+        rollout_all_samples_process_path=None, rollout_sample_hook_path=None, reward_key=None,
+    )  # fmt: skip
+    found = {}
+    for kind in (RolloutDataSourceWithBuffer, DataSource):
+        found[kind] = generated(args, kind(args), qwen, monkeypatch)
+    theirs, ours = found[RolloutDataSourceWithBuffer], found[DataSource]
+    count = 2 * 8 * 4
+    assert len(theirs[0]) == len(ours[0]) == count
+    assert theirs[2] == ["encode"] * count
+    assert ours[2] == []
+    assert sorted(ours[1]) == sorted(theirs[1])
+    for sample in (*theirs[0], *ours[0]):
+        sample.session_id = None
+        for name in ("trace", "_trace"):
+            vars(sample).pop(name, None)
+    in_order = [sorted((sample.index, sample.tokens, sample.loss_mask, sample.reward) for sample in samples)
+                for samples in (theirs[0], ours[0])]  # fmt: skip
+    assert in_order[0] == in_order[1]
+
+
+# -- SFT ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _without_state() -> Iterator[None]:
+    """slime keeps its tokenizer and its mask generator in globals."""
+    yield
+    slime_sft.TOKENIZER = slime_sft.PROCESSOR = slime_sft.MASK_GENERATOR = None
+
+
+TEMPLATE = """{% if tools %}<|im_start|>system
+{{ tools | tojson }}<|im_end|>
+{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content | trim }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@pytest.fixture(params=["qwen", "qwen3"])
+def model(request: pytest.FixtureRequest, qwen_folder: str, tmp_path: Path) -> dict[str, str]:
+    """A tokenizer and its loss mask. With qwen3, slime supports only templates without a system prompt of their own."""
+    if request.param == "qwen":
+        return {"folder": qwen_folder, "loss_mask_type": "qwen"}
+    tokenizer = AutoTokenizer.from_pretrained(qwen_folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "model")
+    return {"folder": str(tmp_path / "model"), "loss_mask_type": "qwen3"}
+
+
+def conversations(count: int = 30, tool_calls: bool = False) -> list[dict[str, Any]]:
+    chosen = random.Random(3)
+    made = []
+    for row in rows(count):
+        messages = [*row["prompt"], {"role": "assistant", "content": "It is 21."}]
+        if chosen.random() < 0.5:
+            messages += [{"role": "tool", "content": f"{number}"} for number in range(chosen.randrange(3))]
+            messages += [{"role": "user", "content": " And 東京? "}, {"role": "assistant", "content": "\n\nYes. 🙂 "}]
+        if chosen.random() < 0.2:
+            messages.append({"role": "assistant", "content": ""})
+        made.append({**row, "prompt": messages})
+    return made
+
+
+def check_sft(path: str, folder: str, **changed: Any) -> list[str]:
+    """Compares all steps of an epoch with slime's rollout. Returns the calls of the tokenizer in ours."""
+    args = arguments(
+        path, folder, apply_chat_template=False, n_samples_per_prompt=1, rollout_batch_size=7, rollout_shuffle=True,
+        rollout_function_path="gpuload.integrations.slime.sft_rollout", **{"loss_mask_type": "qwen"} | changed,
+    )  # fmt: skip
+    theirs, ours = RolloutDataSourceWithBuffer(args), DataSource(args)
+    steps = range(len(theirs) // 7 + 1)
+    expected = [slime_sft.generate_rollout(args, step, theirs) for step in steps]
+    counted = Counted(slime_sft.TOKENIZER)
+    slime_sft.MASK_GENERATOR.tokenizer = counted
+    assert repr([sft_rollout(args, step, ours) for step in steps]) == repr(expected)
+    assert any(sum(group[0].loss_mask) for groups in expected for group in groups)
+    return counted.calls
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_sft(kind: str, model: dict[str, str], tmp_path: Path) -> None:
+    path = write(tmp_path / f"a.{kind}", conversations())
+    assert check_sft(path, **model) == []
+
+
+def test_sft_with_tools_and_step_masks(model: dict[str, str], tmp_path: Path) -> None:
+    given = conversations()
+    for number, row in enumerate(given):
+        name = "add" if number % 2 else "subtract"
+        row["tools"] = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}]
+        for place, message in enumerate(row["prompt"]):
+            message["step_loss_mask"] = [1, 0, None][(number + place) % 3]
+    path = write(tmp_path / "a.parquet", given)
+    assert check_sft(path, **model, tool_key="tools") == []
+
+
+def test_sft_that_falls_back(tmp_path: Path, qwen_folder: str, caplog: pytest.LogCaptureFixture) -> None:
+    given = conversations(16)
+    given[3]["prompt"][-1]["step_loss_mask"] = 0
+    assert check_sft(write(tmp_path / "a.jsonl", given), qwen_folder)
+    start = "gpuload: falls back to slime's SFT rollout, which tokenizes at each step: "
+    assert f"{start}column 'prompt' is not messages with text" in caplog.messages
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the folder of real data")
+@pytest.mark.parametrize(("tokenizer", "loss_mask_type"), [("qwen3", "qwen3"), ("qwen2.5-instruct", "qwen")])
+@pytest.mark.parametrize("name", ["zh_multiturn", "sgd_multiturn"])
+def test_sft_of_real_conversations(name: str, tokenizer: str, loss_mask_type: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "some.parquet")
+    pq.write_table(pq.read_table(SHARED / "datasets" / f"{name}.parquet").slice(0, 60), path)
+    folder = str(SHARED / "tokenizers" / tokenizer)
+    assert check_sft(path, folder, loss_mask_type=loss_mask_type, metadata_key="none") == []
