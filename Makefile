@@ -3,6 +3,8 @@
 # make docs       the documentation site, into site/; warnings are errors
 # make verl-test  the integration with verl, against verl 0.9.1 itself, in a separate environment
 # make verl-matrix  the same with each supported version of verl: 0.7.1, 0.8.0, 0.9.0 and 0.9.1
+# make trainers-test  stores for LLaMA-Factory, axolotl, SkyRL and AReaL, loaded by their own code, in separate
+#                 environments; SKYRL_REPO=<checkout> and AREAL_REPO=<checkout> name repositories, or their tests are skipped
 # make browser-test  the page of gpuload inspect in headless Chromium, which has to be installed
 # make transformers4-test  the tests with transformers 4.57.6, in a separate environment
 # make exact      every row of ../shared with the kernels of ten tokenizers, on the host; 74 variants of tokenizers
@@ -11,7 +13,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test browser-test transformers4-test docs verl-test verl-matrix exact damage bench verl-env clean
+.PHONY: demo test browser-test transformers4-test docs verl-test verl-matrix trainers-test exact damage bench verl-env clean
 
 demo: .venv/installed
 	$(BIN)/gpuload demo
@@ -41,6 +43,11 @@ damage: .venv/installed-dev
 verl-test: .venv-verl/installed
 	PYTHONPATH=$(CURDIR) .venv-verl/bin/python -m pytest -n auto tests/verl
 
+trainers-test: .venv-llamafactory/installed .venv-axolotl/installed
+	PYTHONPATH=$(CURDIR) .venv-llamafactory/bin/python -m pytest tests/trainers/test_llamafactory.py
+	PYTHONPATH=$(CURDIR) SKYRL_REPO=$(SKYRL_REPO) AREAL_REPO=$(AREAL_REPO) .venv-axolotl/bin/python -m pytest \
+		tests/trainers/test_axolotl.py tests/trainers/test_skyrl.py tests/trainers/test_areal.py
+
 verl-matrix:
 	$(PYTHON) tests/verl/matrix.py
 
@@ -68,6 +75,20 @@ verl-env: .venv-verl/installed
 .venv-verl/installed: bench/verl/requirements.txt
 	test -x .venv-verl/bin/python || $(PYTHON) -m venv .venv-verl
 	.venv-verl/bin/python -m pip install -q -r bench/verl/requirements.txt
+	touch $@
+
+# torchvision and torchaudio that fit this torch need CUDA; LLaMA-Factory imports torchaudio, and uses neither for text.
+.venv-llamafactory/installed: bench/trainers/llamafactory-requirements.txt
+	test -x .venv-llamafactory/bin/python || $(PYTHON) -m venv .venv-llamafactory
+	.venv-llamafactory/bin/python -m pip install -q -r bench/trainers/llamafactory-requirements.txt
+	.venv-llamafactory/bin/python -m pip uninstall -q -y torchvision torchaudio
+	echo > $$(.venv-llamafactory/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/torchaudio.py
+	touch $@
+
+.venv-axolotl/installed: bench/trainers/axolotl-requirements.txt
+	test -x .venv-axolotl/bin/python || $(PYTHON) -m venv .venv-axolotl
+	.venv-axolotl/bin/python -m pip install -q -r bench/trainers/axolotl-requirements.txt
+	.venv-axolotl/bin/python -m pip install -q --no-deps axolotl==0.18.0
 	touch $@
 
 clean:
