@@ -3,7 +3,9 @@
 # make docs       the documentation site, into site/; warnings are errors
 # make verl-test  the integration with verl, against verl 0.9.1 itself, in a separate environment
 # make verl-matrix  the same with each supported version of verl: 0.7.1, 0.8.0, 0.9.0 and 0.9.1
-# make trainers-test  the integrations with trainers that exist only as repositories: SLIME_REPO=<checkout of slime>
+# make trainers-test  the integrations and stores for other trainers, with their own code, each in an environment of its own:
+#                 make llamafactory-test, make axolotl-test; and those of which there is only a repository, where one of
+#                 SLIME_REPO, SKYRL_REPO and AREAL_REPO names a checkout
 # make browser-test  the page of gpuload inspect in headless Chromium, which has to be installed
 # make transformers4-test  the tests with transformers 4.57.6, in a separate environment
 # make exact      every row of ../shared with the kernels of ten tokenizers, on the host; 74 variants of tokenizers
@@ -12,7 +14,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test browser-test transformers4-test docs verl-test verl-matrix trainers-test slime-test exact damage bench verl-env clean
+.PHONY: demo test browser-test transformers4-test docs verl-test verl-matrix trainers-test llamafactory-test axolotl-test
+.PHONY: slime-test exact damage bench verl-env clean
 
 demo: .venv/installed
 	$(BIN)/gpuload demo
@@ -42,11 +45,18 @@ damage: .venv/installed-dev
 verl-test: .venv-verl/installed
 	PYTHONPATH=$(CURDIR) .venv-verl/bin/python -m pytest -n auto tests/verl
 
+trainers-test: llamafactory-test axolotl-test $(if $(SLIME_REPO),slime-test)
+
+llamafactory-test: .venv-llamafactory/installed
+	PYTHONPATH=$(CURDIR) .venv-llamafactory/bin/python -m pytest tests/trainers/test_llamafactory.py
+
+# SkyRL and AReaL are tested in the same environment.
+axolotl-test: .venv-axolotl/installed
+	PYTHONPATH=$(CURDIR) .venv-axolotl/bin/python -m pytest \
+		tests/trainers/test_axolotl.py tests/trainers/test_skyrl.py tests/trainers/test_areal.py
+
 verl-matrix:
 	$(PYTHON) tests/verl/matrix.py
-
-trainers-test: $(if $(SLIME_REPO),slime-test)
-	@echo "tested: $(if $(SLIME_REPO),slime,none; set SLIME_REPO)"
 
 slime-test: .venv-slime/installed
 	.venv-slime/bin/python -m pytest tests/test_slime_contract.py tests/test_slime.py tests/test_slime_rollout.py
@@ -82,6 +92,20 @@ verl-env: .venv-verl/installed
 	test -x .venv-slime/bin/python || $(PYTHON) -m venv .venv-slime
 	.venv-slime/bin/python -m pip install -q -c constraints.txt -e '.[dev]'
 	.venv-slime/bin/python -m pip install -q httpx pillow pylatexenc sympy
+	touch $@
+
+# torchvision and torchaudio that fit this torch need CUDA; LLaMA-Factory imports torchaudio, and uses neither for text.
+.venv-llamafactory/installed: bench/trainers/llamafactory-requirements.txt
+	test -x .venv-llamafactory/bin/python || $(PYTHON) -m venv .venv-llamafactory
+	.venv-llamafactory/bin/python -m pip install -q -r bench/trainers/llamafactory-requirements.txt
+	.venv-llamafactory/bin/python -m pip uninstall -q -y torchvision torchaudio
+	echo > $$(.venv-llamafactory/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/torchaudio.py
+	touch $@
+
+.venv-axolotl/installed: bench/trainers/axolotl-requirements.txt
+	test -x .venv-axolotl/bin/python || $(PYTHON) -m venv .venv-axolotl
+	.venv-axolotl/bin/python -m pip install -q -r bench/trainers/axolotl-requirements.txt
+	.venv-axolotl/bin/python -m pip install -q --no-deps axolotl==0.18.0
 	touch $@
 
 clean:

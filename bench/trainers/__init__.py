@@ -1,1 +1,1 @@
-"""Measurements inside trainers."""
+"""Start-up and batches of trainers, with and without gpuload: `python -m bench.trainers.<trainer>`."""
