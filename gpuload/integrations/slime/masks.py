@@ -25,9 +25,9 @@ from gpuload.errors import DataError
 from gpuload.integrations.core import are_messages
 from gpuload.integrations.slime.samples import SampleColumns, set_conversation
 from gpuload.loss import with_loss
+from gpuload.options import NO_LIMIT
 
 _PREFIX = {"role": "user", "content": "FOR CALCULATING LOSS MASK ONLY"}  # slime's
-_NO_LIMIT = 1 << 30
 _COMPARED = 16  # rows
 
 
@@ -70,7 +70,7 @@ def conversations(args: Any, tokenizer: Any, settings: dict[str, Any], samples: 
     if samples.tools is not None:
         chats["tools"] = turns.tools(samples)
     loaded = load_chats(
-        pa.table(chats), tokenizer, format="messages", loss_on="all", max_length=_NO_LIMIT, **settings
+        pa.table(chats), tokenizer, format="messages", loss_on="all", max_length=NO_LIMIT, **settings
     )  # fmt: skip
     ids, there = loaded.tokens, loaded.columns["turn"].to_numpy()
 
