@@ -16,22 +16,21 @@ if PROBLEM:
         f"gpuload.integrations.trl supports TRL {SUPPORTED}, but {PROBLEM}: TRL prepares the datasets itself",
         stacklevel=2,
     )
+else:
+    from gpuload.integrations.trl import preference, sft
+    from gpuload.integrations.trl.batches import use_flat_batches
+    from gpuload.integrations.trl.preparation import Call, prepare
 
 
 def _construct(trainer: Any, stock: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
     stock(*given, **named)
     if not PROBLEM and inspect.signature(stock).bind(*given, **named).arguments.get("data_collator") is None:
-        from gpuload.integrations.trl.batches import use_flat_batches
-
         use_flat_batches(trainer)
 
 
 def _prepare(trainer: Any, steps: str, stock: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
     if PROBLEM:
         return stock(*given, **named)
-    from gpuload.integrations.trl import preference, sft
-    from gpuload.integrations.trl.preparation import Call, prepare
-
     chosen = sft.SFT if steps == "SFT" else getattr(preference, steps)
     return prepare(Call(trainer, stock, inspect.signature(stock).bind(*given, **named).arguments), chosen)
 
