@@ -23,12 +23,22 @@ from trl_cases import (  # noqa: E402
     TOOLS,
     equal,
     prepared,
+    small_tokenizer,
 )  # fmt: skip
 
 from gpuload.integrations import trl as ours  # noqa: E402
 
 QWEN3 = (Path(trl.__file__).parent / "chat_templates" / "qwen3_training.jinja").read_text()
-LOG = "gpuload.integrations.trl"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return small_tokenizer(QWEN3)
+
+
+def ours_said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Our lines in the log. TRL's own, of the sample or of its own preparation, depend on what it has said before."""
+    return [record.message for record in caplog.records if record.name.startswith("gpuload")]
 
 
 def both(name: str, rows: Any, tokenizer: Any, *more: Any, **settings: Any) -> tuple[Any, Any]:
@@ -56,30 +66,45 @@ def both(name: str, rows: Any, tokenizer: Any, *more: Any, **settings: Any) -> t
     ],
 )
 def test_sft_data(
-    qwen: Any, caplog: pytest.LogCaptureFixture, rows: Any, settings: dict[str, Any], limit: dict[str, Any]
+    tokenizer: Any, caplog: pytest.LogCaptureFixture, rows: Any, settings: dict[str, Any], limit: dict[str, Any]
 ) -> None:
-    found, expected = both("SFTTrainer", rows, qwen, False, None, **settings, **limit)
+    found, expected = both("SFTTrainer", rows, tokenizer, False, None, **settings, **limit)
     equal(found, expected)
-    assert not caplog.records
+    assert not ours_said(caplog)
     assert len(expected)
+
+
+def test_sft_data_with_the_tokenizer_of_a_model(qwen: Any) -> None:
+    equal(*both("SFTTrainer", MESSAGES, qwen, False, None, assistant_only_loss=True, trainer_chat_template=QWEN3))
+
+
+def test_a_warning_of_trl_is_given(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The prompt ends with a part of a token, which TRL warns of once per process."""
+    from trl.trainer.sft_trainer import logger
+
+    type(logger).warning_once.cache_clear()
+    rows = [{"prompt": "t" * n + " tw", "completion": "o two"} for n in range(20)]
+    prepared(ours.SFTTrainer, trl.SFTConfig, rows, tokenizer, False, None)
+    said = [record.message for record in caplog.records if record.name == "trl.trainer.sft_trainer"]
+    assert ["is not a prefix" in line for line in said] == [True]
 
 
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
 @pytest.mark.parametrize("settings", [{}, {"shuffle_dataset": True, "seed": 3}, {"dataset_num_proc": 2}])
-def test_packed_data(qwen: Any, caplog: pytest.LogCaptureFixture, strategy: str, settings: dict[str, Any]) -> None:
+def test_packed_data(tokenizer: Any, caplog: pytest.LogCaptureFixture, strategy: str, settings: dict[str, Any]) -> None:
     found, expected = both(
-        "SFTTrainer", MESSAGES, qwen, True, None, max_length=64, packing_strategy=strategy, **settings
+        "SFTTrainer", MESSAGES, tokenizer, True, None, max_length=64, packing_strategy=strategy, **settings
     )
     equal(found, expected)
-    assert not caplog.records
+    assert not ours_said(caplog)
 
 
-def test_order_and_names_of_sft_data(qwen: Any) -> None:
-    equal(*both("SFTTrainer", MESSAGES, qwen, False, None, shuffle_dataset=True, seed=5))
+def test_order_and_names_of_sft_data(tokenizer: Any) -> None:
+    equal(*both("SFTTrainer", MESSAGES, tokenizer, False, None, shuffle_dataset=True, seed=5))
     renamed = [{"body": row["text"]} for row in TEXTS]
-    equal(*both("SFTTrainer", renamed, qwen, False, None, dataset_text_field="body"))
+    equal(*both("SFTTrainer", renamed, tokenizer, False, None, dataset_text_field="body"))
     picked = datasets.Dataset.from_list(MESSAGES).shuffle(seed=0).select(range(20))
-    equal(*both("SFTTrainer", picked, qwen, False, None))
+    equal(*both("SFTTrainer", picked, tokenizer, False, None))
 
 
 @pytest.mark.parametrize("limit", [{}, {"max_length": 40}])
@@ -95,8 +120,13 @@ def test_order_and_names_of_sft_data(qwen: Any) -> None:
     ],
 )
 def test_preference_data(
-    qwen: Any, caplog: pytest.LogCaptureFixture, name: str, rows: Any, settings: dict[str, Any], limit: dict[str, Any]
+    tokenizer: Any,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    rows: Any,
+    settings: dict[str, Any],
+    limit: dict[str, Any],
 ) -> None:
-    found, expected = both(name, rows, qwen, **settings, **limit)
+    found, expected = both(name, rows, tokenizer, **settings, **limit)
     equal(found, expected)
-    assert not [record for record in caplog.records if record.name == LOG and "falls back" in record.message]
+    assert not [line for line in ours_said(caplog) if "falls back" in line]

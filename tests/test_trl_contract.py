@@ -2,12 +2,13 @@
 
 import subprocess
 import sys
+from dataclasses import make_dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from gpuload.integrations.trl.contract import MODULES, PARAMETERS, contract_problem
+from gpuload.integrations.trl.contract import COLLATORS, MODULES, PARAMETERS, contract_problem
 
 NAMES = {
     "trl.data_utils": ("extract_prompt", "pack_dataset", "unpair_preference_dataset"),
@@ -26,6 +27,8 @@ def modules(**changed: Any) -> dict[str, Any]:
 
     trainers = dict.fromkeys(PARAMETERS, OtherTrainer) | {"SFTTrainer": SFTTrainer} | changed
     found = {name: SimpleNamespace(**dict.fromkeys(functions)) for name, functions in NAMES.items()}
+    for module, (name, fields) in COLLATORS.items():
+        found[module] = SimpleNamespace(**{name: make_dataclass(name, fields)})
     return found | {"trl": SimpleNamespace(**trainers)}
 
 
@@ -50,6 +53,12 @@ def test_a_change_of_a_private_name_is_noticed() -> None:
     assert problem == "DPOTrainer._prepare_dataset has the parameters (none)"
     without = modules() | {"trl.data_utils": SimpleNamespace(pack_dataset=None, unpair_preference_dataset=None)}
     assert contract_problem("1.16.0", without) == "trl.data_utils has no extract_prompt"
+    module = "trl.trainer.reward_trainer"
+    other = modules() | {module: SimpleNamespace(DataCollatorForPreference=make_dataclass("C", ["pad_token_id", "x"]))}
+    problem = f"{module}.DataCollatorForPreference has the fields pad_token_id, x"
+    assert contract_problem("1.16.0", other) == problem
+    problem = f"{module}.DataCollatorForPreference has the fields (none)"
+    assert contract_problem("1.16.0", modules() | {module: SimpleNamespace()}) == problem
 
 
 def test_the_installed_trl_is_supported() -> None:

@@ -1,10 +1,11 @@
 """What tests of the integration with TRL share: rows of every kind, and trainers that only prepare data."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import datasets
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 Row = dict[str, Any]
@@ -80,13 +81,15 @@ def equal(found: Any, expected: Any) -> None:
     assert list(found) == list(expected)
 
 
-def byte_tokenizer(chat_template: str) -> Any:
-    """A tokenizer with one id per byte: a model with its vocabulary trains in no time."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({letter: k for k, letter in enumerate(alphabet)}, []))
+def small_tokenizer(chat_template: str, merged: Sequence[str] = WORDS) -> Any:
+    """A tokenizer with one id per byte and a few merges, learned from texts: a model for it trains in no time."""
+    backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend.train_from_iterator(merged, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet))
+    special = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
     made.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     made.chat_template = chat_template
     return made

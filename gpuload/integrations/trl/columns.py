@@ -7,9 +7,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.arrays import Ragged, RowNumbers, offsets_of
+from gpuload.options import Truncation
 from gpuload.pairs.parts import appended
 from gpuload.row_reader import lists, parts
 from gpuload.sources.types import is_text
+
+SIDES: dict[str, Truncation] = {"keep_start": "right", "keep_end": "left"}
+"""TRL's `truncation_mode` → the end that is truncated."""
 
 
 def ragged_of(column: pa.ChunkedArray) -> Ragged:

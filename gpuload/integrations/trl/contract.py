@@ -1,9 +1,10 @@
 """The supported version of TRL, and what the trainers here use of it that is private.
 
 `_prepare_dataset` may change in any release. Names and parameters are checked at import; what the method makes of
-rows is checked at each preparation, on a sample.
+rows is checked at each preparation, on a sample, and what the collators make of them on the first batch.
 """
 
+import dataclasses
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -26,7 +27,27 @@ _FUNCTIONS = {
     "trl.trainer.utils": ("global_then_local_main_first",),
 }
 
-MODULES = ("trl", *_FUNCTIONS)
+COLLATORS = {
+    "trl.trainer.sft_trainer": (
+        "DataCollatorForLanguageModeling",
+        ("pad_token_id", "padding_free", "return_position_ids", "pad_to_multiple_of", "return_tensors"),
+    ),
+    "trl.trainer.dpo_trainer": (
+        "DataCollatorForPreference",
+        ("pad_token_id", "max_length", "truncation_mode", "pad_to_multiple_of", "return_tensors"),
+    ),
+    "trl.trainer.reward_trainer": (
+        "DataCollatorForPreference",
+        ("pad_token_id", "pad_to_multiple_of", "return_tensors"),
+    ),
+    "trl.trainer.kto_trainer": (
+        "DataCollatorForUnpairedPreference",
+        ("pad_token_id", "max_length", "pad_to_multiple_of", "return_tensors"),
+    ),
+}
+"""Module → its collator, and the fields that it has."""
+
+MODULES = ("trl", *_FUNCTIONS, *COLLATORS)
 
 
 def contract_problem(version: str, modules: Mapping[str, Any]) -> str | None:
@@ -47,4 +68,9 @@ def contract_problem(version: str, modules: Mapping[str, Any]) -> str | None:
         for name in names:
             if not hasattr(modules[module], name):
                 return f"{module} has no {name}"
+    for module, (name, expected) in COLLATORS.items():
+        collator = getattr(modules[module], name, None)
+        found = tuple(field.name for field in dataclasses.fields(collator)) if collator else ()
+        if found != expected:
+            return f"{module}.{name} has the fields {', '.join(found) or '(none)'}"
     return None

@@ -9,8 +9,8 @@ from trl.data_utils import extract_prompt, unpair_preference_dataset
 
 from gpuload.integrations.core import are_messages
 from gpuload.integrations.trl.columns import column_of, partners, prefixed, ragged_of, with_eos
-from gpuload.integrations.trl.preparation import NO_LIMIT, Call, Steps, joined, logger, whole
-from gpuload.options import Objective
+from gpuload.integrations.trl.preparation import Call, Steps, joined, logger, whole
+from gpuload.options import NO_LIMIT, Objective
 from gpuload.pairs.dataset import PairDataset
 from gpuload.pairs.load import load_pairs
 from gpuload.sources.types import is_text

@@ -28,9 +28,6 @@ from gpuload.integrations.core import log_fallback
 from gpuload.integrations.trl.columns import picked
 from gpuload.pairs.dataset import PairDataset
 
-NO_LIMIT = 1 << 30
-"""More tokens than a row has: nothing is truncated or dropped while rows are tokenized."""
-
 _SAMPLE = 16
 _MADE = frozenset(
     "input_ids labels assistant_masks completion_mask prompt_ids chosen_ids rejected_ids completion_ids "
@@ -93,6 +90,22 @@ class Steps:
     sampled: Mapping[str, Any]
 
 
+class _Unnamed(Dataset):  # type: ignore[misc]
+    """A dataset in memory whose results are not named after what made them.
+
+    `map` names its result by a digest of all arguments, one of which is the tokenizer: seconds, for a few rows.
+    """
+
+    @staticmethod
+    def of(dataset: Any) -> Any:
+        made: Any = copy.copy(dataset)
+        made.__class__ = _Unnamed
+        return made
+
+    def map(self, *given: Any, **named: Any) -> Any:
+        return _Unnamed.of(super().map(*given, new_fingerprint="sample", **named))
+
+
 def prepare(call: Call, steps: Steps) -> Any:
     """Prepares a dataset as TRL does.
 
@@ -106,7 +119,7 @@ def prepare(call: Call, steps: Steps) -> Any:
             dataset = steps.explicit(call, dataset)
         rows = np.unique(np.linspace(0, len(dataset) - 1, _SAMPLE).astype(np.int64)).tolist()
         # A copy in memory: TRL's steps would write those of a file to the cache of datasets.
-        few = dataset_of(dataset.select(rows).with_format("arrow")[:], dataset, dataset.features, "sample")
+        few = _Unnamed.of(dataset_of(dataset.select(rows).with_format("arrow")[:], dataset, dataset.features, "sample"))
         plain = copy.copy(call.args)
         plain.max_length, plain.dataset_num_proc, plain.shuffle_dataset = None, None, False
         changed = {"dataset": few, "args": plain, "dataset_name": f"{call.name} (sample)", **steps.sampled}

@@ -11,13 +11,12 @@ from gpuload.chats.dataset import ChatDataset
 from gpuload.chats.load import load_chats
 from gpuload.engines.host.packs import IGNORED
 from gpuload.integrations.core import are_messages
-from gpuload.integrations.trl.columns import any_of, column_of, ragged_of, with_eos
-from gpuload.integrations.trl.preparation import NO_LIMIT, Call, Steps, joined, whole
-from gpuload.options import LossOn, Truncation
+from gpuload.integrations.trl.columns import SIDES, any_of, column_of, ragged_of, with_eos
+from gpuload.integrations.trl.preparation import Call, Steps, joined, whole
+from gpuload.options import NO_LIMIT, LossOn
 from gpuload.sources.types import is_text
 
 _TOKENS = ["input_ids", "labels"]
-_KEPT: dict[str, Truncation] = {"keep_start": "right", "keep_end": "left"}
 
 
 def _unsupported(call: Call, schema: pa.Schema) -> str | None:
@@ -26,7 +25,7 @@ def _unsupported(call: Call, schema: pa.Schema) -> str | None:
         return "formatting_func is set"
     if call.given["packing"] and args.max_length is None:
         return "packing needs max_length"
-    if args.truncation_mode not in _KEPT:
+    if args.truncation_mode not in SIDES:
         return f"truncation_mode={args.truncation_mode!r} is not supported"
     names = _columns(call, schema.names)
     if not names:
@@ -80,7 +79,7 @@ def _finished(call: Call, table: pa.Table) -> pa.Table:
     if call.args.max_length is None or call.given["packing"]:
         return table
     tokens = [ragged_of(table[name]) for name in _TOKENS]
-    ids, labels = (each.truncate(call.args.max_length, _KEPT[call.args.truncation_mode]) for each in tokens)
+    ids, labels = (each.truncate(call.args.max_length, SIDES[call.args.truncation_mode]) for each in tokens)
     keep = any_of(labels, labels.values != IGNORED)
     table = table.drop_columns(_TOKENS).filter(pa.array(keep))
     kept = [column_of(each.filter(keep)) for each in (ids, labels)]

@@ -1,5 +1,6 @@
-"""TRL's trainers, with datasets prepared by columns. Only `_prepare_dataset` is overridden."""
+"""TRL's trainers, with datasets prepared by columns and batches made from flat ids."""
 
+import functools
 import importlib
 import inspect
 import warnings
@@ -15,20 +16,30 @@ if PROBLEM:
         f"gpuload.integrations.trl supports TRL {SUPPORTED}, but {PROBLEM}: TRL prepares the datasets itself",
         stacklevel=2,
     )
+else:
+    from gpuload.integrations.trl import preference, sft
+    from gpuload.integrations.trl.batches import use_flat_batches
+    from gpuload.integrations.trl.preparation import Call, prepare
+
+
+def _construct(trainer: Any, stock: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+    stock(*given, **named)
+    if not PROBLEM and inspect.signature(stock).bind(*given, **named).arguments.get("data_collator") is None:
+        use_flat_batches(trainer)
 
 
 def _prepare(trainer: Any, steps: str, stock: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
     if PROBLEM:
         return stock(*given, **named)
-    from gpuload.integrations.trl import preference, sft
-    from gpuload.integrations.trl.preparation import Call, prepare
-
     chosen = sft.SFT if steps == "SFT" else getattr(preference, steps)
     return prepare(Call(trainer, stock, inspect.signature(stock).bind(*given, **named).arguments), chosen)
 
 
 class SFTTrainer(trl.SFTTrainer):  # type: ignore[misc]
     """TRL's `SFTTrainer`. Conversations, prompts with completions and texts are tokenized by columns."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        _construct(self, super().__init__, given, named)
 
     def _prepare_dataset(self, *given: Any, **named: Any) -> Any:
         return _prepare(self, "SFT", super()._prepare_dataset, given, named)
@@ -37,12 +48,18 @@ class SFTTrainer(trl.SFTTrainer):  # type: ignore[misc]
 class DPOTrainer(trl.DPOTrainer):  # type: ignore[misc]
     """TRL's `DPOTrainer`. Pairs are tokenized by columns."""
 
+    def __init__(self, *given: Any, **named: Any) -> None:
+        _construct(self, super().__init__, given, named)
+
     def _prepare_dataset(self, *given: Any, **named: Any) -> Any:
         return _prepare(self, "DPO", super()._prepare_dataset, given, named)
 
 
 class RewardTrainer(trl.RewardTrainer):  # type: ignore[misc]
     """TRL's `RewardTrainer`. Pairs are tokenized by columns."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        _construct(self, super().__init__, given, named)
 
     def _prepare_dataset(self, *given: Any, **named: Any) -> Any:
         return _prepare(self, "RM", super()._prepare_dataset, given, named)
@@ -51,5 +68,12 @@ class RewardTrainer(trl.RewardTrainer):  # type: ignore[misc]
 class KTOTrainer(trl.KTOTrainer):  # type: ignore[misc]
     """TRL's `KTOTrainer`. Answers with labels, or pairs, are tokenized by columns."""
 
+    def __init__(self, *given: Any, **named: Any) -> None:
+        _construct(self, super().__init__, given, named)
+
     def _prepare_dataset(self, *given: Any, **named: Any) -> Any:
         return _prepare(self, "KTO", super()._prepare_dataset, given, named)
+
+
+for _kind in (SFTTrainer, DPOTrainer, RewardTrainer, KTOTrainer):  # `help` and editors show TRL's arguments
+    functools.update_wrapper(vars(_kind)["__init__"], _kind.__mro__[1].__init__)

@@ -1,0 +1,199 @@
+"""TRL's collators for `FlatRows`: the same batches, padded from flat ids.
+
+They replace TRL's own collators, never one that the user passes. Rows that are not `FlatRows`, that are empty, or that
+have null values are left to TRL's method. So is everything if the first batch, which is made in both ways, differs.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from trl.trainer import dpo_trainer, kto_trainer, reward_trainer, sft_trainer
+
+from gpuload.arrays import Ragged, offsets_of
+from gpuload.engines.host.packs import IGNORED
+from gpuload.integrations.core import log_fallback
+from gpuload.integrations.trl.columns import SIDES
+from gpuload.integrations.trl.rows import FlatDataset, FlatRows
+from gpuload.options import Truncation
+from gpuload.pairs.parts import appended
+
+logger = logging.getLogger("gpuload.integrations.trl")
+
+Batch = dict[str, Any]
+
+
+def use_flat_batches(trainer: Any) -> None:
+    """Gives a trainer with TRL's own collator one for `FlatRows`, and datasets that have them."""
+    stock = trainer.data_collator
+    kind = {flat.__bases__[1]: flat for flat in (FlatSFT, FlatDPO, FlatRM, FlatKTO)}.get(type(stock))
+    if kind is None:
+        return
+    trainer.data_collator = kind(**{field.name: getattr(stock, field.name) for field in dataclasses.fields(stock)})
+    trainer.train_dataset, held_out = FlatDataset.of(trainer.train_dataset), trainer.eval_dataset
+    if isinstance(held_out, dict):
+        trainer.eval_dataset = {name: FlatDataset.of(dataset) for name, dataset in held_out.items()}
+    else:
+        trainer.eval_dataset = FlatDataset.of(held_out)
+
+
+def padded(rows: Ragged, fill: int, multiple: int | None) -> torch.Tensor:
+    """(B, longest row) int64: rows padded on the right.
+
+    Args:
+        multiple: the width is rounded up to a multiple of it.
+    """
+    width = int(rows.lengths.max())
+    width += -width % (multiple or 1)
+    made = np.full((len(rows), width), fill, np.int64)
+    made[np.arange(width) < rows.lengths[:, None]] = rows.values  # row-major order of the mask is that of the ids
+    return torch.from_numpy(made)
+
+
+def _filled(rows: Ragged, value: int) -> Ragged:
+    """Rows of the same lengths."""
+    return Ragged(np.full(len(rows.values), value, np.int32), rows.offsets)
+
+
+class _Flat:
+    """A collator that makes batches of `FlatRows` itself, and others as the class after it."""
+
+    trusted: bool | None = None  # not known before the first batch
+
+    def torch_call(self, examples: Any) -> Batch:
+        made = self.flat(examples) if isinstance(examples, FlatRows) and self.trusted is not False else None
+        if made is not None and self.trusted:
+            return made
+        expected: Batch = super().torch_call(list(examples))  # type: ignore[misc]
+        if made is not None:
+            self.trusted = _equal(made, expected)
+            if not self.trusted:
+                log_fallback(logger, "TRL's collator", "the first batch differs from its batch")
+        return expected
+
+    def flat(self, rows: FlatRows) -> Batch | None:
+        """The batch, or None for rows that TRL has to collate."""
+        raise NotImplementedError
+
+
+def _equal(found: Batch, expected: Batch) -> bool:
+    if list(found) != list(expected):
+        return False
+    same = [
+        one.dtype == other.dtype and torch.equal(one, other) if isinstance(other, torch.Tensor) else one == other
+        for one, other in zip(found.values(), expected.values(), strict=True)
+    ]
+    return all(same)
+
+
+class FlatSFT(_Flat, sft_trainer.DataCollatorForLanguageModeling):  # type: ignore[misc]
+    """The collator of `SFTTrainer`."""
+
+    def flat(self, rows: FlatRows) -> Batch | None:
+        names = [name for name in ("input_ids", "labels", "seq_lengths") if name in rows.names]
+        found = rows.ids(*names)
+        if found is None or names[0] != "input_ids":
+            return None
+        columns = dict(zip(names, found, strict=True))
+        ids, packs = columns["input_ids"], columns.get("seq_lengths")
+        labels = columns.get("labels", ids)
+        # A row is one document, or a pack of several. These are not empty, and fill the pack, if TRL has made them.
+        bounds = ids.offsets if packs is None else offsets_of(packs.values)
+        filled = packs is None or (packs.values.all() and np.array_equal(bounds[packs.offsets], ids.offsets))
+        if not filled or not np.array_equal(labels.offsets, ids.offsets):
+            return None
+        positions = Ragged(Ragged(ids.values, bounds).positions, ids.offsets)
+        fill, multiple = self.pad_token_id, self.pad_to_multiple_of
+        if self.padding_free:
+            return _one_row(_joined(ids), _joined(labels), _joined(positions), fill, multiple)
+        made = {"input_ids": padded(ids, fill, multiple), "labels": padded(labels, IGNORED, multiple)}
+        if self.return_position_ids:
+            made["position_ids"] = padded(positions, 0, multiple)
+        return made | {"attention_mask": padded(_filled(ids, 1), 0, multiple)}
+
+
+def _joined(rows: Ragged) -> Ragged:
+    """All rows as one."""
+    return Ragged(rows.values, rows.offsets[[0, -1]])
+
+
+def _one_row(ids: Ragged, labels: Ragged, positions: Ragged, fill: int, multiple: int | None) -> Batch:
+    """A batch without padding between documents. Each value of padding at its end counts as a document, as in TRL."""
+    made: Batch = {"input_ids": padded(ids, fill, multiple), "labels": padded(labels, IGNORED, multiple)}
+    made["position_ids"] = padded(positions, 0, multiple)
+    first = made["position_ids"][0] == 0
+    made["labels"][0, first] = IGNORED
+    bounds = torch.cat([first.nonzero().flatten(), torch.tensor([len(first)])]).to(torch.int32)
+    made["cu_seq_lens_q"] = made["cu_seq_lens_k"] = bounds
+    made["max_length_q"] = made["max_length_k"] = int(bounds.diff().max())
+    return made | {"seq_idx": (first.cumsum(0) - 1).to(torch.int32)[None]}
+
+
+class FlatDPO(_Flat, dpo_trainer.DataCollatorForPreference):  # type: ignore[misc]
+    """The collator of `DPOTrainer`."""
+
+    def flat(self, rows: FlatRows) -> Batch | None:
+        found = rows.ids("prompt_ids", "chosen_ids", "rejected_ids")
+        if found is None or self.truncation_mode not in SIDES:
+            return None
+        made = _sequences(found[0], found[1:], self.max_length, SIDES[self.truncation_mode], self)
+        names = [name for name in ("ref_chosen_logps", "ref_rejected_logps") if name in rows.names]
+        return made if made is None else made | {name: rows.numbers(name) for name in names}
+
+
+def _sequences(
+    prompts: Ragged, answers: Sequence[Ragged], limit: int | None, side: Truncation, collator: Any
+) -> Batch | None:
+    """Prompts, each with its answers: all first answers, then all second ones.
+
+    Args:
+        limit: tokens of a sequence; None: all.
+        side: which end is truncated.
+    """
+    if limit is not None and limit < 1:
+        return None
+    ids = Ragged.concatenate([appended(prompts, each) for each in answers])
+    mask = Ragged.concatenate([appended(_filled(prompts, 0), _filled(each, 1)) for each in answers])
+    if limit is not None:
+        ids, mask = ids.truncate(limit, side), mask.truncate(limit, side)
+    multiple = collator.pad_to_multiple_of
+    return {
+        "input_ids": padded(ids, collator.pad_token_id, multiple),
+        "attention_mask": padded(_filled(ids, 1), 0, multiple),
+        "completion_mask": padded(mask, 0, multiple),
+    }
+
+
+class FlatRM(_Flat, reward_trainer.DataCollatorForPreference):  # type: ignore[misc]
+    """The collator of `RewardTrainer`."""
+
+    def flat(self, rows: FlatRows) -> Batch | None:
+        found = rows.ids("chosen_ids", "rejected_ids")
+        if found is None:
+            return None
+        ids, multiple = Ragged.concatenate(found), self.pad_to_multiple_of
+        made = {"input_ids": padded(ids, self.pad_token_id, multiple)}
+        made["attention_mask"] = padded(_filled(ids, 1), 0, multiple)
+        return made | ({"margin": rows.numbers("margin", torch.float)} if "margin" in rows.names else {})
+
+
+class FlatKTO(_Flat, kto_trainer.DataCollatorForUnpairedPreference):  # type: ignore[misc]
+    """The collator of `KTOTrainer`."""
+
+    def flat(self, rows: FlatRows) -> Batch | None:
+        answers = {"": "completion_ids", "KL_": "KL_completion_ids"}
+        answers = {prefix: name for prefix, name in answers.items() if name in rows.names}
+        found = rows.ids("prompt_ids", *answers.values())
+        if found is None or "label" not in rows.names:
+            return None
+        made: Batch = {}
+        for prefix, each in zip(answers, found[1:], strict=True):
+            part = _sequences(found[0], [each], self.max_length, "right", self)
+            if part is None:
+                return None
+            made |= {prefix + name: values for name, values in part.items()}
+        scores = [name for name in ("ref_logps", "ref_KL_logps", "label") if name in rows.names]
+        return made | {name: rows.numbers(name) for name in scores}

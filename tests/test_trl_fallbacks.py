@@ -1,0 +1,139 @@
+"""What the integration with TRL does not prepare itself: it says why, and the result is TRL's."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+datasets = pytest.importorskip("datasets", reason="TRL's data are of this package")
+trl = pytest.importorskip("trl", reason="TRL is the reference of these tests")
+from trl_cases import COMPLETIONS, LABELED, MESSAGES, PAIRS, TEXTS, Row, chat, equal, prepared, small_tokenizer  # noqa: E402
+
+import gpuload  # noqa: E402
+from gpuload.integrations import trl as ours  # noqa: E402
+from gpuload.integrations.trl import preference, sft  # noqa: E402
+
+QWEN3 = (Path(trl.__file__).parent / "chat_templates" / "qwen3_training.jinja").read_text()
+LOG = "gpuload.integrations.trl"
+PLAIN: tuple[Any, ...] = (False, None)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return small_tokenizer(QWEN3)
+
+
+def result_of(kind: Any, name: str, rows: Any, tokenizer: Any, *more: Any, **settings: Any) -> Any:
+    """What a trainer makes of rows: a dataset, or the error."""
+    config = getattr(trl, name.replace("Trainer", "Config"))
+    try:
+        return prepared(getattr(kind, name), config, rows, tokenizer, *more, **settings)
+    except Exception as error:
+        return error
+
+
+def structured(message: Row) -> Row:
+    return {"role": message["role"], "content": [{"type": "text", "text": message["content"]}]}
+
+
+TURNS = [{"conversations": [{"from": "user", "value": "Hi"}, {"from": "assistant", "value": "Hello"}]}]
+STRUCTURED = [{"messages": [structured(message) for message in row["messages"]]} for row in MESSAGES]
+TEMPLATED = [row | {"chat_template_kwargs": {"a": 1}} for row in MESSAGES]
+FORMATTED = datasets.Dataset.from_list(MESSAGES).with_format("numpy")
+CHOSEN = datasets.Dataset.from_list(MESSAGES).with_format(None, columns=["messages"])
+STREAM = datasets.Dataset.from_list(MESSAGES).to_iterable_dataset()
+TRANSFORMED = datasets.Dataset.from_list(MESSAGES).with_transform(lambda rows: rows)
+
+
+MIXED = "prompts and answers are neither all text nor all messages with text"
+BOTH_MASKS = "assistant_only_loss without completion_only_loss is not supported for prompts with completions"
+
+
+@pytest.mark.parametrize(
+    ("why", "rows", "more", "settings"),
+    [
+        ("it is read as a stream", STREAM, PLAIN, {}),
+        ("it has a format or a transform", FORMATTED, PLAIN, {}),
+        ("it has a format or a transform", CHOSEN, PLAIN, {}),
+        ("it has a format or a transform", TRANSFORMED, PLAIN, {}),
+        ("it is tokenized already: it has a column input_ids", [{"input_ids": [1, 2]}], PLAIN, {}),
+        ("messages are neither texts nor messages with text", STRUCTURED, PLAIN, {}),
+        ("a column image is not supported", [row | {"image": "x"} for row in TEXTS], PLAIN, {}),
+        ("formatting_func is set", TEXTS, (False, lambda row: row["text"] + "!"), {}),
+        ("its columns are conversations", TURNS, PLAIN, {}),
+        ("its columns are messages, prompt", [{"messages": chat(n), "prompt": chat(n)} for n in range(9)], PLAIN, {}),
+        ("a column chat_template_kwargs is not supported", TEMPLATED, PLAIN, {}),
+        (BOTH_MASKS, COMPLETIONS, PLAIN, {"assistant_only_loss": True}),
+        ("packing needs max_length", MESSAGES, (True, None), {}),
+        ("precompute_ref_log_probs needs the dataset in a file", PAIRS, "DPO", {"precompute_ref_log_probs": True}),
+        (MIXED, [row | {"prompt": "one"} for row in PAIRS], "DPO", {}),
+        ("it has no column rejected", [{"chosen": row["chosen"]} for row in PAIRS], "Reward", {}),
+        ("it has a column messages too", [row | {"messages": "x"} for row in LABELED], "KTO", {}),
+    ],
+)
+def test_data_that_trl_prepares_itself(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture, why: str, rows: Any, more: Any, settings: Any
+) -> None:
+    """`more` are further arguments of SFT's preparation, or the name of another trainer."""
+    name, more = (f"{more}Trainer", ()) if isinstance(more, str) else ("SFTTrainer", more)
+    found, expected = (result_of(kind, name, rows, tokenizer, *more, **settings) for kind in (ours, trl))
+    if isinstance(expected, Exception):
+        assert (type(found), str(found)) == (type(expected), str(expected))
+    elif isinstance(expected, datasets.Dataset):
+        equal(found, expected)
+    else:
+        assert list(found) == list(expected)
+    said = [record.message for record in caplog.records if record.name == LOG]
+    assert said == [f"gpuload: falls back to TRL for the train dataset: {why}"]
+
+
+def test_a_row_that_cannot_be_tokenized(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """TRL keeps it or raises an error: which column it looks at depends on the order of a set of names."""
+    rows = [*COMPLETIONS, COMPLETIONS[1] | {"completion": []}, *COMPLETIONS]
+    settings = {"trainer_completion_only_loss": True}
+    found, expected = (result_of(kind, "SFTTrainer", rows, tokenizer, *PLAIN, **settings) for kind in (ours, trl))
+    if isinstance(expected, Exception):
+        assert (type(found), str(found)) == (type(expected), str(expected))
+    else:
+        equal(found, expected)
+    assert "falls back to TRL for the train dataset: 1 of 91 rows cannot be tokenized: " in caplog.text
+
+
+@pytest.mark.parametrize("name", ["SFTTrainer", "DPOTrainer"])
+def test_rows_that_differ_from_those_of_trl(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def chats(*given: Any, **named: Any) -> Any:
+        return gpuload.load_chats(*given, **named | {"loss_on": "last"})
+
+    def pairs(table: Any, *given: Any, **named: Any) -> Any:
+        turned = [{"chosen": "rejected", "rejected": "chosen"}.get(name, name) for name in table.column_names]
+        return gpuload.load_pairs(table.rename_columns(turned), *given, **named)
+
+    monkeypatch.setattr(sft, "load_chats", chats)
+    monkeypatch.setattr(preference, "load_pairs", pairs)
+    rows, more = (MESSAGES, PLAIN) if name == "SFTTrainer" else (PAIRS, ())
+    equal(*(result_of(kind, name, rows, tokenizer, *more) for kind in (ours, trl)))
+    assert "its rows of a sample differ from those of load_chats and load_pairs" in caplog.text
+
+
+def test_errors_are_those_of_trl(tokenizer: Any) -> None:
+    rows = [{"messages": row["messages"][:1]} for row in MESSAGES]
+    found, expected = (
+        result_of(kind, "SFTTrainer", rows, tokenizer, *PLAIN, assistant_only_loss=True, trainer_chat_template=QWEN3)
+        for kind in (ours, trl)
+    )
+    assert isinstance(expected, RuntimeError)
+    assert (type(found), str(found)) == (type(expected), str(expected))
+
+
+def test_kto_warns_of_weights_that_do_not_balance_labels(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, LOG):
+        result_of(ours, "KTOTrainer", LABELED, tokenizer)
+    assert "15 rows are desirable and 30 are not" in caplog.text
+    caplog.clear()
+    result_of(ours, "KTOTrainer", LABELED, tokenizer, trainer_desirable_weight=2.0)
+    assert "are desirable" not in caplog.text

@@ -1,0 +1,178 @@
+"""Training with the integration with TRL: the losses of five steps equal those of TRL's own trainers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2ForCausalLM, Qwen2ForSequenceClassification
+
+datasets = pytest.importorskip("datasets", reason="TRL's data are of this package")
+trl = pytest.importorskip("trl", reason="TRL is the reference of these tests")
+from export_cases import five_steps, small_model  # noqa: E402
+from trl_cases import COMPLETIONS, IMPLICIT_TEXTS, LABELED, MESSAGES, PAIRS, PLAIN, TEXTS, small_tokenizer  # noqa: E402
+
+from gpuload.integrations import trl as ours  # noqa: E402
+from gpuload.integrations.trl.rows import FlatDataset  # noqa: E402
+
+QWEN3 = (Path(trl.__file__).parent / "chat_templates" / "qwen3_training.jinja").read_text()
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+CHATML += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """With so little to compute, threads mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def trained(kind: Any, name: str, rows: Any, output: Path, template: str = QWEN3, **settings: Any) -> Any:
+    """The trainer's data and five losses.
+
+    Args:
+        kind: module whose trainer is used: TRL, or the integration.
+        name: of the trainer.
+        rows: a dataset, or its rows.
+    """
+    tokenizer = small_tokenizer(template)
+    model = small_model(Qwen2ForSequenceClassification if name == "RewardTrainer" else Qwen2ForCausalLM, tokenizer)
+    more = {"ref_model": small_model(Qwen2ForCausalLM, tokenizer)} if name in ("DPOTrainer", "KTOTrainer") else {}
+    dataset = datasets.Dataset.from_list(rows) if isinstance(rows, list) else rows
+    config = getattr(trl, name.replace("Trainer", "Config"))
+    return five_steps(getattr(kind, name), config, model, dataset, tokenizer, output, more, **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "settings"),
+    [
+        ("SFTTrainer", MESSAGES, {}),
+        ("SFTTrainer", MESSAGES, {"assistant_only_loss": True, "pad_to_multiple_of": 8}),
+        ("SFTTrainer", COMPLETIONS, {"max_length": 60}),
+        ("SFTTrainer", TEXTS, {"padding_free": True, "max_length": None}),
+        ("SFTTrainer", PLAIN, {"dataloader_num_workers": 1, "remove_unused_columns": False}),
+        *(
+            ("SFTTrainer", MESSAGES, {"packing": True, "packing_strategy": way, "max_length": 64})
+            for way in ("bfd", "wrapped")
+        ),
+        ("DPOTrainer", PAIRS, {"max_length": 80}),
+        ("DPOTrainer", IMPLICIT_TEXTS, {}),
+        ("RewardTrainer", PAIRS, {}),
+        ("RewardTrainer", IMPLICIT_TEXTS, {"center_rewards_coefficient": 0.01}),
+        ("KTOTrainer", LABELED, {}),
+        ("KTOTrainer", PAIRS, {"max_length": 90, "loss_type": "apo_zero_unpaired"}),
+    ],
+)
+def test_losses_of_five_steps(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, name: str, rows: Any, settings: dict[str, Any]
+) -> None:
+    data, losses = trained(ours, name, rows, tmp_path, **settings)
+    expected, theirs = trained(trl, name, rows, tmp_path, **settings)
+    assert losses == theirs
+    assert list(data) == list(expected)
+    assert isinstance(data, FlatDataset)
+    assert not [line.message for line in caplog.records if "falls back" in line.message]
+
+
+def test_losses_of_an_evaluation(tmp_path: Path) -> None:
+    """Datasets given to the trainer, several by name, and one that is given later."""
+    rows = [datasets.Dataset.from_list(MESSAGES).select(range(k, k + 9)) for k in (0, 9, 18)]
+
+    def evaluated(kind: Any) -> Any:
+        tokenizer = small_tokenizer(QWEN3)
+        args = trl.SFTConfig(
+            output_dir=str(tmp_path), report_to=[], bf16=False, use_cpu=True, per_device_eval_batch_size=4
+        )
+        model = small_model(Qwen2ForCausalLM, tokenizer)
+        held_out = {"a": rows[1], "b": rows[2]}
+        made = kind.SFTTrainer(
+            model, args=args, train_dataset=rows[0], eval_dataset=held_out, processing_class=tokenizer
+        )
+        found = made.evaluate() | {"later": made.evaluate(rows[0])}
+        losses = {name: value for name, value in found.items() if name.endswith("loss")}
+        return losses | {"later": found["later"]["eval_loss"]}, made
+
+    (losses, made), (expected, _) = evaluated(ours), evaluated(trl)
+    assert losses == expected
+    assert set(losses) == {"eval_a_loss", "eval_b_loss", "later"}
+    assert all(isinstance(dataset, FlatDataset) for dataset in made.eval_dataset.values())
+
+
+def test_a_collator_of_the_user_gets_lists(tmp_path: Path) -> None:
+    kinds = set()
+
+    class Collator(trl.trainer.sft_trainer.DataCollatorForLanguageModeling):  # type: ignore[misc,name-defined]
+        def torch_call(self, examples: Any) -> Any:
+            kinds.add((type(examples), type(examples[0]), type(examples[0]["input_ids"])))
+            return super().torch_call(examples)
+
+    tokenizer = small_tokenizer(QWEN3)
+    data, _ = five_steps(
+        ours.SFTTrainer, trl.SFTConfig, small_model(Qwen2ForCausalLM, tokenizer), datasets.Dataset.from_list(MESSAGES),
+        tokenizer, tmp_path, {"data_collator": Collator(pad_token_id=tokenizer.pad_token_id)},
+    )  # fmt: skip
+    assert type(data) is datasets.Dataset
+    assert kinds == {(list, dict, list)}
+
+
+def test_grpo_with_prompts(tmp_path: Path) -> None:
+    """A trivial reward; the same prompts, without the long ones, and the same losses."""
+    import pyarrow as pa
+
+    rows = [{"messages": row["prompt"], "answer": row["n"]} for row in COMPLETIONS]
+    tokenizer = small_tokenizer(CHATML)
+    lengths = [
+        len(tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True)["input_ids"]) for row in rows
+    ]
+    limit = sorted(lengths)[len(rows) // 2]
+    kept = [
+        {"prompt": row["messages"], "answer": row["answer"]}
+        for row, length in zip(rows, lengths, strict=True) if length <= limit
+    ]  # fmt: skip
+    found = ours.prompts(pa.Table.from_pylist(rows), tokenizer, limit, prompt_key="messages")
+    assert list(found) == kept
+    assert 0 < len(kept) < len(rows)
+
+    def reward(completions: Any, answer: Any, **_: Any) -> list[float]:
+        return [float(len(str(each)) % 7 + n) for each, n in zip(completions, answer, strict=True)]
+
+    def losses(dataset: Any) -> list[float]:
+        settings = {"num_generations": 2, "max_completion_length": 6}
+        more = {"reward_funcs": reward}
+        model = small_model(Qwen2ForCausalLM, tokenizer)
+        return five_steps(trl.GRPOTrainer, trl.GRPOConfig, model, dataset, tokenizer, tmp_path, more, **settings)[1]
+
+    assert losses(found) == losses(datasets.Dataset.from_list(kept))
+
+
+@pytest.mark.parametrize("name", ["SFTTrainer", "DPOTrainer"])
+def test_two_processes(tmp_path: Path, name: str) -> None:
+    """Both ranks get TRL's losses, with gloo."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__, name]
+    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
+    assert lines == ["rank 0 of 2: equal", "rank 1 of 2: equal"]
+
+
+def one_rank(name: str, output: Path) -> None:
+    """What each process of the test above runs."""
+    settings: dict[str, Any] = {"ddp_backend": "gloo"}
+    rows = PAIRS if name == "DPOTrainer" else MESSAGES
+    settings |= {"assistant_only_loss": True} if name == "SFTTrainer" else {}
+    data, losses = trained(ours, name, rows, output, **settings)
+    expected, theirs = trained(trl, name, rows, output, **settings)
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    same = losses == theirs and list(data) == list(expected) and isinstance(data, FlatDataset)
+    print(f"rank {rank} of {world}: {'equal' if same else (losses, theirs)}", flush=True)
+
+
+if __name__ == "__main__":
+    one_rank(sys.argv[1], Path(sys.argv[2]))
