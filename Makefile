@@ -3,6 +3,7 @@
 # make docs       the documentation site, into site/; warnings are errors
 # make verl-test  the integration with verl, against verl 0.9.1 itself, in a separate environment
 # make verl-matrix  the same with each supported version of verl: 0.7.1, 0.8.0, 0.9.0 and 0.9.1
+# make trainers-test  the integration with NeMo Automodel 0.7.0, in a separate environment
 # make browser-test  the page of gpuload inspect in headless Chromium, which has to be installed
 # make transformers4-test  the tests with transformers 4.57.6, in a separate environment
 # make exact      every row of ../shared with the kernels of ten tokenizers, on the host; 74 variants of tokenizers
@@ -11,7 +12,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test browser-test transformers4-test docs verl-test verl-matrix exact damage bench verl-env clean
+.PHONY: demo test trainers-test browser-test transformers4-test docs verl-test verl-matrix exact damage bench verl-env clean
 
 demo: .venv/installed
 	$(BIN)/gpuload demo
@@ -44,6 +45,9 @@ verl-test: .venv-verl/installed
 verl-matrix:
 	$(PYTHON) tests/verl/matrix.py
 
+trainers-test: .venv-automodel/installed
+	.venv-automodel/bin/python -m pytest tests/test_automodel.py
+
 bench: .venv/installed-dev .venv-verl/installed
 	$(BIN)/python -m bench
 
@@ -61,6 +65,13 @@ bench: .venv/installed-dev .venv-verl/installed
 	test -x .venv-transformers4/bin/python || $(PYTHON) -m venv .venv-transformers4
 	.venv-transformers4/bin/python -m pip install -q -c constraints.txt -e '.[dev]'
 	.venv-transformers4/bin/python -m pip install -q transformers==4.57.6 datasets==4.8.5 s3fs==2026.2.0
+	touch $@
+
+# Without Automodel's dependencies, most of which are for GPUs: its datasets and tokenizers need none of them.
+.venv-automodel/installed: pyproject.toml constraints.txt
+	test -x .venv-automodel/bin/python || $(PYTHON) -m venv .venv-automodel
+	.venv-automodel/bin/python -m pip install -q -c constraints.txt -e '.[dev]'
+	.venv-automodel/bin/python -m pip install -q --no-deps nemo_automodel==0.7.0 transformers==5.18.0
 	touch $@
 
 verl-env: .venv-verl/installed
