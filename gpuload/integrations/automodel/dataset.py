@@ -43,7 +43,7 @@ logger = logging.getLogger("gpuload.integrations.automodel")
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _TokenizedRows:
     """The rows that are tokenized. Tensors go to the workers of a DataLoader through shared memory.
 
     Attributes:
@@ -73,7 +73,7 @@ class AutomodelChatDataset(stock.ChatDataset):  # type: ignore[misc]
     def __init__(self, path_or_dataset_id: Any, tokenizer: Any, *, gpuload: Any = None, **settings: Any) -> None:
         options = settings_under("dataset.gpuload", gpuload, OPTIONS)
         super().__init__(path_or_dataset_id, tokenizer, **settings)
-        self._rows: _Rows | None = None
+        self._rows: _TokenizedRows | None = None
         why = _unsupported(self)
         if why is None:
             try:
@@ -150,7 +150,7 @@ class AutomodelChatDataset(stock.ChatDataset):  # type: ignore[misc]
         place[found.rows] = np.arange(len(found.rows))
         labels = np.where(found.mask, found.ids.values, IGNORED).astype(np.int32)
         parts = (place, found.ids.offsets, found.ids.values, labels)
-        self._rows = _Rows(*(torch.from_numpy(np.ascontiguousarray(part)) for part in parts))
+        self._rows = _TokenizedRows(*(torch.from_numpy(np.ascontiguousarray(part)) for part in parts))
         if missing := len(chats) - len(found.rows):
             reasons["it cannot be tokenized by columns, or no token has loss"] += missing
         if reasons:
