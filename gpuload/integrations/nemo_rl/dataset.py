@@ -45,6 +45,9 @@ class NemoPromptDataset(ResponseDataset):  # type: ignore[misc]
         OptionError: an unknown key in `gpuload`, or an invalid value.
     """
 
+    dataset: Any
+    val_dataset: Any
+
     def __init__(
         self,
         data_path: str,
