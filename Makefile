@@ -4,8 +4,8 @@
 # make verl-test  the integration with verl, against verl 0.9.1 itself, in a separate environment
 # make verl-matrix  the same with each supported version of verl: 0.7.1, 0.8.0, 0.9.0 and 0.9.1
 # make trainers-test  the integrations and stores for other trainers, with their own code, each in an environment of its own:
-#                 make llamafactory-test, make axolotl-test; and those of which there is only a repository, where one of
-#                 SLIME_REPO, SKYRL_REPO and AREAL_REPO names a checkout
+#                 make automodel-test, llamafactory-test, axolotl-test; and those of which there is only a repository, where
+#                 SLIME_REPO, NEMO_RL_REPO, SKYRL_REPO and AREAL_REPO name checkouts
 # make browser-test  the page of gpuload inspect in headless Chromium, which has to be installed
 # make transformers4-test  the tests with transformers 4.57.6, in a separate environment
 # make exact      every row of ../shared with the kernels of ten tokenizers, on the host; 74 variants of tokenizers
@@ -14,8 +14,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test browser-test transformers4-test docs verl-test verl-matrix trainers-test llamafactory-test axolotl-test
-.PHONY: slime-test exact damage bench verl-env clean
+.PHONY: demo test browser-test transformers4-test docs verl-test verl-matrix trainers-test automodel-test llamafactory-test
+.PHONY: axolotl-test slime-test nemo-rl-test exact damage bench verl-env clean
 
 demo: .venv/installed
 	$(BIN)/gpuload demo
@@ -45,7 +45,7 @@ damage: .venv/installed-dev
 verl-test: .venv-verl/installed
 	PYTHONPATH=$(CURDIR) .venv-verl/bin/python -m pytest -n auto tests/verl
 
-trainers-test: llamafactory-test axolotl-test $(if $(SLIME_REPO),slime-test)
+trainers-test: automodel-test llamafactory-test axolotl-test $(if $(SLIME_REPO),slime-test)
 
 llamafactory-test: .venv-llamafactory/installed
 	PYTHONPATH=$(CURDIR) .venv-llamafactory/bin/python -m pytest tests/trainers/test_llamafactory.py
@@ -60,6 +60,9 @@ verl-matrix:
 
 slime-test: .venv-slime/installed
 	.venv-slime/bin/python -m pytest tests/test_slime_contract.py tests/test_slime.py tests/test_slime_rollout.py
+
+automodel-test: .venv-automodel/installed
+	.venv-automodel/bin/python -m pytest tests/test_automodel.py
 
 bench: .venv/installed-dev .venv-verl/installed
 	$(BIN)/python -m bench
@@ -78,6 +81,13 @@ bench: .venv/installed-dev .venv-verl/installed
 	test -x .venv-transformers4/bin/python || $(PYTHON) -m venv .venv-transformers4
 	.venv-transformers4/bin/python -m pip install -q -c constraints.txt -e '.[dev]'
 	.venv-transformers4/bin/python -m pip install -q transformers==4.57.6 datasets==4.8.5 s3fs==2026.2.0
+	touch $@
+
+# Without Automodel's dependencies, most of which are for GPUs: its datasets and tokenizers need none of them.
+.venv-automodel/installed: pyproject.toml constraints.txt
+	test -x .venv-automodel/bin/python || $(PYTHON) -m venv .venv-automodel
+	.venv-automodel/bin/python -m pip install -q -c constraints.txt -e '.[dev]'
+	.venv-automodel/bin/python -m pip install -q --no-deps nemo_automodel==0.7.0 transformers==5.18.0
 	touch $@
 
 verl-env: .venv-verl/installed

@@ -63,7 +63,7 @@ def _pairs(columns: dict[str, Any]) -> pa.Array:
 def _from_sharegpt(columns: dict[str, Any]) -> pa.Array:
     rows = to_python(columns["conversations"])
     system = to_python(columns["system"]) if "system" in columns else [None] * len(rows)
-    return _messages([_sharegpt_row(row, first) for row, first in zip(rows, system, strict=True)])
+    return messages_column([_sharegpt_row(row, first) for row, first in zip(rows, system, strict=True)])
 
 
 def _sharegpt_row(turns: Any, system: str | None) -> Any:
@@ -93,7 +93,7 @@ def sharegpt_turn(turn: Any) -> Any:
 def _from_alpaca(columns: dict[str, Any]) -> pa.Array:
     names = list(columns)
     rows = zip(*(to_python(column) for column in columns.values()), strict=True)
-    return _messages([_alpaca_row(dict(zip(names, row, strict=True))) for row in rows])
+    return messages_column([_alpaca_row(dict(zip(names, row, strict=True))) for row in rows])
 
 
 def _alpaca_row(row: dict[str, Any]) -> list[dict[str, Any]]:
@@ -260,7 +260,7 @@ def _whole(column: pa.ChunkedArray) -> pa.Array:
     return whole.dictionary_decode() if pa.types.is_dictionary(whole.type) else whole
 
 
-def _messages(rows: Sequence[Any]) -> pa.Array:
+def messages_column(rows: Sequence[Any]) -> pa.Array:
     """Messages with a type of Arrow if they all have role and text only, and as JSON otherwise."""
     fields = {"role", "content"}
     if all(isinstance(row, list) and all(isinstance(m, dict) and m.keys() == fields for m in row) for row in rows):

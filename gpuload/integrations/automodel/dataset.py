@@ -1,0 +1,251 @@
+"""ChatDataset for NeMo Automodel: its own class, whose rows are tokenized once, when it is made.
+
+    1. Automodel reads the rows. Its own functions make messages of each.
+    2. All conversations are tokenized by columns (`masks.py`).
+    3. Automodel prepares a sample of the rows itself, and they must be equal.
+    4. A row is made of its ids and labels when it is asked for, as Automodel does.
+
+A row that is not tokenized in step 2 is prepared by Automodel when it is asked for: with the same result, or the same
+error. If settings or the tokenizer are not supported, or the sample differs, that is what happens to all rows.
+"""
+
+import copy
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import torch
+from nemo_automodel._transformers.tokenization.nemo_auto_tokenizer import NeMoAutoTokenizerWithBosEosEnforced
+from nemo_automodel.components.datasets.llm import chat_dataset as stock
+from nemo_automodel.components.datasets.llm import formatting_utils
+
+from gpuload.engines.host.packs import IGNORED
+from gpuload.errors import GpuloadError
+from gpuload.integrations.automodel.masks import Chat, marked
+from gpuload.integrations.core import is_supported, log_fallback, settings_under
+
+SUPPORTED = "0.7"
+
+OPTIONS = ("device", "gpu_memory_limit", "verify", "progress")
+"""Keys of `dataset.gpuload`, options of `load_chats`."""
+
+_SAMPLE = 16
+_TRUNCATED = (True, "longest_first", "only_first")
+_WHOLE = (False, "do_not_truncate")
+_UNPADDED = (False, True, "do_not_pad", "longest")  # a dataset has no batches, so "longest" is the row's own length
+
+logger = logging.getLogger("gpuload.integrations.automodel")
+
+
+@dataclass(frozen=True)
+class _TokenizedRows:
+    """The rows that are tokenized. Tensors go to the workers of a DataLoader through shared memory.
+
+    Attributes:
+        place: (n,) of each row of the dataset in `starts`, -1 for rows that Automodel prepares.
+        starts: (m + 1,) where the rows begin.
+        ids: (starts[-1],) int32.
+        labels: (starts[-1],) int32, -100 for ids without loss.
+    """
+
+    place: torch.Tensor
+    starts: torch.Tensor
+    ids: torch.Tensor
+    labels: torch.Tensor
+
+
+class AutomodelChatDataset(stock.ChatDataset):  # type: ignore[misc]
+    """Automodel's `ChatDataset`. Conversations are tokenized once, by columns.
+
+    Args:
+        path_or_dataset_id, tokenizer, **settings: as for Automodel's class.
+        gpuload: options of `gpuload.load_chats`: `device`, `gpu_memory_limit`, `verify` and `progress`.
+
+    Raises:
+        OptionError: an unknown key in `gpuload`.
+    """
+
+    def __init__(self, path_or_dataset_id: Any, tokenizer: Any, *, gpuload: Any = None, **settings: Any) -> None:
+        options = settings_under("dataset.gpuload", gpuload, OPTIONS)
+        super().__init__(path_or_dataset_id, tokenizer, **settings)
+        self._rows: _TokenizedRows | None = None
+        why = _unsupported(self)
+        if why is None:
+            try:
+                why = self._tokenize(options)
+            except GpuloadError as error:
+                why = str(error)
+        if why is not None:
+            self._rows = None
+            log_fallback(logger, "Automodel's ChatDataset", why)
+
+    def __getitem__(self, idx: int) -> dict[str, Any]:
+        made = self._prepared(idx) if isinstance(idx, int) and -len(self) <= idx < len(self) else None
+        return super().__getitem__(idx) if made is None else made
+
+    def _prepared(self, idx: int) -> dict[str, Any] | None:
+        """A row as Automodel makes it of ids and mask; None if it has to do that itself."""
+        rows = self._rows
+        place = -1 if rows is None else int(rows.place[idx])
+        if rows is None or place < 0:
+            return None
+        start, end = rows.starts[place : place + 2].tolist()
+        if self.truncation in _TRUNCATED and end - start > self.seq_length:
+            if self.tokenizer.truncation_side != "right":
+                return None
+            end = start + self.seq_length
+        labels = rows.labels[start:end].numpy()
+        ids = rows.ids[start:end].tolist()
+        if self.unshifted or self.padding == "max_length":
+            row = self._packaged(ids, (labels != IGNORED).tolist())
+        else:
+            # Automodel takes padding tokens at the end for padding; if padding is the EOS token, all but the first.
+            content = len(ids)
+            while content and ids[content - 1] == self.pad_token_id:
+                content -= 1
+            if self.pad_token_id == self.tokenizer.eos_token_id:
+                content = min(content + 1, len(ids))
+            content = min(max(content - 1, 0), len(ids) - 1)
+            row = {
+                "input_ids": ids[:-1],
+                "labels": labels[1:].tolist(),
+                "attention_mask": [1] * content + [0] * (len(ids) - 1 - content),
+                "___PAD_TOKEN_IDS___": {"input_ids": self.pad_token_id, "labels": IGNORED, "attention_mask": 0},
+            }
+        if self.mask_history:
+            name, ignored = ("loss_mask", 0) if self.unshifted else ("labels", IGNORED)
+            self._keep_last_supervised_run(row[name], ignored)
+        return row
+
+    def _packaged(self, ids: list[int], mask: list[bool]) -> dict[str, Any]:
+        """A row by Automodel's function, padded first as the tokenizer pads it."""
+        missing = self.seq_length - len(ids) if self.padding == "max_length" else 0
+        pads, none = [self.tokenizer.pad_token_id] * missing, [False] * missing
+        left = self.tokenizer.padding_side == "left"
+        row: dict[str, Any] = formatting_utils._package_tokenized_example(
+            tokenizer=self.tokenizer,
+            input_ids=pads + ids if left else ids + pads,
+            assistant_masks=none + mask if left else mask + none,
+            eos_token_id=self.tokenizer.eos_token_id,
+            pad_token_id=self.pad_token_id,
+            seq_length=self.seq_length,
+            truncation=self.truncation,
+            padding=self.padding,
+            unshifted=self.unshifted,
+        )
+        return row
+
+    def _tokenize(self, options: dict[str, Any]) -> str | None:
+        """Fill `_rows`. Returns why Automodel has to prepare all rows; None if it need not."""
+        reasons: Counter[str] = Counter()
+        chats = list(self._chats(reasons))
+        blocks = formatting_utils.GENERATION_REGEX.search(self.tokenizer.chat_template) is not None
+        found = marked(chats, _plain(self.tokenizer), blocks, options)
+        place = np.full(len(self), -1)
+        place[found.rows] = np.arange(len(found.rows))
+        labels = np.where(found.mask, found.ids.values, IGNORED).astype(np.int32)
+        parts = (place, found.ids.offsets, found.ids.values, labels)
+        self._rows = _TokenizedRows(*(torch.from_numpy(np.ascontiguousarray(part)) for part in parts))
+        if missing := len(chats) - len(found.rows):
+            reasons["it cannot be tokenized by columns, or no token has loss"] += missing
+        if reasons:
+            named = "; ".join(f"{reason} ({count:,})" for reason, count in reasons.most_common(3))
+            logger.warning(
+                "gpuload: Automodel prepares %s of %s rows itself, when they are read: %s",
+                f"{reasons.total():,}",
+                f"{len(self):,}",
+                named,
+            )
+        return self._difference(found.rows, found.ids.lengths)
+
+    def _chats(self, reasons: Counter[str]) -> Iterator[Chat]:
+        """The conversations that can be tokenized by columns.
+
+        Args:
+            reasons: why others cannot → number of rows; counted here.
+        """
+        one_system = isinstance(self.tokenizer, NeMoAutoTokenizerWithBosEosEnforced)
+        for number, row in enumerate(self.dataset):
+            try:
+                messages, tools = _messages_of(row)
+            except Exception as error:  # Automodel's own, when the row is read
+                reasons[f"{error!s:.100}"] += 1
+                continue
+            if self.mask_reasoning_content and any(message.get("reasoning_content") for message in messages):
+                reasons["mask_reasoning_content is set, and it has reasoning_content"] += 1
+            elif one_system and sum(message["role"] == "system" for message in messages) > 1:
+                reasons["it has several system messages"] += 1
+            else:
+                yield Chat(number, messages, tools)
+
+    def _difference(self, rows: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]) -> str | None:
+        """How rows of a sample differ from Automodel's: spread over the dataset, and the longest and the shortest."""
+        if not len(rows):
+            return "no row can be tokenized by columns"
+        spread = np.linspace(0, len(rows) - 1, _SAMPLE).astype(np.int64)
+        for row in rows[np.unique(np.append(spread, [lengths.argmax(), lengths.argmin()]))].tolist():
+            found = self._prepared(row)
+            if found is None:
+                continue
+            try:
+                expected = super().__getitem__(row)
+            except Exception as error:
+                return f"row {row}: Automodel raises {type(error).__name__}: {error}"
+            if found != expected:
+                return f"row {row} of a sample differs from Automodel's"
+        return None
+
+
+def _unsupported(dataset: AutomodelChatDataset) -> str | None:
+    """Why Automodel has to prepare all rows; None if it need not."""
+    found = version("nemo_automodel")
+    if not is_supported(found, SUPPORTED, SUPPORTED):
+        return f"Automodel {found} is installed, and {SUPPORTED} is supported"
+    if not len(dataset):
+        return "it has no rows"
+    if not isinstance(dataset.tokenizer.chat_template, str):
+        return "the tokenizer has several chat templates"
+    if dataset.mask_generation_prompt:
+        return "mask_generation_prompt is set"
+    if dataset.truncation not in (*_TRUNCATED, *_WHOLE):
+        return f"truncation={dataset.truncation!r} is not supported"
+    if dataset.padding not in (*_UNPADDED, "max_length"):
+        return f"padding={dataset.padding!r} is not supported"
+    if dataset.seq_length is None and (dataset.truncation in _TRUNCATED or dataset.padding == "max_length"):
+        return "rows are truncated or padded without seq_length"
+    return None
+
+
+def _plain(tokenizer: Any) -> Any:
+    """The tokenizer without Automodel's class around it.
+
+    For chat templates that class only rejects several system messages, and merges the system message into the first
+    one of the user where the template rejects it. Such rows are prepared by Automodel; for others, it changes nothing.
+    """
+    if not isinstance(tokenizer, NeMoAutoTokenizerWithBosEosEnforced):
+        return tokenizer
+    plain = copy.copy(tokenizer)
+    plain.__class__ = tokenizer._base_class
+    return plain
+
+
+def _messages_of(row: Any) -> tuple[list[dict[str, Any]], list[Any] | None]:
+    """Messages and tools of a row, by Automodel's functions.
+
+    Raises:
+        Exception: as Automodel's class for this row, or of another kind if the row has another form.
+    """
+    messages = row.get("messages")
+    if messages is None:
+        messages = stock._conversations_to_messages(row["conversations"])
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        tools = json.loads(tools)
+    if not isinstance(messages, list) or not isinstance(tools, list | None):
+        raise ValueError("it has no list of messages, or tools that are not a list")
+    return stock._normalize_messages(messages), tools or None

@@ -1,0 +1,26 @@
+"""Integration with NeMo-RL 0.7: prompts for algorithms that generate, such as GRPO, tokenized once, by columns.
+
+    data.train.dataset_name=gpuload.integrations.nemo_rl.PromptDataset +data.train.data_path=train.jsonl
+    '+data.train.tokenizer=${policy.tokenizer}' '+data.train.max_input_seq_length=${data.max_input_seq_length}'
+
+The name is imported on first access, so that the rest can be imported without NeMo-RL.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpuload.integrations.nemo_rl.dataset import NemoPromptDataset as PromptDataset
+
+__all__ = ["PromptDataset"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'gpuload.integrations.nemo_rl' has no attribute {name!r}")
+    from gpuload.integrations.nemo_rl import dataset
+
+    return dataset.NemoPromptDataset
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

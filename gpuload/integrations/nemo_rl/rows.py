@@ -1,0 +1,141 @@
+"""Tokenized prompts, and what NeMo-RL trains on of each. Nothing here needs NeMo-RL."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from gpuload.chats.formats import messages_column
+from gpuload.errors import DataError, OptionError
+from gpuload.load import load
+from gpuload.options import NO_LIMIT
+
+
+@dataclass(frozen=True)
+class TokenizedPrompts:
+    """A map-style dataset of n prompts, in place of the rows that NeMo-RL's processor would tokenize.
+
+    Attributes:
+        task_name: of all rows.
+        numbers: (n,) int64, their rows in the data that was read.
+        starts: (n + 1,) int64, where their ids begin.
+        ids: (starts[-1],) int32.
+        texts: (n,) the rendered prompts.
+        answers: (n,) the ground truth, any Python objects.
+    """
+
+    task_name: str
+    numbers: torch.Tensor
+    starts: torch.Tensor
+    ids: torch.Tensor
+    texts: pa.ChunkedArray
+    answers: Sequence[Any]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, idx: int) -> dict[str, Any]:
+        if not -len(self) <= idx < len(self):
+            raise IndexError(f"row {idx} of {len(self)}")
+        row = idx % len(self)
+        start, end = self.starts[row : row + 2].tolist()
+        return {
+            "task_name": self.task_name,
+            "content": self.texts[row].as_py(),
+            "token_ids": self.ids[start:end].to(torch.int64),
+            "ground_truth": self.answers[row],
+        }
+
+
+def tokenized(
+    conversations: Sequence[Any],
+    answers: Sequence[Any],
+    task_name: str,
+    tokenizer: Any,
+    template_kwargs: Mapping[str, Any],
+    limit: int | None,
+    options: Mapping[str, Any],
+) -> TokenizedPrompts:
+    """Tokenize prompts by columns, and drop those of `limit` tokens or more.
+
+    Args:
+        conversations: n lists of messages.
+        answers: (n,) the ground truth of each.
+        task_name: of all rows.
+        tokenizer: a transformers tokenizer.
+        template_kwargs: constants for the chat template.
+        limit: None to drop no prompt.
+        options: of `gpuload.load`.
+
+    Raises:
+        DataError: prompts cannot be rendered, or all were dropped.
+        GpuloadError: as for `gpuload.load`.
+    """
+    table = pa.table({"prompt": messages_column(conversations), "row": np.arange(len(conversations))})
+    loaded = load(
+        table,
+        tokenizer,
+        max_prompt_length=NO_LIMIT if limit is None else limit - 1,
+        return_full_prompt=True,
+        apply_chat_template_kwargs=template_kwargs,
+        **options,
+    )
+    if loaded.report.rejected:
+        reason, count = max(loaded.report.rejected.items(), key=lambda item: item[1])
+        raise DataError(f"{count:,} of {len(table):,} prompts cannot be tokenized: {reason}")
+    columns, tokens = loaded.columns, loaded.tokens
+    numbers = columns["row"].to_numpy()
+    return TokenizedPrompts(
+        task_name,
+        torch.from_numpy(numbers.copy()),
+        torch.from_numpy(np.ascontiguousarray(tokens.offsets)),
+        torch.from_numpy(np.ascontiguousarray(tokens.values)),
+        columns["full_prompts"],
+        [answers[row] for row in numbers.tolist()],
+    )
+
+
+def identity(tokenizer: Any) -> tuple[Any, ...]:
+    """What must be the same for the tokenizer of a load and NeMo-RL's."""
+    # NeMo-RL keeps `chat_template_kwargs` in a partial of the method.
+    return tokenizer.name_or_path, tokenizer.chat_template, getattr(tokenizer.apply_chat_template, "keywords", {})
+
+
+@dataclass(frozen=True)
+class PromptProcessor:
+    """NeMo-RL's processor of prompts, for rows that are tokenized already.
+
+    Attributes:
+        tokenizer: `identity` of the one that has made the ids.
+    """
+
+    tokenizer: tuple[Any, ...]
+
+    def __call__(
+        self, datum_dict: Mapping[str, Any], task_data_spec: Any, tokenizer: Any, max_seq_length: int, idx: int
+    ) -> dict[str, Any]:
+        """Returns a DatumSpec, as NeMo-RL's processor does.
+
+        Raises:
+            OptionError: NeMo-RL uses another tokenizer.
+        """
+        if identity(tokenizer) != self.tokenizer:
+            raise OptionError(
+                f"the tokenizer of the policy is not the one of the dataset ({tokenizer.name_or_path!r} and "
+                f"{self.tokenizer[0]!r}, or another chat template): set the dataset's tokenizer=${{policy.tokenizer}}"
+            )
+        ids = datum_dict["token_ids"]
+        length = len(ids)
+        too_long = length >= max_seq_length
+        kept = ids[: min(4, max_seq_length)] if too_long else ids
+        return {
+            "message_log": [{"role": "user", "content": datum_dict["content"], "token_ids": kept}],
+            "length": length,
+            "extra_env_info": {"ground_truth": datum_dict["ground_truth"]},
+            "loss_multiplier": 0.0 if too_long else 1.0,
+            "idx": idx,
+            "task_name": datum_dict["task_name"],
+        }
