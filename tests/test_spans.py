@@ -3,7 +3,10 @@
 import json
 import random
 import re
+import sys
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -25,6 +28,7 @@ from gpuload.engines.host import spans as module
 from gpuload.engines.host.spans import TokenSpans
 from gpuload.errors import TokenizerError
 from gpuload.reference.reference import Reference
+from gpuload.reference.template_call import TemplateCall
 
 Spans = list[tuple[int, int]]  # of characters
 
@@ -477,3 +481,28 @@ def test_no_rows_and_no_spans() -> None:
     none = np.zeros(0, np.int64)
     assert len(spans.mask(pa.array([], pa.large_string()), Ragged.from_lists([]), none, none, none)) == 0
     assert masks(reference, spans, [("", []), ("One", []), ("", [])]) == [[], [0], []]
+
+
+def test_threads_that_render_do_not_disturb_each_other(qwen: Any) -> None:
+    """transformers keeps the blocks of a template that is being rendered in one list for all threads."""
+    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    call = TemplateCall(qwen, template, add_generation_prompt=False)
+    one, other = ([{"role": "assistant", "content": letter * 9}] * 9 for letter in "ab")
+    expected, rendered = call.blocks(one), call.render(other)
+    finished, found = threading.Event(), list[str]()
+
+    def render() -> None:
+        while not finished.is_set():
+            found.append(call.render(other))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    with ThreadPoolExecutor(1) as pool:
+        rendering = pool.submit(render)
+        try:
+            assert all(call.blocks(one) == expected for _ in range(1000))
+        finally:
+            finished.set()
+            sys.setswitchinterval(interval)
+        rendering.result()
+    assert set(found) <= {rendered}

@@ -7,13 +7,14 @@ compiled template must reproduce `TemplateCall.render` byte for byte.
 from __future__ import annotations
 
 import inspect
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 import jinja2.nodes
@@ -21,6 +22,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gpuload.reference.control_tokens import ControlTokens, added_control_tokens, sanitizing_is_known
 from gpuload.reference.deadline import Deadline, EndlessError
+
+_Rendered = TypeVar("_Rendered")
 
 _CHANGES_THE_TEXT = ("continue_final_message", "return_assistant_tokens_mask")
 _SANITIZE = "sanitize_control_tokens"
@@ -69,7 +72,7 @@ class TemplateCall:
             Exception: whatever transformers or the template raises.
         """
         tools, kwargs = self._marked_constants
-        return self.deadline.within(
+        return self._alone(
             lambda: str(
                 self.tokenizer.apply_chat_template(
                     messages,
@@ -89,7 +92,7 @@ class TemplateCall:
             EndlessError: the template did not finish in time.
             Exception: whatever transformers or the template raises.
         """
-        answer = self.deadline.within(
+        answer = self._alone(
             lambda: self.tokenizer.apply_chat_template(
                 messages,
                 tools=None if self.tools is None else list(self.tools),
@@ -116,7 +119,7 @@ class TemplateCall:
 
         own = inspect.signature(self.tokenizer.apply_chat_template).parameters
         further = {name: value for name, value in self.kwargs.items() if name not in own}
-        texts, blocks = self.deadline.within(
+        texts, blocks = self._alone(
             lambda: chat_template_utils.render_jinja_template(
                 [[{key: value for key, value in message.items() if value is not None} for message in messages]],
                 tools=None if self.tools is None else list(self.tools),
@@ -128,6 +131,16 @@ class TemplateCall:
             )
         )
         return str(texts[0]), list(blocks[0])
+
+    def _alone(self, render: Callable[[], _Rendered]) -> _Rendered:
+        """The result of a call of transformers, which no other thread calls meanwhile, if it is in time.
+
+        While transformers looks for `{% generation %}` blocks, its compiled template keeps them in one list for all
+        threads: another thread that renders adds its own, or fails when the list is taken away. Rendering holds the
+        interpreter lock anyway, so waiting costs nothing.
+        """
+        with _rendering:
+            return self.deadline.within(render)
 
     # -- control tokens ------------------------------------------------------------------------------------------------
 
@@ -291,6 +304,17 @@ def _syntax_error(template: str) -> str | None:
         return f"line {error.lineno}: {error.message}"
     return None
 
+
+_rendering = threading.RLock()
+
+
+def _unlock() -> None:
+    """A process that was forked while another thread was rendering has no such thread."""
+    global _rendering
+    _rendering = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_unlock)
 
 _stopping = threading.Lock()
 _stopped: dict[int, tuple[int, Any]] = {}  # id of a template's globals → number of open blocks, original function
