@@ -45,7 +45,8 @@ damage: .venv/installed-dev
 verl-test: .venv-verl/installed
 	PYTHONPATH=$(CURDIR) .venv-verl/bin/python -m pytest -n auto tests/verl
 
-trainers-test: automodel-test llamafactory-test axolotl-test $(if $(SLIME_REPO),slime-test)
+trainers-test: automodel-test llamafactory-test axolotl-test $(if $(SLIME_REPO),slime-test) \
+	$(if $(NEMO_RL_REPO),nemo-rl-test)
 
 llamafactory-test: .venv-llamafactory/installed
 	PYTHONPATH=$(CURDIR) .venv-llamafactory/bin/python -m pytest tests/trainers/test_llamafactory.py
@@ -60,6 +61,9 @@ verl-matrix:
 
 slime-test: .venv-slime/installed
 	.venv-slime/bin/python -m pytest tests/test_slime_contract.py tests/test_slime.py tests/test_slime_rollout.py
+
+nemo-rl-test: .venv-nemo-rl/installed
+	.venv-nemo-rl/bin/python -m pytest tests/test_nemo_rl.py tests/test_nemo_rl_contract.py
 
 automodel-test: .venv-automodel/installed
 	.venv-automodel/bin/python -m pytest tests/test_automodel.py
@@ -102,6 +106,14 @@ verl-env: .venv-verl/installed
 	test -x .venv-slime/bin/python || $(PYTHON) -m venv .venv-slime
 	.venv-slime/bin/python -m pip install -q -c constraints.txt -e '.[dev]'
 	.venv-slime/bin/python -m pip install -q httpx pillow pylatexenc sympy
+	touch $@
+
+# What NeMo-RL's modules import for datasets; its requirements have servers and kernels for GPUs too.
+.venv-nemo-rl/installed: pyproject.toml constraints.txt
+	test -x .venv-nemo-rl/bin/python || $(PYTHON) -m venv .venv-nemo-rl
+	.venv-nemo-rl/bin/python -m pip install -q -c constraints.txt -e '.[dev]'
+	.venv-nemo-rl/bin/python -m pip install -q transformers==5.8.1 hydra-core mlflow-skinny prometheus_client pynvml pyzmq ray \
+		scipy sentencepiece soundfile swanlab tensorboard wandb
 	touch $@
 
 # torchvision and torchaudio that fit this torch need CUDA; LLaMA-Factory imports torchaudio, and uses neither for text.

@@ -1,4 +1,4 @@
-"""PromptDataset for NeMo-RL, compared with NeMo-RL's own classes: the way from a configuration to batches."""
+"""Datasets for NeMo-RL, compared with its own classes: the way from a configuration to batches."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ pytest.importorskip("nemo_rl", reason="NEMO_RL_REPO must name a checkout of NeMo
 
 from nemo_rl.algorithms.utils import get_tokenizer
 from nemo_rl.data.collate_fn import rl_collate_fn
-from nemo_rl.data.datasets import AllTaskProcessedDataset
+from nemo_rl.data.datasets import AllTaskProcessedDataset, load_response_dataset
 from nemo_rl.data.utils import setup_response_data
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
@@ -128,11 +129,10 @@ def test_several_datasets(file: str, qwen_folder: str) -> None:
 
 def test_other_processors_fall_back(file: str, qwen_folder: str, caplog: pytest.LogCaptureFixture) -> None:
     section = {"name": qwen_folder}
-    more = {"processor": "sft_processor"}
-    stock, _ = setup("ResponseDataset", file, section, 4096, **more)
-    ours, _ = setup(OURS, file, section, 4096, **more)
-    assert rows_of(ours) == rows_of(stock)
-    assert "falls back to NeMo-RL for problems-train: the processor sft_processor is not supported" in caplog.text
+    more = {"processor": "multichoice_qa_processor"}
+    setup(OURS, file, section, 4096, **more)
+    reason = "the processor multichoice_qa_processor is not supported"
+    assert f"falls back to NeMo-RL for problems-train: {reason}" in caplog.text
 
 
 def test_another_tokenizer_is_an_error(file: str, qwen_folder: str) -> None:
@@ -141,3 +141,95 @@ def test_another_tokenizer_is_an_error(file: str, qwen_folder: str) -> None:
     ours.tokenizer = get_tokenizer({"name": qwen_folder, "chat_template": "{{ messages[0].content }}"})
     with pytest.raises(OptionError, match="the tokenizer of the policy is not the one of the dataset"):
         _ = ours[0]
+
+
+# -- SFT -------------------------------------------------------------------------------------------------------------
+
+
+def turn(role: str, content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+CHATS = [
+    [turn("user", "Hi"), turn("assistant", "你好 é")],
+    [turn("system", "Be brief."), turn("user", "{braces}"), turn("assistant", ""), turn("assistant", " again\n")],
+    [turn("assistant", "first"), turn("user", "é"), turn("assistant", "è<|im_end|>")],
+    [turn("user", "long " * 80), turn("assistant", "x"), turn("user", "\n"), turn("assistant", "👋🏽")],
+    [turn("assistant", "alone")],
+]
+SWITCHES = ("add_bos", "add_eos", "add_generation_prompt")
+
+
+@pytest.fixture
+def chats_file(tmp_path: Path) -> str:
+    path = tmp_path / "chats" / "train.jsonl"
+    path.parent.mkdir()
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS * 8))
+    return str(path)
+
+
+def setup_sft(
+    name: str, file: str, section: dict[str, Any], switches: tuple[bool, ...], limit: int, **more: Any
+) -> Any:
+    """Train data, as examples/run_sft.py makes it of a configuration."""
+    config = {"dataset_name": name, "data_path": file, "processor": "sft_processor", **more}
+    settings = dict(zip(SWITCHES, switches, strict=True))
+    if name.startswith("gpuload."):
+        config |= {"tokenizer": section, **settings}
+    data = load_response_dataset(config)
+    processors = {data.task_name: (data.task_spec, partial(data.processor, **settings))}
+    tokenizer = get_tokenizer(copy.deepcopy(section))
+    return AllTaskProcessedDataset(data.dataset, tokenizer, None, processors, max_seq_length=limit)
+
+
+@pytest.mark.parametrize("switches", [(True, True, False), (False, False, True), (True, True, True)])
+@pytest.mark.parametrize("template", [None, "{% for m in messages %}[{{ m.role }}] {{ m.content|trim }}{% endfor %}"])
+def test_rows_for_sft_are_those_of_nemo_rl(
+    chats_file: str, file: str, prompts: dict[str, str], qwen_folder: str, switches: tuple[bool, ...], template: Any
+) -> None:
+    section = {"name": qwen_folder} | ({"chat_template": template} if template else {})
+    prompt = {"prompt_file": prompts["prompt_file"]}
+    cases = [("ChatDataset", "openai_format", chats_file, {}), ("ChatDataset", "openai_format", chats_file, prompt)]
+    cases.append(("PromptDataset", "ResponseDataset", file, {}))
+    for ours, stock, data, more in cases:
+        for limit in (4096, 40):
+            expected = setup_sft(stock, data, section, switches, limit, **more)
+            found = setup_sft(f"gpuload.integrations.nemo_rl.{ours}", data, section, switches, limit, **more)
+            assert type(found.dataset).__name__ == "NemoConversations"
+            assert rows_of(found) == rows_of(expected)
+
+
+def test_long_conversations_are_dropped_exactly(chats_file: str, qwen_folder: str) -> None:
+    section, switches = {"name": qwen_folder}, (True, True, False)
+    stock = rows_of(setup_sft("openai_format", chats_file, section, switches, 40))
+    ours = setup_sft(
+        "gpuload.integrations.nemo_rl.ChatDataset", chats_file, section, switches, 40, max_input_seq_length=40
+    )
+    kept = [row | {"idx": 0} for row in stock if row["loss_multiplier"]]
+    assert [row | {"idx": 0} for row in rows_of(ours)] == kept
+    assert 0 < len(kept) < len(stock)
+
+
+def test_other_settings_than_those_of_the_ids_are_an_error(chats_file: str, qwen_folder: str) -> None:
+    made = setup_sft(
+        "gpuload.integrations.nemo_rl.ChatDataset", chats_file, {"name": qwen_folder}, (True, True, False), 99
+    )
+    (name, (spec, process)), *_ = made.task_data_processors.items()
+    made.task_data_processors[name] = (spec, partial(process.func, add_bos=True, add_eos=False))
+    with pytest.raises(OptionError, match=r"data.add_eos=False, but .* with True: set \+data.train.add_eos=\$"):
+        _ = made[0]
+
+
+def test_tools_and_other_contents_fall_back(
+    chats_file: str, tmp_path: Path, qwen_folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts = [turn("user", [{"type": "text", "text": "Hi"}]), turn("assistant", [{"type": "text", "text": "a"}])]
+    for number, (row, why) in enumerate(
+        [({"messages": CHATS[0], "tools": [{"name": "f"}]}, "rows have tools"), ({"messages": parts}, "is not text")]
+    ):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text(json.dumps(row) + "\n")
+        name = "gpuload.integrations.nemo_rl.ChatDataset"
+        made = setup_sft(name, str(path), {"name": qwen_folder}, (True, True, False), 99)
+        assert type(made.dataset).__name__ != "NemoConversations"
+        assert why in caplog.text

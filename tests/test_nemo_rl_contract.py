@@ -6,7 +6,7 @@ import importlib
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,10 +14,16 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from gpuload.errors import DataError, OptionError
-from gpuload.integrations.nemo_rl.rows import tokenized
+from gpuload.integrations.nemo_rl import conversations
+from gpuload.integrations.nemo_rl.conversations import ConversationProcessor, MessageSettings, tokenized_conversations
+from gpuload.integrations.nemo_rl.rows import identity, tokenized
 
+PIECES = ["a", " ", "\n", "é", "è", "你", "👋", "<|im_end|>", "<|im_start|>"]
+TEXT = st.lists(st.sampled_from(PIECES), max_size=8).map("".join)
 TEXTS = ["What is 2+2?", "", "你好 é\n", "<|im_end|>", "long " * 40]
 
 
@@ -40,8 +46,44 @@ def processor(row: Any, spec: Any, tokenizer: Any, limit: int, idx: int) -> dict
     }
 
 
+def sft_processor(
+    row: Any, spec: Any, tokenizer: Any, limit: int, idx: int, add_bos: bool = True, add_eos: bool = True,
+    add_generation_prompt: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """A row as NeMo-RL's processor for SFT makes it."""
+    log, before, chat = [], "", row["messages"]
+    for k, message in enumerate(chat):
+        generates = add_generation_prompt and message["role"] in ("user", "tool")
+        whole = tokenizer.apply_chat_template(chat[: k + 1], tokenize=False, add_generation_prompt=generates)
+        text = whole[
+            next(
+                (i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), min(len(before), len(whole))
+            ) :
+        ]
+        if k == 0 and add_bos and tokenizer.bos_token and not text.startswith(tokenizer.bos_token):
+            text = tokenizer.bos_token + text
+        if k == len(chat) - 1 and add_eos and not text.rstrip("\n").endswith(tokenizer.eos_token):
+            text += tokenizer.eos_token
+        ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int64)
+        log.append({**message, "content": text, "token_ids": ids})
+        before = whole
+    length = sum(len(message["token_ids"]) for message in log)
+    for message in log if length >= limit else []:
+        message["token_ids"] = message["token_ids"][: min(4, limit // len(log))]
+    loss = 0.0 if length >= limit else 1.0
+    return {"message_log": log, "length": length, "extra_env_info": None, "loss_multiplier": loss, "idx": idx}
+
+
 def other_processor(row: Any, spec: Any, tokenizer: Any, limit: int, idx: int) -> dict[str, Any]:
     return {"row": row}
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.tolist()
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
+    return [plain(each) for each in value] if isinstance(value, list) else value
 
 
 class StandIn:
@@ -61,6 +103,21 @@ class StandIn:
         self.processor = self.chosen
 
 
+TURNS = st.builds(
+    lambda role, content: {"role": role, "content": content}, st.sampled_from(["user", "assistant", "tool"]), TEXT
+)
+
+
+class ChatStandIn(StandIn):
+    """`OpenAIFormatDataset` with only what the integration uses."""
+
+    rows: Sequence[Any] = ()
+
+    def __init__(self, data_path: str, **settings: Any) -> None:
+        self.dataset = Dataset.from_list([{"messages": chat, "task_name": "task"} for chat in self.rows])
+        self.task_name, self.chosen = "task", sft_processor
+
+
 def get_tokenizer(section: dict[str, Any]) -> Any:
     from transformers import AutoTokenizer
 
@@ -76,7 +133,8 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     contents: dict[str, dict[str, Any]] = {
         "nemo_rl": {"__version__": "0.7.0+abc"},
         "nemo_rl.algorithms.utils": {"get_tokenizer": get_tokenizer},
-        "nemo_rl.data.processors": {"math_hf_data_processor": processor},
+        "nemo_rl.data.processors": {"math_hf_data_processor": processor, "sft_processor": sft_processor},
+        "nemo_rl.data.datasets.response_datasets.oai_format_dataset": {"OpenAIFormatDataset": ChatStandIn},
         "nemo_rl.data.datasets.response_datasets.response_dataset": {"ResponseDataset": StandIn},
     }
     for name in sorted(
@@ -124,7 +182,7 @@ def test_long_prompts_are_dropped(module: Any, qwen_folder: str, caplog: pytest.
     assert len(kept) == len(TEXTS)
     kept = made(module, {"name": qwen_folder}, max_input_seq_length=longest).dataset
     assert [row["ground_truth"] for row in kept] == [f"a{text}" for text in TEXTS[:-1]]
-    assert f"dropped 1 of 5 prompts with max_input_seq_length={longest} tokens or more" in caplog.text
+    assert f"dropped 1 of 5 rows with max_input_seq_length={longest} tokens or more" in caplog.text
 
 
 def test_another_processor_or_version_falls_back(
@@ -159,3 +217,75 @@ def test_importing_the_package_does_not_import_nemo_rl() -> None:
     code = "import sys, gpuload.integrations.nemo_rl.rows; print('nemo_rl' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"
+
+
+# -- SFT -------------------------------------------------------------------------------------------------------------
+
+SWITCHES = ("add_bos", "add_eos", "add_generation_prompt")
+TEMPLATES = [
+    None,
+    "{% for m in messages %}[{{ m.role }}] {{ m.content|trim }}{% if loop.last %}!{% endif %}{% endfor %}\n",
+    "{{ messages|length }}{% for m in messages %}{{ m.content }}{% endfor %}{{ '>' if add_generation_prompt }}",
+]
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    chats=st.lists(st.lists(TURNS, min_size=1, max_size=4), min_size=1, max_size=5),
+    switches=st.tuples(*[st.booleans()] * 3),
+    template=st.sampled_from(TEMPLATES),
+    bos=st.sampled_from([None, "<|im_start|>"]),
+)
+def test_messages_are_those_of_the_processor(
+    qwen_folder: str, chats: Any, switches: Any, template: Any, bos: Any
+) -> None:
+    tokenizer = get_tokenizer({"name": qwen_folder})
+    tokenizer.chat_template, tokenizer.bos_token = template or tokenizer.chat_template, bos
+    named = dict(zip(SWITCHES, switches, strict=True))
+    made = tokenized_conversations(chats, "task", tokenizer, {}, MessageSettings(**named), None)
+    process = ConversationProcessor(identity(tokenizer), MessageSettings(**named))
+    for row, chat in enumerate(chats):
+        for limit in (7, 4096):
+            expected = sft_processor({"messages": chat}, None, tokenizer, limit, row, **named)
+            assert plain(process(made[row], None, tokenizer, limit, row, **named)) == plain(expected)
+
+
+def test_conversations_are_loaded_in_parts(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    chats = [[{"role": "user", "content": f"{row} {k}"} for k in range(row % 4 + 1)] for row in range(30)]
+    whole = tokenized_conversations(chats, "task", qwen, {}, MessageSettings(), None)
+    monkeypatch.setattr(conversations, "_AT_ONCE", 7)
+    parts = tokenized_conversations(chats, "task", qwen, {}, MessageSettings(), None)
+    assert [plain(parts[row]) for row in range(30)] == [plain(whole[row]) for row in range(30)]
+
+
+def test_conversations_of_the_class(
+    module: Any, qwen_folder: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": "a"}] for text in TEXTS]
+    monkeypatch.setattr(ChatStandIn, "rows", chats)
+    monkeypatch.setattr(
+        ChatStandIn, "set_task_spec", lambda self, config: setattr(self, "task_spec", SimpleNamespace(prompt=None))
+    )
+    section, tokenizer = {"name": qwen_folder}, get_tokenizer({"name": qwen_folder})
+
+    def chats_of(**config: Any) -> Any:
+        dataset = module.NemoChatDataset(data_path="x", tokenizer=section, **config)
+        dataset.set_task_spec({})
+        dataset.set_processor()
+        return dataset
+
+    dataset = chats_of()
+    assert len(dataset.dataset) == len(chats)
+    for row, chat in enumerate(chats):
+        expected = sft_processor({"messages": chat}, None, tokenizer, 50, row)
+        assert plain(dataset.processor(dataset.dataset[row], None, tokenizer, 50, row, add_eos=True)) == plain(expected)
+    with pytest.raises(OptionError, match=r"data.add_eos=False, but .* with True: set \+data.train.add_eos="):
+        dataset.processor(dataset.dataset[0], None, tokenizer, 50, 0, add_eos=False)
+    with pytest.raises(OptionError, match="data.train.add_bos='yes': expected true or false"):
+        chats_of(add_bos="yes")
+    length = sft_processor({"messages": chats[-1]}, None, tokenizer, 4096, 0)["length"]
+    assert len(chats_of(max_input_seq_length=length).dataset) == len(chats) - 1
+    assert f"dropped 1 of 5 rows with max_input_seq_length={length} tokens or more" in caplog.text
+    monkeypatch.setattr(ChatStandIn, "rows", [*chats, []])
+    assert chats_of().processor is sft_processor
+    assert "falls back to NeMo-RL for task: the content of a message is not text" in caplog.text

@@ -88,7 +88,7 @@ def selected(rows: Ragged, mask: np.ndarray[Any, np.dtype[np.bool_]]) -> Ragged:
     Args:
         mask: one bool per id.
     """
-    return Ragged(rows.values[mask], offsets_of(mask)[rows.offsets])
+    return Ragged(rows.values[mask], offsets_of(count_in_rows(mask, rows.offsets)))
 
 
 def counts(rows: Ragged) -> tuple[Array, Array, Array]:

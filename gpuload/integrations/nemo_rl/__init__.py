@@ -1,17 +1,20 @@
-"""Integration with NeMo-RL 0.7: prompts for algorithms that generate, such as GRPO, tokenized once, by columns.
+"""Integration with NeMo-RL 0.7: prompts for algorithms that generate, such as GRPO, and conversations for SFT.
+
+All are tokenized once, by columns.
 
     data.train.dataset_name=gpuload.integrations.nemo_rl.PromptDataset +data.train.data_path=train.jsonl
     '+data.train.tokenizer=${policy.tokenizer}' '+data.train.max_input_seq_length=${data.max_input_seq_length}'
 
-The name is imported on first access, so that the rest can be imported without NeMo-RL.
+The names are imported on first access, so that the rest can be imported without NeMo-RL.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gpuload.integrations.nemo_rl.dataset import NemoChatDataset as ChatDataset
     from gpuload.integrations.nemo_rl.dataset import NemoPromptDataset as PromptDataset
 
-__all__ = ["PromptDataset"]
+__all__ = ["ChatDataset", "PromptDataset"]
 
 
 def __getattr__(name: str) -> Any:
@@ -19,7 +22,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'gpuload.integrations.nemo_rl' has no attribute {name!r}")
     from gpuload.integrations.nemo_rl import dataset
 
-    return dataset.NemoPromptDataset
+    return getattr(dataset, f"Nemo{name}")
 
 
 def __dir__() -> list[str]:

@@ -1,10 +1,11 @@
-"""PromptDataset for NeMo-RL: its ResponseDataset, whose prompts are tokenized once, before workers are started.
+"""Datasets for NeMo-RL: its own classes, whose rows are tokenized once, before workers are started.
 
     1. NeMo-RL reads the rows, makes messages of them, and splits off rows for validation.
-    2. `set_processor`, which it calls last, tokenizes all prompts by columns and drops those that are too long.
+    2. `set_processor`, which it calls last, tokenizes all rows by columns and drops those that are too long.
     3. NeMo-RL's processor makes a sample of the rows itself, and they must be equal.
 
-Only its processor for problems with an answer is replaced. With others, NeMo-RL prepares all rows.
+Two of its processors are replaced: that for problems with an answer, and that for SFT. With others, NeMo-RL prepares
+all rows.
 """
 
 import logging
@@ -14,11 +15,18 @@ import nemo_rl
 import numpy as np
 import torch
 from nemo_rl.algorithms.utils import get_tokenizer
+from nemo_rl.data.datasets.response_datasets.oai_format_dataset import OpenAIFormatDataset
 from nemo_rl.data.datasets.response_datasets.response_dataset import ResponseDataset
-from nemo_rl.data.processors import math_hf_data_processor
+from nemo_rl.data.processors import math_hf_data_processor, sft_processor
 
 from gpuload.errors import OptionError, TokenizerError
-from gpuload.integrations.core import is_supported, log_fallback, settings_under
+from gpuload.integrations.core import check_switches, is_supported, log_fallback, settings_under
+from gpuload.integrations.nemo_rl.conversations import (
+    ConversationProcessor,
+    MessageSettings,
+    NemoConversations,
+    tokenized_conversations,
+)
 from gpuload.integrations.nemo_rl.rows import PromptProcessor, TokenizedPrompts, identity, tokenized
 from gpuload.options import NO_LIMIT, plain
 
@@ -27,52 +35,44 @@ SUPPORTED = "0.7"
 OPTIONS = ("device", "gpu_memory_limit", "verify", "progress")
 """Keys of the section `gpuload`, options of `gpuload.load`."""
 
+_MESSAGES = ("add_bos", "add_eos", "add_generation_prompt")
+
 _SAMPLE = 16
+
+_Made = TokenizedPrompts | NemoConversations
 
 logger = logging.getLogger("gpuload.integrations.nemo_rl")
 
 
-class NemoPromptDataset(ResponseDataset):  # type: ignore[misc]
-    """NeMo-RL's `ResponseDataset`. Prompts are tokenized once, by columns, and those that are too long are dropped.
-
-    Args:
-        data_path, **settings: as for NeMo-RL's class.
-        tokenizer: the section `policy.tokenizer`.
-        max_input_seq_length: prompts of this many tokens or more are dropped; None keeps them.
-        gpuload: options of `gpuload.load`: `device`, `gpu_memory_limit`, `verify` and `progress`.
-
-    Raises:
-        OptionError: an unknown key in `gpuload`, or an invalid value.
-    """
+class _TokenizedOnce:
+    """What both datasets add to NeMo-RL's."""
 
     dataset: Any
     val_dataset: Any
+    processor: Any
+    task_spec: Any
+    task_name: str
+    data_config: Any
 
-    def __init__(
-        self,
-        data_path: str,
-        *,
-        tokenizer: Any = None,
-        max_input_seq_length: int | None = None,
-        gpuload: Any = None,
-        **settings: Any,
-    ) -> None:
+    def _configure(self, tokenizer: Any, limit: Any, gpuload: Any, settings: dict[str, Any]) -> None:
         self._options = settings_under("data.train.gpuload", gpuload, OPTIONS)
-        self._tokenizer, self._limit = plain(tokenizer), max_input_seq_length
+        self._tokenizer, self._limit = plain(tokenizer), limit
         if not isinstance(self._tokenizer, dict) or "name" not in self._tokenizer:
             raise OptionError(
                 f"data.train.tokenizer={tokenizer!r}: expected the section of the policy: set "
                 "+data.train.tokenizer=${policy.tokenizer}"
             )
-        if self._limit is not None and (not isinstance(self._limit, int) or self._limit < 2):
-            raise OptionError(f"data.train.max_input_seq_length={self._limit!r}: expected an integer > 1")
-        super().__init__(data_path, **settings)
+        if limit is not None and (not isinstance(limit, int) or limit < 2):
+            raise OptionError(f"data.train.max_input_seq_length={limit!r}: expected an integer > 1")
+        given = {name: settings[name] for name in _MESSAGES if name in settings}
+        check_switches("data.train", given, given)
+        self._messages = MessageSettings(**given)
 
     def set_processor(self) -> None:
         """Tokenize the rows. NeMo-RL calls this after `set_task_spec`."""
-        super().set_processor()
+        super().set_processor()  # type: ignore[misc]
         why = self._unsupported()
-        made: list[TokenizedPrompts | None] = []
+        made: list[_Made | None] = []
         if why is None:
             try:
                 parts = [self._tokenized(part) for part in (self.dataset, self.val_dataset)]
@@ -84,20 +84,48 @@ class NemoPromptDataset(ResponseDataset):  # type: ignore[misc]
             log_fallback(logger, f"NeMo-RL for {self.task_name}", why)
             return
         self.dataset, self.val_dataset = made
-        self.processor = PromptProcessor(identity(get_tokenizer(self._tokenizer)))
+        self.processor = self._processor()
+
+    @property
+    def _is_sft(self) -> bool:
+        return getattr(self.processor, "func", self.processor) is sft_processor
+
+    def _processor(self) -> PromptProcessor | ConversationProcessor:
+        """NeMo-RL's, for rows that are tokenized already."""
+        own = identity(get_tokenizer(self._tokenizer))
+        return ConversationProcessor(own, self._messages) if self._is_sft else PromptProcessor(own)
 
     def _unsupported(self) -> str | None:
         if not is_supported(nemo_rl.__version__, SUPPORTED, SUPPORTED):
             return f"NeMo-RL {nemo_rl.__version__} is installed, and {SUPPORTED} is supported"
-        if self.processor is not math_hf_data_processor:
+        if self.processor not in (math_hf_data_processor, sft_processor):
             return f"the processor {self.data_config['processor']} is not supported"
         return None
 
-    def _tokenized(self, rows: Any) -> TokenizedPrompts | str | None:
-        """The prompts of a `datasets.Dataset`; or why NeMo-RL has to tokenize them; None for None."""
+    def _tokenized(self, rows: Any) -> _Made | str | None:
+        """The rows of a dataset; or why NeMo-RL has to tokenize them; None for None."""
         if rows is None:
             return None
-        chats = rows.with_format("arrow")[:]["messages"].to_pylist()
+        chats = [row["messages"] for row in rows]
+        kwargs = self._tokenizer.get("chat_template_kwargs") or {}
+        plainly = get_tokenizer({**self._tokenizer, "chat_template_kwargs": None})
+        made: _Made | str
+        if self._is_sft:
+            made = self._conversations(rows, chats, plainly, kwargs)
+        else:
+            made = self._prompts(chats, plainly, kwargs)
+        if isinstance(made, str):
+            return made
+        if dropped := len(rows) - len(made):
+            logger.warning(
+                "gpuload: dropped %s of %s rows with max_input_seq_length=%s tokens or more",
+                f"{dropped:,}",
+                f"{len(rows):,}",
+                self._limit,
+            )
+        return self._difference(rows, made) or made
+
+    def _prompts(self, chats: list[Any], tokenizer: Any, kwargs: Any) -> TokenizedPrompts | str:
         problems, answers = ([chat[k]["content"] for chat in chats] for k in (0, 1))
         if not all(isinstance(problem, str) for problem in problems):
             return "the content of a message is not text"
@@ -105,29 +133,85 @@ class NemoPromptDataset(ResponseDataset):  # type: ignore[misc]
         system = [{"role": "system", "content": spec.system_prompt}] if spec.system_prompt else []
         texts = [spec.prompt.format(problem) for problem in problems] if spec.prompt else problems
         conversations = [[*system, {"role": "user", "content": text}] for text in texts]
-        kwargs = self._tokenizer.get("chat_template_kwargs") or {}
-        plainly = get_tokenizer({**self._tokenizer, "chat_template_kwargs": None})
-        made = tokenized(conversations, answers, self.task_name, plainly, kwargs, self._limit, self._options)
-        if dropped := len(rows) - len(made):
-            logger.warning(
-                "gpuload: dropped %s of %s prompts with max_input_seq_length=%s tokens or more",
-                f"{dropped:,}",
-                f"{len(rows):,}",
-                self._limit,
-            )
-        return self._difference(rows, made) or made
+        return tokenized(conversations, answers, self.task_name, tokenizer, kwargs, self._limit, self._options)
 
-    def _difference(self, rows: Any, made: TokenizedPrompts) -> str | None:
+    def _conversations(self, rows: Any, chats: list[Any], tokenizer: Any, kwargs: Any) -> NemoConversations | str:
+        if any(row.get("tools") is not None for row in rows):
+            return "rows have tools"
+        if not all(chat and all(isinstance(each["content"], str) for each in chat) for chat in chats):
+            return "the content of a message is not text"
+        if prompt := self.task_spec.prompt:
+            chats = [_with_prompt(chat, prompt) for chat in chats]
+        return tokenized_conversations(chats, self.task_name, tokenizer, kwargs, self._messages, self._limit)
+
+    def _difference(self, rows: Any, made: _Made) -> str | None:
         """Which row of a sample differs from NeMo-RL's."""
-        tokenizer = get_tokenizer(self._tokenizer)
-        process = PromptProcessor(identity(tokenizer))
+        tokenizer, process = get_tokenizer(self._tokenizer), self._processor()
+        more = vars(self._messages) if self._is_sft else {}
         for row in np.unique(np.linspace(0, len(made) - 1, _SAMPLE).astype(np.int64)).tolist():
             number = int(made.numbers[row])
-            expected = self.processor(rows[number], self.task_spec, tokenizer, NO_LIMIT, row)
-            found = process(made[row], self.task_spec, tokenizer, NO_LIMIT, row)
+            expected = self.processor(rows[number], self.task_spec, tokenizer, NO_LIMIT, row, **more)
+            found = process(made[row], self.task_spec, tokenizer, NO_LIMIT, row, **more)
             if _plain(found) != _plain(expected):
                 return f"row {number} of a sample differs from NeMo-RL's"
         return None
+
+
+class NemoPromptDataset(_TokenizedOnce, ResponseDataset):  # type: ignore[misc]
+    """NeMo-RL's `ResponseDataset`. Rows are tokenized once, by columns, and those that are too long are dropped.
+
+    Args:
+        data_path, **settings: as for NeMo-RL's class; for SFT also `add_bos`, `add_eos` and `add_generation_prompt`, as
+            in the section `data`.
+        tokenizer: the section `policy.tokenizer`.
+        max_input_seq_length: rows of this many tokens or more are dropped; None keeps them.
+        gpuload: options of `gpuload.load`: `device`, `gpu_memory_limit`, `verify` and `progress`. They have no effect
+            for SFT, whose messages are tokenized on the CPU.
+
+    Raises:
+        OptionError: an unknown key in `gpuload`, or an invalid value.
+    """
+
+    def __init__(
+        self,
+        data_path: str,
+        *,
+        tokenizer: Any = None,
+        max_input_seq_length: int | None = None,
+        gpuload: Any = None,
+        **settings: Any,
+    ) -> None:
+        self._configure(tokenizer, max_input_seq_length, gpuload, settings)
+        super().__init__(data_path, **settings)
+
+
+class NemoChatDataset(_TokenizedOnce, OpenAIFormatDataset):  # type: ignore[misc]
+    """NeMo-RL's `OpenAIFormatDataset`, for SFT. Conversations are tokenized once, by columns.
+
+    Args:
+        data_path, **settings: as for NeMo-RL's class; also `add_bos`, `add_eos` and `add_generation_prompt`, as in the
+            section `data`.
+        tokenizer: the section `policy.tokenizer`.
+        max_input_seq_length: conversations of this many tokens or more are dropped; None keeps them.
+
+    Raises:
+        OptionError: an invalid value.
+    """
+
+    val_dataset = None
+
+    def __init__(
+        self, data_path: str, *, tokenizer: Any = None, max_input_seq_length: int | None = None, **settings: Any
+    ) -> None:
+        self._configure(tokenizer, max_input_seq_length, settings.pop("gpuload", None), settings)
+        super().__init__(data_path, **settings)
+
+
+def _with_prompt(chat: list[Any], prompt: str) -> list[Any]:
+    """A conversation whose first message of the user is formatted, as by NeMo-RL: it has role and content only."""
+    first = next((k for k, message in enumerate(chat) if message["role"] == "user"), 0)
+    message = {"role": "user", "content": prompt.format(chat[first]["content"])}
+    return [*chat[:first], message, *chat[first + 1 :]]
 
 
 def _plain(value: Any) -> Any:

@@ -31,18 +31,6 @@ def column_of(rows: Ragged) -> pa.ChunkedArray:
     return pa.chunked_array([lists(piece.values, piece.offsets) for piece in pieces], pa.list_(pa.int32()))
 
 
-def any_of(rows: Ragged, mask: np.ndarray) -> np.ndarray:
-    """(n,) bool: rows of which a value is marked.
-
-    Args:
-        mask: one bool per value.
-    """
-    counted = np.zeros(len(rows.values) + 1, np.int64)
-    np.cumsum(mask, out=counted[1:])
-    found: np.ndarray = counted[rows.offsets[1:]] > counted[rows.offsets[:-1]]
-    return found
-
-
 def partners(rows: int, group: int, processes: int) -> RowNumbers:
     """(rows,) whose completions other rows get in TRL's KTO: of the row before in its group, and for the first row of
     a group of its last one.

@@ -6,12 +6,12 @@ import numpy as np
 import pyarrow as pa
 from trl.data_utils import pack_dataset
 
-from gpuload.arrays import Ragged
+from gpuload.arrays import Ragged, count_in_rows
 from gpuload.chats.dataset import ChatDataset
 from gpuload.chats.load import load_chats
 from gpuload.engines.host.packs import IGNORED
 from gpuload.integrations.core import are_messages
-from gpuload.integrations.trl.columns import SIDES, any_of, column_of, ragged_of, with_eos
+from gpuload.integrations.trl.columns import SIDES, column_of, ragged_of, with_eos
 from gpuload.integrations.trl.preparation import Call, Steps, joined, whole
 from gpuload.options import NO_LIMIT, LossOn
 from gpuload.sources.types import is_text
@@ -80,7 +80,7 @@ def _finished(call: Call, table: pa.Table) -> pa.Table:
         return table
     tokens = [ragged_of(table[name]) for name in _TOKENS]
     ids, labels = (each.truncate(call.args.max_length, SIDES[call.args.truncation_mode]) for each in tokens)
-    keep = any_of(labels, labels.values != IGNORED)
+    keep = count_in_rows(labels.values != IGNORED, labels.offsets) > 0
     table = table.drop_columns(_TOKENS).filter(pa.array(keep))
     kept = [column_of(each.filter(keep)) for each in (ids, labels)]
     return joined(table, pa.table(kept, _TOKENS))

@@ -1,0 +1,260 @@
+"""Tokenized conversations, message by message, as NeMo-RL trains on them. Nothing here needs NeMo-RL.
+
+NeMo-RL renders the beginning of a conversation up to each message. What differs from the text up to the message before
+is the message's own text, which is encoded by itself. Here all beginnings of many conversations are rendered as one
+column, and all these texts are encoded as one.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+
+from gpuload.arrays import Ragged, RowNumbers, offsets_of
+from gpuload.chats.engine import common_prefixes
+from gpuload.chats.formats import messages_column
+from gpuload.engines.host.engine import HostEngine
+from gpuload.engines.host.texts import gather
+from gpuload.engines.protocol import ArrowPrompts
+from gpuload.errors import DataError, OptionError
+from gpuload.integrations.nemo_rl.rows import identity
+from gpuload.reference.reference import Reference
+
+_AT_ONCE = 50_000
+"""Beginnings that are rendered at a time: the text of a conversation is written once for each of its messages."""
+
+
+@dataclass(frozen=True)
+class MessageSettings:
+    """NeMo-RL's settings in the section `data`.
+
+    Attributes:
+        add_bos: the first message begins with the tokenizer's BOS token.
+        add_eos: the last one ends with its EOS token.
+        add_generation_prompt: messages of users and tools end with a generation prompt.
+    """
+
+    add_bos: bool = True
+    add_eos: bool = True
+    add_generation_prompt: bool = False
+
+
+@dataclass(frozen=True)
+class NemoConversations:
+    """A map-style dataset of n conversations with m messages in all.
+
+    Attributes:
+        task_name: of all rows.
+        numbers: (n,) int64, their rows in the data that was read.
+        first: (n + 1,) int64, number of the first message of each row.
+        starts: (m + 1,) int64, where the ids of messages begin.
+        ids: (starts[-1],) int32.
+        texts: (m,) what the template makes of messages.
+        messages: (m,) as they were read.
+    """
+
+    task_name: str
+    numbers: torch.Tensor
+    first: torch.Tensor
+    starts: torch.Tensor
+    ids: torch.Tensor
+    texts: pa.LargeStringArray
+    messages: Sequence[Mapping[str, Any]]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, idx: int) -> dict[str, Any]:
+        if not -len(self) <= idx < len(self):
+            raise IndexError(f"row {idx} of {len(self)}")
+        low, high = self.first[idx % len(self) :][:2].tolist()
+        starts = self.starts[low : high + 1].tolist()
+        log = [
+            {
+                **self.messages[number],
+                "content": self.texts[number].as_py(),
+                "token_ids": self.ids[start:end].to(torch.int64),
+            }
+            for number, start, end in zip(range(low, high), starts, starts[1:], strict=False)
+        ]
+        return {"task_name": self.task_name, "messages": log}
+
+
+def tokenized_conversations(
+    chats: Sequence[Sequence[Mapping[str, Any]]],
+    task_name: str,
+    tokenizer: Any,
+    template_kwargs: Mapping[str, Any],
+    settings: MessageSettings,
+    limit: int | None,
+) -> NemoConversations:
+    """Tokenize conversations by columns, and drop those of `limit` tokens or more.
+
+    Args:
+        chats: n conversations, with one message at least.
+        task_name: of all rows.
+        tokenizer: a transformers tokenizer.
+        template_kwargs: constants for the chat template.
+        settings: NeMo-RL's.
+        limit: None to drop none.
+
+    Raises:
+        DataError: a conversation cannot be rendered, or all were dropped.
+        TokenizerError: as for `gpuload.load`.
+    """
+    engines = {
+        flag: HostEngine(Reference(tokenizer, template_kwargs={**template_kwargs, "add_generation_prompt": flag}))
+        for flag in {False, settings.add_generation_prompt}
+    }
+    if engines[False].by_prompt:
+        raise DataError("the tokenizer class or apply_chat_template_kwargs change how texts are encoded")
+    parts = [_texts(part, engines, settings.add_generation_prompt) for part in _parts(chats)]
+    texts = pa.concat_arrays([pa.array([], pa.large_string()), *parts])
+    sizes = np.array([len(chat) for chat in chats], np.int64)
+    first = offsets_of(sizes)
+    texts = _with_ends(texts, first, tokenizer, settings)
+    ids = engines[False].ids(texts)
+    numbers = np.arange(len(chats))
+    if limit is not None:
+        numbers = np.flatnonzero(np.diff(ids.offsets[first]) < limit)
+        if not len(numbers):
+            raise DataError(f"all {len(chats):,} conversations have {limit} tokens or more: raise the limit")
+    kept = np.flatnonzero(np.repeat(np.isin(np.arange(len(chats)), numbers), sizes))
+    messages = [message for chat in chats for message in chat]
+    if len(kept) < len(messages):
+        ids, texts, messages = ids.take(kept), texts.take(pa.array(kept)), [messages[k] for k in kept.tolist()]
+    return NemoConversations(
+        task_name,
+        torch.from_numpy(numbers),
+        torch.from_numpy(offsets_of(sizes[numbers])),
+        torch.from_numpy(np.array(ids.offsets)),
+        torch.from_numpy(np.array(ids.values)),
+        texts,
+        messages,
+    )
+
+
+def _parts(chats: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    """Runs of conversations with about `_AT_ONCE` messages."""
+    begun = offsets_of(np.array([len(chat) for chat in chats], np.int64))[:-1] // _AT_ONCE
+    for number in np.unique(begun).tolist():
+        low, high = np.searchsorted(begun, [number, number + 1])
+        yield chats[low:high]
+
+
+def _texts(chats: Sequence[Any], engines: Mapping[bool, HostEngine], generates: bool) -> pa.LargeStringArray:
+    """(m,) the texts of the messages of conversations: of each beginning without what the one before begins with."""
+    beginnings = [chat[: k + 1] for chat in chats for k in range(len(chat))]
+    flags = np.array([generates and chat[-1]["role"] in ("user", "tool") for chat in beginnings], bool)
+    rendered: list[pa.Array] = []
+    for flag in (False, True):
+        if (flags == flag).any():
+            some = [chat for chat, own in zip(beginnings, flags.tolist(), strict=True) if own == flag]
+            text = engines[flag].render(ArrowPrompts(messages_column(some)))
+            if text.rejected:
+                raise DataError(f"a conversation cannot be rendered: {next(iter(text.rejected.values()))}")
+            rendered.append(text.text)
+    order = np.argsort(np.argsort(flags, kind="stable"))  # place of each beginning in what was rendered
+    whole = pa.concat_arrays(rendered).take(pa.array(order))
+    offsets = np.frombuffer(whole.buffers()[1], np.int64)[: len(whole) + 1]
+    data = np.frombuffer(whole.buffers()[2] or b"", np.uint8)[: offsets[-1]]
+    is_first = np.zeros(len(whole), bool)
+    is_first[offsets_of(np.array([len(chat) for chat in chats], np.int64))[:-1]] = True
+    begin = offsets[:-1] + np.where(is_first, 0, _shared(data, offsets))
+    made_offsets, made = gather(data, begin, offsets[1:], np.arange(len(whole)))
+    return pa.LargeStringArray.from_buffers(len(whole), pa.py_buffer(made_offsets), pa.py_buffer(made))
+
+
+def _shared(data: np.ndarray[Any, Any], offsets: RowNumbers) -> RowNumbers:
+    """(m,) bytes of the characters with which each text and the one before it begin in common; 0 for the first."""
+    before = np.maximum(np.arange(len(offsets) - 1) - 1, 0)
+    texts = Ragged(data, offsets)
+    size = common_prefixes(texts, texts.take(before))
+    size[:1] = 0
+    # The first byte that differs may be inside of a character: back to its first byte, which is at most 3 before.
+    at, end = offsets[:-1], offsets[1:]
+    padded = np.append(data, np.uint8(0))
+    for _ in range(3):
+        inside = (at + size < end) & (padded[np.minimum(at + size, len(data))] & 0xC0 == 0x80)
+        size = size - inside
+    return size
+
+
+def _with_ends(
+    texts: pa.LargeStringArray, first: RowNumbers, tokenizer: Any, settings: MessageSettings
+) -> pa.LargeStringArray:
+    """The same texts with BOS and EOS tokens, where they are not there already.
+
+    Args:
+        first: (n + 1,) number of the first text of each conversation.
+    """
+    bos, eos, nothing = tokenizer.bos_token, tokenizer.eos_token, pa.scalar("", pa.large_string())
+    if settings.add_bos and bos is not None:
+        wanted = np.zeros(len(texts), bool)
+        wanted[first[:-1]] = True
+        wanted &= ~np.asarray(pc.starts_with(texts, bos), bool)
+        start = pc.if_else(pa.array(wanted), pa.scalar(bos, pa.large_string()), nothing)
+        texts = pc.binary_join_element_wise(start, texts, nothing)
+    if settings.add_eos and eos is not None:
+        wanted = np.zeros(len(texts), bool)
+        wanted[first[1:] - 1] = True
+        wanted &= ~np.asarray(pc.ends_with(pc.utf8_rtrim(texts, "\n"), eos), bool)
+        end = pc.if_else(pa.array(wanted), pa.scalar(eos, pa.large_string()), nothing)
+        texts = pc.binary_join_element_wise(texts, end, nothing)
+    return texts
+
+
+@dataclass(frozen=True)
+class ConversationProcessor:
+    """NeMo-RL's processor for SFT, for rows that are tokenized already.
+
+    Attributes:
+        tokenizer: `identity` of the one that has made the ids.
+        settings: that the ids were made with.
+    """
+
+    tokenizer: tuple[Any, ...]
+    settings: MessageSettings
+
+    def __call__(
+        self,
+        datum_dict: Mapping[str, Any],
+        task_data_spec: Any,
+        tokenizer: Any,
+        max_seq_length: int,
+        idx: int,
+        **settings: bool,
+    ) -> dict[str, Any]:
+        """Returns a DatumSpec, as NeMo-RL's processor does.
+
+        Raises:
+            OptionError: NeMo-RL uses another tokenizer or other settings.
+        """
+        if identity(tokenizer) != self.tokenizer:
+            raise OptionError(
+                f"the tokenizer of the policy is not the one of the dataset ({tokenizer.name_or_path!r} and "
+                f"{self.tokenizer[0]!r}, or another chat template): set the dataset's tokenizer=${{policy.tokenizer}}"
+            )
+        if replace(self.settings, **settings) != self.settings:
+            name = next(name for name, value in settings.items() if value != getattr(self.settings, name))
+            raise OptionError(
+                f"data.{name}={settings[name]}, but conversations were tokenized with {not settings[name]}: set "
+                f"+data.train.{name}=${{data.{name}}}"
+            )
+        log = datum_dict["messages"]
+        length = sum(len(message["token_ids"]) for message in log)
+        too_long = length >= max_seq_length
+        if too_long:
+            most = min(4, max_seq_length // len(log))
+            log = [{**message, "token_ids": message["token_ids"][:most]} for message in log]
+        return {
+            "message_log": log,
+            "length": length,
+            "extra_env_info": None,
+            "loss_multiplier": 0.0 if too_long else 1.0,
+            "idx": idx,
+        }
