@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from trl.data_utils import pack_dataset
 
 from gpuload.arrays import Ragged, count_in_rows
@@ -78,6 +79,8 @@ def _finished(call: Call, table: pa.Table) -> pa.Table:
     """Truncates rows, and drops those that are then without labels, unless they are packed."""
     if call.args.max_length is None or call.given["packing"]:
         return table
+    if pc.max(pc.list_value_length(table["input_ids"])).as_py() <= call.args.max_length:
+        return table  # as most datasets; there is no row without labels, see `whole`
     tokens = [ragged_of(table[name]) for name in _TOKENS]
     ids, labels = (each.truncate(call.args.max_length, SIDES[call.args.truncation_mode]) for each in tokens)
     keep = count_in_rows(labels.values != IGNORED, labels.offsets) > 0
