@@ -6,6 +6,7 @@
 # make trainers-test  the integrations and stores for other trainers, with their own code, each in an environment of its own:
 #                 make automodel-test, llamafactory-test, axolotl-test; and those of which there is only a repository, where
 #                 SLIME_REPO, NEMO_RL_REPO, SKYRL_REPO and AREAL_REPO name checkouts
+# make ray-test  Ray Data on clusters of three nodes on this machine, processes of which are killed, in a separate environment
 # make browser-test  the page of gpuload inspect in headless Chromium, which has to be installed
 # make transformers4-test  the tests with transformers 4.57.6, in a separate environment
 # make exact      every row of ../shared with the kernels of ten tokenizers, on the host; 74 variants of tokenizers
@@ -14,8 +15,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test browser-test transformers4-test docs verl-test verl-matrix trainers-test automodel-test llamafactory-test
-.PHONY: axolotl-test slime-test nemo-rl-test exact damage bench verl-env clean
+.PHONY: demo test browser-test transformers4-test docs verl-test verl-matrix ray-test trainers-test automodel-test
+.PHONY: llamafactory-test axolotl-test slime-test nemo-rl-test exact damage bench verl-env clean
 
 demo: .venv/installed
 	$(BIN)/gpuload demo
@@ -44,6 +45,9 @@ damage: .venv/installed-dev
 
 verl-test: .venv-verl/installed
 	PYTHONPATH=$(CURDIR) .venv-verl/bin/python -m pytest -n auto tests/verl
+
+ray-test: .venv-ray/installed
+	.venv-ray/bin/python -m pytest tests/test_ray_*.py tests/test_shared_store.py
 
 trainers-test: automodel-test llamafactory-test axolotl-test $(if $(SLIME_REPO),slime-test) \
 	$(if $(NEMO_RL_REPO),nemo-rl-test)
@@ -92,6 +96,11 @@ bench: .venv/installed-dev .venv-verl/installed
 	test -x .venv-automodel/bin/python || $(PYTHON) -m venv .venv-automodel
 	.venv-automodel/bin/python -m pip install -q -c constraints.txt -e '.[dev]'
 	.venv-automodel/bin/python -m pip install -q --no-deps nemo_automodel==0.7.0 transformers==5.18.0
+	touch $@
+
+.venv-ray/installed: pyproject.toml constraints.txt
+	test -x .venv-ray/bin/python || $(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/python -m pip install -q -c constraints.txt -e '.[dev,ray]'
 	touch $@
 
 verl-env: .venv-verl/installed

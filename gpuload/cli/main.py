@@ -72,6 +72,14 @@ def build_parser() -> argparse.ArgumentParser:
         help="compare a sample of the rows with the tokenizer (sample, the default), all rows (full) or none (off)",
     )
     _add_cache_dir(prepare)
+    prepare.add_argument(
+        "--ray",
+        nargs="?",
+        const="",
+        metavar="ADDRESS",
+        help="tokenize on a Ray cluster (default: that of $RAY_ADDRESS, or this machine), and store the tokens in "
+        "--cache-dir, a directory that all nodes mount or a URL such as s3://bucket/tokens",
+    )
     _add_export(prepare)
     prepare.set_defaults(run=_prepare, parser=prepare)
 
@@ -195,9 +203,11 @@ def _show(given: argparse.Namespace) -> int:
 
 
 def _prepare(given: argparse.Namespace) -> int:
-    from gpuload.cli.prepare import prepare_files, template_kwargs
+    from gpuload.cli.prepare import prepare_files, prepare_with_ray, template_kwargs
 
     more = {name: getattr(given, name) for name in _EXPORT_ONLY if hasattr(given, name)}
+    if given.export and given.ray is not None:
+        given.parser.error("--ray is not for --export: read_chats and read_pairs make such rows on a cluster")
     if given.export:
         return _export(given, more)
     if more:
@@ -205,15 +215,18 @@ def _prepare(given: argparse.Namespace) -> int:
         given.parser.error(f"--{name} is an argument of --export")
     if not given.files or not given.tokenizer:
         given.parser.error("files and --tokenizer are required")
-    prepare_files(
-        given.files,
-        given.tokenizer,
-        prompt_key=given.prompt_key,
-        chat_template=None if given.no_template else "default",
-        apply_chat_template_kwargs=template_kwargs(given.template_kwargs),
-        verify=given.verify,
-        cache_dir=given.cache_dir,
-    )
+    options = {
+        "prompt_key": given.prompt_key,
+        "chat_template": None if given.no_template else "default",
+        "apply_chat_template_kwargs": template_kwargs(given.template_kwargs),
+        "verify": given.verify,
+    }
+    if given.ray is None:
+        prepare_files(given.files, given.tokenizer, cache_dir=given.cache_dir, **options)
+        return 0
+    if not given.cache_dir:
+        given.parser.error("--ray needs --cache-dir: a directory that all nodes mount, or a URL")
+    prepare_with_ray(given.files, given.tokenizer, given.cache_dir, given.ray or None, **options)
     return 0
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from gpuload.errors import GpuloadError, OptionError
 from gpuload.load import load
 from gpuload.options import NO_LIMIT
+from gpuload.sources.urls import is_url, without_secrets
 
 
 def template_kwargs(text: str) -> Any:
@@ -28,8 +29,14 @@ def prepare_files(files: Sequence[str], tokenizer: Any, **options: Any) -> None:
         **options: of `load`.
 
     Raises:
+        OptionError: the cache directory is a URL.
         GpuloadError: some files could not be cached; the message says why.
     """
+    if is_url(str(options.get("cache_dir") or "")):
+        raise OptionError(
+            f"--cache-dir {without_secrets(options['cache_dir'])}: a store at a URL is filled with --ray, also on a "
+            "single machine"
+        )
     prompts = load(
         list(files),
         tokenizer,
@@ -43,3 +50,21 @@ def prepare_files(files: Sequence[str], tokenizer: Any, **options: Any) -> None:
     if missing := [name for name in report.files if name not in kept]:
         reasons = [note for note in report.notes if "not cached" in note]
         raise GpuloadError(f"{len(missing)} of {len(report.files)} files are not in the cache: {'; '.join(reasons)}")
+
+
+def prepare_with_ray(files: Sequence[str], tokenizer: Any, store: str, address: str | None, **options: Any) -> None:
+    """Fills a store from a Ray cluster, and prints what was done.
+
+    Args:
+        store: a directory or a URL.
+        address: of the cluster, see `integrations.ray.prepare`.
+        **options: of `load`.
+
+    Raises:
+        GpuloadError: some files are not in the store; the message says why.
+    """
+    from gpuload.integrations.ray.fill import check_prepared, prepare
+
+    done = prepare(list(files), tokenizer, store, address=address, **options)
+    print(done)
+    check_prepared(done)

@@ -1,0 +1,360 @@
+"""read_prompts(), read_chats(), read_pairs(): Ray Data datasets of tokenized rows.
+
+    driver    finds the files, reads their footers, opens the tokenizer; one item per part of a file
+    workers   actors with a tokenizer and an engine: part → rows (`worker.py`)
+    reports   an actor on the driver's node that keeps the report of each part (`reports.py`)
+
+The datasets are lazy: nothing is tokenized before Ray Data executes them.
+"""
+
+import pickle
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from inspect import signature
+from typing import TYPE_CHECKING, Any, get_args
+from weakref import WeakKeyDictionary
+
+import pyarrow as pa
+
+from gpuload.chats.load import load_chats, open_chats, training_options
+from gpuload.errors import DataError, OptionError
+from gpuload.integrations.ray.cluster import Workers, import_ray, workers_for
+from gpuload.integrations.ray.kinds import ChatKind, Kind, PairKind, PromptKind
+from gpuload.integrations.ray.parts import FilePart, OpenedFile, all_parts, open_files
+from gpuload.integrations.ray.reports import merged, start_keeper
+from gpuload.integrations.ray.worker import ORIGIN, TokenizingActor, Work
+from gpuload.load import reference_of
+from gpuload.options import Objective, Options, nearest
+from gpuload.pairs.formats import label_column
+from gpuload.pairs.load import load_pairs, open_pairs
+from gpuload.reference.reference import Reference
+from gpuload.report import Report
+from gpuload.sources.parallel import PART_ROWS
+from gpuload.sources.read import Source
+
+if TYPE_CHECKING:
+    from ray.data import Dataset
+
+Concurrency = int | tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class About:
+    """What is known of a dataset that was made here, without executing it.
+
+    Attributes:
+        kind: of its rows.
+        options: of the load.
+        pad_token_id: the padding token.
+        empty: a report with the names and bytes of the files.
+        parts: in order.
+        reports: the actor that keeps the reports.
+    """
+
+    kind: Kind
+    options: Options
+    pad_token_id: int
+    empty: Report
+    parts: Sequence[FilePart]
+    reports: Any
+
+
+_ABOUT: "WeakKeyDictionary[Any, About]" = WeakKeyDictionary()
+
+
+def read_prompts(
+    files: Any,
+    tokenizer: Any = None,
+    /,
+    *,
+    concurrency: Concurrency = None,
+    num_cpus: float = 1,
+    rows_per_task: int = PART_ROWS,
+    **options: Any,
+) -> "Dataset":
+    """Reads prompts as a Ray Data dataset of exact token ids.
+
+    Args:
+        files: as for `gpuload.load`, except for frames: paths that all nodes can read, or URLs.
+        tokenizer: as for `gpuload.load`. It is opened here, and sent to each worker once.
+        concurrency: workers, each with an engine of its own: a number, or (at least, at most). None: from one to as
+            many as the cluster has GPUs, or CPUs if it has no GPU or `device="cpu"`.
+        num_cpus: CPUs of each worker. With GPUs, each worker has one of them.
+        rows_per_task: rows of a task at least. A task reads whole row groups of one file.
+        **options: of `gpuload.load`: those that concern rows, `device` ("auto", "cpu" or "cuda") and `verify`.
+
+    Returns:
+        A dataset with the columns `raw_prompt_ids` (list of int32), `origin` (the number of the file and of the row in
+        it), and all other columns of the files. Rows are in the order of the files if
+        `ray.data.DataContext.get_current().execution_options.preserve_order` is true.
+
+    Raises:
+        OptionError: an unknown option, an invalid value, or an option that has no meaning here.
+        SourceError: a file that cannot be found or read.
+        DataError: no prompt column, or no type has all values of a column.
+        TokenizerError: as for `gpuload.load`.
+        DeviceError: a GPU is asked for, and the cluster has none.
+        GpuloadError: Ray Data is not installed.
+    """
+    import_ray()
+    given = dict(options)
+    tokenizer = given.pop("tokenizer", None) if tokenizer is None else tokenizer
+    parsed = Options.parse(given)
+    opened = open_files(files, parsed)
+    kind = PromptKind()
+    sources = [kind.prompts_of(source, parsed) for source in _filled(opened)]
+    reference = reference_of(tokenizer, parsed)
+    more: dict[str, Sequence[pa.DataType]] = {}
+    if parsed.return_raw_chat:
+        more["raw_prompt"] = [source.schema.field(parsed.prompt_key).type for source in sources]
+    if parsed.return_full_prompt:
+        more["full_prompts"] = [pa.large_string()]
+    passed = common_schema(sources, parsed.prompt_key, more)
+    return _dataset(opened, passed, kind, reference, parsed, (concurrency, num_cpus, rows_per_task))
+
+
+def read_chats(
+    files: Any,
+    tokenizer: Any = None,
+    /,
+    *,
+    concurrency: Concurrency = None,
+    num_cpus: float = 1,
+    rows_per_task: int = PART_ROWS,
+    **options: Any,
+) -> "Dataset":
+    """Reads conversations for SFT as a Ray Data dataset.
+
+    Args:
+        files: as for `read_prompts`.
+        tokenizer: as for `read_prompts`.
+        concurrency: as for `read_prompts`.
+        num_cpus: as for `read_prompts`.
+        rows_per_task: as for `read_prompts`.
+        **options: of `gpuload.load_chats`.
+
+    Returns:
+        A dataset with the columns of `ChatDataset.to_arrow`: `input_ids` and `labels` (lists of int32), all other
+        columns of the files, and `origin`.
+
+    Raises:
+        GpuloadError: as for `read_prompts` and `gpuload.load_chats`.
+    """
+    given = _arguments(load_chats, tokenizer, options)
+    form = {name: given[name] for name in ("format", "messages_key", "loss_on")}
+    parsed = training_options(given, given["messages_key"] or "messages")
+    opened = open_files(files, parsed)
+    sources, reference, parsed, found = open_chats(_filled(opened), given["tokenizer"], parsed, **form)
+    kind = ChatKind(found, given["messages_key"], reference.loss_on)
+    passed = common_schema(sources, parsed.prompt_key)
+    return _dataset(opened, passed, kind, reference, parsed, (concurrency, num_cpus, rows_per_task))
+
+
+def read_pairs(
+    files: Any,
+    tokenizer: Any = None,
+    /,
+    *,
+    concurrency: Concurrency = None,
+    num_cpus: float = 1,
+    rows_per_task: int = PART_ROWS,
+    **options: Any,
+) -> "Dataset":
+    """Reads preference data as a Ray Data dataset.
+
+    Args:
+        files: as for `read_prompts`.
+        tokenizer: as for `read_prompts`.
+        concurrency: as for `read_prompts`.
+        num_cpus: as for `read_prompts`.
+        rows_per_task: as for `read_prompts`.
+        **options: of `gpuload.load_pairs`, for "dpo" and "rm": rows for "kto" have completions of other rows.
+
+    Returns:
+        A dataset with the columns of `PairDataset.to_arrow`: `prompt_ids` (for "dpo"), `chosen_ids` and `rejected_ids`
+        (lists of int32), all other columns of the files, and `origin`.
+
+    Raises:
+        GpuloadError: as for `read_prompts` and `gpuload.load_pairs`.
+    """
+    given = _arguments(load_pairs, tokenizer, options)
+    keys = {part: given[f"{part}_key"] for part in ("prompt", "chosen", "rejected")}
+    keys["prompt"] = keys["prompt"] or "prompt"
+    parsed = training_options(given, keys["prompt"])
+    opened = open_files(files, parsed)
+    filled = _filled(opened)
+    objective: Objective = given["objective"] or ("kto" if label_column(filled[0].schema, keys) else "dpo")
+    if objective not in get_args(Objective) or objective == "kto":
+        raise OptionError(
+            f"objective={objective!r}: read_pairs makes rows for 'dpo' and 'rm'. For 'kto' a row has the completion of "
+            "another one, so all rows have to be known: use load_pairs"
+        )
+    sources, reference, parsed, found = open_pairs(filled, given["tokenizer"], parsed, objective, given["format"], keys)
+    kind = PairKind(objective, found.name, keys, given["overlong"])
+    passed = common_schema(sources, parsed.prompt_key)
+    return _dataset(opened, passed, kind, reference, parsed, (concurrency, num_cpus, rows_per_task))
+
+
+def report(dataset: "Dataset") -> Report:
+    """Returns what all workers have done so far for a dataset.
+
+    Args:
+        dataset: the result of `read_prompts`, `read_chats` or `read_pairs` itself, not of one of its methods.
+
+    Returns:
+        The report of the parts that have been tokenized: all of them after the dataset was iterated over once.
+
+    Raises:
+        OptionError: it is another dataset.
+    """
+    about = about_dataset(dataset)
+    kept = import_ray().get(about.reports.get.remote())
+    return merged(about.empty, kept, [part.key for part in about.parts])
+
+
+def about_dataset(dataset: Any) -> About:
+    """What is known of a dataset that was made here.
+
+    Raises:
+        OptionError: it was made elsewhere.
+    """
+    try:
+        return _ABOUT[dataset]
+    except (KeyError, TypeError):
+        raise OptionError(
+            f"expected the result of read_prompts, read_chats or read_pairs itself, not {type(dataset).__name__} "
+            f"{dataset!s:.60}: keep it in a variable of its own"
+        ) from None
+
+
+def common_schema(
+    sources: Sequence[Source], prompt_key: str, more: dict[str, Sequence[pa.DataType]] | None = None
+) -> pa.Schema:
+    """The columns that are passed through, with types that have the values of all files.
+
+    Args:
+        sources: the files that have rows.
+        prompt_key: the column that is not passed through.
+        more: further columns, and their types in the files.
+
+    Raises:
+        DataError: a column's types have no common type that keeps all values.
+    """
+    types: dict[str, list[pa.DataType]] = {}
+    for source in sources:
+        for field in source.schema:
+            if field.name != prompt_key:
+                types.setdefault(field.name, []).append(field.type)
+    types |= {name: list(kinds) for name, kinds in (more or {}).items()}
+    fields = []
+    for name, kinds in types.items():
+        schemas = [pa.schema([pa.field(name, kind)]) for kind in dict.fromkeys(kinds)]
+        try:
+            fields.append(pa.unify_schemas(schemas, promote_options="permissive").field(0))
+        except pa.ArrowException as error:
+            raise DataError(
+                f"column {name!r} has no common Arrow type in the files ({error}): rename or convert it, or read the "
+                "files in two datasets"
+            ) from error
+    return pa.schema(fields)
+
+
+def _filled(opened: Sequence[OpenedFile]) -> list[Source]:
+    """The files that have rows."""
+    return [file.source for file in opened if file.source.num_rows]
+
+
+def _arguments(function: Callable[..., Any], tokenizer: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `load_chats` or `load_pairs`, with their defaults.
+
+    Args:
+        tokenizer: given by its place; None if it is given by its name, or not at all.
+        given: the others.
+    """
+    import_ray()
+    defaults = {
+        each.name: each.default for each in signature(function).parameters.values() if each.kind is each.KEYWORD_ONLY
+    }
+    if unknown := sorted(set(given) - set(defaults) - {"tokenizer"}):
+        raise OptionError(f"unknown option {unknown[0]}{nearest(unknown[0], set(defaults))}")
+    return {**defaults, **given, "tokenizer": given.get("tokenizer") if tokenizer is None else tokenizer}
+
+
+def _dataset(
+    opened: Sequence[OpenedFile],
+    passed: pa.Schema,
+    kind: Kind,
+    reference: Reference,
+    options: Options,
+    scale: tuple[Concurrency, float, int],
+) -> "Dataset":
+    concurrency, num_cpus, rows_per_task = scale
+    if isinstance(rows_per_task, bool) or not isinstance(rows_per_task, int) or rows_per_task < 1:
+        raise OptionError(f"rows_per_task={rows_per_task!r}: expected an integer > 0")
+    for name, why in (("shuffle", "use the methods of Ray Data, such as random_shuffle"), ("distributed", "Ray does")):
+        if getattr(options, name):
+            raise OptionError(f"{name}=True has no effect on a Ray dataset: {why}")
+    parts = all_parts(opened, rows_per_task, options.max_samples)
+    workers, device = workers_for(options.device, len(parts), concurrency, num_cpus)
+    names = [file.source.name for file in opened]
+    empty = Report(
+        names,
+        options.max_prompt_length,
+        limit_name="max_prompt_length" if isinstance(kind, PromptKind) else "max_length",
+        overlong_dropped=options.filter_overlong_prompts,
+        sanitized=reference.sanitizes,
+        source_bytes=sum(file.source.nbytes for file in opened),
+    )
+    work = work_of(kind, reference, options, device, passed)
+    reports = start_keeper()
+    dataset = mapped(parts, TokenizingActor, (work, reports), workers)
+    _ABOUT[dataset] = About(kind, options, reference.pad_token_id, empty, parts, reports)
+    return dataset
+
+
+def work_of(kind: Kind, reference: Reference, options: Options, device: str, passed: pa.Schema) -> Work:
+    """What workers need to know.
+
+    Args:
+        reference: the driver's tokenizer.
+        device: of each worker.
+        passed: the columns that are passed through.
+    """
+    own = [*kind.own, ORIGIN]
+    names = {field.name for field in own}
+    if replaced := sorted(names & set(passed.names)):
+        warnings.warn(
+            f"gpuload: columns {', '.join(replaced)} are replaced: rows have columns with these names. Rename these "
+            "columns if you need them",
+            stacklevel=5,
+        )
+    schema = pa.schema([*own, *(field for field in passed if field.name not in names)])
+    if options.chat_template not in (None, "default"):
+        options = replace(options, chat_template=reference.call.template)  # the text of a file on the driver's node
+    options = replace(options, device=device, max_samples=-1, progress=False, token_cache=False, store="memory")
+    return Work(kind, reference.tokenizer, reference.fingerprint(), reference.call.instant, options, schema)
+
+
+def mapped(parts: Sequence[Any], actor: type, arguments: tuple[Any, ...], workers: Workers) -> "Dataset":
+    """One item per part, each in a block of its own, mapped by actors.
+
+    Args:
+        parts: what is mapped, in order.
+        actor: a class whose objects are called with a table that has a column `part`.
+        arguments: of its constructor.
+        workers: how many there are.
+    """
+    ray = import_ray()
+    items = [{"part": pickle.dumps(part)} for part in parts]
+    size = workers.concurrency
+    pool = {"size": size} if isinstance(size, int) else dict(zip(("min_size", "max_size"), size, strict=True))
+    return ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
+        actor,
+        fn_constructor_args=arguments,
+        batch_size=None,
+        batch_format="pyarrow",
+        compute=ray.data.ActorPoolStrategy(**pool),
+        num_cpus=workers.num_cpus,
+        num_gpus=workers.num_gpus or None,
+    )

@@ -1,0 +1,229 @@
+"""prepare(): a Ray cluster fills a store of token ids, which loads in any process then read.
+
+1. one task per file computes the keys of its entry and pieces: a digest of the bytes of its prompts
+2. workers make the pieces that the store does not have, and join them (`pieces.py`)
+3. pieces that another run is making are waited for, and made here if that run has died
+"""
+
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pyarrow as pa
+
+from gpuload.cache.key import key_maker
+from gpuload.cache.shared import SharedStore
+from gpuload.errors import GpuloadError, StoreError
+from gpuload.integrations.ray.claims import ClaimWatch
+from gpuload.integrations.ray.cluster import Workers, connect, import_ray, own_errors, workers_for
+from gpuload.integrations.ray.dataset import Concurrency, mapped, work_of
+from gpuload.integrations.ray.kinds import PromptKind
+from gpuload.integrations.ray.parts import FilePart, OpenedFile, all_parts, open_files, part_digests
+from gpuload.integrations.ray.pieces import EntryPlan, Piece, PieceActor, PieceTask, is_complete
+from gpuload.load import reference_of
+from gpuload.options import NO_LIMIT, Options
+from gpuload.sources.parallel import PART_ROWS
+
+_WINDOW = 1000  # tasks for keys that are submitted at a time
+_POLL = 2.0  # seconds between two looks at the pieces of other runs
+
+
+@dataclass
+class Prepared:
+    """What a run did; `print` it.
+
+    Attributes:
+        store: the store, as it is shown.
+        files: files with rows.
+        rows: rows of all of them.
+        found: files whose entries were there before.
+        pieces: pieces that this run has made.
+        rows_made: their rows.
+        pieces_found: pieces that were there before, or were made by another run.
+        worker_seconds, cpu_seconds: sums over all tasks.
+        seconds: from the first step to the last.
+        errors: what failed, for each file.
+    """
+
+    store: str
+    files: int
+    rows: int
+    found: int = 0
+    pieces: int = 0
+    rows_made: int = 0
+    pieces_found: int = 0
+    worker_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    seconds: float = 0.0
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [
+                f"{self.files:,} files, {self.rows:,} rows in {self.store}",
+                f"  found      {self.found:,} files",
+                f"  tokenized  {self.rows_made:,} rows in {self.pieces:,} pieces, {self.pieces_found:,} were there",
+                f"  seconds    {self.seconds:.1f}, of workers {self.worker_seconds:.1f} (CPU: {self.cpu_seconds:.1f})",
+                *(f"  failed     {name}: {error}" for name, error in list(self.errors.items())[:10]),
+            ]
+        )
+
+
+def prepare(
+    files: Any,
+    tokenizer: Any,
+    store: str,
+    /,
+    *,
+    address: str | None = None,
+    concurrency: Concurrency = None,
+    num_cpus: float = 1,
+    rows_per_task: int = PART_ROWS,
+    **options: Any,
+) -> Prepared:
+    """Fills a store of token ids from a Ray cluster.
+
+    A load finds the ids with `cache_dir=store`. A run that was interrupted continues where it stopped; of two runs at
+    the same time, each makes what the other has not begun.
+
+    Args:
+        files: paths that all nodes can read, or URLs.
+        tokenizer: as for `gpuload.load`.
+        store: a directory that all nodes and trainers mount at the same path, or a URL such as "s3://bucket/tokens".
+        address: of the cluster; None: of `$RAY_ADDRESS`, or a cluster of this machine.
+        concurrency: as for `read_prompts`.
+        num_cpus: as for `read_prompts`.
+        rows_per_task: as for `read_prompts`.
+        **options: of `gpuload.load`, those that decide the ids: `prompt_key`, `chat_template`,
+            `apply_chat_template_kwargs`; `verify`, `device` and `remote_timeout`.
+
+    Returns:
+        What was done. Files that failed are in `errors`; all others are in the store.
+
+    Raises:
+        OptionError: an unknown option, or an invalid value.
+        SourceError: a file that cannot be found or read.
+        DeviceError: a GPU is asked for, and the cluster has none.
+        StoreError: the store cannot be written.
+        GpuloadError: Ray is not installed, its cluster is not there, or the ids cannot be cached.
+    """
+    started = time.perf_counter()
+    import_ray()
+    parsed = Options.parse(options)
+    opened = open_files(files, parsed)
+    kind = PromptKind()
+    for file in opened:
+        if file.source.num_rows:
+            kind.prompts_of(file.source, parsed)
+    reference = reference_of(tokenizer, parsed)
+    with reference.call.clock_stopped() as clock:
+        make = key_maker(reference, parsed, clock)
+    if isinstance(make, str):
+        raise GpuloadError(f"tokens cannot be stored: {make}: use read_prompts, which tokenizes for each run")
+    place = SharedStore(store)
+    name = place.create()
+    connect(address)
+    parts = all_parts(opened, rows_per_task)
+    workers, device = workers_for(parsed.device, len(parts), concurrency, num_cpus)
+    work = work_of(kind, reference, replace(parsed, max_prompt_length=NO_LIMIT), device, pa.schema([]))
+    plans = list(_plans(opened, parts, make, parsed))
+    done = Prepared(place.shown, len(plans), sum(len(p.part.rows) for plan in plans for p in plan.pieces))
+    todo = [plan for plan in plans if not is_complete(place, plan)]
+    done.found = len(plans) - len(todo)
+    arguments = (work, place, name, uuid.uuid4().hex, make(b""))
+    tasks = [PieceTask(plan, number) for plan in todo for number in range(len(plan.pieces))]
+    busy: list[PieceTask] = []
+    watch = ClaimWatch()
+    while tasks or busy:
+        if tasks:
+            with own_errors():
+                busy += _made(tasks, arguments, workers, done)
+        tasks, busy = _waited(busy, place, watch)
+        if busy and not tasks:
+            time.sleep(_POLL)
+    for plan in todo:
+        if is_complete(place, plan):  # what failed here was made by another run
+            done.errors.pop(plan.name, None)
+        else:
+            done.errors.setdefault(plan.name, "a piece is missing: run the command again")
+    done.seconds = time.perf_counter() - started
+    return done
+
+
+def check_prepared(done: Prepared) -> None:
+    """Checks that all files are in the store.
+
+    Raises:
+        StoreError: some are not.
+    """
+    if done.errors:
+        name, error = next(iter(done.errors.items()))
+        raise StoreError(
+            f"{len(done.errors):,} of {done.files:,} files are not in the store {done.store}: {name}: {error}"
+        )
+
+
+def _plans(opened: Sequence[OpenedFile], parts: Sequence[FilePart], make: Any, options: Options) -> Iterator[EntryPlan]:
+    """The entries of all files that have rows. Files with the same prompts have the same entry, which is made once."""
+    ray = import_ray()
+    of_file: dict[int, list[FilePart]] = {}
+    for part in parts:
+        of_file.setdefault(part.file, []).append(part)
+    digest = ray.remote(num_cpus=1, max_retries=-1)(part_digests)
+    numbers, seen = list(of_file), set()
+    for at in range(0, len(numbers), _WINDOW):
+        some = numbers[at : at + _WINDOW]
+        digests = _got([digest.remote(of_file[n], options.prompt_key, options.cache_dir) for n in some])
+        for number, (whole, each) in zip(some, digests, strict=True):
+            key = make(whole)
+            if key not in seen:
+                seen.add(key)
+                pieces = tuple(Piece(p, make(d)) for p, d in zip(of_file[number], each, strict=True))
+                yield EntryPlan(opened[number].source.name, key, options.verify, pieces)
+
+
+def _got(references: list[Any]) -> list[Any]:
+    """`ray.get`, which raises what the tasks raised."""
+    ray = import_ray()
+    with own_errors():
+        return list(ray.get(references))
+
+
+def _made(tasks: Sequence[PieceTask], arguments: tuple[Any, ...], workers: Workers, done: Prepared) -> list[PieceTask]:
+    """Executes tasks; returns those whose pieces another run is making."""
+    by_key = {(task.plan.key, task.number): task for task in tasks}
+    busy = []
+    outcomes: Iterator[Mapping[str, Any]] = mapped(tasks, PieceActor, arguments, workers).iter_rows()
+    for outcome in outcomes:
+        task = by_key[outcome["key"], outcome["number"]]
+        done.worker_seconds += outcome["seconds"]
+        done.cpu_seconds += outcome["cpu_seconds"]
+        if outcome["state"] == "busy":
+            busy.append(task)
+        elif outcome["state"] == "failed":
+            done.errors.setdefault(task.plan.name, outcome["error"])
+        elif outcome["state"] == "made":
+            done.pieces += 1
+            done.rows_made += outcome["rows"]
+        else:
+            done.pieces_found += 1
+    return busy
+
+
+def _waited(
+    busy: Sequence[PieceTask], store: SharedStore, watch: ClaimWatch
+) -> tuple[list[PieceTask], list[PieceTask]]:
+    """Of tasks whose pieces another run is making, those that can be executed now, and the others."""
+    ready, waiting = [], []
+    for task in busy:
+        plan, piece = task.plan, task.plan.pieces[task.number]
+        joining = piece.name in store.names(plan.folder)
+        claim = plan.claim("join" if joining else piece.name)
+        content = store.read(claim)
+        if is_complete(store, plan) or watch.stale(claim, content):
+            ready.append(replace(task, take_over=content))
+        else:
+            waiting.append(task)
+    return ready, waiting

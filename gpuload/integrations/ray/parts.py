@@ -1,0 +1,195 @@
+"""What a task of a cluster reads: some consecutive row groups of one file, found by reading footers only."""
+
+import hashlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from gpuload.errors import DataError, OptionError, SourceError
+from gpuload.options import Options
+from gpuload.sources.fetch import SourceFile
+from gpuload.sources.footer import digests_of_parts
+from gpuload.sources.parallel import row_group_parts
+from gpuload.sources.places import FilePlace, local_part, place_files
+from gpuload.sources.read import Source, is_frame, open_file
+from gpuload.sources.remote import changed
+
+_THREADS = 16  # for footers, which are mostly waited for
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """Some rows of one file.
+
+    Attributes:
+        place: the file.
+        file: its number.
+        groups: its row groups that are read; None for all rows of a JSON file.
+        rows: their rows.
+        take: how many of these are wanted, the first ones.
+        state: digest of the file's footer and size, or of a JSON file's content.
+    """
+
+    place: FilePlace
+    file: int
+    groups: range | None
+    rows: range
+    take: int
+    state: bytes
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The number of the file, and that of the part's first row in it: the order of parts."""
+        return self.file, self.rows.start
+
+
+@dataclass(frozen=True)
+class OpenedFile:
+    """A file of which the footer was read.
+
+    Attributes:
+        place: the file.
+        source: its columns and its number of rows. Rows of a file on a server cannot be read from it.
+        groups: number of rows of each row group; None for JSON.
+    """
+
+    place: FilePlace
+    source: Source
+    groups: tuple[int, ...] | None
+
+    def parts(self, number: int, least: int) -> list[FilePart]:
+        """Its parts.
+
+        Args:
+            number: of the file.
+            least: rows that a part has at least, except for the last one.
+        """
+        state, rows = state_of(self.source), self.source.num_rows
+        if self.groups is None:
+            return [FilePart(self.place, number, None, range(rows), rows, state)] if rows else []
+        starts = list(accumulate(self.groups, initial=0))
+        parts = [(g, range(starts[g.start], starts[g.stop])) for g in row_group_parts(self.groups, least)]
+        return [FilePart(self.place, number, g, r, len(r), state) for g, r in parts if r]
+
+
+def open_files(files: Any, options: Options) -> list[OpenedFile]:
+    """Opens files by their footers. JSON files are read as a whole: they do not say what columns they have.
+
+    Args:
+        files: paths, globs, directories or URLs.
+        options: `remote_timeout`, and `cache_dir` for copies of files that have to be downloaded as a whole.
+
+    Raises:
+        OptionError: a frame is given.
+        SourceError: a file cannot be found or read.
+        DataError: there are no rows.
+    """
+    if is_frame(files):
+        raise OptionError(
+            f"files is a {type(files).__name__} in memory: workers read files. Write it to a parquet file on storage "
+            "that all nodes share, or use load"
+        )
+    places = place_files(files, options.remote_timeout)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        opened = list(pool.map(lambda place: _open_footer(place, options.cache_dir), places))
+    if not any(file.source.num_rows for file in opened):
+        raise DataError(f"{', '.join(place.name for place in places):.500}: no rows")
+    return opened
+
+
+@contextmanager
+def temporary_directory() -> Iterator[Path]:
+    """A directory of this node that is removed at the end of the block."""
+    with tempfile.TemporaryDirectory(prefix="gpuload-", ignore_cleanup_errors=True) as directory:
+        yield Path(directory)
+
+
+def _open_footer(place: FilePlace, cache_dir: str | None) -> OpenedFile:
+    with temporary_directory() as directory:
+        file = local_part(place, range(0), directory, cache_dir)
+        source = open_file(file)
+        if place.format != "parquet":
+            return OpenedFile(place, source, None)
+        metadata = pq.read_metadata(file.path)
+    counts = tuple(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
+    return OpenedFile(place, source, counts)
+
+
+def state_of(source: Source) -> bytes:
+    """Digest of what identifies the content of a source."""
+    return hashlib.blake2b(source.identity, digest_size=16).digest()
+
+
+def open_part(part: FilePart, directory: Path, cache_dir: str | None, only: str | None = None) -> Source:
+    """Opens a part of a file for reading, wherever the file is.
+
+    Args:
+        directory: for a copy of what is read from a server.
+        cache_dir: for copies of files that have to be downloaded as a whole.
+        only: the column of a parquet file that is read; None for all.
+
+    Raises:
+        SourceError: the file cannot be read, or is not the one that was found.
+    """
+    file: SourceFile = local_part(part.place, part.groups or range(0), directory, cache_dir, only)
+    whole = open_file(file)
+    if state_of(whole) != part.state:
+        raise changed(part.place.name)
+    return whole if part.groups is None else open_file(file, groups=part.groups, only=only)
+
+
+def all_parts(opened: Sequence[OpenedFile], least: int, max_rows: int = -1) -> list[FilePart]:
+    """The parts of all files, in order.
+
+    Args:
+        least: rows that a part has at least, except for the last one of a file.
+        max_rows: take the first rows only; -1 for all.
+    """
+    parts: list[FilePart] = []
+    left = max_rows if max_rows > 0 else sum(file.source.num_rows for file in opened)
+    for number, file in enumerate(opened):
+        for part in file.parts(number, least):
+            if left <= 0:
+                return parts
+            take = min(left, len(part.rows))
+            left -= take
+            parts.append(replace(part, take=take))
+    return parts
+
+
+def part_digests(parts: Sequence[FilePart], column: str, cache_dir: str | None) -> tuple[bytes, list[bytes]]:
+    """The digest of a column of a file, as `Source.content` returns it, and those of its parts.
+
+    Args:
+        parts: all parts of one file.
+        cache_dir: for copies of files that have to be downloaded as a whole.
+
+    Raises:
+        SourceError: the file cannot be read, or is not the one that was found.
+    """
+    place = parts[0].place
+    with temporary_directory() as directory:
+        file = local_part(place, range(0), directory, cache_dir)
+        source = open_file(file)
+        if state_of(source) != parts[0].state:
+            raise changed(place.name)
+        if parts[0].groups is None:
+            assert source.content is not None
+            digest = source.content(column)
+            return digest, [digest]
+        assert source.file is not None
+        groups = [part.groups for part in parts if part.groups is not None]
+        try:
+            return digests_of_parts(place if place.in_ranges else source.file, [column], groups)
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            if isinstance(error, SourceError):
+                raise
+            raise SourceError(f"{place.name}: damaged parquet file ({error}): download it again") from error

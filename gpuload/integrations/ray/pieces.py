@@ -1,0 +1,238 @@
+"""Pieces of cache entries: what a worker of `prepare` makes.
+
+    piece    the ids of some row groups, tokenized and written into the store
+    entry    all pieces of a file, joined by the worker that has made the last one
+
+Each is written as a whole, under a name that is a digest of all that determines the ids. So a worker that dies leaves
+nothing that has to be undone, and a task that is run again finds what is there.
+"""
+
+import pickle
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from gpuload.cache.directory import tokens_directory
+from gpuload.cache.entry import EntryWriter, is_verified, read_entry
+from gpuload.cache.key import key_maker
+from gpuload.cache.shared import SharedStore
+from gpuload.errors import GpuloadError, StoreError
+from gpuload.integrations.ray.claims import claimed
+from gpuload.integrations.ray.parts import FilePart, open_part, temporary_directory
+from gpuload.integrations.ray.worker import Tokenizing, Work
+from gpuload.options import NO_LIMIT, Options, Verify
+from gpuload.sources.remote import changed
+
+_NO_BOUND = 1 << 62
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some rows of a file, and the name of their ids.
+
+    Attributes:
+        part: the rows.
+        key: digest of all that determines their ids.
+    """
+
+    part: FilePart
+    key: str
+
+    @property
+    def name(self) -> str:
+        """Of its file in the folder of the entry."""
+        return f"{self.part.rows.start}-{self.part.rows.stop}.arrow"
+
+
+@dataclass(frozen=True)
+class EntryPlan:
+    """An entry that is to be made.
+
+    Attributes:
+        name: of the file whose ids it has, for messages.
+        key: of the entry.
+        verify: how its rows are compared with the tokenizer.
+        pieces: all of them, in order.
+    """
+
+    name: str
+    key: str
+    verify: Verify
+    pieces: tuple[Piece, ...]
+
+    @property
+    def entry(self) -> str:
+        return f"tokens/{self.key}.arrow"
+
+    @property
+    def about(self) -> str:
+        """A small file that is written after the entry: how its rows were compared."""
+        return f"verified/{self.key}"
+
+    @property
+    def folder(self) -> str:
+        return f"pieces/{self.key}-{self.verify}"
+
+    def claim(self, name: str) -> str:
+        return f"claims/{self.key}-{self.verify}/{name}"
+
+
+def is_complete(store: SharedStore, plan: EntryPlan) -> bool:
+    """Whether the store has an entry, compared with the tokenizer as is asked for, or better."""
+    about = store.read(plan.about)
+    level = None if about is None else about.decode(errors="replace")
+    return is_verified(level, plan.verify) and store.exists(plan.entry)
+
+
+@dataclass(frozen=True)
+class PieceTask:
+    """What a worker is asked for.
+
+    Attributes:
+        plan: of the entry.
+        number: of the piece.
+        take_over: the content of the piece's stale claim, if it has one.
+    """
+
+    plan: EntryPlan
+    number: int
+    take_over: bytes | None = None
+
+
+class PieceActor:
+    """The function of Ray Data's `map_batches`: tasks → what became of them.
+
+    Args:
+        work: what to make.
+        store: where to write it.
+        name: of the store.
+        run: of this run.
+        probe: the key that the driver gives to no content.
+    """
+
+    def __init__(self, work: Work, store: SharedStore, name: str, run: str, probe: str):
+        self._tokenizing, self._store, self._name, self._run = Tokenizing(work), store, name, run
+        with self._tokenizing.reference.call.clock_stopped() as clock:
+            make = key_maker(self._tokenizing.reference, work.options, clock)
+        if isinstance(make, str) or make(b"") != probe:
+            raise GpuloadError(
+                "the cache keys of a Ray worker differ from the driver's: install the same versions of Python, "
+                "gpuload, transformers, tokenizers, gigatoken, pyarrow and jinja2 on all nodes, as for trainers"
+            )
+
+    def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
+        for pickled in batch["part"].to_pylist():
+            yield pa.table({name: [value] for name, value in self._run_task(pickle.loads(pickled)).items()})
+
+    def _run_task(self, task: PieceTask) -> dict[str, Any]:
+        """What became of a task: a file, a piece, a state ("made", "found", "busy" or "failed"), and how it went."""
+        started, cpu = time.perf_counter(), time.process_time()
+        state, error = "failed", ""
+        try:
+            state = self._make(task)
+        except (GpuloadError, OSError) as problem:
+            error = str(problem) or type(problem).__name__
+        rows = len(task.plan.pieces[task.number].part.rows) if state == "made" else 0
+        return {
+            **{"key": task.plan.key, "number": task.number, "state": state, "error": error, "rows": rows},
+            **{"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu},
+        }
+
+    def _make(self, task: PieceTask) -> str:
+        store, plan = self._store, task.plan
+        store.check(self._name)
+        if is_complete(store, plan):
+            return "found"
+        piece = plan.pieces[task.number]
+        state = "found"
+        if piece.name not in store.names(plan.folder):
+            claim = plan.claim(piece.name)
+            with claimed(store, claim, self._run, task.take_over) as other:
+                if other is not None:
+                    return "busy"
+                self._write(piece, plan)
+            state = "made"
+        if not join(store, plan, self._run, task.take_over):
+            return "busy"
+        return state
+
+    def _write(self, piece: Piece, plan: EntryPlan) -> None:
+        """Tokenizes a piece, and writes it into the store."""
+        with temporary_directory() as directory:
+            options = _piece_options(self._tokenizing.work.options, plan.verify, directory)
+            part = piece.part
+            source = open_part(part, directory, self._tokenizing.work.options.cache_dir, only=options.prompt_key)
+            source = self._tokenizing.work.kind.prompts_of(source, options)
+            _, report = self._tokenizing.load(source, options)
+            made = tokens_directory(str(directory)) / f"{piece.key}.arrow"
+            if not made.is_file():
+                reasons = "; ".join(note for note in report.notes if "cached" in note or "differs" in note)
+                if not reasons:
+                    raise changed(part.place.name)
+                raise GpuloadError(f"{part.place.name} rows {part.rows.start:,} to {part.rows.stop:,}: {reasons}")
+            self._store.put(made, f"{plan.folder}/{piece.name}")
+
+
+def _piece_options(options: Options, verify: Verify, directory: Path) -> Options:
+    return replace(
+        options,
+        max_prompt_length=NO_LIMIT,
+        filter_overlong_prompts=False,
+        verify=verify,
+        cache_dir=str(directory),
+        token_cache=True,
+        token_cache_bytes=_NO_BOUND,
+        store="memory",
+    )
+
+
+def join(store: SharedStore, plan: EntryPlan, run: str, take_over: bytes | None = None) -> bool:
+    """Makes an entry of its pieces, if all of them are there.
+
+    Returns:
+        False if another run is joining them.
+
+    Raises:
+        StoreError: the store cannot be read or written, or a piece is damaged. It is removed then.
+    """
+    if not {piece.name for piece in plan.pieces} <= store.names(plan.folder):
+        return True
+    with claimed(store, plan.claim("join"), run, take_over) as other:
+        if other is not None:
+            return False
+        if not is_complete(store, plan):
+            _join(store, plan)
+    store.remove(plan.folder)
+    store.remove(plan.claim("").rstrip("/"))
+    return True
+
+
+def _join(store: SharedStore, plan: EntryPlan) -> None:
+    with temporary_directory() as directory:
+        try:
+            writer = EntryWriter(directory, plan.key, plan.name)
+            for piece in plan.pieces:
+                name, local = f"{plan.folder}/{piece.name}", directory / "piece.arrow"
+                store.get(name, local)
+                entry = read_entry(local, piece.key, len(piece.part.rows))
+                if entry is None:
+                    store.remove(name)
+                    raise StoreError(f"{store.shown}/{name}: a damaged piece was removed: run the command again")
+                for number, part in enumerate(entry.parts):
+                    writer.write(part, 0 if number else entry.compared)
+                del entry
+            writer.close(plan.verify)
+            store.put(writer.path, plan.entry)
+            store.write(plan.about, plan.verify.encode())
+        except OSError as error:
+            if isinstance(error, GpuloadError):
+                raise
+            raise StoreError(
+                f"{plan.name}: cannot join its pieces in the temporary directory {directory}: "
+                f"{error.strerror or error}: free space there, or set TMPDIR to another directory, and run the command "
+                "again"
+            ) from error

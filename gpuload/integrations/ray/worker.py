@@ -1,0 +1,152 @@
+"""A worker of a cluster: it holds one tokenizer and one engine, and tokenizes one part of a file at a time.
+
+What it makes of a part depends on the part and on its settings only. So Ray may run a part again, on another node,
+after a worker has died, and the rows are the same.
+"""
+
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from gpuload.engines.protocol import Engine
+from gpuload.errors import GpuloadError, NoRowsError
+from gpuload.integrations.ray.kinds import Kind
+from gpuload.integrations.ray.parts import FilePart, open_part, temporary_directory
+from gpuload.options import Options
+from gpuload.report import Report
+from gpuload.sources.read import Source
+
+ORIGIN = pa.field("origin", pa.struct([("file", pa.int32()), ("row", pa.int64())]))
+"""The column that says where a row comes from: the number of the file in the report, and the row in it."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a worker needs to know. It is sent to each worker once.
+
+    Attributes:
+        kind: of rows.
+        tokenizer: a transformers tokenizer.
+        fingerprint: what the driver's `Reference` of it says.
+        instant: the time that templates print.
+        options: of a load of one part.
+        schema: the columns of all rows, whatever the file.
+    """
+
+    kind: Kind
+    tokenizer: Any
+    fingerprint: str
+    instant: datetime
+    options: Options
+    schema: pa.Schema
+
+
+class Tokenizing:
+    """The tokenizer and the engine of a process, and what it makes of parts.
+
+    Args:
+        work: what to make.
+
+    Attributes:
+        reference: the tokenizer.
+
+    Raises:
+        GpuloadError: this process does not make the same ids as the driver.
+    """
+
+    def __init__(self, work: Work):
+        self.work = work
+        self.reference = work.kind.reference(work.tokenizer, work.options)
+        self.reference.call = replace(self.reference.call, instant=work.instant)
+        if self.reference.fingerprint() != work.fingerprint:
+            raise GpuloadError(
+                "the tokenizer is another one in a Ray worker than in the driver: install the same versions of "
+                "transformers and tokenizers on all nodes"
+            )
+        self._loading = ExitStack()  # until the process ends: an engine's tables are in the memory of a load
+        self._engine: Callable[[bool], Engine] = cache(self._build)
+
+    def _build(self, exact_only: bool) -> Engine:
+        engine = self.work.kind.engine(self.work.options, self.reference, exact_only)
+        loading: AbstractContextManager[Any] = engine.loading()
+        self._loading.enter_context(loading)
+        return engine
+
+    def load(self, source: Source, options: Options) -> tuple[Any, Report]:
+        """A dataset of a source, None if all of its rows were dropped, and the report."""
+
+        def load(exact_only: bool) -> Any:
+            return self.work.kind.load(
+                source, self.reference, options, lambda _options, _reference, exact: self._engine(exact or exact_only)
+            )
+
+        try:
+            try:
+                dataset = load(False)
+            except NoRowsError as error:
+                if not error.report.check.mismatches:
+                    raise
+                dataset = load(True)
+        except NoRowsError as error:
+            return None, error.report
+        return dataset, dataset.report
+
+    def part(self, part: FilePart) -> tuple[pa.Table, Report]:
+        """The rows of a part that were kept, in order, and the report."""
+        schema = self.work.schema
+        with temporary_directory() as directory:
+            options = self.work.options
+            source = open_part(part, directory, options.cache_dir)
+            if part.take < source.num_rows:
+                options = replace(options, max_samples=part.take)
+            dataset, report = self.load(self.work.kind.prompts_of(source, options), options)
+            if dataset is None:
+                return schema.empty_table(), report
+            return pa.Table.from_batches(list(self._rows(dataset, part.file)), schema), report
+
+    def _rows(self, dataset: Any, file: int) -> Iterator[pa.RecordBatch]:
+        at, numbers = 0, dataset.origins[:, 1]
+        for batch in self.work.kind.rows(dataset):
+            rows = numbers[at : at + batch.num_rows]
+            at += batch.num_rows
+            files = np.full(len(rows), file, np.int32)
+            origin = pa.StructArray.from_arrays([pa.array(files), pa.array(rows)], fields=list(ORIGIN.type))
+            yield conformed(batch, origin, self.work.schema)
+
+
+def conformed(batch: pa.RecordBatch, origin: pa.Array, schema: pa.Schema) -> pa.RecordBatch:
+    """Rows of one file with the columns of all files: null where the file has no such column."""
+    there = dict(zip(batch.schema.names, batch.columns, strict=True)) | {ORIGIN.name: origin}
+    table = pa.table({name: column for name, column in there.items() if name in schema.names})
+    promoted = pa.concat_tables([schema.empty_table(), table], promote_options="permissive").select(schema.names)
+    return promoted.cast(schema).combine_chunks().to_batches()[0]
+
+
+class TokenizingActor:
+    """The function of Ray Data's `map_batches`: numbers of parts → rows.
+
+    Args:
+        work: what to make.
+        reports: the actor that keeps the reports.
+    """
+
+    def __init__(self, work: Work, reports: Any):
+        self._tokenizing, self._reports = Tokenizing(work), reports
+
+    def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
+        import ray
+
+        for pickled in batch["part"].to_pylist():
+            part = pickle.loads(pickled)
+            rows, report = self._tokenizing.part(part)
+            report.rows_kept = len(rows)
+            # Before the rows are passed on: what Ray has of a part is in the report, too.
+            ray.get(self._reports.put.remote(part.key, report))
+            yield rows
