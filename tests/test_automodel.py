@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,16 @@ def test_rows_in_memory_are_not_tokenized_again(rows: str, qwen_folder: str, mon
     assert len(prepared) >= 24
     for row in prepared * 2:
         assert ours[row]["input_ids"]
+
+
+def test_workers_get_the_ids_once(rows: str, qwen_folder: str) -> None:
+    ours = ChatDataset(rows, tokenizer_of(qwen_folder))
+    before = ours[0]  # reading a row makes the views that are not sent to workers
+    assert ours._rows is not None
+    assert "arrays" in vars(ours._rows)
+    ours._rows = pickle.loads(pickle.dumps(ours._rows))
+    assert "arrays" not in vars(ours._rows)
+    assert ours[0] == before
 
 
 def test_a_tokenizer_that_is_not_supported_falls_back(

@@ -4,17 +4,22 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gpuload.errors import OptionError
+from gpuload.errors import DataError, DeviceError, OptionError
 from gpuload.integrations.core import (
     are_messages,
     check_switches,
     is_supported,
     log_fallback,
     log_ignored,
+    runs,
     settings_under,
+    unless_unsupported,
 )
 
 KNOWN = ("device", "verify")
@@ -92,3 +97,24 @@ def test_messages_with_text() -> None:
     assert not are_messages(pa.list_(pa.struct([("content", pa.list_(pa.string())), ("role", pa.string())])))
     assert not are_messages(pa.list_(pa.struct([("from", pa.string()), ("value", pa.string())])))
     assert not are_messages(pa.string())
+
+
+def test_what_gpuload_cannot_do_falls_back(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(error: Exception) -> None:
+        raise error
+
+    assert unless_unsupported(lambda: 3, LOGGER, "the trainer") == 3
+    assert unless_unsupported(lambda: fail(DataError("there are images")), LOGGER, "the trainer") is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "gpuload: falls back to the trainer: there are images"
+    ]
+    for error in (DeviceError("no GPU"), ValueError("a defect")):
+        with pytest.raises(type(error)):
+            unless_unsupported(lambda error=error: fail(error), LOGGER, "the trainer")  # type: ignore[misc]
+
+
+@given(st.lists(st.integers(0, 9), max_size=20), st.integers(1, 12))
+def test_runs(sizes: list[int], most: int) -> None:
+    found = list(runs(sizes, np.array(sizes, np.int64), most))
+    assert [size for run in found for size in run] == sizes
+    assert all(run and sum(run[:-1]) < most for run in found)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 sys.path.extend(filter(None, [os.environ.get("NEMO_RL_REPO")]))
 pytest.importorskip("nemo_rl", reason="NEMO_RL_REPO must name a checkout of NeMo-RL 0.7.0")
@@ -24,6 +23,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from gpuload.errors import OptionError
+from gpuload.integrations.nemo_rl.rows import comparable
 
 OURS = "gpuload.integrations.nemo_rl.PromptDataset"
 TEXTS = ["What is 2+2?", "", "你好 é\n", "<|im_end|>", " spaces ", "{braces}", "long " * 60]
@@ -54,16 +54,8 @@ def setup(dataset_name: str, file: str, tokenizer: dict[str, Any], limit: int, *
     return setup_response_data(get_tokenizer(copy.deepcopy(tokenizer)), data)
 
 
-def plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.tolist()
-    if isinstance(value, dict):
-        return {name: plain(each) for name, each in value.items()}
-    return [plain(each) for each in value] if isinstance(value, list) else value
-
-
 def rows_of(dataset: AllTaskProcessedDataset) -> list[Any]:
-    return [plain(dataset[row]) for row in range(len(dataset))]
+    return [comparable(dataset[row]) for row in range(len(dataset))]
 
 
 @pytest.mark.parametrize("chat_template_kwargs", [None, {"enable_thinking": False}])
@@ -106,7 +98,7 @@ def test_batches_without_tokenizing(file: str, qwen_folder: str, workers: int, m
 
     def batches(dataset: Any) -> list[Any]:
         made = DataLoader(dataset, batch_size=8, collate_fn=rl_collate_fn, num_workers=workers)
-        return [plain(dict(batch)) for batch in made]
+        return [comparable(dict(batch)) for batch in made]
 
     expected = batches(setup("ResponseDataset", file, section, 4096)[0])
     ours, _ = setup(OURS, file, section, 4096)
@@ -197,6 +189,12 @@ def test_rows_for_sft_are_those_of_nemo_rl(
             found = setup_sft(f"gpuload.integrations.nemo_rl.{ours}", data, section, switches, limit, **more)
             assert type(found.dataset).__name__ == "NemoConversations"
             assert rows_of(found) == rows_of(expected)
+
+
+def test_options_without_effect(chats_file: str, qwen_folder: str, caplog: pytest.LogCaptureFixture) -> None:
+    section, switches = {"name": qwen_folder}, (True, True, False)
+    setup_sft("gpuload.integrations.nemo_rl.ChatDataset", chats_file, section, switches, 99, gpuload={"device": "cuda"})
+    assert "gpuload: data.train.gpuload.device='cuda' has no effect: messages for SFT are tokenized on" in caplog.text
 
 
 def test_long_conversations_are_dropped_exactly(chats_file: str, qwen_folder: str) -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from gpuload.errors import DataError, OptionError
 from gpuload.integrations.nemo_rl import conversations
 from gpuload.integrations.nemo_rl.conversations import ConversationProcessor, MessageSettings, tokenized_conversations
-from gpuload.integrations.nemo_rl.rows import identity, tokenized
+from gpuload.integrations.nemo_rl.rows import comparable, identity, tokenized
 
 PIECES = ["a", " ", "\n", "é", "è", "你", "👋", "<|im_end|>", "<|im_start|>"]
 TEXT = st.lists(st.sampled_from(PIECES), max_size=8).map("".join)
@@ -76,14 +76,6 @@ def sft_processor(
 
 def other_processor(row: Any, spec: Any, tokenizer: Any, limit: int, idx: int) -> dict[str, Any]:
     return {"row": row}
-
-
-def plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.tolist()
-    if isinstance(value, dict):
-        return {name: plain(each) for name, each in value.items()}
-    return [plain(each) for each in value] if isinstance(value, list) else value
 
 
 class StandIn:
@@ -168,7 +160,7 @@ def test_rows_are_those_of_the_processor(module: Any, qwen_folder: str, kwargs: 
                 one = dataset.processor(found[row], dataset.task_spec, tokenizer, limit, row)
                 other = processor(expected[row], dataset.task_spec, tokenizer, limit, row)
                 assert list(one) == list(other)
-                assert module._plain(one) == module._plain(other)
+                assert comparable(one) == comparable(other)
     with pytest.raises(IndexError):
         _ = dataset.dataset[len(TEXTS)]
 
@@ -247,7 +239,7 @@ def test_messages_are_those_of_the_processor(
     for row, chat in enumerate(chats):
         for limit in (7, 4096):
             expected = sft_processor({"messages": chat}, None, tokenizer, limit, row, **named)
-            assert plain(process(made[row], None, tokenizer, limit, row, **named)) == plain(expected)
+            assert comparable(process(made[row], None, tokenizer, limit, row, **named)) == comparable(expected)
 
 
 def test_conversations_are_loaded_in_parts(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +247,7 @@ def test_conversations_are_loaded_in_parts(qwen: Any, monkeypatch: pytest.Monkey
     whole = tokenized_conversations(chats, "task", qwen, {}, MessageSettings(), None)
     monkeypatch.setattr(conversations, "_AT_ONCE", 7)
     parts = tokenized_conversations(chats, "task", qwen, {}, MessageSettings(), None)
-    assert [plain(parts[row]) for row in range(30)] == [plain(whole[row]) for row in range(30)]
+    assert [comparable(parts[row]) for row in range(30)] == [comparable(whole[row]) for row in range(30)]
 
 
 def test_conversations_of_the_class(
@@ -278,7 +270,9 @@ def test_conversations_of_the_class(
     assert len(dataset.dataset) == len(chats)
     for row, chat in enumerate(chats):
         expected = sft_processor({"messages": chat}, None, tokenizer, 50, row)
-        assert plain(dataset.processor(dataset.dataset[row], None, tokenizer, 50, row, add_eos=True)) == plain(expected)
+        assert comparable(
+            dataset.processor(dataset.dataset[row], None, tokenizer, 50, row, add_eos=True)
+        ) == comparable(expected)
     with pytest.raises(OptionError, match=r"data.add_eos=False, but .* with True: set \+data.train.add_eos="):
         dataset.processor(dataset.dataset[0], None, tokenizer, 50, 0, add_eos=False)
     with pytest.raises(OptionError, match="data.train.add_bos='yes': expected true or false"):

@@ -191,6 +191,57 @@ def test_sft_with_tools_and_step_masks(model: dict[str, str], tmp_path: Path) ->
     assert check_sft(path, **model, tool_key="tools") == []
 
 
+def thoughts(count: int = 40) -> list[dict[str, Any]]:
+    """Conversations with what the masks of whole conversations look for, in answers and elsewhere."""
+    texts = [
+        "<think>\n\n</think>\n\nIt is 21.",
+        "\nÄ<|im_end|>",
+        "",
+        "東京 🙂\n\n",
+        "<think>",
+        "<|im_start|>assistant\nx",
+    ]
+    made = conversations(count)
+    for number, row in enumerate(made):
+        for place, message in enumerate(row["prompt"]):
+            if message["role"] == "assistant" or (number + place) % 5 == 0:
+                message["content"] = texts[(number + place) % len(texts)]
+            message["step_loss_mask"] = [1, 1, 0, None][(number + 2 * place) % 4]
+    return made
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE])
+@pytest.mark.parametrize("kind", ["qwen3_5", "distill_qwen", "qwen"])
+def test_sft_of_whole_conversations(kind: str, template: str | None, tmp_path: Path, qwen_folder: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(qwen_folder)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    if kind == "qwen":
+        tokenizer.add_tokens(["<｜Assistant｜>"])
+    tokenizer.save_pretrained(tmp_path / "model")
+    path = write(tmp_path / "a.parquet", thoughts())
+    assert check_sft(path, str(tmp_path / "model"), loss_mask_type=kind) == []
+
+
+def test_sft_of_rows_with_tools_or_without_markers(
+    tmp_path: Path, qwen_folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = conversations(16)
+    for row in given:
+        row["tools"] = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    path = write(tmp_path / "a.parquet", given)
+    assert check_sft(path, qwen_folder, loss_mask_type="qwen3_5", tool_key="tools")
+    assert "rows have tools, which are not supported with loss_mask_type='qwen3_5'" in caplog.text
+    tokenizer = AutoTokenizer.from_pretrained(qwen_folder)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "model")
+    args = arguments(
+        path, str(tmp_path / "model"), apply_chat_template=False, n_samples_per_prompt=1, loss_mask_type="qwen3_5",
+        rollout_function_path="gpuload.integrations.slime.sft_rollout",
+    )  # fmt: skip
+    DataSource(args)
+    assert "gpuload: 16 of 16 conversations are tokenized by slime, at each step" in caplog.messages
+
+
 def test_sft_that_falls_back(tmp_path: Path, qwen_folder: str, caplog: pytest.LogCaptureFixture) -> None:
     given = conversations(16)
     given[3]["prompt"][-1]["step_loss_mask"] = 0

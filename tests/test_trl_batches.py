@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ datasets = pytest.importorskip("datasets", reason="TRL's data are of this packag
 trl = pytest.importorskip("trl", reason="TRL is the reference of these tests")
 from torch.utils.data import DataLoader  # noqa: E402
 
+from gpuload.integrations.trl import batches  # noqa: E402
 from gpuload.integrations.trl.batches import FlatDPO, FlatKTO, FlatRM, FlatSFT  # noqa: E402
 from gpuload.integrations.trl.rows import FlatDataset, FlatRows  # noqa: E402
 
@@ -114,7 +116,7 @@ def test_batches_of_packs(keys: list[int], strategy: str, multiple: Any, switche
 @settings(deadline=None, max_examples=30)
 @given(kind=st.sampled_from(KINDS), keys=keys_of_a_batch, seed=st.integers(0, 5))
 def test_rows_without_tokens(kind: Any, keys: list[int], seed: int) -> None:
-    """TRL makes floats of an empty list in the first place: such batches are left to it."""
+    """TRL makes floats of an empty list in the first place: such batches fall back to it."""
     compare(kind, data_for(kind, seed, 7, 0), keys)
 
 
@@ -188,6 +190,17 @@ def test_a_batch_that_differs_from_the_first_one_of_trl(
         equal(found, expected)
     assert [record.message for record in caplog.records] == [
         "gpuload: falls back to TRL's collator: the first batch differs from its batch"
+    ]
+
+
+def test_another_order_of_rows_falls_back(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(batches, "ORDER_PROBLEM", "datasets has another way to select rows")
+    dataset, collator = data_for(FlatSFT, 1, 3, 1), FlatSFT.__bases__[1](pad_token_id=7)
+    trainer = SimpleNamespace(train_dataset=dataset, eval_dataset=None, data_collator=collator)
+    batches.use_flat_batches(trainer)
+    assert (trainer.train_dataset, trainer.data_collator) == (dataset, collator)
+    assert [record.message for record in caplog.records] == [
+        "gpuload: falls back to TRL's collator: datasets has another way to select rows"
     ]
 
 

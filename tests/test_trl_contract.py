@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from gpuload.integrations.trl.contract import COLLATORS, MODULES, PARAMETERS, contract_problem
+from gpuload.integrations.trl import contract
+from gpuload.integrations.trl.contract import COLLATORS, MODULES, PARAMETERS, contract_problem, order_problem
 
 NAMES = {
     "trl.data_utils": ("extract_prompt", "pack_dataset", "unpair_preference_dataset"),
@@ -84,3 +85,13 @@ def test_importing_the_package_is_light() -> None:
     code = f"import sys, gpuload.integrations.trl; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_another_order_of_rows_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    assert order_problem(datasets.Dataset) is None
+    monkeypatch.setattr(contract, "row_numbers", lambda dataset, rows: rows)
+    assert order_problem(datasets.Dataset) == "datasets has another way to select rows"
+    monkeypatch.setattr(contract, "row_numbers", lambda dataset, rows: dataset._order)
+    problem = "datasets has another way to select rows (AttributeError: 'Dataset' object has no attribute '_order')"
+    assert order_problem(datasets.Dataset) == problem

@@ -90,6 +90,15 @@ def test_data_that_trl_prepares_itself(
     assert said == [f"gpuload: falls back to TRL for the train dataset: {why}"]
 
 
+def test_processes_that_have_no_effect(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    settings = {"dataset_num_proc": 1, "trainer_calculate_KL": False}
+    result_of(ours, "SFTTrainer", MESSAGES, tokenizer, *PLAIN, **settings)
+    result_of(ours, "SFTTrainer", COMPLETIONS, tokenizer, True, None, max_length=64, **settings)
+    said = [record.message for record in caplog.records if record.name == LOG]
+    # The second dataset is packed, by TRL's function.
+    assert said == ["gpuload: dataset_num_proc=1 has no effect: the train dataset is tokenized by columns"]
+
+
 def test_a_row_that_cannot_be_tokenized(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
     """TRL keeps it or raises an error: which column it looks at depends on the order of a set of names."""
     rows = [*COMPLETIONS, COMPLETIONS[1] | {"completion": []}, *COMPLETIONS]

@@ -14,12 +14,16 @@ import gpuload
 from bench.contenders.chats import by_gpuload, conversations, measure
 
 
+def pair_columns(rows: list[Any]) -> dict[str, list[Any]]:
+    """Return pairs of conversations that end with an answer."""
+    rejected = [[row[-1] | {"content": " ".join(reversed(row[-1]["content"].split(" ")))}] for row in rows]
+    return {"prompt": [row[:-1] for row in rows], "chosen": [row[-1:] for row in rows], "rejected": rejected}
+
+
 def write_pairs(task: dict[str, Any], file: Path) -> int:
     """Write pairs with explicit prompts. Returns their number."""
     rows = conversations(task)
-    rejected = [[row[-1] | {"content": " ".join(reversed(row[-1]["content"].split(" ")))}] for row in rows]
-    columns = {"prompt": [row[:-1] for row in rows], "chosen": [row[-1:] for row in rows], "rejected": rejected}
-    pq.write_table(pa.table(columns), file)
+    pq.write_table(pa.table(pair_columns(rows)), file)
     return len(rows)
 
 

@@ -2,7 +2,9 @@
 
 Each trainer is constructed in a process of its own, with empty caches, on the same file. Imports, the tokenizer and
 reading the file into `datasets` are not counted. Stock may prepare fewer rows: its seconds are then multiplied, and the
-table says so. The prepared ids of the first rows are compared, and all batches if the rows are the same.
+table says so. Times are CPU times of the process, all threads together but without other processes (`--processes`), so
+that what else the machine does matters little; the record also has the seconds of the start. The prepared ids of the
+first rows are compared, and all batches if the rows are the same.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import pyarrow.parquet as pq
 
 from bench import ROOT
 from bench.contenders.chats import conversations
+from bench.contenders.pairs import pair_columns
 from bench.data import find_datasets, find_tokenizer
 from bench.environment import commit, machine, versions
 from bench.process import run_contender
@@ -28,10 +31,7 @@ _DRAWN = 5_000
 
 def write_rows(trainer: str, rows: list[Any], file: Path) -> str:
     """Write conversations, or pairs whose rejected answer has the words of the chosen one in reverse."""
-    columns: dict[str, Any] = {"messages": rows}
-    if trainer == "DPOTrainer":
-        rejected = [[row[-1] | {"content": " ".join(reversed(row[-1]["content"].split(" ")))}] for row in rows]
-        columns = {"prompt": [row[:-1] for row in rows], "chosen": [row[-1:] for row in rows], "rejected": rejected}
+    columns = pair_columns(rows) if trainer == "DPOTrainer" else {"messages": rows}
     pq.write_table(pa.table(columns), file)
     return str(file)
 
@@ -72,21 +72,32 @@ def measure(rows: int, stock_rows: int, processes: int, scratch: Path) -> dict[s
 
 
 def summary(facts: dict[str, Any]) -> str:
-    """Return seconds to construct each trainer and milliseconds per batch, and the ratios."""
+    """Return CPU time to construct each trainer and per batch, and the ratios."""
     lines = []
     for trainer in ("SFTTrainer", "DPOTrainer"):
         runs = {run["name"]: run for run in facts["runs"] if run["trainer"] == trainer}
         ours, stock = runs["gpuload"], runs["TRL"]
         scale = ours["rows"] / stock["rows"]
-        note = "" if scale == 1 else f" ({stock['seconds']:.1f} s for {stock['rows']:,} rows)"
+        note = "" if scale == 1 else f" ({stock['cpu_seconds']:.1f} s for {stock['rows']:,} rows)"
         each = {name: runs[name]["batches_seconds"] / runs[name]["batches"] * 1000 for name in ("gpuload", "TRL")}
         lines.append([
-            trainer, f"{ours['rows']:,}", f"{stock['seconds'] * scale:.1f} s{note}", f"{ours['seconds']:.2f} s",
-            f"**{stock['seconds'] * scale / ours['seconds']:.0f}×**",
+            trainer, f"{ours['rows']:,}", f"{stock['cpu_seconds'] * scale:.1f} s{note}", f"{ours['cpu_seconds']:.2f} s",
+            f"**{stock['cpu_seconds'] * scale / ours['cpu_seconds']:.0f}×**",
             f"{each['TRL']:.2f} ms", f"{each['gpuload']:.2f} ms", f"**{each['TRL'] / each['gpuload']:.0f}×**",
         ])  # fmt: skip
     head = ["", "rows", "TRL", "gpuload", "ratio", "a batch of 8: TRL", "gpuload", "ratio"]
-    return table(head, lines, 1)
+    return f"{table(head, lines, 1)}\n\n{_of_rows(facts)}"
+
+
+def _of_rows(facts: dict[str, Any]) -> str:
+    """Return CPU time to collate and to read some rows, and of the starts."""
+    lines = []
+    for run in facts["runs"]:
+        seconds = [f"{each:.2f} s" for each in (*run["seconds_of_rows"].values(), run["cpu_seconds"])]
+        lines.append([run["trainer"], run["name"], f"{run['rows']:,}", *seconds])
+    count = facts["runs"][0]["collated_rows"]
+    head = [f"{count:,} rows: {name}" for name in facts["runs"][0]["seconds_of_rows"]]
+    return table(["", "", "rows", *head, "the start"], lines, 2)
 
 
 def main() -> None:

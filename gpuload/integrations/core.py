@@ -5,15 +5,20 @@ error, and leaves data that it cannot prepare exactly as the trainer does to the
 """
 
 import logging
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
+import numpy as np
 import pyarrow as pa
 from packaging.version import InvalidVersion, Version
 
-from gpuload.errors import OptionError
+from gpuload.arrays import RowNumbers, offsets_of
+from gpuload.errors import DeviceError, GpuloadError, OptionError
 from gpuload.options import nearest, plain
 from gpuload.sources.types import is_messages, is_text
+
+_Made = TypeVar("_Made")
+_Item = TypeVar("_Item")
 
 LOAD_OPTIONS = ("device", "gpu_memory_limit", "verify", "progress", "token_cache", "token_cache_bytes")
 """Options of `gpuload.load` that do not change rows: every integration takes them."""
@@ -81,6 +86,37 @@ def log_ignored(logger: logging.Logger, settings: Mapping[str, Any], reason: str
     if settings:
         named = ", ".join(f"{name}={value!r}" for name, value in settings.items())
         logger.warning("gpuload: %s %s no effect: %s", named, "has" if len(settings) == 1 else "have", reason)
+
+
+def unless_unsupported(make: Callable[[], _Made], logger: logging.Logger, trainer: str) -> _Made | None:
+    """The result of `make`; None where gpuload cannot do the work, and a line in the log says why.
+
+    Args:
+        trainer: whose code does it then, as for `log_fallback`.
+
+    Raises:
+        DeviceError: a device that the user has named is not available, or has too little memory.
+    """
+    try:
+        return make()
+    except DeviceError:
+        raise
+    except GpuloadError as error:
+        log_fallback(logger, trainer, str(error))
+        return None
+
+
+def runs(items: Sequence[_Item], sizes: RowNumbers, most: int) -> Iterator[Sequence[_Item]]:
+    """Cuts a sequence into runs of about the same size.
+
+    Args:
+        sizes: (n,) int64, of each item.
+        most: about the size of a run; an item that is larger is not cut.
+    """
+    run = offsets_of(sizes)[:-1] // most  # of each item
+    for number in np.unique(run).tolist():
+        low, high = np.searchsorted(run, [number, number + 1])
+        yield items[low:high]
 
 
 def are_messages(kind: pa.DataType) -> bool:

@@ -15,6 +15,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
@@ -58,6 +59,14 @@ class _TokenizedRows:
     ids: torch.Tensor
     labels: torch.Tensor
 
+    @cached_property
+    def arrays(self) -> tuple[np.ndarray[Any, Any], ...]:
+        """The same four without a copy, as NumPy's arrays: reading a few values of them is several times as fast."""
+        return tuple(part.numpy() for part in (self.place, self.starts, self.ids, self.labels))
+
+    def __getstate__(self) -> dict[str, torch.Tensor]:
+        return {name: each for name, each in vars(self).items() if name != "arrays"}  # which would be copied
+
 
 class AutomodelChatDataset(stock.ChatDataset):  # type: ignore[misc]
     """Automodel's `ChatDataset`. Conversations are tokenized once, by columns.
@@ -74,6 +83,7 @@ class AutomodelChatDataset(stock.ChatDataset):  # type: ignore[misc]
         options = settings_under("dataset.gpuload", gpuload, OPTIONS)
         super().__init__(path_or_dataset_id, tokenizer, **settings)
         self._rows: _TokenizedRows | None = None
+        self._pads_with_eos = self.pad_token_id == self.tokenizer.eos_token_id  # slow to ask for each row
         why = _unsupported(self)
         if why is None:
             try:
@@ -90,29 +100,30 @@ class AutomodelChatDataset(stock.ChatDataset):  # type: ignore[misc]
 
     def _prepared(self, idx: int) -> dict[str, Any] | None:
         """A row as Automodel makes it of ids and mask; None if it has to do that itself."""
-        rows = self._rows
-        place = -1 if rows is None else int(rows.place[idx])
-        if rows is None or place < 0:
+        if self._rows is None:
             return None
-        start, end = rows.starts[place : place + 2].tolist()
+        places, starts, all_ids, all_labels = self._rows.arrays
+        place = int(places[idx])
+        if place < 0:
+            return None
+        start, end = int(starts[place]), int(starts[place + 1])
         if self.truncation in _TRUNCATED and end - start > self.seq_length:
             if self.tokenizer.truncation_side != "right":
                 return None
             end = start + self.seq_length
-        labels = rows.labels[start:end].numpy()
-        ids = rows.ids[start:end].tolist()
+        ids, labels = all_ids[start:end], all_labels[start:end]
         if self.unshifted or self.padding == "max_length":
-            row = self._packaged(ids, (labels != IGNORED).tolist())
+            row = self._packaged(ids.tolist(), (labels != IGNORED).tolist())
         else:
             # Automodel takes padding tokens at the end for padding; if padding is the EOS token, all but the first.
             content = len(ids)
             while content and ids[content - 1] == self.pad_token_id:
                 content -= 1
-            if self.pad_token_id == self.tokenizer.eos_token_id:
+            if self._pads_with_eos:
                 content = min(content + 1, len(ids))
             content = min(max(content - 1, 0), len(ids) - 1)
             row = {
-                "input_ids": ids[:-1],
+                "input_ids": ids[:-1].tolist(),
                 "labels": labels[1:].tolist(),
                 "attention_mask": [1] * content + [0] * (len(ids) - 1 - content),
                 "___PAD_TOKEN_IDS___": {"input_ids": self.pad_token_id, "labels": IGNORED, "attention_mask": 0},

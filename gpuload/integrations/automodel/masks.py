@@ -9,9 +9,8 @@ the answer only. Conversations that end earlier are therefore rows of the same l
 ids are not the first ids of the whole conversation. Such rows, and all that cannot be tokenized, are left out here.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from gpuload.arrays import Ragged, RowNumbers
 from gpuload.chats.engine import common_prefixes
 from gpuload.chats.formats import messages_column
 from gpuload.chats.load import load_chats
+from gpuload.integrations.core import runs
 from gpuload.options import NO_LIMIT, LossOn
 from gpuload.sources.types import as_json
 
@@ -78,19 +78,13 @@ def marked(chats: Sequence[Chat], tokenizer: Any, blocks: bool, options: Mapping
     if blocks:
         return _loaded(chats, tokenizer, "assistant", options)
     # Without an answer, Automodel raises an error. Templates are not asked to render the beginning without messages.
-    parts = [_by_lengths(part, tokenizer, options) for part in _parts([c for c in chats if c.answers and c.answers[0]])]
+    chats = [chat for chat in chats if chat.answers and chat.answers[0]]
+    sizes = np.array([1 + 2 * len(chat.answers) for chat in chats], np.int64)
+    parts = [_by_lengths(part, tokenizer, options) for part in runs(chats, sizes, _AT_ONCE)]
     ids = Ragged.concatenate([part.ids for part in parts])
     none = [np.zeros(0, np.int64)], [np.zeros(0, bool)]
     rows, mask = [part.rows for part in parts], [part.mask for part in parts]
     return Marked(np.concatenate(none[0] + rows), ids, np.concatenate(none[1] + mask))
-
-
-def _parts(chats: Sequence[Chat]) -> Iterator[Sequence[Chat]]:
-    sizes = accumulate(1 + 2 * len(chat.answers) for chat in chats)
-    part = np.fromiter(sizes, np.int64, len(chats)) // _AT_ONCE
-    for number in np.unique(part).tolist():
-        first, end = np.searchsorted(part, [number, number + 1])
-        yield chats[first:end]
 
 
 def _by_lengths(chats: Sequence[Chat], tokenizer: Any, options: Mapping[str, Any]) -> Marked:

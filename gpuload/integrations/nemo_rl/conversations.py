@@ -5,7 +5,8 @@ is the message's own text, which is encoded by itself. Here all beginnings of ma
 column, and all these texts are encoded as one.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +22,8 @@ from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.host.texts import gather
 from gpuload.engines.protocol import ArrowPrompts
 from gpuload.errors import DataError, OptionError
-from gpuload.integrations.nemo_rl.rows import identity
+from gpuload.integrations.core import runs
+from gpuload.integrations.nemo_rl.rows import check_tokenizer
 from gpuload.reference.reference import Reference
 
 _AT_ONCE = 50_000
@@ -73,13 +75,15 @@ class NemoConversations:
             raise IndexError(f"row {idx} of {len(self)}")
         low, high = self.first[idx % len(self) :][:2].tolist()
         starts = self.starts[low : high + 1].tolist()
+        # Converted once for the row. Not parts of one tensor: each would be pickled with the ids of the whole row.
+        ids = self.ids[starts[0] : starts[-1]].numpy().astype(np.int64)
+        parts = [
+            torch.from_numpy(ids[start - starts[0] : end - starts[0]]) for start, end in itertools.pairwise(starts)
+        ]
+        texts = self.texts.slice(low, high - low).to_pylist()
         log = [
-            {
-                **self.messages[number],
-                "content": self.texts[number].as_py(),
-                "token_ids": self.ids[start:end].to(torch.int64),
-            }
-            for number, start, end in zip(range(low, high), starts, starts[1:], strict=False)
+            {**message, "content": text, "token_ids": part}
+            for message, text, part in zip(self.messages[low:high], texts, parts, strict=True)
         ]
         return {"task_name": self.task_name, "messages": log}
 
@@ -112,9 +116,9 @@ def tokenized_conversations(
     }
     if engines[False].by_prompt:
         raise DataError("the tokenizer class or apply_chat_template_kwargs change how texts are encoded")
-    parts = [_texts(part, engines, settings.add_generation_prompt) for part in _parts(chats)]
-    texts = pa.concat_arrays([pa.array([], pa.large_string()), *parts])
     sizes = np.array([len(chat) for chat in chats], np.int64)
+    parts = [_texts(part, engines, settings.add_generation_prompt) for part in runs(chats, sizes, _AT_ONCE)]
+    texts = pa.concat_arrays([pa.array([], pa.large_string()), *parts])
     first = offsets_of(sizes)
     texts = _with_ends(texts, first, tokenizer, settings)
     ids = engines[False].ids(texts)
@@ -136,14 +140,6 @@ def tokenized_conversations(
         texts,
         messages,
     )
-
-
-def _parts(chats: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    """Runs of conversations with about `_AT_ONCE` messages."""
-    begun = offsets_of(np.array([len(chat) for chat in chats], np.int64))[:-1] // _AT_ONCE
-    for number in np.unique(begun).tolist():
-        low, high = np.searchsorted(begun, [number, number + 1])
-        yield chats[low:high]
 
 
 def _texts(chats: Sequence[Any], engines: Mapping[bool, HostEngine], generates: bool) -> pa.LargeStringArray:
@@ -234,11 +230,7 @@ class ConversationProcessor:
         Raises:
             OptionError: NeMo-RL uses another tokenizer or other settings.
         """
-        if identity(tokenizer) != self.tokenizer:
-            raise OptionError(
-                f"the tokenizer of the policy is not the one of the dataset ({tokenizer.name_or_path!r} and "
-                f"{self.tokenizer[0]!r}, or another chat template): set the dataset's tokenizer=${{policy.tokenizer}}"
-            )
+        check_tokenizer(tokenizer, self.tokenizer)
         if replace(self.settings, **settings) != self.settings:
             name = next(name for name, value in settings.items() if value != getattr(self.settings, name))
             raise OptionError(

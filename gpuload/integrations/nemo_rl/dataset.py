@@ -13,21 +13,20 @@ from typing import Any
 
 import nemo_rl
 import numpy as np
-import torch
 from nemo_rl.algorithms.utils import get_tokenizer
 from nemo_rl.data.datasets.response_datasets.oai_format_dataset import OpenAIFormatDataset
 from nemo_rl.data.datasets.response_datasets.response_dataset import ResponseDataset
 from nemo_rl.data.processors import math_hf_data_processor, sft_processor
 
 from gpuload.errors import OptionError, TokenizerError
-from gpuload.integrations.core import check_switches, is_supported, log_fallback, settings_under
+from gpuload.integrations.core import check_switches, is_supported, log_fallback, log_ignored, settings_under
 from gpuload.integrations.nemo_rl.conversations import (
     ConversationProcessor,
     MessageSettings,
     NemoConversations,
     tokenized_conversations,
 )
-from gpuload.integrations.nemo_rl.rows import PromptProcessor, TokenizedPrompts, identity, tokenized
+from gpuload.integrations.nemo_rl.rows import PromptProcessor, TokenizedPrompts, comparable, identity, tokenized
 from gpuload.options import NO_LIMIT, plain
 
 SUPPORTED = "0.7"
@@ -83,6 +82,9 @@ class _TokenizedOnce:
         if why is not None:
             log_fallback(logger, f"NeMo-RL for {self.task_name}", why)
             return
+        if self._is_sft:
+            ignored = {f"data.train.gpuload.{name}": value for name, value in self._options.items()}
+            log_ignored(logger, ignored, "messages for SFT are tokenized on the CPU, and compared with NeMo-RL's")
         self.dataset, self.val_dataset = made
         self.processor = self._processor()
 
@@ -152,7 +154,7 @@ class _TokenizedOnce:
             number = int(made.numbers[row])
             expected = self.processor(rows[number], self.task_spec, tokenizer, NO_LIMIT, row, **more)
             found = process(made[row], self.task_spec, tokenizer, NO_LIMIT, row, **more)
-            if _plain(found) != _plain(expected):
+            if comparable(found) != comparable(expected):
                 return f"row {number} of a sample differs from NeMo-RL's"
         return None
 
@@ -212,12 +214,3 @@ def _with_prompt(chat: list[Any], prompt: str) -> list[Any]:
     first = next((k for k, message in enumerate(chat) if message["role"] == "user"), 0)
     message = {"role": "user", "content": prompt.format(chat[first]["content"])}
     return [*chat[:first], message, *chat[first + 1 :]]
-
-
-def _plain(value: Any) -> Any:
-    """A row whose tensors can be compared with `!=`."""
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.tolist()
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list) else value

@@ -104,6 +104,22 @@ def identity(tokenizer: Any) -> tuple[Any, ...]:
     return tokenizer.name_or_path, tokenizer.chat_template, getattr(tokenizer.apply_chat_template, "keywords", {})
 
 
+def check_tokenizer(tokenizer: Any, own: tuple[Any, ...]) -> None:
+    """Checks that NeMo-RL trains with the tokenizer that has made the ids.
+
+    Args:
+        own: `identity` of that one.
+
+    Raises:
+        OptionError: it is another one.
+    """
+    if identity(tokenizer) != own:
+        raise OptionError(
+            f"the tokenizer of the policy is not the one of the dataset ({tokenizer.name_or_path!r} and "
+            f"{own[0]!r}, or another chat template): set the dataset's tokenizer=${{policy.tokenizer}}"
+        )
+
+
 @dataclass(frozen=True)
 class PromptProcessor:
     """NeMo-RL's processor of prompts, for rows that are tokenized already.
@@ -122,11 +138,7 @@ class PromptProcessor:
         Raises:
             OptionError: NeMo-RL uses another tokenizer.
         """
-        if identity(tokenizer) != self.tokenizer:
-            raise OptionError(
-                f"the tokenizer of the policy is not the one of the dataset ({tokenizer.name_or_path!r} and "
-                f"{self.tokenizer[0]!r}, or another chat template): set the dataset's tokenizer=${{policy.tokenizer}}"
-            )
+        check_tokenizer(tokenizer, self.tokenizer)
         ids = datum_dict["token_ids"]
         length = len(ids)
         too_long = length >= max_seq_length
@@ -139,3 +151,12 @@ class PromptProcessor:
             "idx": idx,
             "task_name": datum_dict["task_name"],
         }
+
+
+def comparable(value: Any) -> Any:
+    """A row whose tensors can be compared with `!=`."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.tolist()
+    if isinstance(value, dict):
+        return {name: comparable(each) for name, each in value.items()}
+    return [comparable(each) for each in value] if isinstance(value, list) else value

@@ -9,8 +9,7 @@ from typing import Any
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.utils.processing_utils import load_processor, load_tokenizer
 
-from gpuload.errors import DeviceError, GpuloadError
-from gpuload.integrations.core import LOAD_OPTIONS, log_fallback, settings_under
+from gpuload.integrations.core import LOAD_OPTIONS, log_fallback, settings_under, unless_unsupported
 from gpuload.integrations.slime.contract import MODULES, contract_problem
 from gpuload.options import Options
 
@@ -60,14 +59,9 @@ def _prepared(args: Any, settings: dict[str, Any]) -> Any:
 
     tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=True)
     processor = load_processor(args.hf_checkpoint, trust_remote_code=True)
-    try:
-        dataset = prepare(args, tokenizer, processor, settings)
-    except DeviceError:
-        raise
-    except GpuloadError as error:
-        log_fallback(logger, "slime's own dataset", str(error))
-        return None
-    if args.dump_details is not None:
+    own = "slime's own dataset"
+    dataset = unless_unsupported(lambda: prepare(args, tokenizer, processor, settings), logger, own)
+    if dataset is not None and args.dump_details is not None:
         tokenizer.save_pretrained(Path(args.dump_details) / "tokenizer")
         if processor:
             processor.save_pretrained(Path(args.dump_details) / "processor")

@@ -8,9 +8,10 @@ turn of each row becomes a row of one column, which `load_chats` renders and enc
              of the user, the others after it, and the ids of that message are removed; then as above
 
 All ids of an assistant's turn have loss, except for the first ones, as many as a generation prompt has. These counts
-are slime's own. Rows that cannot be tokenized have no ids: slime tokenizes them.
+are slime's own. For the other masks see `rendered.py`. Rows that cannot be tokenized have no ids: slime tokenizes them.
 """
 
+import itertools
 import json
 from typing import Any
 
@@ -23,6 +24,7 @@ from gpuload.arrays import Ragged, offsets_of, ranges
 from gpuload.chats.load import load_chats
 from gpuload.errors import DataError
 from gpuload.integrations.core import are_messages
+from gpuload.integrations.slime.rendered import with_answer, with_markers
 from gpuload.integrations.slime.samples import SampleColumns, set_conversation
 from gpuload.loss import with_loss
 from gpuload.options import NO_LIMIT
@@ -48,19 +50,53 @@ def conversations(args: Any, tokenizer: Any, settings: dict[str, Any], samples: 
         GpuloadError: as for `load_chats`.
     """
     kind = args.loss_mask_type
-    if kind not in ("qwen", "qwen3") or (kind == "qwen" and "<｜Assistant｜>" in tokenizer.get_added_vocab()):
-        raise DataError(f"loss_mask_type={kind!r} with this tokenizer is not supported")
+    if kind not in ("qwen", "qwen3", "qwen3_5", "distill_qwen"):
+        raise DataError(f"loss_mask_type={kind!r} is not supported")
     table = samples.columns.table()
     column = table[samples.prompt].combine_chunks()
     if not are_messages(column.type) or column.null_count:
         raise DataError(f"column {samples.prompt!r} is not messages with text")
+    if not len(column.flatten()):
+        raise DataError(f"column {samples.prompt!r} has no messages")
     if samples.tools is None and samples.metadata is not None:
         _check_metadata(table[samples.metadata])
     try:
         generator = MultiTurnLossMaskGenerator(tokenizer, tokenizer_type=kind)
-        system, unlearned = generator.system_message_length, generator.gen_token_length
-        prefix = tokenizer.apply_chat_template([_PREFIX], tokenize=True, return_dict=False) if kind == "qwen3" else []
     except Exception as error:  # whatever the template raises: slime raises it at the first step
+        raise DataError(f"slime's loss mask cannot be made: {error!s:.200}") from error
+    if kind == "qwen" and "<｜Assistant｜>" in tokenizer.get_added_vocab():
+        kind = "distill_qwen"
+    if kind in ("qwen3_5", "distill_qwen"):
+        made = _rendered(column, tokenizer, kind, samples)
+    else:
+        made = _by_turns(column, tokenizer, kind, generator, settings, samples)
+    _compare(generator, samples, made)
+    return made
+
+
+def _rendered(column: pa.Array, tokenizer: Any, kind: str, samples: SampleColumns) -> Ragged:
+    """Rows of which slime renders the whole conversation, or its first message."""
+    if samples.tools is not None:
+        raise DataError(f"rows have tools, which are not supported with loss_mask_type={kind!r}")
+    messages, count = _MessageTurns(column, joins_tools=False), len(column)
+    if kind == "qwen3_5":
+        answers = np.flatnonzero(messages.is_role("assistant"))
+        bounds = np.searchsorted(messages.row[answers], np.arange(count + 1))
+        flags = messages.learned[answers].tolist()
+        learned = [flags[low:high] for low, high in itertools.pairwise(bounds.tolist())]
+        return with_markers(column, tokenizer, learned)
+    last = np.searchsorted(messages.row, np.arange(count), side="right") - 1
+    return with_answer(column, tokenizer, messages.learned[last])
+
+
+def _by_turns(
+    column: pa.Array, tokenizer: Any, kind: str, generator: Any, settings: dict[str, Any], samples: SampleColumns
+) -> Ragged:
+    """Rows that slime tokenizes turn by turn."""
+    system, unlearned = generator.system_message_length, generator.gen_token_length
+    try:
+        prefix = tokenizer.apply_chat_template([_PREFIX], tokenize=True, return_dict=False) if kind == "qwen3" else []
+    except Exception as error:
         raise DataError(f"slime's loss mask cannot be made: {error!s:.200}") from error
     if min(system, unlearned) < 0:
         raise DataError("the template's system prompt or generation prompt has no length")
@@ -77,7 +113,7 @@ def conversations(args: Any, tokenizer: Any, settings: dict[str, Any], samples: 
     front = np.where(turns.opening, 0, len(prefix) + np.where(turns.is_role("system"), 0, system))[there]
     back = np.where(turns.opening, len(prefix), 0)[there]
     rest = np.maximum(ids.lengths - front - back, 0)
-    # Position of each id in what is left of its turn; negative if it is removed at the front.
+    # Position of each id in the part of its turn that is kept; negative if it is removed at the front.
     position = ids.positions - np.repeat(front, ids.lengths)
     kept = (position >= 0) & (position < np.repeat(rest, ids.lengths))
     is_assistant = turns.is_role("assistant")[there]
@@ -90,9 +126,7 @@ def conversations(args: Any, tokenizer: Any, settings: dict[str, Any], samples: 
     kept &= ~np.repeat(without[turns.row[there]], ids.lengths)
     lengths = np.zeros(len(column), np.int64)
     np.add.at(lengths, turns.row[there], np.where(without[turns.row[there]], 0, rest))
-    made = with_loss(Ragged(ids.values[kept], offsets_of(lengths)), learned[kept])
-    _compare(generator, samples, made)
-    return made
+    return with_loss(Ragged(ids.values[kept], offsets_of(lengths)), learned[kept])
 
 
 def _check_metadata(column: pa.ChunkedArray) -> None:

@@ -18,8 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from slime.utils.data import Dataset, _parse_generalized_path
 
-from gpuload.errors import DataError, DeviceError, GpuloadError
-from gpuload.integrations.core import are_messages, log_fallback
+from gpuload.errors import DataError
+from gpuload.integrations.core import are_messages, unless_unsupported
 from gpuload.integrations.slime.reading import check_labels, check_tools, open_rows
 from gpuload.integrations.slime.samples import SampleColumns, SampleDataset
 from gpuload.load import load_sources, reference_of
@@ -133,12 +133,9 @@ def _with_conversations(args: Any, tokenizer: Any, settings: dict[str, Any], mad
     """The same samples with ids for SFT, if slime's loss mask can be made by columns."""
     from gpuload.integrations.slime.masks import conversations
 
-    try:
-        found = conversations(args, tokenizer, settings, made)
-    except DeviceError:
-        raise
-    except GpuloadError as error:
-        log_fallback(logger, "slime's SFT rollout, which tokenizes at each step", str(error))
+    own = "slime's SFT rollout, which tokenizes at each step"
+    found = unless_unsupported(lambda: conversations(args, tokenizer, settings, made), logger, own)
+    if found is None:
         return made
     if missing := int((found.lengths == 0).sum()):
         logger.warning("gpuload: %d of %d conversations are tokenized by slime, at each step", missing, len(found))

@@ -1,7 +1,7 @@
 """TRL's collators for `FlatRows`: the same batches, padded from flat ids.
 
 They replace TRL's own collators, never one that the user passes. Rows that are not `FlatRows`, that are empty, or that
-have null values are left to TRL's method. So is everything if the first batch, which is made in both ways, differs.
+have null values fall back to TRL's method. So does everything if the first batch, which is made in both ways, differs.
 """
 
 import dataclasses
@@ -11,17 +11,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from datasets import Dataset
 from trl.trainer import dpo_trainer, kto_trainer, reward_trainer, sft_trainer
 
 from gpuload.arrays import Ragged, offsets_of
 from gpuload.engines.host.packs import IGNORED
 from gpuload.integrations.core import log_fallback
 from gpuload.integrations.trl.columns import SIDES
+from gpuload.integrations.trl.contract import order_problem
 from gpuload.integrations.trl.rows import FlatDataset, FlatRows
 from gpuload.options import Truncation
 from gpuload.pairs.parts import appended
 
 logger = logging.getLogger("gpuload.integrations.trl")
+
+ORDER_PROBLEM = order_problem(Dataset)
 
 Batch = dict[str, Any]
 
@@ -31,6 +35,9 @@ def use_flat_batches(trainer: Any) -> None:
     stock = trainer.data_collator
     kind = {flat.__bases__[1]: flat for flat in (FlatSFT, FlatDPO, FlatRM, FlatKTO)}.get(type(stock))
     if kind is None:
+        return
+    if ORDER_PROBLEM:
+        log_fallback(logger, "TRL's collator", ORDER_PROBLEM)
         return
     trainer.data_collator = kind(**{field.name: getattr(stock, field.name) for field in dataclasses.fields(stock)})
     trainer.train_dataset, held_out = FlatDataset.of(trainer.train_dataset), trainer.eval_dataset

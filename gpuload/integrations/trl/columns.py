@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.arrays import Ragged, RowNumbers, offsets_of
+from gpuload.chats.engine import with_eos
 from gpuload.options import Truncation
 from gpuload.pairs.parts import appended
 from gpuload.row_reader import lists, parts
@@ -16,9 +17,11 @@ SIDES: dict[str, Truncation] = {"keep_start": "right", "keep_end": "left"}
 """TRL's `truncation_mode` → the end that is truncated."""
 
 
-def ragged_of(column: pa.ChunkedArray) -> Ragged:
+def ragged_of(column: pa.ChunkedArray | pa.Array) -> Ragged:
     """Rows of a column of lists of integers without nulls."""
-    chunks = [chunk for chunk in column.chunks if len(chunk)]
+    chunks = [chunk for chunk in getattr(column, "chunks", [column]) if len(chunk)]
+    if len(chunks) == 1:
+        return Ragged(chunks[0].flatten().to_numpy(), offsets_of(pc.list_value_length(chunks[0]).to_numpy()))
     lengths = [pc.list_value_length(chunk).to_numpy() for chunk in chunks]
     values = [chunk.flatten().to_numpy() for chunk in chunks]
     none = [np.zeros(0, np.int32)]  # there may be no chunks
@@ -37,7 +40,7 @@ def partners(rows: int, group: int, processes: int) -> RowNumbers:
 
     Args:
         group: rows of a group.
-        processes: `datasets` gives each a run of consecutive rows, the first ones one row more. Groups begin anew.
+        processes: `datasets` gives each a run of consecutive rows, the first ones one row more. Each begins a group.
     """
     number = np.arange(rows)
     starts = offsets_of(np.array([len(part) for part in np.array_split(number, processes)]))
@@ -68,12 +71,9 @@ def prefixed(prompts: pa.ChunkedArray, answers: pa.ChunkedArray) -> pa.ChunkedAr
     return pa.chunked_array([lists_of.from_arrays(offsets, messages.take(pa.array(both.values)))])
 
 
-def with_eos(table: pa.Table, names: Sequence[str], eos: str) -> pa.Table:
+def columns_with_eos(table: pa.Table, names: Sequence[str], eos: str) -> pa.Table:
     """The same rows, with the EOS token after each text of some columns that does not end with it."""
     for name in names:
-        column = table[name]
-        token = pa.scalar(eos, column.type)
-        ended = pc.binary_join_element_wise(column, token, pa.scalar("", column.type))
-        whole = pc.if_else(pc.ends_with(column, eos), column, ended)
-        table = table.set_column(table.schema.get_field_index(name), table.schema.field(name), whole)
+        place = table.schema.get_field_index(name)
+        table = table.set_column(place, table.schema.field(name), with_eos(table[name], eos))
     return table

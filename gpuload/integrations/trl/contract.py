@@ -9,6 +9,9 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+
 from gpuload.integrations.core import is_supported
 
 SUPPORTED = "1.16"
@@ -48,6 +51,41 @@ COLLATORS = {
 """Module → its collator, and the fields that it has."""
 
 MODULES = ("trl", *_FUNCTIONS, *COLLATORS)
+
+
+def row_numbers(dataset: Any, rows: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Where rows of a dataset are in `dataset.data`, its table.
+
+    A dataset that was shuffled or selected from has a table with more rows, or in another order. There is no public
+    name for that order, so `order_problem` checks this one.
+
+    Args:
+        rows: (B,) their numbers in the dataset.
+    """
+    numbers = np.asarray(rows, np.int64)
+    order = dataset._indices
+    return numbers if order is None else order.column(0).take(pa.array(numbers)).to_numpy().astype(np.int64)
+
+
+def order_problem(kind: Any) -> str | None:
+    """Why rows of a dataset cannot be found in its table; None if they can.
+
+    Args:
+        kind: `datasets.Dataset`.
+    """
+    # Another order, consecutive rows, rows of a part, and all.
+    whole = kind.from_dict({"row": list(range(8))})
+    orders = {"select": whole.select([5, 0, 3]), "shuffle": whole.shuffle(seed=0).select([2, 6, 4])}
+    orders |= {"slice": whole.select(range(2, 6)), "": whole}
+    for name, dataset in orders.items():
+        try:
+            numbers = row_numbers(dataset, np.arange(len(dataset)))
+            found = dataset.data.column("row").take(pa.array(numbers)).to_pylist()
+        except Exception as error:  # a private name has another meaning
+            return f"datasets has another way to {name or 'keep'} rows ({type(error).__name__}: {error!s:.100})"
+        if found != dataset.with_format(None)["row"][:]:
+            return f"datasets has another way to {name or 'keep'} rows"
+    return None
 
 
 def contract_problem(version: str, modules: Mapping[str, Any]) -> str | None:

@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from trl.data_utils import extract_prompt, unpair_preference_dataset
 
 from gpuload.integrations.core import are_messages
-from gpuload.integrations.trl.columns import column_of, partners, prefixed, ragged_of, with_eos
+from gpuload.integrations.trl.columns import column_of, columns_with_eos, partners, prefixed, ragged_of
 from gpuload.integrations.trl.preparation import Call, Steps, joined, logger, whole
 from gpuload.options import NO_LIMIT, Objective
 from gpuload.pairs.dataset import PairDataset
@@ -55,7 +56,7 @@ def _tokenized(objective: Objective, call: Call, table: pa.Table) -> tuple[pa.Ta
     names = [*answers, *({"prompt"} & set(table.column_names))]
     read = names + (["label"] if objective == "kto" else [])
     if is_text(table.schema.field(answers[0]).type):
-        table = with_eos(table, answers, call.tokenizer.eos_token)
+        table = columns_with_eos(table, answers, call.tokenizer.eos_token)
     else:
         read += {"tools"} & set(table.column_names)
     loaded = load_pairs(table.select(read), call.tokenizer, objective=objective, max_length=NO_LIMIT)
@@ -71,10 +72,12 @@ def _finished(objective: Objective, call: Call, table: pa.Table) -> pa.Table:
     limit = call.args.max_length
     if limit is None or (objective == "dpo" and call.args.truncation_mode != "keep_start"):
         return table
-    lengths = {name: ragged_of(table[name]).lengths for name in _TOKENS[objective]}
+    lengths = {name: pc.list_value_length(table[name]).to_numpy() for name in _TOKENS[objective]}
     if objective == "rm":
-        return table.filter(pa.array(np.maximum(lengths["chosen_ids"], lengths["rejected_ids"]) <= limit))
-    return table.filter(pa.array(lengths["prompt_ids"] < limit))
+        keep = np.maximum(lengths["chosen_ids"], lengths["rejected_ids"]) <= limit
+    else:
+        keep = lengths["prompt_ids"] < limit
+    return table if keep.all() else table.filter(pa.array(keep))
 
 
 def _with_kl(call: Call, table: pa.Table, processes: int) -> pa.Table:

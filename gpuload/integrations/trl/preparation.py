@@ -24,7 +24,7 @@ from trl.trainer.utils import global_then_local_main_first
 
 from gpuload.chats.dataset import ChatDataset
 from gpuload.errors import DataError, GpuloadError
-from gpuload.integrations.core import log_fallback
+from gpuload.integrations.core import log_fallback, log_ignored
 from gpuload.integrations.trl.columns import picked
 from gpuload.pairs.dataset import PairDataset
 
@@ -127,10 +127,22 @@ def prepare(call: Call, steps: Steps) -> Any:
         with global_then_local_main_first():
             made = _made(call, steps, dataset, rows, expected)
         if not isinstance(made, str):
+            _log_ignored(call, dataset)
             return made
         why = made
     log_fallback(logger, f"TRL for the {call.name} dataset", why)
     return call.by_trl()
+
+
+def _log_ignored(call: Call, dataset: Any) -> None:
+    """Says that the number of processes has no effect, if no step of TRL's uses it.
+
+    Args:
+        dataset: with explicit prompts, which TRL's functions may have made.
+    """
+    used = call.given.get("packing") or getattr(call.trainer, "calculate_KL", False)
+    if dataset is call.given["dataset"] and not used and (count := call.args.dataset_num_proc) is not None:
+        log_ignored(logger, {"dataset_num_proc": count}, f"the {call.name} dataset is tokenized by columns")
 
 
 def _made(call: Call, steps: Steps, dataset: Any, rows: list[int], expected: Any) -> Any:

@@ -16,6 +16,7 @@ import torch
 from datasets import Dataset
 
 from gpuload.arrays import Ragged, RowNumbers, offsets_of
+from gpuload.integrations.trl.contract import row_numbers
 from gpuload.sources.types import is_list
 
 
@@ -98,11 +99,7 @@ class FlatRows(Sequence[dict[str, Any]]):
     def __init__(self, dataset: FlatDataset, keys: list[int]) -> None:
         self._dataset, self._keys = dataset, keys
         self.names = frozenset(dataset.column_names)
-        # A dataset that was shuffled or selected from has a table with more rows, or in another order.
-        order, numbers = dataset._indices, np.asarray(keys, np.int64)
-        if order is not None:
-            numbers = order.column(0).take(pa.array(numbers)).to_numpy().astype(np.int64)
-        self._numbers = numbers
+        self._numbers = row_numbers(dataset, keys)
 
     def __len__(self) -> int:
         return len(self._keys)

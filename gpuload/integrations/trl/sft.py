@@ -12,9 +12,10 @@ from gpuload.chats.dataset import ChatDataset
 from gpuload.chats.load import load_chats
 from gpuload.engines.host.packs import IGNORED
 from gpuload.integrations.core import are_messages
-from gpuload.integrations.trl.columns import SIDES, column_of, ragged_of, with_eos
+from gpuload.integrations.trl.columns import SIDES, column_of, columns_with_eos, ragged_of
 from gpuload.integrations.trl.preparation import Call, Steps, joined, whole
 from gpuload.options import NO_LIMIT, LossOn
+from gpuload.row_reader import lists as list_array
 from gpuload.sources.types import is_text
 
 _TOKENS = ["input_ids", "labels"]
@@ -53,7 +54,7 @@ def _tokenized(call: Call, table: pa.Table) -> tuple[pa.Table, ChatDataset]:
     if call.args.assistant_only_loss:
         loss_on = "assistant"
     if is_text(table.schema.field(names[0]).type):
-        table = with_eos(table, names[-1:], call.tokenizer.eos_token)
+        table = columns_with_eos(table, names[-1:], call.tokenizer.eos_token)
         rows = table.select(names).rename_columns(names if len(names) == 2 else ["text"])
     else:
         rows = table.select([*names, *({"tools"} & set(table.column_names))])
@@ -81,12 +82,16 @@ def _finished(call: Call, table: pa.Table) -> pa.Table:
         return table
     if pc.max(pc.list_value_length(table["input_ids"])).as_py() <= call.args.max_length:
         return table  # as most datasets; there is no row without labels, see `whole`
-    tokens = [ragged_of(table[name]) for name in _TOKENS]
-    ids, labels = (each.truncate(call.args.max_length, SIDES[call.args.truncation_mode]) for each in tokens)
-    keep = count_in_rows(labels.values != IGNORED, labels.offsets) > 0
-    table = table.drop_columns(_TOKENS).filter(pa.array(keep))
-    kept = [column_of(each.filter(keep)) for each in (ids, labels)]
-    return joined(table, pa.table(kept, _TOKENS))
+    keep, kept = [np.zeros(0, bool)], []
+    for batch in table.select(_TOKENS).to_batches():  # one by one, so that the memory of the arrays is used again
+        tokens = [ragged_of(batch[name]) for name in _TOKENS]
+        ids, labels = (each.truncate(call.args.max_length, SIDES[call.args.truncation_mode]) for each in tokens)
+        keep.append(count_in_rows(labels.values != IGNORED, labels.offsets) > 0)
+        if not keep[-1].all():
+            ids, labels = ids.filter(keep[-1]), labels.filter(keep[-1])
+        kept.append(pa.record_batch([list_array(each.values, each.offsets) for each in (ids, labels)], _TOKENS))
+    table, every = table.drop_columns(_TOKENS), np.concatenate(keep)
+    return joined(table if every.all() else table.filter(pa.array(every)), pa.Table.from_batches(kept))
 
 
 def _packed(call: Call, dataset: Any) -> Any:
