@@ -6,8 +6,8 @@ environment.py  description of the machine, the packages and the commit
 report.py       writer of Markdown tables
 
 contenders/     the measured programs, one per process
-cpu/            load and filter, batches, memory, stages, packing, SFT; headline.py: the numbers of the project's README
-verl/           a rollout step inside verl 0.9.1
+cpu/            load and filter, batches, memory, stages, cores, packing, SFT; headline.py: the numbers of README.md
+verl/           epochs and a rollout step inside verl 0.9.1
 gpu/            the record of a GPU; records/README.md says how to make one
 tests/          tests of this package, and those that need a GPU
 

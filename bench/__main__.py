@@ -19,12 +19,14 @@ from typing import Any
 from bench import ROOT, environment, report
 from bench.cpu import headline
 from bench.cpu.chats import measure_chats, measure_pairs
+from bench.cpu.cores import measure_cores
 from bench.cpu.load import measure_load
 from bench.cpu.packing import measure_packing
 from bench.cpu.page import page
 from bench.cpu.sections import measure_batches, measure_memory, measure_stages
 from bench.data import JOINT, Plan, find_datasets, find_tokenizer, samples
 from bench.process import ContenderError, without_directories
+from bench.verl.epochs import measure_epochs
 from bench.verl.rollout import measure_rollout
 
 SECTIONS = {
@@ -32,9 +34,11 @@ SECTIONS = {
     "batches": measure_batches,
     "memory": measure_memory,
     "stages": measure_stages,
+    "cores": measure_cores,
     "packing": measure_packing,
     "chats": measure_chats,
     "pairs": measure_pairs,
+    "epochs": measure_epochs,
     "verl": measure_rollout,
 }
 _QUICK_ROWS = 300

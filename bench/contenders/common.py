@@ -32,7 +32,8 @@ def answer(**facts: Any) -> None:
 
 
 class Meter:
-    """Meter of seconds and peak memory, started by its construction.
+    """Meter of seconds, CPU seconds (with those of child processes that have ended) and peak memory, started by its
+    construction.
 
     The baseline is the resident memory at that moment, after unused memory of the allocator was returned to the system;
     otherwise the work could reuse it unseen. The peak is the kernel's high-water mark, reset at the start.
@@ -46,6 +47,7 @@ class Meter:
         with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
             file.write("5")
         self._baseline = _status_bytes("VmRSS")
+        self._cpu = _cpu_seconds()
         self._started = time.perf_counter()
 
     def stop(self) -> dict[str, float | int]:
@@ -53,6 +55,7 @@ class Meter:
         seconds = time.perf_counter() - self._started
         return {
             "seconds": seconds,
+            "cpu_seconds": _cpu_seconds() - self._cpu,
             "setup_seconds": self.setup_seconds,
             "baseline_rss": self._baseline,
             "peak_rss": _status_bytes("VmHWM"),
@@ -106,6 +109,12 @@ def shuffled_batches(rows: Sequence[int], size: int) -> list[list[int]]:
     order = np.random.default_rng(0).permutation(np.asarray(rows))
     size = min(size, len(order))
     return [order[i : i + size].tolist() for i in range(0, len(order) - size + 1, size)]
+
+
+def _cpu_seconds() -> float:
+    """All threads of this process and of its children that have ended, in programs and in the system for them."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def _status_bytes(key: str) -> int:

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterable
 from statistics import median
 from typing import Any
 
-from bench.cpu import chats, packing
+from bench.cpu import chats, cores, packing
 from bench.cpu.load import BASELINE, IN_VERL, OURS, TRL, VERL, median_seconds
 from bench.report import circumstances, table
-from bench.verl import rollout
+from bench.verl import epochs, rollout
 
 Section = dict[str, Any]
 Run = dict[str, Any]
@@ -65,9 +65,11 @@ def page(record: dict[str, Section], name: str, summary: str = "") -> str:
         "batches": ("Batches", _BATCH_NOTES, batch_table),
         "memory": ("Memory", _MEMORY_NOTES, memory_table),
         "stages": ("Stages", _STAGE_NOTES, stage_table),
+        "cores": ("Cores", cores.NOTES, cores.cores_table),
         "packing": ("Packing", packing.NOTES, packing.packing_tables),
         "chats": ("Data for SFT", chats.NOTES, chats.chats_table),
         "pairs": ("Preference data", chats.PAIR_NOTES, chats.chats_table),
+        "epochs": ("Epochs inside verl 0.9.1", epochs.NOTES, epochs.epochs_table),
         "verl": ("A rollout step inside verl 0.9.1", rollout.NOTES, rollout.rollout_table),
     }
     for key, (title, notes, render) in tables.items():

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from bench.cpu.chats import chats_table
+from bench.cpu.cores import STAGES, cores_table
 from bench.cpu.packing import packing_tables
 from bench.data import Dataset, first_rows
 from bench.process import ContenderError, run_contender
+from bench.verl.epochs import epochs_table
 
 ROWS = 60
 
@@ -69,6 +71,25 @@ def test_stages_are_compared_with_the_libraries(task: dict[str, Any], tmp_path: 
     answer = run_contender("stages", task, tmp_path / "stages")
     assert answer["rows"] == ROWS
     assert len(answer["seconds"]) == 5
+
+
+def test_epochs_are_compared_with_verl_with_workers() -> None:
+    def epochs(*seconds: float) -> list[dict[str, float]]:
+        return [{"seconds": each, "process_cpu": 0.1, "workers_cpu": 0.25} for each in seconds]
+
+    runs = [{"data": "gsm8k", "rows": 1000, "epochs": {"verl": epochs(1, 2, 9), "gpuload": epochs(0.5, 0.5, 0.1)}}]
+    first, second = epochs_table({"runs": runs}).splitlines()[2:]
+    assert first == "| gsm8k | 1,000 | verl | 500 | 1.0× | 2.00 | 0.10 | 0.25 |"
+    assert second == "| gsm8k | 1,000 | gpuload | 2,000 | 4.0× | 0.50 | 0.10 | 0.25 |"
+
+
+def test_stages_by_two_threads(task: dict[str, Any], tmp_path: Path) -> None:
+    run = run_contender("cores", task | {"threads": 2, "copies": 3}, tmp_path / "cores")
+    assert run["rows"] == 3 * ROWS
+    assert set(run["stages"]) == set(STAGES)
+    assert all(stage["seconds"] > 0 and stage["cpu"] > 0 for stage in run["stages"].values())
+    assert run["load"]["rows"] == ROWS
+    assert "| 2 |" in cores_table({"runs": [run]})
 
 
 def test_a_failure_has_the_output_of_the_process(task: dict[str, Any], tmp_path: Path) -> None:
