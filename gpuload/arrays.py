@@ -7,7 +7,7 @@ arrays themselves, so the same code runs in host and in device memory.
 
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -64,13 +64,57 @@ def count_in_rows(mask: Array, offsets: Array) -> Array:
     if not isinstance(mask, np.ndarray):
         counted = offsets_of(mask)
         return counted[offsets[1:]] - counted[offsets[:-1]]
-    # Without a temporary array of all values, most of whose time is taken by the system, which has to provide memory.
-    # `reduceat` adds up the values from each number on to the next: rows without values have to be left out.
-    counts = np.zeros(len(offsets) - 1, np.int64)
-    filled = np.flatnonzero(offsets[1:] > offsets[:-1])
-    if len(filled):
-        counts[filled] = np.add.reduceat(mask, offsets[filled], dtype=np.int64)
-    return counts
+    # The masks of rows are runs of many equal values. Only where they begin and end is added up, because an array of
+    # sums over all values takes several times as long: most of it to get the memory.
+    starts = np.append(0, np.flatnonzero(mask[1:] != mask[:-1]) + 1)
+    marked = (np.arange(len(starts)) % 2 == 0) == bool(mask[:1].any())  # runs are marked in turn
+    before = offsets_of(np.diff(starts, append=len(mask)) * marked)
+    run = np.searchsorted(starts, offsets, side="right") - 1
+    counted = before[run] + marked[run] * (offsets - starts[run])
+    return counted[1:] - counted[:-1]
+
+
+def stretches(*lengths: Array) -> Array:
+    """A mask of n rows, each of which consists of k stretches: every second one is marked.
+
+    Args:
+        lengths: k arrays (n,) int64, the lengths of the first stretches, of the second ones, and so on.
+
+    Returns:
+        (sum of all lengths,) bool.
+
+    Examples:
+        >>> stretches(np.array([1, 0]), np.array([2, 1])).tolist()
+        [False, True, True, True]
+    """
+    xp = array_module(lengths[0])
+    number = xp.arange(len(lengths) * len(lengths[0]))
+    return xp.repeat(number % len(lengths) % 2 == 1, xp.stack(lengths, axis=1).ravel())
+
+
+def chunks_of(take: "Callable[[RowNumbers], Ragged]", lengths: RowNumbers, most: int) -> Iterator[Array]:
+    """The values of n rows in order, in arrays of at most `most` values; a row that has more is on its own.
+
+    Args:
+        take: (m,) row numbers → those rows.
+        lengths: (n,) int64.
+    """
+    offsets = offsets_of(lengths)
+    low = 0
+    while low < len(lengths):
+        high = max(low + 1, int(np.searchsorted(offsets, offsets[low] + most, side="right")) - 1)
+        yield take(np.arange(low, high)).values
+        low = high
+
+
+def from_chunks(chunks: Iterable[Array], lengths: RowNumbers) -> "Ragged":
+    """What `chunks_of` takes apart, in one new array in host memory."""
+    offsets = offsets_of(lengths)
+    values, at = np.empty(int(offsets[-1]), np.int32), 0
+    for chunk in chunks:
+        values[at : at + len(chunk)] = chunk
+        at += len(chunk)
+    return Ragged(values, offsets)
 
 
 @dataclass(frozen=True)
@@ -152,11 +196,10 @@ class Ragged:
         lengths = self.lengths
         if not len(lengths) or int(lengths.max()) <= length:
             return self
-        head = {"left": 0, "right": length, "middle": length // 2}[side]
-        place = self.positions
-        tail = xp.repeat(lengths, lengths) - place  # counted from the end of the row: 1 for its last id
-        kept = (place < head) | (tail <= length - head)
-        return Ragged(self.values[kept], offsets_of(xp.minimum(lengths, length)))
+        kept = xp.minimum(lengths, length)
+        head = xp.minimum(kept, {"left": 0, "right": length, "middle": length // 2}[side])
+        dropped = stretches(head, lengths - kept, kept - head)
+        return Ragged(self.values[~dropped], offsets_of(kept))
 
     @staticmethod
     def concatenate(parts: list["Ragged"]) -> "Ragged":

@@ -16,8 +16,11 @@ from gpuload.fingerprint import Fingerprint, token_digest
 from gpuload.lazy import Later, LazyDict
 from gpuload.loader import PromptLoader
 from gpuload.options import Options, Padding
+from gpuload.origins import Origins
+from gpuload.reference.reference import messages_of
 from gpuload.report import Report
 from gpuload.sources.columns import Columns
+from gpuload.workers import prepare_worker
 
 Row = dict[str, Any]
 
@@ -83,7 +86,7 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
         self,
         store: TokenStore,
         columns: Columns,
-        origin: np.ndarray[Any, Any],
+        origins: Origins,
         engine: Engine,
         options: Options,
         pad_token_id: int,
@@ -97,7 +100,7 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
         self.report = report
         self._about = about
         self.passed_through = columns
-        self._origin = origin
+        self._origins = origins
         self._padded = engine.batches(store, options.max_prompt_length, options.truncation, pad_token_id)
 
     def __len__(self) -> int:
@@ -107,14 +110,11 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
         columns = ", ".join(self.passed_through.names)
         return f"PromptDataset({len(self):,} rows, {self._lengths.sum():,} tokens, {columns})"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_store": self._store.to_host()}  # another process cannot use this one's device
-
     @property
     def tokens(self) -> Ragged:
         """The ids of all rows, without padding: flat `values`, int32, and `offsets`, int64 `(n + 1,)`, on the host.
 
-        With `device="cuda"` they are copied there when they are first needed.
+        With `device="cuda"` they are copied there when they are first needed; with `store="disk"`, each time.
         """
         return self._store.to_host()
 
@@ -176,8 +176,8 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
         Returns:
             The file's name and the number of the row in it.
         """
-        source, number = self._origin[row]
-        return self.report.files[source], int(number)
+        file, number = self._origins[row]
+        return self.report.files[file], number
 
     @property
     def lengths(self) -> np.ndarray[Any, Any]:
@@ -187,7 +187,7 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
     @property
     def origins(self) -> np.ndarray[Any, Any]:
         """Where all rows come from, int64 `(n, 2)`: the index of the file in `report.files`, and the row in it."""
-        return self._origin
+        return self._origins.pairs()
 
     def __getitem__(self, row: int) -> Row:
         return self.__getitems__([row])[0]
@@ -205,6 +205,7 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
             IndexError: A row number is out of range.
             PromptTooLongError: A row is longer than `max_prompt_length`, and `truncation="error"`.
         """
+        prepare_worker()
         taken = self._taken(self._check(rows), "max_length")
         columns = [value.unbind(0) if isinstance(value, torch.Tensor) else value() for value in taken.values()]
         return [dict(zip(taken, values, strict=True)) for values in zip(*columns, strict=True)]
@@ -276,14 +277,14 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
             **columns,
             **tensors,
             "raw_prompt_ids": lambda: ids().to_lists(),
-            "index": lambda: [_index(extra) for extra in extra_info()],
+            "index": lambda: [index_of(extra) for extra in extra_info()],
         }
 
     def _column(self, name: str, numbers: np.ndarray[Any, Any]) -> list[Any]:
         """(B,) values of a pass-through column."""
         values = self.passed_through.take(numbers, [name])[name]
         if name == "raw_prompt" and self.options.return_raw_chat:
-            values = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt for prompt in values]
+            values = [messages_of(prompt) for prompt in values]
         return values
 
     def _check(self, rows: Sequence[int] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -296,11 +297,7 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
         if self.options.truncation == "error":
             for number in numbers[self._lengths[numbers] > limit]:
                 file, place = self.origin(number)
-                raise PromptTooLongError(
-                    f"row {number} ({file} row {place}) has {self._lengths[number]} tokens, which exceeds "
-                    f"max_prompt_length={limit}: raise max_prompt_length, set truncation to 'left', 'right' or "
-                    "'middle', or set filter_overlong_prompts=True"
-                )
+                raise prompt_too_long(f"row {number} ({file} row {place})", int(self._lengths[number]), limit)
         return numbers
 
 
@@ -337,20 +334,29 @@ def collate_fn(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for key, value in row.items():
             values.setdefault(key, []).append(value)
     return {
-        key: torch.stack(items) if all(isinstance(item, torch.Tensor) for item in items) else _object_array(items)
+        key: torch.stack(items) if all(isinstance(item, torch.Tensor) for item in items) else object_array(items)
         for key, items in values.items()
     }
 
 
-def _index(extra_info: Any) -> Any:
-    index = extra_info.get("index") if isinstance(extra_info, Mapping) else None
+def prompt_too_long(row: str, tokens: int, limit: int) -> PromptTooLongError:
+    """The error for a row that is longer than the limit, if `truncation="error"`."""
+    return PromptTooLongError(
+        f"{row} has {tokens} tokens, which exceeds max_prompt_length={limit}: raise max_prompt_length, set truncation "
+        "to 'left', 'right' or 'middle', or set filter_overlong_prompts=True"
+    )
+
+
+def index_of(extra_info: Any) -> Any:
+    """The key `index` of a row."""
+    index = extra_info.get("index") if isinstance(extra_info, dict) else None
     return 0 if index is None else index
 
 
 def _lazy(value: torch.Tensor | Callable[[], list[Any]]) -> torch.Tensor | Later:
-    return value if isinstance(value, torch.Tensor) else Later(lambda: _object_array(value()))
+    return value if isinstance(value, torch.Tensor) else Later(lambda: object_array(value()))
 
 
-def _object_array(values: Sequence[Any]) -> np.ndarray[Any, Any]:
+def object_array(values: Sequence[Any]) -> np.ndarray[Any, Any]:
     """A 1-d array whatever the values: `np.array` would make a matrix of lists that happen to be equally long."""
     return np.fromiter(values, object, len(values))

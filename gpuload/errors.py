@@ -3,6 +3,8 @@
 Every message says what is wrong, where (file, row, key) and what to do.
 """
 
+from typing import Any
+
 
 class GpuloadError(Exception):
     """Base class of all exceptions that gpuload raises.
@@ -31,6 +33,18 @@ class DataError(GpuloadError, ValueError):
     """A file that was read, but has no usable prompts."""
 
 
+class NoRowsError(DataError):
+    """All rows were dropped.
+
+    Attributes:
+        report: of the load, which says why; None where no load was begun.
+    """
+
+    def __init__(self, message: str, report: Any = None):
+        super().__init__(message)
+        self.report = report
+
+
 class TokenizerError(GpuloadError, ValueError):
     """A tokenizer that cannot be loaded, or that lacks a chat template or a padding token."""
 
@@ -57,6 +71,10 @@ class ResumeError(GpuloadError, ValueError):
 
 class ExportError(GpuloadError, OSError):
     """A directory for prepared data that cannot be written."""
+
+
+class StoreError(GpuloadError, OSError):
+    """A store on disk, or one shared by several machines, that cannot be written or read."""
 
 
 MORE_MEMORY = "free memory, or load fewer rows at a time"

@@ -24,9 +24,10 @@ def cache_root(given: str | os.PathLike[str] | None = None) -> Path:
     """The directory for everything gpuload caches: remote files, token ids, tokenizer tables, the demo's tokenizer.
 
     Args:
-        given: the `cache_dir` option. None: `$GPULOAD_CACHE`, else `$XDG_CACHE_HOME/gpuload`, else `~/.cache/gpuload`.
+        given: the `cache_dir` option. None, or the URL of a shared store (`cache/shared.py`): `$GPULOAD_CACHE`, else
+            `$XDG_CACHE_HOME/gpuload`, else `~/.cache/gpuload`.
     """
-    if not given:
+    if not given or "://" in str(given):
         given = os.environ.get("GPULOAD_CACHE")
     if not given:
         given = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "gpuload"

@@ -47,7 +47,9 @@ def filter_rows(
     """
     tokens = batch.tokens
     assert tokens is not None
-    rejected = {**unusable, **tokens.rejected, **invalid_rows(_without(batch.table, options.prompt_key))}
+    if batch.invalid is None:
+        batch.invalid = invalid_rows(_without(batch.table, options.prompt_key))
+    rejected = {**unusable, **tokens.rejected, **batch.invalid}
     keep = np.ones(len(batch.rows), bool)
     for row, reason in sorted(rejected.items()):
         place = f"{source} row {batch.rows[row]}"

@@ -18,8 +18,8 @@ Fingerprint = dict[str, Any]
 
 # Options that do not affect which rows a dataset has, nor their content.
 _WITHOUT_EFFECT = frozenset(
-    "cache_dir remote_timeout token_cache token_cache_bytes device tokens_on gpu_memory_limit verify strict progress "
-    "trust_remote_code distributed shuffle seed".split()
+    "cache_dir remote_timeout token_cache token_cache_bytes device tokens_on store gpu_memory_limit verify strict "
+    "progress trust_remote_code distributed shuffle seed".split()
 )
 
 

@@ -21,27 +21,30 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from tqdm import tqdm
 
-from gpuload.arrays import Ragged, RowNumbers
-from gpuload.cache.store import TokenCache, tokens_directory
+from gpuload.arrays import Ragged, RowNumbers, offsets_of
+from gpuload.cache.directory import tokens_directory
+from gpuload.cache.disk import choose_disk
+from gpuload.cache.known_tokenizer import open_known, remember
+from gpuload.cache.store import TokenCache
 from gpuload.dataset import Make, PromptDataset, warn_of_replaced
 from gpuload.engines.choose import EngineBuilder, choose_engine
-from gpuload.engines.protocol import Engine, TokenStore
-from gpuload.errors import MORE_MEMORY, DataError, DeviceError, GpuloadError, HostMemoryError, MismatchError
+from gpuload.engines.protocol import Engine
+from gpuload.errors import MORE_MEMORY, DeviceError, GpuloadError, HostMemoryError, MismatchError, NoRowsError
 from gpuload.files import cache_root, remove_orphans
-from gpuload.filter import all_dropped, filter_rows, kept_columns
+from gpuload.filter import all_dropped, filter_rows
 from gpuload.fingerprint import fingerprint
-from gpuload.options import Options, TokensOn, Truncation, Verify
-from gpuload.ranks import KeptRows, Ranks, ranks_of_run
+from gpuload.keep import InMemory, choose_keeper
+from gpuload.options import Options, Store, TokensOn, Truncation, Verify
+from gpuload.origins import Origins
+from gpuload.ranks import Ranks, ranks_of_run
 from gpuload.reference.reference import Reference
 from gpuload.reference.volatile import contains_randomness, volatile_reason
 from gpuload.report import Report
-from gpuload.sources.columns import Columns, drained
 from gpuload.sources.open import open_sources
 from gpuload.sources.read import Source, check_unchanged
-from gpuload.stream import Batch, Parts, ahead, choose_rows, read, stage, wanted_order
+from gpuload.stream import Batch, Parts, ahead, choose_rows, one_by_one, read, side_by_side, wanted_order
 from gpuload.verify import Verifier
 
 
@@ -68,6 +71,7 @@ def load(
     token_cache_bytes: int = 0,
     device: str = "auto",
     tokens_on: TokensOn = "auto",
+    store: Store = "auto",
     gpu_memory_limit: int = 0,
     verify: Verify = "sample",
     strict: bool = False,
@@ -104,6 +108,7 @@ def load(
         token_cache_bytes: limit of that cache.
         device: "auto", "cpu", "cuda" or "cuda:N".
         tokens_on: where the GPU engine stores ids.
+        store: where the host has ids and columns: in "memory" or on "disk", whose files are used in place.
         gpu_memory_limit: bytes of GPU memory that a load may use in addition to the stored ids.
         verify: compare a "sample" of the rows, all ("full") or none ("off") with the tokenizer.
         strict: raise an error for a row that cannot be rendered and for a token that differs.
@@ -122,6 +127,7 @@ def load(
         TokenizerError: a tokenizer that cannot be loaded, or has no chat template or padding token.
         DeviceError: the device is not available, or has too little memory.
         HostMemoryError: the host has too little memory.
+        StoreError: the store on disk cannot be written.
         MismatchError: with `strict=True`, a token differs from the tokenizer's.
 
     Examples:
@@ -201,14 +207,23 @@ def load_sources(
     build_engine = build_engine or choose_engine
     for directory in (cache_root(options.cache_dir), tokens_directory(options.cache_dir)):
         remove_orphans(directory)
-    reference = tokenizer if isinstance(tokenizer, Reference) else reference_of(tokenizer, options)
+    reference = tokenizer
+    if not isinstance(tokenizer, Reference):
+        reference = open_known(tokenizer, options, partial(reference_of, tokenizer, options))
     _ = reference.pad_token_id  # raises before any work, if there is none
     total = sum(source.num_rows for source in sources)
     wanted = choose_rows(total, options.max_samples, options.shuffle, options.seed)
     task = Pass(sources, wanted, reference, options, keep_rejected, make=make, unusable=unusable)
     opened = time.perf_counter() - started
     with ranks_of_run() if options.distributed else nullcontext() as ranks:
-        dataset = _load(task if ranks is None else _shared(task, ranks), build_engine)
+        if ranks is not None:
+            task = _shared(task, ranks)
+        if ranks is None or task.options.store == "memory":
+            dataset = _load(task, build_engine)
+        else:
+            dataset = ranks.one_per_machine(partial(_load, replace(task, ranks=None), build_engine))
+    if not isinstance(tokenizer, Reference):
+        remember(tokenizer, options, reference)
     dataset.report.seconds |= {"open": opened, "total": time.perf_counter() - started}
     return dataset
 
@@ -219,9 +234,10 @@ def _shared(task: Pass, ranks: Ranks) -> Pass:
     about = fingerprint(task.sources, reference, options)
     given = {"the list of files": [(os.path.basename(source.name), source.num_rows) for source in task.sources]}
     given |= {"the tokenizer's fingerprint": about["tokenizer"], **about["options"]}
-    wanted, instant = ranks.agree(given, (task.wanted, reference.call.instant))
+    store = "disk" if choose_disk(options, task.sources, task.wanted) else "memory"
+    wanted, instant, store = ranks.agree(given, (task.wanted, reference.call.instant, store))
     reference.call = replace(reference.call, instant=instant)
-    return replace(task, wanted=wanted, ranks=ranks)
+    return replace(task, wanted=wanted, ranks=ranks, options=replace(options, store=store))
 
 
 def _load(task: Pass, build_engine: EngineBuilder) -> PromptDataset:
@@ -244,13 +260,7 @@ def _load(task: Pass, build_engine: EngineBuilder) -> PromptDataset:
 
 def reference_of(tokenizer: Any, options: Options) -> Reference:
     """The tokenizer of a load, with the options that concern it."""
-    return Reference(
-        tokenizer,
-        chat_template=options.chat_template,
-        template_kwargs=options.apply_chat_template_kwargs,
-        pad_token_id=options.pad_token_id,
-        trust_remote_code=options.trust_remote_code,
-    )
+    return Reference(tokenizer, **options.of_tokenizer())
 
 
 def _run_on_device(task: Pass, build_engine: EngineBuilder, exact_only: bool = False) -> PromptDataset:
@@ -288,49 +298,42 @@ def _run(task: Pass, engine: Engine) -> PromptDataset:
     wanted = task.to_read
     num_rows = sum(source.num_rows for source in sources) if wanted is None else len(wanted)
     verifier = Verifier("off" if random else options.verify, task.reference, num_rows)
-    tables: list[pa.Table] = []
-    ids: list[TokenStore] = []
-    places: list[RowNumbers] = [np.zeros((0, 2), np.int64)]  # (n, 2): source, row in that source
+    starts = offsets_of(np.array([source.num_rows for source in sources]))
     with ExitStack() as stack:
         stack.enter_context(engine.loading())
         # A template that prints the date must print the same one for all rows.
-        clock = stack.enter_context(task.reference.call.clock_stopped())
-        cache = TokenCache(options, task.reference, clock)
-        stack.callback(cache.discard)
+        clock = stack.enter_context(task.reference.clock_stopped())
+        kept = choose_keeper(sources, wanted, engine, task.reference, clock, options, report)
+        stack.callback(kept.discard)
         bar = stack.enter_context(_progress_bar(num_rows, options.progress))
-        for batch in _encoded(task, wanted, engine, cache, verifier, report.seconds, stack):
+        for batch in _encoded(task, wanted, engine, kept.open, verifier, report.seconds, stack):
             source = sources[batch.source]
             assert batch.tokens is not None
-            if batch.text is not None:
-                cache.write(source, batch)
             lengths, unusable = task.make.limited(batch.tokens.ids), task.unusable(batch.tokens.ids)
             keep = filter_rows(batch, lengths, source.name, report, options, task.keep_rejected, unusable)
-            kept = np.flatnonzero(keep)
-            tables.append(kept_columns(batch, keep, options, report.sanitized))
-            ids.append(engine.keep(batch.tokens.ids, None if keep.all() else kept))
-            places.append(np.stack([np.full(len(kept), batch.source), batch.rows[kept]], axis=1))
+            kept.add(batch, keep, starts[batch.source] + batch.rows - source.first_row)
             bar.update(len(keep))
         check_unchanged(sources)
-        cache.finish(sources, trusted=not verifier.check.mismatches)
-        _describe(report, engine, cache, verifier)
+        kept.complete(trusted=not verifier.check.mismatches)
+        _describe(report, engine, kept.cache, verifier)
         if reason := volatile_reason(task.reference.template_text, clock):
             report.notes.append(f"prompts differ from run to run: {reason}")
-        origin = np.concatenate(places)
         if task.ranks is not None:
-            own = KeptRows(ids, tables, origin, report)
-            ids, tables, origin, report = task.ranks.exchange(own, partial(engine.keep, rows=None))
-        report.rows_kept = sum(len(part) for part in ids)
+            assert isinstance(kept, InMemory)  # ranks load a store on disk one after the other
+            report = kept.exchange(task.ranks, report)
+        report.rows_kept = len(kept)
         if not report.rows_kept:
-            raise DataError(all_dropped(report))
-        order = wanted_order(origin, sources, task.wanted)
-        store = engine.store(ids, order)
+            raise NoRowsError(all_dropped(report), report)
+        numbers = kept.numbers()
+        order = wanted_order(numbers, task.wanted)
+        store, columns = kept.finish(order)
         if options.tokens_on == "auto" and engine.name == "cuda" and isinstance(store, Ragged):
             report.notes.append("token ids are in host memory: gpu_memory_limit leaves too little GPU memory for them")
         report.tokens, report.longest = int(store.lengths.sum()), int(task.make.limited(store).max())
     return task.make(
         store,
-        Columns(drained(tables), order),
-        origin if order is None else origin[order],
+        columns,
+        Origins(numbers if order is None else numbers[order], starts, np.array([s.first_row for s in sources])),
         engine,
         options,
         task.reference.pad_token_id,
@@ -343,17 +346,12 @@ def _encoded(
     task: Pass,
     wanted: RowNumbers | None,
     engine: Engine,
-    cache: TokenCache,
+    open_source: Callable[[int], Parts],
     verifier: Verifier,
     seconds: dict[str, float],
     stack: ExitStack,
 ) -> Iterator[Batch]:
-    """The batches with tokens: read, rendered, encoded and verified. Each stage has a thread of its own."""
-    options = task.options
-
-    def open_source(source: Source) -> Parts:
-        entry = cache.find(source)
-        return (entry or engine).read(source, options.prompt_key, options.return_raw_chat)
+    """The batches with tokens: read, rendered, encoded and verified, each in threads of their own."""
 
     def render(batch: Batch) -> None:
         assert batch.prompts is not None
@@ -369,11 +367,12 @@ def _encoded(
             batch.compared = verifier.compare(name, batch.rows, batch.prompts, batch.text, fetch)
         return batch
 
-    threads = [stack.enter_context(ThreadPoolExecutor(1, name)) for name in ("read", "render", "encode", "verify")]
-    batches = ahead(read(task.sources, open_source, wanted, seconds), threads[0])
-    batches = ahead(stage("render", render, batches, seconds), threads[1])
-    batches = ahead(stage("encode", encode, batches, seconds), threads[2])
-    return ahead(map(compare, batches), threads[3])
+    threads = {name: stack.enter_context(ThreadPoolExecutor(1, name)) for name in ("read", "verify")}
+    # On a device each stage has one thread, with its stream.
+    on_host = engine.name != "cuda"
+    batches = ahead(read(task.sources, open_source, wanted, seconds, several=on_host), threads["read"])
+    batches = (side_by_side if on_host else one_by_one)({"render": render, "encode": encode}, batches, seconds, stack)
+    return ahead(map(compare, batches), threads["verify"])
 
 
 def _describe(report: Report, engine: Engine, cache: TokenCache, verifier: Verifier) -> None:
@@ -384,9 +383,9 @@ def _describe(report: Report, engine: Engine, cache: TokenCache, verifier: Verif
     report.from_cache = [name for name in report.files if name in cache.found]
     report.seconds |= {name: value for name, value in cache.seconds.items() if value}
     if cache.missed:
-        report.engine, report.notes = engine.description, [*engine.notes, *cache.notes]
+        report.engine, report.notes = engine.description, [*engine.notes, *cache.notes, *report.notes]
     else:  # asking the engine would build the encoder
-        report.engine, report.notes = f"{engine.name}: all tokens are from the cache", cache.notes
+        report.engine, report.notes = f"{engine.name}: all tokens are from the cache", [*cache.notes, *report.notes]
 
 
 def _progress_bar(total: int, progress: bool | None) -> Any:

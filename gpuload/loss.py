@@ -25,7 +25,7 @@ def with_loss(ids: Ragged, mask: Array) -> Ragged:
         ids: n rows, without bits.
         mask: one bool per id.
     """
-    return Ragged(np.where(mask, ids.values | LOSS, ids.values), ids.offsets)
+    return Ragged(ids.values | mask * LOSS, ids.offsets)
 
 
 def split(ids: Ragged) -> tuple[Ragged, Ragged]:

@@ -22,6 +22,7 @@ LossOn = Literal["assistant", "last", "completion", "all"]
 Objective = Literal["dpo", "rm", "kto"]
 Trainer = Literal["trl", "llamafactory", "axolotl", "skyrl", "areal"]
 TokensOn = Literal["auto", "device", "host"]
+Store = Literal["auto", "memory", "disk"]
 
 NO_LIMIT = 2**31 - 1
 """A length in tokens that no row has."""
@@ -74,8 +75,8 @@ class Options:
         shuffle: Draw `max_samples` at random instead of taking the first rows. Also the default of `loader(shuffle=)`.
         seed: Seed of `shuffle`; None draws a new one. Also the default of `loader(seed=)`.
         pad_token_id: Padding token, instead of the tokenizer's.
-        cache_dir: Directory for downloaded files and cached tokens. None is `$GPULOAD_CACHE`, else
-            `$XDG_CACHE_HOME/gpuload`, else `~/.cache/gpuload`.
+        cache_dir: Directory for downloaded files and cached tokens, or the URL of a store of tokens that a cluster has
+            filled. None is `$GPULOAD_CACHE`, else `$XDG_CACHE_HOME/gpuload`, else `~/.cache/gpuload`.
         remote_timeout: Seconds that a web server may send nothing before an attempt to download a file fails. There are
             three attempts.
         token_cache: Cache the token ids of files in `cache_dir`, and use cached ones.
@@ -86,6 +87,9 @@ class Options:
         tokens_on: Where the GPU engine stores token ids: in `"device"` memory (4 bytes per token), in pinned `"host"`
             memory, from which the ids of each batch are copied, or `"auto"`: in device memory if they fit into what
             `gpu_memory_limit` leaves of the free memory, else in host memory.
+        store: Where the host has ids and columns: in `"memory"`; on `"disk"`, in files in `cache_dir` that are mapped
+            into memory, so that the process needs 16 bytes per row and a few buffers, whatever the size of the data; or
+            `"auto"`: on disk if they would take more than half of the free memory.
         gpu_memory_limit: Maximum GPU memory of a load in bytes, in addition to the stored ids; 0 is half of the free
             memory.
         verify: Compare the fast path with the reference on a `"sample"` of rows, on all rows (`"full"`) or not at all
@@ -117,6 +121,7 @@ class Options:
     token_cache_bytes: int = 0
     device: str = "auto"
     tokens_on: TokensOn = "auto"
+    store: Store = "auto"
     gpu_memory_limit: int = 0
     verify: Verify = "sample"
     strict: bool = False
@@ -152,6 +157,15 @@ class Options:
         options._check()
         return options
 
+    def of_tokenizer(self) -> dict[str, Any]:
+        """The arguments of `Reference` that are options."""
+        return {
+            "chat_template": self.chat_template,
+            "template_kwargs": self.apply_chat_template_kwargs,
+            "pad_token_id": self.pad_token_id,
+            "trust_remote_code": self.trust_remote_code,
+        }
+
     def _check(self) -> None:
         base, _, number = self.device.partition(":") if isinstance(self.device, str) else ("", "", "")
         known_device = self.device in ("auto", "cpu", "cuda") or (base == "cuda" and number.isdigit())
@@ -160,7 +174,12 @@ class Options:
         _expect(self, "cache_dir", self.cache_dir is None or _is_string(self.cache_dir), "a path, or None")
         for name in _FLAGS:
             _expect(self, name, isinstance(getattr(self, name), bool), "True or False")
-        for name, choices in (("truncation", Truncation), ("tokens_on", TokensOn), ("verify", Verify)):
+        for name, choices in (
+            ("truncation", Truncation),
+            ("tokens_on", TokensOn),
+            ("store", Store),
+            ("verify", Verify),
+        ):
             _expect(self, name, getattr(self, name) in get_args(choices), f"one of {_names(choices)}")
         _expect(
             self, "max_prompt_length", _is_int(self.max_prompt_length) and self.max_prompt_length > 0, "an integer > 0"

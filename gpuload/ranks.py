@@ -4,13 +4,16 @@
     share     a rank's rows: a consecutive part of the rows to read, whole files if there are enough of them
     exchange  every rank sends its ids, columns and counts to all others
 
+With a store on disk, one rank of each machine makes it, and the others use its files.
+
 Ranks communicate through a gloo group of their own, in host memory. If one rank fails, all of them raise.
 """
 
 import datetime
+import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +24,8 @@ from gpuload.arrays import Ragged, RowNumbers
 from gpuload.engines.protocol import TokenStore
 from gpuload.errors import GpuloadError, OptionError
 from gpuload.report import Report
+
+Made = TypeVar("Made")
 
 _PATIENCE = datetime.timedelta(hours=12)  # for a rank whose share takes longer; one that dies is noticed at once
 _NEAR = 0.25  # of a share: a cut this near to the beginning of a file is moved there
@@ -33,13 +38,13 @@ class KeptRows(NamedTuple):
     Attributes:
         ids: their ids, in some parts.
         tables: their other columns, in some parts.
-        places: (n, 2) int64: number of the source, and row in that source.
+        numbers: (n,) int64, numbers of the rows over all sources.
         report: of the rows that were read.
     """
 
     ids: list[TokenStore]
     tables: list[pa.Table]
-    places: RowNumbers
+    numbers: RowNumbers
     report: Report
 
 
@@ -117,24 +122,49 @@ class Ranks:
             GpuloadError: another rank failed.
         """
         mine = Ragged.concatenate([part.to_host() for part in own.ids])
-        arrays = [mine.values, mine.offsets, np.ascontiguousarray(own.places), *map(_to_bytes, own.tables)]
+        arrays = [mine.values, mine.offsets, own.numbers, *map(_to_bytes, own.tables)]
         everyone = self._gather(([(array.dtype.str, array.shape) for array in arrays], own.report))
         self.exchanged = True
-        failed = [f"rank {rank}: {answer}" for rank, answer in enumerate(everyone) if isinstance(answer, str)]
-        if failed:
-            raise GpuloadError(f"distributed=True: another rank failed: {'; '.join(failed)}")
+        _raise_failure(everyone)
         ids: list[TokenStore] = []
-        tables, places = [], []
+        tables, numbers = [], []
         for rank, (shapes, _) in enumerate(everyone):
             values, offsets, theirs, *some = self._broadcast(rank, shapes, arrays)
             ids += own.ids if rank == self.rank else [keep(Ragged(values, offsets))]
             tables += own.tables if rank == self.rank else [_from_bytes(array) for array in some]
-            places.append(theirs)
+            numbers.append(theirs)
         report = everyone[0][1]
         for _, other in everyone[1:]:
             report.add(other)
         report.notes.append(f"the work was shared by {self.count} ranks")
-        return KeptRows(ids, tables, np.concatenate(places), report)
+        return KeptRows(ids, tables, np.concatenate(numbers), report)
+
+    def one_per_machine(self, load: Callable[[], Made]) -> Made:
+        """Calls `load` on one rank of each machine, and on the others when it has returned there: they find what it has
+        stored.
+
+        Raises:
+            GpuloadError: another rank failed.
+        """
+        machine = platform.node()
+        first = self._gather(machine).index(machine) == self.rank
+        made = load() if first else None
+        self._check()
+        if made is None:
+            made = load()
+        self._check()
+        self.exchanged = True
+        return made
+
+    def _check(self) -> None:
+        """Waits for all ranks. Each of them has called this, or `fail`.
+
+        Raises:
+            GpuloadError: another rank failed.
+        """
+        answers = self._gather(None)
+        self.exchanged = any(isinstance(answer, str) for answer in answers)
+        _raise_failure(answers)
 
     def fail(self, error: BaseException) -> None:
         """Tells the other ranks, which wait for this one's rows, why it has none."""
@@ -183,6 +213,13 @@ def ranks_of_run() -> Iterator[Ranks]:
         raise
     finally:
         dist.destroy_process_group(group)
+
+
+def _raise_failure(answers: Sequence[Any]) -> None:
+    """Raises an error if the answer of a rank is why it failed."""
+    failed = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if isinstance(answer, str)]
+    if failed:
+        raise GpuloadError(f"distributed=True: another rank failed: {'; '.join(failed)}")
 
 
 def _to_bytes(table: pa.Table) -> np.ndarray[Any, Any]:

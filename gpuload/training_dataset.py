@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from gpuload.dataset import PromptDataset, Row
+from gpuload.workers import prepare_worker
 
 
 class TrainingDataset(PromptDataset):
@@ -35,6 +36,7 @@ class TrainingDataset(PromptDataset):
         Raises:
             IndexError: A row number is out of range.
         """
+        prepare_worker()
         numbers = self._check(rows)
         columns = {name: self._column(name, numbers) for name in self.passed_through.names}
         columns |= self._lists(numbers)

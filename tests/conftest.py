@@ -38,7 +38,7 @@ def _cache_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     both have made theirs. Tests of the cache ask for `warm_cache`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GPULOAD_CACHE", link_slow_caches(tmp_path_factory.mktemp("cache")))
-        patch.setattr(cache, "read_entry", lambda path, key, rows: None)
+        patch.setattr(cache, "read_entry", lambda *_, **__: None)
         yield
 
 

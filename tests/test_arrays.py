@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuload.arrays import count_in_rows, offsets_of, ranges
+from gpuload.arrays import Ragged, count_in_rows, offsets_of, ranges, stretches
+from gpuload.options import Truncation
 
 LENGTHS = st.lists(st.integers(0, 5), max_size=12)
 
@@ -25,3 +26,20 @@ def test_counts_in_rows(lengths: list[int], data: st.DataObject) -> None:
     found = count_in_rows(mask, offsets_of(np.array(lengths, np.int64)))
     assert found.dtype == np.int64
     assert found.tolist() == [sum(row) for row in rows]
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 4)), max_size=9), st.integers(1, 3))
+def test_stretches(rows: list[tuple[int, int, int]], stretch_count: int) -> None:
+    lengths = [np.array([row[k] for row in rows], np.int64) for k in range(stretch_count)]
+    expected = [k % 2 == 1 for row in rows for k in range(stretch_count) for _ in range(row[k])]
+    assert stretches(*lengths).tolist() == expected
+
+
+@given(LENGTHS, st.integers(1, 6), st.sampled_from(["left", "right", "middle"]))
+def test_truncated_rows(lengths: list[int], limit: int, side: Truncation) -> None:
+    rows = [list(range(10 * k, 10 * k + size)) for k, size in enumerate(lengths)]
+    head = {"left": 0, "right": limit, "middle": limit // 2}[side]
+    expected = [row if len(row) <= limit else row[:head] + row[len(row) - limit + head :] for row in rows]
+    found = Ragged.from_lists(rows).truncate(limit, side)
+    assert found.values.dtype == np.int32
+    assert found.to_lists() == expected

@@ -89,7 +89,7 @@ def test_a_small_file_of_repeated_long_texts_is_read_in_bounded_batches(
     before, rows = pa.total_allocated_bytes(), 0
     for part in opened(tmp_path / "a.parquet").batches():
         assert sum(decoded_bytes(chunk) for column in part.columns for chunk in column.chunks) <= BATCH_BYTES
-        assert pa.total_allocated_bytes() - before < 10 * BATCH_BYTES
+        assert pa.total_allocated_bytes() - before < (8 + 4 * min(pa.cpu_count(), 8)) * BATCH_BYTES  # 4 per thread
         expected = table.slice(rows, part.num_rows)
         assert part.column("number").equals(expected.column("number"))
         if rows < 300:

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 import gpuload
 from gpuload.arrays import Ragged
-from gpuload.cache import store as cache
+from gpuload.cache import directory
 from gpuload.cache.entry import Entry, EntryWriter, read_entry
 from gpuload.cli.main import main
 from gpuload.engines.host import engine as cpu
@@ -175,7 +175,7 @@ def test_rows_of_an_entry(data: Any) -> None:
         )
         rows += ids
         row += len(ids)
-    entry = Entry(parts, "sample", 0)
+    entry = Entry(Path("none"), "key", pa.py_buffer(b""), parts, [], "sample", 0)
     edges = sorted({0, row, *data.draw(st.lists(st.integers(0, row), max_size=4))})
     pairs = list(itertools.pairwise(edges))
     ranges = [entry.rows(low, high) for low, high in pairs]
@@ -363,8 +363,8 @@ def test_what_others_are_writing_counts(files: list[str], qwen: Any, warm_cache:
 def test_a_load_removes_what_killed_ones_left(files: list[str], qwen: Any, warm_cache: Path) -> None:
     """Also a load that finds everything in the cache and writes nothing."""
     gpuload.load(files[1], qwen)
-    for directory in (warm_cache, warm_cache.parent):
-        left = PartialDirectory(directory)
+    for folder in (warm_cache, warm_cache.parent):
+        left = PartialDirectory(folder)
         (left.path / "half").touch()
         left._lock.close()
     gpuload.load(files[1], qwen)
@@ -387,10 +387,10 @@ def test_a_load_that_does_not_fit(files: list[str], gsm8k: str, qwen: Any, warm_
 def test_the_bound_is_a_part_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.arrow").write_bytes(b"\0" * 5000)
     disk = type("usage", (), {"free": 15_000})
-    monkeypatch.setattr(cache.shutil, "disk_usage", lambda folder: disk)
-    assert cache.default_bound(tmp_path) == 2000
+    monkeypatch.setattr(directory.shutil, "disk_usage", lambda folder: disk)
+    assert directory.default_bound(tmp_path) == 2000
     disk.free = 10**15  # type: ignore[attr-defined]
-    assert cache.default_bound(tmp_path) == 20 * 10**9
+    assert directory.default_bound(tmp_path) == 20 * 10**9
 
 
 def test_a_folder_that_cannot_be_written(files: list[str], qwen: Any, tmp_path: Path, warm_cache: Path) -> None:
@@ -472,7 +472,7 @@ def test_the_list_of_cached_files(
     assert main(["cache", "--cache-dir", str(tmp_path / "nowhere")]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'nowhere' / 'tokens'}: 0 entries, 0.0 MB\n"
     loaded = gpuload.load(files, qwen, chat_template=TEMPLATE)
-    found = {file.source: file for file in cache.cached_files(warm_cache)}
+    found = {file.source: file for file in directory.cached_files(warm_cache)}
     assert set(found) == set(files)
     assert sum(file.rows for file in found.values()) == loaded.report.rows_read
     oldest = entries(warm_cache)[0]
@@ -481,10 +481,16 @@ def test_the_list_of_cached_files(
     assert main(["cache"]) == 0
     first, _, titles, *lines = capsys.readouterr().out.splitlines()
     assert first.startswith(f"{warm_cache}: 3 entries, 0.")
-    assert titles.split() == ["last", "use", "size", "rows", "file"]
+    assert titles.split() == ["last", "use", "size", "rows", "what", "file"]
     assert lines[-1].startswith("2001-09-0")
-    assert lines[-1].endswith("0  (damaged: its tokens are made again when they are needed)")
+    assert lines[-1].endswith("0  ids      (damaged: it is made again when it is needed)")
     assert {line.rpartition("  ")[2] for line in lines[:-1]} < set(files)
+    gpuload.load(files, qwen, chat_template=TEMPLATE, store="disk")
+    assert main(["cache"]) == 0
+    rows = [line.split()[-2:] for line in capsys.readouterr().out.splitlines() if line.endswith(tuple(files))]
+    assert sorted(rows) == sorted([what, file] for what in ("ids", "columns") for file in files)
+    assert main(["cache", "--clear"]) == 0
+    assert f"{warm_cache.parent / 'store'}: removed 6 entries" in capsys.readouterr().out
 
 
 def test_prepare_says_what_is_wrong(

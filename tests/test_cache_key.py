@@ -15,7 +15,7 @@ from conftest import user
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2TokenizerFast
 
 import gpuload
-from gpuload.cache import store as cache
+from gpuload.cache import key
 from gpuload.reference import reference
 from gpuload.reference.template_call import TemplateCall
 from gpuload.sources.fetch import SourceFile
@@ -117,12 +117,12 @@ def test_other_columns_are_read_as_they_are(tmp_path: Path, qwen: Any, warm_cach
     assert again.take(["answer"]) == {"answer": ["aaaa", "kkkk", "zzzz"]}
 
 
-@pytest.mark.parametrize("name", ["version", "_own_code"])
+@pytest.mark.parametrize("name", ["version", "own_code"])
 def test_other_packages_are_another_key(
     name: str, files: list[str], qwen: Any, warm_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpuload.load(files[0], qwen)
-    monkeypatch.setattr(cache, name, lambda *package: "later")
+    monkeypatch.setattr(key, name, lambda *package: "later")
     assert gpuload.load(files[0], qwen).report.from_cache == []
 
 

@@ -60,8 +60,8 @@ def test_a_change_between_hashing_and_reading(
     """The ids are those of the old file: they must not get the columns of the new one."""
     gpuload.load(file, qwen)
 
-    def read_and_change(*arguments: Any) -> Any:
-        entry = read_entry(*arguments)
+    def read_and_change(*arguments: Any, **more: Any) -> Any:
+        entry = read_entry(*arguments, **more)
         assert entry is not None
         CHANGES[change](file)
         return entry
@@ -145,7 +145,7 @@ def test_a_number_of_rows_that_differs_from_the_footers(rows: int, file: Path) -
     with local.opened(SourceFile(str(file), "x", "parquet")) as (opened, _):
         pass
     with pytest.raises(SourceError, match=f"x: damaged parquet file \\(6 rows instead of {rows}\\)"):
-        list(_read_parquet(opened, rows, _decode(opened, set())))
+        list(_read_parquet(opened, rows, _decode(opened, set(), range(1))))
 
 
 def test_pages_with_checksums_are_compared_with_them(tmp_path: Path, qwen: Any) -> None:

@@ -146,6 +146,7 @@ def test_encoding_is_retried_with_less_memory(
     {"max_samples": 100}, {"max_samples": 77, "shuffle": True, "seed": 3}, {"max_samples": 1},
     *({"filter_overlong_prompts": False, "truncation": keep} for keep in ("left", "right", "middle")),
     {"tokens_on": "host"}, {"tokens_on": "host", "max_samples": 77, "shuffle": True, "seed": 3},
+    {"store": "disk"}, {"store": "disk", "max_samples": 77, "shuffle": True, "seed": 3},
     {"apply_chat_template_kwargs": {"tokenizer_kwargs": {"verbose": False}}, "max_samples": 20},
 ], ids=str)  # fmt: skip
 def test_options(on_device: Callable[..., gpuload.PromptDataset], gsm8k: str, qwen: Any, options: Any) -> None:

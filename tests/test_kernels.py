@@ -215,7 +215,7 @@ def test_labelled_batches_are_padded_as_on_the_cpu(count: int, width: int, limit
     limit, chance = min(limit, width), np.random.default_rng(width)
     offsets = offsets_of(chance.integers(0, 40, 50))
     ids = Ragged(chance.integers(0, LOSS, offsets[-1], np.int32), offsets)
-    store = with_loss(ids, chance.integers(0, 2, offsets[-1]))
+    store = with_loss(ids, chance.integers(0, 2, offsets[-1]).astype(bool))
     rows = chance.integers(0, 50, count)
     out = poisoned(4 * count * width + 3, np.int64)
     head = {"left": 0, "right": limit}[keep]

@@ -117,6 +117,30 @@ def test_a_consumer_that_ends_early_stops_the_threads() -> None:
     assert threading.active_count() == before
 
 
+def test_the_bound_is_one_for_several_consumers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one has in advance is not decoded by the other; it is again after the first one has ended."""
+    monkeypatch.setattr(parallel, "AHEAD_BYTES", 80)
+    made, full = [0, 0], threading.Event()
+
+    def endless(consumer: int) -> Iterator[pa.Table]:
+        while True:
+            made[consumer] += 1
+            if made[0] >= 10:
+                full.set()
+            yield table(made[consumer])
+
+    first, second = (in_order([endless(consumer)]) for consumer in (0, 1))
+    assert numbers([next(first)]) == [1]
+    assert full.wait(PATIENCE)
+    assert numbers(next(second) for _ in range(5)) == [1, 2, 3, 4, 5]
+    assert made[1] <= 7
+    first.close()  # type: ignore[attr-defined]
+    while made[1] < 10:
+        next(second)
+    second.close()  # type: ignore[attr-defined]
+    assert not parallel._Waiting._of_all
+
+
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file with row groups of 50 rows, two in a part."""

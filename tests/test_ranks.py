@@ -246,7 +246,7 @@ def test_all_ranks_raise(gsm8k: str, qwen_folder: str) -> None:
     for answer in run(2, other_options, gsm8k, qwen_folder):
         assert "OptionError: distributed=True: max_prompt_length is 100 on rank 0 and 101 on rank 1" in answer["error"]
     for answer in run(2, all_overlong, gsm8k, qwen_folder):
-        assert "DataError: all 8,792 rows were dropped" in answer["error"]
+        assert "NoRowsError: all 8,792 rows were dropped" in answer["error"]
 
 
 def differs(rank: int, file: str, tokenizer: str, strict: bool) -> Answer:
@@ -276,3 +276,26 @@ def test_a_token_that_differs_on_one_rank(gsm8k: str, qwen_folder: str) -> None:
 def test_without_a_process_group(gsm8k: str, qwen_folder: str) -> None:
     with pytest.raises(OptionError, match="init_process_group before load"):
         gpuload.load(gsm8k, qwen_folder, distributed=True)
+
+
+def test_a_store_on_disk(files: list[str], qwen_folder: str, warm_cache: Path) -> None:
+    """One rank makes it, and the others use its files."""
+    cases: list[tuple[Any, str, dict[str, Any]]] = [
+        (files, qwen_folder, {"store": "disk", "max_prompt_length": 60}),
+        (files, qwen_folder, {"store": "disk", "max_samples": 50, "shuffle": True, "seed": 1}),
+    ]
+    answers = run(3, load_several, cases)
+    assert not [answer for answer in answers if "error" in answer], answers
+    assert sorted(answer["0"]["into_cache"] for answer in answers) == [0, 0, len(files)]
+    expected = contents(gpuload.load(files, qwen_folder, max_prompt_length=60, token_cache=False))
+    sample = contents(gpuload.load(files, qwen_folder, max_samples=50, shuffle=True, seed=1, store="memory"))
+    for answer in answers:
+        same(answer["0"], expected)
+        same(answer["1"], sample)
+
+
+def test_a_store_on_disk_that_fails(files: list[str], qwen_folder: str, warm_cache: Path) -> None:
+    Path(warm_cache.parent).write_text("not a directory")
+    for rank, answer in enumerate(run(2, load, files, qwen_folder, {"store": "disk"})):
+        assert answer["error"].startswith("StoreError: " if rank == 0 else "GpuloadError: "), answer
+        assert "cannot write the store" in answer["error"]

@@ -29,8 +29,9 @@ from s3fs import S3FileSystem
 import gpuload
 from gpuload.demo_data import demo_files
 from gpuload.errors import SourceError
-from gpuload.sources.fetch import FORMATS, SourceFile, resolve, without_secrets
+from gpuload.sources.fetch import FORMATS, SourceFile, resolve
 from gpuload.sources.read import open_file
+from gpuload.sources.urls import without_secrets
 
 BODY = bytes(range(256)) * 1000
 PATIENCE = 20  # seconds a test waits for what should happen at once

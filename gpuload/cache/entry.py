@@ -1,9 +1,13 @@
 """One entry of the token cache: the ids of all rows of one file, as one Arrow IPC file.
 
 The record batches are those of the load that made the tokens, with rejected rows and counts in their metadata. An empty
-last batch has the number of rows, how they were verified, and a checksum. Files are written in a temporary directory
-and renamed once the load has been verified, so that no process sees half of one; a damaged file is ignored. Reading
-maps the file into memory: only the ids that are kept are ever copied.
+last batch has the number of rows and how they were verified. Files are written in a temporary directory and renamed
+once the load has been verified, so that no process sees half of one; a damaged file is ignored. Reading maps the file
+into memory: only the ids that are used are ever copied.
+
+A disk may lose what it reported as written. So there are two kinds of checksums: one of the lengths and the metadata of
+each batch and all before it, which is compared when a file is opened, and one of the ids of each batch, which can be
+left until they are used.
 """
 
 import json
@@ -23,6 +27,7 @@ from gpuload.engines.protocol import Tokenized
 from gpuload.options import Verify
 from gpuload.sources.read import Source, other_columns
 
+_LEVELS: tuple[Verify, ...] = ("off", "sample", "full")
 _SCHEMA = pa.schema([("ids", pa.large_list(pa.int32())), ("text_bytes", pa.int64())])
 
 
@@ -31,14 +36,26 @@ class Entry:
     """All rows of one file.
 
     Attributes:
+        path: of the entry.
+        key: its key.
+        memory: the mapped file.
         parts: the rows in order, in the batches in which they were made.
+        checksums: of the ids of each part.
         verified: how they were compared with the tokenizer.
         compared: how many rows were compared.
     """
 
+    path: Path
+    key: str
+    memory: pa.Buffer
     parts: list[Tokenized]
+    checksums: list[int]
     verified: Verify
     compared: int
+
+    def is_intact(self, part: int) -> bool:
+        """Whether the ids of a part have their checksum."""
+        return _checksum(0, self.parts[part].ids.values) == self.checksums[part]
 
     @cached_property
     def starts(self) -> np.ndarray[Any, Any]:
@@ -86,28 +103,43 @@ class Entry:
         )
 
 
-def read_entry(path: Path, key: str, rows: int) -> Entry | None:
-    """Opens the entry of a file with `rows` rows; None if there is none, or a damaged one, or another file."""
+def read_entry(path: Path, key: str, rows: int, check_ids: bool = True) -> Entry | None:
+    """Opens the entry of a file.
+
+    Args:
+        path: of the entry.
+        key: of the entry.
+        rows: of the file.
+        check_ids: compare the checksums of the ids; otherwise only those of everything else.
+
+    Returns:
+        The entry; None if there is none, or a damaged one, or another file.
+    """
     try:
-        with pa.memory_map(str(path)) as mapped, pa.ipc.open_file(mapped) as reader:
+        with pa.memory_map(str(path)) as mapped:
+            memory = mapped.read_buffer()
+        with pa.ipc.open_file(memory) as reader:
             if not reader.schema.equals(_SCHEMA):
                 return None
             batches = [reader.get_batch_with_custom_metadata(i) for i in range(reader.num_record_batches)]
         parts: list[Tokenized] = []
+        checksums: list[int] = []
         checksum = 0
         for batch, metadata in batches:
             batch.validate()
             lists, sizes = batch.columns
             text, facts = metadata[b"facts"], json.loads(metadata[b"facts"])
-            tokens = Ragged(lists.values.to_numpy(), lists.offsets.to_numpy())
-            checksum = _checksum(checksum, tokens, sizes.to_numpy(), text)
+            tokens = Ragged(_in_place(lists.values, np.int32), _in_place(lists.offsets, np.int64))
+            text_sizes = _in_place(sizes, np.int64)
+            checksum = _checksum(checksum, tokens.offsets, text_sizes, text)
             if len(batch):
+                checksums.append(facts["ids"])
                 rejected = {int(row): why for row, why in facts["rejected"].items()}
                 parts.append(
                     Tokenized(
                         ids=tokens,
-                        text_sizes=sizes.to_numpy(),
-                        text_nbytes=int(sizes.to_numpy().sum()),
+                        text_sizes=text_sizes,
+                        text_nbytes=int(text_sizes.sum()),
                         rejected=rejected,
                         compiled_rows=facts["compiled"],
                         reasons=facts["reasons"],
@@ -116,9 +148,20 @@ def read_entry(path: Path, key: str, rows: int) -> Entry | None:
                 )
         if (int(metadata[b"checksum"]), facts["key"], facts["rows"]) != (checksum, key, rows):
             return None
-        return Entry(parts, facts["verified"], facts["compared"])
+        entry = Entry(path, key, memory, parts, checksums, facts["verified"], facts["compared"])
+        return None if check_ids and not all(map(entry.is_intact, range(len(parts)))) else entry
     except Exception:  # whatever the damage, the tokens are made again
         return None
+
+
+def is_verified(found: str | None, wanted: Verify) -> bool:
+    """Whether ids were compared with the tokenizer as is asked for, or better.
+
+    Args:
+        found: how they were compared; None if that is unknown.
+        wanted: the option.
+    """
+    return found in _LEVELS and _LEVELS.index(found) >= _LEVELS.index(wanted)
 
 
 def about_entry(path: Path) -> tuple[str, int] | None:
@@ -132,11 +175,19 @@ def about_entry(path: Path) -> tuple[str, int] | None:
         return None
 
 
-def _checksum(so_far: int, tokens: Ragged, sizes: np.ndarray[Any, Any], facts: bytes) -> int:
-    """Checksum of a batch and all before it: a disk may lose what it reported as written."""
-    for part in (tokens.values, tokens.offsets, sizes):
-        so_far = zlib.crc32(np.ascontiguousarray(part).data, so_far)
-    return zlib.crc32(facts, so_far)
+def _in_place(array: pa.Array, kind: type) -> np.ndarray[Any, Any]:
+    """The values of an array without nulls. Arrow's `to_numpy` imports pandas, which takes half a second."""
+    data = array.buffers()[1]
+    if data is None:
+        return np.zeros(0, kind)
+    return np.frombuffer(data, kind)[array.offset : array.offset + len(array)]
+
+
+def _checksum(so_far: int, *parts: np.ndarray[Any, Any] | bytes) -> int:
+    """The checksum of what had the checksum `so_far`, and of further parts after it."""
+    for part in parts:
+        so_far = zlib.crc32(part if isinstance(part, bytes) else np.ascontiguousarray(part).data, so_far)
+    return so_far
 
 
 class EntryWriter:
@@ -146,6 +197,7 @@ class EntryWriter:
         directory: where to write it.
         key: the entry's key.
         source: the name of the file whose rows it gets, for lists of entries.
+        name: of the unfinished file; None for the key.
 
     Attributes:
         key: the same.
@@ -157,8 +209,8 @@ class EntryWriter:
         OSError: the file cannot be written.
     """
 
-    def __init__(self, directory: Path, key: str, source: str):
-        self.key, self.path = key, directory / key
+    def __init__(self, directory: Path, key: str, source: str, name: str | None = None):
+        self.key, self.path = key, directory / (name or key)
         self._source = source
         self.rows = 0
         self.closed = False
@@ -180,8 +232,13 @@ class EntryWriter:
 
     def close(self, verified: Verify) -> None:
         """Completes the file, once it has all rows."""
-        facts = {"key": self.key, "rows": self.rows, "verified": verified, "compared": self._compared}
-        facts |= {"source": self._source}
+        facts = {
+            "key": self.key,
+            "rows": self.rows,
+            "verified": verified,
+            "compared": self._compared,
+            "source": self._source,
+        }
         self._write(Ragged.from_lists([]), pa.array([], pa.int64()), facts)
         self._file.close()
         self._sink.close()
@@ -193,8 +250,8 @@ class EntryWriter:
         self.path.unlink(missing_ok=True)
 
     def _write(self, tokens: Ragged, sizes: pa.Array, facts: Mapping[str, Any]) -> None:
-        text = json.dumps(facts).encode()
-        self._checksum = _checksum(self._checksum, tokens, sizes.to_numpy(), text)
+        text = json.dumps({**facts, "ids": _checksum(0, tokens.values)}).encode()
+        self._checksum = _checksum(self._checksum, tokens.offsets, sizes.to_numpy(), text)
         lists = pa.LargeListArray.from_arrays(pa.array(tokens.offsets), pa.array(tokens.values))
         batch = pa.RecordBatch.from_arrays([lists, sizes], schema=_SCHEMA)
         self._file.write_batch(batch, custom_metadata={"facts": text, "checksum": str(self._checksum)})

@@ -13,35 +13,28 @@ There is no lock. Processes that start together all make the tokens; the last on
 lock would be held for a whole load, on many files in no fixed order. `gpuload prepare` before the start is cheaper.
 """
 
-import hashlib
 import os
-import shutil
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import version
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
-from gpuload._version import __version__
-from gpuload.cache.entry import Entry, EntryWriter, about_entry, read_entry
-from gpuload.engines.host.encode import needs_itself
-from gpuload.files import PartialDirectory, cache_root, partial_bytes, remove_orphans
-from gpuload.options import Options, Verify
+from gpuload.cache.directory import IDS, default_bound, digests_directory, evict, store_directory, tokens_directory
+from gpuload.cache.entry import Entry, EntryWriter, is_verified, read_entry
+from gpuload.cache.key import decides_ids, entry_key, uncacheable_reason
+from gpuload.cache.known import known_digest
+from gpuload.cache.known_tokenizer import KnownReference
+from gpuload.cache.shared import fetched
+from gpuload.files import PartialDirectory
+from gpuload.options import Options
 from gpuload.reference.reference import Reference
-from gpuload.reference.volatile import Clock, dates, volatile_reason
-from gpuload.sources.local import changed
+from gpuload.reference.volatile import Clock
 from gpuload.sources.read import Source
+from gpuload.sources.remote import changed
 from gpuload.stream import Batch
-
-_PACKAGES = ("gigatoken", "jinja2", "pyarrow", "tokenizers", "transformers")
-_LEVELS: tuple[Verify, ...] = ("off", "sample", "full")
-_MOST_BYTES = 20 * 10**9
 
 
 class TokenCache:
@@ -51,9 +44,10 @@ class TokenCache:
         options: of the load.
         reference: the tokenizer.
         clock: formats the time that the template's `strftime_now` sees during the load; None if that is unknown.
+        in_place: entries are used in place, as parts of a store on disk.
 
     Attributes:
-        directory: where entries are.
+        directory: where new entries are written.
         found: name of a source → its entry.
         missed: how many sources have tokens that must be made.
         written: those of them whose tokens are cached now.
@@ -61,8 +55,9 @@ class TokenCache:
         notes: why tokens are not cached.
     """
 
-    def __init__(self, options: Options, reference: Reference, clock: Clock | None):
-        self.directory = tokens_directory(options.cache_dir)
+    def __init__(self, options: Options, reference: Reference, clock: Clock | None, in_place: bool = False):
+        self._stores, self._in_place = store_directory(options.cache_dir), in_place
+        self.directory = self._stores if in_place else tokens_directory(options.cache_dir)
         self.found: dict[str, Entry] = {}
         self.missed = 0
         self.written: list[str] = []
@@ -76,9 +71,10 @@ class TokenCache:
         self._found_bytes = self._written_bytes = 0  # each is updated by one thread only
         self._bound: int | None = None
         self._stopped = False
-        reason = uncacheable_reason(reference, clock) if options.token_cache else None
+        known = isinstance(reference, KnownReference)  # such a tokenizer was found to be cacheable
+        reason = uncacheable_reason(reference, clock) if options.token_cache and not known else None
         usable = options.token_cache and reason is None
-        self._decides = _decides_ids(reference, options, clock) if usable else None
+        self._decides = decides_ids(reference, options, clock) if usable else None
         if reason:
             self._stop(reason)
 
@@ -100,13 +96,15 @@ class TokenCache:
             self.notes.append(f"tokens are not cached: {source.name} is a frame in memory")
             return None
         try:
-            content = source.content(self._options.prompt_key)
+            content = self.content(source, [self._options.prompt_key])
         except (OSError, pa.ArrowException, UnicodeDecodeError):  # reading the source will raise the proper error
             return None
-        key = hashlib.blake2b(content + self._decides, digest_size=16).hexdigest()
+        key = entry_key(content, self._decides)
         path = self._path(key)
-        entry = read_entry(path, key, source.num_rows)
-        if entry is None or _LEVELS.index(entry.verified) < _LEVELS.index(self._options.verify):
+        entry = read_entry(path, key, source.num_rows, check_ids=not self._in_place)
+        if entry is None and fetched(self._options.cache_dir, key, path):
+            entry = read_entry(path, key, source.num_rows, check_ids=not self._in_place)
+        if entry is None or not is_verified(entry.verified, self._options.verify):
             self._keys[source.name] = (key, content)
             return None
         with suppress(OSError):
@@ -114,6 +112,17 @@ class TokenCache:
             self._found_bytes += path.stat().st_size
             os.utime(path)  # the time of the last use, for `evict`
         return None if self._options.return_full_prompt else entry  # entries have no texts
+
+    def content(self, source: Source, names: Sequence[str]) -> bytes:
+        """The digest of some columns of a file. It is not computed again for a file that has not changed."""
+        assert source.content is not None
+        directory = digests_directory(self._options.cache_dir)
+        rows = f"rows {source.first_row} to {source.first_row + source.num_rows}"
+        return known_digest(directory, source.file, [*sorted(names), rows], partial(source.content, *names))
+
+    def key_of(self, source: Source) -> str | None:
+        """The key of the entry that a source can get, after `find`; None if its ids are not cached."""
+        return self._keys[source.name][0] if source.name in self._keys else None
 
     def write(self, source: Source, batch: Batch) -> None:
         """Writes a batch of a source, whose tokens were made by this load."""
@@ -136,7 +145,7 @@ class TokenCache:
         writer = self._writers[batch.source]
         if writer is None:
             return
-        if batch.rows[0] != writer.rows or batch.rows[-1] - batch.rows[0] >= len(batch.rows):
+        if batch.rows[0] - source.first_row != writer.rows or batch.rows[-1] - batch.rows[0] >= len(batch.rows):
             writer.discard()  # max_samples skips rows, and an entry must have all of them
             self._writers[batch.source] = None
             return
@@ -166,16 +175,29 @@ class TokenCache:
             self._check(sources[number])
         try:
             for number, writer in complete:
-                path = self._path(writer.key)
-                os.replace(writer.path, path)
-                self._in_use.add(path)
-                self.written.append(sources[number].name)
+                self._in_use.add(self._replace(sources[number], writer))
         except OSError as error:
             self._stop(f"{self.directory}: {error.strerror or error}")
         self.discard()
         if self.written:
             evict(self.directory, self._bound or 0, self._in_use)
         self.seconds["write"] += time.perf_counter() - started
+
+    def accept(self, source: Source, writer: EntryWriter) -> Path:
+        """Turns a file that has all rows of a source into an entry. Returns its path.
+
+        Raises:
+            SourceError: the prompts of the source have changed since its digest was computed.
+            OSError: it cannot be moved.
+        """
+        self._check(source)
+        return self._replace(source, writer)
+
+    def _replace(self, source: Source, writer: EntryWriter) -> Path:
+        path = self.directory / f"{writer.key}{IDS}"
+        os.replace(writer.path, path)
+        self.written.append(source.name)
+        return path
 
     def discard(self) -> None:
         """Removes unfinished files, however the load ended."""
@@ -204,147 +226,16 @@ class TokenCache:
         _, expected = self._keys[source.name]
         content = None
         with suppress(OSError, pa.ArrowException, UnicodeDecodeError):
-            content = source.content and source.content(self._options.prompt_key)
+            content = self.content(source, [self._options.prompt_key])
         if content != expected:
             raise changed(source.name)
 
     def _path(self, key: str) -> Path:
-        return self.directory / f"{key}.arrow"
-
-
-# -- the directory ---------------------------------------------------------------------------------------------------
-
-
-def tokens_directory(cache_dir: str | None = None) -> Path:
-    """Where entries are.
-
-    Args:
-        cache_dir: the option; None for the default, see `files.cache_root`.
-    """
-    return cache_root(cache_dir) / "tokens"
-
-
-def default_bound(directory: Path) -> int:
-    """A tenth of the disk space that would be free without the cache, and at most `_MOST_BYTES`."""
-    held = sum(size for _, size, _ in _entries(directory)) + partial_bytes(directory)
-    return min(_MOST_BYTES, (shutil.disk_usage(directory).free + held) // 10)
-
-
-def evict(directory: Path, bound: int, in_use: set[Path]) -> None:
-    """Removes the least recently used entries until the rest, with what other processes are writing, fits.
-
-    Args:
-        bound: bytes.
-        in_use: paths of entries that are not removed.
-    """
-    entries = _entries(directory)
-    held = sum(size for _, size, _ in entries) + partial_bytes(directory)
-    for _, size, path in entries:
-        if held > bound and path not in in_use:
+        """Where the entry with this key is, or would be. One that is used in place is not to be evicted."""
+        name = f"{key}{IDS}"
+        cached, stored = (root / name for root in (tokens_directory(self._options.cache_dir), self._stores))
+        if self._in_place and cached.exists():
             with suppress(OSError):
-                path.unlink()
-                held -= size
-
-
-def clear(directory: Path) -> tuple[int, int]:
-    """Removes all entries, and what killed processes left unfinished.
-
-    Returns:
-        The number of entries, and their bytes.
-    """
-    entries = _entries(directory)
-    for _, _, path in entries:
-        path.unlink(missing_ok=True)
-    remove_orphans(directory)
-    return len(entries), sum(size for _, size, _ in entries)
-
-
-@dataclass(frozen=True)
-class CachedFile:
-    """An entry, for a list of them.
-
-    Attributes:
-        last_use: seconds since 1970.
-        nbytes: size of the entry.
-        source: the name of the file of which it was made; None if the entry is damaged.
-        rows: number of its rows.
-    """
-
-    last_use: float
-    nbytes: int
-    source: str | None
-    rows: int
-
-
-def cached_files(directory: Path) -> list[CachedFile]:
-    """All entries, most recently used first."""
-    about = [(used, size, about_entry(path)) for used, size, path in reversed(_entries(directory))]
-    return [CachedFile(used, size, *(found or (None, 0))) for used, size, found in about]
-
-
-def _entries(directory: Path) -> list[tuple[float, int, Path]]:
-    """Last use, bytes and path of every entry, least recently used first."""
-    found = []
-    for path in directory.glob("*.arrow"):
-        with suppress(OSError):  # another process may have removed it
-            about = path.stat()
-            found.append((about.st_mtime, about.st_size, path))
-    return sorted(found)
-
-
-# -- the key ---------------------------------------------------------------------------------------------------------
-
-
-def uncacheable_reason(reference: Reference, clock: Clock | None) -> str | None:
-    """Why no digest can identify the ids that this tokenizer returns, or None.
-
-    Its class must be transformers' own, whose code a version identifies, and everything else must be plain data.
-    """
-    tokenizer, call = reference.tokenizer, reference.call
-    kind = type(tokenizer)
-    if reason := needs_itself(reference):
-        return reason
-    for owner in (kind, *(getattr(kind, name, kind) for name in _METHODS)):
-        if owner.__module__.partition(".")[0] != "transformers":
-            return f"{kind.__name__} has code from outside transformers ({owner.__qualname__})"
-    if own := [name for name, value in vars(tokenizer).items() if callable(value)]:
-        return f"{own[0]} was replaced on this {kind.__name__}"
-    if not reference.uses_template:
-        return None
-    if not reference.encodes_rendered_text:
-        return "the template's arguments, or the tokenizer's class, change how text is encoded"
-    for name, value in (("tools", call.tools), *call.kwargs.items()):
-        if not _is_plain(value):
-            return f"{name} is not plain data"
-    return volatile_reason(call.text(), clock)
-
-
-_METHODS = ("apply_chat_template", "get_chat_template", "__call__", "_encode_plus")
-
-
-def _decides_ids(reference: Reference, options: Options, clock: Clock | None) -> bytes:
-    """Everything except a file's content that its ids depend on."""
-    template = reference.call.text() if reference.uses_template else None
-    printed = dates(template, clock) if template is not None else None
-    versions = [f"{package} {version(package)}" for package in _PACKAGES]
-    parts: list[Any] = [_own_code(), sys.version_info[:3], versions, options.prompt_key]
-    return repr([*parts, reference.fingerprint(), template, printed]).encode(errors="backslashreplace")
-
-
-@cache
-def _own_code() -> str:
-    """Digest of this package's source: between two versions, a bug may have been fixed."""
-    digest = hashlib.blake2b(__version__.encode(), digest_size=12)
-    for file in sorted(Path(__file__).parents[1].rglob("*")):
-        if file.suffix in (".py", ".cu", ".cuh"):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether `repr` identifies a value."""
-    if type(value) is dict:
-        return all(type(key) is str and _is_plain(item) for key, item in value.items())
-    if type(value) is list:
-        return all(map(_is_plain, value))
-    return value is None or type(value) in (str, int, float, bool)
+                self._stores.mkdir(parents=True, exist_ok=True)
+                os.replace(cached, stored)
+        return stored if stored.exists() else cached

@@ -51,6 +51,10 @@ def pack_reader(ids: Ragged, plan: Plan) -> pa.RecordBatchReader:
 def _tokens(names: Sequence[str], ids: Ragged, plan: Plan) -> list[pa.Array]:
     """The tokens of a plan, in some columns: one list for each of its packs."""
     bounds = offsets_of(plan.lengths)
-    places = ranges(ids.offsets[plan.rows] + plan.first, plan.lengths, bounds)
-    tokens, loss = split(Ragged(ids.values[places], bounds))
+    first = ids.offsets[plan.rows] + plan.first
+    if np.array_equal(first[1:], first[:-1] + plan.lengths[:-1]):  # they are one after the other in the store
+        values = ids.values[int(first[:1].sum()) :][: int(bounds[-1])]
+    else:
+        values = ids.values[ranges(first, plan.lengths, bounds)]
+    tokens, loss = split(Ragged(values, bounds))
     return arrays(names, tokens, loss, bounds[plan.offsets])

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gpuload.arrays import Ragged, offsets_of, ranges
+from gpuload.arrays import Ragged, offsets_of, ranges, stretches
 from gpuload.chats.batches import HostChatBatches
 from gpuload.chats.reference import ChatReference, messages_in
 from gpuload.engines.host.engine import HostEngine
@@ -158,7 +158,8 @@ class ChatEngine(HostEngine):
         bare, marked = split(ids)
         if self._reference.loss_on == "all":
             return _all_with_loss(bare)
-        mask = ids.positions >= np.repeat(common_prefixes(bare, alone), ids.lengths)
+        prompt = common_prefixes(bare, alone)
+        mask = stretches(prompt, ids.lengths - prompt)
         return with_loss(bare, mask if self.program.answers is None else mask & marked.values)
 
 
@@ -177,9 +178,9 @@ def surrounded(ids: Ragged, before: list[int], after: list[int]) -> Ragged:
     return Ragged(values, offsets)
 
 
-def with_eos(text: pa.LargeStringArray, eos: str) -> pa.LargeStringArray:
-    """Texts, each followed by an EOS token if it does not end with it."""
-    token, nothing = (pa.scalar(value, pa.large_string()) for value in (eos, ""))
+def with_eos(text: pa.Array | pa.ChunkedArray, eos: str) -> Any:
+    """Texts of any type, each followed by an EOS token if it does not end with it."""
+    token, nothing = (pa.scalar(value, text.type) for value in (eos, ""))
     return pc.if_else(pc.ends_with(text, eos), text, pc.binary_join_element_wise(text, token, nothing))
 
 

@@ -157,14 +157,7 @@ def open_chats(
     if wanted not in _CHOICES[found]:
         choices = ", ".join(map(repr, _CHOICES[found]))
         raise OptionError(f"loss_on={wanted!r}: data in the format {found} has no such part: use one of {choices}")
-    reference = ChatReference(
-        tokenizer,
-        wanted,
-        chat_template=options.chat_template,
-        template_kwargs=options.apply_chat_template_kwargs,
-        pad_token_id=options.pad_token_id,
-        trust_remote_code=options.trust_remote_code,
-    )
+    reference = ChatReference(tokenizer, wanted, **options.of_tokenizer())
     return sources, reference, options, found
 
 
@@ -234,6 +227,7 @@ def training_options(given: Mapping[str, Any], prompt_key: str) -> Options:
             "max_prompt_length": max_length,
             "filter_overlong_prompts": overlong == "drop",
             "truncation": _TRUNCATION[overlong],
+            "store": "memory",
         }
     )
 

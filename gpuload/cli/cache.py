@@ -1,38 +1,48 @@
-"""`gpuload cache`: what is in the token cache."""
+"""`gpuload cache`: what is in the token cache, and in stores on disk."""
 
+import shutil
 import time
+from pathlib import Path
 
-from gpuload.cache.store import cached_files, clear, tokens_directory
+from gpuload.cache.directory import cached_files, clear, digests_directory, store_directory, tokens_directory
 from gpuload.files import partial_bytes
 from gpuload.report import megabytes
 
 
 def list_cache(cache_dir: str | None = None) -> None:
-    """Prints the files whose tokens are cached, most recently used first.
+    """Prints the files whose tokens are cached, or which have a store on disk, most recently used first.
 
     Args:
         cache_dir: as the option of `load`.
     """
-    directory = tokens_directory(cache_dir)
+    for number, directory in enumerate((tokens_directory(cache_dir), store_directory(cache_dir))):
+        if number == 0 or directory.exists():
+            print(end="\n" * number)
+            _list(directory)
+
+
+def _list(directory: Path) -> None:
     files = cached_files(directory)
     unfinished = partial_bytes(directory)
     print(f"{directory}: {len(files):,} entries, {megabytes(sum(file.nbytes for file in files))}")
     if unfinished:
         print(f"being written: {megabytes(unfinished)}")
     if files:
-        print(f"\n{'last use':16}  {'size':>12}  {'rows':>12}  file")
+        print(f"\n{'last use':16}  {'size':>12}  {'rows':>12}  {'what':7}  file")
     for file in files:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(file.last_use))
-        name = file.source or "(damaged: its tokens are made again when they are needed)"
-        print(f"{used:16}  {megabytes(file.nbytes):>12}  {file.rows:>12,}  {name}")
+        name = file.source or "(damaged: it is made again when it is needed)"
+        print(f"{used:16}  {megabytes(file.nbytes):>12}  {file.rows:>12,}  {file.what:7}  {name}")
 
 
 def clear_cache(cache_dir: str | None = None) -> None:
-    """Removes all cached tokens.
+    """Removes all cached tokens and stores.
 
     Args:
         cache_dir: as the option of `load`.
     """
-    directory = tokens_directory(cache_dir)
-    entries, nbytes = clear(directory)
-    print(f"{directory}: removed {entries:,} entries, {megabytes(nbytes)}")
+    for number, directory in enumerate((tokens_directory(cache_dir), store_directory(cache_dir))):
+        if number == 0 or directory.exists():
+            entries, nbytes = clear(directory)
+            print(f"{directory}: removed {entries:,} entries, {megabytes(nbytes)}")
+    shutil.rmtree(digests_directory(cache_dir), ignore_errors=True)

@@ -194,12 +194,14 @@ class Tokenized(RowCounts):
         text_sizes: (n,) int64, bytes of each rendered text, 0 where a row was rejected; in the memory of `ids`.
         text_nbytes: their sum.
         fallback_rows: rows that the engine's own tokenizer handed to another one.
+        invalid: row → which of its other columns is not valid; None where that is not known yet.
     """
 
     ids: Ragged
     text_sizes: Array
     text_nbytes: int
     fallback_rows: int = 0
+    invalid: dict[int, str] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -207,7 +209,10 @@ class Tokenized(RowCounts):
     def take(self, rows: np.ndarray[Any, Any]) -> "Tokenized":
         """(k,) ascending row numbers → those rows. How they were rendered is counted only if the template compiled for
         all n rows; otherwise it is not known of single rows."""
-        rejected = {at: self.rejected[row] for at, row in enumerate(rows.tolist()) if row in self.rejected}
+        rejected, invalid = (
+            {at: found[row] for at, row in enumerate(rows.tolist()) if row in found}
+            for found in (self.rejected, self.invalid or {})
+        )
         all_compiled = self.compiled_rows == len(self) - len(self.rejected)
         sizes = self.text_sizes[rows]
         return Tokenized(
@@ -216,6 +221,7 @@ class Tokenized(RowCounts):
             text_nbytes=int(sizes.sum()),
             rejected=rejected,
             compiled_rows=len(rows) - len(rejected) if all_compiled else 0,
+            invalid=None if self.invalid is None else invalid,
         )
 
 

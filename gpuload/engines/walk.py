@@ -36,7 +36,8 @@ Operations = tuple[Operation, ...]
 
 
 class Walk:
-    """One column, sent down the trees of a program. The trees grow, so the caller holds `program.lock`.
+    """One column, sent down the trees of a program. Several threads may do so at once: the trees grow under
+    `program.lock`, and what has grown does not change.
 
     Columns of texts and answers are computed once, however many shapes ask for them.
 
@@ -119,7 +120,11 @@ class Walk:
                 yield node, rows
             else:
                 texts = self.prompts.texts(int(rows[0]), shape)
-                if (why_not := self._program.grow(tree, shape, texts, len(rows))) is not None:
+                with self._program.lock:
+                    tree, why_not = self._program.tree(shape), None
+                    if tree.nodes[at] is None:  # another thread may have traced it meanwhile
+                        why_not = self._program.grow(tree, shape, texts, len(rows))
+                if why_not is not None:
                     yield ByReference(why_not), rows
                 else:
                     stack.append((at, rows))

@@ -102,7 +102,9 @@ def load_data(opened: Opened) -> PromptDataset:
         return load_opened(opened.sources, opened.reference, opened.options, str(opened.format))
     if isinstance(opened.reference, PairReference):
         assert isinstance(opened.format, Format)
-        return load_opened_pairs(opened.sources, opened.reference, opened.options, opened.format, _maker(opened))
+        return load_opened_pairs(
+            opened.sources, opened.reference, opened.options, opened.format, PairMaker("dpo", 1, True)
+        )
     return load_sources(opened.sources, opened.reference, opened.options)
 
 
@@ -129,10 +131,6 @@ def _kind_of_all(sources: Sequence[Source], prompt_key: str) -> Kind:
             "pass --as"
         )
     return next(iter(found))
-
-
-def _maker(opened: Opened) -> PairMaker:
-    return PairMaker("dpo", 1, True, [source.num_rows for source in opened.sources])
 
 
 # -- single rows -----------------------------------------------------------------------------------------------------
@@ -193,7 +191,7 @@ def encode_row(opened: Opened, source: Source, row: int) -> tuple[pa.Array, list
     if isinstance(reference, ChatReference):
         useless = without_answer(opened.options, tokens.ids)
     elif isinstance(reference, PairReference):
-        useless = useless_rows(_maker(opened), NO_LIMIT, "drop", tokens.ids)
+        useless = useless_rows(PairMaker("dpo", 1, True), NO_LIMIT, "drop", tokens.ids)
     return column, ids if expected == found else expected, {**useless, **invalid}.get(0)
 
 

@@ -182,7 +182,8 @@ class PairDataset(TrainingDataset):
             if self.objective == "rm":
                 found[f"{name}_ids"] = ids
             else:
-                found.setdefault("prompt_ids", selected(ids, ~completion.values))
+                if "prompt_ids" not in found:
+                    found["prompt_ids"] = selected(ids, ~completion.values)
                 found[f"{name}_ids"] = selected(ids, completion.values)
         return found
 

@@ -1,5 +1,6 @@
 """The stages of a load of preference data on the host: rendered texts, ids, and the parts of each row."""
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -60,7 +61,7 @@ class PairEngine(HostEngine):
 
     def __init__(self, reference: PairReference, exact_only: bool = False, notes: tuple[str, ...] = ()):
         super().__init__(reference, exact_only, notes)
-        self.diverging = 0
+        self.diverging, self._counting = 0, threading.Lock()
         self._cuts: tuple[bytes, ...] | None = None
 
     @cached_property
@@ -198,7 +199,8 @@ class PairEngine(HostEngine):
         *whole, alone = ids
         begins = [common_prefixes(each, alone) for each in whole]
         shared = np.minimum.reduce(begins)
-        self.diverging += int((shared < alone.lengths).sum())
+        with self._counting:
+            self.diverging += int((shared < alone.lengths).sum())
         if self._reference.objective == "dpo":
             begins = [shared, shared]
         marked = [with_completion(each, begin) for each, begin in zip(whole, begins, strict=True)]

@@ -19,6 +19,7 @@ from gpuload.errors import DataError, OptionError
 from gpuload.fingerprint import Fingerprint
 from gpuload.load import load_sources
 from gpuload.options import Objective, Options, TokensOn, Verify, nearest
+from gpuload.origins import Origins
 from gpuload.pairs.dataset import PairDataset
 from gpuload.pairs.device import pair_engine
 from gpuload.pairs.formats import FORMATS, MARGIN, find_pair_format, label_column
@@ -140,8 +141,7 @@ def load_given_pairs(given: Mapping[str, Any], build_engine: EngineBuilder) -> P
     sources, reference, options, found = open_pairs(
         opened, given["tokenizer"], options, objective, given["format"], keys
     )
-    of_sources = [each.num_rows for each in sources]
-    make = PairMaker(objective, given["kl_batch_size"], keys["chosen"] in found.columns, of_sources)
+    make = PairMaker(objective, given["kl_batch_size"], keys["chosen"] in found.columns)
     return load_opened_pairs(sources, reference, options, found, make, overlong, started, build_engine)
 
 
@@ -168,14 +168,7 @@ def open_pairs(
     sources, found = _pairs_of(opened, objective, format, keys)
     if all(_is_plain(source.schema, found) for source in opened):
         options = replace(options, chat_template=None)
-    reference = PairReference(
-        tokenizer,
-        objective,
-        chat_template=options.chat_template,
-        template_kwargs=options.apply_chat_template_kwargs,
-        pad_token_id=options.pad_token_id,
-        trust_remote_code=options.trust_remote_code,
-    )
+    reference = PairReference(tokenizer, objective, **options.of_tokenizer())
     return sources, reference, options, found
 
 
@@ -210,13 +203,11 @@ class PairMaker:
     Attributes:
         objective, kl_batch_size: as for `load_pairs`.
         paired: whether the files have pairs.
-        rows_of_sources: number of rows of each source.
     """
 
     objective: Objective
     kl_batch_size: int
     paired: bool
-    rows_of_sources: Sequence[int]
     limit_name: str = "max_length"
 
     @property
@@ -233,7 +224,7 @@ class PairMaker:
         self,
         store: TokenStore,
         columns: Columns,
-        origin: RowNumbers,
+        origins: Origins,
         engine: Engine,
         options: Options,
         pad_token_id: int,
@@ -244,25 +235,24 @@ class PairMaker:
         if self.paired and (equal := equal_pairs(store)):
             report.notes.append(f"{equal:,} of {len(store):,} pairs have equal chosen and rejected sequences")
         if self.unpairs:
-            store, rows, labels = self._unpaired(store.to_host(), origin, engine, options)
-            columns, origin = columns.select(rows), origin[rows]
+            store, rows, labels = self._unpaired(store.to_host(), origins, engine, options)
+            columns, origins = columns.select(rows), origins.select(rows)
             report.notes.append(f"{len(store):,} rows with one completion were made from {report.rows_kept:,} pairs")
         about = about | {
             "options": about["options"] | {"objective": self.objective, "kl_batch_size": self.kl_batch_size}
         }
         return PairDataset(
-            *(store, columns, origin, engine, options, pad_token_id, report, about),
+            *(store, columns, origins, engine, options, pad_token_id, report, about),
             objective=self.objective,
             kl_batch_size=self.kl_batch_size,
             labels=labels,
         )
 
     def _unpaired(
-        self, pairs: Ragged, origin: RowNumbers, engine: Engine, options: Options
+        self, pairs: Ragged, origins: Origins, engine: Engine, options: Options
     ) -> tuple[TokenStore, RowNumbers, Array]:
         """The two sequences of each pair as rows of their own: ids, number of the pair, label."""
-        starts = np.cumsum([0, *self.rows_of_sources])[:-1]
-        number = starts[origin[:, 0]] + origin[:, 1]  # over all files, before any was dropped
+        number = origins.numbers  # over all files, before any was dropped
         if np.any(np.diff(number) < 0):  # drawn at random
             number = np.arange(len(number))
         limit = options.max_prompt_length

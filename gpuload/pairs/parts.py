@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuload.arrays import Array, Ragged, count_in_rows, offsets_of, ranges
+from gpuload.arrays import Array, Ragged, count_in_rows, offsets_of, ranges, stretches
 
 CHOSEN = np.int32(1 << 30)
 """The bit of tokens that only the chosen sequence has."""
@@ -28,6 +28,9 @@ COMPLETION = np.int32(1 << 28)
 
 _IDS = ~(CHOSEN | REJECTED | COMPLETION)
 
+_PARTS = np.arange(8, dtype=np.int32) << 28
+"""All combinations of these bits."""
+
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -38,8 +41,8 @@ def with_completion(ids: Ragged, begin: Ints) -> Ragged:
         ids: n rows, without bits.
         begin: (n,) how many tokens of each row are its prompt.
     """
-    completion = ids.positions >= np.repeat(begin, ids.lengths)
-    return Ragged(np.where(completion, ids.values | COMPLETION, ids.values), ids.offsets)
+    completion = stretches(begin, ids.lengths - begin)
+    return Ragged(ids.values | completion * COMPLETION, ids.offsets)
 
 
 def paired(chosen: Ragged, rejected: Ragged, shared: Ints) -> Ragged:
@@ -49,20 +52,19 @@ def paired(chosen: Ragged, rejected: Ragged, shared: Ints) -> Ragged:
         chosen, rejected: n rows each, with the bit of completions.
         shared: (n,) how many tokens of both are stored once; these are equal.
     """
-    own = chosen.positions >= np.repeat(shared, chosen.lengths)
-    rest = selected(rejected, rejected.positions >= np.repeat(shared, rejected.lengths))
-    first = Ragged(np.where(own, chosen.values | CHOSEN, chosen.values), chosen.offsets)
-    return appended(first, Ragged(rest.values | REJECTED, rest.offsets))
+    own = stretches(shared, chosen.lengths - shared)
+    more = rejected.lengths - shared
+    rest = rejected.values[stretches(shared, more)]
+    first = Ragged(chosen.values | own * CHOSEN, chosen.offsets)
+    return appended(first, Ragged(rest | REJECTED, offsets_of(more)))
 
 
 def appended(rows: Ragged, more: Ragged) -> Ragged:
     """(n,) rows, each followed by the row of the same number of others."""
     offsets = offsets_of(rows.lengths + more.lengths)
     values = np.empty(int(offsets[-1]), np.int32)
-    place = ranges(offsets[:-1], rows.lengths, rows.offsets)
-    others = np.ones(len(values), bool)  # the other places, in the order of rows
-    others[place] = False
-    values[place], values[others] = rows.values, more.values
+    others = stretches(rows.lengths, more.lengths)
+    values[~others], values[others] = rows.values, more.values
     return Ragged(values, offsets)
 
 
@@ -93,8 +95,12 @@ def selected(rows: Ragged, mask: np.ndarray[Any, np.dtype[np.bool_]]) -> Ragged:
 
 def counts(rows: Ragged) -> tuple[Array, Array, Array]:
     """How many ids of each row have `CHOSEN`, `REJECTED` and `COMPLETION`: (n,) each, in the memory of the rows."""
-    masks = ((rows.values & bit) != 0 for bit in (CHOSEN, REJECTED, COMPLETION))
-    chosen, rejected, completion = (count_in_rows(mask, rows.offsets) for mask in masks)
+    bits = (CHOSEN, REJECTED, COMPLETION)
+    if isinstance(rows.values, np.ndarray):
+        sizes = _sizes(rows)
+        chosen, rejected, completion = (sizes[:, _PARTS & bit != 0].sum(axis=1) for bit in bits)
+    else:
+        chosen, rejected, completion = (count_in_rows((rows.values & bit) != 0, rows.offsets) for bit in bits)
     return chosen, rejected, completion
 
 
@@ -105,7 +111,30 @@ def completion_tokens(rows: Ragged, other: np.int32) -> Array:
         rows: n rows with bits.
         other: `CHOSEN` or `REJECTED`: the sequence that is not wanted; 0 for rows that are not pairs.
     """
+    if isinstance(rows.values, np.ndarray):
+        wanted = _PARTS & (COMPLETION | other) == COMPLETION
+        return _sizes(rows)[:, wanted].sum(axis=1)
     return count_in_rows((rows.values & (COMPLETION | other)) == COMPLETION, rows.offsets)
+
+
+def _sizes(rows: Ragged) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """(n, 8): how many ids of each row have which bits, `_PARTS`.
+
+    Parts are runs of ids, so only where these begin is counted: ids are read once, and not once for each bit.
+
+    Args:
+        rows: n rows with bits in host memory.
+    """
+    part = rows.values >> 28
+    begins = np.ones(len(part), bool)
+    np.not_equal(part[1:], part[:-1], out=begins[1:])
+    begins[rows.offsets[:-1][rows.lengths > 0]] = True
+    starts = np.flatnonzero(begins)
+    row = np.searchsorted(rows.offsets, starts, side="right") - 1
+    lengths = np.diff(starts, append=len(part))
+    # Sums of float64 are exact up to 2^53.
+    sizes = np.bincount(row * 8 + part[starts], lengths, len(rows) * 8)
+    return sizes.astype(np.int64).reshape(-1, 8)
 
 
 def equal_pairs(rows: Ragged) -> int:
@@ -114,8 +143,9 @@ def equal_pairs(rows: Ragged) -> int:
     Args:
         rows: n pairs.
     """
-    chosen, rejected = (selected(rows, (rows.values & bit) != 0) for bit in (CHOSEN, REJECTED))
-    same = np.flatnonzero(chosen.lengths == rejected.lengths)
-    one, other = chosen.take(same), rejected.take(same)
-    differ = selected(one, (one.values & _IDS) != (other.values & _IDS)).lengths
-    return int((differ == 0).sum())
+    chosen, rejected, _ = counts(rows)
+    same = np.flatnonzero(chosen == rejected)
+    size, end = chosen[same], rows.offsets[1:][same]
+    bounds = offsets_of(size)
+    one, other = (rows.values[ranges(end - k * size, size, bounds)] & _IDS for k in (2, 1))
+    return int((count_in_rows(one != other, bounds) == 0).sum())

@@ -63,12 +63,14 @@ def cut(columns: Sequence[pa.LargeStringArray], tokens: Sequence[bytes]) -> pa.L
     """
     data = [np.frombuffer(column.buffers()[2] or b"", np.uint8) for column in columns]
     bounds = [np.frombuffer(column.buffers()[1], np.int64)[column.offset :][: len(column) + 1] for column in columns]
-    first = data[0].tobytes()
     size = np.zeros(len(columns[0]), np.int64)  # bytes before each row's cut
     if tokens:
-        for row in range(len(size)):
-            texts = [each[start[row] : start[row + 1]] for each, start in zip(data, bounds, strict=True)]
-            low, end = int(bounds[0][row]), int(bounds[0][row]) + _common(texts)
+        first, *others = (each.tobytes() for each in data)
+        starts = [each.tolist() for each in bounds]
+        for row, low in enumerate(starts[0][:-1]):
+            texts = [first[low : starts[0][row + 1]]]
+            texts += [each[at[row] : at[row + 1]] for each, at in zip(others, starts[1:], strict=True)]
+            end = low + _common(texts)
             size[row] = max(max(first.rfind(token, low, end) for token in tokens) - low, 0)
     base = np.cumsum([0, *map(len, data)])[:-1]
     start = [bounds[0][:-1]] + [each[:-1] + size + at for each, at in zip(bounds, base, strict=True)]
@@ -78,11 +80,15 @@ def cut(columns: Sequence[pa.LargeStringArray], tokens: Sequence[bytes]) -> pa.L
     return pa.LargeStringArray.from_buffers(count, pa.py_buffer(offsets), pa.py_buffer(made))
 
 
-def _common(texts: Sequence[Any]) -> int:
+def _common(texts: Sequence[bytes]) -> int:
     """How many bytes some texts begin with in common."""
-    size = min(map(len, texts))
-    for other in texts[1:]:
-        differ = texts[0][:size] != other[:size]
+    shortest = min(texts, key=len)
+    if all(text.startswith(shortest) for text in texts):  # nearly all of them, if there is a prompt
+        return len(shortest)
+    size = len(shortest)
+    first, *others = (np.frombuffer(text, np.uint8) for text in texts)
+    for other in others:
+        differ = first[:size] != other[:size]
         if size and differ[at := int(differ.argmax())]:
             size = at
     return size

@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +18,7 @@ from gpuload.errors import TokenizerError
 from gpuload.options import is_template, template_source
 from gpuload.reference.control_tokens import FIRST_VERSION
 from gpuload.reference.template_call import TemplateCall, describe_error, first_line
+from gpuload.reference.volatile import Clock
 from gpuload.template.answers import Answers
 
 Prompt = str | list[dict[str, Any]]
@@ -176,6 +178,10 @@ class Reference:
     def ids(self, prompt: Prompt) -> list[int]:
         """The token ids of one prompt, rendered and encoded in one call: correct by definition."""
         return self.call.ids(messages_of(prompt)) if self.uses_template else self.encode(_plain(prompt))
+
+    def clock_stopped(self) -> AbstractContextManager[Clock | None]:
+        """Makes the template see the same time for all rows, see `TemplateCall.clock_stopped`."""
+        return self.call.clock_stopped()
 
     def problem(self, prompt: Any) -> str | None:
         """Why nothing can be made of a prompt, whatever the template; None if it may."""

@@ -17,6 +17,11 @@ def contains_randomness(template: str) -> bool:
     return _RANDOM.search(template) is not None
 
 
+def tells_time(template: str) -> bool:
+    """Whether a template may print the date or the time of day."""
+    return _TELLS_TIME.search(template) is not None
+
+
 def dates(template: str, clock: Clock | None) -> list[str] | None:
     """The dates that a template prints, formatted by its clock; None if it may print the time of day."""
     formats = [double or single for double, single in _TELLS_DATE.findall(template)]

@@ -7,6 +7,7 @@ not have is None in its rows.
 
 import copy
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ import pyarrow as pa
 
 from gpuload.errors import DataError
 from gpuload.sources.digest import column_digests
+from gpuload.sources.python import to_objects
 from gpuload.sources.types import JSON_TYPE
 
 _MERGE_BYTES = 256 << 20
@@ -33,10 +35,41 @@ class Columns:
     """
 
     def __init__(self, tables: Iterable[pa.Table], index: np.ndarray[Any, Any] | None = None):
-        counts, self._parts = _merge_equal(tables)
+        counts, parts = _merge_equal(tables)
+        self._set(counts, parts, [part.schema for part in parts], index)
+
+    @staticmethod
+    def of_parts(
+        counts: Sequence[int], parts: Sequence[pa.Table], schemas: Sequence[pa.Schema], index: np.ndarray[Any, Any]
+    ) -> "Columns":
+        """Columns over tables that are made when they are needed.
+
+        Args:
+            counts: the rows of each table.
+            parts: the tables.
+            schemas: of each table.
+            index: as for `Columns`.
+        """
+        made = Columns.__new__(Columns)
+        made._set(counts, parts, schemas, index)
+        return made
+
+    def _set(
+        self,
+        counts: Sequence[int],
+        parts: Sequence[pa.Table],
+        schemas: Sequence[pa.Schema],
+        index: np.ndarray[Any, Any] | None,
+    ) -> None:
+        self._parts, self._schemas = parts, schemas
+        kinds: list[pa.Schema] = []  # different ones
+        for schema in schemas:
+            if not any(schema.equals(kind) for kind in kinds):
+                kinds.append(schema)
+        self._kinds = [next(n for n, kind in enumerate(kinds) if kind.equals(schema)) for schema in schemas]
         self._starts = np.cumsum([0, *counts])
         self._index = np.arange(self._starts[-1]) if index is None else index
-        self.names = list(dict.fromkeys(name for part in self._parts for name in part.schema.names))
+        self.names = list(dict.fromkeys(name for schema in schemas for name in schema.names))
 
     def __len__(self) -> int:
         return len(self._index)
@@ -58,13 +91,16 @@ class Columns:
         names = self.names if names is None else names
         taken: dict[str, list[Any]] = {name: [None] * len(rows) for name in names}
         for slots, picked in self._picked(rows, names):
+            in_order = len(slots) == len(rows) and bool(np.all(np.diff(slots) > 0))
+            places = slots.tolist()
             for name, column in zip(picked.schema.names, picked.columns, strict=True):
                 values = _values(name, column)
-                if len(slots) == len(rows):
+                if in_order:
                     taken[name] = values
                 else:
-                    for slot, value in zip(slots, values, strict=True):
-                        taken[name][slot] = value
+                    column_of = taken[name]
+                    for slot, value in zip(places, values, strict=True):
+                        column_of[slot] = value
         return taken
 
     def take_table(self, rows: np.ndarray[Any, Any], schema: pa.Schema) -> pa.Table:
@@ -85,16 +121,22 @@ class Columns:
     def _picked(
         self, rows: np.ndarray[Any, Any], names: Sequence[str]
     ) -> Iterator[tuple[np.ndarray[Any, Any], pa.Table]]:
-        """The rows of each part that has any of the (m,) given rows: their places among these, and their columns."""
+        """The (m,) given rows, those of parts with one schema at once: their places among these, and their columns."""
         stored = self._index[rows]
         part_of = np.searchsorted(self._starts, stored, side="right") - 1
+        found: dict[int, tuple[list[np.ndarray[Any, Any]], list[pa.Table]]] = {}
         for number in sorted(set(part_of.tolist())):
             slots = np.flatnonzero(part_of == number)
             part, places = self._parts[number], stored[slots] - self._starts[number]
             there = set(part.schema.names)
             part = part.select([name for name in names if name in there])
+            some, tables = found.setdefault(self._kinds[number], ([], []))
+            some.append(slots)
             # One row is a view; several are gathered column by column.
-            yield slots, part.slice(places[0], 1) if len(places) == 1 else part.take(pa.array(places))
+            tables.append(part.slice(places[0], 1) if len(places) == 1 else part.take(pa.array(places)))
+        for some, tables in found.values():
+            whole = tables[0] if len(tables) == 1 else pa.concat_tables(tables).combine_chunks()
+            yield np.concatenate(some), whole
 
     def select(self, rows: np.ndarray[Any, Any]) -> "Columns":
         """(m,) row numbers → those rows, over the same tables."""
@@ -104,9 +146,18 @@ class Columns:
 
     def digests(self) -> dict[str, str]:
         """Column name → digest of its values and of the order of the rows, in 24 hexadecimal digits."""
-        order = np.ascontiguousarray(self._index, np.int64).tobytes()
-        digests = column_digests(zip(self._starts.tolist(), self._parts, strict=False))
+        # Only the rows that are served count: files on disk have others, too.
+        served = self._index if bool(np.all(np.diff(self._index) > 0)) else np.unique(self._index)
+        order = np.searchsorted(served, self._index).astype(np.int64).tobytes()
+        digests = column_digests(self._served(served))
         return {name: hashlib.sha256(digest + order).hexdigest()[:24] for name, digest in digests.items()}
+
+    def _served(self, rows: np.ndarray[Any, Any]) -> Iterator[tuple[int, pa.Table]]:
+        """Some rows, given in ascending order, as tables with the number of their first row among them."""
+        firsts = np.searchsorted(rows, self._starts)
+        for number, (first, end) in enumerate(itertools.pairwise(firsts.tolist())):
+            part, places = self._parts[number], rows[first:end] - self._starts[number]
+            yield first, part if len(places) == part.num_rows else part.take(pa.array(places))
 
     def table(self) -> pa.Table:
         """All rows as one Arrow table, with types promoted where files differ.
@@ -114,8 +165,16 @@ class Columns:
         Raises:
             DataError: a column's types have no common type that keeps all values; `take` returns them unchanged.
         """
+        if not self.names:
+            return pa.table({})
+        counts = np.diff(self._starts).tolist()
+        # A table without columns does not know how many rows it has.
+        tables = [
+            part if part.num_columns else pa.table({self.names[0]: pa.nulls(count)})
+            for part, count in zip(self._parts, counts, strict=True)
+        ]
         try:
-            merged = pa.concat_tables(self._parts, promote_options="permissive")
+            merged = pa.concat_tables(tables, promote_options="permissive").select(self.names)
         except pa.ArrowException as error:
             raise DataError(
                 f"the files' columns have no common Arrow type ({error}): access rows with dataset[i] instead"
@@ -131,7 +190,7 @@ class Columns:
         """
         fields = []
         for name in names:
-            found = [pa.schema([part.schema.field(name)]) for part in self._parts if name in part.schema.names]
+            found = [pa.schema([schema.field(name)]) for schema in self._schemas if name in schema.names]
             try:
                 fields.append(pa.unify_schemas(found, promote_options="permissive").field(0))
             except pa.ArrowException as error:
@@ -142,13 +201,13 @@ class Columns:
 
     def schema(self) -> pa.Schema:
         """The columns with the types of the first file that has them."""
-        fields = {field.name: field for part in reversed(self._parts) for field in part.schema}
+        fields = {field.name: field for schema in reversed(self._schemas) for field in schema}
         return pa.schema([fields[name] for name in self.names])
 
 
 def to_python(column: pa.Array) -> list[Any]:
     """Converts Arrow values to Python objects; JSON text is decoded."""
-    values: list[Any] = column.to_pylist()
+    values = to_objects(column)
     if column.type == JSON_TYPE:
         return [None if value is None else json.loads(value) for value in values]
     return values

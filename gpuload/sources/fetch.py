@@ -9,13 +9,11 @@ sees half a file. A lock lets one of several processes download while the others
 import hashlib
 import json
 import os
-import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,17 +21,14 @@ import pyarrow.parquet as pq
 from gpuload.errors import SourceError
 from gpuload.files import cache_root, replacing
 from gpuload.options import Options
+from gpuload.sources.remote import RemoteFile, in_place, version_of
+from gpuload.sources.urls import is_url, reason_of, without_secrets
 
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
-_ATTEMPTS = 3
-_URL = re.compile(r"\b[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
+ATTEMPTS = 3
+_Result = TypeVar("_Result")
 _WITH_PACKAGES = ("http", "s3", "gs:", "gcs:")  # protocols whose packages the extra `remote` installs
 _TAIL = 1 << 20  # bytes at the end of a copy that are examined
-# The keys under which fsspec's file systems report a file's version.
-_VERSION_KEYS = (
-    *("size", "ETag", "etag", "md5Hash", "Content-MD5", "Digest", "blob_id"),
-    *("LastModified", "Last-Modified", "last_modified", "mtime", "modificationTime", "modify", "updated"),
-)
 _NAME_LENGTH = 48  # characters of a remote file's name in its copy's name: file systems allow 255 bytes
 
 
@@ -45,17 +40,20 @@ class SourceFile:
         path: of the file, or of the copy of a remote one.
         name: as the user gave it, for messages; of a URL without what may be secret.
         format: "parquet" or "json".
+        remote: the file itself, if it is read where it is; then there is no copy.
     """
 
     path: str
     name: str
     format: str
+    remote: RemoteFile | None = None
 
 
 def resolve(
     files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     cache_dir: str | None = None,
     timeout: float = Options.remote_timeout,
+    read_in_place: bool = False,
 ) -> list[SourceFile]:
     """Finds files, and downloads remote ones.
 
@@ -63,12 +61,25 @@ def resolve(
         files: a path, glob, directory or URL, or several of them.
         cache_dir: where remote files are copied to; None for the default, see `files.cache_root`.
         timeout: seconds that a web server may be silent.
+        read_in_place: do not download remote parquet files that can be read where they are.
 
     Returns:
         Local files in the order given; those of one glob or directory are sorted by name.
 
     Raises:
         SourceError: nothing matches, the extension is unknown, or a remote file cannot be downloaded.
+    """
+    found: list[SourceFile] = []
+    for name in names_of(files):
+        found += _remote(name, cache_dir, timeout, read_in_place) if is_url(name) else local_files(name)
+    return found
+
+
+def names_of(files: Any) -> list[str]:
+    """The paths and URLs that a user gives.
+
+    Raises:
+        SourceError: something else is given, or nothing.
     """
     if isinstance(files, Mapping | set | frozenset):
         raise SourceError(
@@ -78,41 +89,21 @@ def resolve(
     given = [files] if isinstance(files, str | bytes | os.PathLike) or not isinstance(files, Iterable) else list(files)
     if not given:
         raise SourceError("no files given: pass a path, a glob, a directory, a URL, or a list of them")
-    found: list[SourceFile] = []
     for item in given:
         if not isinstance(item, str | os.PathLike):
             raise SourceError(
                 f"expected a path or URL as a string or PathLike, not {type(item).__name__}: {item!r:.80}"
             )
-        name = os.fspath(item)
-        if not name:
+        if not os.fspath(item):
             raise SourceError("one of the given paths is an empty string")
-        found += _remote(name, cache_dir, timeout) if "://" in name or name.startswith("hdfs:") else _local(name)
-    return found
-
-
-def without_secrets(text: str) -> str:
-    """A text in which the URLs have no user, password, query or fragment.
-
-    A digest takes the place of the query, so that two URLs that differ only in their queries remain different.
-    """
-    return _URL.sub(lambda url: _without_secrets(url[0]), text)
-
-
-def _without_secrets(url: str) -> str:
-    try:
-        parts = urlsplit(url)
-    except ValueError:  # not a URL after all
-        return url.partition("?")[0].partition("#")[0]
-    secret = parts.query + parts.fragment
-    digest = f"?redacted-{hashlib.sha256(secret.encode(errors='replace')).hexdigest()[:8]}" if secret else ""
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}{digest}"
+    return [os.fspath(item) for item in given]
 
 
 # -- local files -----------------------------------------------------------------------------------------------------
 
 
-def _local(name: str) -> list[SourceFile]:
+def local_files(name: str) -> list[SourceFile]:
+    """The files that a path, glob or directory stands for."""
     try:
         return _find(name)
     except SourceError:
@@ -205,7 +196,45 @@ def _format(name: str) -> str:
 # -- remote files ----------------------------------------------------------------------------------------------------
 
 
-def _remote(url: str, cache_dir: str | None, timeout: float) -> list[SourceFile]:
+def _remote(url: str, cache_dir: str | None, timeout: float, read_in_place: bool) -> list[SourceFile]:
+    listed = remote_files(url, timeout)
+    if not isinstance(listed, RemoteFiles):
+        return listed
+    found = []
+    for path, name, kind in zip(listed.paths, listed.names, listed.formats, strict=True):
+        remote = in_place(listed.fs, path, name) if read_in_place and kind == "parquet" else None
+        local = path if remote is not None else _fetch(listed.fs, path, name, kind, cache_dir)
+        found.append(SourceFile(local, without_secrets(name), kind, remote))
+    return found
+
+
+@dataclass(frozen=True)
+class RemoteFiles:
+    """The files that a URL stands for.
+
+    Attributes:
+        fs: their fsspec file system.
+        paths: of the files in it, in order.
+        names: their URLs.
+        formats: of each: "parquet" or "json".
+    """
+
+    fs: Any
+    paths: list[str]
+    names: list[str]
+    formats: list[str]
+
+
+def remote_files(url: str, timeout: float) -> RemoteFiles | list[SourceFile]:
+    """Lists the files that a URL stands for, without downloading them; local files, if it is a URL of such.
+
+    Args:
+        url: of a file or a directory, or a glob.
+        timeout: seconds that a web server may be silent.
+
+    Raises:
+        SourceError: as for `resolve`.
+    """
     import fsspec
     from fsspec.implementations.local import LocalFileSystem
 
@@ -215,7 +244,7 @@ def _remote(url: str, cache_dir: str | None, timeout: float) -> list[SourceFile]
     try:
         fs, path = fsspec.core.url_to_fs(url, **(_patience(timeout) if web else {}))
         if isinstance(fs, LocalFileSystem):
-            return _local(path)
+            return local_files(path)
         fs.invalidate_cache()  # a listing cached by an earlier load may be out of date
         if web:
             paths = [path]
@@ -231,15 +260,11 @@ def _remote(url: str, cache_dir: str | None, timeout: float) -> list[SourceFile]
         install = ": pip install 'gpuload[remote]'" if url.startswith(_WITH_PACKAGES) else ""
         raise SourceError(f"{shown}: {error}{install}") from None
     except Exception as error:  # every file system raises errors of its own
-        raise SourceError(f"{shown}: {_reason(error)}") from None
+        raise SourceError(f"{shown}: {reason_of(error)}") from None
     if not paths:
         raise SourceError(f"{shown}: no file matches")
     names = [url if p == path else fs.unstrip_protocol(p) for p in paths]
-    formats = [_format(name) for name in names]  # of all files, before the first download
-    return [
-        SourceFile(_fetch(fs, p, name, kind, cache_dir), without_secrets(name), kind)
-        for p, name, kind in zip(paths, names, formats, strict=True)
-    ]
+    return RemoteFiles(fs, paths, names, [_format(name) for name in names])  # of all files, before the first download
 
 
 def _is_read(path: str, folder: str) -> bool:
@@ -269,9 +294,8 @@ def _fetch(fs: Any, path: str, name: str, kind: str, cache_dir: str | None) -> s
     try:
         info = fs.info(path)
     except Exception as error:
-        raise SourceError(f"{without_secrets(name)}: {_reason(error)}") from None
-    version = [name] + [f"{key}={info[key]}" for key in _VERSION_KEYS if info.get(key) is not None]
-    digest = hashlib.sha256("\n".join(version).encode()).hexdigest()[:24]
+        raise SourceError(f"{without_secrets(name)}: {reason_of(error)}") from None
+    digest = hashlib.sha256("\n".join(version_of(name, info)).encode()).hexdigest()[:24]
     directory = cache_root(cache_dir)
     target = directory / f"{digest}-{os.path.basename(path.partition('?')[0])[-_NAME_LENGTH:]}"
     if _is_whole(target, kind):
@@ -293,23 +317,38 @@ def _fetch(fs: Any, path: str, name: str, kind: str, cache_dir: str | None) -> s
 def _copy(fs: Any, path: str, name: str, kind: str, target: Path, size: int | None) -> None:
     """Downloads a file, up to three times. A copy whose end is missing is made twice: the file itself may be damaged,
     which is reported when it is opened."""
-    for attempt in range(1, _ATTEMPTS + 1):
+
+    def copy(attempt: int) -> None:
+        with replacing(target) as partial:
+            fs.get_file(path, str(partial))
+            arrived = partial.stat().st_size
+            if size is not None and arrived != size:
+                raise OSError(f"{arrived} of {size} bytes arrived")
+            if attempt == 1 and not _is_whole(partial, kind):
+                raise OSError("the end of the file is missing")
+
+    downloaded(without_secrets(name), copy)
+
+
+def downloaded(name: str, download: Callable[[int], _Result]) -> _Result:
+    """The result of a download, which is tried up to three times.
+
+    Args:
+        name: of the file, for the message.
+        download: number of the attempt → the result.
+
+    Raises:
+        SourceError: it failed each time, or there is no such file.
+    """
+    for attempt in range(1, ATTEMPTS + 1):
         try:
-            with replacing(target) as partial:
-                fs.get_file(path, str(partial))
-                arrived = partial.stat().st_size
-                if size is not None and arrived != size:
-                    raise OSError(f"{arrived} of {size} bytes arrived")
-                if attempt == 1 and not _is_whole(partial, kind):
-                    raise OSError("the end of the file is missing")
-            return
+            return download(attempt)
         except Exception as error:  # every file system raises errors of its own
-            if attempt == _ATTEMPTS or isinstance(error, FileNotFoundError | PermissionError):
+            if attempt == ATTEMPTS or isinstance(error, FileNotFoundError | PermissionError):
                 attempts = f"{attempt} attempt{'s' * (attempt > 1)}"
-                raise SourceError(
-                    f"{without_secrets(name)}: download failed after {attempts}: {_reason(error)}"
-                ) from None
+                raise SourceError(f"{name}: download failed after {attempts}: {reason_of(error)}") from None
             time.sleep(0.2 * attempt)
+    raise AssertionError
 
 
 def _is_whole(copy: Path, kind: str) -> bool:
@@ -339,14 +378,3 @@ def _is_whole(copy: Path, kind: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
-
-
-def _reason(error: BaseException) -> str:
-    if not isinstance(error, FileNotFoundError):
-        return f"{type(error).__name__}: {without_secrets(str(error))}"
-    # fsspec reports every failure of a web server as a missing file; the cause says what it was.
-    cause = error.__cause__
-    web = type(cause).__module__.startswith("aiohttp") or isinstance(cause, TimeoutError)
-    if web and getattr(cause, "status", None) != 404:
-        return f"{type(cause).__name__}: {without_secrets(str(cause))}"
-    return "no such file"

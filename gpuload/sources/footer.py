@@ -1,16 +1,16 @@
 """The footer of a parquet file, and the pages of one column as they are in the file."""
 
 import hashlib
-from collections.abc import Iterable
-from typing import BinaryIO
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, BinaryIO, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from gpuload.sources.local import LocalFile
 from gpuload.sources.types import is_list
 
-_SLACK = 128  # old writers understate a column chunk's size by up to this many bytes, its dictionary's header
+SLACK = 128  # old writers understate a column chunk's size by up to this many bytes, its dictionary's header
 
 
 def check_names(fields: Iterable[pa.Field], footer: bytes) -> None:
@@ -40,22 +40,82 @@ def read_footer(raw: BinaryIO) -> tuple[int, bytes]:
     return size, raw.read()
 
 
-def column_digest(file: LocalFile, name: str) -> bytes:
-    """Digest of the footer and of the raw pages of one column. Anything less may stay the same when a value is changed
-    in place: the size, the times, the footer's statistics."""
-    digest = hashlib.blake2b(digest_size=16)
+def decoded_size(metadata: pq.FileMetaData, names: Collection[str] | None) -> int:
+    """Bytes of some columns before they were compressed; more in memory if they are encoded with dictionaries.
+
+    Args:
+        names: of the columns; None for all.
+    """
+    groups = (metadata.row_group(group) for group in range(metadata.num_row_groups))
+    if names is None:  # without a look at every chunk: each load asks for this
+        return sum(group.total_byte_size for group in groups)
+    chunks = (group.column(number) for group in groups for number in range(group.num_columns))
+    try:
+        return sum(chunk.total_uncompressed_size for chunk in chunks if _is_of(chunk, names))
+    except UnicodeDecodeError:  # of a column chunk's name; reading the rows will raise the proper error
+        return 0
+
+
+def _is_of(chunk: Any, names: Collection[str]) -> bool:
+    return any((chunk.path_in_schema + ".").startswith(name + ".") for name in names)
+
+
+class Reopened(Protocol):
+    """A file that can be opened for reading: `LocalFile`, or one on a server."""
+
+    def open(self) -> AbstractContextManager[BinaryIO]: ...
+
+
+def column_digest(file: Reopened, *names: str, groups: range | None = None) -> bytes:
+    """Digest of the footer and of the raw pages of some columns. Anything less may stay the same when a value is
+    changed in place: the size, the times, the footer's statistics.
+
+    Args:
+        groups: the row groups whose pages are read; None for all.
+    """
+    whole, parts = digests_of_parts(file, names, [] if groups is None else [groups], only_parts=groups is not None)
+    return whole if groups is None else parts[0]
+
+
+def digests_of_parts(
+    file: Reopened, names: Collection[str], parts: Sequence[range], only_parts: bool = False
+) -> tuple[bytes, list[bytes]]:
+    """The digest of some columns of a file, and those of some parts of the file, in one pass over it.
+
+    Args:
+        parts: consecutive row groups; none is in two parts.
+        only_parts: do not read other row groups; the digest of the whole is of no use then.
+    """
+    whole = hashlib.blake2b(digest_size=16)
+    digests = [hashlib.blake2b(digest_size=16) for _ in parts]
     with file.open() as raw:
-        digest.update(read_footer(raw)[1])
+        footer = read_footer(raw)[1]
         metadata = pq.read_metadata(raw)
+        whole.update(footer)
+        for digest, groups in zip(digests, parts, strict=True):
+            digest.update(footer + repr(groups).encode())
         for group in range(metadata.num_row_groups):
-            row_group = metadata.row_group(group)
-            for number in range(row_group.num_columns):
-                chunk = row_group.column(number)
-                if (chunk.path_in_schema + ".").startswith(name + "."):
-                    start = min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset)
-                    raw.seek(start)
-                    left = chunk.total_compressed_size + _SLACK
-                    while left and (block := raw.read(min(left, 1 << 20))):
-                        digest.update(block)
-                        left -= len(block)
-    return digest.digest()
+            into = [digest for digest, groups in zip(digests, parts, strict=True) if group in groups]
+            if not only_parts:
+                into.append(whole)
+            for block in _pages(raw, metadata.row_group(group), names) if into else ():
+                for digest in into:
+                    digest.update(block)
+    return whole.digest(), [digest.digest() for digest in digests]
+
+
+def _pages(raw: BinaryIO, row_group: Any, names: Collection[str]) -> Iterator[bytes]:
+    """The raw pages of some columns, and of those inside of them."""
+    for number in range(row_group.num_columns):
+        chunk = row_group.column(number)
+        if _is_of(chunk, names):
+            raw.seek(chunk_start(chunk))
+            left = chunk.total_compressed_size + SLACK
+            while left and (block := raw.read(min(left, 1 << 20))):
+                yield block
+                left -= len(block)
+
+
+def chunk_start(chunk: Any) -> int:
+    """Where the pages of a column chunk begin."""
+    return int(min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset))

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from gpuload.errors import SourceError
 from gpuload.sources.fetch import SourceFile
+from gpuload.sources.remote import RemoteFile, changed
 
 
 @dataclass(frozen=True)
@@ -58,24 +58,23 @@ class LocalFile:
 
 
 @contextmanager
-def opened(file: SourceFile) -> Iterator[tuple[LocalFile, BinaryIO]]:
+def opened(file: SourceFile) -> Iterator[tuple[LocalFile | RemoteFile, BinaryIO]]:
     """Opens a file for the first time.
 
     Raises:
         SourceError: it was changed before the end of the block.
         OSError: it cannot be opened.
     """
+    if file.remote is not None:
+        with file.remote.open() as raw:
+            yield file.remote, raw
+        return
     with open(file.path, "rb") as raw:
         local = LocalFile(file.path, file.name, _state(os.fstat(raw.fileno())))
         try:
             yield local, raw
         finally:
             local.check()  # whatever else is wrong, this is why
-
-
-def changed(name: str) -> SourceError:
-    """The error for a file that did not stay the same."""
-    return SourceError(f"{name}: the file was changed while it was loaded: load it again when it is complete")
 
 
 def _state(about: os.stat_result) -> tuple[int, ...]:

@@ -26,7 +26,8 @@ def open_all(files: Any, options: Options) -> list[Source]:
     if is_frame(files):
         sources = [open_frame(files, type(files).__name__)]
     else:
-        sources = [open_file(file) for file in resolve(files, options.cache_dir, options.remote_timeout)]
+        found = resolve(files, options.cache_dir, options.remote_timeout, read_in_place=options.store == "disk")
+        sources = [open_file(file) for file in found]
     if not any(source.num_rows for source in sources):
         raise DataError(f"{', '.join(source.name for source in sources)}: no rows")
     return sources

@@ -1,6 +1,6 @@
-"""Parts of a file decoded by several threads, and delivered in order.
+"""Parts of a file, or several files, decoded by several threads, and delivered in order.
 
-    1. a thread decodes a part, which is some consecutive row groups
+    1. a thread decodes a part, which is some consecutive row groups, or a file
     2. the consumer gets the tables of the first part as they are decoded, then those of the next one
     3. what is decoded and not yet delivered is bounded: beyond that, a thread leaves its part after the next table, and
        the consumer has the part continued when there is room
@@ -13,35 +13,47 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import pyarrow as pa
 
 PART_ROWS = 1 << 16
 """A part has at least so many rows: to open a file with a thousand row groups takes some milliseconds."""
 
-AHEAD_BYTES = 1 << 29
+AHEAD_BYTES = 1 << 27
+"""Of all parts of all files together."""
 
 _MOST_THREADS = 8
 _END, _LEFT = object(), object()
 
 
-def row_group_parts(rows: Sequence[int]) -> list[range]:
-    """The row groups of a file, in parts of at least `PART_ROWS` rows except for the last one.
+def row_group_parts(rows: Sequence[int], least: int = 0) -> list[range]:
+    """The row groups of a file, in parts of some consecutive ones.
 
     Args:
         rows: number of rows of each row group.
+        least: rows that a part has at least, except for the last one; 0 for `PART_ROWS`.
     """
     parts, first, size = [], 0, 0
     for group, count in enumerate(rows):
         size += count
-        if size >= PART_ROWS or group == len(rows) - 1:
+        if size >= (least or PART_ROWS) or group == len(rows) - 1:
             parts.append(range(first, group + 1))
             first, size = group + 1, 0
     return parts
 
 
-class _RowGroups:
+class HasBytes(Protocol):
+    """A table, or something else with a size."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+_Item = TypeVar("_Item", bound=HasBytes)
+
+
+class _Part(Generic[_Item]):
     """One part.
 
     Attributes:
@@ -50,37 +62,49 @@ class _RowGroups:
         left: whether no thread is decoding the part, although it has not ended.
     """
 
-    def __init__(self, tables: Iterator[pa.Table]) -> None:
+    def __init__(self, tables: Iterator[_Item]) -> None:
         self.tables, self.left = tables, True
         self.decoded: SimpleQueue[Any] = SimpleQueue()
 
 
 class _Waiting:
-    """The bytes that are decoded and not yet delivered."""
+    """The bytes that are decoded and not yet delivered, for one consumer.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._bytes = 0
+    Args:
+        most: bound of these bytes. `AHEAD_BYTES` bounds those of all consumers.
+    """
+
+    _lock, _of_all = threading.Lock(), 0
+
+    def __init__(self, most: int) -> None:
+        self._most, self._bytes = most, 0
         self.closed = False
 
     def add(self, nbytes: int) -> None:
-        with self._lock:
+        with _Waiting._lock:
             self._bytes += nbytes
+            _Waiting._of_all += nbytes
 
     def has_room(self) -> bool:
-        return self._bytes < AHEAD_BYTES and not self.closed
+        return self._bytes < self._most and _Waiting._of_all < AHEAD_BYTES and not self.closed
+
+    def forget(self) -> None:
+        """Nothing will be delivered any more."""
+        self.add(-self._bytes)
 
 
-def in_order(parts: Sequence[Iterator[pa.Table]]) -> Iterator[pa.Table]:
+def in_order(parts: Sequence[Iterator[_Item]], most: int | None = None) -> Iterator[_Item]:
     """Yields the tables of all parts, one part after the other. An exception of a part is raised in its place.
 
     There are as many threads as Arrow has: one per core, or `OMP_NUM_THREADS`.
 
     Args:
         parts: one generator per part.
+        most: bytes that are decoded in advance, beyond one table per thread; None for `AHEAD_BYTES`, which is the bound
+            of all calls together.
     """
-    ahead, threads = _Waiting(), min(pa.cpu_count(), _MOST_THREADS)
-    waiting = [_RowGroups(tables) for tables in parts]
+    ahead, threads = _Waiting(AHEAD_BYTES if most is None else most), min(pa.cpu_count(), _MOST_THREADS)
+    waiting = [_Part(tables) for tables in parts]
     pool = ThreadPoolExecutor(threads, "columns")
     try:
         while waiting:
@@ -100,9 +124,10 @@ def in_order(parts: Sequence[Iterator[pa.Table]]) -> Iterator[pa.Table]:
     finally:
         ahead.closed = True
         pool.shutdown(cancel_futures=True)
+        ahead.forget()
 
 
-def _decode(part: _RowGroups, ahead: _Waiting) -> None:
+def _decode(part: _Part[Any], ahead: _Waiting) -> None:
     """Decodes the next table of a part, and more of them while there is room."""
     try:
         for table in part.tables:

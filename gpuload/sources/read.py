@@ -1,13 +1,10 @@
 """Local files and frames in memory → Arrow tables of some thousand rows.
 
-Parquet is read row group by row group. JSON has no schema, so reading it must not invent one: Arrow would give every
-struct the union of all rows' keys, and a template that prints `tool_calls` would print the nulls too. A JSON column
-whose values change on a round trip through Arrow's types is kept as JSON text (`arrow.json`) and decoded on access.
+Parquet is read row group by row group, JSON as a whole.
 """
 
 import hashlib
-import json
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,10 +16,12 @@ from gpuload.errors import MORE_MEMORY, DataError, HostMemoryError, SourceError
 from gpuload.options import nearest
 from gpuload.sources.batches import BATCH_ROWS, bounded, read_row_group
 from gpuload.sources.fetch import SourceFile
-from gpuload.sources.footer import check_names, column_digest, read_footer
+from gpuload.sources.footer import check_names, column_digest, decoded_size, read_footer
+from gpuload.sources.json_rows import json_table
 from gpuload.sources.local import LocalFile, opened
 from gpuload.sources.parallel import in_order, row_group_parts
-from gpuload.sources.types import as_json, check_prompt_type, is_messages, without_views
+from gpuload.sources.remote import RemoteFile
+from gpuload.sources.types import check_prompt_type, is_messages, without_views
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,10 @@ class Source:
         frame: a `cudf.DataFrame`, whose columns a GPU engine uses zero-copy.
         without: as `batches`, without the named column, if any, and decoded by several threads; None where that would
             save nothing.
-        content: digest of the named column's values as they are in the file now; None for a frame in memory.
+        content: digest of the values of the named columns as they are in the file now; None for a frame in memory.
+        decoded_bytes: about how many bytes the values of the named columns have in memory; None for all columns.
         file: the file that `batches` reads; None where everything is in memory already.
+        first_row: number of the first row in its file, of a source that is a part of one.
     """
 
     name: str
@@ -53,8 +54,10 @@ class Source:
     parquet: str | None = None
     frame: Any = None
     without: Callable[[str | None], Iterator[pa.Table]] | None = None
-    content: Callable[[str], bytes] | None = None
-    file: LocalFile | None = None
+    content: Callable[..., bytes] | None = None
+    decoded_bytes: Callable[[Collection[str] | None], int] = lambda names: 0
+    file: LocalFile | RemoteFile | None = None
+    first_row: int = 0
 
 
 def check_unchanged(sources: Iterable[Source]) -> None:
@@ -68,16 +71,20 @@ def check_unchanged(sources: Iterable[Source]) -> None:
             source.file.check()
 
 
-def open_file(file: SourceFile, index_columns: bool = False) -> Source:
+def open_file(
+    file: SourceFile, index_columns: bool = False, groups: range | None = None, only: str | None = None
+) -> Source:
     """Opens one file: reads the metadata of a parquet file, parses the whole of a JSON file.
 
     Args:
         index_columns: include the columns in which pandas stored a frame's index.
+        groups: the row groups of a parquet file that the source has; None for all rows.
+        only: the column of a parquet file that the source has; None for all columns.
 
     Raises:
         SourceError: the file is damaged, or its content does not match its extension.
     """
-    return _open_parquet(file, index_columns) if file.format == "parquet" else _open_json(file)
+    return _open_parquet(file, index_columns, groups, only) if file.format == "parquet" else _open_json(file)
 
 
 def open_frame(frame: Any, name: str) -> Source:
@@ -95,6 +102,7 @@ def open_frame(frame: Any, name: str) -> Source:
         table.schema,
         lambda: _slices(table, name),
         f"{table.num_rows} {table.nbytes} ".encode() + _first_rows(table),
+        decoded_bytes=partial(_bytes_of, table),
     )
 
 
@@ -115,6 +123,7 @@ def _open_cudf(frame: Any, name: str) -> Source:
         identity,
         frame=frame,
         without=tables,
+        decoded_bytes=lambda names: nbytes if names is None else nbytes * len(names) // max(1, len(sample.schema)),
     )
 
 
@@ -214,6 +223,12 @@ def _as_table(frame: Any) -> pa.Table:
     return frame.data.table
 
 
+def _bytes_of(table: pa.Table, names: Collection[str] | None) -> int:
+    if names is None:
+        return int(table.nbytes)
+    return sum(table.column(name).nbytes for name in names if name in table.schema.names)
+
+
 def _first_rows(table: pa.Table) -> bytes:
     """Some rows as bytes: not all values have a Python equivalent."""
     with pa.BufferOutputStream() as sink:
@@ -229,7 +244,7 @@ def _slices(table: pa.Table, name: str) -> Iterator[pa.Table]:
 # -- parquet ---------------------------------------------------------------------------------------------------------
 
 
-def _open_parquet(file: SourceFile, index_columns: bool) -> Source:
+def _open_parquet(file: SourceFile, index_columns: bool, some: range | None, only: str | None) -> Source:
     try:
         with opened(file) as (local, raw), pq.ParquetFile(raw) as parquet:
             metadata, schema = parquet.metadata, without_views(parquet.schema_arrow)
@@ -241,24 +256,29 @@ def _open_parquet(file: SourceFile, index_columns: bool) -> Source:
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: of a column's name
         raise SourceError(f"{file.name}: {_damage(file.path, error)}") from error
     hidden = set() if index_columns else _index_columns(schema)
-    rows = metadata.num_rows
-    parts = row_group_parts([metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)])
+    hidden |= set(schema.names) - {only} if only else set()
+    counts = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+    groups = range(len(counts)) if some is None else some
+    rows = metadata.num_rows if some is None else sum(counts[groups.start : groups.stop])
+    parts = [range(groups.start + p.start, groups.start + p.stop) for p in row_group_parts([counts[g] for g in groups])]
     return Source(
         file.name,
         rows,
         size,
         pa.schema([column for column in schema if column.name not in hidden]),
-        lambda: _read_parquet(local, rows, _decode(local, hidden)),
+        lambda: _read_parquet(local, rows, _decode_parts(local, hidden, parts)),
         # The footer has the sizes, offsets and statistics of every column chunk.
         str(size).encode() + footer,
-        parquet=file.path,
+        parquet=file.path if some is None and file.remote is None else None,
         without=lambda name: _read_parquet(local, rows, _decode_parts(local, hidden | {name}, parts)),
-        content=lambda name: column_digest(local, name),
+        content=lambda *names: column_digest(local, *names, groups=some),
+        decoded_bytes=lambda names: decoded_size(metadata, names),
         file=local,
+        first_row=sum(counts[: groups.start]),
     )
 
 
-def _read_parquet(file: LocalFile, num_rows: int, tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+def _read_parquet(file: LocalFile | RemoteFile, num_rows: int, tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
     rows = 0
     for table in bounded(tables, file.name):
         rows += table.num_rows
@@ -269,16 +289,16 @@ def _read_parquet(file: LocalFile, num_rows: int, tables: Iterator[pa.Table]) ->
         )
 
 
-def _decode_parts(file: LocalFile, hidden: Set[str | None], parts: Iterable[range]) -> Iterator[pa.Table]:
+def _decode_parts(file: LocalFile | RemoteFile, hidden: Set[str | None], parts: Iterable[range]) -> Iterator[pa.Table]:
     return in_order([_decode(file, hidden, part) for part in parts])
 
 
-def _decode(file: LocalFile, hidden: Set[str | None], groups: range | None = None) -> Iterator[pa.Table]:
-    """The tables of some row groups; None for all."""
+def _decode(file: LocalFile | RemoteFile, hidden: Set[str | None], groups: range) -> Iterator[pa.Table]:
+    """The tables of some row groups."""
     try:
         with file.open() as raw, parquet_file(raw) as parquet:
             columns = [name for name in parquet.schema_arrow.names if name not in hidden]
-            for group in groups or range(parquet.num_row_groups):
+            for group in groups:
                 yield from read_row_group(parquet, partial(parquet_file, raw), group, columns)
     except (pa.ArrowCapacityError, SourceError):
         raise
@@ -331,9 +351,7 @@ def _open_json(file: SourceFile) -> Source:
     except OSError as error:
         raise SourceError(f"{file.name}: {error.strerror}") from error
     try:
-        rows = _parse(file.name, content)
-        names = list(dict.fromkeys(key for row in rows for key in row))
-        table = pa.table({name: _json_column([row.get(name) for row in rows]) for name in names})
+        table, rows = json_table(file.name, content)
     except RecursionError as error:
         raise SourceError(f"{file.name}: JSON that is nested too deeply: flatten it") from error
     except MemoryError as error:
@@ -341,48 +359,11 @@ def _open_json(file: SourceFile) -> Source:
     digest = hashlib.sha256(content).digest()
     return Source(
         file.name,
-        len(rows),
+        rows,
         len(content),
         table.schema,
         lambda: _slices(table, file.name),
         digest,
-        content=lambda name: digest,
+        content=lambda *names: digest,
+        decoded_bytes=partial(_bytes_of, table),
     )
-
-
-def _parse(name: str, content: bytes) -> list[dict[str, Any]]:
-    """The objects of a JSON array, or of JSON lines."""
-    if content.lstrip()[:1] == b"[":
-        try:
-            rows: list[Any] = json.loads(content)
-        except ValueError as error:
-            raise SourceError(f"{name}: not valid JSON: {error}") from error
-        where = [f"item {i}" for i in range(len(rows))]
-    else:
-        rows, where = [], []
-        for number, line in enumerate(content.split(b"\n"), 1):
-            if line.strip():
-                try:
-                    rows.append(json.loads(line))
-                except ValueError as error:
-                    raise SourceError(f"{name}, line {number}: not valid JSON: {error}") from error
-                where.append(f"line {number}")
-    for row, place in zip(rows, where, strict=True):
-        if not isinstance(row, dict):
-            raise SourceError(f"{name}, {place}: expected an object with the row's columns, not {row!r:.60}")
-    return rows
-
-
-def _json_column(values: list[Any]) -> pa.Array:
-    """An Arrow type where that changes nothing: no missing key, no 1 to 1.0, no order of keys. Else JSON text."""
-    try:
-        column = pa.array(values)
-        slices = range(0, len(values), BATCH_ROWS)  # the text of all values would be as large as the file
-        if all(
-            json.dumps(column.slice(at, BATCH_ROWS).to_pylist()) == json.dumps(values[at : at + BATCH_ROWS])
-            for at in slices
-        ):
-            return column
-    except (pa.ArrowException, ValueError, TypeError, OverflowError):
-        pass
-    return as_json(values)

@@ -37,7 +37,7 @@ class ChatProgram:
         trees: the decision tree of each shape seen so far.
         not_compilable: why nothing of this template can be compiled, or None.
         leaves: number of paths traced so far.
-        lock: must be held while trees are walked or grown.
+        lock: must be held while trees are grown. They may be walked without it.
     """
 
     def __init__(self, call: TemplateCall, answers: Answers | None = None) -> None:
@@ -62,7 +62,7 @@ class ChatProgram:
         return self.trees.get(shape) or Tree()
 
     def grow(self, tree: Tree, shape: Shape, texts: Texts, rows: int) -> str | None:
-        """Trace the path of one conversation and add it to its tree.
+        """Trace the path of one conversation and add it to its tree. The caller holds `lock`.
 
         Args:
             tree: the tree of `shape`.
@@ -101,7 +101,8 @@ class ChatProgram:
             Exception: whatever transformers or the template raises.
         """
         if self._tracer is not None and reason not in self._checked:
-            self._tracer.check(messages)
+            with self.lock:
+                self._tracer.check(messages)
             self._checked.add(reason)
         return self.call.render(messages)
 

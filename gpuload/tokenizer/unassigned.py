@@ -7,6 +7,12 @@ All implementations in use are built for 14.0 or later, so they agree on texts w
 Source: DerivedGeneralCategory.txt of Unicode 14.0.0, category Cn.
 """
 
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
 UNASSIGNED = """
 378-379 380-383 38B 38D 3A2 530 557-558 58B-58C 590 5C8-5CF 5EB-5EE 5F5-5FF 70E 74B-74C 7B2-7BF 7FB-7FC 82E-82F 83F
 85C-85D 85F 86B-86F 88F 892-897 984 98D-98E 991-992 9A9 9B1 9B3-9B5 9BA-9BB 9C5-9C6 9C9-9CA 9CF-9D6 9D8-9DB 9DE
@@ -66,7 +72,61 @@ FE6C-FE6F FE75 FEFD-FEFE FF00 FFBF-FFC1 FFC8-FFC9 FFD0-FFD1 FFD8-FFD9 FFDD-FFDF 
 """
 
 
-def unassigned_class() -> str:
-    """Return these code points as a character class in the syntax of RE2, Arrow's regex engine."""
-    spans = (span.partition("-") for span in UNASSIGNED.split())
-    return "[" + "".join(rf"\x{{{first}}}-\x{{{last or first}}}" for first, _, last in spans) + "]"
+_BLOCK = 1 << 20  # bytes searched at a time: a block and what is found in it stay in the CPU's cache
+
+
+def texts_with_unassigned(data: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The ascending numbers of the texts that contain one of these code points.
+
+    In one pass, most bytes are only compared with the smallest first byte of such a code point. Bytes that pass are
+    looked up together with the byte behind them, and only where these two leave it open, the character is decoded.
+
+    Args:
+        data: the texts one after the other. In text that is not valid UTF-8, anything may be found.
+        offsets: (n + 1,) where each text begins, and the end of the last one.
+    """
+    code_points, pairs, first = _tables()
+    found: list[Any] = [np.zeros(0, np.int64)]
+    low, end = int(offsets[0]), int(offsets[-1])
+    for begin in range(low, end, _BLOCK):
+        block = data[begin : min(begin + _BLOCK, end)]
+        at = np.flatnonzero(block >= first)
+        if not len(at):
+            continue
+        pair = block[at].astype(np.uint16) << 6
+        at += begin
+        pair |= data.take(at + 1, mode="clip") & 0x3F  # nothing is behind the last byte of invalid text
+        at = at[pairs[pair]]
+        if len(at):
+            found.append(at[code_points[_decoded(data, at)]])
+    return np.unique(np.searchsorted(offsets, np.concatenate(found), side="right") - 1)
+
+
+def _decoded(data: npt.NDArray[np.uint8], at: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The code points of characters of two bytes and more that begin at some positions."""
+    lead = data[at].astype(np.int64)
+    size = 2 + (lead >= 0xE0) + (lead >= 0xF0)
+    point = lead & (0xFF >> (size + 1))
+    for k in range(1, 4):
+        longer = np.flatnonzero(size > k)
+        point[longer] = point[longer] << 6 | (data.take(at[longer] + k, mode="clip") & 0x3F)
+    return point
+
+
+@lru_cache(maxsize=1)
+def _tables() -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_], int]:
+    """These code points, in the forms in which they are looked up.
+
+    Returns:
+        (0x110000,) bool, by code point; (1 << 14,) bool, by the first byte and the lower six bits of the second one of
+        a character that may be one of them; and the smallest of these first bytes.
+    """
+    code_points, pairs = np.zeros(0x110000, bool), np.zeros(1 << 14, bool)
+    for span in UNASSIGNED.split():
+        first, _, last = span.partition("-")
+        code_points[int(first, 16) : int(last or first, 16) + 1] = True
+    point = np.flatnonzero(code_points)  # all of them have at least two bytes
+    shift = np.where(point < 0x800, 6, np.where(point < 0x10000, 12, 18))
+    marker = np.where(point < 0x800, 0xC0, np.where(point < 0x10000, 0xE0, 0xF0))
+    pairs[(marker | point >> shift) << 6 | (point >> (shift - 6) & 0x3F)] = True
+    return code_points, pairs, int(np.flatnonzero(pairs)[0]) >> 6

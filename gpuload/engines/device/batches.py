@@ -17,8 +17,9 @@ import torch
 
 from gpuload.arrays import Array, Ragged
 from gpuload.engines.device.kernels import Kernels
-from gpuload.engines.device.store import DeviceStore, Index
+from gpuload.engines.device.store import DeviceStore, Index, to_device
 from gpuload.engines.host import batches as host
+from gpuload.engines.protocol import TokenStore
 from gpuload.options import Truncation
 
 
@@ -27,13 +28,13 @@ class DeviceBatches:
     the CUDA context of another one.
 
     Args:
-        store: all ids, in device memory, or in host memory, which is pinned with the first batch.
+        store: all ids: in device memory; in host memory, which is pinned with the first batch; or on disk.
         limit: a row keeps at most this many ids.
         side: which end is truncated, see `Ragged.truncate`.
         pad_id: fills rows up on the left.
     """
 
-    def __init__(self, kernels: Kernels, store: Ragged | DeviceStore, limit: int, side: Truncation, pad_id: int):
+    def __init__(self, kernels: Kernels, store: TokenStore, limit: int, side: Truncation, pad_id: int):
         self._kernels, self._limit, self._side, self._pad_id = kernels, limit, side, pad_id
         self._process = os.getpid()
         self._store = store
@@ -45,6 +46,7 @@ class DeviceBatches:
         if isinstance(store, Ragged):
             address = kernels.pinned(store.values) + 4 * store.offsets[:-1]
             store = DeviceStore(kernels, address, store.lengths, [store.values])
+        assert isinstance(store, DeviceStore)
         return store
 
     @property
@@ -66,7 +68,17 @@ class DeviceBatches:
         if self._elsewhere:
             return host.pad(rows(), width, self._pad_id)
         with self._kernels.current():
+            if not isinstance(self._store, Ragged | DeviceStore):
+                return self._copied(rows(), width)
             return pad(self._kernels, self._pad, self._kernels.xp.asarray(numbers), width)
+
+    def _copied(self, rows: Ragged, width: int) -> dict[str, torch.Tensor]:
+        """One batch of rows in host memory. They are copied to the device, through pinned buffers of the driver: pages
+        of a file cannot be pinned, as the system may drop them."""
+        kernels, ids = self._kernels, to_device(self._kernels, rows)
+        index = Index(kernels.address(ids.values) + 4 * ids.offsets[:-1], ids.lengths)
+        launch = prepare_pad(kernels, index, self._limit, self._side, self._pad_id)
+        return pad(kernels, launch, kernels.xp.arange(len(rows)), width)
 
     def ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same batches, each of them made while the consumer works on the one before it."""

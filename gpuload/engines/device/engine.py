@@ -76,8 +76,11 @@ class DeviceEngine:
         self._segments: Segments | None = None
         self._ops = DeviceTexts(kernels)
         self.host = self.host_engine(reference, exact_only)
-        self._by_kernels = not self.host.by_prompt and reference.uses_template
         self._reference = reference
+
+    @cached_property
+    def _by_kernels(self) -> bool:
+        return not self.host.by_prompt and self._reference.uses_template
 
     @cached_property
     def _compiled(self) -> CompiledTokenizer | str:
@@ -268,7 +271,7 @@ class DeviceEngine:
         parts.clear()
         return host_store(on_host, order)
 
-    def batches(self, store: Ragged | DeviceStore, limit: int, side: Truncation, pad_id: int) -> DeviceBatches:
+    def batches(self, store: Any, limit: int, side: Truncation, pad_id: int) -> DeviceBatches:
         return DeviceBatches(self._kernels, store, limit, side, pad_id)
 
 

@@ -128,8 +128,7 @@ def render(kernels: Kernels, program: ChatProgram, prompts: Conversations) -> De
         program: the compiled template; it grows where rows take a path that no earlier row has taken.
         prompts: n conversations in device memory; whoever reads them bounds their number.
     """
-    with program.lock:
-        walk = Walk(program, prompts)
+    walk = Walk(program, prompts)
     offsets, data, answers = _write(kernels, walk, program.answers is not None)
     return DeviceText(kernels=kernels, offsets=offsets, data=data, answers=answers, **walk.counts())
 

@@ -17,10 +17,11 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from gpuload.arrays import Array, Ragged, RowNumbers, offsets_of, on_host
+from gpuload.arrays import Array, Ragged, RowNumbers, chunks_of, from_chunks, offsets_of, on_host
 from gpuload.engines.device.kernels import Kernels
 from gpuload.engines.device.texts import copy_slices
 
@@ -61,6 +62,10 @@ class DeviceStore:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def __reduce__(self) -> tuple[Any, ...]:  # another process cannot use this one's device
+        rows = self.to_host()
+        return Ragged, (rows.values, rows.offsets)
+
     @cached_property
     def index(self) -> Index:
         """What kernels read; copied to the device with the first batch."""
@@ -86,12 +91,7 @@ class DeviceStore:
 
     def chunks(self) -> Iterator[Array]:
         """The ids of all rows in order, in arrays in host memory."""
-        offsets = offsets_of(self.lengths)
-        low = 0
-        while low < len(self):
-            high = max(low + 1, int(np.searchsorted(offsets, offsets[low] + _CHUNK, side="right")) - 1)
-            yield self.take(np.arange(low, high)).values
-            low = high
+        return chunks_of(self.take, self.lengths, _CHUNK)
 
     def to_host(self) -> Ragged:
         """All rows in host memory; copied once, when first asked for."""
@@ -99,12 +99,7 @@ class DeviceStore:
 
     @cached_property
     def _host(self) -> Ragged:
-        offsets = offsets_of(self.lengths)
-        values, at = np.empty(int(offsets[-1]), np.int32), 0
-        for chunk in self.chunks():
-            values[at : at + len(chunk)] = chunk
-            at += len(chunk)
-        return Ragged(values, offsets)
+        return from_chunks(self.chunks(), self.lengths)
 
     def _gathered(self, rows: Array, offsets: Array) -> Array:
         """The ids of some rows, one row after the other, in device memory."""

@@ -28,10 +28,11 @@ import pyarrow.compute as pc
 
 from gpuload.arrays import Ragged
 from gpuload.engines.host.acceptance import acceptance_texts
+from gpuload.engines.host.texts import Bytes, Ints
 from gpuload.reference.reference import Reference
 from gpuload.reference.template_call import first_line
 from gpuload.tokenizer.gigatoken import needs_nfc_text, not_known_exact
-from gpuload.tokenizer.unassigned import unassigned_class
+from gpuload.tokenizer.unassigned import texts_with_unassigned
 
 _CHECK_ARGUMENTS = frozenset(("BloomTokenizerFast", "CodeGenTokenizerFast", "CohereTokenizerFast", "GPT2TokenizerFast"))
 
@@ -150,10 +151,7 @@ def _gigatoken(reference: Reference) -> HostEncoder:
         raise ValueError(reason)
     tokenizer = _gigatoken_of(reference.model_json)
 
-    def encode_all(text: pa.LargeStringArray) -> Ragged:
-        offsets = np.frombuffer(text.buffers()[1], np.int64)[text.offset : text.offset + len(text) + 1]
-        # An array of empty strings may have no character buffer.
-        chars = np.frombuffer(text.buffers()[2] or b"", np.uint8)
+    def encode_all(chars: Bytes, offsets: Ints) -> Ragged:
         layout = awkward.contents.ListOffsetArray(
             awkward.index.Index64(offsets),
             awkward.contents.NumpyArray(chars, parameters={"__array__": "char"}),
@@ -163,21 +161,22 @@ def _gigatoken(reference: Reference) -> HostEncoder:
         # Ids are below 2^31, so the unsigned array can be viewed as a signed one.
         return Ragged(ids.content.data.view(np.int32), np.asarray(ids.offsets.data, np.int64))
 
-    contested = unassigned_class()
     backend: Any = reference.backend
     composes = backend.normalizer is not None and backend.normalizer.normalize_str("e\u0301") == "\u00e9"
     nfc_only = composes and needs_nfc_text(backend.get_added_tokens_decoder().values())
     by_tokenizers = _tokenizers(reference).encode
 
     def encode(text: pa.LargeStringArray) -> Ragged:
-        ids = encode_all(text)
-        # Contested rows are encoded by tokenizers, and put back into their places. ASCII is never contested.
-        rows = np.flatnonzero(pc.not_equal(pc.binary_length(text), pc.utf8_length(text)))
-        some = text.take(pa.array(rows))
-        wanted = np.asarray(pc.match_substring_regex(some, contested), bool)
+        if not len(text):
+            return Ragged.from_lists([])
+        offsets = np.frombuffer(text.buffers()[1], np.int64)[text.offset : text.offset + len(text) + 1]
+        # An array of empty strings may have no character buffer.
+        chars = np.frombuffer(text.buffers()[2] or b"", np.uint8)
+        ids = encode_all(chars, offsets)
+        # Contested rows are encoded by tokenizers, and put back into their places.
+        rows = texts_with_unassigned(chars, offsets)
         if nfc_only:
-            wanted |= np.array([not unicodedata.is_normalized("NFC", one) for one in some.to_pylist()], bool)
-        rows = rows[wanted]
+            rows = np.union1d(rows, _not_nfc(text))
         if not len(rows):
             return ids
         order = np.arange(len(text))
@@ -185,6 +184,13 @@ def _gigatoken(reference: Reference) -> HostEncoder:
         return Ragged.concatenate([ids, by_tokenizers(text.take(pa.array(rows)))]).take(order)
 
     return HostEncoder(f"gigatoken {version('gigatoken')}", encode)
+
+
+def _not_nfc(text: pa.LargeStringArray) -> Ints:
+    """The numbers of the texts that are not in NFC. ASCII always is."""
+    rows = np.flatnonzero(pc.invert(pc.string_is_ascii(text)).to_numpy(zero_copy_only=False))
+    some = text.take(pa.array(rows)).to_pylist()
+    return rows[[not unicodedata.is_normalized("NFC", one) for one in some]]
 
 
 def _tokenizers(reference: Reference) -> HostEncoder:

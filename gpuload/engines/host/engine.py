@@ -1,9 +1,9 @@
 """The engine without a GPU: Arrow columns, a compiled tokenizer, NumPy batches."""
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -48,28 +48,47 @@ class HostEngine:
     device = torch.device("cpu")
 
     def __init__(self, reference: Reference, exact_only: bool = False, notes: tuple[str, ...] = ()):
-        self._reference, self._notes = reference, notes
-        self.program = ChatProgram(reference.call, reference.answers)
-        # Pieces of sanitized prompts are encoded by the backend, if the class does nothing else with them.
-        own = reference.sanitizes and (needs_itself(reference) or self.program.call.not_compilable_reason())
-        self.by_prompt = exact_only or not reference.encodes_rendered_text or bool(own)
+        self._reference, self._exact_only, self._notes = reference, exact_only, notes
+        self._lock = threading.RLock()  # several threads read, render and encode at once
+        self._program: ChatProgram | None = None
+        self._by_prompt: bool | None = None
+        self._building: Future[HostEncoder] | None = None
+        self._spans: TokenSpans | None = None
 
-    @cached_property
-    def _building(self) -> Future[HostEncoder]:
-        """The encoder takes a second to build: in a thread of its own, while the first rows are read and rendered."""
-        thread = ThreadPoolExecutor(1, "encoder")
-        building = thread.submit(host_encoder, self._reference)
-        thread.shutdown(wait=False)
-        return building
+    @property
+    def program(self) -> ChatProgram:
+        """Made when first needed, as all that needs the tokenizer itself: loads from the token cache do without."""
+        with self._lock:
+            self._program = self._program or ChatProgram(self._reference.call, self._reference.answers)
+            return self._program
+
+    @property
+    def by_prompt(self) -> bool:
+        if self._by_prompt is None:
+            reference = self._reference
+            # Pieces of sanitized prompts are encoded by the backend, if the class does nothing else with them.
+            own = reference.sanitizes and (needs_itself(reference) or self.program.call.not_compilable_reason())
+            self._by_prompt = self._exact_only or not reference.encodes_rendered_text or bool(own)
+        return self._by_prompt
+
+    def _begin(self) -> Future[HostEncoder]:
+        """The encoder takes a second to build: in a thread of its own, while the first rows are read."""
+        with self._lock:
+            if self._building is None:
+                thread = ThreadPoolExecutor(1, "encoder")
+                self._building = thread.submit(host_encoder, self._reference)
+                thread.shutdown(wait=False)
+            return self._building
 
     @property
     def encoder(self) -> HostEncoder:
-        """Built when first needed: loads from the token cache do without."""
-        return self._building.result()
+        return self._begin().result()
 
-    @cached_property
+    @property
     def spans(self) -> TokenSpans:
-        return TokenSpans(self._reference)
+        with self._lock:
+            self._spans = self._spans or TokenSpans(self._reference)
+            return self._spans
 
     @property
     def description(self) -> str:
@@ -101,7 +120,7 @@ class HostEngine:
 
     def read(self, source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, ArrowPrompts]]:
         if not self.by_prompt:
-            _ = self._building  # begins
+            self._begin()
         return arrow_parts(source, prompt_key)
 
     def render(self, prompts: Prompts) -> HostText:

@@ -45,8 +45,7 @@ def message_parts(program: ChatProgram, prompts: pa.Array) -> Parts:
         program: the compiled template, of a tokenizer that does not sanitize control tokens.
         prompts: (n,) list<struct<role, content, ...>>.
     """
-    with program.lock:
-        walk = Walk(program, from_arrow(HostTexts(), prompts))
+    walk = Walk(program, from_arrow(HostTexts(), prompts))
     text, bounds, offsets = write(walk)
     known = np.zeros(len(text), np.bool_)
     names: dict[str, int] = {}

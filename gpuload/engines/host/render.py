@@ -115,8 +115,7 @@ def _render(program: ChatProgram, prompts: pa.Array) -> HostText:
     if program.call.sanitizes:
         prompts = mark_column(prompts, program.call.control)
     column = from_arrow(HostTexts(), prompts)
-    with program.lock:
-        walk = Walk(program, column)
+    walk = Walk(program, column)
     text, bounds, offsets = write(walk)
     answers = None if program.answers is None else _answers(walk, bounds, offsets)
     made = HostText(text=text, answers=answers, **walk.counts())

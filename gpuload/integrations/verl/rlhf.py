@@ -37,6 +37,7 @@ from gpuload.integrations.verl.settings import Settings
 from gpuload.options import Options, plain
 from gpuload.sources.read import Source
 from gpuload.sources.types import check_prompt_type, is_messages, is_text
+from gpuload.workers import prepare_worker
 
 logger = logging.getLogger(__name__)
 
@@ -168,6 +169,7 @@ class RLHFDataset(VerlDataset):  # type: ignore[misc]
                 "cache_dir": self.cache_dir,
                 "return_raw_chat": True,
                 "tokens_on": "host",
+                "store": "memory",  # a Ray task may load the rows on another node, which has other disks
                 "pad_token_id": 0,  # never used, but avoids an error for a tokenizer without a padding token
                 **self.gpuload.options(),
             }
@@ -258,6 +260,7 @@ class RLHFDataset(VerlDataset):  # type: ignore[misc]
 
     def __getitems__(self, items: Sequence[int]) -> list[dict[str, Any]]:
         """Return the rows of one batch. Called by torch's fetcher instead of `__getitem__`."""
+        prepare_worker()
         numbers = [int(item) for item in items]
         if not isinstance(self.dataframe, Rows) or len(set(numbers)) < len(numbers):
             return [self[number] for number in numbers]

@@ -48,7 +48,7 @@ def read_conversations(
     Raises:
         SourceError: a file cannot be read, or was changed meanwhile.
     """
-    for batch in read(sources, lambda source: arrow_parts(source, messages_key), wanted, {}):
+    for batch in read(sources, lambda number: arrow_parts(sources[number], messages_key), wanted, {}):
         assert isinstance(batch.prompts, ArrowPrompts)
         yield ConversationBatch(batch.source, batch.rows, batch.table, batch.prompts.column)
     check_unchanged(sources)

@@ -1,0 +1,139 @@
+"""The directories of the cache: what is in them, and what is removed."""
+
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpuload.cache.column_file import about_columns
+from gpuload.cache.entry import about_entry
+from gpuload.cache.faults import too_little_space
+from gpuload.files import cache_root, partial_bytes, remove_orphans
+
+IDS, COLUMNS = ".arrow", ".columns"
+"""How the names of entries, and of files of columns, end."""
+
+_MOST_BYTES = 20 * 10**9
+
+
+def tokens_directory(cache_dir: str | None = None) -> Path:
+    """Where entries are.
+
+    Args:
+        cache_dir: the option; None for the default, see `files.cache_root`.
+    """
+    return cache_root(cache_dir) / "tokens"
+
+
+def store_directory(cache_dir: str | None = None) -> Path:
+    """Where the files of stores on disk are: entries, and columns.
+
+    Args:
+        cache_dir: the option; None for the default, see `files.cache_root`.
+    """
+    return cache_root(cache_dir) / "store"
+
+
+def digests_directory(cache_dir: str | None = None) -> Path:
+    """Where digests of files, and facts of tokenizers, are remembered.
+
+    Args:
+        cache_dir: the option; None for the default, see `files.cache_root`.
+    """
+    return cache_root(cache_dir) / "digests"
+
+
+def default_bound(directory: Path) -> int:
+    """A tenth of the disk space that would be free without the cache, and at most `_MOST_BYTES`."""
+    held = sum(size for _, size, _ in _entries(directory)) + partial_bytes(directory)
+    return min(_MOST_BYTES, (shutil.disk_usage(directory).free + held) // 10)
+
+
+def evict(directory: Path, bound: int, in_use: set[Path]) -> None:
+    """Removes the least recently used entries until the rest, with what other processes are writing, fits.
+
+    Args:
+        bound: bytes.
+        in_use: paths of entries that are not removed.
+    """
+    entries = _entries(directory)
+    held = sum(size for _, size, _ in entries) + partial_bytes(directory)
+    for _, size, path in entries:
+        if held > bound and path not in in_use:
+            with suppress(OSError):
+                path.unlink()
+                held -= size
+
+
+def make_room(directory: Path, needed: int, in_use: set[Path]) -> None:
+    """Removes the least recently used files of stores if the disk has too little space.
+
+    Args:
+        directory: where they are.
+        needed: bytes to be written.
+        in_use: paths of files that are not removed.
+
+    Raises:
+        StoreError: there is too little space all the same.
+    """
+    there = next(path for path in (directory, *directory.parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    for _, size, path in _entries(directory):
+        if free < needed and path not in in_use:
+            with suppress(OSError):
+                path.unlink()
+                free += size
+    if free < needed:
+        raise too_little_space(directory, needed, free)
+
+
+def clear(directory: Path) -> tuple[int, int]:
+    """Removes all entries, and what killed processes left unfinished.
+
+    Returns:
+        The number of entries, and their bytes.
+    """
+    entries = _entries(directory)
+    for _, _, path in entries:
+        path.unlink(missing_ok=True)
+    remove_orphans(directory)
+    return len(entries), sum(size for _, size, _ in entries)
+
+
+@dataclass(frozen=True)
+class CachedFile:
+    """An entry, for a list of them.
+
+    Attributes:
+        last_use: seconds since 1970.
+        nbytes: size of the entry.
+        what: "ids", or "columns".
+        source: the name of the file of which it was made; None if the entry is damaged.
+        rows: number of its rows.
+    """
+
+    last_use: float
+    nbytes: int
+    what: str
+    source: str | None
+    rows: int
+
+
+def cached_files(directory: Path) -> list[CachedFile]:
+    """All entries, most recently used first."""
+    found = []
+    for used, size, path in reversed(_entries(directory)):
+        columns = path.suffix == COLUMNS
+        about = about_columns(path) if columns else about_entry(path)
+        found.append(CachedFile(used, size, "columns" if columns else "ids", *(about or (None, 0))))
+    return found
+
+
+def _entries(directory: Path) -> list[tuple[float, int, Path]]:
+    """Last use, bytes and path of every entry, least recently used first."""
+    found = []
+    for path in [*directory.glob(f"*{IDS}"), *directory.glob(f"*{COLUMNS}")]:
+        with suppress(OSError):  # another process may have removed it
+            about = path.stat()
+            found.append((about.st_mtime, about.st_size, path))
+    return sorted(found)

@@ -1,0 +1,114 @@
+"""Tokenizers that an earlier load has opened: what a load needs to know of them if nothing is to be tokenized.
+
+Importing transformers and opening a tokenizer takes seconds. If all ids of a load are cached, neither is needed: what
+decides the ids, the padding token and the template are remembered for the files of a tokenizer that is given by its
+path. The files are the same if their names, inodes, sizes and times are, as in `known.py`.
+"""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from gpuload.cache.directory import digests_directory
+from gpuload.cache.key import is_plain, package_versions, uncacheable_reason
+from gpuload.cache.known import SETTLED
+from gpuload.files import replacing
+from gpuload.options import Options
+from gpuload.reference.reference import Reference
+from gpuload.reference.volatile import Clock, contains_randomness, tells_time
+
+
+class KnownReference(Reference):
+    """A `Reference` that opens the tokenizer when something is asked that is not remembered.
+
+    Args:
+        facts: what is remembered.
+        open_tokenizer: opens it.
+    """
+
+    def __init__(self, facts: Mapping[str, Any], open_tokenizer: Callable[[], Reference]):
+        self._facts, self._open = facts, open_tokenizer
+        self.name, self.uses_template = facts["name"], facts["uses_template"]
+
+    @cached_property
+    def opened(self) -> Reference:
+        return self._open()
+
+    def __getattr__(self, name: str) -> Any:  # of what the base class sets when it opens the tokenizer
+        if name.startswith("__") or name in ("_facts", "_open"):
+            raise AttributeError(name)
+        return getattr(self.opened, name)
+
+    @cached_property
+    def template_text(self) -> str:
+        return str(self._facts["template_text"])
+
+    @property
+    def pad_token_id(self) -> int:
+        return int(self._facts["pad_token_id"])
+
+    @property
+    def sanitizes(self) -> bool:
+        return bool(self._facts["sanitizes"])
+
+    def fingerprint(self) -> str:
+        return str(self._facts["fingerprint"])
+
+    def clock_stopped(self) -> AbstractContextManager[Clock | None]:
+        return nullcontext()  # the template does not tell the time
+
+
+def open_known(tokenizer: Any, options: Options, open_tokenizer: Callable[[], Reference]) -> Reference:
+    """The tokenizer of a load; one that is remembered is opened when it is needed.
+
+    Args:
+        tokenizer: as for `load`.
+        options: of the load.
+        open_tokenizer: opens it.
+    """
+    path = _facts_path(tokenizer, options)
+    if path is not None:
+        with suppress(OSError, ValueError):
+            return KnownReference(json.loads(path.read_text()), open_tokenizer)
+    return open_tokenizer()
+
+
+def remember(tokenizer: Any, options: Options, reference: Reference) -> None:
+    """Remembers a tokenizer for the next load, after it was used."""
+    if isinstance(reference, KnownReference) or uncacheable_reason(reference, None) is not None:
+        return
+    template = reference.template_text
+    path = _facts_path(tokenizer, options)
+    if path is None or contains_randomness(template) or tells_time(template):
+        return
+    names = ("name", "uses_template", "template_text", "pad_token_id", "sanitizes")
+    facts = {name: getattr(reference, name) for name in names} | {"fingerprint": reference.fingerprint()}
+    with suppress(OSError, TypeError), replacing(path) as partial:
+        partial.write_text(json.dumps(facts))
+
+
+def _facts_path(tokenizer: Any, options: Options) -> Path | None:
+    """Where the facts of a tokenizer are; None if it is not one whose files decide everything."""
+    if not isinstance(tokenizer, str | os.PathLike) or options.trust_remote_code or not options.token_cache:
+        return None
+    given = Path(os.fspath(tokenizer)).expanduser()
+    directory = given if given.is_dir() else given.parent
+    if not given.exists() or not is_plain(dict(options.apply_chat_template_kwargs)):
+        return None
+    states, latest = [], 0
+    for file in sorted(path for path in directory.rglob("*") if path.is_file()):
+        about = file.stat()
+        latest = max(latest, about.st_mtime_ns, about.st_ctime_ns)
+        states.append([str(file), about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns])
+    if latest / 1e9 + SETTLED > time.time():
+        return None
+    template = options.chat_template if options.chat_template is None else str(options.chat_template)
+    given_as = [str(given.absolute()), states, template, dict(options.apply_chat_template_kwargs), options.pad_token_id]
+    digest = hashlib.blake2b(repr([given_as, package_versions()]).encode(errors="backslashreplace"), digest_size=16)
+    return digests_directory(options.cache_dir) / f"{digest.hexdigest()}.tokenizer.json"

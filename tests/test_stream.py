@@ -1,0 +1,153 @@
+"""Batches that several threads read, render and encode at once are those of one thread, in the same order."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from conftest import user
+
+import gpuload
+from gpuload import stream
+from gpuload.stream import Batch, side_by_side
+
+PATIENCE = 60  # seconds until a thread that nobody continues is given up
+
+
+@pytest.fixture(autouse=True)
+def four_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where there are fewer cores."""
+    monkeypatch.setattr(pa, "cpu_count", lambda: 4)
+
+
+def batches(count: int, failing: int | None = None) -> Iterator[Batch]:
+    for number in range(count):
+        if number == failing:
+            raise ValueError(f"read {number}")
+        yield Batch(number, np.array([0]), pa.table({"number": [number]}))
+
+
+def numbers(count: int, work: Callable[[Batch], None], failing: int | None = None) -> list[int]:
+    """The numbers of the batches that come through, and then that of the one that fails, negative."""
+    found: list[int] = []
+    with ExitStack() as stack:
+        try:
+            found.extend(batch.source for batch in side_by_side({"a": work}, batches(count, failing), {}, stack))
+        except ValueError as error:
+            found.append(-int(str(error).split()[-1]))
+    return found
+
+
+def test_batches_that_are_done_in_another_order_come_in_order() -> None:
+    """Of four neighbors, each is done only after the next one."""
+    done = [threading.Event() for _ in range(8)]
+
+    def work(batch: Batch) -> None:
+        assert batch.source % 4 == 3 or done[batch.source + 1].wait(PATIENCE)
+        done[batch.source].set()
+
+    assert numbers(8, work) == list(range(8))
+
+
+def test_at_most_one_batch_more_than_threads_has_begun() -> None:
+    begun, yielded, lock = [0], [0], threading.Lock()
+
+    def counted() -> Iterator[Batch]:
+        for batch in batches(40):
+            with lock:
+                begun[0] += 1
+                # Five that are worked on or wait, and the one that was read and is about to begin.
+                assert begun[0] - yielded[0] <= 6
+            yield batch
+
+    with ExitStack() as stack:
+        for _ in side_by_side({"a": lambda _: None}, counted(), {}, stack):
+            with lock:
+                yielded[0] += 1
+    assert yielded == [40]
+
+
+def test_large_batches_are_worked_on_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "MOST_BYTES", 7)  # a batch has eight bytes
+    running, most = [0], [0]
+
+    def work(batch: Batch) -> None:
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        time.sleep(0.001)
+        running[0] -= 1
+
+    assert numbers(20, work) == list(range(20))
+    assert most == [1]
+
+
+@pytest.mark.parametrize(("failing_read", "failing_work", "expected"), [
+    (None, 5, [0, 1, 2, 3, 4, -5]), (6, None, [0, 1, 2, 3, 4, 5, -6]), (6, 5, [0, 1, 2, 3, 4, -5]),
+    (5, 6, [0, 1, 2, 3, 4, -5]),
+])  # fmt: skip
+def test_an_error_comes_after_the_batches_before_it(
+    failing_read: int | None, failing_work: int | None, expected: list[int]
+) -> None:
+    def work(batch: Batch) -> None:
+        if batch.source == failing_work:
+            raise ValueError(f"work {batch.source}")
+
+    assert numbers(9, work, failing_read) == expected
+
+
+def test_a_consumer_that_stops_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+    with ExitStack() as stack:
+        coming = side_by_side({"a": lambda _: None}, batches(100), {}, stack)
+        assert next(coming).source == 0
+    assert set(threading.enumerate()) == before
+
+
+def test_batches_with_tokens_pass_unchanged() -> None:
+    def work(batch: Batch) -> None:
+        raise AssertionError
+
+    given = Batch(0, np.array([0]), pa.table({"a": [0]}), tokens="tokens")  # type: ignore[arg-type]
+    seconds: dict[str, float] = {}
+    with ExitStack() as stack:
+        assert list(side_by_side({"a": work}, iter([given]), seconds, stack)) == [given]
+    assert not seconds
+
+
+TEMPLATE = """{% for m in messages %}{% if m.content.startswith('a') %}A{% elif 'b' in m.content %}B{% endif %}\
+{% if loop.last and m.content.endswith(' ') %}{{ m.content[::-1] }}{% else %}{{ m.content.strip() }}{% endif %}\
+<|im_end|>{% endfor %}"""
+
+
+def test_many_files_with_many_paths(write: Callable[..., str], qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight files at once, in batches that meet the same new paths of the template at the same time."""
+    texts = [f"{head}{k % 7}{tail}" for k in range(60) for head in ("a", "b", "\u4f60") for tail in ("", " ", "\n")]
+    rows = [user(text) * (1 + number % 3) for number, text in enumerate(texts)]
+    files = [write(rows[start::8], f"{start}.parquet") for start in range(8)]
+    monkeypatch.setattr("gpuload.sources.batches.BATCH_ROWS", 16)
+    options = {"token_cache": False, "chat_template": TEMPLATE, "verify": "full", "progress": False}
+    found = gpuload.load(files, qwen, **options)
+    expected = [
+        qwen.apply_chat_template(row, chat_template=TEMPLATE, add_generation_prompt=True, return_dict=False)
+        for start in range(8)
+        for row in rows[start::8]
+    ]
+    assert found.tokens.to_lists() == expected
+    assert not found.report.check.mismatches
+    assert found.report.rows_compiled > 300
+    assert sum(found.report.by_reference.values()) > 50
+
+
+@pytest.mark.parametrize("some", [1, 5, 79])
+def test_samples_of_many_files(write: Callable[..., str], qwen: Any, some: int) -> None:
+    rows = [user(f"row {number}") for number in range(80)]
+    files = [write(rows[start : start + 10], f"{start}.parquet") for start in range(0, 80, 10)]
+    one = gpuload.load(write(rows), qwen, max_samples=some, shuffle=True, seed=3, progress=False)
+    many = gpuload.load(files, qwen, max_samples=some, shuffle=True, seed=3, progress=False, token_cache=False)
+    assert many.tokens.to_lists() == one.tokens.to_lists()
