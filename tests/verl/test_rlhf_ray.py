@@ -25,10 +25,14 @@ RAY_GPU = {"ray_gpu": True}
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """A Ray cluster that claims to have a GPU; the machine need not have one."""
+    """A Ray cluster that claims to have a GPU; the machine need not have one.
+
+    With the address "local", it is a new one even if another cluster runs on this machine.
+    """
     paths = os.pathsep.join(sys.path)  # workers import this module too
     environment = {"env_vars": {"PYTHONPATH": paths}}
-    ray.init(num_cpus=2, num_gpus=1, include_dashboard=False, log_to_driver=False, runtime_env=environment)
+    resources = {"num_cpus": 2, "num_gpus": 1}
+    ray.init("local", include_dashboard=False, log_to_driver=False, runtime_env=environment, **resources)
     yield
     ray.shutdown()
 
