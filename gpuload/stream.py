@@ -26,10 +26,11 @@ from gpuload.engines.protocol import Prompts, RenderedText, Tokenized
 from gpuload.sources.parallel import in_order
 from gpuload.sources.read import Source
 
-MOST_BYTES = 1 << 28
-"""Columns of the batches that are rendered and encoded at once: a bound, unless one batch has more."""
-
 _MOST_THREADS = 16
+MOST_BYTES = min(pa.cpu_count(), _MOST_THREADS) << 26
+"""Columns of the batches that are rendered and encoded at once: 64 MiB per thread, unless one batch has more."""
+
+_READ_BYTES = 1 << 25  # of files that are read in advance, beyond one table per thread
 
 
 @dataclass
@@ -97,7 +98,7 @@ def read(
             rows = ascending[first:last] - start
         if rows is None or len(rows):
             parts.append(_batches(number, sources[number].first_row, open_source, rows, seconds))
-    return in_order(parts, MOST_BYTES // 4) if several and len(parts) > 1 else chain.from_iterable(parts)
+    return in_order(parts, _READ_BYTES) if several and len(parts) > 1 else chain.from_iterable(parts)
 
 
 def _batches(

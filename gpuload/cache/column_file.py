@@ -23,7 +23,7 @@ from gpuload.arrays import RowNumbers
 from gpuload.cache.faults import damaged, missing
 from gpuload.sources.columns import Columns
 
-PART_BYTES = 64 << 20
+PART_BYTES = 32 << 20
 _ALIGNMENT = 64
 _END = struct.Struct("<qq")
 

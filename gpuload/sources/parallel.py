@@ -20,10 +20,10 @@ import pyarrow as pa
 PART_ROWS = 1 << 16
 """A part has at least so many rows: to open a file with a thousand row groups takes some milliseconds."""
 
-AHEAD_BYTES = 1 << 27
-"""Of all parts of all files together."""
-
 _MOST_THREADS = 8
+AHEAD_BYTES = min(pa.cpu_count(), _MOST_THREADS) << 25
+"""Of all parts of all files together: 32 MiB per thread."""
+
 _END, _LEFT = object(), object()
 
 

@@ -73,8 +73,8 @@ class DeviceBatches:
             return pad(self._kernels, self._pad, self._kernels.xp.asarray(numbers), width)
 
     def _copied(self, rows: Ragged, width: int) -> dict[str, torch.Tensor]:
-        """One batch of rows in host memory. They are copied to the device, through pinned buffers of the driver: pages
-        of a file cannot be pinned, as the system may drop them."""
+        """One batch of rows in host memory. CuPy copies them to the device through its pool of pinned memory, in order
+        of the stream: pages of a file cannot be pinned in place, as the system may drop them."""
         kernels, ids = self._kernels, to_device(self._kernels, rows)
         index = Index(kernels.address(ids.values) + 4 * ids.offsets[:-1], ids.lengths)
         launch = prepare_pad(kernels, index, self._limit, self._side, self._pad_id)
