@@ -15,7 +15,7 @@ from conftest import user
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2TokenizerFast
 
 import gpuload
-from gpuload.cache import key
+from gpuload.cache import key, known
 from gpuload.reference import reference
 from gpuload.reference.template_call import TemplateCall
 from gpuload.sources.fetch import SourceFile
@@ -262,3 +262,26 @@ def test_turned_off(files: list[str], qwen: Any, warm_cache: Path) -> None:
     assert not warm_cache.exists()
     gpuload.load(files, qwen)
     assert gpuload.load(files, qwen, token_cache=False).report.from_cache == []
+
+
+# -- digests that are remembered for a file --------------------------------------------------------------------------
+
+
+def test_one_file_in_two_forms(
+    write: Callable[..., str], qwen: Any, warm_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is remembered of a file is the digest of the columns that were read, whatever the column made of them is
+    called."""
+    monkeypatch.setattr(known, "SETTLED", -1e9)
+    texts = {name: [f"{name} {row}" for row in range(5)] for name in ("prompt", "chosen", "better", "rejected")}
+    file = write(texts)
+    for better in ("chosen", "better"):
+        pairs = gpuload.load_pairs(file, qwen, chosen_key=better)
+        assert all(better in qwen.decode(pair["chosen_ids"]) for pair in pairs)
+    asked = [user(f"asked {row}") for row in range(5)]
+    answers = [[{"role": "assistant", "content": f"completion {row}"}] for row in range(5)]
+    messages = [[*user(f"asked {row}"), {"role": "assistant", "content": f"answered {row}"}] for row in range(5)]
+    file = write({"prompt": asked, "completion": answers, "messages": messages}, "chats.parquet")
+    for form, word in (("prompt-completion", "completion"), ("messages", "answered")):
+        chats = gpuload.load_chats(file, qwen, format=form, loss_on="assistant")
+        assert all(word in qwen.decode(chat["input_ids"]) for chat in chats)

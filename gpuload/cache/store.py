@@ -114,11 +114,12 @@ class TokenCache:
         return None if self._options.return_full_prompt else entry  # entries have no texts
 
     def content(self, source: Source, names: Sequence[str]) -> bytes:
-        """The digest of some columns of a file. It is not computed again for a file that has not changed."""
+        """The digest of some columns of a source. It is not computed again for a file that has not changed."""
         assert source.content is not None
         directory = digests_directory(self._options.cache_dir)
         rows = f"rows {source.first_row} to {source.first_row + source.num_rows}"
-        return known_digest(directory, source.file, [*sorted(names), rows], partial(source.content, *names))
+        about = [*sorted(names), source.form, rows]
+        return known_digest(directory, source.file, about, partial(source.content, *names))
 
     def key_of(self, source: Source) -> str | None:
         """The key of the entry that a source can get, after `find`; None if its ids are not cached."""

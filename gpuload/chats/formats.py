@@ -15,7 +15,7 @@ prompt-completion a struct of both; for sharegpt and alpaca messages with these 
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -224,7 +224,19 @@ def as_prompts(source: Source, found: Format, key: str) -> Source:
             rest = table.drop_columns([name for name in table.schema.names if name in used or name == key])
             yield rest.append_column(key, prompts)
 
-    content = source.content
+    form = repr((found.name, used, kept))
+
+    def digest(*names: str) -> bytes:
+        assert source.content is not None
+        made = [form.encode(), *map(source.content, used + kept)] if key in names else []
+        others = [name for name in names if name != key]
+        return b"".join([*made, source.content(*others)] if others else made)
+
+    def decoded_bytes(names: Collection[str] | None) -> int:
+        if names is None:
+            return source.decoded_bytes(None)
+        return source.decoded_bytes([each for name in names for each in ([*used, *kept] if name == key else [name])])
+
     schema = pa.schema([field for field in source.schema if field.name not in used and field.name != key])
     return replace(
         source,
@@ -233,7 +245,9 @@ def as_prompts(source: Source, found: Format, key: str) -> Source:
         parquet=None,
         frame=None,
         without=None,
-        content=content and (lambda _: repr((found.name, used)).encode() + b"".join(map(content, used + kept))),
+        content=source.content and digest,
+        form=form,
+        decoded_bytes=decoded_bytes,
     )
 
 

@@ -40,6 +40,7 @@ class Source:
         without: as `batches`, without the named column, if any, and decoded by several threads; None where that would
             save nothing.
         content: digest of the values of the named columns as they are in the file now; None for a frame in memory.
+        form: what a column is made of that is not in the file.
         decoded_bytes: about how many bytes the values of the named columns have in memory; None for all columns.
         file: the file that `batches` reads; None where everything is in memory already.
         first_row: number of the first row in its file, of a source that is a part of one.
@@ -55,6 +56,7 @@ class Source:
     frame: Any = None
     without: Callable[[str | None], Iterator[pa.Table]] | None = None
     content: Callable[..., bytes] | None = None
+    form: str = ""
     decoded_bytes: Callable[[Collection[str] | None], int] = lambda names: 0
     file: LocalFile | RemoteFile | None = None
     first_row: int = 0
