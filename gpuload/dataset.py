@@ -111,6 +111,11 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
         return f"PromptDataset({len(self):,} rows, {self._lengths.sum():,} tokens, {columns})"
 
     @property
+    def token_store(self) -> TokenStore:
+        """The ids of all rows where the load has put them: in memory, on the device or on disk."""
+        return self._store
+
+    @property
     def tokens(self) -> Ragged:
         """The ids of all rows, without padding: flat `values`, int32, and `offsets`, int64 `(n + 1,)`, on the host.
 

@@ -315,6 +315,41 @@ class OnDisk:
         return not_written(self.directory, error, held)
 
 
+def columns_on_disk(
+    sources: Sequence[Source], options: Options, wanted: RowNumbers | None
+) -> tuple[Columns, PartialDirectory]:
+    """All columns of rows that need no tokens, in files that are removed with the second result.
+
+    Args:
+        wanted: the rows to serve, numbered over all sources; None for all.
+
+    Raises:
+        StoreError: there is too little space, or the files cannot be written.
+    """
+    directory = store_directory(options.cache_dir)
+    remove_orphans(directory)
+    make_room(directory, sum(source.decoded_bytes(None) for source in sources), set())
+    try:
+        owner = Unfinished(directory)
+        files = [_written(source, owner.path / f"{number}{COLUMNS}") for number, source in enumerate(sources)]
+    except OSError as error:
+        raise not_written(directory, error, partial_bytes(directory)) from error
+    rows = np.arange(sum(file.rows for file in files)) if wanted is None else wanted
+    return columns_of(files, rows), owner
+
+
+def _written(source: Source, path: Path) -> ColumnFile:
+    """The columns of a source, in a new file."""
+    writer = ColumnWriter(path, path.name, source.name)
+    for table in source.batches():
+        writer.add(table, table.num_rows, {})
+    writer.close()
+    found = open_columns(path, writer.key)
+    if found is None:
+        raise missing(path)
+    return found
+
+
 class Unfinished(PartialDirectory):
     """The directory of a load's files. Those that get no place in the cache are removed with the object."""
 

@@ -6,6 +6,8 @@ import numpy as np
 import pyarrow as pa
 
 from gpuload.arrays import Ragged, RowNumbers, offsets_of, ranges
+from gpuload.cache.token_store import DiskTokens
+from gpuload.chats.batches import at_hand
 from gpuload.loss import split
 from gpuload.options import Trainer
 from gpuload.packing import Plan
@@ -15,7 +17,7 @@ from gpuload.stores import CHATS, arrays, fields
 
 
 def sft_reader(
-    ids: Ragged, plan: Plan, others: Columns, names: Sequence[str] | None, trainer: Trainer
+    ids: Ragged | DiskTokens, plan: Plan, others: Columns, names: Sequence[str] | None, trainer: Trainer
 ) -> pa.RecordBatchReader:
     """Rows with labels, or with another form of loss mask.
 
@@ -26,10 +28,10 @@ def sft_reader(
         trainer: whose columns the rows have.
     """
     own = CHATS[trainer]
-    return row_reader(plan.tokens, fields(own), lambda rows: _tokens(own, ids, plan.take(rows)), others, names)
+    return row_reader(plan.tokens, fields(own), lambda rows: _tokens(own, *at_hand(ids, plan, rows)), others, names)
 
 
-def pack_reader(ids: Ragged, plan: Plan) -> pa.RecordBatchReader:
+def pack_reader(ids: Ragged | DiskTokens, plan: Plan) -> pa.RecordBatchReader:
     """Packs with labels and the lengths of their pieces.
 
     Labels are those of the rows, also for the first token of a piece: TRL's collator ignores it.
@@ -40,8 +42,8 @@ def pack_reader(ids: Ragged, plan: Plan) -> pa.RecordBatchReader:
     """
 
     def make(packs: RowNumbers) -> list[pa.Array]:
-        pieces = plan.take(packs)
-        return [*_tokens(own, ids, pieces), lists(pieces.lengths.astype(np.int32), pieces.offsets)]
+        rows, pieces = at_hand(ids, plan, packs)
+        return [*_tokens(own, rows, pieces), lists(pieces.lengths.astype(np.int32), pieces.offsets)]
 
     own = CHATS["trl"]
     columns = [*fields(own), pa.field("seq_lengths", pa.list_(pa.int32()))]

@@ -1,12 +1,14 @@
 """Batches with labels from a store of ids with loss bits: what a `ChatDataset` asks of an engine, and on the host."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from gpuload.arrays import Ragged
+from gpuload.cache.token_store import DiskTokens
 from gpuload.engines.host.batches import HostBatches
 from gpuload.engines.host.packs import IGNORED, packed
 from gpuload.engines.protocol import Batches
@@ -14,7 +16,7 @@ from gpuload.loss import split
 from gpuload.packing import Plan
 
 Parts = Callable[[], tuple[Ragged, np.ndarray[Any, Any]]]
-"""Returns all rows without bits, and one bool for each id: whether it has loss. Both in host memory."""
+"""Returns the rows of a plan without bits, and one bool for each id: whether it has loss. Both in host memory."""
 
 
 class ChatBatches(Batches, Protocol):
@@ -24,9 +26,9 @@ class ChatBatches(Batches, Protocol):
         """One flat row of some packs, see `engines.host.packs.packed`.
 
         Args:
-            plan: of the rows of the store.
+            plan: of the rows of the store; of those that `parts` returns, if the store is on disk.
             packs: (m,) pack numbers.
-            parts: called only if the batch is made on the host.
+            parts: called only if the batch is made on the host, or the store is on disk.
         """
 
 
@@ -41,6 +43,20 @@ class HostChatBatches(HostBatches):
     @staticmethod
     def packed(plan: Plan, packs: Any, parts: Parts) -> dict[str, Any]:
         return packed(*parts(), plan, packs)
+
+
+def at_hand(store: Ragged | DiskTokens, plan: Plan, packs: Any) -> tuple[Ragged, Plan]:
+    """The rows that some packs are made of, in memory, and the plan of these packs for them.
+
+    Args:
+        store: n rows.
+        plan: of these rows.
+        packs: (m,) pack numbers.
+    """
+    pieces = plan.take(packs)
+    if isinstance(store, Ragged):
+        return store, pieces
+    return store.take(pieces.rows), replace(pieces, rows=np.arange(len(pieces.rows)))
 
 
 def padded_rows(ids: Ragged, loss: Ragged, width: int, pad_id: int) -> dict[str, torch.Tensor]:

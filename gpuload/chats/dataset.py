@@ -10,8 +10,9 @@ import pyarrow as pa
 import torch
 
 from gpuload.arrays import Ragged
+from gpuload.cache.token_store import DiskTokens
 from gpuload.chats.arrow import pack_reader, sft_reader
-from gpuload.chats.batches import ChatBatches
+from gpuload.chats.batches import ChatBatches, at_hand
 from gpuload.engines.host.packs import IGNORED
 from gpuload.errors import OptionError
 from gpuload.lazy import LazyDict
@@ -201,13 +202,13 @@ class ChatDataset(TrainingDataset):
             whole = np.arange(len(self) + 1)
             plan = Plan(whole[:-1], first, lengths, whole)
             names = columns if trainer == "trl" else []
-            return sft_reader(self._store.to_host(), plan, self.passed_through, names, trainer)
+            return sft_reader(self._rows, plan, self.passed_through, names, trainer)
         if trainer != "trl":
             raise OptionError(f"packing={packing!r}: packs are for TRL; {trainer} packs rows itself")
         if columns:
             raise OptionError(f"columns={list(columns)!r}: a pack has several rows, so it has none of their columns")
         size = self.options.max_prompt_length if pack_length is None else pack_length
-        return pack_reader(self._store.to_host(), self._packs(size, packing, 0))
+        return pack_reader(self._rows, self._packs(size, packing, 0))
 
     @cached_property
     def _kept(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -224,7 +225,16 @@ class ChatDataset(TrainingDataset):
         return _moved(batch_rows(lengths, epoch=epoch, **settings), first)
 
     def _flat(self, plan: Plan, packs: Any) -> dict[str, Any]:
-        return self._padded.packed(plan, packs, lambda: self._parts)
+        if not isinstance(self._store, DiskTokens):
+            return self._padded.packed(plan, packs, lambda: self._parts)
+        rows, pieces = at_hand(self._store, plan, packs)
+        ids, loss = split(rows)
+        return self._padded.packed(pieces, np.arange(len(pieces)), lambda: (ids, loss.values))
+
+    @property
+    def _rows(self) -> Ragged | DiskTokens:
+        """The rows in host memory, or on disk."""
+        return self._store if isinstance(self._store, DiskTokens) else self._store.to_host()
 
     @cached_property
     def _parts(self) -> tuple[Ragged, np.ndarray[Any, Any]]:

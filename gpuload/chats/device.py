@@ -16,14 +16,14 @@ from gpuload.arrays import Ragged
 from gpuload.chats.batches import HostChatBatches, Parts
 from gpuload.chats.engine import ChatEngine
 from gpuload.engines.choose import choose_engine
-from gpuload.engines.device.batches import DeviceBatches, pad_labelled, prepare_pad
+from gpuload.engines.device.batches import DeviceBatches, copied, pad_labelled, prepare_pad
 from gpuload.engines.device.packs import packed, prepare_pack
 from gpuload.engines.device.render import DeviceText
 from gpuload.engines.device.store import DeviceStore
 from gpuload.engines.device.training import DeviceTrainingEngine
 from gpuload.engines.host.render import HostText
 from gpuload.engines.protocol import Tokenized
-from gpuload.loss import LOSS
+from gpuload.loss import LOSS, with_loss
 from gpuload.options import Truncation
 from gpuload.packing import Plan
 
@@ -66,12 +66,19 @@ class DeviceChatBatches(DeviceBatches):
         if self._elsewhere:
             return HostChatBatches(self._pad_id)(numbers, rows, width)
         with self._kernels.current():
+            if self._on_disk:
+                with copied(self._kernels, rows()) as index:
+                    launch = prepare_pad(self._kernels, index, self._limit, self._side, self._pad_id, labelled=True)
+                    return pad_labelled(self._kernels, launch, self._kernels.xp.arange(len(numbers)), width)
             return pad_labelled(self._kernels, self._labelled, self._kernels.xp.asarray(numbers), width)
 
     def packed(self, plan: Plan, packs: Any, parts: Parts) -> dict[str, Any]:
         if self._elsewhere:
             return HostChatBatches.packed(plan, packs, parts)
         with self._kernels.current():
+            if self._on_disk:
+                with copied(self._kernels, with_loss(*parts())) as index:
+                    return packed(self._kernels, prepare_pack(self._kernels, index), plan, packs)
             return packed(self._kernels, self._pack, plan, packs)
 
     def __reduce__(self) -> tuple[type[HostChatBatches], tuple[int]]:

@@ -18,7 +18,7 @@ from gpuload.engines.choose import EngineBuilder
 from gpuload.errors import DataError, OptionError
 from gpuload.load import load_sources
 from gpuload.loss import without_loss
-from gpuload.options import LossOn, Options, TokensOn, Verify, nearest
+from gpuload.options import LossOn, Options, Store, TokensOn, Verify, nearest
 from gpuload.sources.open import open_all
 from gpuload.sources.read import Source
 
@@ -57,6 +57,7 @@ def load_chats(
     token_cache_bytes: int = 0,
     device: str = "auto",
     tokens_on: TokensOn = "auto",
+    store: Store = "auto",
     gpu_memory_limit: int = 0,
     verify: Verify = "sample",
     strict: bool = False,
@@ -94,6 +95,7 @@ def load_chats(
         device: "auto", "cpu", "cuda" or "cuda:N". On a GPU, messages are rendered and encoded by kernels; data in other
             forms is prepared on the CPU, and its batches are made on the GPU.
         tokens_on: where the GPU engine stores ids.
+        store: as for `load`.
         gpu_memory_limit: bytes of GPU memory that a load may use in addition to the stored ids.
         verify: compare a "sample" of the rows, all ("full") or none ("off") with the tokenizer, masks included.
         strict: raise an error for a row that would be dropped, and for a token that differs.
@@ -111,6 +113,7 @@ def load_chats(
         TokenizerError: as for `load`; or it is unknown where an answer begins in what the template renders.
         DeviceError: the device is not available, or has too little memory.
         HostMemoryError: the host has too little memory.
+        StoreError: the store on disk cannot be written.
         MismatchError: with `strict=True`, a token or its loss differs from the tokenizer's.
     """
     return load_given(locals(), chat_engine)
@@ -209,7 +212,7 @@ def training_options(given: Mapping[str, Any], prompt_key: str) -> Options:
     """The options of a load of training data, which has `max_length` and `overlong`.
 
     Args:
-        given: arguments by name; those that are no options are left out.
+        given: arguments by name; those that are no options are left out. Without `store`, rows are in memory.
         prompt_key: the column that is made of the data.
 
     Raises:
@@ -221,13 +224,13 @@ def training_options(given: Mapping[str, Any], prompt_key: str) -> Options:
     if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1:
         raise OptionError(f"max_length={max_length!r}: expected an integer > 0")
     return Options.parse(
-        {name: value for name, value in given.items() if name in Options.__dataclass_fields__}
+        {"store": "memory"}
+        | {name: value for name, value in given.items() if name in Options.__dataclass_fields__}
         | {
             "prompt_key": prompt_key,
             "max_prompt_length": max_length,
             "filter_overlong_prompts": overlong == "drop",
             "truncation": _TRUNCATION[overlong],
-            "store": "memory",
         }
     )
 

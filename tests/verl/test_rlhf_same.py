@@ -1,5 +1,6 @@
 """gpuload's RLHFDataset returns the same rows as verl's: real data, tokenizers, tools, template arguments."""
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import SHARED, shared_files, shared_tokenizers, user
-from same import VERL, assert_same, gpuload_dataset, verl_dataset
+from same import VERL, assert_same, assert_same_row, gpuload_dataset, verl_dataset
+from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
 from gpuload.errors import DataError
@@ -294,3 +296,45 @@ def test_rejected_rows_are_reported(write: Any, qwen: Any) -> None:
     )
     assert len(found) == 2
     assert "1 of the rejected rows are kept" in found.report
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"max_prompt_length": 120}, {"filter_overlong_prompts": False}, {"max_samples": 90, "shuffle": True, "seed": 3},
+        {"max_samples": 90, "shuffle": True, "seed": 3, "filter_overlong_prompts": False},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_store_on_disk(data: dict[str, Any], gsm8k: str, qwen: Any, tmp_path: Path) -> None:
+    """The same rows, also in the workers of a loader and in a second load."""
+    expected = verl_dataset(gsm8k, qwen, **data)
+    for _ in range(2):
+        more: dict[str, Any] = {"gpuload": {"store": "disk", "token_cache": True}, "cache_dir": str(tmp_path)}
+        found = gpuload_dataset(gsm8k, qwen, **data, **more)
+        assert list((tmp_path / "store").iterdir())
+        assert_same(found, expected)
+        loader = DataLoader(found, 50, num_workers=2, collate_fn=list)
+        for number, row in enumerate(row for rows in loader for row in rows):
+            if number % 10 == 0:
+                assert_same_row(row, expected[number], number)
+
+
+def test_ids_on_disk(gsm8k: str, qwen: Any, tmp_path: Path) -> None:
+    """Rows carry the same prompt ids; those that verl accepts and gpuload cannot render have none."""
+    data: dict[str, Any] = {"max_prompt_length": 120, "cache_dir": str(tmp_path)}
+    one, other = (
+        gpuload_dataset(gsm8k, qwen, gpuload={"reuse_ids": True, "store": where}, **data)
+        for where in ("memory", "disk")
+    )
+    assert one.dataframe.take(range(len(one))) == other.dataframe.take(range(len(other)))
+    rows = range(5, len(one), 7)
+    assert one.dataframe.select(rows).take([3, 1]) == other.dataframe.select(rows).take([3, 1])
+    assert one.state_dict() == other.state_dict()
+
+
+def test_json_on_disk(tmp_path: Path, qwen: Any) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": user(f"question {i}"), "n": i}) + "\n" for i in range(60)))
+    found = gpuload_dataset(file, qwen, gpuload={"store": "disk"}, cache_dir=str(tmp_path / "cache"))
+    assert_same(found, verl_dataset(file, qwen))

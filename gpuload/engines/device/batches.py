@@ -9,6 +9,7 @@ included.
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -62,23 +63,22 @@ class DeviceBatches:
         """Whether this is another process than the one that the device's memory belongs to."""
         return os.getpid() != self._process
 
+    @property
+    def _on_disk(self) -> bool:
+        """Whether the store is in files: kernels cannot read it, so the rows of each batch are copied."""
+        return not isinstance(self._store, Ragged | DeviceStore)
+
     def __call__(
         self, numbers: np.ndarray[Any, Any], rows: Callable[[], Ragged], width: int
     ) -> dict[str, torch.Tensor]:
         if self._elsewhere:
             return host.pad(rows(), width, self._pad_id)
         with self._kernels.current():
-            if not isinstance(self._store, Ragged | DeviceStore):
-                return self._copied(rows(), width)
+            if self._on_disk:
+                with copied(self._kernels, rows()) as index:
+                    launch = prepare_pad(self._kernels, index, self._limit, self._side, self._pad_id)
+                    return pad(self._kernels, launch, self._kernels.xp.arange(len(numbers)), width)
             return pad(self._kernels, self._pad, self._kernels.xp.asarray(numbers), width)
-
-    def _copied(self, rows: Ragged, width: int) -> dict[str, torch.Tensor]:
-        """One batch of rows in host memory. CuPy copies them to the device through its pool of pinned memory, in order
-        of the stream: pages of a file cannot be pinned in place, as the system may drop them."""
-        kernels, ids = self._kernels, to_device(self._kernels, rows)
-        index = Index(kernels.address(ids.values) + 4 * ids.offsets[:-1], ids.lengths)
-        launch = prepare_pad(kernels, index, self._limit, self._side, self._pad_id)
-        return pad(kernels, launch, kernels.xp.arange(len(rows)), width)
 
     def ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same batches, each of them made while the consumer works on the one before it."""
@@ -97,6 +97,18 @@ class DeviceBatches:
 
     def __reduce__(self) -> tuple[type[host.HostBatches], tuple[int]]:
         return host.HostBatches, (self._pad_id,)
+
+
+@contextmanager
+def copied(kernels: Kernels, rows: Ragged) -> Iterator[Index]:
+    """Rows of a batch in host memory, where kernels can read them for the length of the block.
+
+    CuPy copies them to the device through its pool of pinned memory, in order of the stream: pages of a file cannot be
+    pinned in place, as the system may drop them.
+    """
+    ids = to_device(kernels, rows)
+    yield Index(kernels.address(ids.values) + 4 * ids.offsets[:-1], ids.lengths)
+    del ids  # kernels that were launched in the block run before its memory is used for anything else on this stream
 
 
 def prepare_pad(

@@ -140,6 +140,7 @@ def _loaded(chats: Sequence[Chat], tokenizer: Any, loss_on: LossOn, options: Map
     if any(chat.tools for chat in chats):
         columns["tools"] = as_json([chat.tools for chat in chats])
     table = pa.table(columns | {"row": pa.array([chat.row for chat in chats], pa.int64())})
-    loaded = load_chats(table, tokenizer, format="messages", loss_on=loss_on, max_length=NO_LIMIT, **options)
+    given: dict[str, Any] = {"format": "messages", "loss_on": loss_on, "max_length": NO_LIMIT, "store": "memory"}
+    loaded = load_chats(table, tokenizer, **given, **options)
     rows = loaded.columns["row"].to_numpy()
     return Marked(rows, loaded.tokens, loaded.loss_mask.values)

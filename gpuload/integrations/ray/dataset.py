@@ -292,9 +292,13 @@ def _dataset(
     concurrency, num_cpus, rows_per_task = scale
     if isinstance(rows_per_task, bool) or not isinstance(rows_per_task, int) or rows_per_task < 1:
         raise OptionError(f"rows_per_task={rows_per_task!r}: expected an integer > 0")
-    for name, why in (("shuffle", "use the methods of Ray Data, such as random_shuffle"), ("distributed", "Ray does")):
-        if getattr(options, name):
-            raise OptionError(f"{name}=True has no effect on a Ray dataset: {why}")
+    for name, value, why in (
+        ("shuffle", True, "use the methods of Ray Data, such as random_shuffle"),
+        ("distributed", True, "Ray does"),
+        ("store", "disk", "its rows are in Ray's object store, which spills to disk"),
+    ):
+        if getattr(options, name) == value:
+            raise OptionError(f"{name}={value!r} has no effect on a Ray dataset: {why}")
     parts = all_parts(opened, rows_per_task, options.max_samples)
     workers, device = workers_for(options.device, len(parts), concurrency, num_cpus)
     names = [file.source.name for file in opened]

@@ -32,7 +32,7 @@ class DataSource(RolloutDataSourceWithBuffer):  # type: ignore[misc]
     """
 
     def __init__(self, args: Any):
-        settings = settings_under("gpuload", getattr(args, "gpuload", None), LOAD_OPTIONS)
+        settings = settings_under("gpuload", getattr(args, "gpuload", None), (*LOAD_OPTIONS, "store"))
         Options.parse(settings)  # invalid values are errors, not reasons to fall back
         dataset = _prepared(args, settings)
         given = args

@@ -105,9 +105,8 @@ def _by_turns(
     chats = {"messages": turns.conversations(with_prefix=kind == "qwen3"), "turn": np.arange(len(turns.start))}
     if samples.tools is not None:
         chats["tools"] = turns.tools(samples)
-    loaded = load_chats(
-        pa.table(chats), tokenizer, format="messages", loss_on="all", max_length=NO_LIMIT, **settings
-    )  # fmt: skip
+    given: dict[str, Any] = {"format": "messages", "loss_on": "all", "max_length": NO_LIMIT, "store": "memory"}
+    loaded = load_chats(pa.table(chats), tokenizer, **(settings | given))
     ids, there = loaded.tokens, loaded.columns["turn"].to_numpy()
 
     front = np.where(turns.opening, 0, len(prefix) + np.where(turns.is_role("system"), 0, system))[there]

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from slime.utils.data import Dataset, _parse_generalized_path
 
+from gpuload.cache.token_store import DiskTokens
 from gpuload.errors import DataError
 from gpuload.integrations.core import are_messages, unless_unsupported
 from gpuload.integrations.slime.reading import check_labels, check_tools, open_rows
@@ -125,7 +126,9 @@ def _tokenized(
         reason, count = max(rejected.items(), key=lambda item: item[1])
         raise DataError(f"{count:,} rows cannot be rendered: {reason}")
     logger.info("gpuload: %s", loaded.report)
-    made = SampleColumns(loaded.passed_through, _TEXT, **names, tokens=loaded.tokens)
+    store = loaded.token_store
+    tokens = store if isinstance(store, DiskTokens) else loaded.tokens
+    made = SampleColumns(loaded.passed_through, _TEXT, **names, tokens=tokens)
     return made, loaded.origins[:, 1]
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from slime.utils.types import Sample
 
 from gpuload.arrays import Ragged, RowNumbers
+from gpuload.cache.token_store import DiskTokens
 from gpuload.loss import LOSS
 from gpuload.sources.columns import Columns
 
@@ -23,7 +24,7 @@ class SampleColumns:
         prompt: the column with prompts: texts, or messages.
         label, metadata, tools: further columns; None: samples have none.
         has_processor: the model has a processor, so samples say that they have no images.
-        tokens: n rows of the ids of prompts; None: slime tokenizes them, if anything does.
+        tokens: n rows of the ids of prompts, in memory or on disk; None: slime tokenizes them, if anything does.
         conversations: for SFT, n rows of ids with a bit for loss (`gpuload.loss`), empty where slime has to tokenize.
     """
 
@@ -33,7 +34,7 @@ class SampleColumns:
     metadata: str | None
     tools: str | None
     has_processor: bool
-    tokens: Ragged | None = None
+    tokens: Ragged | DiskTokens | None = None
     conversations: Ragged | None = None
 
     def __len__(self) -> int:
@@ -47,6 +48,7 @@ class SampleColumns:
         """
         names = [name for name in (self.prompt, self.label, self.metadata, self.tools) if name is not None]
         columns = self.columns.take(rows, names)
+        tokens = None if self.tokens is None else self.tokens.take(rows).to_lists()
         samples = []
         for number, row in enumerate(rows.tolist()):
             metadata = (columns[self.metadata][number] if self.metadata is not None else None) or {}
@@ -58,8 +60,8 @@ class SampleColumns:
                 metadata=metadata,
                 multimodal_inputs={"images": None, "videos": None} if self.has_processor else None,
             )
-            if self.tokens is not None:
-                sample.tokens = self.tokens[row].tolist()
+            if tokens is not None:
+                sample.tokens = tokens[number]
             if self.conversations is not None and len(self.conversations[row]):
                 set_conversation(sample, self.conversations[row])
             samples.append(sample)

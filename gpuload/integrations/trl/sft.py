@@ -65,6 +65,7 @@ def _tokenized(call: Call, table: pa.Table) -> tuple[pa.Table, ChatDataset]:
         loss_on=loss_on,
         max_length=NO_LIMIT,
         chat_template=call.trainer.chat_template or "default",
+        store="memory",
     )
     tokens = whole(table, loaded)
     if loss_on == "completion" and not call.trainer.completion_only_loss:

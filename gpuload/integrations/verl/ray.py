@@ -45,6 +45,8 @@ def load_in_task(request: LoadRequest) -> Loaded:
     """
     import ray
 
+    # The task may run on another node, which has other disks.
+    request = replace(request, options=replace(request.options, store="memory"))
     loaded: Loaded = ray.get(ray.remote(num_gpus=1, max_retries=0)(_load_on_gpu).remote(request))
     return loaded
 

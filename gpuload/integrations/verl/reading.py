@@ -19,7 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from gpuload.errors import DataError
+from gpuload.arrays import RowNumbers
+from gpuload.cache.disk import choose_disk, columns_on_disk
+from gpuload.errors import DataError, StoreError
 from gpuload.filter import all_dropped
 from gpuload.fingerprint import Fingerprint, fingerprint
 from gpuload.integrations.verl.rows import Rows
@@ -178,22 +180,20 @@ def load_rows(request: LoadRequest, sources: list[Source] | None = None) -> Load
     if not request.tokenize:
         return _load_untokenized(request, sources, started)
     dataset = load_sources(sources, request.tokenizer, request.options, started, keep_rejected=True)
-    tokens, columns, report = dataset.tokens, dataset.passed_through, dataset.report
-    kept = np.ones(len(tokens), bool)
+    columns, report = dataset.passed_through, dataset.report
+    kept = np.ones(len(dataset), bool)
     if request.options.filter_overlong_prompts:
-        rejected = np.flatnonzero(tokens.lengths == 0)
+        rejected = np.flatnonzero(dataset.lengths == 0)
         kept[rejected] = _accepted_by_tokenizer(columns, rejected, request)
         if kept[rejected].any():
             report.notes.append(f"{kept[rejected].sum():,} of the rejected rows are kept: the tokenizer accepts them")
         report.rows_kept = int(kept.sum())
         if not report.rows_kept:
             raise DataError(all_dropped(report))
-    ids = tokens if request.keep_ids else None
-    if not kept.all():
-        numbers = np.flatnonzero(kept)
-        columns, ids = columns.select(numbers), None if ids is None else ids.take(numbers)
     names = _column_names(sources) | {request.options.prompt_key: "raw_prompt"}
-    rows = Rows(columns, names, ids)
+    store = dataset.token_store
+    rows = Rows(columns, names, store if request.keep_ids else None, owner=getattr(store, "owner", None))
+    rows = rows if kept.all() else rows.select(np.flatnonzero(kept))
     return Loaded(rows, str(report), dataset.fingerprint)
 
 
@@ -219,7 +219,7 @@ def _load_untokenized(request: LoadRequest, sources: list[Source], started: floa
         raise DataError(f"no rows in {', '.join(request.files)}")
     options = request.options
     wanted = choose_rows(total, options.max_samples, options.shuffle, options.seed)
-    columns = Columns((table for source in sources for table in source.batches()), wanted)
+    columns, owner = _columns(sources, options, wanted)
     check_unchanged(sources)
     files = request.files[0] if len(request.files) == 1 else f"{len(request.files)} files"
     report = (
@@ -229,7 +229,18 @@ def _load_untokenized(request: LoadRequest, sources: list[Source], started: floa
     identity = fingerprint(sources, None, request.options)
     identity["tokens"] = None if wanted is None else hashlib.sha256(np.ascontiguousarray(wanted).data).hexdigest()
     identity["columns"] = columns.digests()
-    return Loaded(Rows(columns, _column_names(sources)), report, identity)
+    return Loaded(Rows(columns, _column_names(sources), owner=owner), report, identity)
+
+
+def _columns(sources: Sequence[Source], options: Options, wanted: RowNumbers | None) -> tuple[Columns, Any]:
+    """All columns, in memory or on disk, and the owner of their files."""
+    if choose_disk(options, sources, wanted):
+        try:
+            return columns_on_disk(sources, options, wanted)
+        except StoreError:
+            if options.store != "auto":
+                raise
+    return Columns((table for source in sources for table in source.batches()), wanted), None
 
 
 def _column_names(sources: Sequence[Source]) -> dict[str, str]:

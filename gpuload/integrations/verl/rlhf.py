@@ -169,7 +169,6 @@ class RLHFDataset(VerlDataset):  # type: ignore[misc]
                 "cache_dir": self.cache_dir,
                 "return_raw_chat": True,
                 "tokens_on": "host",
-                "store": "memory",  # a Ray task may load the rows on another node, which has other disks
                 "pad_token_id": 0,  # never used, but avoids an error for a tokenizer without a padding token
                 **self.gpuload.options(),
             }

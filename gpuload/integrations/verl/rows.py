@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from gpuload.arrays import Ragged
+from gpuload.arrays import RowNumbers
+from gpuload.engines.protocol import TokenStore
 from gpuload.integrations.verl.reuse import IDS_KEY
 from gpuload.sources.columns import Columns
 
@@ -16,13 +17,22 @@ class Rows:
     Args:
         columns: the rows.
         names: key of a row → name of its column.
-        ids: prompt ids of the rows, if rows carry them; empty for a prompt that cannot be rendered.
+        ids: prompt ids, if rows carry them; empty for a prompt that cannot be rendered.
+        stored: (n,) the number of each row in `ids`; None: they have the same numbers.
+        owner: of the files that the columns are in.
     """
 
-    def __init__(self, columns: Columns, names: Mapping[str, str], ids: Ragged | None = None):
+    def __init__(
+        self,
+        columns: Columns,
+        names: Mapping[str, str],
+        ids: TokenStore | None = None,
+        stored: RowNumbers | None = None,
+        owner: Any = None,
+    ):
         self._columns = columns
         self._names = dict(names)
-        self._ids = ids
+        self._ids, self._stored, self._owner = ids, stored, owner
 
     def __len__(self) -> int:
         return len(self._columns)
@@ -31,11 +41,6 @@ class Rows:
     def column_names(self) -> list[str]:
         """Keys of a row, without the prompt ids."""
         return list(self._names)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the columns and the ids."""
-        return self._columns.nbytes + (self._ids.nbytes if self._ids else 0)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         return self.take([row])[0]
@@ -58,15 +63,16 @@ class Rows:
         values = [columns[name] for name in self._names.values()]
         if self._ids is not None:
             keys.append(IDS_KEY)
-            values.append([ids or None for ids in self._ids.take(numbers).to_lists()])
+            stored = numbers if self._stored is None else self._stored[numbers]
+            values.append([ids or None for ids in self._ids.take(stored).to_lists()])
         return [dict(zip(keys, row, strict=True)) for row in zip(*values, strict=True)]
 
     def select(self, rows: Iterable[int]) -> "Rows":
-        """Return the given rows in the given order. Columns are shared; ids are copied.
+        """Return the given rows in the given order. Columns and ids are shared.
 
         Args:
             rows: (m,) row numbers.
         """
         numbers = np.fromiter(rows, np.int64)
-        ids = None if self._ids is None else self._ids.take(numbers)
-        return Rows(self._columns.select(numbers), self._names, ids)
+        stored = numbers if self._stored is None else self._stored[numbers]
+        return Rows(self._columns.select(numbers), self._names, self._ids, stored, self._owner)

@@ -19,6 +19,7 @@ class Settings:
     Attributes:
         device, gpu_memory_limit, verify, progress, token_cache, token_cache_bytes: options of `gpuload.load`. The
             token cache is stored in `data.cache_dir`.
+        store: as for `gpuload.load`. Rows that a Ray task loads, and those for SFT, are always in memory.
         ray_gpu: load in a Ray task with a GPU if this process has none.
         reuse_ids: rows carry their prompt ids, for gpuload's agent loops.
         strict_resume: raise if a checkpoint was made with different data; False logs a warning instead.
@@ -30,6 +31,7 @@ class Settings:
     progress: bool | None = None
     token_cache: bool = True
     token_cache_bytes: int = 0
+    store: str = "auto"
     ray_gpu: bool = False
     reuse_ids: bool = False
     strict_resume: bool = True
@@ -51,4 +53,4 @@ class Settings:
 
     def options(self) -> dict[str, Any]:
         """Return the settings that are options of `gpuload.load`, by name."""
-        return {name: getattr(self, name) for name in LOAD_OPTIONS}
+        return {name: getattr(self, name) for name in (*LOAD_OPTIONS, "store")}
