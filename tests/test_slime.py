@@ -26,6 +26,7 @@ sys.modules.setdefault("ray", ModuleType("ray"))
 
 from slime.rollout.data_source import RolloutDataSourceWithBuffer  # noqa: E402
 
+from gpuload.cache.token_store import DiskTokens  # noqa: E402
 from gpuload.integrations.slime import DataSource  # noqa: E402
 
 FALLBACK = "gpuload: falls back to slime's own dataset: "
@@ -84,6 +85,13 @@ def test_messages(file: Callable[..., str], qwen_folder: str, shuffle: bool, lim
             file(rows()), qwen_folder, label_key="label", rollout_max_prompt_len=limit, rollout_shuffle=shuffle
         )
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("limit", [None, 120])
+def test_a_store_on_disk(file: Callable[..., str], qwen_folder: str, limit: int | None) -> None:
+    args = arguments(file(rows()), qwen_folder, label_key="label", rollout_max_prompt_len=limit, rollout_shuffle=True)
+    args.gpuload = {"store": "disk"}
+    assert isinstance(check_same(args).dataset._columns.tokens, DiskTokens)
 
 
 def test_the_limit_is_inclusive(file: Callable[..., str], qwen_folder: str) -> None:

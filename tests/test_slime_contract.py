@@ -13,6 +13,7 @@ import pytest
 import slime_cases
 from slime_cases import arguments, rows, stand_in, without_integration, write
 
+from gpuload.cache.token_store import DiskTokens
 from gpuload.errors import OptionError
 from gpuload.integrations.slime.contract import MODULES, SAMPLE_FIELDS, contract_problem
 
@@ -101,6 +102,17 @@ def test_options_of_gpuload(integration: ModuleType, tmp_path: Path) -> None:
         integration.DataSource(arguments(path, "qwen", gpuload={"devise": "cpu"}))
     with pytest.raises(OptionError, match="device='x'"):
         integration.DataSource(arguments(path, "qwen", gpuload={"device": "x"}))
+
+
+def test_a_store_on_disk(integration: ModuleType, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", rows())
+    for limit in (None, 60):
+        given = arguments(path, "qwen", rollout_max_prompt_len=limit)
+        expected = integration.DataSource(given).dataset
+        given.gpuload = {"store": "disk"}
+        found = integration.DataSource(given).dataset
+        assert isinstance(found._columns.tokens, DiskTokens)
+        assert found.samples[:] == expected.samples[:]
 
 
 def test_another_slime_makes_its_own_dataset(
