@@ -200,6 +200,7 @@ def test_what_cannot_be_done_is_an_error_at_once(
         (DeviceError, "the Ray cluster has no GPU", {"device": "cuda"}),
         (OptionError, "Ray chooses the GPU", {"device": "cuda:0"}),
         (OptionError, "random_shuffle", {"shuffle": True}),
+        (OptionError, "spills to disk", {"store": "disk"}),
         (OptionError, "did you mean max_prompt_length", {"max_promt_length": 3}),
         (OptionError, "rows_per_task=0: expected an integer", {"rows_per_task": 0}),
         (DataError, "no column 'messages'", {"prompt_key": "messages"}),

@@ -168,7 +168,7 @@ def test_two_runs_at_once_do_not_do_the_work_twice(
     counts = []
     for run in runs:
         out, errors = run.communicate(timeout=600)
-        assert run.returncode == 0, errors[-3000:]
+        assert run.returncode == 0, f"{run.returncode}: {errors[-3000:]}"
         counts.append(eval(out.splitlines()[-1]))
     assert all(count["errors"] == {} for count in counts)
     assert all(count["pieces"] > 0 for count in counts)
