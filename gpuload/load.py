@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from gpuload.arrays import Ragged, RowNumbers, offsets_of
 from gpuload.cache.directory import tokens_directory
-from gpuload.cache.disk import choose_disk
+from gpuload.cache.disk import choose_disk, fits_on_disk
 from gpuload.cache.known_tokenizer import open_known, remember
 from gpuload.cache.store import TokenCache
 from gpuload.dataset import Make, PromptDataset, warn_of_replaced
@@ -234,8 +234,10 @@ def _shared(task: Pass, ranks: Ranks) -> Pass:
     about = fingerprint(task.sources, reference, options)
     given = {"the list of files": [(os.path.basename(source.name), source.num_rows) for source in task.sources]}
     given |= {"the tokenizer's fingerprint": about["tokenizer"], **about["options"]}
-    store = "disk" if choose_disk(options, task.sources, task.wanted) else "memory"
+    store: Store = "disk" if choose_disk(options, task.sources, task.wanted) else "memory"
     wanted, instant, store = ranks.agree(given, (task.wanted, reference.call.instant, store))
+    if store == "disk" and options.store == "auto" and not ranks.all(fits_on_disk(options, task.sources, wanted)):
+        store = "memory"
     reference.call = replace(reference.call, instant=instant)
     return replace(task, wanted=wanted, ranks=ranks, options=replace(options, store=store))
 

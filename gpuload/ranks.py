@@ -85,6 +85,10 @@ class Ranks:
                 )
         return everyone[0][1]
 
+    def all(self, flag: bool) -> bool:
+        """Whether something is true on every rank."""
+        return all(self._gather(flag))
+
     def share(self, rows_of_sources: Sequence[int], wanted: RowNumbers | None) -> RowNumbers:
         """This rank's rows.
 

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 import gpuload
 from gpuload.cache import column_file, disk, known
 from gpuload.cache.column_file import ColumnWriter, columns_of, open_columns
+from gpuload.cli.main import main
 from gpuload.errors import OptionError, SourceError, StoreError
 from gpuload.memory import free_memory
 
@@ -297,6 +298,28 @@ def test_a_load_that_fails_leaves_nothing(
 def test_invalid_option(files: list[str], qwen: Any) -> None:
     with pytest.raises(OptionError, match="store='ssd': expected one of 'auto', 'memory', 'disk'"):
         gpuload.load(files, qwen, store="ssd")
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_prepare(
+    raw: bool, files: list[str], qwen_folder: str, qwen: Any, store: Path, made: list[int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """`gpuload prepare --store disk` makes what a load uses."""
+    command = ["prepare", *files, "--tokenizer", qwen_folder, *["--return-raw-chat"] * raw]
+    assert main([*command, "--store", "disk"]) == 0
+    assert f"ids and columns are on disk, in {store}" in capsys.readouterr().out
+    there, count = sorted(store.glob("*")), len(made)
+    found = gpuload.load(files, qwen, store="disk", return_raw_chat=raw)
+    assert (len(made), sorted(store.glob("*"))) == (count, there)
+    same(found, gpuload.load(files, qwen, store="memory", return_raw_chat=raw, token_cache=False))
+    for wrong in ([*command, "--store", "dsk"], [*command, "--store", "disk", "--ray", "--cache-dir", "x"]):
+        if "--ray" in wrong:
+            with pytest.raises(SystemExit):
+                main(wrong)
+        else:
+            assert main(wrong) == 1
+    assert "store='dsk'" in capsys.readouterr().err
 
 
 # -- what decides ----------------------------------------------------------------------------------------------------

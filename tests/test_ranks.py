@@ -16,6 +16,7 @@ from conftest import user
 from torch import multiprocessing
 
 import gpuload
+from gpuload.cache import directory, disk
 from gpuload.engines.host.engine import HostEngine
 from gpuload.errors import OptionError
 from gpuload.sources import batches
@@ -292,6 +293,24 @@ def test_a_store_on_disk(files: list[str], qwen_folder: str, warm_cache: Path) -
     for answer in answers:
         same(answer["0"], expected)
         same(answer["1"], sample)
+
+
+def load_auto(rank: int, full: int, files: list[str], tokenizer: str) -> Answer:
+    """With little memory everywhere, and a full disk on one rank."""
+    disk.free_memory = lambda: 10**4
+    if rank == full:
+        directory._free = lambda _: 0
+    return load(rank, files, tokenizer, {})
+
+
+@pytest.mark.parametrize(("full", "entries"), [(1, 0), (-1, 6)])
+def test_auto_is_memory_if_a_disk_is_full(
+    full: int, entries: int, files: list[str], qwen_folder: str, warm_cache: Path
+) -> None:
+    expected = contents(gpuload.load(files, qwen_folder, token_cache=False))
+    for answer in run(2, load_auto, full, files, qwen_folder):
+        same(answer, expected)
+    assert len(list((warm_cache.parent / "store").glob("*"))) == entries
 
 
 def test_a_store_on_disk_that_fails(files: list[str], qwen_folder: str, warm_cache: Path) -> None:

@@ -65,6 +65,16 @@ def evict(directory: Path, bound: int, in_use: set[Path]) -> None:
                 held -= size
 
 
+def has_room(directory: Path, needed: int) -> bool:
+    """Whether there are so many bytes for a store, if all other files of stores are removed."""
+    return _free(directory) + sum(size for _, size, _ in _entries(directory)) >= needed
+
+
+def _free(directory: Path) -> int:
+    there = next(path for path in (directory, *directory.parents) if path.exists())
+    return shutil.disk_usage(there).free
+
+
 def make_room(directory: Path, needed: int, in_use: set[Path]) -> None:
     """Removes the least recently used files of stores if the disk has too little space.
 
@@ -76,8 +86,7 @@ def make_room(directory: Path, needed: int, in_use: set[Path]) -> None:
     Raises:
         StoreError: there is too little space all the same.
     """
-    there = next(path for path in (directory, *directory.parents) if path.exists())
-    free = shutil.disk_usage(there).free
+    free = _free(directory)
     for _, size, path in _entries(directory):
         if free < needed and path not in in_use:
             with suppress(OSError):

@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from gpuload.arrays import RowNumbers, offsets_of, on_host
 from gpuload.cache.column_file import ColumnFile, ColumnWriter, columns_of, open_columns
-from gpuload.cache.directory import COLUMNS, IDS, make_room, store_directory
+from gpuload.cache.directory import COLUMNS, IDS, has_room, make_room, store_directory
 from gpuload.cache.entry import Entry, EntryWriter, read_entry
 from gpuload.cache.faults import missing, not_written
 from gpuload.cache.key import own_code
@@ -53,8 +53,18 @@ def choose_disk(options: Options, sources: Sequence[Source], wanted: RowNumbers 
     """
     if options.store != "auto":
         return options.store == "disk"
-    free, needed = free_memory(), sum(source.decoded_bytes(None) for source in sources)
-    return free is not None and _share(sources, wanted) * needed > free / 2
+    free = free_memory()
+    return free is not None and _row_bytes(sources, wanted) > free / 2
+
+
+def fits_on_disk(options: Options, sources: Sequence[Source], wanted: RowNumbers | None) -> bool:
+    """Whether the disk has space for a store. For the arguments see `choose_disk`."""
+    return has_room(store_directory(options.cache_dir), _row_bytes(sources, wanted))
+
+
+def _row_bytes(sources: Sequence[Source], wanted: RowNumbers | None) -> int:
+    """About how many bytes the rows take. Ids take about as many as their text."""
+    return int(_share(sources, wanted) * sum(source.decoded_bytes(None) for source in sources))
 
 
 def _share(sources: Sequence[Source], wanted: RowNumbers | None) -> float:

@@ -71,6 +71,14 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="MODE",
         help="compare a sample of the rows with the tokenizer (sample, the default), all rows (full) or none (off)",
     )
+    prepare.add_argument(
+        "--store",
+        metavar="MODE",
+        help="as later loads have it: with disk, the columns other than prompts are stored, too (default: auto)",
+    )
+    prepare.add_argument(
+        "--return-raw-chat", action="store_true", help="with a store on disk: for loads whose rows have prompts, too"
+    )
     _add_cache_dir(prepare)
     prepare.add_argument(
         "--ray",
@@ -208,6 +216,8 @@ def _prepare(given: argparse.Namespace) -> int:
     more = {name: getattr(given, name) for name in _EXPORT_ONLY if hasattr(given, name)}
     if given.export and given.ray is not None:
         given.parser.error("--ray is not for --export: read_chats and read_pairs make such rows on a cluster")
+    if given.export and (given.store or given.return_raw_chat):
+        given.parser.error("--store and --return-raw-chat are not for --export, which writes all columns")
     if given.export:
         return _export(given, more)
     if more:
@@ -222,8 +232,11 @@ def _prepare(given: argparse.Namespace) -> int:
         "verify": given.verify,
     }
     if given.ray is None:
+        options |= {"store": given.store or "auto", "return_raw_chat": given.return_raw_chat}
         prepare_files(given.files, given.tokenizer, cache_dir=given.cache_dir, **options)
         return 0
+    if given.store or given.return_raw_chat:
+        given.parser.error("--store and --return-raw-chat are not for --ray, which stores token ids")
     if not given.cache_dir:
         given.parser.error("--ray needs --cache-dir: a directory that all nodes mount, or a URL")
     prepare_with_ray(given.files, given.tokenizer, given.cache_dir, given.ray or None, **options)

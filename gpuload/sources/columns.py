@@ -21,6 +21,7 @@ from gpuload.sources.python import to_objects
 from gpuload.sources.types import JSON_TYPE
 
 _MERGE_BYTES = 256 << 20
+_FEW = 8  # rows of a part: to join views of them takes less time than to gather them
 
 
 class Columns:
@@ -124,16 +125,19 @@ class Columns:
         """The (m,) given rows, those of parts with one schema at once: their places among these, and their columns."""
         stored = self._index[rows]
         part_of = np.searchsorted(self._starts, stored, side="right") - 1
+        by_part = np.argsort(part_of, kind="stable")
+        numbers, firsts = np.unique(part_of[by_part], return_index=True)
         found: dict[int, tuple[list[np.ndarray[Any, Any]], list[pa.Table]]] = {}
-        for number in sorted(set(part_of.tolist())):
-            slots = np.flatnonzero(part_of == number)
+        for number, slots in zip(numbers.tolist(), np.split(by_part, firsts[1:]), strict=True):
             part, places = self._parts[number], stored[slots] - self._starts[number]
-            there = set(part.schema.names)
+            there = set(self._schemas[number].names)
             part = part.select([name for name in names if name in there])
             some, tables = found.setdefault(self._kinds[number], ([], []))
             some.append(slots)
-            # One row is a view; several are gathered column by column.
-            tables.append(part.slice(places[0], 1) if len(places) == 1 else part.take(pa.array(places)))
+            if len(places) <= _FEW:
+                tables += [part.slice(place, 1) for place in places.tolist()]
+            else:
+                tables.append(part.take(pa.array(places)))
         for some, tables in found.values():
             whole = tables[0] if len(tables) == 1 else pa.concat_tables(tables).combine_chunks()
             yield np.concatenate(some), whole
