@@ -214,7 +214,7 @@ class OnDisk:
             return None
         names = self._names(source)
         raw = options.prompt_key if options.return_raw_chat else ""
-        about = repr([own_code(), pa.__version__, options.prompt_key, raw, source.num_rows]).encode()
+        about = repr([own_code(), pa.__version__, options.prompt_key, raw, source.num_rows, names]).encode()
         if isinstance(source.file, RemoteFile) and source.file.has_version:  # its values would be transferred twice
             return hashlib.blake2b(source.file.content(*names) + about, digest_size=16).hexdigest()
         try:
