@@ -21,8 +21,6 @@ def cluster_of(nodes: int, num_cpus: int = 1) -> Iterator[Any]:
     # Workers are processes of their own, which import this checkout.
     os.environ["PYTHONPATH"] = str(ROOT)
     os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
-    # Its thread may still write to the log while the interpreter ends, which aborts the process.
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     memory = {"object_store_memory": 150 << 20}
     # A node that does not answer for this long is dead.
     system = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 4}

@@ -126,16 +126,24 @@ def test_a_worker_that_dies_loses_nothing(
 
 
 DRIVER = """
-import sys
+import os, sys, time
 from gpuload.integrations.ray import prepare
-address, tokenizer, store, *files = sys.argv[1:]
+from gpuload.integrations.ray.cluster import connect
+address, tokenizer, store, runs, ready, *files = sys.argv[1:]
+connect(address)
+open(os.path.join(ready, str(os.getpid())), "w").close()
+while len(os.listdir(ready)) < int(runs):  # then all of them begin
+    time.sleep(0.01)
 print(vars(prepare(files, tokenizer, store, address=address, rows_per_task=250, device="cpu", concurrency=1)))
 """
 
 
-def driver(cluster: Any, tokenizer: str, store: Path, files: list[str]) -> subprocess.Popen[str]:
+def driver(cluster: Any, tokenizer: str, store: Path, files: list[str], runs: int = 1) -> subprocess.Popen[str]:
+    """A process that fills a store; it begins when so many of them are ready."""
+    ready = store.with_name("ready")
+    ready.mkdir(exist_ok=True)
     return subprocess.Popen(
-        [sys.executable, "-c", DRIVER, cluster.address, tokenizer, str(store), *files],
+        [sys.executable, "-c", DRIVER, cluster.address, tokenizer, str(store), str(runs), str(ready), *files],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -164,7 +172,7 @@ def test_two_runs_at_once_do_not_do_the_work_twice(
     cluster: Any, many: list[str], qwen_folder: str, tmp_path: Path, warm_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = tmp_path / "store"
-    runs = [driver(cluster, qwen_folder, store, many) for _ in range(2)]
+    runs = [driver(cluster, qwen_folder, store, many, runs=2) for _ in range(2)]
     counts = []
     for run in runs:
         out, errors = run.communicate(timeout=600)
