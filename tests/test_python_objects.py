@@ -1,6 +1,7 @@
 """Conversion of Arrow columns to Python objects, compared with `to_pylist` over nested types, nulls and slices."""
 
 import datetime
+import itertools
 import math
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpuload.sources.columns import Columns
 from gpuload.sources.python import by_columns, to_objects
 from gpuload.sources.types import as_json
 
@@ -181,3 +183,24 @@ def test_zeros_and_missing_numbers_keep_their_signs() -> None:
     values = by_columns(pa.array([-0.0, math.inf, math.nan]))
     assert [math.copysign(1, value) for value in values[:2]] == [-1, 1]
     assert math.isnan(values[2])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 40), max_size=12), st.data())
+def test_rows_of_many_parts(sizes: list[int], data: st.DataObject) -> None:
+    """Any rows of parts with two schemas, in any order and any number of times, also none."""
+    starts = np.cumsum([0, *sizes]).tolist()
+    parts = [
+        pa.table(
+            {"a": [f"{row}" for row in range(start, end)], **({"b": list(range(start, end))} if start % 2 else {})}
+        )
+        for start, end in itertools.pairwise(starts)
+    ]
+    columns = Columns.of_parts(sizes, parts, [part.schema for part in parts], np.arange(starts[-1])[::-1].copy())
+    rows = data.draw(st.lists(st.integers(0, starts[-1] - 1), max_size=90)) if starts[-1] else []
+    found = columns.take(np.array(rows, np.int64))
+    there = [starts[-1] - 1 - row for row in rows]
+    of_part = [next(start for start, end in itertools.pairwise(starts) if start <= row < end) for row in there]
+    assert found.get("a", []) == [f"{row}" for row in there]
+    if "b" in found:
+        assert found["b"] == [row if start % 2 else None for row, start in zip(there, of_part, strict=True)]

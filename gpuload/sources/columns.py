@@ -128,7 +128,9 @@ class Columns:
         by_part = np.argsort(part_of, kind="stable")
         numbers, firsts = np.unique(part_of[by_part], return_index=True)
         found: dict[int, tuple[list[np.ndarray[Any, Any]], list[pa.Table]]] = {}
-        for number, slots in zip(numbers.tolist(), np.split(by_part, firsts[1:]), strict=True):
+        bounds = np.append(firsts, len(by_part)).tolist()
+        for number, (first, end) in zip(numbers.tolist(), itertools.pairwise(bounds), strict=True):
+            slots = by_part[first:end]
             part, places = self._parts[number], stored[slots] - self._starts[number]
             there = set(self._schemas[number].names)
             part = part.select([name for name in names if name in there])
