@@ -9,14 +9,11 @@ from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
-import numpy as np
-import torch
-
 from gpuload.arrays import Ragged
 from gpuload.chats.batches import HostChatBatches, Parts
 from gpuload.chats.engine import ChatEngine
 from gpuload.engines.choose import choose_engine
-from gpuload.engines.device.batches import DeviceBatches, copied, pad_labelled, prepare_pad
+from gpuload.engines.device.batches import DeviceBatches, copied
 from gpuload.engines.device.packs import packed, prepare_pack
 from gpuload.engines.device.render import DeviceText
 from gpuload.engines.device.store import DeviceStore
@@ -52,34 +49,18 @@ chat_engine = partial(choose_engine, make=DeviceChatEngine)
 class DeviceChatBatches(DeviceBatches):
     """The `ChatBatches` of a device. For the arguments see `DeviceBatches`; ids have the bits of `gpuload.loss`."""
 
-    @cached_property
-    def _labelled(self) -> Callable[..., None]:
-        return prepare_pad(self._kernels, self._index, self._limit, self._side, self._pad_id, labelled=True)
+    _host = HostChatBatches
+    _labelled = True
 
     @cached_property
     def _pack(self) -> Callable[..., None]:
         return prepare_pack(self._kernels, self._index)
 
-    def __call__(
-        self, numbers: np.ndarray[Any, Any], rows: Callable[[], Ragged], width: int
-    ) -> dict[str, torch.Tensor]:
-        if self._elsewhere:
-            return HostChatBatches(self._pad_id)(numbers, rows, width)
-        with self._kernels.current():
-            if self._on_disk:
-                with copied(self._kernels, rows()) as index:
-                    launch = prepare_pad(self._kernels, index, self._limit, self._side, self._pad_id, labelled=True)
-                    return pad_labelled(self._kernels, launch, self._kernels.xp.arange(len(numbers)), width)
-            return pad_labelled(self._kernels, self._labelled, self._kernels.xp.asarray(numbers), width)
-
     def packed(self, plan: Plan, packs: Any, parts: Parts) -> dict[str, Any]:
         if self._elsewhere:
-            return HostChatBatches.packed(plan, packs, parts)
+            return self._host.packed(plan, packs, parts)
         with self._kernels.current():
             if self._on_disk:
                 with copied(self._kernels, with_loss(*parts())) as index:
                     return packed(self._kernels, prepare_pack(self._kernels, index), plan, packs)
             return packed(self._kernels, self._pack, plan, packs)
-
-    def __reduce__(self) -> tuple[type[HostChatBatches], tuple[int]]:
-        return HostChatBatches, (self._pad_id,)

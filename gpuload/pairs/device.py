@@ -187,9 +187,11 @@ pair_engine = partial(choose_engine, make=DevicePairEngine)
 class DevicePairBatches(DeviceBatches):
     """The `PairBatches` of a device. For the arguments see `DeviceBatches`; ids have the bits of their parts."""
 
+    _host = HostPairBatches
+
     def padded(self, slices: RowSlices, sequences: Callable[[], Ragged], width: int) -> dict[str, torch.Tensor]:
         if self._elsewhere:
-            return HostPairBatches(self._pad_id).padded(slices, sequences, width)
+            return self._host(self._pad_id).padded(slices, sequences, width)
         kernels, address, count = self._kernels, self._readable.address, len(slices.rows)
         with kernels.current():
             tail = address[slices.others] + 4 * slices.begin
@@ -202,6 +204,3 @@ class DevicePairBatches(DeviceBatches):
             from_end = self._side == "left"
             kernels.run("pad_parts", blocks, self._limit, from_end, self._pad_id, count, slice_of, width, array)
         return dict(zip(("input_ids", "attention_mask", "completion_mask"), made.unbind(0), strict=True))
-
-    def __reduce__(self) -> tuple[type[HostPairBatches], tuple[int]]:
-        return HostPairBatches, (self._pad_id,)

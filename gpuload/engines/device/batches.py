@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -35,6 +35,9 @@ class DeviceBatches:
         pad_id: fills rows up on the left.
     """
 
+    _host: ClassVar[type[host.HostBatches]] = host.HostBatches  # in another process
+    _labelled: ClassVar[bool] = False  # see `prepare_pad`
+
     def __init__(self, kernels: Kernels, store: TokenStore, limit: int, side: Truncation, pad_id: int):
         self._kernels, self._limit, self._side, self._pad_id = kernels, limit, side, pad_id
         self._process = os.getpid()
@@ -56,7 +59,10 @@ class DeviceBatches:
 
     @cached_property
     def _pad(self) -> Callable[..., None]:
-        return prepare_pad(self._kernels, self._index, self._limit, self._side, self._pad_id)
+        return self._prepared(self._index)
+
+    def _prepared(self, index: Index) -> Callable[..., None]:
+        return prepare_pad(self._kernels, index, self._limit, self._side, self._pad_id, self._labelled)
 
     @property
     def _elsewhere(self) -> bool:
@@ -72,13 +78,13 @@ class DeviceBatches:
         self, numbers: np.ndarray[Any, Any], rows: Callable[[], Ragged], width: int
     ) -> dict[str, torch.Tensor]:
         if self._elsewhere:
-            return host.pad(rows(), width, self._pad_id)
+            return self._host(self._pad_id)(numbers, rows, width)
+        made = pad_labelled if self._labelled else pad
         with self._kernels.current():
             if self._on_disk:
                 with copied(self._kernels, rows()) as index:
-                    launch = prepare_pad(self._kernels, index, self._limit, self._side, self._pad_id)
-                    return pad(self._kernels, launch, self._kernels.xp.arange(len(numbers)), width)
-            return pad(self._kernels, self._pad, self._kernels.xp.asarray(numbers), width)
+                    return made(self._kernels, self._prepared(index), self._kernels.xp.arange(len(numbers)), width)
+            return made(self._kernels, self._pad, self._kernels.xp.asarray(numbers), width)
 
     def ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same batches, each of them made while the consumer works on the one before it."""
@@ -96,7 +102,7 @@ class DeviceBatches:
             del ready  # so that its memory can serve the next batch
 
     def __reduce__(self) -> tuple[type[host.HostBatches], tuple[int]]:
-        return host.HostBatches, (self._pad_id,)
+        return self._host, (self._pad_id,)
 
 
 @contextmanager
