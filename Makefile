@@ -1,5 +1,6 @@
 # make demo       load real prompts, and compare with the baseline: template and tokenizer, row by row
-# make test       everything that must hold: lint, types, documentation, tests
+# make test       lint, types, documentation, and the core of the tests: minutes. PART=0 to 3 adds a quarter of the rest
+# make test-all   the same with every test and five times as many random examples, from SEED, which is printed
 # make docs       the documentation site, into site/; warnings are errors
 # make verl-test  the integration with verl, against verl 0.9.1 itself, in a separate environment
 # make verl-matrix  the same with each supported version of verl: 0.7.1, 0.8.0, 0.9.0 and 0.9.1
@@ -15,18 +16,32 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test browser-test transformers4-test docs verl-test verl-matrix ray-test trainers-test automodel-test
+# Which tests run: tests/tiers.py.
+PART ?=
+SEED := $(or $(SEED),$(shell date +%s))
+
+.PHONY: demo test test-all checks tests browser-test transformers4-test docs verl-test verl-matrix ray-test trainers-test automodel-test
 .PHONY: llamafactory-test axolotl-test slime-test nemo-rl-test exact damage bench verl-env clean
 
 demo: .venv/installed
 	$(BIN)/gpuload demo
 
+# The checks run next to the tests, and say nothing if they pass.
 test: .venv/installed-dev
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(MAKE) --no-print-directory -j 2 checks tests
+
+test-all: .venv/installed-dev
+	@echo "SEED=$(SEED)"
+	$(MAKE) --no-print-directory -j 2 checks tests PART=all SEED=$(SEED)
+
+checks: .venv/installed-dev
+	$(BIN)/ruff check -q .
+	$(BIN)/ruff format -q --check .
 	$(BIN)/mypy
 	$(BIN)/python docs/build.py
-	$(BIN)/python -m pytest -n auto
+
+tests: .venv/installed-dev
+	PART=$(PART) $(BIN)/python -m pytest -n auto --dist worksteal $(if $(filter all,$(PART)),--hypothesis-seed=$(SEED))
 
 browser-test: .venv/installed-dev
 	$(BIN)/python -m pytest -m browser tests/test_page_browser.py

@@ -6,6 +6,7 @@ arrays themselves, so the same code runs in host and in device memory.
 """
 
 import itertools
+import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,54 @@ def array_module(array: Array) -> ModuleType:
 def on_host(array: Array) -> np.ndarray[Any, Any]:
     """The array itself if it is NumPy's, else a copy of it in host memory."""
     return array if isinstance(array, np.ndarray) else array.get()
+
+
+def row_number(given: Any, count: int) -> int:
+    """The number of a row, as a user gives it: counted from the start instead of from the end.
+
+    Args:
+        given: an integer of any kind, from -count to count - 1.
+        count: how many rows there are.
+
+    Raises:
+        TypeError: it is something else.
+        IndexError: there is no such row.
+    """
+    if isinstance(given, bool) or getattr(given, "ndim", 0) > 0:  # a tensor with one element has an index, too
+        raise TypeError(f"{given!r:.80} is not the number of a row: pass an integer")
+    try:
+        number = operator.index(given)
+    except TypeError:
+        raise TypeError(f"{given!r:.80} is not the number of a row: pass an integer") from None
+    if not -count <= number < count:
+        raise IndexError(f"index {number} is out of range for a dataset with {count} rows")
+    return number + count if number < 0 else number
+
+
+def row_numbers(given: Any, count: int) -> RowNumbers:
+    """The numbers of rows, as a user gives them: (m,) int64, counted from the start instead of from the end.
+
+    Args:
+        given: a sequence, an array or a tensor of integers; or a slice.
+        count: how many rows there are.
+
+    Raises:
+        TypeError: it is something else, such as a mask, or numbers that are not whole.
+        IndexError: there is no such row.
+    """
+    if isinstance(given, slice):
+        return np.arange(*given.indices(count))
+    numbers = np.atleast_1d(np.asarray(given))
+    if numbers.ndim == 1 and not len(numbers):
+        return np.zeros(0, np.int64)
+    if numbers.ndim > 1 or numbers.dtype.kind not in "iu":
+        remedy = ", of a mask np.flatnonzero(mask)" if numbers.dtype.kind == "b" else ""
+        raise TypeError(f"{given!r:.80} are not the numbers of rows: pass a sequence of integers{remedy}")
+    outside = numbers[(numbers < -count) | (numbers >= count)]
+    if len(outside):
+        raise IndexError(f"index {outside[0]} is out of range for a dataset with {count} rows")
+    numbers = numbers.astype(np.int64, copy=False)
+    return np.where(numbers < 0, numbers + count, numbers)
 
 
 def offsets_of(lengths: Array) -> Array:
@@ -138,7 +187,8 @@ class Ragged:
         return len(self.offsets) - 1
 
     def __getitem__(self, row: int) -> Array:
-        """One row, as a view."""
+        """One row, as a view; a negative number counts from the end."""
+        row = row_number(row, len(self))
         return self.values[int(self.offsets[row]) : int(self.offsets[row + 1])]
 
     @property

@@ -3,19 +3,19 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import cache, cached_property, partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, overload
 
 import numpy as np
 import pyarrow as pa
 import torch
 
-from gpuload.arrays import Array, Ragged
+from gpuload.arrays import Array, Ragged, row_number, row_numbers
 from gpuload.engines.protocol import Engine, TokenStore
-from gpuload.errors import PromptTooLongError
+from gpuload.errors import OptionError, PromptTooLongError
 from gpuload.fingerprint import Fingerprint, token_digest
 from gpuload.lazy import Later, LazyDict
 from gpuload.loader import PromptLoader
-from gpuload.options import Options, Padding
+from gpuload.options import Options, Padding, nearest
 from gpuload.origins import Origins
 from gpuload.reference.reference import messages_of
 from gpuload.report import Report
@@ -168,8 +168,18 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
 
         Returns:
             A dict from column name to a list of values.
+
+        Raises:
+            OptionError: There is no such column.
+            IndexError: A row number is out of range.
         """
-        numbers = np.arange(len(self)) if rows is None else np.asarray(rows, np.int64)
+        if isinstance(names, str):
+            raise OptionError(f"take: expected a list of column names, such as [{names!r}]")
+        known = set(self.passed_through.names)
+        for name in names:
+            if name not in known:
+                raise OptionError(f"take: {name!r} is not the name of a column{nearest(str(name), known)}")
+        numbers = row_numbers(slice(None) if rows is None else rows, len(self))
         return self.passed_through.take(numbers, names)
 
     def origin(self, row: int) -> tuple[str, int]:
@@ -181,7 +191,7 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
         Returns:
             The file's name and the number of the row in it.
         """
-        file, number = self._origins[row]
+        file, number = self._origins[row_number(row, len(self))]
         return self.report.files[file], number
 
     @property
@@ -194,14 +204,29 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
         """Where all rows come from, int64 `(n, 2)`: the index of the file in `report.files`, and the row in it."""
         return self._origins.pairs()
 
-    def __getitem__(self, row: int) -> Row:
-        return self.__getitems__([row])[0]
+    @overload
+    def __getitem__(self, row: int | np.integer[Any]) -> Row: ...
 
-    def __getitems__(self, rows: Sequence[int]) -> list[Row]:
+    @overload
+    def __getitem__(self, row: slice | Sequence[int] | np.ndarray[Any, Any] | torch.Tensor) -> list[Row]: ...
+
+    def __getitem__(self, row: Any) -> Row | list[Row]:
+        if isinstance(row, slice | list | range | np.ndarray | torch.Tensor) and getattr(row, "ndim", 1) > 0:
+            return self.__getitems__(row)
+        try:
+            number = row_number(row, len(self))
+        except TypeError:
+            raise TypeError(
+                f"dataset[{row!r:.80}]: pass the number of a row, a slice, or a list of numbers. Columns are read with "
+                "dataset.take([name]), or as Arrow columns from dataset.columns"
+            ) from None
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, rows: Any) -> list[Row]:
         """Return several rows by one gather. PyTorch's `DataLoader` calls this once per batch.
 
         Args:
-            rows: Row numbers; negative numbers count from the end.
+            rows: Row numbers, or a slice; negative numbers count from the end.
 
         Returns:
             One dict per row.
@@ -292,12 +317,8 @@ class PromptDataset(torch.utils.data.Dataset[Row]):
             values = [messages_of(prompt) for prompt in values]
         return values
 
-    def _check(self, rows: Sequence[int] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        numbers = np.asarray(rows, np.int64).reshape(-1)
-        outside = numbers[(numbers < -len(self)) | (numbers >= len(self))]
-        if len(outside):
-            raise IndexError(f"index {outside[0]} is out of range for a dataset with {len(self)} rows")
-        numbers = np.where(numbers < 0, numbers + len(self), numbers)
+    def _check(self, rows: Any) -> np.ndarray[Any, Any]:
+        numbers = row_numbers(rows, len(self))
         limit = self.options.max_prompt_length
         if self.options.truncation == "error":
             for number in numbers[self._lengths[numbers] > limit]:

@@ -5,13 +5,15 @@
     DIR/gpuload.json                       the fingerprint, options and report of each split
 
 Each record batch is written to both files before the next one is made, so memory is bounded. Everything is written into
-a temporary directory next to DIR, which is renamed at the end.
+a temporary directory next to DIR, which is renamed at the end. One that is overwritten is removed after that.
 """
 
 import hashlib
 import json
 import os
 import re
+import shutil
+import uuid
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -25,7 +27,7 @@ from tqdm import tqdm
 from gpuload._version import __version__
 from gpuload.chats.dataset import ChatDataset
 from gpuload.errors import DataError, ExportError, GpuloadError, OptionError
-from gpuload.files import PartialDirectory
+from gpuload.files import PartialDirectory, exchanged
 from gpuload.pairs.dataset import PairDataset
 
 _ABOUT = "gpuload.json"
@@ -80,7 +82,7 @@ def save_to_disk(
         try:
             made = partial.path / "made"
             _write(splits, made, datasets, progress, options)
-            _put(made, place, partial.path / "replaced" if overwrite else None)
+            _put(made, place, overwrite)
         finally:
             partial.remove()
     except OSError as error:
@@ -112,21 +114,28 @@ def check_destination(directory: str | os.PathLike[str], overwrite: bool) -> Any
     return datasets
 
 
-def _put(made: Path, place: Path, aside: Path | None) -> None:
-    """Renames a directory to its place.
+def _put(made: Path, place: Path, overwrite: bool) -> None:
+    """Renames a directory to its place. At each moment, a complete one is there.
 
     Args:
-        aside: where to put what is there; None: only an empty directory may be there.
+        overwrite: replace what is there, which is then at `made` or nowhere; otherwise only an empty directory may be
+            there.
     """
-    if aside is None or not place.exists():
+    if not overwrite or not place.exists():
         os.replace(made, place)
         return
-    os.replace(place, aside)
+    if exchanged(made, place):
+        return
+    # Where it takes two steps, a killed process leaves the old directory under a name that nothing removes.
+    aside = place.with_name(f"{place.name}.replaced-{uuid.uuid4().hex[:8]}")
     try:
+        os.replace(place, aside)
         os.replace(made, place)
-    except OSError:
-        os.replace(aside, place)
+    except BaseException:
+        if aside.exists() and not place.exists():
+            os.replace(aside, place)
         raise
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _write(

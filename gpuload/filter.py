@@ -12,7 +12,7 @@ from gpuload.engines.host.sanitize import without_marks
 from gpuload.errors import DataError
 from gpuload.options import Options
 from gpuload.report import Report
-from gpuload.sources.read import invalid_rows
+from gpuload.sources.columns import invalid_rows
 from gpuload.stream import Batch
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
@@ -61,6 +61,7 @@ def filter_rows(
     overlong = keep & on_host(lengths > report.max_prompt_length)
     report.rows_read += len(keep)
     report.rows_compiled += tokens.compiled_rows
+    report.reference_seconds += tokens.reference_seconds
     report.rows_fallback += tokens.fallback_rows
     report.control_rows += tokens.control_rows
     for why, count in tokens.reasons.items():

@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -38,7 +38,7 @@ from gpuload.fingerprint import fingerprint
 from gpuload.keep import InMemory, choose_keeper
 from gpuload.options import Options, Store, TokensOn, Truncation, Verify
 from gpuload.origins import Origins
-from gpuload.ranks import Ranks, ranks_of_run
+from gpuload.ranks import Ranks, joined
 from gpuload.reference.reference import Reference
 from gpuload.reference.volatile import contains_randomness, volatile_reason
 from gpuload.report import Report
@@ -140,14 +140,14 @@ def load(
     started = time.perf_counter()
     given = {name: value for name, value in locals().items() if name in _OPTIONS} | verl_keys
     tokenizer = given.pop("tokenizer", None) if tokenizer is None else tokenizer
-    options = Options.parse(given)
-    sources = open_sources(files, options)
-    warn_of_replaced({name for source in sources for name in source.schema.names}, options)
-    return load_sources(sources, tokenizer, options, started)
+    with joined(distributed is True):  # what fails on one rank fails on all
+        options = Options.parse(given)
+        sources = open_sources(files, options)
+        warn_of_replaced({name for source in sources for name in source.schema.names}, options)
+        return load_sources(sources, tokenizer, options, started)
 
 
 _OPTIONS = frozenset(Options.__dataclass_fields__)
-
 
 Unusable = Callable[[Ragged], Mapping[int, str]]
 
@@ -163,6 +163,7 @@ class Pass:
         options: of the load.
         keep_rejected: keep rows whose prompts cannot be rendered, without tokens, instead of dropping them.
         ranks: the ranks that share the work.
+        check: raises an error if the load is of no use any more, because another rank has failed.
         make: makes the result.
         unusable: n rows of ids → row: why it is of no use.
     """
@@ -173,6 +174,7 @@ class Pass:
     options: Options
     keep_rejected: bool = False
     ranks: Ranks | None = None
+    check: Callable[[], None] = lambda: None
     make: Make = PromptDataset
     unusable: Unusable = lambda _: {}
 
@@ -207,24 +209,25 @@ def load_sources(
     build_engine = build_engine or choose_engine
     for directory in (cache_root(options.cache_dir), tokens_directory(options.cache_dir)):
         remove_orphans(directory)
-    reference = tokenizer
-    if not isinstance(tokenizer, Reference):
-        reference = open_known(tokenizer, options, partial(reference_of, tokenizer, options))
-    _ = reference.pad_token_id  # raises before any work, if there is none
-    total = sum(source.num_rows for source in sources)
-    wanted = choose_rows(total, options.max_samples, options.shuffle, options.seed)
-    task = Pass(sources, wanted, reference, options, keep_rejected, make=make, unusable=unusable)
-    opened = time.perf_counter() - started
-    with ranks_of_run() if options.distributed else nullcontext() as ranks:
+    with joined(options.distributed) as ranks:
+        known = isinstance(tokenizer, Reference)
+        reference = tokenizer if known else open_known(tokenizer, options, partial(reference_of, tokenizer, options))
+        _ = reference.pad_token_id  # raises before any work, if there is none
+        rows = sum(source.num_rows for source in sources)
+        wanted = choose_rows(rows, options.max_samples, options.shuffle, options.seed)
+        task = Pass(sources, wanted, reference, options, keep_rejected, make=make, unusable=unusable)
+        opened = time.perf_counter() - started
         if ranks is not None:
             task = _shared(task, ranks)
         if ranks is None or task.options.store == "memory":
             dataset = _load(task, build_engine)
         else:
             dataset = ranks.one_per_machine(partial(_load, replace(task, ranks=None), build_engine))
-    if not isinstance(tokenizer, Reference):
+    if not known:
         remember(tokenizer, options, reference)
     dataset.report.seconds |= {"open": opened, "total": time.perf_counter() - started}
+    if not keep_rejected and (warning := dataset.report.warning()):
+        warnings.warn(warning, stacklevel=2)
     return dataset
 
 
@@ -239,7 +242,7 @@ def _shared(task: Pass, ranks: Ranks) -> Pass:
     if store == "disk" and options.store == "auto" and not ranks.all(fits_on_disk(options, task.sources, wanted)):
         store = "memory"
     reference.call = replace(reference.call, instant=instant)
-    return replace(task, wanted=wanted, ranks=ranks, options=replace(options, store=store))
+    return replace(task, wanted=wanted, ranks=ranks, check=ranks.check, options=replace(options, store=store))
 
 
 def _load(task: Pass, build_engine: EngineBuilder) -> PromptDataset:
@@ -297,10 +300,9 @@ def _run(task: Pass, engine: Engine) -> PromptDataset:
     )
     # Two calls for one row differ if the template makes random choices.
     random = contains_randomness(task.reference.template_text)
-    wanted = task.to_read
-    num_rows = sum(source.num_rows for source in sources) if wanted is None else len(wanted)
+    wanted, starts = task.to_read, offsets_of(np.array([source.num_rows for source in sources]))
+    num_rows = int(starts[-1]) if wanted is None else len(wanted)
     verifier = Verifier("off" if random else options.verify, task.reference, num_rows)
-    starts = offsets_of(np.array([source.num_rows for source in sources]))
     with ExitStack() as stack:
         stack.enter_context(engine.loading())
         # A template that prints the date must print the same one for all rows.
@@ -309,6 +311,7 @@ def _run(task: Pass, engine: Engine) -> PromptDataset:
         stack.callback(kept.discard)
         bar = stack.enter_context(_progress_bar(num_rows, options.progress))
         for batch in _encoded(task, wanted, engine, kept.open, verifier, report.seconds, stack):
+            task.check()
             source = sources[batch.source]
             assert batch.tokens is not None
             lengths, unusable = task.make.limited(batch.tokens.ids), task.unusable(batch.tokens.ids)
@@ -379,18 +382,19 @@ def _encoded(
 
 def _describe(report: Report, engine: Engine, cache: TokenCache, verifier: Verifier) -> None:
     """Records in the report what did the work."""
-    report.check = verifier.check
+    report.check, report.counts = verifier.check, engine.counts
     report.check.earlier = sum(entry.compared for entry in cache.found.values())
     report.cache, report.into_cache = str(cache.directory), cache.written
     report.from_cache = [name for name in report.files if name in cache.found]
     report.seconds |= {name: value for name, value in cache.seconds.items() if value}
+    report.overlapping = list(report.seconds)
     if cache.missed:
-        report.engine, report.notes = engine.description, [*engine.notes, *cache.notes, *report.notes]
+        report.engine = engine.describe(compiled=report.rows_compiled > 0 or not report.by_reference)
+        report.notes = [*engine.notes, *cache.notes, *report.notes]
     else:  # asking the engine would build the encoder
         report.engine, report.notes = f"{engine.name}: all tokens are from the cache", [*cache.notes, *report.notes]
 
 
 def _progress_bar(total: int, progress: bool | None) -> Any:
-    # disable=None: tqdm shows a bar if standard error is a terminal.
-    disable = None if progress is None else not progress
+    disable = None if progress is None else not progress  # None: a bar if standard error is a terminal
     return tqdm(total=total, desc="prompts", unit=" rows", unit_scale=True, disable=disable, leave=False)

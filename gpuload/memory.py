@@ -1,9 +1,32 @@
-"""How much memory this process may still take."""
+"""How much memory this process may still take, and whether that is enough."""
 
 from contextlib import suppress
 from pathlib import Path
 
+from gpuload.errors import HostMemoryError
+
 _CGROUP = Path("/sys/fs/cgroup")
+
+_PER_BYTE = 150  # bytes that tokenizers 0.23 takes while it encodes a byte of text: 110 to 150 were measured
+_LONG = 1 << 22  # bytes of text: below, nobody asks the system
+
+
+def check_room_to_encode(nbytes: int, place: str = "a text") -> None:
+    """Checks that there is memory for `tokenizers` to encode one text; without it, the system kills the process.
+
+    Args:
+        nbytes: of the text.
+        place: which one it is, for the message.
+
+    Raises:
+        HostMemoryError: there is too little.
+    """
+    needed, free = _PER_BYTE * nbytes, free_memory() if nbytes > _LONG else None
+    if free is not None and needed > free:
+        raise HostMemoryError(
+            f"{place} has {nbytes:,} bytes: to encode it, tokenizers takes about {needed:,} bytes of memory, and "
+            f"{free:,} are free: split the row or remove it"
+        )
 
 
 def free_memory() -> int | None:

@@ -6,13 +6,15 @@
 
 With a store on disk, one rank of each machine makes it, and the others use its files.
 
-Ranks communicate through a gloo group of their own, in host memory. If one rank fails, all of them raise.
+Ranks communicate through a gloo group of their own, in host memory. If one rank fails or dies, all of them raise:
+before each exchange they meet, and what has become of the others is known from their heartbeats (`heartbeat.py`).
 """
 
 import datetime
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -22,14 +24,15 @@ import torch.distributed as dist
 
 from gpuload.arrays import Ragged, RowNumbers
 from gpuload.engines.protocol import TokenStore
-from gpuload.errors import GpuloadError, OptionError
+from gpuload.errors import OptionError
+from gpuload.heartbeat import Heartbeat
 from gpuload.report import Report
 
 Made = TypeVar("Made")
 
-_PATIENCE = datetime.timedelta(hours=12)  # for a rank whose share takes longer; one that dies is noticed at once
+_PATIENCE = datetime.timedelta(seconds=60)  # for one message, which all ranks have come to exchange
 _NEAR = 0.25  # of a share: a cut this near to the beginning of a file is moved there
-_MESSAGE = 1 << 30  # bytes sent at a time
+_MESSAGE = 1 << 26  # bytes sent at a time
 
 
 class KeptRows(NamedTuple):
@@ -51,19 +54,27 @@ class KeptRows(NamedTuple):
 class Ranks:
     """The ranks of a load, from the point of view of one of them.
 
-    Args:
-        group: a group for tensors in host memory.
-
     Attributes:
         rank: of this process.
         count: how many there are.
         exchanged: whether every rank has said what became of its share.
     """
 
-    def __init__(self, group: Any):
-        self._group = group
-        self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
-        self.exchanged = False
+    def __init__(self) -> None:
+        from torch.distributed.distributed_c10d import _get_default_store  # which some builds of torch lack
+
+        self.rank, self.count = dist.get_rank(), dist.get_world_size()
+        self._heartbeat = Heartbeat(_get_default_store(), self.rank, self.count)
+        self._group: Any = None  # for tensors in host memory; made when all ranks have met
+        self.exchanged = self._finished = False
+
+    def check(self) -> None:
+        """Raises an error if another rank has failed or died: what this one does is of no use then.
+
+        Raises:
+            GpuloadError: the reason.
+        """
+        self._heartbeat.check()
 
     def agree(self, given: dict[str, Any], chosen: Any) -> Any:
         """Checks that all ranks were given the same, and returns what rank 0 has chosen.
@@ -129,10 +140,10 @@ class Ranks:
         arrays = [mine.values, mine.offsets, own.numbers, *map(_to_bytes, own.tables)]
         everyone = self._gather(([(array.dtype.str, array.shape) for array in arrays], own.report))
         self.exchanged = True
-        _raise_failure(everyone)
         ids: list[TokenStore] = []
         tables, numbers = [], []
         for rank, (shapes, _) in enumerate(everyone):
+            self._meet()  # what was received before may have taken some ranks longer to keep
             values, offsets, theirs, *some = self._broadcast(rank, shapes, arrays)
             ids += own.ids if rank == self.rank else [keep(Ragged(values, offsets))]
             tables += own.tables if rank == self.rank else [_from_bytes(array) for array in some]
@@ -141,6 +152,7 @@ class Ranks:
         for _, other in everyone[1:]:
             report.add(other)
         report.notes.append(f"the work was shared by {self.count} ranks")
+        self._finished = True
         return KeptRows(ids, tables, np.concatenate(numbers), report)
 
     def one_per_machine(self, load: Callable[[], Made]) -> Made:
@@ -153,31 +165,35 @@ class Ranks:
         machine = platform.node()
         first = self._gather(machine).index(machine) == self.rank
         made = load() if first else None
-        self._check()
+        self._meet()
         if made is None:
             made = load()
-        self._check()
-        self.exchanged = True
+        self._meet()
+        self.exchanged = self._finished = True
         return made
-
-    def _check(self) -> None:
-        """Waits for all ranks. Each of them has called this, or `fail`.
-
-        Raises:
-            GpuloadError: another rank failed.
-        """
-        answers = self._gather(None)
-        self.exchanged = any(isinstance(answer, str) for answer in answers)
-        _raise_failure(answers)
 
     def fail(self, error: BaseException) -> None:
         """Tells the other ranks, which wait for this one's rows, why it has none."""
-        if not self.exchanged:
-            self._gather(f"{type(error).__name__}: {error}")
+        if not self._finished:
+            self._heartbeat.fail(f"{type(error).__name__}: {error}")
+
+    def end(self) -> None:
+        """Ends what this rank has to do with the others."""
+        self._heartbeat.end()
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
 
     def again(self) -> None:
         """Prepares for another exchange: all ranks load their rows again."""
-        self.exchanged = False
+        self.exchanged = self._finished = False
+
+    def _meet(self) -> None:
+        """Waits until all ranks are here.
+
+        Raises:
+            GpuloadError: another rank failed or died.
+        """
+        self._heartbeat.meet()
 
     def _broadcast(self, rank: int, shapes: list[Any], own: list[Any]) -> list[Any]:
         """The arrays of one rank, on every rank."""
@@ -186,44 +202,60 @@ class Ranks:
         for array in arrays:
             flat = torch.from_numpy(array.reshape(-1).view(np.uint8))
             for start in range(0, len(flat), _MESSAGE):
-                dist.broadcast(flat[start : start + _MESSAGE], source, self._group)
+                with self._exchanging():
+                    dist.broadcast(flat[start : start + _MESSAGE], source, self._group)
         return arrays
 
     def _gather(self, own: Any) -> list[Any]:
         """What every rank has given, in order."""
+        self._meet()
         everyone: list[Any] = [None] * self.count
-        dist.all_gather_object(everyone, own, self._group)
+        with self._exchanging():
+            self._group = self._group or dist.new_group(backend="gloo", timeout=_PATIENCE)
+            dist.all_gather_object(everyone, own, self._group)
         return everyone
+
+    @contextmanager
+    def _exchanging(self) -> Iterator[None]:
+        """Around a collective operation: if it fails, the error names the rank that has died."""
+        try:
+            yield
+        except Exception as error:
+            raise self._heartbeat.explain(error) from error
+
+
+_JOINED: ContextVar[Ranks | None] = ContextVar("ranks", default=None)
 
 
 @contextmanager
-def ranks_of_run() -> Iterator[Ranks]:
-    """The ranks of the default process group.
+def joined(distributed: bool) -> Iterator[Ranks | None]:
+    """The ranks of the default process group, from when this one begins a load: what fails on one then fails on all.
+    Inside of such a block, the same ranks.
+
+    Args:
+        distributed: the option; without it there are no ranks.
 
     Raises:
-        OptionError: there is none.
+        OptionError: there is no process group.
     """
+    if not distributed or (ranks := _JOINED.get()) is not None:
+        yield ranks if distributed else None
+        return
     if not dist.is_available() or not dist.is_initialized():
         raise OptionError(
             "distributed=True: torch.distributed is not initialized: call torch.distributed.init_process_group before "
             "load, or remove the option"
         )
-    group = dist.new_group(backend="gloo", timeout=_PATIENCE)
-    ranks = Ranks(group)
+    ranks = Ranks()
+    token = _JOINED.set(ranks)
     try:
         yield ranks
-    except Exception as error:
+    except BaseException as error:
         ranks.fail(error)
         raise
     finally:
-        dist.destroy_process_group(group)
-
-
-def _raise_failure(answers: Sequence[Any]) -> None:
-    """Raises an error if the answer of a rank is why it failed."""
-    failed = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if isinstance(answer, str)]
-    if failed:
-        raise GpuloadError(f"distributed=True: another rank failed: {'; '.join(failed)}")
+        _JOINED.reset(token)
+        ranks.end()
 
 
 def _to_bytes(table: pa.Table) -> np.ndarray[Any, Any]:

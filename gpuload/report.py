@@ -5,11 +5,14 @@ from dataclasses import dataclass, field
 from gpuload.verify import Check
 
 _EXAMPLES = 5
+_MOST_REJECTED = 1 / 5  # of the rows; beyond, a warning is given
 
 
 @dataclass
 class Report:
     """What a load did; `print(prompts.report)` shows it.
+
+    These attributes stay. What is counted later gets a reason, a stage, a key of `counts` or a note of its own.
 
     Attributes:
         files: names of the sources.
@@ -23,8 +26,10 @@ class Report:
         overlong_dropped: whether they were dropped.
         rejected: reason → number of rows dropped for it.
         examples: reason → the first such rows, as "file row N".
-        rows_compiled: rows rendered by the compiled template.
-        by_reference: why rows were rendered by transformers, one by one → how many.
+        rows_compiled: rows rendered by the compiled template, or taken as plain text.
+        by_reference: why rows were rendered by transformers, one by one → how many. With `rows_compiled`, these are all
+            rows that were rendered; those in `rejected` may have been, or not.
+        reference_seconds: the part of the seconds of rendering that transformers took.
         rows_fallback: rows that fell back from the GPU's tokenizer to the host's.
         control_rows: rows whose messages contain the text of a control token, as far as they were rendered or the token
             cache counted them.
@@ -32,7 +37,10 @@ class Report:
         source_bytes, text_bytes: bytes of the files, and of the rendered text.
         tokens: ids of the kept rows.
         shortest, longest: the kept rows' smallest and largest number of tokens.
-        seconds: stage → seconds of work. Stages overlap, so they add up to more than `total`.
+        seconds: stage → seconds of work; "total" is what the caller waited for.
+        overlapping: the stages at which several threads, or other stages, work at the same time: their seconds add up
+            to more than "total".
+        counts: what else was counted, in words → how many.
         check: the outcome of the verification.
         from_cache, into_cache: files whose tokens were found in the token cache, and were written to it.
         cache: the cache's directory.
@@ -51,6 +59,7 @@ class Report:
     examples: dict[str, list[str]] = field(default_factory=dict)
     rows_compiled: int = 0
     by_reference: dict[str, int] = field(default_factory=dict)
+    reference_seconds: float = 0.0
     rows_fallback: int = 0
     control_rows: int = 0
     sanitized: bool = False
@@ -60,6 +69,8 @@ class Report:
     shortest: int = 0
     longest: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    overlapping: list[str] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
     check: Check = field(default_factory=Check)
     from_cache: list[str] = field(default_factory=list)
     into_cache: list[str] = field(default_factory=list)
@@ -69,6 +80,11 @@ class Report:
     def rows_rejected(self) -> int:
         """Rows for which no prompt could be made."""
         return sum(self.rejected.values())
+
+    @property
+    def rows_by_reference(self) -> int:
+        """Rows rendered by transformers, one by one."""
+        return sum(self.by_reference.values())
 
     @property
     def refused(self) -> dict[str, int]:
@@ -96,16 +112,21 @@ class Report:
         """Adds what another process has done for the same load, at the same time."""
         for name in ("rows_read", "overlong", "rows_compiled", "rows_fallback", "control_rows", "text_bytes"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for counts, more in ((self.rejected, other.rejected), (self.by_reference, other.by_reference)):
-            for reason, count in more.items():
+        for name in ("rejected", "by_reference", "counts"):
+            counts = getattr(self, name)
+            for reason, count in getattr(other, name).items():
                 counts[reason] = counts.get(reason, 0) + count
         for reason, examples in other.examples.items():
             self.examples[reason] = (self.examples.get(reason, []) + examples)[:_EXAMPLES]
         self.shortest = min((n for n in (self.shortest, other.shortest) if n), default=0)
         for stage, seconds in other.seconds.items():
             self.seconds[stage] = max(self.seconds.get(stage, 0.0), seconds)
+        self.overlapping += [stage for stage in other.overlapping if stage not in self.overlapping]
+        self.reference_seconds = max(self.reference_seconds, other.reference_seconds)
         self.check.rows += other.check.rows
         self.check.earlier += other.check.earlier
+        self.check.shapes += other.check.shapes
+        self.check.shapes_not_compared += other.check.shapes_not_compared
         self.check.seconds = max(self.check.seconds, other.check.seconds)
         self.check.mismatches += other.check.mismatches
         self.notes += [note for note in other.notes if note not in self.notes]
@@ -140,20 +161,39 @@ class Report:
             )
         lines += [
             f"  bytes      {megabytes(self.source_bytes)} in files, {megabytes(self.text_bytes)} of rendered text",
-            "  seconds    " + ", ".join(f"{name} {value:.2f}" for name, value in self.seconds.items()),
+            f"  seconds    {self._seconds()}",
             f"  speed      {self.rows_read / total if total else 0:,.0f} rows/s",
             f"  engine     {self.engine}",
-            *(
-                f"             {count:,} rows rendered by transformers: {why}"
-                for why, count in self.by_reference.items()
-            ),
+            *self._by_reference(),
             *self._fallback(),
             *self._control(),
+            *(f"             {count:,} {what}" for what, count in self.counts.items()),
             *(f"             {note}" for note in self.notes),
             *self._cached(),
             f"  verified   {self._verification()}",
         ]
         return "\n".join(lines)
+
+    def _seconds(self) -> str:
+        """The total first; then the stages that follow one another, and those that overlap."""
+        stages = {name: f"{name} {value:.2f}" for name, value in self.seconds.items() if name != "total"}
+        alone = [text for name, text in stages.items() if name not in self.overlapping]
+        overlapping = [text for name, text in stages.items() if name in self.overlapping]
+        parts = [f"total {self.seconds.get('total', 0.0):.2f}", *alone]
+        return ", ".join(parts) + ("; overlapping: " + ", ".join(overlapping) if overlapping else "")
+
+    def _by_reference(self) -> list[str]:
+        """The rows rendered by transformers: how many, their share of the time of rendering, and why."""
+        if not self.by_reference:
+            return []
+        rows, rendering = self.rows_by_reference, self.seconds.get("render", 0.0)
+        shares = f"{rows / (rows + self.rows_compiled):.0%} of the rows"
+        if self.reference_seconds and rendering:
+            shares += f", {min(self.reference_seconds / rendering, 1):.0%} of the time of rendering"
+        return [
+            f"             {rows:,} of {rows + self.rows_compiled:,} rows rendered by transformers: {shares}",
+            *(f"               {count:,} rows: {why}" for why, count in self.by_reference.items()),
+        ]
 
     def _fallback(self) -> list[str]:
         why = "text that the device cannot normalize, or a pre-token too long for it"
@@ -167,12 +207,26 @@ class Report:
         what = "was encoded as plain text" if self.sanitized else "became control tokens"
         return [f"  untrusted  {self.control_rows:,} rows have the text of control tokens in their messages; it {what}"]
 
+    def warning(self) -> str | None:
+        """What a user should know even if nobody reads the report: many rows were dropped, and not for their length."""
+        # Some reasons are about the limit too, such as a prompt that leaves no room for what is learned.
+        dropped = sum(count for why, count in self.rejected.items() if f"{self.limit_name}=" not in why)
+        if dropped <= self.rows_read * _MOST_REJECTED:
+            return None
+        return (
+            f"gpuload: {dropped:,} of {self.rows_read:,} rows were dropped for other reasons than their "
+            f"length:\n{self.reasons()}"
+        )
+
     def _verification(self) -> str:
         check = self.check
         parts = []
         if check.rows:
             differ = f"{len(check.mismatches)} differ" if check.mismatches else "none differ"
             parts.append(f"{check.rows:,} rows compared with the tokenizer in {check.seconds:.2f} s, {differ}")
+        if check.shapes_not_compared:
+            of = f"{check.shapes_not_compared:,} of {check.shapes:,} shapes of rows"
+            parts.append(f"{of} (roles and fields of messages) were not compared: verify='full' compares all rows")
         if check.earlier:
             parts.append(f"{check.earlier:,} rows compared when their tokens were cached, none differed")
         return "; ".join(parts) or "no rows compared"

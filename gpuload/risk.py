@@ -7,7 +7,8 @@ and puts the rows with the rarest findings first.
 
 import re
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
+from functools import cache
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -42,6 +43,7 @@ _WIDE = r"[^\x00-\x7f]"
 _PATTERNS = (_MARKS, _NUMERALS, _SPACES_AND_CONTROLS, r"\s\s+[0-9]", r"[\x{10000}-\x{10ffff}]", _WIDE)
 _LARGE = 64 << 10  # bytes; below, compiling the patterns takes longer than the search
 _MOST_PREFIXES = 200
+_SEARCHED_ROWS = 4096  # texts that are searched for marks at a time
 
 
 class RiskFinder:
@@ -58,6 +60,8 @@ class RiskFinder:
         added = _prefixes(reference.special_texts())
         self._patterns = [*_PATTERNS, *([added] if added else [])]
         self._any = "|".join(f"(?:{pattern})" for pattern in self._patterns)
+        self._marks: set[str] = set()  # in texts that were found by `new_marks`
+        self._other_marks = ""  # a pattern for all others; made when it is needed, in milliseconds
 
     def rank(self, prompts: pa.Array, rng: np.random.Generator) -> Ints:
         """(n,) prompts → their numbers, the riskiest first; prompts without risks are at the end, in random order.
@@ -70,8 +74,45 @@ class RiskFinder:
         score = sum((kind / np.count_nonzero(kind) for kind in kinds), np.zeros(len(prompts)))
         ordered = shuffled[np.argsort(-score[shuffled], kind="stable")]
         turns = [iter(ordered[kind[ordered]].tolist()) for kind in kinds]
-        ranked = dict.fromkeys(_in_turn(turns))
+        ranked = dict.fromkeys(in_turn(turns))
         return np.array([*ranked, *(row for row in ordered.tolist() if row not in ranked)], np.int64)
+
+    def new_marks(
+        self, prompts: pa.Array, usable: np.ndarray[Any, np.dtype[np.bool_]], most: int, over: Callable[[], bool]
+    ) -> list[int]:
+        """The rows with a combining mark that no row found before had, in a text that the normalizer changes.
+
+        Libraries normalize by the tables of different versions of Unicode, which differ in single marks.
+
+        Args:
+            prompts: n prompts.
+            usable: (n,) bool, the rows to look at.
+            most: how many rows to return.
+            over: whether the time to search is over.
+        """
+        found: dict[int, None] = {}
+        for texts, rows in _texts(prompts, np.arange(len(prompts))) if self._forms else ():
+            wide = np.flatnonzero(~np.asarray(pc.fill_null(pc.string_is_ascii(texts), True), bool))
+            for start in range(0, len(wide), _SEARCHED_ROWS):
+                if over() or len(found) >= most:
+                    return list(found)
+                some = wide[start : start + _SEARCHED_ROWS]
+                self._other_marks = self._other_marks or _pattern_of(_combining() - self._marks)
+                some = some[_matches(texts.take(pa.array(some)), self._other_marks)]
+                for row, text in zip(rows[some].tolist(), texts.take(pa.array(some)).to_pylist(), strict=True):
+                    if usable[row] and len(found) < most and self._has_new_marks(text):
+                        found[row] = None
+        return list(found)
+
+    def _has_new_marks(self, text: str) -> bool:
+        """Whether the normalizer changes a text with marks that no such text before had."""
+        if all(unicodedata.is_normalized(form, text) for form in self._forms):
+            return False
+        marks = {character for character in text if unicodedata.combining(character)} - self._marks
+        if marks:
+            self._marks |= marks
+            self._other_marks = ""
+        return bool(marks)
 
     def _kinds(self, prompts: pa.Array) -> Iterator[np.ndarray[Any, np.dtype[np.bool_]]]:
         """For each kind of risk, (n,) bool: which prompts have it."""
@@ -94,6 +135,21 @@ class RiskFinder:
                 changed = np.array([not unicodedata.is_normalized(form, text) for text in some], bool)
                 kind[rows[at[changed]]] = True
         yield from found
+
+
+@cache
+def _combining() -> frozenset[str]:
+    """All combining marks."""
+    return frozenset(filter(unicodedata.combining, map(chr, range(0x300, 0x1F000))))
+
+
+def _pattern_of(characters: Set[str]) -> str:
+    """A pattern for single characters, as ranges of code points."""
+    codes = np.array(sorted(map(ord, characters)), np.int64)
+    first = np.flatnonzero(np.diff(codes, prepend=-1) > 1)
+    last = np.append(first[1:], len(codes)) - 1
+    ranges = zip(codes[first].tolist(), codes[last].tolist(), strict=True)
+    return "[" + "".join(rf"\x{{{low:x}}}-\x{{{high:x}}}" for low, high in ranges) + "]"
 
 
 def _matches(texts: pa.LargeStringArray, pattern: str) -> np.ndarray[Any, np.dtype[np.bool_]]:
@@ -121,7 +177,7 @@ def _texts(column: pa.Array, rows: Ints) -> Iterator[tuple[pa.LargeStringArray, 
         yield column.cast(pa.large_string()), rows
 
 
-def _in_turn(parts: Sequence[Iterator[int]]) -> Iterator[int]:
+def in_turn(parts: Sequence[Iterator[int]]) -> Iterator[int]:
     """One item of each iterator, then the next of each, until all are exhausted."""
     while parts:
         kept = []

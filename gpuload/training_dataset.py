@@ -1,7 +1,6 @@
 """What `ChatDataset` and `PairDataset` have in common: rows of lists, and `to_arrow`."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,11 +23,11 @@ class TrainingDataset(PromptDataset):
     def _lists(self, numbers: np.ndarray[Any, Any]) -> dict[str, list[Any]]:
         """What is made of the tokens of B rows: B values for each name."""
 
-    def __getitems__(self, rows: Sequence[int]) -> list[Row]:
+    def __getitems__(self, rows: Any) -> list[Row]:
         """Return several rows.
 
         Args:
-            rows: Row numbers; negative numbers count from the end.
+            rows: Row numbers, or a slice; negative numbers count from the end.
 
         Returns:
             One dict per row, with lists.

@@ -8,9 +8,14 @@ to go wrong for this tokenizer (`risk.py`). Its cost is bounded:
    nothing.
 2. Bytes that are searched for risks: 2 MiB, or 1/256 of all text if that is more.
 3. Seconds: a tenth of a second, or 5 % of the load so far if that is more. Beyond, nothing is searched or compared.
+4. Bytes of a row: 1 MiB, because `tokenizers` takes some hundred times as much memory as a text has bytes.
 
-Whatever the bounds are, at least one row of a load is compared. In `load`, all of this runs in a thread of its own,
-while later batches are rendered and encoded.
+In addition, within the seconds: up to 256 rows whose form is new (`shapes.py`), those with a new form of a message
+first; and one row for each combining mark in text that the tokenizer's normalizer changes, up to 64. A fast path that
+is wrong for them is wrong for one row in thousands, which a sample of text would miss.
+
+Whatever the first three bounds are, at least one row of a load is compared. In `load`, all of this runs in a thread of
+its own, while later batches are rendered and encoded.
 """
 
 import time
@@ -21,18 +26,28 @@ from typing import Any
 import numpy as np
 
 from gpuload.arrays import Ragged
-from gpuload.engines.protocol import Prompts, RenderedText
+from gpuload.engines.protocol import ArrowPrompts, Prompts, RenderedText
+from gpuload.errors import GpuloadError
+from gpuload.memory import check_room_to_encode
 from gpuload.options import Verify
 from gpuload.reference.reference import Prompt, Reference
-from gpuload.risk import RiskFinder
+from gpuload.reference.template_call import rejection
+from gpuload.risk import RiskFinder, in_turn
+from gpuload.shapes import Shapes, shapes_of
 from gpuload.sources.columns import to_python
 
 _ROWS = 64
 _BYTES = 64 << 10
 _SEARCHED_BYTES = 2 << 20
+_ROW_BYTES = 1 << 20
 _LEAST_ROWS = 16  # per batch that is sampled: choosing rows has a fixed cost
 _SHARE = 1 / 1024  # of the rows, and of the bytes of text, that are compared
 _SEARCHED_SHARE = 1 / 256  # of the bytes of text
+_SHAPE_ROWS = 256
+_FORM_ROWS = 64  # of them, for new forms of messages only: where all shapes differ, the first rows would take all
+_MARK_ROWS = 64
+_MARK_SHARE = 0.25  # of the seconds, beyond which none are looked for
+_MOST_SHAPES = 1 << 20  # numbers of shapes that are remembered
 _SECONDS = 0.1
 _SECONDS_SHARE = 0.05  # of a load
 
@@ -48,12 +63,16 @@ class Check:
         earlier: how many rows were compared, without a difference, when tokens that are now from the cache were made.
         seconds: CPU time spent.
         mismatches: one sentence for each row that differs.
+        shapes: how many different shapes the rows have: the roles of their messages, and which fields these have.
+        shapes_not_compared: how many of them have no row that was compared.
     """
 
     rows: int = 0
     earlier: int = 0
     seconds: float = 0.0
     mismatches: list[str] = field(default_factory=list)
+    shapes: int = 0
+    shapes_not_compared: int = 0
 
 
 class Verifier:
@@ -76,6 +95,12 @@ class Verifier:
         self._risks: RiskFinder | None = None
         self._started = time.perf_counter()
         self._rows = self._bytes = self._searched_bytes = 0.0  # what may still be used; it grows with every batch
+        self._shape_rows, self._mark_rows = _SHAPE_ROWS, _MARK_ROWS  # what may still be used of these
+        self._seen: set[int] = set()  # shapes
+        self._compared: set[int] = set()  # those of rows that were compared
+        self._forms: set[int] = set()  # forms of messages in rows that were compared, or chosen for it
+        self._shapes: Shapes | None = None  # of the batch at hand
+        self._began = self._spent = 0.0  # CPU time of the thread when this batch was begun; seconds before
         self.check = Check()
 
     def compare(
@@ -101,39 +126,82 @@ class Verifier:
         if self._mode == "off":
             return 0
         # CPU time of this thread: while it waits for the interpreter lock, other stages are at work.
-        started, before = time.thread_time(), self.check.rows
-        spent = self.check.seconds
+        before = self.check.rows
+        self._began, self._spent, self._shapes = time.thread_time(), self.check.seconds, None
         rows = np.flatnonzero(text.sizes >= 0) if self._mode == "full" else self._sample(prompts, text)
         if len(rows):
             found, order = fetch(np.sort(rows)), np.argsort(np.argsort(rows))
             for row, prompt, at in zip(rows, to_python(prompts.to_arrow(rows)), order, strict=True):
-                self.check.seconds = spent + time.thread_time() - started
-                if self._mode == "sample" and self.check.rows and self.check.seconds > self._seconds:
+                if self._mode == "sample" and self.check.rows and self._time_is_over():
                     break
-                self._compare(f"{source} row {numbers[row]}", prompt, found[int(at)].tolist())
-        self.check.seconds = spent + time.thread_time() - started
+                place = f"{source} row {numbers[row]}"
+                check_room_to_encode(int(text.sizes[row]), place)
+                self._compare(place, prompt, found[int(at)].tolist())
+                if self._shapes is not None:
+                    self._compared.add(int(self._shapes.shapes[row]))
+        self.check.seconds = self._spent + time.thread_time() - self._began
+        self.check.shapes, self.check.shapes_not_compared = len(self._seen), len(self._seen - self._compared)
         return self.check.rows - before
 
-    @property
-    def _seconds(self) -> float:
-        """How many seconds may be spent by now."""
-        return max(_SECONDS, _SECONDS_SHARE * (time.perf_counter() - self._started))
+    def _time_is_over(self, share: float = 1.0) -> bool:
+        """Whether the seconds that may be spent by now, or a share of them, are spent."""
+        self.check.seconds = self._spent + time.thread_time() - self._began
+        return self.check.seconds > share * max(_SECONDS, _SECONDS_SHARE * (time.perf_counter() - self._started))
 
     def _sample(self, prompts: Prompts, text: RenderedText) -> Rows:
         """Rows of a batch within the bounds; at least one row of the load."""
         sizes = text.sizes
-        usable = np.flatnonzero(sizes >= 0)
+        usable = np.flatnonzero((sizes >= 0) & (sizes <= _ROW_BYTES))
         if not len(usable):
             return usable
         share, nbytes = len(sizes) / self._total, int(sizes[usable].sum())
         self._rows += max(_ROWS * share, _SHARE * len(usable))
         self._bytes += max(_BYTES * share, _SHARE * nbytes)
         self._searched_bytes += max(_SEARCHED_BYTES * share, _SEARCHED_SHARE * nbytes)
-        affordable = self._rows >= min(_LEAST_ROWS, len(usable)) and self.check.seconds <= self._seconds
+        rare: list[int] = []
+        if not self._time_is_over():
+            rare = [*self._new_shapes(prompts, sizes, usable), *self._new_marks(prompts, sizes, usable)]
+        affordable = self._rows >= min(_LEAST_ROWS, len(usable)) and not self._time_is_over()
         chosen = self._choose(prompts, sizes, usable) if affordable else usable[:0]
+        # In turn: whichever is cut off by the time that is left, some of both have been compared.
+        both = in_turn([iter(rare), iter(chosen.tolist())])
+        chosen = np.array(list(dict.fromkeys(both)), np.int64)
         if not len(chosen) and not self.check.rows:
             return usable[[np.argmin(sizes[usable])]]
         return chosen
+
+    def _new_shapes(self, prompts: Prompts, sizes: Rows, usable: Rows) -> list[int]:
+        """Rows with a new form of a message, then the shortest row of each shape that was not compared so far."""
+        self._shapes = found = shapes_of(prompts)
+        shapes = found.shapes[usable]
+        if len(self._seen) < _MOST_SHAPES:
+            self._seen.update(np.unique(shapes).tolist())
+        fits = (sizes >= 0) & (sizes <= _ROW_BYTES)
+        chosen: dict[int, None] = {}
+        for form, row in zip(found.forms.tolist(), found.rows.tolist(), strict=True):
+            if form not in self._forms and fits[row] and len(chosen) < self._shape_rows:
+                chosen[row] = None
+                self._forms.add(form)
+        shortest = usable[np.argsort(sizes[usable], kind="stable")]
+        new, at = np.unique(found.shapes[shortest], return_index=True)
+        known = {int(found.shapes[row]) for row in chosen} | self._compared
+        for shape, row in zip(new.tolist(), shortest[at].tolist(), strict=True):
+            if shape not in known and fits[row] and len(chosen) < self._shape_rows - _FORM_ROWS:
+                chosen[row] = None
+        self._shape_rows -= len(chosen)
+        return list(chosen)
+
+    def _new_marks(self, prompts: Prompts, sizes: Rows, usable: Rows) -> list[int]:
+        """Rows with combining marks that no row before had, in text that the normalizer changes. On a device they are
+        looked for only where the text is in host memory."""
+        if not self._mark_rows or not isinstance(prompts, ArrowPrompts):
+            return []
+        self._risks = self._risks or RiskFinder(self._reference)
+        fits = np.zeros(len(sizes), bool)
+        fits[usable] = sizes[usable] <= _ROW_BYTES
+        found = self._risks.new_marks(prompts.column, fits, self._mark_rows, lambda: self._time_is_over(_MARK_SHARE))
+        self._mark_rows -= len(found)
+        return found
 
     def _choose(self, prompts: Prompts, sizes: Rows, usable: Rows) -> Rows:
         """The longest and the shortest row that are affordable, then the riskiest candidates."""
@@ -164,7 +232,13 @@ class Verifier:
 
     def _compare(self, place: str, prompt: Prompt, found: list[int]) -> None:
         self.check.rows += 1
-        expected, found = self._reference.compared(prompt, found)
+        try:
+            expected, found = self._reference.compared(prompt, found)
+        except GpuloadError:
+            raise
+        except Exception as error:  # then the load by the tokenizer itself rejects the row
+            self.check.mismatches.append(f"{place}: the tokenizer rejects it: {rejection(error)}")
+            return
         if expected != found:
             self.check.mismatches.append(f"{place}: {_difference(found, expected)}")
 

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, settings
+from tiers import SHARED, choose, header, shared, shared_tokenizers
 
 from gpuload.cache import store as cache
 from gpuload.cache.entry import read_entry
@@ -22,14 +22,18 @@ from gpuload.demo_data import demo_files
 from gpuload.sources import batches
 from gpuload.testing import link_slow_caches
 
-SHARED = Path(__file__).parents[2] / "shared"
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 
 # tests/verl is for an environment of its own (make verl-test).
 collect_ignore = [] if importlib.util.find_spec("tensordict") else ["verl"]
 
-settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("suite")
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    choose(config, items)
+
+
+def pytest_report_header() -> list[str]:
+    return header()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -123,36 +127,33 @@ def user(text: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text}]
 
 
-def shared_files(pattern: str) -> list[Path]:
-    return sorted((SHARED / "datasets").glob(pattern))
-
-
-def shared_tokenizers() -> list[str]:
-    return sorted(folder.name for folder in (SHARED / "tokenizers").glob("*") if folder.is_dir())
+@pytest.fixture(scope="session", params=["shipped", pytest.param("shared", marks=shared)])
+def folders(request: pytest.FixtureRequest, qwen_folder: str) -> dict[str, Path]:
+    """name → directory of the shipped tokenizer; in a second run of each test, of every shared one."""
+    if request.param == "shipped":
+        return {"shipped": Path(qwen_folder)}
+    return {name: SHARED / "tokenizers" / name for name in shared_tokenizers()}
 
 
 @pytest.fixture(scope="session")
-def encoders(qwen: Any) -> dict[str, Any]:
-    """name → (encoder, reference) for the shipped tokenizer and every real one there is."""
+def encoders(folders: dict[str, Path]) -> dict[str, Any]:
+    """name → (encoder, reference) for each tokenizer of `folders`."""
 
     from gpuload.engines.host.encode import host_encoder
     from gpuload.reference.reference import Reference
 
-    references = {"shipped": Reference(qwen, chat_template=None)}
-    for name in shared_tokenizers():
-        references[name] = Reference(SHARED / "tokenizers" / name, chat_template=None)
+    references = {name: Reference(folder, chat_template=None) for name, folder in folders.items()}
     return {name: (host_encoder(reference), reference) for name, reference in references.items()}
 
 
 @pytest.fixture(scope="session")
-def bpe(qwen_folder: str) -> dict[str, tuple[Any, Any]]:
-    """name → (spec, backend) for the shipped tokenizer and every real one that is byte-level BPE, from its file:
-    classes that transformers rebuilds on loading lose parts of the pipeline that are worth testing."""
+def bpe(folders: dict[str, Path]) -> dict[str, tuple[Any, Any]]:
+    """name → (spec, backend) for each tokenizer of `folders` that is byte-level BPE, from its file: classes that
+    transformers rebuilds on loading lose parts of the pipeline that are worth testing."""
     from tokenizers import Tokenizer
 
     from gpuload.tokenizer.spec import bpe_spec
 
-    folders = {"shipped": Path(qwen_folder)} | {name: SHARED / "tokenizers" / name for name in shared_tokenizers()}
     backends = {name: Tokenizer.from_file(str(folder / "tokenizer.json")) for name, folder in folders.items()}
     specs = {name: bpe_spec(backend.to_str()) for name, backend in backends.items()}
     return {

@@ -1,5 +1,7 @@
 """What tests of exports share: opening a directory, and five steps of a trainer of TRL."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,17 @@ def small_model(kind: Any, tokenizer: Any) -> Any:
     return kind(config)
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """With so little to compute, threads mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def five_steps(
     trainer: Any, config: Any, model: Any, dataset: Any, tokenizer: Any, output: Path, more: Any = None, **settings: Any
 ) -> tuple[Any, list[float]]:
@@ -43,7 +56,8 @@ def five_steps(
         per_device_train_batch_size=2, save_strategy="no", learning_rate=0.01, disable_tqdm=True, **settings,
     )  # fmt: skip
     made = trainer(model, args=arguments, train_dataset=dataset, processing_class=tokenizer, **(more or {}))
-    made.train()
+    with one_thread():
+        made.train()
     losses = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
     assert len(losses) == 5
     return made.train_dataset, losses

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from tiers import SHARED, core, shared_tokenizers, with_shared
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from gpuload.reference.template_call import rejection
-
-SHARED = Path(__file__).parents[2] / "shared"
 
 # Contents of messages that templates treat in special ways, or that could break a compiler.
 TEXTS = (
@@ -51,14 +50,21 @@ def templates() -> dict[str, tuple[Any, str]]:
     else:
         for file in sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja")):
             found[f"trl/{file.stem}"] = (small_tokenizer(), file.read_text())
-    for folder in sorted((SHARED / "tokenizers").glob("*/")):
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+    for name in shared_tokenizers() if SHARED.exists() else []:
+        tokenizer = AutoTokenizer.from_pretrained(SHARED / "tokenizers" / name)
         if isinstance(tokenizer.chat_template, str):
-            found[f"shared/{folder.name}"] = (tokenizer, tokenizer.chat_template)
+            found[f"shared/{name}"] = (tokenizer, tokenizer.chat_template)
     return found
 
 
 TEMPLATES = templates()
+TRL = [name for name in TEMPLATES if name.startswith("trl/")]
+TEN = [
+    "trl/qwen2_5", "trl/qwen3", "trl/llama3_1", "trl/gemma3", "trl/gemma4_v5", "trl/glm4moe", "trl/deepseekv3",
+    "trl/lfm2_2_5_v2", "trl/nemotron_3_nano", "trl/qwen3_5_think",
+]  # fmt: skip
+EVERY = with_shared(lambda: [name for name in TEMPLATES if name not in TRL], *core(TRL, *TEN))
+"""Names of all templates, as cases of tests: ten are the core."""
 
 
 def conversations(count: int, seed: int, roles: tuple[str, ...] = ROLES) -> list[list[dict[str, Any]]]:

@@ -2,11 +2,13 @@
 
 import json
 import shutil
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,7 +20,7 @@ from gpuload.engines.host import encode as host_encode
 from gpuload.errors import DataError, DeviceError, OptionError, SourceError, TokenizerError
 from gpuload.load import load_sources
 from gpuload.options import Options
-from gpuload.sources.fetch import SourceFile
+from gpuload.sources.fetch import SourceFile, _is_whole
 from gpuload.sources.open import open_sources
 from gpuload.sources.read import open_file
 
@@ -369,3 +371,70 @@ def test_index_columns_can_be_read(tmp_path: Path) -> None:
     assert open_file(file).schema.names == ["prompt"]
     source = open_file(file, index_columns=True)
     assert pa.concat_tables(source.batches())["__index_level_0__"].to_pylist() == [7, 3]
+
+
+@pytest.mark.parametrize("name", ["/nosuch/tok", "./tok", "~/no/such/tok", "a/b/c", "tok/"])
+def test_a_tokenizer_at_a_path_that_does_not_exist(name: str, gsm8k: str) -> None:
+    with pytest.raises(TokenizerError, match="tokenizer '.*': no such directory: check the path$"):
+        gpuload.load(gsm8k, name)
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(gsm8k: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    started = time.monotonic()
+    with pytest.raises(TokenizerError, match=r"the hub cannot be reached \(http://127.0.0.1:9: .*check the network"):
+        gpuload.load(gsm8k, "no-such-owner/no-such-tokenizer")
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("text", ['[{"prompt": "a"}]', ' \n[{"prompt": "a"}]', '{"prompt": "a"}\n'])
+def test_a_byte_order_mark_before_json(text: str, qwen: Any, tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert len(gpuload.load(file, qwen)) == 1
+    assert _is_whole(file, "json")
+
+
+@pytest.mark.parametrize("name", ["question", "problem", "text"])
+def test_columns_with_prompts_of_other_names(name: str, write: Callable[..., str], qwen: Any) -> None:
+    file = write({"answer": ["b"], name: ["a"]}, "qa.parquet")
+    with pytest.raises(DataError, match=rf"qa.parquet: no column 'prompt': did you mean prompt_key='{name}'\?"):
+        gpuload.load(file, qwen)
+
+
+def test_a_dataset_that_was_saved_to_disk(qwen: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": user(f"number {n}"), "n": n} for n in range(40)]
+    saved = datasets.Dataset.from_list(rows).filter(lambda row: row["n"] % 2 == 0)
+    saved.save_to_disk(tmp_path / "data", num_shards=2)
+    pq.write_table(pa.table({"prompt": ["another file"]}), tmp_path / "data" / "x.parquet")
+    (tmp_path / "data" / "cache-123.arrow").write_bytes(b"result of map")
+    loaded = gpuload.load(tmp_path / "data", qwen)
+    assert loaded.take(["n"]) == {"n": list(range(0, 40, 2))}
+    assert loaded.tokens.to_lists() == gpuload.load(pa.Table.from_pylist(rows[::2]), qwen).tokens.to_lists()
+    assert [Path(name).name for name in loaded.report.files] == [f"data-0000{k}-of-00002.arrow" for k in range(2)]
+    again = gpuload.load(tmp_path / "data", qwen, max_samples=3)
+    assert again.origin(2) == (loaded.report.files[0], 2)
+
+
+def test_a_saved_dataset_that_cannot_be_read(qwen: Any, tmp_path: Path) -> None:
+    saved = datasets.Dataset.from_dict({"prompt": ["a", "b"]})
+    datasets.DatasetDict(train=saved, test=saved).save_to_disk(tmp_path / "splits")
+    with pytest.raises(
+        SourceError, match="a dataset with the splits test, train: pass one of them, such as .*splits/test"
+    ):
+        gpuload.load(tmp_path / "splits", qwen)
+    train = tmp_path / "splits" / "train"
+    (file,) = train.glob("*.arrow")
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(SourceError, match=f"{file.name}: not a whole file of Arrow's stream format"):
+        gpuload.load(train, qwen)
+    file.unlink()
+    with pytest.raises(SourceError, match=f"{file.name} is missing: save the dataset again"):
+        gpuload.load(train, qwen)
+    (train / "state.json").write_text("{}")
+    with pytest.raises(SourceError, match="state.json is damaged"):
+        gpuload.load(train, qwen)

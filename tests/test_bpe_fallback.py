@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 from bpe_cases import made_up_merges
-from conftest import SHARED
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_bpe_splitter import TEXT
+from tiers import SHARED, examples, shared
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 from tokenizers.pre_tokenizers import ByteLevel, Split
 
@@ -23,10 +23,8 @@ LLAMA2 = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
 Pair = tuple[CompiledTokenizer, Any]  # the compiled one, and the real one
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[pytest.param("gemma3", marks=shared)])
 def gemma() -> Pair:
-    if not GEMMA.exists():
-        pytest.skip("needs the directory of real tokenizers")
     backend = Tokenizer.from_file(str(GEMMA))
     spec = bpe_spec(backend.to_str())
     assert isinstance(spec, BpeSpec), spec
@@ -63,7 +61,7 @@ def test_every_entry(gemma: Pair) -> None:
     check(gemma, [*entries, *(entry + "q" for entry in entries[::8]), *(entry[1:] for entry in entries[::8])])
 
 
-@settings(max_examples=250)
+@examples(250)
 @given(text=TEXT)
 def test_any_text(gemma: Pair, text: str) -> None:
     check(gemma, [text])
@@ -89,7 +87,7 @@ def test_parts_are_short(gemma: Pair) -> None:
     assert max(map(len, words)) < 12
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(
     made_up_merges("abcdé你▁"),
     st.lists(st.text("abcdé你ü \n𒀀", max_size=24), min_size=1, max_size=30),

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from bpe_cases import made_up_merges
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_bpe_splitter import TEXT
+from tiers import examples, exhaustive
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 from tokenizers.pre_tokenizers import ByteLevel
 
@@ -67,6 +68,7 @@ def check_texts(pair: Pair, texts: list[str]) -> int:
     return sum(ids is not None for ids in ours)
 
 
+@exhaustive
 def test_every_entry(pairs: dict[str, Pair]) -> None:
     """Each entry as a pre-token, reachable or not; all entries of the shipped tokenizer, a sample of the others'."""
     for name, (tokenizer, backend) in pairs.items():
@@ -103,7 +105,7 @@ def test_every_pair_that_merges_is_found(pairs: dict[str, Pair]) -> None:
         assert look_up_pairs(tokenizer.tables, *others).tolist() == expected
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(TEXT)
 def test_any_text(pairs: dict[str, Pair], text: str) -> None:
     for pair in pairs.values():
@@ -159,7 +161,7 @@ def test_unreachable_entries_are_not_used() -> None:
     assert encode(tokenizer, "abc") == [backend.token_to_id("abc")]
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     made_up_merges("abcd"),
     st.lists(st.text("abcd", min_size=1, max_size=24), min_size=1, max_size=30),

@@ -6,10 +6,11 @@ from itertools import product
 import pytest
 import transformers
 from bpe_cases import made_up_merges
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_bpe_fallback import Pair, check, compiled, small
 from test_device_encode import check as check_kernels
+from tiers import examples
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.pre_tokenizers import Metaspace, Sequence, WhitespaceSplit
 from transformers import LlamaTokenizer
@@ -54,7 +55,7 @@ def test_prefixes_and_added_tokens(scheme: str, split: bool) -> None:
     check_both(pair, [*TEXTS, *("".join(some) for some in product(PIECES, repeat=2))])
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     st.sampled_from(WAYS),
     made_up_merges("abcdé你▁"),

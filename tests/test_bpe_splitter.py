@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 from tokenizers import Regex, pre_tokenizers
 
 from gpuload.testing.encoder import pre_tokens
@@ -93,7 +94,7 @@ FRAGMENTS = [
 TEXT = st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.text(max_size=6)), max_size=16).map("".join)
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(TEXT)
 def test_any_text(pairs: dict[str, Pair], text: str) -> None:
     for pair in pairs.values():
@@ -152,7 +153,7 @@ def _wrapped(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     )
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.recursive(CLASSES, _wrapped, max_leaves=8), st.lists(st.text("abc 1.\n", max_size=12), max_size=20))
 def test_random_patterns(pattern: str, texts: list[str]) -> None:
     """Every pattern that compiles is split exactly."""
@@ -203,7 +204,7 @@ def test_tables_fit_shared_memory(pairs: dict[str, Pair]) -> None:
 
 
 @given(st.lists(st.integers(0, 7), min_size=17, max_size=17), st.integers(1, 40_000))
-@settings(max_examples=5)
+@examples(5)
 def test_class_maps(values: list[int], run: int) -> None:
     classes = np.resize(np.repeat(values, run), 0x110000).astype(np.uint8)
     assert (ClassMap.from_classes(classes).of(np.arange(0x110000)) == classes).all()

@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from cache_cases import TEMPLATE, entries, same
-from conftest import SHARED, shared_files, user
+from conftest import user
 from hypothesis import given
 from hypothesis import strategies as st
+from tiers import SHARED, shared, shared_files
 from transformers import AutoTokenizer
 
 import gpuload
@@ -131,13 +133,11 @@ def test_a_load_that_keeps_no_row_still_fills_the_cache(files: list[str], qwen: 
         assert len(entries(warm_cache)) == 1, found
 
 
+@shared
 def test_real_files(qwen: Any, warm_cache: Path, made: list[int]) -> None:
     """In the wild: whatever can be loaded, warm and cold."""
-    wild = shared_files("wild/*.parquet")[::3]
-    if not wild:
-        pytest.skip("no shared datasets")
     compared = 0
-    for file in wild:
+    for file in shared_files("wild/*.parquet")[::3]:
         try:
             cold = gpuload.load(file, qwen, token_cache=False, max_samples=300)
         except gpuload.GpuloadError:
@@ -317,14 +317,16 @@ def _finish(process: subprocess.Popen[str]) -> str:
 def test_processes_that_start_together(
     files: list[str], gsm8k: str, qwen: Any, qwen_folder: str, warm_cache: Path, tmp_path: Path
 ) -> None:
+    some = str(tmp_path / "some.parquet")
+    pq.write_table(pq.read_table(gsm8k).slice(0, 1000), some)
     script = tmp_path / "load.py"
     script.write_text(
         "import sys, gpuload\n"
         "prompts = gpuload.load(sys.argv[2:], sys.argv[1])\n"
         "print(prompts.fingerprint['tokens'], len(prompts.report.from_cache) + len(prompts.report.into_cache))\n"
     )
-    wanted = [*files, gsm8k]
-    ranks = [_start(script, qwen_folder, *wanted) for _ in range(3)]
+    wanted = [*files, some]
+    ranks = [_start(script, qwen_folder, *wanted) for _ in range(2)]
     expected = gpuload.load(wanted, qwen, token_cache=False).fingerprint["tokens"]
     assert {_finish(rank) for rank in ranks} == {f"{expected} 4"}
     assert sorted(path.suffix for path in entries(warm_cache)) == [".arrow"] * 4
@@ -509,7 +511,7 @@ def test_prepare_says_what_is_wrong(
     capsys.readouterr()
 
 
-@pytest.mark.skipif(not (SHARED / "tokenizers").is_dir(), reason="no shared tokenizers")
+@shared
 @pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "llama3.1-instruct", "mistral-nemo", "smollm"])
 def test_real_tokenizers(name: str, gsm8k: str, warm_cache: Path, made: Sequence[int]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(SHARED / "tokenizers" / name)

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from cache_cases import same
 from conftest import user
+from tiers import core
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2TokenizerFast
 
 import gpuload
@@ -55,7 +56,7 @@ _CHANGES: dict[str, tuple[Callable[[Any], Any] | None, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", _CHANGES)
+@pytest.mark.parametrize("name", core(_CHANGES, *list(_CHANGES)[::3]))
 def test_what_decides_ids_decides_the_key(
     name: str, write: Callable[..., str], qwen_folder: str, warm_cache: Path
 ) -> None:
@@ -210,7 +211,7 @@ _NOT_KEPT: dict[str, tuple[Callable[[str], Any], dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", _NOT_KEPT)
+@pytest.mark.parametrize("name", core(_NOT_KEPT, *list(_NOT_KEPT)[::3]))
 def test_what_cannot_be_told_is_not_kept(name: str, files: list[str], qwen_folder: str, warm_cache: Path) -> None:
     make, options, why = _NOT_KEPT[name]
     tokenizer = make(qwen_folder)

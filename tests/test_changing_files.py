@@ -10,8 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 from cache_cases import entries
 from conftest import user
+from tiers import core
 
 import gpuload
+from gpuload.cache import disk, entry
 from gpuload.cache import store as cache
 from gpuload.cache.entry import read_entry
 from gpuload.engines.host import engine as cpu
@@ -53,7 +55,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "data.parquet"
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", core(CHANGES, *list(CHANGES)[1::3]))
 def test_a_change_between_hashing_and_reading(
     change: str, file: Path, qwen: Any, warm_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,10 +63,10 @@ def test_a_change_between_hashing_and_reading(
     gpuload.load(file, qwen)
 
     def read_and_change(*arguments: Any, **more: Any) -> Any:
-        entry = read_entry(*arguments, **more)
-        assert entry is not None
+        found = read_entry(*arguments, **more)
+        assert found is not None
         CHANGES[change](file)
-        return entry
+        return found
 
     monkeypatch.setattr(cache, "read_entry", read_and_change)
     with pytest.raises(SourceError) as raised:
@@ -73,7 +75,7 @@ def test_a_change_between_hashing_and_reading(
 
 
 @pytest.mark.parametrize("token_cache", [True, False])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", core(CHANGES, *list(CHANGES)[::3]))
 def test_a_change_while_rows_are_read(
     change: str, token_cache: bool, file: Path, qwen: Any, warm_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +108,76 @@ def test_a_change_that_the_clock_does_not_show(
     with pytest.raises(SourceError, match=CHANGED):
         gpuload.load(file, qwen)
     assert entries(warm_cache) == []
+
+
+def change_unseen(file: Path, start: bytes) -> None:
+    """Writes into values, all from the one that starts so, and sets the clock back."""
+    about, whole = file.stat(), file.read_bytes()
+    at = whole.index(start)
+    file.write_bytes(whole[:at] + whole[at:].replace(b"old!", b"new!"))
+    os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
+
+
+@pytest.fixture
+def labelled(tmp_path: Path) -> Path:
+    """A file whose values are as long as those that `change_unseen` writes."""
+    words = [f"old! {row}" for row in range(60)]
+    table = pa.table({"prompt": [user(word) for word in words], "label": [f"label {word}" for word in words]})
+    pq.write_table(
+        table, tmp_path / "labelled.parquet", compression="none", use_dictionary=False, write_statistics=False
+    )
+    return tmp_path / "labelled.parquet"
+
+
+@pytest.mark.parametrize("cached", ["nothing", "ids", "columns", "columns, and ids cannot be"])
+@pytest.mark.parametrize("start", core([b"old!", b"label old! 20"], b"label old! 20"))
+def test_a_store_of_a_file_whose_change_the_clock_does_not_show(
+    start: bytes, cached: str, labelled: Path, qwen: Any, warm_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is stored for good, and what is joined with stored rows, is compared with the file's content at the end."""
+    file, store = labelled, warm_cache.parent / "store"
+    options = {"chat_template": "{{ messages[0].content }}"}
+    if cached != "nothing":
+        gpuload.load(file, qwen, store="disk", **options)
+    for path in store.glob("*.columns" if cached == "ids" else "*.arrow"):
+        path.unlink()
+    if cached.endswith("cannot be"):
+        options["chat_template"] += "{{ strftime_now('%S') if 0 }}"
+    real, before = disk.OnDisk.open, file.read_bytes()
+
+    def write_and_open(*arguments: Any) -> Any:
+        change_unseen(file, start)
+        return real(*arguments)
+
+    there = set(store.glob("*"))
+    with monkeypatch.context() as patched:
+        patched.setattr(disk.OnDisk, "open", write_and_open)
+        with pytest.raises(SourceError, match=CHANGED):
+            gpuload.load(file, qwen, store="disk", **options)
+    assert set(store.glob("*")) == there
+    for content in (file.read_bytes(), before):
+        file.write_bytes(content)
+        expected = pq.read_table(file)
+        found = gpuload.load(file, qwen, store="disk", **options)
+        assert found.take(["label"])["label"] == expected["label"].to_pylist()
+        texts = [qwen.decode(ids) for ids in found.tokens.to_lists()]
+        assert texts == [messages[0]["content"] for messages in expected["prompt"].to_pylist()]
+
+
+def test_columns_of_a_file_that_has_changed_since_its_ids_were_found(
+    labelled: Path, qwen: Any, warm_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In memory, too, ids of the old rows are not joined with columns of the new ones."""
+    gpuload.load(labelled, qwen)
+    real = entry.other_columns
+
+    def write_and_read(*arguments: Any) -> Any:
+        change_unseen(labelled, b"old!")
+        return real(*arguments)
+
+    monkeypatch.setattr(entry, "other_columns", write_and_read)
+    with pytest.raises(SourceError, match=CHANGED):
+        gpuload.load(labelled, qwen)
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])

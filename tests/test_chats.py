@@ -6,7 +6,6 @@ import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,15 +13,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import SHARED
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import SHARED, core, examples, shared
 
 import gpuload
 from gpuload.chats.engine import common_prefixes
 from gpuload.errors import DataError, OptionError
 
 trl = pytest.importorskip("trl", reason="TRL is the reference of these tests")
+import trl_cases  # noqa: E402
+
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 QWEN3 = (TEMPLATES / "qwen3_training.jinja").read_text()
 
@@ -65,12 +66,9 @@ def rows_of(dataset: gpuload.ChatDataset) -> list[tuple[list[int], list[int]]]:
 
 def by_trl(rows: list[dict[str, Any]], tokenizer: Any, template: str | None = None, **settings: Any) -> list[Any]:
     """Ids and labels, by TRL's own preparation."""
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
-    config = SFTConfig(output_dir="unused", report_to=[], bf16=False, **{"max_length": None} | settings)
-    trainer = SimpleNamespace(_tokenizer=tokenizer, chat_template=template, completion_only_loss="prompt" in rows[0])
-    made = SFTTrainer._prepare_dataset(trainer, Dataset.from_list(rows), tokenizer, config, False, None, "train")
+    settings |= {"trainer_chat_template": template, "trainer_completion_only_loss": "prompt" in rows[0]}
+    unhashed = trl_cases.unhashed(rows)
+    made = trl_cases.prepared(trl.SFTTrainer, trl.SFTConfig, unhashed, tokenizer, False, None, **settings)
     return list(zip(made["input_ids"], made["labels"], strict=True))
 
 
@@ -83,7 +81,7 @@ def test_masks_are_those_of_transformers_for_generation_blocks(qwen: Any) -> Non
     assert found.report.check.mismatches == []
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     st.lists(
         st.tuples(
@@ -102,7 +100,7 @@ def test_masks_of_any_conversation(qwen: Any, rows: list[tuple[str, list[str]]])
     assert not any(found.report.rejected)
 
 
-PAIRS = sorted(path.name for path in TEMPLATES.glob("*_training.jinja"))
+PAIRS = sorted(path.name.removesuffix("_training.jinja") for path in TEMPLATES.glob("*_training.jinja"))
 OTHER_TEXT = {
     "glm4moe", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6",
 }  # fmt: skip
@@ -111,7 +109,7 @@ NO_STRINGS = {"idefics3", "llava_next", "smolvlm"}
 """The template takes no plain strings as contents."""
 
 
-@pytest.mark.parametrize("name", [name.removesuffix("_training.jinja") for name in PAIRS])
+@pytest.mark.parametrize("name", core(PAIRS, *PAIRS[::6]))
 def test_answers_without_blocks_are_those_of_trls_training_templates(qwen: Any, name: str) -> None:
     plain = (TEMPLATES / f"{name}.jinja").read_text()
     training = (TEMPLATES / f"{name}_training.jinja").read_text()
@@ -256,10 +254,11 @@ def test_texts_as_trl_prepares_them(qwen: Any) -> None:
     assert rows_of(gpuload.load_chats(pa.Table.from_pylist(rows), qwen)) == by_trl(rows, qwen)
 
 
-def test_texts_need_no_chat_template(bpe: dict[str, tuple[Any, Any]]) -> None:
+def test_texts_need_no_chat_template(qwen_folder: str) -> None:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    backend = next(iter(bpe.values()))[1]
+    backend = Tokenizer.from_file(f"{qwen_folder}/tokenizer.json")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
     assert tokenizer.chat_template is None
     for row in ({"text": "one"}, {"prompt": "one", "completion": " two"}):
@@ -279,7 +278,7 @@ def test_truncation_as_trl_truncates(qwen: Any, overlong: Any) -> None:
         assert (batch["labels"] != -100).any(dim=1).all()
 
 
-@pytest.mark.skipif(SHARED is None, reason="no ../shared")
+@shared
 @pytest.mark.parametrize("name", ["qwen3", "llama3.1-instruct", "gemma3", "smollm", "gpt2", "deepseek-v3"])
 def test_real_conversations_as_transformers_masks_them(name: str) -> None:
     from transformers import AutoTokenizer
@@ -302,6 +301,232 @@ def test_common_prefixes() -> None:
     assert common_prefixes(one, other).tolist() == [2, 0, 0, 1, 0, 2]
 
 
+# -- prompts and completions with different fields -------------------------------------------------------------------
+
+SHOWS_KEYS = (
+    "{% for m in messages %}{% generation %}{% for k in m %}{% if m[k] is string %}[{{ k }}:{{ m[k] }}]{% else %}"
+    "[{{ k }}={{ m[k] | tojson }}]{% endif %}{% endfor %}{% endgeneration %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}>{% endif %}"
+)
+"""Prints every key of every message, in their order, and so all that may be lost or added when messages are joined."""
+
+
+def reasoned(count: int, share: str) -> list[dict[str, Any]]:
+    """Prompts without fields for reasoning and calls; completions with them, in some or in all rows."""
+    rows = []
+    for k in range(count):
+        call = {"type": "function", "function": {"name": "f", "arguments": {"city": f"c{k}"}}}
+        answer: dict[str, Any] = {"content": f"answer {k}", "role": "assistant"}  # in another order than in the prompt
+        if share == "all" or k % 16 == 5:
+            answer |= {"reasoning_content": f"because {k}", "tool_calls": [call]}
+        rows.append({"prompt": chat(f"q {k}", "a", "and?"), "completion": [answer]})
+    return rows
+
+
+def source_of(form: str, rows: list[Any], tmp_path: Path) -> Any:
+    """The same rows as a file or as a frame in memory."""
+    if form == "jsonl":
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(tmp_path / "rows.jsonl")
+    if form == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+        return str(tmp_path / "rows.parquet")
+    if form == "pandas":
+        return pytest.importorskip("pandas").DataFrame(rows)
+    return pytest.importorskip("datasets").Dataset.from_list(rows)
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "pandas", "datasets"])
+@pytest.mark.parametrize("share", ["few", "all"])
+@pytest.mark.parametrize("template", [SHOWS_KEYS, QWEN3], ids=["keys", "qwen3"])
+def test_completions_keep_fields_that_their_prompts_lack(
+    qwen: Any, tmp_path: Path, form: str, share: str, template: str
+) -> None:
+    rows = reasoned(40, share)
+    found = gpuload.load_chats(source_of(form, rows, tmp_path), qwen, chat_template=template, verify="off")
+    expected = []
+    for row in rows:
+        prompt, whole = (
+            qwen.apply_chat_template(messages, chat_template=template, add_generation_prompt=begun)["input_ids"]
+            for messages, begun in ((row["prompt"], True), (row["prompt"] + row["completion"], False))
+        )
+        same = next(k for k, (one, other) in enumerate(zip([*prompt, -1], whole, strict=False)) if one != other)
+        expected.append((whole, [-100] * same + whole[same:]))
+    assert rows_of(found) == expected
+    if share == "all":
+        checked = gpuload.load_chats(source_of(form, rows, tmp_path), qwen, chat_template=template, verify="full")
+        assert checked.report.check.mismatches == []
+        assert rows_of(checked) == expected
+
+
+def test_prompts_keep_fields_that_their_completions_lack(qwen: Any) -> None:
+    rows = [
+        {
+            "prompt": [{"role": "user", "name": f"n{k}", "content": f"q{k}", "weights": [1, k]}],
+            "completion": [{"role": "assistant", "content": "a"}],
+        }
+        for k in range(20)
+    ]
+    found = gpuload.load_chats(pa.Table.from_pylist(rows), qwen, chat_template=SHOWS_KEYS, verify="off")
+    expected = [
+        qwen.apply_chat_template(row["prompt"] + row["completion"], chat_template=SHOWS_KEYS)["input_ids"]
+        for row in rows
+    ]
+    assert [ids for ids, _ in rows_of(found)] == expected
+
+
+def test_completions_with_text_fields_of_their_own_stay_compiled(qwen: Any) -> None:
+    rows = [row | {"completion": [row["completion"][0] | {"tool_calls": None}]} for row in reasoned(30, "all")]
+    found = gpuload.load_chats(pa.Table.from_pylist(rows), qwen, chat_template=QWEN3, verify="full", strict=True)
+    assert found.report.rows_compiled == len(found) == 30
+
+
+VALUES = st.sampled_from(["", "x", " é ", "<|im_end|>", None, [], [1, None], {"a": None}, {"b": {"c": []}}, 3, True])
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant"]), "content": st.sampled_from(["a", "", "b\n"])},
+    optional={"name": VALUES, "reasoning_content": VALUES, "tool_calls": VALUES},
+)
+
+
+@examples(40)
+@given(st.lists(st.tuples(st.lists(MESSAGE, max_size=3), st.lists(MESSAGE, max_size=2)), min_size=1, max_size=5))
+def test_any_fields_of_json_are_those_of_the_reference(qwen: Any, pairs: list[tuple[Chat, Chat]]) -> None:
+    """Every key of every message, absent or null, at any depth."""
+    from gpuload.chats.engine import ChatEngine
+    from gpuload.chats.reference import ChatReference
+    from gpuload.engines.protocol import ArrowPrompts
+    from gpuload.sources.types import as_json
+
+    template = SHOWS_KEYS.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    reference = ChatReference(qwen, "completion", chat_template=template)
+    rows = [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
+    text = ChatEngine(reference).render(ArrowPrompts(as_json(rows)))
+    expected = [None if reference.problem(row) or not row["prompt"] else reference.render(row) for row in rows]
+    assert text.text.to_pylist() == expected
+    assert [row for row in range(len(rows)) if expected[row] is None] == sorted(text.rejected)
+
+
+def test_completions_of_large_columns_are_joined_slice_by_slice(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpuload.engines.host import render
+
+    rows = [{"prompt": None, "completion": None}, *reasoned(40, "all"), {"prompt": chat("a"), "completion": None}] * 2
+    table = pa.Table.from_pylist(rows).slice(3, 70)
+    expected = gpuload.load_chats(table, qwen, chat_template=QWEN3, verify="full")
+    monkeypatch.setattr(render, "MOST_BYTES", 1 << 10)
+    found = gpuload.load_chats(table, qwen, chat_template=QWEN3, verify="full")
+    assert found.report.check.mismatches == []
+    assert len(found) == 68
+    assert found.report.rejected == expected.report.rejected
+    assert rows_of(found) == rows_of(expected)
+
+
+@shared
+@pytest.mark.parametrize("form", ["jsonl", "arrow"])
+def test_real_trajectories_as_prompts_and_completions(form: str, tmp_path: Path) -> None:
+    """Cut at the first call, so that prompts have neither `tool_calls` nor `tool_call_id`."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(SHARED / "tokenizers" / "qwen2.5-instruct")
+    rows: list[Any] = []
+    with open(SHARED / "datasets" / "agent_trajectories" / "tau_airline.jsonl") as lines:
+        for line in lines:
+            messages = json.loads(line)["messages"]
+            cut = next((k for k, message in enumerate(messages) if message.get("tool_calls")), 0)
+            if cut:
+                rows.append({"prompt": messages[:cut], "completion": messages[cut:]})
+    source: Any = source_of("jsonl", rows, tmp_path)
+    if form == "arrow":
+        source = pa.Table.from_pylist(rows)
+        rows = source.to_pylist()
+    found = gpuload.load_chats(source, tokenizer, max_length=1 << 20, loss_on="all", verify="off")
+    whole = [tokenizer.apply_chat_template(row["prompt"] + row["completion"])["input_ids"] for row in rows]
+    assert len(whole) > 50
+    assert [ids for ids, _ in rows_of(found)] == whole
+
+
+# -- rows of other forms -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss_on", ["assistant", "last", "all"])
+def test_a_text_among_conversations_is_dropped_by_every_way(qwen: Any, loss_on: Any) -> None:
+    rows: list[Any] = [{"messages": chat("a", "b")}, {"messages": "plain text"}, {"messages": chat("c", "d")}]
+    for verify in ("off", "full"):
+        found = load_json(rows, qwen, loss_on=loss_on, verify=verify)
+        assert found.report.rejected == {"the row is text, in a column of messages": 1}
+        assert found.report.check.mismatches == []
+        assert rows_of(found) == rows_of(load_json(rows[::2], qwen, loss_on=loss_on))
+
+
+@pytest.mark.parametrize("loss_on", core(["completion", "assistant", "all"], "assistant"))
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        ({"prompt": chat("x"), "completion": chat("", "y")[1:]}, None),
+        ({"prompt": "x", "completion": 3}, "prompt and completion are neither both text nor both messages"),
+        ({"prompt": "x", "completion": None}, "is null"),
+        ({"prompt": "x", "completion": "\ud800"}, "lone surrogate"),
+        ({"prompt": "x", "completion": chat("", "y")[1:]}, "neither both text nor both messages"),
+    ],
+    ids=["messages", "number", "null", "surrogate", "text and messages"],
+)
+def test_one_row_of_another_kind_among_texts(qwen: Any, loss_on: Any, other: Any, reason: str | None) -> None:
+    rows = [{"prompt": f"q {k} ", "completion": f"a {k}"} for k in range(40)]
+    rows[7] = other
+    found = load_json(rows, qwen, loss_on=loss_on, verify="full", strict=reason is None)
+    assert found.report.check.mismatches == []
+    texts = load_json(rows[:7] + rows[8:], qwen, **({} if loss_on == "assistant" else {"loss_on": loss_on}))
+    expected = rows_of(texts)
+    if reason is None:
+        expected.insert(7, rows_of(load_json([other], qwen, loss_on=loss_on))[0])
+    assert rows_of(found) == expected
+    assert [reason in why for why in found.report.rejected] == [True] * (reason is not None)
+
+
+def test_texts_of_mixed_json_have_the_special_tokens_of_texts(qwen: Any) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    backend = qwen.backend_tokenizer.from_str(qwen.backend_tokenizer.to_str())
+    backend.post_processor = TemplateProcessing("<|im_start|> $A", None, [("<|im_start|>", 151644)])
+    tokenizer = trl_tokenizer(backend)
+    rows: list[Any] = [{"text": "a"}, {"text": 3}, {"text": "b"}]
+    assert rows_of(load_json(rows, tokenizer, verify="off")) == rows_of(load_json(rows[::2], tokenizer))
+    assert rows_of(load_json(rows, tokenizer, verify="off"))[0][0][0] == 151644
+
+
+def trl_tokenizer(backend: Any) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    "more", [{"name": "bob"}, {"tags": ["x", None]}, {"tool_calls": [{"function": {"name": "f", "arguments": {}}}]}]
+)
+def test_one_row_of_json_with_another_key_leaves_the_others_compiled(qwen: Any, more: Any) -> None:
+    rows = [{"messages": chat(f"q {k}", f" a {k} ")} for k in range(400)]
+    plain = load_json(rows, qwen, chat_template=QWEN3)
+    rows[123]["messages"][1] |= more
+    found = load_json(rows, qwen, chat_template=QWEN3, verify="full", strict=True)
+    assert found.report.rows_compiled >= 399
+    assert [row for k, row in enumerate(rows_of(found)) if k != 123] == [
+        row for k, row in enumerate(rows_of(plain)) if k != 123
+    ]
+
+
+def test_plain_rows_of_json_are_kept_where_the_template_changes_texts(qwen: Any) -> None:
+    """Only the compiled template knows where such texts are."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | replace('ñ', 'n') }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    rows = [{"messages": chat(f"q {k}", f"mañana {k}")} for k in range(50)]
+    plain = gpuload.load_chats(pa.Table.from_pylist(rows), qwen, chat_template=template)
+    rows[20]["messages"][0]["name"] = "bob"
+    found = load_json(rows, qwen, chat_template=template)
+    assert len(found) == 50
+    assert rows_of(found) == rows_of(plain)
+
+
 # -- formats ---------------------------------------------------------------------------------------------------------
 
 
@@ -318,6 +543,55 @@ def test_sharegpt_and_alpaca_are_conversations(qwen: Any) -> None:
     assert found.columns.num_columns == 0
 
 
+CALLING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ CONTENT }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "printed"),
+    [
+        ("m.content if m.content else '-'", "-"),
+        ("m.content if m.content is not none and m.content is defined else 'None'", ""),
+        ("m.content + ''", ""),
+    ],
+    ids=["any", "prints null", "needs a text"],
+)
+def test_sharegpt_function_calls_have_the_content_that_the_template_needs(
+    qwen: Any, content: str, printed: str
+) -> None:
+    call = {"name": "f", "arguments": {"x": "y"}}
+    turns = [{"from": "human", "value": "q"}, {"from": "function_call", "value": json.dumps(call)}]
+    template = CALLING.replace("CONTENT", content)
+    found = load_json([{"conversations": turns}], qwen, chat_template=template, loss_on="all", verify="full")
+    text = f'<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n{printed}{{"x": "y"}}<|im_end|>\n'
+    assert [qwen.decode(ids) for ids, _ in rows_of(found)] == [text]
+    assert found.report.check.mismatches == []
+
+
+def test_calls_that_a_template_does_not_write_are_no_empty_answers(qwen: Any) -> None:
+    template = CALLING.replace("CONTENT", "m.content + ''").replace("c.function.arguments | tojson", "''")
+    call = {"from": "function_call", "value": '{"name": "f", "arguments": {}}'}
+    rows = [
+        {"conversations": [{"from": "human", "value": "q"}, each]} for each in (call, {"from": "gpt", "value": "a"})
+    ]
+    found = load_json(rows, qwen, chat_template=template, loss_on="all")
+    assert len(found) == 1
+    assert sum(found.report.rejected.values()) == 1
+
+
+@shared
+@pytest.mark.parametrize("name", ["glaive_toolcall_en_demo", "glaive_toolcall_zh_demo"])
+def test_real_function_calls_of_sharegpt_with_qwen3(name: str) -> None:
+    tokenizer = str(SHARED / "tokenizers" / "qwen3")
+    file = str(SHARED / "datasets" / "chats_and_pairs" / f"{name}.json")
+    found = gpuload.load_chats(file, tokenizer, max_length=32768)
+    assert found.report.rejected == {}
+    assert len(found) > 290
+
+
 def test_sharegpt_function_calls_are_tool_calls(qwen: Any) -> None:
     call = {"name": "f", "arguments": {"a": [1, None]}}
     turns = [{"from": "human", "value": "q"}, {"from": "function_call", "value": json.dumps(call)}]
@@ -332,13 +606,13 @@ def test_sharegpt_function_calls_are_tool_calls(qwen: Any) -> None:
     assert rows_of(found) == [labels_of(qwen, messages, QWEN3)]
 
 
-@pytest.mark.skipif(SHARED is None, reason="no ../shared")
+@shared
 @pytest.mark.parametrize(
     ("file", "options", "found"),
     [
         ("alpaca_en_demo.json", {}, "alpaca"),
         ("glaive_toolcall_zh_demo.json", {}, "sharegpt"),
-        ("kto_en_demo.json", {}, "messages"),
+        ("kto_en_demo.json", {"format": "messages"}, "messages"),
         ("dpo_en_demo.json", {"format": "sharegpt", "loss_on": "all"}, "sharegpt"),
     ],
 )
@@ -378,6 +652,29 @@ def test_what_cannot_be_loaded(
 ) -> None:
     with pytest.raises(error, match=message):
         gpuload.load_chats(pa.table(table), qwen, **options)
+
+
+@pytest.mark.parametrize(
+    "label", [{"label": [True, False]}, {"label": [1, 0]}, {"kto_tag": ["true", "false"]}], ids=str
+)
+@pytest.mark.parametrize("form", ["messages", "prompt-completion", "sharegpt"])
+def test_labels_of_kto(qwen: Any, form: str, label: dict[str, list[Any]]) -> None:
+    columns = {
+        "messages": {"messages": [CHATS[0]] * 2},
+        "prompt-completion": {"prompt": ["Q"] * 2, "completion": ["A"] * 2},
+        "sharegpt": {"conversations": [[{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]] * 2},
+    }[form]
+    table = pa.table(columns | label)
+    message = f"Table: column '{next(iter(label))}' says which answers .* use load_pairs, or pass format='{form}'"
+    with pytest.raises(DataError, match=message):
+        gpuload.load_chats(table, qwen)
+    assert len(gpuload.load_chats(table, qwen, format=form)) == 2
+
+
+@pytest.mark.parametrize("label", [[0, 1, 2], ["a", "b", "c"], [1, 1, None], [0.0, 1.0, 1.0]], ids=str)
+def test_labels_of_classes(qwen: Any, label: list[Any]) -> None:
+    assert len(gpuload.load_chats(pa.table({"messages": [CHATS[0]] * 3, "label": label}), qwen)) == 3
+    assert len(gpuload.load_chats(pa.table({"text": ["a"] * 3, "label": [True, False, True]}), qwen)) == 3
 
 
 def test_files_of_different_formats(qwen: Any, write: Callable[..., str], tmp_path: Path) -> None:

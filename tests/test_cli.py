@@ -4,12 +4,16 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from conftest import user
 
 import gpuload
 from gpuload.cli import doctor
@@ -143,7 +147,11 @@ def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo"]) == 0
     shown = capsys.readouterr().out
     assert "8,792 rows read, 8,792 kept" in shown
-    assert re.search(r"\d+\.\d times as fast; 8,792 rows compared, 0 tokens differ\n$", shown)
+    steps = re.findall(r"^  (start-up|first load|second start|an epoch)\b.* \d+\.\d\d +\d+\.\d\d$", shown, re.MULTILINE)
+    assert steps == ["start-up", "first load", "second start", "an epoch"]
+    assert "  8,792 rows compared, 0 tokens differ\n" in shown
+    assert "times" not in shown  # numbers next to each other; a reader sees where gpuload is slower
+    assert shown.endswith("  gpuload inspect YOUR.parquet --tokenizer YOUR/TOKENIZER\n")
     assert re.search(r"input_ids +int64 +\(256, 512\)", shown)
 
 
@@ -178,3 +186,109 @@ def test_inspect_template(gsm8k: str, qwen_folder: str, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         main(["inspect", "--tokenizer", qwen_folder])
     assert "no files given" in capsys.readouterr().err
+
+
+ESCAPES = "\033]0;title\a\033[2J\x9b31m"
+
+
+def test_names_do_not_control_the_terminal(
+    qwen_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], warm_cache: Path
+) -> None:
+    file = tmp_path / f"rows{ESCAPES}.parquet"
+    pq.write_table(pa.table({"prompt": ["one", "two"], f"n{ESCAPES}": [1, 2], "raw_prompt_ids": [1, 2]}), file)
+    for command in (
+        ["show", str(file), "--row", "0"],
+        ["show", str(file), "--row", "0", "--tokenizer", qwen_folder],
+        ["inspect", str(file), "--tokenizer", qwen_folder],
+        ["inspect", str(file), "--tokenizer", qwen_folder, "--prompt-key", f"a{ESCAPES}"],
+        ["prepare", str(file), "--tokenizer", qwen_folder],
+        ["cache"],
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            main(command)
+        captured = capsys.readouterr()
+        assert re.findall(r"[^\n\x20-\x7e\xa1-\uffff]", captured.out + captured.err) == []
+        assert "rows⟨U+001B⟩]0;title⟨U+0007⟩⟨U+001B⟩[2J⟨U+009B⟩31m.parquet" in captured.out + captured.err
+
+
+def test_messages_name_arguments(
+    write: Callable[..., str], qwen_folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    questions = write({"question": ["a"], "answer": ["b"]}, "qa.parquet")
+    table = {"messages": [[*user("a"), {"role": "assistant", "content": "b"}]] * 2, "label": [True, False]}
+    labeled = write(table, "kto.parquet")
+    tokenizer = ["--tokenizer", qwen_folder]
+    for command, message in (
+        (["prepare", questions, *tokenizer], "no column 'prompt': did you mean --prompt-key question?"),
+        (["inspect", questions, "--as", "chats", *tokenizer], "rename the columns, or pass --messages-key"),
+        (["prepare", labeled, *tokenizer], "use load_pairs, or pass --format messages to train on all answers"),
+        (["show", questions, "--row", "0", "--prompt-key", "question", *tokenizer, "--chat-template", "x"],
+         "pass one of 'default', the text of a template, or the path of a .jinja file"),
+    ):  # fmt: skip
+        assert main(command) == 1
+        assert message in capsys.readouterr().err
+    assert main(["inspect", labeled, *tokenizer]) == 0
+
+
+def test_prepare_finds_what_files_hold(
+    write: Callable[..., str], qwen_folder: str, warm_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alpaca = write({"instruction": ["a", "b"], "output": ["c", "d"]}, "alpaca.parquet")
+    pairs = write({"prompt": ["a"], "chosen": ["b"], "rejected": ["c"]}, "pairs.parquet")
+    for file, load in ((alpaca, gpuload.load_chats), (pairs, gpuload.load_pairs)):
+        assert main(["prepare", file, "--tokenizer", qwen_folder]) == 0
+        assert load(file, qwen_folder).report.from_cache == [file]
+    assert "format: alpaca, loss on assistant" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["prepare", alpaca, "--tokenizer", qwen_folder, "--as", "chats", "--ray", "--cache-dir", "x"])
+
+
+def test_a_chat_template_of_inspect_and_show(
+    write: Callable[..., str], qwen_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = tmp_path / "plain.jinja"
+    template.write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    command = ["--tokenizer", qwen_folder, "--chat-template", str(template)]
+    assert main(["show", write([user("one")]), "--row", "0", *command]) == 0
+    assert "[<][user][>]" in capsys.readouterr().out
+    assert main(["inspect", write([user("one")]), *command]) == 0
+    assert "tokens     4;" in capsys.readouterr().out
+    assert main(["inspect", "--template", *command]) == 0
+    assert "'<user>' + [message 0 content]" in capsys.readouterr().out
+
+
+def test_a_page_that_cannot_be_written_is_an_error_before_the_load(
+    gsm8k: str, qwen_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    for page, message in (
+        (tmp_path / "none" / "x.html", "no such directory: "),
+        (tmp_path, "a directory: name a file"),
+    ):
+        assert main(["inspect", "/nosuch.parquet", "--tokenizer", qwen_folder, "--html", str(page)]) == 1
+        assert f"gpuload: --html {page}: {message}" in capsys.readouterr().err
+
+
+INTERRUPTED = """
+import os, signal, sys
+from gpuload.cli.main import main
+from gpuload.engines.host import engine
+
+render = engine.render_column
+
+def interrupted(*arguments):
+    os.kill(os.getpid(), signal.SIGINT)
+    return render(*arguments)
+
+engine.render_column = interrupted
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("command", ["prepare", "inspect"])
+def test_an_interrupted_command_says_so_in_one_line(command: str, gsm8k: str, qwen_folder: str, tmp_path: Path) -> None:
+    arguments = [sys.executable, "-c", INTERRUPTED, command, gsm8k, "--tokenizer", qwen_folder]
+    environment = os.environ | {"GPULOAD_CACHE": str(tmp_path)}
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr, done.returncode) == ("", f"gpuload: {command} was interrupted\n", 130)

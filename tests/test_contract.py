@@ -11,8 +11,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import SHARED, shared_files, shared_tokenizers, user
+from conftest import user
 from oracle import RowWise, assert_same_row, plain
+from tiers import SHARED, name_of, shared, shared_files, shared_tokenizers, with_shared
 
 import gpuload
 from gpuload.errors import DataError
@@ -186,7 +187,7 @@ def test_a_trainers_data_section_as_it_is(gsm8k: str, qwen: Any) -> None:
 # -- real data, where the folder exists ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("file", shared_files("*.parquet"), ids=lambda f: f.stem)
+@pytest.mark.parametrize("file", with_shared(lambda: shared_files("*.parquet")), ids=name_of)
 def test_shared_data(file: Path, qwen: Any) -> None:
     """Every row's tokens, and a spread of whole rows."""
     prompts = gpuload.load(str(file), qwen, max_prompt_length=700, return_raw_chat=True)
@@ -205,7 +206,7 @@ def expected_ids(tokenizer: Any, prompts: list[Any]) -> list[list[int]]:
     return [list(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
 
-@pytest.mark.parametrize("file", shared_files("wild/*.parquet"), ids=lambda f: f.stem[-60:])
+@pytest.mark.parametrize("file", with_shared(lambda: shared_files("wild/*.parquet")), ids=name_of)
 def test_wild_files(file: Path, qwen: Any) -> None:
     """As people published them: loaded identically, whatever the columns are, or rejected by both."""
     key = prompt_key(file)
@@ -226,11 +227,10 @@ def test_wild_files(file: Path, qwen: Any) -> None:
         assert_same_row(prompts[i], oracle[kept[i]], prompts.origin(i))
 
 
+@shared
 def test_all_wild_files_of_a_kind_together(qwen: Any) -> None:
     files = [str(file) for file in shared_files("wild/*.parquet") if prompt_key(file) == "prompt"][::3]
-    if not files:
-        assert not SHARED.exists()
-        return
+    assert files
     prompts = gpuload.load(files, qwen, max_prompt_length=600)
     alone = [gpuload.load(file, qwen, max_prompt_length=600) for file in files]
     assert len(prompts) == sum(map(len, alone))
@@ -241,7 +241,7 @@ def test_all_wild_files_of_a_kind_together(qwen: Any) -> None:
         assert torch.equal(last[key], value) if isinstance(value, torch.Tensor) else plain(last[key]) == plain(value)
 
 
-@pytest.mark.parametrize("name", shared_tokenizers())
+@pytest.mark.parametrize("name", with_shared(shared_tokenizers))
 def test_tokenizers(name: str, gsm8k: str) -> None:
     """Many tokenizers over many scripts: every key of a spread of rows, and no silent fall-back to another way."""
     from transformers import AutoTokenizer

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from conftest import SHARED, user
+from conftest import user
+from tiers import SHARED, shared
 from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -166,13 +167,11 @@ def test_such_a_row_does_not_affect_others(load: Any, qwen: Any, monkeypatch: py
     assert prompts.tokens.to_lists() == expected(qwen, [user("<|im_end|>"), user("x")])
 
 
-REAL = [folder for name in ("gemma3", "mistral-nemo") if (folder := SHARED / "tokenizers" / name).exists()]
-
-
-@pytest.mark.parametrize("folder", REAL, ids=lambda folder: folder.name)
+@shared
+@pytest.mark.parametrize("name", ["gemma3", "mistral-nemo"])
 @needs_sanitizing
-def test_sanitized_prompts_of_real_tokenizers(folder: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+def test_sanitized_prompts_of_real_tokenizers(name: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(SHARED / "tokenizers" / name)
     special = tokenizer.all_special_tokens[:6]
     texts = [*TEXTS[:12], *special, *(f"a{t} b\n{t}{t} " for t in special), "<think>x</think>y", "[INST] <s> </s>"]
     prompts = gpuload.load(

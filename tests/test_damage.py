@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tiers import exhaustive
 
 import gpuload
 from gpuload.errors import SourceError
@@ -163,6 +164,7 @@ def test_the_name_of_a_column_chunk_that_is_not_utf8(tmp_path: Path, qwen: Any, 
         gpuload.load(str(file), qwen, token_cache=cached)
 
 
+@exhaustive
 def test_40_damaged_files(qwen_folder: str, tmp_path: Path) -> None:
     check(load_mutants(40, qwen_folder, tmp_path))
 

@@ -15,10 +15,11 @@ import pytest
 import test_bpe_fallback
 import test_bpe_merges
 from bpe_cases import made_up_merges
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_bpe_fallback import GEMMA
 from test_bpe_merges import BYTES, LETTERS, by_model, compiled, flat
+from tiers import examples, exhaustive, shared
 from tokenizers import Tokenizer
 
 from gpuload.arrays import Ragged
@@ -69,10 +70,8 @@ def mergers(bpe: dict[str, Any]) -> list[tuple[Merger, CompiledTokenizer, Any]]:
     return list(found.values())
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[pytest.param("gemma3", marks=shared)])
 def gemma() -> tuple[Merger, Any]:
-    if not GEMMA.exists():
-        pytest.skip("needs the directory of real tokenizers")
     backend = Tokenizer.from_file(str(GEMMA))
     spec = bpe_spec(backend.to_str())
     assert isinstance(spec, BpeSpec), spec
@@ -215,8 +214,8 @@ def test_runs(mergers: list[Any]) -> None:
         check(merger, backend, pieces)
 
 
-def test_every_plane(mergers: list[Any], gemma: tuple[Merger, Any]) -> None:
-    """Valid UTF-8 of every plane: words of neighbouring code points, and of random ones."""
+def words_of_every_plane() -> list[str]:
+    """Valid UTF-8: words of neighbouring code points, and of random ones."""
     rng = random.Random(0)
     words = []
     for plane in range(17):
@@ -225,13 +224,19 @@ def test_every_plane(mergers: list[Any], gemma: tuple[Merger, Any]) -> None:
             near = [plane << 16 | start + step for step in range(12)]
             far = [plane << 16 | rng.randrange(0x10000) for _ in range(rng.choice([1, 4, 40]))]
             words += ["".join(chr(c) for c in word if not 0xD800 <= c < 0xE000) for word in (near, far)]
-    words = [word for word in words if word]
+    return [word for word in words if word]
+
+
+def test_every_plane(mergers: list[Any]) -> None:
     for merger, _, backend in mergers:
-        check(merger, backend, [word.encode() for word in words])
-    check_characters(*gemma, words)
+        check(merger, backend, [word.encode() for word in words_of_every_plane()])
 
 
-@settings(max_examples=60)
+def test_every_plane_with_byte_fallback(gemma: tuple[Merger, Any]) -> None:
+    check_characters(*gemma, words_of_every_plane())
+
+
+@examples(60)
 @given(
     st.lists(
         st.none()
@@ -336,6 +341,7 @@ def test_short_words_that_differ_in_zeros_are_distinguished() -> None:
         assert ids_of(moved, [[piece]]) == by_model(backend, [piece])
 
 
+@exhaustive
 def test_words_of_any_length_at_any_address() -> None:
     """Also at both ends of the buffer, where words of 8 bytes would extend beyond it. Neighbouring bytes do not count,
     whatever they are."""
@@ -358,7 +364,7 @@ def test_words_of_any_length_at_any_address() -> None:
                     assert encoded(merger, found, [False])[0].to_lists() == [ids]
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     made_up_merges("abcd"),
     st.lists(st.text("abcd", min_size=1, max_size=70), min_size=1, max_size=30),
@@ -388,13 +394,13 @@ def test_characters_with_byte_fallback(gemma: tuple[Merger, Any]) -> None:
     check_characters(merger, backend, [unit * count for unit in "a 1\n=你\U0010ffff" for count in (2, 17, 300, 1024)])
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.lists(st.text(min_size=1, max_size=40), min_size=1, max_size=10))
 def test_any_characters_with_byte_fallback(gemma: tuple[Merger, Any], words: list[str]) -> None:
     check_characters(*gemma, words)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     made_up_merges("abcdé你▁"),
     st.lists(st.text("abcdé你ü \n𒀀", min_size=1, max_size=40), min_size=1, max_size=30),

@@ -15,11 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import SHARED, shared_files
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_chats import CHATS, QWEN3, TOOL, chat, labels_of, rows_of
 from test_stream_checks import reader
+from tiers import SHARED, core, examples, shared, shared_files
 
 import gpuload
 from gpuload.chats.reference import ChatReference
@@ -108,7 +108,7 @@ def test_masks_and_all_batches(both: Any, rows: int | None, template: str) -> No
     table = pa.table({"messages": CHATS * 9, "n": list(range(9 * len(CHATS)))})
     found = both(table, rows, PLANS, chat_template=template)
     assert "chat template compiled, rendered and encoded by kernels" in found.report.engine
-    assert not any("host" in note for note in found.report.notes)
+    assert not any("host" in note for note in [*found.report.notes, *found.report.counts])
 
 
 def test_masks_are_those_of_transformers(qwen: Any) -> None:
@@ -116,7 +116,7 @@ def test_masks_are_those_of_transformers(qwen: Any) -> None:
     assert rows_of(found) == [labels_of(qwen, messages, QWEN3) for messages in CHATS]
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(
     st.lists(
         st.tuples(
@@ -133,13 +133,16 @@ def test_masks_of_any_conversation(qwen: Any, rows: list[tuple[str, list[str]]])
     assert rows_of(found) == [labels_of(qwen, messages, QWEN3) for messages in chats]
 
 
+OPTIONS: list[dict[str, Any]] = [
+    {"loss_on": "all"}, {"loss_on": "last"}, {"tokens_on": "host"}, {"max_samples": 20, "shuffle": True, "seed": 3},
+    {"max_length": 40, "overlong": "keep_start"}, {"max_length": 14, "overlong": "keep_end"}, {"max_length": 40},
+    {"loss_on": "last", "chat_template": QWEN3, "verify": "full"},
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "options",
-    [
-        {"loss_on": "all"}, {"loss_on": "last"}, {"tokens_on": "host"}, {"max_samples": 20, "shuffle": True, "seed": 3},
-        {"max_length": 40, "overlong": "keep_start"}, {"max_length": 14, "overlong": "keep_end"}, {"max_length": 40},
-        {"loss_on": "last", "chat_template": QWEN3, "verify": "full"},
-    ],
+    core(OPTIONS, *OPTIONS[1::3]),
     ids=str,
 )  # fmt: skip
 def test_options(both: Any, options: dict[str, Any]) -> None:
@@ -183,22 +186,20 @@ def test_a_tokenizer_without_tables_encodes_on_the_host(both: Any, monkeypatch: 
 # -- real data -------------------------------------------------------------------------------------------------------
 
 
+@shared
 @pytest.mark.parametrize("name", ["zh_multiturn", "sgd_multiturn"])
 @pytest.mark.parametrize("template", ["default", QWEN3], ids=["answers found", "generation blocks"])
 def test_real_conversations(both: Any, name: str, template: str) -> None:
     files = [str(file) for file in shared_files(f"{name}.parquet")]
-    if not files:
-        pytest.skip("no ../shared")
     options: dict[str, Any] = {"messages_key": "prompt", "max_samples": 400, "verify": "off"}
     both(files, 150, chat_template=template, **options)
 
 
+@shared
 @pytest.mark.parametrize("name", ["qwen3", "llama3.1-instruct", "gemma3", "smollm", "gpt2", "deepseek-v3"])
 def test_real_conversations_as_transformers_masks_them(name: str) -> None:
     from transformers import AutoTokenizer
 
-    if not SHARED.exists():
-        pytest.skip("no ../shared")
     tokenizer = AutoTokenizer.from_pretrained(SHARED / "tokenizers" / name)
     table = pq.read_table(SHARED / "datasets" / "zh_multiturn.parquet").slice(0, 60).select(["prompt"])
     tokenizer.bos_token = tokenizer.bos_token or tokenizer.eos_token
@@ -209,10 +210,10 @@ def test_real_conversations_as_transformers_masks_them(name: str) -> None:
     assert rows_of(found) == kept
 
 
+@shared
 def test_wild_conversations(both: Any) -> None:
     """Prompts as people have them; most have no answer, so the loss is on all tokens."""
-    files = shared_files("wild/*.parquet")[::5]
-    for file in files:
+    for file in shared_files("wild/*.parquet")[::5]:
         kind = pq.read_schema(file)
         if "prompt" in kind.names and pa.types.is_list(kind.field("prompt").type):
             options: dict[str, Any] = {"format": "messages", "messages_key": "prompt", "loss_on": "all"}
@@ -234,9 +235,8 @@ FORMATS: dict[str, tuple[list[Any], int]] = {
 def test_formats_of_conversations(both: Any, name: str) -> None:
     rows, by_host = FORMATS[name]
     found = both(pa.Table.from_pylist(rows))
-    notes = [note for note in found.report.notes if "on the host" in note]
-    expected = f"{by_host} rows rendered and encoded on the host: kernels take columns of messages only"
-    assert notes == [expected] * bool(by_host)
+    what = "rows rendered and encoded on the host: kernels take columns of messages only"
+    assert found.report.counts == ({what: by_host} if by_host else {})
     assert found.report.engine.endswith("; batches on cpu") == bool(by_host)
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from conftest import SHARED, shared_files
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_bpe_splitter import TEXT
 from test_device_tiles import BY_TILES
+from tiers import SHARED, examples, exhaustive, name_of, shared, shared_files, with_shared
 from tokenizers import Tokenizer
 
 from gpuload.engines.device import encode as encoding
@@ -59,9 +59,8 @@ def shipped(qwen_folder: str) -> Pair:
 
 
 @pytest.fixture(scope="module")
-def pairs(shipped: Pair) -> dict[str, Pair]:
-    files = {name: SHARED / "tokenizers" / name / "tokenizer.json" for name in NAMES}
-    return {"shipped": shipped} | {name: compiled(file) for name, file in files.items() if file.exists()}
+def pairs(folders: dict[str, Path]) -> dict[str, Pair]:
+    return {name: compiled(folders[name] / "tokenizer.json") for name in ("shipped", *NAMES) if name in folders}
 
 
 def encoded(pair: Pair, texts: list[str], **options: Any) -> tuple[list[list[int]], list[bool]]:
@@ -106,16 +105,15 @@ def real_texts() -> list[str]:
     return [text for file in shared_files("**/*.parquet") for text in texts_of(file, SAMPLED)]
 
 
-@pytest.mark.skipif(not shared_files("*.parquet"), reason="needs the directory of real data")
-@pytest.mark.parametrize("name", NAMES)
-def test_real_data(pairs: dict[str, Pair], real_texts: list[str], name: str) -> None:
+@pytest.mark.parametrize("name", with_shared(lambda: NAMES))
+def test_real_data(real_texts: list[str], name: str) -> None:
     """Nothing differs. Few texts fall back, only if the tokenizer normalizes."""
     assert len(real_texts) > 1500
-    falls_back = check(pairs[name], real_texts)
+    pair = compiled_by_name(name)
+    falls_back = check(pair, real_texts)
     print(f"{name}: {len(real_texts)} texts, {len(falls_back)} fall back")
     assert len(falls_back) < len(real_texts) / 100
-    if not pairs[name][0].spec.nfc:
-        assert not falls_back
+    assert pair[0].spec.nfc or not falls_back
 
 
 @functools.lru_cache(maxsize=1)
@@ -124,10 +122,10 @@ def compiled_by_name(name: str) -> Pair:
 
 
 # One process per tokenizer: its tables are built once.
-EVERY = [pytest.param(name, marks=[pytest.mark.exact, pytest.mark.xdist_group(name)]) for name in NAMES]
+EVERY = [pytest.param(name, marks=[pytest.mark.exact, shared, pytest.mark.xdist_group(name)]) for name in NAMES]
 
 
-@pytest.mark.parametrize("file", shared_files("**/*.parquet"), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", with_shared(lambda: shared_files("**/*.parquet")), ids=name_of)
 @pytest.mark.parametrize("name", EVERY)
 def test_every_row(name: str, file: Path, record_property: Any) -> None:
     """`make exact`: every row of all real data, for every tokenizer."""
@@ -144,7 +142,7 @@ def test_shipped_data(shipped: Pair, gsm8k: str) -> None:
     assert check(shipped, texts, chunk_bytes=100_000) == []
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(texts=st.lists(TEXT, max_size=8), size=st.integers(1, 300))
 def test_any_texts(pairs: dict[str, Pair], texts: list[str], size: int) -> None:
     for pair in pairs.values():
@@ -233,6 +231,7 @@ def test_texts_that_are_too_long(shipped: Pair, monkeypatch: pytest.MonkeyPatch)
             assert check(shipped, texts, chunk_bytes=size) == ["twelve bytes"] * texts.count("twelve bytes")
 
 
+@exhaustive
 def test_a_megabyte_of_one_thing(pairs: dict[str, Pair]) -> None:
     """The ids are right, or the text falls back."""
     for name in pairs.keys() & {"shipped", "gpt-oss", "gemma3"}:

@@ -12,7 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from conftest import shared_files, user
+from conftest import user
+from tiers import core, name_of, shared_files, with_shared
 
 import gpuload
 from gpuload.arrays import Ragged
@@ -142,19 +143,22 @@ def test_encoding_is_retried_with_less_memory(
         on_device(gsm8k, qwen, device="cuda", **options)
 
 
-@pytest.mark.parametrize("options", [
+OPTIONS: list[dict[str, Any]] = [
     {"max_samples": 100}, {"max_samples": 77, "shuffle": True, "seed": 3}, {"max_samples": 1},
     *({"filter_overlong_prompts": False, "truncation": keep} for keep in ("left", "right", "middle")),
     {"tokens_on": "host"}, {"tokens_on": "host", "max_samples": 77, "shuffle": True, "seed": 3},
     {"store": "disk"}, {"store": "disk", "max_samples": 77, "shuffle": True, "seed": 3},
     {"apply_chat_template_kwargs": {"tokenizer_kwargs": {"verbose": False}}, "max_samples": 20},
-], ids=str)  # fmt: skip
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", core(OPTIONS, *OPTIONS[1::6], OPTIONS[-1]), ids=str)
 def test_options(on_device: Callable[..., gpuload.PromptDataset], gsm8k: str, qwen: Any, options: Any) -> None:
     options = {"max_prompt_length": 96} | options
     assert_same(on_device(gsm8k, qwen, **options), gpuload.load(gsm8k, qwen, **options))
 
 
-@pytest.mark.parametrize("file", shared_files("*.parquet"), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", with_shared(lambda: shared_files("*.parquet")), ids=name_of)
 def test_shared_data(on_device: Callable[..., gpuload.PromptDataset], qwen: Any, file: Any) -> None:
     options: dict[str, Any] = {"max_prompt_length": 512, "max_samples": 700, "verify": "off"}
     assert_same(on_device(str(file), qwen, **options), gpuload.load(str(file), qwen, **options))
@@ -309,10 +313,17 @@ def test_reasons_why_a_gpu_is_unavailable(
     monkeypatch: pytest.MonkeyPatch, build: str | None, fork: bool, count: int, device: str, expected: str
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", build)
+    monkeypatch.setattr(cuda, "_has_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: fork)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: None)
     assert expected in str(cuda.unavailable_reason(device))
+
+
+def test_without_a_gpu_no_build_of_torch_is_recommended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(cuda, "_has_gpu", lambda: False)
+    assert cuda.unavailable_reason("auto") == "this machine has no NVIDIA GPU"
 
 
 def test_the_self_test_notices_wrong_kernels() -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from conftest import shared_files
-from hypothesis import given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pieces_cases import Case, case, compiled, read, run
 from test_device_pieces import EVERY, byte_level, check, check_real, texts_in
+from tiers import examples, exhaustive, shared, shared_files
 from tokenizers import AddedToken as Added
 from tokenizers import normalizers
 
@@ -51,6 +51,7 @@ def normalized(whole: Case, texts: list[str], step: int = 64) -> list[str | None
     return found
 
 
+@exhaustive
 def test_every_code_point(whole: Case) -> None:
     """Alone and after a letter. Only code points that versions of Unicode may differ on fall back, and a few others."""
     alone = normalized(whole, EVERY)
@@ -62,6 +63,7 @@ def test_every_code_point(whole: Case) -> None:
     normalized(whole, [f"{c}\u0301a{c}\u0323\u0301" for c in changed])
 
 
+@exhaustive
 def test_every_pair_that_composes(whole: Case) -> None:
     """Of a letter and a mark, and the parts of every Korean syllable: none falls back."""
     pairs = [unicodedata.normalize("NFD", c) for c in COMPOSITES if ord(c) not in SYLLABLES and VALUES[c] == 0]
@@ -76,6 +78,7 @@ def _nfc(text: str) -> str:
     return unicodedata.normalize("NFC", text)
 
 
+@exhaustive
 def test_letters_with_marks(whole: Case) -> None:
     """Every Latin letter with every mark that composes, a sample of anything else, and chains of several marks."""
     chance = random.Random(0)
@@ -110,7 +113,7 @@ def test_decomposed_text_does_not_fall_back(whole: Case) -> None:
     assert normalized(whole, ["\u0651\u064e".join("مممم")]) == ["\u064e\u0651".join("مممم")]  # reordered
 
 
-@pytest.mark.skipif(not shared_files("*.parquet"), reason="needs the directory of real data")
+@shared
 def test_real_text_rarely_falls_back(whole: Case) -> None:
     for file in shared_files("*.parquet"):
         table = pq.ParquetFile(file).read_row_group(0)
@@ -124,13 +127,13 @@ COMBINING = "aeoéếṩ\u0301\u0302\u0323\u0327\u0316\u0345\u0334\u0338αन\u0
 COMBINING += "\u0958\u09dc\u09df\u212b\u1100\u1161\u11a8가\ufb1d\u0344\u0378\u1f71ệ\u031b"
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.lists(st.text(COMBINING, max_size=8), max_size=30), st.integers(1, 20))
 def test_marks_in_any_order(whole: Case, texts: list[str], step: int) -> None:
     normalized(whole, texts, step)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.lists(st.text(st.sampled_from(KNOWN) | st.sampled_from(MARKS), max_size=20), max_size=10), st.integers(1, 70))
 def test_any_text(whole: Case, texts: list[str], step: int) -> None:
     normalized(whole, texts, step)
@@ -149,13 +152,15 @@ TOKENS = ["<n>", "e\u0301", "é", "\u0301>", " é ", "é\u0323", "\u0958", "क"
 PARTS = [*TOKENS, *"e \u0301\u0323<n>\n", "ặ", "\u093c", "\u3000"]
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(
     st.dictionaries(st.sampled_from(TOKENS), st.tuples(*[st.booleans()] * 3), max_size=5),
     st.lists(st.lists(st.sampled_from(PARTS), max_size=9).map("".join), max_size=6),
     st.integers(1, 9),
     st.booleans(),
 )
+@example({"é": (False, False, False)}, ["é\u0323"], 1, False)  # ẹ and an acute accent
+@example({"\u0301>": (False, False, False)}, ["e\u0301>", "e", "\u0301>"], 1, False)  # é and >
 def test_added_tokens(flags: dict[str, Any], texts: list[str], step: int, prefix_space: bool) -> None:
     """Those that are not normalized are found in the text as it is, and text between them is normalized by itself.
     Those that are normalized are found in the result."""

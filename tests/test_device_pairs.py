@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from tiers import core
 
 import gpuload
 from gpuload.arrays import Ragged, offsets_of
@@ -81,10 +82,9 @@ def assert_same(found: gpuload.PairDataset, expected: gpuload.PairDataset) -> No
     assert found.columns.equals(expected.columns)
     assert repr(found) == repr(expected)
     assert [found[row] for row in range(3)] == [expected[row] for row in range(3)]
-    equal = [
-        [note for note in each.report.notes if "pairs" in note or "in front" in note] for each in (found, expected)
-    ]
-    assert equal[0] == equal[1]
+    counts = [dict(each.report.counts) for each in (found, expected)]
+    counts[0].pop("rows rendered and encoded on the host: kernels take columns of messages only", None)
+    assert counts[0] == counts[1]
     for plan in ({"batch_size": 3, "shuffle": True}, {"batch_size": 2, "padding": "max_length"}):
         batches = zip(found.loader(**plan), expected.loader(**plan), strict=True)  # type: ignore[arg-type]
         assert all(same_batch(one, other) for one, other in batches), plan
@@ -115,7 +115,7 @@ def both(qwen: Any) -> Any:
 # -- loads -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", core(OBJECTIVES, "kto"))
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_and_batches_of_every_objective(both: Any, form: str, objective: Any) -> None:
     """Messages are rendered and encoded by kernels, other forms on the host."""
@@ -123,7 +123,25 @@ def test_rows_and_batches_of_every_objective(both: Any, form: str, objective: An
     found = both(pa.Table.from_pylist(rows), objective=objective, verify="full")
     by_kernels = form in ("messages", "implicit")
     assert ("rendered and encoded by kernels" in found.report.engine) == by_kernels
-    assert any("on the host" in note for note in found.report.notes) != by_kernels
+    assert any("on the host" in what for what in found.report.counts) != by_kernels
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_answers_with_fields_of_their_own(both: Any, qwen: Any, objective: Any) -> None:
+    """By kernels where they are text, in any order; with a list, by transformers. `joined` is that of the host."""
+    template = (
+        "{% for m in messages %}<|im_start|>{% for k in m %}[{{ k }}{{ m[k] if m[k] is string else m[k] | tojson }}]"
+        "{% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    )
+    rows = []
+    for number, row in enumerate(PAIRS * 2):
+        good = {"reasoning_content": f"why {number}", **row["chosen"][0], "tags": [None, "x"] if number == 7 else None}
+        rows.append(row | {"chosen": [good], "margin": 1.0})
+    found = both(pa.Table.from_pylist(rows), objective=objective, verify="full", strict=True, chat_template=template)
+    assert "rendered and encoded by kernels" in found.report.engine
+    name = "completion_ids" if objective == "kto" else "chosen_ids"
+    text = "".join(qwen.decode(found[row][name]) for row in range(len(found)))
+    assert [f"[reasoning_contentwhy {number}]" in text for number in range(len(rows))] == [True] * len(rows)
 
 
 def test_single_completions(both: Any) -> None:
@@ -132,13 +150,16 @@ def test_single_completions(both: Any) -> None:
     assert "rendered and encoded by kernels" in found.report.engine
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+OPTIONS: list[dict[str, Any]] = [
+    {"tokens_on": "host"}, {"max_length": 31}, {"max_length": 31, "overlong": "keep_start"},
+    {"max_length": 31, "overlong": "keep_end"}, {"max_samples": 9, "shuffle": True, "seed": 3},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("objective", core(OBJECTIVES, "dpo"))
 @pytest.mark.parametrize(
     "options",
-    [
-        {"tokens_on": "host"}, {"max_length": 31}, {"max_length": 31, "overlong": "keep_start"},
-        {"max_length": 31, "overlong": "keep_end"}, {"max_samples": 9, "shuffle": True, "seed": 3},
-    ],
+    core(OPTIONS, *OPTIONS[::2]),
     ids=str,
 )  # fmt: skip
 def test_options(both: Any, objective: Any, options: dict[str, Any]) -> None:
@@ -165,8 +186,8 @@ def test_ids_from_the_token_cache_keep_their_parts(both: Any, tmp_path: Path, wa
 
 def test_rows_of_the_host_are_counted_in_a_note(both: Any) -> None:
     found = both(pa.Table.from_pylist(FORMS["tools"]))
-    note = f"{len(PAIRS)} rows rendered and encoded on the host: kernels take columns of messages only"
-    assert note in found.report.notes
+    what = "rows rendered and encoded on the host: kernels take columns of messages only"
+    assert found.report.counts[what] == len(PAIRS)
     assert found.report.engine.endswith("; batches on cpu")
 
 
@@ -314,7 +335,7 @@ def test_what_texts_begin_with_is_found(rows: int) -> None:
 
 @pytest.mark.parametrize("from_end", [False, True])
 @pytest.mark.parametrize(("width", "limit"), [(0, 5), (7, 7), (40, 30), (300, 300)])
-@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize("count", core(SIZES, 33))
 def test_sequences_are_padded_as_on_the_host(count: int, width: int, limit: int, from_end: bool) -> None:
     limit, kernels, chance = min(limit, width), HostKernels(), np.random.default_rng(count)
     store = random_pairs(50)

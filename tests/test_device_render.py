@@ -8,8 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from template_cases import SHARED, TEMPLATES, TEXTS, column, conversations, small_tokenizer
+from template_cases import EVERY, TEMPLATES, TEXTS, column, conversations, small_tokenizer
 from template_cases import assert_same as reference_gives
+from tiers import name_of, shared_files, with_shared
 
 from gpuload.engines.conversations import from_arrow
 from gpuload.engines.device.render import DeviceText, render
@@ -43,7 +44,7 @@ def assert_same(program: ChatProgram, prompts: pa.Array) -> DeviceText:
     return found
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", EVERY)
 def test_every_template(name: str) -> None:
     tokenizer, template = TEMPLATES[name]
     assert_same(compile(tokenizer, chat_template=template), column(conversations(3, seed=4)))
@@ -202,13 +203,15 @@ def test_shipped_data(gsm8k: str, qwen_folder: str) -> None:
     assert found.compiled_rows == len(prompts)
 
 
-@pytest.mark.parametrize("file", sorted((SHARED / "datasets").glob("*.parquet")), ids=lambda file: file.stem)
-@pytest.mark.parametrize("name", [name for name in TEMPLATES if name in ("shared/qwen3", "shared/llama3.1-instruct")])
+def files_of_conversations() -> list[Any]:
+    kinds = {file: {each.name: each.type for each in pq.read_schema(file)} for file in shared_files("*.parquet")}
+    return [file for file, fields in kinds.items() if pa.types.is_list(fields.get("prompt", pa.null()))]
+
+
+@pytest.mark.parametrize("file", with_shared(files_of_conversations), ids=name_of)
+@pytest.mark.parametrize("name", ["shared/qwen3", "shared/llama3.1-instruct"])
 def test_shared_data(file: Any, name: str) -> None:
-    table = pq.read_table(file)
-    if "prompt" not in table.schema.names or not pa.types.is_list(table.schema.field("prompt").type):
-        pytest.skip("no conversations here")
-    prompts = table["prompt"].combine_chunks()
+    prompts = pq.read_table(file)["prompt"].combine_chunks()
     assert_same(compile(TEMPLATES[name][0], chat_template=TEMPLATES[name][1]), prompts)
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiers import core
 from torch.utils.data import DataLoader
 
 import gpuload
@@ -135,7 +136,7 @@ def test_batches_do_not_wait_for_the_device(gsm8k: str, qwen: Any) -> None:
     assert prompts.tokens.values is prompts.tokens.values
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", core(["fork", "spawn"], "fork"))
 @pytest.mark.parametrize("tokens_on", ["device", "host"])
 def test_workers_take_rows_from_host_memory(
     gsm8k: str, qwen: Any, start: str, tokens_on: str, monkeypatch: pytest.MonkeyPatch
@@ -174,7 +175,7 @@ NOTE = "token ids are in host memory: gpu_memory_limit leaves too little GPU mem
 
 
 @pytest.mark.parametrize("limit", [None, 0, 1 << 13, 1 << 22])
-@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("shuffle", core([False, True], True))
 def test_auto_uses_host_memory_beyond_the_limit(
     files: list[str], qwen: Any, monkeypatch: pytest.MonkeyPatch, limit: int | None, shuffle: bool
 ) -> None:

@@ -96,3 +96,12 @@ def test_types_and_places_count() -> None:
     assert (
         Columns([pa.table({"a": [1, 2]})], np.array([1, 0])).digests() != Columns([pa.table({"a": [1, 2]})]).digests()
     )
+
+
+def test_tables_without_rows_do_not_count() -> None:
+    rows, more = pa.table({"a": [1, 2]}), pa.table({"a": [["x"]], "b": [{"c": 1}]})
+    whole = Columns([rows, more], np.array([0, 1])).digests()
+    assert whole.keys() == {"a", "b"}
+    no_chunks = pa.table({"a": pa.chunked_array([], more["a"].type), "b": pa.chunked_array([], more["b"].type)})
+    assert Columns([rows, more.slice(1)]).digests() == Columns([rows, no_chunks]).digests() == whole
+    assert Columns([more.slice(1), rows]).digests() == whole

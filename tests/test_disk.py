@@ -1,11 +1,14 @@
 """A store on disk: everything is as in memory, also in other processes and for the next load."""
 
+import errno
 import gc
 import multiprocessing
 import os
 import pickle
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +18,18 @@ import pyarrow.parquet as pq
 import pytest
 from cache_cases import TEMPLATE, same
 from conftest import user
+from tiers import core
 from torch.utils.data import DataLoader
 
 import gpuload
 from gpuload.cache import column_file, disk, known
 from gpuload.cache.column_file import ColumnWriter, columns_of, open_columns
+from gpuload.cache.entry import EntryWriter, read_entry
 from gpuload.cli.main import main
 from gpuload.errors import OptionError, SourceError, StoreError
+from gpuload.files import PartialDirectory
 from gpuload.memory import free_memory
+from gpuload.sources import batches
 
 
 @pytest.fixture
@@ -44,7 +51,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", core(OPTIONS, *OPTIONS[::3]), ids=str)
 def test_equal_to_memory(options: dict[str, Any], files: list[str], qwen: Any, store: Path) -> None:
     expected = gpuload.load(files, qwen, chat_template=TEMPLATE, **{**options, "token_cache": False, "store": "memory"})
     found = gpuload.load(files, qwen, chat_template=TEMPLATE, store="disk", **options)
@@ -59,7 +66,7 @@ def test_equal_to_memory(options: dict[str, Any], files: list[str], qwen: Any, s
     same(found, expected)
 
 
-@pytest.mark.parametrize("options", OPTIONS[:-1], ids=str)
+@pytest.mark.parametrize("options", core(OPTIONS[:-1], *OPTIONS[:-1:4]), ids=str)
 def test_the_next_load_uses_the_files(
     options: dict[str, Any], files: list[str], qwen: Any, store: Path, made: list[int]
 ) -> None:
@@ -228,6 +235,46 @@ def test_removed_while_it_is_used(files: list[str], qwen: Any, store: Path) -> N
         pickle.loads(pickled)
 
 
+@pytest.mark.parametrize("again", ["columns", "all"])
+def test_files_made_again_in_other_parts(
+    again: str, write: Callable[..., str], qwen: Any, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dataset in another process reads the files that are there now: they have the same rows in other parts."""
+    lengths = np.random.default_rng(0).integers(1, 40, (2, 600))
+    prompts, labels = ([f"{row} " * length for row, length in enumerate(each)] for each in lengths.tolist())
+    path = write({"prompt": [user(text) for text in prompts], "label": labels})
+    monkeypatch.setattr(batches, "BATCH_BYTES", 20_000)
+    found = gpuload.load(path, qwen, store="disk", max_prompt_length=70)
+    kept = [labels[found.origin(row)[1]] for row in range(len(found))]
+    selected = found.passed_through.select(np.arange(0, len(found), 3))
+    before = {file.name: file.read_bytes() for file in store.glob("*")}
+    pickled = pickle.dumps([found, selected])
+    for file in store.glob("*" if again == "all" else "*.columns"):
+        file.unlink()
+    monkeypatch.setattr(batches, "BATCH_ROWS", 37)
+    gpuload.load(path, qwen, store="disk")
+    assert {file.name for file in store.glob("*")} == set(before)
+    assert any(file.read_bytes() != before[file.name] for file in store.glob("*.columns"))
+    other, some = pickle.loads(pickled)
+    assert other.take(["label"]) == found.take(["label"]) == {"label": kept}
+    assert other.tokens.to_lists() == found.tokens.to_lists()
+    assert some.take(np.arange(len(some))) == {"label": kept[::3]}
+
+
+def test_files_of_other_rows_are_an_error(files: list[str], qwen: Any, store: Path, tmp_path: Path) -> None:
+    """Whatever has replaced the ids: rows of other lengths are not read as those of the dataset."""
+    found = gpuload.load(files[:1], qwen, chat_template=TEMPLATE, store="disk")
+    (path,) = store.glob("*.arrow")
+    pickled, entry = pickle.dumps(found), read_entry(path, path.stem, 300)
+    assert entry is not None
+    writer = EntryWriter(tmp_path, path.stem, "other")
+    writer.write(replace(entry.rows(0, 300), ids=entry.rows(0, 300).ids.take(np.arange(300)[::-1])), 0)
+    writer.close("sample")
+    writer.path.replace(path)
+    with pytest.raises(StoreError, match="the file was removed or replaced while a dataset used it: load again"):
+        pickle.loads(pickled).batch([5])
+
+
 def test_too_little_space(files: list[str], qwen: Any, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(store.anchor)
     gpuload.load(files[:1], qwen, chat_template=TEMPLATE, store="disk")
@@ -272,6 +319,52 @@ def test_a_directory_without_permission(files: list[str], qwen: Any, store: Path
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match=r"cannot write the store: .*: set cache_dir to a directory"):
         gpuload.load(files, qwen, chat_template=TEMPLATE, store="disk", cache_dir=str(tmp_path / "file"))
+
+
+_READ_ONLY: list[str] = []
+
+
+def _read_only(event: str, arguments: Any) -> None:
+    """An audit hook: what is below the paths in `_READ_ONLY` cannot be written, by any user."""
+    if not _READ_ONLY or event not in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.utime"):
+        return
+    writes = event != "open" or arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+    path = os.fspath(arguments[0]) if not isinstance(arguments[0], int) else ""
+    missing = event != "os.mkdir" or not os.path.exists(path)
+    if writes and missing and any(str(path).startswith(root) for root in _READ_ONLY):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+
+
+@pytest.fixture
+def read_only(store: Path) -> Iterator[Callable[[], None]]:
+    """Makes the disk of the store read-only until the end of the test."""
+    sys.addaudithook(_read_only)
+    yield lambda: _READ_ONLY.append(str(store.parent))
+    _READ_ONLY.clear()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"max_prompt_length": 30}, {"max_samples": 30, "shuffle": True, "seed": 3}], ids=str
+)
+def test_a_complete_store_on_a_read_only_disk(
+    options: dict[str, Any], files: list[str], qwen: Any, store: Path, read_only: Callable[[], None]
+) -> None:
+    gpuload.load(files[1:], qwen, chat_template=TEMPLATE, store="disk")
+    killed = PartialDirectory(store)
+    killed._lock.close()
+    read_only()
+    with pytest.raises(OSError, match="Read-only"):
+        (store / "file").touch()
+    with pytest.raises(StoreError, match="cannot write the store: Read-only file system: set cache_dir"):
+        gpuload.load(files, qwen, chat_template=TEMPLATE, store="disk", **options)
+    _READ_ONLY.clear()
+    gpuload.load(files[:1], qwen, chat_template=TEMPLATE, store="disk")
+    expected = gpuload.load(files, qwen, chat_template=TEMPLATE, store="memory", **options)
+    there = sorted(path.name for path in store.rglob("*"))
+    read_only()
+    found = gpuload.load(files, qwen, chat_template=TEMPLATE, store="disk", **options)
+    same(found, expected, checked=False)
+    assert sorted(path.name for path in store.rglob("*")) == there
 
 
 def test_a_damaged_source(write: Callable[..., str], qwen: Any, store: Path) -> None:
@@ -319,7 +412,7 @@ def test_prepare(
                 main(wrong)
         else:
             assert main(wrong) == 1
-    assert "store='dsk'" in capsys.readouterr().err
+    assert "--store dsk: expected one of 'auto', 'memory', 'disk'" in capsys.readouterr().err
 
 
 # -- what decides ----------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 import torch
 from test_chats import CHATS, QWEN3
 from test_device_chats import PLANS, assert_same, on_device, same_batch
+from tiers import core, exhaustive
 from torch.utils.data import DataLoader
 
 import gpuload
@@ -46,7 +47,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", core(OPTIONS, *OPTIONS[::4]), ids=str)
 def test_equal_to_memory(chats: list[str], qwen: Any, store: Path, options: dict[str, Any], made: list[int]) -> None:
     expected = gpuload.load_chats(chats, qwen, store="memory", **{**options, "token_cache": False})
     for again in (False, True):
@@ -60,16 +61,19 @@ def test_equal_to_memory(chats: list[str], qwen: Any, store: Path, options: dict
         assert (found.loss_tokens, len(found)) == (expected.loss_tokens, len(expected))
 
 
+EXPORTS: list[dict[str, Any]] = [
+    {}, {"columns": ["name"]}, {"columns": []}, {"trainer": "llamafactory"}, {"trainer": "areal"},
+    {"packing": "bfd", "pack_length": 64}, {"packing": "wrapped", "pack_length": 33}, {"packing": "bfd_split"},
+    {"packing": "trl_bfd_split", "pack_length": 21},
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "settings",
-    [
-        {}, {"columns": ["name"]}, {"columns": []}, {"trainer": "llamafactory"}, {"trainer": "areal"},
-        {"packing": "bfd", "pack_length": 64}, {"packing": "wrapped", "pack_length": 33}, {"packing": "bfd_split"},
-        {"packing": "trl_bfd_split", "pack_length": 21},
-    ],
+    core(EXPORTS, EXPORTS[1], EXPORTS[5]),
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("options", [{}, {"max_length": 30, "overlong": "keep_end"}], ids=str)
+@pytest.mark.parametrize("options", core([{}, {"max_length": 30, "overlong": "keep_end"}], {}), ids=str)
 def test_exports(
     chats: list[str], qwen: Any, store: Path, options: dict[str, Any], settings: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -97,7 +101,7 @@ def test_packs_do_not_read_all_ids(chats: list[str], qwen: Any, store: Path, mon
     ],
     ids=["sharegpt", "alpaca", "completions", "texts"],
 )
-@pytest.mark.parametrize("json_file", [False, True])
+@pytest.mark.parametrize("json_file", core([False, True], False))
 def test_formats(
     rows: list[Any], json_file: bool, write: Callable[..., str], tmp_path: Path, qwen: Any, store: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -144,6 +148,7 @@ def test_loaders_resume(chats: list[str], qwen: Any, store: Path) -> None:
     assert torch.equal(next(iter(second))["labels"], next(batches)["labels"])
 
 
+@exhaustive
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 def test_on_a_device(chats: list[str], qwen: Any, store: Path) -> None:
     expected = gpuload.load_chats(chats, qwen, store="memory", token_cache=False, device="cpu")

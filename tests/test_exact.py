@@ -6,8 +6,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from encoder_variants import VARIANTS
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import core, examples
 from transformers import PreTrainedTokenizerFast
 
 import gpuload
@@ -29,7 +30,7 @@ CHAT = st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), TEXT
 )
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(st.lists(CHAT, min_size=1, max_size=24))
 def test_any_conversation(qwen: Any, chats: list[Any]) -> None:
     table = pa.table(
@@ -47,7 +48,7 @@ def qwen_round_trip(prompts: gpuload.PromptDataset, row: int) -> Any:
     return prompts.take(["raw_prompt"], [row])["raw_prompt"][0]
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(TEXT)
 def test_any_text(qwen: Any, encoders: dict[str, Any], text: str) -> None:
     for encoder, reference in encoders.values():
@@ -66,7 +67,7 @@ def kinds() -> dict[str, tuple[Any, Any, list[str]]]:
     return found
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.data())
 def test_any_text_with_any_kind_of_tokenizer(kinds: dict[str, Any], data: Any) -> None:
     for encoder, backend, added in kinds.values():
@@ -83,12 +84,13 @@ def test_long_words_and_long_runs(qwen: Any, encoders: dict[str, Any]) -> None:
         assert encoder.encode(pa.array(texts, pa.large_string())).to_lists() == [reference.encode(t) for t in texts]
 
 
-def test_every_code_point(qwen: Any, encoders: dict[str, Any]) -> None:
+@pytest.mark.parametrize("step", core([2, 64], 64))
+def test_every_code_point(encoders: dict[str, Any], step: int) -> None:
     """Between letters, blanks and digits, where a difference in any Unicode table would show; those that only some
     versions of Unicode know above all."""
     spans = [(span.split("-") * 2)[:2] for span in UNASSIGNED.split()]
     young = [c for first, last in spans for c in range(int(first, 16), int(last, 16) + 1) if c < 0x17000]
-    some = [c for c in range(0x110000) if not 0xD800 <= c < 0xE000][:: 64 if len(encoders) > 1 else 2]
+    some = [c for c in range(0x110000) if not 0xD800 <= c < 0xE000][::step]
     texts = [f"a{chr(c)} {chr(c)}{chr(c)}1" for c in young + some]
     for encoder, reference in encoders.values():
         expected = [one.ids for one in reference.backend.encode_batch_fast(texts, add_special_tokens=False)]

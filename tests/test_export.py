@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 import json
+import os
 import resource
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -16,13 +18,15 @@ import pytest
 from transformers import Qwen2ForCausalLM
 
 import gpuload
-from gpuload import row_reader
+from gpuload import export, row_reader
+from gpuload import files as files_module
 from gpuload.cli.main import main
 from gpuload.errors import DataError, ExportError, GpuloadError, OptionError
 
 datasets = pytest.importorskip("datasets", reason="the format is that of datasets")
 trl = pytest.importorskip("trl", reason="TRL is the reference of these tests")
 from export_cases import five_steps, opened, small_model  # noqa: E402
+from tokenizer_cases import small_tokenizer  # noqa: E402
 
 QWEN3 = Path(trl.__file__).parent / "chat_templates" / "qwen3_training.jinja"
 
@@ -165,6 +169,65 @@ def test_overwriting(chats: gpuload.ChatDataset, tmp_path: Path) -> None:
     assert has_no_leftovers(tmp_path)
 
 
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("in_one_step", [True, False])
+def test_interrupted_while_overwriting(
+    in_one_step: bool, how: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before or after any step: the old directory is complete, or the new one, and the next run removes neither."""
+    real = {"rename": os.replace, "exchange": files_module.exchanged, "remove": shutil.rmtree}
+    for at in range(6):
+        place = tmp_path / f"{at}" / "sft"
+        place.mkdir(parents=True)
+        (place / "old").write_text("whole")
+        child = os.fork()
+        if not child:
+            steps = iter(range(9))
+
+            def step(name: str, *paths: Any, steps: Any = steps, at: int = at, **more: Any) -> Any:
+                if next(steps) == at:
+                    os.kill(os.getpid(), how)
+                if name == "exchange" and not in_one_step:
+                    return False
+                result = real[name](*paths, **more)
+                if next(steps) == at:
+                    os.kill(os.getpid(), how)
+                return result
+
+            monkeypatch.setattr(os, "replace", functools.partial(step, "rename"))
+            monkeypatch.setattr(export, "exchanged", functools.partial(step, "exchange"))
+            monkeypatch.setattr(export.shutil, "rmtree", functools.partial(step, "remove"))
+            try:
+                partial = export.PartialDirectory(place.parent)
+                try:
+                    (partial.path / "made").mkdir()
+                    (partial.path / "made" / "new").write_text("whole")
+                    export._put(partial.path / "made", place, True)
+                finally:
+                    partial.remove()
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        files_module.remove_orphans(place.parent)
+        there = sorted(path.name for path in place.parent.glob("sft*/*"))
+        assert there in (["new"], ["old"]) if in_one_step else there, at
+        assert in_one_step <= place.exists()
+        assert how == signal.SIGKILL or place.exists()
+        assert has_no_leftovers(place.parent)
+
+
+def test_exchanging_directories(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    for path in (one, other):
+        path.mkdir()
+        (path / path.name).touch()
+    if not files_module.exchanged(one, other):
+        pytest.skip("this file system cannot exchange directories")
+    assert [path.name for path in (*one.iterdir(), *other.iterdir())] == ["other", "one"]
+    with pytest.raises(FileNotFoundError, match="missing"):
+        files_module.exchanged(one, tmp_path / "missing")
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_full_disk_leaves_nothing_behind(chats: gpuload.ChatDataset, tmp_path: Path, overwrite: bool) -> None:
     if overwrite:
@@ -215,47 +278,43 @@ def test_without_the_package_datasets(
 # -- TRL -------------------------------------------------------------------------------------------------------------
 
 
-def trained(dataset: Any, tokenizer: Any, output: Path, **settings: Any) -> tuple[Any, list[float]]:
+def trained(dataset: Any, output: Path, **settings: Any) -> tuple[Any, list[float]]:
     """What TRL's trainer makes of a dataset, and the losses of its first five steps with two layers."""
+    tokenizer = small_tokenizer(QWEN3.read_text())
     model = small_model(Qwen2ForCausalLM, tokenizer)
     return five_steps(trl.SFTTrainer, trl.SFTConfig, model, dataset, tokenizer, output, **settings)
 
 
-@pytest.fixture(scope="module")
-def training_tokenizer(qwen: Any) -> Any:
-    tokenizer = copy.deepcopy(qwen)
-    tokenizer.chat_template = QWEN3.read_text()
-    return tokenizer
+def to_train_on() -> tuple[Any, gpuload.ChatDataset]:
+    """Rows as TRL takes them, and the same rows tokenized; the longest has 512 tokens at most."""
+    rows = [{"messages": row["messages"]} for row in rows_of(20)]
+    chats = gpuload.load_chats(pa.Table.from_pylist(rows), small_tokenizer(QWEN3.read_text()), max_length=512)
+    return datasets.Dataset.from_list(rows), chats
 
 
-@pytest.mark.parametrize("skip", [False, True])
-def test_training_on_rows_as_on_what_trl_prepares(
-    chats: gpuload.ChatDataset, training_tokenizer: Any, tmp_path: Path, skip: bool
-) -> None:
-    raw = datasets.Dataset.from_list([{"messages": row["messages"]} for row in rows_of()])
-    theirs, expected = trained(raw, training_tokenizer, tmp_path, assistant_only_loss=True, max_length=200)
+def test_training_on_rows_as_on_what_trl_prepares(tmp_path: Path) -> None:
+    raw, chats = to_train_on()
+    theirs, expected = trained(raw, tmp_path, assistant_only_loss=True, max_length=512)
     gpuload.save_to_disk({"train": chats}, tmp_path / "sft")
     own = datasets.load_from_disk(str(tmp_path / "sft"))["train"]
-    more = {"dataset_kwargs": {"skip_prepare_dataset": True}} if skip else {}
-    ours, losses = trained(own, training_tokenizer, tmp_path, max_length=200, **more)
-    assert list(ours["input_ids"]) == list(theirs["input_ids"])
-    assert list(ours["labels"]) == list(theirs["labels"])
-    assert losses == expected
+    for more in ({}, {"dataset_kwargs": {"skip_prepare_dataset": True}}):
+        ours, losses = trained(own, tmp_path, max_length=512, **more)
+        assert list(ours["input_ids"]) == list(theirs["input_ids"])
+        assert list(ours["labels"]) == list(theirs["labels"])
+        assert losses == expected
 
 
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split"])
-def test_training_on_packs_as_on_what_trl_packs(
-    qwen: Any, training_tokenizer: Any, tmp_path: Path, strategy: Any
-) -> None:
-    raw = datasets.Dataset.from_list([{"messages": row["messages"]} for row in rows_of()])
+def test_training_on_packs_as_on_what_trl_packs(tmp_path: Path, strategy: Any) -> None:
+    raw, chats = to_train_on()
+    assert chats.report.longest > 300  # some rows are split, or truncated
     settings: dict[str, Any] = {"packing": True, "packing_strategy": strategy, "shuffle_dataset": False}
-    theirs, expected = trained(raw, training_tokenizer, tmp_path, assistant_only_loss=True, max_length=100, **settings)
-    chats = gpuload.load_chats(pa.Table.from_pylist(rows_of()), training_tokenizer)
-    gpuload.save_to_disk({"train": chats}, tmp_path / "packed", packing=strategy, pack_length=100)
+    theirs, expected = trained(raw, tmp_path, assistant_only_loss=True, max_length=300, **settings)
+    gpuload.save_to_disk({"train": chats}, tmp_path / "packed", packing=strategy, pack_length=300)
     own = opened(tmp_path / "packed")["train"]
     names = ["input_ids", "labels", "seq_lengths"]
     assert own.column_names == names
-    ours, losses = trained(own, training_tokenizer, tmp_path, padding_free=True, max_length=None)
+    ours, losses = trained(own, tmp_path, padding_free=True, max_length=None)
     assert all(list(ours[name]) == list(theirs[name]) for name in names)
     assert losses == expected
 
@@ -302,12 +361,13 @@ def test_the_command(
     assert main([*command, "--overwrite"]) == 0
 
 
-def test_the_command_packs(files: tuple[str, str], training_tokenizer: Any, qwen_folder: str, tmp_path: Path) -> None:
+def test_the_command_packs(files: tuple[str, str], qwen: Any, qwen_folder: str, tmp_path: Path) -> None:
     place = tmp_path / "packed"
     command = ["prepare", "--tokenizer", qwen_folder, "--export", "packed", str(place), "--max-length", "100"]
     command += ["--split", f"train={files[0]}", "--split", f"train={files[1]}", "--chat-template", str(QWEN3)]
     assert main([*command, "--overlong", "keep_start", "--loss-on", "last", "--messages-key", "messages"]) == 0
-    chats = gpuload.load_chats(list(files), training_tokenizer, max_length=100, overlong="keep_start", loss_on="last")
+    options: dict[str, Any] = {"max_length": 100, "overlong": "keep_start", "loss_on": "last"}
+    chats = gpuload.load_chats(list(files), qwen, chat_template=QWEN3.read_text(), **options)
     assert list(opened(place)["train"]) == chats.to_arrow(packing="bfd").read_all().to_pylist()
 
 

@@ -18,6 +18,7 @@ from gpuload.errors import OptionError
 datasets = pytest.importorskip("datasets", reason="the format is that of datasets")
 trl = pytest.importorskip("trl", reason="TRL is the reference of these tests")
 from export_cases import five_steps, opened, small_model  # noqa: E402
+from tokenizer_cases import small_tokenizer  # noqa: E402
 
 ROWS = [
     {
@@ -65,27 +66,33 @@ def test_columns_that_do_not_exist(qwen: Any) -> None:
         load(qwen, "dpo").to_arrow(columns=["chosen_ids"])
 
 
-def test_training_a_reward_model_as_on_what_trl_prepares(qwen: Any, tmp_path: Path) -> None:
-    gpuload.save_to_disk({"train": load(qwen, "rm")}, tmp_path / "rm")
+@pytest.fixture(scope="module")
+def small(qwen: Any) -> Any:
+    return small_tokenizer(qwen.chat_template)
+
+
+def test_training_a_reward_model_as_on_what_trl_prepares(small: Any, tmp_path: Path) -> None:
+    gpuload.save_to_disk({"train": load(small, "rm")}, tmp_path / "rm")
     own = opened(tmp_path / "rm")["train"]
     theirs, ours = (
         five_steps(
-            trl.RewardTrainer, trl.RewardConfig, small_model(Qwen2ForSequenceClassification, qwen), rows, qwen, tmp_path
+            trl.RewardTrainer, trl.RewardConfig, small_model(Qwen2ForSequenceClassification, small), rows, small,
+            tmp_path,
         )
         for rows in (datasets.Dataset.from_list(ROWS), own)
-    )
+    )  # fmt: skip
     for name in ("chosen_ids", "rejected_ids", "margin"):
         assert list(ours[0][name]) == list(theirs[0][name])
     assert ours[1] == theirs[1]
 
 
-def test_training_by_dpo_as_on_what_trl_prepares(qwen: Any, tmp_path: Path) -> None:
-    gpuload.save_to_disk({"train": load(qwen, "dpo")}, tmp_path / "dpo")
+def test_training_by_dpo_as_on_what_trl_prepares(small: Any, tmp_path: Path) -> None:
+    gpuload.save_to_disk({"train": load(small, "dpo")}, tmp_path / "dpo")
     own = opened(tmp_path / "dpo")["train"]
     theirs, ours = (
         five_steps(
-            kind, trl.DPOConfig, small_model(Qwen2ForCausalLM, qwen), rows, qwen, tmp_path,
-            more={"ref_model": small_model(Qwen2ForCausalLM, qwen)},
+            kind, trl.DPOConfig, small_model(Qwen2ForCausalLM, small), rows, small, tmp_path,
+            more={"ref_model": small_model(Qwen2ForCausalLM, small)},
         )
         for kind, rows in ((trl.DPOTrainer, datasets.Dataset.from_list(ROWS)), (PreparedDPOTrainer, own))
     )  # fmt: skip

@@ -2,10 +2,13 @@
 
 import errno
 import os
+import resource
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -84,6 +87,74 @@ def test_files_of_other_programs_are_not_orphans(tmp_path: Path) -> None:
     (tmp_path / f"{'a' * 32}.partial").touch()
     remove_orphans(tmp_path)
     assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+    "lock", ["none", "a file", "an empty file", "a directory", "a link", "a broken link", "a pipe"]
+)
+def test_directories_with_such_a_name_of_other_programs(lock: str, tmp_path: Path) -> None:
+    """They are neither removed nor changed, and nobody is waited for."""
+    parent, outside = tmp_path / "parent", tmp_path / "outside"
+    other = PartialDirectory(outside)
+    for name in ("a" * 32, "thirty-two characters of a name."):
+        theirs = parent / f"{name}.partial"
+        theirs.mkdir(parents=True)
+        (theirs / "film.mp4").write_text("precious")
+        if lock.endswith("file"):
+            (theirs / "lock").write_text("" if "empty" in lock else "mine")
+        elif lock == "a directory":
+            (theirs / "lock").mkdir()
+        elif lock.endswith("link"):
+            (theirs / "lock").symlink_to(outside / "missing" if "broken" in lock else other.path / "lock")
+        elif lock == "a pipe":
+            os.mkfifo(theirs / "lock")
+    (parent / f"{'b' * 32}.partial").symlink_to(other.path)
+    before = sorted(parent.rglob("*"))
+    other._lock.close()  # its process was killed
+    with replacing(tmp_path / "parent" / "file") as partial:
+        partial.write_text("new")
+    assert partial_bytes(parent) == 0
+    (parent / "file").unlink()
+    assert sorted(parent.rglob("*")) == before
+    assert all(file.read_text() == "precious" for file in parent.rglob("film.mp4"))
+    assert list(outside.iterdir()) == [other.path]
+
+
+def test_an_orphan_whose_removal_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What says whose it is goes last."""
+    orphan = PartialDirectory(tmp_path)
+    for name in ("a", "lock.txt", "z"):
+        (orphan.path / name).touch()
+    orphan._lock.close()
+    real = Path.unlink
+    for after in range(5):
+        calls = iter(range(100))
+
+        def unlink(path: Path, missing_ok: bool = False, calls: Any = calls, after: int = after) -> None:
+            if next(calls) == after:
+                raise KeyboardInterrupt
+            real(path, missing_ok)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "unlink", unlink)
+            with suppress(KeyboardInterrupt):
+                remove_orphans(tmp_path)
+        assert not orphan.path.exists() or (orphan.path / "lock").exists()
+    remove_orphans(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # bytes of a file, as a full disk has none
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            PartialDirectory(tmp_path / "full")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert list((tmp_path / "full").iterdir()) == []
 
 
 def test_a_directory_that_is_removed_before_it_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

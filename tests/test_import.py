@@ -1,28 +1,80 @@
 """`import gpuload` is light and starts nothing."""
 
+import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 import gpuload
 
+HEAVY = set(
+    "torch transformers tokenizers gigatoken awkward pyarrow cudf pylibcudf cupy rmm numba pandas datasets".split()
+)
+PROBE = """
+import json, sys
 
-def test_import_is_light() -> None:
-    heavy = "torch transformers tokenizers gigatoken awkward cudf pylibcudf cupy rmm numba pandas datasets".split()
-    code = f"import sys, gpuload; print([m for m in {heavy!r} if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+asked = set()
+
+class Recorder:  # of modules that are looked for, whether they are installed or not
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        asked.add(name.partition(".")[0])
+
+sys.meta_path.insert(0, Recorder)
+found = {}
+import gpuload
+found["package"] = sorted(asked)
+import gpuload.integrations.slime, gpuload.integrations.trl
+found["integrations"] = sorted(asked)
+
+import gpuload.load
+from gpuload import load
+from gpuload.load import load as same
+found["load"] = [callable(gpuload.load), load is gpuload.load is same]
+
+from gpuload.demo_data import demo_files
+gpuload.load(*demo_files(), max_samples=5).batch([0])
+import torch
+found["cuda"] = torch.cuda.is_initialized()
+found["after a load"] = sorted(sys.modules)
+
+import gpuload.integrations.automodel.masks, gpuload.integrations.nemo_rl.rows
+found["masks and rows"] = sorted(asked)
+print(json.dumps(found))
+"""
 
 
-def test_a_load_starts_no_cuda_and_no_cudf() -> None:
-    code = (
-        "import sys, gpuload, torch; from gpuload.demo_data import demo_files;"
-        "gpuload.load(*demo_files(), max_samples=5).batch([0]);"
-        "print(torch.cuda.is_initialized(), [m for m in ('cudf', 'pylibcudf', 'cupy', 'datasets') if m in sys.modules])"
-    )
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False []\n"
-    )
+@pytest.fixture(scope="module")
+def found() -> Any:
+    """What a new process has imported after each step. There is one for all of them: most of its time is imports."""
+    return json.loads(subprocess.run([sys.executable, "-c", PROBE], stdout=subprocess.PIPE, check=True).stdout)
+
+
+def test_import_is_light(found: Any) -> None:
+    assert "gpuload" in found["package"]
+    assert HEAVY.isdisjoint(found["package"])
+
+
+def test_importing_an_integration_is_light(found: Any) -> None:
+    assert (HEAVY | {"trl", "slime", "pyarrow"}).isdisjoint(found["integrations"])
+
+
+def test_load_stays_the_function(found: Any) -> None:
+    """There is a module of the same name."""
+    assert found["load"] == [True, True]
+
+
+def test_a_load_starts_no_cuda_and_no_cudf(found: Any) -> None:
+    assert found["cuda"] is False
+    assert "transformers" in found["after a load"]
+    assert {"cudf", "pylibcudf", "cupy", "datasets"}.isdisjoint(found["after a load"])
+
+
+def test_masks_and_rows_of_integrations_do_not_import_their_trainers(found: Any) -> None:
+    assert "gpuload" in found["masks and rows"]
+    assert {"nemo_automodel", "nemo_rl"}.isdisjoint(found["masks and rows"])
 
 
 def test_names() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiers import exhaustive
 
 from gpuload.arrays import Ragged, offsets_of
 from gpuload.chats.batches import padded_rows
@@ -280,6 +281,7 @@ def test_arguments_of_the_wrong_kind_are_rejected() -> None:
 _PAIRS = ("parts_are_counted_and_compared", "rows_are_written", "sequences_are_padded")
 
 
+@exhaustive
 @pytest.mark.skipif(shutil.which("g++") is None or "GPULOAD_SANITIZE" in os.environ, reason="no g++, or inside already")
 def test_kernels_touch_no_byte_that_is_not_theirs() -> None:
     """All tests above, those of fibers and of rendering, and those of pieces and ids that need no real tokenizer once

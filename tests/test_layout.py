@@ -1,8 +1,6 @@
 """The package's structure: imports go one way, files stay short, names are unique."""
 
 import ast
-import subprocess
-import sys
 import tomllib
 from collections import defaultdict
 from pathlib import Path
@@ -81,16 +79,6 @@ def test_class_names_are_unique() -> None:
             if isinstance(node, ast.ClassDef):
                 homes[node.name.lstrip("_")].append(module_of(file))
     assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
-
-
-def test_load_stays_the_function() -> None:
-    code = (
-        "import gpuload.load, gpuload; from gpuload import load; from gpuload.load import load as same;"
-        "print(callable(gpuload.load), load is gpuload.load is same)"
-    )
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True True\n"
-    )
 
 
 def test_every_folder_is_a_package_and_wheels_have_its_files() -> None:

@@ -16,8 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import user
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 import gpuload
 from gpuload.errors import OptionError, ResumeError
@@ -249,7 +250,7 @@ def run(
     return rows, json.loads(json.dumps(states[0]))
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.data())
 def test_resuming_with_other_ranks(data: Any) -> None:
     """Whatever the ranks and batch sizes of each part, an epoch's order is gone through exactly."""
@@ -369,6 +370,54 @@ def test_rows_outside(prompts: gpuload.PromptDataset) -> None:
         with pytest.raises(IndexError, match=f"index {row} is out of range for a dataset with 103 rows"):
             prompts[row]
     assert len([prompts[i] for i in np.arange(3)]) == 3
+
+
+@pytest.mark.parametrize(
+    "given", [[1, 2], slice(1, 3), range(1, 3), np.array([1, -101]), torch.tensor([1, 2])], ids=str
+)
+def test_rows_several(prompts: gpuload.PromptDataset, given: Any) -> None:
+    found = prompts[given]
+    assert isinstance(found, list)
+    assert [row["extra_info"]["index"] for row in found] == [1, 2]
+
+
+@pytest.mark.parametrize("given", [3, -100, np.int32(3), torch.tensor(3), np.array(3)], ids=repr)
+def test_rows_one(prompts: gpuload.PromptDataset, given: Any) -> None:
+    assert prompts[given]["extra_info"]["index"] == 3
+    assert prompts.origin(given)[1] == 3
+    assert prompts.tokens[given].tolist() == prompts[3]["raw_prompt_ids"]
+
+
+@pytest.mark.parametrize("given", ["3", "prompt", 1.7, True, None, (0, 1), {0}, np.float64(1)], ids=repr)
+def test_rows_by_nonsense(prompts: gpuload.PromptDataset, given: Any) -> None:
+    with pytest.raises(TypeError, match="pass the number of a row, a slice, or a list of numbers. Columns are"):
+        prompts[given]
+    with pytest.raises(TypeError, match="is not the number of a row: pass an integer"):
+        prompts.origin(given)
+
+
+@pytest.mark.parametrize("given", [[1.7], ["3"], [True, False], [[0, 1]], np.zeros(3, bool), torch.ones(2)], ids=repr)
+def test_rows_several_by_nonsense(prompts: gpuload.PromptDataset, given: Any) -> None:
+    for several in (prompts.__getitem__, prompts.batch, lambda rows: prompts.take(["extra_info"], rows)):
+        with pytest.raises(TypeError, match="are not the numbers of rows: pass a sequence of integers"):
+            several(given)
+
+
+def test_rows_of_a_subset(prompts: gpuload.PromptDataset) -> None:
+    subset = torch.utils.data.Subset(prompts, [5, 7, 9])
+    assert [row["extra_info"]["index"] for row in subset[[0, 2]]] == [5, 9]
+
+
+def test_columns_by_nonsense(prompts: gpuload.PromptDataset) -> None:
+    assert prompts.take(["data_source"], [-1, 0]) == {"data_source": ["openai/gsm8k"] * 2}
+    with pytest.raises(OptionError, match="take: 0 is not the name of a column; expected one of ability, data_source"):
+        prompts.take([0, 1])
+    with pytest.raises(OptionError, match="take: 'abilty' is not the name of a column: did you mean ability"):
+        prompts.take(["abilty"])
+    with pytest.raises(OptionError, match="take: expected a list of column names, such as .'ability'."):
+        prompts.take("ability")
+    with pytest.raises(IndexError, match="index 103 is out of range"):
+        prompts.take(["ability"], [103])
 
 
 def test_nearest_name() -> None:

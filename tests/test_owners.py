@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from conftest import shared_tokenizers
 from encoder_variants import VARIANTS
 from hypothesis import given
 from test_spans import FAST, ROWS, Spans, any_of, made_up, real, rows_of
+from tiers import shared_tokenizers, with_shared
 from tokenizers import Tokenizer
 
 from gpuload.arrays import Ragged
@@ -57,7 +57,7 @@ def check(reference: Reference, spans: TokenSpans, rows: Sequence[tuple[str, Spa
     assert found(reference, spans, rows) == (expected, [True] * len(rows))
 
 
-@pytest.mark.parametrize("name", ["shipped", *shared_tokenizers()])
+@pytest.mark.parametrize("name", with_shared(shared_tokenizers, "shipped"))
 def test_owners_with_real_tokenizers(name: str) -> None:
     reference, spans = real(name)
     check(reference, spans, rows_of(reference, 3, 300))

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset, disable_progress_bars, enable_progress_bars
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 from transformers.trainer_pt_utils import get_length_grouped_indices
 from trl.data_utils import pack_dataset
 
@@ -75,7 +76,7 @@ def check_against_trl(lengths: Any, size: int, strategy: str, ours: Packing) -> 
 
 
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
-@settings(max_examples=60)
+@examples(60)
 @given(lengths=LENGTHS.filter(any), size=SIZES)
 def test_packs_of_few_rows_are_those_of_trl(strategy: Any, lengths: list[int], size: int) -> None:
     check_against_trl(lengths, size, strategy, strategy)
@@ -121,7 +122,7 @@ def naive_best_fit(lengths: Any, size: int) -> list[list[int]]:
     return packs
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(lengths=LENGTHS, size=SIZES)
 def test_bfd_is_best_fit_decreasing(lengths: list[int], size: int) -> None:
     plan = pack(lengths, size)
@@ -140,7 +141,7 @@ def test_bfd_of_many_documents_is_best_fit_decreasing(size: int) -> None:
 
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@settings(max_examples=60)
+@examples(60)
 @given(lengths=LENGTHS, size=SIZES)
 def test_packs_are_bounded_and_have_each_token_once(
     strategy: Packing, shuffle: bool, lengths: list[int], size: int
@@ -303,7 +304,7 @@ def test_batches_of_rows_differ_by_epoch_and_are_reproducible() -> None:
 # -- ranks -----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(
     packs=st.integers(1, 50), size=st.integers(1, 5), world_size=st.integers(1, 5), drop_last=st.booleans(),
     done=st.integers(0, 12),

@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import shared_files, user
+from conftest import user
+from tiers import shared, shared_files
 
 from gpuload.engines.device.engine import zip_with_tables
 from gpuload.errors import SourceError
@@ -183,9 +184,11 @@ def test_row_groups_are_decoded_while_the_first_prompts_are_read(groups: Path, m
     assert [one.num_rows for one, _ in zip_with_tables(chunks(), source, "prompt", False)] == [930]
 
 
+@pytest.mark.parametrize("real", ["made up", pytest.param("shared", marks=shared)])
 @pytest.mark.parametrize("keep_prompts", [False, True])
-def test_columns_are_those_that_one_thread_decodes(groups: Path, keep_prompts: bool) -> None:
-    for file in [groups, *shared_files("*.parquet"), *shared_files("wild/*.parquet")]:
+def test_columns_are_those_that_one_thread_decodes(groups: Path, keep_prompts: bool, real: str) -> None:
+    files = [groups] if real == "made up" else [*shared_files("*.parquet"), *shared_files("wild/*.parquet")]
+    for file in files:
         source = open_file(SourceFile(str(file), file.name, "parquet"))
         if "prompt" not in source.schema.names or len(source.schema) == 1:
             continue

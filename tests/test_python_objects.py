@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from gpuload.sources.columns import Columns
 from gpuload.sources.python import by_columns, to_objects
@@ -103,7 +104,7 @@ def containers(value: Any) -> list[int]:
     return []
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(columns())
 def test_objects_are_those_of_to_pylist(column: pa.Array | pa.ChunkedArray) -> None:
     expected = column.to_pylist()
@@ -111,7 +112,7 @@ def test_objects_are_those_of_to_pylist(column: pa.Array | pa.ChunkedArray) -> N
     assert same(to_objects(column), expected)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(columns())
 def test_no_list_or_dict_is_in_two_rows(column: pa.Array | pa.ChunkedArray) -> None:
     values = by_columns(column)
@@ -185,7 +186,7 @@ def test_zeros_and_missing_numbers_keep_their_signs() -> None:
     assert math.isnan(values[2])
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.integers(0, 40), max_size=12), st.data())
 def test_rows_of_many_parts(sizes: list[int], data: st.DataObject) -> None:
     """Any rows of parts with two schemas, in any order and any number of times, also none."""

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from jinja2.exceptions import UndefinedError
 from slime_cases import arguments, rows, write
+from tiers import SHARED, shared
 
 REPOSITORY = os.environ.get("SLIME_REPO", "")
 if not REPOSITORY:
@@ -30,7 +31,6 @@ from gpuload.cache.token_store import DiskTokens  # noqa: E402
 from gpuload.integrations.slime import DataSource  # noqa: E402
 
 FALLBACK = "gpuload: falls back to slime's own dataset: "
-SHARED = Path(__file__).parents[2] / "shared"
 
 
 def check_same(args: Any, epochs: int = 2) -> DataSource:
@@ -302,7 +302,7 @@ def test_prompts_that_cannot_be_rendered(
 # -- real data ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the folder of real data")
+@shared
 @pytest.mark.parametrize("name", ["gsm8k", "xquad_12lang", "bfcl_tools", "zh_multiturn", "code_prompts"])
 @pytest.mark.parametrize("tokenizer", ["qwen3", "llama3.1-instruct"])
 def test_real_prompts(name: str, tokenizer: str, tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """What the integration with slime relies on, with a stand-in for slime that has only the names it uses."""
 
 import importlib
+import json
 import random
-import subprocess
+import shutil
 import sys
 from dataclasses import make_dataclass
 from pathlib import Path
@@ -89,6 +90,8 @@ def test_the_list_of_samples(integration: ModuleType, tmp_path: Path) -> None:
     assert list(samples) == everything
     with pytest.raises(IndexError):
         samples[40]
+    with pytest.raises(TypeError):
+        samples[[1, 2]]
 
 
 def test_without_prompts_there_is_no_dataset(integration: ModuleType) -> None:
@@ -143,6 +146,54 @@ def test_samples_that_differ_from_slimes(
     ]
 
 
+@pytest.mark.parametrize("given", [{}, {"trust_remote_code": False}, {"trust_remote_code": True}])
+def test_code_of_a_checkpoint_the_trainers_setting(
+    given: dict[str, bool], integration: ModuleType, qwen: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    source = importlib.import_module("gpuload.integrations.slime.data_source")
+    for name, opened in (("load_tokenizer", qwen), ("load_processor", None)):
+        monkeypatch.setattr(
+            source, name, lambda _, trust_remote_code, opened=opened: asked.append(trust_remote_code) or opened
+        )
+    path = write(tmp_path / "a.parquet", rows())
+    assert len(integration.DataSource(arguments(path, "qwen", **given)).dataset) == 40
+    assert asked == [given.get("trust_remote_code", False)] * 2
+
+
+@pytest.mark.parametrize(
+    ("file", "classes"),
+    [
+        ("tokenizer_config.json", {"AutoTokenizer": [None, "own.Own"]}),
+        ("tokenizer_config.json", [None, "own.Own"]),
+        ("processor_config.json", {"AutoProcessor": "own.Own"}),
+    ],
+)
+def test_code_of_a_checkpoint_is_not_run(
+    file: str, classes: Any, integration: ModuleType, qwen_folder: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """transformers then takes its own class, whose tokens may be others than slime's."""
+    from transformers import AutoTokenizer
+
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(qwen_folder, checkpoint)
+    (checkpoint / "own.py").write_text(f"open({str(tmp_path / 'run')!r}, 'w')")
+    config = checkpoint / file
+    before = json.loads(config.read_text()) if config.exists() else {}
+    config.write_text(json.dumps(before | {"auto_map": classes}))
+    source = importlib.import_module("gpuload.integrations.slime.data_source")
+    monkeypatch.setattr(source, "load_tokenizer", AutoTokenizer.from_pretrained)
+    path = write(tmp_path / "a.parquet", rows())
+    assert integration.DataSource(arguments(path, str(checkpoint))).dataset == "slime's"
+    assert not (tmp_path / "run").exists()
+    assert caplog.messages[-1].startswith("gpuload: falls back to slime's own dataset: ")
+    assert "set --trust-remote-code" in caplog.messages[-1]
+    # Code of the model is no reason to fall back.
+    config.write_text(json.dumps(before | {"auto_map": {"AutoModel": "own.Own"}}))
+    assert len(integration.DataSource(arguments(path, str(checkpoint))).dataset) == 40
+
+
 def test_conversations_for_sft(integration: ModuleType, qwen: Any, tmp_path: Path) -> None:
     given = rows(12)
     for number, row in enumerate(given):
@@ -163,10 +214,3 @@ def test_conversations_for_sft(integration: ModuleType, qwen: Any, tmp_path: Pat
         ids, mask = generator.get_loss_mask(given[number]["prompt"])
         length = len(mask) - mask.index(1)
         assert (sample.tokens, sample.loss_mask, sample.response_length) == (ids, mask[-length:], length)
-
-
-def test_importing_the_package_is_light() -> None:
-    heavy = ["slime", "torch", "pyarrow"]
-    code = f"import sys, gpuload.integrations.slime; print([name for name in {heavy} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"

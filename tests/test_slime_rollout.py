@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from slime_cases import arguments, rows, write
+from tiers import SHARED, shared
 from transformers import AutoTokenizer
 
 REPOSITORY = os.environ.get("SLIME_REPO", "")
@@ -25,8 +26,6 @@ from slime.rollout import sglang_rollout  # noqa: E402
 from slime.rollout.data_source import RolloutDataSourceWithBuffer  # noqa: E402
 
 from gpuload.integrations.slime import DataSource, sft_rollout  # noqa: E402
-
-SHARED = Path(__file__).parents[2] / "shared"
 
 
 class Counted:
@@ -250,7 +249,7 @@ def test_sft_that_falls_back(tmp_path: Path, qwen_folder: str, caplog: pytest.Lo
     assert f"{start}column 'prompt' is not messages with text" in caplog.messages
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the folder of real data")
+@shared
 @pytest.mark.parametrize(("tokenizer", "loss_mask_type"), [("qwen3", "qwen3"), ("qwen2.5-instruct", "qwen")])
 @pytest.mark.parametrize("name", ["zh_multiturn", "sgd_multiturn"])
 def test_sft_of_real_conversations(name: str, tokenizer: str, loss_mask_type: str, tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from conftest import SHARED, shared_tokenizers
 from encoder_variants import MIXED, VARIANTS, byte_level, fallback, texts, with_tokens
 from hypothesis import given
 from hypothesis import strategies as st
 from test_bpe_splitter import TEXT
+from tiers import SHARED, shared_tokenizers, with_shared
 from tokenizers import AddedToken, Tokenizer, normalizers, processors
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
@@ -109,7 +109,7 @@ def rows_of(reference: Reference, seed: int, count: int) -> list[tuple[str, Span
 # -- tokenizers ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["shipped", *shared_tokenizers()])
+@pytest.mark.parametrize("name", with_shared(shared_tokenizers, "shipped"))
 def test_real_tokenizers(name: str) -> None:
     reference, spans = real(name)
     check(reference, spans, rows_of(reference, 1, 800))
@@ -117,7 +117,7 @@ def test_real_tokenizers(name: str) -> None:
     assert (spans.slow is not None) == (name in SLOW)
 
 
-@pytest.mark.parametrize("name", ["shipped", *shared_tokenizers()])
+@pytest.mark.parametrize("name", with_shared(shared_tokenizers, "shipped"))
 def test_every_character_alone(name: str) -> None:
     """Each character of a text with many kinds of them is the only one with loss: where it has a token, exactly its
     tokens; nothing depends on the other spans."""

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiers import core
 
 import gpuload
 from gpuload import row_reader
@@ -161,7 +162,7 @@ def test_invalid_arguments(qwen: Any, tmp_path: Path) -> None:
 # -- the command -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("trainer", [*CONTRACTS, "trl"])
+@pytest.mark.parametrize("trainer", core([*CONTRACTS, "trl"], "trl"))
 def test_the_command(qwen: Any, qwen_folder: str, tmp_path: Path, trainer: Any) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows_of()))

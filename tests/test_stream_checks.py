@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import user
 from test_device_engine import assert_same
+from tiers import core, exhaustive
 
 import gpuload
 from gpuload.engines.conversations import Conversations, from_arrow
@@ -250,12 +251,15 @@ def load(kernels: StreamKernels, *arguments: Any, **options: Any) -> gpuload.Pro
     return load_with(engine, *arguments, **options)
 
 
-@pytest.mark.parametrize("options", [
+OPTIONS: list[dict[str, Any]] = [
     {}, {"return_raw_chat": True, "return_full_prompt": True}, {"max_samples": 77, "shuffle": True, "seed": 3},
     {"tokens_on": "host"}, {"tokens_on": "device", "verify": "off"}, {"verify": "full", "max_samples": 100},
     {"filter_overlong_prompts": False, "truncation": "left"},
     {"apply_chat_template_kwargs": {"sanitize_control_tokens": True}, "max_samples": 200},
-], ids=str)  # fmt: skip
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", core(OPTIONS, *OPTIONS[2:4]), ids=str)
 def test_loads_have_no_races(gsm8k: str, qwen: Any, options: Any) -> None:
     kernels, options = StreamKernels(), {"max_prompt_length": 96, "max_samples": 400} | options
     found = load(kernels, gsm8k, qwen, **options)
@@ -266,6 +270,7 @@ def test_loads_have_no_races(gsm8k: str, qwen: Any, options: Any) -> None:
     assert kernels.races == []
 
 
+@exhaustive
 def test_rows_that_fall_back_have_no_races(files: list[str], qwen: Any, warm_cache: Any) -> None:
     """Several files with rejected rows and rows by reference, and twice: the second time from the token cache."""
     kernels = StreamKernels()
@@ -304,6 +309,7 @@ def test_retries_have_no_races(gsm8k: str, qwen: Any, monkeypatch: pytest.Monkey
     ("read", ["allocated", "read by lay_pieces", "read by copy_pieces"]), ("render", ["read by list_pretokens"]),
     ("encode", ["read by a copy to the host"]), ("MainThread", ["read by copy_pieces", "freed"]),
 ])  # fmt: skip
+@exhaustive
 def test_without_the_wait_of_a_thread_a_load_has_races(
     gsm8k: str, qwen: Any, monkeypatch: pytest.MonkeyPatch, thread: str, races: list[str]
 ) -> None:

@@ -2,17 +2,14 @@
 
 import pyarrow as pa
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
-from template_cases import SHARED, TEMPLATES, TEXTS, assert_same, column, conversations, reference, small_tokenizer
+from template_cases import EVERY, TEMPLATES, TEN, TEXTS, assert_same, column, conversations, reference, small_tokenizer
+from tiers import examples, shared, shared_files
 
 from gpuload.engines.host.render import render
 from gpuload.template import ChatProgram, compile
 
-TEN = [
-    "trl/qwen2_5", "trl/qwen3", "trl/llama3_1", "trl/gemma3", "trl/gemma4_v5", "trl/glm4moe", "trl/deepseekv3",
-    "trl/lfm2_2_5_v2", "trl/nemotron_3_nano", "trl/qwen3_5_think",
-]  # fmt: skip
 SHARED_TEMPLATES = [
     "qwen2.5-instruct",
     "qwen3",
@@ -25,7 +22,7 @@ SHARED_TEMPLATES = [
 
 
 @pytest.mark.parametrize("generation", [True, False])
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", EVERY)
 def test_every_template_gives_what_transformers_gives(name: str, generation: bool) -> None:
     tokenizer, template = TEMPLATES[name]
     program = compile(tokenizer, chat_template=template, add_generation_prompt=generation)
@@ -73,7 +70,7 @@ def test_further_fields_take_part(name: str) -> None:
     prompts = column(rows, reasoning_content=pa.string(), name=pa.string(), tool_calls=CALLS)
     rendered = render(compile(tokenizer, chat_template=template), prompts)
     assert_same(rendered, prompts, tokenizer, chat_template=template, add_generation_prompt=True)
-    assert any("tool_calls" in reason for reason in rendered.reasons)
+    assert any("tool_calls" in reason for reason in rendered.by_reference.values())
 
 
 message = st.fixed_dictionaries(
@@ -86,7 +83,7 @@ programs: dict[str, ChatProgram] = {}
 
 
 @pytest.mark.parametrize("name", TEN)
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(25, suppress_health_check=list(HealthCheck))
 @given(rows=st.lists(st.lists(message, min_size=1, max_size=6), min_size=1, max_size=6))
 def test_any_messages(name: str, rows: list[list[dict[str, str]]]) -> None:
     tokenizer, template = TEMPLATES[name]
@@ -95,14 +92,14 @@ def test_any_messages(name: str, rows: list[list[dict[str, str]]]) -> None:
     assert_same(render(program, prompts), prompts, tokenizer, chat_template=template, add_generation_prompt=True)
 
 
-@pytest.mark.skipif(not (SHARED / "datasets").is_dir(), reason="no shared data")
+@shared
 @pytest.mark.parametrize("name", SHARED_TEMPLATES)
 def test_whole_datasets(name: str) -> None:
     import pyarrow.parquet as pq
 
     tokenizer, _ = TEMPLATES[f"shared/{name}"]
     program = compile(tokenizer)
-    for file in sorted((SHARED / "datasets").glob("*.parquet")):
+    for file in shared_files("*.parquet"):
         prompts = pq.read_table(file, columns=["prompt"])["prompt"]
         rendered = render(program, prompts)
         kept = [row for row in range(len(prompts)) if row not in rendered.rejected]

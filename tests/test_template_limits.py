@@ -10,6 +10,7 @@ from template_cases import column, small_tokenizer
 from gpuload.engines.host.render import render
 from gpuload.reference import deadline
 from gpuload.reference.deadline import Deadline, EndlessError
+from gpuload.reference.reference import Reference
 from gpuload.reference.template_call import rejection
 from gpuload.template import compile, trace
 from gpuload.template.bounds import call_size, deep_size, filter_size, operator_size
@@ -182,6 +183,13 @@ def test_a_deadline_never_strikes_after_the_call(monkeypatch: pytest.MonkeyPatch
             late += 1
         sum(range(50))
     assert 0 < late < 300
+
+
+def test_encoding_a_long_row_is_not_the_template_s_time(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadline, "FIRST_SECONDS", 0.3)
+    messages = [{"role": "user", "content": "some words to encode " * 150_000}]
+    reference = Reference(qwen)
+    assert len(reference.ids(messages)) > 600_000
 
 
 def test_exceptions_and_results_pass_through_a_deadline() -> None:

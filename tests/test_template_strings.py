@@ -5,9 +5,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from template_cases import TEXTS, assert_same, column, conversations, small_tokenizer
+from tiers import examples
 
 from gpuload.engines.conversations import text_column
 from gpuload.engines.host import render as rendering
@@ -38,7 +39,7 @@ def read(texts: TextColumn) -> list[str]:
     return [raw.decode() for raw in HostTexts.bytes_at(texts, list(range(len(texts))))]
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(texts, st.lists(st.sampled_from(OPERATIONS), max_size=3), st.sampled_from([*MARKS, "", "abab"]))
 def test_columns_agree_with_the_definition(values: list[str], operations: list[Operation], mark: str) -> None:
     ops, strings = HostTexts(), text_column(pa.array(["no", *values, "no"], pa.large_string())[1:-1])

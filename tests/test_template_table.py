@@ -1,10 +1,10 @@
 """The table of templates: which ones must compile, and that the page in the docs is up to date."""
 
 import pytest
-from template_cases import TEMPLATES
+from template_cases import TRL
 from template_table import KINDS, PAGE, outcome
+from tiers import exhaustive
 
-TRL = [name for name in TEMPLATES if name.startswith("trl/")]
 INDEX_PARTS = {
     f"trl/{name}{end}" for name in ("idefics3", "llava_next", "smolvlm") for end in ("", "_training")
 }  # their content is a list of parts, never text
@@ -16,6 +16,7 @@ def outcomes() -> dict[str, dict[str, tuple[str, list[str]]]]:
     return {name: {kind: outcome(name, roles) for kind, roles in KINDS.items()} for name in TRL}
 
 
+@exhaustive
 @pytest.mark.skipif(not TRL, reason="trl is not installed")
 def test_prompts_of_users_compile_with_every_text_template(
     outcomes: dict[str, dict[str, tuple[str, list[str]]]],
@@ -25,6 +26,7 @@ def test_prompts_of_users_compile_with_every_text_template(
         assert outcomes[name]["system, user"][0] in ("compiled", "rejected"), name
 
 
+@exhaustive
 @pytest.mark.skipif(not TRL, reason="trl is not installed")
 def test_answers_compile_with_nearly_every_text_template(outcomes: dict[str, dict[str, tuple[str, list[str]]]]) -> None:
     for name in set(TRL) - INDEX_PARTS:
@@ -36,6 +38,7 @@ def test_answers_compile_with_nearly_every_text_template(outcomes: dict[str, dic
                 assert word in ("compiled", "rejected"), (name, reasons)
 
 
+@exhaustive
 @pytest.mark.skipif(not TRL, reason="trl is not installed")
 def test_the_page_is_up_to_date(outcomes: dict[str, dict[str, tuple[str, list[str]]]]) -> None:
     written = {}

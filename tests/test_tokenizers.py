@@ -1,5 +1,6 @@
 """Every kind of tokenizer: what encodes it, what is passed over and why, and that the ids are its own."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import gpuload
 from gpuload.arrays import Ragged
 from gpuload.engines.host import encode as host
+from gpuload.errors import TokenizerError
 from gpuload.reference.reference import Reference
 
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|> {{ m.content }}\n{% endfor %}"
@@ -199,3 +201,51 @@ def test_a_changed_tokenizer_object_is_the_reference(write: Callable[..., str], 
     file = write([user("the quick brown fox")])
     prompts = gpuload.load(file, tokenizer, verify="full", strict=True)
     assert tokenizer.convert_tokens_to_ids("quick brown") in prompts.tokens.values
+
+
+CLASSES = ["Qwen2Tokenizer", "LlamaTokenizer", "GemmaTokenizer", "GPT2Tokenizer", "T5Tokenizer", "NllbTokenizer"]
+
+
+def without_vocabulary(folder: Path, config: dict[str, Any]) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_directory_without_its_vocabulary(name: str, tmp_path: Path) -> None:
+    """transformers 5 opens it with its special tokens."""
+    added = {str(number): {"content": f"<|{number}|>", "special": number % 2 == 0} for number in range(300, 340)}
+    folder = without_vocabulary(tmp_path / "tok", {"tokenizer_class": name, "added_tokens_decoder": added})
+    with pytest.raises(TokenizerError, match=r"tok' (has no vocabulary, only \d+ special|cannot be loaded)"):
+        Reference(folder, chat_template=None)
+
+
+def test_a_tokenizer_without_its_vocabulary_in_a_load(qwen_folder: str, tmp_path: Path) -> None:
+    """Conversations and pairs too; and a tokenizer that was opened before."""
+    config = json.loads((Path(qwen_folder) / "tokenizer_config.json").read_text())
+    folder = without_vocabulary(tmp_path / "tok", config)
+    chats = pa.table({"messages": [[*user("hi"), {"role": "assistant", "content": "yes"}]]})
+    pairs = pa.table({"prompt": ["a"], "chosen": ["b"], "rejected": ["c"]})
+    wrong = r"tok'(:| has) (no vocabulary, only 2\d special and added tokens: .*vocab\.json|cannot be)"
+    for call in (
+        lambda given: gpuload.load(pa.table({"prompt": [user("hi")]}), given),
+        lambda given: gpuload.load_chats(chats, given),
+        lambda given: gpuload.load_pairs(pairs, given),
+    ):
+        with pytest.raises(TokenizerError, match=wrong):
+            call(folder)
+    with pytest.raises((TokenizerError, OSError), match=f"{wrong}|Can't load"):
+        gpuload.load(chats, AutoTokenizer.from_pretrained(folder), prompt_key="messages")
+
+
+def test_a_vocabulary_of_few_or_of_added_tokens(tmp_path: Path) -> None:
+    backend = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    backend.add_tokens([AddedToken(letter) for letter in "abc"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    tokenizer.save_pretrained(tmp_path / "saved")
+    for given in (tokenizer, str(tmp_path / "saved"), str(tmp_path / "saved" / "tokenizer.json"), backend):
+        assert Reference(given, chat_template=None).encode("cab") == [3, 1, 2]
+    # Bytes: there is no file.
+    folder = without_vocabulary(tmp_path / "bytes", {"tokenizer_class": "ByT5Tokenizer"})
+    assert Reference(folder, chat_template=None).encode("ab") == [100, 101]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import core
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -26,7 +27,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("loader_class", [DataLoader, StatefulDataLoader])
-@pytest.mark.parametrize(("workers", "start"), [(0, None), (2, "fork"), (2, "spawn")])
+@pytest.mark.parametrize(("workers", "start"), core([(0, None), (2, "fork"), (2, "spawn")], (0, None), (2, "fork")))
 def test_stock_loaders(prompts: gpuload.PromptDataset, loader_class: Any, workers: int, start: str | None) -> None:
     loader = loader_class(
         prompts, batch_size=64, collate_fn=gpuload.collate_fn, num_workers=workers, multiprocessing_context=start

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
+from tiers import core
 
 datasets = pytest.importorskip("datasets", reason="TRL's data are of this package")
 trl = pytest.importorskip("trl", reason="TRL is the reference of these tests")
+from tokenizer_cases import small_tokenizer  # noqa: E402
 from trl_cases import (  # noqa: E402
     COMPLETIONS,
     IMPLICIT,
@@ -21,12 +24,15 @@ from trl_cases import (  # noqa: E402
     TEXT_PAIRS,
     TEXTS,
     TOOLS,
+    assistant,
     equal,
     prepared,
-    small_tokenizer,
+    unhashed,
+    user,
 )  # fmt: skip
 
 from gpuload.integrations import trl as ours  # noqa: E402
+from gpuload.verify import Verifier  # noqa: E402
 
 QWEN3 = (Path(trl.__file__).parent / "chat_templates" / "qwen3_training.jinja").read_text()
 
@@ -78,6 +84,27 @@ def test_sft_data_with_the_tokenizer_of_a_model(qwen: Any) -> None:
     equal(*both("SFTTrainer", MESSAGES, qwen, False, None, assistant_only_loss=True, trainer_chat_template=QWEN3))
 
 
+@pytest.mark.parametrize(
+    ("name", "rows", "more"),
+    [
+        ("SFTTrainer", MESSAGES, (False, None)),
+        ("DPOTrainer", TEXT_PAIRS, ()),
+        ("RewardTrainer", IMPLICIT_TEXTS, ()),
+        ("KTOTrainer", LABELED, ()),
+    ],
+)
+def test_rows_do_not_depend_on_their_name(tokenizer: Any, qwen: Any, name: str, rows: Any, more: Any) -> None:
+    """Oracles of other tests, and the sample of ours, are made by TRL of data that `map` does not name by a digest of
+    the tokenizer. Here it does, for each trainer, with the tokenizer of a model."""
+    trainer, config = getattr(trl, name), getattr(trl, name.replace("Trainer", "Config"))
+    named = prepared(trainer, config, rows[:9], qwen, *more)
+    found = prepared(trainer, config, unhashed(rows[:9]), qwen, *more)
+    equal(found, named)
+    assert found._fingerprint == "sample" != named._fingerprint
+    shortest = [prepared(trainer, config, each, tokenizer, *more, max_length=30) for each in (unhashed(rows), rows)]
+    equal(*shortest)  # with the name that `filter` gives
+
+
 def test_a_warning_of_trl_is_given(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
     """The prompt ends with a part of a token, which TRL warns of once per process."""
     from trl.trainer.sft_trainer import logger
@@ -90,7 +117,7 @@ def test_a_warning_of_trl_is_given(tokenizer: Any, caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
-@pytest.mark.parametrize("settings", [{}, {"shuffle_dataset": True, "seed": 3}, {"dataset_num_proc": 2}])
+@pytest.mark.parametrize("settings", core([{}, {"shuffle_dataset": True, "seed": 3}, {"dataset_num_proc": 2}], {}))
 def test_packed_data(tokenizer: Any, caplog: pytest.LogCaptureFixture, strategy: str, settings: dict[str, Any]) -> None:
     found, expected = both(
         "SFTTrainer", MESSAGES, tokenizer, True, None, max_length=64, packing_strategy=strategy, **settings
@@ -107,7 +134,7 @@ def test_order_and_names_of_sft_data(tokenizer: Any) -> None:
     equal(*both("SFTTrainer", picked, tokenizer, False, None))
 
 
-@pytest.mark.parametrize("limit", [{}, {"max_length": 40}])
+@pytest.mark.parametrize("limit", core([{}, {"max_length": 40}], {"max_length": 40}))
 @pytest.mark.parametrize(
     ("name", "rows", "settings"),
     [
@@ -130,3 +157,33 @@ def test_preference_data(
     found, expected = both(name, rows, tokenizer, **settings, **limit)
     equal(found, expected)
     assert not [line for line in ours_said(caplog) if "falls back" in line]
+
+
+def rows_with_fields(name: str, where: str) -> Any:
+    """Rows of which one, which is not in the sample, has a field that the other part of its conversation lacks."""
+    rows = []
+    for number in range(60):
+        prompt, answers = [user(f"q {number}")], [[assistant(f"{part} {number}")] for part in "ab"]
+        if number == 33:
+            message = prompt[0] if where == "prompt" else answers[0][0]
+            message["reasoning_content"] = message["name"] = "because"
+        parts = {"prompt": prompt, "chosen": answers[0], "rejected": answers[1]}
+        rows.append({"prompt": prompt, "completion": answers[0]} if name == "SFTTrainer" else parts)
+    return datasets.Dataset(
+        datasets.table.InMemoryTable(pa.Table.from_pylist(rows))
+    )  # `from_list` would make JSON of such rows
+
+
+@pytest.mark.parametrize("where", ["prompt", "answer"])
+@pytest.mark.parametrize("name", ["SFTTrainer", "DPOTrainer", "RewardTrainer", "KTOTrainer"])
+def test_fields_that_only_one_part_has(tokenizer: Any, monkeypatch: pytest.MonkeyPatch, name: str, where: str) -> None:
+    """Also if no sample happens to have the row."""
+    monkeypatch.setattr(Verifier, "compare", lambda *_: 0)
+    template = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.name }} {{ m.content }}<|im_end|>{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    rows = rows_with_fields(name, where)
+    found, expected = both(name, rows, tokenizer, *((False, None) if name == "SFTTrainer" else ()))
+    ids = [column for column in expected.column_names if column.endswith("ids") or column == "labels"]
+    assert ids
+    for column in ids:
+        assert list(found[column]) == list(expected[column])

@@ -11,8 +11,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 datasets = pytest.importorskip("datasets", reason="TRL's data are of this package")
 trl = pytest.importorskip("trl", reason="TRL is the reference of these tests")
@@ -76,7 +77,7 @@ def compare(kind: Any, dataset: Any, keys: list[int], **options: Any) -> Any:
 keys_of_a_batch = st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=9)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     kind=st.sampled_from(KINDS),
     keys=keys_of_a_batch,
@@ -99,7 +100,7 @@ def test_batches_are_those_of_trl(
     assert compare(kind, data_for(kind, seed, chunk, 1), keys, **options) is not None
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(
     keys=keys_of_a_batch,
     strategy=st.sampled_from(["bfd", "bfd_split", "wrapped"]),
@@ -113,7 +114,7 @@ def test_batches_of_packs(keys: list[int], strategy: str, multiple: Any, switche
     assert compare(FlatSFT, packs, keys, **options) is not None
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(kind=st.sampled_from(KINDS), keys=keys_of_a_batch, seed=st.integers(0, 5))
 def test_rows_without_tokens(kind: Any, keys: list[int], seed: int) -> None:
     """TRL makes floats of an empty list in the first place: such batches fall back to it."""

@@ -10,7 +10,8 @@ import pytest
 
 datasets = pytest.importorskip("datasets", reason="TRL's data are of this package")
 trl = pytest.importorskip("trl", reason="TRL is the reference of these tests")
-from trl_cases import COMPLETIONS, LABELED, MESSAGES, PAIRS, TEXTS, Row, chat, equal, prepared, small_tokenizer  # noqa: E402
+from tokenizer_cases import small_tokenizer  # noqa: E402
+from trl_cases import COMPLETIONS, LABELED, MESSAGES, PAIRS, TEXTS, Row, chat, equal, prepared  # noqa: E402
 
 import gpuload  # noqa: E402
 from gpuload.integrations import trl as ours  # noqa: E402

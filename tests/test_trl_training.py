@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiers import core, exhaustive
 from transformers import Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 datasets = pytest.importorskip("datasets", reason="TRL's data are of this package")
 trl = pytest.importorskip("trl", reason="TRL is the reference of these tests")
-from export_cases import five_steps, small_model  # noqa: E402
-from trl_cases import COMPLETIONS, IMPLICIT_TEXTS, LABELED, MESSAGES, PAIRS, PLAIN, TEXTS, small_tokenizer  # noqa: E402
+from export_cases import five_steps, one_thread, small_model  # noqa: E402
+from tokenizer_cases import small_tokenizer  # noqa: E402
+from trl_cases import COMPLETIONS, IMPLICIT_TEXTS, LABELED, MESSAGES, PAIRS, PLAIN, TEXTS  # noqa: E402
 
 from gpuload.integrations import trl as ours  # noqa: E402
 from gpuload.integrations.trl.rows import FlatDataset  # noqa: E402
@@ -24,15 +25,6 @@ from gpuload.integrations.trl.rows import FlatDataset  # noqa: E402
 QWEN3 = (Path(trl.__file__).parent / "chat_templates" / "qwen3_training.jinja").read_text()
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 CHATML += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """With so little to compute, threads mostly wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def trained(kind: Any, name: str, rows: Any, output: Path, template: str = QWEN3, **settings: Any) -> Any:
@@ -51,26 +43,24 @@ def trained(kind: Any, name: str, rows: Any, output: Path, template: str = QWEN3
     return five_steps(getattr(kind, name), config, model, dataset, tokenizer, output, more, **settings)
 
 
-@pytest.mark.parametrize(
-    ("name", "rows", "settings"),
-    [
-        ("SFTTrainer", MESSAGES, {}),
-        ("SFTTrainer", MESSAGES, {"assistant_only_loss": True, "pad_to_multiple_of": 8}),
-        ("SFTTrainer", COMPLETIONS, {"max_length": 60}),
-        ("SFTTrainer", TEXTS, {"padding_free": True, "max_length": None}),
-        ("SFTTrainer", PLAIN, {"dataloader_num_workers": 1, "remove_unused_columns": False}),
-        *(
-            ("SFTTrainer", MESSAGES, {"packing": True, "packing_strategy": way, "max_length": 64})
-            for way in ("bfd", "wrapped")
-        ),
-        ("DPOTrainer", PAIRS, {"max_length": 80}),
-        ("DPOTrainer", IMPLICIT_TEXTS, {}),
-        ("RewardTrainer", PAIRS, {}),
-        ("RewardTrainer", IMPLICIT_TEXTS, {"center_rewards_coefficient": 0.01}),
-        ("KTOTrainer", LABELED, {}),
-        ("KTOTrainer", PAIRS, {"max_length": 90, "loss_type": "apo_zero_unpaired"}),
-    ],
-)
+CASES: list[tuple[str, Any, dict[str, Any]]] = [
+    ("SFTTrainer", MESSAGES, {"assistant_only_loss": True, "pad_to_multiple_of": 8}),
+    ("DPOTrainer", PAIRS, {"max_length": 80}),
+    ("RewardTrainer", PAIRS, {}),
+    ("KTOTrainer", LABELED, {}),
+    ("SFTTrainer", MESSAGES, {"packing": True, "packing_strategy": "bfd", "max_length": 64}),
+    ("SFTTrainer", MESSAGES, {"packing": True, "packing_strategy": "wrapped", "max_length": 64}),
+    ("SFTTrainer", MESSAGES, {}),
+    ("SFTTrainer", COMPLETIONS, {"max_length": 60}),
+    ("SFTTrainer", TEXTS, {"padding_free": True, "max_length": None}),
+    ("SFTTrainer", PLAIN, {"dataloader_num_workers": 1, "remove_unused_columns": False}),
+    ("DPOTrainer", IMPLICIT_TEXTS, {}),
+    ("RewardTrainer", IMPLICIT_TEXTS, {"center_rewards_coefficient": 0.01}),
+    ("KTOTrainer", PAIRS, {"max_length": 90, "loss_type": "apo_zero_unpaired"}),
+]
+
+
+@pytest.mark.parametrize(("name", "rows", "settings"), core(CASES, *CASES[:5]))
 def test_losses_of_five_steps(
     caplog: pytest.LogCaptureFixture, tmp_path: Path, name: str, rows: Any, settings: dict[str, Any]
 ) -> None:
@@ -96,7 +86,8 @@ def test_losses_of_an_evaluation(tmp_path: Path) -> None:
         made = kind.SFTTrainer(
             model, args=args, train_dataset=rows[0], eval_dataset=held_out, processing_class=tokenizer
         )
-        found = made.evaluate() | {"later": made.evaluate(rows[0])}
+        with one_thread():
+            found = made.evaluate() | {"later": made.evaluate(rows[0])}
         losses = {name: value for name, value in found.items() if name.endswith("loss")}
         return losses | {"later": found["later"]["eval_loss"]}, made
 
@@ -123,6 +114,7 @@ def test_a_collator_of_the_user_gets_lists(tmp_path: Path) -> None:
     assert kinds == {(list, dict, list)}
 
 
+@exhaustive
 def test_grpo_with_prompts(tmp_path: Path) -> None:
     """A trivial reward; the same prompts, without the long ones, and the same losses."""
     import pyarrow as pa
@@ -153,28 +145,27 @@ def test_grpo_with_prompts(tmp_path: Path) -> None:
     assert losses(found) == losses(datasets.Dataset.from_list(kept))
 
 
-@pytest.mark.parametrize("name", ["SFTTrainer", "DPOTrainer"])
-def test_two_processes(tmp_path: Path, name: str) -> None:
-    """Both ranks get TRL's losses, with gloo."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__, name]
+@exhaustive
+def test_two_processes(tmp_path: Path) -> None:
+    """Both ranks get TRL's losses, with gloo, from both trainers."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
     done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
-    assert lines == ["rank 0 of 2: equal", "rank 1 of 2: equal"]
+    assert lines == [f"rank {rank} of 2: {name} equal" for rank in range(2) for name in ("DPOTrainer", "SFTTrainer")]
 
 
-def one_rank(name: str, output: Path) -> None:
+def one_rank(name: str, rows: Any, output: Path, **settings: Any) -> None:
     """What each process of the test above runs."""
-    settings: dict[str, Any] = {"ddp_backend": "gloo"}
-    rows = PAIRS if name == "DPOTrainer" else MESSAGES
-    settings |= {"assistant_only_loss": True} if name == "SFTTrainer" else {}
+    settings |= {"ddp_backend": "gloo"}
     data, losses = trained(ours, name, rows, output, **settings)
     expected, theirs = trained(trl, name, rows, output, **settings)
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     same = losses == theirs and list(data) == list(expected) and isinstance(data, FlatDataset)
     # One write: both processes write into the same pipe, and `print` writes the end of a line on its own.
-    os.write(1, f"rank {rank} of {world}: {'equal' if same else (losses, theirs)}\n".encode())
+    os.write(1, f"rank {rank} of {world}: {name} {'equal' if same else (losses, theirs)}\n".encode())
 
 
 if __name__ == "__main__":
-    one_rank(sys.argv[1], Path(sys.argv[2]))
+    one_rank("SFTTrainer", MESSAGES, Path(sys.argv[1]), assistant_only_loss=True)
+    one_rank("DPOTrainer", PAIRS, Path(sys.argv[1]))

@@ -1,19 +1,26 @@
 """Verification in production: a wrong token is found, named, and never given out."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from conftest import MESSAGES, user
+from tiers import exhaustive
 
 import gpuload
-from gpuload import verify
+from gpuload import memory, verify
 from gpuload.arrays import Ragged
 from gpuload.engines.host import encode as host
-from gpuload.errors import MismatchError
+from gpuload.engines.protocol import ArrowPrompts
+from gpuload.errors import HostMemoryError, MismatchError
 from gpuload.reference.reference import Reference
 from gpuload.risk import RiskFinder
 from gpuload.sources.types import JSON_TYPE
@@ -115,6 +122,60 @@ def test_a_sample_has_a_row_even_if_all_are_large(write: Callable[..., str], qwe
         gpuload.load(file, qwen, strict=True, max_prompt_length=10**6)
 
 
+def test_a_sample_has_no_row_that_takes_much_memory(
+    write: Callable[..., str], qwen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "_ROW_BYTES", 1000)
+    chats = [user("long " * 300), user("short"), user("long " * 400)]
+    assert gpuload.load(write(chats), qwen).report.check.rows == 1
+    report = gpuload.load(write(chats[::2]), qwen).report
+    assert report.check.rows == 0
+    assert "no rows compared" in str(report)
+    assert gpuload.load(write(chats), qwen, verify="full").report.check.rows == 3
+
+
+def test_a_row_for_which_there_is_too_little_memory_is_named(
+    write: Callable[..., str], qwen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Instead of a process that the system kills."""
+    file = write([user("short"), user("word " * 1_000_000)])
+    monkeypatch.setattr(memory, "free_memory", lambda: 10**8)
+    assert len(gpuload.load(file, qwen, max_prompt_length=10**7)) == 2
+    message = (
+        r"data.parquet row 1 has 5,\d{3},\d{3} bytes: .* takes about 75\d,.* and 100,000,000 are free: split the row"
+    )
+    with pytest.raises(HostMemoryError, match=message):
+        gpuload.load(file, qwen, max_prompt_length=10**7, verify="full")
+    monkeypatch.setattr(host, "not_known_exact", lambda _: "not known")
+    with pytest.raises(HostMemoryError, match=r"a text has 5,\d{3},\d{3} bytes: to encode it, tokenizers takes about"):
+        gpuload.load(file, qwen, max_prompt_length=10**7)
+
+
+ONE_ROW = """
+import resource, sys
+import gpuload
+from transformers import AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])
+gpuload.load(sys.argv[1], tokenizer, device="cpu")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(len(gpuload.load(sys.argv[3], tokenizer, device="cpu", max_prompt_length=10**8)))
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+@exhaustive
+def test_memory_for_a_long_row(write: Callable[..., str], gsm8k: str, qwen_folder: str) -> None:
+    """That of its columns, texts and ids, and not a hundred times as much."""
+    text = " ".join(str(prompt) for prompt in pq.read_table(gsm8k)["prompt"].to_pylist())
+    file = write([user((text * 10)[: 8 * 10**6])])
+    command = [sys.executable, "-c", ONE_ROW, gsm8k, qwen_folder, file]
+    env = os.environ | {"PYTHONPATH": str(Path(gpuload.__file__).parents[1])}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    rows, added = map(int, done.stdout.split())
+    assert rows == 1
+    assert added < 30 * 8 * 10**6
+
+
 def test_a_sample_stops_when_its_time_is_spent(
     write: Callable[..., str], qwen: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,3 +219,84 @@ def test_rows_that_are_dropped_are_compared_too(write: Callable[..., str], qwen:
         write([user("short"), user("long " * 500)]), qwen, max_prompt_length=100, verify="full"
     ).report
     assert (report.rows_kept, report.check.rows) == (1, 2)
+
+
+def rare_rows(count: int, rare: Callable[[int], list[dict[str, Any]]], every: int = 5000) -> list[Any]:
+    """Conversations of which one in thousands has another shape, and is neither short nor long nor risky."""
+    chats: list[Any] = []
+    for k in range(count):
+        chats.append([*user(f"a question of middling length, number {k:05}"), {"role": "assistant", "content": "four"}])
+        if k % every == every // 2:
+            chats[k] = rare(k)
+    return chats
+
+
+@pytest.mark.usefixtures("wrong_on_wombats")
+@pytest.mark.parametrize("form", ["field", "role", "shape", "JSON"])
+def test_a_sample_has_each_rare_shape(form: str, qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "_SECONDS", 60.0)  # on a slow machine, too
+
+    def rare(k: int) -> list[dict[str, Any]]:
+        question, answer = user(f"a question of wombat length, number {k:05}"), {"role": "assistant", "content": "four"}
+        if form == "field":
+            return [*question, {**answer, "reasoning_content": "because"}]
+        return [{"role": "system", "content": "Be"}, *question] if form == "role" else [*question, answer, *question]
+
+    chats = rare_rows(20_000, rare, 20_000)
+    table = pa.table({"prompt": chats})
+    if form == "JSON":
+        table = pa.table(
+            {
+                "prompt": pa.ExtensionArray.from_storage(
+                    JSON_TYPE, pa.array(list(map(json.dumps, chats)), pa.large_string())
+                )
+            }
+        )
+    with pytest.raises(MismatchError, match="row 10000: token"):
+        gpuload.load(table, qwen, strict=True, progress=False)
+
+
+def test_a_sample_has_the_fields_of_answers(qwen: Any) -> None:
+    """Prompts and completions are columns of their own, in which answers have other fields."""
+    rows = [{"prompt": user(f"{k}"), "completion": [{"role": "assistant", "content": "four"}]} for k in range(3000)]
+    rows[1700]["completion"][0]["reasoning_content"] = "because"
+    found = verify.shapes_of(ArrowPrompts(pa.array(rows)))
+    assert sorted(np.unique(found.shapes, return_counts=True)[1].tolist()) == [1, 2999]
+    assert 1700 in found.rows.tolist()
+
+
+def test_shapes_are_the_same_in_all_batches(qwen: Any) -> None:
+    """Whatever the roles of a batch are, however a column is encoded, and with fields that are null."""
+    chats = rare_rows(
+        40, lambda k: [{"role": "system", "content": ""}, *user("x"), {"role": "tool", "content": "y"}], 7
+    )
+    whole = verify.shapes_of(ArrowPrompts(pa.array(chats, MESSAGES))).shapes
+    assert len(set(whole.tolist())) == 2
+    for low in range(0, 40, 3):
+        part = pa.array(chats, MESSAGES).slice(low, 3)
+        assert verify.shapes_of(ArrowPrompts(part)).shapes.tolist() == whole[low : low + 3].tolist()
+    more = [[{**message, "name": None} for message in chat] for chat in chats]
+    kind = pa.list_(pa.struct([("name", pa.string()), ("role", pa.string()), ("content", pa.string())]))
+    assert verify.shapes_of(ArrowPrompts(pa.array(more, kind))).shapes.tolist() == whole.tolist()
+
+
+def test_shapes_that_were_not_compared_are_reported(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    chats = [user("x") * (1 + k) for k in range(300)]
+    options: dict[str, Any] = {"max_prompt_length": 10_000, "progress": False}
+    report = gpuload.load(pa.table({"prompt": chats}), qwen, **options).report
+    check = report.check
+    assert check.shapes == 300
+    assert 300 - verify._SHAPE_ROWS - 64 <= check.shapes_not_compared < 300
+    assert f"{check.shapes_not_compared} of 300 shapes of rows (roles and fields of messages) were not" in str(report)
+    few = gpuload.load(pa.table({"prompt": chats[:20]}), qwen, **options).report
+    assert (few.check.shapes, few.check.shapes_not_compared) == (20, 0)
+    assert "shapes" not in str(few)
+
+
+@pytest.mark.usefixtures("wrong_on_wombats")
+def test_a_sample_has_each_mark_that_is_normalized(write: Callable[..., str], qwen: Any) -> None:
+    """Marks whose order the normalizer changes, in one row of many whose marks it changes too."""
+    chats = [user(f"une question pose\u0301e \u00e0 l'\u00e9l\u00e8ve {i:05} " + "long " * 40) for i in range(12_000)]
+    chats[7001] = user("une question \u0eba\u0eb8 pose\u0301e au wombat " + "long " * 40)
+    with pytest.raises(MismatchError, match="row 7001: token"):
+        gpuload.load(write(chats), qwen, strict=True)

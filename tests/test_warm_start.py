@@ -1,7 +1,7 @@
 """A warm start needs neither transformers nor the tokenizer, and finds exactly what a cold one makes."""
 
 import json
-import shutil
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,46 +11,51 @@ from typing import Any
 import pytest
 from cache_cases import same
 from conftest import user
+from tokenizer_cases import small_tokenizer
 
 import gpuload
-from gpuload.cache import known_tokenizer
+from gpuload.cache import known, known_tokenizer
 from gpuload.options import Store
 
 WARM = """
 import sys, json
 import gpuload
-options = json.loads(sys.argv[3])
-prompts = gpuload.load(sys.argv[1], sys.argv[2], **options)
-print(json.dumps(["transformers" in sys.modules, len(prompts), prompts.tokens.to_lists()[0], prompts.pad_token_id,
-    prompts.fingerprint, prompts.report.from_cache]))
+for options in json.loads(sys.argv[3]):
+    prompts = gpuload.load(sys.argv[1], sys.argv[2], **options)
+    print(json.dumps(["transformers" in sys.modules, len(prompts), prompts.tokens.to_lists()[0], prompts.pad_token_id,
+        prompts.fingerprint, prompts.report.from_cache]))
 """
 
 
 @pytest.fixture
-def settled(qwen_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def settled(qwen: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A tokenizer of the test's own, whose files are taken for old ones."""
     folder = tmp_path / "tokenizer"
-    shutil.copytree(qwen_folder, folder)
+    small_tokenizer(qwen.chat_template).save_pretrained(folder)
     monkeypatch.setattr(known_tokenizer, "SETTLED", -1e9)
     return str(folder)
 
 
-@pytest.mark.parametrize("where", ["memory", "disk"])
 def test_a_warm_start_opens_no_tokenizer(
-    where: Store, settled: str, gsm8k: str, warm_cache: Path, monkeypatch: pytest.MonkeyPatch
+    settled: str, write: Callable[..., str], warm_cache: Path, tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {"store": where, "max_samples": 100}
-    cold = gpuload.load(gsm8k, settled, store=where)
-    cold = gpuload.load(gsm8k, settled, token_cache=False, **options)
+    path = write([user(f"{k} " * (k % 9)) for k in range(300)])
+    cases: list[dict[str, Any]] = []
+    stores: tuple[Store, Store] = ("memory", "disk")
+    for store in stores:  # each with a cache of its own
+        cases.append({"store": store, "max_samples": 100, "cache_dir": str(tmp_path / store)})
+        gpuload.load(path, settled, store=store, cache_dir=str(tmp_path / store))
     patched = "from gpuload.cache import known_tokenizer\nknown_tokenizer.SETTLED = -1e9\n"
-    arguments = [sys.executable, "-c", patched + WARM, gsm8k, settled, json.dumps(options)]
+    arguments = [sys.executable, "-c", patched + WARM, path, settled, json.dumps(cases)]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    opened, rows, first, pad, fingerprint, from_cache = json.loads(done.stdout)
-    assert not opened
-    assert (rows, first, pad) == (len(cold), cold.tokens.to_lists()[0], cold.pad_token_id)
-    assert fingerprint == cold.fingerprint
-    assert from_cache == [gsm8k]
+    for options, line in zip(cases, done.stdout.splitlines(), strict=True):
+        cold = gpuload.load(path, settled, token_cache=False, **options)
+        opened, rows, first, pad, fingerprint, from_cache = json.loads(line)
+        assert not opened
+        assert (rows, first, pad) == (len(cold), cold.tokens.to_lists()[0], cold.pad_token_id)
+        assert fingerprint == cold.fingerprint
+        assert from_cache == [path]
 
 
 @pytest.mark.parametrize(
@@ -78,8 +83,8 @@ def test_a_tokenizer_whose_files_change(settled: str, write: Callable[..., str],
     path = write([user("a"), user("b " * 20)])
     gpuload.load(path, settled)
     file = Path(settled) / "tokenizer_config.json"
-    config = json.loads(file.read_text())
-    file.write_text(json.dumps(config | {"chat_template": "{{ messages[0].content }}", "pad_token": "!"}))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"pad_token": "!"}))
+    (Path(settled) / "chat_template.jinja").write_text("{{ messages[0].content }}")
     found = gpuload.load(path, settled)
     assert found.tokens.lengths.tolist()[0] == 1
     same(found, gpuload.load(path, settled, token_cache=False))
@@ -92,3 +97,29 @@ def test_a_known_tokenizer_is_opened_for_new_rows(settled: str, write: Callable[
     found = gpuload.load([first, second], settled)
     assert (found.report.from_cache, found.report.into_cache) == ([first], [second])
     same(found, gpuload.load([first, second], settled, token_cache=False))
+
+
+def test_damaged_facts_are_made_again(
+    settled: str, write: Callable[..., str], warm_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is remembered of a tokenizer and of files has a checksum."""
+    monkeypatch.setattr(known, "SETTLED", -1e9)
+    path = write([user("a"), user("b " * 20)])
+    cold = gpuload.load(path, settled)
+    remembered = sorted((warm_cache.parent / "digests").glob("*"))
+    assert len(remembered) == 2
+    for file in remembered:
+        whole = file.read_bytes()
+        for bit in random.Random(0).sample(range(8 * len(whole)), 500):
+            file.write_bytes(whole[: bit // 8] + bytes([whole[bit // 8] ^ 1 << bit % 8]) + whole[bit // 8 + 1 :])
+            assert known.read_facts(file) is None
+        for damaged in (b"[]", b"", whole[: len(whole) // 2], b"\xff" * 20):
+            file.write_bytes(damaged)
+            assert known.read_facts(file) is None
+        another = whole.replace(str(cold.pad_token_id).encode(), str(cold.pad_token_id + 1).encode())
+        for damaged in (another, whole[:-9]):
+            file.write_bytes(damaged)
+            warm = gpuload.load(path, settled)
+            same(warm, cold)
+            assert warm.pad_token_id == cold.pad_token_id
+            assert file.read_bytes() == whole

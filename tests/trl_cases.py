@@ -1,12 +1,12 @@
 """What tests of the integration with TRL share: rows of every kind, and trainers that only prepare data."""
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import datasets
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from tokenizer_cases import WORDS
+
+from gpuload.integrations.trl.preparation import _Unnamed
 
 Row = dict[str, Any]
 
@@ -21,7 +21,6 @@ def assistant(text: str) -> Row:
 
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 COUNT = 45
-WORDS = ["one", " two ", "é 你好", "<|im_end|>", "👋🏽", "three\n\n"]
 
 
 def words(row: int, count: int) -> str:
@@ -74,22 +73,16 @@ def prepared(kind: Any, config: Any, rows: Any, tokenizer: Any, *more: Any, **se
     return trainer._prepare_dataset(dataset, tokenizer, args, *more, "train")
 
 
+def unhashed(rows: list[Row]) -> Any:
+    """Rows for `prepared` with the tokenizer of a model: `map` would digest it, for a second, to name the result.
+
+    test_trl.py::test_rows_do_not_depend_on_their_name shows that TRL makes the same of them.
+    """
+    return _Unnamed.of(datasets.Dataset.from_list(rows))
+
+
 def equal(found: Any, expected: Any) -> None:
     """Two datasets have the same columns in the same order, types and rows."""
     assert found.column_names == expected.column_names
     assert found.features == expected.features
     assert list(found) == list(expected)
-
-
-def small_tokenizer(chat_template: str, merged: Sequence[str] = WORDS) -> Any:
-    """A tokenizer with one id per byte and a few merges, learned from texts: a model for it trains in no time."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend.train_from_iterator(merged, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet))
-    special = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
-    made.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
-    made.chat_template = chat_template
-    return made

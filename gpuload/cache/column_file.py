@@ -83,7 +83,7 @@ class ColumnFile:
         return self._tables[number]
 
     def __reduce__(self) -> tuple[Any, ...]:  # another process maps the file itself
-        return _mapped_again, (self.path, self.key)
+        return _mapped_again, (self.path, self.key, self.rows)
 
 
 def open_columns(path: Path, key: str) -> ColumnFile | None:
@@ -103,9 +103,9 @@ def open_columns(path: Path, key: str) -> ColumnFile | None:
         return None
 
 
-def _mapped_again(path: Path, key: str) -> ColumnFile:
+def _mapped_again(path: Path, key: str, rows: int) -> ColumnFile:
     found = open_columns(path, key)
-    if found is None:
+    if found is None or found.rows != rows:
         raise missing(path)
     return found
 
@@ -228,7 +228,23 @@ def columns_of(files: Sequence[ColumnFile], index: RowNumbers) -> Columns:
     """
     parts = [part for file in files for part in file.parts]
     counts, schemas = [part.rows for part in parts], [part.schema for part in parts]
-    return Columns.of_parts(counts, Tables(files), schemas, index)
+    columns = MappedColumns.of_parts(counts, Tables(files), schemas, index)
+    columns.files = files
+    return columns
+
+
+class MappedColumns(Columns):
+    """Columns in files.
+
+    Attributes:
+        files: where they are.
+    """
+
+    files: Sequence[ColumnFile]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Where parts begin is in the files: one that was made again since has the same rows, but maybe in other parts.
+        return columns_of, (self.files, self._index)
 
 
 class Tables(Sequence[pa.Table]):

@@ -12,13 +12,10 @@ they are removed with it.
 
 import hashlib
 import os
-import shutil
-import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -33,13 +30,13 @@ from gpuload.cache.store import TokenCache
 from gpuload.cache.token_store import DiskTokens, TokenFile
 from gpuload.engines.protocol import Engine
 from gpuload.errors import GpuloadError, StoreError
-from gpuload.files import PartialDirectory, partial_bytes, remove_orphans
+from gpuload.files import Unfinished, partial_bytes, remove_orphans
 from gpuload.filter import Mask, kept_columns
 from gpuload.memory import free_memory
 from gpuload.options import Options
 from gpuload.sources.columns import Columns
 from gpuload.sources.read import Source
-from gpuload.sources.remote import RemoteFile
+from gpuload.sources.remote import RemoteFile, changed
 from gpuload.stream import Batch, Parts
 
 _ROW_BYTES = 32  # offsets and sizes of a row
@@ -176,6 +173,7 @@ class OnDisk:
         """
         for number in range(len(self._sources)):
             try:
+                self._check(number)
                 self._complete(number, trusted)
             except GpuloadError:
                 raise
@@ -252,6 +250,8 @@ class OnDisk:
     def _write(self, batch: Batch, files: _Files) -> None:
         source, tokens = self._sources[batch.source], batch.tokens
         assert tokens is not None
+        if files.entry is not None and files.columns is not None:
+            return
         self._unfinished = self._unfinished or Unfinished(self.directory)
         directory = self._unfinished.path
         if files.entry is None:
@@ -276,6 +276,18 @@ class OnDisk:
             files.tokens.close(self._options.verify)
         if files.writer is not None and not files.writer.closed:
             files.writer.close()
+
+    def _check(self, number: int) -> None:
+        """Checks that a file, if rows were read from it, still has what the keys of its ids and of its columns say.
+
+        Raises:
+            SourceError: it has other values.
+        """
+        source, files, key = self._sources[number], self._files[number], self._keys[number]
+        if files.tokens is not None or files.writer is not None:
+            self.cache.check(source)
+            if key is not None and self._columns_key(source) != key:
+                raise changed(source.name)
 
     def _complete(self, number: int, trusted: bool) -> None:
         """Completes the files of a source, gives them their place if they have all of its rows, and maps them.
@@ -327,7 +339,7 @@ class OnDisk:
 
 def columns_on_disk(
     sources: Sequence[Source], options: Options, wanted: RowNumbers | None
-) -> tuple[Columns, PartialDirectory]:
+) -> tuple[Columns, Unfinished]:
     """All columns of rows that need no tokens, in files that are removed with the second result.
 
     Args:
@@ -358,26 +370,6 @@ def _written(source: Source, path: Path) -> ColumnFile:
     if found is None:
         raise missing(path)
     return found
-
-
-class Unfinished(PartialDirectory):
-    """The directory of a load's files. Those that get no place in the cache are removed with the object."""
-
-    def __init__(self, parent: Path):
-        super().__init__(parent)
-        self._finalizer = weakref.finalize(self, _remove, self.path, self._lock, os.getpid())
-
-    def remove(self) -> None:
-        self._finalizer()
-
-    def __reduce__(self) -> tuple[Any, ...]:  # another process does not own it
-        return type(None), ()
-
-
-def _remove(path: Path, lock: Any, process: int) -> None:
-    if os.getpid() == process:  # not in a forked one
-        shutil.rmtree(path, ignore_errors=True)
-        lock.close()
 
 
 def _stored(entry: Entry, columns: ColumnFile) -> Parts:

@@ -12,7 +12,6 @@ left until they are used.
 
 import json
 import zlib
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 
 from gpuload.arrays import Ragged, on_host
-from gpuload.engines.protocol import Tokenized
+from gpuload.engines.protocol import RowCounts, Tokenized
 from gpuload.options import Verify
 from gpuload.sources.read import Source, other_columns
 
@@ -62,11 +61,6 @@ class Entry:
         """(parts + 1,) the first row of each part, and the number of rows."""
         return np.cumsum([0, *map(len, self.parts)])
 
-    @cached_property
-    def all_compiled(self) -> bool:
-        """Whether the compiled template rendered all rows that were not rejected."""
-        return all(part.compiled_rows == len(part) - len(part.rejected) for part in self.parts)
-
     def read(self, source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, Tokenized]]:
         """As an engine's `read`, with ids instead of prompts."""
         row = 0
@@ -80,26 +74,29 @@ class Entry:
         ids: list[Ragged] = []
         sizes: list[np.ndarray[Any, Any]] = []
         rejected: dict[int, str] = {}
-        counted: list[Tokenized] = []
+        rendering, control = RowCounts(), 0
         for start, part in zip(self.starts[first : last + 1].tolist(), self.parts[first : last + 1], strict=True):
             begin, end = max(low - start, 0), min(high - start, len(part))
             offsets = part.ids.offsets[begin : end + 1]
             ids.append(Ragged(part.ids.values[offsets[0] : offsets[-1]], offsets - offsets[0]))
             sizes.append(part.text_sizes[begin:end])
-            rejected |= {start + row - low: why for row, why in part.rejected.items() if begin <= row < end}
-            # The counts of a part go to the rows among which it begins, so that they add up over the whole file.
-            counted += [part] * (low <= start)
-        reasons = sum((Counter(part.reasons) for part in counted), Counter[str]())
-        compiled = high - low - len(rejected) if self.all_compiled else sum(part.compiled_rows for part in counted)
+            inside = {start + row - low: why for row, why in part.rejected.items() if begin <= row < end}
+            rejected |= inside
+            known = part.rendering_of(end - begin - len(inside))
+            # Counts of a part that are not known of single rows go to the rows among which it begins, so that they add
+            # up over the whole file.
+            if known is not None or low <= start:
+                rendering.add_counts(part if known is None else RowCounts(**known))
+            control += part.control_rows * (low <= start)
         text_sizes = np.concatenate(sizes)
         return Tokenized(
             ids=ids[0] if len(ids) == 1 else Ragged.concatenate(ids),
             text_sizes=text_sizes,
             text_nbytes=int(text_sizes.sum()),
             rejected=rejected,
-            compiled_rows=compiled,
-            reasons=dict(reasons),
-            control_rows=sum(part.control_rows for part in counted),
+            compiled_rows=rendering.compiled_rows,
+            reasons=rendering.reasons,
+            control_rows=control,
         )
 
 

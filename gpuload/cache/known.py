@@ -9,7 +9,8 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,30 @@ def known_digest(
     digest = compute()
     settled = isinstance(file, RemoteFile) or max(state[3:]) / 1e9 + SETTLED < started
     if settled and _state(file) == state:
-        with suppress(OSError), replacing(path) as partial:
-            partial.write_text(json.dumps({"state": state, "digests": digests | {name: digest.hex()}}))
+        with suppress(OSError):
+            write_facts(path, {"state": state, "digests": digests | {name: digest.hex()}})
     return digest
+
+
+def write_facts(path: Path, facts: Mapping[str, Any]) -> None:
+    """Writes what is to be remembered: JSON with its checksum in front.
+
+    Raises:
+        OSError: it cannot be written.
+        TypeError: it is not plain data.
+    """
+    text = json.dumps(facts)
+    with replacing(path) as partial:
+        partial.write_text(f"{zlib.crc32(text.encode()):08x} {text}")
+
+
+def read_facts(path: Path) -> dict[str, Any] | None:
+    """What `write_facts` has written; None if there is nothing, or it was damaged since."""
+    with suppress(OSError, ValueError):
+        checksum, _, text = path.read_bytes().partition(b" ")
+        if checksum == b"%08x" % zlib.crc32(text):
+            return dict(json.loads(text))
+    return None
 
 
 def _state(file: LocalFile | RemoteFile | None) -> list[Any] | None:
@@ -68,8 +90,5 @@ def _state(file: LocalFile | RemoteFile | None) -> list[Any] | None:
 
 
 def _remembered(path: Path, state: list[Any]) -> dict[str, str]:
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        found: dict[str, Any] = json.loads(path.read_text())
-        if found["state"] == state:
-            return dict(found["digests"])
-    return {}
+    found = read_facts(path)
+    return dict(found["digests"]) if found is not None and found["state"] == state else {}

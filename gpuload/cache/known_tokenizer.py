@@ -6,7 +6,6 @@ path. The files are the same if their names, inodes, sizes and times are, as in 
 """
 
 import hashlib
-import json
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -17,8 +16,7 @@ from typing import Any
 
 from gpuload.cache.directory import digests_directory
 from gpuload.cache.key import is_plain, package_versions, uncacheable_reason
-from gpuload.cache.known import SETTLED
-from gpuload.files import replacing
+from gpuload.cache.known import SETTLED, read_facts, write_facts
 from gpuload.options import Options
 from gpuload.reference.reference import Reference
 from gpuload.reference.volatile import Clock, contains_randomness, tells_time
@@ -73,10 +71,8 @@ def open_known(tokenizer: Any, options: Options, open_tokenizer: Callable[[], Re
         open_tokenizer: opens it.
     """
     path = _facts_path(tokenizer, options)
-    if path is not None:
-        with suppress(OSError, ValueError):
-            return KnownReference(json.loads(path.read_text()), open_tokenizer)
-    return open_tokenizer()
+    facts = read_facts(path) if path is not None else None
+    return open_tokenizer() if facts is None else KnownReference(facts, open_tokenizer)
 
 
 def remember(tokenizer: Any, options: Options, reference: Reference) -> None:
@@ -89,8 +85,8 @@ def remember(tokenizer: Any, options: Options, reference: Reference) -> None:
         return
     names = ("name", "uses_template", "template_text", "pad_token_id", "sanitizes")
     facts = {name: getattr(reference, name) for name in names} | {"fingerprint": reference.fingerprint()}
-    with suppress(OSError, TypeError), replacing(path) as partial:
-        partial.write_text(json.dumps(facts))
+    with suppress(OSError, TypeError):
+        write_facts(path, facts)
 
 
 def _facts_path(tokenizer: Any, options: Options) -> Path | None:

@@ -64,7 +64,8 @@ class TokenCache:
         self.seconds = {"look up": 0.0, "write": 0.0}
         self.notes: list[str] = []
         self._options = options
-        self._keys: dict[str, tuple[str, bytes]] = {}  # sources to be cached → key, digest of their prompts
+        self._keys: dict[str, str] = {}  # sources to be cached → key
+        self._contents: dict[str, bytes] = {}  # sources that are cached, or to be cached → digest of their prompts
         self._writers: dict[int, EntryWriter | None] = {}  # number of a source → its writer; None: not cached after all
         self._unfinished: PartialDirectory | None = None  # made for the first writer
         self._in_use: set[Path] = set()
@@ -99,13 +100,14 @@ class TokenCache:
             content = self.content(source, [self._options.prompt_key])
         except (OSError, pa.ArrowException, UnicodeDecodeError):  # reading the source will raise the proper error
             return None
+        self._contents[source.name] = content
         key = entry_key(content, self._decides)
         path = self._path(key)
         entry = read_entry(path, key, source.num_rows, check_ids=not self._in_place)
         if entry is None and fetched(self._options.cache_dir, key, path):
             entry = read_entry(path, key, source.num_rows, check_ids=not self._in_place)
         if entry is None or not is_verified(entry.verified, self._options.verify):
-            self._keys[source.name] = (key, content)
+            self._keys[source.name] = key
             return None
         with suppress(OSError):
             self._in_use.add(path)
@@ -123,7 +125,7 @@ class TokenCache:
 
     def key_of(self, source: Source) -> str | None:
         """The key of the entry that a source can get, after `find`; None if its ids are not cached."""
-        return self._keys[source.name][0] if source.name in self._keys else None
+        return self._keys.get(source.name)
 
     def write(self, source: Source, batch: Batch) -> None:
         """Writes a batch of a source, whose tokens were made by this load."""
@@ -142,7 +144,7 @@ class TokenCache:
         if self._unfinished is None:
             self._unfinished = PartialDirectory(self.directory)
         if batch.source not in self._writers:
-            self._writers[batch.source] = EntryWriter(self._unfinished.path, self._keys[source.name][0], source.name)
+            self._writers[batch.source] = EntryWriter(self._unfinished.path, self._keys[source.name], source.name)
         writer = self._writers[batch.source]
         if writer is None:
             return
@@ -172,11 +174,12 @@ class TokenCache:
         """
         started = time.perf_counter()
         complete = [(n, w) for n, w in self._writers.items() if trusted and w is not None and w.closed]
-        for number, _ in complete:
-            self._check(sources[number])
+        cached = self.found.keys() | {sources[number].name for number, _ in complete}
+        for source in {source.name: source for source in sources if source.name in cached}.values():
+            self.check(source)
         try:
             for number, writer in complete:
-                self._in_use.add(self._replace(sources[number], writer))
+                self._in_use.add(self.accept(sources[number], writer))
         except OSError as error:
             self._stop(f"{self.directory}: {error.strerror or error}")
         self.discard()
@@ -184,17 +187,26 @@ class TokenCache:
             evict(self.directory, self._bound or 0, self._in_use)
         self.seconds["write"] += time.perf_counter() - started
 
+    def check(self, source: Source) -> None:
+        """Checks that a file still has the prompts that its ids were made of, in this load or an earlier one. Some file
+        systems store times to the second only, so that `check_unchanged` may not see a change.
+
+        Raises:
+            SourceError: it has others.
+        """
+        expected = self._contents.get(source.name)
+        content = None
+        with suppress(OSError, pa.ArrowException, UnicodeDecodeError):
+            content = expected and self.content(source, [self._options.prompt_key])
+        if content != expected:
+            raise changed(source.name)
+
     def accept(self, source: Source, writer: EntryWriter) -> Path:
         """Turns a file that has all rows of a source into an entry. Returns its path.
 
         Raises:
-            SourceError: the prompts of the source have changed since its digest was computed.
             OSError: it cannot be moved.
         """
-        self._check(source)
-        return self._replace(source, writer)
-
-    def _replace(self, source: Source, writer: EntryWriter) -> Path:
         path = self.directory / f"{writer.key}{IDS}"
         os.replace(writer.path, path)
         self.written.append(source.name)
@@ -220,16 +232,6 @@ class TokenCache:
                 with suppress(OSError):
                     writer.discard()
                 self._writers[number] = None
-
-    def _check(self, source: Source) -> None:
-        """Checks that the file still has the prompts whose digest is in the key. Some file systems store times to the
-        second only, so that `check_unchanged` may not see a change."""
-        _, expected = self._keys[source.name]
-        content = None
-        with suppress(OSError, pa.ArrowException, UnicodeDecodeError):
-            content = self.content(source, [self._options.prompt_key])
-        if content != expected:
-            raise changed(source.name)
 
     def _path(self, key: str) -> Path:
         """Where the entry with this key is, or would be. One that is used in place is not to be evicted."""

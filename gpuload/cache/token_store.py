@@ -57,18 +57,26 @@ class TokenFile:
             raise ValueError("the arrays of the file are not aligned")
         return np.array(starts, np.int64) // width
 
-    def places(self, rows: RowNumbers) -> RowNumbers:
-        """(m,) row numbers → where their ids begin, in `values`. A part is compared with its checksum when first used.
+    def places(self, rows: RowNumbers, lengths: RowNumbers) -> RowNumbers:
+        """Where the ids of some rows begin, in `values`. A part is compared with its checksum when first used.
+
+        Args:
+            rows: (m,) row numbers.
+            lengths: (m,) how many ids they have, as far as the caller knows.
 
         Raises:
-            StoreError: the ids have been damaged.
+            StoreError: the ids have been damaged, or this is not the file that the caller knows.
         """
         part = np.searchsorted(self._first, rows, side="right") - 1
         for number in np.unique(part[~self._intact[part]]).tolist():
             if not self._entry.is_intact(number):
                 raise damaged(self._entry.path)
             self._intact[number] = True
-        places: RowNumbers = self._ids_at[part] + self._offsets[self._offsets_at[part] + rows - self._first[part]]
+        offsets_at = self._offsets_at[part] + rows - self._first[part]
+        starts = self._offsets[offsets_at]
+        if not np.array_equal(self._offsets[offsets_at + 1] - starts, lengths):
+            raise missing(self._entry.path)
+        places: RowNumbers = self._ids_at[part] + starts
         return places
 
 
@@ -114,7 +122,7 @@ class DiskTokens:
             file, slots = self.files[number], np.flatnonzero(file_of == number)
             counts = lengths[slots]
             within = offsets_of(counts)
-            source = ranges(file.places(stored[slots] - self._first[number]), counts, within)
+            source = ranges(file.places(stored[slots] - self._first[number], counts), counts, within)
             if len(slots) == len(rows):
                 np.take(file.values, source, out=values)
             else:

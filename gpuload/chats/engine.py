@@ -1,5 +1,7 @@
 """The stages of a load for SFT on the host: rendered text, ids, and which of them have loss."""
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,14 +14,14 @@ from gpuload.arrays import Ragged, offsets_of, ranges, stretches
 from gpuload.chats.batches import HostChatBatches
 from gpuload.chats.reference import ChatReference, messages_in
 from gpuload.engines.host.engine import HostEngine
-from gpuload.engines.host.prompts import attempt, render_column, render_rows
-from gpuload.engines.host.render import HostText, Spans
-from gpuload.engines.protocol import Prompts, Tokenized
+from gpuload.engines.host.prompts import BY_PROMPT, MARKED_BY_ROW, attempt, render_column, render_messages, render_rows
+from gpuload.engines.host.render import HostText, MixedText, Spans
+from gpuload.engines.protocol import Prompts, RenderedRows, Tokenized
 from gpuload.loss import split, with_loss
 from gpuload.options import Truncation
-from gpuload.reference.training import own_arguments
+from gpuload.reference.training import TOOLS, own_arguments
 from gpuload.sources.columns import to_python
-from gpuload.sources.types import JSON_TYPE, as_json, is_text
+from gpuload.sources.types import JSON_TYPE, as_json, is_messages, is_text
 from gpuload.template.compiler import ChatProgram
 
 
@@ -64,34 +66,69 @@ class ChatEngine(HostEngine):
     def render(self, prompts: Prompts) -> HostText:
         column: pa.Array = prompts.column  # type: ignore[attr-defined]
         if self.by_prompt:
-            return render_rows(column, self._reference, self.program, with_ids=True)
+            return render_rows(column, self._reference, self.program, with_ids=True, why=BY_PROMPT)
         if is_text(column.type):
             return self._texts(column.cast(pa.large_string()))
         if pa.types.is_struct(column.type):
             prompt, completion = column.field("prompt"), column.field("completion")
-            if is_text(prompt.type):
+            if is_text(prompt.type) and is_text(completion.type):
                 return self._texts(completion.cast(pa.large_string()), prompt.cast(pa.large_string()))
-            return self._completions(prompt, joined(prompt, completion))
-        if column.type == JSON_TYPE:
-            rows = to_python(column)
-            if any(isinstance(row, dict) for row in rows):
-                return self._by_row(rows)
-        return super().render(prompts)
+            if is_messages(prompt.type) and is_messages(completion.type):
+                text = render_column(column, self._reference, self.program)
+                return _with_alone(text, render_column(prompt, self._reference, self._prompting))
+            return self._json(to_python(column))
+        return self._json(to_python(column)) if column.type == JSON_TYPE else super().render(prompts)
+
+    def _json(self, rows: list[Any]) -> HostText:
+        """Rows of different forms: texts, conversations and prompts with completions by columns; those with arguments
+        of their own one by one."""
+        forms: dict[str, list[int]] = {}
+        rejected: dict[int, str] = {}
+        for number, row in enumerate(rows):
+            if reason := self._reference.problem(row):
+                rejected[number] = reason
+            elif (form := _form(row)) != "text" or attempt(rejected, number, str.encode, messages_in(row)) is not None:
+                forms.setdefault(form, []).append(number)
+        made: list[tuple[list[int], HostText]] = []
+        for form, numbers in forms.items():
+            some = [rows[number] for number in numbers]
+            made.append((numbers, self._by_row(some) if form == "own arguments" else self._by_columns(form, some)))
+        nothing = HostText(text=pa.nulls(len(rejected), pa.large_string()), rejected=dict(enumerate(rejected.values())))
+        return MixedText.of([*made, (list(rejected), nothing)])
+
+    def _by_columns(self, form: str, rows: list[Any]) -> HostText:
+        """Renders rows of one form without arguments of their own, none of which is rejected."""
+        if form == "text":
+            whole, alone = (
+                [row[name] if isinstance(row, dict) else row for row in rows] for name in ("completion", "prompt")
+            )
+            prompts = pa.array(alone, pa.large_string()) if isinstance(rows[0], dict) else None
+            return self._texts(pa.array(whole, pa.large_string()), prompts)
+        if not self._reference.uses_template:  # conversations in a column of texts
+            return render_rows(as_json(rows), self._reference, self.program, why="there is no chat template")
+        text = render_messages([messages_in(row) for row in rows], {}, self.program)
+        if form == "messages":
+            return text
+        return _with_alone(text, render_messages([row["prompt"] for row in rows], {}, self._prompting))
 
     def _by_row(self, rows: list[Any]) -> HostText:
         """Renders rows of different forms with the reference, one by one: those with their own tools, for example."""
         rejected: dict[int, str] = {}
+        started, by_reference = time.perf_counter(), {}
         whole, alone, spans = [], [], {}
         for number, row in enumerate(rows):
             parts = None
             if reason := self._reference.problem(row):
                 rejected[number] = reason
             else:
+                if not isinstance(messages_in(row), str):
+                    by_reference[number] = why_by_row(row)
                 parts = attempt(rejected, number, self._row, row)
             text, before, spans[number] = parts or (None, None, [])
             whole.append(text)
             alone.append(before)
-        counts: dict[str, Any] = {"rejected": rejected, "reference_rows": len(rows) - len(rejected)}
+        counts: dict[str, Any] = {"rejected": rejected, "by_reference": by_reference}
+        counts["reference_seconds"] = time.perf_counter() - started if by_reference else 0.0
         text = HostText(text=pa.array(whole, pa.large_string()), answers=Spans.of_rows(spans), **counts)
         if self.program.answers is None:
             text.answers = None
@@ -105,27 +142,19 @@ class ChatEngine(HostEngine):
         """One row's text, the text of its prompt alone, and where its answers are, in bytes."""
         reference, answers, own = self._reference, self.program.answers, own_arguments(row)
         text, spans, alone = reference.render(row), [], None
+        text.encode()  # raises for a lone surrogate, for this row only
         if answers is not None:
             spans = answers.with_call(reference.call_with(own)).in_bytes(messages_in(row), text)
         if isinstance(row, dict) and "prompt" in row:
             alone = reference.call_with(own, prompt_only=True).render(row["prompt"])
         return text, alone, spans
 
-    def _completions(self, prompt: pa.Array, whole: pa.Array) -> Completions:
-        text = render_column(whole, self._reference, self.program)
-        alone = render_column(prompt, self._reference, self._prompting)
-        made = Completions(text=text.text, answers=text.answers, alone=alone, **text.counts())
-        made.rejected = text.rejected | alone.rejected
-        return made
-
     def _texts(self, text: pa.LargeStringArray, prompt: pa.LargeStringArray | None = None) -> PlainText:
         ended = with_eos(text, self._reference.eos)
         if prompt is not None:
             ended = pc.binary_join_element_wise(prompt, ended, pa.scalar("", pa.large_string()))
         rejected = {int(row): "the text is null" for row in np.flatnonzero(np.asarray(ended.is_null()))}
-        return PlainText(
-            text=ended, alone=prompt, rejected=rejected, compiled_rows=len(ended) - len(rejected), control_rows=0
-        )
+        return PlainText(text=ended, alone=prompt, rejected=rejected)
 
     @staticmethod
     def batches(store: Ragged, limit: int, side: Truncation, pad_id: int) -> HostChatBatches:
@@ -134,10 +163,13 @@ class ChatEngine(HostEngine):
     def encode(self, text: HostText) -> Tokenized:
         if isinstance(text, PlainText):
             made = text.tokenized(self._plain(text))
+        elif isinstance(text, MixedText):
+            made = super().encode(text)
         else:
             made = super().encode(text)
             if isinstance(text, Completions):
-                made.ids = self._with_completion_loss(made.ids, self.ids(filled(text.alone.text)))
+                alone = self.ids(filled(text.alone.text))
+                made.ids = self._with_completion_loss(made.ids, alone, answers=self.program.answers is not None)
             elif text.ids is None and self.program.answers is None:
                 made.ids = _all_with_loss(made.ids)
         return made
@@ -146,21 +178,38 @@ class ChatEngine(HostEngine):
         ids = surrounded(self.ids(filled(text.text)), *self._reference.added)
         if text.alone is None:
             return _all_with_loss(ids)
-        return self._with_completion_loss(ids, surrounded(self.ids(filled(text.alone)), *self._reference.added))
+        alone = surrounded(self.ids(filled(text.alone)), *self._reference.added)
+        return self._with_completion_loss(ids, alone, answers=False)
 
-    def _with_completion_loss(self, ids: Ragged, alone: Ragged) -> Ragged:
+    def _with_completion_loss(self, ids: Ragged, alone: Ragged, answers: bool) -> Ragged:
         """Ids whose loss begins where they first differ from those of the prompt alone.
 
         Args:
             ids: n rows; with bits if the answers of an assistant are marked.
             alone: n rows without bits.
+            answers: whether only marked ids have loss.
         """
         bare, marked = split(ids)
         if self._reference.loss_on == "all":
             return _all_with_loss(bare)
         prompt = common_prefixes(bare, alone)
         mask = stretches(prompt, ids.lengths - prompt)
-        return with_loss(bare, mask if self.program.answers is None else mask & marked.values)
+        return with_loss(bare, mask & marked.values if answers else mask)
+
+
+def why_by_row(row: Any) -> str:
+    """Why a row that is not in a column of messages is rendered by transformers."""
+    own = own_arguments(row)
+    if TOOLS in own:
+        return "they have tools of their own"
+    return "they have arguments of their own, in chat_template_kwargs" if own else MARKED_BY_ROW
+
+
+def add_by_reference(text: RenderedRows, parts: Sequence[RenderedRows]) -> None:
+    """Adds further texts of the same rows: a row was rendered by transformers if one of its texts was."""
+    for part in parts:
+        text.by_reference = part.by_reference | text.by_reference
+        text.reference_seconds += part.reference_seconds
 
 
 def surrounded(ids: Ragged, before: list[int], after: list[int]) -> Ragged:
@@ -196,25 +245,25 @@ def common_prefixes(ids: Ragged, others: Ragged) -> np.ndarray[Any, np.dtype[np.
     return prefixes
 
 
-def joined(prompts: pa.Array, completions: pa.Array) -> pa.Array:
-    """(n,) lists of messages, each a prompt followed by its completion; null if either is null."""
-    if completions.type != prompts.type:
-        try:
-            completions = completions.cast(prompts.type)
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError):
-            rows = zip(to_python(prompts), to_python(completions), strict=True)
-            return as_json([None if one is None or other is None else one + other for one, other in rows])
-    valid = np.asarray(pc.and_(prompts.is_valid(), completions.is_valid()))
-    sizes = [
-        np.where(valid, np.asarray(pc.fill_null(pc.list_value_length(each), 0)), 0) for each in (prompts, completions)
-    ]
-    bounds = [each.offsets.to_numpy().astype(np.int64) for each in (prompts, completions)]
-    values = pa.concat_arrays([prompts.values, completions.values])
-    offsets = offsets_of(sizes[0] + sizes[1])
-    starts = np.stack([bounds[0][:-1], bounds[1][:-1] + len(prompts.values)], axis=1).ravel()
-    counts = np.stack(sizes, axis=1).ravel()
-    taken = values.take(pa.array(ranges(starts, counts, offsets_of(counts))))
-    return pa.LargeListArray.from_arrays(pa.array(offsets), taken, mask=pa.array(~valid))
+def _form(row: Any) -> str:
+    """How a row is rendered that is not rejected."""
+    if isinstance(messages_in(row), str):
+        return "text"
+    if own_arguments(row):
+        return "own arguments"
+    return "completion" if isinstance(row, dict) and "prompt" in row else "messages"
+
+
+def _with_alone(text: HostText, alone: HostText) -> Completions:
+    """The texts of prompts with their completions, and of the prompts alone."""
+    made = Completions(text=text.text, answers=text.answers, alone=alone, **text.fates())
+    add_by_reference(made, [alone])
+    if alone.rejected:
+        made.reject(alone.rejected)
+        valid = np.ones(len(text), bool)
+        valid[list(alone.rejected)] = False
+        made.text = pc.if_else(pa.array(valid), text.text, pa.scalar(None, pa.large_string()))
+    return made
 
 
 def _all_with_loss(ids: Ragged) -> Ragged:

@@ -10,7 +10,8 @@ A format is found by the columns that a file has. Every format becomes one colum
 prompt-completion a struct of both; for sharegpt and alpaca messages with these roles:
 
     sharegpt   human → user, gpt → assistant, system → system, observation → tool;
-               function_call → assistant, whose `tool_calls` are the calls in its JSON text
+               function_call → assistant, whose `tool_calls` are the calls in its JSON text, and whose content is null,
+               or the empty text if the template needs a text
     alpaca     instruction, a line break, input → user; output → assistant; history: pairs of both, before
 """
 
@@ -21,16 +22,24 @@ from typing import Any
 
 import pyarrow as pa
 
+from gpuload.chats.malformed import RowError, check_form, check_text, converted
 from gpuload.errors import DataError
-from gpuload.reference.training import KWARGS, TOOLS
+from gpuload.reference.training import KWARGS, TOOLS, TrainingReference
 from gpuload.sources.columns import to_python
 from gpuload.sources.read import Source
 from gpuload.sources.types import JSON_TYPE, as_json, is_messages, is_text
+
+LABELS = ("label", "kto_tag")
+"""Columns that say whether an answer is a good one, in data for KTO; the first one that there is."""
 
 PLAIN_MESSAGES = pa.list_(pa.struct([("role", pa.large_string()), ("content", pa.large_string())]))
 
 _ROLES = {"human": "user", "gpt": "assistant", "system": "system", "observation": "tool", "tool": "tool"}
 _ROLES |= {role: role for role in ("user", "assistant")}
+
+
+Content = Callable[[], str | None]
+"""Returns the content of messages that consist of calls: see `TrainingReference.content_of_calls`."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +51,18 @@ class Format:
         columns: those that make a file have this format; the first is the name of the column made of them.
         more: further columns that are read if they are there.
         kept: columns that are read if they are there, and passed through as well.
-        convert: values of these columns for n rows → n prompts; None if the first column is used as it is.
+        convert: values of these columns for n rows, content of calls → n prompts; None if the first column is used as
+            it is.
     """
 
     name: str
     columns: tuple[str, ...]
     more: tuple[str, ...] = ()
-    convert: Callable[[dict[str, Any]], pa.Array] | None = None
+    convert: Callable[[Mapping[str, Any], Content], pa.Array] | None = None
     kept: tuple[str, ...] = ()
 
 
-def _pairs(columns: dict[str, Any]) -> pa.Array:
+def _pairs(columns: Mapping[str, Any], content: Content) -> pa.Array:
     prompt, completion = columns["prompt"], columns["completion"]
     if isinstance(prompt, pa.ExtensionArray) or isinstance(completion, pa.ExtensionArray):  # JSON of mixed shapes
         rows = zip(to_python(prompt), to_python(completion), strict=True)
@@ -60,46 +70,57 @@ def _pairs(columns: dict[str, Any]) -> pa.Array:
     return pa.StructArray.from_arrays([prompt, completion], ["prompt", "completion"])
 
 
-def _from_sharegpt(columns: dict[str, Any]) -> pa.Array:
+def _from_sharegpt(columns: Mapping[str, Any], content: Content) -> pa.Array:
     rows = to_python(columns["conversations"])
     system = to_python(columns["system"]) if "system" in columns else [None] * len(rows)
-    return messages_column([_sharegpt_row(row, first) for row, first in zip(rows, system, strict=True)])
+    return messages_column([_sharegpt_row(row, first, content) for row, first in zip(rows, system, strict=True)])
 
 
-def _sharegpt_row(turns: Any, system: str | None) -> Any:
-    if not isinstance(turns, list) or not turns:
+def _sharegpt_row(turns: Any, system: Any, content: Content) -> Any:
+    check_text("system", system)
+    if not turns:
         return turns
-    return ([{"role": "system", "content": system}] if system else []) + [sharegpt_turn(turn) for turn in turns]
+    if not isinstance(turns, list):
+        raise RowError(f"conversations is of type {type(turns).__name__}, not a list")
+    first = [{"role": "system", "content": system}] if system else []
+    return first + [sharegpt_turn(turn, content) for turn in turns]
 
 
-def sharegpt_turn(turn: Any) -> Any:
+def sharegpt_turn(turn: Any, content: Content) -> Any:
     """A message of ShareGPT data with role and content."""
     if not isinstance(turn, dict) or turn.get("from") is None:
         return turn  # rendering rejects it, with a reason
+    check_text("from", turn["from"])
     if turn["from"] != "function_call":
         return {"role": _ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")}
     try:
         calls = json.loads(turn["value"])
-    except (TypeError, ValueError):  # not JSON: what the assistant has written
+    except (KeyError, TypeError, ValueError):  # not JSON: what the assistant has written
         return {"role": "assistant", "content": turn.get("value")}
     calls = calls if isinstance(calls, list) else [calls]
     return {
         "role": "assistant",
-        "content": None,
+        "content": content(),
         "tool_calls": [{"type": "function", "function": call} for call in calls],
     }
 
 
-def _from_alpaca(columns: dict[str, Any]) -> pa.Array:
+def _from_alpaca(columns: Mapping[str, Any], content: Content) -> pa.Array:
     names = list(columns)
     rows = zip(*(to_python(column) for column in columns.values()), strict=True)
     return messages_column([_alpaca_row(dict(zip(names, row, strict=True))) for row in rows])
 
 
 def _alpaca_row(row: dict[str, Any]) -> list[dict[str, Any]]:
+    for name in ("instruction", "input", "output", "system"):
+        check_text(name, row.get(name))
+    history = row.get("history") or []
+    pairs = isinstance(history, list) and all(isinstance(turn, list) and len(turn) == 2 for turn in history)
+    if not pairs or not all(isinstance(text, str) for turn in history for text in turn):
+        raise RowError("history is not a list of pairs of texts")
     messages = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     question = "\n".join(part for part in (row["instruction"], row.get("input")) if part)
-    for asked, answered in [*(row.get("history") or []), (question, row["output"])]:
+    for asked, answered in [*history, (question, row["output"])]:
         messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
     return messages
 
@@ -183,7 +204,7 @@ def _fits(candidate: Format, schema: pa.Schema) -> bool:
             return {"from", "value"} <= fields
         case "prompt-completion":
             other = schema.field("completion").type
-            return is_text(kind) == is_text(other) and (is_text(kind) or "role" in fields)
+            return other == JSON_TYPE or (is_text(kind) == is_text(other) and (is_text(kind) or "role" in fields))
         case _:
             return is_text(kind)
 
@@ -209,20 +230,34 @@ def _described(schema: pa.Schema) -> str:
     return ", ".join(f"{field.name} ({field.type!s:.80})" for field in schema)
 
 
-def as_prompts(source: Source, found: Format, key: str) -> Source:
-    """The same rows with one column `key` instead of those of its format."""
+def as_prompts(source: Source, found: Format, key: str, reference: TrainingReference) -> Source:
+    """The same rows with one column `key` instead of those of its format.
+
+    Args:
+        found: the format.
+        reference: whose template will render them.
+    """
     used = [name for name in (*found.columns, *found.more, TOOLS, KWARGS) if name in source.schema.names]
     kept = [name for name in found.kept if name in source.schema.names]
-    if found.convert is None and used == [key]:
+    if found.convert is None and used == [key] and source.schema.field(key).type != JSON_TYPE:
         return source
+
+    def content() -> str | None:
+        return reference.content_of_calls
 
     def batches() -> Iterator[pa.Table]:
         for table in source.batches():
             columns = {name: _whole(table.column(name)) for name in used + kept}
-            prompts = found.convert(columns) if found.convert else columns[found.columns[0]]
-            prompts = _with_own_arguments(prompts, columns)
+            prompts = converted(made, columns)
             rest = table.drop_columns([name for name in table.schema.names if name in used or name == key])
             yield rest.append_column(key, prompts)
+
+    def made(columns: Mapping[str, Any]) -> pa.Array:
+        if found.convert:
+            return _with_own_arguments(found.convert(columns, content), columns)
+        first = columns[found.columns[0]]
+        check_form(found.columns[0], first, objects=found.name != "text")
+        return _with_own_arguments(first, columns)
 
     form = repr((found.name, used, kept))
 
@@ -255,11 +290,23 @@ def _with_own_arguments(prompts: pa.Array, columns: Mapping[str, pa.Array]) -> p
     """Prompts with the arguments of their rows: dicts, for those that have any."""
     nothing = [None] * len(prompts)
     tools, kwargs = (to_python(columns[name]) if name in columns else nothing for name in (TOOLS, KWARGS))
-    tools = [json.loads(each) if isinstance(each, str) and each.strip() else each for each in tools]
+    tools = [_tools(each) for each in tools]
     if not any(tools) and not any(kwargs):
         return prompts
     rows = zip(to_python(prompts), tools, kwargs, strict=True)
     return as_json([_with_own(*row) for row in rows])
+
+
+def _tools(value: Any) -> Any:
+    """The tools of a row, which may be JSON text."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise RowError(f"tools is not valid JSON: {error}") from error
+    if value and not isinstance(value, list):
+        raise RowError(f"tools is of type {type(value).__name__}, not a list")
+    return value
 
 
 def _with_own(prompt: Any, tools: Any, kwargs: Any) -> Any:
@@ -280,6 +327,6 @@ def messages_column(rows: Sequence[Any]) -> pa.Array:
     if all(isinstance(row, list) and all(isinstance(m, dict) and m.keys() == fields for m in row) for row in rows):
         try:
             return pa.array(rows, PLAIN_MESSAGES)
-        except (pa.ArrowInvalid, pa.ArrowTypeError):
+        except (pa.ArrowInvalid, pa.ArrowTypeError, UnicodeEncodeError):  # the last: JSON can escape lone surrogates
             pass
     return as_json(rows)

@@ -8,19 +8,24 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from gpuload.arrays import Ragged
 from gpuload.chats.dataset import ChatDataset
 from gpuload.chats.device import chat_engine
-from gpuload.chats.formats import FORMATS, as_prompts, find_format, is_plain, one_format
+from gpuload.chats.formats import FORMATS, LABELS, Format, as_prompts, find_format, is_plain, one_format
 from gpuload.chats.reference import ChatReference
 from gpuload.engines.choose import EngineBuilder
-from gpuload.errors import DataError, OptionError
+from gpuload.errors import DataError, NoRowsError, OptionError
 from gpuload.load import load_sources
 from gpuload.loss import without_loss
 from gpuload.options import LossOn, Options, Store, TokensOn, Verify, nearest
+from gpuload.ranks import joined
 from gpuload.sources.open import open_all
 from gpuload.sources.read import Source
+from gpuload.template.marks import UnknownAnswersError
+from gpuload.template.turns import unknown
 
 Overlong = Literal["drop", "keep_start", "keep_end"]
 
@@ -33,6 +38,9 @@ _CHOICES: dict[str, tuple[LossOn, ...]] = {
     "text": ("all",),
 }
 """What can have loss in data of each format; the first is the default."""
+
+_LABELED = ("messages", "sharegpt", "prompt-completion")
+"""Formats that data for KTO may have, too."""
 
 
 def load_chats(
@@ -127,11 +135,12 @@ def load_given(given: Mapping[str, Any], build_engine: EngineBuilder) -> ChatDat
         build_engine: builds the engine.
     """
     started, given = time.perf_counter(), dict(given)
-    _check(given["format"], given["messages_key"], given["loss_on"])
-    options = training_options(given, given["messages_key"] or "messages")
-    form = (given[name] for name in ("format", "messages_key", "loss_on"))
-    opened = open_chats(open_all(given["files"], options), given["tokenizer"], options, *form)
-    return load_opened(*opened, started, build_engine)
+    with joined(given["distributed"] is True):  # what fails on one rank fails on all
+        _check(given["format"], given["messages_key"], given["loss_on"])
+        options = training_options(given, given["messages_key"] or "messages")
+        form = (given[name] for name in ("format", "messages_key", "loss_on"))
+        opened = open_chats(open_all(given["files"], options), given["tokenizer"], options, *form)
+        return load_opened(*opened, started, build_engine)
 
 
 def open_chats(
@@ -153,7 +162,7 @@ def open_chats(
         The sources with one column of conversations, prompts with completions, or texts; the tokenizer; the options as
         this format needs them; and the format.
     """
-    sources, found = _prompts_of(opened, options.prompt_key, format, messages_key)
+    formats, found = _formats_of(opened, format, messages_key)
     if all(source.num_rows == 0 or is_plain(found, source.schema) for source in opened):
         options = replace(options, chat_template=None)
     wanted = loss_on or _CHOICES[found][0]
@@ -161,6 +170,7 @@ def open_chats(
         choices = ", ".join(map(repr, _CHOICES[found]))
         raise OptionError(f"loss_on={wanted!r}: data in the format {found} has no such part: use one of {choices}")
     reference = ChatReference(tokenizer, wanted, **options.of_tokenizer())
+    sources = [as_prompts(source, each, options.prompt_key, reference) for source, each in formats]
     return sources, reference, options, found
 
 
@@ -178,9 +188,15 @@ def load_opened(
         started: when the files were being opened, as for `load_sources`.
     """
     useless = partial(without_answer, options)
-    dataset = load_sources(
-        sources, reference, options, started, build_engine=build_engine, make=ChatDataset, unusable=useless
-    )
+    try:
+        dataset = load_sources(
+            sources, reference, options, started, build_engine=build_engine, make=ChatDataset, unusable=useless
+        )
+    except NoRowsError as error:
+        reasons = list(error.report.rejected) if error.report is not None else []
+        if reasons and all(reason.startswith(UnknownAnswersError.__name__) for reason in reasons):
+            raise unknown(reasons[0].partition(": ")[2]) from error
+        raise
     dataset.report.notes.insert(0, f"format: {found}, loss on {reference.loss_on}")
     assert isinstance(dataset, ChatDataset)
     return dataset
@@ -235,10 +251,10 @@ def training_options(given: Mapping[str, Any], prompt_key: str) -> Options:
     )
 
 
-def _prompts_of(
-    sources: Sequence[Source], key: str, format: str | None, messages_key: str | None
-) -> tuple[list[Source], str]:
-    """The sources with one column of prompts, and the format that all of them have."""
+def _formats_of(
+    sources: Sequence[Source], format: str | None, messages_key: str | None
+) -> tuple[list[tuple[Source, Format]], str]:
+    """The sources with rows, each with its format, and the name of the format that all of them have."""
     filled = [source for source in sources if source.num_rows]
     for source in filled:
         if format is None and {"chosen", "rejected"} <= set(source.schema.names):
@@ -248,4 +264,28 @@ def _prompts_of(
             )
     found = {source.name: find_format(source.schema, source.name, format, messages_key) for source in filled}
     name = one_format({source: each.name for source, each in found.items()})
-    return [as_prompts(source, found[source.name], key) for source in filled], name
+    for source in filled:
+        if format is None and name in _LABELED and (label := _label_of(source)):
+            raise DataError(
+                f"{source.name}: column {label!r} says which answers are good ones, as in data for KTO: use "
+                f"load_pairs, or pass format={name!r} to train on all answers, also on bad ones"
+            )
+    return [(source, found[source.name]) for source in filled], name
+
+
+def _label_of(source: Source) -> str | None:
+    """The column that says whether the answer of a row is a good one; None if there is none.
+
+    A column `label` of integers may mean something else: it counts if the first rows have 0 and 1, and nothing else.
+    """
+    name = next((each for each in LABELS if each in source.schema.names), None)
+    if name is None:
+        return None
+    kind = source.schema.field(name).type
+    if name != "label" or pa.types.is_boolean(kind):
+        return name
+    if not pa.types.is_integer(kind):
+        return None
+    first = next(iter(source.batches()), None)
+    values = set() if first is None else set(pc.unique(first.column(name).drop_null()).to_pylist())
+    return name if values == {0, 1} else None

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
+from gpuload.chats.malformed import problem_in
 from gpuload.errors import OptionError, TokenizerError
 from gpuload.loss import LOSS
 from gpuload.options import LossOn
 from gpuload.reference.reference import problem
 from gpuload.reference.training import TrainingReference, common_prefix, own_arguments, own_problem
-from gpuload.template.answers import Answers, UnknownAnswersError
+from gpuload.template.answers import Answers
+from gpuload.template.marks import UnknownAnswersError
 
 
 class ChatReference(TrainingReference):
@@ -47,6 +49,14 @@ class ChatReference(TrainingReference):
         return Answers(self.call, self.loss_on) if self.loss_on in ("assistant", "last") else None
 
     def problem(self, prompt: Any) -> str | None:
+        if reason := problem_in(prompt):
+            return reason
+        if isinstance(prompt, dict) and "prompt" in prompt:
+            parts = prompt["prompt"], prompt["completion"]
+            if None not in parts and not any(all(isinstance(part, kind) for part in parts) for kind in (str, list)):
+                return "prompt and completion are neither both text nor both messages"
+        elif self.uses_template and isinstance(messages_in(prompt), str):
+            return "the row is text, in a column of messages"
         return problem(messages_in(prompt)) or own_problem(prompt)
 
     def render(self, prompt: Any) -> str:

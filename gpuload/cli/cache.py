@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 from gpuload.cache.directory import cached_files, clear, digests_directory, store_directory, tokens_directory
+from gpuload.cli.output import printable
 from gpuload.files import partial_bytes
 from gpuload.report import megabytes
 
@@ -32,7 +33,7 @@ def _list(directory: Path) -> None:
     for file in files:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(file.last_use))
         name = file.source or "(damaged: it is made again when it is needed)"
-        print(f"{used:16}  {megabytes(file.nbytes):>12}  {file.rows:>12,}  {file.what:7}  {name}")
+        print(f"{used:16}  {megabytes(file.nbytes):>12}  {file.rows:>12,}  {file.what:7}  {printable(name)}")
 
 
 def clear_cache(cache_dir: str | None = None) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuload.chats.load import load_chats
+from gpuload.cli.output import printable
 from gpuload.export import check_destination, save_to_disk
 from gpuload.pairs.load import load_pairs
 from gpuload.stores import CHATS, PAIRS
@@ -47,7 +48,7 @@ def export_files(
     load, more, _ = KINDS[kind]
     datasets = {name: load(list(files), tokenizer, **options) for name, files in splits.items()}
     for name, dataset in datasets.items():
-        print(f"{name}: {dataset.report}")
+        print(printable(f"{name}: {dataset.report}"))
     more = more if columns is None else more | {"columns": list(columns)}
     save_to_disk(datasets, directory, overwrite=overwrite, trainer=trainer, **more)
-    print(f"written to {Path(directory).resolve()}")
+    print(printable(f"written to {Path(directory).resolve()}"))

@@ -1,11 +1,14 @@
 """`gpuload inspect`: what a dataset contains, and how long its rows are in tokens."""
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gpuload.cli.output import printable
 from gpuload.engines.host.prompts import render_column
+from gpuload.errors import OptionError
 from gpuload.inspect.data import Kind, load_data, open_data
 from gpuload.inspect.page import page_of
 from gpuload.inspect.plots import pyplot
@@ -26,36 +29,62 @@ def inspect_files(
     *,
     kind: Kind | None = None,
     prompt_key: str = "prompt",
+    messages_key: str | None = None,
     max_samples: int = -1,
-    no_template: bool = False,
+    chat_template: str | None = "default",
     html: str | None = None,
 ) -> None:
     """Prints rows, columns and types, lengths, and how many rows each limit keeps; of chats also tokens per role and
     with loss, and how they fill packs.
 
     Args:
-        kind, prompt_key, max_samples, no_template: as for `open_data`.
+        kind, prompt_key, messages_key, max_samples, chat_template: as for `open_data`.
         html: also write a page with plots and some rows to this file; needs matplotlib.
+
+    Raises:
+        OptionError: the page cannot be written there.
     """
-    if html:
-        pyplot()  # raises before the work, if it is not installed
+    if html:  # errors come before the work
+        pyplot()
+        _check_page(Path(html))
     opened = open_data(
-        list(files), tokenizer, kind=kind, prompt_key=prompt_key, max_samples=max_samples, no_template=no_template
+        list(files),
+        tokenizer,
+        kind=kind,
+        prompt_key=prompt_key,
+        messages_key=messages_key,
+        max_samples=max_samples,
+        chat_template=chat_template,
     )
     found = statistics_of(opened, load_data(opened), with_samples=html is not None)
-    print(as_text(found))
+    print(printable(as_text(found)))
     if html:
-        Path(html).write_text(page_of(found, opened.reference.name), encoding="utf-8")
-        print(f"\nwrote {html}")
+        try:
+            Path(html).write_text(page_of(found, opened.reference.name), encoding="utf-8")
+        except OSError as error:
+            raise OptionError(f"--html {html}: cannot be written: {error.strerror or error}") from error
+        print(printable(f"\nwrote {html}"))
 
 
-def inspect_template(files: Sequence[str], tokenizer: Any, *, prompt_key: str = "prompt") -> None:
+def _check_page(page: Path) -> None:
+    if not page.parent.is_dir():
+        raise OptionError(f"--html {page}: no such directory: {page.parent}")
+    if page.is_dir():
+        raise OptionError(f"--html {page}: a directory: name a file in it")
+    if not os.access(page if page.exists() else page.parent, os.W_OK):
+        raise OptionError(f"--html {page}: cannot be written: no permission")
+
+
+def inspect_template(
+    files: Sequence[str], tokenizer: Any, *, prompt_key: str = "prompt", chat_template: str = "default"
+) -> None:
     """Prints the compiled chat template: what a prompt consists of, for each shape of conversation.
 
     Args:
         files: whose conversations to use; if empty, common shapes are tried.
+        chat_template: as for `load`.
     """
-    reference = Reference(tokenizer)
+    reference = Reference(tokenizer, chat_template=chat_template)
     program = ChatProgram(reference.call)
     if not files:
         for roles in _COMMON_ROLES:
@@ -75,4 +104,4 @@ def inspect_template(files: Sequence[str], tokenizer: Any, *, prompt_key: str = 
     reasons: Counter[str] = sum((Counter(r.reasons) for r in rendered), Counter())
     reasons += sum((Counter(f"rejected: {why}" for why in r.rejected.values()) for r in rendered), Counter())
     for why, count in reasons.most_common(20):
-        print(f"  {count:>9,} {why}")
+        print(printable(f"  {count:>9,} {why}"))

@@ -3,10 +3,12 @@
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from gpuload._version import __version__
+from gpuload.cli.output import arguments_of, as_arguments, printable
 from gpuload.errors import GpuloadError
 
 
@@ -14,21 +16,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Returns:
-        The exit status: 0 for success, 1 for a problem with the data or the machine, 2 for wrong usage.
+        The exit status: 0 for success, 1 for a problem with the data or the machine, 2 for wrong usage, 130 if the
+        command was interrupted.
     """
     parser = build_parser()
     given = parser.parse_args(arguments)
+    usual, warnings.formatwarning = warnings.formatwarning, _warning
     try:
         status: int = given.run(given)
         sys.stdout.flush()
     except GpuloadError as error:
-        print(f"gpuload: {error}", file=sys.stderr)
+        print(printable(f"gpuload: {as_arguments(str(error), arguments_of(given.parser))}"), file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"gpuload: {given.command} was interrupted", file=sys.stderr)
+        return 130  # as a shell reports a program that SIGINT has ended
     except BrokenPipeError:  # the reader of a pipe has stopped: `gpuload inspect ... | head`
         # Python flushes standard output once more at exit, and would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    finally:
+        warnings.formatwarning = usual
     return status
+
+
+def _warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """One line instead of the place in the code."""
+    return printable(f"gpuload: {category.__name__}: {message}") + "\n"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -42,6 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     inspect.add_argument("--tokenizer", required=True, help="path or hub id")
     _add_kind(inspect)
     _add_prompts(inspect)
+    _add_conversations(inspect)
     inspect.add_argument("--max-samples", type=int, default=-1, metavar="N", help="only the first N rows")
     inspect.add_argument(
         "--template",
@@ -58,12 +75,17 @@ def build_parser() -> argparse.ArgumentParser:
     show.add_argument("--tokenizer", help="path or hub id; without it, the columns of the row are shown")
     _add_kind(show)
     _add_prompts(show)
-    show.set_defaults(run=_show)
+    _add_conversations(show)
+    show.set_defaults(run=_show, parser=show)
 
     prepare = commands.add_parser("prepare", help="tokenize files now, and cache the tokens for later loads")
     _add_files(prepare)
     prepare.add_argument("--tokenizer", help="path or hub id")
+    _add_kind(prepare)
     _add_prompts(prepare)
+    _add_conversations(prepare)
+    prepare.add_argument("--format", metavar="NAME", help="of chats or pairs, as load_chats and load_pairs have it")
+    prepare.add_argument("--loss-on", metavar="PART", help="of chats: assistant, last, completion or all")
     prepare.add_argument("--template-kwargs", metavar="JSON", default="{}", help="constants for the chat template")
     prepare.add_argument(
         "--verify",
@@ -94,16 +116,16 @@ def build_parser() -> argparse.ArgumentParser:
     cache = commands.add_parser("cache", help="list the files whose tokens are cached, or remove all cached tokens")
     _add_cache_dir(cache)
     cache.add_argument("--clear", action="store_true", help="remove all cached tokens")
-    cache.set_defaults(run=_cache)
+    cache.set_defaults(run=_cache, parser=cache)
 
     doctor = commands.add_parser("doctor", help="show versions and GPUs, and test each stage of each engine")
     doctor.add_argument(
         "--require", choices=["cpu", "cuda"], help="test only this engine; exit status 1 if it does not work"
     )
-    doctor.set_defaults(run=_doctor)
+    doctor.set_defaults(run=_doctor, parser=doctor)
 
     demo = commands.add_parser("demo", help="load the shipped dataset, and compare with tokenizing row by row")
-    demo.set_defaults(run=_demo)
+    demo.set_defaults(run=_demo, parser=demo)
     return parser
 
 
@@ -135,6 +157,13 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_conversations(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--chat-template", metavar="FILE", help="instead of the tokenizer's own, a .jinja file or a name"
+    )
+    parser.add_argument("--messages-key", metavar="KEY", help="column with messages or texts, if it has another name")
+
+
 def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--export",
@@ -159,18 +188,12 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--max-length", type=int, metavar="N", help="limit of a row, or of a pack, in tokens (4096)")
     group.add_argument("--overlong", metavar="MODE", help="longer rows: drop (the default), keep_start or keep_end")
-    group.add_argument("--loss-on", metavar="PART", help="assistant, last, completion or all; default: by the format")
-    group.add_argument("--messages-key", metavar="KEY", help="column with messages or texts, if it has another name")
-    group.add_argument(
-        "--chat-template", metavar="FILE", help="instead of the tokenizer's own, a .jinja file or a name"
-    )
     group.add_argument("--columns", metavar="A,B", help="other columns to write, for trl (all; packs have none)")
     group.add_argument("--overwrite", action="store_true", help="replace DIR, if it was written by this command")
 
 
-_EXPORT_ONLY = (
-    *("trainer", "split", "max_length", "overlong", "loss_on", "messages_key", "chat_template", "columns", "overwrite"),
-)
+_EXPORT_ONLY = (*("trainer", "split", "max_length", "overlong", "columns", "overwrite"),)
+_TRAINING = ("format", "loss_on", "messages_key")
 
 
 # Commands are imported when they run: `gpuload --help` does not wait for torch.
@@ -180,7 +203,9 @@ def _inspect(given: argparse.Namespace) -> int:
     from gpuload.cli.inspect import inspect_files, inspect_template
 
     if given.template:
-        inspect_template(given.files, given.tokenizer, prompt_key=given.prompt_key)
+        inspect_template(
+            given.files, given.tokenizer, prompt_key=given.prompt_key, chat_template=given.chat_template or "default"
+        )
         return 0
     if not given.files:
         given.parser.error("no files given")
@@ -190,7 +215,8 @@ def _inspect(given: argparse.Namespace) -> int:
         kind=given.kind,
         prompt_key=given.prompt_key,
         max_samples=given.max_samples,
-        no_template=given.no_template,
+        messages_key=given.messages_key,
+        chat_template=_template(given),
         html=given.html,
     )
     return 0
@@ -205,9 +231,17 @@ def _show(given: argparse.Namespace) -> int:
         given.tokenizer,
         kind=given.kind,
         prompt_key=given.prompt_key,
-        no_template=given.no_template,
+        messages_key=given.messages_key,
+        chat_template=_template(given),
     )
     return 0
+
+
+def _template(given: argparse.Namespace) -> str | None:
+    """The option `chat_template`."""
+    if given.no_template and given.chat_template:
+        given.parser.error("--no-template and --chat-template exclude each other")
+    return None if given.no_template else given.chat_template or "default"
 
 
 def _prepare(given: argparse.Namespace) -> int:
@@ -227,14 +261,17 @@ def _prepare(given: argparse.Namespace) -> int:
         given.parser.error("files and --tokenizer are required")
     options = {
         "prompt_key": given.prompt_key,
-        "chat_template": None if given.no_template else "default",
+        "chat_template": _template(given),
         "apply_chat_template_kwargs": template_kwargs(given.template_kwargs),
         "verify": given.verify,
     }
     if given.ray is None:
-        options |= {"store": given.store or "auto", "return_raw_chat": given.return_raw_chat}
+        options |= {name: getattr(given, name) for name in _TRAINING}
+        options |= {"kind": given.kind, "store": given.store or "auto", "return_raw_chat": given.return_raw_chat}
         prepare_files(given.files, given.tokenizer, cache_dir=given.cache_dir, **options)
         return 0
+    if given.kind not in (None, "prompts") or any(getattr(given, name) for name in _TRAINING):
+        given.parser.error("--ray is for prompts: read_chats and read_pairs make rows to train on")
     if given.store or given.return_raw_chat:
         given.parser.error("--store and --return-raw-chat are not for --ray, which stores token ids")
     if not given.cache_dir:
@@ -257,6 +294,9 @@ def _export(given: argparse.Namespace, more: dict[str, Any]) -> int:
         given.parser.error(f"--for {trainer}: --export {kind} is for {', '.join(KINDS[kind][2])}")
     if trainer != "trl" and "columns" in more:
         given.parser.error(f"--columns is for --for trl: {trainer} reads no other columns")
+    if given.kind is not None:
+        given.parser.error("--as is not for --export, whose KIND says what the files hold")
+    more |= {name: value for name in (*_TRAINING, "chat_template") if (value := getattr(given, name))}
     if kind in ("rm", "dpo") and {"loss_on", "messages_key"} & more.keys():
         given.parser.error("--loss-on and --messages-key are for sft and packed")
     splits = {"train": given.files} if given.files else {}

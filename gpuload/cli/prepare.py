@@ -4,9 +4,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from gpuload.cli.output import printable
 from gpuload.errors import GpuloadError, OptionError
-from gpuload.load import load
-from gpuload.options import NO_LIMIT
+from gpuload.inspect.data import load_data, open_data
 from gpuload.sources.urls import is_url, without_secrets
 
 
@@ -25,8 +25,10 @@ def template_kwargs(text: str) -> Any:
 def prepare_files(files: Sequence[str], tokenizer: Any, **options: Any) -> None:
     """Tokenizes files, unless their tokens are cached already, and prints the report.
 
+    Files hold prompts, chats or pairs, which `load`, `load_chats` and `load_pairs` (for DPO) find in the cache.
+
     Args:
-        **options: of `load`.
+        **options: as for `open_data`.
 
     Raises:
         OptionError: the cache directory is a URL.
@@ -37,15 +39,8 @@ def prepare_files(files: Sequence[str], tokenizer: Any, **options: Any) -> None:
             f"--cache-dir {without_secrets(options['cache_dir'])}: a store at a URL is filled with --ray, also on a "
             "single machine"
         )
-    prompts = load(
-        list(files),
-        tokenizer,
-        max_prompt_length=NO_LIMIT,
-        filter_overlong_prompts=False,
-        **options,
-    )
-    report = prompts.report
-    print(report)
+    report = load_data(open_data(list(files), tokenizer, trains=True, **options)).report
+    print(printable(str(report)))
     kept = {*report.from_cache, *report.into_cache}
     if missing := [name for name in report.files if name not in kept]:
         reasons = [note for note in report.notes if "not cached" in note]
@@ -66,5 +61,5 @@ def prepare_with_ray(files: Sequence[str], tokenizer: Any, store: str, address: 
     from gpuload.integrations.ray.fill import check_prepared, prepare
 
     done = prepare(list(files), tokenizer, store, address=address, **options)
-    print(done)
+    print(printable(str(done)))
     check_prepared(done)

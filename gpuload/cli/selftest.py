@@ -65,7 +65,7 @@ def _steps(build: Callable[[Reference], Engine], outcome: Outcome) -> Iterator[N
     file, folder = demo_files()
     reference = Reference(folder)
     engine = build(reference)
-    outcome.description, outcome.notes = engine.description, engine.notes
+    outcome.description, outcome.notes = engine.describe(), engine.notes
     yield
 
     with engine.loading():

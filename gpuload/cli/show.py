@@ -9,6 +9,7 @@ from typing import Any, TextIO
 import pyarrow as pa
 
 from gpuload.arrays import Ragged
+from gpuload.cli.output import printable
 from gpuload.inspect.data import Kind, Opened, encode_row, find_row, one_row, open_data
 from gpuload.inspect.roles import RoleFinder
 from gpuload.inspect.tokens import (
@@ -38,24 +39,32 @@ def show_row(
     *,
     kind: Kind | None = None,
     prompt_key: str = "prompt",
-    no_template: bool = False,
+    messages_key: str | None = None,
+    chat_template: str | None = "default",
 ) -> None:
     """Prints a row: its tokens, or its columns if there is no tokenizer.
 
     Args:
         file: a path, glob or URL.
         row: its number; a negative number counts from the end.
-        tokenizer, kind, prompt_key, no_template: as for `open_data`.
+        tokenizer, kind, prompt_key, messages_key, chat_template: as for `open_data`.
     """
     if tokenizer is None:
         source, number = find_row([source for source in open_all(file, Options()) if source.num_rows], row)
-        print(f"{source.name} row {number}")
+        print(printable(f"{source.name} row {number}"))
         for name, column in zip(source.schema.names, one_row(source.batches(), number).columns, strict=True):
             value = to_python(column.combine_chunks())[0]
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, indent=2, default=str)
-            print(f"\n{name}\n{_indented(text)}")
+            print(f"\n{printable(name)}\n{_indented(text)}")
         return
-    opened = open_data(file, tokenizer, kind=kind, prompt_key=prompt_key, no_template=no_template)
+    opened = open_data(
+        file,
+        tokenizer,
+        kind=kind,
+        prompt_key=prompt_key,
+        messages_key=messages_key,
+        chat_template=chat_template,
+    )
     source, number = find_row(opened.sources, row)
     column, ids, dropped = encode_row(opened, source, number)
     sequences = _sequences(opened, column, ids) if ids else []
@@ -85,9 +94,9 @@ def uses_color(stream: TextIO) -> bool:
 def in_terminal(row: SampleRow, color: bool) -> str:
     """A row as text. In color, tokens have the color of their role, and those with loss are underlined. Otherwise there
     is a line for each run of tokens of one role, and of tokens with or without loss."""
-    lines = [f"{row.file} row {row.number}"]
+    lines = [printable(f"{row.file} row {row.number}")]
     if row.dropped is not None:
-        lines.append(f"dropped: {row.dropped}")
+        lines.append(printable(f"dropped: {row.dropped}"))
     for sequence in row.sequences:
         tokens = sequence.tokens
         with_loss = sum(bool(token.loss) for token in tokens)
@@ -106,7 +115,7 @@ def _plain(tokens: list[Token]) -> list[str]:
     for token in tokens:
         run = (token.role, token.loss)
         if run != before:
-            lines.append(f"{token.role or 'unknown role'}{', loss' if token.loss else ''}")
+            lines.append(printable(f"{token.role or 'unknown role'}{', loss' if token.loss else ''}"))
             lines.append("  ")
         elif len(lines[-1]) > 100:
             lines.append("  ")
@@ -132,7 +141,7 @@ def _colored(tokens: list[Token]) -> str:
 
 def _legend(tokens: list[Token]) -> str:
     roles = dict.fromkeys(token.role for token in tokens)
-    words = [f"\033[{_color(role)}m{role or 'unknown role'}\033[0m" for role in roles]
+    words = [f"\033[{_color(role)}m{printable(role or 'unknown role')}\033[0m" for role in roles]
     return "  ".join([*words, "\033[4mloss\033[0m", "\033[1mspecial token\033[0m"])
 
 

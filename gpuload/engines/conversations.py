@@ -1,15 +1,14 @@
-"""A column of conversations, flattened, and its rows grouped by shape; on NumPy or CuPy arrays.
+"""A column of conversations, flattened; on NumPy or CuPy arrays.
 
 Arrow and cuDF keep conversations as list<struct<role, content, ...>>: fields in any order, strings large or small,
-plain or dictionary-encoded, null at any level, sliced anywhere. Everything after this module sees one layout: the
-messages of all rows one after the other, and each field a column over them.
-
-A compiled template has one tree per *shape*, a conversation's roles and which fields its messages have. Rows are
-grouped by a hash of their shape, and only one example row of each group, and the few invalid rows, are looked at in
-Python. The work per text (UTF-8 validation, hashes) is the engine's, see `protocol.TextOperations`.
+plain or dictionary-encoded, null at any level, sliced anywhere. A prompt and its completion are two such columns, with
+fields of their own, and JSON has any keys in any message. Everything after this module sees one layout: the messages of
+all rows one after the other, each field a column over them, and which keys each message has.
 """
 
-from collections.abc import Callable
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,16 +16,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gpuload.arrays import Array, on_host
+from gpuload.arrays import Array, offsets_of, ranges
 from gpuload.engines.protocol import TextColumn, TextOperations
-from gpuload.sources.types import is_list, is_messages, is_text
-from gpuload.template.program import EMPTY_LIST, TEXT, Shape
+from gpuload.sources.types import as_json, is_list, is_messages, is_text
+from gpuload.template.program import TEXT, Shape
 
 NULL, TEXTS, EMPTY, OTHER = range(4)
 """What one field of one message holds, as far as shapes are concerned: null, a text, an empty list, anything else."""
-
-_KIND_BITS = 2  # one of those four takes two bits of a message's code
-_MOST_CODES = 1 << 60  # beyond this, another field could overflow a 64-bit code
 
 Fetch = Callable[[np.ndarray[Any, Any]], pa.Array]
 """(k,) row numbers → those rows as an Arrow array in host memory."""
@@ -39,8 +35,9 @@ class Field:
     Attributes:
         name: as in the file.
         kind: (m,) int64, `NULL`, `TEXTS`, `EMPTY` or `OTHER`.
-        texts: m texts, for a field of strings.
-        type_name: for messages about a field that holds something else: "a list", "a struct", "int64" ...
+        texts: m texts, for a field of which some value may be one.
+        type_name: for messages about a value that is something else: "a list", "a struct", "int64" ... Empty for a
+            field of strings.
     """
 
     name: str
@@ -61,6 +58,11 @@ class Conversations:
         present: (m,) bool, false where a message is null.
         fields: in the struct's order.
         fetch: row numbers → those rows as an Arrow array in host memory.
+        keys: where messages have different keys, each distinct list of them, in their order. None: each message has
+            all fields.
+        keyed: (m,) int64, the number in `keys` of each message's list. A field that is not in it is `NULL`.
+        rejected: row → why no prompt can be made of it, where that is known already.
+        by_reference: row → why transformers must render it, where that is known already.
     """
 
     ops: TextOperations
@@ -70,6 +72,10 @@ class Conversations:
     present: Array
     fields: list[Field]
     fetch: Fetch
+    keys: Sequence[tuple[str, ...]] | None = None
+    keyed: Array | None = None
+    rejected: Mapping[int, str] = field(default_factory=dict)
+    by_reference: Mapping[int, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.first)
@@ -86,7 +92,17 @@ class Conversations:
             valid, first, count = self.valid[at], self.first[at], self.count[at]
         fetch = self.fetch
         return Conversations(
-            self.ops, valid, first, count, self.present, self.fields, lambda some: fetch(numbers[some])
+            self.ops,
+            valid,
+            first,
+            count,
+            self.present,
+            self.fields,
+            lambda some: fetch(numbers[some]),
+            self.keys,
+            self.keyed,
+            _of_rows(self.rejected, numbers),
+            _of_rows(self.by_reference, numbers),
         )
 
     def to_arrow(self, rows: Array) -> pa.Array:
@@ -114,197 +130,104 @@ class Conversations:
         }
 
 
-# -- rows by shape ---------------------------------------------------------------------------------------------------
+# -- from Arrow and from JSON ----------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class Grouped:
-    """The rows of a column, by what is to be done with them.
-
-    Attributes:
-        groups: (shape, ascending row numbers), the largest group first.
-        rejected: row → why no prompt can be made of it.
-        by_reference: row → why it fits no shape and must be rendered by transformers.
-    """
-
-    groups: list[tuple[Shape, Array]] = field(default_factory=list)
-    rejected: dict[int, str] = field(default_factory=dict)
-    by_reference: dict[int, str] = field(default_factory=dict)
+def _of_rows(reasons: Mapping[int, str], rows: Array) -> dict[int, str]:
+    """The reasons of some rows, by their places among these."""
+    return {at: reasons[row] for at, row in enumerate(rows.tolist()) if row in reasons}
 
 
-Reason = Callable[[int, int], str | None]
-"""Message number among all messages, and in its row → the reason to record for its row, or None."""
+def joined(*parts: pa.Array) -> pa.StructArray:
+    """Columns of messages as one column of conversations: in each row the messages of all parts, with the keys that
+    they have in their part. A row is null if one of its parts is."""
+    return pa.StructArray.from_arrays(list(parts), [str(number) for number in range(len(parts))])
 
 
-def group(column: Conversations) -> Grouped:
-    """Groups the rows of a column by shape."""
-    ops, found = column.ops, Grouped()
-    names = [one.name for one in column.fields]
-    if len(set(names)) < len(names):
-        found.by_reference = dict.fromkeys(range(len(column)), "messages have two fields with the same name")
-        return found
-    role = next((one for one in column.fields if one.name == "role" and one.texts is not None), None)
-    codes, roles = _roles(column, role, found)
-    for one in column.fields:
-        if one is role:
-            continue
-        if one.texts is None:
-            _record(column, one.kind == OTHER, found.by_reference, _not_text(one))
-        else:
-            _record(column, ops.not_utf8(one.texts) & (one.kind == TEXTS), found.rejected, _not_utf8(column, one))
-    _reject_incomplete(column, found)
-    _group(column, role, codes, roles, found)
-    return found
-
-
-def _roles(column: Conversations, role: Field | None, found: Grouped) -> tuple[Array, list[str]]:
-    """(m,) each message's role as a number from 1, 0 for none; and the distinct roles."""
-    ops, xp = column.ops, column.ops.xp
-    if role is None or role.texts is None or not len(role.kind):
-        return xp.zeros(len(column.present), np.int64), []
-    example, number, stray = ops.distinct(role.texts)
-    present = role.kind == TEXTS
-    names: list[str] = []
-    for i, raw in enumerate(ops.bytes_at(role.texts, on_host(example).tolist())):
-        here = present & (number == i)
-        try:
-            names.append(raw.decode())
-        except UnicodeDecodeError:
-            names.append("")
-            _record(column, here, found.rejected, _not_utf8(column, role))
-        if names[-1] in (TEXT, EMPTY_LIST):
-            _record(column, here, found.by_reference, lambda *_: "a role equals one of the compiler's internal markers")
-    _record(column, present & stray, found.by_reference, lambda *_: "the hashes of two roles collide")
-    return xp.where(present, number + 1, 0), names
-
-
-def _not_text(one: Field) -> Reason:
-    return lambda message, number: f"message field {one.name!r} is {one.type_name}, not text"
-
-
-def _not_utf8(column: Conversations, one: Field) -> Reason:
-    def reason(message: int, number: int) -> str | None:
-        assert one.texts is not None
-        try:
-            column.ops.bytes_at(one.texts, [message])[0].decode()
-        except UnicodeDecodeError as error:
-            return f"{one.name} of message {number} is not valid UTF-8 (byte {error.start})"
-        return None
-
-    return reason
-
-
-def _reject_incomplete(column: Conversations, found: Grouped) -> None:
-    """Rejects rows that are null or empty, and rows with a message that is null or has no content."""
-    xp = column.ops.xp
-    for row in on_host(xp.flatnonzero(column.count == 0)).tolist():
-        found.rejected.setdefault(row, "prompt is an empty list")
-    _record(column, ~column.present, found.rejected, lambda message, number: f"message {number} is null")
-    by_name = {one.name: one for one in column.fields}
-    if "content" in by_name:
-        missing = (by_name["content"].kind == NULL) & column.present
-        if "tool_calls" in by_name:  # an assistant's message may hold calls and no content
-            missing &= by_name["tool_calls"].kind != OTHER
-        _record(column, missing, found.rejected, lambda message, number: f"content of message {number} is null")
-    for row in on_host(xp.flatnonzero(~column.valid)).tolist():
-        found.rejected[row] = "prompt is null"
-
-
-def _record(column: Conversations, messages: Array, into: dict[int, str], reason: Reason) -> None:
-    """Records a reason for every row with one of the given messages, unless it has one already.
-
-    Args:
-        messages: (m,) bool; the first such message of a row gives the reason.
-    """
-    xp = column.ops.xp
-    found = xp.flatnonzero(messages)
-    if not len(found):
-        return
-    # The row of a message is the last one that begins at or before it. After `take`, not every message is in a row.
-    rows = xp.searchsorted(column.first, found, side="right") - 1
-    numbers = found - column.first[rows]
-    inside = (rows >= 0) & (numbers < column.count[rows])
-    for message, row, number in zip(*(on_host(a[inside]).tolist() for a in (found, rows, numbers)), strict=True):
-        if row not in into and (why := reason(message, number)) is not None:
-            into[row] = why
-
-
-def _group(column: Conversations, role: Field | None, codes: Array, roles: list[str], found: Grouped) -> None:
-    ops, xp = column.ops, column.ops.xp
-    kept = xp.ones(len(column), bool)
-    if out := sorted({*found.rejected, *found.by_reference}):
-        kept[xp.asarray(np.array(out, np.int64))] = False
-    rows = xp.flatnonzero(kept)
-    if not len(rows):
-        return
-    # A message's code is its role's number, followed by two bits for the kind of each other field.
-    code, bound = codes, len(roles) + 1
-    for one in column.fields:
-        if one is not role:
-            if bound > _MOST_CODES:  # many fields: renumber the codes that occur, to stay within 64 bits
-                values, code = xp.unique(code, return_inverse=True)
-                bound = len(values)
-            code, bound = (code << _KIND_BITS) + one.kind, bound << _KIND_BITS
-    code = code.astype(np.int64, copy=False)
-    first, count = column.first[rows], column.count[rows]
-    hashes = ops.shape_hashes(first, count, code)
-    _, example, number = xp.unique(hashes, return_index=True, return_inverse=True)
-    example, number = example.astype(np.int64, copy=False), number.astype(np.int64, copy=False)
-    # Equal hashes are only likely to be equal shapes: every row is compared with its group's example.
-    same = ops.same_shapes(first, count, code, example[number])
-    for row in on_host(rows[~same]).tolist():
-        found.by_reference[row] = "the hashes of two conversation shapes collide"
-    order = xp.argsort(number, kind="stable")  # stable: the rows of a group stay in ascending order
-    order = order[same[order]]
-    sizes = on_host(xp.bincount(number[same], minlength=len(example)))
-    examples, bounds = on_host(rows[example]), np.concatenate([[0], np.cumsum(sizes)])
-    for i in np.argsort(-sizes, kind="stable").tolist():
-        if sizes[i]:
-            members = rows[order[bounds[i] : bounds[i + 1]]]
-            found.groups.append((_shape(column, role, codes, roles, int(examples[i])), members))
-
-
-def _shape(column: Conversations, role: Field | None, codes: Array, roles: list[str], row: int) -> Shape:
-    low = int(column.first[row])
-    high = low + int(column.count[row])
-    values = (None, TEXT, EMPTY_LIST)
-    by_field: list[list[tuple[str, str | None]]] = []
-    for one in column.fields:
-        if one is role:
-            numbers = on_host(codes[low:high]).tolist()
-            by_field.append([("role", roles[number - 1] if number else None) for number in numbers])
-        else:
-            by_field.append([(one.name, values[kind]) for kind in on_host(one.kind[low:high]).tolist()])
-    return tuple(zip(*by_field, strict=True))
-
-
-# -- from Arrow ------------------------------------------------------------------------------------------------------
+def row_messages(value: Any) -> list[Any]:
+    """The messages of a row of a column that `from_arrow` or `from_rows` takes, as a Python object."""
+    return list(itertools.chain(*value.values())) if isinstance(value, dict) else list(value)
 
 
 def from_arrow(ops: TextOperations, prompts: pa.Array) -> Conversations:
-    """A column in host memory: zero-copy for the host engine, copied once for a device.
+    """A column in host memory: zero-copy for the host engine, copied once for a device. Texts of `joined` columns are
+    copied once more.
 
     Args:
-        prompts: (n,) list<struct>, large or not, sliced or not.
+        prompts: (n,) list<struct>, large or not, sliced or not; or what `joined` makes of several of them.
 
     Raises:
         TypeError: `prompts` has another type.
     """
     xp, kind = ops.xp, prompts.type
-    if not is_messages(kind):
+    columns = [prompts.field(i) for i in range(kind.num_fields)] if pa.types.is_struct(kind) else [prompts]
+    if not columns or not all(is_messages(each.type) for each in columns):
         raise TypeError(f"expected a column of conversations, list<struct<role, content>>, not {kind}")
-    bounds = prompts.offsets.to_numpy().astype(np.int64)
-    structs = prompts.values.slice(int(bounds[0]), int(bounds[-1] - bounds[0]))
-    present = _mask(structs)
-    fields = [_field(ops, one.name, structs.field(i), present) for i, one in enumerate(kind.value_type)]
+    valid = np.logical_and.reduce([_mask(each) for each in columns])
+    bounds = [each.offsets.to_numpy().astype(np.int64) for each in columns]
+    parts = [
+        each.values.slice(int(ends[0]), int(ends[-1] - ends[0])) for each, ends in zip(columns, bounds, strict=True)
+    ]
+    if len(parts) == 1:
+        order, count, first = None, np.diff(bounds[0]), bounds[0][:-1] - bounds[0][0]
+    else:
+        before = offsets_of(np.array([len(part) for part in parts], np.int64))
+        counts = np.stack([np.where(valid, np.diff(ends), 0) for ends in bounds], axis=1)
+        starts = np.stack([ends[:-1] - ends[0] + low for ends, low in zip(bounds, before, strict=False)], axis=1)
+        order = ranges(starts.ravel(), counts.ravel(), offsets_of(counts.ravel()))
+        count, first = counts.sum(axis=1), offsets_of(counts.sum(axis=1))[:-1]
+    present = [_mask(part) for part in parts]
+    names = [tuple(one.name for one in part.type) for part in parts]
+    keys = list(dict.fromkeys(names))
+    keyed = np.repeat([keys.index(each) for each in names], [len(part) for part in parts]).astype(np.int64)
     return Conversations(
         ops,
-        xp.asarray(_mask(prompts)),
-        xp.asarray(bounds[:-1] - bounds[0]),
-        xp.asarray(np.diff(bounds)),
-        xp.asarray(present),
-        fields,
+        xp.asarray(valid),
+        xp.asarray(first),
+        xp.asarray(count),
+        xp.asarray(_ordered(present, order)),
+        _fields(ops, parts, present, order),
         lambda rows: prompts.take(pa.array(rows, pa.int64())),
+        keys if len(keys) > 1 else None,
+        xp.asarray(_ordered([keyed], order)) if len(keys) > 1 else None,
+    )
+
+
+MOST_KEYS = 64
+"""Rows with a key that is not among the most frequent ones of a column of JSON are rendered by transformers."""
+
+
+def from_rows(ops: TextOperations, rows: Sequence[Any], rejected: Mapping[int, str]) -> Conversations:
+    """Conversations as Python objects, from JSON. Each message keeps its keys.
+
+    Args:
+        rows: (n,) lists of messages, which are dicts; anything where a row is rejected.
+        rejected: row → why no prompt can be made of it.
+    """
+    xp = ops.xp
+    messages = [message for number, row in enumerate(rows) if number not in rejected for message in row]
+    count = np.array([0 if number in rejected else len(row) for number, row in enumerate(rows)], np.int64)
+    lists: dict[tuple[str, ...], int] = {}
+    keyed = np.array([lists.setdefault(tuple(message), len(lists)) for message in messages], np.int64)
+    frequency = Counter(name for names in lists for name in names)
+    names = [name for name, _ in frequency.most_common(MOST_KEYS)]
+    rare = np.array([not set(some) <= set(names) for some in lists], bool)
+    by_reference = {}
+    if rare.any():
+        at = np.repeat(np.arange(len(rows)), count)[rare[keyed]]
+        by_reference = dict.fromkeys(at.tolist(), f"messages have more than {MOST_KEYS} different keys")
+    return Conversations(
+        ops,
+        xp.asarray(np.ones(len(rows), bool)),
+        xp.asarray(offsets_of(count)[:-1]),
+        xp.asarray(count),
+        xp.asarray(np.ones(len(messages), bool)),
+        [_field_of_objects(ops, name, [message.get(name) for message in messages]) for name in names],
+        lambda some: as_json([rows[row] for row in some.tolist()]),
+        list(lists),
+        xp.asarray(keyed),
+        rejected,
+        by_reference,
     )
 
 
@@ -330,21 +253,95 @@ def from_texts(ops: TextOperations, texts: TextColumn, valid: Array, fetch: Fetc
     )
 
 
-def _field(ops: TextOperations, name: str, values: pa.Array, present: Array) -> Field:
-    xp, kind = ops.xp, values.type
-    valid = _mask(values) & present
+def _fields(
+    ops: TextOperations, parts: Sequence[pa.Array], present: Sequence[Array], order: Array | None
+) -> list[Field]:
+    """The fields of messages that are in several arrays of structs.
+
+    Args:
+        present: for each of them, (k,) bool, false where a message is null.
+        order: (m,) the messages, numbered over all of them; None if there is one, in order.
+    """
+    names = [[one.name for one in part.type] for part in parts]
+    if any(len(set(some)) < len(some) for some in names):  # as_py of such a row is an error
+        return [Field(name, ops.xp.zeros(0, np.int64)) for some in names for name in some]
+    made = []
+    for name in dict.fromkeys(itertools.chain(*names)):
+        found = [
+            _field(part.field(name), there) if name in some else (np.zeros(len(part), np.int64), None, "")
+            for part, there, some in zip(parts, present, names, strict=True)
+        ]
+        kinds, texts, words = zip(*found, strict=True)
+        column = None
+        if any(each is not None for each in texts):
+            columns = [each or _no_texts(len(kind)) for each, kind in zip(texts, kinds, strict=True)]
+            low = offsets_of(np.array([len(each.data) for each in columns], np.int64))
+            column = TextColumn(
+                ops.xp.asarray(_ordered([each.data for each in columns], None)),
+                ops.xp.asarray(_ordered([each.start + at for each, at in zip(columns, low, strict=False)], order)),
+                ops.xp.asarray(_ordered([each.length for each in columns], order)),
+            )
+        kind = ops.xp.asarray(_ordered(kinds, order))
+        made.append(Field(name, kind, column, next(filter(None, words), "")))
+    return made
+
+
+def _field(values: pa.Array, present: Array) -> tuple[Array, TextColumn | None, str]:
+    """What a field of k messages holds, its texts if it has any, and its type in words if it is another one."""
+    kind, valid = values.type, _mask(values) & present
     if is_text(kind):
         texts = text_column(values.cast(pa.large_string()))
-        length = xp.asarray(np.where(valid, texts.length, 0))
-        column = TextColumn(xp.asarray(texts.data), xp.asarray(texts.start), length)
-        return Field(name, xp.asarray(np.where(valid, TEXTS, NULL)), column)
+        column = TextColumn(texts.data, texts.start, np.where(valid, texts.length, 0))
+        return np.where(valid, TEXTS, NULL), column, ""
     if pa.types.is_null(kind):
-        return Field(name, xp.zeros(len(values), np.int64))
+        return np.zeros(len(values), np.int64), None, ""
     kinds = np.where(valid, OTHER, NULL)
     if is_list(kind):
         lengths = pc.fill_null(pc.list_value_length(values), -1).to_numpy(zero_copy_only=False)
         kinds[valid & (lengths == 0)] = EMPTY
-    return Field(name, xp.asarray(kinds), None, type_name(kind))
+    return kinds, None, type_name(kind)
+
+
+def _field_of_objects(ops: TextOperations, name: str, values: Sequence[Any]) -> Field:
+    """A field of m messages whose values are Python objects; None where a message has no such key."""
+    texts = [value if isinstance(value, str) else None for value in values]
+    try:
+        column = pa.array(texts, pa.large_string())
+    except UnicodeEncodeError:  # a lone surrogate: transformers decides what becomes of it
+        texts = [text if text is not None and _is_unicode(text) else None for text in texts]
+        column = pa.array(texts, pa.large_string())
+    kinds = np.full(len(values), TEXTS)
+    for at in np.flatnonzero(np.asarray(column.is_null())).tolist():
+        kinds[at] = NULL if values[at] is None else EMPTY if values[at] == [] else OTHER
+    others = np.flatnonzero(kinds == OTHER)
+    view = text_column(column)
+    on_device = TextColumn(*(ops.xp.asarray(each) for each in (view.data, view.start, view.length)))
+    word = _object_name(values[int(others[0])]) if len(others) else ""
+    return Field(name, ops.xp.asarray(kinds), on_device if column.null_count < len(column) else None, word)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _object_name(value: Any) -> str:
+    """A JSON value in words, as `type_name`."""
+    names: dict[type, str] = {list: "a list", dict: "a struct", str: "a text with a lone surrogate"}
+    return names.get(type(value)) or type(value).__name__
+
+
+def _no_texts(count: int) -> TextColumn:
+    return TextColumn(np.zeros(0, np.uint8), np.zeros(count, np.int64), np.zeros(count, np.int64))
+
+
+def _ordered(arrays: Sequence[Array], order: Array | None) -> Array:
+    """Arrays one after the other, in some order."""
+    whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    return whole if order is None else whole[order]
 
 
 def text_column(texts: pa.LargeStringArray) -> TextColumn:

@@ -9,7 +9,8 @@
 `load.py` connects the stages and knows nothing else about the machine. There are two engines, `host/` and `device/`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -130,47 +131,100 @@ class ArrowPrompts:
 
 @dataclass(kw_only=True, eq=False)
 class RowCounts:
-    """What became of n prompts when they were rendered.
+    """How n prompts were rendered.
 
     Attributes:
         rejected: row → why no prompt can be made of it.
-        compiled_rows: rows rendered by the compiled template.
-        reference_rows: rows rendered by transformers, one by one.
+        compiled_rows: rows rendered by the compiled template, or taken as plain text.
         reasons: why rows were rendered by transformers → how many.
+        reference_seconds: the time that those took.
         control_rows: rows whose messages contain the text of a control token.
     """
 
     rejected: dict[int, str] = field(default_factory=dict)
     compiled_rows: int = 0
-    reference_rows: int = 0
-    control_rows: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
+    reference_seconds: float = 0.0
+    control_rows: int = 0
+
+    @property
+    def reference_rows(self) -> int:
+        """Rows rendered by transformers, one by one."""
+        return sum(self.reasons.values())
+
+    def add_counts(self, other: "RowCounts | RenderedRows") -> None:
+        """Adds how further rows were rendered, but not which of them were rejected."""
+        self.compiled_rows += other.compiled_rows
+        self.reference_seconds += other.reference_seconds
+        self.control_rows += other.control_rows
+        for reason, count in other.reasons.items():
+            self.reasons[reason] = self.reasons.get(reason, 0) + count
+
+
+@dataclass(kw_only=True, eq=False)
+class RenderedRows:
+    """What became of each of n prompts when they were rendered. Every row that is in neither dict was rendered by the
+    compiled template, or taken as plain text: so no row is counted twice, and none is missing.
+
+    Attributes:
+        rejected: row → why no prompt can be made of it.
+        by_reference: row → why it was given to transformers; some of these rows may be rejected.
+        reference_seconds: the time that those took.
+        control_rows: rows whose messages contain the text of a control token.
+    """
+
+    rejected: dict[int, str] = field(default_factory=dict)
+    by_reference: dict[int, str] = field(default_factory=dict)
+    reference_seconds: float = 0.0
+    control_rows: int = 0
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Why rows were rendered by transformers → how many, the most frequent first."""
+        rendered = Counter(why for row, why in self.by_reference.items() if row not in self.rejected)
+        return dict(rendered.most_common())
+
+    @property
+    def reference_rows(self) -> int:
+        """Rows rendered by transformers, one by one."""
+        return sum(self.reasons.values())
+
+    @property
+    def compiled_rows(self) -> int:
+        """Rows rendered by the compiled template, or taken as plain text."""
+        return len(self) - len(self.rejected) - self.reference_rows
 
     def counts(self) -> dict[str, Any]:
-        """The attributes of this class, as keyword arguments of a subclass."""
-        names = ("rejected", "compiled_rows", "reference_rows", "control_rows", "reasons")
+        """The attributes of a `RowCounts`, as keyword arguments."""
+        names = ("rejected", "compiled_rows", "reasons", "reference_seconds", "control_rows")
         return {name: getattr(self, name) for name in names}
 
-    def add(self, other: "RowCounts", first_row: int) -> None:
+    def reject(self, rejected: Mapping[int, str]) -> None:
+        """Rejects further rows, for reasons that come before others."""
+        self.rejected = {**self.rejected, **rejected}
+
+    def fates(self) -> dict[str, Any]:
+        """The attributes of this class, as keyword arguments of a subclass."""
+        names = ("rejected", "by_reference", "reference_seconds", "control_rows")
+        return {name: getattr(self, name) for name in names}
+
+    def add(self, other: "RenderedRows", first_row: int) -> None:
         """Adds further rows.
 
         Args:
             first_row: the number that the other's row 0 has here.
         """
         self.rejected.update((first_row + row, reason) for row, reason in other.rejected.items())
-        self.add_counts(other)
-
-    def add_counts(self, other: "RowCounts") -> None:
-        """Adds how further rows were rendered, but not which of them were rejected."""
-        self.compiled_rows += other.compiled_rows
-        self.reference_rows += other.reference_rows
+        self.by_reference.update((first_row + row, reason) for row, reason in other.by_reference.items())
+        self.reference_seconds += other.reference_seconds
         self.control_rows += other.control_rows
-        for reason, count in other.reasons.items():
-            self.reasons[reason] = self.reasons.get(reason, 0) + count
 
 
 class RenderedText(Protocol):
-    """n prompts as text, in host or device memory. A `RowCounts` too; the text of a rejected row is empty or null."""
+    """n prompts as text, in host or device memory; a `RenderedRows` too. A rejected row's text is empty or null."""
 
     rejected: dict[int, str]
 
@@ -207,22 +261,30 @@ class Tokenized(RowCounts):
         return len(self.ids)
 
     def take(self, rows: np.ndarray[Any, Any]) -> "Tokenized":
-        """(k,) ascending row numbers → those rows. How they were rendered is counted only if the template compiled for
-        all n rows; otherwise it is not known of single rows."""
+        """(k,) ascending row numbers → those rows. How they were rendered is counted if it is known of single rows, see
+        `rendering_of`."""
         rejected, invalid = (
             {at: found[row] for at, row in enumerate(rows.tolist()) if row in found}
             for found in (self.rejected, self.invalid or {})
         )
-        all_compiled = self.compiled_rows == len(self) - len(self.rejected)
         sizes = self.text_sizes[rows]
         return Tokenized(
             ids=self.ids.take(rows),
             text_sizes=sizes,
             text_nbytes=int(sizes.sum()),
             rejected=rejected,
-            compiled_rows=len(rows) - len(rejected) if all_compiled else 0,
             invalid=None if self.invalid is None else invalid,
+            **(self.rendering_of(len(rows) - len(rejected)) or {}),
         )
+
+    def rendering_of(self, rows: int) -> dict[str, Any] | None:
+        """How some of the rows that were not rejected were rendered, as keyword arguments; None if it is not known of
+        single rows, because all n rows were not rendered in one way."""
+        if not self.reasons:
+            return {"compiled_rows": rows}
+        if not self.compiled_rows and len(self.reasons) == 1:
+            return {"reasons": dict.fromkeys(self.reasons, rows) if rows else {}}
+        return None
 
 
 # -- the engine ------------------------------------------------------------------------------------------------------
@@ -279,8 +341,8 @@ class Engine(Protocol):
         name: "cpu" or "cuda".
         device: where batches are made.
         host: the engine that takes over where this one fails: that of the host, maybe itself.
-        description: one line for the report: what renders and what encodes. Asking may build the encoder.
         notes: lines for the report: why a faster way is not used. Asking may build the encoder.
+        counts: what the engine has counted for the report, in words → how many.
     """
 
     name: str
@@ -290,10 +352,17 @@ class Engine(Protocol):
     def host(self) -> "Engine": ...
 
     @property
-    def description(self) -> str: ...
+    def notes(self) -> tuple[str, ...]: ...
 
     @property
-    def notes(self) -> tuple[str, ...]: ...
+    def counts(self) -> dict[str, int]: ...
+
+    def describe(self, compiled: bool = True) -> str:
+        """One line for the report: what renders and what encodes. Asking may build the encoder.
+
+        Args:
+            compiled: whether the compiled template has rendered any row, as far as there is one.
+        """
 
     def loading(self) -> AbstractContextManager[Any]:
         """Surrounds the stages of one load: memory allocated inside is released at its end."""

@@ -1,6 +1,6 @@
 """A compiled template applied to a column of conversations: which row is made of which segments.
 
-    1. group rows by shape                                                            (`conversations.py`)
+    1. group rows by shape                                                            (`shapes.py`)
     2. send each group down its shape's tree; a predicate is answered for all messages at once
     3. where rows reach a place that no row has reached before, trace the template on one of them
     4. render the rows that cannot be compiled with transformers, one by one
@@ -9,16 +9,19 @@ The result, a list of paths with their rows, is the same for every engine. Writi
 `host/render.py` and `device/render.py`.
 """
 
-from collections import Counter
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from gpuload.arrays import Array, offsets_of, on_host
-from gpuload.engines.conversations import Conversations, group
+from gpuload.engines.conversations import Conversations, row_messages
 from gpuload.engines.protocol import TextColumn
+from gpuload.engines.shapes import group
+from gpuload.reference.reference import problem
 from gpuload.reference.template_call import rejection
+from gpuload.sources.columns import to_python
 from gpuload.template.compiler import ChatProgram
 from gpuload.template.program import (
     Branch,
@@ -51,7 +54,8 @@ class Walk:
         texts: row → the text that transformers rendered, UTF-8.
         answers: row → start and end of each part with loss in that text, in bytes; empty if the program has none.
         rejected: row → why no prompt can be made of it.
-        reasons: why rows were rendered by transformers → how many.
+        by_reference: row → why it was given to transformers.
+        reference_seconds: the time that those rows took.
         control_rows: how many rows contain the text of a control token.
     """
 
@@ -77,18 +81,19 @@ class Walk:
                 else:
                     by_reference.update(dict.fromkeys(on_host(some).tolist(), leaf.reason))
         self._with_control = self._find_control_tokens()
-        self._render_by_reference(dict(sorted(by_reference.items())))
+        self.by_reference = dict(sorted(by_reference.items()))
+        started = time.perf_counter()
+        self._render_by_reference(self.by_reference)
+        self.reference_seconds = time.perf_counter() - started if by_reference else 0.0
         self.control_rows = int(self._with_control.sum())
-        self.reasons = dict(Counter(by_reference.values()).most_common())
 
-    def counts(self) -> dict[str, Any]:
-        """What became of the rows, as keyword arguments of a `RowCounts`."""
+    def fates(self) -> dict[str, Any]:
+        """What became of the rows, as keyword arguments of a `RenderedRows`."""
         return {
             "rejected": dict(sorted(self.rejected.items())),
-            "compiled_rows": sum(len(rows) for _, rows in self.paths),
-            "reference_rows": len(self.texts),
+            "by_reference": self.by_reference,
+            "reference_seconds": self.reference_seconds,
             "control_rows": self.control_rows,
-            "reasons": self.reasons,
         }
 
     def column(self, name: str, operations: Operations = ()) -> TextColumn:
@@ -167,7 +172,10 @@ class Walk:
         with self._program.call.clock_stopped():
             for at, (row, reason) in enumerate(reasons.items()):
                 try:
-                    messages = prompts[at].as_py()
+                    messages = row_messages(to_python(prompts.slice(at, 1))[0])
+                    if why_not := problem(messages):
+                        self.rejected[row] = why_not
+                        continue
                     # Fields that are not columns of text are searched here.
                     self._with_control[row] |= self._program.call.control.found_in(messages)
                     text = self._program.render(messages, reason)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from gpuload.chats.engine import ChatEngine
-from gpuload.chats.formats import Format, find_format
+from gpuload.chats.formats import Format, find_format, one_format
 from gpuload.chats.load import load_opened, open_chats, without_answer
 from gpuload.chats.reference import ChatReference
 from gpuload.dataset import PromptDataset
@@ -15,14 +15,14 @@ from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.protocol import ArrowPrompts
 from gpuload.errors import DataError, OptionError
 from gpuload.load import load_sources, reference_of
-from gpuload.options import NO_LIMIT, Options
+from gpuload.options import NO_LIMIT, LossOn, Options
 from gpuload.pairs.engine import PairEngine
 from gpuload.pairs.load import PairMaker, load_opened_pairs, open_pairs, useless_rows
 from gpuload.pairs.reference import PairReference
 from gpuload.reference.reference import Reference
-from gpuload.sources.columns import to_python
+from gpuload.sources.columns import invalid_rows, to_python
 from gpuload.sources.open import open_all
-from gpuload.sources.read import Source, check_prompts, invalid_rows, with_prompts
+from gpuload.sources.read import Source, check_prompts, with_prompts
 
 Kind = Literal["prompts", "chats", "pairs"]
 
@@ -55,8 +55,11 @@ def open_data(
     *,
     kind: Kind | None = None,
     prompt_key: str = "prompt",
-    max_samples: int = -1,
-    no_template: bool = False,
+    messages_key: str | None = None,
+    format: str | None = None,
+    loss_on: LossOn | None = None,
+    trains: bool = False,
+    **options: Any,
 ) -> Opened:
     """Opens files and a tokenizer.
 
@@ -64,36 +67,34 @@ def open_data(
         files, tokenizer: as for `load`.
         kind: what the files hold; None: found by their columns.
         prompt_key: the column with prompts.
-        max_samples: take at most this many rows; -1 for all.
-        no_template: prompts are plain strings.
+        messages_key, format, loss_on: of chats, as for `load_chats`.
+        trains: raise an error for data on which nobody trains without a decision, as `load_chats` does.
+        **options: of a load.
 
     Raises:
         GpuloadError: as `load` and `load_chats`; or the files hold different things.
     """
-    options = Options(
-        prompt_key=prompt_key,
-        max_samples=max_samples,
-        max_prompt_length=NO_LIMIT,
-        filter_overlong_prompts=False,
-        chat_template=None if no_template else "default",
-    )
-    opened = [source for source in open_all(files, options) if source.num_rows]
-    kind = kind or _kind_of_all(opened, prompt_key)
+    given = {**options, "max_prompt_length": NO_LIMIT, "filter_overlong_prompts": False}
+    parsed = Options.parse({**given, "prompt_key": prompt_key})
+    opened = [source for source in open_all(files, parsed) if source.num_rows]
+    kind = kind or _kind_of_all(opened, prompt_key, messages_key)
     if kind == "prompts":
         for source in opened:
             check_prompts(source, prompt_key)
-        return Opened(kind, opened, reference_of(tokenizer, options), options)
-    if no_template:
+        return Opened(kind, opened, reference_of(tokenizer, parsed), parsed)
+    if parsed.chat_template is None:
         raise OptionError("--no-template is for prompts: conversations are rendered by a chat template. Remove it")
-    options = Options(
-        prompt_key="messages" if kind == "chats" else _PAIR["prompt"],
-        max_samples=max_samples,
-        max_prompt_length=NO_LIMIT,
-        device="cpu",
-    )
-    if kind == "chats":
-        return Opened(kind, *open_chats(opened, tokenizer, options))
-    return Opened(kind, *open_pairs(opened, tokenizer, options, "dpo", None, _PAIR))
+    if parsed.return_raw_chat:
+        raise OptionError("--return-raw-chat is for prompts: rows to train on have no messages. Remove it")
+    given = {"device": "auto" if trains else "cpu"} | given | {"filter_overlong_prompts": True}
+    if kind == "pairs":
+        parsed = Options.parse({**given, "prompt_key": _PAIR["prompt"], "store": "memory"})
+        return Opened(kind, *open_pairs(opened, tokenizer, parsed, "dpo", format, _PAIR))
+    parsed = Options.parse({**given, "prompt_key": messages_key or "messages"})
+    if format is None and not trains:  # a load asks for it if the answers of some rows are bad ones
+        found = {each.name: find_format(each.schema, each.name, key=messages_key).name for each in opened}
+        format = one_format(found)
+    return Opened(kind, *open_chats(opened, tokenizer, parsed, format, messages_key, loss_on))
 
 
 def load_data(opened: Opened) -> PromptDataset:
@@ -108,11 +109,13 @@ def load_data(opened: Opened) -> PromptDataset:
     return load_sources(opened.sources, opened.reference, opened.options)
 
 
-def kind_of(source: Source, prompt_key: str) -> Kind:
+def kind_of(source: Source, prompt_key: str, messages_key: str | None = None) -> Kind:
     """What a file holds, by its columns: pairs if it has chosen and rejected completions; else prompts if it has their
     column and no completions; else chats if it has a format of theirs; else prompts, whose column is missing."""
     if {_PAIR["chosen"], _PAIR["rejected"]} <= set(source.schema.names):
         return "pairs"
+    if messages_key is not None:
+        return "chats"
     if prompt_key in source.schema.names and "completion" not in source.schema.names:
         return "prompts"
     try:
@@ -122,8 +125,8 @@ def kind_of(source: Source, prompt_key: str) -> Kind:
     return "chats"
 
 
-def _kind_of_all(sources: Sequence[Source], prompt_key: str) -> Kind:
-    found = {kind_of(source, prompt_key): source.name for source in sources}
+def _kind_of_all(sources: Sequence[Source], prompt_key: str, messages_key: str | None) -> Kind:
+    found = {kind_of(source, prompt_key, messages_key): source.name for source in sources}
     if len(found) > 1:
         (kind, name), (other_kind, other) = list(found.items())[:2]
         raise DataError(

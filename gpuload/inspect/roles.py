@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.arrays import Ragged, offsets_of
-from gpuload.chats.engine import joined, with_eos
+from gpuload.chats.engine import with_eos
 from gpuload.chats.reference import ChatReference
 from gpuload.engines.conversations import messages_of_users
 from gpuload.engines.host.parts import Parts, message_parts
@@ -22,7 +22,7 @@ from gpuload.engines.host.render import Spans
 from gpuload.engines.host.spans import TokenSpans
 from gpuload.errors import TokenizerError
 from gpuload.reference.reference import Reference
-from gpuload.sources.types import is_list, is_text
+from gpuload.sources.types import is_messages, is_text
 from gpuload.template.compiler import ChatProgram
 
 TEMPLATE, UNKNOWN = 0, -1
@@ -98,11 +98,10 @@ class RoleFinder:
         """The texts of rows and where messages are in them; None if that is unknown of all rows."""
         if self._is_plain(column.type):
             return self._plain_parts(column)
-        if pa.types.is_struct(column.type):
-            column = joined(column.field("prompt"), column.field("completion"))
         if is_text(column.type):
             column = messages_of_users(column.cast(pa.large_string()))
-        if not is_list(column.type) or not pa.types.is_struct(column.type.value_type):
+        parts = [field.type for field in column.type] if pa.types.is_struct(column.type) else [column.type]
+        if not all(map(is_messages, parts)):
             return None
         return message_parts(self._program, column)
 

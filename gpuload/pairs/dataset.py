@@ -9,12 +9,13 @@ import pyarrow as pa
 import torch
 
 from gpuload.arrays import Ragged
+from gpuload.chats.formats import LABELS
 from gpuload.errors import OptionError
 from gpuload.lazy import LazyDict
 from gpuload.loader import PromptLoader
 from gpuload.options import Objective, Padding, Trainer, Truncation
 from gpuload.pairs.batches import PairBatches, RowSlices
-from gpuload.pairs.formats import LABELS, MARGIN
+from gpuload.pairs.formats import MARGIN
 from gpuload.pairs.parts import CHOSEN, COMPLETION, REJECTED, appended, selected, sequence, split
 from gpuload.pairs.store import part_sizes
 from gpuload.row_reader import lists, row_reader

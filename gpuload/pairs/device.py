@@ -16,9 +16,9 @@ import pyarrow as pa
 import torch
 
 from gpuload.arrays import Ragged, offsets_of, on_host
-from gpuload.chats.engine import joined
+from gpuload.chats.engine import add_by_reference
 from gpuload.engines.choose import choose_engine
-from gpuload.engines.conversations import from_arrow
+from gpuload.engines.conversations import from_arrow, joined
 from gpuload.engines.device.batches import DeviceBatches
 from gpuload.engines.device.engine import out_of_memory
 from gpuload.engines.device.render import DeviceText
@@ -30,7 +30,7 @@ from gpuload.engines.protocol import Prompts, TextColumn, Tokenized
 from gpuload.errors import DeviceError
 from gpuload.options import Truncation
 from gpuload.pairs.batches import HostPairBatches, RowSlices
-from gpuload.pairs.engine import SAMPLE, PairEngine, problems_in, reject, rejected_in
+from gpuload.pairs.engine import SAMPLE, PairEngine, problems_in, rejected_in
 from gpuload.pairs.reference import PairReference, answers_in
 from gpuload.pairs.store import common_ids
 from gpuload.sources.types import is_messages
@@ -73,17 +73,13 @@ class DevicePairEngine(DeviceTrainingEngine):
     host: PairEngine
     _reference: PairReference
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        more = self.host.notes_of_pairs
-        return tuple(dict.fromkeys((*super().notes, *more)))  # those of the host have them too
-
     def render(self, prompts: Prompts) -> HostText | DeviceText:
         column: pa.Array = prompts.column  # type: ignore[attr-defined]
         if self._by_kernels and pa.types.is_struct(column.type) and is_messages(column.field("prompt").type):
             prompt = column.field("prompt")
-            whole = [joined(prompt, column.field(name)) for name in answers_in([each.name for each in column.type])]
-            if all(is_messages(each.type) for each in whole):
+            answers = [column.field(name) for name in answers_in([each.name for each in column.type])]
+            if all(is_messages(each.type) for each in answers):
+                whole = [joined(prompt, each) for each in answers]
                 return self._counted(self._render_pairs(column, prompt, whole))
         return super().render(prompts)
 
@@ -94,11 +90,10 @@ class DevicePairEngine(DeviceTrainingEngine):
             columns.append((prompt, self.host.prompting))
         with self._kernels.current():
             first, *more = (self._render(from_arrow(self._ops, each), program) for each, program in columns)
-        text = DevicePairText(
-            kernels=self._kernels, offsets=first.offsets, data=first.data, more=more, **first.counts()
-        )
-        reject(text, rejected_in(more))
-        reject(text, problems_in(column))
+        text = DevicePairText(kernels=self._kernels, offsets=first.offsets, data=first.data, more=more, **first.fates())
+        add_by_reference(text, more)
+        text.reject(rejected_in(more))
+        text.reject(problems_in(column))
         return text
 
     def encode(self, text: HostText | DeviceText) -> Tokenized:

@@ -1,6 +1,7 @@
 """The stages of a load of preference data on the host: rendered texts, ids, and the parts of each row."""
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,18 +12,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.arrays import Ragged
-from gpuload.chats.engine import common_prefixes, filled, joined, surrounded, with_eos
-from gpuload.chats.formats import PLAIN_MESSAGES
+from gpuload.chats.engine import add_by_reference, common_prefixes, filled, surrounded, why_by_row, with_eos
+from gpuload.engines.conversations import joined
 from gpuload.engines.host.engine import HostEngine
-from gpuload.engines.host.prompts import attempt, render_column, render_rows
-from gpuload.engines.host.render import HostText
-from gpuload.engines.protocol import Prompts, RowCounts, Tokenized
+from gpuload.engines.host.prompts import BY_PROMPT, attempt, render_column, render_messages, render_rows
+from gpuload.engines.host.render import HostText, MixedText
+from gpuload.engines.protocol import Prompts, RenderedRows, Tokenized
 from gpuload.options import Truncation
 from gpuload.pairs.batches import HostPairBatches
-from gpuload.pairs.formats import is_plain_row
 from gpuload.pairs.parts import appended, paired, with_completion
 from gpuload.pairs.prefixes import cut, cutting_tokens, divided
 from gpuload.pairs.reference import PairReference, answers_in
+from gpuload.reference.training import own_arguments
 from gpuload.sources.columns import to_python
 from gpuload.sources.types import JSON_TYPE, is_text
 from gpuload.template.compiler import ChatProgram
@@ -70,26 +71,18 @@ class PairEngine(HostEngine):
         return ChatProgram(self._reference.prompting)
 
     @property
-    def notes(self) -> tuple[str, ...]:
-        return (*super().notes, *self.notes_of_pairs)
-
-    @property
-    def notes_of_pairs(self) -> tuple[str, ...]:
-        """The lines for the report that do not depend on what renders and encodes."""
-        if not self.diverging:
-            return ()
-        note = (
-            f"in {self.diverging:,} rows the prompt alone is encoded otherwise than in front of a completion, which "
-            "begins where they differ"
+    def counts(self) -> dict[str, int]:
+        what = (
+            "rows whose prompt alone is encoded otherwise than in front of a completion, which begins where they differ"
         )
-        return (note,)
+        return {what: self.diverging} if self.diverging else {}
 
     # -- rendering ---------------------------------------------------------------------------------------------------
 
     def render(self, prompts: Prompts) -> HostText:
         column: pa.Array = prompts.column  # type: ignore[attr-defined]
         if self.by_prompt:
-            return render_rows(column, self._reference, self.program, with_ids=True)
+            return render_rows(column, self._reference, self.program, with_ids=True, why=BY_PROMPT)
         if column.type == JSON_TYPE:
             return self._json(to_python(column))
         names = [field.name for field in column.type]
@@ -102,61 +95,70 @@ class PairEngine(HostEngine):
         start, ends = prompt.cast(pa.large_string()), [each.cast(pa.large_string()) for each in completions]
         whole = [pc.binary_join_element_wise(start, with_eos(each, self._reference.eos), nothing) for each in ends]
         first, *more = [*whole, start] if self._reference.objective != "rm" else whole
-        return PairText(text=first, more=more, by_template=False, compiled_rows=len(first))
+        return PairText(text=first, more=more, by_template=False)
 
     def _messages(self, prompt: pa.Array, completions: Sequence[pa.Array]) -> PairText:
         whole = [render_column(joined(prompt, each), self._reference, self.program) for each in completions]
         if self._reference.objective != "rm":
             whole.append(render_column(prompt, self._reference, self.prompting))
-        first, *more = whole
-        made = PairText(text=first.text, more=[each.text for each in more], by_template=True, **first.counts())
-        return _without(made, rejected_in(more))
+        return _by_template(whole)
 
-    def _json(self, rows: list[Any]) -> PairText:
-        """Rows of different forms: those with messages of role and content alone by columns, the others one by one."""
+    def _json(self, rows: list[Any]) -> HostText:
+        """Rows of different forms: texts and messages by columns, and those with arguments of their own one by one."""
         answers = answers_in(next((row for row in rows if "prompt" in row), ()))
-        if all(row.get("problem") is not None or isinstance(row["prompt"], str) for row in rows):
-            return self._by_row(rows, answers, by_template=False)
-        plain = np.array([is_plain_row(row, answers) for row in rows], bool)
-        some = [rows[row] for row in np.flatnonzero(plain)]
-        try:
-            prompt, *completions = (
-                pa.array([row[name] for row in some], PLAIN_MESSAGES) for name in ("prompt", *answers)
-            )
-        except UnicodeEncodeError:  # a lone surrogate: then only its row is rejected
-            return self._by_row(rows, answers, by_template=True)
-        others = self._by_row([rows[row] for row in np.flatnonzero(~plain)], answers, by_template=True)
-        order = np.concatenate([np.flatnonzero(plain), np.flatnonzero(~plain)])
-        return _merged([self._messages(prompt, completions), others], order)
+        forms: dict[str, list[int]] = {}
+        rejected: dict[int, str] = {}
+        for number, row in enumerate(rows):
+            if reason := self._reference.problem(row):
+                rejected[number] = reason
+            elif isinstance(row["prompt"], str):
+                if attempt(rejected, number, _encoded, [row[name] for name in ("prompt", *answers)]):
+                    forms.setdefault("texts", []).append(number)
+            else:
+                alone = own_arguments(row) or self._reference.sanitizes
+                forms.setdefault("one by one" if alone else "messages", []).append(number)
+        made: list[tuple[list[int], HostText]] = []
+        for form, numbers in forms.items():
+            made.append((numbers, self._of_form(form, [rows[number] for number in numbers], answers)))
+        nothing = pa.nulls(len(rejected), pa.large_string())
+        counts: dict[str, Any] = {"rejected": dict(enumerate(rejected.values())), "by_template": True}
+        more = [nothing] * (len(answers) - (self._reference.objective == "rm"))
+        return MixedText.of([*made, (list(rejected), PairText(text=nothing, more=more, **counts))])
 
-    def _by_row(self, rows: list[Any], answers: Sequence[str], by_template: bool) -> PairText:
-        """Renders rows with the reference, one by one.
+    def _of_form(self, form: str, rows: list[Any], answers: Sequence[str]) -> PairText:
+        if form == "one by one":
+            return self._by_row(rows, answers)
+        parts = [[row[name] for row in rows] for name in ("prompt", *answers)]
+        if form == "texts":
+            prompt, *completions = (pa.array(part, pa.large_string()) for part in parts)
+            return self._texts(prompt, completions)
+        start, *ends = parts
+        texts = [
+            render_messages([one + other for one, other in zip(start, each, strict=True)], {}, self.program)
+            for each in ends
+        ]
+        if self._reference.objective != "rm":
+            texts.append(render_messages(start, {}, self.prompting))
+        return _by_template(texts)
+
+    def _by_row(self, rows: list[Any], answers: Sequence[str]) -> PairText:
+        """Renders rows of messages with the reference, one by one.
 
         Args:
             answers: the names of their completions.
-            by_template: whether they are messages.
         """
         rejected: dict[int, str] = {}
         nothing: list[str | None] = [None] * (len(answers) + (self._reference.objective != "rm"))
-        made = []
-        for number, row in enumerate(rows):
-            reason = self._reference.problem(row)
-            if reason is None and isinstance(row["prompt"], str) == by_template:
-                reason = "prompt and completions are text, in a file of messages"
-            if reason is not None:
-                rejected[number] = reason
-                made.append(nothing)
-            else:
-                made.append(attempt(rejected, number, self._encodable, row) or nothing)
+        started = time.perf_counter()
+        made = [attempt(rejected, number, self._encodable, row) or nothing for number, row in enumerate(rows)]
         first, *more = (pa.array([texts[k] for texts in made], pa.large_string()) for k in range(len(nothing)))
-        counts: dict[str, Any] = {"rejected": rejected, "reference_rows": len(rows) - len(rejected)}
-        return PairText(text=first, more=more, by_template=by_template, **counts)
+        by_reference = {number: why_by_row(row) for number, row in enumerate(rows)}
+        seconds = time.perf_counter() - started
+        counts: dict[str, Any] = {"by_reference": by_reference, "reference_seconds": seconds}
+        return PairText(text=first, more=more, by_template=True, rejected=rejected, **counts)
 
     def _encodable(self, row: Any) -> list[str]:
-        texts = self._reference.texts(row)
-        for text in texts:
-            text.encode()  # raises for a lone surrogate, for this row only
-        return texts
+        return _encoded(self._reference.texts(row))
 
     @staticmethod
     def batches(store: Ragged, limit: int, side: Truncation, pad_id: int) -> HostPairBatches:
@@ -165,8 +167,8 @@ class PairEngine(HostEngine):
     # -- encoding ----------------------------------------------------------------------------------------------------
 
     def encode(self, text: HostText) -> Tokenized:
-        if text.ids is not None:
-            return text.tokenized(text.ids)
+        if text.ids is not None or isinstance(text, MixedText):
+            return super().encode(text)
         assert isinstance(text, PairText)
         columns = [filled(each) for each in (text.text, *text.more)]
         if text.by_template:
@@ -210,9 +212,24 @@ class PairEngine(HostEngine):
 SAMPLE = 8  # texts that are searched for the tokens that a template writes
 
 
+def _encoded(texts: list[str]) -> list[str]:
+    """The same texts, if UTF-8 can encode them: a lone surrogate is an error of its row."""
+    for text in texts:
+        text.encode()
+    return texts
+
+
+def _by_template(texts: Sequence[HostText]) -> PairText:
+    """The texts of pairs that a chat template has rendered."""
+    first, *more = texts
+    made = PairText(text=first.text, more=[each.text for each in more], by_template=True, **first.fates())
+    add_by_reference(made, more)
+    return _without(made, rejected_in(more))
+
+
 def _without(text: PairText, rejected: Mapping[int, str]) -> PairText:
     """The same texts with further rows rejected, for reasons that come before others."""
-    reject(text, rejected)
+    text.reject(rejected)
     if rejected:
         valid = np.ones(len(text), bool)
         valid[list(text.rejected)] = False
@@ -221,15 +238,7 @@ def _without(text: PairText, rejected: Mapping[int, str]) -> PairText:
     return text
 
 
-def reject(counts: RowCounts, rejected: Mapping[int, str]) -> None:
-    """Rejects further rows, for reasons that come before others."""
-    counted = len(counts.rejected)
-    counts.rejected = {**counts.rejected, **rejected}
-    # Rows that were rendered, and are rejected for another reason.
-    counts.compiled_rows = max(counts.compiled_rows - (len(counts.rejected) - counted), 0)
-
-
-def rejected_in(texts: Sequence[RowCounts]) -> dict[int, str]:
+def rejected_in(texts: Sequence[RenderedRows]) -> dict[int, str]:
     """The rows that are rejected in one of several columns of texts: row → the first reason."""
     return {row: why for each in reversed(texts) for row, why in each.rejected.items()}
 
@@ -239,22 +248,3 @@ def problems_in(column: pa.Array) -> dict[int, str]:
     problems = column.field("problem")
     at = np.flatnonzero(np.asarray(problems.is_valid()))
     return dict(zip(at.tolist(), problems.take(pa.array(at)).to_pylist(), strict=True))
-
-
-def _merged(parts: Sequence[PairText], rows: np.ndarray[Any, Any]) -> PairText:
-    """The texts of all parts, in the order of their rows.
-
-    Args:
-        rows: (n,) the row of each text, part after part.
-    """
-    order = pa.array(np.argsort(rows))
-    text, *more = (
-        pa.concat_arrays(each).take(order) for each in zip(*((part.text, *part.more) for part in parts), strict=True)
-    )
-    made = PairText(text=text, more=more, by_template=True)
-    first = 0
-    for part in parts:
-        made.add(part, first)
-        first += len(part)
-    made.rejected = {int(rows[at]): why for at, why in made.rejected.items()}
-    return made

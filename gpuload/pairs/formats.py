@@ -14,28 +14,25 @@ Every form becomes one column with a struct: "prompt" and the completions, all a
 "problem": why nothing can be made of the row, or null.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gpuload.chats.formats import PLAIN_MESSAGES, Format, no_format, sharegpt_turn
+from gpuload.chats.formats import LABELS, PLAIN_MESSAGES, Content, Format, no_format, sharegpt_turn
+from gpuload.chats.malformed import check_text
 from gpuload.options import Objective
-from gpuload.reference.training import own_arguments
 from gpuload.sources.columns import to_python
 from gpuload.sources.types import JSON_TYPE, as_json, is_messages, is_text
 
 FORMATS = ("preference", "implicit", "sharegpt", "prompt-completion", "messages")
 
-LABELS = ("label", "kto_tag")
-"""Columns that say whether a completion is desirable; the first one that there is."""
-
 MARGIN = "margin"
 """The column with the margins of pairs for a reward model."""
 
-Columns = dict[str, Any]
+Columns = Mapping[str, Any]
 
 
 def find_pair_format(
@@ -95,7 +92,7 @@ def _fits(kind: pa.DataType) -> bool:
 # -- pairs -----------------------------------------------------------------------------------------------------------
 
 
-def _from_pairs(keys: dict[str, str], objective: Objective, columns: Columns) -> pa.Array:
+def _from_pairs(keys: dict[str, str], objective: Objective, columns: Columns, content: Content) -> pa.Array:
     conversations = "conversations" in columns
     prompt = columns.get("conversations", columns.get(keys["prompt"]))
     chosen, rejected = columns[keys["chosen"]], columns[keys["rejected"]]
@@ -103,7 +100,8 @@ def _from_pairs(keys: dict[str, str], objective: Objective, columns: Columns) ->
     if prompt is not None and not conversations and _same_form(prompt, chosen, rejected):
         return _struct({"prompt": prompt, "chosen": chosen, "rejected": rejected}, margin)
     prompts = [_MISSING] * len(chosen) if prompt is None else _with_system(to_python(prompt), columns)
-    rows = [_pair(*row, objective) for row in zip(prompts, to_python(chosen), to_python(rejected), strict=True)]
+    values = zip(prompts, to_python(chosen), to_python(rejected), strict=True)
+    rows = [_pair([_turns(each, content) for each in row], objective) for row in values]
     return _column(rows, ("chosen", "rejected"), margin)
 
 
@@ -111,9 +109,14 @@ _MISSING = object()
 """The prompt of rows without a column of prompts."""
 
 
-def _pair(prompt: Any, chosen: Any, rejected: Any, objective: Objective) -> dict[str, Any]:
-    """One pair: its prompt, and what follows in each sequence."""
-    parts = {"prompt": _turns(prompt), "chosen": _turns(chosen), "rejected": _turns(rejected)}
+def _pair(turns: Sequence[Any], objective: Objective) -> dict[str, Any]:
+    """One pair: its prompt, and what follows in each sequence.
+
+    Args:
+        turns: prompt, chosen and rejected, as texts or as messages of {role, content}.
+    """
+    prompt = turns[0]
+    parts = dict(zip(("prompt", "chosen", "rejected"), turns, strict=True))
     if prompt is _MISSING:
         del parts["prompt"]
     if reason := _missing(parts):
@@ -169,21 +172,22 @@ def _has(messages: list[Any], text: str) -> bool:
 # -- single completions ----------------------------------------------------------------------------------------------
 
 
-def _from_completions(keys: dict[str, str], label: str, columns: Columns) -> pa.Array:
+def _from_completions(keys: dict[str, str], label: str, columns: Columns, content: Content) -> pa.Array:
     wrong = _problems(columns[label], _wrong_label)
     conversation = columns.get("conversations", columns.get("messages"))
     if conversation is not None:
-        rows = [_last_answer(_turns(row)) for row in _with_system(to_python(conversation), columns)]
+        rows = [_last_answer(_turns(row, content)) for row in _with_system(to_python(conversation), columns)]
         return _column(rows, ("completion",), wrong)
     prompt, completion = columns[keys["prompt"]], columns["completion"]
     if _same_form(prompt, completion):
         return _struct({"prompt": prompt, "completion": completion}, wrong)
-    rows = [_completion(*row) for row in zip(to_python(prompt), to_python(completion), strict=True)]
+    values = zip(to_python(prompt), to_python(completion), strict=True)
+    rows = [_completion(*(_turns(each, content) for each in row)) for row in values]
     return _column(rows, ("completion",), wrong)
 
 
 def _completion(prompt: Any, completion: Any) -> dict[str, Any]:
-    parts = {"prompt": _turns(prompt), "completion": _turns(completion)}
+    parts = {"prompt": prompt, "completion": completion}
     if reason := _missing(parts):
         return {"problem": reason}
     if all(isinstance(part, str) for part in parts.values()):
@@ -205,17 +209,19 @@ def _last_answer(turns: Any) -> dict[str, Any]:
 # -- values ----------------------------------------------------------------------------------------------------------
 
 
-def _turns(value: Any) -> Any:
+def _turns(value: Any, content: Content) -> Any:
     """A value as messages of {role, content}; a text as it is."""
     if isinstance(value, dict):
-        return [sharegpt_turn(value)]
-    return [sharegpt_turn(turn) for turn in value] if isinstance(value, list) else value
+        return [sharegpt_turn(value, content)]
+    return [sharegpt_turn(turn, content) for turn in value] if isinstance(value, list) else value
 
 
 def _with_system(rows: list[Any], columns: Columns) -> list[Any]:
     if "system" not in columns:
         return rows
     first = to_python(columns["system"])
+    for text in first:
+        check_text("system", text)
     return [
         [{"role": "system", "content": text}, *row] if text and isinstance(row, list) else row
         for row, text in zip(rows, first, strict=True)
@@ -309,8 +315,3 @@ def _are_plain(messages: Any) -> bool:
         and all(value is None or isinstance(value, str) for value in message.values())
         for message in messages
     )
-
-
-def is_plain_row(row: dict[str, Any], answers: Sequence[str]) -> bool:
-    """Whether a row has messages with role and content only, and no arguments of its own."""
-    return not own_arguments(row) and all(_are_plain(row.get(name)) for name in ("prompt", *answers))

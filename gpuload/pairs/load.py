@@ -26,6 +26,7 @@ from gpuload.pairs.formats import FORMATS, MARGIN, find_pair_format, label_colum
 from gpuload.pairs.parts import CHOSEN, REJECTED, completion_tokens, sequence
 from gpuload.pairs.reference import PairReference
 from gpuload.pairs.store import equal_pairs, part_sizes
+from gpuload.ranks import joined
 from gpuload.report import Report
 from gpuload.sources.columns import Columns
 from gpuload.sources.open import open_all
@@ -130,6 +131,11 @@ def load_given_pairs(given: Mapping[str, Any], build_engine: EngineBuilder) -> P
         build_engine: builds the engine.
     """
     started, given = time.perf_counter(), dict(given)
+    with joined(given["distributed"] is True):  # what fails on one rank fails on all
+        return _load_given(given, started, build_engine)
+
+
+def _load_given(given: Mapping[str, Any], started: float, build_engine: EngineBuilder) -> PairDataset:
     keys = {part: given[f"{part}_key"] for part in ("prompt", "chosen", "rejected")}
     keys["prompt"] = "prompt" if keys["prompt"] is None else keys["prompt"]
     objective, overlong = given["objective"], given["overlong"]
@@ -165,11 +171,12 @@ def open_pairs(
         The sources with one column of pairs or completions; the tokenizer; the options as this format needs them; and
         the format.
     """
-    sources, found = _pairs_of(opened, objective, format, keys)
+    formats = _formats_of(opened, objective, format, keys)
+    found = formats[0][1]
     if all(_is_plain(source.schema, found) for source in opened):
         options = replace(options, chat_template=None)
     reference = PairReference(tokenizer, objective, **options.of_tokenizer())
-    return sources, reference, options, found
+    return [as_prompts(source, each, keys["prompt"], reference) for source, each in formats], reference, options, found
 
 
 def load_opened_pairs(
@@ -233,11 +240,11 @@ class PairMaker:
     ) -> PairDataset:
         labels = None
         if self.paired and (equal := equal_pairs(store)):
-            report.notes.append(f"{equal:,} of {len(store):,} pairs have equal chosen and rejected sequences")
+            report.counts["pairs with equal chosen and rejected sequences"] = equal
         if self.unpairs:
             store, rows, labels = self._unpaired(store.to_host(), origins, engine, options)
             columns, origins = columns.select(rows), origins.select(rows)
-            report.notes.append(f"{len(store):,} rows with one completion were made from {report.rows_kept:,} pairs")
+            report.counts["rows with one completion, made from pairs"] = len(store)
         about = about | {
             "options": about["options"] | {"objective": self.objective, "kl_batch_size": self.kl_batch_size}
         }
@@ -320,16 +327,16 @@ def _check(objective: Any, format: Any, keys: Mapping[str, Any], kl_batch_size: 
         raise OptionError(f"kl_batch_size={kl_batch_size!r}: expected an integer > 0")
 
 
-def _pairs_of(
+def _formats_of(
     sources: Sequence[Source], objective: Objective, format: str | None, keys: dict[str, str]
-) -> tuple[list[Source], Format]:
-    """The sources with one column of pairs or completions, and the format that all of them have."""
-    found = {each.name: find_pair_format(each.schema, each.name, objective, format, keys) for each in sources}
-    one_format({name: each.name for name, each in found.items()})
+) -> list[tuple[Source, Format]]:
+    """The sources, each with its format; all have the same."""
+    found = [(each, find_pair_format(each.schema, each.name, objective, format, keys)) for each in sources]
+    one_format({source.name: each.name for source, each in found})
     margins = [source.name for source in sources if objective == "rm" and MARGIN in source.schema.names]
     if 0 < len(margins) < len(sources):
         raise DataError(f"column {MARGIN!r} is in some files only, such as {margins[0]}: add it to the others")
-    return [as_prompts(source, found[source.name], keys["prompt"]) for source in sources], found[sources[0].name]
+    return found
 
 
 def _is_plain(schema: pa.Schema, found: Format) -> bool:

@@ -6,6 +6,7 @@ completion begins where its ids first differ from those of the prompt; those of 
 
 from typing import Any
 
+from gpuload.chats.malformed import problem_in
 from gpuload.options import Objective
 from gpuload.pairs.parts import CHOSEN, COMPLETION, REJECTED
 from gpuload.reference.reference import problem
@@ -25,8 +26,8 @@ class PairReference(TrainingReference):
         self.objective = objective
 
     def problem(self, prompt: Any) -> str | None:
-        if prompt.get("problem") is not None:
-            return str(prompt["problem"])
+        if reason := problem_in(prompt):
+            return reason
         parts = [prompt[name] for name in ("prompt", *answers_in(prompt))]
         if all(isinstance(part, str) for part in parts):
             return None

@@ -62,8 +62,12 @@ class Deadline:
     def __init__(self) -> None:
         self.late = 0
 
-    def within(self, call: Callable[[], _Result]) -> _Result:
+    def within(self, call: Callable[[], _Result], more: float = 0.0) -> _Result:
         """Return the result of `call`.
+
+        Args:
+            call: what has a limit.
+            more: seconds that are added to the limit, for what is not the template's work.
 
         Raises:
             EndlessError: it took too long.
@@ -71,7 +75,7 @@ class Deadline:
         """
         if self.late >= MOST_LATE:
             raise EndlessError(f"the template did not finish for {self.late} other rows, so this one was not rendered")
-        seconds = LATER_SECONDS if self.late else FIRST_SECONDS
+        seconds = (LATER_SECONDS if self.late else FIRST_SECONDS) + more
         thread = threading.get_ident()
         if thread in _running:  # a call inside another one, which has a deadline already
             return call()

@@ -15,9 +15,12 @@ from functools import cached_property
 from typing import Any
 
 from gpuload.errors import TokenizerError
+from gpuload.memory import check_room_to_encode
 from gpuload.options import is_template, template_source
 from gpuload.reference.control_tokens import FIRST_VERSION
+from gpuload.reference.hub import hub_problem, is_path
 from gpuload.reference.template_call import TemplateCall, describe_error, first_line
+from gpuload.reference.vocabulary import check_vocabulary
 from gpuload.reference.volatile import Clock
 from gpuload.template.answers import Answers
 
@@ -47,7 +50,8 @@ class Reference:
 
     Raises:
         OptionError: the file of the chat template cannot be read.
-        TokenizerError: the tokenizer cannot be loaded, or has no such chat template although one is asked for.
+        TokenizerError: the tokenizer cannot be loaded, has no vocabulary, or has no such chat template although one is
+            asked for.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class Reference:
             # true, tokenizers would wait for them forever.
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self.tokenizer = _load(tokenizer, trust_remote_code)
+        check_vocabulary(self.tokenizer)
         self.name = getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
         self.uses_template = chat_template is not None
         kwargs = dict(template_kwargs or {})
@@ -198,6 +203,7 @@ class Reference:
 
     def encode(self, text: str) -> list[int]:
         """The token ids of a text, without adding special tokens."""
+        check_room_to_encode(len(text))
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
@@ -229,6 +235,10 @@ class Reference:
         return digest.hexdigest()
 
 
+_PLAIN = (str, list, dict, bool, int, float)
+"""What a content may be. Of other values, such as bytes and times, templates print the type only."""
+
+
 def problem(prompt: Any) -> str | None:
     """Why no template can render a prompt: nulls, empty lists, values that are not messages. None if it may."""
     if prompt is None:
@@ -242,7 +252,17 @@ def problem(prompt: Any) -> str | None:
     for number, message in enumerate(prompt):
         if not isinstance(message, Mapping):
             return f"message {number} is {'null' if message is None else f'not an object: {message!r:.40}'}"
-        if message.get("content") is None and not message.get("tool_calls"):
+        role = message.get("role")
+        if role is not None and not isinstance(role, str):
+            return f"role of message {number} is of type {type(role).__name__}, not text"
+        content = message.get("content")
+        if content is not None and not isinstance(content, _PLAIN):
+            return f"content of message {number} is of type {type(content).__name__}, not text"
+        for place, part in enumerate(content if isinstance(content, list) else []):
+            if isinstance(part, Mapping) and part.get("type") == "text" and part.get("text") is None:
+                fields = ", ".join(str(name) for name, value in part.items() if value is not None)
+                return f"part {place} of the content of message {number} has no text, but the fields {fields}"
+        if content is None and not message.get("tool_calls"):
             return f"content of message {number} is {'null' if 'content' in message else 'missing'}"
     return None
 
@@ -290,12 +310,22 @@ def _load(tokenizer: Any, trust_remote_code: bool) -> Any:
         name = os.path.expanduser(os.fspath(tokenizer))
         if os.path.isfile(name):
             return _from_file(name, trust_remote_code)
+        is_local = os.path.isdir(name)
+        if not is_local and is_path(name):
+            raise TokenizerError(f"tokenizer {name!r}: no such directory: check the path")
+        unreachable = None if is_local else hub_problem()
+        more = {"local_files_only": True} if unreachable else {}
         try:
-            return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+            return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **more)
         except Exception as error:
+            if unreachable:
+                raise TokenizerError(
+                    f"tokenizer {name!r}: not a local directory, it was not downloaded before, and the hub cannot be "
+                    f"reached ({unreachable}): check the network, or pass a directory"
+                ) from error
             where = (
                 "cannot be loaded from this directory"
-                if os.path.isdir(name)
+                if is_local
                 else "not a local directory, and the download from the hub failed"
             )
             raise TokenizerError(f"tokenizer {name!r}: {where} ({describe_error(error):.300})") from error

@@ -27,6 +27,7 @@ _Rendered = TypeVar("_Rendered")
 
 _CHANGES_THE_TEXT = ("continue_final_message", "return_assistant_tokens_mask")
 _SANITIZE = "sanitize_control_tokens"
+_CHARACTERS_PER_SECOND = 100_000  # that are encoded at least; a tenth of what one core does
 RESERVED = ("conversation", "tokenize", "add_generation_prompt", "chat_template", "tools")
 
 
@@ -101,7 +102,8 @@ class TemplateCall:
                 tokenize=True,
                 return_dict=True,
                 **self.kwargs,
-            )
+            ),
+            more=_characters(messages) / _CHARACTERS_PER_SECOND,
         )
         return list(answer["input_ids"])
 
@@ -132,7 +134,7 @@ class TemplateCall:
         )
         return str(texts[0]), list(blocks[0])
 
-    def _alone(self, render: Callable[[], _Rendered]) -> _Rendered:
+    def _alone(self, render: Callable[[], _Rendered], more: float = 0.0) -> _Rendered:
         """The result of a call of transformers, which no other thread calls meanwhile, if it is in time.
 
         While transformers looks for `{% generation %}` blocks, its compiled template keeps them in one list for all
@@ -140,7 +142,7 @@ class TemplateCall:
         interpreter lock anyway, so waiting costs nothing.
         """
         with _rendering:
-            return self.deadline.within(render)
+            return self.deadline.within(render, more)
 
     # -- control tokens ------------------------------------------------------------------------------------------------
 
@@ -305,6 +307,15 @@ def _syntax_error(template: str) -> str | None:
     return None
 
 
+def _characters(value: Any) -> int:
+    """How many characters the texts in plain data have."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if isinstance(value, Sequence) else 0
+
+
 _rendering = threading.RLock()
 
 
@@ -351,6 +362,10 @@ def rejection(error: Exception) -> str:
     A template's own message (`raise_exception`) and that of a limit are reported unchanged, other errors with their
     class.
     """
+    if isinstance(error, UnicodeDecodeError):
+        return f"prompt is not valid UTF-8 (byte {error.start})"
+    if isinstance(error, UnicodeEncodeError):
+        return f"prompt contains a lone surrogate, {error.object[error.start]!r}, which UTF-8 cannot encode"
     if type(error) in (jinja2.TemplateError, EndlessError) and str(error).strip():
         return str(error)
     return describe_error(error)

@@ -4,6 +4,7 @@ As TRL prepares both: the ids of `apply_chat_template` for messages, and those o
 special tokens, for texts; an EOS token follows a text that does not end with it.
 """
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -39,6 +40,12 @@ class TrainingReference(Reference):
         plain, whole = self.encode("x"), list(self.tokenizer("x")["input_ids"])
         first = next(k for k in range(len(whole)) if whole[k : k + len(plain)] == plain)
         return whole[:first], whole[first + len(plain) :]
+
+    @cached_property
+    def content_of_calls(self) -> str | None:
+        """The content of an assistant's message that consists of calls: null, as most templates expect it, or the empty
+        text for a template that fails without a text, or prints null as one."""
+        return "" if self.uses_template and _needs_text(self.call) else None
 
     @property
     def eos(self) -> str:
@@ -86,3 +93,25 @@ def common_prefix(ids: list[int], others: list[int]) -> int:
     """How many leading ids two rows have in common."""
     differing = (k for k, (one, other) in enumerate(zip(ids, others, strict=False)) if one != other)
     return next(differing, min(len(ids), len(others)))
+
+
+def _needs_text(call: TemplateCall) -> bool:
+    """Whether a template needs a text as the content of an assistant's message with calls."""
+    value = secrets.token_hex(8)  # not in the list of tools: only a template that writes calls prints it
+    function = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {"x": value}}}]
+
+    def text(content: str | None, tools: Any, more: list[Any]) -> str | None:
+        messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": content, "tool_calls": calls}]
+        try:
+            return replace(call, tools=tools).render(messages + more)
+        except Exception:
+            return None
+
+    answered = [{"role": "tool", "content": "r"}, {"role": "assistant", "content": "a"}]
+    for tools in (call.tools, [{"type": "function", "function": function}]):
+        for count in range(len(answered) + 1):
+            null, empty, named = (text(content, tools, answered[:count]) for content in (None, "", "None"))
+            if empty is not None and (value in empty if null is None else null == named != empty):
+                return True
+    return False

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -39,10 +39,10 @@ class Columns:
         counts, parts = _merge_equal(tables)
         self._set(counts, parts, [part.schema for part in parts], index)
 
-    @staticmethod
+    @classmethod
     def of_parts(
-        counts: Sequence[int], parts: Sequence[pa.Table], schemas: Sequence[pa.Schema], index: np.ndarray[Any, Any]
-    ) -> "Columns":
+        cls, counts: Sequence[int], parts: Sequence[pa.Table], schemas: Sequence[pa.Schema], index: np.ndarray[Any, Any]
+    ) -> Self:
         """Columns over tables that are made when they are needed.
 
         Args:
@@ -51,7 +51,7 @@ class Columns:
             schemas: of each table.
             index: as for `Columns`.
         """
-        made = Columns.__new__(Columns)
+        made = cls.__new__(cls)
         made._set(counts, parts, schemas, index)
         return made
 
@@ -144,7 +144,7 @@ class Columns:
             whole = tables[0] if len(tables) == 1 else pa.concat_tables(tables).combine_chunks()
             yield np.concatenate(some), whole
 
-    def select(self, rows: np.ndarray[Any, Any]) -> "Columns":
+    def select(self, rows: np.ndarray[Any, Any]) -> Self:
         """(m,) row numbers → those rows, over the same tables."""
         selected = copy.copy(self)
         selected._index = self._index[rows]
@@ -259,6 +259,27 @@ def _merge_equal(tables: Iterable[pa.Table]) -> tuple[list[int], list[pa.Table]]
         run.append(table)
     flush()
     return counts, merged
+
+
+def invalid_rows(table: pa.Table) -> dict[int, str]:
+    """Row → which of its columns is not valid UTF-8. Arrow reads strings unchecked; validating a whole batch is cheap,
+    so rows are only looked at one by one if the batch is invalid."""
+    invalid: dict[int, str] = {}
+    for name, column in zip(table.schema.names, table.columns, strict=True):
+        if _is_valid(column):
+            continue
+        for row in range(table.num_rows):
+            if not _is_valid(column.slice(row, 1).combine_chunks()):
+                invalid[row] = f"column {name!r} is not valid UTF-8"
+    return invalid
+
+
+def _is_valid(column: Any) -> bool:
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True
 
 
 def drained(tables: list[pa.Table]) -> Iterator[pa.Table]:

@@ -49,7 +49,8 @@ class ColumnDigest:
         Args:
             start: the row of the first one: rows in between have no such column, or values of another type.
         """
-        self._add("", values, start, start + len(values))
+        if len(values):  # whether there are tables without rows depends on how the rows were stored
+            self._add("", values, start, start + len(values))
 
     def _add(self, path: str, values: pa.Array, start: int, end: int) -> None:
         if isinstance(values, pa.ExtensionArray):

@@ -6,6 +6,7 @@ copy is written in a temporary directory and renamed once its size and its end a
 sees half a file. A lock lets one of several processes download while the others wait for its copy.
 """
 
+import codecs
 import hashlib
 import json
 import os
@@ -21,10 +22,12 @@ import pyarrow.parquet as pq
 from gpuload.errors import SourceError
 from gpuload.files import cache_root, replacing
 from gpuload.options import Options
+from gpuload.sources.arrow_files import saved_files
 from gpuload.sources.remote import RemoteFile, in_place, version_of
 from gpuload.sources.urls import is_url, reason_of, without_secrets
 
-FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
+FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".arrow": "arrow"}
+_IN_FOLDERS = (".parquet", ".json", ".jsonl")  # other folders than those of `save_to_disk` have results of `map`, too
 ATTEMPTS = 3
 _Result = TypeVar("_Result")
 _WITH_PACKAGES = ("http", "s3", "gs:", "gcs:")  # protocols whose packages the extra `remote` installs
@@ -39,7 +42,7 @@ class SourceFile:
     Attributes:
         path: of the file, or of the copy of a remote one.
         name: as the user gave it, for messages; of a URL without what may be secret.
-        format: "parquet" or "json".
+        format: "parquet", "json" or "arrow".
         remote: the file itself, if it is read where it is; then there is no copy.
     """
 
@@ -135,7 +138,9 @@ def _file(path: Path, name: str) -> SourceFile:
 
 
 def _folder(folder: Path, name: str) -> list[SourceFile]:
-    """The files in a folder and in those below it, sorted."""
+    """The files in a folder and in those below it, sorted; those of a saved dataset in its order."""
+    if (saved := saved_files(folder, name)) is not None:
+        return [_file(path, str(path)) for path in saved]
     found: list[Path] = []
     seen: set[str] = set()
     for parent, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
@@ -143,10 +148,10 @@ def _folder(folder: Path, name: str) -> list[SourceFile]:
         real = os.path.realpath(parent)
         folders[:] = [] if real in seen else sorted(filter(_is_data, folders))
         if real not in seen:
-            found += [Path(parent, file) for file in names if _is_data(file) and _ending(file) in FORMATS]
+            found += [Path(parent, file) for file in names if _is_data(file) and _ending(file) in _IN_FOLDERS]
         seen.add(real)
     if not found:
-        raise SourceError(f"{_printable(name)}: no {', '.join(FORMATS)} file in this directory or below it")
+        raise SourceError(f"{_printable(name)}: no {', '.join(_IN_FOLDERS)} file in this directory or below it")
     return [_file(path, str(path)) for path in sorted(found)]
 
 
@@ -269,7 +274,7 @@ def remote_files(url: str, timeout: float) -> RemoteFiles | list[SourceFile]:
 
 def _is_read(path: str, folder: str) -> bool:
     below = path.removeprefix(folder.rstrip("/") + "/")
-    return all(map(_is_data, below.split("/"))) and _ending(path) in FORMATS
+    return all(map(_is_data, below.split("/"))) and _ending(path) in _IN_FOLDERS
 
 
 def _patience(timeout: float) -> dict[str, Any]:
@@ -356,19 +361,19 @@ def _is_whole(copy: Path, kind: str) -> bool:
     if not copy.exists():
         return False
     with open(copy, "rb") as file:
-        head = file.read(4)
+        head = file.read(16)
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _TAIL))
         tail = file.read().rstrip()
     if kind == "parquet":
-        if head != b"PAR1":  # something else, which is reported when it is opened
+        if head[:4] != b"PAR1":  # something else, which is reported when it is opened
             return True
         try:
             pq.read_metadata(copy)
         except (pa.ArrowException, OSError):
             return False
         return True
-    if head.lstrip()[:1] == b"[":
+    if head.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
         return tail.endswith(b"]")
     _, newline, last = tail.rpartition(b"\n")
     if not newline and size > _TAIL:  # a line of more than a megabyte

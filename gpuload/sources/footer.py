@@ -119,3 +119,21 @@ def _pages(raw: BinaryIO, row_group: Any, names: Collection[str]) -> Iterator[by
 def chunk_start(chunk: Any) -> int:
     """Where the pages of a column chunk begin."""
     return int(min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset))
+
+
+def damage_of(path: str, error: Exception) -> str:
+    """Describes a file that Arrow cannot open. Parquet files begin and end with PAR1."""
+    try:
+        with open(path, "rb") as raw:
+            head = raw.read(4)
+            raw.seek(-min(4, raw.seek(0, 2)), 2)
+            tail = raw.read(4)
+    except OSError:
+        return f"cannot read the file: {error}"
+    if not head:
+        return "the file is empty"
+    if head != b"PAR1":
+        return f"not a parquet file: it starts with {head!r}"
+    if tail != b"PAR1":
+        return "truncated parquet file, its end is missing: download it again"
+    return f"damaged parquet file ({error}): download it again"

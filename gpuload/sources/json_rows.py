@@ -5,6 +5,7 @@ template that prints `tool_calls` would print the nulls too. A column whose valu
 Arrow's types is kept as JSON text (`arrow.json`) and decoded on access.
 """
 
+import codecs
 import json
 from typing import Any
 
@@ -32,6 +33,7 @@ def json_table(name: str, content: bytes) -> tuple[pa.Table, int]:
 
 def _parse(name: str, content: bytes) -> list[dict[str, Any]]:
     """The objects of a JSON array, or of JSON lines."""
+    content = content.removeprefix(codecs.BOM_UTF8)
     if content.lstrip()[:1] == b"[":
         try:
             rows: list[Any] = json.loads(content)

@@ -1,9 +1,10 @@
 """Local files and frames in memory → Arrow tables of some thousand rows.
 
-Parquet is read row group by row group, JSON as a whole.
+Parquet is read row group by row group, Arrow part by part, JSON as a whole.
 """
 
 import hashlib
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from dataclasses import dataclass
 from functools import partial
@@ -14,14 +15,15 @@ import pyarrow.parquet as pq
 
 from gpuload.errors import MORE_MEMORY, DataError, HostMemoryError, SourceError
 from gpuload.options import nearest
+from gpuload.sources.arrow_files import mapped_table
 from gpuload.sources.batches import BATCH_ROWS, bounded, read_row_group
 from gpuload.sources.fetch import SourceFile
-from gpuload.sources.footer import check_names, column_digest, decoded_size, read_footer
+from gpuload.sources.footer import check_names, column_digest, damage_of, decoded_size, read_footer
 from gpuload.sources.json_rows import json_table
 from gpuload.sources.local import LocalFile, opened
 from gpuload.sources.parallel import in_order, row_group_parts
 from gpuload.sources.remote import RemoteFile
-from gpuload.sources.types import check_prompt_type, is_messages, without_views
+from gpuload.sources.types import check_prompt_type, is_messages, is_text, without_views
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def check_unchanged(sources: Iterable[Source]) -> None:
 def open_file(
     file: SourceFile, index_columns: bool = False, groups: range | None = None, only: str | None = None
 ) -> Source:
-    """Opens one file: reads the metadata of a parquet file, parses the whole of a JSON file.
+    """Opens one file: reads the metadata of a parquet or Arrow file, parses the whole of a JSON file.
 
     Args:
         index_columns: include the columns in which pandas stored a frame's index.
@@ -86,7 +88,9 @@ def open_file(
     Raises:
         SourceError: the file is damaged, or its content does not match its extension.
     """
-    return _open_parquet(file, index_columns, groups, only) if file.format == "parquet" else _open_json(file)
+    if file.format == "parquet":
+        return _open_parquet(file, index_columns, groups, only)
+    return _open_arrow(file) if file.format == "arrow" else _open_json(file)
 
 
 def open_frame(frame: Any, name: str) -> Source:
@@ -183,25 +187,8 @@ def check_prompts(source: Source, prompt_key: str) -> None:
     check_prompt_type(source.schema.field(prompt_key).type, f"{source.name}: column {prompt_key!r}")
 
 
-def invalid_rows(table: pa.Table) -> dict[int, str]:
-    """Row → which of its columns is not valid UTF-8. Arrow reads strings unchecked; validating a whole batch is cheap,
-    so rows are only looked at one by one if the batch is invalid."""
-    invalid: dict[int, str] = {}
-    for name, column in zip(table.schema.names, table.columns, strict=True):
-        if _is_valid(column):
-            continue
-        for row in range(table.num_rows):
-            if not _is_valid(column.slice(row, 1).combine_chunks()):
-                invalid[row] = f"column {name!r} is not valid UTF-8"
-    return invalid
-
-
-def _is_valid(column: Any) -> bool:
-    try:
-        column.validate(full=True)
-    except pa.ArrowInvalid:
-        return False
-    return True
+_QUESTIONS = ("question", "query", "problem", "instruction", "input", "text", "content")
+"""Columns that have prompts as text in other data, the likeliest first."""
 
 
 def _likely(schema: pa.Schema, prompt_key: str) -> str:
@@ -210,7 +197,10 @@ def _likely(schema: pa.Schema, prompt_key: str) -> str:
         if is_messages(column.type):
             return f": did you mean prompt_key={column.name!r}?"
     close = nearest(prompt_key, set(schema.names))
-    return close if "did you mean" in close else "."
+    if "did you mean" in close:
+        return close
+    asked = next((name for name in _QUESTIONS if name in schema.names and is_text(schema.field(name).type)), None)
+    return f": did you mean prompt_key={asked!r}?" if asked else "."
 
 
 def _as_table(frame: Any) -> pa.Table:
@@ -256,7 +246,7 @@ def _open_parquet(file: SourceFile, index_columns: bool, some: range | None, onl
     except SourceError:
         raise
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: of a column's name
-        raise SourceError(f"{file.name}: {_damage(file.path, error)}") from error
+        raise SourceError(f"{file.name}: {damage_of(file.path, error)}") from error
     hidden = set() if index_columns else _index_columns(schema)
     hidden |= set(schema.names) - {only} if only else set()
     counts = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
@@ -323,24 +313,6 @@ def _index_columns(schema: pa.Schema) -> set[str]:
     return {name for name in metadata.get("index_columns", []) if isinstance(name, str)} & set(schema.names)
 
 
-def _damage(path: str, error: Exception) -> str:
-    """Describes a file that Arrow cannot open. Parquet files begin and end with PAR1."""
-    try:
-        with open(path, "rb") as raw:
-            head = raw.read(4)
-            raw.seek(-min(4, raw.seek(0, 2)), 2)
-            tail = raw.read(4)
-    except OSError:
-        return f"cannot read the file: {error}"
-    if not head:
-        return "the file is empty"
-    if head != b"PAR1":
-        return f"not a parquet file: it starts with {head!r}"
-    if tail != b"PAR1":
-        return "truncated parquet file, its end is missing: download it again"
-    return f"damaged parquet file ({error}): download it again"
-
-
 # -- JSON ------------------------------------------------------------------------------------------------------------
 
 
@@ -369,3 +341,47 @@ def _open_json(file: SourceFile) -> Source:
         content=lambda *names: digest,
         decoded_bytes=partial(_bytes_of, table),
     )
+
+
+# -- Arrow -----------------------------------------------------------------------------------------------------------
+
+
+def _open_arrow(file: SourceFile) -> Source:
+    try:
+        with opened(file) as (local, _):
+            table = mapped_table(file.path)
+    except SourceError:
+        raise
+    except (pa.ArrowException, OSError) as error:
+        raise SourceError(f"{file.name}: not a whole file of Arrow's stream format ({error}): save it again") from error
+    assert isinstance(local, LocalFile)
+    size, schema = os.path.getsize(file.path), without_views(table.schema)
+
+    def digest(*names: str) -> bytes:
+        with local.open() as raw:
+            return hashlib.file_digest(raw, "sha256").digest()  # type: ignore[arg-type]
+
+    return Source(
+        file.name,
+        table.num_rows,
+        size,
+        schema,
+        lambda: bounded(_read_stream(local), file.name),
+        f"{size} {table.num_rows} ".encode() + _first_rows(table),
+        content=digest,
+        decoded_bytes=partial(_bytes_of, table),
+        file=local,
+    )
+
+
+def _read_stream(file: LocalFile) -> Iterator[pa.Table]:
+    """The rows of a file, in the parts in which they were written."""
+    try:
+        with file.open() as raw, pa.ipc.open_stream(raw) as reader:
+            schema = without_views(reader.schema)
+            for batch in reader:
+                table = pa.Table.from_batches([batch])
+                yield table if schema.equals(table.schema) else table.cast(schema)
+    except (pa.ArrowException, OSError) as error:
+        file.check()  # otherwise it is damage
+        raise SourceError(f"{file.name}: damaged Arrow file ({error}): save the dataset again") from error

@@ -13,9 +13,24 @@ JSON_TYPE = pa.json_(pa.large_string())
 
 
 def as_json(values: Sequence[Any]) -> pa.Array:
-    """Python values as a column of JSON text; None is null."""
-    encoded = pa.array([None if value is None else json.dumps(value) for value in values], pa.large_string())
+    """Python values as a column of JSON text; None is null.
+
+    Raises:
+        TypeError: a value is nothing that JSON has.
+    """
+    encoded = pa.array([None if value is None else json_text(value) for value in values], pa.large_string())
     return pa.ExtensionArray.from_storage(JSON_TYPE, encoded)
+
+
+def json_text(value: Any) -> str:
+    """A Python value as JSON text."""
+    return json.dumps(value, default=_not_json)
+
+
+def _not_json(value: Any) -> Any:
+    raise TypeError(
+        f"a value has the type {type(value).__name__}, which JSON has not: remove its field, or make it text"
+    )
 
 
 def is_text(kind: pa.DataType) -> bool:

@@ -5,16 +5,22 @@ other templates the rule is:
 
     an answer begins after the header of an assistant's turn and ends with the marker that ends the turn
 
-Header and marker are literals of the template. They are found once per template, by rendering three short conversations
-whose texts are placeholders:
+Header and marker are literals of the template. They are found once per template, by rendering short conversations whose
+texts are marks (`turns.py`):
 
-    user, with generation prompt     the text at the end is the header, up to the first <think>; if there is none,
-                                     the marker that ends the user's turn, such as [/INST]
+    user, with generation prompt     the text at the end is the header, up to the first <think> or as far as answers
+                                     have it; if there is none, the marker that ends the user's turn, such as [/INST]
     user, assistant                  what follows the assistant's text is the marker at the end of a conversation
     user, assistant, user            what follows it is the marker, then the header of the next turn
 
-Only literals are searched for them: a user's text cannot open or close an answer. Everything between belongs to the
-answer: `<think>` blocks, tool calls, the white space after the marker.
+Where neither is found next to a message of some role, such as a tool's, they are learned from conversations with tool
+calls and messages of that role: the answer is what the template does not print without it.
+
+A rendered conversation is a sequence of literals and texts, and of each text it is known whose message it is from. So
+an answer must have begun in the literals before an assistant's text, and must have ended in those before the next text
+of anybody else. Where header or marker are missing there, the answers are unknown, and the row is dropped. Texts are
+not searched: a user's text cannot open or close an answer. Everything between belongs to the answer: `<think>` blocks,
+tool calls, the white space after the marker.
 
     family      template                                                   answer
     ChatML      <|im_start|>assistant⏎TEXT<|im_end|>⏎                      TEXT<|im_end|>⏎
@@ -22,51 +28,26 @@ answer: `<think>` blocks, tool calls, the white space after the marker.
     Gemma       <start_of_turn>model⏎TEXT<end_of_turn>⏎                    TEXT<end_of_turn>⏎
     Phi         <|assistant|>⏎TEXT<|end|>⏎<|endoftext|>                    TEXT<|end|>⏎<|endoftext|>
     Mistral     [INST] TEXT[/INST] TEXT</s>                                 ⎵TEXT</s>
+                [TOOL_RESULTS] {"content": TEXT}[/TOOL_RESULTS] TEXT</s>    ⎵TEXT</s>
     Cohere      <|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>TEXT<|END_OF_TURN_TOKEN|>   TEXT<|END_OF_TURN_TOKEN|>
 
 TRL's training templates give the same answers, with four exceptions, where the header counts as part of the answer, or
-a part of it does. They are followed here: `_HEADER_INSIDE` and `_SHORTER_HEADERS`.
+a part of it does. They are followed here, see `turns.py`.
 """
 
 import copy
-import hashlib
 import itertools
 import re
-import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-from gpuload.errors import TokenizerError
-from gpuload.reference.template_call import TemplateCall
-from gpuload.template.program import ByReference, Path, Ref, Segment, Shape
+from gpuload.reference.template_call import TemplateCall, rejection
+from gpuload.template.marks import CALLS, UnknownAnswersError, taken_apart
+from gpuload.template.program import ByReference, Path, Ref, Rejected, Segment, Shape
+from gpuload.template.turns import End, Turns, is_inside
 
 _BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_THINKING = re.compile(r"<think")
-_BRACKETS = re.compile(r".*[\]>]", re.DOTALL)  # up to the last special token, such as [/INST]
-_SPECIAL = re.compile(r"<[^<>\s]+>")  # if no added token of the tokenizer is there
-
-_HEADER_INSIDE = ("<｜Assistant｜>", "<|start|>assistant")  # DeepSeek; gpt-oss
-_SHORTER_HEADERS = {"5682170caef7abbc": "<|im_start|>assistant"}  # Qwen2.5: a newline is the beginning of the answer
-
-
-class UnknownAnswersError(ValueError):
-    """The answers of a conversation are unknown; the message says why."""
-
-
-@dataclass(frozen=True)
-class Turns:
-    """How a template writes the turn of an assistant.
-
-    Attributes:
-        header: literal that begins it.
-        inside: the header is a part of the answer.
-        ends: literals that end it, longest first: in the middle of a conversation, and at its end.
-    """
-
-    header: str
-    inside: bool
-    ends: tuple[str, ...]
 
 
 def has_blocks(template: str) -> bool:
@@ -74,123 +55,170 @@ def has_blocks(template: str) -> bool:
     return _BLOCK.search(template) is not None
 
 
-def turns_of(call: TemplateCall) -> Turns:
-    """Find header and end markers of a template.
+def with_answers(path: Path, roles: Sequence[str | None], turns: Turns, calling: Collection[int] = ()) -> Path:
+    """The same path, with its answers as `generated` and literals cut where they begin and end.
 
     Args:
-        call: tokenizer, template and constants.
+        path: texts of messages, and literals.
+        roles: of the messages.
+        turns: how the template writes the turns of an assistant.
+        calling: messages that have an answer although none of their texts is in the path, such as calls of tools
+            without arguments.
 
     Raises:
-        TokenizerError: the template does not write an assistant's turn in this way.
+        UnknownAnswersError: an assistant's text is in no answer, or another text in one.
     """
-    marks = [f"{role} {secrets.token_hex(8)}" for role in ("user", "assistant", "again")]
-    as_text, as_parts = list(marks), [[{"type": "text", "text": mark}] for mark in marks]
-    plain, prompting = replace(call, add_generation_prompt=False), replace(call, add_generation_prompt=True)
-    reason = "it does not print the texts of messages"
-    for contents in (as_text, as_parts):
-        user, assistant, more = (
-            {"role": role, "content": content}
-            for role, content in zip(("user", "assistant", "user"), contents, strict=True)
-        )
-        try:
-            before, with_header = plain.render([user]), prompting.render([user])
-            last = plain.render([user, assistant]).partition(marks[1])[2]
-            again = plain.render([user, assistant, more])
-        except Exception as error:
-            reason = f"it does not render a short conversation ({error!s:.160})"
-            continue
-        if all(mark in again for mark in marks):
-            break
-    else:
-        raise _unknown(reason)
-    middle = again.partition(marks[1])[2].partition(marks[2])[0]
-    header = _SHORTER_HEADERS.get(digest(call.text()), _THINKING.split(_ending(before, with_header))[0])
-    if not header:  # there is no generation prompt: the marker at the end of the user's turn is the header
-        between = again.partition(marks[0])[2].partition(marks[1])[0]
-        marker = _BRACKETS.match(between)
-        header = marker[0] if marker else ""
-    last = last.rstrip(" ")  # a space belongs to the first token of the next turn
-    ends = {last}
-    if not last or not middle.startswith(last):
-        # The marker differs in the middle; or there is none, and the next turn's header serves as one.
-        ends = {last, _first_marker(call, middle, spaces=bool(last))} - {""}
-    if not header.strip() or not ends:
-        missing = "nothing begins an assistant's turn" if not header.strip() else "nothing ends an assistant's turn"
-        raise _unknown(missing)
-    return Turns(header, header.startswith(_HEADER_INSIDE), tuple(sorted(ends, key=len, reverse=True)))
-
-
-def _unknown(why: str) -> TokenizerError:
-    return TokenizerError(
-        "the answers of an assistant cannot be found in this chat template: it has no {% generation %} blocks, and "
-        f"{why}: pass a chat_template with such blocks, or loss_on='all'"
-    )
-
-
-def _ending(before: str, after: str) -> str:
-    """What `after` has at its end instead of `before`. A special token that is only partly the same is a part of it."""
-    pairs = enumerate(zip(before, after, strict=False))
-    same = next((k for k, (one, other) in pairs if one != other), min(len(before), len(after)))
-    opened = after.rfind("<", 0, same)
-    return after[opened if opened > after.rfind(">", 0, same) else same :]
-
-
-def digest(template: str) -> str:
-    """Identifies the text of a template."""
-    return hashlib.blake2b(template.encode(), digest_size=8).hexdigest()
-
-
-def _first_marker(call: TemplateCall, text: str, spaces: bool) -> str:
-    """`text` up to the end of its first special token, and of the white space after it if there is to be any."""
-    added = sorted(filter(str.strip, map(str, call.tokenizer.get_added_vocab())), key=len, reverse=True)
-    found = re.search("|".join(map(re.escape, added)), text) if added else None
-    found = found or _SPECIAL.search(text)
-    if found is None:
-        return ""
-    rest = text[found.end() :]
-    return text[: found.end() + (len(rest) - len(rest.lstrip()) if spaces else 0)]
-
-
-def with_answers(path: Path, turns: Turns) -> Path:
-    """The same path, with its answers as `generated` and literals cut where they begin and end."""
     segments: list[Segment] = []
     generated: list[tuple[int, int]] = []
     begun: int | None = None
-    for segment in path.segments:
-        if not isinstance(segment, str):
-            segments.append(segment)
-            continue
-        rest = segment
-        while rest:
-            cut, length = _find(rest, turns, begun is not None)
-            if cut < 0:
-                segments.append(rest)
-                break
-            if cut + length:
-                segments.append(rest[: cut + length])
-                rest = rest[cut + length :]
+    ours = [turns.is_answer(role) for role in roles]
+    shown = {segment.message for segment in path.segments if isinstance(segment, Ref)}
+    before: int | None = None
+    seen = -1
+    for literal, text in _gaps(path):
+        after = None if text is None else text.message
+        hidden = range(seen + 1, len(roles) if after is None else after)
+        if before is not None and before == after:  # results without texts may be within the message of the call
+            follow = itertools.takewhile(lambda k: not ours[k] and k not in shown, range(before + 1, len(roles)))
+            hidden = range(before + 1, before + 1 + len(list(follow)))
+        at = 0
+        for cut in _cuts(literal, begun is not None, (before, hidden, after), roles, ours, turns, calling):
+            segments += [literal[at:cut]] if cut > at else []
+            at = cut
             if begun is None:
                 begun = len(segments)
             else:
-                generated.append((begun, len(segments)))
+                generated += [(begun, len(segments))] if len(segments) > begun else []
                 begun = None
-            if begun is not None and turns.inside:  # the header follows the cut; do not find it again
-                segments.append(turns.header)
-                rest = rest[len(turns.header) :]
-    if begun is not None:
+        segments += [literal[at:]] if literal[at:] else []
+        if text is not None:
+            segments.append(text)
+            before, seen = text.message, max(seen, text.message)
+    if begun is not None and len(segments) > begun:
         generated.append((begun, len(segments)))
     return Path(tuple(segments), tuple(generated))
 
 
-def _find(text: str, turns: Turns, inside: bool) -> tuple[int, int]:
-    """Where the next header, or inside an answer the next end marker, is in `text`; -1 if nowhere. And how many of its
-    bytes belong to what is before the cut."""
-    if not inside:
-        at = text.find(turns.header)
-        return at, 0 if turns.inside else len(turns.header)
-    found = [(at, -len(end)) for end in turns.ends if (at := text.find(end)) >= 0]
-    at, length = min(found, default=(-1, 0))
-    return at, -length
+def _gaps(path: Path) -> Iterator[tuple[str, Ref | None]]:
+    """The literals before each text, and the text; at last those at the end, and None."""
+    literal = ""
+    for segment in path.segments:
+        if isinstance(segment, str):
+            literal += segment
+        else:
+            yield literal, segment
+            literal = ""
+    yield literal, None
+
+
+def _cuts(
+    literal: str,
+    opened: bool,
+    place: tuple[int | None, range, int | None],
+    roles: Sequence[str | None],
+    ours: Sequence[bool],
+    turns: Turns,
+    calling: Collection[int],
+) -> list[int]:
+    """Where answers begin and end, in turn, in the literals between two texts.
+
+    Args:
+        opened: whether the text before is in an answer.
+        place: the message of the text before, those without texts between, and the message of the text after.
+        ours: which messages are answers.
+    """
+    before, hidden, after = place
+    wanted = None if after is None else ours[after]
+    if before is not None and before == after:
+        # A template may write one message as several turns.
+        if not opened:
+            return []
+        around = [turns.around(str(roles[k])) for k in hidden]
+        headers = [turns.header, *(header for each in around for header in each.headers)]
+        ends = [*turns.ends_within, *(end for each in around for end in each.ends)]
+        found = _search(literal, True, True, 1, headers, ends)
+        return found if len(found) == 2 else []
+    others = [roles[k] for k in hidden if not ours[k]]
+    most = sum(ours[k] for k in hidden) + bool(wanted)
+    fewest = sum(k in calling for k in hidden) + bool(wanted)
+    if not opened and not most:
+        return []
+    if opened and wanted and (not others or not _rest(literal, turns)):
+        # Answers one after the other may be one turn; also if the template prints nothing of what is between.
+        found = _search(literal, True, True, most, [turns.header], turns.ends_within)
+        if not found and turns.header in literal:  # nothing ends an answer but the next header
+            at = literal.index(turns.header)
+            found = [at, at if is_inside(turns.header) else at + len(turns.header)]
+        return found if len(found) % 2 == 0 else []
+    sides = [roles[k] for k in (before, after) if k is not None and not ours[k]]
+    near = [str(role) for role in dict.fromkeys([*sides, *others])]
+    if after is None and before in calling:
+        near.append("tool")  # what ends a call may be known only from calls with results
+    headers, ends = [turns.header], list(turns.ends if after is None and not others else turns.ends_within)
+    # Next to a user's text, header and ends are enough if they are there.
+    for learned in (False, True) if set(near) <= {"user", "system"} and not others else (True,):
+        for role in near if learned else ():
+            # Learned headers may not say whose turn it is, so they cannot show which of several turns has no texts.
+            headers += turns.around(role).headers if most == 1 or not others else ()
+            ends += turns.around(role).ends
+        cuts = _search(literal, opened, wanted, most, headers, ends)
+        begun = (len(cuts) + (not opened)) // 2
+        if begun >= fewest and wanted in (None, opened ^ (len(cuts) % 2 == 1)):
+            return cuts
+    if wanted and not opened and not hidden:
+        starts = [start for role in near for start in turns.around(role).starts]
+        if literal.startswith(tuple(starts)):
+            return [0]
+    what = "begins" if not opened else "ends" if not wanted else "ends and the next one begins"
+    role = ", ".join(near) or "assistant"
+    raise UnknownAnswersError(f"the template does not show where an answer {what} next to a message of the role {role}")
+
+
+def _rest(literal: str, turns: Turns) -> str:
+    """What a literal has besides header and end markers."""
+    marks = sorted((turns.header, *(end.text for end in turns.ends)), key=len, reverse=True)
+    return re.sub("|".join(map(re.escape, marks)), "", literal).strip()
+
+
+def _search(
+    literal: str,
+    opened: bool,
+    wanted: bool | None,
+    most: int,
+    headers: Sequence[str],
+    ends: Sequence[End],
+) -> list[int]:
+    """Headers and end markers, in turn, as places to cut.
+
+    Args:
+        opened: whether an answer has begun before.
+        wanted: whether what follows belongs to an answer; None if nothing follows.
+        most: how many answers can begin here.
+    """
+    cuts: list[int] = []
+    at = 0
+    while most or (opened and not wanted):
+        if opened:
+            found = [(place, -len(end.text)) for end in ends if (place := literal.find(end.text + end.next, at)) >= 0]
+            if not found:
+                break
+            place, size = min(found)
+            at = place - size
+            cuts.append(at)
+        else:
+            # The last header before the answer's text: those before may be of other messages, or in the descriptions of
+            # tools.
+            find = literal.rfind if most == 1 and wanted else literal.find
+            found = [(place, len(header)) for header in headers if (place := find(header, at)) >= 0]
+            if not found:
+                break
+            last = most == 1 and wanted
+            place, size = max(found, key=sum) if last else min(found, key=lambda each: (each[0], -each[1]))
+            cuts.append(place if is_inside(literal[place:]) else place + size)
+            at = place + size
+            most -= 1
+        opened = not opened
+    return cuts
 
 
 def last_only(path: Path, message: int) -> Path:
@@ -218,7 +246,15 @@ class Answers:
 
     def __init__(self, call: TemplateCall, loss_on: str) -> None:
         self._call, self._loss_on = call, loss_on
-        self._turns = None if has_blocks(call.text()) else turns_of(call)
+        self._known: dict[str, Turns | None] = {}  # for each template: with tools, transformers may choose another one
+        _ = self._turns
+
+    @property
+    def _turns(self) -> Turns | None:
+        text = self._call.text()
+        if text not in self._known:
+            self._known[text] = None if has_blocks(text) else Turns(self._call)
+        return self._known[text]
 
     def with_call(self, call: TemplateCall) -> "Answers":
         """For the same template with other constants, such as tools."""
@@ -226,14 +262,18 @@ class Answers:
         other._call = call
         return other
 
-    def of_path(self, shape: Shape, path: Path) -> Path | ByReference:
-        """A path with its parts with loss as `generated`; or why rows cannot take it."""
-        if self._turns:
-            path = with_answers(path, self._turns)
+    def of_path(self, shape: Shape, path: Path) -> Path | ByReference | Rejected:
+        """A path with its parts with loss as `generated`; or why rows cannot take it, or are rejected."""
+        roles = [dict(message).get("role") for message in shape]
+        if turns := self._turns:
+            try:
+                path = with_answers(path, roles, turns)
+            except UnknownAnswersError as error:
+                return Rejected(rejection(error))
         if path.generated is None:
             return ByReference("the template prints a {% generation %} block elsewhere than where it stands")
         if self._loss_on == "last":
-            path = last_only(path, _last_assistant([dict(message).get("role") for message in shape]))
+            path = last_only(path, _last_assistant(roles))
         return path
 
     def of_text(self, messages: Sequence[Any], text: str) -> list[tuple[int, int]]:
@@ -249,18 +289,21 @@ class Answers:
         Raises:
             UnknownAnswersError: they are unknown.
         """
-        if self._turns is None:
+        turns = self._turns
+        if turns is None:
             rendered, spans = self._call.blocks(messages)
             if rendered != text:
                 raise UnknownAnswersError("the template is not deterministic")
             if self._loss_on == "assistant":
                 return spans
-        path, texts = taken_apart(self._call, messages, text)
+        path, texts, others = taken_apart(self._call, messages, text)
+        if turns is not None:
+            roles = [message.get("role") for message in messages]
+            calling = {k for k, message in enumerate(messages) if any(map(message.get, CALLS))}
+            path = with_answers(path, roles, turns, calling)
+            _check_others(others, turns)
         places = [0, *itertools.accumulate(len(s) if isinstance(s, str) else len(texts[s]) for s in path.segments)]
-        if self._turns is not None:
-            _check_other_fields(messages, self._turns)
-            path = with_answers(path, self._turns)
-            places = [0, *itertools.accumulate(len(s) if isinstance(s, str) else len(texts[s]) for s in path.segments)]
+        if turns is not None:
             spans = [(places[first], places[end]) for first, end in path.generated or ()]
         if self._loss_on == "assistant":
             return spans
@@ -274,66 +317,10 @@ class Answers:
         return [(len(text[:a].encode()), len(text[:b].encode())) for a, b in self.of_text(messages, text)]
 
 
-def taken_apart(call: TemplateCall, messages: Sequence[Any], text: str) -> tuple[Path, dict[Ref, str]]:
-    """What a text is made of: the texts in the contents of its messages, and literals.
-
-    The conversation is rendered once more with a placeholder for each of these texts. What is between two placeholders
-    must be in `text` as well, and between these parts the texts, as they are or stripped.
-
-    Returns:
-        Segments, and the text of each that is no literal.
-
-    Raises:
-        UnknownAnswersError: it is made of something else.
-    """
-    marks: dict[str, tuple[int, str]] = {}
-
-    def marked(message: int, content: Any) -> Any:
-        if isinstance(content, str) and content:
-            mark = f"text {secrets.token_hex(8)}"
-            marks[mark] = message, content
-            return mark
-        if isinstance(content, list):
-            return [marked(message, part) for part in content]
-        if isinstance(content, dict) and "text" in content:
-            return content | {"text": marked(message, content["text"])}
-        return content
-
-    rendered = call.render(
-        [
-            message | {"content": marked(k, message["content"])} if "content" in message else message
-            for k, message in enumerate(messages)
-        ]
-    )
-    parts = re.split("(" + "|".join(map(re.escape, marks)) + ")", rendered) if marks else [rendered]
-    segments: list[Segment] = []
-    texts: dict[Ref, str] = {}
-    at = 0
-    for number, part in enumerate(parts):
-        if number % 2:
-            message, content = marks[part]
-            forms = sorted({content, content.strip(), content.rstrip(), content.lstrip()}, key=len, reverse=True)
-            form = next((form for form in forms if text.startswith(form, at)), None)
-            if form is None:
-                raise UnknownAnswersError("the template changes the text of a message")
-            segment = Ref(message, f"text {number}")
-            texts[segment] = form
-            segments.append(segment)
-            at += len(form)
-        elif not text.startswith(part, at):
-            raise UnknownAnswersError("the template changes with the texts of messages")
-        elif part:
-            segments.append(part)
-            at += len(part)
-    if at != len(text):
-        raise UnknownAnswersError("the template changes with the texts of messages")
-    return Path(tuple(segments)), texts
-
-
-def _check_other_fields(messages: Sequence[Any], turns: Turns) -> None:
-    """Checks that what `taken_apart` takes for literals cannot open or close an answer."""
-    others = [{name: value for name, value in m.items() if name not in ("role", "content")} for m in messages]
-    if any(mark.strip() in repr(others) for mark in (turns.header, *turns.ends)):
+def _check_others(others: Sequence[str], turns: Turns) -> None:
+    """Checks that the texts of a conversation that may be within literals cannot open or close an answer."""
+    marks = {literal.strip() or literal for literal in turns.literals()}
+    if any(mark in text for mark in marks for text in others):
         raise UnknownAnswersError("a tool call or another field contains the beginning or the end of a turn")
 
 

@@ -142,8 +142,8 @@ class Prober:
         if key not in self._cached:
             pool = dict.fromkeys((*self._pool, *_around(asked)))
             self._cached[key] = tuple(text for text in pool if all(holds(p, text) is answer for p, answer in asked))
-        candidates = [f"\n \u2003{example}\t\u3000 ", f"{example} "]
-        wrapped = [c for c in candidates if len(c) < 4096 and all(holds(p, c) is answer for p, answer in asked)]
+        candidates = [f"\n \u2003{example}\t\u3000 ", f"{example} "] if len(example) < 4090 else []
+        wrapped = [c for c in candidates if all(holds(p, c) is answer for p, answer in asked)]
         return (example, *self._cached[key], *wrapped)
 
 

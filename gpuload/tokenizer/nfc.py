@@ -10,7 +10,7 @@ all other text differs by one of three changes, which the kernels make (`nfc.cu`
 
 Texts that need more fall back to the tokenizer object. So do texts with code points that are unassigned in Unicode 14,
 as versions of Unicode may differ on them, and with those on which the normalizer of `tokenizers`, which is built for an
-older version, differs from Python's.
+older version (9.0 in 0.23), differs from Python's: `normalized_otherwise` asks it.
 
 Why the result is NFC: replacing a part of a text by its normal form does not change the normal form of the whole. Let a
 letter be followed by marks that do not compose with it, and then by another mark. Marks of different classes may be
@@ -23,13 +23,15 @@ with a dot below is ẹ with an acute accent.
 
 import unicodedata
 from functools import lru_cache
+from importlib.metadata import version
 
 import numpy as np
 import numpy.typing as npt
 
 from gpuload.tokenizer.classes import CODE_POINTS, ClassMap
 from gpuload.tokenizer.hash_tables import fill, hash_pairs, pair_keys
-from gpuload.tokenizer.unassigned import UNASSIGNED
+from gpuload.tokenizer.tables import cached
+from gpuload.tokenizer.unassigned import unassigned
 
 # The value of a code point is ORDER | COMPOSES for a mark, one of the others, or 0.
 ORDER = 63  # the rank of its canonical combining class among all classes; 0 for class 0, that is, not reordered
@@ -38,6 +40,8 @@ DECOMPOSES = 128  # it does not occur in NFC, and its normal form is in the hash
 NEVER = 255  # other code points that do not occur in NFC, and those on which versions of Unicode may differ
 _JAMO = [*range(0x1161, 0x1176), *range(0x11A8, 0x11C3)]  # Korean vowels and final consonants
 _RESULT_BITS = 21
+_INERT = ((0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xD800, 0xF8FF), (0x20000, 0x2A6DF), (0xF0000, 0x10FFFF))
+"""Ranges of code points that no normal form changes: Han characters, surrogates, and areas of private use."""
 
 
 @lru_cache(maxsize=1)
@@ -51,19 +55,16 @@ def nfc_tables() -> tuple[ClassMap, npt.NDArray[np.uint64]]:
         if it becomes two code points, (1, c).
     """
     values = np.zeros(CODE_POINTS, np.uint8)
-    for span in UNASSIGNED.split():
-        start, _, end = span.partition("-")
-        values[int(start, 16) : int(end or start, 16) + 1] = NEVER
+    for start, end in unassigned():
+        values[start : end + 1] = NEVER
     known = np.flatnonzero(values == 0).tolist()
+    values[[*normalized_otherwise()]] = NEVER
     values[[c for c in known if not unicodedata.is_normalized("NFC", chr(c))]] = NEVER
-    classes = {c: order for c in known if (order := unicodedata.combining(chr(c)))}
-    values[[c for c, order in classes.items() if not _same_nfc(_with_mark(chr(c), order))]] = NEVER
-    classes = {c: order for c, order in classes.items() if values[c] != NEVER}
+    classes = {c: order for c in known if values[c] != NEVER and (order := unicodedata.combining(chr(c)))}
     place = {order: place for place, order in enumerate(sorted(set(classes.values())), 1)}
     values[list(classes)] |= np.array([place[order] for order in classes.values()], np.uint8)
 
     made = [(c, parts) for c in known if values[c] != NEVER and (parts := _made_of(chr(c)))]
-    values[[c for c, _ in made if not _same_nfc(unicodedata.normalize("NFD", chr(c)))]] = NEVER
     letters = {c for c, _ in made} | {parts[0] for _, parts in made}
     marks = {parts[1] for _, parts in made}
     values[[*marks, *_JAMO]] |= COMPOSES
@@ -82,6 +83,38 @@ def nfc_tables() -> tuple[ClassMap, npt.NDArray[np.uint64]]:
     first, second, result = np.array(pairs, np.int64).T
     keys = pair_keys(first, second)
     return ClassMap.from_classes(values), fill((keys << _RESULT_BITS | result).astype(np.uint64), hash_pairs(keys))
+
+
+@lru_cache(maxsize=1)
+def normalized_otherwise() -> tuple[int, ...]:
+    """The code points of Unicode 14 that the normalizer of `tokenizers` treats otherwise than Python's unicodedata.
+
+    On texts without them both agree. Two properties decide what becomes of a text, and a new version of Unicode changes
+    neither for code points that it had before. Where the normalizer does not know
+
+    - the class of a mark, it does not exchange the mark with others;
+    - a decomposition, it leaves the code point as it is, and does not compose the parts. At least one part is as new as
+      the composition, which NFC would exclude otherwise. All parts newer than Unicode 3.2 are among the result.
+
+    Asking takes 25 ms, so the answer is cached on disk.
+    """
+    content = f"1 {version('tokenizers')} {unicodedata.unidata_version}"
+    answer = cached("nfc", content, lambda: {"code_points": np.array(_ask(), np.int64)})
+    return tuple(answer["code_points"].tolist())
+
+
+def _ask() -> list[int]:
+    known = np.ones(CODE_POINTS, np.bool_)
+    for start, end in [*unassigned(), *_INERT]:
+        known[start : end + 1] = False
+    characters = [*map(chr, np.flatnonzero(known).tolist())]
+    found = {c for c in characters if (order := unicodedata.combining(c)) and not _same_nfc(_with_mark(c, order))}
+    for c in characters:
+        if _made_of(c):
+            parts = unicodedata.normalize("NFD", c)
+            if not _same_nfc(c) or not _same_nfc(parts):
+                found.update(c, (part for part in parts if unicodedata.ucd_3_2_0.category(part) == "Cn"))
+    return sorted(map(ord, found))
 
 
 def _made_of(character: str) -> list[int]:

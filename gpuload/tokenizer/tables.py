@@ -2,9 +2,11 @@
 
 import contextlib
 import hashlib
+import os
 import zipfile
 from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,9 +36,29 @@ def cached(kind: str, content: str, build: Callable[[], Arrays]) -> Arrays:
     """
     digest = hashlib.blake2b(content.encode(errors="surrogatepass"), digest_size=12).hexdigest()
     file = cache_root() / "tables" / f"{kind}-{digest}.npz"
-    with contextlib.suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile), np.load(file) as arrays:
-        return dict(arrays)
+    with contextlib.suppress(Exception):  # a damaged file can raise nearly any, such as SyntaxError and RuntimeError
+        return _read(file)
     arrays = build()
     with contextlib.suppress(OSError), replacing(file) as unfinished, unfinished.open("wb") as stream:
         np.savez(stream, **arrays)  # given a path, NumPy would append .npz to it
+    return arrays
+
+
+def _read(file: Path) -> Arrays:
+    """The arrays of a file, of which every byte is checked: `numpy.load` reads no more than a damaged shape asks for,
+    and does not miss an array.
+
+    Raises:
+        Exception: it is missing or damaged.
+    """
+    arrays = {}
+    with file.open("rb") as stream, zipfile.ZipFile(stream) as members:
+        for name in members.namelist():
+            with members.open(name) as member:
+                arrays[name.removesuffix(".npy")] = np.lib.format.read_array(member, allow_pickle=False)
+                if member.read(1):  # the checksum is compared at the end
+                    raise ValueError(f"{name} is longer than its array")
+        stream.seek(-12, os.SEEK_END)
+        if not arrays or len(arrays) != int.from_bytes(stream.read(2), "little"):
+            raise ValueError("some arrays are missing")
     return arrays

@@ -2,11 +2,13 @@
 
 Implementations of the same split regex or normal form can differ if they are built for different versions of Unicode.
 Under Unicode's stability policies, a new version changes the relevant properties of newly assigned code points only.
-All implementations in use are built for 14.0 or later, so they agree on texts without these code points.
+All implementations in use are built for 14.0 or later, so they agree on texts without these code points. Only the
+normalizer of `tokenizers` is older; `gpuload.tokenizer.nfc.normalized_otherwise` asks it what it does not know.
 
 Source: DerivedGeneralCategory.txt of Unicode 14.0.0, category Cn.
 """
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -72,10 +74,15 @@ FE6C-FE6F FE75 FEFD-FEFE FF00 FFBF-FFC1 FFC8-FFC9 FFD0-FFD1 FFD8-FFD9 FFDD-FFDF 
 """
 
 
+# Of characters of two, three and four bytes: the first and the last code point, what is added to the upper bits to make
+# the first byte, and the bits of the bytes behind the second one.
+_SIZES = ((0x80, 0x7FF, 0xC0, 0), (0x800, 0xFFFF, 0xE0, 6), (0x10000, 0x10FFFF, 0xF0, 12))
 _BLOCK = 1 << 20  # bytes searched at a time: a block and what is found in it stay in the CPU's cache
 
 
-def texts_with_unassigned(data: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def texts_with_unassigned(
+    data: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64], also: tuple[int, ...] = ()
+) -> npt.NDArray[np.int64]:
     """The ascending numbers of the texts that contain one of these code points.
 
     In one pass, most bytes are only compared with the smallest first byte of such a code point. Bytes that pass are
@@ -84,8 +91,9 @@ def texts_with_unassigned(data: npt.NDArray[np.uint8], offsets: npt.NDArray[np.i
     Args:
         data: the texts one after the other. In text that is not valid UTF-8, anything may be found.
         offsets: (n + 1,) where each text begins, and the end of the last one.
+        also: other code points to find, none of them in ASCII.
     """
-    code_points, pairs, first = _tables()
+    code_points, pairs, first = _tables(also)
     found: list[Any] = [np.zeros(0, np.int64)]
     low, end = int(offsets[0]), int(offsets[-1])
     for begin in range(low, end, _BLOCK):
@@ -113,20 +121,26 @@ def _decoded(data: npt.NDArray[np.uint8], at: npt.NDArray[np.int64]) -> npt.NDAr
     return point
 
 
-@lru_cache(maxsize=1)
-def _tables() -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_], int]:
-    """These code points, in the forms in which they are looked up.
+@lru_cache(maxsize=2)
+def _tables(also: tuple[int, ...]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_], int]:
+    """These code points and others, in the forms in which they are looked up.
 
     Returns:
         (0x110000,) bool, by code point; (1 << 14,) bool, by the first byte and the lower six bits of the second one of
         a character that may be one of them; and the smallest of these first bytes.
     """
     code_points, pairs = np.zeros(0x110000, bool), np.zeros(1 << 14, bool)
+    for first, last in [*unassigned(), *((point, point) for point in also)]:
+        code_points[first : last + 1] = True
+        for low, high, marker, shift in _SIZES:
+            if first <= high and last >= low:
+                begin, end = max(first, low) >> shift, min(last, high) >> shift
+                pairs[(marker << 6) + begin : (marker << 6) + end + 1] = True
+    return code_points, pairs, int(np.flatnonzero(pairs)[0]) >> 6
+
+
+def unassigned() -> Iterator[tuple[int, int]]:
+    """The first and the last code point of each range."""
     for span in UNASSIGNED.split():
         first, _, last = span.partition("-")
-        code_points[int(first, 16) : int(last or first, 16) + 1] = True
-    point = np.flatnonzero(code_points)  # all of them have at least two bytes
-    shift = np.where(point < 0x800, 6, np.where(point < 0x10000, 12, 18))
-    marker = np.where(point < 0x800, 0xC0, np.where(point < 0x10000, 0xE0, 0xF0))
-    pairs[(marker | point >> shift) << 6 | (point >> (shift - 6) & 0x3F)] = True
-    return code_points, pairs, int(np.flatnonzero(pairs)[0]) >> 6
+        yield int(first, 16), int(last or first, 16)

@@ -9,8 +9,9 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import SHARED, shared_files, shared_tokenizers, user
+from conftest import user
 from same import VERL, assert_same, assert_same_row, gpuload_dataset, verl_dataset
+from tiers import SHARED, name_of, shared, shared_files, shared_tokenizers, with_shared
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
@@ -31,8 +32,8 @@ def tokenizers_with_template() -> list[str]:
     return [name for name, text in texts.items() if "chat_template" in text]
 
 
-def files_with_prompts(files: list[Path]) -> list[Path]:
-    return [file for file in files if "prompt" in pq.read_schema(file).names]
+def files_with_prompts(pattern: str) -> list[Path]:
+    return [file for file in shared_files(pattern) if "prompt" in pq.read_schema(file).names]
 
 
 def test_shipped_data(gsm8k: str, qwen: Any) -> None:
@@ -49,7 +50,7 @@ def test_without_the_filter(gsm8k: str, qwen: Any) -> None:
     assert "No prompts were tokenized" in found.report
 
 
-@pytest.mark.parametrize("file", files_with_prompts(shared_files("*.parquet")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", with_shared(lambda: files_with_prompts("*.parquet")), ids=name_of)
 def test_real_data(qwen: Any, file: Path) -> None:
     data = {"max_samples": MAX_ROWS, "shuffle": True, "seed": 7, "max_prompt_length": 256}
     expected = verl_dataset(file, qwen, **data)
@@ -57,7 +58,7 @@ def test_real_data(qwen: Any, file: Path) -> None:
     assert_same(gpuload_dataset(file, qwen, **data), expected)
 
 
-@pytest.mark.parametrize("file", files_with_prompts(shared_files("wild/*.parquet")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", with_shared(lambda: files_with_prompts("wild/*.parquet")), ids=name_of)
 def test_wild_data(qwen: Any, file: Path) -> None:
     data = {"max_samples": MAX_ROWS, "max_prompt_length": 180}
     expected = verl_dataset(file, qwen, **data)
@@ -74,7 +75,7 @@ def test_wild_data(qwen: Any, file: Path) -> None:
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize("name", tokenizers_with_template())
+@pytest.mark.parametrize("name", with_shared(tokenizers_with_template))
 def test_tokenizers(name: str) -> None:
     for file in shared_files("sgd_multiturn.parquet") + shared_files("xquad_12lang.parquet"):
         data = {"max_samples": 150, "shuffle": True, "seed": 1, "max_prompt_length": 400}
@@ -146,6 +147,7 @@ def test_template_arguments(gsm8k: str, qwen: Any) -> None:
     assert counts[1] < counts[0]
 
 
+@shared
 @pytest.mark.parametrize("thinking", [True, False])
 def test_enable_thinking(thinking: bool) -> None:
     for file in shared_files("math_eval_suites.parquet"):

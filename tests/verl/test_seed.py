@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SHARED, shared_files, user
+from conftest import user
 from oracle import RowWise, assert_same_row
+from tiers import shared, shared_files
 from torch.utils.data import DataLoader
 
 import gpuload
@@ -116,7 +117,7 @@ def test_verl_is_not_imported() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.skipif(not SHARED.exists(), reason="needs the real datasets in shared/")
+@shared
 @pytest.mark.parametrize(
     "pattern", ["bfcl_tools.parquet", "math_eval_suites.parquet", "wild/eshoyuan*gsm8k*test.parquet"]
 )

@@ -8,10 +8,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from tiers import examples
 
 pytest.importorskip("verl.utils.dataset")
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from sft_cases import (
@@ -315,7 +316,7 @@ def test_created_and_loaded_as_by_the_trainer(write: Any, qwen: Any) -> None:
     ),
     st.sampled_from([None, NEEDS_USER, REMOVES_THINKING]),
 )
-@settings(max_examples=10)
+@examples(10)
 def test_random_texts(tmp_path_factory: Any, qwen_folder: str, conversations: Any, template: str | None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(qwen_folder)
     tokenizer.chat_template = template or tokenizer.chat_template

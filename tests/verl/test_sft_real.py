@@ -7,10 +7,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tiers import SHARED, shared, shared_files
 
 pytest.importorskip("verl.utils.dataset")
 
-from conftest import SHARED, shared_files
 from jinja2 import TemplateError
 from sft_cases import CONVERSATIONS, LONG, compare, raising_rows
 from transformers import AutoTokenizer
@@ -26,7 +26,7 @@ REAL_FILES = {
 }
 
 
-@pytest.mark.skipif(not SHARED.exists(), reason="needs the real datasets in shared/")
+@shared
 @pytest.mark.parametrize("name", ["deepseek-v3", "llama3.1-instruct", "olmo2-dolma2", "qwen2.5-instruct", "qwen3"])
 def test_real_conversations(name: str, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(SHARED / "tokenizers" / name)
@@ -48,7 +48,7 @@ def test_real_conversations(name: str, tmp_path: Path) -> None:
         assert not raising_rows(dataset)
 
 
-@pytest.mark.skipif(not SHARED.exists(), reason="needs the real datasets in shared/")
+@shared
 @pytest.mark.parametrize("name", ["gemma3", "mistral-nemo"])
 def test_templates_that_verl_does_not_support(name: str, write: Any) -> None:
     """These require alternating roles, but verl renders two user messages in a row."""

@@ -35,6 +35,7 @@ The limit of the pool counts memory in use. What one stream has freed may not be
 for a moment the pool can hold more.
 """
 
+import glob
 import importlib
 import importlib.util
 import os
@@ -83,6 +84,8 @@ def number_of(device: str) -> int:
 def unavailable_reason(device: str) -> str | None:
     """Why this process cannot use that GPU, or None. CUDA is initialized last, and only if it is likely to work."""
     if torch.version.cuda is None:
+        if not _has_gpu():
+            return "this machine has no NVIDIA GPU"
         return f"torch {torch.__version__} was built without CUDA: install a CUDA build of torch"
     if torch.cuda._is_in_bad_fork():
         return "this process was forked from one that had initialized CUDA: use the 'spawn' start method"
@@ -102,6 +105,11 @@ def unavailable_reason(device: str) -> str | None:
     except Exception as error:
         return f"GPU {number} does not work: {type(error).__name__}: {' '.join(str(error).split()):.200}"
     return None
+
+
+def _has_gpu() -> bool:
+    """Whether a driver has made devices, as in Linux and in its subsystem of Windows; without any library."""
+    return bool(glob.glob("/dev/nvidia[0-9]*")) or os.path.exists("/dev/dxg")
 
 
 def self_test(kernels: Kernels) -> None:

@@ -102,14 +102,13 @@ class DeviceEngine:
         """Made when first needed, as the encoder is."""
         return DeviceTokenSpans(self._kernels, self.host.spans)
 
-    @property
-    def description(self) -> str:
+    def describe(self, compiled: bool = True) -> str:
         if not self._by_kernels:
-            return f"{self.host.description}; batches on {self.device}"
-        by_rows = self.host.program.not_compilable is not None
+            return f"{self.host.describe(compiled)}; batches on {self.device}"
+        by_rows, rendering = not compiled or self.host.program.not_compilable is not None, self.host.rendering(compiled)
         if isinstance(self._compiled, CompiledTokenizer):
-            return f"{self.device}: {self.host.rendering}, {'' if by_rows else 'rendered and '}encoded by kernels"
-        rendering = self.host.rendering + ("" if by_rows else ", rendered by kernels")
+            return f"{self.device}: {rendering}, {'' if by_rows else 'rendered and '}encoded by kernels"
+        rendering += "" if by_rows else ", rendered by kernels"
         return f"{self.device}: {rendering}; encoded by {self.host.encoder.name} on the host"
 
     @property
@@ -121,6 +120,10 @@ class DeviceEngine:
         if isinstance(self._compiled, CompiledTokenizer):
             return marked
         return (*marked, f"text is copied to the host, and its ids back: {self._compiled}", *self.host.notes)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return self.host.counts
 
     def loading(self) -> AbstractContextManager[Any]:
         return self._kernels.loading()

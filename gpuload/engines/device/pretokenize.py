@@ -139,9 +139,12 @@ class PreTokenizer:
             self._last = last.table.shape[1] - 1, to_device(last.table), to_device(restarts(last))
         tables = tokenizer.tables
         self._adjacent = to_device(tables.adjacent) if isinstance(tables, FallbackTables) else None
+        # Tiles find tokens in text as it is, and check for NFC what is between them. A normalized token has to be found
+        # in the normal form, in which a mark after it can make it another character.
         self.by_tiles = (
             last is not None
             and not (stages or self.rewrites or self._strips or len(self._passes) > 1)
+            and not (spec.nfc and NORMALIZED in self._passes)
             and self._longest <= _MOST_TOKEN
             and not can_overlap(spec.added)
         )

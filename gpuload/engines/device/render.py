@@ -24,7 +24,7 @@ from gpuload.arrays import Array, Ragged, offsets_of, on_host
 from gpuload.engines.conversations import Conversations
 from gpuload.engines.device.kernels import Kernels
 from gpuload.engines.device.texts import gather, texts_to_device
-from gpuload.engines.protocol import RowCounts, TextColumn, Tokenized
+from gpuload.engines.protocol import RenderedRows, TextColumn, Tokenized
 from gpuload.engines.walk import Walk
 from gpuload.template.compiler import ChatProgram
 from gpuload.template.program import Path, Ref
@@ -46,7 +46,7 @@ class DeviceSpans:
 
 
 @dataclass(kw_only=True, eq=False)
-class DeviceText(RowCounts):
+class DeviceText(RenderedRows):
     """n prompts as text in device memory; a `protocol.RenderedText`. A rejected row is empty.
 
     Attributes:
@@ -130,7 +130,7 @@ def render(kernels: Kernels, program: ChatProgram, prompts: Conversations) -> De
     """
     walk = Walk(program, prompts)
     offsets, data, answers = _write(kernels, walk, program.answers is not None)
-    return DeviceText(kernels=kernels, offsets=offsets, data=data, answers=answers, **walk.counts())
+    return DeviceText(kernels=kernels, offsets=offsets, data=data, answers=answers, **walk.fates())
 
 
 def _write(kernels: Kernels, walk: Walk, with_answers: bool) -> tuple[Array, Array, DeviceSpans | None]:

@@ -16,18 +16,17 @@ class DeviceTrainingEngine(DeviceEngine):
         super().__init__(*arguments, **settings)
         self._rows: Counter[type] = Counter()  # by the kind of their text
 
-    @property
-    def description(self) -> str:
+    def describe(self, compiled: bool = True) -> str:
         if self._rows[HostText] and not self._rows[DeviceText]:
-            return f"{self.host.description}; batches on {self.device}"
-        return super().description
+            return f"{self.host.describe(compiled)}; batches on {self.device}"
+        return super().describe(compiled)
 
     @property
-    def notes(self) -> tuple[str, ...]:
+    def counts(self) -> dict[str, int]:
         if not self._rows[HostText] or self.host.by_prompt:
-            return super().notes
-        rows = f"{self._rows[HostText]:,} rows rendered and encoded on the host: kernels take columns of messages only"
-        return (rows, *super().notes)
+            return super().counts
+        what = "rows rendered and encoded on the host: kernels take columns of messages only"
+        return {what: self._rows[HostText], **super().counts}
 
     def render(self, prompts: Prompts) -> HostText | DeviceText:
         return self._counted(super().render(prompts))

@@ -10,8 +10,9 @@ gigatoken is used only for configurations that it is known to encode exactly (`g
 encoder must agree with the tokenizer on a set of hostile texts before it is used.
 
 Some texts are always encoded by `tokenizers`. gigatoken 0.10 and tokenizers 0.23 know different versions of Unicode
-(4,787 code points are split differently for DeepSeek-V3, 13 for Llama-3.1, 3 are normalized differently for Qwen), so
-these are texts with code points newer than Unicode 14; and, for some added tokens, texts that are not in NFC.
+(4,787 code points are split differently for DeepSeek-V3, 13 for Llama-3.1), so these are texts with code points newer
+than Unicode 14; for tokenizers that normalize, texts with 100 others, which tokenizers normalizes as Unicode 9 did
+(`normalized_otherwise`); and, for some added tokens, texts that are not in NFC.
 """
 
 import unicodedata
@@ -26,15 +27,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gpuload.arrays import Ragged
+from gpuload.arrays import Ragged, offsets_of
 from gpuload.engines.host.acceptance import acceptance_texts
 from gpuload.engines.host.texts import Bytes, Ints
+from gpuload.memory import check_room_to_encode
 from gpuload.reference.reference import Reference
 from gpuload.reference.template_call import first_line
 from gpuload.tokenizer.gigatoken import needs_nfc_text, not_known_exact
+from gpuload.tokenizer.nfc import normalized_otherwise
 from gpuload.tokenizer.unassigned import texts_with_unassigned
 
 _CHECK_ARGUMENTS = frozenset(("BloomTokenizerFast", "CodeGenTokenizerFast", "CohereTokenizerFast", "GPT2TokenizerFast"))
+
+_CALL_BYTES = 1 << 22  # of texts that tokenizers encodes in one call; a text that is longer is on its own
 
 
 @dataclass(frozen=True)
@@ -164,6 +169,7 @@ def _gigatoken(reference: Reference) -> HostEncoder:
     backend: Any = reference.backend
     composes = backend.normalizer is not None and backend.normalizer.normalize_str("e\u0301") == "\u00e9"
     nfc_only = composes and needs_nfc_text(backend.get_added_tokens_decoder().values())
+    contested = normalized_otherwise() if composes else ()
     by_tokenizers = _tokenizers(reference).encode
 
     def encode(text: pa.LargeStringArray) -> Ragged:
@@ -174,7 +180,7 @@ def _gigatoken(reference: Reference) -> HostEncoder:
         chars = np.frombuffer(text.buffers()[2] or b"", np.uint8)
         ids = encode_all(chars, offsets)
         # Contested rows are encoded by tokenizers, and put back into their places.
-        rows = texts_with_unassigned(chars, offsets)
+        rows = texts_with_unassigned(chars, offsets, contested)
         if nfc_only:
             rows = np.union1d(rows, _not_nfc(text))
         if not len(rows):
@@ -203,8 +209,18 @@ def _tokenizers(reference: Reference) -> HostEncoder:
         backend.no_truncation()
         backend.no_padding()
 
+    encode_all = partial(backend.encode_batch_fast, add_special_tokens=False)
+
     def encode(text: pa.LargeStringArray) -> Ragged:
-        rows = _without_panic(partial(backend.encode_batch_fast, add_special_tokens=False), text.to_pylist())
-        return Ragged.from_lists([row.ids for row in rows])
+        sizes = pc.binary_length(text).to_numpy()
+        offsets, parts, low = offsets_of(sizes), [Ragged.from_lists([])], 0
+        while low < len(text):
+            # Its results take some 30 times as much memory as the text, until they are converted.
+            high = max(low + 1, int(np.searchsorted(offsets, offsets[low] + _CALL_BYTES, side="right")) - 1)
+            check_room_to_encode(int(sizes[low:high].max()))
+            rows = _without_panic(encode_all, text.slice(low, high - low).to_pylist())
+            parts.append(Ragged.from_lists([row.ids for row in rows]))
+            low = high
+        return Ragged.concatenate(parts)
 
     return HostEncoder(f"tokenizers {version('tokenizers')}", encode)

@@ -14,8 +14,8 @@ import torch
 from gpuload.arrays import Ragged
 from gpuload.engines.host.batches import HostBatches
 from gpuload.engines.host.encode import HostEncoder, host_encoder, needs_itself
-from gpuload.engines.host.prompts import render_column, render_rows
-from gpuload.engines.host.render import HostText
+from gpuload.engines.host.prompts import BY_PROMPT, render_column, render_rows
+from gpuload.engines.host.render import HostText, MixedText
 from gpuload.engines.host.sanitize import encode_marked
 from gpuload.engines.host.spans import TokenSpans
 from gpuload.engines.protocol import ArrowPrompts, Prompts, Tokenized
@@ -90,18 +90,16 @@ class HostEngine:
             self._spans = self._spans or TokenSpans(self._reference)
             return self._spans
 
-    @property
-    def description(self) -> str:
+    def describe(self, compiled: bool = True) -> str:
         if self.by_prompt:
             return f"cpu: rendered and encoded by {type(self._reference.tokenizer).__name__}, prompt by prompt"
-        return f"cpu: {self.rendering}, encoded by {self.encoder.name}"
+        return f"cpu: {self.rendering(compiled)}, encoded by {self.encoder.name}"
 
-    @property
-    def rendering(self) -> str:
+    def rendering(self, compiled: bool) -> str:
         """For the report: how prompts become text."""
         if not self._reference.uses_template:
             return "prompts are plain text"
-        if self.program.not_compilable:
+        if self.program.not_compilable or not compiled:
             return "chat template rendered by transformers, row by row"
         return "chat template compiled"
 
@@ -109,6 +107,10 @@ class HostEngine:
     def notes(self) -> tuple[str, ...]:
         unused = () if self.by_prompt else self.encoder.unused
         return (*(f"not used: {reason}" for reason in unused), *self._notes)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {}
 
     @property
     def host(self) -> "HostEngine":
@@ -126,10 +128,13 @@ class HostEngine:
     def render(self, prompts: Prompts) -> HostText:
         assert isinstance(prompts, ArrowPrompts)
         if self.by_prompt:
-            return render_rows(prompts.column, self._reference, self.program, with_ids=True)
+            return render_rows(prompts.column, self._reference, self.program, with_ids=True, why=BY_PROMPT)
         return render_column(prompts.column, self._reference, self.program)
 
     def encode(self, text: HostText) -> Tokenized:
+        if isinstance(text, MixedText):
+            ids = Ragged.concatenate([self.encode(part).ids for part in text.parts])
+            return text.tokenized(ids.take(text.order))
         if text.ids is not None:
             return text.tokenized(text.ids)
         texts = pc.fill_null(text.text, "") if text.rejected else text.text

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from gpuload.engines.conversations import from_arrow
+from gpuload.engines.conversations import from_arrow, row_messages
 from gpuload.engines.host.render import Spans, write
 from gpuload.engines.host.texts import Bools, HostTexts, Ints
 from gpuload.engines.walk import Walk
@@ -43,7 +43,7 @@ def message_parts(program: ChatProgram, prompts: pa.Array) -> Parts:
 
     Args:
         program: the compiled template, of a tokenizer that does not sanitize control tokens.
-        prompts: (n,) list<struct<role, content, ...>>.
+        prompts: (n,) list<struct<role, content, ...>>, or several such columns that are `joined`.
     """
     walk = Walk(program, from_arrow(HostTexts(), prompts))
     text, bounds, offsets = write(walk)
@@ -53,7 +53,7 @@ def message_parts(program: ChatProgram, prompts: pa.Array) -> Parts:
     for path, rows in walk.paths:
         known[rows] = True
         # All rows of a path have the same shape, and a shape has the roles.
-        messages = walk.prompts.to_arrow(rows[:1])[0].as_py()
+        messages = row_messages(walk.prompts.to_arrow(rows[:1])[0].as_py())
         refs = [(number, part.message) for number, part in enumerate(path.segments) if isinstance(part, Ref)]
         if not refs:
             continue

@@ -1,11 +1,12 @@
 """Any column of prompts as text: which of them the compiled template renders, and the others row by row.
 
-Messages go through the compiled template. Plain strings become one user message each and go the same way; without a
-chat template they are the text already. JSON of mixed shapes, and tokenizers that define their own rendering, are
-rendered by the reference row by row, so that a row it rejects does not affect the others.
+Messages go through the compiled template, as Arrow columns or as the Python objects of JSON of mixed shapes. Plain
+strings become one user message each and go the same way; without a chat template they are the text already. Tokenizers
+that define their own rendering render row by row, so that a row they reject does not affect the others.
 """
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.arrays import Ragged
-from gpuload.engines.conversations import messages_of_users
-from gpuload.engines.host.render import HostText, Spans, render
+from gpuload.engines.conversations import from_rows, messages_of_users
+from gpuload.engines.host.render import HostText, Spans, render, render_conversations
 from gpuload.engines.host.sanitize import can_be_marked, reject_unplain, with_control_tokens
+from gpuload.engines.host.texts import HostTexts
 from gpuload.reference.reference import Reference, messages_of
 from gpuload.reference.template_call import rejection
 from gpuload.sources.columns import to_python
-from gpuload.sources.types import is_list, is_text
+from gpuload.sources.types import JSON_TYPE, is_list, is_text
 from gpuload.template.compiler import ChatProgram
 
 
@@ -27,22 +29,47 @@ def render_column(prompts: pa.Array, reference: Reference, program: ChatProgram)
     """Renders a column of prompts, by column where that is possible.
 
     Args:
-        prompts: (n,) messages, strings or JSON; see `check_prompt_type`.
+        prompts: (n,) messages, strings or JSON; see `check_prompt_type`. Or several columns of messages that are
+            `joined`.
         program: the reference's compiled template.
     """
     if is_text(prompts.type):
         if not reference.uses_template:
             return _plain_text(prompts, reference)
         prompts = messages_of_users(prompts.cast(pa.large_string()))
-    elif not reference.uses_template or not is_list(prompts.type):
-        return render_rows(prompts, reference, program)
+    elif prompts.type == JSON_TYPE and reference.uses_template and not reference.sanitizes:
+        rows = to_python(prompts)
+        rejected = {number: why for number, row in enumerate(rows) if (why := reference.problem(row))}
+        return render_messages(
+            [row if i in rejected else messages_of(row) for i, row in enumerate(rows)], rejected, program
+        )
+    elif not reference.uses_template or not (is_list(prompts.type) or pa.types.is_struct(prompts.type)):
+        return render_rows(prompts, reference, program, why=MARKED_BY_ROW)
     if reference.sanitizes and not can_be_marked(prompts.type):
-        return render_rows(prompts, reference, program)
+        return render_rows(prompts, reference, program, why=MARKED_BY_ROW)
     return render(program, prompts)
 
 
+MARKED_BY_ROW = "control tokens are marked row by row in such messages"
+"""Why such rows are rendered by transformers."""
+
+BY_PROMPT = "the tokenizer object renders and encodes prompt by prompt"
+"""Why all rows of a load are."""
+
+
+def render_messages(rows: Sequence[Any], rejected: dict[int, str], program: ChatProgram) -> HostText:
+    """Renders conversations that are Python objects, by column where that is possible.
+
+    Args:
+        rows: (n,) lists of messages; anything where a row is rejected.
+        rejected: row → why no prompt can be made of it.
+        program: the compiled template, of a tokenizer that does not sanitize control tokens.
+    """
+    return render_conversations(program, from_rows(HostTexts(), rows, rejected))
+
+
 def render_rows(
-    prompts: pa.Array, reference: Reference, program: ChatProgram | None = None, with_ids: bool = False
+    prompts: pa.Array, reference: Reference, program: ChatProgram | None = None, with_ids: bool = False, *, why: str
 ) -> HostText:
     """Renders a column of prompts with the reference, row by row.
 
@@ -50,8 +77,10 @@ def render_rows(
         prompts: (n,) messages, strings or JSON.
         program: the reference's compiled template, whose limits are used; None for a limit of time only.
         with_ids: also encode each prompt, in the single call that defines its ids.
+        why: for the report, why they are not rendered by column.
     """
     rejected: dict[int, str] = {}
+    started = time.perf_counter()
     values = _python_rows(prompts, rejected)
     for row, value in enumerate(values):
         if row not in rejected and (reason := reference.problem(value)):
@@ -83,7 +112,9 @@ def render_rows(
         ids=ids,
         answers=answers,
         rejected=rejected,
-        reference_rows=len(values) - len(rejected),
+        # Without a template, rows are text, and transformers renders nothing.
+        by_reference=dict.fromkeys(range(len(values)), why) if reference.uses_template else {},
+        reference_seconds=time.perf_counter() - started if reference.uses_template else 0.0,
         control_rows=sum(control.found_in(value) for row, value in enumerate(values) if row not in rejected),
     )
 
@@ -101,9 +132,7 @@ def _plain_text(prompts: pa.Array, reference: Reference) -> HostText:
         ]
         text = pa.array(rows, pa.large_string())
     found = with_control_tokens(text, reference.call.control.texts)
-    return HostText(
-        text=text, rejected=rejected, compiled_rows=len(text) - len(rejected), control_rows=int(found.sum())
-    )
+    return HostText(text=text, rejected=rejected, control_rows=int(found.sum()))
 
 
 def _python_rows(prompts: pa.Array, rejected: dict[int, str]) -> list[Any]:
@@ -126,10 +155,6 @@ def attempt(rejected: dict[int, str], row: int, step: Callable[[Any], Any], valu
     """`step(value)`; or None, with the reason recorded."""
     try:
         return step(value)
-    except UnicodeDecodeError as error:
-        rejected[row] = f"prompt is not valid UTF-8 (byte {error.start})"
-    except UnicodeEncodeError as error:
-        rejected[row] = f"prompt contains a lone surrogate, {error.object[error.start]!r}, which UTF-8 cannot encode"
     except Exception as error:
         rejected[row] = rejection(error)
     return None

@@ -14,10 +14,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.arrays import Ragged, offsets_of
-from gpuload.engines.conversations import from_arrow
+from gpuload.engines.conversations import Conversations, from_arrow
 from gpuload.engines.host.sanitize import mark_column, reject_unplain
 from gpuload.engines.host.texts import Bytes, HostTexts, Ints, gather
-from gpuload.engines.protocol import RowCounts, TextColumn, Tokenized
+from gpuload.engines.protocol import RenderedRows, TextColumn, Tokenized
 from gpuload.engines.walk import Operations, Walk
 from gpuload.template.compiler import ChatProgram
 
@@ -46,7 +46,7 @@ class Spans(NamedTuple):
 
 
 @dataclass(kw_only=True, eq=False)
-class HostText(RowCounts):
+class HostText(RenderedRows):
     """n prompts as text in host memory; a `protocol.RenderedText`.
 
     Attributes:
@@ -73,12 +73,50 @@ class HostText(RowCounts):
         return Tokenized(ids=ids, text_sizes=sizes, text_nbytes=int(sizes.sum()), **self.counts())
 
 
+@dataclass(kw_only=True, eq=False)
+class MixedText(HostText):
+    """n prompts of several forms, as text. Each part is encoded by itself.
+
+    Attributes:
+        parts: the rows of each form.
+        order: (n,) int64, the place of each row among the rows of all parts.
+    """
+
+    parts: list[HostText]
+    order: Ints
+
+    @cached_property
+    def sizes(self) -> Ints:
+        return np.concatenate([part.sizes for part in self.parts])[self.order]
+
+    @classmethod
+    def of(cls, parts: Sequence[tuple[Sequence[int], HostText]]) -> HostText:
+        """The rows of all parts, in order.
+
+        Args:
+            parts: the numbers of some rows, which are ascending, and their text. Every row is in one part.
+        """
+        parts = [part for part in parts if part[0]] or parts[-1:]
+        if len(parts) == 1:
+            return parts[0][1]
+        order = np.argsort(np.concatenate([rows for rows, _ in parts]))
+        texts = [text for _, text in parts]
+        made = cls(text=pa.concat_arrays([text.text for text in texts]).take(pa.array(order)), parts=texts, order=order)
+        for rows, text in parts:
+            made.rejected.update((rows[at], why) for at, why in text.rejected.items())
+            made.by_reference.update((rows[at], why) for at, why in text.by_reference.items())
+            made.reference_seconds += text.reference_seconds
+            made.control_rows += text.control_rows
+        made.rejected, made.by_reference = (dict(sorted(each.items())) for each in (made.rejected, made.by_reference))
+        return made
+
+
 def render(program: ChatProgram, prompts: pa.Array | pa.ChunkedArray) -> HostText:
     """Renders every conversation of a column.
 
     Args:
         program: the compiled template; it grows where rows take a path that no earlier row has taken.
-        prompts: (n,) list<struct<role, content, ...>>.
+        prompts: (n,) list<struct<role, content, ...>>, or several such columns that are `joined`.
 
     Returns:
         The texts. If control tokens are sanitized, those that come from messages are marked.
@@ -114,14 +152,18 @@ def _slices(prompts: pa.Array | pa.ChunkedArray) -> Iterator[pa.Array]:
 def _render(program: ChatProgram, prompts: pa.Array) -> HostText:
     if program.call.sanitizes:
         prompts = mark_column(prompts, program.call.control)
-    column = from_arrow(HostTexts(), prompts)
-    walk = Walk(program, column)
-    text, bounds, offsets = write(walk)
-    answers = None if program.answers is None else _answers(walk, bounds, offsets)
-    made = HostText(text=text, answers=answers, **walk.counts())
+    made = render_conversations(program, from_arrow(HostTexts(), prompts))
     if program.call.sanitizes:
         made.text = reject_unplain(made.text, program.call.control, made.rejected)
     return made
+
+
+def render_conversations(program: ChatProgram, column: Conversations) -> HostText:
+    """Renders conversations that are in host memory. None of their control tokens is marked."""
+    walk = Walk(program, column)
+    text, bounds, offsets = write(walk)
+    answers = None if program.answers is None else _answers(walk, bounds, offsets)
+    return HostText(text=text, answers=answers, **walk.fates())
 
 
 def write(walk: Walk) -> tuple[pa.LargeStringArray, Ints, Ints]:

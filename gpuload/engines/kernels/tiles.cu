@@ -112,7 +112,8 @@ __device__ __forceinline__ bool may_change(const Tile& tile, const NfcText& tabl
 //   marked          1: all_marks says where sections begin (text.cuh). 0: sections are texts and what added tokens leave of
 //                   them. Then no two tokens may overlap, and none has more than MOST_TOKEN bytes.
 //   splits          1: sections are split by one stage (split.cu), every part of which is a match. 0: they are pre-tokens
-//   normalizes      1: NOT_NFC is set if a text may not be in NFC
+//   normalizes      1: NOT_NFC is set if a text may not be in NFC. Then tokens are searched for in text that is not
+//                   normalized
 //   known[j]        the id of pre-token j < room; or ~i if it is to be merged as number i
 //   first[t]        the number of the first pre-token of text t, and of all pre-tokens for t = texts
 //   start, length   of pre-token number i < rest_room to be merged

@@ -42,8 +42,12 @@ class Kind(Protocol):
     def engine(self, options: Options, reference: Any, exact_only: bool) -> Engine:
         """The engine of a worker, as `EngineBuilder`."""
 
-    def prompts_of(self, source: Source, options: Options) -> Source:
-        """The rows of a source with the column `options.prompt_key`."""
+    def prompts_of(self, source: Source, options: Options, reference: Any) -> Source:
+        """The rows of a source with the column `options.prompt_key`.
+
+        Args:
+            reference: the tokenizer, whose template will render them.
+        """
 
     def load(self, source: Source, reference: Any, options: Options, build_engine: EngineBuilder) -> PromptDataset:
         """Tokenizes a source."""
@@ -67,7 +71,7 @@ class PromptKind:
     def engine(self, options: Options, reference: Any, exact_only: bool) -> Engine:
         return choose_engine(options, reference, exact_only)
 
-    def prompts_of(self, source: Source, options: Options) -> Source:
+    def prompts_of(self, source: Source, options: Options, reference: Any = None) -> Source:
         check_prompts(source, options.prompt_key)
         return source
 
@@ -106,9 +110,9 @@ class ChatKind:
     def engine(self, options: Options, reference: Any, exact_only: bool) -> Engine:
         return chat_engine(options, reference, exact_only)
 
-    def prompts_of(self, source: Source, options: Options) -> Source:
+    def prompts_of(self, source: Source, options: Options, reference: Any = None) -> Source:
         found = find_format(source.schema, source.name, self.format, self.messages_key)
-        return as_prompts(source, found, options.prompt_key)
+        return as_prompts(source, found, options.prompt_key, reference)
 
     def load(self, source: Source, reference: Any, options: Options, build_engine: EngineBuilder) -> PromptDataset:
         return load_opened([source], reference, options, self.format, build_engine=build_engine)
@@ -144,9 +148,9 @@ class PairKind:
     def engine(self, options: Options, reference: Any, exact_only: bool) -> Engine:
         return pair_engine(options, reference, exact_only)
 
-    def prompts_of(self, source: Source, options: Options) -> Source:
+    def prompts_of(self, source: Source, options: Options, reference: Any = None) -> Source:
         found = find_pair_format(source.schema, source.name, self.objective, self.format, self.keys)
-        return as_prompts(source, found, self.keys["prompt"])
+        return as_prompts(source, found, self.keys["prompt"], reference)
 
     def load(self, source: Source, reference: Any, options: Options, build_engine: EngineBuilder) -> PromptDataset:
         make = PairMaker(self.objective, 1, True)

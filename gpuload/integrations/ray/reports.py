@@ -4,28 +4,43 @@ An actor on the driver's node keeps the report of each part under the part's key
 its worker died or because the dataset is read again, is counted once.
 """
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from copy import deepcopy
+from typing import Any, NamedTuple
 
 from gpuload.report import Report
 
 Key = tuple[int, int]
 
 
+class Done(NamedTuple):
+    """A part that a worker has tokenized.
+
+    Attributes:
+        report: of the part.
+        began, ended: when, by the clock of the actor that keeps the reports.
+    """
+
+    report: Report
+    began: float
+    ended: float
+
+
 class ReportKeeper:
     """The actor's class."""
 
     def __init__(self) -> None:
-        self._reports: dict[Key, Report] = {}
+        self._parts: dict[Key, Done] = {}
 
     def put(self, key: Key, report: Report) -> None:
-        """Keeps the report of a part."""
-        self._reports[key] = report
+        """Keeps the report of a part that has just been tokenized."""
+        ended = time.monotonic()
+        self._parts[key] = Done(report, ended - report.seconds.get("total", 0.0), ended)
 
-    def get(self) -> dict[Key, Report]:
-        """All reports so far."""
-        return self._reports
+    def get(self) -> dict[Key, Done]:
+        """All parts so far."""
+        return self._parts
 
 
 def start_keeper() -> Any:
@@ -37,33 +52,34 @@ def start_keeper() -> Any:
     return ray.remote(num_cpus=0, scheduling_strategy=here)(ReportKeeper).remote()
 
 
-def merged(empty: Report, reports: Mapping[Key, Report], parts: Sequence[Key]) -> Report:
+def merged(empty: Report, done: Mapping[Key, Done], parts: Sequence[Key]) -> Report:
     """One report of all parts that were made so far.
 
     Args:
         empty: with the names and bytes of all files.
-        reports: those of parts.
+        done: parts with their reports.
         parts: all parts, in order.
 
     Returns:
-        The report. Its seconds are the sums over all workers.
+        The report. The seconds of stages are sums over all workers; the total is the time from when the first part was
+        begun to when the last one was done.
     """
-    total = replace(empty, check=replace(empty.check))
-    seconds: dict[str, float] = {}
-    checked = 0.0
-    for key in parts:
-        if key not in reports:
-            continue
-        report = reports[key]
+    total = deepcopy(empty)
+    there = [done[key] for key in parts if key in done]
+    for report, _, _ in there:
         total.add(report)
         total.rows_kept += report.rows_kept
         total.tokens += report.tokens
         total.longest = max(total.longest, report.longest)
         total.engine = total.engine or report.engine
-        checked += report.check.seconds
-        for stage, value in report.seconds.items():
-            seconds[stage] = seconds.get(stage, 0.0) + value
-    total.seconds, total.check.seconds = seconds, checked
-    done = sum(key in reports for key in parts)
-    total.notes.append(f"seconds are the sum over all workers; {done:,} of {len(parts):,} parts have been tokenized")
+    stages = dict.fromkeys(stage for report, _, _ in there for stage in report.seconds if stage != "total")
+    total.seconds = {stage: sum(report.seconds.get(stage, 0.0) for report, _, _ in there) for stage in stages}
+    total.overlapping = list(stages)
+    if there:
+        total.seconds["total"] = max(each.ended for each in there) - min(each.began for each in there)
+    total.reference_seconds = sum(report.reference_seconds for report, _, _ in there)
+    total.check.seconds = sum(report.check.seconds for report, _, _ in there)
+    total.notes.append(
+        f"seconds of stages are sums over all workers; {len(there):,} of {len(parts):,} parts have been tokenized"
+    )
     return total

@@ -106,7 +106,8 @@ class Tokenizing:
             source = open_part(part, directory, options.cache_dir)
             if part.take < source.num_rows:
                 options = replace(options, max_samples=part.take)
-            dataset, report = self.load(self.work.kind.prompts_of(source, options), options)
+            prompts = self.work.kind.prompts_of(source, options, self.reference)
+            dataset, report = self.load(prompts, options)
             if dataset is None:
                 return schema.empty_table(), report
             return pa.Table.from_batches(list(self._rows(dataset, part.file)), schema), report

@@ -9,7 +9,7 @@ from typing import Any, overload
 import numpy as np
 from slime.utils.types import Sample
 
-from gpuload.arrays import Ragged, RowNumbers
+from gpuload.arrays import Ragged, RowNumbers, row_number
 from gpuload.cache.token_store import DiskTokens
 from gpuload.loss import LOSS
 from gpuload.sources.columns import Columns
@@ -111,7 +111,7 @@ class LazySamples(Sequence[Sample]):
     def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
         if isinstance(index, slice):
             return self._columns.take(self._order[index])
-        return self._columns.take(self._order[[index]])[0]
+        return self._columns.take(self._order[[row_number(index, len(self))]])[0]
 
 
 class SampleDataset:

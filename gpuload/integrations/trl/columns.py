@@ -56,11 +56,18 @@ def picked(table: pa.Table, rows: Sequence[int]) -> pa.Table:
 
 
 def prefixed(prompts: pa.ChunkedArray, answers: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Prompts, each followed by its answer. Both are texts or messages."""
+    """Prompts, each followed by its answer. Both are texts, or messages, which then have the fields of both.
+
+    Raises:
+        pa.ArrowException: a field has two types that have no common one.
+    """
     if is_text(answers.type):
         return pc.binary_join_element_wise(prompts.cast(answers.type), answers, pa.scalar("", answers.type))
     first, then = prompts.combine_chunks(), answers.combine_chunks()
-    messages = pa.concat_arrays([first.flatten().cast(answers.type.value_type), then.flatten()])
+    # A cast to the type of one part would drop the fields that only the other one has.
+    kinds = [pa.schema([("message", part.type.value_type)]) for part in (first, then)]
+    kind = pa.unify_schemas(kinds, promote_options="permissive").field(0).type
+    messages = pa.concat_arrays([part.flatten().cast(kind) for part in (first, then)])
     # Rows of the numbers of messages; those of answers come after all prompts.
     bounds = [offsets_of(pc.list_value_length(part).to_numpy()) for part in (first, then)]
     number = np.arange(len(messages), dtype=np.int32)

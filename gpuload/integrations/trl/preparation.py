@@ -103,7 +103,7 @@ class _Unnamed(Dataset):  # type: ignore[misc]
         return made
 
     def map(self, *given: Any, **named: Any) -> Any:
-        return _Unnamed.of(super().map(*given, new_fingerprint="sample", **named))
+        return _Unnamed.of(super().map(*given, **{"new_fingerprint": "sample"} | named))  # `filter` gives a name
 
 
 def prepare(call: Call, steps: Steps) -> Any:
@@ -163,7 +163,7 @@ def _made(call: Call, steps: Steps, dataset: Any, rows: list[int], expected: Any
             return "its rows of a sample differ from those of load_chats and load_pairs"
         table = steps.finished(call, table)
         table = steps.completed(call, table, args.dataset_num_proc or 1).select(names).cast(schema)
-    except (GpuloadError, pa.ArrowInvalid) as error:
+    except (GpuloadError, pa.ArrowException) as error:
         return str(error)
     about = [dataset._fingerprint, loaded.fingerprint, args.max_length, getattr(args, "truncation_mode", None), names]
     return steps.packed(call, dataset_of(table, dataset, features, Hasher.hash(about)))

@@ -17,6 +17,7 @@ import torch
 from verl.utils.dataset.rl_dataset import RLHFDataset as VerlDataset
 from verl.utils.logger import print_rank_0
 
+from gpuload.arrays import row_numbers
 from gpuload.errors import DataError, DeviceError, ResumeError
 from gpuload.fingerprint import Fingerprint, difference
 from gpuload.integrations.core import log_fallback
@@ -260,7 +261,7 @@ class RLHFDataset(VerlDataset):  # type: ignore[misc]
     def __getitems__(self, items: Sequence[int]) -> list[dict[str, Any]]:
         """Return the rows of one batch. Called by torch's fetcher instead of `__getitem__`."""
         prepare_worker()
-        numbers = [int(item) for item in items]
+        numbers = row_numbers(items, len(self)).tolist()
         if not isinstance(self.dataframe, Rows) or len(set(numbers)) < len(numbers):
             return [self[number] for number in numbers]
         rows = self.dataframe.take(numbers)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuload.arrays import RowNumbers
+from gpuload.arrays import RowNumbers, row_number, row_numbers
 from gpuload.engines.protocol import TokenStore
 from gpuload.integrations.verl.reuse import IDS_KEY
 from gpuload.sources.columns import Columns
@@ -43,7 +43,7 @@ class Rows:
         return list(self._names)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        return self.take([row])[0]
+        return self.take([row_number(row, len(self))])[0]
 
     def take(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         """Convert rows to Python objects. No object is shared between two rows, or with a later call.
@@ -57,7 +57,7 @@ class Rows:
         Raises:
             IndexError: a row number is out of range.
         """
-        numbers = np.asarray(rows, np.int64)
+        numbers = row_numbers(rows, len(self))
         columns = self._columns.take(numbers, list(self._names.values()))
         keys = list(self._names)
         values = [columns[name] for name in self._names.values()]

@@ -108,12 +108,15 @@ class SeedRLHFDataset(torch.utils.data.Dataset[Row]):
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def __getitem__(self, row: int) -> Row:
-        return self.__getitems__([row])[0]
+    def __getitem__(self, row: Any) -> Any:
+        found = self.prompts[row]
+        return self._finished(found) if isinstance(found, list) else self._finished([found])[0]
 
     def __getitems__(self, rows: Sequence[int]) -> list[Row]:
         """Return several rows with one gather; see `PromptDataset.__getitems__`."""
-        batch = self.prompts.__getitems__(rows)
+        return self._finished(self.prompts.__getitems__(rows))
+
+    def _finished(self, batch: list[Row]) -> list[Row]:
         if self._has_config:
             for row in batch:
                 extra = row["extra_info"] = row.get("extra_info") or {}

@@ -136,7 +136,8 @@ class TemplateVariant:
             if self.program is None and len(conversations) >= COMPILE_MIN_ROWS:
                 self.program = ChatProgram(self.reference.call)
             if self.program is None:
-                return render_rows(conversations, self.reference)
+                why = f"fewer than {COMPILE_MIN_ROWS} rows of a batch have these tools"
+                return render_rows(conversations, self.reference, why=why)
             return render_column(conversations, self.reference, self.program)
 
     def after_empty_user(self, examples: pa.Array) -> "TemplateVariant | None":

@@ -1,0 +1,49 @@
+"""What commands print: names from files cannot control the terminal, and messages name arguments instead of options."""
+
+import argparse
+import re
+import shlex
+import unicodedata
+from collections.abc import Mapping
+
+_HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
+_OPTION = re.compile(r"\b([a-z_]+)=(?:('[^']*'|\"[^\"]*\")|([A-Za-z0-9_.]+)|)")
+
+
+def printable(text: str) -> str:
+    """A text whose control and format characters are shown by their code points, except line breaks.
+
+    Column names, file names and reasons come from data: an escape sequence in one of them could clear the screen, or
+    make the terminal write what is not there.
+    """
+    if text.isascii() and text.replace("\n", "").isprintable():
+        return text
+    return "".join(
+        f"⟨U+{ord(character):04X}⟩" if character != "\n" and unicodedata.category(character) in _HIDDEN else character
+        for character in text
+    )
+
+
+def arguments_of(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """Option of Python → the argument of a command that sets it."""
+    found = {action.dest: action.option_strings[-1] for action in parser._actions if action.option_strings}
+    return {name: flag for name, flag in found.items() if name not in ("help", "version")}
+
+
+def as_arguments(message: str, arguments: Mapping[str, str]) -> str:
+    """A message that names the arguments of a command where it names options of Python.
+
+    Args:
+        arguments: option → argument.
+    """
+
+    def replaced(found: re.Match[str]) -> str:
+        name, quoted, bare = found.groups()
+        if name == "chat_template" and bare == "None" and "no_template" in arguments:
+            return arguments["no_template"]
+        if name not in arguments:
+            return found[0]
+        value = quoted[1:-1] if quoted else bare
+        return f"{arguments[name]} {shlex.quote(value)}" if value and value.strip(".") else arguments[name]
+
+    return _OPTION.sub(replaced, message)

@@ -1,0 +1,194 @@
+"""What a rendered conversation is made of: the texts of its messages, and literals of the template.
+
+The conversation is rendered once more with a mark for each text. What is between two marks must be in the rendered text
+as well, and between these parts the texts, in a form that templates print.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpuload.reference.template_call import TemplateCall
+from gpuload.template.program import Path, Ref, Segment
+
+_NAMES = ("role", "name", "type", "id", "tool_call_id", "tool_name")
+"""Fields that templates look up or compare, or print in other messages than their own."""
+
+_ARGUMENTS = ("arguments", "parameters")
+CALLS = ("tool_calls", "function_call")
+_THINK = re.compile(r"(\s*</?think>\s*)")  # what templates look for in contents
+_JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*"(\s*:)?')
+
+
+class UnknownAnswersError(ValueError):
+    """The answers of a conversation are unknown; the message says why."""
+
+
+@dataclass
+class _Marks:
+    """One conversation with marks.
+
+    Attributes:
+        texts: mark → number of its message, and the text it stands for.
+        names: marks of functions' names, which templates may print again with the results.
+        others: text that has no mark, and that the template may print.
+    """
+
+    only_contents: bool
+    texts: dict[str, tuple[int, str]] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)
+    others: list[str] = field(default_factory=list)
+
+    def message(self, number: int, message: dict[str, Any]) -> dict[str, Any]:
+        marked = {}
+        for name, value in message.items():
+            if name == "content":
+                marked[name] = self._content(number, value)
+            elif name in CALLS and not self.only_contents:
+                marked[name] = self._calls(number, value)
+            elif isinstance(value, str) and name not in _NAMES and not self.only_contents:
+                marked[name] = self._mark(number, value)
+            else:
+                marked[name] = value
+                if name != "role":
+                    self.others += _strings(value)
+        return marked
+
+    def _mark(self, number: int, text: str) -> str:
+        if not text:
+            return text
+        mark = f"text {secrets.token_hex(8)}"
+        self.texts[mark] = number, text
+        return mark
+
+    def _content(self, number: int, content: Any) -> Any:
+        if isinstance(content, str):
+            parts = _THINK.split(content)
+            return "".join(part if k % 2 else self._mark(number, part) for k, part in enumerate(parts))
+        if isinstance(content, list):
+            return [self._content(number, part) for part in content]
+        if isinstance(content, dict) and "text" in content:
+            return content | {"text": self._content(number, content["text"])}
+        self.others += _strings(content)
+        return content
+
+    def _calls(self, number: int, value: Any) -> Any:
+        """Tool calls with marks in their arguments."""
+        if isinstance(value, list):
+            return [self._calls(number, each) for each in value]
+        if isinstance(value, dict):
+            self.others += list(value)
+            known = len(self.texts)
+            marked = {
+                name: self._arguments(number, each) if name in _ARGUMENTS else self._calls(number, each)
+                for name, each in value.items()
+            }
+            if len(self.texts) == known and isinstance(value.get("name"), str):  # a call without texts
+                marked["name"] = self._mark(number, value["name"])
+                self.names.add(marked["name"])
+            return marked
+        self.others += _strings(value)
+        return value
+
+    def _arguments(self, number: int, value: Any) -> Any:
+        marked = self._json_text(number, value) if isinstance(value, str) else self._values(number, value)
+        self.others.append(marked if isinstance(marked, str) else json.dumps(marked, ensure_ascii=False, default=str))
+        return marked
+
+    def _values(self, number: int, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._mark(number, value)
+        if isinstance(value, list):
+            return [self._values(number, each) for each in value]
+        if isinstance(value, dict):
+            return {name: self._values(number, each) for name, each in value.items()}
+        return value
+
+    def _json_text(self, number: int, text: str) -> str:
+        """Arguments as JSON text, with marks in its strings that are no keys; any other text is one mark."""
+        try:
+            json.loads(text)
+        except ValueError:
+            return self._mark(number, text)
+        return _JSON_STRING.sub(
+            lambda found: found[0] if found[1] or found[0] == '""' else f'"{self._mark(number, found[0][1:-1])}"', text
+        )
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All strings in a value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            yield str(name)
+            yield from _strings(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _strings(each)
+
+
+def taken_apart(call: TemplateCall, messages: Sequence[Any], text: str) -> tuple[Path, dict[Ref, str], list[str]]:
+    """What a text is made of.
+
+    Args:
+        call: how it was rendered.
+        messages: the conversation.
+        text: what transformers made of it.
+
+    Returns:
+        Segments; the text of each that is no literal; and texts of the conversation that may be within literals.
+
+    Raises:
+        UnknownAnswersError: it is made of something else.
+    """
+    try:
+        return _aligned(call, messages, text, _Marks(only_contents=False))
+    except Exception:  # the template may look into other fields, and raise any error
+        fields = {name for message in messages for name, value in message.items() if value}
+        if fields <= {"role", "content"} or fields & set(CALLS):
+            raise
+        return _aligned(call, messages, text, _Marks(only_contents=True))
+
+
+def _aligned(
+    call: TemplateCall, messages: Sequence[Any], text: str, marks: _Marks
+) -> tuple[Path, dict[Ref, str], list[str]]:
+    rendered = call.render([marks.message(k, message) for k, message in enumerate(messages)])
+    found = marks.texts
+    parts = re.split("(" + "|".join(map(re.escape, found)) + ")", rendered) if found else [rendered]
+    segments: list[Segment] = []
+    texts: dict[Ref, str] = {}
+    named: set[str] = set()
+    at = 0
+    for number, part in enumerate(parts):
+        if number % 2:
+            message, value = found[part]
+            form = next((form for form in _forms(value) if text.startswith(form + parts[number + 1], at)), None)
+            if form is None:
+                raise UnknownAnswersError("the template changes the text of a message")
+            segment = Ref(message, f"text {number}")
+            segments.append(form if part in named else segment)
+            texts[segment] = form
+            named |= {part} & marks.names
+            at += len(form)
+        elif not text.startswith(part, at):
+            raise UnknownAnswersError("the template changes with the texts of messages")
+        elif part:
+            segments.append(part)
+            at += len(part)
+    if at != len(text):
+        raise UnknownAnswersError("the template changes with the texts of messages")
+    return Path(tuple(segments)), texts, marks.others
+
+
+def _forms(text: str) -> list[str]:
+    """The forms in which templates print a text, longest first: as it is, stripped, in JSON, or as Python prints it."""
+    plain = {text}
+    for characters in (None, "\n"):
+        plain |= {text.strip(characters), text.lstrip(characters), text.rstrip(characters)}
+    escaped = {json.dumps(each, ensure_ascii=ascii)[1:-1] for each in plain for ascii in (False, True)}
+    return sorted(plain | escaped | {repr(each)[1:-1] for each in plain}, key=len, reverse=True)

@@ -1,0 +1,387 @@
+"""Loss masks for templates without `{% generation %}` blocks: marks in every message, call and result of a conversation
+show which of them have loss, and TRL's training templates which literals."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from tiers import SHARED, shared
+
+import gpuload
+from gpuload.errors import TokenizerError
+from gpuload.reference.template_call import TemplateCall
+from gpuload.template.answers import Answers, has_blocks
+from gpuload.template.marks import UnknownAnswersError
+
+trl = pytest.importorskip("trl", reason="TRL has the templates of these tests")
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+
+Chat = list[dict[str, Any]]
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "what it does",
+            "parameters": {
+                "type": "object",
+                "properties": {"x": {"type": "string", "description": "d"}},
+                "required": [],
+            },
+        },
+    }
+    for name in ("f", "g")
+]
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def answer(content: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": content}
+
+
+def calling(*arguments: Any, content: str | None = "") -> dict[str, Any]:
+    functions = [{"name": "f", "arguments": each} for each in arguments]
+    calls = [{"id": "abcdefgh1", "type": "function", "function": each} for each in functions]
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def result(content: str) -> dict[str, Any]:
+    return {"role": "tool", "name": "f", "tool_call_id": "abcdefgh1", "content": content}
+
+
+@dataclass
+class Marked:
+    """A random conversation with marks.
+
+    Attributes:
+        messages: of the conversation.
+        marks: each mark and the number of its message.
+    """
+
+    rng: random.Random
+    messages: Chat = field(default_factory=list)
+    marks: dict[str, int] = field(default_factory=dict)
+
+    def mark(self, kind: str) -> str:
+        text = f"Q{kind}{len(self.marks):03d}q"
+        self.marks[text] = len(self.messages)
+        return text
+
+    def value(self) -> Any:
+        kind = self.rng.randrange(6)
+        if kind == 0:
+            number = 7_000_000 + len(self.marks)
+            self.marks[str(number)] = len(self.messages)
+            return number
+        if kind == 1:
+            return [self.mark("l"), True, None, 0.5]
+        if kind == 2:
+            return {self.mark("k"): self.mark("v"), "z": [1, 2]}
+        return self.mark("v") + self.rng.choice(["", " 'two' \"words\"", "\n你好", " <|im_end|>"])
+
+    def grow(self, complete: bool = False) -> Marked:
+        """Some rounds of questions, calls, results and answers.
+
+        Args:
+            complete: each call has results that are not empty, as trainers have them.
+        """
+        rng = self.rng
+        as_text, thinking, content = rng.random() < 0.3, rng.random() < 0.3, rng.choice(["", "", "mark", "none"])
+        if rng.random() < 0.4:
+            self.messages.append({"role": "system", "content": self.mark("s")})
+        for _ in range(rng.randint(1, 3)):
+            self.messages.append(user(self.mark("u")))
+            for _ in range(rng.choice([0, 1, 1, 2])):
+                given = [
+                    {self.mark("k") if rng.random() < 0.3 else f"x{k}": self.value() for k in range(rng.randrange(3))}
+                    for _ in range(rng.choice([1, 1, 1, 2]))
+                ]
+                arguments = [json.dumps(each, ensure_ascii=False) for each in given] if as_text else given
+                said = {"": "", "none": None}.get(content) if content != "mark" else self.mark("c")
+                message = calling(*arguments, content=said)
+                if thinking:
+                    message["reasoning_content"] = self.mark("r")
+                self.messages.append(message)
+                for _ in given if complete or rng.random() < 0.9 else ():
+                    text = rng.choice(['{"r": "' + self.mark("t") + '"}', self.mark("t") + '\n"q"', self.mark("t"), ""])
+                    self.messages.append(result(text or (self.mark("t") if complete else "")))
+            if complete or rng.random() < 0.9:
+                text = self.mark("a")
+                if not complete and rng.random() < 0.1:
+                    text = f"<think>\n{self.mark('r')}\n</think>\n\n{text}"
+                message = answer(text)
+                if thinking and rng.random() < 0.5:
+                    message["reasoning_content"] = self.mark("r")
+                self.messages.append(message)
+        return self
+
+
+def flags(text: str, spans: list[tuple[int, int]]) -> list[bool]:
+    loss = [False] * len(text)
+    for begin, end in spans:
+        loss[begin:end] = [True] * (end - begin)
+    return loss
+
+
+def shown(text: str, spans: list[tuple[int, int]]) -> list[str]:
+    return [text[begin:end] for begin, end in spans]
+
+
+def wrong_marks(conversation: Marked, text: str, loss: list[bool]) -> Iterator[str]:
+    """The marks that have loss and should not, or the other way round. A call's text is never partly in an answer."""
+    for mark, number in conversation.marks.items():
+        role = conversation.messages[number]["role"]
+        for found in re.finditer(re.escape(mark), text):
+            if set(loss[found.start() : found.end()]) != {role == "assistant"}:
+                yield f"{mark} of message {number}, {role}"
+
+
+def plain_templates() -> dict[str, str]:
+    texts = {path.stem: path.read_text() for path in sorted(TEMPLATES.glob("*.jinja"))}
+    return {name: text for name, text in texts.items() if not has_blocks(text)}
+
+
+PLAIN = plain_templates()
+
+
+def call_of(tokenizer: Any, template: str) -> TemplateCall:
+    return TemplateCall(tokenizer, template, add_generation_prompt=False)
+
+
+@pytest.fixture
+def bos(qwen: Any) -> Iterator[Any]:
+    """Some templates need a BOS token."""
+    before, qwen.bos_token = qwen.bos_token, "<|endoftext|>"
+    yield qwen
+    qwen.bos_token = before
+
+
+def check_marks(call: TemplateCall, seed: str, conversations: int) -> tuple[int, int]:
+    """How many random conversations have a mask, which is right, and how many have none."""
+    answers, rng = Answers(call, "assistant"), random.Random(seed)
+    masked = dropped = 0
+    for _ in range(conversations):
+        made = Marked(rng).grow()
+        own = replace(call, tools=TOOLS) if rng.random() < 0.5 else call
+        try:
+            text = own.render(made.messages)
+        except Exception:  # not every template takes every conversation
+            continue
+        try:
+            spans = answers.with_call(own).of_text(made.messages, text)
+        except UnknownAnswersError:
+            dropped += 1
+            continue
+        assert list(wrong_marks(made, text, flags(text, spans))) == [], (made.messages, shown(text, spans))
+        masked += 1
+    return masked, dropped
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_exactly_what_the_assistant_made_has_loss(bos: Any, name: str) -> None:
+    masked, dropped = check_marks(call_of(bos, PLAIN[name]), name, 25)
+    assert dropped <= masked
+
+
+@shared
+@pytest.mark.parametrize(
+    "name", ["qwen3", "llama3.1-instruct", "gemma3", "mistral-nemo", "deepseek-v3", "qwen2.5-instruct"]
+)
+def test_exactly_what_the_assistant_made_has_loss_with_real_tokenizers(name: str) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(SHARED / "tokenizers" / name)
+    masked, dropped = check_marks(TemplateCall(tokenizer, add_generation_prompt=False), name, 60)
+    assert masked
+    assert dropped <= masked
+
+
+@pytest.mark.parametrize(
+    "name", [path.stem.removesuffix("_training") for path in sorted(TEMPLATES.glob("*_training.*"))]
+)
+def test_answers_with_tools_are_those_of_trls_training_templates(bos: Any, name: str) -> None:
+    """Where both render the same text."""
+    plain, training = (call_of(bos, (TEMPLATES / f"{each}.jinja").read_text()) for each in (name, f"{name}_training"))
+    answers, expected, rng = Answers(plain, "assistant"), Answers(training, "assistant"), random.Random(name)
+    for _ in range(40):
+        made = Marked(rng).grow(complete=True)
+        tools = {"tools": TOOLS} if rng.random() < 0.5 else {}
+        one, other = replace(plain, **tools), replace(training, **tools)
+        try:
+            text = one.render(made.messages)
+            if text != other.render(made.messages):
+                continue
+        except Exception:  # not every template takes every conversation
+            continue
+        spans = expected.with_call(other).of_text(made.messages, text)
+        found = answers.with_call(one).of_text(made.messages, text)
+        assert flags(text, found) == flags(text, spans), (shown(text, found), shown(text, spans))
+
+
+def turn(role: str, text: str) -> str:
+    return "{% if m.role == '" + role + "' %}" + text + "{% endif %}"
+
+
+SAY = "{{ m.content or '' }}"
+CALLS = "{% for c in m.tool_calls or [] %}[CALL]{{ c.function | tojson }}{% endfor %}"
+LOOP, END = "{% for m in messages %}", "{% endfor %}"
+
+
+def prompt(header: str) -> str:
+    return "{% if add_generation_prompt %}" + header + "{% endif %}"
+
+
+AFTER_USER = "{{ '<|me|>' if loop.previtem.role == 'user' }}"
+
+# Templates in the manner of models that write turns in an unusual way, and the answers of CONVERSATION.
+CONVERSATION = [
+    user("Q"), calling({"x": "V"}), result("R"), calling({"n": 7}), result("S"), answer("A"), user("P"), answer("B"),
+]  # fmt: skip
+ONE, TWO = ('[CALL]{"name": "f", "arguments": {"x": "V"}}', '[CALL]{"name": "f", "arguments": {"n": 7}}')
+UNUSUAL: dict[str, tuple[str, list[str]]] = {
+    "results end an answer, as users do": (
+        LOOP + turn("user", f"<|user|>{SAY}") + turn("tool", f"<|observation|>{SAY}")
+        + turn("assistant", f"<|assistant|>{SAY}{CALLS}") + END + prompt("<|assistant|>"),
+        [f"{ONE}<|observation|>", f"{TWO}<|observation|>", "A<|user|>", "B"],
+    ),
+    "calls have an end of their own": (
+        LOOP + turn("user", f"<|start|>user:{SAY}<|end|>") + turn("tool", f"<|start|>tool:{SAY}<|end|>")
+        + turn("assistant", f"<|start|>me:{SAY}{CALLS}" + "{{ '<|call|>' if m.tool_calls else '<|end|>' }}") + END
+        + prompt("<|start|>me:"),
+        [f"{ONE}<|call|>", f"{TWO}<|call|>", "A<|end|>", "B<|end|>"],
+    ),
+    "no header behind results": (
+        LOOP + turn("user", f"[INST]{SAY}[/INST]") + turn("tool", f"[TOOL_RESULTS]{SAY}[/TOOL_RESULTS]")
+        + turn("assistant", f"{SAY}{CALLS}</s>") + END,
+        [f"{ONE}</s>", f"{TWO}</s>", "A</s>", "B</s>"],
+    ),
+    "results within a turn, without a special token": (
+        LOOP + turn("user", f"<|user|>{SAY}<|end|>") + turn("tool", f" ({SAY})")
+        + turn("assistant", AFTER_USER + f"{SAY}{CALLS}" + "{{ '<|done|>' if m.tool_calls else '<|end|>' }}") + END
+        + prompt("<|me|>"),
+        [f"{ONE}<|done|>", f"{TWO}<|done|>", "A<|end|>", "B<|end|>"],
+    ),
+    "calls have a shorter header": (
+        LOOP + turn("user", f"<|turn|><|user|>{SAY}<|end|>") + turn("tool", f"<|turn|><|tool|>{SAY}<|end|>")
+        + turn("assistant", "<|turn|><|me|>{{ '' if m.tool_calls else '<|say|>' }}" + f"{SAY}{CALLS}<|end|>") + END
+        + prompt("<|turn|><|me|><|say|>"),
+        [f"{ONE}<|end|>", f"{TWO}<|end|>", "A<|end|>", "B<|end|>"],
+    ),
+    "calls are turns of their own": (
+        LOOP + turn("user", f"user<|of|>{SAY}<|end|>") + turn("tool", f"result<|of|>{SAY}<|end|>")
+        + turn("assistant", f"me<|of|>{SAY}<|end|>" + "{% for c in m.tool_calls or [] %}call<|of|>[CALL]"
+               "{{ c.function | tojson }}<|end|>{% endfor %}") + END + prompt("me<|of|>"),
+        [f"<|end|>call<|of|>{ONE}<|end|>", f"<|end|>call<|of|>{TWO}<|end|>", "A<|end|>", "B<|end|>"],
+    ),
+    "results are not printed": (
+        LOOP + turn("user", f"<|user|>{SAY}<|end|>") + turn("assistant", f"<|me|>{SAY}{CALLS}<|end|>") + END
+        + prompt("<|me|>"),
+        [f"{ONE}<|end|>", f"{TWO}<|end|>", "A<|end|>", "B<|end|>"],
+    ),
+    "the prompt thinks": (
+        LOOP + turn("user", f"<|user|>{SAY}<|end|>") + turn("tool", f"<|tool|>{SAY}<|end|>")
+        + turn("assistant", f"<|me|>{SAY}{CALLS}<|end|>") + END
+        + prompt("<|me|><|thought|><|no_thought|>"),
+        [f"{ONE}<|end|>", f"{TWO}<|end|>", "A<|end|>", "B<|end|>"],
+    ),
+    "the prompt has other white space": (
+        LOOP + turn("user", f"<|user|>{SAY}<|end|>") + turn("tool", f"<|tool|>{SAY}<|end|>")
+        + turn("assistant", f"   <|me|>\n{SAY}{CALLS}<|end|>") + END
+        + prompt("{{ '\\n<|me|>\\n\\n' }}"),
+        [f"{ONE}<|end|>", f"{TWO}<|end|>", "A<|end|>", "B<|end|>"],
+    ),
+    "there always is a prompt": (
+        LOOP + turn("user", f"<|turn|><|user|>{SAY}<|im_end|>") + turn("tool", f"<|turn|><|tool|>{SAY}<|im_end|>")
+        + turn("assistant", f"<|turn|><|me|>{SAY}{CALLS}<|stop|><|im_end|>") + END + "<|turn|><|me|>",
+        [f"{ONE}<|stop|><|im_end|>", f"{TWO}<|stop|><|im_end|>", "A<|stop|><|im_end|>", "B<|stop|><|im_end|>"],
+    ),
+    "contents stand behind results": (
+        LOOP + turn("user", f"<|user|>{SAY}<|end|>") + turn("assistant", AFTER_USER + CALLS
+            + "{% if m.tool_calls %}<|stop|>{% if not loop.last %}<|tool|>{{ loop.nextitem.content }}<|result|>"
+            + "{% endif %}{% endif %}" + SAY + "{{ '<|end|>' if not m.tool_calls }}") + END + prompt("<|me|>"),
+        [f"{ONE}<|stop|>", f"{TWO}<|stop|>", "A<|end|>", "B<|end|>"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_answers_of_unusual_templates(bos: Any, name: str) -> None:
+    template, expected = UNUSUAL[name]
+    assert bos.eos_token == "<|im_end|>"
+    call = call_of(bos, template)
+    answers, text = Answers(call, "assistant"), call.render(CONVERSATION)
+    spans = answers.of_text(CONVERSATION, text)
+    assert "".join(shown(text, spans)) == "".join(expected)
+    assert check_marks(call, name, 60)[0] > 30
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_plain_conversations_of_unusual_templates(qwen: Any, name: str) -> None:
+    """By the compiled template, and by the rows that transformers renders."""
+    rows = [{"messages": [user("Q"), answer("A")]}, {"messages": [user("Q"), answer("A"), user("P"), answer("B")]}]
+    found = gpuload.load_chats(pa.Table.from_pylist(rows), qwen, chat_template=UNUSUAL[name][0], verify="full")
+    assert len(found) == 2
+    assert found.report.check.mismatches == []
+    kept = [qwen.decode([token for token in found[k]["labels"] if token != -100]) for k in range(2)]
+    assert [set("QPAB") & set(text) for text in kept] == [{"A"}, {"A", "B"}]
+
+
+SILENT = LOOP + turn("user", f"<|user|>{SAY}<|end|>") + turn("assistant", f"<|me|>{SAY}{CALLS}<|end|>") + turn(
+    "tool", f" {SAY} "
+) + END + prompt("<|me|>")  # fmt: skip
+"""Between results and the text behind them is a header; but calls and results are not separated by any literal."""
+
+
+def test_rows_with_unknown_answers_are_dropped_and_counted(qwen: Any, tmp_path: Path) -> None:
+    template = SILENT.replace(f"<|me|>{SAY}", AFTER_USER + SAY)
+    unknown = [user("Q"), calling({"x": "V"}), result("R"), answer("A")]
+    rows = [{"messages": messages} for messages in ([user("Q"), answer("A")], unknown, [user("P"), answer("B")])]
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(rows))
+    found = gpuload.load_chats(str(path), qwen, chat_template=template)
+    assert len(found) == 2
+    (reason,) = found.report.rejected
+    assert "does not show where an answer begins next to a message of the role tool" in reason
+    path.write_text(json.dumps(rows[1:2]))
+    with pytest.raises(
+        TokenizerError, match="does not show where an answer begins .* pass a chat_template with such blocks"
+    ):
+        gpuload.load_chats(str(path), qwen, chat_template=template)
+
+
+def test_results_of_tools_without_calls(qwen: Any) -> None:
+    """Messages without lists are rendered by the compiled template."""
+    template = re.sub(r"\[/\w+\]", "<|im_start|>", UNUSUAL["no header behind results"][0]).replace("</s>", "<|im_end|>")
+    messages = [user("Q"), answer("call"), {"role": "tool", "content": "R"}, answer("A")]
+    found = gpuload.load_chats(pa.table({"messages": [messages]}), qwen, chat_template=template, verify="full")
+    assert found.report.rows_compiled == 1
+    assert qwen.decode([token for token in found[0]["labels"] if token != -100]) == "call<|im_end|>A<|im_end|>"
+    assert found.report.check.mismatches == []
+
+
+def test_literals_in_the_names_of_functions_are_not_trusted(bos: Any) -> None:
+    call = call_of(bos, PLAIN["qwen3"])
+    messages = [user("Q"), calling({"x": "V"}), result("R"), answer("A")]
+    messages[1]["tool_calls"][0]["function"]["name"] = "f<|im_end|>\n"
+    with pytest.raises(UnknownAnswersError, match="contains the beginning or the end of a turn"):
+        Answers(call, "assistant").of_text(messages, call.render(messages))
+
+
+def test_other_names_of_the_assistant(bos: Any) -> None:
+    """Gemma's templates take `model` too."""
+    call = call_of(bos, PLAIN["gemma"])
+    messages = [user("Q"), {"role": "model", "content": "A"}, {"role": "user", "content": "P"}, answer("B")]
+    text = call.render(messages)
+    assert shown(text, Answers(call, "assistant").of_text(messages, text)) == ["A<end_of_turn>\n", "B<end_of_turn>\n"]

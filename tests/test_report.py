@@ -1,0 +1,177 @@
+"""What the report says: how each row was rendered, what took the time, and what a user must not overlook."""
+
+import json
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from conftest import user
+
+import gpuload
+from gpuload.integrations.ray.reports import ReportKeeper, merged
+from gpuload.report import Report
+from gpuload.verify import Check
+
+Row = dict[str, Any]
+TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+ANSWER = [{"role": "assistant", "content": "four"}]
+CALLING = [{"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "4"}, *ANSWER]
+OWN_TOOLS, CALLS = "they have tools of their own", "message field 'tool_calls' is a list, not text"
+
+
+def prompts_with_calls() -> list[Row]:
+    return [{"prompt": [*user(f"What is {k}?"), *(CALLING if k % 3 == 0 else ANSWER)]} for k in range(9)]
+
+
+def chats_with_tools() -> list[Row]:
+    return [{"messages": [*user(f"{k}?"), *ANSWER], "tools": json.dumps([TOOL])} for k in range(8)]
+
+
+def completions() -> list[Row]:
+    """Some rows have calls in the prompt."""
+    return [
+        {"prompt": [*user(f"{k}?"), *(CALLING if k % 2 else ANSWER), *user("?")], "completion": ANSWER}
+        for k in range(8)
+    ]
+
+
+def pairs_with_tools() -> list[Row]:
+    rejected = [{"role": "assistant", "content": "five"}]
+    rows = [{"prompt": user(f"{k}?"), "chosen": ANSWER, "rejected": rejected} for k in range(6)]
+    return [{**row, "tools": json.dumps([TOOL])} for row in rows]
+
+
+def loaded(kind: str, rows: list[Row], tokenizer: Any, **options: Any) -> Report:
+    load: Callable[..., Any] = getattr(gpuload, kind)
+    table = pa.Table.from_pylist(rows)
+    report: Report = load(table, tokenizer, progress=False, **options).report
+    return report
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "compiled", "by_reference"),
+    [
+        ("load", prompts_with_calls(), 6, {CALLS: 3}),
+        ("load_chats", chats_with_tools(), 0, {OWN_TOOLS: 8}),
+        ("load_chats", completions(), 4, {CALLS: 4}),
+        ("load_pairs", pairs_with_tools(), 0, {OWN_TOOLS: 6}),
+        ("load_pairs", [{**row, "tools": "[]"} for row in pairs_with_tools()], 6, {}),
+    ],
+    ids=["calls", "tools of chats", "completions", "tools of pairs", "no tools"],
+)
+def test_rows_are_compiled_or_by_reference(
+    kind: str, rows: list[Row], compiled: int, by_reference: dict[str, int], qwen: Any
+) -> None:
+    report = loaded(kind, rows, qwen)
+    assert (report.rows_compiled, report.by_reference) == (compiled, by_reference)
+    assert report.rows_compiled + report.rows_by_reference == report.rows_read - report.rows_rejected == len(rows)
+    assert ("chat template compiled" in report.engine) == (compiled > 0)
+    assert (0 < report.reference_seconds <= report.seconds["render"]) == bool(by_reference)
+    if by_reference:
+        (why,) = by_reference
+        share = f"{by_reference[why] / len(rows):.0%} of the rows, "
+        assert f"{by_reference[why]} of {len(rows)} rows rendered by transformers: {share}" in str(report)
+        assert f"{by_reference[why]} rows: {why}" in str(report)
+
+
+def test_rows_that_transformers_rejects_are_not_counted_twice(qwen: Any) -> None:
+    template = (
+        "{% for m in messages %}{% if m.tool_calls %}{{ raise_exception('no') }}{% endif %}{{ m.content }}{% endfor %}"
+    )
+    report = loaded("load", prompts_with_calls(), qwen, chat_template=template)
+    assert (report.rows_rejected, report.rows_compiled, report.by_reference) == (3, 6, {})
+
+
+def test_rows_of_a_tokenizer_that_encodes_in_its_own_way(qwen: Any) -> None:
+    own = {"tokenizer_kwargs": {"verbose": False}}
+    report = loaded("load", prompts_with_calls(), qwen, apply_chat_template_kwargs=own)
+    why = "the tokenizer object renders and encodes prompt by prompt"
+    assert (report.rows_compiled, report.by_reference) == (0, {why: 9})
+
+
+def test_rows_of_mixed_forms_are_rendered_by_columns(qwen: Any, tmp_path: Path) -> None:
+    file = tmp_path / "mixed.jsonl"
+    rows = [{"prompt": user(f"{k}") if k % 2 else f"{k}"} for k in range(6)] + [{"prompt": None}]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    report = gpuload.load(str(file), qwen).report
+    assert (report.rows_compiled, sum(report.by_reference.values()), report.rows_rejected) == (6, 0, 1)
+
+
+def test_overlapping_stages_are_marked(gsm8k: str, qwen: Any) -> None:
+    load, started = gpuload.load, time.perf_counter()
+    report = load(gsm8k, qwen, max_samples=500).report
+    took = time.perf_counter() - started
+    assert 0.9 * took - 0.1 < report.seconds["total"] <= took
+    assert {"read", "render", "encode"} <= set(report.overlapping)
+    assert {"total", "open"} <= set(report.seconds) - set(report.overlapping)
+    (line,) = (line for line in str(report).split("\n") if "seconds  " in line)
+    alone, _, overlapping = line.partition("; overlapping: ")
+    assert alone.split()[1] == "total"
+    assert "open" in alone
+    assert {part.rpartition(" ")[0] for part in overlapping.split(", ")} == set(report.overlapping)
+
+
+def test_many_rejected_rows_are_a_warning(qwen: Any) -> None:
+    rows: list[Row] = [{"prompt": user(f"{k}")} for k in range(8)] + [{"prompt": []}] * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded("load", rows, qwen)
+        loaded("load", [*rows, *({"prompt": user("long " * 99)} for _ in range(9))], qwen, max_prompt_length=50)
+    with pytest.warns(UserWarning, match=r"3 of 11 rows were dropped for other reasons .*\n.*prompt is an empty list"):
+        loaded("load", [*rows, {"prompt": []}], qwen)
+    chats: list[Row] = [{"messages": [*user("Hi"), *ANSWER * (k % 2)]} for k in range(8)]
+    cut: list[Row] = [{"messages": [*user("long " * 99), *ANSWER]}]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded("load_chats", [*cut, *chats[1:2]], qwen, max_length=50, overlong="keep_start")
+    with pytest.warns(UserWarning, match="4 of 8 rows were dropped for other reasons"):
+        loaded("load_chats", chats, qwen)
+
+
+def test_reports_of_ranks_and_workers_add_up() -> None:
+    def part(number: int) -> Report:
+        return Report(
+            ["a"],
+            8,
+            rows_read=10,
+            rows_compiled=6,
+            by_reference={"why": 4},
+            reference_seconds=0.5 + number,
+            counts={"things": 2},
+            seconds={"render": 1.0 + number, "total": 3.0},
+            overlapping=["render"],
+            rejected={"no": 1},
+            check=Check(rows=3, shapes=4, shapes_not_compared=1),
+        )
+
+    whole = part(0)
+    whole.add(part(1))
+    assert (whole.rows_compiled, whole.by_reference, whole.counts) == (12, {"why": 8}, {"things": 4})
+    assert (whole.seconds["render"], whole.reference_seconds) == (2.0, 1.5)
+    assert (whole.check.shapes, whole.check.shapes_not_compared) == (8, 2)
+
+    keeper, empty = ReportKeeper(), Report(["a"], 8)
+    for number in range(2):
+        keeper.put((0, number), part(number))
+    for _ in range(2):  # asked twice, it says the same
+        found = merged(empty, keeper.get(), [(0, 0), (0, 1), (0, 2)])
+        assert (found.rows_read, found.rejected, found.by_reference) == (20, {"no": 2}, {"why": 8})
+        assert (found.seconds["render"], found.reference_seconds) == (3.0, 2.0)
+        assert 3.0 <= found.seconds["total"] < 3.5  # both at the same time, not 6 seconds one after the other
+
+
+def test_the_schema_of_the_report() -> None:
+    """Files that `save_to_disk` writes have it: what is counted later is a key of a dict, not a new attribute."""
+    names = (
+        "files max_prompt_length limit_name engine notes rows_read rows_kept overlong overlong_dropped rejected "
+        "examples rows_compiled by_reference reference_seconds rows_fallback control_rows sanitized source_bytes "
+        "text_bytes tokens shortest longest seconds overlapping counts check from_cache into_cache cache"
+    ).split()
+    assert list(asdict(Report([], 1))) == names
+    assert list(asdict(Check())) == ["rows", "earlier", "seconds", "mismatches", "shapes", "shapes_not_compared"]

@@ -1,0 +1,23 @@
+"""A tokenizer that is opened in no time."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+WORDS = ["one", " two ", "é 你好", "<|im_end|>", "👋🏽", "three\n\n"]
+
+
+def small_tokenizer(chat_template: str, merged: Sequence[str] = WORDS) -> Any:
+    """A tokenizer with one id per byte and a few merges, learned from texts: a model for it trains in no time."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend.train_from_iterator(merged, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet))
+    special = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    made.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    made.chat_template = chat_template
+    return made
