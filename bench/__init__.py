@@ -3,11 +3,14 @@
 data.py         datasets and tokenizers that are measured
 process.py      runner: one process per measurement or section
 environment.py  description of the machine, the packages and the commit
+fit.py          numbers of several runs, and lines through two sizes: fixed part and rate
 report.py       writer of Markdown tables
+documents.py    tables of records in README.md and docs/
 
 contenders/     the measured programs, one per process
-cpu/            load and filter, batches, memory, stages, cores, packing, SFT; headline.py: the numbers of README.md
+cpu/            starts and epochs, memory, stages, cores, packing, SFT; headline.py: the numbers of README.md
 verl/           epochs and a rollout step inside verl 0.9.1
+trainers/       the start, and batches or steps, of trainers with and without gpuload
 gpu/            the record of a GPU; records/README.md says how to make one
 tests/          tests of this package, and those that need a GPU
 

@@ -1,10 +1,12 @@
 """`python -m bench`: measures on the CPU, and writes a record and its tables.
 
-python -m bench                       all sections: about an hour on two cores
-python -m bench --only headline       the numbers of the project's README: about ten minutes
-python -m bench --only load,memory    some sections; the record keeps the others
+python -m bench                       all sections: some hours on two cores
+python -m bench --only headline       the numbers of the project's README: about twelve minutes on two cores
+python -m bench --only load,memory    some sections
 python -m bench --only tables         no measurement: writes the page of an existing record again
 python -m bench --quick               a smoke run: 300 rows of each file, one repeat
+
+A record is one run on one machine: each run replaces the record of its name. On a busy machine, all tables are marked.
 """
 
 import argparse
@@ -16,14 +18,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import ROOT, environment, report
+from bench import ROOT, documents, environment, report
 from bench.cpu import headline
 from bench.cpu.chats import measure_chats, measure_pairs
 from bench.cpu.cores import measure_cores
 from bench.cpu.load import measure_load
 from bench.cpu.packing import measure_packing
 from bench.cpu.page import page
-from bench.cpu.sections import measure_batches, measure_memory, measure_stages
+from bench.cpu.sections import measure_memory, measure_stages
 from bench.data import JOINT, Plan, find_datasets, find_tokenizer, samples
 from bench.process import ContenderError, without_directories
 from bench.verl.epochs import measure_epochs
@@ -31,7 +33,6 @@ from bench.verl.rollout import measure_rollout
 
 SECTIONS = {
     "load": measure_load,
-    "batches": measure_batches,
     "memory": measure_memory,
     "stages": measure_stages,
     "cores": measure_cores,
@@ -53,8 +54,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--datasets", metavar="NAMES", help=f"measure only these, comma-separated; {JOINT}: all in one")
     parser.add_argument("--tokenizer", metavar="DIR", help="transformers tokenizer (default: Qwen2.5)")
     parser.add_argument("--limit", type=int, help="maximum prompt length in tokens (default: 1024; quick: 200)")
-    parser.add_argument("--repeats", type=int, default=3, help="processes per measurement (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=3.0, help="time to draw batches for (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="processes per measurement (default: %(default)s)")
     parser.add_argument("--only", metavar="SECTIONS", help=f"of {','.join(SECTIONS)}; or headline; or tables")
     parser.add_argument("--name", help="name of the record (default: cpu, or headline)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="default: bench/results; quick: build/bench")
@@ -68,7 +68,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             f"--only: unknown section {', '.join(sorted(unknown))}: use {', '.join(SECTIONS)}, headline, tables"
         )
     if chosen.quick:
-        chosen.repeats, chosen.seconds = 1, 0.5
+        chosen.repeats = 1
     # In a quick run the limit is so low that the filter drops some rows.
     chosen.limit = chosen.limit or (200 if chosen.quick else 1024)
     chosen.name = chosen.name or ("headline" if chosen.headline else "cpu")
@@ -82,24 +82,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parse(arguments)
     file = chosen.output / f"{chosen.name}.json"
     chosen.output.mkdir(parents=True, exist_ok=True)
-    # All sections of a headline are from one run; any other record keeps the sections that are not measured again.
-    record: dict[str, Any] = {} if chosen.headline or not file.exists() else json.loads(file.read_text())
     if chosen.sections:
         with tempfile.TemporaryDirectory(prefix="gpuload-bench-") as scratch:
-            measure(chosen, record, file, Path(scratch))
+            record = measure(chosen, file, Path(scratch))
+    else:
+        record = json.loads(file.read_text())
     text = headline.headline_page(record) if file.name == headline.RECORD.name else page(record, file.name)
     report.save(record, file, chosen.output / "README.md", text)
     if file.name == headline.RECORD.name:
         text = headline.headline_table(record)
-        headline.plot(record["load"], file.with_suffix(".svg"))
-        if file == headline.RECORD:
-            headline.README.write_text(headline.embed(headline.README.read_text(), text))
-    print(f"\n{text}\n\nwritten to {chosen.output}")
+        headline.plot(record, file.with_suffix(".svg"))
+    written = documents.write(file)
+    print(f"\n{text}\n\nwritten to {', '.join([str(chosen.output), *written])}")
     return 0
 
 
-def measure(chosen: argparse.Namespace, record: dict[str, Any], file: Path, scratch: Path) -> None:
-    """Measure the chosen sections and add each to the record."""
+def measure(chosen: argparse.Namespace, file: Path, scratch: Path) -> dict[str, Any]:
+    """Measure the chosen sections and return the record, which is written after each."""
     tokenizer, datasets = find_tokenizer(chosen.tokenizer), find_datasets(chosen.data)
     if chosen.datasets:
         datasets = tuple(dataset for dataset in datasets if dataset.name in chosen.datasets.split(","))
@@ -109,25 +108,22 @@ def measure(chosen: argparse.Namespace, record: dict[str, Any], file: Path, scra
         datasets = samples(datasets, _QUICK_ROWS, scratch / "samples")
     if chosen.quick or chosen.headline:
         datasets = datasets[-1:]
-    plan = Plan(datasets, tokenizer, chosen.limit, chosen.repeats, chosen.seconds, scratch)
+    plan = Plan(datasets, tokenizer, chosen.limit, chosen.repeats, scratch)
+    of_data = {dataset.name: dataset.facts() for dataset in datasets}
+    about = environment.about(chosen.command, tokenizer, plan.repeats, chosen.quick, limit=plan.limit, datasets=of_data)
+    if mark := report.busy(about):
+        print(f"{mark}: the tables will say so", flush=True)
+    record: dict[str, Any] = {"about": about}
     for name in (name for name in SECTIONS if name in chosen.sections):
         print(name, flush=True)
-        about = environment.machine() | {
-            "commit": environment.commit(),
-            "command": chosen.command,
-            "tokenizer": Path(tokenizer).name,
-            "limit": plan.limit,
-            "repeats": plan.repeats,
-            "quick": chosen.quick,
-            "datasets": {dataset.name: dataset.facts() for dataset in datasets},
-        }
         try:
             runs = SECTIONS[name](plan)
         except ContenderError as error:
             raise SystemExit(f"{name}: {error}") from error
         if runs:
-            record[name] = {"about": about, "runs": runs}
+            record[name] = runs
             file.write_text(json.dumps(record, indent=1) + "\n")
+    return record
 
 
 if __name__ == "__main__":

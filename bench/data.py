@@ -1,14 +1,17 @@
 """Datasets and tokenizers that are measured."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from bench import ROOT
 from gpuload.demo_data import demo_files
+
+Row = TypeVar("Row")
 
 SHARED = ROOT.parent / "shared"
 """Optional directory next to the repository with real datasets and tokenizers."""
@@ -54,7 +57,6 @@ class Plan:
         tokenizer: Directory or name of a transformers tokenizer.
         limit: Maximum prompt length in tokens.
         repeats: Processes per measurement.
-        seconds: Time for which each contender draws batches.
         scratch: Temporary directory.
     """
 
@@ -62,7 +64,6 @@ class Plan:
     tokenizer: str
     limit: int
     repeats: int
-    seconds: float
     scratch: Path
 
     def task(self, dataset: Dataset, **more: Any) -> dict[str, Any]:
@@ -95,6 +96,50 @@ def first_rows(file: str | Path, rows: int, target: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_batches([next(pq.ParquetFile(file).iter_batches(rows))]), target)
     return target
+
+
+def spread_over(dataset: Dataset, rows: int, directory: Path) -> Dataset:
+    """Write rows that are spread evenly over each file of a dataset, and return the smaller dataset."""
+    files = []
+    for file in dataset.files:
+        table = pq.read_table(file)
+        count = max(1, rows * len(table) // dataset.rows)
+        files.append(directory / str(rows) / Path(file).name)
+        files[-1].parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(table.take([k * len(table) // count for k in range(count)]), files[-1])
+    total = sum(pq.ParquetFile(file).metadata.num_rows for file in files)
+    return Dataset(dataset.name, tuple(map(str, files)), total)
+
+
+def two_sizes(rows: int, most: int) -> tuple[int, int]:
+    """Return two numbers of rows for a line through both: the larger one is `most`, or half of all if that is less."""
+    large = min(most, rows // 2)
+    return max(1, large // 4), large
+
+
+def conversations(files: Sequence[str]) -> list[list[dict[str, str]]]:
+    """Read the conversations of parquet files in verl's format, each ending with an answer."""
+    rows = []
+    for path in files:
+        for messages in pq.read_table(path, columns=["prompt"])["prompt"].to_pylist():
+            messages = [{"role": each["role"], "content": each["content"]} for each in messages]
+            if messages[-1]["role"] != "assistant":  # only a question: it is answered by itself
+                messages = [*messages, {"role": "assistant", "content": messages[-1]["content"]}]
+            rows.append(messages)
+    return rows
+
+
+def pair_columns(rows: list[Any]) -> dict[str, list[Any]]:
+    """Return pairs of conversations that end with an answer; the rejected one has its words in reverse."""
+    rejected = [[row[-1] | {"content": " ".join(reversed(row[-1]["content"].split(" ")))}] for row in rows]
+    return {"prompt": [row[:-1] for row in rows], "chosen": [row[-1:] for row in rows], "rejected": rejected}
+
+
+def chosen_evenly(rows: Sequence[Row], count: int) -> list[Row]:
+    """Return some of the rows, spread evenly over all, in their order; rows are repeated if there are too few."""
+    if count > len(rows):
+        return [rows[k % len(rows)] for k in range(count)]
+    return [rows[k * len(rows) // count] for k in range(count)]
 
 
 def find_tokenizer(given: str | None) -> str:

@@ -4,6 +4,7 @@ import datetime
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Any
 from bench.process import run_command
 
 PACKAGES = (
-    "gpuload gigatoken fastokens transformers tokenizers datasets verl pandas awkward pyarrow numpy torch cupy-cuda13x "
-    "cupy-cuda12x pylibcudf-cu13 pylibcudf-cu12 rmm-cu13 rmm-cu12 cuda-bindings"
+    "gpuload gigatoken fastokens transformers tokenizers datasets verl trl accelerate llamafactory nemo_automodel "
+    "nemo_rl ray pandas awkward pyarrow numpy torch cupy-cuda13x cupy-cuda12x pylibcudf-cu13 pylibcudf-cu12 rmm-cu13 "
+    "rmm-cu12 cuda-bindings"
 ).split()
 
 
@@ -27,6 +29,12 @@ def machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "load_average": round(os.getloadavg()[0], 2),
     }
+
+
+def about(command: str, tokenizer: str, repeats: int, quick: bool, **more: Any) -> dict[str, Any]:
+    """Describe a run on the CPU at its start: machine, commit and parameters."""
+    facts = {"commit": commit(), "command": command, "tokenizer": Path(tokenizer).name, "repeats": repeats}
+    return machine() | facts | {"quick": quick} | more
 
 
 def now() -> str:
@@ -46,13 +54,14 @@ def commit() -> str:
 
 
 def versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:
-    """Return the versions of Python and of those packages that are installed."""
+    """Return the versions of Python and of those packages that are installed or imported."""
     found = {"python": platform.python_version()}
     for name in names:
         try:
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
+        except PackageNotFoundError:  # a checkout on the path is not installed
+            if number := getattr(sys.modules.get(name), "__version__", None):
+                found[name] = str(number)
     return found
 
 

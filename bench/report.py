@@ -1,11 +1,13 @@
 """Writer of records: JSON with everything, and the same as Markdown tables."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 _LONGEST = 160  # characters of a cell
+_BUSY = 0.5  # load average per core from which on a machine is busy
 _UNITS = {"gb_per_s": "GB/s", "rows_per_s": "rows/s", "peak_bytes_per_byte": "peak bytes per byte"}
 
 
@@ -15,14 +17,39 @@ def save(record: Mapping[str, Any], file: Path, page: Path, text: str) -> None:
     page.write_text(text)
 
 
-def table(head: Sequence[str], lines: Iterable[Sequence[str]], text_columns: int = 1) -> str:
+def busy(about: Mapping[str, Any]) -> str:
+    """Return a mark if other programs were running when a measurement began, and nothing otherwise."""
+    load, cores = about["load_average"], about["cores"]
+    return f"**busy machine: load average {load} on {cores} cores**" if load > _BUSY * cores else ""
+
+
+def embedded(text: str, name: str) -> list[str]:
+    """Return what a document has between each pair of markers of a name."""
+    return re.findall(f"<!-- {name}:begin -->\n(.*?)\n<!-- {name}:end -->", text, re.DOTALL)
+
+
+def embed(text: str, name: str, rendered: str) -> str:
+    """Return a document with the text between its markers replaced; the same document if it has no markers."""
+    begin, end = (f"<!-- {name}:{side} -->" for side in ("begin", "end"))
+    return re.sub(f"{begin}\n.*?{end}", lambda _: f"{begin}\n{rendered}\n{end}", text, flags=re.DOTALL)
+
+
+def table(
+    head: Sequence[str],
+    lines: Iterable[Sequence[str]],
+    text_columns: int = 1,
+    about: Mapping[str, Any] | None = None,
+) -> str:
     """Return a Markdown table.
 
     Args:
         head: Column titles.
         lines: Cells.
         text_columns: Number of leading columns that are aligned left; all others are aligned right.
+        about: Description of the run, for a mark in the first title if the machine was busy.
     """
+    if about is not None and (mark := busy(about)):
+        head = [f"{mark} {head[0]}".strip(), *head[1:]]
     align = ["---" if column < text_columns else "---:" for column in range(len(head))]
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, align, *lines])
 
@@ -55,7 +82,7 @@ def circumstances(about: Mapping[str, Any], versions: Iterable[Mapping[str, str]
     """Return one small paragraph: time, commit, machine, parameters and packages.
 
     Args:
-        about: Description of a section.
+        about: Description of a run.
         versions: Packages of each process.
     """
     found: dict[str, dict[str, None]] = {}
@@ -65,12 +92,23 @@ def circumstances(about: Mapping[str, Any], versions: Iterable[Mapping[str, str]
     named = ", ".join(f"{name} {' and '.join(sorted(numbers))}" for name, numbers in found.items())
     commit = f", commit {about['commit']}" if about["commit"] else ""
     command = f"; `{about['command']}`" if "command" in about else ""
-    rough = "Smoke run on the first rows of each file, not a measurement. " if about["quick"] else ""
+    rough = "Smoke run on a few rows, not a measurement. " if about["quick"] else ""
+    limit = f", limit {about['limit']:,} tokens" if "limit" in about else ""
     return (
         f"<sub>{rough}{about['date']}{commit}{command}; {about['cpu']}, {about['cores']} cores, "
         f"{about['memory_gib']} GiB, {about['system']}, load average at the start {about['load_average']}; tokenizer "
-        f"{about['tokenizer']}, limit {about['limit']:,} tokens, {about['repeats']} repeats; {named}.</sub>"
+        f"{about['tokenizer']}{limit}; {about['repeats']} run{'s' * (about['repeats'] > 1)}; {named}.</sub>"
     )
+
+
+def imports_note(runs: Iterable[Mapping[str, Any]]) -> str:
+    """Return a sentence on what was imported while the clocks ran, if anything was."""
+    found: set[str] = set()
+    for run in runs:
+        if "imported" not in run:
+            return "Seconds may contain imports: this record does not say what was imported while the clocks ran."
+        found |= set(run["imported"])
+    return f"Imported while the clocks ran: {', '.join(sorted(found))}." if found else ""
 
 
 def gpu_page(record: Mapping[str, Any], name: str) -> str:

@@ -1,15 +1,14 @@
-"""Shared by all contenders: task, clock, memory meter, digests, answer."""
+"""Shared by all contenders: task, clocks, memory meter, epochs, digests, answer."""
 
 import contextlib
 import ctypes
 import gc
 import hashlib
-import itertools
 import json
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,8 @@ class Meter:
     construction.
 
     The baseline is the resident memory at that moment, after unused memory of the allocator was returned to the system;
-    otherwise the work could reuse it unseen. The peak is the kernel's high-water mark, reset at the start.
+    otherwise the work could reuse it unseen. The peak is the kernel's high-water mark, reset at the start. Modules that
+    are imported meanwhile are part of the answer: contenders import what they need before the clock starts.
     """
 
     def __init__(self) -> None:
@@ -47,20 +47,46 @@ class Meter:
         with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
             file.write("5")
         self._baseline = _status_bytes("VmRSS")
+        self._modules = set(sys.modules)
         self._cpu = _cpu_seconds()
         self._started = time.perf_counter()
 
-    def stop(self) -> dict[str, float | int]:
+    def stop(self) -> dict[str, Any]:
         """Return the measurement as facts for `answer`."""
         seconds = time.perf_counter() - self._started
         return {
             "seconds": seconds,
             "cpu_seconds": _cpu_seconds() - self._cpu,
             "setup_seconds": self.setup_seconds,
+            "imported": sorted(set(sys.modules) - self._modules),
             "baseline_rss": self._baseline,
             "peak_rss": _status_bytes("VmHWM"),
             "largest_child_peak_rss": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
         }
+
+
+class Clock:
+    """Seconds of named pieces of work, and CPU seconds: of all threads, and of child processes that have ended."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.cpu_seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        started, cpu = time.perf_counter(), _cpu_seconds()
+        yield
+        self.seconds[name] = time.perf_counter() - started
+        self.cpu_seconds[name] = _cpu_seconds() - cpu
+
+
+def numbers_digest(rows: Iterable[Sequence[Any]]) -> str:
+    """Return a digest of rows, each of which is some lists of numbers."""
+    digest = hashlib.blake2b(digest_size=12)
+    for row in rows:
+        for values in row:
+            digest.update(np.asarray(values, np.int64).tobytes())
+    return digest.hexdigest()
 
 
 def rows_digest(rows: Iterable[int]) -> str:
@@ -69,11 +95,11 @@ def rows_digest(rows: Iterable[int]) -> str:
     return hashlib.blake2b(numbers.tobytes(), digest_size=12).hexdigest()
 
 
-def prompts_digest(values: Iterable[Any]) -> str:
-    """Return a digest of conversations, independent of the order of a message's keys."""
+def objects_digest(values: Iterable[Any]) -> str:
+    """Return a digest of Python objects such as conversations, independent of the order of keys."""
     digest = hashlib.blake2b(digest_size=12)
     for value in values:
-        digest.update(json.dumps(value, sort_keys=True).encode())
+        digest.update(json.dumps(value, sort_keys=True, default=_plain).encode())
     return digest.hexdigest()
 
 
@@ -90,25 +116,30 @@ def dataset_rows(dataset: Any) -> list[int]:
     return list(range(len(dataset))) if indices is None else indices.column(0).to_pylist()
 
 
-def rate(draw: Callable[[Any], Any], batches: Sequence[Any], seconds: float) -> float:
-    """Return rows per second of drawing batches, sequences of row numbers, in a cycle; the first is not counted."""
-    draw(batches[0])
-    rows = 0
+def epoch(loader: Iterable[Any], keys: Sequence[str], checked: bool) -> dict[str, float | int]:
+    """Return the seconds of an epoch in which these keys of each batch are read.
+
+    Args:
+        loader: Makes the batches of an epoch in each iteration.
+        keys: Keys of each batch.
+        checked: Add up all ids in one more epoch, for a comparison with other contenders.
+    """
     started = time.perf_counter()
-    for batch in itertools.cycle(batches):
-        draw(batch)
-        rows += len(batch)
-        elapsed = time.perf_counter() - started
-        if elapsed >= seconds:
-            return rows / elapsed
-    raise ValueError("no batches")
+    for batch in loader:
+        for key in keys:
+            batch[key]
+    found: dict[str, float | int] = {"seconds": time.perf_counter() - started}
+    if checked:
+        sums = np.zeros(3, np.int64)
+        for batch in loader:
+            ids, mask = batch["input_ids"], batch["attention_mask"]
+            sums += [len(ids), int(mask.sum()), int((ids * mask).sum())]
+        found |= dict(zip(("rows", "tokens", "sum_of_ids"), sums.tolist(), strict=True))
+    return found
 
 
-def shuffled_batches(rows: Sequence[int], size: int) -> list[list[int]]:
-    """Return full batches of rows, in an order that is the same for every contender."""
-    order = np.random.default_rng(0).permutation(np.asarray(rows))
-    size = min(size, len(order))
-    return [order[i : i + size].tolist() for i in range(0, len(order) - size + 1, size)]
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _cpu_seconds() -> float:

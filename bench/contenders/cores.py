@@ -15,13 +15,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
-import awkward  # noqa: F401  (imports are not counted)
-import gigatoken  # noqa: F401
-import pandas  # noqa: F401
 from transformers import AutoTokenizer
 
 import gpuload
 from bench.contenders.common import Meter, answer, task_given
+from bench.contenders.imported import import_ahead
 from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.host.render import HostText
 from gpuload.options import Options
@@ -55,6 +53,7 @@ def main() -> None:
     """Run each stage over all batches, as a load does: all of them in memory, the data several times in a row."""
     task = task_given()
     tokenizer: Any = AutoTokenizer.from_pretrained(task["tokenizer"])
+    import_ahead(ours=True)
     engine, found = HostEngine(Reference(tokenizer)), Measured()
     options = Options.parse({"max_prompt_length": task["limit"], "cache_dir": task["cache"]})
     sources = open_sources(list(task["files"]), options) * task["copies"]
@@ -86,9 +85,7 @@ def main() -> None:
     meter = Meter()
     prompts = gpuload.load(task["files"], tokenizer, max_prompt_length=task["limit"], cache_dir=task["cache"])
     load = meter.stop() | {"rows": prompts.report.rows_read}
-    answer(
-        threads=task["threads"], rows=rows, text_bytes=text_bytes, stages=found, load=load, engine=engine.description
-    )
+    answer(threads=task["threads"], rows=rows, text_bytes=text_bytes, stages=found, load=load, engine=engine.describe())
 
 
 if __name__ == "__main__":

@@ -4,27 +4,12 @@ import os
 import time
 from typing import Any
 
-from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import AutoTokenizer
-from verl.trainer.ppo.utils import create_rl_sampler
 from verl.utils.dataset.rl_dataset import RLHFDataset as VerlDataset
-from verl.utils.dataset.rl_dataset import collate_fn
 
-from bench.contenders.common import answer, prompts_digest, task_given
-from bench.contenders.load_verl import config
+from bench.contenders.common import answer, objects_digest, task_given
+from bench.contenders.load_verl import config, make_loader
 from gpuload.integrations.verl import RLHFDataset
-
-
-def make_loader(dataset: Any, settings: Any, batch: int, workers: int) -> Any:
-    """Return the training data loader of verl's `RayPPOTrainer`."""
-    return StatefulDataLoader(
-        dataset=dataset,
-        batch_size=batch,
-        num_workers=workers,
-        drop_last=True,
-        collate_fn=collate_fn,
-        sampler=create_rl_sampler(settings, dataset),
-    )
 
 
 def epoch(loader: Any) -> dict[str, float]:
@@ -43,7 +28,7 @@ def epoch(loader: Any) -> dict[str, float]:
 def digest(loader: Any) -> str:
     """Return a digest of everything in the batches of one epoch."""
     columns = ({key: batch[key].tolist() for key in sorted(batch)} for batch in loader)
-    return prompts_digest(columns)
+    return objects_digest(columns)
 
 
 def main() -> None:

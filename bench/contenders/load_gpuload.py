@@ -1,16 +1,15 @@
 """`gpuload.load`: read, render, encode, filter, and compare a sample of rows with the reference."""
 
-# The first load imports these lazily (Arrow imports pandas). Imports are not counted for any contender.
-import awkward  # noqa: F401
-import gigatoken  # noqa: F401
 import numpy as np
-import pandas  # noqa: F401
 import pyarrow.parquet as pq
 from transformers import AutoTokenizer
 
 import gpuload
-from bench.contenders.common import Meter, answer, rows_digest, task_given, tokens_digest
+from bench.contenders.common import Meter, answer, epoch, rows_digest, task_given, tokens_digest
+from bench.contenders.imported import import_ahead
 from gpuload.dataset import PromptDataset
+
+TENSORS = ("input_ids", "attention_mask")
 
 
 def row_numbers(prompts: PromptDataset, files: list[str]) -> np.ndarray:
@@ -22,17 +21,22 @@ def row_numbers(prompts: PromptDataset, files: list[str]) -> np.ndarray:
 
 
 def main() -> None:
-    """Measure one load."""
+    """Measure one load, and epochs if asked for."""
     task = task_given()
     tokenizer = AutoTokenizer.from_pretrained(task["tokenizer"])
     options = {"max_prompt_length": task["limit"], "cache_dir": task["cache"]} | task.get("options", {})
-    gpuload.load  # noqa: B018  (imports the pipeline, which the package does on first access)
+    import_ahead(ours=True)
     meter = Meter()
     prompts = gpuload.load(task["files"], tokenizer, **options)
     measured = meter.stop()
-    report = prompts.report
+    report, epochs = prompts.report, {}
+    if task.get("batch"):
+        loader = prompts.loader(task["batch"], shuffle=True, seed=0)
+        epochs["tensors"] = epoch(loader, TENSORS, task["checked"])
+        epochs["all columns"] = epoch(map(dict, loader), TENSORS, False)
     answer(
         **measured,
+        epochs=epochs,
         rows_read=report.rows_read,
         rows_kept=len(prompts),
         rows_digest=rows_digest(row_numbers(prompts, task["files"])),

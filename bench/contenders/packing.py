@@ -1,4 +1,4 @@
-"""Packing and packed batches on one core: gpuload and TRL, in turns, with documents of the same lengths."""
+"""Packing on one core, gpuload and TRL in turns, with documents of the same lengths; and an epoch of packed batches."""
 
 import os
 
@@ -9,18 +9,22 @@ if hasattr(os, "sched_setaffinity"):
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from datasets import Dataset, disable_progress_bars
+from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 from trl.data_utils import pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 import gpuload
-from bench.contenders.common import answer, rate, shuffled_batches, task_given
+from bench.contenders.common import answer, epoch, task_given
+from bench.data import conversations
 from gpuload.arrays import Ragged, offsets_of
 from gpuload.engines.host.packs import packed
 from gpuload.packing import pack
@@ -42,10 +46,27 @@ def lengths_of(task: dict[str, Any]) -> Any:
     return gpuload.load(task["files"], tokenizer, **options).tokens.lengths
 
 
-def main() -> None:
-    """Pack with each strategy, then draw batches of packs."""
-    task = task_given()
+def epochs_of(task: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Measure an epoch of packed batches: of gpuload's loader, and of a dataset that TRL has packed."""
     size, batch = task["size"], task["batch"]
+    file = Path(task["cache"]) / "rows.parquet"
+    pq.write_table(pa.table({"messages": conversations(task["files"])}), file)
+    chats = gpuload.load_chats(str(file), task["tokenizer"], max_length=1 << 20, token_cache=False, progress=False)
+    rows = Dataset(chats.to_arrow(columns=[]).read_all())
+    packs = pack_dataset(rows, size, "bfd")
+    collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    loaders = {
+        "gpuload": chats.loader(batch_size=batch, packing="bfd", pack_length=size, shuffle=True, seed=0),
+        "TRL": DataLoader(packs, batch, shuffle=True, collate_fn=collate),
+    }
+    keys = ("input_ids", "labels", "position_ids")
+    return {name: epoch(loader, keys, False) | {"rows": len(chats)} for name, loader in loaders.items()}
+
+
+def main() -> None:
+    """Pack with each strategy, then draw an epoch of packs."""
+    task = task_given()
+    size = task["size"]
     disable_progress_bars()
     lengths = lengths_of(task)
     offsets = offsets_of(lengths)
@@ -79,24 +100,12 @@ def main() -> None:
             whole = packed(ids, mask, plan, np.arange(len(plan)))
             if not np.array_equal(whole["input_ids"][0].numpy(), values):
                 raise SystemExit(f"gpuload's packs differ from TRL's {strategy}")
-    plan = pack(lengths, size, "bfd", shuffle=True)
-    labels = np.where(mask, ids.values, np.int32(-100))
-    theirs = pack_dataset(dataset(input_ids=ids.values, labels=labels), size, "bfd")
-    collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
-    ours_batches, their_batches = (shuffled_batches(range(count), batch) for count in (len(plan), len(theirs)))
-    arrays = [np.array(numbers) for numbers in ours_batches]
-    packs_per_second = {
-        "gpuload": rate(lambda numbers: packed(ids, mask, plan, numbers), arrays, task["seconds"]),
-        "TRL": rate(lambda numbers: collate(theirs.__getitems__(numbers)), their_batches, task["seconds"]),
-    }
-    documents = {"gpuload": len(plan.rows) / len(plan), "TRL": np.count_nonzero(lengths) / len(theirs)}
     answer(
         rows=len(lengths),
         tokens=int(offsets[-1]),
         seconds={name: median(took) for name, took in seconds.items()},
         fill=fill,
-        batch_rates={name: packs * documents[name] for name, packs in packs_per_second.items()},
-        pack_rates=packs_per_second,
+        epochs={} if task["generated"] else epochs_of(task),
     )
 
 

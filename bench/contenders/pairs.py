@@ -1,7 +1,4 @@
-"""Preference data: `gpuload.load_pairs`, or TRL's own preparation for DPO, of the same pairs.
-
-The rejected answer of a conversation has the words of the chosen one in reverse.
-"""
+"""Preference data: `gpuload.load_pairs`, or TRL's own preparation for DPO, of the same pairs."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,30 +6,24 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from datasets import load_dataset
+from trl.trainer.dpo_config import DPOConfig
+from trl.trainer.dpo_trainer import DPOTrainer
 
 import gpuload
-from bench.contenders.chats import by_gpuload, conversations, measure
-
-
-def pair_columns(rows: list[Any]) -> dict[str, list[Any]]:
-    """Return pairs of conversations that end with an answer."""
-    rejected = [[row[-1] | {"content": " ".join(reversed(row[-1]["content"].split(" ")))}] for row in rows]
-    return {"prompt": [row[:-1] for row in rows], "chosen": [row[-1:] for row in rows], "rejected": rejected}
+from bench.contenders.chats import by_gpuload, measure
+from bench.data import chosen_evenly, conversations, pair_columns
 
 
 def write_pairs(task: dict[str, Any], file: Path) -> int:
     """Write pairs with explicit prompts. Returns their number."""
-    rows = conversations(task)
+    rows = chosen_evenly(conversations(task["files"]), task["most"])
     pq.write_table(pa.table(pair_columns(rows)), file)
     return len(rows)
 
 
 def by_trl(file: Path, tokenizer: Any, template: str, processes: int) -> Any:
     """Prepare as DPOTrainer does."""
-    from datasets import load_dataset
-    from trl.trainer.dpo_config import DPOConfig
-    from trl.trainer.dpo_trainer import DPOTrainer
-
     data = load_dataset("parquet", data_files=str(file), cache_dir=str(file.parent / "datasets"))["train"]
     config = DPOConfig(
         output_dir=str(file.parent), max_length=None, bf16=False, report_to=[], dataset_num_proc=processes

@@ -72,7 +72,7 @@ def main() -> None:
         text_bytes=sum(int(part.sizes.clip(0).sum()) for part in rendered),
         rows=len(column),
         shapes=len(engine.program.trees),
-        engine=engine.description,
+        engine=engine.describe(),
     )
 
 

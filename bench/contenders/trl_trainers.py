@@ -1,7 +1,6 @@
 """A trainer of TRL, or gpuload's of the same name: seconds to construct it with its dataset, and to draw batches."""
 
-import hashlib
-import time
+import sys
 from typing import Any
 
 import torch
@@ -9,11 +8,12 @@ import trl
 from datasets import load_dataset
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from bench.contenders.common import Meter, answer, task_given
+from bench.contenders.common import Clock, answer, numbers_digest, task_given
+from bench.contenders.imported import import_ahead
 from gpuload.integrations import trl as with_gpuload
 
 _ROWS = 5_000
-_SIZES = (8, _ROWS)
+_DRAWN = 100
 _SETTINGS = {"SFTTrainer": {"assistant_only_loss": True}, "DPOTrainer": {}}
 
 
@@ -27,45 +27,17 @@ def small_model(tokenizer: Any) -> Any:
     )  # fmt: skip
 
 
-def drawn(trainer: Any, rows: int) -> tuple[int, float, str]:
-    """Draw batches of some rows: their number, CPU seconds, and a digest. The first batch is not counted."""
-    torch.manual_seed(0)
-    batches = iter(trainer.get_train_dataloader())
-    kept = [next(batches)]
-    size = len(kept[0]["input_ids"])
-    started = time.process_time()
-    kept += [next(batches) for _ in range(rows // size)]
-    seconds = time.process_time() - started
-    digest = hashlib.blake2b(digest_size=12)
-    for batch in kept:
-        for name, values in batch.items():
-            digest.update(name.encode() + values.numpy().tobytes())
-    return len(kept) - 1, seconds, digest.hexdigest()
-
-
-def collated(dataset: Any, collate: Any) -> dict[str, float]:
-    """CPU seconds for `_ROWS` rows, repeated if there are fewer: in batches of some sizes, and one by one.
-
-    Batches are made twice and the second time counts, because gpuload makes the first one by TRL's collator too.
-    """
-    rows = [row % len(dataset) for row in range(_ROWS)]
-    seconds = {}
-    for size in _SIZES:
-        batches = [rows[first : first + size] for first in range(0, _ROWS, size)]
-        for _ in range(2):
-            started = time.process_time()
-            for batch in batches:
-                collate(dataset.__getitems__(batch))
-            seconds[f"batches of {size}"] = time.process_time() - started
-    started = time.process_time()
-    for row in rows:
-        dataset[row]
-    return seconds | {"dataset[i]": time.process_time() - started}
+def digest_of(batches: list[Any]) -> str:
+    """Digest of the values of batches."""
+    return numbers_digest([values for _, values in sorted(batch.items())] for batch in batches)
 
 
 def main() -> None:
-    """Measure one start."""
-    task = task_given()
+    """Measure one start, then batches: from the trainer's loader, and of rows of the prepared dataset.
+
+    Of those, each is made twice and the second time counts: gpuload makes the first batch by TRL's collator too.
+    """
+    task, clock = task_given(), Clock()
     name = task["trainer"]
     tokenizer = AutoTokenizer.from_pretrained(task["tokenizer"])
     data = load_dataset("parquet", data_files=task["file"])["train"]
@@ -77,21 +49,32 @@ def main() -> None:
         dataset_num_proc=task["processes"], disable_tqdm=True, **_SETTINGS[name],
     )  # fmt: skip
     kind = getattr(with_gpuload if task["library"] == "gpuload" else trl, name)
-    meter, cpu_before = Meter(), time.process_time()
-    trainer = kind(model, args=args, train_dataset=data, processing_class=tokenizer, **more)
-    measured = meter.stop() | {"cpu_seconds": time.process_time() - cpu_before}
-    made = trainer.train_dataset
-    digest = hashlib.blake2b(digest_size=12)
-    for column in sorted(name for name in made.column_names if name.endswith("_ids") or name == "labels"):
-        for row in made.with_format("numpy", columns=[column]).select(range(min(task["compared"], len(made)))):
-            digest.update(row[column].astype("<i4").tobytes())
-    batches, seconds, batches_digest = drawn(trainer, task["drawn"])
-    rows = trainer.get_train_dataloader().dataset
-    of_rows = collated(rows, trainer.data_collator)
-    answer(
-        **measured, rows=len(data), kept=len(made), digest=digest.hexdigest(), batches=batches,
-        batches_seconds=seconds, batches_digest=batches_digest, collated_rows=_ROWS, seconds_of_rows=of_rows,
-    )  # fmt: skip
+    import_ahead(ours=task["library"] == "gpuload")
+    modules = set(sys.modules)
+    with clock("start"):
+        trainer = kind(model, args=args, train_dataset=data, processing_class=tokenizer, **more)
+    imported = sorted(set(sys.modules) - modules)
+    made, digest = trainer.train_dataset, ""
+    torch.manual_seed(0)
+    batches = iter(trainer.get_train_dataloader())
+    kept = [next(batches)]
+    with clock(f"{_DRAWN} batches of 8 from the loader"):
+        kept += [batch for _, batch in zip(range(_DRAWN), batches, strict=False)]
+    if task["compared"]:
+        columns = sorted(name for name in made.column_names if name.endswith("_ids") or name == "labels")
+        rows = made.with_format("numpy", columns=columns)
+        digest = numbers_digest([row[name] for name in columns] for row in rows) + digest_of(kept)
+    dataset, collate = trainer.get_train_dataloader().dataset, trainer.data_collator
+    chosen = [row % len(dataset) for row in range(_ROWS)]
+    for size in (8, _ROWS):
+        for _ in range(2):
+            with clock(f"{_ROWS:,} rows in batches of {size:,}"):
+                for first in range(0, _ROWS, size):
+                    collate(dataset.__getitems__(chosen[first : first + size]))
+    with clock(f"{_ROWS:,} rows as `dataset[i]`"):
+        for row in chosen:
+            dataset[row]
+    answer(seconds=clock.seconds, cpu_seconds=clock.cpu_seconds, kept=len(made), digest=digest, imported=imported)
 
 
 if __name__ == "__main__":

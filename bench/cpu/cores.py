@@ -5,6 +5,7 @@ from statistics import median
 from typing import Any
 
 from bench.data import Plan
+from bench.fit import spread
 from bench.process import make_cold, run_contender
 from bench.report import table
 
@@ -14,10 +15,11 @@ _ROWS_PER_THREAD = 40_000
 
 NOTES = """\
 Each stage of a load alone, in a process that has as many cores as threads, over all batches of the last dataset several
-times in a row: rows/s, and in brackets CPU seconds for a million rows. "Construct" is gigatoken's construction, in
-seconds. The first rendering traces the template; in the first encoding gigatoken fills the caches of its workers.
-"Load" is `gpuload.load` of the data once, in the same process, with nothing cached on disk but gigatoken constructed.
-A load cannot be faster than its slowest stage: reading and rendering should be faster than encoding in every line."""
+times in a row: rows/s, and after the semicolon CPU seconds for a million rows. "Construct" is gigatoken's
+construction, in seconds. The first rendering traces the template; in the first encoding gigatoken fills the caches of
+its workers. "Load" is `gpuload.load` of the data once, in the same process, with nothing cached on disk but gigatoken
+constructed. A load cannot be faster than its slowest stage: reading and rendering should be faster than encoding in
+every line."""
 
 
 def thread_counts() -> list[int]:
@@ -42,19 +44,18 @@ def measure_cores(plan: Plan) -> list[dict[str, Any]]:
     return runs
 
 
-def cores_table(section: dict[str, Any]) -> str:
+def cores_table(measured: list[dict[str, Any]], about: dict[str, Any]) -> str:
     """Return rows/s and CPU seconds of each stage, one line per number of threads."""
     lines = []
-    for threads in dict.fromkeys(run["threads"] for run in section["runs"]):
-        runs = [run for run in section["runs"] if run["threads"] == threads]
+    for threads in dict.fromkeys(run["threads"] for run in measured):
+        runs = [run for run in measured if run["threads"] == threads]
 
         def cell(name: str, runs: list[dict[str, Any]] = runs) -> str:
-            speed = median(run["rows"] / run["stages"][name]["seconds"] for run in runs)
             cost = median(run["stages"][name]["cpu"] / run["rows"] * 1e6 for run in runs)
-            return f"{speed:,.0f} ({cost:.1f})"
+            return f"{spread([run['rows'] / run['stages'][name]['seconds'] for run in runs])}; {cost:.1f}"
 
-        construct = median(run["stages"]["construct"]["seconds"] for run in runs)
-        load = median(run["load"]["rows"] / run["load"]["seconds"] for run in runs)
-        busy = median(run["load"]["cpu_seconds"] / run["load"]["seconds"] for run in runs)
-        lines.append([str(threads), f"{construct:.2f}", *map(cell, STAGES[1:]), f"{load:,.0f}", f"{busy:.1f}"])
-    return table(["threads", "construct, s", *STAGES[1:], "load", "cores busy"], lines)
+        construct = spread([run["stages"]["construct"]["seconds"] for run in runs])
+        load = spread([run["load"]["rows"] / run["load"]["seconds"] for run in runs])
+        busy = spread([run["load"]["cpu_seconds"] / run["load"]["seconds"] for run in runs])
+        lines.append([str(threads), construct, *map(cell, STAGES[1:]), load, busy])
+    return table(["threads", "construct, s", *STAGES[1:], "load", "cores busy"], lines, 1, about)

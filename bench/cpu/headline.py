@@ -1,33 +1,70 @@
 """The numbers of the project's README: one table and one plot from one record.
 
-`python -m bench --only headline` measures the sections `load` and `batches` on the joint dataset in one run, and writes
-headline.json, headline.svg, the page README.md, and the table in the project's README between two markers.
+`python -m bench --only headline` measures the section `load` on the joint dataset, and writes headline.json,
+headline.svg, the page README.md, and the table in the project's README between two markers.
 """
 
-import re
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from bench import ROOT
-from bench.cpu.load import BASELINE, IN_VERL, OURS, TRL, VERL, VERL_1, VERL_2, median_seconds
-from bench.cpu.page import batch_rates, page
-from bench.report import table
+from bench.cpu.load import (
+    BASELINE,
+    BATCH,
+    CACHED,
+    COLD,
+    IN_VERL,
+    INSIDE,
+    OURS,
+    OUTSIDE,
+    TRL_1,
+    TRL_2,
+    VERL_1,
+    VERL_2,
+    epochs,
+    starts,
+)
+from bench.cpu.page import page
+from bench.fit import runs_of, seconds_at, spread
+from bench.report import imports_note, table
 
-SECTIONS = ("load", "batches")
-RECORD, README = ROOT / "bench" / "results" / "headline.json", ROOT / "README.md"
-BEGIN, END = "<!-- headline:begin -->", "<!-- headline:end -->"
+SECTIONS = ("load",)
+RECORD = ROOT / "bench" / "results" / "headline.json"
 
-# Contender → its methods of drawing batches: tensors only, and with every column as Python objects.
-METHODS = {
-    OURS: (f"{OURS}: tensors only", f"{OURS}: `PromptLoader`, all columns and `raw_prompt`"),
-    IN_VERL: ("", f"{IN_VERL}: `__getitems__`, no tokens"),
-    VERL_2: ("", f"{VERL}: `__getitem__`, no tokens"),
-    BASELINE: ("", f"{BASELINE}: `__getitem__`"),
+# Contender → whose epoch it is, and which. Workers of verl's filter do not change its batches.
+EPOCHS = {
+    OURS: (OURS, "tensors"),
+    TRL_1: (TRL_1, "tensors"),
+    TRL_2: (TRL_2, "tensors"),
+    BASELINE: (BASELINE, "tensors"),
+    IN_VERL: (IN_VERL, "0 workers"),
+    VERL_1: (VERL_2, "0 workers"),
+    VERL_2: (VERL_2, "2 workers"),
 }
-_ORDER = (OURS, IN_VERL, VERL_2, VERL_1, TRL, BASELINE)
+_COLUMNS = ("start, cold", "start, cached", "an epoch's batches")
 # Two colors of Okabe and Ito's palette, which color-blind readers can distinguish.
 _OURS_COLOR, _OTHERS_COLOR = "#0072B2", "#E69F00"
+
+Cells = dict[str, list[list[float]]]
+
+
+def cells(record: dict[str, Any]) -> Cells:
+    """Return the seconds of each contender's runs in each column; none where nothing was measured."""
+    runs = record["load"]
+    data, facts = next(iter(record["about"]["datasets"].items()))
+    rows, drawn = facts["rows"], epochs(runs, data)
+    measured = [starts(runs, data, temperature) for temperature in (COLD, CACHED)]
+    found: Cells = {}
+    for name in (*OUTSIDE, *INSIDE):
+        if name in measured[0]:
+            columns = [seconds_at(each[name], rows) if name in each else [] for each in measured]
+            whose, kind = EPOCHS[name]
+            seconds = drawn.get(whose, {}).get(kind)
+            found[name] = [*columns, seconds_at(seconds, rows) if seconds else []]
+    if BASELINE in found and not found[BASELINE][1]:  # it has no cache
+        found[BASELINE][1] = found[BASELINE][0]
+    return found
 
 
 def headline_table(record: dict[str, Any]) -> str:
@@ -36,52 +73,43 @@ def headline_table(record: dict[str, Any]) -> str:
     Args:
         record: A record with the sections of `SECTIONS`, measured on one dataset.
     """
-    load, batches = record["load"], record["batches"]
-    about, (data, facts) = load["about"], next(iter(load["about"]["datasets"].items()))
-    rows, size = facts["rows"], batches["runs"][0]["batch"]
-    seconds = {temperature: median_seconds(load, data, temperature) for temperature in ("cold", "warm")}
-    rates = batch_rates(batches)
+    about, runs, found = record["about"], record["load"], cells(record)
+    data, facts = next(iter(about["datasets"].items()))
     lines = []
-    for name in (name for name in _ORDER if name in seconds["cold"]):
-        took = [seconds[temperature][name] for temperature in ("cold", "warm")]
-        cells = [f"{rows / each:,.0f} rows/s ({each:.2f} s)" for each in took]
-        methods = METHODS.get(name, ("", ""))
-        cells += [f"{rates[method] / size:,.1f} /s" if method in rates else "" for method in methods]
-        lines.append([f"**{text}**" if name == OURS and text else text for text in (name, *cells)])
-    shape = f"batches of {size} × {about['limit']:,}"
-    loads = ["load + filter, cold", "load + filter, warm"]
-    head = [f"{rows:,} prompts", *loads, f"{shape}, tensors", f"{shape}, all columns"]
-    ours = [run for run in load["runs"] if (run["contender"], run["temperature"]) == (OURS, "cold")]
-    text, tokens = (ours[0][key] / 1e6 for key in ("text_bytes", "token_bytes"))
+    for name, columns in found.items():
+        sizes = list(starts(runs, data, COLD)[name])
+        counts = sorted({len(values) for values in columns if values})
+        few = [f"{counts[0]} runs"] if counts[0] < about["repeats"] else []
+        line = [] if facts["rows"] in sizes else [f"by the line through {' and '.join(f'{n:,}' for n in sizes)} rows"]
+        note = f" ({', '.join(few + line)})" if few + line else ""
+        text = [f"{spread(values)} s" if values else "–" for values in columns]
+        lines.append([f"**{each}**" if name == OURS and each != "–" else each for each in (f"{name}{note}", *text)])
+    ours = [run for run in runs if (run["contender"], run["temperature"], run["rows"]) == (OURS, COLD, facts["rows"])]
+    text_bytes, tokens = (ours[0][key] / 1e6 for key in ("text_bytes", "token_bytes"))
     peak = median((run["peak_rss"] - run["baseline_rss"]) / 1e6 for run in ours)
-    caption = (
-        f"Medians of {about['repeats']} runs, all in one session (`{about['command']}`), each keeping the same "
-        f"{ours[0]['rows_kept']:,} rows. {text:,.0f} MB of text in {len(facts['files'])} files, tokenizer "
-        f"{about['tokenizer']}, limit {about['limit']:,} tokens; {about['cores']} cores of {about['cpu']}, "
-        f"{about['date']}, commit {about['commit']}. gpuload's cold load adds {peak:,.0f} MB to the memory of the "
-        f"process at its peak, {peak / (text + tokens):.1f} times text + tokens. Batches inside verl have messages and "
-        "columns but no tokens."
-    )
-    return f"{table(head, lines)}\n\n{caption}"
+    sentences = [
+        f"Seconds, lower is better. {runs_of(about['repeats'])} The start of a run is reading, rendering, tokenizing",
+        "and filtering, after imports; cached: with what a first start has stored, which for row by row is nothing.",
+        f"An epoch is all rows in batches of {BATCH}: padded ids and mask outside verl, messages and columns without",
+        "tokens inside. Workers and processes of a line are used for both.",
+        f"All kept the same {ours[0]['rows_kept']:,} rows: {text_bytes:,.0f} MB of text in {len(facts['files'])}",
+        f"files, tokenizer {about['tokenizer']}, limit {about['limit']:,} tokens. gpuload's cold start adds",
+        f"{peak:,.0f} MB to the memory of the process at its peak, {peak / (text_bytes + tokens):.1f} times text and",
+        f"tokens. One session (`{about['command']}`) on one machine: {about['cores']} cores of {about['cpu']},",
+        f"load average at the start {about['load_average']}, {about['date']}, commit {about['commit']}.",
+        imports_note(runs),
+    ]
+    head = [f"{facts['rows']:,} prompts", *_COLUMNS]
+    return f"{table(head, lines, 1, about)}\n\n{' '.join(sentences).rstrip()}"
 
 
 def headline_page(record: dict[str, Any]) -> str:
     """Return the page of the record: plot, headline table, and the tables of all sections."""
-    return page(record, RECORD.name, f"![rows per second]({RECORD.stem}.svg)\n\n{headline_table(record)}")
+    return page(record, RECORD.name, f"![seconds]({RECORD.stem}.svg)\n\n{headline_table(record)}")
 
 
-def embedded(text: str) -> list[str]:
-    """Return what a document has between each pair of markers."""
-    return re.findall(f"{BEGIN}\n(.*?)\n{END}", text, re.DOTALL)
-
-
-def embed(text: str, rendered: str) -> str:
-    """Return a document with the table between its markers replaced; the same document if it has no markers."""
-    return re.sub(f"{BEGIN}\n.*?{END}", lambda _: f"{BEGIN}\n{rendered}\n{END}", text, flags=re.DOTALL)
-
-
-def plot(section: dict[str, Any], file: Path) -> None:
-    """Draw rows per second of load and filter on the last dataset, one panel for cold and one for warm loads."""
+def plot(record: dict[str, Any], file: Path) -> None:
+    """Draw seconds: a panel for each column, contenders outside verl above those inside."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -89,21 +117,32 @@ def plot(section: dict[str, Any], file: Path) -> None:
 
     # Text stays text, and ids and dates do not change from run to run.
     plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "gpuload", "font.family": "sans-serif"})
-    about, (data, facts) = section["about"], list(section["about"]["datasets"].items())[-1]
-    names = [name for name in _ORDER if name in median_seconds(section, data, "cold")]
-    figure, panels = plt.subplots(1, 2, figsize=(11, 1.3 + 0.36 * len(names)), sharey=True)
-    for panel, temperature in zip(panels, ("cold", "warm"), strict=True):
-        seconds = median_seconds(section, data, temperature)
-        speeds = [facts["rows"] / seconds[name] for name in names]
-        colors = [_OURS_COLOR if name in (OURS, IN_VERL) else _OTHERS_COLOR for name in names]
-        bars = panel.barh([name.replace("`", "") for name in names], speeds, 0.7, color=colors)
-        panel.bar_label(bars, [f"{speed:,.0f}" for speed in speeds], padding=3, fontsize=9)
-        panel.set_title(f"{temperature} caches", loc="left", fontsize=10)
-        panel.set_xlabel("rows/s, load + filter (higher is better)")
-        panel.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        panel.margins(x=0.16)
-        panel.spines[["top", "right"]].set_visible(False)
-    panels[0].invert_yaxis()
+    about, found = record["about"], cells(record)
+    facts = next(iter(about["datasets"].values()))
+    rows = [names for group in (OUTSIDE, INSIDE) if (names := [name for name in group if name in found])]
+    figure, panels = plt.subplots(
+        len(rows), 3, figsize=(12, 1.5 + 0.4 * len(found)), squeeze=False, height_ratios=[len(names) for names in rows]
+    )
+    for group, (names, line) in enumerate(zip(rows, panels, strict=True)):
+        for number, (panel, title) in enumerate(zip(line, _COLUMNS, strict=True)):
+            for place, name in enumerate(names):
+                values = found[name][number]
+                middle = median(values) if values else 0.0
+                range_ = [[middle - min(values)], [max(values) - middle]] if values else None
+                bar = panel.barh(
+                    place, middle, 0.7, color=_OURS_COLOR if name in (OURS, IN_VERL) else _OTHERS_COLOR,
+                    xerr=range_, error_kw={"elinewidth": 1},
+                )  # fmt: skip
+                panel.bar_label(bar, [f"{spread([middle])} s" if values else "not measured"], padding=3, fontsize=9)
+            labels = [name.replace("`", "") for name in names] if number == 0 else [""] * len(names)
+            panel.set_yticks(range(len(names)), labels)
+            panel.set_title(title if group == 0 else "", loc="left", fontsize=10)
+            panel.invert_yaxis()
+            panel.margins(x=0.28)
+            panel.set_xlim(left=0)
+            panel.spines[["top", "right"]].set_visible(False)
+    for panel in panels[-1]:
+        panel.set_xlabel("seconds (lower is better)")
     where = f"{about['cpu']}, {about['cores']} cores; {facts['rows']:,} prompts, tokenizer {about['tokenizer']}, "
     figure.text(0.01, 0.015, f"{where}limit {about['limit']:,} tokens; {about['date']}", fontsize=7, color="#555555")
     figure.tight_layout(rect=(0, 0.05, 1, 1))

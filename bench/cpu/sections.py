@@ -1,33 +1,10 @@
-"""Batches, memory and stages. Each function returns its runs as plain data; each run is a new process."""
+"""Memory and stages. Each function returns its runs as plain data; each run is a new process."""
 
 from pathlib import Path
 from typing import Any
 
-from bench import VERL_PYTHON
 from bench.data import JOINT, Plan, with_other_tokenizers
 from bench.process import make_cold, run_contender
-
-BATCH = 256
-
-
-def measure_batches(plan: Plan) -> list[dict[str, Any]]:
-    """Measure rows per second of drawing shuffled batches from the last dataset.
-
-    All contenders draw the same rows: those that pass the filter.
-    """
-    dataset = plan.datasets[-1]
-    task = plan.task(dataset, batch=BATCH, seconds=plan.seconds, kept=str(plan.scratch / "kept.npy"))
-    runs = []
-    for repeat in range(plan.repeats):
-        # gpuload goes first: it writes the numbers of the rows that the others draw.
-        answers = [run_contender(name, task, plan.scratch / name) for name in ("batches_gpuload", "batches_rowwise")]
-        if VERL_PYTHON.exists():
-            answers.append(run_contender("batches_verl", task, plan.scratch / "batches_verl", VERL_PYTHON))
-        for answer in answers:
-            runs.append({"data": dataset.name, "batch": BATCH, "repeat": repeat} | answer)
-            for name, rate in answer["rates"].items():
-                print(f"  {dataset.name} {repeat + 1}/{plan.repeats} {name}: {rate:,.0f} rows/s", flush=True)
-    return runs
 
 
 def measure_memory(plan: Plan) -> list[dict[str, Any]]:

@@ -11,9 +11,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+from tiers import SHARED, name_of, shared_files, shared_tokenizers, with_shared
 
 import gpuload
-from bench.data import SHARED
 from bench.gpu.chats import answered
 from bench.gpu.chats import compared as compared_chats
 from bench.gpu.checks import SLACK, copied, kept_memory, pointers, sanitized, too_much
@@ -25,8 +25,6 @@ from bench.gpu.section import MissingError, Task
 pytestmark = pytest.mark.gpu
 
 TASK = Task(rehearsal=False, files=(), tokenizers=(), scratch="")
-DATASETS = SHARED / "datasets"
-TOKENIZERS = {path.name: path for path in sorted((SHARED / "tokenizers").glob("*")) if path.is_dir()}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,23 +60,23 @@ def test_cudf_reads_what_arrow_reads(with_cudf: Rig, gsm8k: str, qwen: Any) -> N
     assert one.columns.equals(other.columns)
 
 
-@pytest.mark.parametrize("file", sorted(DATASETS.glob("**/*.parquet")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", with_shared(lambda: shared_files("**/*.parquet")), ids=name_of)
 def test_shared_data(rig: Rig, qwen: Any, file: Any) -> None:
     cells = compared(rig, str(file), qwen)
     assert cells["same"], cells
 
 
-@pytest.mark.parametrize("name", ["shipped", *TOKENIZERS])
+@pytest.mark.parametrize("name", with_shared(shared_tokenizers, "shipped"))
 def test_ids_of_shared_data_are_those_of_tokenizers_every_time(
     rig: Rig, gsm8k: str, qwen_directory: str, name: str
 ) -> None:
-    directory = str(TOKENIZERS.get(name, qwen_directory))
+    directory = qwen_directory if name == "shipped" else str(SHARED / "tokenizers" / name)
     try:
         encoder = device_encoder(rig, directory)
     except MissingError as why:
         pytest.skip(str(why))
     rows = 0
-    for file in [gsm8k, *map(str, sorted(DATASETS.glob("*.parquet")))]:
+    for file in [gsm8k] if name == "shipped" else map(str, shared_files("*.parquet")):
         cells = encoded(rig, encoder, directory, file)
         assert (cells["differing"], cells["unlike_before"]) == (0, 0), (file, cells)
         rows += cells["rows"] - cells["fallback"]
@@ -93,14 +91,16 @@ def test_loads_and_batches_are_the_same_every_time(rig: Rig, gsm8k: str, qwen: A
     assert torch.equal(batches[0], batches[2])
 
 
-def test_chats_have_the_masks_and_batches_of_the_cpu_engine(rig: Rig, gsm8k: str, qwen_directory: str) -> None:
-    for file in [gsm8k, *map(str, sorted(DATASETS.glob("*_multiturn.parquet")))]:
-        prompts = conversations(file)
-        assert prompts is not None
-        cells = compared_chats(rig, pa.table({"messages": answered(prompts)}), qwen_directory)
-        assert cells["differing"] == 0, cells
-        assert cells["batches"], cells
-        assert cells["loss_tokens"] > 0
+@pytest.mark.parametrize("file", with_shared(lambda: shared_files("*_multiturn.parquet"), "shipped"))
+def test_chats_have_the_masks_and_batches_of_the_cpu_engine(
+    rig: Rig, gsm8k: str, qwen_directory: str, file: Any
+) -> None:
+    prompts = conversations(gsm8k if file == "shipped" else str(file))
+    assert prompts is not None
+    cells = compared_chats(rig, pa.table({"messages": answered(prompts)}), qwen_directory)
+    assert cells["differing"] == 0, cells
+    assert cells["batches"], cells
+    assert cells["loss_tokens"] > 0
 
 
 def test_flat_and_padded_batches_of_chats_are_on_the_gpu(rig: Rig, gsm8k: str, qwen: Any) -> None:

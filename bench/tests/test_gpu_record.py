@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
+from tiers import exhaustive
 
 from bench import ROOT, environment
 from bench.gpu import __main__ as gpu_record
@@ -40,6 +41,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@exhaustive
 def test_a_rehearsal_goes_through_every_section_and_measures_nothing(tmp_path: Path) -> None:
     before = sorted((ROOT / "bench" / "records").iterdir())
     done = run("-m", "bench.gpu_record", "--rehearse", "--output", str(tmp_path))
@@ -141,6 +143,7 @@ def test_a_failing_section_does_not_affect_others(tmp_path: Path) -> None:
     assert "**failed**: ZeroDivisionError: no" in page
 
 
+@exhaustive
 def test_a_section_can_run_in_a_new_interpreter(tmp_path: Path) -> None:
     done = run("-m", "bench.gpu_record", "--rehearse", "--anew", "--only", "dlpack", "--output", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,13 +1,12 @@
 """Ray on one machine: a store filled by 1, 2 and 3 workers, and what a task costs that does nothing.
 
-    PYTHONPATH=. .venv-ray/bin/python -m bench.trainers.ray [--rows 262144] [--save FILE]
+    PYTHONPATH=. .venv-ray/bin/python -m bench.trainers.ray [--rows 262144]
 
 Each worker is a node of its own with one CPU; the driver's node has none. Rows are the shipped prompts, each with its
 number, so that no two are equal. CPU seconds are compared rather than seconds: three workers, the driver and Ray's own
 processes share the cores of one machine.
 """
 
-import argparse
 import json
 import os
 import tempfile
@@ -24,7 +23,8 @@ import ray
 import ray.data
 from ray.cluster_utils import Cluster
 
-from bench.environment import PACKAGES, commit, machine, versions
+from bench.environment import versions
+from bench.trainers import common
 from gpuload.demo_data import demo_files
 from gpuload.integrations.ray import prepare
 
@@ -98,12 +98,11 @@ def empty_tasks(tasks: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=1 << 18)
-    parser.add_argument("--tasks", type=int, default=1000, help="tasks that do nothing")
-    parser.add_argument("--save", type=Path, help="where to write the record")
-    given = parser.parse_args()
+    """Measure clusters of 1, 2 and 3 workers, and write the record after each."""
+    tasks = {"type": int, "default": 1000, "help": "tasks that do nothing"}
+    given = common.arguments(__doc__ or "", "ray", rows=1 << 18, tasks=tasks)
     runs: list[dict[str, Any]] = []
+    record = {"about": common.about(given, tasks=given.tasks), "runs": runs}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         files = write_files(folder, given.rows)
@@ -111,36 +110,18 @@ def main() -> None:
             store = folder / f"store-{workers}-{rows_per_task}"
             with cluster_of(workers):
                 done = prepare(
-                    files, demo_files()[1], str(store), rows_per_task=rows_per_task, device="cpu", concurrency=workers
+                    files, given.tokenizer, str(store), rows_per_task=rows_per_task, device="cpu", concurrency=workers
                 )
                 assert not done.errors
                 empty = empty_tasks(given.tasks) if rows_per_task == 1 << 16 else {}
-            entries = list((store / "tokens").glob("*.arrow"))
-            runs.append(
-                {
-                    "workers": workers,
-                    "rows_per_task": rows_per_task,
-                    "pieces": done.pieces,
-                    "wall_s": done.seconds,
-                    "worker_s": done.worker_seconds,
-                    "worker_cpu_s": done.cpu_seconds,
-                    "empty_task": empty,
-                    "store_bytes": sum(entry.stat().st_size for entry in entries),
-                }
-            )
+            runs.append({
+                "workers": workers, "rows_per_task": rows_per_task, "pieces": done.pieces, "wall_s": done.seconds,
+                "worker_s": done.worker_seconds, "worker_cpu_s": done.cpu_seconds, "empty_task": empty,
+                "store_bytes": sum(entry.stat().st_size for entry in (store / "tokens").glob("*.arrow")),
+                "file_bytes": sum(os.path.getsize(file) for file in files), "versions": versions(),
+            })  # fmt: skip
             print(json.dumps(runs[-1]), flush=True)
-            record = {
-                "machine": machine(),
-                "commit": commit(),
-                "packages": versions((*PACKAGES, "ray")),
-                "rows": given.rows,
-                "file_bytes": sum(os.path.getsize(file) for file in files),
-                "tasks": given.tasks,
-                "runs": runs,
-            }
-            if given.save:  # after each run
-                given.save.parent.mkdir(parents=True, exist_ok=True)
-                given.save.write_text(json.dumps(record, indent=1) + "\n")
+            common.save(given, record)
 
 
 if __name__ == "__main__":

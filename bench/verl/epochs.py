@@ -5,6 +5,7 @@ from typing import Any
 
 from bench import VERL_PYTHON
 from bench.data import JOINT, Plan
+from bench.fit import spread
 from bench.process import run_contender
 from bench.report import table
 
@@ -28,23 +29,22 @@ def measure_epochs(plan: Plan) -> list[dict[str, Any]]:
         run = run_contender("epochs_verl", task, plan.scratch / "epochs", VERL_PYTHON)
         runs.append({"data": dataset.name} | run)
         for name, epochs in run["epochs"].items():
-            print(f"  {dataset.name:14} {name:36} {run['rows'] / _median(epochs, 'seconds'):,.0f} rows/s", flush=True)
+            print(f"  {dataset.name:14} {name:36} {spread(_values(epochs, 'seconds'))} s", flush=True)
     return runs
 
 
-def epochs_table(section: dict[str, Any]) -> str:
+def epochs_table(measured: list[dict[str, Any]], about: dict[str, Any]) -> str:
     """Return the table of a record's epochs. The ratio is that to verl with workers."""
     lines = []
-    for run in section["runs"]:
-        first = next(iter(run["epochs"].values()))
+    for run in measured:
+        first = _values(next(iter(run["epochs"].values())), "seconds")
         for name, epochs in run["epochs"].items():
-            seconds, process, workers = (_median(epochs, key) for key in ("seconds", "process_cpu", "workers_cpu"))
-            ratio = f"{_median(first, 'seconds') / seconds:.1f}×"
-            times = [f"{seconds:.2f}", f"{process:.2f}", f"{workers:.2f}"]
-            lines.append([run["data"], f"{run['rows']:,}", name, f"{run['rows'] / seconds:,.0f}", ratio, *times])
-    head = ["dataset", "rows", "", "rows/s", "ratio", "seconds", "CPU seconds of the process", "of its workers"]
-    return table(head, lines)
+            seconds, *cpu = (_values(epochs, key) for key in ("seconds", "process_cpu", "workers_cpu"))
+            ratio = f"{median(first) / median(seconds):.1f}×"
+            lines.append([run["data"], f"{run['rows']:,}", name, *map(spread, (seconds, *cpu)), ratio])
+    head = ["dataset", "rows", "", "seconds", "CPU seconds of the process", "of its workers", "ratio"]
+    return table(head, lines, 3, about)
 
 
-def _median(epochs: list[dict[str, float]], key: str) -> float:
-    return median(epoch[key] for epoch in epochs)
+def _values(epochs: list[dict[str, float]], key: str) -> list[float]:
+    return [epoch[key] for epoch in epochs]

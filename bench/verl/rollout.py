@@ -4,11 +4,11 @@ A step is n samples of each prompt through verl's agent loop worker and a server
 without reuse of the loader's ids.
 """
 
-from statistics import median
 from typing import Any
 
 from bench import VERL_PYTHON
 from bench.data import Plan
+from bench.fit import spread
 from bench.process import run_contender
 from bench.report import table
 
@@ -31,16 +31,17 @@ def measure_rollout(plan: Plan) -> list[dict[str, Any]]:
     return [{"data": dataset.name} | answer]
 
 
-def rollout_table(section: dict[str, Any]) -> str:
+def rollout_table(measured: list[dict[str, Any]], about: dict[str, Any]) -> str:
     """Return the table of a record's rollout steps."""
     lines = [
         [
             name,
             f"{run['prompts']} × {run['samples']}",
-            f"{median(step['tokenized'] for step in steps):,.0f}",
-            f"{median(step['seconds'] for step in steps):.2f}",
+            f"{steps[0]['tokenized']:,}",
+            spread([step["seconds"] for step in steps]),
         ]
-        for run in section["runs"]
+        for run in measured
         for name, steps in run["rollouts"].items()
     ]
-    return table(["agent loop", "prompts × samples", "prompts tokenized", "CPU seconds of the step"], lines)
+    head = ["agent loop", "prompts × samples", "prompts tokenized", "CPU seconds of the step"]
+    return table(head, lines, 1, about)
