@@ -26,7 +26,7 @@ from gpuload import heartbeat
 from gpuload.errors import OptionError
 
 Answer = dict[str, Any]
-BEAT, SILENCE = 0.1, 1.5
+BEAT, SILENCE = 0.1, 3.0
 PATIENCE = "GPULOAD_RANKS_TIMEOUT"
 
 
