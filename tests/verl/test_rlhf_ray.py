@@ -18,6 +18,7 @@ from same import assert_same, create_rl_sampler, gpuload_dataset, verl_dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from verl.utils.dataset.rl_dataset import collate_fn
 
+from gpuload.engines.device.cuda import unavailable_reason
 from gpuload.errors import DataError, DeviceError
 
 RAY_GPU = {"ray_gpu": True}
@@ -47,7 +48,7 @@ def test_without_ray_loads_in_this_process(numbered: str, qwen: Any, caplog: Any
     if ray.is_initialized():
         ray.shutdown()
     found = gpuload_dataset(numbered, qwen, gpuload=RAY_GPU)
-    assert "loading without a GPU. In this process: torch" in caplog.text
+    assert f"loading without a GPU. In this process: {unavailable_reason('auto')}" in caplog.text
     assert "In a Ray task: Ray is not running" in caplog.text
     assert_same(found, verl_dataset(numbered, qwen))
     with pytest.raises(DeviceError, match=r"In a Ray task \(ray_gpu=true\): Ray is not running"):
@@ -57,7 +58,8 @@ def test_without_ray_loads_in_this_process(numbered: str, qwen: Any, caplog: Any
 def test_loads_in_a_task_with_a_gpu(cluster: None, gsm8k: str, qwen: Any, capsys: Any) -> None:
     data = {"max_prompt_length": 100, "max_samples": 300, "shuffle": True, "seed": 2}
     found = gpuload_dataset(gsm8k, qwen, gpuload=RAY_GPU | {"reuse_ids": True}, **data)
-    assert "gpuload: loading in a Ray task with a GPU. In this process: torch" in capsys.readouterr().out
+    because = f"gpuload: loading in a Ray task with a GPU. In this process: {unavailable_reason('auto')}"
+    assert because in capsys.readouterr().out
     local = gpuload_dataset(gsm8k, qwen, gpuload={"reuse_ids": True}, **data)
     assert found.state_dict() == local.state_dict()
     assert len(found) == len(local)
