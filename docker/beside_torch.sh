@@ -33,4 +33,4 @@ if [[ $after != "$before" ]]; then
     exit 1
 fi
 # Check that CuPy and pylibcudf can be imported together with torch. This needs no GPU.
-python3 -P -c 'import torch, cupy, pylibcudf, rmm, gpuload.load; print("gpuload", gpuload.__version__, "next to torch", torch.__version__)'
+python3 -P -c 'import torch, cupy, pylibcudf, rmm, gpuload.pipeline.run; print("gpuload", gpuload.__version__, "next to torch", torch.__version__)'

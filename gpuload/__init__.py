@@ -12,31 +12,32 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from gpuload._moved import MOVED, OldModules
 from gpuload._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from gpuload.chats.dataset import ChatDataset
-    from gpuload.chats.load import load_chats
-    from gpuload.dataset import PromptDataset, collate_fn
-    from gpuload.errors import GpuloadError
+    from gpuload.core.errors import GpuloadError
+    from gpuload.core.options import Options
+    from gpuload.dataset.loader import PromptLoader
+    from gpuload.dataset.rows import PromptDataset, collate_fn
     from gpuload.export import save_to_disk
-    from gpuload.load import load
-    from gpuload.loader import PromptLoader
-    from gpuload.options import Options
-    from gpuload.pairs.dataset import PairDataset
-    from gpuload.pairs.load import load_pairs
+    from gpuload.kinds.chats.dataset import ChatDataset
+    from gpuload.kinds.chats.load import load_chats
+    from gpuload.kinds.pairs.dataset import PairDataset
+    from gpuload.kinds.pairs.load import load_pairs
+    from gpuload.pipeline.run import load
 
 _HOMES = {
-    "load": "gpuload.load",
-    "load_chats": "gpuload.chats.load",
-    "load_pairs": "gpuload.pairs.load",
-    "ChatDataset": "gpuload.chats.dataset",
-    "PairDataset": "gpuload.pairs.dataset",
-    "PromptDataset": "gpuload.dataset",
-    "collate_fn": "gpuload.dataset",
-    "PromptLoader": "gpuload.loader",
-    "Options": "gpuload.options",
-    "GpuloadError": "gpuload.errors",
+    "load": "gpuload.pipeline.run",
+    "load_chats": "gpuload.kinds.chats.load",
+    "load_pairs": "gpuload.kinds.pairs.load",
+    "ChatDataset": "gpuload.kinds.chats.dataset",
+    "PairDataset": "gpuload.kinds.pairs.dataset",
+    "PromptDataset": "gpuload.dataset.rows",
+    "collate_fn": "gpuload.dataset.rows",
+    "PromptLoader": "gpuload.dataset.loader",
+    "Options": "gpuload.core.options",
+    "GpuloadError": "gpuload.core.errors",
     "save_to_disk": "gpuload.export",
 }
 
@@ -64,12 +65,15 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+sys.meta_path.insert(0, OldModules())  # first: files of an earlier version may have remained
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'gpuload' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    if (module := f"{__name__}.{name}") in MOVED:
+        return importlib.import_module(module)
+    raise AttributeError(f"module 'gpuload' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -25,10 +25,10 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from gpuload._version import __version__
-from gpuload.chats.dataset import ChatDataset
-from gpuload.errors import DataError, ExportError, GpuloadError, OptionError
-from gpuload.files import PartialDirectory, exchanged
-from gpuload.pairs.dataset import PairDataset
+from gpuload.core.errors import DataError, ExportError, GpuloadError, OptionError
+from gpuload.core.files import PartialDirectory, exchanged
+from gpuload.kinds.chats.dataset import ChatDataset
+from gpuload.kinds.pairs.dataset import PairDataset
 
 _ABOUT = "gpuload.json"
 

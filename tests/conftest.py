@@ -14,13 +14,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from simulator import link_slow_caches
 from tiers import SHARED, choose, header, shared, shared_tokenizers
 
 from gpuload.cache import store as cache
 from gpuload.cache.entry import read_entry
 from gpuload.demo_data import demo_files
 from gpuload.sources import batches
-from gpuload.testing import link_slow_caches
 
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 

@@ -9,11 +9,11 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from simulator.encoder import Section
+from simulator.host_kernels import HostKernels
 from tokenizers import Tokenizer
 
 from gpuload.engines.device.pretokenize import STEP, PreTokenizer, PreTokens, Words
-from gpuload.testing.encoder import Section
-from gpuload.testing.host_kernels import HostKernels
 from gpuload.tokenizer import fallback
 from gpuload.tokenizer.compiled import CompiledTokenizer
 from gpuload.tokenizer.hash_tables import EMPTY

@@ -10,7 +10,7 @@ from encoder_variants import byte_level
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from gpuload.arrays import Ragged
+from gpuload.core.arrays import Ragged
 from gpuload.engines.host import encode as host
 from gpuload.engines.host.acceptance import acceptance_texts, added_token_texts
 from gpuload.reference.reference import Reference

@@ -16,7 +16,7 @@ import pytest
 from tiers import SHARED, shared
 
 import gpuload
-from gpuload.errors import TokenizerError
+from gpuload.core.errors import TokenizerError
 from gpuload.reference.template_call import TemplateCall
 from gpuload.template.answers import Answers, has_blocks
 from gpuload.template.marks import UnknownAnswersError

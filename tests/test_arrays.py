@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuload.arrays import Ragged, count_in_rows, offsets_of, ranges, stretches
-from gpuload.options import Truncation
+from gpuload.core.arrays import Ragged, count_in_rows, offsets_of, ranges, stretches
+from gpuload.core.options import Truncation
 
 LENGTHS = st.lists(st.integers(0, 5), max_size=12)
 

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
 
-from gpuload.errors import OptionError
+from gpuload.core.errors import OptionError
 from gpuload.integrations.automodel import masks
 from gpuload.integrations.automodel.masks import Chat, marked
 

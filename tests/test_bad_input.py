@@ -16,10 +16,10 @@ import pytest
 from conftest import user
 
 import gpuload
+from gpuload.core.errors import DataError, DeviceError, OptionError, SourceError, TokenizerError
+from gpuload.core.options import Options
 from gpuload.engines.host import encode as host_encode
-from gpuload.errors import DataError, DeviceError, OptionError, SourceError, TokenizerError
-from gpuload.load import load_sources
-from gpuload.options import Options
+from gpuload.pipeline.run import load_sources
 from gpuload.sources.fetch import SourceFile, _is_whole
 from gpuload.sources.open import open_sources
 from gpuload.sources.read import open_file

@@ -14,7 +14,7 @@ import pytest
 from conftest import user
 
 import gpuload
-from gpuload.errors import DataError
+from gpuload.core.errors import DataError
 from gpuload.reference.reference import Reference
 
 Row = dict[str, Any]

@@ -10,7 +10,7 @@ import pytest
 from conftest import MESSAGES, user
 
 import gpuload
-from gpuload.errors import HostMemoryError, SourceError
+from gpuload.core.errors import HostMemoryError, SourceError
 from gpuload.sources import batches
 from gpuload.sources.batches import BATCH_BYTES, BATCH_ROWS, bounded, decoded_bytes
 from gpuload.sources.fetch import SourceFile

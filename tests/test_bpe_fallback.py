@@ -7,12 +7,12 @@ import pytest
 from bpe_cases import made_up_merges
 from hypothesis import given
 from hypothesis import strategies as st
+from simulator.encoder import cut_characters, encode
 from test_bpe_splitter import TEXT
 from tiers import SHARED, examples, shared
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 from tokenizers.pre_tokenizers import ByteLevel, Split
 
-from gpuload.testing.encoder import cut_characters, encode
 from gpuload.tokenizer import fallback
 from gpuload.tokenizer.compiled import CompiledTokenizer, compile_spec
 from gpuload.tokenizer.spec import BpeSpec, Fallback, bpe_spec, byte_entries

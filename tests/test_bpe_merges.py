@@ -10,13 +10,13 @@ import pytest
 from bpe_cases import made_up_merges
 from hypothesis import given
 from hypothesis import strategies as st
+from simulator import encoder
+from simulator.encoder import encode, look_up_words, to_nfc
 from test_bpe_splitter import TEXT
 from tiers import examples, exhaustive
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 from tokenizers.pre_tokenizers import ByteLevel
 
-from gpuload.testing import encoder
-from gpuload.testing.encoder import encode, look_up_words, to_nfc
 from gpuload.tokenizer import merges
 from gpuload.tokenizer.compiled import CompiledTokenizer, compile_spec
 from gpuload.tokenizer.hash_tables import hash_words

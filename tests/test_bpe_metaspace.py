@@ -8,6 +8,7 @@ import transformers
 from bpe_cases import made_up_merges
 from hypothesis import given
 from hypothesis import strategies as st
+from simulator.host_kernels import COMPILER
 from test_bpe_fallback import Pair, check, compiled, small
 from test_device_encode import check as check_kernels
 from tiers import examples
@@ -15,7 +16,6 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.pre_tokenizers import Metaspace, Sequence, WhitespaceSplit
 from transformers import LlamaTokenizer
 
-from gpuload.testing.host_kernels import COMPILER
 from gpuload.tokenizer.spec import BpeSpec, Fallback, bpe_spec
 
 MERGES = [("▁", "a"), ("b", "▁"), ("▁", "▁"), ("▁a", "b"), ("a", "b"), ("▁", "ab"), ("b▁", "a"), ("é", "▁")]

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from simulator.encoder import pre_tokens
 from tiers import examples
 from tokenizers import Regex, pre_tokenizers
 
-from gpuload.testing.encoder import pre_tokens
 from gpuload.tokenizer import spec
 from gpuload.tokenizer.classes import ClassMap
 from gpuload.tokenizer.regex import UnsupportedRegexError

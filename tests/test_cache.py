@@ -22,15 +22,15 @@ from tiers import SHARED, shared, shared_files
 from transformers import AutoTokenizer
 
 import gpuload
-from gpuload.arrays import Ragged
 from gpuload.cache import directory
 from gpuload.cache.entry import Entry, EntryWriter, read_entry
 from gpuload.cli.main import main
+from gpuload.core.arrays import Ragged
+from gpuload.core.errors import DataError, MismatchError
+from gpuload.core.files import PartialDirectory
 from gpuload.engines.host import engine as cpu
 from gpuload.engines.host.encode import HostEncoder
 from gpuload.engines.protocol import Tokenized
-from gpuload.errors import DataError, MismatchError
-from gpuload.files import PartialDirectory
 
 # -- warm equals cold ------------------------------------------------------------------------------------------------
 
@@ -433,11 +433,11 @@ def test_nothing_is_left_of_a_load_that_fails(files: list[str], qwen: Any, warm_
 
 def test_an_entry_serves_every_engine(files: list[str], qwen: Any, warm_cache: Path) -> None:
 
-    from gpuload.testing.host_kernels import COMPILER, HostKernels
+    from simulator.host_kernels import COMPILER, HostKernels
 
     if COMPILER is None:
         pytest.skip("no C++ compiler")
-    from gpuload.testing import engine_on, load_with
+    from simulator import engine_on, load_with
 
     on_device = engine_on(HostKernels())
     cold = gpuload.load(files[:2], qwen)

@@ -16,7 +16,8 @@ from tiers import core
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2TokenizerFast
 
 import gpuload
-from gpuload.cache import key, known
+from gpuload.cache import key
+from gpuload.cache import known_files as known
 from gpuload.reference import reference
 from gpuload.reference.template_call import TemplateCall
 from gpuload.sources.fetch import SourceFile

@@ -13,11 +13,12 @@ from conftest import user
 from tiers import core
 
 import gpuload
-from gpuload.cache import disk, entry
+from gpuload.cache import entry
 from gpuload.cache import store as cache
 from gpuload.cache.entry import read_entry
+from gpuload.core.errors import SourceError
 from gpuload.engines.host import engine as cpu
-from gpuload.errors import SourceError
+from gpuload.pipeline import keep_on_disk as disk
 from gpuload.sources import local
 from gpuload.sources.fetch import SourceFile
 from gpuload.sources.read import _decode, _read_parquet, open_file

@@ -12,7 +12,7 @@ import torch
 from tokenizer_cases import small_tokenizer
 
 import gpuload
-from gpuload.errors import OptionError, ResumeError
+from gpuload.core.errors import OptionError, ResumeError
 
 ROWS = 57
 

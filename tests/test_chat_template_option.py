@@ -10,7 +10,7 @@ from conftest import user
 from transformers import AutoTokenizer
 
 import gpuload
-from gpuload.errors import OptionError, TokenizerError
+from gpuload.core.errors import OptionError, TokenizerError
 from gpuload.reference.reference import Reference
 
 TABLE = pa.table({"prompt": [user("Hello"), user("there")]})

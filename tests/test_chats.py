@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from tiers import SHARED, core, examples, shared
 
 import gpuload
-from gpuload.chats.engine import common_prefixes
-from gpuload.errors import DataError, OptionError
+from gpuload.core.errors import DataError, OptionError
+from gpuload.kinds.chats.engine import common_prefixes
 
 trl = pytest.importorskip("trl", reason="TRL is the reference of these tests")
 import trl_cases  # noqa: E402
@@ -294,7 +294,7 @@ def test_real_conversations_as_transformers_masks_them(name: str) -> None:
 
 
 def test_common_prefixes() -> None:
-    from gpuload.arrays import Ragged
+    from gpuload.core.arrays import Ragged
 
     rows = [([1, 2, 3], [1, 2, 4]), ([], [1]), ([1], []), ([5], [5, 6]), ([7, 8], [9]), ([1, 1], [1, 1])]
     one, other = (Ragged.from_lists([pair[k] for pair in rows]) for k in (0, 1))
@@ -392,9 +392,9 @@ MESSAGE = st.fixed_dictionaries(
 @given(st.lists(st.tuples(st.lists(MESSAGE, max_size=3), st.lists(MESSAGE, max_size=2)), min_size=1, max_size=5))
 def test_any_fields_of_json_are_those_of_the_reference(qwen: Any, pairs: list[tuple[Chat, Chat]]) -> None:
     """Every key of every message, absent or null, at any depth."""
-    from gpuload.chats.engine import ChatEngine
-    from gpuload.chats.reference import ChatReference
     from gpuload.engines.protocol import ArrowPrompts
+    from gpuload.kinds.chats.engine import ChatEngine
+    from gpuload.kinds.chats.reference import ChatReference
     from gpuload.sources.types import as_json
 
     template = SHOWS_KEYS.replace("{% generation %}", "").replace("{% endgeneration %}", "")
@@ -685,7 +685,7 @@ def test_files_of_different_formats(qwen: Any, write: Callable[..., str], tmp_pa
 
 
 def test_a_template_without_a_generation_prompt_needs_blocks(qwen: Any) -> None:
-    from gpuload.errors import TokenizerError
+    from gpuload.core.errors import TokenizerError
 
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     with pytest.raises(TokenizerError, match="nothing begins an assistant.s turn: pass a chat_template"):
@@ -762,7 +762,7 @@ TOOL = {"type": "function", "function": {"name": "f", "description": "d", "param
 def test_a_wrong_mask_is_noticed(qwen: Any, monkeypatch: pytest.MonkeyPatch, rows: list[Any]) -> None:
     """Then the tokenizer itself does everything, with the same result."""
     table = pa.Table.from_pylist(rows)
-    from gpuload.chats import engine
+    from gpuload.kinds.chats import engine
 
     right = engine.ChatEngine.encode
 

@@ -13,19 +13,19 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from conftest import user
+from simulator import engine_on, load_with
+from simulator.host_kernels import COMPILER, HostKernels
 from tiers import SHARED, shared
 from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import gpuload
+from gpuload.core.errors import TokenizerError
 from gpuload.engines.device.texts import DeviceTexts, texts_to_device
 from gpuload.engines.host.sanitize import mark_column
 from gpuload.engines.host.texts import HostTexts
-from gpuload.errors import TokenizerError
 from gpuload.reference.control_tokens import END, FIRST_VERSION, START, ControlTokens, sanitizing_is_known
 from gpuload.reference.reference import Reference
-from gpuload.testing import engine_on, load_with
-from gpuload.testing.host_kernels import COMPILER, HostKernels
 
 SANITIZES = "sanitize_control_tokens" in inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
 needs_sanitizing = pytest.mark.skipif(not SANITIZES, reason=f"transformers before {FIRST_VERSION} does not sanitize")

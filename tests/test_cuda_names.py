@@ -15,10 +15,13 @@ import cupy
 import pytest
 
 import gpuload
+from gpuload.core.errors import DeviceError
 from gpuload.engines.device.cuda import CudaKernels
-from gpuload.errors import DeviceError
 
-FILES = [*sorted(Path(gpuload.__file__).parent.glob("engines/**/*.py")), Path(gpuload.__file__).with_name("arrays.py")]
+FILES = [
+    *sorted(Path(gpuload.__file__).parent.glob("engines/**/*.py")),
+    Path(gpuload.__file__).parent / "core/arrays.py",
+]
 PACKAGES = ("cupy", "rmm", "pylibcudf")
 
 

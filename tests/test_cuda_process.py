@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from gpuload.arrays import Ragged
+from gpuload.core.arrays import Ragged
+from gpuload.core.errors import DeviceError
 from gpuload.engines.device import cuda
 from gpuload.engines.device.cuda import CudaKernels, Pools, number_of
 from gpuload.engines.device.kernels import DeviceKernels, ThreadStreams
 from gpuload.engines.device.store import host_store
-from gpuload.errors import DeviceError
 
 
 @pytest.mark.parametrize(

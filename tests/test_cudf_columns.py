@@ -9,18 +9,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from simulator.host_kernels import COMPILER, HostKernels
 from template_cases import column, conversations, small_tokenizer
 
+from gpuload.core.errors import DeviceError
 from gpuload.engines.device import cudf
 from gpuload.engines.device.cudf import can_read, chunks, of_cudf
 from gpuload.engines.device.engine import DeviceEngine
 from gpuload.engines.device.render import render
 from gpuload.engines.host.render import render as on_host
 from gpuload.engines.protocol import ArrowPrompts
-from gpuload.errors import DeviceError
 from gpuload.reference.reference import Reference
 from gpuload.template import compile
-from gpuload.testing.host_kernels import COMPILER, HostKernels
 
 plc = pytest.importorskip("pylibcudf")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")

@@ -14,7 +14,7 @@ import pytest
 from tiers import exhaustive
 
 import gpuload
-from gpuload.errors import SourceError
+from gpuload.core.errors import SourceError
 
 # Loads damaged copies of small files, from the number given to the last, and prints one line per copy. It is a process
 # of its own, because a damaged file may crash Arrow.

@@ -17,18 +17,18 @@ import test_bpe_merges
 from bpe_cases import made_up_merges
 from hypothesis import given
 from hypothesis import strategies as st
+from simulator.encoder import look_up_words
+from simulator.host_kernels import COMPILER, HostKernels
 from test_bpe_fallback import GEMMA
 from test_bpe_merges import BYTES, LETTERS, by_model, compiled, flat
 from tiers import examples, exhaustive, shared
 from tokenizers import Tokenizer
 
-from gpuload.arrays import Ragged
+from gpuload.core.arrays import Ragged
 from gpuload.engines.device import bpe, pretokenize
 from gpuload.engines.device.bpe import LONGEST, Merger
 from gpuload.engines.device.kernels import BLOCK, source
 from gpuload.engines.device.pretokenize import PreTokenizer, PreTokens
-from gpuload.testing.encoder import look_up_words
-from gpuload.testing.host_kernels import COMPILER, HostKernels
 from gpuload.tokenizer import fallback, hash_tables, merges
 from gpuload.tokenizer.compiled import CompiledTokenizer, compile_spec
 from gpuload.tokenizer.spec import AddedToken, BpeSpec, bpe_spec

@@ -17,23 +17,23 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from simulator import load_chats_with
+from simulator.host_kernels import COMPILER, HostKernels
+from simulator.stream_checks import StreamKernels
 from test_chats import CHATS, QWEN3, TOOL, chat, labels_of, rows_of
 from test_stream_checks import reader
 from tiers import SHARED, core, examples, shared, shared_files
 
 import gpuload
-from gpuload.chats.reference import ChatReference
+from gpuload.core.errors import DeviceError
 from gpuload.engines.conversations import from_arrow
 from gpuload.engines.device import cuda
 from gpuload.engines.device import engine as device
 from gpuload.engines.device.render import render
 from gpuload.engines.device.spans import DeviceTokenSpans
 from gpuload.engines.device.texts import DeviceTexts
-from gpuload.errors import DeviceError
+from gpuload.kinds.chats.reference import ChatReference
 from gpuload.template.compiler import ChatProgram
-from gpuload.testing import load_chats_with
-from gpuload.testing.host_kernels import COMPILER, HostKernels
-from gpuload.testing.stream_checks import StreamKernels
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 

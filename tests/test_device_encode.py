@@ -13,6 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from simulator.encoder import cut
+from simulator.host_kernels import COMPILER, HostKernels
+from simulator.strict_arrays import StrictKernels
 from test_bpe_splitter import TEXT
 from test_device_tiles import BY_TILES
 from tiers import SHARED, examples, exhaustive, name_of, shared, shared_files, with_shared
@@ -21,9 +24,6 @@ from tokenizers import Tokenizer
 from gpuload.engines.device import encode as encoding
 from gpuload.engines.device.bpe import LONGEST
 from gpuload.engines.device.encode import DeviceEncoder
-from gpuload.testing.encoder import cut
-from gpuload.testing.host_kernels import COMPILER, HostKernels
-from gpuload.testing.strict_arrays import StrictKernels
 from gpuload.tokenizer.compiled import CompiledTokenizer, compile_spec
 from gpuload.tokenizer.spec import BpeSpec, bpe_spec
 

@@ -13,10 +13,15 @@ import pyarrow as pa
 import pytest
 import torch
 from conftest import user
+from simulator import engine_on, load_with
+from simulator.host_kernels import COMPILER, HostKernels
+from simulator.stream_checks import StreamKernels
 from tiers import core, name_of, shared_files, with_shared
 
 import gpuload
-from gpuload.arrays import Ragged
+from gpuload.core.arrays import Ragged
+from gpuload.core.errors import DataError, DeviceError
+from gpuload.core.options import Options
 from gpuload.engines.conversations import Conversations, from_arrow, from_texts
 from gpuload.engines.device import cuda, cudf
 from gpuload.engines.device import engine as device
@@ -28,14 +33,9 @@ from gpuload.engines.device.store import Segments
 from gpuload.engines.device.texts import DeviceTexts, texts_to_device
 from gpuload.engines.host.engine import arrow_parts
 from gpuload.engines.protocol import ArrowPrompts
-from gpuload.errors import DataError, DeviceError
-from gpuload.options import Options
 from gpuload.reference.reference import Reference
 from gpuload.sources.fetch import SourceFile
 from gpuload.sources.read import Source, open_file, with_prompts
-from gpuload.testing import engine_on, load_with
-from gpuload.testing.host_kernels import COMPILER, HostKernels
-from gpuload.testing.stream_checks import StreamKernels
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from pieces_cases import Case, case, compiled, read, run
+from simulator.encoder import MOST_MARKS, to_nfc
+from simulator.host_kernels import COMPILER
 from test_device_pieces import EVERY, byte_level, check, check_real, texts_in
 from tiers import examples, exhaustive, shared, shared_files
 from tokenizers import AddedToken as Added
 from tokenizers import normalizers
 
-from gpuload.testing.encoder import MOST_MARKS, to_nfc
-from gpuload.testing.host_kernels import COMPILER
 from gpuload.tokenizer.nfc import COMPOSES, DECOMPOSES, NEVER, nfc_tables
 from gpuload.tokenizer.spec import BpeSpec
 

@@ -13,22 +13,31 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from simulator import load_pairs_with
+from simulator.host_kernels import COMPILER, HostKernels
+from simulator.stream_checks import StreamKernels
 from tiers import core
 
 import gpuload
-from gpuload.arrays import Ragged, offsets_of
-from gpuload.chats.engine import common_prefixes
+from gpuload.core.arrays import Ragged, offsets_of
+from gpuload.core.errors import DeviceError
 from gpuload.engines.device import cuda
 from gpuload.engines.device.encode import DeviceEncoder
 from gpuload.engines.device.store import Index, Segments, in_order
-from gpuload.errors import DeviceError
-from gpuload.pairs.batches import padded_sequences
-from gpuload.pairs.parts import CHOSEN, COMPLETION, REJECTED, appended, counts, equal_pairs, paired, with_completion
-from gpuload.pairs.store import PartSizes, common_ids, part_sizes
-from gpuload.pairs.store import equal_pairs as equal_in_store
-from gpuload.testing import load_pairs_with
-from gpuload.testing.host_kernels import COMPILER, HostKernels
-from gpuload.testing.stream_checks import StreamKernels
+from gpuload.kinds.chats.engine import common_prefixes
+from gpuload.kinds.pairs.batches import padded_sequences
+from gpuload.kinds.pairs.parts import (
+    CHOSEN,
+    COMPLETION,
+    REJECTED,
+    appended,
+    counts,
+    equal_pairs,
+    paired,
+    with_completion,
+)
+from gpuload.kinds.pairs.store import PartSizes, common_ids, part_sizes
+from gpuload.kinds.pairs.store import equal_pairs as equal_in_store
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 

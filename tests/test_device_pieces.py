@@ -15,6 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pieces_cases import NO_WORDS, Case, case, compiled, made_up, read, run
+from simulator.encoder import Section, cut, split
+from simulator.host_kernels import COMPILER, HostKernels
 from test_bpe_fallback import LLAMA2, small
 from test_bpe_merges import LETTERS
 from test_bpe_splitter import CLASSES, TEXT, _wrapped
@@ -23,8 +25,6 @@ from tokenizers import AddedToken as Added
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from gpuload.engines.device.pretokenize import PreTokenizer
-from gpuload.testing.encoder import Section, cut, split
-from gpuload.testing.host_kernels import COMPILER, HostKernels
 from gpuload.tokenizer.regex import UnsupportedRegexError
 from gpuload.tokenizer.spec import WHITE_SPACE, AddedToken, BpeSpec, Digits, Split, bpe_spec
 from gpuload.tokenizer.splitter import CLOSED, NOWHERE, OPEN, Splitter, restarts

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from simulator.host_kernels import COMPILER, HostKernels
 from template_cases import EVERY, TEMPLATES, TEXTS, column, conversations, small_tokenizer
 from template_cases import assert_same as reference_gives
 from tiers import name_of, shared_files, with_shared
@@ -18,7 +19,6 @@ from gpuload.engines.device.texts import DeviceTexts
 from gpuload.engines.host.render import render as on_host
 from gpuload.template import ChatProgram, compile
 from gpuload.template.program import Operation, Path, Ref
-from gpuload.testing.host_kernels import COMPILER, HostKernels
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 

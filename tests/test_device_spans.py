@@ -12,6 +12,8 @@ import test_spans
 from encoder_variants import VARIANTS
 from hypothesis import given
 from hypothesis import strategies as st
+from simulator.host_kernels import COMPILER
+from simulator.stream_checks import StreamKernels
 from test_bpe_splitter import TEXT
 from test_spans import (  # noqa: F401
     Spans,
@@ -37,15 +39,13 @@ from test_spans import (  # noqa: F401
     test_white_space_that_added_tokens_strip,
 )
 
-from gpuload.arrays import Ragged, offsets_of
+from gpuload.core.arrays import Ragged, offsets_of
+from gpuload.core.marks import LOSS, split
 from gpuload.engines.device.render import DeviceSpans, DeviceText
 from gpuload.engines.device.spans import DeviceTokenSpans
 from gpuload.engines.device.store import to_device
 from gpuload.engines.host.spans import TokenSpans
-from gpuload.loss import LOSS, split
 from gpuload.reference.reference import Reference
-from gpuload.testing.host_kernels import COMPILER
-from gpuload.testing.stream_checks import StreamKernels
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 

@@ -15,19 +15,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from simulator import engine_on, load_with
+from simulator.host_kernels import COMPILER
+from simulator.strict_arrays import StrictKernels
 from tiers import core
 from torch.utils.data import DataLoader
 
 import gpuload
-from gpuload.arrays import Ragged
+from gpuload.core.arrays import Ragged
+from gpuload.core.errors import DeviceError
 from gpuload.engines.device import store as device_store
 from gpuload.engines.device.engine import DeviceEngine
 from gpuload.engines.device.store import DeviceStore, Segments, host_store, in_order
 from gpuload.engines.host.engine import HostEngine
-from gpuload.errors import DeviceError
-from gpuload.testing import engine_on, load_with
-from gpuload.testing.host_kernels import COMPILER
-from gpuload.testing.strict_arrays import StrictKernels
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 

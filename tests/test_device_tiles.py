@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from pieces_cases import NO_WORDS, Case, Poisoned, made_up, read
+from simulator.encoder import cut, split
+from simulator.host_kernels import COMPILER
 from test_device_pieces import EVERY, cases, check, shipped
 
 from gpuload.engines.device.pretokenize import PreTokenizer
-from gpuload.testing.encoder import cut, split
-from gpuload.testing.host_kernels import COMPILER
 from gpuload.tokenizer.added_tokens import can_overlap
 from gpuload.tokenizer.spec import AddedToken, Split
 from gpuload.tokenizer.splitter import leaves_gaps

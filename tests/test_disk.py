@@ -22,13 +22,15 @@ from tiers import core
 from torch.utils.data import DataLoader
 
 import gpuload
-from gpuload.cache import column_file, disk, known
+from gpuload.cache import column_file
+from gpuload.cache import known_files as known
 from gpuload.cache.column_file import ColumnWriter, columns_of, open_columns
 from gpuload.cache.entry import EntryWriter, read_entry
 from gpuload.cli.main import main
-from gpuload.errors import OptionError, SourceError, StoreError
-from gpuload.files import PartialDirectory
-from gpuload.memory import free_memory
+from gpuload.core.errors import OptionError, SourceError, StoreError
+from gpuload.core.files import PartialDirectory
+from gpuload.core.memory import free_memory
+from gpuload.pipeline import keep_on_disk as disk
 from gpuload.sources import batches
 
 
@@ -426,7 +428,7 @@ def test_auto(files: list[str], qwen: Any, store: Path, monkeypatch: pytest.Monk
 
 
 def test_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpuload import memory
+    from gpuload.core import memory
 
     free = free_memory()
     assert free is not None

@@ -9,14 +9,15 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+from simulator.host_kernels import COMPILER
 from test_chats import CHATS, QWEN3
 from test_device_chats import PLANS, assert_same, on_device, same_batch
 from tiers import core, exhaustive
 from torch.utils.data import DataLoader
 
 import gpuload
-from gpuload.cache import column_file, known, token_store
-from gpuload.testing.host_kernels import COMPILER
+from gpuload.cache import column_file, token_store
+from gpuload.cache import known_files as known
 
 
 @pytest.fixture

@@ -133,9 +133,9 @@ def image(tmp_path: Path) -> Path:
     (tmp_path / "torch" / "__init__.py").write_text(
         "__version__ = '9.0+other'\nclass version:\n    cuda = '13.4'\nclass Tensor: ...\n"
     )
-    (tmp_path / "gpuload").mkdir()
+    (tmp_path / "gpuload" / "pipeline").mkdir(parents=True)
     (tmp_path / "gpuload" / "__init__.py").write_text("__version__ = '0'\n")
-    (tmp_path / "gpuload" / "load.py").touch()
+    (tmp_path / "gpuload" / "pipeline" / "run.py").touch()
     (tmp_path / "torch-9.0+vendor.dist-info").mkdir()
     (tmp_path / "torch-9.0+vendor.dist-info" / "METADATA").write_text("Name: torch\nVersion: 9.0+vendor\n")
     (tmp_path / "pip" / "__main__.py").write_text(PIP)

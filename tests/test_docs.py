@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gpuload import errors
+from gpuload.core import errors
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -19,8 +19,9 @@ CLASSES = [name for name, kind in vars(errors).items() if isinstance(kind, type)
 
 # Public modules: each has examples, and all of them run.
 MODULES = [
-    *("gpuload.options", "gpuload.dataset", "gpuload.loader", "gpuload.errors", "gpuload.load", "gpuload.arrays"),
-    *("gpuload.chats.dataset", "gpuload.export"),
+    *("gpuload.core.arrays", "gpuload.core.errors", "gpuload.core.options"),
+    *("gpuload.dataset.rows", "gpuload.dataset.loader", "gpuload.pipeline.run"),
+    *("gpuload.kinds.chats.dataset", "gpuload.export"),
     *("gpuload.demo_data", "gpuload.packing.plan", "gpuload.packing.packs", "gpuload.packing.row_batches"),
 ]
 PLACEHOLDER = r"<[\w -]+>"  # on the page, for a value in a message; unlike `<role, content>`

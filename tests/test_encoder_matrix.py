@@ -7,6 +7,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from encoder_variants import VARIANTS, texts
+from simulator.encoder import cut
+from simulator.host_kernels import COMPILER, HostKernels
 from tiers import core
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -14,8 +16,6 @@ from transformers import PreTrainedTokenizerFast
 from gpuload.engines.device.encode import DeviceEncoder
 from gpuload.engines.host.encode import host_encoder
 from gpuload.reference.reference import Reference
-from gpuload.testing.encoder import cut
-from gpuload.testing.host_kernels import COMPILER, HostKernels
 from gpuload.tokenizer import fallback, merges
 from gpuload.tokenizer.compiled import CompiledTokenizer
 from gpuload.tokenizer.regex import UnsupportedRegexError

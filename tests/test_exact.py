@@ -12,7 +12,7 @@ from tiers import core, examples
 from transformers import PreTrainedTokenizerFast
 
 import gpuload
-from gpuload.arrays import Ragged
+from gpuload.core.arrays import Ragged
 from gpuload.engines.host.encode import host_encoder
 from gpuload.reference.reference import Reference
 from gpuload.tokenizer.unassigned import UNASSIGNED

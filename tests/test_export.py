@@ -18,10 +18,11 @@ import pytest
 from transformers import Qwen2ForCausalLM
 
 import gpuload
-from gpuload import export, row_reader
-from gpuload import files as files_module
+from gpuload import export
 from gpuload.cli.main import main
-from gpuload.errors import DataError, ExportError, GpuloadError, OptionError
+from gpuload.core import files as files_module
+from gpuload.core.errors import DataError, ExportError, GpuloadError, OptionError
+from gpuload.dataset.rows import arrow as row_reader
 
 datasets = pytest.importorskip("datasets", reason="the format is that of datasets")
 trl = pytest.importorskip("trl", reason="TRL is the reference of these tests")

@@ -11,9 +11,9 @@ import pytest
 from transformers import Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 import gpuload
-from gpuload import row_reader
 from gpuload.cli.main import main
-from gpuload.errors import OptionError
+from gpuload.core.errors import OptionError
+from gpuload.dataset.rows import arrow as row_reader
 
 datasets = pytest.importorskip("datasets", reason="the format is that of datasets")
 trl = pytest.importorskip("trl", reason="TRL is the reference of these tests")

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from simulator.host_kernels import COMPILER, build, launch, waiting_kernels
 
 from gpuload.engines.device.kernels import parsed
-from gpuload.testing.host_kernels import COMPILER, build, launch, waiting_kernels
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 import gpuload
-from gpuload import files
-from gpuload.files import PartialDirectory, cache_root, partial_bytes, remove_orphans, replacing
+from gpuload.core import files
+from gpuload.core.files import PartialDirectory, cache_root, partial_bytes, remove_orphans, replacing
 
 
 def test_cache_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_replacing_a_file(tmp_path: Path) -> None:
 WRITER = """
 import sys, time
 from pathlib import Path
-from gpuload.files import PartialDirectory
+from gpuload.core.files import PartialDirectory
 unfinished = PartialDirectory(Path(sys.argv[1]))
 (unfinished.path / "half").write_bytes(bytes(1000))
 print(unfinished.path.name, flush=True)

@@ -29,9 +29,9 @@ found["package"] = sorted(asked)
 import gpuload.integrations.slime, gpuload.integrations.trl
 found["integrations"] = sorted(asked)
 
-import gpuload.load
+import gpuload.pipeline.run
 from gpuload import load
-from gpuload.load import load as same
+from gpuload.pipeline.run import load as same
 found["load"] = [callable(gpuload.load), load is gpuload.load is same]
 
 from gpuload.demo_data import demo_files

@@ -23,19 +23,19 @@ from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
 import gpuload
-from gpuload.arrays import Ragged
 from gpuload.cli import show
 from gpuload.cli.main import main
-from gpuload.errors import DataError, OptionError
+from gpuload.core.arrays import Ragged
+from gpuload.core.errors import DataError, OptionError
+from gpuload.core.marks import LOSS
+from gpuload.dataset.loader import PackLoader
 from gpuload.inspect.data import encode_row, load_data, open_data
 from gpuload.inspect.roles import UNKNOWN, RoleFinder
 from gpuload.inspect.statistics import sample_rows, statistics_of
 from gpuload.inspect.tokens import SampleRow, TokenReader, pair_of, visible, visible_text
-from gpuload.loader import PackLoader
-from gpuload.loss import LOSS
-from gpuload.pairs.parts import paired, with_completion
+from gpuload.kinds.pairs.parts import paired, with_completion
+from gpuload.kinds.training_reference import common_prefix
 from gpuload.reference.reference import Reference
-from gpuload.reference.training import common_prefix
 
 Chat = list[dict[str, Any]]
 

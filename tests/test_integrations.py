@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuload.errors import DataError, DeviceError, OptionError
+from gpuload.core.errors import DataError, DeviceError, OptionError
 from gpuload.integrations.core import (
     are_messages,
     check_switches,

@@ -13,21 +13,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from simulator.host_kernels import COMPILER, HostKernels
 from tiers import exhaustive
 
-from gpuload.arrays import Ragged, offsets_of
-from gpuload.chats.batches import padded_rows
+from gpuload.core.arrays import Ragged, offsets_of
+from gpuload.core.marks import LOSS, split, with_loss
 from gpuload.engines.device import texts as device_texts
 from gpuload.engines.device.kernels import signatures, source
 from gpuload.engines.device.texts import DeviceTexts, gather, texts_to_device
 from gpuload.engines.host.packs import IGNORED, packed
 from gpuload.engines.protocol import TextColumn
-from gpuload.loss import LOSS, split, with_loss
+from gpuload.kinds.chats.batches import padded_rows
+from gpuload.kinds.pairs.parts import CHOSEN, COMPLETION, REJECTED
 from gpuload.packing import Plan
-from gpuload.pairs.parts import CHOSEN, COMPLETION, REJECTED
 from gpuload.template.probe import WHITE_SPACE
 from gpuload.template.program import Operation, Predicate, Ref, apply_operations, holds
-from gpuload.testing.host_kernels import COMPILER, HostKernels
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 

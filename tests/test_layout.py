@@ -6,17 +6,27 @@ from collections import defaultdict
 from pathlib import Path
 
 import gpuload
+from gpuload._moved import MOVED
 
 PACKAGE = Path(gpuload.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 MOST_LINES = 400
 
-# What must not import what, because it knows nothing of it.
-NEVER = [
-    ("template", "engines"), ("tokenizer", "engines"), ("tokenizer", "template"), ("tokenizer", "reference"),
-    ("template", "sources"), ("engines", "load"), ("engines.host", "engines.device"), ("sources", "engines"),
-    ("cache", "load"), ("engines", "integrations"), ("load", "integrations"), ("load", "cli"), ("load", "testing"),
-]  # fmt: skip
+# The floors of the package, from the ground up. A room imports from floors below its own only.
+FLOORS = [
+    {"core"},
+    {"packing", "demo_data", "sources", "reference", "tokenizer"},
+    {"template"},
+    {"engines"},
+    {"cache", "dataset"},
+    {"pipeline"},
+    {"kinds"},
+    {"inspect", "export"},
+    {"integrations"},
+    {"cli"},
+]
+FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+ROOT = {"__init__", "__main__", "_moved", "_version", "export"}
 
 
 def module_of(file: Path) -> str:
@@ -50,15 +60,37 @@ def test_imports_have_no_cycle() -> None:
     assert sorted(set(below) - done) == []
 
 
-def test_lower_layers_do_not_import_higher_ones() -> None:
+def room_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def test_rooms_import_only_from_floors_below() -> None:
     wrong = [
         f"{name} imports {other}"
-        for lower, higher in NEVER
         for name, modules in IMPORTS.items()
         for other in modules
-        if f"{name}.".startswith(f"gpuload.{lower}.") and f"{other}.".startswith(f"gpuload.{higher}.")
+        if room_of(name) in FLOOR_OF and room_of(other) in FLOOR_OF and room_of(name) != room_of(other)
+        if FLOOR_OF[room_of(other)] >= FLOOR_OF[room_of(name)]
     ]
     assert wrong == []
+
+
+def test_every_module_has_a_floor() -> None:
+    assert {file.stem for file in PACKAGE.glob("*.py")} == ROOT
+    assert {room_of(module_of(file)) for file in FILES if file.parent != PACKAGE} == set(FLOOR_OF) - {"export"}
+
+
+def test_engines_of_a_machine_do_not_import_the_other() -> None:
+    wrong = [
+        name for name, modules in IMPORTS.items() for other in modules
+        if name.startswith("gpuload.engines.host.") and other.startswith("gpuload.engines.device")
+    ]  # fmt: skip
+    assert wrong == []
+
+
+def test_modules_have_one_way_to_their_old_names() -> None:
+    assert {new for new in MOVED.values() if new not in IMPORTS} == set()
+    assert {old for old in MOVED if old in IMPORTS} == set()
 
 
 def test_host_and_device_have_the_same_modules() -> None:

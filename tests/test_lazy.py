@@ -14,7 +14,7 @@ import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
 import gpuload
-from gpuload.lazy import Later, LazyDict
+from gpuload.core.lazy import Later, LazyDict
 
 
 def test_a_value_is_made_once_and_when_it_is_read() -> None:

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from tiers import examples
 
 import gpuload
-from gpuload.errors import OptionError, ResumeError
-from gpuload.loader import PromptLoader
-from gpuload.options import nearest
+from gpuload.core.errors import OptionError, ResumeError
+from gpuload.core.options import nearest
+from gpuload.dataset.loader import PromptLoader
 
 
 @pytest.fixture(scope="module")

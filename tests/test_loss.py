@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from simulator.strict_arrays import StrictModule
 
-from gpuload.arrays import Ragged
-from gpuload.loss import LOSS, split, with_loss, without_loss
-from gpuload.testing.strict_arrays import StrictModule
+from gpuload.core.arrays import Ragged
+from gpuload.core.marks import LOSS, split, with_loss, without_loss
 
 ROWS = st.lists(st.lists(st.tuples(st.integers(0, 300_000), st.booleans()), max_size=5), max_size=8)
 

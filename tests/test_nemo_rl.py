@@ -22,7 +22,7 @@ from nemo_rl.data.utils import setup_response_data
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from gpuload.errors import OptionError
+from gpuload.core.errors import OptionError
 from gpuload.integrations.nemo_rl.rows import comparable
 
 OURS = "gpuload.integrations.nemo_rl.PromptDataset"

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from tiers import examples
 
-from gpuload.errors import DataError, OptionError
+from gpuload.core.errors import DataError, OptionError
 from gpuload.integrations.nemo_rl import conversations
 from gpuload.integrations.nemo_rl.conversations import ConversationProcessor, MessageSettings, tokenized_conversations
 from gpuload.integrations.nemo_rl.rows import comparable, identity, tokenized

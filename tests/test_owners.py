@@ -15,7 +15,7 @@ from test_spans import FAST, ROWS, Spans, any_of, made_up, real, rows_of
 from tiers import shared_tokenizers, with_shared
 from tokenizers import Tokenizer
 
-from gpuload.arrays import Ragged
+from gpuload.core.arrays import Ragged
 from gpuload.engines.host.spans import TokenSpans
 from gpuload.reference.reference import Reference
 

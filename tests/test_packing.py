@@ -16,7 +16,7 @@ from tiers import examples
 from transformers.trainer_pt_utils import get_length_grouped_indices
 from trl.data_utils import pack_dataset
 
-from gpuload.errors import OptionError
+from gpuload.core.errors import OptionError
 from gpuload.packing import Plan, batch_rows, pack, share
 from gpuload.packing.packs import Packing
 from gpuload.packing.plan import count_batches

@@ -10,18 +10,18 @@ import torch
 from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
+from simulator.host_kernels import COMPILER
+from simulator.strict_arrays import StrictKernels
 from transformers import DataCollatorWithFlattening
 from trl.data_utils import pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from gpuload.arrays import Ragged, offsets_of
+from gpuload.core.arrays import Ragged, offsets_of
+from gpuload.core.marks import with_loss
 from gpuload.engines.device import packs as device
 from gpuload.engines.device.store import DeviceStore, Segments
 from gpuload.engines.host.packs import packed
-from gpuload.loss import with_loss
 from gpuload.packing import batch_rows, pack
-from gpuload.testing.host_kernels import COMPILER
-from gpuload.testing.strict_arrays import StrictKernels
 
 COLLATOR = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
 LENGTHS = st.lists(st.sampled_from([0, 1, 2, 5, 16, 17, 40]), min_size=1, max_size=40).filter(any)

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuload.arrays import Ragged
-from gpuload.pairs.parts import CHOSEN, COMPLETION, REJECTED, appended, completion_tokens, counts, equal_pairs
+from gpuload.core.arrays import Ragged
+from gpuload.kinds.pairs.parts import CHOSEN, COMPLETION, REJECTED, appended, completion_tokens, counts, equal_pairs
 
 BITS = [0, CHOSEN, REJECTED, COMPLETION, CHOSEN | COMPLETION, REJECTED | COMPLETION]
 IDS = st.builds(lambda token, bits: token | int(bits), st.integers(0, 9), st.sampled_from(BITS))

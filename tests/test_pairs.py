@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tiers import SHARED, examples, shared
 
 import gpuload
-from gpuload.errors import DataError, MismatchError, OptionError
+from gpuload.core.errors import DataError, MismatchError, OptionError
 
 trl = pytest.importorskip("trl", reason="TRL is the reference of these tests")
 import trl_cases  # noqa: E402
@@ -487,7 +487,7 @@ def test_any_texts(qwen: Any, texts: list[tuple[str, str, str]], objective: Any)
 
 
 def test_prefixes_are_encoded_once(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpuload.pairs.engine import PairEngine
+    from gpuload.kinds.pairs.engine import PairEngine
 
     encoded: list[str] = []
     right = PairEngine.ids
@@ -527,7 +527,7 @@ def test_tokens_in_front_of_which_texts_may_be_cut(tokens: list[Row], allowed: b
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from gpuload.pairs.prefixes import cutting_tokens
+    from gpuload.kinds.pairs.prefixes import cutting_tokens
     from gpuload.reference.reference import Reference
 
     pieces = {character: number for number, character in enumerate("<s>xab ")}
@@ -575,7 +575,7 @@ def test_the_token_cache_of_json_files_keeps_columns_apart(qwen: Any, tmp_path: 
 @pytest.mark.parametrize("rows", [EXPLICIT, TEXTS], ids=["messages", "texts"])
 def test_a_wrong_part_is_noticed(qwen: Any, monkeypatch: pytest.MonkeyPatch, rows: list[Row], objective: Any) -> None:
     """Then the tokenizer itself does everything, with the same result."""
-    from gpuload.pairs import engine
+    from gpuload.kinds.pairs import engine
 
     table = pa.Table.from_pylist(rows)
     right = engine.PairEngine.encode

@@ -14,8 +14,8 @@ import pytest
 from conftest import user
 from tiers import shared, shared_files
 
+from gpuload.core.errors import SourceError
 from gpuload.engines.device.engine import zip_with_tables
-from gpuload.errors import SourceError
 from gpuload.sources import parallel
 from gpuload.sources import read as reading
 from gpuload.sources.fetch import SourceFile

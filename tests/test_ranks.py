@@ -16,15 +16,16 @@ import pyarrow.parquet as pq
 import pytest
 import torch.distributed as dist
 from conftest import user
+from simulator import engine_on, load_with
+from simulator.host_kernels import COMPILER, HostKernels
 from tokenizer_cases import small_tokenizer
 
 import gpuload
-from gpuload.cache import directory, disk
+from gpuload.cache import directory
+from gpuload.core.errors import OptionError
 from gpuload.engines.host.engine import HostEngine
-from gpuload.errors import OptionError
+from gpuload.pipeline import keep_on_disk as disk
 from gpuload.sources import batches
-from gpuload.testing import engine_on, load_with
-from gpuload.testing.host_kernels import COMPILER, HostKernels
 
 Answer = dict[str, Any]
 Run = Callable[..., list[Answer]]

@@ -22,8 +22,8 @@ from conftest import user
 from torch import multiprocessing
 
 import gpuload
-from gpuload import heartbeat
-from gpuload.errors import OptionError
+from gpuload.core.errors import OptionError
+from gpuload.pipeline import heartbeat
 
 Answer = dict[str, Any]
 BEAT, SILENCE = 0.1, 3.0
@@ -56,7 +56,7 @@ def run(
 ) -> list[Answer]:
     """What `work(rank, *arguments)` returns on each rank that does not die."""
     context = multiprocessing.get_context("forkserver")  # imports once for all processes
-    context.set_forkserver_preload(["gpuload.load", "transformers.models.auto.tokenization_auto", "awkward"])
+    context.set_forkserver_preload(["gpuload.pipeline.run", "transformers.models.auto.tokenization_auto", "awkward"])
     answers = context.Queue()
     store = f"file://{at}/store"  # a store in no rank's process
     processes = [

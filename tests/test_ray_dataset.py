@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("ray.data", reason="Ray is not installed: make ray-test")
 
 import gpuload
-from gpuload.errors import DataError, DeviceError, OptionError, PromptTooLongError, SourceError
+from gpuload.core.errors import DataError, DeviceError, OptionError, PromptTooLongError, SourceError
 from gpuload.integrations.ray import collate_fn, read_chats, read_pairs, read_prompts, report
 from tests.ray_cases import cluster_of, origins, rows_of, split_file
 from tests.test_pairs import EXPLICIT as PAIRS
@@ -227,7 +227,7 @@ def test_what_cannot_be_done_is_an_error_at_once(
 def test_a_tokenizer_that_differs_in_a_worker_is_an_error(few: list[str], qwen: Any) -> None:
     from dataclasses import replace
 
-    from gpuload.errors import GpuloadError
+    from gpuload.core.errors import GpuloadError
     from gpuload.integrations.ray.dataset import work_of
     from gpuload.integrations.ray.kinds import PromptKind
     from gpuload.integrations.ray.worker import Tokenizing

@@ -18,7 +18,7 @@ pytest.importorskip("ray.data", reason="Ray is not installed: make ray-test")
 import gpuload
 from gpuload.cache.entry import read_entry
 from gpuload.cli.main import main
-from gpuload.errors import DeviceError, GpuloadError, SourceError, StoreError
+from gpuload.core.errors import DeviceError, GpuloadError, SourceError, StoreError
 from gpuload.integrations.ray import prepare
 from gpuload.integrations.ray.fill import check_prepared
 from tests.cache_cases import same

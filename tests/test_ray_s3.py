@@ -12,8 +12,8 @@ pytest.importorskip("ray.data", reason="Ray is not installed: make ray-test")
 from s3fs import S3FileSystem
 
 import gpuload
-from gpuload.cache.shared import SharedStore
-from gpuload.errors import OptionError, StoreError
+from gpuload.cache.shared_store import SharedStore
+from gpuload.core.errors import OptionError, StoreError
 from gpuload.integrations.ray import prepare, read_prompts
 from tests import s3_cases
 from tests.cache_cases import same

@@ -13,9 +13,9 @@ import pytest
 from conftest import user
 
 import gpuload
+from gpuload.dataset.report import Report
 from gpuload.integrations.ray.reports import ReportKeeper, merged
-from gpuload.report import Report
-from gpuload.verify import Check
+from gpuload.pipeline.verify import Check
 
 Row = dict[str, Any]
 TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}

@@ -8,15 +8,15 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+from simulator.host_kernels import COMPILER, HostKernels
 
-from gpuload.arrays import Ragged
 from gpuload.cli.selftest import STAGES, check_engine
+from gpuload.core.arrays import Ragged
 from gpuload.engines.device.engine import DeviceEngine
 from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.host.render import HostText
 from gpuload.engines.protocol import Tokenized
 from gpuload.reference.reference import Reference
-from gpuload.testing.host_kernels import COMPILER, HostKernels
 
 
 def on_cpu(reference: Reference) -> HostEngine:

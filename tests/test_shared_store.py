@@ -14,16 +14,16 @@ import pyarrow.parquet as pq
 import pytest
 
 import gpuload
-from gpuload.cache.shared import SharedStore
-from gpuload.errors import GpuloadError, SourceError, StoreError
+from gpuload.cache.shared_store import SharedStore
+from gpuload.core.errors import GpuloadError, SourceError, StoreError
+from gpuload.core.options import Options
 from gpuload.integrations.ray.claims import STALE, ClaimWatch, claimed
 from gpuload.integrations.ray.parts import all_parts, open_files
-from gpuload.load import load_sources
-from gpuload.options import Options
+from gpuload.pipeline.run import load_sources
 from gpuload.sources.fetch import SourceFile
 from gpuload.sources.footer import column_digest, digests_of_parts
-from gpuload.sources.places import local_part, place_files
 from gpuload.sources.read import open_file
+from gpuload.sources.row_groups import local_part, place_files
 from tests import s3_cases
 from tests.ray_cases import split_file
 
@@ -167,7 +167,7 @@ def test_storage_that_fails_leaves_no_half_file(
         Path(target).write_bytes(b"half")
         raise error
 
-    monkeypatch.setattr("gpuload.cache.shared.shutil.copyfile", fail)
+    monkeypatch.setattr("gpuload.cache.shared_store.shutil.copyfile", fail)
     with pytest.raises(StoreError, match=message):
         store.put(Path(__file__), "tokens/a.arrow")
     assert list((tmp_path / "store" / "tokens").iterdir()) == []
@@ -191,7 +191,7 @@ def test_a_copy_of_some_row_groups_has_few_bytes(
     assert found.read_row_groups([4, 5]).equals(whole.read_row_groups([4, 5]))
     # Of one column, with a gap that is not worth a request, and with one that is.
     for gap in (1 << 20, 0):
-        monkeypatch.setattr("gpuload.sources.places._GAP", gap)
+        monkeypatch.setattr("gpuload.sources.row_groups._GAP", gap)
         copy = local_part(place, range(2, 9), tmp_path, None, "prompt")
         found = pq.ParquetFile(copy.path).read_row_groups(range(2, 9), columns=["prompt"])
         assert found.equals(whole.read_row_groups(range(2, 9), columns=["prompt"]))

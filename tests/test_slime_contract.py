@@ -15,7 +15,7 @@ import slime_cases
 from slime_cases import arguments, rows, stand_in, without_integration, write
 
 from gpuload.cache.token_store import DiskTokens
-from gpuload.errors import OptionError
+from gpuload.core.errors import OptionError
 from gpuload.integrations.slime.contract import MODULES, SAMPLE_FIELDS, contract_problem
 
 

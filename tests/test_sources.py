@@ -27,8 +27,8 @@ from moto.server import ThreadedMotoServer
 from s3fs import S3FileSystem
 
 import gpuload
+from gpuload.core.errors import SourceError
 from gpuload.demo_data import demo_files
-from gpuload.errors import SourceError
 from gpuload.sources.fetch import FORMATS, SourceFile, resolve
 from gpuload.sources.read import open_file
 from gpuload.sources.urls import without_secrets

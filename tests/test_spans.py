@@ -22,11 +22,11 @@ from tokenizers import AddedToken, Tokenizer, normalizers, processors
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from gpuload.arrays import Ragged
+from gpuload.core.arrays import Ragged
+from gpuload.core.errors import TokenizerError
 from gpuload.demo_data import demo_files
 from gpuload.engines.host import spans as module
 from gpuload.engines.host.spans import TokenSpans
-from gpuload.errors import TokenizerError
 from gpuload.reference.reference import Reference
 from gpuload.reference.template_call import TemplateCall
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from tiers import core
 
 import gpuload
-from gpuload import row_reader
-from gpuload.arrays import Ragged, offsets_of
 from gpuload.cli.main import main
-from gpuload.errors import OptionError
-from gpuload.stores import CHATS, arrays
+from gpuload.core.arrays import Ragged, offsets_of
+from gpuload.core.errors import OptionError
+from gpuload.dataset.rows import arrow as row_reader
+from gpuload.dataset.trainer_columns import CHATS, arrays
 
 datasets = pytest.importorskip("datasets", reason="the format is that of datasets")
 from export_cases import opened  # noqa: E402

@@ -14,8 +14,8 @@ import pytest
 from conftest import user
 
 import gpuload
-from gpuload import stream
-from gpuload.stream import Batch, side_by_side
+from gpuload.pipeline import stream
+from gpuload.pipeline.stream import Batch, side_by_side
 
 PATIENCE = 60  # seconds until a thread that nobody continues is given up
 

@@ -14,10 +14,14 @@ import pyarrow as pa
 import pytest
 import torch
 from conftest import user
+from simulator import load_with
+from simulator.host_kernels import COMPILER
+from simulator.stream_checks import HostStream, StreamKernels
 from test_device_engine import assert_same
 from tiers import core, exhaustive
 
 import gpuload
+from gpuload.core.options import Options
 from gpuload.engines.conversations import Conversations, from_arrow
 from gpuload.engines.device import cuda
 from gpuload.engines.device.encode import DeviceEncoder
@@ -25,12 +29,8 @@ from gpuload.engines.device.engine import DeviceEngine, zip_with_tables
 from gpuload.engines.device.kernels import ThreadStreams
 from gpuload.engines.device.texts import DeviceTexts, gather
 from gpuload.engines.host.engine import arrow_parts
-from gpuload.options import Options
 from gpuload.reference.reference import Reference
 from gpuload.sources.read import Source, with_prompts
-from gpuload.testing import load_with
-from gpuload.testing.host_kernels import COMPILER
-from gpuload.testing.stream_checks import HostStream, StreamKernels
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from simulator.host_kernels import COMPILER
+from simulator.strict_arrays import StrictKernels
 
-from gpuload.arrays import array_module, offsets_of
-from gpuload.testing.host_kernels import COMPILER
-from gpuload.testing.strict_arrays import StrictKernels
+from gpuload.core.arrays import array_module, offsets_of
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 

@@ -12,9 +12,9 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import gpuload
-from gpuload.arrays import Ragged
+from gpuload.core.arrays import Ragged
+from gpuload.core.errors import TokenizerError
 from gpuload.engines.host import encode as host
-from gpuload.errors import TokenizerError
 from gpuload.reference.reference import Reference
 
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|> {{ m.content }}\n{% endfor %}"

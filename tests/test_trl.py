@@ -32,7 +32,7 @@ from trl_cases import (  # noqa: E402
 )  # fmt: skip
 
 from gpuload.integrations import trl as ours  # noqa: E402
-from gpuload.verify import Verifier  # noqa: E402
+from gpuload.pipeline.verify import Verifier  # noqa: E402
 
 QWEN3 = (Path(trl.__file__).parent / "chat_templates" / "qwen3_training.jinja").read_text()
 

@@ -16,13 +16,14 @@ from conftest import MESSAGES, user
 from tiers import exhaustive
 
 import gpuload
-from gpuload import memory, verify
-from gpuload.arrays import Ragged
+from gpuload.core import memory
+from gpuload.core.arrays import Ragged
+from gpuload.core.errors import HostMemoryError, MismatchError
 from gpuload.engines.host import encode as host
 from gpuload.engines.protocol import ArrowPrompts
-from gpuload.errors import HostMemoryError, MismatchError
+from gpuload.pipeline import verify
+from gpuload.pipeline.risk import RiskFinder
 from gpuload.reference.reference import Reference
-from gpuload.risk import RiskFinder
 from gpuload.sources.types import JSON_TYPE
 
 

@@ -14,8 +14,9 @@ from conftest import user
 from tokenizer_cases import small_tokenizer
 
 import gpuload
-from gpuload.cache import known, known_tokenizer
-from gpuload.options import Store
+from gpuload.cache import known_files as known
+from gpuload.cache import known_tokenizer
+from gpuload.core.options import Store
 
 WARM = """
 import sys, json

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import gpuload
-from gpuload.workers import _MOST_BYTES, _reduce, prepare_worker
+from gpuload.core.workers import _MOST_BYTES, _reduce, prepare_worker
 
 SMALL = {
     "bytes": torch.zeros((256, 1), dtype=torch.uint8),
@@ -85,9 +85,11 @@ def test_nothing_is_prepared_outside_of_workers(prompts: gpuload.PromptDataset) 
 def test_workers_are_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: "a worker")
-    monkeypatch.setattr("gpuload.workers._prepared", 0)
-    monkeypatch.setattr("gpuload.workers.gc.freeze", lambda: calls.append("freeze"))
-    monkeypatch.setattr("gpuload.workers.ForkingPickler.register", lambda kind, reduce: calls.append(kind.__name__))
+    monkeypatch.setattr("gpuload.core.workers._prepared", 0)
+    monkeypatch.setattr("gpuload.core.workers.gc.freeze", lambda: calls.append("freeze"))
+    monkeypatch.setattr(
+        "gpuload.core.workers.ForkingPickler.register", lambda kind, reduce: calls.append(kind.__name__)
+    )
     prepare_worker()
     prepare_worker()
     assert calls == ["freeze", "Tensor"]

@@ -20,12 +20,12 @@ from transformers import AutoTokenizer
 import gpuload
 from bench.contenders.common import Meter, answer, task_given
 from bench.contenders.imported import import_ahead
+from gpuload.core.options import Options
 from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.host.render import HostText
-from gpuload.options import Options
+from gpuload.pipeline.stream import Batch, read, side_by_side
 from gpuload.reference.reference import Reference
 from gpuload.sources.open import open_sources
-from gpuload.stream import Batch, read, side_by_side
 
 Measured = dict[str, dict[str, float]]
 

@@ -25,7 +25,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 import gpuload
 from bench.contenders.common import answer, epoch, task_given
 from bench.data import conversations
-from gpuload.arrays import Ragged, offsets_of
+from gpuload.core.arrays import Ragged, offsets_of
 from gpuload.engines.host.packs import packed
 from gpuload.packing import pack
 from gpuload.packing.packs import Packing

@@ -14,9 +14,8 @@ from bench.gpu.exact import brief, differing
 from bench.gpu.rig import Rig, by_kernel, copy_bandwidth, name_of, open_rig, tokenizer_of
 from bench.gpu.section import Facts, Task, WrongError
 from bench.gpu.stages import AT_ONCE, IN_A_ROW, each_of, in_a_row
-from gpuload.arrays import Ragged, offsets_of
-from gpuload.chats.device import DeviceChatBatches
-from gpuload.chats.reference import ChatReference
+from gpuload.core.arrays import Ragged, offsets_of
+from gpuload.core.marks import LOSS
 from gpuload.engines.conversations import from_arrow
 from gpuload.engines.device.packs import packed, prepare_pack
 from gpuload.engines.device.render import DeviceText, render
@@ -25,7 +24,8 @@ from gpuload.engines.device.store import Segments, to_device
 from gpuload.engines.device.texts import DeviceTexts
 from gpuload.engines.host.encode import host_encoder
 from gpuload.engines.host.spans import TokenSpans
-from gpuload.loss import LOSS
+from gpuload.kinds.chats.device import DeviceChatBatches
+from gpuload.kinds.chats.reference import ChatReference
 from gpuload.packing import pack
 from gpuload.template.compiler import ChatProgram
 

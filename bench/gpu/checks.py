@@ -20,8 +20,8 @@ from bench.gpu.data import generated_file
 from bench.gpu.rig import Rig, absent, cudf_missing, open_rig, tokenizer_of
 from bench.gpu.section import Facts, MissingError, Task, WrongError
 from bench.process import run_command
-from gpuload.arrays import Ragged
-from gpuload.dataset import PromptDataset
+from gpuload.core.arrays import Ragged
+from gpuload.dataset.rows import PromptDataset
 from gpuload.engines.device import cuda
 from gpuload.engines.device.batches import DeviceBatches
 from gpuload.engines.device.store import Segments

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from bench.gpu.section import MissingError, Task
-from gpuload.files import replacing
+from gpuload.core.files import replacing
 
 KINDS = {
     "short": "single messages of less than 2,000 bytes",

@@ -10,8 +10,7 @@ import torch
 from bench.gpu.data import flat
 from bench.gpu.exact import device_encoder
 from bench.gpu.rig import Rig, program_of, tokenizer_of
-from gpuload.arrays import Ragged
-from gpuload.chats.reference import ChatReference
+from gpuload.core.arrays import Ragged
 from gpuload.demo_data import demo_files
 from gpuload.engines.conversations import from_arrow
 from gpuload.engines.device.batches import pad, pad_labelled, prepare_pad
@@ -23,6 +22,7 @@ from gpuload.engines.device.store import Segments, to_device
 from gpuload.engines.device.texts import BOUNDS_ONLY, DeviceTexts, texts_to_device
 from gpuload.engines.host.encode import host_encoder
 from gpuload.engines.host.spans import TokenSpans
+from gpuload.kinds.chats.reference import ChatReference
 from gpuload.packing import pack
 from gpuload.template.compiler import ChatProgram
 from gpuload.template.program import Operation, Predicate, Ref

@@ -9,11 +9,11 @@ import gpuload
 from bench.gpu.data import flat, in_parts, messages
 from bench.gpu.rig import Rig, name_of, open_rig, tokenizer_of
 from bench.gpu.section import Facts, MissingError, Task, WrongError
-from gpuload.arrays import Ragged, on_host
-from gpuload.dataset import PromptDataset
+from gpuload.core.arrays import Ragged, on_host
+from gpuload.core.errors import GpuloadError
+from gpuload.dataset.rows import PromptDataset
 from gpuload.engines.device import cuda
 from gpuload.engines.device.encode import DeviceEncoder
-from gpuload.errors import GpuloadError
 from gpuload.reference.reference import Reference
 from gpuload.tokenizer.compiled import CompiledTokenizer, compile_tokenizer
 

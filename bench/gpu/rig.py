@@ -16,17 +16,17 @@ from unittest import mock
 
 import numpy as np
 import torch
+from simulator import engine_on, load_chats_with, load_pairs_with, load_with
+from simulator.host_kernels import COMPILER, HostKernels
 
 from bench.gpu.section import MissingError, Task
 from gpuload import ChatDataset, PairDataset, load, load_chats, load_pairs
-from gpuload.arrays import Array
-from gpuload.dataset import PromptDataset
+from gpuload.core.arrays import Array
+from gpuload.dataset.rows import PromptDataset
 from gpuload.engines.device import cuda
 from gpuload.engines.device.kernels import DeviceKernels, Kernels, signatures
 from gpuload.reference.reference import Reference
 from gpuload.template import ChatProgram
-from gpuload.testing import engine_on, load_chats_with, load_pairs_with, load_with
-from gpuload.testing.host_kernels import COMPILER, HostKernels
 
 
 def absent(names: Iterable[str]) -> str | None:

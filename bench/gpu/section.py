@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.process import run_forked, without_directories
-from gpuload.files import replacing
+from gpuload.core.files import replacing
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from bench.gpu.data import generated_file
 from bench.gpu.exact import brief
 from bench.gpu.rig import Rig, by_kernel, copy_bandwidth, cudf_missing, name_of, open_rig, program_of
 from bench.gpu.section import Facts, MissingError, Task
-from gpuload.arrays import Ragged, offsets_of
+from gpuload.core.arrays import Ragged, offsets_of
 from gpuload.engines.conversations import Conversations, from_arrow
 from gpuload.engines.device.batches import DeviceBatches, pad, prepare_pad
 from gpuload.engines.device.cudf import chunks

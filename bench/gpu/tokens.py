@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from simulator.host_kernels import COMPILER
+from simulator.strict_arrays import StrictKernels
 
 from bench.gpu.data import KINDS, flat, texts
 from bench.gpu.exact import brief, compiled_for, device_encoder, differing
 from bench.gpu.rig import Rig, by_kernel, name_of, open_rig, tokenizer_of
 from bench.gpu.section import Facts, MissingError, Task
-from gpuload.arrays import Ragged, on_host
+from gpuload.core.arrays import Ragged, on_host
 from gpuload.engines.device.encode import DeviceEncoder
-from gpuload.testing.host_kernels import COMPILER
-from gpuload.testing.strict_arrays import StrictKernels
 
 MOST = {"tokenizers": 8 << 20, "fastokens": 64 << 20, "gigatoken": 1 << 40}
 """Bytes of text for each host encoder: about what it encodes in a second."""

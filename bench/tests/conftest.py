@@ -9,10 +9,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 
 import pytest
+from simulator import link_slow_caches
 from tiers import choose
 
 from gpuload.demo_data import demo_files
-from gpuload.testing import link_slow_caches
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

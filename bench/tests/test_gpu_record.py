@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
+from simulator.host_kernels import COMPILER, HostKernels
 from tiers import exhaustive
 
 from bench import ROOT, environment
@@ -29,7 +30,6 @@ from bench.gpu.rig import Rig, by_kernel
 from bench.gpu.section import Facts, MissingError, Task, WrongError
 from bench.process import without_directories
 from bench.report import gpu_page
-from gpuload.testing.host_kernels import COMPILER, HostKernels
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 

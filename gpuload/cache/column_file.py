@@ -19,8 +19,8 @@ from typing import Any, overload
 
 import pyarrow as pa
 
-from gpuload.arrays import RowNumbers
 from gpuload.cache.faults import damaged, missing
+from gpuload.core.arrays import RowNumbers
 from gpuload.sources.columns import Columns
 
 PART_BYTES = 32 << 20

@@ -8,7 +8,7 @@ from pathlib import Path
 from gpuload.cache.column_file import about_columns
 from gpuload.cache.entry import about_entry
 from gpuload.cache.faults import too_little_space
-from gpuload.files import cache_root, partial_bytes, remove_orphans
+from gpuload.core.files import cache_root, partial_bytes, remove_orphans
 
 IDS, COLUMNS = ".arrow", ".columns"
 """How the names of entries, and of files of columns, end."""

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from gpuload.arrays import Ragged, on_host
+from gpuload.core.arrays import Ragged, on_host
+from gpuload.core.options import Verify
 from gpuload.engines.protocol import RowCounts, Tokenized
-from gpuload.options import Verify
 from gpuload.sources.read import Source, other_columns
 
 _LEVELS: tuple[Verify, ...] = ("off", "sample", "full")

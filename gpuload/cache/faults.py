@@ -3,7 +3,7 @@
 import errno
 from pathlib import Path
 
-from gpuload.errors import StoreError
+from gpuload.core.errors import StoreError
 
 
 def damaged(path: Path) -> StoreError:

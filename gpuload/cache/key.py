@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from gpuload._version import __version__
+from gpuload.core.options import Options
 from gpuload.engines.host.encode import needs_itself
-from gpuload.options import Options
 from gpuload.reference.reference import Reference
 from gpuload.reference.volatile import Clock, dates, volatile_reason
 

@@ -2,7 +2,7 @@
 
 Importing transformers and opening a tokenizer takes seconds. If all ids of a load are cached, neither is needed: what
 decides the ids, the padding token and the template are remembered for the files of a tokenizer that is given by its
-path. The files are the same if their names, inodes, sizes and times are, as in `known.py`.
+path. The files are the same if their names, inodes, sizes and times are, as in `known_files.py`.
 """
 
 import hashlib
@@ -16,8 +16,8 @@ from typing import Any
 
 from gpuload.cache.directory import digests_directory
 from gpuload.cache.key import is_plain, package_versions, uncacheable_reason
-from gpuload.cache.known import SETTLED, read_facts, write_facts
-from gpuload.options import Options
+from gpuload.cache.known_files import SETTLED, read_facts, write_facts
+from gpuload.core.options import Options
 from gpuload.reference.reference import Reference
 from gpuload.reference.volatile import Clock, contains_randomness, tells_time
 

@@ -25,16 +25,17 @@ import pyarrow as pa
 from gpuload.cache.directory import IDS, default_bound, digests_directory, evict, store_directory, tokens_directory
 from gpuload.cache.entry import Entry, EntryWriter, is_verified, read_entry
 from gpuload.cache.key import decides_ids, entry_key, uncacheable_reason
-from gpuload.cache.known import known_digest
+from gpuload.cache.known_files import known_digest
 from gpuload.cache.known_tokenizer import KnownReference
-from gpuload.cache.shared import fetched
-from gpuload.files import PartialDirectory
-from gpuload.options import Options
+from gpuload.cache.shared_store import fetched
+from gpuload.core.arrays import RowNumbers
+from gpuload.core.files import PartialDirectory
+from gpuload.core.options import Options
+from gpuload.engines.protocol import Tokenized
 from gpuload.reference.reference import Reference
 from gpuload.reference.volatile import Clock
 from gpuload.sources.read import Source
 from gpuload.sources.remote import changed
-from gpuload.stream import Batch
 
 
 class TokenCache:
@@ -127,37 +128,42 @@ class TokenCache:
         """The key of the entry that a source can get, after `find`; None if its ids are not cached."""
         return self._keys.get(source.name)
 
-    def write(self, source: Source, batch: Batch) -> None:
-        """Writes a batch of a source, whose tokens were made by this load."""
+    def write(self, number: int, source: Source, rows: RowNumbers, tokens: Tokenized, compared: int) -> None:
+        """Writes rows of a source, whose tokens were made by this load.
+
+        Args:
+            number: of the source.
+            rows: (n,) their numbers in its file.
+            tokens: of these rows.
+            compared: how many of them were compared with the tokenizer.
+        """
         if self._stopped or source.name not in self._keys:
             return
         started = time.perf_counter()
         try:
-            self._write(source, batch)
+            self._write(number, source, rows, tokens, compared)
         except OSError as error:
             self._stop(f"{self.directory}: {error.strerror or error}")
         self.seconds["write"] += time.perf_counter() - started
 
-    def _write(self, source: Source, batch: Batch) -> None:
-        tokens = batch.tokens
-        assert tokens is not None
+    def _write(self, number: int, source: Source, rows: RowNumbers, tokens: Tokenized, compared: int) -> None:
         if self._unfinished is None:
             self._unfinished = PartialDirectory(self.directory)
-        if batch.source not in self._writers:
-            self._writers[batch.source] = EntryWriter(self._unfinished.path, self._keys[source.name], source.name)
-        writer = self._writers[batch.source]
+        if number not in self._writers:
+            self._writers[number] = EntryWriter(self._unfinished.path, self._keys[source.name], source.name)
+        writer = self._writers[number]
         if writer is None:
             return
-        if batch.rows[0] - source.first_row != writer.rows or batch.rows[-1] - batch.rows[0] >= len(batch.rows):
+        if rows[0] - source.first_row != writer.rows or rows[-1] - rows[0] >= len(rows):
             writer.discard()  # max_samples skips rows, and an entry must have all of them
-            self._writers[batch.source] = None
+            self._writers[number] = None
             return
         if self._bound is None:
             self._bound = self._options.token_cache_bytes or default_bound(self.directory)
         if self._found_bytes + self._written_bytes + tokens.ids.nbytes > self._bound:
             self._stop(f"they would exceed token_cache_bytes={self._bound:,}")
             return
-        writer.write(tokens, batch.compared)
+        writer.write(tokens, compared)
         self._written_bytes += tokens.ids.nbytes
         if writer.rows == source.num_rows:
             writer.close(self._options.verify)

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from gpuload.arrays import Ragged, RowNumbers, chunks_of, from_chunks, offsets_of, ranges
 from gpuload.cache.entry import Entry, read_entry
 from gpuload.cache.faults import damaged, missing
+from gpuload.core.arrays import Ragged, RowNumbers, chunks_of, from_chunks, offsets_of, ranges
 
 _CHUNK = 1 << 22  # ids that are copied at a time
 

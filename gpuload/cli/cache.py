@@ -6,8 +6,8 @@ from pathlib import Path
 
 from gpuload.cache.directory import cached_files, clear, digests_directory, store_directory, tokens_directory
 from gpuload.cli.output import printable
-from gpuload.files import partial_bytes
-from gpuload.report import megabytes
+from gpuload.core.files import partial_bytes
+from gpuload.dataset.report import megabytes
 
 
 def list_cache(cache_dir: str | None = None) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import torch
 
-from gpuload.dataset import PromptDataset, collate_fn
+from gpuload.dataset.rows import PromptDataset, collate_fn
 from gpuload.demo_data import demo_files
-from gpuload.load import load
+from gpuload.pipeline.run import load
 
 _LIMIT = 512
 _BATCH = 256

@@ -5,11 +5,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpuload.chats.load import load_chats
 from gpuload.cli.output import printable
+from gpuload.dataset.trainer_columns import CHATS, PAIRS
 from gpuload.export import check_destination, save_to_disk
-from gpuload.pairs.load import load_pairs
-from gpuload.stores import CHATS, PAIRS
+from gpuload.kinds.chats.load import load_chats
+from gpuload.kinds.pairs.load import load_pairs
 
 KINDS: dict[str, tuple[Callable[..., Any], dict[str, Any], Sequence[str]]] = {
     "sft": (load_chats, {}, list(CHATS)),

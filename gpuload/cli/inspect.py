@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from gpuload.cli.output import printable
+from gpuload.core.errors import OptionError
+from gpuload.core.options import Options
 from gpuload.engines.host.prompts import render_column
-from gpuload.errors import OptionError
 from gpuload.inspect.data import Kind, load_data, open_data
 from gpuload.inspect.page import page_of
 from gpuload.inspect.plots import pyplot
 from gpuload.inspect.statistics import statistics_of
 from gpuload.inspect.text import as_text
-from gpuload.options import Options
 from gpuload.reference.reference import Reference
 from gpuload.sources.open import open_sources
 from gpuload.template.compiler import ChatProgram

@@ -9,7 +9,7 @@ from typing import Any
 
 from gpuload._version import __version__
 from gpuload.cli.output import arguments_of, as_arguments, printable
-from gpuload.errors import GpuloadError
+from gpuload.core.errors import GpuloadError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpuload.cli.output import printable
-from gpuload.errors import GpuloadError, OptionError
+from gpuload.core.errors import GpuloadError, OptionError
 from gpuload.inspect.data import load_data, open_data
 from gpuload.sources.urls import is_url, without_secrets
 

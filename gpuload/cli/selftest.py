@@ -10,11 +10,11 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from gpuload.arrays import Ragged
+from gpuload.core.arrays import Ragged
+from gpuload.core.errors import MismatchError
+from gpuload.core.options import Options
 from gpuload.demo_data import demo_files
 from gpuload.engines.protocol import Engine
-from gpuload.errors import MismatchError
-from gpuload.options import Options
 from gpuload.reference.reference import Reference
 from gpuload.sources.open import open_sources
 

@@ -8,8 +8,10 @@ from typing import Any, TextIO
 
 import pyarrow as pa
 
-from gpuload.arrays import Ragged
 from gpuload.cli.output import printable
+from gpuload.core.arrays import Ragged
+from gpuload.core.marks import LOSS
+from gpuload.core.options import Options
 from gpuload.inspect.data import Kind, Opened, encode_row, find_row, one_row, open_data
 from gpuload.inspect.roles import RoleFinder
 from gpuload.inspect.tokens import (
@@ -22,8 +24,6 @@ from gpuload.inspect.tokens import (
     visible,
     visible_text,
 )
-from gpuload.loss import LOSS
-from gpuload.options import Options
 from gpuload.sources.columns import to_python
 from gpuload.sources.open import open_all
 

@@ -5,7 +5,7 @@ import shutil
 from importlib import resources
 from pathlib import Path
 
-from gpuload.files import cache_root, replacing
+from gpuload.core.files import cache_root, replacing
 
 
 def demo_files() -> tuple[str, str]:

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+from gpuload.core.errors import DeviceError
+from gpuload.core.options import Options
 from gpuload.engines.device.engine import DeviceEngine
 from gpuload.engines.protocol import Engine
-from gpuload.errors import DeviceError
-from gpuload.options import Options
 from gpuload.reference.reference import Reference
 
 EngineBuilder = Callable[[Options, Reference, bool], Engine]

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gpuload.arrays import Array, offsets_of, ranges
+from gpuload.core.arrays import Array, offsets_of, ranges
 from gpuload.engines.protocol import TextColumn, TextOperations
 from gpuload.sources.types import as_json, is_list, is_messages, is_text
 from gpuload.template.program import TEXT, Shape

@@ -6,7 +6,7 @@
     keep, store → TokenStore   the ids of all rows that were kept
     batches → Batches          padded tensors from that store
 
-`load.py` connects the stages and knows nothing else about the machine. There are two engines, `host/` and `device/`.
+`pipeline/run.py` connects the stages and knows nothing else about the machine. The engines are `host/` and `device/`.
 """
 
 from collections import Counter
@@ -20,8 +20,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from gpuload.arrays import Array, Ragged
-from gpuload.options import Truncation
+from gpuload.core.arrays import Array, Ragged
+from gpuload.core.options import Truncation
 from gpuload.sources.read import Source
 from gpuload.template.program import Operation, Predicate
 

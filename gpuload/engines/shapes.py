@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gpuload.arrays import Array, on_host
+from gpuload.core.arrays import Array, on_host
 from gpuload.engines.conversations import NULL, OTHER, TEXTS, Conversations, Field
 from gpuload.template.program import EMPTY_LIST, TEXT, Shape
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuload.arrays import Array, offsets_of, on_host
+from gpuload.core.arrays import Array, offsets_of, on_host
 from gpuload.engines.conversations import Conversations, row_messages
 from gpuload.engines.protocol import TextColumn
 from gpuload.engines.shapes import group

@@ -6,19 +6,19 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from gpuload.chats.engine import ChatEngine
-from gpuload.chats.formats import Format, find_format, one_format
-from gpuload.chats.load import load_opened, open_chats, without_answer
-from gpuload.chats.reference import ChatReference
-from gpuload.dataset import PromptDataset
+from gpuload.core.errors import DataError, OptionError
+from gpuload.core.options import NO_LIMIT, LossOn, Options
+from gpuload.dataset.rows import PromptDataset
 from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.protocol import ArrowPrompts
-from gpuload.errors import DataError, OptionError
-from gpuload.load import load_sources, reference_of
-from gpuload.options import NO_LIMIT, LossOn, Options
-from gpuload.pairs.engine import PairEngine
-from gpuload.pairs.load import PairMaker, load_opened_pairs, open_pairs, useless_rows
-from gpuload.pairs.reference import PairReference
+from gpuload.kinds.chats.engine import ChatEngine
+from gpuload.kinds.chats.formats import Format, find_format, one_format
+from gpuload.kinds.chats.load import load_opened, open_chats, without_answer
+from gpuload.kinds.chats.reference import ChatReference
+from gpuload.kinds.pairs.engine import PairEngine
+from gpuload.kinds.pairs.load import PairMaker, load_opened_pairs, open_pairs, useless_rows
+from gpuload.kinds.pairs.reference import PairReference
+from gpuload.pipeline.run import load_sources, reference_of
 from gpuload.reference.reference import Reference
 from gpuload.sources.columns import invalid_rows, to_python
 from gpuload.sources.open import open_all
@@ -176,8 +176,8 @@ def encode_row(opened: Opened, source: Source, row: int) -> tuple[pa.Array, list
         row: the row's number in it.
 
     Returns:
-        The row as a column of length 1; its ids with the bits of chats (`gpuload.loss`) or pairs (`pairs.parts`), none
-        if nothing can be made of it; and why a load drops it, None if it does not.
+        The row as a column of length 1; its ids with the bits of chats (`gpuload.core.marks`) or pairs (`pairs.parts`),
+        none if nothing can be made of it; and why a load drops it, None if it does not.
     """
     one = replace(source, batches=lambda: iter([one_row(source.batches(), row)]))
     ((table, column),) = with_prompts(one, opened.options.prompt_key)

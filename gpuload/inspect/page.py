@@ -13,10 +13,10 @@ import jinja2
 from markupsafe import Markup
 
 from gpuload import __version__
+from gpuload.dataset.report import Report
 from gpuload.inspect import plots
 from gpuload.inspect.statistics import PERCENTILES, Statistics
 from gpuload.inspect.tokens import SampleRow, Token, TokenSequence, shown, visible
-from gpuload.report import Report
 
 _MOST_TEXT = 240  # characters of a name, a type or a reason
 _MOST_BYTES = 256  # of a token

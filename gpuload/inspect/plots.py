@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuload.errors import GpuloadError
+from gpuload.core.errors import GpuloadError
 from gpuload.inspect.statistics import LengthGroup
 
 FEW = 8

@@ -13,14 +13,14 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gpuload.arrays import Ragged, offsets_of
-from gpuload.chats.engine import with_eos
-from gpuload.chats.reference import ChatReference
+from gpuload.core.arrays import Ragged, offsets_of
+from gpuload.core.errors import TokenizerError
 from gpuload.engines.conversations import messages_of_users
 from gpuload.engines.host.parts import Parts, message_parts
 from gpuload.engines.host.render import Spans
 from gpuload.engines.host.spans import TokenSpans
-from gpuload.errors import TokenizerError
+from gpuload.kinds.chats.engine import with_eos
+from gpuload.kinds.chats.reference import ChatReference
 from gpuload.reference.reference import Reference
 from gpuload.sources.types import is_messages, is_text
 from gpuload.template.compiler import ChatProgram

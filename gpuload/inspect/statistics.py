@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpuload.arrays import Ragged, count_in_rows
-from gpuload.chats.dataset import ChatDataset
-from gpuload.dataset import PromptDataset
+from gpuload.core.arrays import Ragged, count_in_rows
+from gpuload.dataset.report import Report
+from gpuload.dataset.rows import PromptDataset
 from gpuload.inspect.data import Kind, Opened
 from gpuload.inspect.roles import UNKNOWN, Codes, RoleFinder
 from gpuload.inspect.tokens import SampleRow, TokenReader, pair_of, with_loss_bits
+from gpuload.kinds.chats.dataset import ChatDataset
+from gpuload.kinds.pairs.dataset import PairDataset
+from gpuload.kinds.pairs.parts import CHOSEN, COMPLETION, REJECTED, equal_pairs
 from gpuload.packing import pack
-from gpuload.pairs.dataset import PairDataset
-from gpuload.pairs.parts import CHOSEN, COMPLETION, REJECTED, equal_pairs
-from gpuload.report import Report
 from gpuload.sources.read import with_prompts
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpuload.arrays import Ragged
+from gpuload.core.arrays import Ragged
+from gpuload.core.marks import LOSS, with_loss
 from gpuload.inspect.roles import UNKNOWN, Codes
-from gpuload.loss import LOSS, with_loss
-from gpuload.pairs.parts import CHOSEN, REJECTED, sequence, split
+from gpuload.kinds.pairs.parts import CHOSEN, REJECTED, sequence, split
+from gpuload.kinds.training_reference import common_prefix
 from gpuload.reference.reference import Reference
-from gpuload.reference.training import common_prefix
 from gpuload.tokenizer.token_bytes import TokenBytes, token_bytes
 
 _ARROWS = {"\n": "⏎", "\t": "→", " ": "·", "\r": "␍"}

@@ -12,9 +12,9 @@ import numpy as np
 import pyarrow as pa
 from packaging.version import InvalidVersion, Version
 
-from gpuload.arrays import RowNumbers, offsets_of
-from gpuload.errors import DeviceError, GpuloadError, OptionError
-from gpuload.options import nearest, plain
+from gpuload.core.arrays import RowNumbers, offsets_of
+from gpuload.core.errors import DeviceError, GpuloadError, OptionError
+from gpuload.core.options import nearest, plain
 from gpuload.sources.types import is_messages, is_text
 
 _Made = TypeVar("_Made")

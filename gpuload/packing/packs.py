@@ -21,8 +21,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from gpuload.arrays import RowNumbers, offsets_of
-from gpuload.errors import OptionError
+from gpuload.core.arrays import RowNumbers, offsets_of
+from gpuload.core.errors import OptionError
 from gpuload.packing.plan import Plan, check_counts, generator, lengths_of
 
 Packing = Literal["bfd", "bfd_split", "wrapped", "trl", "trl_bfd_split", "trl_wrapped"]

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from gpuload.arrays import RowNumbers, offsets_of, ranges
-from gpuload.errors import OptionError
+from gpuload.core.arrays import RowNumbers, offsets_of, ranges
+from gpuload.core.errors import OptionError
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from gpuload.arrays import RowNumbers, offsets_of
-from gpuload.errors import OptionError
+from gpuload.core.arrays import RowNumbers, offsets_of
+from gpuload.core.errors import OptionError
 from gpuload.packing.plan import Plan, check_counts, generator, lengths_of
 
 _GROUP_BATCHES = 50  # batches that are sorted by length together, as in transformers' LengthGroupedSampler

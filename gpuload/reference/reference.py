@@ -14,15 +14,14 @@ from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
-from gpuload.errors import TokenizerError
-from gpuload.memory import check_room_to_encode
-from gpuload.options import is_template, template_source
+from gpuload.core.errors import TokenizerError
+from gpuload.core.memory import check_room_to_encode
+from gpuload.core.options import is_template, template_source
 from gpuload.reference.control_tokens import FIRST_VERSION
 from gpuload.reference.hub import hub_problem, is_path
 from gpuload.reference.template_call import TemplateCall, describe_error, first_line
 from gpuload.reference.vocabulary import check_vocabulary
 from gpuload.reference.volatile import Clock
-from gpuload.template.answers import Answers
 
 Prompt = str | list[dict[str, Any]]
 
@@ -197,8 +196,8 @@ class Reference:
         return self.ids(prompt), found
 
     @property
-    def answers(self) -> Answers | None:
-        """Finds the parts of a rendered conversation that have loss; None: nobody asks."""
+    def answers(self) -> Any:
+        """Finds the parts of a rendered conversation that have loss (`template.answers.Answers`); None: nobody asks."""
         return None
 
     def encode(self, text: str) -> list[int]:

@@ -7,7 +7,7 @@ error: the tokenizer then has special and added tokens only, and all other text 
 from pathlib import Path
 from typing import Any
 
-from gpuload.errors import TokenizerError
+from gpuload.core.errors import TokenizerError
 
 _LARGE = 1000  # tokens; more are a vocabulary, and need not be read
 _FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "tiktoken.model")  # of any class

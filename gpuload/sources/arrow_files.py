@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from gpuload.errors import SourceError
+from gpuload.core.errors import SourceError
 
 
 def saved_files(folder: Path, name: str) -> list[Path] | None:

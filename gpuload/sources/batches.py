@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from gpuload.errors import SourceError
+from gpuload.core.errors import SourceError
 from gpuload.sources.types import is_list, is_text, without_views
 
 BATCH_ROWS = 8192

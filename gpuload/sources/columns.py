@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 import pyarrow as pa
 
-from gpuload.errors import DataError
+from gpuload.core.errors import DataError
 from gpuload.sources.digest import column_digests
 from gpuload.sources.python import to_objects
 from gpuload.sources.types import JSON_TYPE

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from gpuload.errors import SourceError
-from gpuload.files import cache_root, replacing
-from gpuload.options import Options
+from gpuload.core.errors import SourceError
+from gpuload.core.files import cache_root, replacing
+from gpuload.core.options import Options
 from gpuload.sources.arrow_files import saved_files
 from gpuload.sources.remote import RemoteFile, in_place, version_of
 from gpuload.sources.urls import is_url, reason_of, without_secrets

@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from gpuload.errors import SourceError
+from gpuload.core.errors import SourceError
 from gpuload.sources.batches import BATCH_ROWS
 from gpuload.sources.types import as_json
 

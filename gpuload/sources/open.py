@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from gpuload.errors import DataError
-from gpuload.options import Options
+from gpuload.core.errors import DataError
+from gpuload.core.options import Options
 from gpuload.sources.fetch import resolve
 from gpuload.sources.read import Source, check_prompts, is_frame, open_file, open_frame
 

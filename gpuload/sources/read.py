@@ -13,8 +13,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from gpuload.errors import MORE_MEMORY, DataError, HostMemoryError, SourceError
-from gpuload.options import nearest
+from gpuload.core.errors import MORE_MEMORY, DataError, HostMemoryError, SourceError
+from gpuload.core.options import nearest
 from gpuload.sources.arrow_files import mapped_table
 from gpuload.sources.batches import BATCH_ROWS, bounded, read_row_group
 from gpuload.sources.fetch import SourceFile

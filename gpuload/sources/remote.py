@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
-from gpuload.errors import SourceError
+from gpuload.core.errors import SourceError
 from gpuload.sources.urls import reason_of, without_secrets
 
 _BLOCK = 8 << 20  # bytes of one request

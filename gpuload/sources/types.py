@@ -6,7 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from gpuload.errors import DataError
+from gpuload.core.errors import DataError
 
 JSON_TYPE = pa.json_(pa.large_string())
 """Values that Arrow's types would change (see `read.py`), kept as JSON text."""

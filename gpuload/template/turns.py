@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from gpuload.errors import TokenizerError
+from gpuload.core.errors import TokenizerError
 from gpuload.reference.template_call import TemplateCall
 from gpuload.template.probes import Probe, between, common, probes
 

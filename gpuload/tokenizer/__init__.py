@@ -14,6 +14,6 @@ Input is the JSON of a `tokenizers.Tokenizer`. The modules, in the order of the 
     token_bytes.py    the bytes of each token, for loss masks
     tables.py         a cache on disk for tables that take seconds to build
 
-The device engine runs the tables (`gpuload.engines.device.encode`); `gpuload.testing.encoder` does the same in plain
+The device engine runs the tables (`gpuload.engines.device.encode`); `tests/simulator/encoder.py` does the same in plain
 Python.
 """

@@ -1,7 +1,7 @@
 """All tables of a compiled tokenizer, and the functions that build them.
 
-What the tables mean, step by step, is written down as a plain-Python encoder in `gpuload.testing.encoder`; the kernels
-of the device engine do the same.
+What the tables mean, step by step, is written down as a plain-Python encoder in `tests/simulator/encoder.py`; the
+kernels of the device engine do the same.
 """
 
 from dataclasses import dataclass

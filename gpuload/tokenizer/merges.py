@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpuload.arrays import offsets_of, ranges
+from gpuload.core.arrays import offsets_of, ranges
 from gpuload.tokenizer.hash_tables import (
     EMPTY,
     SHORT,

@@ -19,7 +19,7 @@ ends before a code point is decided one class late, while reading that code poin
 A table has about a kilobyte and the class map some tens of kilobytes, so they stay in a GPU's caches.
 
 `restarts` finds the boundaries in a text at which a search for matches can begin without knowing the text before, so
-that many threads can split one text. `gpuload.testing.encoder` runs the tables in plain Python.
+that many threads can split one text. `tests/simulator/encoder.py` runs the tables in plain Python.
 """
 
 from collections.abc import Sequence

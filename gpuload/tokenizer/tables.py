@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuload.files import cache_root, replacing
+from gpuload.core.files import cache_root, replacing
 
 Arrays = dict[str, Any]  # name → numpy array
 

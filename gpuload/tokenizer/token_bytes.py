@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpuload.arrays import offsets_of
+from gpuload.core.arrays import offsets_of
 from gpuload.tokenizer.spec import WHITE_SPACE, BpeSpec, Split, bpe_spec, byte_entries, byte_letters
 from gpuload.tokenizer.tables import cached, model_digest
 

@@ -31,7 +31,7 @@ from verl.utils.tensordict_utils import get_tensordict
 from verl.workers.rollout.replica import TokenOutput
 
 import gpuload.integrations.verl
-from gpuload.errors import GpuloadError
+from gpuload.core.errors import GpuloadError
 from gpuload.integrations.verl import agent_loop, reuse
 
 CONFIG = str(Path(agent_loop.__file__).with_name("agent_loop.yaml"))

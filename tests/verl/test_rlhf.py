@@ -31,7 +31,7 @@ from verl.utils.dataset.rl_dataset import RLHFDataset as VerlDataset
 from verl.utils.dataset.rl_dataset import collate_fn, get_dataset_class
 
 import gpuload.integrations.verl
-from gpuload.errors import DataError, DeviceError, OptionError, SourceError
+from gpuload.core.errors import DataError, DeviceError, OptionError, SourceError
 from gpuload.integrations.verl import RLHFDataset
 from gpuload.integrations.verl.reuse import DIGEST_KEY, IDS_KEY, prompt_digest, source_digest
 from gpuload.integrations.verl.rows import Rows

@@ -18,8 +18,8 @@ from same import assert_same, create_rl_sampler, gpuload_dataset, verl_dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from verl.utils.dataset.rl_dataset import collate_fn
 
+from gpuload.core.errors import DataError, DeviceError
 from gpuload.engines.device.cuda import unavailable_reason
-from gpuload.errors import DataError, DeviceError
 
 RAY_GPU = {"ray_gpu": True}
 

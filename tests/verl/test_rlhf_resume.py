@@ -17,7 +17,7 @@ from same import NUMBERED, assert_same, create_rl_sampler, gpuload_dataset, verl
 from torchdata.stateful_dataloader import StatefulDataLoader
 from verl.utils.dataset.rl_dataset import collate_fn
 
-from gpuload.errors import ResumeError, SourceError
+from gpuload.core.errors import ResumeError, SourceError
 from gpuload.integrations.verl import RLHFDataset, reading
 from gpuload.sources.columns import Columns
 

@@ -15,7 +15,7 @@ from tiers import SHARED, name_of, shared, shared_files, shared_tokenizers, with
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
-from gpuload.errors import DataError
+from gpuload.core.errors import DataError
 
 MAX_ROWS = 400
 

@@ -14,7 +14,7 @@ from tiers import shared, shared_files
 from torch.utils.data import DataLoader
 
 import gpuload
-from gpuload.errors import OptionError, ResumeError
+from gpuload.core.errors import OptionError, ResumeError
 from gpuload.integrations.verl import SeedRLHFDataset
 
 # Arguments as in verl 0.1, and a data section as in verl 0.6, with keys that are ignored here.

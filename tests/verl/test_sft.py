@@ -35,9 +35,9 @@ from verl.utils.dataset.dataset_utils import SFTTensorCollator
 from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 
 import gpuload
-from gpuload.errors import DataError, OptionError
+from gpuload.core.errors import DataError, OptionError
+from gpuload.core.marks import LOSS
 from gpuload.integrations.verl import SFTDataset, turns
-from gpuload.loss import LOSS
 
 
 @pytest.fixture

@@ -16,12 +16,12 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from gpuload.arrays import Array, Ragged
+from gpuload.core.arrays import Array, Ragged
+from gpuload.core.options import Truncation
 from gpuload.engines.device.kernels import Kernels
 from gpuload.engines.device.store import DeviceStore, Index, to_device
 from gpuload.engines.host import batches as host
 from gpuload.engines.protocol import TokenStore
-from gpuload.options import Truncation
 
 
 class DeviceBatches:
@@ -127,7 +127,7 @@ def prepare_pad(
         limit: a row keeps at most this many ids.
         side: which end is truncated, as in `Ragged.truncate`; "error" for rows within the limit.
         pad_id: fills rows up.
-        labelled: the ids have the bits of `gpuload.loss`; see `pad_labelled`.
+        labelled: the ids have the bits of `gpuload.core.marks`; see `pad_labelled`.
 
     Returns:
         For `pad`, or for `pad_labelled`.

@@ -17,7 +17,7 @@ from dataclasses import fields
 
 import numpy as np
 
-from gpuload.arrays import Array
+from gpuload.core.arrays import Array
 from gpuload.engines.device.kernels import BLOCK, Kernels
 from gpuload.engines.device.pretokenize import PreTokens, Words
 from gpuload.tokenizer.fallback import FallbackTables

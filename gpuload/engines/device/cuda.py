@@ -28,7 +28,7 @@ whichever streams use it. It would be a race to free what another stream still r
 
 A batch is freed by the thread that holds it last, which is after all others have let go of it. RMM's buffers keep the
 streams alive that they were allocated on. For main, the whole load is one such context: there it filters rows and
-writes the token cache, work that ends with copies to the host, which wait too. `gpuload.testing.stream_checks` finds
+writes the token cache, work that ends with copies to the host, which wait too. `tests/simulator/stream_checks.py` finds
 what breaks the rules.
 
 The limit of the pool counts memory in use. What one stream has freed may not be available to another one at once, so
@@ -50,14 +50,14 @@ from typing import Any
 import pyarrow as pa
 import torch
 
+from gpuload.core.errors import DeviceError
+from gpuload.core.options import TokensOn
 from gpuload.engines.device.cudf import can_read, chunks, slices
 from gpuload.engines.device.engine import DeviceEngine, Reader, zip_with_tables
 from gpuload.engines.device.kernels import DeviceKernels, Kernels, ThreadStreams
 from gpuload.engines.device.texts import DeviceTexts, texts_to_device
 from gpuload.engines.host.engine import arrow_parts
 from gpuload.engines.protocol import Prompts
-from gpuload.errors import DeviceError
-from gpuload.options import TokensOn
 from gpuload.reference.reference import Reference
 from gpuload.sources.read import Source
 

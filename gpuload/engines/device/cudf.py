@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from gpuload.arrays import Array
+from gpuload.core.arrays import Array
+from gpuload.core.errors import DeviceError
 from gpuload.engines.conversations import EMPTY, NULL, OTHER, TEXTS, Conversations, Field, from_texts, type_name
 from gpuload.engines.device.kernels import Kernels
 from gpuload.engines.device.store import DeviceStore
 from gpuload.engines.device.texts import DeviceTexts
 from gpuload.engines.protocol import TextColumn, TokenStore
-from gpuload.errors import DeviceError
 from gpuload.sources.types import is_list, is_messages, is_text
 
 if TYPE_CHECKING:

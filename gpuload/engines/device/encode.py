@@ -11,7 +11,7 @@ import itertools
 
 import numpy as np
 
-from gpuload.arrays import Array, Ragged
+from gpuload.core.arrays import Array, Ragged
 from gpuload.engines.device.bpe import Merger
 from gpuload.engines.device.kernels import Kernels
 from gpuload.engines.device.pretokenize import PreTokenizer
@@ -31,7 +31,7 @@ _Chunk = tuple[int, int, int, int]  # first text, text after the last, and where
 
 
 class DeviceEncoder:
-    """Encodes texts without adding special tokens, as `gpuload.testing.encoder.encode` does.
+    """Encodes texts without adding special tokens, as `encode` of `tests/simulator/encoder.py` does.
 
     The tokenizer's tables are copied to the device once.
 

@@ -16,7 +16,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from gpuload.arrays import Array, Ragged, on_host
+from gpuload.core.arrays import Array, Ragged, on_host
+from gpuload.core.errors import DeviceError
+from gpuload.core.options import TokensOn, Truncation
 from gpuload.engines.conversations import Conversations, from_arrow, messages_of_users
 from gpuload.engines.device.batches import DeviceBatches
 from gpuload.engines.device.encode import LEAST_CHUNK, DeviceEncoder
@@ -29,8 +31,6 @@ from gpuload.engines.host.engine import HostEngine, arrow_parts
 from gpuload.engines.host.render import HostText
 from gpuload.engines.host.sanitize import can_be_marked, mark_column, unplain
 from gpuload.engines.protocol import ArrowPrompts, Prompts, Tokenized
-from gpuload.errors import DeviceError
-from gpuload.options import TokensOn, Truncation
 from gpuload.reference.control_tokens import END, START
 from gpuload.reference.reference import Reference
 from gpuload.sources.read import Source, check_unchanged, other_columns

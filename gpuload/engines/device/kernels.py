@@ -3,7 +3,7 @@
     kernels = DeviceKernels(0)                                 # CuPy compiles kernels/*.cu for GPU 0
     kernels.run("hash_texts", kernels.threads(n), n, data, start, length, hash)
 
-`gpuload.testing.host_kernels` has another implementation, which compiles the same source for the host and runs it on
+`tests/simulator/host_kernels.py` has another implementation, which compiles the same source for the host and runs it on
 NumPy arrays. With it, everything in an engine except reading can be tested without a GPU.
 
 A kernel cannot check its pointers: an argument of the wrong type silently reads or writes the wrong memory. So the
@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.arrays import Array
-from gpuload.errors import DeviceError
+from gpuload.core.arrays import Array
+from gpuload.core.errors import DeviceError
 
 if TYPE_CHECKING:
     import torch

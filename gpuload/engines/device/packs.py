@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpuload.arrays import offsets_of
+from gpuload.core.arrays import offsets_of
 from gpuload.engines.device.kernels import Kernels
 from gpuload.engines.device.store import Index
 from gpuload.engines.host.packs import as_batch
@@ -20,7 +20,7 @@ def prepare_pack(kernels: Kernels, index: Index) -> Callable[..., None]:
     """Prepares the launch of the kernel that gathers pieces of rows.
 
     Args:
-        index: all rows, with the bits of `gpuload.loss`, where the device can read them.
+        index: all rows, with the bits of `gpuload.core.marks`, where the device can read them.
 
     Returns:
         For `packed`. The caller keeps the memory that the addresses point into.

@@ -1,6 +1,6 @@
 """Splits texts into pre-tokens with kernels, and looks them up, on NumPy or CuPy arrays.
 
-`gpuload.testing.encoder.cut` does the same in plain Python. For most tokenizers one kernel reads the text once
+`cut` of `tests/simulator/encoder.py` does the same in plain Python. For most tokenizers one kernel reads the text once
 (`kernels/tiles.cu`). Its tiles find texts and added tokens, split text by a regex, and look up pre-tokens. It also says
 whether some text may not be in Unicode normal form C (NFC).
 
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpuload.arrays import Array, offsets_of
+from gpuload.core.arrays import Array, offsets_of
 from gpuload.engines.device.kernels import BLOCK, Kernels
 from gpuload.tokenizer.added_tokens import LSTRIP, NORMALIZED, RSTRIP, can_overlap, trie
 from gpuload.tokenizer.compiled import CompiledTokenizer

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from gpuload.arrays import Array, Ragged, offsets_of, on_host
+from gpuload.core.arrays import Array, Ragged, offsets_of, on_host
 from gpuload.engines.conversations import Conversations
 from gpuload.engines.device.kernels import Kernels
 from gpuload.engines.device.texts import gather, texts_to_device

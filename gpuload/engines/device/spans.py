@@ -1,4 +1,4 @@
-"""Loss masks on a device: the tokens of answers get the bit of `gpuload.loss`, as `host/spans.py` finds them.
+"""Loss masks on a device: the tokens of answers get the bit of `gpuload.core.marks`, as `host/spans.py` finds them.
 
 Where the tokens of a text lie end to end in it, the token of a character is a search in sums of token lengths:
 
@@ -16,12 +16,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gpuload.arrays import Array, Ragged, offsets_of, on_host, ranges
+from gpuload.core.arrays import Array, Ragged, offsets_of, on_host, ranges
+from gpuload.core.marks import LOSS
 from gpuload.engines.device.kernels import Kernels
 from gpuload.engines.device.render import DeviceText
 from gpuload.engines.device.texts import DeviceTexts
 from gpuload.engines.host.spans import TokenSpans
-from gpuload.loss import LOSS
 from gpuload.tokenizer.token_bytes import TokenBytes
 
 

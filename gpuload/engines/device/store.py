@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuload.arrays import Array, Ragged, RowNumbers, chunks_of, from_chunks, offsets_of, on_host
+from gpuload.core.arrays import Array, Ragged, RowNumbers, chunks_of, from_chunks, offsets_of, on_host
 from gpuload.engines.device.kernels import Kernels
 from gpuload.engines.device.texts import copy_slices
 

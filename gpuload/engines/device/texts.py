@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuload.arrays import Array, offsets_of, on_host
+from gpuload.core.arrays import Array, offsets_of, on_host
 from gpuload.engines.device.kernels import Kernels
 from gpuload.engines.protocol import TextColumn
 from gpuload.template.probe import WHITE_SPACE

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpuload.arrays import Ragged
+from gpuload.core.arrays import Ragged
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gpuload.arrays import Ragged, offsets_of
+from gpuload.core.arrays import Ragged, offsets_of
+from gpuload.core.memory import check_room_to_encode
 from gpuload.engines.host.acceptance import acceptance_texts
 from gpuload.engines.host.texts import Bytes, Ints
-from gpuload.memory import check_room_to_encode
 from gpuload.reference.reference import Reference
 from gpuload.reference.template_call import first_line
 from gpuload.tokenizer.gigatoken import needs_nfc_text, not_known_exact

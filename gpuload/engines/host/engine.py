@@ -11,7 +11,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from gpuload.arrays import Ragged
+from gpuload.core.arrays import Ragged
+from gpuload.core.marks import with_loss
+from gpuload.core.options import Truncation
 from gpuload.engines.host.batches import HostBatches
 from gpuload.engines.host.encode import HostEncoder, host_encoder, needs_itself
 from gpuload.engines.host.prompts import BY_PROMPT, render_column, render_rows
@@ -19,8 +21,6 @@ from gpuload.engines.host.render import HostText, MixedText
 from gpuload.engines.host.sanitize import encode_marked
 from gpuload.engines.host.spans import TokenSpans
 from gpuload.engines.protocol import ArrowPrompts, Prompts, Tokenized
-from gpuload.loss import with_loss
-from gpuload.options import Truncation
 from gpuload.reference.reference import Reference
 from gpuload.sources.read import Source, with_prompts
 from gpuload.template.compiler import ChatProgram

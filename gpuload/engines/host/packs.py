@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpuload.arrays import Ragged, offsets_of, ranges
+from gpuload.core.arrays import Ragged, offsets_of, ranges
 from gpuload.packing import Plan
 
 IGNORED = -100  # the label of tokens without loss; `ignore_index` of torch's cross_entropy

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gpuload.arrays import Ragged
+from gpuload.core.arrays import Ragged
 from gpuload.engines.conversations import from_rows, messages_of_users
 from gpuload.engines.host.render import HostText, Spans, render, render_conversations
 from gpuload.engines.host.sanitize import can_be_marked, reject_unplain, with_control_tokens

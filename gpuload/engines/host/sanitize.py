@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gpuload.arrays import Ragged
+from gpuload.core.arrays import Ragged
 from gpuload.engines.conversations import text_column
 from gpuload.engines.host.texts import Bools, HostTexts
 from gpuload.reference.control_tokens import END, START, ControlTokens

@@ -24,10 +24,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gpuload.arrays import Ragged, offsets_of
+from gpuload.core.arrays import Ragged, offsets_of
+from gpuload.core.errors import TokenizerError
 from gpuload.engines.host.acceptance import acceptance_texts
 from gpuload.engines.host.encode import needs_itself
-from gpuload.errors import TokenizerError
 from gpuload.reference.reference import Reference
 from gpuload.tokenizer.token_bytes import TokenBytes, token_bytes
 

@@ -19,7 +19,7 @@ typedef unsigned char u8;
 
 #define BLOCK 256  // threads per block, as in engines/device/kernels.py
 #define ALL_LANES 0xffffffffu
-#define LOSS (1 << 30)     // the bit of an id whose token has loss, as in loss.py
+#define LOSS (1 << 30)     // the bit of an id whose token has loss, as in core/marks.py
 #define CHOSEN (1 << 30)   // the bits of the ids of pairs, as in pairs/parts.py; pairs have no bits of loss
 #define REJECTED (1 << 29)
 #define COMPLETION (1 << 28)

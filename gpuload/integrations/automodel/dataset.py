@@ -25,8 +25,8 @@ from nemo_automodel._transformers.tokenization.nemo_auto_tokenizer import NeMoAu
 from nemo_automodel.components.datasets.llm import chat_dataset as stock
 from nemo_automodel.components.datasets.llm import formatting_utils
 
+from gpuload.core.errors import GpuloadError
 from gpuload.engines.host.packs import IGNORED
-from gpuload.errors import GpuloadError
 from gpuload.integrations.automodel.masks import Chat, marked
 from gpuload.integrations.core import is_supported, log_fallback, settings_under
 

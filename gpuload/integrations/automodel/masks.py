@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from gpuload.arrays import Ragged, RowNumbers
-from gpuload.chats.engine import common_prefixes
-from gpuload.chats.formats import messages_column
-from gpuload.chats.load import load_chats
+from gpuload.core.arrays import Ragged, RowNumbers
+from gpuload.core.options import NO_LIMIT, LossOn
 from gpuload.integrations.core import runs
-from gpuload.options import NO_LIMIT, LossOn
+from gpuload.kinds.chats.engine import common_prefixes
+from gpuload.kinds.chats.formats import messages_column
+from gpuload.kinds.chats.load import load_chats
 from gpuload.sources.types import as_json
 
 _AT_ONCE = 200_000

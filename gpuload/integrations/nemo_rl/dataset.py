@@ -18,7 +18,8 @@ from nemo_rl.data.datasets.response_datasets.oai_format_dataset import OpenAIFor
 from nemo_rl.data.datasets.response_datasets.response_dataset import ResponseDataset
 from nemo_rl.data.processors import math_hf_data_processor, sft_processor
 
-from gpuload.errors import OptionError, TokenizerError
+from gpuload.core.errors import OptionError, TokenizerError
+from gpuload.core.options import NO_LIMIT, plain
 from gpuload.integrations.core import check_switches, is_supported, log_fallback, log_ignored, settings_under
 from gpuload.integrations.nemo_rl.conversations import (
     ConversationProcessor,
@@ -27,7 +28,6 @@ from gpuload.integrations.nemo_rl.conversations import (
     tokenized_conversations,
 )
 from gpuload.integrations.nemo_rl.rows import PromptProcessor, TokenizedPrompts, comparable, identity, tokenized
-from gpuload.options import NO_LIMIT, plain
 
 SUPPORTED = "0.7"
 

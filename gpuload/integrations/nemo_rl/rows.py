@@ -8,10 +8,10 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from gpuload.chats.formats import messages_column
-from gpuload.errors import DataError, OptionError
-from gpuload.load import load
-from gpuload.options import NO_LIMIT
+from gpuload.core.errors import DataError, OptionError
+from gpuload.core.options import NO_LIMIT
+from gpuload.kinds.chats.formats import messages_column
+from gpuload.pipeline.run import load
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from gpuload.cache.shared import SharedStore
-from gpuload.errors import StoreError
+from gpuload.cache.shared_store import SharedStore
+from gpuload.core.errors import StoreError
 
 RENEWED = 10.0
 """Seconds after which a worker renews its claim."""

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from gpuload import errors
-from gpuload.errors import DeviceError, GpuloadError, OptionError
+from gpuload.core import errors
+from gpuload.core.errors import DeviceError, GpuloadError, OptionError
 
 
 @dataclass(frozen=True)

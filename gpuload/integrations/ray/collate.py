@@ -10,19 +10,19 @@ import pyarrow as pa
 import torch
 from ray.data.collate_fn import ArrowBatchCollateFn
 
-from gpuload.arrays import Ragged, offsets_of
-from gpuload.chats.batches import padded_rows
-from gpuload.dataset import index_of, object_array, prompt_too_long
+from gpuload.core.arrays import Ragged, offsets_of
+from gpuload.core.errors import OptionError
+from gpuload.core.options import Options, Padding, Truncation
+from gpuload.dataset.rows import index_of, object_array, prompt_too_long
 from gpuload.engines.host.batches import pad
 from gpuload.engines.host.packs import IGNORED
-from gpuload.errors import OptionError
 from gpuload.integrations.ray.dataset import about_dataset
 from gpuload.integrations.ray.kinds import ChatKind, Kind, PairKind, PromptKind
 from gpuload.integrations.ray.worker import ORIGIN
-from gpuload.options import Options, Padding, Truncation
-from gpuload.pairs.batches import padded_sequences
-from gpuload.pairs.formats import MARGIN
-from gpuload.pairs.parts import COMPLETION, appended
+from gpuload.kinds.chats.batches import padded_rows
+from gpuload.kinds.pairs.batches import padded_sequences
+from gpuload.kinds.pairs.formats import MARGIN
+from gpuload.kinds.pairs.parts import COMPLETION, appended
 from gpuload.reference.reference import messages_of
 from gpuload.sources.columns import to_python
 

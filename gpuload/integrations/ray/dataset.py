@@ -17,19 +17,19 @@ from weakref import WeakKeyDictionary
 
 import pyarrow as pa
 
-from gpuload.chats.load import load_chats, open_chats, training_options
-from gpuload.errors import DataError, OptionError
+from gpuload.core.errors import DataError, OptionError
+from gpuload.core.options import Objective, Options, nearest
+from gpuload.dataset.report import Report
 from gpuload.integrations.ray.cluster import Workers, import_ray, workers_for
 from gpuload.integrations.ray.kinds import ChatKind, Kind, PairKind, PromptKind
 from gpuload.integrations.ray.parts import FilePart, OpenedFile, all_parts, open_files
 from gpuload.integrations.ray.reports import merged, start_keeper
 from gpuload.integrations.ray.worker import ORIGIN, TokenizingActor, Work
-from gpuload.load import reference_of
-from gpuload.options import Objective, Options, nearest
-from gpuload.pairs.formats import label_column
-from gpuload.pairs.load import load_pairs, open_pairs
+from gpuload.kinds.chats.load import load_chats, open_chats, training_options
+from gpuload.kinds.pairs.formats import label_column
+from gpuload.kinds.pairs.load import load_pairs, open_pairs
+from gpuload.pipeline.run import reference_of
 from gpuload.reference.reference import Reference
-from gpuload.report import Report
 from gpuload.sources.parallel import PART_ROWS
 from gpuload.sources.read import Source
 

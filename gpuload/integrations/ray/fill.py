@@ -14,16 +14,16 @@ from typing import Any
 import pyarrow as pa
 
 from gpuload.cache.key import key_maker
-from gpuload.cache.shared import SharedStore
-from gpuload.errors import GpuloadError, StoreError
+from gpuload.cache.shared_store import SharedStore
+from gpuload.core.errors import GpuloadError, StoreError
+from gpuload.core.options import NO_LIMIT, Options
 from gpuload.integrations.ray.claims import ClaimWatch
 from gpuload.integrations.ray.cluster import Workers, connect, import_ray, own_errors, workers_for
 from gpuload.integrations.ray.dataset import Concurrency, mapped, work_of
 from gpuload.integrations.ray.kinds import PromptKind
 from gpuload.integrations.ray.parts import FilePart, OpenedFile, all_parts, open_files, part_digests
 from gpuload.integrations.ray.pieces import EntryPlan, Piece, PieceActor, PieceTask, is_complete
-from gpuload.load import reference_of
-from gpuload.options import NO_LIMIT, Options
+from gpuload.pipeline.run import reference_of
 from gpuload.sources.parallel import PART_ROWS
 
 _WINDOW = 1000  # tasks for keys that are submitted at a time

@@ -10,23 +10,23 @@ from typing import Any, ClassVar, Protocol
 
 import pyarrow as pa
 
-from gpuload.chats.device import chat_engine
-from gpuload.chats.formats import Format, as_prompts, find_format
-from gpuload.chats.load import load_opened
-from gpuload.chats.reference import ChatReference
-from gpuload.dataset import PromptDataset
+from gpuload.core.options import LossOn, Objective, Options
+from gpuload.dataset.arrow import lists, row_reader
+from gpuload.dataset.rows import PromptDataset
+from gpuload.dataset.training_rows import TrainingDataset
 from gpuload.engines.choose import EngineBuilder, choose_engine
 from gpuload.engines.protocol import Engine
-from gpuload.load import load_sources, reference_of
-from gpuload.options import LossOn, Objective, Options
-from gpuload.pairs.device import pair_engine
-from gpuload.pairs.formats import find_pair_format
-from gpuload.pairs.load import PairMaker, load_opened_pairs
-from gpuload.pairs.reference import PairReference
+from gpuload.kinds.chats.device import chat_engine
+from gpuload.kinds.chats.formats import Format, as_prompts, find_format
+from gpuload.kinds.chats.load import load_opened
+from gpuload.kinds.chats.reference import ChatReference
+from gpuload.kinds.pairs.device import pair_engine
+from gpuload.kinds.pairs.formats import find_pair_format
+from gpuload.kinds.pairs.load import PairMaker, load_opened_pairs
+from gpuload.kinds.pairs.reference import PairReference
+from gpuload.pipeline.run import load_sources, reference_of
 from gpuload.reference.reference import Reference
-from gpuload.row_reader import lists, row_reader
 from gpuload.sources.read import Source, check_prompts
-from gpuload.training_dataset import TrainingDataset
 
 
 class Kind(Protocol):

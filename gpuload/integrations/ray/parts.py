@@ -13,14 +13,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from gpuload.errors import DataError, OptionError, SourceError
-from gpuload.options import Options
+from gpuload.core.errors import DataError, OptionError, SourceError
+from gpuload.core.options import Options
 from gpuload.sources.fetch import SourceFile
 from gpuload.sources.footer import digests_of_parts
 from gpuload.sources.parallel import row_group_parts
-from gpuload.sources.places import FilePlace, local_part, place_files
 from gpuload.sources.read import Source, is_frame, open_file
 from gpuload.sources.remote import changed
+from gpuload.sources.row_groups import FilePlace, local_part, place_files
 
 _THREADS = 16  # for footers, which are mostly waited for
 

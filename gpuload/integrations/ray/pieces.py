@@ -19,12 +19,12 @@ import pyarrow as pa
 from gpuload.cache.directory import tokens_directory
 from gpuload.cache.entry import EntryWriter, is_verified, read_entry
 from gpuload.cache.key import key_maker
-from gpuload.cache.shared import SharedStore
-from gpuload.errors import GpuloadError, StoreError
+from gpuload.cache.shared_store import SharedStore
+from gpuload.core.errors import GpuloadError, StoreError
+from gpuload.core.options import NO_LIMIT, Options, Verify
 from gpuload.integrations.ray.claims import claimed
 from gpuload.integrations.ray.parts import FilePart, open_part, temporary_directory
 from gpuload.integrations.ray.worker import Tokenizing, Work
-from gpuload.options import NO_LIMIT, Options, Verify
 from gpuload.sources.remote import changed
 
 _NO_BOUND = 1 << 62

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any, NamedTuple
 
-from gpuload.report import Report
+from gpuload.dataset.report import Report
 
 Key = tuple[int, int]
 

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from gpuload.core.errors import GpuloadError, NoRowsError
+from gpuload.core.options import Options
+from gpuload.dataset.report import Report
 from gpuload.engines.protocol import Engine
-from gpuload.errors import GpuloadError, NoRowsError
 from gpuload.integrations.ray.kinds import Kind
 from gpuload.integrations.ray.parts import FilePart, open_part, temporary_directory
-from gpuload.options import Options
-from gpuload.report import Report
 from gpuload.sources.read import Source
 
 ORIGIN = pa.field("origin", pa.struct([("file", pa.int32()), ("row", pa.int64())]))

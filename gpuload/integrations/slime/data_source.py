@@ -11,10 +11,10 @@ from typing import Any
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.utils.processing_utils import load_processor, load_tokenizer
 
-from gpuload.errors import DataError
+from gpuload.core.errors import DataError
+from gpuload.core.options import Options
 from gpuload.integrations.core import LOAD_OPTIONS, log_fallback, settings_under, unless_unsupported
 from gpuload.integrations.slime.contract import MODULES, contract_problem
-from gpuload.options import Options
 from gpuload.reference.vocabulary import file_of
 
 logger = logging.getLogger(__name__)

@@ -20,21 +20,21 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 
-from gpuload.arrays import Ragged, offsets_of, ranges
-from gpuload.chats.load import load_chats
-from gpuload.errors import DataError
+from gpuload.core.arrays import Ragged, offsets_of, ranges
+from gpuload.core.errors import DataError
+from gpuload.core.marks import with_loss
+from gpuload.core.options import NO_LIMIT
 from gpuload.integrations.core import are_messages
 from gpuload.integrations.slime.rendered import with_answer, with_markers
 from gpuload.integrations.slime.samples import SampleColumns, set_conversation
-from gpuload.loss import with_loss
-from gpuload.options import NO_LIMIT
+from gpuload.kinds.chats.load import load_chats
 
 _PREFIX = {"role": "user", "content": "FOR CALCULATING LOSS MASK ONLY"}  # slime's
 _COMPARED = 16  # rows
 
 
 def conversations(args: Any, tokenizer: Any, settings: dict[str, Any], samples: SampleColumns) -> Ragged:
-    """Ids of all rows, with a bit for loss (`gpuload.loss`).
+    """Ids of all rows, with a bit for loss (`gpuload.core.marks`).
 
     Args:
         args: slime's arguments.

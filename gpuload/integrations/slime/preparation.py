@@ -19,12 +19,12 @@ import pyarrow.parquet as pq
 from slime.utils.data import Dataset, _parse_generalized_path
 
 from gpuload.cache.token_store import DiskTokens
-from gpuload.errors import DataError
+from gpuload.core.errors import DataError
+from gpuload.core.options import Options
 from gpuload.integrations.core import are_messages, unless_unsupported
 from gpuload.integrations.slime.reading import check_labels, check_tools, open_rows
 from gpuload.integrations.slime.samples import SampleColumns, SampleDataset
-from gpuload.load import load_sources, reference_of
-from gpuload.options import Options
+from gpuload.pipeline.run import load_sources, reference_of
 from gpuload.sources.columns import Columns, to_python
 from gpuload.sources.read import Source, check_unchanged
 from gpuload.sources.types import JSON_TYPE, is_messages, is_text

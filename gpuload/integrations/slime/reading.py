@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gpuload.errors import DataError, SourceError
+from gpuload.core.errors import DataError, SourceError
 from gpuload.integrations.slime.samples import tools_of
 from gpuload.sources.columns import to_python
 from gpuload.sources.fetch import SourceFile

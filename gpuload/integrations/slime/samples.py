@@ -9,9 +9,9 @@ from typing import Any, overload
 import numpy as np
 from slime.utils.types import Sample
 
-from gpuload.arrays import Ragged, RowNumbers, row_number
 from gpuload.cache.token_store import DiskTokens
-from gpuload.loss import LOSS
+from gpuload.core.arrays import Ragged, RowNumbers, row_number
+from gpuload.core.marks import LOSS
 from gpuload.sources.columns import Columns
 
 
@@ -25,7 +25,7 @@ class SampleColumns:
         label, metadata, tools: further columns; None: samples have none.
         has_processor: the model has a processor, so samples say that they have no images.
         tokens: n rows of the ids of prompts, in memory or on disk; None: slime tokenizes them, if anything does.
-        conversations: for SFT, n rows of ids with a bit for loss (`gpuload.loss`), empty where slime has to tokenize.
+        conversations: for SFT, n rows of ids with a bit for loss (`core.marks`), empty where slime has to tokenize.
     """
 
     columns: Columns

@@ -14,14 +14,14 @@ import torch
 from datasets import Dataset
 from trl.trainer import dpo_trainer, kto_trainer, reward_trainer, sft_trainer
 
-from gpuload.arrays import Ragged, offsets_of
+from gpuload.core.arrays import Ragged, offsets_of
+from gpuload.core.options import Truncation
 from gpuload.engines.host.packs import IGNORED
 from gpuload.integrations.core import log_fallback
 from gpuload.integrations.trl.columns import SIDES
 from gpuload.integrations.trl.contract import order_problem
 from gpuload.integrations.trl.rows import FlatDataset, FlatRows
-from gpuload.options import Truncation
-from gpuload.pairs.parts import appended
+from gpuload.kinds.pairs.parts import appended
 
 logger = logging.getLogger("gpuload.integrations.trl")
 

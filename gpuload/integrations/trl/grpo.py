@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from gpuload.errors import DataError, GpuloadError
+from gpuload.core.errors import DataError, GpuloadError
 from gpuload.export import features_of
 from gpuload.integrations.core import are_messages
-from gpuload.load import load
+from gpuload.pipeline.run import load
 
 
 def prompts(files: Any, tokenizer: Any, max_prompt_length: int, **options: Any) -> Any:

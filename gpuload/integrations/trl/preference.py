@@ -8,12 +8,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from trl.data_utils import extract_prompt, unpair_preference_dataset
 
+from gpuload.core.options import NO_LIMIT, Objective
 from gpuload.integrations.core import are_messages
 from gpuload.integrations.trl.columns import column_of, columns_with_eos, partners, prefixed, ragged_of
 from gpuload.integrations.trl.preparation import Call, Steps, joined, logger, whole
-from gpuload.options import NO_LIMIT, Objective
-from gpuload.pairs.dataset import PairDataset
-from gpuload.pairs.load import load_pairs
+from gpuload.kinds.pairs.dataset import PairDataset
+from gpuload.kinds.pairs.load import load_pairs
 from gpuload.sources.types import is_text
 
 _TOKENS = {

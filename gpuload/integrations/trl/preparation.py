@@ -22,11 +22,11 @@ from datasets.table import InMemoryTable
 from transformers import PreTrainedTokenizerBase
 from trl.trainer.utils import global_then_local_main_first
 
-from gpuload.chats.dataset import ChatDataset
-from gpuload.errors import DataError, GpuloadError
+from gpuload.core.errors import DataError, GpuloadError
 from gpuload.integrations.core import log_fallback, log_ignored
 from gpuload.integrations.trl.columns import picked
-from gpuload.pairs.dataset import PairDataset
+from gpuload.kinds.chats.dataset import ChatDataset
+from gpuload.kinds.pairs.dataset import PairDataset
 
 _SAMPLE = 16
 _MADE = frozenset(

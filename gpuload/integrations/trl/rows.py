@@ -15,7 +15,7 @@ import pyarrow as pa
 import torch
 from datasets import Dataset
 
-from gpuload.arrays import Ragged, RowNumbers, offsets_of
+from gpuload.core.arrays import Ragged, RowNumbers, offsets_of
 from gpuload.integrations.trl.contract import row_numbers
 from gpuload.sources.types import is_list
 

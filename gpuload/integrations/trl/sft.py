@@ -7,15 +7,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from trl.data_utils import pack_dataset
 
-from gpuload.arrays import Ragged, count_in_rows
-from gpuload.chats.dataset import ChatDataset
-from gpuload.chats.load import load_chats
+from gpuload.core.arrays import Ragged, count_in_rows
+from gpuload.core.options import NO_LIMIT, LossOn
+from gpuload.dataset.arrow import lists as list_array
 from gpuload.engines.host.packs import IGNORED
 from gpuload.integrations.core import are_messages
 from gpuload.integrations.trl.columns import SIDES, column_of, columns_with_eos, ragged_of
 from gpuload.integrations.trl.preparation import Call, Steps, joined, whole
-from gpuload.options import NO_LIMIT, LossOn
-from gpuload.row_reader import lists as list_array
+from gpuload.kinds.chats.dataset import ChatDataset
+from gpuload.kinds.chats.load import load_chats
 from gpuload.sources.types import is_text
 
 _TOKENS = ["input_ids", "labels"]

@@ -19,18 +19,18 @@ from typing import Any
 
 import numpy as np
 
-from gpuload.arrays import RowNumbers
-from gpuload.cache.disk import choose_disk, columns_on_disk
-from gpuload.errors import DataError, StoreError
-from gpuload.filter import all_dropped
-from gpuload.fingerprint import Fingerprint, fingerprint
+from gpuload.core.arrays import RowNumbers
+from gpuload.core.errors import DataError, StoreError
+from gpuload.core.options import Options
+from gpuload.dataset.fingerprint import Fingerprint, fingerprint
 from gpuload.integrations.verl.rows import Rows
-from gpuload.load import load_sources, reference_of
-from gpuload.options import Options
+from gpuload.pipeline.filter import all_dropped
+from gpuload.pipeline.keep_on_disk import choose_disk, columns_on_disk
+from gpuload.pipeline.run import load_sources, reference_of
+from gpuload.pipeline.stream import choose_rows
 from gpuload.sources.columns import Columns
 from gpuload.sources.fetch import SourceFile, resolve
 from gpuload.sources.read import Source, check_unchanged, open_file, open_frame, parquet_file
-from gpuload.stream import choose_rows
 
 _MEDIA_ROWS = 64  # rows decoded at a time when looking for images: an image can have megabytes
 

@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from gpuload.errors import GpuloadError
-from gpuload.options import check_template_kwargs, plain
+from gpuload.core.errors import GpuloadError
+from gpuload.core.options import check_template_kwargs, plain
 from gpuload.reference.reference import Reference
 
 IDS_KEY = "gpuload_prompt_ids"

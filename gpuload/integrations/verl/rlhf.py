@@ -17,9 +17,11 @@ import torch
 from verl.utils.dataset.rl_dataset import RLHFDataset as VerlDataset
 from verl.utils.logger import print_rank_0
 
-from gpuload.arrays import row_numbers
-from gpuload.errors import DataError, DeviceError, ResumeError
-from gpuload.fingerprint import Fingerprint, difference
+from gpuload.core.arrays import row_numbers
+from gpuload.core.errors import DataError, DeviceError, ResumeError
+from gpuload.core.options import Options, plain
+from gpuload.core.workers import prepare_worker
+from gpuload.dataset.fingerprint import Fingerprint, difference
 from gpuload.integrations.core import log_fallback
 from gpuload.integrations.verl import ray
 from gpuload.integrations.verl.reading import (
@@ -35,10 +37,8 @@ from gpuload.integrations.verl.reading import (
 from gpuload.integrations.verl.reuse import DIGEST_KEY, IDS_KEY, prompt_digest, source_digest
 from gpuload.integrations.verl.rows import Rows
 from gpuload.integrations.verl.settings import Settings
-from gpuload.options import Options, plain
 from gpuload.sources.read import Source
 from gpuload.sources.types import check_prompt_type, is_messages, is_text
-from gpuload.workers import prepare_worker
 
 logger = logging.getLogger(__name__)
 

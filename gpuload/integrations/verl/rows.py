@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuload.arrays import RowNumbers, row_number, row_numbers
+from gpuload.core.arrays import RowNumbers, row_number, row_numbers
 from gpuload.engines.protocol import TokenStore
 from gpuload.integrations.verl.reuse import IDS_KEY
 from gpuload.sources.columns import Columns

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from gpuload.dataset import PromptDataset, Row
-from gpuload.errors import OptionError, ResumeError
-from gpuload.fingerprint import difference
+from gpuload.core.errors import OptionError, ResumeError
+from gpuload.core.options import Options, plain
+from gpuload.dataset.fingerprint import difference
+from gpuload.dataset.rows import PromptDataset, Row
 from gpuload.integrations.verl.settings import Settings
-from gpuload.load import load
-from gpuload.options import Options, plain
+from gpuload.pipeline.run import load
 
 _OPTION_NAMES = frozenset(field.name for field in dataclasses.fields(Options))
 

@@ -25,9 +25,11 @@ import pyarrow as pa
 from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 from verl.utils.py_functional import convert_nested_value_to_list_recursive
 
-from gpuload.arrays import Ragged, offsets_of
+from gpuload.core.arrays import Ragged, offsets_of
+from gpuload.core.errors import GpuloadError, PromptTooLongError
+from gpuload.core.marks import LOSS
+from gpuload.core.options import Options, plain
 from gpuload.engines.protocol import RowCounts
-from gpuload.errors import GpuloadError, PromptTooLongError
 from gpuload.integrations.core import log_fallback
 from gpuload.integrations.verl.settings import Settings
 from gpuload.integrations.verl.sft_store import (
@@ -39,12 +41,10 @@ from gpuload.integrations.verl.sft_store import (
 )
 from gpuload.integrations.verl.turns import ConversationTokenizer, TokenizedConversations
 from gpuload.integrations.verl.versions import system_and_generation_prompt
-from gpuload.loss import LOSS
-from gpuload.options import Options, plain
+from gpuload.pipeline.stream import choose_rows
 from gpuload.sources.fetch import resolve
 from gpuload.sources.read import Source, check_prompt_column, open_file
 from gpuload.sources.types import is_messages
-from gpuload.stream import choose_rows
 
 logger = logging.getLogger(__name__)
 

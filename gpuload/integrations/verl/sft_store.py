@@ -8,13 +8,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
-from gpuload.arrays import Ragged
+from gpuload.core.arrays import Ragged
+from gpuload.core.marks import LOSS
 from gpuload.engines.host.engine import arrow_parts
 from gpuload.engines.protocol import ArrowPrompts
 from gpuload.integrations.verl.turns import TokenizedConversations
-from gpuload.loss import LOSS
+from gpuload.pipeline.stream import read
 from gpuload.sources.read import Source, check_unchanged
-from gpuload.stream import read
 
 Ints = npt.NDArray[np.int64]
 
@@ -59,7 +59,7 @@ class SFTStore:
     """Tokenized conversations, in the order in which they were read.
 
     Attributes:
-        ids: n rows of token ids, with a bit for loss (`gpuload.loss`); empty for rejected rows.
+        ids: n rows of token ids, with a bit for loss (`gpuload.core.marks`); empty for rejected rows.
         places: (n, 2) int64, number of the file and row number in it.
         rejected: row → (number in `tables`, row there).
         tables: all columns of the rejected rows.

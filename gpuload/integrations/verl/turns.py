@@ -27,8 +27,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gpuload.arrays import Ragged, offsets_of
-from gpuload.chats.engine import common_prefixes
+from gpuload.core.arrays import Ragged, offsets_of
+from gpuload.core.marks import split, with_loss
 from gpuload.engines.host.encode import host_encoder
 from gpuload.engines.protocol import RowCounts
 from gpuload.integrations.verl.variants import (
@@ -38,7 +38,7 @@ from gpuload.integrations.verl.variants import (
     render_conversations,
     variant_key,
 )
-from gpuload.loss import split, with_loss
+from gpuload.kinds.chats.engine import common_prefixes
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -51,7 +51,7 @@ class TokenizedConversations:
     """n tokenized conversations.
 
     Attributes:
-        ids: n rows of token ids, with a bit for loss (`gpuload.loss`); empty for rows in `fallback` and `rejected`.
+        ids: n rows of token ids, with a bit for loss (`core.marks`); empty for rows in `fallback` and `rejected`.
         fallback: row → why verl's method must tokenize it.
         rejected: row → why verl's method is expected to raise.
         mismatches: number of rows that are kept although the ids of their messages differ from those of the whole

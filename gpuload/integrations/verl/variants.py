@@ -14,10 +14,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from gpuload.core.options import check_template_kwargs, plain
 from gpuload.engines.host.prompts import render_column, render_rows
 from gpuload.engines.host.render import HostText
 from gpuload.engines.protocol import RowCounts
-from gpuload.options import check_template_kwargs, plain
 from gpuload.reference.reference import Reference
 from gpuload.template import ChatProgram
 

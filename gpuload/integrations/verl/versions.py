@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from gpuload.errors import GpuloadError
+from gpuload.core.errors import GpuloadError
 from gpuload.integrations.core import is_supported
 
 OLDEST = "0.7.1"

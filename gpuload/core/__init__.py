@@ -1,0 +1,1 @@
+"""What every other part uses: errors, arrays, marked ids, options, files, memory."""

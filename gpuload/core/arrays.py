@@ -1,0 +1,282 @@
+"""`Ragged`: rows of different lengths as two flat arrays, NumPy's or CuPy's.
+
+Row i is `values[offsets[i]:offsets[i + 1]]`, Arrow's list layout. All token ids of a dataset are one such pair, so that
+lengths, filters and gathers are a few array operations over all rows at once. The array module (`xp`) is taken from the
+arrays themselves, so the same code runs in host and in device memory.
+"""
+
+import itertools
+import operator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from gpuload.core.options import Truncation
+
+Array = Any  # numpy.ndarray or cupy.ndarray: CuPy has no type stubs, and most machines do not have it
+RowNumbers = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def array_module(array: Array) -> ModuleType:
+    """NumPy or CuPy, whichever `array` belongs to. CuPy has been imported if there is an array of its own."""
+    return np if isinstance(array, np.ndarray) else sys.modules[type(array).__module__]
+
+
+def on_host(array: Array) -> np.ndarray[Any, Any]:
+    """The array itself if it is NumPy's, else a copy of it in host memory."""
+    return array if isinstance(array, np.ndarray) else array.get()
+
+
+def row_number(given: Any, count: int) -> int:
+    """The number of a row, as a user gives it: counted from the start instead of from the end.
+
+    Args:
+        given: an integer of any kind, from -count to count - 1.
+        count: how many rows there are.
+
+    Raises:
+        TypeError: it is something else.
+        IndexError: there is no such row.
+    """
+    if isinstance(given, bool) or getattr(given, "ndim", 0) > 0:  # a tensor with one element has an index, too
+        raise TypeError(f"{given!r:.80} is not the number of a row: pass an integer")
+    try:
+        number = operator.index(given)
+    except TypeError:
+        raise TypeError(f"{given!r:.80} is not the number of a row: pass an integer") from None
+    if not -count <= number < count:
+        raise IndexError(f"index {number} is out of range for a dataset with {count} rows")
+    return number + count if number < 0 else number
+
+
+def row_numbers(given: Any, count: int) -> RowNumbers:
+    """The numbers of rows, as a user gives them: (m,) int64, counted from the start instead of from the end.
+
+    Args:
+        given: a sequence, an array or a tensor of integers; or a slice.
+        count: how many rows there are.
+
+    Raises:
+        TypeError: it is something else, such as a mask, or numbers that are not whole.
+        IndexError: there is no such row.
+    """
+    if isinstance(given, slice):
+        return np.arange(*given.indices(count))
+    numbers = np.atleast_1d(np.asarray(given))
+    if numbers.ndim == 1 and not len(numbers):
+        return np.zeros(0, np.int64)
+    if numbers.ndim > 1 or numbers.dtype.kind not in "iu":
+        remedy = ", of a mask np.flatnonzero(mask)" if numbers.dtype.kind == "b" else ""
+        raise TypeError(f"{given!r:.80} are not the numbers of rows: pass a sequence of integers{remedy}")
+    outside = numbers[(numbers < -count) | (numbers >= count)]
+    if len(outside):
+        raise IndexError(f"index {outside[0]} is out of range for a dataset with {count} rows")
+    numbers = numbers.astype(np.int64, copy=False)
+    return np.where(numbers < 0, numbers + count, numbers)
+
+
+def offsets_of(lengths: Array) -> Array:
+    """(n,) lengths → (n + 1,) int64 offsets, beginning with 0."""
+    xp = array_module(lengths)
+    offsets = xp.zeros(len(lengths) + 1, dtype=np.int64)
+    xp.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def ranges(first: Array, lengths: Array, offsets: Array) -> Array:
+    """The numbers of n ranges, one range after the other.
+
+    Args:
+        first: (n,) int64, the first number of each range.
+        lengths: (n,) int64, how many numbers it has.
+        offsets: `offsets_of(lengths)`, which most callers need themselves.
+
+    Returns:
+        (offsets[-1],) int64.
+    """
+    xp = array_module(lengths)
+    # Number j of the result is in its range i at j - offsets[i]: it is j plus a shift that is the same for the range.
+    return xp.arange(int(offsets[-1]), dtype=np.int64) + xp.repeat(first - offsets[:-1], lengths)
+
+
+def count_in_rows(mask: Array, offsets: Array) -> Array:
+    """(n,) int64: how many values of each row are marked.
+
+    Args:
+        mask: (offsets[-1],) bool.
+        offsets: (n + 1,) where the rows begin.
+    """
+    if not isinstance(mask, np.ndarray):
+        counted = offsets_of(mask)
+        return counted[offsets[1:]] - counted[offsets[:-1]]
+    # The masks of rows are runs of many equal values. Only where they begin and end is added up, because an array of
+    # sums over all values takes several times as long: most of it to get the memory.
+    starts = np.append(0, np.flatnonzero(mask[1:] != mask[:-1]) + 1)
+    marked = (np.arange(len(starts)) % 2 == 0) == bool(mask[:1].any())  # runs are marked in turn
+    before = offsets_of(np.diff(starts, append=len(mask)) * marked)
+    run = np.searchsorted(starts, offsets, side="right") - 1
+    counted = before[run] + marked[run] * (offsets - starts[run])
+    return counted[1:] - counted[:-1]
+
+
+def stretches(*lengths: Array) -> Array:
+    """A mask of n rows, each of which consists of k stretches: every second one is marked.
+
+    Args:
+        lengths: k arrays (n,) int64, the lengths of the first stretches, of the second ones, and so on.
+
+    Returns:
+        (sum of all lengths,) bool.
+
+    Examples:
+        >>> stretches(np.array([1, 0]), np.array([2, 1])).tolist()
+        [False, True, True, True]
+    """
+    xp = array_module(lengths[0])
+    number = xp.arange(len(lengths) * len(lengths[0]))
+    return xp.repeat(number % len(lengths) % 2 == 1, xp.stack(lengths, axis=1).ravel())
+
+
+def chunks_of(take: "Callable[[RowNumbers], Ragged]", lengths: RowNumbers, most: int) -> Iterator[Array]:
+    """The values of n rows in order, in arrays of at most `most` values; a row that has more is on its own.
+
+    Args:
+        take: (m,) row numbers → those rows.
+        lengths: (n,) int64.
+    """
+    offsets = offsets_of(lengths)
+    low = 0
+    while low < len(lengths):
+        high = max(low + 1, int(np.searchsorted(offsets, offsets[low] + most, side="right")) - 1)
+        yield take(np.arange(low, high)).values
+        low = high
+
+
+def from_chunks(chunks: Iterable[Array], lengths: RowNumbers) -> "Ragged":
+    """What `chunks_of` takes apart, in one new array in host memory."""
+    offsets = offsets_of(lengths)
+    values, at = np.empty(int(offsets[-1]), np.int32), 0
+    for chunk in chunks:
+        values[at : at + len(chunk)] = chunk
+        at += len(chunk)
+    return Ragged(values, offsets)
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """n rows of different lengths.
+
+    Attributes:
+        values: (offsets[-1],) token ids, int32.
+        offsets: (n + 1,) int64, ascending, beginning with 0.
+
+    Examples:
+        >>> rows = Ragged.from_lists([[1, 2, 3], [], [4]])
+        >>> rows.lengths.tolist(), rows.take([2, 0]).to_lists()
+        ([3, 0, 1], [[4], [1, 2, 3]])
+    """
+
+    values: Array
+    offsets: Array
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> Array:
+        """One row, as a view; a negative number counts from the end."""
+        row = row_number(row, len(self))
+        return self.values[int(self.offsets[row]) : int(self.offsets[row + 1])]
+
+    @property
+    def lengths(self) -> Array:
+        """(n,) int64."""
+        return self.offsets[1:] - self.offsets[:-1]
+
+    @property
+    def positions(self) -> Array:
+        """(offsets[-1],) int64: the place of each id in its row."""
+        xp = array_module(self.values)
+        return xp.arange(len(self.values), dtype=np.int64) - xp.repeat(self.offsets[:-1], self.lengths)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.values.nbytes + self.offsets.nbytes)
+
+    def to_host(self) -> "Ragged":
+        """The same rows in host memory; a copy only if they are on a device."""
+        return Ragged(on_host(self.values), on_host(self.offsets))
+
+    def chunks(self) -> Iterator[Array]:
+        """The ids of all rows in order: one array."""
+        yield self.values
+
+    def take(self, rows: Array) -> "Ragged":
+        """The given rows in the given order, in one gather.
+
+        Args:
+            rows: (m,) row numbers.
+        """
+        lengths = self.lengths[rows]
+        offsets = offsets_of(lengths)
+        return Ragged(self.values[ranges(self.offsets[rows], lengths, offsets)], offsets)
+
+    def filter(self, keep: Array) -> "Ragged":
+        """Some of the rows, in their order; several times as fast as `take`.
+
+        Args:
+            keep: (n,) bool, which rows.
+        """
+        xp = array_module(self.values)
+        lengths = self.lengths
+        return Ragged(self.values[xp.repeat(keep, lengths)], offsets_of(lengths[keep]))
+
+    def truncate(self, length: int, side: Truncation) -> "Ragged":
+        """Truncates rows to at most `length` ids, as verl does.
+
+        Args:
+            length: ids that a row keeps at most.
+            side: which end to truncate. "left" keeps the end of a row, "right" its start, "middle" its first
+                length // 2 ids and the rest from its end. "error" is for the caller to raise, who knows the row's file.
+        """
+        xp = array_module(self.values)
+        lengths = self.lengths
+        if not len(lengths) or int(lengths.max()) <= length:
+            return self
+        kept = xp.minimum(lengths, length)
+        head = xp.minimum(kept, {"left": 0, "right": length, "middle": length // 2}[side])
+        dropped = stretches(head, lengths - kept, kept - head)
+        return Ragged(self.values[~dropped], offsets_of(kept))
+
+    @staticmethod
+    def concatenate(parts: list["Ragged"]) -> "Ragged":
+        """The rows of all parts, one after the other.
+
+        Empties the list: each part is freed as soon as it is copied.
+        """
+        if not parts:
+            return Ragged(np.zeros(0, np.int32), np.zeros(1, np.int64))
+        xp = array_module(parts[0].values)
+        offsets = offsets_of(xp.concatenate([part.lengths for part in parts]))
+        values = xp.empty(int(offsets[-1]), parts[0].values.dtype)
+        start = 0
+        while parts:
+            part = parts.pop(0).values
+            values[start : start + len(part)] = part
+            start += len(part)
+        return Ragged(values, offsets)
+
+    def to_lists(self) -> list[list[int]]:
+        """Converts the rows to Python lists of ints."""
+        flat, offsets = self.values.tolist(), self.offsets.tolist()
+        return [flat[start:end] for start, end in itertools.pairwise(offsets)]
+
+    @staticmethod
+    def from_lists(rows: Sequence[Sequence[int]]) -> "Ragged":
+        """Makes rows from Python lists of ids."""
+        offsets = offsets_of(np.fromiter((len(row) for row in rows), np.int64, len(rows)))
+        values = np.fromiter((token for row in rows for token in row), np.int32, int(offsets[-1]))
+        return Ragged(values, offsets)

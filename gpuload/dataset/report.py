@@ -1,0 +1,269 @@
+"""The report of a load, for people: rows, reasons, seconds, verification."""
+
+from dataclasses import dataclass, field
+
+_EXAMPLES = 5
+_MOST_REJECTED = 1 / 5  # of the rows; beyond, a warning is given
+
+
+@dataclass
+class Check:
+    """The outcome of a verification.
+
+    Attributes:
+        rows: how many rows were compared.
+        earlier: how many rows were compared, without a difference, when tokens that are now from the cache were made.
+        seconds: CPU time spent.
+        mismatches: one sentence for each row that differs.
+        shapes: how many different shapes the rows have: the roles of their messages, and which fields these have.
+        shapes_not_compared: how many of them have no row that was compared.
+    """
+
+    rows: int = 0
+    earlier: int = 0
+    seconds: float = 0.0
+    mismatches: list[str] = field(default_factory=list)
+    shapes: int = 0
+    shapes_not_compared: int = 0
+
+
+@dataclass
+class Report:
+    """What a load did; `print(prompts.report)` shows it.
+
+    These attributes stay. What is counted later gets a reason, a stage, a key of `counts` or a note of its own.
+
+    Attributes:
+        files: names of the sources.
+        max_prompt_length: the limit in tokens.
+        limit_name: name of the option that sets it.
+        engine: what rendered and encoded.
+        notes: why a faster encoder or engine was not used, and other remarks.
+        rows_read: rows that were looked at (after `max_samples`).
+        rows_kept: rows in the dataset.
+        overlong: rows over the limit: dropped, or kept with `filter_overlong_prompts=False`.
+        overlong_dropped: whether they were dropped.
+        rejected: reason → number of rows dropped for it.
+        examples: reason → the first such rows, as "file row N".
+        rows_compiled: rows rendered by the compiled template, or taken as plain text.
+        by_reference: why rows were rendered by transformers, one by one → how many. With `rows_compiled`, these are all
+            rows that were rendered; those in `rejected` may have been, or not.
+        reference_seconds: the part of the seconds of rendering that transformers took.
+        rows_fallback: rows that fell back from the GPU's tokenizer to the host's.
+        control_rows: rows whose messages contain the text of a control token, as far as they were rendered or the token
+            cache counted them.
+        sanitized: whether that text was encoded as plain text, and did not become the control token.
+        source_bytes, text_bytes: bytes of the files, and of the rendered text.
+        tokens: ids of the kept rows.
+        shortest, longest: the kept rows' smallest and largest number of tokens.
+        seconds: stage → seconds of work; "total" is what the caller waited for.
+        overlapping: the stages at which several threads, or other stages, work at the same time: their seconds add up
+            to more than "total".
+        counts: what else was counted, in words → how many.
+        check: the outcome of the verification.
+        from_cache, into_cache: files whose tokens were found in the token cache, and were written to it.
+        cache: the cache's directory.
+    """
+
+    files: list[str]
+    max_prompt_length: int
+    limit_name: str = "max_prompt_length"
+    engine: str = ""
+    notes: list[str] = field(default_factory=list)
+    rows_read: int = 0
+    rows_kept: int = 0
+    overlong: int = 0
+    overlong_dropped: bool = True
+    rejected: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+    rows_compiled: int = 0
+    by_reference: dict[str, int] = field(default_factory=dict)
+    reference_seconds: float = 0.0
+    rows_fallback: int = 0
+    control_rows: int = 0
+    sanitized: bool = False
+    source_bytes: int = 0
+    text_bytes: int = 0
+    tokens: int = 0
+    shortest: int = 0
+    longest: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    overlapping: list[str] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    check: Check = field(default_factory=Check)
+    from_cache: list[str] = field(default_factory=list)
+    into_cache: list[str] = field(default_factory=list)
+    cache: str = ""
+
+    @property
+    def rows_rejected(self) -> int:
+        """Rows for which no prompt could be made."""
+        return sum(self.rejected.values())
+
+    @property
+    def rows_by_reference(self) -> int:
+        """Rows rendered by transformers, one by one."""
+        return sum(self.by_reference.values())
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """The former name of `rejected`."""
+        return self.rejected
+
+    @property
+    def rows_refused(self) -> int:
+        """The former name of `rows_rejected`."""
+        return self.rows_rejected
+
+    @property
+    def rows_left(self) -> int:
+        """The former name of `rows_fallback`."""
+        return self.rows_fallback
+
+    def reject(self, place: str, reason: str) -> None:
+        """Counts a row without tokens."""
+        self.rejected[reason] = self.rejected.get(reason, 0) + 1
+        examples = self.examples.setdefault(reason, [])
+        if len(examples) < _EXAMPLES:
+            examples.append(place)
+
+    def add(self, other: "Report") -> None:
+        """Adds what another process has done for the same load, at the same time."""
+        for name in ("rows_read", "overlong", "rows_compiled", "rows_fallback", "control_rows", "text_bytes"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("rejected", "by_reference", "counts"):
+            counts = getattr(self, name)
+            for reason, count in getattr(other, name).items():
+                counts[reason] = counts.get(reason, 0) + count
+        for reason, examples in other.examples.items():
+            self.examples[reason] = (self.examples.get(reason, []) + examples)[:_EXAMPLES]
+        self.shortest = min((n for n in (self.shortest, other.shortest) if n), default=0)
+        for stage, seconds in other.seconds.items():
+            self.seconds[stage] = max(self.seconds.get(stage, 0.0), seconds)
+        self.overlapping += [stage for stage in other.overlapping if stage not in self.overlapping]
+        self.reference_seconds = max(self.reference_seconds, other.reference_seconds)
+        self.check.rows += other.check.rows
+        self.check.earlier += other.check.earlier
+        self.check.shapes += other.check.shapes
+        self.check.shapes_not_compared += other.check.shapes_not_compared
+        self.check.seconds = max(self.check.seconds, other.check.seconds)
+        self.check.mismatches += other.check.mismatches
+        self.notes += [note for note in other.notes if note not in self.notes]
+        for mine, theirs in ((self.from_cache, other.from_cache), (self.into_cache, other.into_cache)):
+            mine[:] = [name for name in self.files if name in mine or name in theirs]
+
+    def reasons(self) -> str:
+        """The reasons for rejected rows, one line each, the most frequent first."""
+        return "\n".join(
+            f"  rejected   {count:,} rows: {reason} ({', '.join(self.examples[reason])}{', ...' * (count > _EXAMPLES)})"
+            for reason, count in sorted(self.rejected.items(), key=lambda item: -item[1])[:10]
+        )
+
+    def __str__(self) -> str:
+        files = self.files[0] if len(self.files) == 1 else f"{len(self.files)} files"
+        total = self.seconds.get("total", 0.0)
+        dropped = self.rows_read - self.rows_kept
+        what = "dropped" if self.overlong_dropped else "kept, to be truncated"
+        lines = [
+            f"{files}: {self.rows_read:,} rows read, {self.rows_kept:,} kept, {dropped:,} dropped",
+        ]
+        if self.overlong:
+            lines.append(
+                f"  overlong   {self.overlong:,} rows over {self.limit_name}={self.max_prompt_length} ({what})"
+            )
+        if self.rejected:
+            lines.append(self.reasons())
+        if self.rows_kept:
+            mean = self.tokens / self.rows_kept
+            lines.append(
+                f"  tokens     {self.tokens:,}; {self.shortest:,} to {self.longest:,} per row, mean {mean:,.0f}"
+            )
+        lines += [
+            f"  bytes      {megabytes(self.source_bytes)} in files, {megabytes(self.text_bytes)} of rendered text",
+            f"  seconds    {self._seconds()}",
+            f"  speed      {self.rows_read / total if total else 0:,.0f} rows/s",
+            f"  engine     {self.engine}",
+            *self._by_reference(),
+            *self._fallback(),
+            *self._control(),
+            *(f"             {count:,} {what}" for what, count in self.counts.items()),
+            *(f"             {note}" for note in self.notes),
+            *self._cached(),
+            f"  verified   {self._verification()}",
+        ]
+        return "\n".join(lines)
+
+    def _seconds(self) -> str:
+        """The total first; then the stages that follow one another, and those that overlap."""
+        stages = {name: f"{name} {value:.2f}" for name, value in self.seconds.items() if name != "total"}
+        alone = [text for name, text in stages.items() if name not in self.overlapping]
+        overlapping = [text for name, text in stages.items() if name in self.overlapping]
+        parts = [f"total {self.seconds.get('total', 0.0):.2f}", *alone]
+        return ", ".join(parts) + ("; overlapping: " + ", ".join(overlapping) if overlapping else "")
+
+    def _by_reference(self) -> list[str]:
+        """The rows rendered by transformers: how many, their share of the time of rendering, and why."""
+        if not self.by_reference:
+            return []
+        rows, rendering = self.rows_by_reference, self.seconds.get("render", 0.0)
+        shares = f"{rows / (rows + self.rows_compiled):.0%} of the rows"
+        if self.reference_seconds and rendering:
+            shares += f", {min(self.reference_seconds / rendering, 1):.0%} of the time of rendering"
+        return [
+            f"             {rows:,} of {rows + self.rows_compiled:,} rows rendered by transformers: {shares}",
+            *(f"               {count:,} rows: {why}" for why, count in self.by_reference.items()),
+        ]
+
+    def _fallback(self) -> list[str]:
+        why = "text that the device cannot normalize, or a pre-token too long for it"
+        if self.sanitized:
+            why += ", or control tokens in messages"
+        return [f"             {self.rows_fallback:,} rows encoded on the host: {why}"] if self.rows_fallback else []
+
+    def _control(self) -> list[str]:
+        if not self.control_rows:
+            return []
+        what = "was encoded as plain text" if self.sanitized else "became control tokens"
+        return [f"  untrusted  {self.control_rows:,} rows have the text of control tokens in their messages; it {what}"]
+
+    def warning(self) -> str | None:
+        """What a user should know even if nobody reads the report: many rows were dropped, and not for their length."""
+        # Some reasons are about the limit too, such as a prompt that leaves no room for what is learned.
+        dropped = sum(count for why, count in self.rejected.items() if f"{self.limit_name}=" not in why)
+        if dropped <= self.rows_read * _MOST_REJECTED:
+            return None
+        return (
+            f"gpuload: {dropped:,} of {self.rows_read:,} rows were dropped for other reasons than their "
+            f"length:\n{self.reasons()}"
+        )
+
+    def _verification(self) -> str:
+        check = self.check
+        parts = []
+        if check.rows:
+            differ = f"{len(check.mismatches)} differ" if check.mismatches else "none differ"
+            parts.append(f"{check.rows:,} rows compared with the tokenizer in {check.seconds:.2f} s, {differ}")
+        if check.shapes_not_compared:
+            of = f"{check.shapes_not_compared:,} of {check.shapes:,} shapes of rows"
+            parts.append(f"{of} (roles and fields of messages) were not compared: verify='full' compares all rows")
+        if check.earlier:
+            parts.append(f"{check.earlier:,} rows compared when their tokens were cached, none differed")
+        return "; ".join(parts) or "no rows compared"
+
+    def _cached(self) -> list[str]:
+        """What was read from the token cache and written to it: one line, or none."""
+        parts = []
+        if self.from_cache:
+            parts.append(f"tokens of {_some(self.from_cache, len(self.files))} read from {self.cache}")
+        if self.into_cache:
+            parts.append(f"tokens of {_some(self.into_cache, len(self.files))} written to {self.cache}")
+        return ["  cache      " + "; ".join(parts)] if parts else []
+
+
+def _some(names: list[str], of: int) -> str:
+    return f"{len(names)} of {of} files" if of > 1 else "this file"
+
+
+def megabytes(nbytes: int) -> str:
+    """Bytes as text, such as "1,234.5 MB"."""
+    return f"{nbytes / 1e6:,.1f} MB"

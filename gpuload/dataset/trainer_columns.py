@@ -1,0 +1,84 @@
+"""The columns of tokens that each trainer reads from a directory of prepared rows.
+
+A trainer that finds these columns in a store of Hugging Face `datasets` neither renders nor tokenizes. Except for TRL,
+the collators of these trainers pad every column that they find, or fail on it: such a store has no others.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from gpuload.core.arrays import Ragged, RowNumbers
+from gpuload.core.errors import OptionError
+from gpuload.core.options import Trainer, nearest
+from gpuload.dataset.arrow import lists
+from gpuload.engines.host.packs import IGNORED
+
+CHATS: Mapping[Trainer, Sequence[str]] = {
+    "trl": ("input_ids", "labels"),
+    "llamafactory": ("input_ids", "attention_mask", "labels"),
+    "axolotl": ("input_ids", "attention_mask", "labels"),
+    "skyrl": ("input_ids", "loss_mask"),
+    "areal": ("input_ids", "loss_mask"),
+}
+"""Trainer → its columns of rows for SFT."""
+
+PAIRS: Sequence[Trainer] = ("trl", "llamafactory")
+"""Trainers that read pairs for DPO."""
+
+_TYPES = {"input_ids": pa.int32(), "labels": pa.int32(), "attention_mask": pa.int8(), "loss_mask": pa.int8()}
+
+
+def fields(names: Sequence[str], prefix: str = "") -> list[pa.Field]:
+    """The types of some columns of `CHATS`.
+
+    Args:
+        prefix: of their names.
+    """
+    return [pa.field(prefix + name, pa.list_(_TYPES[name])) for name in names]
+
+
+def arrays(names: Sequence[str], ids: Ragged, loss: Ragged, offsets: RowNumbers) -> list[pa.ListArray]:
+    """The values of these columns.
+
+    Args:
+        ids: int32.
+        loss: one bool for each of them.
+        offsets: (m + 1,) where the lists of m rows begin in the values of both.
+    """
+    made: dict[str, Callable[[], np.ndarray]] = {
+        "input_ids": lambda: ids.values,
+        "labels": lambda: np.where(loss.values, ids.values, np.int32(IGNORED)),
+        "attention_mask": lambda: np.ones(len(ids.values), np.int8),
+        "loss_mask": lambda: _loss_mask(loss.values, offsets),
+    }
+    return [lists(made[name](), offsets) for name in names]
+
+
+def _loss_mask(loss: np.ndarray, offsets: RowNumbers) -> np.ndarray:
+    """1 for tokens with loss, and 0 for others and for the first token of a row.
+
+    Nothing predicts a first token, so labels leave it to the model to ignore its loss. Masks are used otherwise: AReaL
+    rotates a mask by one token to the left, so that of the first token would be that of what follows the last one, and
+    SkyRL takes the predictions of all tokens from the first with loss on, of which there would be one too few.
+    """
+    mask = loss.astype(np.int8)
+    mask[offsets[:-1][offsets[:-1] < offsets[1:]]] = 0
+    return mask
+
+
+def check_columns(trainer: Trainer, known: Sequence[str], columns: Sequence[str] | None) -> None:
+    """Checks for whom rows are made.
+
+    Args:
+        known: trainers that can be chosen.
+        columns: other columns that were asked for.
+
+    Raises:
+        OptionError: the trainer is unknown, or reads no other columns.
+    """
+    if trainer not in known:
+        raise OptionError(f"trainer={trainer!r}{nearest(str(trainer), set(known))}")
+    if trainer != "trl" and columns:
+        raise OptionError(f"columns={list(columns)!r}: {trainer} reads no other columns")

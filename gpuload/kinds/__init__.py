@@ -1,0 +1,1 @@
+"""What a row is: prompts, chats with loss masks, pairs."""

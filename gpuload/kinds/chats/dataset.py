@@ -1,0 +1,263 @@
+"""ChatDataset: conversations, or other text to train on, with labels."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, cached_property, partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from gpuload.cache.token_store import DiskTokens
+from gpuload.core.arrays import Ragged
+from gpuload.core.errors import OptionError
+from gpuload.core.lazy import LazyDict
+from gpuload.core.marks import LOSS, split
+from gpuload.core.options import Padding, Trainer
+from gpuload.dataset.loader import PackLoader, PromptLoader
+from gpuload.dataset.trainer_columns import CHATS, check_columns
+from gpuload.dataset.training_rows import TrainingDataset
+from gpuload.engines.host.packs import IGNORED
+from gpuload.kinds.chats.arrow import pack_reader, sft_reader
+from gpuload.kinds.chats.batches import ChatBatches, at_hand
+from gpuload.packing import Plan, batch_rows, pack
+from gpuload.packing.packs import Packing
+
+
+class ChatDataset(TrainingDataset):
+    """Tokenized rows with a loss mask, and the other columns of their files. Made by `gpuload.load_chats`.
+
+    A map-style `torch.utils.data.Dataset`. A row is a dict with these keys, for L tokens:
+
+    - `input_ids`: the token ids, a list of int.
+    - `labels`: the same, and -100 for tokens without loss.
+    - Every other column of the files, as Python objects.
+
+    `batch` and `loader` give tensors `(B, L)` on the load's device instead, padded on the right.
+
+    Attributes:
+        report: What the load did; `print` it.
+        options: The options of the load.
+        pad_token_id: The token that rows are padded with.
+        passed_through: The other columns, one table per file schema.
+    """
+
+    _padded: ChatBatches
+
+    def __repr__(self) -> str:
+        columns = "".join(f", {name}" for name in self.passed_through.names)
+        return (
+            f"ChatDataset({len(self):,} rows, {self._lengths.sum():,} tokens, {self.loss_tokens:,} with loss{columns})"
+        )
+
+    @property
+    def tokens(self) -> Ragged:
+        """The ids of all rows, without padding and not truncated: `values`, int32, and `offsets`, int64 `(n + 1,)`."""
+        return split(self._store.to_host())[0]
+
+    @property
+    def loss_mask(self) -> Ragged:
+        """Which of these ids have loss: `values`, bool, and the same `offsets`."""
+        return split(self._store.to_host())[1]
+
+    @cached_property
+    def loss_tokens(self) -> int:
+        """Number of tokens with loss."""
+        return sum(int(np.count_nonzero(ids & LOSS)) for ids in self._store.chunks())
+
+    def _lists(self, numbers: np.ndarray[Any, Any]) -> dict[str, list[Any]]:
+        ids, loss = self._truncated(numbers)
+        labels = Ragged(np.where(loss.values, ids.values, IGNORED), ids.offsets)
+        return {"input_ids": ids.to_lists(), "labels": labels.to_lists()}
+
+    def batch(self, rows: Sequence[int] | np.ndarray[Any, Any], padding: Padding = "longest") -> LazyDict:
+        """Return a batch of B rows.
+
+        Args:
+            rows: Row numbers `(B,)`; negative numbers count from the end.
+            padding: Width L of the tensors: `"longest"` for the longest row of the batch, `"max_length"` for
+                `max_length`.
+
+        Returns:
+            A mapping: `input_ids`, `attention_mask`, `position_ids` and `labels`, int64 tensors `(B, L)` padded on the
+            right, and an object array `(B,)` for each other column, made when it is first read. Labels of padding and
+            of tokens without loss are -100.
+
+        Raises:
+            IndexError: A row number is out of range.
+        """
+        return super().batch(rows, padding)
+
+    def loader(  # type: ignore[override]
+        self,
+        batch_size: int | None = None,
+        *,
+        packing: Packing | None = None,
+        pack_length: int | None = None,
+        max_tokens: int | None = None,
+        padded: bool = True,
+        group_by_length: bool = False,
+        **settings: Any,
+    ) -> PromptLoader | PackLoader:
+        """Return an iterable over batches, with a state that can be saved and restored.
+
+        Args:
+            batch_size: Rows per batch; with `packing`, packs per batch.
+            packing: Batches are packs of `pack_length` tokens: `"bfd"` (best fit: the fewest packs), `"bfd_split"` (the
+                same, and longer rows are split), `"wrapped"` (rows end to end), or the packs of TRL: `"trl"`,
+                `"trl_bfd_split"`, `"trl_wrapped"`. See `gpuload.packing.pack`.
+            pack_length: Tokens of a pack; None for `max_length`.
+            max_tokens: Instead of `batch_size`: as many rows as have this many tokens together, padding included if
+                `padded`.
+            padded: Pad rows on the right; otherwise a batch is one flat row of them, as with `packing`.
+            group_by_length: Rows of a batch have similar lengths.
+            **settings: `shuffle`, `seed`, `rank`, `world_size` and `drop_last`, see `PromptLoader`. And `padding`, for
+                batches that are not planned: `"longest"` or `"max_length"`.
+
+        Returns:
+            The loader. A flat batch of T tokens has `input_ids`, `labels` and `position_ids`, int64 `(1, T)`, positions
+            and `seq_idx`, int32 `(1, T)`, counted per row, and int32 `cu_seq_lens_q` and `cu_seq_lens_k` with
+            `max_length_q` and `max_length_k`, as flash attention takes them. The first label of each row is -100.
+
+        Raises:
+            OptionError: A value is invalid, or `drop_last` leaves no batch.
+        """
+        if packing is None and max_tokens is None and not group_by_length and padded:
+            if batch_size is None:
+                raise OptionError("loader: pass batch_size, or max_tokens")
+            return super().loader(batch_size, **{"padding": "longest"} | settings)
+        chosen = {"shuffle": self.options.shuffle, "seed": self.options.seed or 0} | settings
+        ranks = {name: chosen.pop(name) for name in ("rank", "world_size", "drop_last") if name in chosen}
+        if unknown := set(chosen) - {"shuffle", "seed"}:
+            raise OptionError(f"loader: {', '.join(sorted(unknown))}: not an option of planned batches")
+        plan: Callable[[int], Plan]
+        made: Callable[[Plan, Any], Any]
+        if packing is not None:
+            if batch_size is None or max_tokens is not None or group_by_length:
+                raise OptionError("loader: packing takes batch_size, and neither max_tokens nor group_by_length")
+            size = self.options.max_prompt_length if pack_length is None else pack_length
+            plan = partial(self._packs, size, packing, **chosen)
+            made, per_batch = self._flat, batch_size
+            about: dict[str, Any] = {"packing": packing, "pack_length": size}
+        else:
+            about = {"rows": batch_size, "max_tokens": max_tokens, "padded": padded, "group_by_length": group_by_length}
+            if group_by_length:  # then the plan depends on the ranks, and another number of them cannot resume
+                about["planned_ranks"] = ranks.get("world_size", 1)
+            plan = partial(
+                self._row_batches,
+                batch_size=batch_size,
+                max_tokens=max_tokens,
+                padded=padded,
+                group_by_length=group_by_length,
+                world_size=ranks.get("world_size", 1),
+                **chosen,
+            )
+            made, per_batch = self._padded_pack if padded else self._flat, 1
+        return PackLoader(self, plan, made, per_batch, about | chosen, **ranks)
+
+    def to_arrow(
+        self,
+        *,
+        packing: Packing | None = None,
+        pack_length: int | None = None,
+        columns: Sequence[str] | None = None,
+        trainer: Trainer = "trl",
+    ) -> pa.RecordBatchReader:
+        """Return all rows, or packs of them, as Arrow record batches.
+
+        They have the columns of data that a trainer has prepared itself. Batches are made one after the other.
+
+        Examples:
+            >>> import gpuload, pyarrow as pa
+            >>> from gpuload.demo_data import demo_files
+            >>> _, tokenizer = demo_files()
+            >>> chats = gpuload.load_chats(pa.table({"text": ["one two", "three"], "n": [1, 2]}), tokenizer)
+            >>> chats.to_arrow(columns=["n"]).read_all().to_pylist()[1]
+            {'input_ids': [27856, 151645], 'labels': [27856, 151645], 'n': 2}
+            >>> chats.to_arrow(packing="bfd", pack_length=8).read_all()["seq_lengths"].to_pylist()
+            [[3, 2]]
+
+        Args:
+            packing: Packs instead of rows, as for `loader`, without shuffling.
+            pack_length: Tokens of a pack; None for `max_length`.
+            columns: Which other columns of the files to add; None for all. Packs have none.
+            trainer: Whose columns the rows have. Packs, and other columns of the files, are for `"trl"`.
+
+        Returns:
+            The batches. For `"trl"`: `input_ids` and `labels`, lists of int32, with -100 as label of tokens without
+            loss, and the other columns; a pack has `seq_lengths` too, the number of tokens of each of its pieces. For
+            `"llamafactory"` and `"axolotl"`: `input_ids`, `attention_mask` (int8) and `labels`. For `"skyrl"` and
+            `"areal"`: `input_ids` and `loss_mask` (int8), which is 0 for the first token of each row.
+
+        Raises:
+            OptionError: A value is invalid.
+            DataError: Files have other types in a column, and no type has all of its values.
+        """
+        check_columns(trainer, list(CHATS), columns)
+        if packing is None:
+            if pack_length is not None:
+                raise OptionError("pack_length is for packs: pass packing too")
+            first, lengths = self._kept
+            whole = np.arange(len(self) + 1)
+            plan = Plan(whole[:-1], first, lengths, whole)
+            names = columns if trainer == "trl" else []
+            return sft_reader(self._rows, plan, self.passed_through, names, trainer)
+        if trainer != "trl":
+            raise OptionError(f"packing={packing!r}: packs are for TRL; {trainer} packs rows itself")
+        if columns:
+            raise OptionError(f"columns={list(columns)!r}: a pack has several rows, so it has none of their columns")
+        size = self.options.max_prompt_length if pack_length is None else pack_length
+        return pack_reader(self._rows, self._packs(size, packing, 0))
+
+    @cached_property
+    def _kept(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """(n,) where the tokens of each row begin that truncation keeps, and how many there are."""
+        kept = np.minimum(self._lengths, self.options.max_prompt_length)
+        return (self._lengths - kept) * (self.options.truncation == "left"), kept
+
+    def _packs(self, size: int, packing: Packing, epoch: int, **order: Any) -> Plan:
+        first, lengths = self._kept
+        return _moved(pack(lengths, size, packing, epoch=epoch, **order), first)
+
+    def _row_batches(self, epoch: int, **settings: Any) -> Plan:
+        first, lengths = self._kept
+        return _moved(batch_rows(lengths, epoch=epoch, **settings), first)
+
+    def _flat(self, plan: Plan, packs: Any) -> dict[str, Any]:
+        if not isinstance(self._store, DiskTokens):
+            return self._padded.packed(plan, packs, lambda: self._parts)
+        rows, pieces = at_hand(self._store, plan, packs)
+        ids, loss = split(rows)
+        return self._padded.packed(pieces, np.arange(len(pieces)), lambda: (ids, loss.values))
+
+    @property
+    def _rows(self) -> Ragged | DiskTokens:
+        """The rows in host memory, or on disk."""
+        return self._store if isinstance(self._store, DiskTokens) else self._store.to_host()
+
+    @cached_property
+    def _parts(self) -> tuple[Ragged, np.ndarray[Any, Any]]:
+        """Ids and mask of all rows, separated once for packs."""
+        ids, loss = split(self._store.to_host())
+        return ids, loss.values
+
+    def _padded_pack(self, plan: Plan, packs: Any) -> LazyDict:
+        return self.batch(plan.take(packs).rows)
+
+    def _truncated(self, numbers: np.ndarray[Any, Any]) -> tuple[Ragged, Ragged]:
+        """Ids and loss of some rows."""
+        return split(self._store.take(numbers).truncate(self.options.max_prompt_length, self.options.truncation))
+
+    def _taken(
+        self, numbers: np.ndarray[Any, Any], padding: Padding
+    ) -> dict[str, torch.Tensor | Callable[[], list[Any]]]:
+        limit, side = self.options.max_prompt_length, self.options.truncation
+        width = limit if padding == "max_length" else min(limit, int(self._lengths[numbers].max(initial=0)))
+        columns = {name: cache(partial(self._column, name, numbers)) for name in self.passed_through.names}
+        return {**columns, **self._padded(numbers, lambda: self._store.take(numbers).truncate(limit, side), width)}
+
+
+def _moved(plan: Plan, first: np.ndarray[Any, Any]) -> Plan:
+    """A plan of rows whose first tokens are left out."""
+    return replace(plan, first=plan.first + first[plan.rows])

@@ -1,0 +1,129 @@
+"""The tokenizer of a load for SFT: what it makes of a conversation, of a prompt with its completion, and of a text.
+
+A completion begins where its ids first differ from those of the prompt alone.
+"""
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+from gpuload.core.errors import OptionError, TokenizerError
+from gpuload.core.marks import LOSS
+from gpuload.core.options import LossOn
+from gpuload.kinds.chats.malformed import problem_in
+from gpuload.kinds.training_reference import TrainingReference, common_prefix, own_arguments, own_problem
+from gpuload.reference.reference import problem
+from gpuload.template.answers import Answers
+from gpuload.template.marks import UnknownAnswersError
+
+
+class ChatReference(TrainingReference):
+    """As `TrainingReference`; ids with loss have a bit (`gpuload.core.marks`).
+
+    Args:
+        tokenizer, **settings: as for `Reference`.
+        loss_on: which tokens have loss: those of all answers ("assistant"), of the last one ("last"), of the completion
+            or "all".
+
+    Raises:
+        OptionError: as for `Reference`; or control tokens are to be sanitized.
+        TokenizerError: as for `Reference`; or the tokenizer encodes conversations in its own way.
+    """
+
+    def __init__(self, tokenizer: Any, loss_on: LossOn, **settings: Any):
+        super().__init__(tokenizer, **settings)
+        self.loss_on = loss_on
+        if self.sanitizes:
+            raise OptionError(
+                "apply_chat_template_kwargs.sanitize_control_tokens is not supported by load_chats, because "
+                "transformers makes no loss masks with it: remove it"
+            )
+        if not self.encodes_rendered_text:
+            raise TokenizerError(
+                f"{type(self.tokenizer).__name__} renders and encodes in its own way, so which of its tokens have loss "
+                "is unknown: use a tokenizer with the methods of PreTrainedTokenizerBase"
+            )
+
+    @cached_property
+    def answers(self) -> Answers | None:
+        return Answers(self.call, self.loss_on) if self.loss_on in ("assistant", "last") else None
+
+    def problem(self, prompt: Any) -> str | None:
+        if reason := problem_in(prompt):
+            return reason
+        if isinstance(prompt, dict) and "prompt" in prompt:
+            parts = prompt["prompt"], prompt["completion"]
+            if None not in parts and not any(all(isinstance(part, kind) for part in parts) for kind in (str, list)):
+                return "prompt and completion are neither both text nor both messages"
+        elif self.uses_template and isinstance(messages_in(prompt), str):
+            return "the row is text, in a column of messages"
+        return problem(messages_in(prompt)) or own_problem(prompt)
+
+    def render(self, prompt: Any) -> str:
+        """The text of one row: all of it, as it is encoded."""
+        messages = messages_in(prompt)
+        if isinstance(messages, str):
+            return self.with_eos(messages)
+        return self.call_with(own_arguments(prompt)).render(messages)
+
+    def ids(self, prompt: Any) -> list[int]:
+        """The ids of one row: messages, a text, {"prompt", "completion"}, or {"messages"}; dicts may have arguments of
+        their own."""
+        return self._ids(prompt, self.answers)
+
+    def _ids(self, prompt: Any, answers: Answers | None) -> list[int]:
+        if isinstance(prompt, str):
+            return [token | int(LOSS) for token in self.tokenizer(self.with_eos(prompt))["input_ids"]]
+        if isinstance(prompt, dict) and "prompt" in prompt:
+            return self._completion(prompt["prompt"], prompt["completion"], own_arguments(prompt), answers)
+        return self._messages(messages_in(prompt), own_arguments(prompt), answers)
+
+    def compared(self, prompt: Any, found: list[int]) -> tuple[list[int], list[int]]:
+        """As in `Reference`. Where only the compiled template knows the answers, their loss is not compared."""
+        try:
+            return self.ids(prompt), found
+        except UnknownAnswersError:
+            expected, found = ([token & ~int(LOSS) for token in ids] for ids in (self._ids(prompt, None), found))
+            return expected, found
+
+    def _completion(self, prompt: Any, completion: Any, own: Mapping[str, Any], answers: Answers | None) -> list[int]:
+        if isinstance(prompt, str):
+            alone = list(self.tokenizer(prompt)["input_ids"])
+            ids = list(self.tokenizer(prompt + self.with_eos(completion))["input_ids"])
+            bits = [True] * len(ids)
+        else:
+            alone = self.call_with(own, prompt_only=True).ids(prompt)
+            marked = self._messages(prompt + completion, own, answers)
+            ids = [token & ~int(LOSS) for token in marked]
+            bits = [bool(token & int(LOSS)) or answers is None for token in marked]
+        first = 0 if self.loss_on == "all" else common_prefix(alone, ids)
+        return [token | int(LOSS) if k >= first and bits[k] else token for k, token in enumerate(ids)]
+
+    def _messages(self, messages: list[dict[str, Any]], own: Mapping[str, Any], answers: Answers | None) -> list[int]:
+        """As transformers computes `return_assistant_tokens_mask` from the answers' places in the text."""
+        call = self.call_with(own)
+        text = call.render(messages)
+        encoded = self.tokenizer(text, add_special_tokens=False)
+        ids = list(encoded["input_ids"])
+        if answers is None:
+            return [token | int(LOSS) for token in ids] if self.loss_on == "all" else ids
+        for start, end in answers.with_call(call).of_text(messages, text):
+            first, last = encoded.char_to_token(start), encoded.char_to_token(end - 1)
+            if first is None:
+                break
+            for at in range(first, last + 1 if last else len(ids)):
+                ids[at] |= int(LOSS)
+        return ids
+
+    def fingerprint(self) -> str:
+        return f"{super().fingerprint()} loss on {self.loss_on}"
+
+
+def messages_in(row: Any) -> Any:
+    """What a row consists of: its messages or its text, with the completion if it has one; None if a part is null."""
+    if not isinstance(row, dict):
+        return row
+    if "messages" in row:
+        return row["messages"]
+    prompt, completion = row["prompt"], row["completion"]
+    return None if prompt is None or completion is None else prompt + completion

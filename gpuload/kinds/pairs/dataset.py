@@ -1,0 +1,250 @@
+"""PairDataset: preference data, as TRL's trainers take it."""
+
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property, partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from gpuload.core.arrays import Ragged
+from gpuload.core.errors import OptionError
+from gpuload.core.lazy import LazyDict
+from gpuload.core.options import Objective, Padding, Trainer, Truncation
+from gpuload.dataset.arrow import lists, row_reader
+from gpuload.dataset.loader import PromptLoader
+from gpuload.dataset.trainer_columns import CHATS, PAIRS, arrays, check_columns, fields
+from gpuload.dataset.training_rows import TrainingDataset
+from gpuload.kinds.chats.formats import LABELS
+from gpuload.kinds.pairs.batches import PairBatches, RowSlices
+from gpuload.kinds.pairs.formats import MARGIN
+from gpuload.kinds.pairs.parts import CHOSEN, COMPLETION, REJECTED, appended, selected, sequence, split
+from gpuload.kinds.pairs.store import part_sizes
+
+Numbers = np.ndarray[Any, Any]
+
+
+class PairDataset(TrainingDataset):
+    """Tokenized preference data, and the other columns of its files. Made by `gpuload.load_pairs`.
+
+    A map-style `torch.utils.data.Dataset`. A row is a dict of what TRL's trainer for its objective takes, lists of int:
+
+    - `"dpo"`: `prompt_ids`, `chosen_ids` and `rejected_ids`.
+    - `"rm"`: `chosen_ids` and `rejected_ids`, whole sequences; `margin`, if the files have it.
+    - `"kto"`: `prompt_ids`, `completion_ids`, `label` (a bool), and `KL_completion_ids`: the completion of another row.
+
+    And every other column of the files, as Python objects. Rows are not truncated. `batch` and `loader` give tensors
+    `(B, L)` on the load's device, truncated and padded on the right.
+
+    Attributes:
+        report: What the load did; `print` it.
+        options: The options of the load.
+        objective: What the rows are for.
+        kl_batch_size: Rows of a group in which `KL_completion_ids` are exchanged.
+        pad_token_id: The token that rows are padded with.
+        passed_through: The other columns, one table per file schema.
+    """
+
+    _padded: PairBatches
+
+    def __init__(
+        self, *made: Any, objective: Objective, kl_batch_size: int, labels: np.ndarray[Any, Any] | None = None
+    ):
+        super().__init__(*made)
+        self._sizes = part_sizes(self._store)
+        self._lengths = self._sizes.longer
+        self.objective, self.kl_batch_size = objective, kl_batch_size
+        self._given_labels = labels
+
+    def __repr__(self) -> str:
+        columns = "".join(f", {name}" for name in self.passed_through.names)
+        tokens = int(self._sizes.all.sum())
+        return f"PairDataset({len(self):,} rows for {self.objective}, {tokens:,} tokens{columns})"
+
+    @property
+    def tokens(self) -> Ragged:
+        """The ids of all rows, without padding and not truncated: `values`, int32, and `offsets`, int64 `(n + 1,)`.
+
+        A pair is what both sequences begin with, then the rest of the chosen and the rest of the rejected one.
+        """
+        return split(self._store.to_host())[0]
+
+    @property
+    def parts(self) -> Ragged:
+        """The same ids with the bits of their parts, see `gpuload.kinds.pairs.parts`."""
+        return self._store.to_host()
+
+    @cached_property
+    def labels(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """(n,) bool, whether the completion of each row is desirable, for `"kto"`."""
+        if self._given_labels is not None:
+            return self._given_labels
+        name = next(name for name in LABELS if name in self.passed_through.names)
+        return np.array(self.take([name])[name], bool)
+
+    def _lists(self, numbers: Numbers) -> dict[str, list[Any]]:
+        made: dict[str, list[Any]] = {name: ids.to_lists() for name, ids in self._ids(numbers).items()}
+        return made | {"label": self.labels[numbers].tolist()} if self.objective == "kto" else made
+
+    def batch(self, rows: Sequence[int] | Numbers, padding: Padding = "longest") -> LazyDict:
+        """Return a batch of B rows.
+
+        Args:
+            rows: Row numbers `(B,)`; negative numbers count from the end.
+            padding: Width L of the tensors: `"longest"` for the longest sequence of the batch, `"max_length"` for
+                `max_length`.
+
+        Returns:
+            A mapping with the tensors of TRL's data collator for this objective, int64 and padded on the right, and an
+            object array `(B,)` for each other column, made when it is first read:
+
+            - `"dpo"`: `input_ids`, `attention_mask` and `completion_mask`, `(2B, L)`, the chosen sequences first.
+            - `"rm"`: `input_ids` and `attention_mask`, `(2B, L)`; `margin`, float32 `(B,)`, if the files have it.
+            - `"kto"`: `input_ids`, `attention_mask`, `completion_mask` `(B, L)`; the same with the prefix `KL_` for the
+                prompts with the completions of other rows; `label`, bool `(B,)`.
+
+        Raises:
+            IndexError: A row number is out of range.
+        """
+        return super().batch(rows, padding)
+
+    def loader(self, batch_size: int, **settings: Any) -> PromptLoader:
+        """Return an iterable over batches, with a state that can be saved and restored.
+
+        Args:
+            batch_size: Rows per batch.
+            **settings: `shuffle`, `seed`, `rank`, `world_size`, `drop_last` and `padding`; see `PromptLoader`.
+                `shuffle` and `seed` default to those given to `load_pairs`, and `padding` to `"longest"`.
+
+        Returns:
+            The loader.
+
+        Raises:
+            OptionError: A value is invalid, or `drop_last` leaves no batch.
+        """
+        return super().loader(batch_size, **{"padding": "longest"} | settings)
+
+    def to_arrow(self, *, columns: Sequence[str] | None = None, trainer: Trainer = "trl") -> pa.RecordBatchReader:
+        """Return all rows as Arrow record batches, which are made one after the other.
+
+        Args:
+            columns: Which other columns of the files to add; None for all. `margin` is always added for `"rm"`.
+            trainer: Whose columns the rows have: `"trl"`, or for `"dpo"` also `"llamafactory"`.
+
+        Returns:
+            The batches. For `"trl"`: the lists of a row, as lists of int32, `label` for `"kto"`, and the other columns.
+            For `"llamafactory"`: `input_ids` (int32), `attention_mask` (int8) and `labels` (int32) of both sequences,
+            truncated as in batches, with the prefixes `chosen_` and `rejected_`; `images`, `videos` and `audios`, which
+            are null; and no other columns.
+
+        Raises:
+            OptionError: A column does not exist.
+            DataError: Files have other types in a column, and no type has all of its values.
+        """
+        check_columns(trainer, PAIRS, columns)
+        if trainer == "llamafactory":
+            return self._for_llamafactory()
+        own = [pa.field(name, pa.list_(pa.int32())) for name in self._ids(np.zeros(0, np.int64))]
+        if self.objective == "kto":
+            own.append(pa.field("label", pa.bool_()))
+        if columns is not None and self.objective == "rm" and MARGIN in self.passed_through.names:
+            columns = list(dict.fromkeys([*columns, MARGIN]))
+
+        def make(numbers: Numbers) -> list[pa.Array]:
+            made = [lists(ids.values, ids.offsets) for ids in self._ids(numbers).values()]
+            return [*made, pa.array(self.labels[numbers])] if self.objective == "kto" else made
+
+        return row_reader(self._sizes.all, own, make, self.passed_through, columns)
+
+    def _for_llamafactory(self) -> pa.RecordBatchReader:
+        if self.objective != "dpo":
+            raise OptionError(
+                f"trainer='llamafactory' is for objective='dpo', not {self.objective!r}; its reward models are trained "
+                "on the same rows"
+            )
+        names = CHATS["llamafactory"]
+        own = [*fields(names, "chosen_"), *fields(names, "rejected_")]
+        own += [pa.field(name, pa.null()) for name in ("images", "videos", "audios")]
+
+        def make(numbers: Numbers) -> list[pa.Array]:
+            made: list[pa.Array] = []
+            for rows in self._truncated(numbers).values():
+                made += arrays(names, *split(rows), rows.offsets)
+            return [*made, *[pa.nulls(len(numbers))] * 3]
+
+        return row_reader(self._sizes.all, own, make, self.passed_through, [])
+
+    def _ids(self, numbers: Numbers) -> dict[str, Ragged]:
+        """The ids of B rows, by their names in a row."""
+        found: dict[str, Ragged] = {}
+        for name, each in self._sequences(numbers).items():
+            ids, completion = split(each)
+            if self.objective == "rm":
+                found[f"{name}_ids"] = ids
+            else:
+                if "prompt_ids" not in found:
+                    found["prompt_ids"] = selected(ids, ~completion.values)
+                found[f"{name}_ids"] = selected(ids, completion.values)
+        return found
+
+    def _sequences(self, numbers: Numbers) -> dict[str, Ragged]:
+        """The two sequences of each of B rows, with the bit of completions; or one for "kto", and the completions of
+        other rows."""
+        rows = self._store.take(numbers)
+        if self.objective != "kto":
+            return {"chosen": sequence(rows, REJECTED), "rejected": sequence(rows, CHOSEN)}
+        others = self._store.take(self._partners(numbers))
+        prompts = selected(rows, (rows.values & COMPLETION) == 0)
+        mismatched = appended(prompts, selected(others, (others.values & COMPLETION) != 0))
+        return {"completion": rows, "KL_completion": mismatched}
+
+    def _truncated(self, numbers: Numbers) -> dict[str, Ragged]:
+        """The sequences of B rows, of at most `max_length` tokens."""
+        # Completions of other rows are never dropped for their length: TRL truncates them at their end.
+        side: Truncation = "left" if self.options.truncation == "left" else "right"
+        limit = self.options.max_prompt_length
+        return {name: rows.truncate(limit, side) for name, rows in self._sequences(numbers).items()}
+
+    def _partners(self, numbers: Numbers) -> Numbers:
+        """(B,) rows whose completions other rows have as `KL_completion_ids`: the row before in its group of
+        `kl_batch_size` consecutive rows, and for the first row of a group its last one."""
+        first = numbers - numbers % self.kl_batch_size
+        last = np.minimum(first + self.kl_batch_size, len(self)) - 1
+        return np.where(numbers == first, last, numbers - 1)
+
+    def _slices(self, numbers: Numbers) -> dict[str, RowSlices]:
+        """Where the sequences that `_sequences` returns are in the store."""
+        sizes = self._sizes
+        all_ids = sizes.all[numbers]
+        if self.objective != "kto":
+            end = all_ids - sizes.rejected[numbers]
+            shared = end - sizes.chosen[numbers]
+            whole = RowSlices(numbers, end, numbers, all_ids, end)
+            return {"chosen": whole, "rejected": RowSlices(numbers, shared, numbers, end, shared + all_ids - end)}
+        prompt, others = all_ids - sizes.completion[numbers], self._partners(numbers)
+        learned = sizes.completion[others]
+        mismatched = RowSlices(numbers, prompt, others, sizes.all[others] - learned, prompt + learned)
+        return {"completion": RowSlices(numbers, all_ids, numbers, all_ids, all_ids), "KL_completion": mismatched}
+
+    def _taken(self, numbers: Numbers, padding: Padding) -> dict[str, torch.Tensor | Callable[[], list[Any]]]:
+        columns = {name: cache(partial(self._column, name, numbers)) for name in self.passed_through.names}
+        limit, slices = self.options.max_prompt_length, self._slices(numbers)
+        sequences = cache(partial(self._truncated, numbers))
+
+        def padded(*names: str) -> dict[str, torch.Tensor]:
+            these = RowSlices.concatenate([slices[name] for name in names])
+            width = limit if padding == "max_length" else min(limit, int(these.length.max(initial=0)))
+            return self._padded.padded(these, lambda: Ragged.concatenate([sequences()[name] for name in names]), width)
+
+        if self.objective == "kto":
+            tensors = padded("completion") | {f"KL_{name}": each for name, each in padded("KL_completion").items()}
+            tensors["label"] = torch.from_numpy(self.labels[numbers]).to(tensors["input_ids"].device)
+            return {**columns, **tensors}
+        tensors = padded("chosen", "rejected")
+        if self.objective == "rm":
+            del tensors["completion_mask"]
+            if MARGIN in columns:
+                device = tensors["input_ids"].device
+                tensors[MARGIN] = torch.tensor(columns[MARGIN](), dtype=torch.float32, device=device)
+        return {**columns, **tensors}

@@ -1,0 +1,105 @@
+"""What the texts of one row have in common, encoded once.
+
+A prompt is encoded alone, with the chosen and with the rejected completion. These texts begin with the same bytes, and
+may be cut in front of a special token among them: tokenizers searches a text for added tokens before anything else, and
+normalizes, splits and merges what is between two of them by itself. So the ids of the text are those of the two parts,
+if the token is found at this place in the whole text and at the beginning of the second part. That is so for tokens
+
+1. that are searched for in the text as it is (`normalized=False`) and wherever they stand (not `single_word`),
+2. that take no white space from the text before (not `lstrip`), nor lose their own to a token before (`rstrip`),
+3. that no other such token can take the place of: no match that begins earlier can contain their beginning, and no
+   longer token that begins with them needs to be a single word.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from gpuload.core.arrays import Ragged
+from gpuload.engines.host.encode import needs_itself
+from gpuload.engines.host.texts import gather
+from gpuload.reference.reference import Reference
+
+
+def cutting_tokens(reference: Reference, texts: Sequence[str]) -> tuple[bytes, ...]:
+    """The tokens in front of which texts may be cut; none if only the tokenizer object itself can encode.
+
+    Args:
+        texts: some of those to be cut: only tokens that they have are looked at, because there may be thousands.
+    """
+    backend = reference.backend
+    if backend is None or needs_itself(reference) or reference.sanitizes:
+        return ()
+    tokens = [token for token in backend.get_added_tokens_decoder().values() if not token.normalized]
+    return tuple(
+        token.content.encode()
+        for token in tokens
+        if any(token.content in text for text in texts)
+        and not (token.single_word or token.lstrip or token.rstrip or token.content[:1].isspace())
+        and not any(_displaces(other, token.content) for other in tokens)
+    )
+
+
+def _displaces(other: Any, token: str) -> bool:
+    """Whether a text may have `token` somewhere without its being found there, because of another added token."""
+    text: str = other.content
+    if other.single_word and text.startswith(token):
+        return True
+    beginnings = (token[:k] for k in range(1, min(len(token), len(text))))
+    return token in text[1:] or any(map(text.endswith, beginnings))
+
+
+def cut(columns: Sequence[pa.LargeStringArray], tokens: Sequence[bytes]) -> pa.LargeStringArray:
+    """Cuts the texts of each row at the last place in what they all begin with where that is allowed.
+
+    Args:
+        columns: k columns of n texts, none of them null.
+        tokens: in front of which texts may be cut.
+
+    Returns:
+        (n * (k + 1),) texts: the beginnings that the rows' texts share, then the rest of each column's texts.
+    """
+    data = [np.frombuffer(column.buffers()[2] or b"", np.uint8) for column in columns]
+    bounds = [np.frombuffer(column.buffers()[1], np.int64)[column.offset :][: len(column) + 1] for column in columns]
+    size = np.zeros(len(columns[0]), np.int64)  # bytes before each row's cut
+    if tokens:
+        first, *others = (each.tobytes() for each in data)
+        starts = [each.tolist() for each in bounds]
+        for row, low in enumerate(starts[0][:-1]):
+            texts = [first[low : starts[0][row + 1]]]
+            texts += [each[at[row] : at[row + 1]] for each, at in zip(others, starts[1:], strict=True)]
+            end = low + _common(texts)
+            size[row] = max(max(first.rfind(token, low, end) for token in tokens) - low, 0)
+    base = np.cumsum([0, *map(len, data)])[:-1]
+    start = [bounds[0][:-1]] + [each[:-1] + size + at for each, at in zip(bounds, base, strict=True)]
+    stop = [bounds[0][:-1] + size] + [each[1:] + at for each, at in zip(bounds, base, strict=True)]
+    count = len(size) * (len(columns) + 1)
+    offsets, made = gather(np.concatenate(data), np.concatenate(start), np.concatenate(stop), np.arange(count))
+    return pa.LargeStringArray.from_buffers(count, pa.py_buffer(offsets), pa.py_buffer(made))
+
+
+def _common(texts: Sequence[bytes]) -> int:
+    """How many bytes some texts begin with in common."""
+    shortest = min(texts, key=len)
+    if all(text.startswith(shortest) for text in texts):  # nearly all of them, if there is a prompt
+        return len(shortest)
+    size = len(shortest)
+    first, *others = (np.frombuffer(text, np.uint8) for text in texts)
+    for other in others:
+        differ = first[:size] != other[:size]
+        if size and differ[at := int(differ.argmax())]:
+            size = at
+    return size
+
+
+def divided(ids: Ragged, parts: int) -> list[Ragged]:
+    """The rows of columns that were encoded as one.
+
+    Args:
+        ids: n * parts rows.
+    """
+    count = len(ids) // parts
+    offsets = [ids.offsets[part * count : (part + 1) * count + 1] for part in range(parts)]
+    return [Ragged(ids.values[each[0] : each[-1]], each - each[0]) for each in offsets]

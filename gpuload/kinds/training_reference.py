@@ -1,0 +1,117 @@
+"""The tokenizer of a load of whole conversations: what SFT and preference data have in common.
+
+As TRL prepares both: the ids of `apply_chat_template` for messages, and those of the tokenizer's call, which adds its
+special tokens, for texts; an EOS token follows a text that does not end with it.
+"""
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from gpuload.core.errors import TokenizerError
+from gpuload.reference.reference import Reference
+from gpuload.reference.template_call import RESERVED, TemplateCall
+
+TOOLS, KWARGS = "tools", "chat_template_kwargs"
+"""Columns with arguments of `apply_chat_template` for each row. Tools may be JSON text."""
+
+
+class TrainingReference(Reference):
+    """As `Reference`, for conversations that end with an answer.
+
+    Args:
+        tokenizer, **settings: as for `Reference`.
+    """
+
+    def __init__(self, tokenizer: Any, **settings: Any):
+        super().__init__(tokenizer, **settings)
+        self.call = replace(self.call, add_generation_prompt=False)
+
+    @property
+    def prompting(self) -> TemplateCall:
+        """How the prompt of a completion is rendered alone."""
+        return replace(self.call, add_generation_prompt=True)
+
+    @cached_property
+    def added(self) -> tuple[list[int], list[int]]:
+        """The special tokens that the tokenizer's call adds before and after a text."""
+        plain, whole = self.encode("x"), list(self.tokenizer("x")["input_ids"])
+        first = next(k for k in range(len(whole)) if whole[k : k + len(plain)] == plain)
+        return whole[:first], whole[first + len(plain) :]
+
+    @cached_property
+    def content_of_calls(self) -> str | None:
+        """The content of an assistant's message that consists of calls: null, as most templates expect it, or the empty
+        text for a template that fails without a text, or prints null as one."""
+        return "" if self.uses_template and _needs_text(self.call) else None
+
+    @property
+    def eos(self) -> str:
+        """The text of the token that ends a text.
+
+        Raises:
+            TokenizerError: the tokenizer has none.
+        """
+        if self.tokenizer.eos_token is None:
+            raise TokenizerError(
+                f"tokenizer {self.name} has no eos token, which ends texts and completions: set tokenizer.eos_token"
+            )
+        return str(self.tokenizer.eos_token)
+
+    def with_eos(self, text: str) -> str:
+        return text if text.endswith(self.eos) else text + self.eos
+
+    def call_with(self, own: Mapping[str, Any], prompt_only: bool = False) -> TemplateCall:
+        """How a row is rendered that has arguments of its own; or its prompt alone."""
+        call = self.prompting if prompt_only else self.call
+        if not own:
+            return call
+        kwargs = {name: value for name, value in own.items() if name != TOOLS}
+        return replace(call, tools=own.get(TOOLS, call.tools), kwargs={**call.kwargs, **kwargs})
+
+
+def own_arguments(row: Any) -> dict[str, Any]:
+    """The arguments of `apply_chat_template` that only this row has."""
+    if not isinstance(row, dict):
+        return {}
+    tools = {TOOLS: row[TOOLS]} if row.get(TOOLS) else {}
+    return tools | (row.get(KWARGS) or {})
+
+
+def own_problem(row: Any) -> str | None:
+    """Why a row cannot be rendered with its own arguments; None if it can."""
+    own = row.get(KWARGS) if isinstance(row, dict) else None
+    if own is not None and not isinstance(own, dict):
+        return f"chat_template_kwargs is {type(own).__name__}, not an object"
+    taken = [name for name in RESERVED if name != TOOLS and name in (own or ())]
+    return f"chat_template_kwargs has {', '.join(taken)}, which gpuload sets" if taken else None
+
+
+def common_prefix(ids: list[int], others: list[int]) -> int:
+    """How many leading ids two rows have in common."""
+    differing = (k for k, (one, other) in enumerate(zip(ids, others, strict=False)) if one != other)
+    return next(differing, min(len(ids), len(others)))
+
+
+def _needs_text(call: TemplateCall) -> bool:
+    """Whether a template needs a text as the content of an assistant's message with calls."""
+    value = secrets.token_hex(8)  # not in the list of tools: only a template that writes calls prints it
+    function = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {"x": value}}}]
+
+    def text(content: str | None, tools: Any, more: list[Any]) -> str | None:
+        messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": content, "tool_calls": calls}]
+        try:
+            return replace(call, tools=tools).render(messages + more)
+        except Exception:
+            return None
+
+    answered = [{"role": "tool", "content": "r"}, {"role": "assistant", "content": "a"}]
+    for tools in (call.tools, [{"type": "function", "function": function}]):
+        for count in range(len(answered) + 1):
+            null, empty, named = (text(content, tools, answered[:count]) for content in (None, "", "None"))
+            if empty is not None and (value in empty if null is None else null == named != empty):
+                return True
+    return False

@@ -1,0 +1,116 @@
+"""Which rows of a batch are kept, and which of their columns."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from gpuload.core.arrays import Array, array_module, on_host
+from gpuload.core.errors import DataError
+from gpuload.core.options import Options
+from gpuload.dataset.report import Report
+from gpuload.engines.host.sanitize import without_marks
+from gpuload.pipeline.stream import Batch
+from gpuload.sources.columns import invalid_rows
+
+Mask = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+def filter_rows(
+    batch: Batch,
+    lengths: Array,
+    source: str,
+    report: Report,
+    options: Options,
+    keep_rejected: bool = False,
+    unusable: Mapping[int, str] = MappingProxyType({}),
+) -> Mask:
+    """Drops rows without tokens, and rows with too many of them, as verl does; counts both in the report.
+
+    Args:
+        batch: n rows with tokens.
+        lengths: (n,) those to which the limit applies, in the memory of the ids.
+        source: the name of their file.
+        report: also says what the limit is and whether overlong rows are dropped.
+        options: `prompt_key` is the column with the prompts; `strict` raises an error for the first row that was
+            rejected.
+        keep_rejected: keep rows that could not be rendered, without tokens.
+        unusable: row → why it is of no use although it has tokens.
+
+    Returns:
+        (n,) bool, the rows to keep.
+
+    Raises:
+        DataError: with `strict`, a row was rejected.
+    """
+    tokens = batch.tokens
+    assert tokens is not None
+    if batch.invalid is None:
+        batch.invalid = invalid_rows(_without(batch.table, options.prompt_key))
+    rejected = {**unusable, **tokens.rejected, **batch.invalid}
+    keep = np.ones(len(batch.rows), bool)
+    for row, reason in sorted(rejected.items()):
+        place = f"{source} row {batch.rows[row]}"
+        if options.strict:
+            raise DataError(f"{place}: {reason}. With strict=False, such rows are dropped and counted")
+        report.reject(place, reason)
+        keep[row] = False
+    # Compared in the engine's memory: one byte per row comes to the host.
+    overlong = keep & on_host(lengths > report.max_prompt_length)
+    report.rows_read += len(keep)
+    report.rows_compiled += tokens.compiled_rows
+    report.reference_seconds += tokens.reference_seconds
+    report.rows_fallback += tokens.fallback_rows
+    report.control_rows += tokens.control_rows
+    for why, count in tokens.reasons.items():
+        report.by_reference[why] = report.by_reference.get(why, 0) + count
+    report.text_bytes += tokens.text_nbytes
+    report.overlong += int(overlong.sum())
+    if keep.any():
+        shortest = int(lengths[array_module(lengths).asarray(keep)].min())
+        report.shortest = min(report.shortest, shortest) if report.shortest else shortest
+    if report.overlong_dropped:
+        keep &= ~overlong
+    if keep_rejected:
+        keep[list(tokens.rejected)] = True
+    return keep
+
+
+def kept_columns(batch: Batch, keep: Mask, options: Options, sanitized: bool) -> pa.Table:
+    """The pass-through columns of the kept rows.
+
+    Args:
+        keep: (n,) bool, which rows.
+        options: `prompt_key` is the column with the prompts, which is not passed through; `return_raw_chat` adds it as
+            `raw_prompt`, and `return_full_prompt` the rendered text as `full_prompts`.
+        sanitized: control tokens in the rendered text are marked, which is for the encoder only.
+    """
+    table = _without(batch.table, options.prompt_key)
+    if options.return_raw_chat:
+        table = _with_column(table, "raw_prompt", batch.table.column(options.prompt_key))
+    if options.return_full_prompt:
+        assert batch.text is not None  # the token cache has no texts, so it is not used with this option
+        text = batch.text.text
+        table = _with_column(table, "full_prompts", without_marks(text) if sanitized else text)
+    return table if keep.all() else table.filter(pa.array(keep))
+
+
+def all_dropped(report: Report) -> str:
+    """The message for a load that kept no row, with the reasons."""
+    lines = [f"all {report.rows_read:,} rows were dropped"]
+    if report.overlong:
+        lines.append(
+            f"  overlong   {report.overlong:,} rows exceed {report.limit_name}={report.max_prompt_length}; the "
+            f"shortest has {report.shortest} tokens: raise {report.limit_name}"
+        )
+    return "\n".join(lines + ([report.reasons()] if report.rejected else []))
+
+
+def _with_column(table: pa.Table, name: str, column: Any) -> pa.Table:
+    return _without(table, name).append_column(name, column)
+
+
+def _without(table: pa.Table, name: str) -> pa.Table:
+    return table.drop_columns([name]) if name in table.schema.names else table

@@ -1,0 +1,162 @@
+"""The rows that a load keeps.
+
+In memory, their ids are where the engine keeps them, and their columns are Arrow tables. `keep_on_disk.py`
+keeps them on disk.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from threading import Lock
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from gpuload.cache.store import TokenCache
+from gpuload.core.arrays import RowNumbers
+from gpuload.core.errors import StoreError
+from gpuload.core.options import Options
+from gpuload.dataset.report import Report
+from gpuload.engines.protocol import Engine, TokenStore
+from gpuload.pipeline.filter import Mask, kept_columns
+from gpuload.pipeline.keep_on_disk import OnDisk, choose_disk
+from gpuload.pipeline.ranks import KeptRows, Ranks
+from gpuload.pipeline.stream import Batch, Parts
+from gpuload.reference.reference import Reference
+from gpuload.reference.volatile import Clock
+from gpuload.sources.columns import Columns, drained
+from gpuload.sources.read import Source
+
+
+class Keeper(Protocol):
+    """Collects the rows of a load.
+
+    Attributes:
+        cache: has the ids of earlier loads.
+    """
+
+    cache: TokenCache
+
+    def __len__(self) -> int:
+        """How many rows there are so far."""
+
+    def open(self, number: int) -> Parts:
+        """The rows of a source in order, with prompts, or with ids from an earlier load."""
+
+    def add(self, batch: Batch, keep: Mask, numbers: RowNumbers) -> None:
+        """Adds rows.
+
+        Args:
+            batch: n rows with tokens.
+            keep: (n,) bool, those to keep.
+            numbers: (n,) int64, their numbers over all sources.
+        """
+
+    def complete(self, trusted: bool) -> None:
+        """Caches the ids of sources that were read as a whole.
+
+        Args:
+            trusted: no row differed from the tokenizer.
+
+        Raises:
+            SourceError: the prompts of a file have changed since the load began.
+        """
+
+    def numbers(self) -> RowNumbers:
+        """The numbers of all rows that were added."""
+
+    def finish(self, order: RowNumbers | None) -> tuple[TokenStore, Columns]:
+        """The ids and columns of all rows, in the given order; None for the order in which they were added."""
+
+    def discard(self) -> None:
+        """Removes unfinished files, however the load ended."""
+
+
+class InMemory:
+    """A `Keeper` in memory.
+
+    Args:
+        sources: of the load.
+        engine: keeps the ids.
+        cache: see `Keeper`.
+        options: of the load.
+        sanitized: see `kept_columns`.
+    """
+
+    def __init__(self, sources: Sequence[Source], engine: Engine, cache: TokenCache, options: Options, sanitized: bool):
+        self._sources, self._engine, self.cache = sources, engine, cache
+        self._options, self._sanitized = options, sanitized
+        self._ids: list[TokenStore] = []
+        self._tables: list[pa.Table] = []
+        self._numbers: list[RowNumbers] = []
+        self._finding = Lock()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._ids))
+
+    def open(self, number: int) -> Parts:
+        source = self._sources[number]
+        with self._finding:  # several sources are opened at once
+            entry = self.cache.find(source)
+        return (entry or self._engine).read(source, self._options.prompt_key, self._options.return_raw_chat)
+
+    def add(self, batch: Batch, keep: Mask, numbers: RowNumbers) -> None:
+        assert batch.tokens is not None
+        if batch.text is not None:
+            number = batch.source
+            self.cache.write(number, self._sources[number], batch.rows, batch.tokens, batch.compared)
+        self._tables.append(kept_columns(batch, keep, self._options, self._sanitized))
+        self._ids.append(self._engine.keep(batch.tokens.ids, None if keep.all() else np.flatnonzero(keep)))
+        self._numbers.append(numbers[keep])
+
+    def complete(self, trusted: bool) -> None:
+        self.cache.finish(self._sources, trusted)
+
+    def numbers(self) -> RowNumbers:
+        return np.concatenate([np.zeros(0, np.int64), *self._numbers])
+
+    def exchange(self, ranks: Ranks, report: Report) -> Report:
+        """Adds the rows of the other ranks, and returns the report of all of them."""
+        own = KeptRows(self._ids, self._tables, self.numbers(), report)
+        self._ids, self._tables, numbers, report = ranks.exchange(own, partial(self._engine.keep, rows=None))
+        self._numbers = [numbers]
+        return report
+
+    def finish(self, order: RowNumbers | None) -> tuple[TokenStore, Columns]:
+        return self._engine.store(self._ids, order), Columns(drained(self._tables), order)
+
+    def discard(self) -> None:
+        self.cache.discard()
+
+
+def choose_keeper(
+    sources: Sequence[Source],
+    wanted: RowNumbers | None,
+    engine: Engine,
+    reference: Reference,
+    clock: Clock | None,
+    options: Options,
+    report: Report,
+) -> InMemory | OnDisk:
+    """What collects the rows: in memory, or on disk.
+
+    Args:
+        sources: of the load.
+        wanted: the rows to read, numbered over all sources; None for all.
+        engine, reference, clock, options: see `Keeper` and `TokenCache`.
+        report: gets a note where the rows are on disk.
+
+    Raises:
+        StoreError: a store on disk is asked for, and there is too little space for it.
+    """
+    if choose_disk(options, sources, wanted):
+        try:
+            cache = TokenCache(options, reference, clock, in_place=True)
+            kept = OnDisk(sources, engine, cache, options, report.sanitized, wanted)
+            report.notes.append(f"ids and columns are on disk, in {kept.directory}")
+            return kept
+        except StoreError as error:
+            if options.store != "auto":
+                raise
+            report.notes.append(f"ids and columns are in memory, although they may take most of it: {error}")
+    return InMemory(sources, engine, TokenCache(options, reference, clock), options, report.sanitized)

@@ -1,0 +1,134 @@
+"""The shapes of rows, for verification: a fast path may be wrong for few rows only because they look otherwise.
+
+The *shape* of a row is the sequence of its messages' forms. The *form* of a message is its role and which fields it
+has: text, an empty list, or anything else. Both are found in what was read, before anything is made of it, and by
+column: as numbers that are equal for equal shapes, in all batches of a load.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from gpuload.core.arrays import on_host
+from gpuload.engines.conversations import EMPTY, NULL, OTHER, TEXTS, Conversations, from_arrow
+from gpuload.engines.host.texts import HostTexts, Ints
+from gpuload.engines.protocol import ArrowPrompts, Prompts
+from gpuload.sources.columns import to_python
+from gpuload.sources.types import JSON_TYPE, is_messages
+
+
+class Shapes(NamedTuple):
+    """The shapes of n rows.
+
+    Attributes:
+        shapes: (n,) int64, a number for each row's shape.
+        forms: (k,) int64, a number for each form of a message that is in them.
+        rows: (k,) int64, the first row with this form.
+    """
+
+    shapes: Ints
+    forms: Ints
+    rows: Ints
+
+
+def shapes_of(prompts: Prompts) -> Shapes:
+    """The shapes of all rows. On a device, numbers of rows and of forms come to the host, and no text but roles."""
+    if isinstance(prompts, Conversations):
+        with prompts.ops.current():
+            return _of_conversations(prompts)
+    assert isinstance(prompts, ArrowPrompts)
+    return _of_column(prompts.column)
+
+
+def _of_column(column: pa.Array) -> Shapes:
+    kind = column.type
+    if kind == JSON_TYPE:
+        return _of_values(to_python(column))
+    if pa.types.is_dictionary(kind) and not pa.types.is_nested(kind.value_type):
+        return _plain(column)
+    if pa.types.is_dictionary(kind):
+        return _of_column(column.dictionary_decode())
+    if is_messages(kind) and "role" in [field.name for field in kind.value_type]:
+        return _of_conversations(from_arrow(HostTexts(), column))
+    if pa.types.is_struct(kind):
+        parts = [(field.name, _of_column(child)) for field, child in zip(kind, column.flatten(), strict=True)]
+        shapes = sum((part.shapes * _number(name) for name, part in parts), np.zeros(len(column), np.int64))
+        forms, rows = (np.concatenate([part[k] for _, part in parts]) for k in (1, 2))
+        return Shapes(shapes, *_first(forms, rows))
+    return _plain(column)
+
+
+def _plain(column: pa.Array) -> Shapes:
+    """A column whose values have one form: text, numbers, lists of other things than messages."""
+    nothing = np.zeros(0, np.int64)
+    return Shapes(np.asarray(column.is_valid()).astype(np.int64), nothing, nothing)
+
+
+def _of_conversations(column: Conversations) -> Shapes:
+    ops, xp = column.ops, column.ops.xp
+    code = xp.where(column.present, 1, 0)
+    for one in column.fields:
+        if one.name == "role" and one.texts is not None and len(one.kind):
+            example, role, _ = ops.distinct(one.texts)
+            names = ops.bytes_at(one.texts, on_host(example).tolist())
+            numbers = xp.asarray(np.array([_number(name) for name in names], np.int64))
+            code = code + xp.where(one.kind == TEXTS, numbers[role], 0)
+        else:
+            code = code + one.kind * _number(one.name)  # a field that is null is as good as absent
+    code = code.astype(np.int64, copy=False)
+    shapes = on_host(xp.where(column.valid, ops.shape_hashes(column.first, column.count, code), 0))
+    forms, message = xp.unique(code, return_index=True)
+    # The row of a message is the last one that begins at or before it; after `take`, not every message is in a row.
+    rows = xp.searchsorted(column.first, message, side="right") - 1
+    inside = (rows >= 0) & (message < column.first[rows] + column.count[rows])
+    return Shapes(shapes, on_host(forms[inside]).astype(np.int64), on_host(rows[inside]).astype(np.int64))
+
+
+def _of_values(values: list[Any]) -> Shapes:
+    """The same for rows as Python objects."""
+    shapes, forms, rows = np.zeros(len(values), np.int64), [], []
+    for row, value in enumerate(values):
+        parts = list(_forms(value))
+        shapes[row] = hash(tuple(parts))
+        forms += list(map(hash, parts))
+        rows += [row] * len(parts)
+    return Shapes(shapes, *_first(np.array(forms, np.int64), np.array(rows, np.int64)))
+
+
+def _forms(value: Any, name: str = "") -> Iterator[tuple[Any, ...]]:
+    """The forms of the messages of one row, or of a part of it, with the part's name."""
+    if isinstance(value, list):
+        for message in value:
+            fields = sorted(message.items()) if isinstance(message, dict) else []
+            present = [(key, _kind(of)) for key, of in fields if key != "role" and of is not None]
+            role = message.get("role") if isinstance(message, dict) else _kind(message)
+            yield (name, role if isinstance(role, str) else _kind(role), *present)
+    elif isinstance(value, dict):
+        for key, of in value.items():
+            yield from _forms(of, key)
+    else:
+        yield (name, _kind(value))
+
+
+def _kind(value: Any) -> int:
+    if value is None:
+        return NULL
+    return TEXTS if isinstance(value, str) else EMPTY if value == [] else OTHER
+
+
+def _first(forms: Ints, rows: Ints) -> tuple[Ints, Ints]:
+    """Each form once, with the first of its rows."""
+    order = np.argsort(rows, kind="stable")
+    found, at = np.unique(forms[order], return_index=True)
+    return found, rows[order][at]
+
+
+@lru_cache(1024)
+def _number(name: str | bytes) -> int:
+    """A number for the name of a role or of a field: odd, so that no two values of a field have the same product."""
+    raw = name if isinstance(name, bytes) else name.encode(errors="backslashreplace")
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big", signed=True) | 1

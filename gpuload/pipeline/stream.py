@@ -1,0 +1,273 @@
+"""The batches of a load: read, then passed from stage to stage, in order.
+
+    read          several files at once, where that is safe
+    ahead         runs a generator in a thread of its own, one batch ahead of its consumer
+    one_by_one    stages with a thread each, one batch after the other: on a device
+    side_by_side  several batches at once, each in a thread that takes it through all stages: on the host
+
+So while one batch is compared with the tokenizer, others are rendered and encoded, and the next one is read.
+"""
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import pyarrow as pa
+
+from gpuload.core.arrays import RowNumbers
+from gpuload.engines.protocol import Prompts, RenderedText, Tokenized
+from gpuload.sources.parallel import in_order
+from gpuload.sources.read import Source
+
+_MOST_THREADS = 16
+MOST_BYTES = min(pa.cpu_count(), _MOST_THREADS) << 26
+"""Columns of the batches that are rendered and encoded at once: 64 MiB per thread, unless one batch has more."""
+
+_READ_BYTES = 1 << 25  # of files that are read in advance, beyond one table per thread
+
+
+@dataclass
+class Batch:
+    """Some rows of one source, and what the stages have made of them so far.
+
+    A batch from the token cache has `tokens` from the start, and neither prompts nor text: it passes the stages that
+    render and encode unchanged.
+
+    Attributes:
+        source: number of the source.
+        rows: (n,) row numbers in that source's file.
+        table: the rows' columns, in host memory.
+        prompts: the rows' prompts, as the engine reads them.
+        text: the rendered prompts.
+        tokens: the token ids.
+        compared: how many of the rows were compared with the tokenizer.
+        invalid: row → which of its columns is not valid; None where that was not looked for yet.
+    """
+
+    source: int
+    rows: RowNumbers
+    table: pa.Table
+    prompts: Prompts | None = None
+    text: RenderedText | None = None
+    tokens: Tokenized | None = None
+    compared: int = 0
+    invalid: dict[int, str] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the columns."""
+        return int(self.table.nbytes)
+
+
+Stage = Callable[[Batch], None]
+"""What is done to a batch in place."""
+
+Parts = Iterator[tuple[pa.Table, Prompts | Tokenized]]
+"""The rows of one source in order: their columns, and their prompts or their ids."""
+
+
+def read(
+    sources: Sequence[Source],
+    open_source: Callable[[int], Parts],
+    wanted: RowNumbers | None,
+    seconds: dict[str, float],
+    several: bool = False,
+) -> Iterator[Batch]:
+    """Reads the rows of all sources, batch by batch.
+
+    Args:
+        open_source: number of a source → its rows, see `Keeper.open`.
+        wanted: which rows to read, numbered over all sources, in any order; None for all. Batches are in file order.
+        seconds: the time spent is added to its "read".
+        several: read several sources at once, each in a thread. Otherwise all are read by the calling thread.
+    """
+    bounds = np.cumsum([0] + [source.num_rows for source in sources])
+    ascending = None if wanted is None else np.sort(wanted)
+    parts = []
+    for number, (start, end) in enumerate(itertools.pairwise(bounds.tolist())):
+        rows = None
+        if ascending is not None:
+            first, last = np.searchsorted(ascending, [start, end])
+            rows = ascending[first:last] - start
+        if rows is None or len(rows):
+            parts.append(_batches(number, sources[number].first_row, open_source, rows, seconds))
+    return in_order(parts, _READ_BYTES) if several and len(parts) > 1 else chain.from_iterable(parts)
+
+
+def _batches(
+    number: int,
+    first_row: int,
+    open_source: Callable[[int], Parts],
+    wanted: RowNumbers | None,
+    seconds: dict[str, float],
+) -> Iterator[Batch]:
+    """The batches of one source.
+
+    Args:
+        first_row: see `Source`.
+        wanted: ascending row numbers in this source, not none of them; None for all.
+    """
+    row = 0
+    parts = _timed_parts(open_source, number, seconds)
+    for table, data in parts:
+        rows = np.arange(row, row + table.num_rows)
+        row += table.num_rows
+        if wanted is not None:
+            first, last = np.searchsorted(wanted, [rows[0], row])
+            if last - first < len(rows):
+                at = wanted[first:last] - rows[0]
+                table, data, rows = table.take(pa.array(at)), data.take(at), wanted[first:last]
+        if len(rows):
+            rows = rows + first_row
+            if isinstance(data, Tokenized):
+                yield Batch(number, rows, table, tokens=data, invalid=data.invalid)
+            else:
+                yield Batch(number, rows, table, prompts=data)
+        if wanted is not None and row > wanted[-1]:
+            return
+
+
+_counting = threading.Lock()
+
+
+def _timed(name: str, work: Stage, seconds: dict[str, float]) -> Callable[[Batch], Batch]:
+    """Applies `work` to a batch that has no tokens yet, and adds the time to `seconds[name]`."""
+
+    def apply(batch: Batch) -> Batch:
+        if batch.tokens is None:
+            started = time.perf_counter()
+            work(batch)
+            _add(seconds, name, started)
+        return batch
+
+    return apply
+
+
+def ahead(batches: Iterator[Batch], thread: Executor) -> Iterator[Batch]:
+    """Yields the same batches, and makes the next one in `thread` while the consumer works on this one."""
+    coming = thread.submit(next, batches, None)
+    while (batch := coming.result()) is not None:
+        coming = thread.submit(next, batches, None)
+        yield batch
+
+
+def one_by_one(
+    stages: Mapping[str, Stage], batches: Iterator[Batch], seconds: dict[str, float], stack: ExitStack
+) -> Iterator[Batch]:
+    """Passes batches through stages, each of which has a thread, and works on one batch at a time.
+
+    Args:
+        stages: name → what it does.
+        seconds: the time spent is added under the stage's name.
+        stack: ends the threads.
+    """
+    for name, work in stages.items():
+        thread = stack.enter_context(ThreadPoolExecutor(1, name))
+        batches = ahead(map(_timed(name, work, seconds), batches), thread)
+    return batches
+
+
+def side_by_side(
+    stages: Mapping[str, Stage], batches: Iterator[Batch], seconds: dict[str, float], stack: ExitStack
+) -> Iterator[Batch]:
+    """Passes several batches at once through stages, each in one thread, and yields them in order.
+
+    There is one thread per core, or as many as `OMP_NUM_THREADS`. An error is raised in the place of its batch, also
+    one that occurs where the batches come from.
+
+    Args:
+        stages: name → what it does. Several threads do it at once, with different batches.
+        seconds: the time that all threads have spent is added under the stage's name.
+        stack: ends the threads.
+    """
+    count = min(pa.cpu_count(), _MOST_THREADS)
+    threads = ThreadPoolExecutor(count, "encode")
+    stack.callback(threads.shutdown, cancel_futures=True)
+    steps = [_timed(name, work, seconds) for name, work in stages.items()]
+
+    def through(batch: Batch) -> Batch:
+        for step in steps:
+            step(batch)
+        return batch
+
+    return _in_order(through, batches, threads, count + 1)
+
+
+def _in_order(
+    work: Callable[[Batch], Batch], batches: Iterator[Batch], threads: Executor, most: int
+) -> Iterator[Batch]:
+    """Applies `work` to batches in threads. At most `most` of them have begun and are not yet yielded."""
+    coming: deque[tuple[Future[Batch], int]] = deque()
+    nbytes = 0
+    for batch in _with_error(batches):
+        if isinstance(batch, Exception):
+            failed: Future[Batch] = Future()
+            failed.set_exception(batch)
+            coming.append((failed, 0))
+            break
+        size = batch.nbytes
+        while coming and (len(coming) == most or nbytes + size > MOST_BYTES):
+            nbytes -= coming[0][1]
+            yield coming.popleft()[0].result()
+        coming.append((threads.submit(work, batch), size))
+        nbytes += size
+    while coming:
+        yield coming.popleft()[0].result()
+
+
+def _with_error(batches: Iterator[Batch]) -> Iterator[Batch | Exception]:
+    """The same batches, and at the end the error that ended them, if any."""
+    try:
+        yield from batches
+    except Exception as error:
+        yield error
+
+
+def choose_rows(total: int, max_samples: int, shuffle: bool, seed: int | None) -> RowNumbers | None:
+    """Which rows `max_samples` takes, in order; None for all. Drawn as verl draws them, so that both take the same."""
+    if not 0 < max_samples < total:
+        return None
+    if not shuffle:
+        return np.arange(max_samples)
+    return np.random.default_rng(seed).choice(total, size=max_samples, replace=False)
+
+
+def wanted_order(numbers: RowNumbers, wanted: RowNumbers | None) -> RowNumbers | None:
+    """How to bring rows that were read in file order into the order of `wanted`; None if they are in it.
+
+    Args:
+        numbers: (n,) numbers of the kept rows, over all sources.
+    """
+    if wanted is None or bool(np.all(np.diff(wanted) > 0)):
+        return None
+    by_number = np.argsort(wanted)
+    # The position in `wanted` of each kept row; sorting by it gives the order.
+    found = np.searchsorted(wanted, numbers, sorter=by_number)
+    return np.argsort(by_number[found])
+
+
+def _timed_parts(
+    open_source: Callable[[int], Parts], number: int, seconds: dict[str, float]
+) -> Iterator[tuple[pa.Table, Prompts | Tokenized]]:
+    """The parts of a source. The time to open it and to read them is added to the "read" seconds."""
+    started = time.perf_counter()
+    parts = open_source(number)
+    while True:
+        part = next(parts, None)
+        _add(seconds, "read", started)
+        if part is None:
+            return
+        yield part
+        started = time.perf_counter()
+
+
+def _add(seconds: dict[str, float], name: str, started: float) -> None:
+    with _counting:
+        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - started

@@ -1,0 +1,230 @@
+"""The fast path compared with the tokenizer, row by row, in production.
+
+A sample takes rows from every batch: the longest and the shortest that are affordable, and those that are most likely
+to go wrong for this tokenizer (`risk.py`). Its cost is bounded:
+
+1. Rows and bytes that are compared: 64 rows and 64 KiB, or 1/1,024 of all rows and of all text if that is more.
+   Batches share them by their size. Later batches get what a batch does not use; one that cannot afford 16 rows uses
+   nothing.
+2. Bytes that are searched for risks: 2 MiB, or 1/256 of all text if that is more.
+3. Seconds: a tenth of a second, or 5 % of the load so far if that is more. Beyond, nothing is searched or compared.
+4. Bytes of a row: 1 MiB, because `tokenizers` takes some hundred times as much memory as a text has bytes.
+
+In addition, within the seconds: up to 256 rows whose form is new (`shapes.py`), those with a new form of a message
+first; and one row for each combining mark in text that the tokenizer's normalizer changes, up to 64. A fast path that
+is wrong for them is wrong for one row in thousands, which a sample of text would miss.
+
+Whatever the first three bounds are, at least one row of a load is compared. In `load`, all of this runs in a thread of
+its own, while later batches are rendered and encoded.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from gpuload.core.arrays import Ragged
+from gpuload.core.errors import GpuloadError
+from gpuload.core.memory import check_room_to_encode
+from gpuload.core.options import Verify
+from gpuload.dataset.report import Check
+from gpuload.engines.protocol import ArrowPrompts, Prompts, RenderedText
+from gpuload.pipeline.risk import RiskFinder, in_turn
+from gpuload.pipeline.shapes import Shapes, shapes_of
+from gpuload.reference.reference import Prompt, Reference
+from gpuload.reference.template_call import rejection
+from gpuload.sources.columns import to_python
+
+_ROWS = 64
+_BYTES = 64 << 10
+_SEARCHED_BYTES = 2 << 20
+_ROW_BYTES = 1 << 20
+_LEAST_ROWS = 16  # per batch that is sampled: choosing rows has a fixed cost
+_SHARE = 1 / 1024  # of the rows, and of the bytes of text, that are compared
+_SEARCHED_SHARE = 1 / 256  # of the bytes of text
+_SHAPE_ROWS = 256
+_FORM_ROWS = 64  # of them, for new forms of messages only: where all shapes differ, the first rows would take all
+_MARK_ROWS = 64
+_MARK_SHARE = 0.25  # of the seconds, beyond which none are looked for
+_MOST_SHAPES = 1 << 20  # numbers of shapes that are remembered
+_SECONDS = 0.1
+_SECONDS_SHARE = 0.05  # of a load
+
+Rows = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Verifier:
+    """Compares rows of batches with the tokenizer. Used by one thread at a time.
+
+    Args:
+        mode: "sample", "full" or "off".
+        reference: the tokenizer.
+        rows: how many rows there will be in all; batches share the sample by their size.
+
+    Attributes:
+        check: the outcome so far.
+    """
+
+    def __init__(self, mode: Verify, reference: Reference, rows: int):
+        self._mode = mode
+        self._reference = reference
+        self._total = rows
+        self._rng = np.random.default_rng(0)
+        self._risks: RiskFinder | None = None
+        self._started = time.perf_counter()
+        self._rows = self._bytes = self._searched_bytes = 0.0  # what may still be used; it grows with every batch
+        self._shape_rows, self._mark_rows = _SHAPE_ROWS, _MARK_ROWS  # what may still be used of these
+        self._seen: set[int] = set()  # shapes
+        self._compared: set[int] = set()  # those of rows that were compared
+        self._forms: set[int] = set()  # forms of messages in rows that were compared, or chosen for it
+        self._shapes: Shapes | None = None  # of the batch at hand
+        self._began = self._spent = 0.0  # CPU time of the thread when this batch was begun; seconds before
+        self.check = Check()
+
+    def compare(
+        self,
+        source: str,
+        numbers: Rows,
+        prompts: Prompts,
+        text: RenderedText,
+        fetch: Callable[[Rows], Ragged],
+    ) -> int:
+        """Compares a sample of one batch, or all of it.
+
+        Args:
+            source: the name of the rows' file.
+            numbers: (n,) row numbers in that file.
+            prompts: the n rows' prompts.
+            text: the n rows rendered.
+            fetch: (k,) ascending row numbers → the ids of these rows, in host memory.
+
+        Returns:
+            How many rows were compared.
+        """
+        if self._mode == "off":
+            return 0
+        # CPU time of this thread: while it waits for the interpreter lock, other stages are at work.
+        before = self.check.rows
+        self._began, self._spent, self._shapes = time.thread_time(), self.check.seconds, None
+        rows = np.flatnonzero(text.sizes >= 0) if self._mode == "full" else self._sample(prompts, text)
+        if len(rows):
+            found, order = fetch(np.sort(rows)), np.argsort(np.argsort(rows))
+            for row, prompt, at in zip(rows, to_python(prompts.to_arrow(rows)), order, strict=True):
+                if self._mode == "sample" and self.check.rows and self._time_is_over():
+                    break
+                place = f"{source} row {numbers[row]}"
+                check_room_to_encode(int(text.sizes[row]), place)
+                self._compare(place, prompt, found[int(at)].tolist())
+                if self._shapes is not None:
+                    self._compared.add(int(self._shapes.shapes[row]))
+        self.check.seconds = self._spent + time.thread_time() - self._began
+        self.check.shapes, self.check.shapes_not_compared = len(self._seen), len(self._seen - self._compared)
+        return self.check.rows - before
+
+    def _time_is_over(self, share: float = 1.0) -> bool:
+        """Whether the seconds that may be spent by now, or a share of them, are spent."""
+        self.check.seconds = self._spent + time.thread_time() - self._began
+        return self.check.seconds > share * max(_SECONDS, _SECONDS_SHARE * (time.perf_counter() - self._started))
+
+    def _sample(self, prompts: Prompts, text: RenderedText) -> Rows:
+        """Rows of a batch within the bounds; at least one row of the load."""
+        sizes = text.sizes
+        usable = np.flatnonzero((sizes >= 0) & (sizes <= _ROW_BYTES))
+        if not len(usable):
+            return usable
+        share, nbytes = len(sizes) / self._total, int(sizes[usable].sum())
+        self._rows += max(_ROWS * share, _SHARE * len(usable))
+        self._bytes += max(_BYTES * share, _SHARE * nbytes)
+        self._searched_bytes += max(_SEARCHED_BYTES * share, _SEARCHED_SHARE * nbytes)
+        rare: list[int] = []
+        if not self._time_is_over():
+            rare = [*self._new_shapes(prompts, sizes, usable), *self._new_marks(prompts, sizes, usable)]
+        affordable = self._rows >= min(_LEAST_ROWS, len(usable)) and not self._time_is_over()
+        chosen = self._choose(prompts, sizes, usable) if affordable else usable[:0]
+        # In turn: whichever is cut off by the time that is left, some of both have been compared.
+        both = in_turn([iter(rare), iter(chosen.tolist())])
+        chosen = np.array(list(dict.fromkeys(both)), np.int64)
+        if not len(chosen) and not self.check.rows:
+            return usable[[np.argmin(sizes[usable])]]
+        return chosen
+
+    def _new_shapes(self, prompts: Prompts, sizes: Rows, usable: Rows) -> list[int]:
+        """Rows with a new form of a message, then the shortest row of each shape that was not compared so far."""
+        self._shapes = found = shapes_of(prompts)
+        shapes = found.shapes[usable]
+        if len(self._seen) < _MOST_SHAPES:
+            self._seen.update(np.unique(shapes).tolist())
+        fits = (sizes >= 0) & (sizes <= _ROW_BYTES)
+        chosen: dict[int, None] = {}
+        for form, row in zip(found.forms.tolist(), found.rows.tolist(), strict=True):
+            if form not in self._forms and fits[row] and len(chosen) < self._shape_rows:
+                chosen[row] = None
+                self._forms.add(form)
+        shortest = usable[np.argsort(sizes[usable], kind="stable")]
+        new, at = np.unique(found.shapes[shortest], return_index=True)
+        known = {int(found.shapes[row]) for row in chosen} | self._compared
+        for shape, row in zip(new.tolist(), shortest[at].tolist(), strict=True):
+            if shape not in known and fits[row] and len(chosen) < self._shape_rows - _FORM_ROWS:
+                chosen[row] = None
+        self._shape_rows -= len(chosen)
+        return list(chosen)
+
+    def _new_marks(self, prompts: Prompts, sizes: Rows, usable: Rows) -> list[int]:
+        """Rows with combining marks that no row before had, in text that the normalizer changes. On a device they are
+        looked for only where the text is in host memory."""
+        if not self._mark_rows or not isinstance(prompts, ArrowPrompts):
+            return []
+        self._risks = self._risks or RiskFinder(self._reference)
+        fits = np.zeros(len(sizes), bool)
+        fits[usable] = sizes[usable] <= _ROW_BYTES
+        found = self._risks.new_marks(prompts.column, fits, self._mark_rows, lambda: self._time_is_over(_MARK_SHARE))
+        self._mark_rows -= len(found)
+        return found
+
+    def _choose(self, prompts: Prompts, sizes: Rows, usable: Rows) -> Rows:
+        """The longest and the shortest row that are affordable, then the riskiest candidates."""
+        by_size = usable[np.argsort(sizes[usable], kind="stable")]
+        chosen: dict[int, None] = {}
+
+        def choose(row: int) -> None:
+            if row not in chosen and self._rows >= 1 and sizes[row] <= self._bytes:
+                chosen[row] = None
+                self._rows -= 1
+                self._bytes -= int(sizes[row])
+
+        affordable = by_size[sizes[by_size] <= self._bytes / 2]
+        for row in affordable[[-1, 0]].tolist() if len(affordable) else []:
+            choose(row)
+        candidates = self._candidates(sizes, usable)
+        self._risks = self._risks or RiskFinder(self._reference)
+        for at in self._risks.rank(prompts.to_arrow(candidates), self._rng).tolist():
+            choose(int(candidates[at]))
+        return np.array(list(chosen), np.int64)
+
+    def _candidates(self, sizes: Rows, usable: Rows) -> Rows:
+        """Rows to search for risks: random ones, in ascending order."""
+        at_random = self._rng.permutation(usable)
+        candidates = np.sort(at_random[np.cumsum(sizes[at_random]) <= self._searched_bytes])
+        self._searched_bytes -= int(sizes[candidates].sum())
+        return candidates
+
+    def _compare(self, place: str, prompt: Prompt, found: list[int]) -> None:
+        self.check.rows += 1
+        try:
+            expected, found = self._reference.compared(prompt, found)
+        except GpuloadError:
+            raise
+        except Exception as error:  # then the load by the tokenizer itself rejects the row
+            self.check.mismatches.append(f"{place}: the tokenizer rejects it: {rejection(error)}")
+            return
+        if expected != found:
+            self.check.mismatches.append(f"{place}: {_difference(found, expected)}")
+
+
+def _difference(found: list[int], expected: list[int]) -> str:
+    """A sentence about the first position at which two rows of ids differ."""
+    same = (i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b)
+    position = next(same, min(len(found), len(expected)))
+    here, there = (str(ids[position]) if position < len(ids) else "nothing" for ids in (found, expected))
+    return f"token {position} is {here}, the tokenizer returns {there}"
