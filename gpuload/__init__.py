@@ -19,22 +19,21 @@ if TYPE_CHECKING:
     from gpuload.core.errors import GpuloadError
     from gpuload.core.options import Options
     from gpuload.dataset.loader import PromptLoader
-    from gpuload.dataset.rows import PromptDataset, collate_fn
     from gpuload.export import save_to_disk
     from gpuload.kinds.chats.dataset import ChatDataset
     from gpuload.kinds.chats.load import load_chats
     from gpuload.kinds.pairs.dataset import PairDataset
     from gpuload.kinds.pairs.load import load_pairs
-    from gpuload.pipeline.run import load
+    from gpuload.kinds.prompts import PromptDataset, collate_fn, load
 
 _HOMES = {
-    "load": "gpuload.pipeline.run",
+    "load": "gpuload.kinds.prompts",
     "load_chats": "gpuload.kinds.chats.load",
     "load_pairs": "gpuload.kinds.pairs.load",
     "ChatDataset": "gpuload.kinds.chats.dataset",
     "PairDataset": "gpuload.kinds.pairs.dataset",
-    "PromptDataset": "gpuload.dataset.rows",
-    "collate_fn": "gpuload.dataset.rows",
+    "PromptDataset": "gpuload.kinds.prompts",
+    "collate_fn": "gpuload.kinds.prompts",
     "PromptLoader": "gpuload.dataset.loader",
     "Options": "gpuload.core.options",
     "GpuloadError": "gpuload.core.errors",

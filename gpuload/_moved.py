@@ -26,7 +26,7 @@ MOVED = {
     "gpuload.errors": "gpuload.core.errors",
     "gpuload.fingerprint": "gpuload.dataset.fingerprint",
     "gpuload.lazy": "gpuload.core.lazy",
-    "gpuload.load": "gpuload.pipeline.run",
+    "gpuload.load": "gpuload.kinds.prompts",
     "gpuload.loader": "gpuload.dataset.loader",
     "gpuload.loss": "gpuload.core.marks",
     "gpuload.options": "gpuload.core.options",
@@ -43,7 +43,6 @@ MOVED = {
     "gpuload.reference.training": "gpuload.kinds.training_reference",
     "gpuload.report": "gpuload.dataset.report",
     "gpuload.row_reader": "gpuload.dataset.arrow",
-    "gpuload.training_dataset": "gpuload.dataset.training_rows",
     "gpuload.verify": "gpuload.pipeline.verify",
 }
 """Old name → new name."""

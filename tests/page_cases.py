@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gpuload.inspect.data import load_data, open_data
+from gpuload.inspect.data import open_data
 from gpuload.inspect.page import page_of
 from gpuload.inspect.statistics import Statistics, statistics_of
+from gpuload.pipeline.run import run
 
 HOSTILE = [
     "<script>document.title = 'broken'; alert(1)</script>",
@@ -34,7 +35,7 @@ def statistics(tokenizer: Any, folder: Path, rows: int = 60) -> Statistics:
             row = {"messages": messages, "data_source": HOSTILE[k % 5], one[:30] or "x": "value"}
             lines.write(json.dumps(row) + "\n")
     opened = open_data(str(file), tokenizer)
-    return statistics_of(opened, load_data(opened), with_samples=True)
+    return statistics_of(opened, run(opened), with_samples=True)
 
 
 def write_pairs(tokenizer: Any, folder: Path) -> Path:
@@ -46,7 +47,7 @@ def write_pairs(tokenizer: Any, folder: Path) -> Path:
     ]
     file.write_text("\n".join(lines))
     opened = open_data(str(file), tokenizer)
-    page.write_text(page_of(statistics_of(opened, load_data(opened), with_samples=True), "t"), encoding="utf-8")
+    page.write_text(page_of(statistics_of(opened, run(opened), with_samples=True), "t"), encoding="utf-8")
     return page
 
 

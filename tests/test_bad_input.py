@@ -5,6 +5,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ import gpuload
 from gpuload.core.errors import DataError, DeviceError, OptionError, SourceError, TokenizerError
 from gpuload.core.options import Options
 from gpuload.engines.host import encode as host_encode
-from gpuload.pipeline.run import load_sources
+from gpuload.kinds.prompts import PromptKind
+from gpuload.pipeline.run import open_job, run
 from gpuload.sources.fetch import SourceFile, _is_whole
-from gpuload.sources.open import open_sources
+from gpuload.sources.open import open_all
 from gpuload.sources.read import open_file
 
 REJECTING = (
@@ -358,7 +360,8 @@ def test_cuda_where_there_is_none(gsm8k: str, qwen: Any) -> None:
 def test_rejected_rows_can_be_kept_without_tokens(write: Any, qwen: Any) -> None:
     prompts = [user("a"), None, user("b " * 50), []]
     options = Options(max_prompt_length=40)
-    dataset = load_sources(open_sources(write(prompts), options), qwen, options, keep_rejected=True)
+    job = open_job(PromptKind(), open_all(write(prompts), options), qwen, options)
+    dataset = run(replace(job, keep_rejected=True))
     assert [dataset.origin(row)[1] for row in range(len(dataset))] == [0, 1, 3]  # row 2 is too long
     assert (dataset.tokens.lengths > 0).tolist() == [True, False, False]
     assert dataset.report.rows_rejected == 2

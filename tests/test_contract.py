@@ -50,7 +50,7 @@ def test_the_signature_of_load_is_that_of_its_options() -> None:
         else:
             assert parameters[name].default == field.default, name
             assert types[name] == get_type_hints(gpuload.Options)[name], name
-        assert f" {name}: " in str(gpuload.pipeline.run.__doc__), name
+        assert f" {name}: " in str(gpuload.load.__doc__), name
 
 
 def test_shipped_data_whole(gsm8k: str, qwen: Any) -> None:

@@ -20,8 +20,7 @@ CLASSES = [name for name, kind in vars(errors).items() if isinstance(kind, type)
 # Public modules: each has examples, and all of them run.
 MODULES = [
     *("gpuload.core.arrays", "gpuload.core.errors", "gpuload.core.options"),
-    *("gpuload.dataset.rows", "gpuload.dataset.loader", "gpuload.pipeline.run"),
-    *("gpuload.kinds.chats.dataset", "gpuload.export"),
+    *("gpuload.dataset.loader", "gpuload.kinds.prompts", "gpuload.kinds.chats.dataset", "gpuload.export"),
     *("gpuload.demo_data", "gpuload.packing.plan", "gpuload.packing.packs", "gpuload.packing.row_batches"),
 ]
 PLACEHOLDER = r"<[\w -]+>"  # on the page, for a value in a message; unlike `<role, content>`

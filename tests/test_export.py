@@ -22,7 +22,7 @@ from gpuload import export
 from gpuload.cli.main import main
 from gpuload.core import files as files_module
 from gpuload.core.errors import DataError, ExportError, GpuloadError, OptionError
-from gpuload.dataset.rows import arrow as row_reader
+from gpuload.dataset import arrow as row_reader
 
 datasets = pytest.importorskip("datasets", reason="the format is that of datasets")
 trl = pytest.importorskip("trl", reason="TRL is the reference of these tests")

@@ -13,7 +13,7 @@ from transformers import Qwen2ForCausalLM, Qwen2ForSequenceClassification
 import gpuload
 from gpuload.cli.main import main
 from gpuload.core.errors import OptionError
-from gpuload.dataset.rows import arrow as row_reader
+from gpuload.dataset import arrow as row_reader
 
 datasets = pytest.importorskip("datasets", reason="the format is that of datasets")
 trl = pytest.importorskip("trl", reason="TRL is the reference of these tests")

@@ -29,12 +29,13 @@ from gpuload.core.arrays import Ragged
 from gpuload.core.errors import DataError, OptionError
 from gpuload.core.marks import LOSS
 from gpuload.dataset.loader import PackLoader
-from gpuload.inspect.data import encode_row, load_data, open_data
+from gpuload.inspect.data import encode_row, open_data
 from gpuload.inspect.roles import UNKNOWN, RoleFinder
 from gpuload.inspect.statistics import sample_rows, statistics_of
 from gpuload.inspect.tokens import SampleRow, TokenReader, pair_of, visible, visible_text
 from gpuload.kinds.pairs.parts import paired, with_completion
 from gpuload.kinds.training_reference import common_prefix
+from gpuload.pipeline.run import run
 from gpuload.reference.reference import Reference
 
 Chat = list[dict[str, Any]]
@@ -149,13 +150,13 @@ def test_roles_of_texts_and_completions(qwen: Any, tmp_path: Path) -> None:
     ],
 )
 def test_what_files_hold(row: dict[str, Any], kind: str, qwen: Any) -> None:
-    assert open_data(pa.Table.from_pylist([row]), qwen).kind == kind
+    assert open_data(pa.Table.from_pylist([row]), qwen).kind.name == kind
 
 
 def test_what_files_hold_can_be_said(qwen: Any, write: Callable[..., str]) -> None:
     both = write({"prompt": ["a"], "text": ["b"]})
-    assert open_data(both, qwen).kind == "prompts"
-    assert open_data(both, qwen, kind="chats").format == "text"
+    assert open_data(both, qwen).kind.name == "prompts"
+    assert open_data(both, qwen, kind="chats").kind.format == "text"
     other = write({"text": ["b"]}, "other.parquet")
     with pytest.raises(
         DataError, match=r"\(prompts in .*data\.parquet, chats in .*other\.parquet\): inspect them separately"
@@ -180,7 +181,7 @@ def test_numbers_of_chats(
         expected.update(roles_by_offsets(qwen, row))
 
     opened = open_data(file, qwen)
-    found = statistics_of(opened, load_data(opened), with_samples=True)
+    found = statistics_of(opened, run(opened), with_samples=True)
     assert {role.role: role.tokens for role in found.roles} == expected
     assert sum(role.loss for role in found.roles) == chats.loss_tokens == found.groups[0].loss
     assert found.rows_without_roles == 0
@@ -228,7 +229,7 @@ def test_numbers_of_pairs(qwen: Any, qwen_folder: str, tmp_path: Path, capsys: p
     pairs = gpuload.load_pairs(str(file), qwen)
     rows = [pairs[k] for k in range(2)]
     opened = open_data(str(file), qwen)
-    found = statistics_of(opened, load_data(opened), with_samples=True)
+    found = statistics_of(opened, run(opened), with_samples=True)
     expected = {name: sum(len(row[f"{name}_ids"]) for row in rows) for name in ("prompt", "chosen", "rejected")}
     assert {role.role: role.tokens for role in found.roles} == expected
     assert found.equal_pairs == 1

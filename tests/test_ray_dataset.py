@@ -229,8 +229,8 @@ def test_a_tokenizer_that_differs_in_a_worker_is_an_error(few: list[str], qwen: 
 
     from gpuload.core.errors import GpuloadError
     from gpuload.integrations.ray.dataset import work_of
-    from gpuload.integrations.ray.kinds import PromptKind
     from gpuload.integrations.ray.worker import Tokenizing
+    from gpuload.kinds.prompts import PromptKind
 
     options = gpuload.Options()
     kind = PromptKind()

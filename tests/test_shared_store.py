@@ -19,7 +19,8 @@ from gpuload.core.errors import GpuloadError, SourceError, StoreError
 from gpuload.core.options import Options
 from gpuload.integrations.ray.claims import STALE, ClaimWatch, claimed
 from gpuload.integrations.ray.parts import all_parts, open_files
-from gpuload.pipeline.run import load_sources
+from gpuload.kinds.prompts import PromptKind
+from gpuload.pipeline.run import open_job, run
 from gpuload.sources.fetch import SourceFile
 from gpuload.sources.footer import column_digest, digests_of_parts
 from gpuload.sources.read import open_file
@@ -76,7 +77,7 @@ def test_a_source_of_row_groups_has_its_rows_under_their_numbers(gsm8k: str, qwe
     part = open_file(place, groups=range(3, 6), only="prompt")
     assert (part.num_rows, part.first_row, part.schema.names, part.parquet) == (150, 150, ["prompt"], None)
     options = gpuload.Options(max_prompt_length=100, device="cpu", token_cache=False)
-    found = load_sources([part], qwen_folder, options)
+    found = run(open_job(PromptKind(), [part], qwen_folder, options))
     whole = gpuload.load(file, qwen_folder, max_prompt_length=100, device="cpu", token_cache=False)
     rows = np.flatnonzero((whole.origins[:, 1] >= 150) & (whole.origins[:, 1] < 300))
     assert found.origins.tolist() == whole.origins[rows].tolist()

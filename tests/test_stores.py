@@ -17,7 +17,7 @@ import gpuload
 from gpuload.cli.main import main
 from gpuload.core.arrays import Ragged, offsets_of
 from gpuload.core.errors import OptionError
-from gpuload.dataset.rows import arrow as row_reader
+from gpuload.dataset import arrow as row_reader
 from gpuload.dataset.trainer_columns import CHATS, arrays
 
 datasets = pytest.importorskip("datasets", reason="the format is that of datasets")

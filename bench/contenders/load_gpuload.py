@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 import gpuload
 from bench.contenders.common import Meter, answer, epoch, rows_digest, task_given, tokens_digest
 from bench.contenders.imported import import_ahead
-from gpuload.dataset.rows import PromptDataset
+from gpuload.kinds.prompts import PromptDataset
 
 TENSORS = ("input_ids", "attention_mask")
 

@@ -21,10 +21,10 @@ from bench.gpu.rig import Rig, absent, cudf_missing, open_rig, tokenizer_of
 from bench.gpu.section import Facts, MissingError, Task, WrongError
 from bench.process import run_command
 from gpuload.core.arrays import Ragged
-from gpuload.dataset.rows import PromptDataset
 from gpuload.engines.device import cuda
 from gpuload.engines.device.batches import DeviceBatches
 from gpuload.engines.device.store import Segments
+from gpuload.kinds.prompts import PromptDataset
 
 SLACK = 64 << 20
 """Bytes that CUDA may keep: code of kernels, partly used pages."""

@@ -11,9 +11,9 @@ from bench.gpu.rig import Rig, name_of, open_rig, tokenizer_of
 from bench.gpu.section import Facts, MissingError, Task, WrongError
 from gpuload.core.arrays import Ragged, on_host
 from gpuload.core.errors import GpuloadError
-from gpuload.dataset.rows import PromptDataset
 from gpuload.engines.device import cuda
 from gpuload.engines.device.encode import DeviceEncoder
+from gpuload.kinds.prompts import PromptDataset
 from gpuload.reference.reference import Reference
 from gpuload.tokenizer.compiled import CompiledTokenizer, compile_tokenizer
 

@@ -20,8 +20,8 @@ from bench.gpu.rig import Rig, absent, name_of, open_rig, program_of, rates, tok
 from bench.gpu.section import Facts, Task, WrongError
 from bench.gpu.tokens import ENCODERS
 from bench.process import ContenderError, run_contender
-from gpuload.dataset.rows import PromptDataset
 from gpuload.engines.host.render import render
+from gpuload.kinds.prompts import PromptDataset
 
 _LIMIT = 1024
 _SAMPLE_SECONDS = 8.0

@@ -22,9 +22,9 @@ from simulator.host_kernels import COMPILER, HostKernels
 from bench.gpu.section import MissingError, Task
 from gpuload import ChatDataset, PairDataset, load, load_chats, load_pairs
 from gpuload.core.arrays import Array
-from gpuload.dataset.rows import PromptDataset
 from gpuload.engines.device import cuda
 from gpuload.engines.device.kernels import DeviceKernels, Kernels, signatures
+from gpuload.kinds.prompts import PromptDataset
 from gpuload.reference.reference import Reference
 from gpuload.template import ChatProgram
 

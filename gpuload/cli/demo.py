@@ -10,9 +10,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import torch
 
-from gpuload.dataset.rows import PromptDataset, collate_fn
 from gpuload.demo_data import demo_files
-from gpuload.pipeline.run import load
+from gpuload.kinds.prompts import PromptDataset, collate_fn, load
 
 _LIMIT = 512
 _BATCH = 256

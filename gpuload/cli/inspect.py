@@ -10,11 +10,12 @@ from gpuload.cli.output import printable
 from gpuload.core.errors import OptionError
 from gpuload.core.options import Options
 from gpuload.engines.host.prompts import render_column
-from gpuload.inspect.data import Kind, load_data, open_data
+from gpuload.inspect.data import KindName, open_data
 from gpuload.inspect.page import page_of
 from gpuload.inspect.plots import pyplot
 from gpuload.inspect.statistics import statistics_of
 from gpuload.inspect.text import as_text
+from gpuload.pipeline.run import run
 from gpuload.reference.reference import Reference
 from gpuload.sources.open import open_sources
 from gpuload.template.compiler import ChatProgram
@@ -27,7 +28,7 @@ def inspect_files(
     files: Sequence[str],
     tokenizer: Any,
     *,
-    kind: Kind | None = None,
+    kind: KindName | None = None,
     prompt_key: str = "prompt",
     messages_key: str | None = None,
     max_samples: int = -1,
@@ -47,7 +48,7 @@ def inspect_files(
     if html:  # errors come before the work
         pyplot()
         _check_page(Path(html))
-    opened = open_data(
+    job = open_data(
         list(files),
         tokenizer,
         kind=kind,
@@ -56,11 +57,11 @@ def inspect_files(
         max_samples=max_samples,
         chat_template=chat_template,
     )
-    found = statistics_of(opened, load_data(opened), with_samples=html is not None)
+    found = statistics_of(job, run(job), with_samples=html is not None)
     print(printable(as_text(found)))
     if html:
         try:
-            Path(html).write_text(page_of(found, opened.reference.name), encoding="utf-8")
+            Path(html).write_text(page_of(found, job.reference.name), encoding="utf-8")
         except OSError as error:
             raise OptionError(f"--html {html}: cannot be written: {error.strerror or error}") from error
         print(printable(f"\nwrote {html}"))

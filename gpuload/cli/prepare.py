@@ -6,7 +6,8 @@ from typing import Any
 
 from gpuload.cli.output import printable
 from gpuload.core.errors import GpuloadError, OptionError
-from gpuload.inspect.data import load_data, open_data
+from gpuload.inspect.data import open_data
+from gpuload.pipeline.run import run
 from gpuload.sources.urls import is_url, without_secrets
 
 
@@ -39,7 +40,7 @@ def prepare_files(files: Sequence[str], tokenizer: Any, **options: Any) -> None:
             f"--cache-dir {without_secrets(options['cache_dir'])}: a store at a URL is filled with --ray, also on a "
             "single machine"
         )
-    report = load_data(open_data(list(files), tokenizer, trains=True, **options)).report
+    report = run(open_data(list(files), tokenizer, trains=True, **options)).report
     print(printable(str(report)))
     kept = {*report.from_cache, *report.into_cache}
     if missing := [name for name in report.files if name not in kept]:

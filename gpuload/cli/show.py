@@ -12,7 +12,7 @@ from gpuload.cli.output import printable
 from gpuload.core.arrays import Ragged
 from gpuload.core.marks import LOSS
 from gpuload.core.options import Options
-from gpuload.inspect.data import Kind, Opened, encode_row, find_row, one_row, open_data
+from gpuload.inspect.data import KindName, encode_row, find_row, one_row, open_data
 from gpuload.inspect.roles import RoleFinder
 from gpuload.inspect.tokens import (
     SampleRow,
@@ -24,6 +24,7 @@ from gpuload.inspect.tokens import (
     visible,
     visible_text,
 )
+from gpuload.pipeline.run import Job
 from gpuload.sources.columns import to_python
 from gpuload.sources.open import open_all
 
@@ -37,7 +38,7 @@ def show_row(
     row: int,
     tokenizer: Any = None,
     *,
-    kind: Kind | None = None,
+    kind: KindName | None = None,
     prompt_key: str = "prompt",
     messages_key: str | None = None,
     chat_template: str | None = "default",
@@ -57,7 +58,7 @@ def show_row(
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, indent=2, default=str)
             print(f"\n{printable(name)}\n{_indented(text)}")
         return
-    opened = open_data(
+    job = open_data(
         file,
         tokenizer,
         kind=kind,
@@ -65,22 +66,22 @@ def show_row(
         messages_key=messages_key,
         chat_template=chat_template,
     )
-    source, number = find_row(opened.sources, row)
-    column, ids, dropped = encode_row(opened, source, number)
-    sequences = _sequences(opened, column, ids) if ids else []
+    source, number = find_row(job.sources, row)
+    column, ids, dropped = encode_row(job, source, number)
+    sequences = _sequences(job, column, ids) if ids else []
     print(in_terminal(SampleRow("", source.name, number, sequences, dropped), uses_color(sys.stdout)))
 
 
-def _sequences(opened: Opened, column: pa.Array, marked: list[int]) -> list[TokenSequence]:
+def _sequences(job: Job[Any], column: pa.Array, marked: list[int]) -> list[TokenSequence]:
     """The tokens of one row.
 
     Args:
         column, marked: from `encode_row`.
     """
-    reader = TokenReader(opened.reference)
-    if opened.kind == "pairs":
+    reader = TokenReader(job.reference)
+    if job.kind.name == "pairs":
         return pair_of(reader, marked, most=None)
-    chats, finder = opened.kind == "chats", RoleFinder(opened.reference)
+    chats, finder = job.kind.name == "chats", RoleFinder(job.reference)
     ids = Ragged.from_lists([[token & ~int(LOSS) for token in marked]])
     codes = finder.codes(column, ids)
     return [reader.sequence("conversation" if chats else "prompt", marked, codes, finder.names, chats, most=None)]

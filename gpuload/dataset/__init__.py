@@ -2,4 +2,4 @@
 
 from gpuload._moved import old_names
 
-__getattr__ = old_names("gpuload.dataset", "gpuload.dataset.rows")
+__getattr__ = old_names("gpuload.dataset", "gpuload.kinds.prompts")

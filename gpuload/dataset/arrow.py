@@ -10,6 +10,8 @@ from gpuload.core.errors import OptionError
 from gpuload.core.options import nearest
 from gpuload.sources.columns import Columns
 
+INT32_LIST = pa.list_(pa.int32())
+
 _TOKENS = 1 << 22  # of one batch: 16 MiB of ids
 _ROWS = 10_000
 

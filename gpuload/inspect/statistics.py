@@ -9,14 +9,15 @@ import numpy.typing as npt
 
 from gpuload.core.arrays import Ragged, count_in_rows
 from gpuload.dataset.report import Report
-from gpuload.dataset.rows import PromptDataset
-from gpuload.inspect.data import Kind, Opened
+from gpuload.dataset.rows import Rows
+from gpuload.inspect.data import KindName
 from gpuload.inspect.roles import UNKNOWN, Codes, RoleFinder
 from gpuload.inspect.tokens import SampleRow, TokenReader, pair_of, with_loss_bits
 from gpuload.kinds.chats.dataset import ChatDataset
 from gpuload.kinds.pairs.dataset import PairDataset
 from gpuload.kinds.pairs.parts import CHOSEN, COMPLETION, REJECTED, equal_pairs
 from gpuload.packing import pack
+from gpuload.pipeline.run import Job
 from gpuload.sources.read import with_prompts
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
@@ -95,7 +96,7 @@ class Statistics:
         samples: rows to show.
     """
 
-    kind: Kind
+    kind: KindName
     report: Report
     columns: Sequence[tuple[str, str]]
     groups: Sequence[LengthGroup]
@@ -115,11 +116,11 @@ class Statistics:
         return [limit for limit in _LIMITS if limit < self.groups[0].lengths[-1] * 2] or [_LIMITS[0]]
 
 
-def statistics_of(opened: Opened, dataset: PromptDataset, with_samples: bool) -> Statistics:
+def statistics_of(job: Job[Any], dataset: Rows, with_samples: bool) -> Statistics:
     """Counts, in a second pass over the files for the roles of tokens.
 
     Args:
-        dataset: what `load_data` made of `opened`.
+        dataset: what `run` made of the job.
         with_samples: also choose rows to show. Prompts need no second pass without them.
     """
     chosen = sample_rows(dataset.lengths) if with_samples else {}
@@ -128,26 +129,26 @@ def statistics_of(opened: Opened, dataset: PromptDataset, with_samples: bool) ->
     unknown, equal, samples = 0, None, []
     if isinstance(dataset, PairDataset):
         roles, equal = pair_tokens(dataset.parts), equal_pairs(dataset.parts)
-        samples = _sample_pairs(TokenReader(opened.reference), dataset, chosen)
+        samples = _sample_pairs(TokenReader(job.reference), dataset, chosen)
     else:
         mask = dataset.loss_mask if isinstance(dataset, ChatDataset) else None
-        counted = _Roles(RoleFinder(opened.reference), set(chosen))
+        counted = _Roles(RoleFinder(job.reference), set(chosen))
         if mask is not None or chosen:
-            _second_pass(opened, dataset, mask, counted)
-            samples = _samples(TokenReader(opened.reference), dataset, mask, chosen, counted)
+            _second_pass(job, dataset, mask, counted)
+            samples = _samples(TokenReader(job.reference), dataset, mask, chosen, counted)
         if mask is not None:
             loss = count_in_rows(mask.values, mask.offsets)
             roles, unknown = counted.tokens(), counted.rows_unknown
     by, names = _sources(dataset)
     return Statistics(
-        opened.kind,
+        job.kind.name,
         dataset.report,
         [(field.name, str(field.type)) for field in dataset.column_types],
         _groups(dataset.lengths, loss, names, alone=by == "data_source"),
         by,
         roles,
         unknown,
-        [_fill(dataset.lengths, size) for size in _PACK_SIZES] if opened.kind == "chats" else (),
+        [_fill(dataset.lengths, size) for size in _PACK_SIZES] if job.kind.name == "chats" else (),
         equal,
         samples,
     )
@@ -206,17 +207,17 @@ class _Roles:
         return sorted(found, key=lambda each: -each.tokens)
 
 
-def _second_pass(opened: Opened, dataset: PromptDataset, loss: Ragged | None, counted: _Roles) -> None:
+def _second_pass(job: Job[Any], dataset: Rows, loss: Ragged | None, counted: _Roles) -> None:
     """Renders the rows of the dataset again, for the roles of their tokens."""
     ids = dataset.tokens
     origin = dataset.origins
-    for number, source in enumerate(opened.sources):
+    for number, source in enumerate(job.sources):
         rows = np.flatnonzero(origin[:, 0] == number)
         rows = rows[np.argsort(origin[rows, 1], kind="stable")]
         places, first = origin[rows, 1], 0
         if not len(rows):
             continue
-        for table, column in with_prompts(source, opened.options.prompt_key):
+        for table, column in with_prompts(source, job.options.prompt_key):
             low, high = np.searchsorted(places, [first, first + table.num_rows])
             some = rows[low:high]
             if len(some):
@@ -229,7 +230,7 @@ def _second_pass(opened: Opened, dataset: PromptDataset, loss: Ragged | None, co
 
 
 def _samples(
-    reader: TokenReader, dataset: PromptDataset, loss: Ragged | None, chosen: dict[int, str], counted: _Roles
+    reader: TokenReader, dataset: Rows, loss: Ragged | None, chosen: dict[int, str], counted: _Roles
 ) -> list[SampleRow]:
     ids, name, names = dataset.tokens, "prompt" if loss is None else "conversation", counted.finder.names
     samples = []
@@ -247,7 +248,7 @@ def _sample_pairs(reader: TokenReader, dataset: PairDataset, chosen: dict[int, s
     ]
 
 
-def _sources(dataset: PromptDataset) -> tuple[str, npt.NDArray[Any]]:
+def _sources(dataset: Rows) -> tuple[str, npt.NDArray[Any]]:
     """What a source is, and the source of each row: `data_source`, or its file."""
     if "data_source" in dataset.column_types.names:
         return "data_source", np.array([str(name) for name in dataset.take(["data_source"])["data_source"]])

@@ -25,7 +25,7 @@ def filter_rows(
     report: Report,
     options: Options,
     keep_rejected: bool = False,
-    unusable: Mapping[int, str] = MappingProxyType({}),
+    useless: Mapping[int, str] = MappingProxyType({}),
 ) -> Mask:
     """Drops rows without tokens, and rows with too many of them, as verl does; counts both in the report.
 
@@ -37,7 +37,7 @@ def filter_rows(
         options: `prompt_key` is the column with the prompts; `strict` raises an error for the first row that was
             rejected.
         keep_rejected: keep rows that could not be rendered, without tokens.
-        unusable: row → why it is of no use although it has tokens.
+        useless: row → why it is of no use although it has tokens.
 
     Returns:
         (n,) bool, the rows to keep.
@@ -49,7 +49,7 @@ def filter_rows(
     assert tokens is not None
     if batch.invalid is None:
         batch.invalid = invalid_rows(_without(batch.table, options.prompt_key))
-    rejected = {**unusable, **tokens.rejected, **batch.invalid}
+    rejected = {**useless, **tokens.rejected, **batch.invalid}
     keep = np.ones(len(batch.rows), bool)
     for row, reason in sorted(rejected.items()):
         place = f"{source} row {batch.rows[row]}"

@@ -4,6 +4,7 @@ says.
 Every fast path is verified against these few calls, and falls back to them for what it does not support.
 """
 
+import copy
 import hashlib
 import inspect
 import json
@@ -11,8 +12,9 @@ import multiprocessing
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 from gpuload.core.errors import TokenizerError
 from gpuload.core.memory import check_room_to_encode
@@ -182,6 +184,12 @@ class Reference:
     def ids(self, prompt: Prompt) -> list[int]:
         """The token ids of one prompt, rendered and encoded in one call: correct by definition."""
         return self.call.ids(messages_of(prompt)) if self.uses_template else self.encode(_plain(prompt))
+
+    def at(self, instant: Any) -> Self:
+        """The same tokenizer, whose template sees another time of day, see `TemplateCall`."""
+        other = copy.copy(self)
+        other.call = replace(self.call, instant=instant)
+        return other
 
     def clock_stopped(self) -> AbstractContextManager[Clock | None]:
         """Makes the template see the same time for all rows, see `TemplateCall.clock_stopped`."""

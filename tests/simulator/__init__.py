@@ -1,7 +1,5 @@
 """For tests and benchmarks: kernels on a machine without a GPU, and loads by an engine of the caller's choice."""
 
-import inspect
-import time
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +7,18 @@ import torch
 
 from gpuload.core.files import cache_root
 from gpuload.core.options import Options
-from gpuload.dataset.rows import PromptDataset
 from gpuload.engines.choose import EngineBuilder
 from gpuload.engines.device.engine import DeviceEngine, Reader
 from gpuload.engines.device.kernels import Kernels
 from gpuload.kinds.chats.dataset import ChatDataset
 from gpuload.kinds.chats.device import DeviceChatEngine
-from gpuload.kinds.chats.load import load_chats, load_given
+from gpuload.kinds.chats.load import ChatKind
 from gpuload.kinds.pairs.dataset import PairDataset
 from gpuload.kinds.pairs.device import DevicePairEngine
-from gpuload.kinds.pairs.load import load_given_pairs, load_pairs
-from gpuload.pipeline.run import load_sources
+from gpuload.kinds.pairs.load import PairKind
+from gpuload.kinds.prompts import PromptDataset, PromptKind
+from gpuload.pipeline.run import load_given
 from gpuload.reference.reference import Reference
-from gpuload.sources.open import open_sources
 
 
 def engine_on(kernels: Kernels, reader: Reader | None = None, make: type[DeviceEngine] = DeviceEngine) -> EngineBuilder:
@@ -47,9 +44,7 @@ def load_with(build_engine: EngineBuilder, files: Any, tokenizer: Any, **options
         build_engine: makes the engine from options, reference and whether the tokenizer itself must do everything.
         files, tokenizer, **options: as for `gpuload.load`.
     """
-    started = time.perf_counter()
-    chosen = Options.parse(options)
-    return load_sources(open_sources(files, chosen), tokenizer, chosen, started, build_engine=build_engine)
+    return load_given(PromptKind, files, tokenizer, options, build_engine)
 
 
 def load_chats_with(
@@ -61,9 +56,7 @@ def load_chats_with(
         kernels, reader: as for `engine_on`.
         files, tokenizer, **options: as for `gpuload.load_chats`.
     """
-    given = inspect.signature(load_chats).bind(files, tokenizer, **options)
-    given.apply_defaults()
-    return load_given(given.arguments, engine_on(kernels, reader, DeviceChatEngine))
+    return load_given(ChatKind, files, tokenizer, options, engine_on(kernels, reader, DeviceChatEngine))
 
 
 def load_pairs_with(
@@ -75,9 +68,7 @@ def load_pairs_with(
         kernels, reader: as for `engine_on`.
         files, tokenizer, **options: as for `gpuload.load_pairs`.
     """
-    given = inspect.signature(load_pairs).bind(files, tokenizer, **options)
-    given.apply_defaults()
-    return load_given_pairs(given.arguments, engine_on(kernels, reader, DevicePairEngine))
+    return load_given(PairKind, files, tokenizer, options, engine_on(kernels, reader, DevicePairEngine))
 
 
 def link_slow_caches(directory: Path) -> str:

@@ -13,16 +13,19 @@ from ray.data.collate_fn import ArrowBatchCollateFn
 from gpuload.core.arrays import Ragged, offsets_of
 from gpuload.core.errors import OptionError
 from gpuload.core.options import Options, Padding, Truncation
-from gpuload.dataset.rows import index_of, object_array, prompt_too_long
+from gpuload.dataset.rows import object_array, prompt_too_long
 from gpuload.engines.host.batches import pad
 from gpuload.engines.host.packs import IGNORED
 from gpuload.integrations.ray.dataset import about_dataset
-from gpuload.integrations.ray.kinds import ChatKind, Kind, PairKind, PromptKind
 from gpuload.integrations.ray.worker import ORIGIN
 from gpuload.kinds.chats.batches import padded_rows
+from gpuload.kinds.chats.load import ChatKind
 from gpuload.kinds.pairs.batches import padded_sequences
 from gpuload.kinds.pairs.formats import MARGIN
+from gpuload.kinds.pairs.load import PairKind
 from gpuload.kinds.pairs.parts import COMPLETION, appended
+from gpuload.kinds.prompts import PromptKind, index_of
+from gpuload.pipeline.kind import Kind
 from gpuload.reference.reference import messages_of
 from gpuload.sources.columns import to_python
 
@@ -64,7 +67,7 @@ class Collate(ArrowBatchCollateFn):  # type: ignore[misc]
         files: their names, for messages.
     """
 
-    def __init__(self, kind: Kind, options: Options, pad_token_id: int, padding: Padding, files: list[str]):
+    def __init__(self, kind: Kind[Any], options: Options, pad_token_id: int, padding: Padding, files: list[str]):
         self._kind, self._options, self._pad_id = kind, options, pad_token_id
         self._padding, self._files = padding, files
 
@@ -74,7 +77,7 @@ class Collate(ArrowBatchCollateFn):  # type: ignore[misc]
         Raises:
             PromptTooLongError: a prompt is longer than the limit, and `truncation="error"`.
         """
-        own = {field.name for field in self._kind.own} | {ORIGIN.name}
+        own = {field.name for field in self._kind.fields} | {ORIGIN.name}
         columns = {
             name: object_array(to_python(batch.column(name).combine_chunks()))
             for name in batch.schema.names

@@ -9,26 +9,25 @@ The datasets are lazy: nothing is tokenized before Ray Data executes them.
 
 import pickle
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from inspect import signature
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import pyarrow as pa
 
 from gpuload.core.errors import DataError, OptionError
-from gpuload.core.options import Objective, Options, nearest
+from gpuload.core.options import Options
 from gpuload.dataset.report import Report
 from gpuload.integrations.ray.cluster import Workers, import_ray, workers_for
-from gpuload.integrations.ray.kinds import ChatKind, Kind, PairKind, PromptKind
 from gpuload.integrations.ray.parts import FilePart, OpenedFile, all_parts, open_files
 from gpuload.integrations.ray.reports import merged, start_keeper
 from gpuload.integrations.ray.worker import ORIGIN, TokenizingActor, Work
-from gpuload.kinds.chats.load import load_chats, open_chats, training_options
-from gpuload.kinds.pairs.formats import label_column
-from gpuload.kinds.pairs.load import load_pairs, open_pairs
-from gpuload.pipeline.run import reference_of
+from gpuload.kinds.chats.load import ChatKind
+from gpuload.kinds.pairs.load import PairKind
+from gpuload.kinds.prompts import PromptKind
+from gpuload.pipeline.kind import Kind
+from gpuload.pipeline.run import Job, open_job
 from gpuload.reference.reference import Reference
 from gpuload.sources.parallel import PART_ROWS
 from gpuload.sources.read import Source
@@ -52,7 +51,7 @@ class About:
         reports: the actor that keeps the reports.
     """
 
-    kind: Kind
+    kind: Kind[Any]
     options: Options
     pad_token_id: int
     empty: Report
@@ -97,21 +96,7 @@ def read_prompts(
         DeviceError: a GPU is asked for, and the cluster has none.
         GpuloadError: Ray Data is not installed.
     """
-    import_ray()
-    given = dict(options)
-    tokenizer = given.pop("tokenizer", None) if tokenizer is None else tokenizer
-    parsed = Options.parse(given)
-    opened = open_files(files, parsed)
-    kind = PromptKind()
-    sources = [kind.prompts_of(source, parsed) for source in _filled(opened)]
-    reference = reference_of(tokenizer, parsed)
-    more: dict[str, Sequence[pa.DataType]] = {}
-    if parsed.return_raw_chat:
-        more["raw_prompt"] = [source.schema.field(parsed.prompt_key).type for source in sources]
-    if parsed.return_full_prompt:
-        more["full_prompts"] = [pa.large_string()]
-    passed = common_schema(sources, parsed.prompt_key, more)
-    return _dataset(opened, passed, kind, reference, parsed, (concurrency, num_cpus, rows_per_task))
+    return _read(PromptKind, files, tokenizer, options, (concurrency, num_cpus, rows_per_task))
 
 
 def read_chats(
@@ -141,14 +126,7 @@ def read_chats(
     Raises:
         GpuloadError: as for `read_prompts` and `gpuload.load_chats`.
     """
-    given = _arguments(load_chats, tokenizer, options)
-    form = {name: given[name] for name in ("format", "messages_key", "loss_on")}
-    parsed = training_options(given, given["messages_key"] or "messages")
-    opened = open_files(files, parsed)
-    sources, reference, parsed, found = open_chats(_filled(opened), given["tokenizer"], parsed, **form)
-    kind = ChatKind(found, given["messages_key"], reference.loss_on)
-    passed = common_schema(sources, parsed.prompt_key)
-    return _dataset(opened, passed, kind, reference, parsed, (concurrency, num_cpus, rows_per_task))
+    return _read(ChatKind, files, tokenizer, options, (concurrency, num_cpus, rows_per_task))
 
 
 def read_pairs(
@@ -178,22 +156,7 @@ def read_pairs(
     Raises:
         GpuloadError: as for `read_prompts` and `gpuload.load_pairs`.
     """
-    given = _arguments(load_pairs, tokenizer, options)
-    keys = {part: given[f"{part}_key"] for part in ("prompt", "chosen", "rejected")}
-    keys["prompt"] = keys["prompt"] or "prompt"
-    parsed = training_options(given, keys["prompt"])
-    opened = open_files(files, parsed)
-    filled = _filled(opened)
-    objective: Objective = given["objective"] or ("kto" if label_column(filled[0].schema, keys) else "dpo")
-    if objective not in get_args(Objective) or objective == "kto":
-        raise OptionError(
-            f"objective={objective!r}: read_pairs makes rows for 'dpo' and 'rm'. For 'kto' a row has the completion of "
-            "another one, so all rows have to be known: use load_pairs"
-        )
-    sources, reference, parsed, found = open_pairs(filled, given["tokenizer"], parsed, objective, given["format"], keys)
-    kind = PairKind(objective, found.name, keys, given["overlong"])
-    passed = common_schema(sources, parsed.prompt_key)
-    return _dataset(opened, passed, kind, reference, parsed, (concurrency, num_cpus, rows_per_task))
+    return _read(PairKind, files, tokenizer, options, (concurrency, num_cpus, rows_per_task))
 
 
 def report(dataset: "Dataset") -> Report:
@@ -260,35 +223,43 @@ def common_schema(
     return pa.schema(fields)
 
 
-def _filled(opened: Sequence[OpenedFile]) -> list[Source]:
-    """The files that have rows."""
-    return [file.source for file in opened if file.source.num_rows]
-
-
-def _arguments(function: Callable[..., Any], tokenizer: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `load_chats` or `load_pairs`, with their defaults.
+def _read(
+    kind: type[Kind[Any]], files: Any, tokenizer: Any, given: dict[str, Any], scale: tuple[Concurrency, float, int]
+) -> "Dataset":
+    """A dataset of the rows of one kind.
 
     Args:
-        tokenizer: given by its place; None if it is given by its name, or not at all.
-        given: the others.
+        files, tokenizer: as for `read_prompts`.
+        given: the options.
+        scale: the last three arguments of `read_prompts`.
     """
     import_ray()
-    defaults = {
-        each.name: each.default for each in signature(function).parameters.values() if each.kind is each.KEYWORD_ONLY
-    }
-    if unknown := sorted(set(given) - set(defaults) - {"tokenizer"}):
-        raise OptionError(f"unknown option {unknown[0]}{nearest(unknown[0], set(defaults))}")
-    return {**defaults, **given, "tokenizer": given.get("tokenizer") if tokenizer is None else tokenizer}
+    given = dict(given)
+    tokenizer = given.pop("tokenizer", None) if tokenizer is None else tokenizer
+    parsed, options = kind.parse(given)
+    opened = open_files(files, options)
+    job = open_job(parsed, [file.source for file in opened if file.source.num_rows], tokenizer, options)
+    if isinstance(job.kind, PairKind) and job.kind.objective == "kto":
+        raise OptionError(
+            f"objective={job.kind.objective!r}: read_pairs makes rows for 'dpo' and 'rm'. For 'kto' a row has the "
+            "completion of another one, so all rows have to be known: use load_pairs"
+        )
+    more: dict[str, Sequence[pa.DataType]] = {}
+    if job.options.return_raw_chat:
+        more["raw_prompt"] = [source.schema.field(job.options.prompt_key).type for source in job.sources]
+    if job.options.return_full_prompt:
+        more["full_prompts"] = [pa.large_string()]
+    passed = common_schema(job.sources, job.options.prompt_key, more)
+    return _dataset(opened, passed, job, scale)
 
 
 def _dataset(
     opened: Sequence[OpenedFile],
     passed: pa.Schema,
-    kind: Kind,
-    reference: Reference,
-    options: Options,
+    job: Job[Any],
     scale: tuple[Concurrency, float, int],
 ) -> "Dataset":
+    kind, reference, options = job.kind, job.reference, job.options
     concurrency, num_cpus, rows_per_task = scale
     if isinstance(rows_per_task, bool) or not isinstance(rows_per_task, int) or rows_per_task < 1:
         raise OptionError(f"rows_per_task={rows_per_task!r}: expected an integer > 0")
@@ -305,7 +276,7 @@ def _dataset(
     empty = Report(
         names,
         options.max_prompt_length,
-        limit_name="max_prompt_length" if isinstance(kind, PromptKind) else "max_length",
+        limit_name=kind.limit_name,
         overlong_dropped=options.filter_overlong_prompts,
         sanitized=reference.sanitizes,
         source_bytes=sum(file.source.nbytes for file in opened),
@@ -317,7 +288,7 @@ def _dataset(
     return dataset
 
 
-def work_of(kind: Kind, reference: Reference, options: Options, device: str, passed: pa.Schema) -> Work:
+def work_of(kind: Kind[Any], reference: Reference, options: Options, device: str, passed: pa.Schema) -> Work:
     """What workers need to know.
 
     Args:
@@ -325,7 +296,7 @@ def work_of(kind: Kind, reference: Reference, options: Options, device: str, pas
         device: of each worker.
         passed: the columns that are passed through.
     """
-    own = [*kind.own, ORIGIN]
+    own = [*kind.fields, ORIGIN]
     names = {field.name for field in own}
     if replaced := sorted(names & set(passed.names)):
         warnings.warn(

@@ -20,10 +20,10 @@ from gpuload.core.options import NO_LIMIT, Options
 from gpuload.integrations.ray.claims import ClaimWatch
 from gpuload.integrations.ray.cluster import Workers, connect, import_ray, own_errors, workers_for
 from gpuload.integrations.ray.dataset import Concurrency, mapped, work_of
-from gpuload.integrations.ray.kinds import PromptKind
 from gpuload.integrations.ray.parts import FilePart, OpenedFile, all_parts, open_files, part_digests
 from gpuload.integrations.ray.pieces import EntryPlan, Piece, PieceActor, PieceTask, is_complete
-from gpuload.pipeline.run import reference_of
+from gpuload.kinds.prompts import PromptKind
+from gpuload.pipeline.run import open_job
 from gpuload.sources.parallel import PART_ROWS
 
 _WINDOW = 1000  # tasks for keys that are submitted at a time
@@ -113,11 +113,8 @@ def prepare(
     import_ray()
     parsed = Options.parse(options)
     opened = open_files(files, parsed)
-    kind = PromptKind()
-    for file in opened:
-        if file.source.num_rows:
-            kind.prompts_of(file.source, parsed)
-    reference = reference_of(tokenizer, parsed)
+    job = open_job(PromptKind(), [file.source for file in opened], tokenizer, parsed)
+    reference = job.reference
     with reference.call.clock_stopped() as clock:
         make = key_maker(reference, parsed, clock)
     if isinstance(make, str):
@@ -127,7 +124,7 @@ def prepare(
     connect(address)
     parts = all_parts(opened, rows_per_task)
     workers, device = workers_for(parsed.device, len(parts), concurrency, num_cpus)
-    work = work_of(kind, reference, replace(parsed, max_prompt_length=NO_LIMIT), device, pa.schema([]))
+    work = work_of(job.kind, reference, replace(parsed, max_prompt_length=NO_LIMIT), device, pa.schema([]))
     plans = list(_plans(opened, parts, make, parsed))
     done = Prepared(place.shown, len(plans), sum(len(p.part.rows) for plan in plans for p in plan.pieces))
     todo = [plan for plan in plans if not is_complete(place, plan)]

@@ -166,7 +166,7 @@ class PieceActor:
             options = _piece_options(self._tokenizing.work.options, plan.verify, directory)
             part = piece.part
             source = open_part(part, directory, self._tokenizing.work.options.cache_dir, only=options.prompt_key)
-            source = self._tokenizing.work.kind.prompts_of(source, options, self._tokenizing.reference)
+            source = self._tokenizing.work.kind.column(source, options, self._tokenizing.reference)
             _, report = self._tokenizing.load(source, options)
             made = tokens_directory(str(directory)) / f"{piece.key}.arrow"
             if not made.is_file():

@@ -19,8 +19,9 @@ from gpuload.core.errors import GpuloadError, NoRowsError
 from gpuload.core.options import Options
 from gpuload.dataset.report import Report
 from gpuload.engines.protocol import Engine
-from gpuload.integrations.ray.kinds import Kind
 from gpuload.integrations.ray.parts import FilePart, open_part, temporary_directory
+from gpuload.pipeline.kind import Kind
+from gpuload.pipeline.run import Job, run
 from gpuload.sources.read import Source
 
 ORIGIN = pa.field("origin", pa.struct([("file", pa.int32()), ("row", pa.int64())]))
@@ -40,7 +41,7 @@ class Work:
         schema: the columns of all rows, whatever the file.
     """
 
-    kind: Kind
+    kind: Kind[Any]
     tokenizer: Any
     fingerprint: str
     instant: datetime
@@ -63,8 +64,7 @@ class Tokenizing:
 
     def __init__(self, work: Work):
         self.work = work
-        self.reference = work.kind.reference(work.tokenizer, work.options)
-        self.reference.call = replace(self.reference.call, instant=work.instant)
+        self.reference = work.kind.reference(work.tokenizer, work.options).at(work.instant)
         if self.reference.fingerprint() != work.fingerprint:
             raise GpuloadError(
                 "the tokenizer is another one in a Ray worker than in the driver: install the same versions of "
@@ -83,9 +83,8 @@ class Tokenizing:
         """A dataset of a source, None if all of its rows were dropped, and the report."""
 
         def load(exact_only: bool) -> Any:
-            return self.work.kind.load(
-                source, self.reference, options, lambda _options, _reference, exact: self._engine(exact or exact_only)
-            )
+            job = Job(self.work.kind, [source], self.reference, options)
+            return run(job, build_engine=lambda _options, _reference, exact: self._engine(exact or exact_only))
 
         try:
             try:
@@ -106,7 +105,7 @@ class Tokenizing:
             source = open_part(part, directory, options.cache_dir)
             if part.take < source.num_rows:
                 options = replace(options, max_samples=part.take)
-            prompts = self.work.kind.prompts_of(source, options, self.reference)
+            prompts = self.work.kind.column(source, options, self.reference)
             dataset, report = self.load(prompts, options)
             if dataset is None:
                 return schema.empty_table(), report
@@ -114,7 +113,7 @@ class Tokenizing:
 
     def _rows(self, dataset: Any, file: int) -> Iterator[pa.RecordBatch]:
         at, numbers = 0, dataset.origins[:, 1]
-        for batch in self.work.kind.rows(dataset):
+        for batch in dataset.to_arrow():
             rows = numbers[at : at + batch.num_rows]
             at += batch.num_rows
             files = np.full(len(rows), file, np.int32)

@@ -24,7 +24,8 @@ from gpuload.core.options import Options
 from gpuload.integrations.core import are_messages, unless_unsupported
 from gpuload.integrations.slime.reading import check_labels, check_tools, open_rows
 from gpuload.integrations.slime.samples import SampleColumns, SampleDataset
-from gpuload.pipeline.run import load_sources, reference_of
+from gpuload.kinds.prompts import PromptKind, reference_of
+from gpuload.pipeline.run import Job, run
 from gpuload.sources.columns import Columns, to_python
 from gpuload.sources.read import Source, check_unchanged
 from gpuload.sources.types import JSON_TYPE, is_messages, is_text
@@ -121,7 +122,7 @@ def _tokenized(
     reference = reference_of(tokenizer, options)
     if reference.uses_template and (reference.sanitizes or not reference.encodes_rendered_text):
         raise DataError("the tokenizer class or apply_chat_template_kwargs change how texts are encoded")
-    loaded = load_sources([source], reference, options)
+    loaded = run(Job(PromptKind(), [source], reference, options))
     if rejected := loaded.report.rejected:
         reason, count = max(rejected.items(), key=lambda item: item[1])
         raise DataError(f"{count:,} rows cannot be rendered: {reason}")

@@ -6,7 +6,7 @@ Ray hides GPUs from processes that did not request one. verl's driver, which cre
 import time
 from dataclasses import replace
 
-from gpuload.integrations.verl.reading import Loaded, LoadRequest, load_rows
+from gpuload.integrations.verl.reading import LoadedRows, LoadRequest, load_rows
 
 GPU_WAIT_SECONDS = 10.0
 """How long to wait for a free GPU: Ray counts the GPU of a finished task as taken for a moment."""
@@ -31,7 +31,7 @@ def no_gpu_task_reason() -> str | None:
     return None
 
 
-def load_in_task(request: LoadRequest) -> Loaded:
+def load_in_task(request: LoadRequest) -> LoadedRows:
     """Run `load_rows` in a Ray task with one GPU.
 
     Args:
@@ -47,11 +47,11 @@ def load_in_task(request: LoadRequest) -> Loaded:
 
     # The task may run on another node, which has other disks.
     request = replace(request, options=replace(request.options, store="memory"))
-    loaded: Loaded = ray.get(ray.remote(num_gpus=1, max_retries=0)(_load_on_gpu).remote(request))
+    loaded: LoadedRows = ray.get(ray.remote(num_gpus=1, max_retries=0)(_load_on_gpu).remote(request))
     return loaded
 
 
-def _load_on_gpu(request: LoadRequest) -> Loaded:
+def _load_on_gpu(request: LoadRequest) -> LoadedRows:
     """Body of the task: `device="auto"` becomes "cuda" if the GPU works, so that a failure there is an error."""
     from gpuload.engines.device import cuda
 

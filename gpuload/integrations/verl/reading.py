@@ -23,10 +23,11 @@ from gpuload.core.arrays import RowNumbers
 from gpuload.core.errors import DataError, StoreError
 from gpuload.core.options import Options
 from gpuload.dataset.fingerprint import Fingerprint, fingerprint
-from gpuload.integrations.verl.rows import Rows
+from gpuload.integrations.verl.rows import ArrowRows
+from gpuload.kinds.prompts import PromptKind, reference_of
 from gpuload.pipeline.filter import all_dropped
 from gpuload.pipeline.keep_on_disk import choose_disk, columns_on_disk
-from gpuload.pipeline.run import load_sources, reference_of
+from gpuload.pipeline.run import Job, run
 from gpuload.pipeline.stream import choose_rows
 from gpuload.sources.columns import Columns
 from gpuload.sources.fetch import SourceFile, resolve
@@ -59,7 +60,7 @@ class LoadRequest:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedRows:
     """Result of `load_rows`.
 
     Attributes:
@@ -68,7 +69,7 @@ class Loaded:
         fingerprint: identifies the data, for checkpoints.
     """
 
-    rows: Rows
+    rows: ArrowRows
     report: str
     fingerprint: Fingerprint
 
@@ -164,7 +165,7 @@ def _column_chunks(source: Source, name: str) -> Iterator[Any]:
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-def load_rows(request: LoadRequest, sources: list[Source] | None = None) -> Loaded:
+def load_rows(request: LoadRequest, sources: list[Source] | None = None) -> LoadedRows:
     """Read the rows and drop those over the limit.
 
     Args:
@@ -179,7 +180,9 @@ def load_rows(request: LoadRequest, sources: list[Source] | None = None) -> Load
     sources = sources or open_files(request.files, request.options.cache_dir)
     if not request.tokenize:
         return _load_untokenized(request, sources, started)
-    dataset = load_sources(sources, request.tokenizer, request.options, started, keep_rejected=True)
+    reference = PromptKind().reference(request.tokenizer, request.options)
+    job = Job(PromptKind(), sources, reference, request.options, request.tokenizer, keep_rejected=True)
+    dataset = run(job, started)
     columns, report = dataset.passed_through, dataset.report
     kept = np.ones(len(dataset), bool)
     if request.options.filter_overlong_prompts:
@@ -192,9 +195,9 @@ def load_rows(request: LoadRequest, sources: list[Source] | None = None) -> Load
             raise DataError(all_dropped(report))
     names = _column_names(sources) | {request.options.prompt_key: "raw_prompt"}
     store = dataset.token_store
-    rows = Rows(columns, names, store if request.keep_ids else None, owner=getattr(store, "owner", None))
+    rows = ArrowRows(columns, names, store if request.keep_ids else None, owner=getattr(store, "owner", None))
     rows = rows if kept.all() else rows.select(np.flatnonzero(kept))
-    return Loaded(rows, str(report), dataset.fingerprint)
+    return LoadedRows(rows, str(report), dataset.fingerprint)
 
 
 def _accepted_by_tokenizer(columns: Columns, rows: np.ndarray[Any, Any], request: LoadRequest) -> list[bool]:
@@ -212,7 +215,7 @@ def _accepted_by_tokenizer(columns: Columns, rows: np.ndarray[Any, Any], request
         return [accepted(int(row)) for row in rows]
 
 
-def _load_untokenized(request: LoadRequest, sources: list[Source], started: float) -> Loaded:
+def _load_untokenized(request: LoadRequest, sources: list[Source], started: float) -> LoadedRows:
     """All rows, or `max_samples` of them, without tokenizing."""
     total = sum(source.num_rows for source in sources)
     if not total:
@@ -229,7 +232,7 @@ def _load_untokenized(request: LoadRequest, sources: list[Source], started: floa
     identity = fingerprint(sources, None, request.options)
     identity["tokens"] = None if wanted is None else hashlib.sha256(np.ascontiguousarray(wanted).data).hexdigest()
     identity["columns"] = columns.digests()
-    return Loaded(Rows(columns, _column_names(sources), owner=owner), report, identity)
+    return LoadedRows(ArrowRows(columns, _column_names(sources), owner=owner), report, identity)
 
 
 def _columns(sources: Sequence[Source], options: Options, wanted: RowNumbers | None) -> tuple[Columns, Any]:

@@ -26,7 +26,7 @@ from gpuload.integrations.core import log_fallback
 from gpuload.integrations.verl import ray
 from gpuload.integrations.verl.reading import (
     DecodedColumnError,
-    Loaded,
+    LoadedRows,
     LoadRequest,
     content_digest,
     file_digest,
@@ -35,7 +35,7 @@ from gpuload.integrations.verl.reading import (
     open_files,
 )
 from gpuload.integrations.verl.reuse import DIGEST_KEY, IDS_KEY, prompt_digest, source_digest
-from gpuload.integrations.verl.rows import Rows
+from gpuload.integrations.verl.rows import ArrowRows
 from gpuload.integrations.verl.settings import Settings
 from gpuload.sources.read import Source
 from gpuload.sources.types import check_prompt_type, is_messages, is_text
@@ -64,7 +64,7 @@ class RLHFDataset(VerlDataset):  # type: ignore[misc]
     from `data.gpuload`: see `Settings`.
 
     Attributes:
-        dataframe: the rows: `Rows`, or a `datasets.Dataset` if verl's own class loaded the data.
+        dataframe: the rows: `ArrowRows`, or a `datasets.Dataset` if verl's own class loaded the data.
         report: what the load did, as text; empty if verl's own class loaded the data.
 
     Raises:
@@ -123,7 +123,7 @@ class RLHFDataset(VerlDataset):  # type: ignore[misc]
     def _tokenize(self) -> bool:
         return bool(self.filter_overlong_prompts) or self.gpuload.reuse_ids
 
-    def _load(self, sources: list[Source]) -> Loaded:
+    def _load(self, sources: list[Source]) -> LoadedRows:
         """Load in this process, or in a Ray task with a GPU if `ray_gpu` is set and this process has no GPU."""
         tokenizer, options = self._tokenizer_and_options()
         request = LoadRequest(tuple(self.data_files), tokenizer, options, self._tokenize, self.gpuload.reuse_ids)
@@ -252,7 +252,7 @@ class RLHFDataset(VerlDataset):  # type: ignore[misc]
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     def __getitem__(self, item: int) -> dict[str, Any]:
-        if isinstance(self.dataframe, Rows):
+        if isinstance(self.dataframe, ArrowRows):
             # verl's __getitem__ modifies the row it takes from `dataframe`: give it a fresh one.
             return RLHFDataset.__getitem__(self._with_dataframe({item: self.dataframe[item]}), item)
         row: dict[str, Any] = super().__getitem__(item)
@@ -262,7 +262,7 @@ class RLHFDataset(VerlDataset):  # type: ignore[misc]
         """Return the rows of one batch. Called by torch's fetcher instead of `__getitem__`."""
         prepare_worker()
         numbers = row_numbers(items, len(self)).tolist()
-        if not isinstance(self.dataframe, Rows) or len(set(numbers)) < len(numbers):
+        if not isinstance(self.dataframe, ArrowRows) or len(set(numbers)) < len(numbers):
             return [self[number] for number in numbers]
         rows = self.dataframe.take(numbers)
         if not self._overrides_rows:
@@ -311,7 +311,7 @@ class RLHFDataset(VerlDataset):  # type: ignore[misc]
             row[DIGEST_KEY] = prompt_digest(self._source_digest, row["raw_prompt"]) if row[IDS_KEY] else None
         return row
 
-    def _with_dataframe(self, rows: Rows | Mapping[int, dict[str, Any]]) -> "RLHFDataset":
+    def _with_dataframe(self, rows: ArrowRows | Mapping[int, dict[str, Any]]) -> "RLHFDataset":
         """A shallow copy of this dataset with other rows."""
         view: RLHFDataset = object.__new__(type(self))
         view.__dict__ = {**self.__dict__, "dataframe": rows}

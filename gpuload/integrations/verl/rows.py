@@ -11,7 +11,7 @@ from gpuload.integrations.verl.reuse import IDS_KEY
 from gpuload.sources.columns import Columns
 
 
-class Rows:
+class ArrowRows:
     """The `dataframe` of verl's dataset class: the part of `datasets.Dataset` that verl uses, with faster access.
 
     Args:
@@ -67,7 +67,7 @@ class Rows:
             values.append([ids or None for ids in self._ids.take(stored).to_lists()])
         return [dict(zip(keys, row, strict=True)) for row in zip(*values, strict=True)]
 
-    def select(self, rows: Iterable[int]) -> "Rows":
+    def select(self, rows: Iterable[int]) -> "ArrowRows":
         """Return the given rows in the given order. Columns and ids are shared.
 
         Args:
@@ -75,4 +75,4 @@ class Rows:
         """
         numbers = np.fromiter(rows, np.int64)
         stored = numbers if self._stored is None else self._stored[numbers]
-        return Rows(self._columns.select(numbers), self._names, self._ids, stored, self._owner)
+        return ArrowRows(self._columns.select(numbers), self._names, self._ids, stored, self._owner)

@@ -19,9 +19,9 @@ import torch
 from gpuload.core.errors import OptionError, ResumeError
 from gpuload.core.options import Options, plain
 from gpuload.dataset.fingerprint import difference
-from gpuload.dataset.rows import PromptDataset, Row
+from gpuload.dataset.rows import Row
 from gpuload.integrations.verl.settings import Settings
-from gpuload.pipeline.run import load
+from gpuload.kinds.prompts import PromptDataset, load
 
 _OPTION_NAMES = frozenset(field.name for field in dataclasses.fields(Options))
 

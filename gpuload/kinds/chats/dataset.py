@@ -1,13 +1,12 @@
 """ChatDataset: conversations, or other text to train on, with labels."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 
 from gpuload.cache.token_store import DiskTokens
 from gpuload.core.arrays import Ragged
@@ -16,8 +15,8 @@ from gpuload.core.lazy import LazyDict
 from gpuload.core.marks import LOSS, split
 from gpuload.core.options import Padding, Trainer
 from gpuload.dataset.loader import PackLoader, PromptLoader
+from gpuload.dataset.rows import Made, Numbers, Rows, Values
 from gpuload.dataset.trainer_columns import CHATS, check_columns
-from gpuload.dataset.training_rows import TrainingDataset
 from gpuload.engines.host.packs import IGNORED
 from gpuload.kinds.chats.arrow import pack_reader, sft_reader
 from gpuload.kinds.chats.batches import ChatBatches, at_hand
@@ -25,7 +24,7 @@ from gpuload.packing import Plan, batch_rows, pack
 from gpuload.packing.packs import Packing
 
 
-class ChatDataset(TrainingDataset):
+class ChatDataset(Rows):
     """Tokenized rows with a loss mask, and the other columns of their files. Made by `gpuload.load_chats`.
 
     A map-style `torch.utils.data.Dataset`. A row is a dict with these keys, for L tokens:
@@ -66,7 +65,7 @@ class ChatDataset(TrainingDataset):
         """Number of tokens with loss."""
         return sum(int(np.count_nonzero(ids & LOSS)) for ids in self._store.chunks())
 
-    def _lists(self, numbers: np.ndarray[Any, Any]) -> dict[str, list[Any]]:
+    def _lists(self, numbers: Numbers, columns: Made) -> dict[str, Sequence[Any]]:
         ids, loss = self._truncated(numbers)
         labels = Ragged(np.where(loss.values, ids.values, IGNORED), ids.offsets)
         return {"input_ids": ids.to_lists(), "labels": labels.to_lists()}
@@ -87,9 +86,9 @@ class ChatDataset(TrainingDataset):
         Raises:
             IndexError: A row number is out of range.
         """
-        return super().batch(rows, padding)
+        return self._batch(rows, padding)
 
-    def loader(  # type: ignore[override]
+    def loader(
         self,
         batch_size: int | None = None,
         *,
@@ -126,7 +125,7 @@ class ChatDataset(TrainingDataset):
         if packing is None and max_tokens is None and not group_by_length and padded:
             if batch_size is None:
                 raise OptionError("loader: pass batch_size, or max_tokens")
-            return super().loader(batch_size, **{"padding": "longest"} | settings)
+            return self._loader(batch_size, {"padding": "longest"} | settings)
         chosen = {"shuffle": self.options.shuffle, "seed": self.options.seed or 0} | settings
         ranks = {name: chosen.pop(name) for name in ("rank", "world_size", "drop_last") if name in chosen}
         if unknown := set(chosen) - {"shuffle", "seed"}:
@@ -249,13 +248,10 @@ class ChatDataset(TrainingDataset):
         """Ids and loss of some rows."""
         return split(self._store.take(numbers).truncate(self.options.max_prompt_length, self.options.truncation))
 
-    def _taken(
-        self, numbers: np.ndarray[Any, Any], padding: Padding
-    ) -> dict[str, torch.Tensor | Callable[[], list[Any]]]:
+    def _tensors(self, numbers: Numbers, padding: Padding, columns: Made) -> Mapping[str, Values]:
         limit, side = self.options.max_prompt_length, self.options.truncation
-        width = limit if padding == "max_length" else min(limit, int(self._lengths[numbers].max(initial=0)))
-        columns = {name: cache(partial(self._column, name, numbers)) for name in self.passed_through.names}
-        return {**columns, **self._padded(numbers, lambda: self._store.take(numbers).truncate(limit, side), width)}
+        width = self._width(int(self._lengths[numbers].max(initial=0)), padding)
+        return self._padded(numbers, lambda: self._store.take(numbers).truncate(limit, side), width)
 
 
 def _moved(plan: Plan, first: np.ndarray[Any, Any]) -> Plan:

@@ -6,13 +6,12 @@ device.
 """
 
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from gpuload.core.arrays import Ragged
 from gpuload.core.marks import LOSS, with_loss
 from gpuload.core.options import Truncation
-from gpuload.engines.choose import choose_engine
 from gpuload.engines.device.batches import DeviceBatches, copied
 from gpuload.engines.device.packs import packed, prepare_pack
 from gpuload.engines.device.render import DeviceText
@@ -40,10 +39,6 @@ class DeviceChatEngine(DeviceTrainingEngine):
 
     def batches(self, store: Ragged | DeviceStore, limit: int, side: Truncation, pad_id: int) -> "DeviceChatBatches":
         return DeviceChatBatches(self._kernels, store, limit, side, pad_id)
-
-
-chat_engine = partial(choose_engine, make=DeviceChatEngine)
-"""Makes the engine of a load for SFT that its options name. For the arguments see `choose_engine`."""
 
 
 class DeviceChatBatches(DeviceBatches):

@@ -1,36 +1,33 @@
 """load_chats(): data for SFT, by the stages of `load`."""
 
 import os
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gpuload.core.arrays import Ragged
-from gpuload.core.errors import DataError, NoRowsError, OptionError
+from gpuload.core.arrays import Array, Ragged
+from gpuload.core.errors import DataError, GpuloadError, OptionError
 from gpuload.core.marks import without_loss
 from gpuload.core.options import LossOn, Options, Store, TokensOn, Verify, nearest
-from gpuload.engines.choose import EngineBuilder
+from gpuload.dataset.arrow import INT32_LIST
+from gpuload.dataset.report import Report
+from gpuload.dataset.rows import Loaded
+from gpuload.engines.choose import choose_engine
+from gpuload.engines.protocol import Engine
 from gpuload.kinds.chats.dataset import ChatDataset
-from gpuload.kinds.chats.device import chat_engine
+from gpuload.kinds.chats.device import DeviceChatEngine
 from gpuload.kinds.chats.formats import FORMATS, LABELS, Format, as_prompts, find_format, is_plain, one_format
 from gpuload.kinds.chats.reference import ChatReference
-from gpuload.pipeline.ranks import joined
-from gpuload.pipeline.run import load_sources
-from gpuload.sources.open import open_all
+from gpuload.kinds.training_options import Overlong, training_options
+from gpuload.pipeline.kind import Kind
+from gpuload.pipeline.run import load_given
 from gpuload.sources.read import Source
 from gpuload.template.marks import UnknownAnswersError
 from gpuload.template.turns import unknown
-
-Overlong = Literal["drop", "keep_start", "keep_end"]
-
-_TRUNCATION = {"drop": "error", "keep_start": "right", "keep_end": "left"}
-"""What becomes of longer rows → the option `truncation` of `load`."""
 
 _CHOICES: dict[str, tuple[LossOn, ...]] = {
     **dict.fromkeys(("messages", "sharegpt", "alpaca"), ("assistant", "last", "all")),
@@ -124,153 +121,105 @@ def load_chats(
         StoreError: the store on disk cannot be written.
         MismatchError: with `strict=True`, a token or its loss differs from the tokenizer's.
     """
-    return load_given(locals(), chat_engine)
+    given = {name: value for name, value in locals().items() if name not in ("files", "tokenizer")}
+    return load_given(ChatKind, files, tokenizer, given)
 
 
-def load_given(given: Mapping[str, Any], build_engine: EngineBuilder) -> ChatDataset:
-    """`load_chats` with another way to build the engine.
+@dataclass(frozen=True)
+class ChatKind(Kind[ChatDataset]):
+    """Conversations and other texts to train on, with a loss mask.
 
-    Args:
-        given: the arguments of `load_chats` by name, all of them.
-        build_engine: builds the engine.
+    Attributes:
+        format, messages_key, loss_on: as for `load_chats`; after `resolve`, what was found and chosen.
     """
-    started, given = time.perf_counter(), dict(given)
-    with joined(given["distributed"] is True):  # what fails on one rank fails on all
-        _check(given["format"], given["messages_key"], given["loss_on"])
-        options = training_options(given, given["messages_key"] or "messages")
-        form = (given[name] for name in ("format", "messages_key", "loss_on"))
-        opened = open_chats(open_all(given["files"], options), given["tokenizer"], options, *form)
-        return load_opened(*opened, started, build_engine)
 
+    name = "chats"
+    format: str | None = None
+    messages_key: str | None = None
+    loss_on: LossOn | None = None
 
-def open_chats(
-    opened: Sequence[Source],
-    tokenizer: Any,
-    options: Options,
-    format: str | None = None,
-    messages_key: str | None = None,
-    loss_on: LossOn | None = None,
-) -> tuple[list[Source], ChatReference, Options, str]:
-    """Finds the format of opened files, and opens the tokenizer.
+    fields: ClassVar[tuple[pa.Field, ...]] = (pa.field("input_ids", INT32_LIST), pa.field("labels", INT32_LIST))
 
-    Args:
-        opened: files or a frame.
-        tokenizer, format, messages_key, loss_on: as for `load_chats`.
-        options: of the load; the column `prompt_key` is made.
+    def __post_init__(self) -> None:
+        names = [each.name for each in FORMATS]
+        if self.format is not None and self.format not in names:
+            raise OptionError(f"format={self.format!r}{nearest(str(self.format), set(names))}")
+        if self.messages_key is not None and (not isinstance(self.messages_key, str) or not self.messages_key):
+            raise OptionError(f"messages_key={self.messages_key!r}: expected the name of a column, or None")
+        choices = get_args(LossOn)
+        if self.loss_on is not None and self.loss_on not in choices:
+            raise OptionError(f"loss_on={self.loss_on!r}: expected one of {', '.join(map(repr, choices))}, or None")
 
-    Returns:
-        The sources with one column of conversations, prompts with completions, or texts; the tokenizer; the options as
-        this format needs them; and the format.
-    """
-    formats, found = _formats_of(opened, format, messages_key)
-    if all(source.num_rows == 0 or is_plain(found, source.schema) for source in opened):
-        options = replace(options, chat_template=None)
-    wanted = loss_on or _CHOICES[found][0]
-    if wanted not in _CHOICES[found]:
-        choices = ", ".join(map(repr, _CHOICES[found]))
-        raise OptionError(f"loss_on={wanted!r}: data in the format {found} has no such part: use one of {choices}")
-    reference = ChatReference(tokenizer, wanted, **options.of_tokenizer())
-    sources = [as_prompts(source, each, options.prompt_key, reference) for source, each in formats]
-    return sources, reference, options, found
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> tuple["ChatKind", Options]:
+        names = ("format", "messages_key", "loss_on")
+        kind = cls(**{name: given[name] for name in names if name in given})
+        return kind, training_options(given, kind.messages_key or "messages", names)
 
+    def resolve(self, sources: Sequence[Source], options: Options) -> tuple["ChatKind", list[Source], Options]:
+        filled = [source for source in sources if source.num_rows]
+        found = self._format_of(filled)
+        if all(is_plain(found, source.schema) for source in filled):
+            options = replace(options, chat_template=None)
+        wanted = self.loss_on or _CHOICES[found][0]
+        if wanted not in _CHOICES[found]:
+            choices = ", ".join(map(repr, _CHOICES[found]))
+            raise OptionError(f"loss_on={wanted!r}: data in the format {found} has no such part: use one of {choices}")
+        return replace(self, format=found, loss_on=wanted), filled, options
 
-def load_opened(
-    sources: list[Source],
-    reference: ChatReference,
-    options: Options,
-    found: str,
-    started: float | None = None,
-    build_engine: EngineBuilder = chat_engine,
-) -> ChatDataset:
-    """Loads what `open_chats` returned.
+    def _format_of(self, sources: Sequence[Source]) -> str:
+        """The name of the format that all sources have, each of which has rows."""
+        for source in sources:
+            if self.format is None and {"chosen", "rejected"} <= set(source.schema.names):
+                raise DataError(
+                    f"{source.name}: preference data, with columns chosen and rejected: use load_pairs, or pass "
+                    "format= to train on the other columns as they are"
+                )
+        name = one_format({source.name: self._found_in(source).name for source in sources})
+        for source in sources:
+            if self.format is None and name in _LABELED and (label := _label_of(source)):
+                raise DataError(
+                    f"{source.name}: column {label!r} says which answers are good ones, as in data for KTO: use "
+                    f"load_pairs, or pass format={name!r} to train on all answers, also on bad ones"
+                )
+        return name
 
-    Args:
-        started: when the files were being opened, as for `load_sources`.
-    """
-    useless = partial(without_answer, options)
-    try:
-        dataset = load_sources(
-            sources, reference, options, started, build_engine=build_engine, make=ChatDataset, unusable=useless
-        )
-    except NoRowsError as error:
-        reasons = list(error.report.rejected) if error.report is not None else []
+    def _found_in(self, source: Source) -> Format:
+        return find_format(source.schema, source.name, self.format, self.messages_key)
+
+    def reference(self, tokenizer: Any, options: Options) -> ChatReference:
+        assert self.loss_on is not None
+        return ChatReference(tokenizer, self.loss_on, **options.of_tokenizer())
+
+    def column(self, source: Source, options: Options, reference: Any) -> Source:
+        return as_prompts(source, self._found_in(source), options.prompt_key, reference)
+
+    def engine(self, options: Options, reference: Any, exact_only: bool) -> Engine:
+        return choose_engine(options, reference, exact_only, DeviceChatEngine)
+
+    def sizes(self, ids: Any) -> Array:
+        return ids.lengths
+
+    def useless(self, ids: Ragged, options: Options) -> dict[int, str]:
+        """The rows of which no token would be learned."""
+        reasons = {}
+        if not options.filter_overlong_prompts:
+            limit = options.max_prompt_length
+            kept = without_loss(ids, limit, options.truncation)
+            why = f"no token with loss is within max_length={limit}"
+            reasons = dict.fromkeys(np.flatnonzero(kept).tolist(), why)
+        why = "no token has loss: there is no answer of an assistant"
+        return reasons | dict.fromkeys(np.flatnonzero(without_loss(ids)).tolist(), why)
+
+    def nothing_left(self, report: Report) -> GpuloadError | None:
+        reasons = list(report.rejected)
         if reasons and all(reason.startswith(UnknownAnswersError.__name__) for reason in reasons):
-            raise unknown(reasons[0].partition(": ")[2]) from error
-        raise
-    dataset.report.notes.insert(0, f"format: {found}, loss on {reference.loss_on}")
-    assert isinstance(dataset, ChatDataset)
-    return dataset
+            return unknown(reasons[0].partition(": ")[2])
+        return None
 
-
-def without_answer(options: Options, ids: Ragged) -> dict[int, str]:
-    """The rows of which no token would be learned."""
-    reasons = {}
-    if not options.filter_overlong_prompts:
-        limit = options.max_prompt_length
-        kept = without_loss(ids, limit, options.truncation)
-        why = f"no token with loss is within max_length={limit}"
-        reasons = dict.fromkeys(np.flatnonzero(kept).tolist(), why)
-    why = "no token has loss: there is no answer of an assistant"
-    return reasons | dict.fromkeys(np.flatnonzero(without_loss(ids)).tolist(), why)
-
-
-def _check(format: Any, messages_key: Any, loss_on: Any) -> None:
-    names = [each.name for each in FORMATS]
-    if format is not None and format not in names:
-        raise OptionError(f"format={format!r}{nearest(str(format), set(names))}")
-    if messages_key is not None and (not isinstance(messages_key, str) or not messages_key):
-        raise OptionError(f"messages_key={messages_key!r}: expected the name of a column, or None")
-    if loss_on is not None and loss_on not in get_args(LossOn):
-        raise OptionError(f"loss_on={loss_on!r}: expected one of {', '.join(map(repr, get_args(LossOn)))}, or None")
-
-
-def training_options(given: Mapping[str, Any], prompt_key: str) -> Options:
-    """The options of a load of training data, which has `max_length` and `overlong`.
-
-    Args:
-        given: arguments by name; those that are no options are left out. Without `store`, rows are in memory.
-        prompt_key: the column that is made of the data.
-
-    Raises:
-        OptionError: an invalid value.
-    """
-    max_length, overlong = given["max_length"], given["overlong"]
-    if overlong not in get_args(Overlong):
-        raise OptionError(f"overlong={overlong!r}: expected one of {', '.join(map(repr, get_args(Overlong)))}")
-    if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1:
-        raise OptionError(f"max_length={max_length!r}: expected an integer > 0")
-    return Options.parse(
-        {"store": "memory"}
-        | {name: value for name, value in given.items() if name in Options.__dataclass_fields__}
-        | {
-            "prompt_key": prompt_key,
-            "max_prompt_length": max_length,
-            "filter_overlong_prompts": overlong == "drop",
-            "truncation": _TRUNCATION[overlong],
-        }
-    )
-
-
-def _formats_of(
-    sources: Sequence[Source], format: str | None, messages_key: str | None
-) -> tuple[list[tuple[Source, Format]], str]:
-    """The sources with rows, each with its format, and the name of the format that all of them have."""
-    filled = [source for source in sources if source.num_rows]
-    for source in filled:
-        if format is None and {"chosen", "rejected"} <= set(source.schema.names):
-            raise DataError(
-                f"{source.name}: preference data, with columns chosen and rejected: use load_pairs, or pass format= to "
-                "train on the other columns as they are"
-            )
-    found = {source.name: find_format(source.schema, source.name, format, messages_key) for source in filled}
-    name = one_format({source: each.name for source, each in found.items()})
-    for source in filled:
-        if format is None and name in _LABELED and (label := _label_of(source)):
-            raise DataError(
-                f"{source.name}: column {label!r} says which answers are good ones, as in data for KTO: use "
-                f"load_pairs, or pass format={name!r} to train on all answers, also on bad ones"
-            )
-    return [(source, found[source.name]) for source in filled], name
+    def dataset(self, loaded: Loaded) -> ChatDataset:
+        loaded.report.notes.insert(0, f"format: {self.format}, loss on {self.loss_on}")
+        return ChatDataset(loaded)
 
 
 def _label_of(source: Source) -> str | None:

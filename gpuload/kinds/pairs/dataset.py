@@ -1,6 +1,6 @@
 """PairDataset: preference data, as TRL's trainers take it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -12,20 +12,31 @@ from gpuload.core.arrays import Ragged
 from gpuload.core.errors import OptionError
 from gpuload.core.lazy import LazyDict
 from gpuload.core.options import Objective, Padding, Trainer, Truncation
-from gpuload.dataset.arrow import lists, row_reader
+from gpuload.dataset.arrow import INT32_LIST, lists, row_reader
 from gpuload.dataset.loader import PromptLoader
+from gpuload.dataset.rows import Loaded, Made, Numbers, Rows, Values
 from gpuload.dataset.trainer_columns import CHATS, PAIRS, arrays, check_columns, fields
-from gpuload.dataset.training_rows import TrainingDataset
 from gpuload.kinds.chats.formats import LABELS
 from gpuload.kinds.pairs.batches import PairBatches, RowSlices
 from gpuload.kinds.pairs.formats import MARGIN
 from gpuload.kinds.pairs.parts import CHOSEN, COMPLETION, REJECTED, appended, selected, sequence, split
 from gpuload.kinds.pairs.store import part_sizes
 
-Numbers = np.ndarray[Any, Any]
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 
-class PairDataset(TrainingDataset):
+def pair_fields(objective: Objective) -> tuple[pa.Field, ...]:
+    """The columns of rows as Arrow that are made of tokens."""
+    names = {
+        "dpo": ("prompt_ids", "chosen_ids", "rejected_ids"),
+        "rm": ("chosen_ids", "rejected_ids"),
+        "kto": ("prompt_ids", "completion_ids", "KL_completion_ids"),
+    }
+    lists = tuple(pa.field(name, INT32_LIST) for name in names[objective])
+    return (*lists, pa.field("label", pa.bool_())) if objective == "kto" else lists
+
+
+class PairDataset(Rows):
     """Tokenized preference data, and the other columns of its files. Made by `gpuload.load_pairs`.
 
     A map-style `torch.utils.data.Dataset`. A row is a dict of what TRL's trainer for its objective takes, lists of int:
@@ -48,10 +59,8 @@ class PairDataset(TrainingDataset):
 
     _padded: PairBatches
 
-    def __init__(
-        self, *made: Any, objective: Objective, kl_batch_size: int, labels: np.ndarray[Any, Any] | None = None
-    ):
-        super().__init__(*made)
+    def __init__(self, loaded: Loaded, objective: Objective, kl_batch_size: int, labels: Flags | None = None):
+        super().__init__(loaded)
         self._sizes = part_sizes(self._store)
         self._lengths = self._sizes.longer
         self.objective, self.kl_batch_size = objective, kl_batch_size
@@ -83,8 +92,8 @@ class PairDataset(TrainingDataset):
         name = next(name for name in LABELS if name in self.passed_through.names)
         return np.array(self.take([name])[name], bool)
 
-    def _lists(self, numbers: Numbers) -> dict[str, list[Any]]:
-        made: dict[str, list[Any]] = {name: ids.to_lists() for name, ids in self._ids(numbers).items()}
+    def _lists(self, numbers: Numbers, columns: Made) -> dict[str, Sequence[Any]]:
+        made: dict[str, Sequence[Any]] = {name: ids.to_lists() for name, ids in self._ids(numbers).items()}
         return made | {"label": self.labels[numbers].tolist()} if self.objective == "kto" else made
 
     def batch(self, rows: Sequence[int] | Numbers, padding: Padding = "longest") -> LazyDict:
@@ -107,7 +116,7 @@ class PairDataset(TrainingDataset):
         Raises:
             IndexError: A row number is out of range.
         """
-        return super().batch(rows, padding)
+        return self._batch(rows, padding)
 
     def loader(self, batch_size: int, **settings: Any) -> PromptLoader:
         """Return an iterable over batches, with a state that can be saved and restored.
@@ -123,7 +132,7 @@ class PairDataset(TrainingDataset):
         Raises:
             OptionError: A value is invalid, or `drop_last` leaves no batch.
         """
-        return super().loader(batch_size, **{"padding": "longest"} | settings)
+        return self._loader(batch_size, {"padding": "longest"} | settings)
 
     def to_arrow(self, *, columns: Sequence[str] | None = None, trainer: Trainer = "trl") -> pa.RecordBatchReader:
         """Return all rows as Arrow record batches, which are made one after the other.
@@ -145,9 +154,6 @@ class PairDataset(TrainingDataset):
         check_columns(trainer, PAIRS, columns)
         if trainer == "llamafactory":
             return self._for_llamafactory()
-        own = [pa.field(name, pa.list_(pa.int32())) for name in self._ids(np.zeros(0, np.int64))]
-        if self.objective == "kto":
-            own.append(pa.field("label", pa.bool_()))
         if columns is not None and self.objective == "rm" and MARGIN in self.passed_through.names:
             columns = list(dict.fromkeys([*columns, MARGIN]))
 
@@ -155,7 +161,7 @@ class PairDataset(TrainingDataset):
             made = [lists(ids.values, ids.offsets) for ids in self._ids(numbers).values()]
             return [*made, pa.array(self.labels[numbers])] if self.objective == "kto" else made
 
-        return row_reader(self._sizes.all, own, make, self.passed_through, columns)
+        return row_reader(self._sizes.all, pair_fields(self.objective), make, self.passed_through, columns)
 
     def _for_llamafactory(self) -> pa.RecordBatchReader:
         if self.objective != "dpo":
@@ -227,24 +233,23 @@ class PairDataset(TrainingDataset):
         mismatched = RowSlices(numbers, prompt, others, sizes.all[others] - learned, prompt + learned)
         return {"completion": RowSlices(numbers, all_ids, numbers, all_ids, all_ids), "KL_completion": mismatched}
 
-    def _taken(self, numbers: Numbers, padding: Padding) -> dict[str, torch.Tensor | Callable[[], list[Any]]]:
-        columns = {name: cache(partial(self._column, name, numbers)) for name in self.passed_through.names}
-        limit, slices = self.options.max_prompt_length, self._slices(numbers)
+    def _tensors(self, numbers: Numbers, padding: Padding, columns: Made) -> Mapping[str, Values]:
+        slices = self._slices(numbers)
         sequences = cache(partial(self._truncated, numbers))
 
         def padded(*names: str) -> dict[str, torch.Tensor]:
             these = RowSlices.concatenate([slices[name] for name in names])
-            width = limit if padding == "max_length" else min(limit, int(these.length.max(initial=0)))
+            width = self._width(int(these.length.max(initial=0)), padding)
             return self._padded.padded(these, lambda: Ragged.concatenate([sequences()[name] for name in names]), width)
 
         if self.objective == "kto":
             tensors = padded("completion") | {f"KL_{name}": each for name, each in padded("KL_completion").items()}
             tensors["label"] = torch.from_numpy(self.labels[numbers]).to(tensors["input_ids"].device)
-            return {**columns, **tensors}
+            return tensors
         tensors = padded("chosen", "rejected")
         if self.objective == "rm":
             del tensors["completion_mask"]
             if MARGIN in columns:
                 device = tensors["input_ids"].device
                 tensors[MARGIN] = torch.tensor(columns[MARGIN](), dtype=torch.float32, device=device)
-        return {**columns, **tensors}
+        return tensors

@@ -8,7 +8,7 @@ host, and its ids are copied over. All batches are made on the device.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ import torch
 from gpuload.core.arrays import Ragged, offsets_of, on_host
 from gpuload.core.errors import DeviceError
 from gpuload.core.options import Truncation
-from gpuload.engines.choose import choose_engine
 from gpuload.engines.conversations import from_arrow, joined
 from gpuload.engines.device.batches import DeviceBatches
 from gpuload.engines.device.engine import out_of_memory
@@ -173,10 +172,6 @@ class DevicePairEngine(DeviceTrainingEngine):
 
     def batches(self, store: Ragged | DeviceStore, limit: int, side: Truncation, pad_id: int) -> "DevicePairBatches":
         return DevicePairBatches(self._kernels, store, limit, side, pad_id)
-
-
-pair_engine = partial(choose_engine, make=DevicePairEngine)
-"""Makes the engine of a load of preference data that its options name. For the arguments see `choose_engine`."""
 
 
 class DevicePairBatches(DeviceBatches):

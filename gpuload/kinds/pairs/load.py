@@ -1,10 +1,8 @@
 """load_pairs(): preference data, by the stages of `load`."""
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, get_args
 
 import numpy as np
@@ -13,23 +11,19 @@ import pyarrow as pa
 from gpuload.core.arrays import Array, Ragged, RowNumbers, on_host
 from gpuload.core.errors import DataError, OptionError
 from gpuload.core.options import Objective, Options, TokensOn, Verify, nearest
-from gpuload.dataset.fingerprint import Fingerprint
-from gpuload.dataset.origins import Origins
-from gpuload.dataset.report import Report
-from gpuload.engines.choose import EngineBuilder
+from gpuload.dataset.rows import Loaded
+from gpuload.engines.choose import choose_engine
 from gpuload.engines.protocol import Engine, TokenStore
 from gpuload.kinds.chats.formats import Format, as_prompts, one_format
-from gpuload.kinds.chats.load import Overlong, training_options
-from gpuload.kinds.pairs.dataset import PairDataset
-from gpuload.kinds.pairs.device import pair_engine
+from gpuload.kinds.pairs.dataset import PairDataset, pair_fields
+from gpuload.kinds.pairs.device import DevicePairEngine
 from gpuload.kinds.pairs.formats import FORMATS, MARGIN, find_pair_format, label_column
 from gpuload.kinds.pairs.parts import CHOSEN, REJECTED, completion_tokens, sequence
 from gpuload.kinds.pairs.reference import PairReference
 from gpuload.kinds.pairs.store import equal_pairs, part_sizes
-from gpuload.pipeline.ranks import joined
-from gpuload.pipeline.run import load_sources
-from gpuload.sources.columns import Columns
-from gpuload.sources.open import open_all
+from gpuload.kinds.training_options import Overlong, training_options
+from gpuload.pipeline.kind import Kind
+from gpuload.pipeline.run import load_given
 from gpuload.sources.read import Source
 from gpuload.sources.types import is_text
 
@@ -120,223 +114,164 @@ def load_pairs(
         HostMemoryError: the host has too little memory.
         MismatchError: with `strict=True`, a token differs from the tokenizer's.
     """
-    return load_given_pairs(locals(), pair_engine)
-
-
-def load_given_pairs(given: Mapping[str, Any], build_engine: EngineBuilder) -> PairDataset:
-    """`load_pairs` with another way to build the engine.
-
-    Args:
-        given: the arguments of `load_pairs` by name, all of them.
-        build_engine: builds the engine.
-    """
-    started, given = time.perf_counter(), dict(given)
-    with joined(given["distributed"] is True):  # what fails on one rank fails on all
-        return _load_given(given, started, build_engine)
-
-
-def _load_given(given: Mapping[str, Any], started: float, build_engine: EngineBuilder) -> PairDataset:
-    keys = {part: given[f"{part}_key"] for part in ("prompt", "chosen", "rejected")}
-    keys["prompt"] = "prompt" if keys["prompt"] is None else keys["prompt"]
-    objective, overlong = given["objective"], given["overlong"]
-    _check(objective, given["format"], keys, given["kl_batch_size"])
-    options = training_options(given, keys["prompt"])
-    opened = [source for source in open_all(given["files"], options) if source.num_rows]
-    if objective is None:
-        objective = "kto" if label_column(opened[0].schema, keys) else "dpo"
-    sources, reference, options, found = open_pairs(
-        opened, given["tokenizer"], options, objective, given["format"], keys
-    )
-    make = PairMaker(objective, given["kl_batch_size"], keys["chosen"] in found.columns)
-    return load_opened_pairs(sources, reference, options, found, make, overlong, started, build_engine)
-
-
-def open_pairs(
-    opened: Sequence[Source],
-    tokenizer: Any,
-    options: Options,
-    objective: Objective,
-    format: str | None,
-    keys: dict[str, str],
-) -> tuple[list[Source], PairReference, Options, Format]:
-    """Finds the format of opened files, and opens the tokenizer.
-
-    Args:
-        opened: files that have rows.
-        tokenizer, objective, format: as for `load_pairs`.
-        options: of the load; the column `prompt_key` is made.
-        keys: "prompt", "chosen" and "rejected" → the column.
-
-    Returns:
-        The sources with one column of pairs or completions; the tokenizer; the options as this format needs them; and
-        the format.
-    """
-    formats = _formats_of(opened, objective, format, keys)
-    found = formats[0][1]
-    if all(_is_plain(source.schema, found) for source in opened):
-        options = replace(options, chat_template=None)
-    reference = PairReference(tokenizer, objective, **options.of_tokenizer())
-    return [as_prompts(source, each, keys["prompt"], reference) for source, each in formats], reference, options, found
-
-
-def load_opened_pairs(
-    sources: list[Source],
-    reference: PairReference,
-    options: Options,
-    found: Format,
-    make: "PairMaker",
-    overlong: Overlong = "drop",
-    started: float | None = None,
-    build_engine: EngineBuilder = pair_engine,
-) -> PairDataset:
-    """Loads what `open_pairs` returned.
-
-    Args:
-        make: makes the dataset.
-        overlong: as for `load_pairs`.
-        started: when the files were being opened, as for `load_sources`.
-    """
-    useless = partial(useless_rows, make, options.max_prompt_length, overlong)
-    dataset = load_sources(sources, reference, options, started, build_engine=build_engine, make=make, unusable=useless)
-    assert isinstance(dataset, PairDataset)
-    dataset.report.notes.insert(0, f"format: {found.name}, for {make.objective}")
-    return dataset
+    given = {name: value for name, value in locals().items() if name not in ("files", "tokenizer")}
+    return load_given(PairKind, files, tokenizer, given)
 
 
 @dataclass(frozen=True)
-class PairMaker:
-    """Makes a `PairDataset`: the `make` of `load_sources`.
+class PairKind(Kind[PairDataset]):
+    """Preference data: pairs of completions, or single completions with labels.
 
     Attributes:
-        objective, kl_batch_size: as for `load_pairs`.
-        paired: whether the files have pairs.
+        objective, format: as for `load_pairs`; after `resolve`, what was found.
+        prompt_key, chosen_key, rejected_key: the columns.
+        kl_batch_size: as for `load_pairs`.
+        paired: whether the files have pairs; found by `resolve`.
     """
 
-    objective: Objective
-    kl_batch_size: int
-    paired: bool
-    limit_name: str = "max_length"
+    name = "pairs"
+    objective: Objective | None = None
+    format: str | None = None
+    prompt_key: str = "prompt"
+    chosen_key: str = "chosen"
+    rejected_key: str = "rejected"
+    kl_batch_size: int = 8
+    paired: bool = True
+
+    def __post_init__(self) -> None:
+        if self.objective is not None and self.objective not in get_args(Objective):
+            names = ", ".join(map(repr, get_args(Objective)))
+            raise OptionError(f"objective={self.objective!r}: expected one of {names}, or None")
+        if self.format is not None and self.format not in FORMATS:
+            raise OptionError(f"format={self.format!r}{nearest(str(self.format), set(FORMATS))}")
+        for name, key in self.keys.items():
+            if not isinstance(key, str) or not key:
+                raise OptionError(f"{name}_key={key!r}: expected the name of a column")
+        size = self.kl_batch_size
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise OptionError(f"kl_batch_size={size!r}: expected an integer > 0")
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> tuple["PairKind", Options]:
+        names = ("objective", "format", "prompt_key", "chosen_key", "rejected_key", "kl_batch_size")
+        own = {name: given[name] for name in names if name in given}
+        if own.get("prompt_key") is None:
+            own.pop("prompt_key", None)
+        kind = cls(**own)
+        return kind, training_options({"store": "memory", **given}, kind.prompt_key, names)
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """Part of a pair → its column."""
+        return {"prompt": self.prompt_key, "chosen": self.chosen_key, "rejected": self.rejected_key}
 
     @property
     def unpairs(self) -> bool:
         """Whether pairs become single completions."""
         return self.paired and self.objective == "kto"
 
-    def limited(self, ids: Any) -> Array:
+    @property
+    def fields(self) -> tuple[pa.Field, ...]:
+        return pair_fields(self.objective or "dpo")
+
+    def resolve(self, sources: Sequence[Source], options: Options) -> tuple["PairKind", list[Source], Options]:
+        filled = [source for source in sources if source.num_rows]
+        objective = self.objective or ("kto" if label_column(filled[0].schema, self.keys) else "dpo")
+        kind = replace(self, objective=objective)
+        found = [kind._found_in(source) for source in filled]
+        name = one_format({source.name: each.name for source, each in zip(filled, found, strict=True)})
+        margins = [source.name for source in filled if objective == "rm" and MARGIN in source.schema.names]
+        if 0 < len(margins) < len(filled):
+            raise DataError(f"column {MARGIN!r} is in some files only, such as {margins[0]}: add it to the others")
+        if all(_is_plain(source.schema, found[0]) for source in filled):
+            options = replace(options, chat_template=None)
+        return replace(kind, format=name, paired=self.chosen_key in found[0].columns), filled, options
+
+    def _found_in(self, source: Source) -> Format:
+        return find_pair_format(source.schema, source.name, self._objective, self.format, self.keys)
+
+    @property
+    def _objective(self) -> Objective:
+        assert self.objective is not None  # after `resolve`
+        return self.objective
+
+    def reference(self, tokenizer: Any, options: Options) -> PairReference:
+        return PairReference(tokenizer, self._objective, **options.of_tokenizer())
+
+    def column(self, source: Source, options: Options, reference: Any) -> Source:
+        return as_prompts(source, self._found_in(source), options.prompt_key, reference)
+
+    def engine(self, options: Options, reference: Any, exact_only: bool) -> Engine:
+        return choose_engine(options, reference, exact_only, DevicePairEngine)
+
+    def sizes(self, ids: Any) -> Array:
         """(n,) tokens of the longer sequence of each pair; of the shorter one if each is a row of its own later."""
         sizes = part_sizes(ids)
         return sizes.shorter if self.unpairs else sizes.longer
 
-    def __call__(
-        self,
-        store: TokenStore,
-        columns: Columns,
-        origins: Origins,
-        engine: Engine,
-        options: Options,
-        pad_token_id: int,
-        report: Report,
-        about: Fingerprint,
-    ) -> PairDataset:
-        labels = None
-        if self.paired and (equal := equal_pairs(store)):
+    def useless(self, ids: Ragged, options: Options) -> dict[int, str]:
+        """The rows from which nothing would be learned."""
+        sizes = part_sizes(ids)
+        parts = ((sizes.rejected, REJECTED), (sizes.chosen, CHOSEN)) if self.paired else ((0, np.int32(0)),)
+        found = []
+        for more, bit in parts:  # what is not of the sequence
+            length, learned = on_host(sizes.all - more), on_host(completion_tokens(ids, bit))
+            found.append(useless_sequences(length, learned, self._objective, options))
+        if self.unpairs:
+            return {row: why for row, why in found[0].items() if row in found[1]}
+        return {row: why for each in reversed(found) for row, why in each.items()}
+
+    def dataset(self, loaded: Loaded) -> PairDataset:
+        report, labels = loaded.report, None
+        report.notes.insert(0, f"format: {self.format}, for {self.objective}")
+        if self.paired and (equal := equal_pairs(loaded.tokens)):
             report.counts["pairs with equal chosen and rejected sequences"] = equal
         if self.unpairs:
-            store, rows, labels = self._unpaired(store.to_host(), origins, engine, options)
-            columns, origins = columns.select(rows), origins.select(rows)
-            report.counts["rows with one completion, made from pairs"] = len(store)
-        about = about | {
-            "options": about["options"] | {"objective": self.objective, "kl_batch_size": self.kl_batch_size}
-        }
-        return PairDataset(
-            *(store, columns, origins, engine, options, pad_token_id, report, about),
-            objective=self.objective,
-            kl_batch_size=self.kl_batch_size,
-            labels=labels,
-        )
-
-    def _unpaired(
-        self, pairs: Ragged, origins: Origins, engine: Engine, options: Options
-    ) -> tuple[TokenStore, RowNumbers, Array]:
-        """The two sequences of each pair as rows of their own: ids, number of the pair, label."""
-        number = origins.numbers  # over all files, before any was dropped
-        if np.any(np.diff(number) < 0):  # drawn at random
-            number = np.arange(len(number))
-        limit = options.max_prompt_length
-        stored, kept = [], []
-        for bit in (REJECTED, CHOSEN):
-            ids = sequence(pairs, bit)
-            learned, keep = part_sizes(ids).completion, np.ones(len(ids), bool)
-            if options.filter_overlong_prompts:
-                keep &= ids.lengths <= limit
-            keep[list(useless_sequences(ids.lengths, learned, "kto", limit, options.truncation == "right"))] = False
-            kept.append(np.flatnonzero(keep))
-            stored.append(engine.keep(ids, kept[-1]))
-        rows, label = np.concatenate(kept), np.repeat([True, False], list(map(len, kept)))
-        order = np.lexsort((~label, number[rows] // UNPAIRED_ROWS))
-        return engine.store(stored, order), rows[order], label[order]
+            tokens, rows, labels = _unpaired(loaded)
+            columns, origins = loaded.columns.select(rows), loaded.origins.select(rows)
+            loaded = replace(loaded, tokens=tokens, columns=columns, origins=origins)
+            report.counts["rows with one completion, made from pairs"] = len(tokens)
+        options = loaded.about["options"] | {"objective": self.objective, "kl_batch_size": self.kl_batch_size}
+        loaded = replace(loaded, about=loaded.about | {"options": options})
+        return PairDataset(loaded, self._objective, self.kl_batch_size, labels)
 
 
-def useless_rows(make: PairMaker, limit: int, overlong: Overlong, ids: Ragged) -> dict[int, str]:
-    """The rows from which nothing would be learned: row → why.
-
-    Args:
-        limit: tokens of a sequence.
-        ids: n rows with bits.
-    """
-    sizes, is_pair = part_sizes(ids), make.paired
-    parts = ((sizes.rejected, REJECTED), (sizes.chosen, CHOSEN)) if is_pair else ((0, np.int32(0)),)
-    found = []
-    for more, bit in parts:  # what is not of the sequence
-        length, learned = on_host(sizes.all - more), on_host(completion_tokens(ids, bit))
-        found.append(useless_sequences(length, learned, make.objective, limit, overlong == "keep_start"))
-    if make.unpairs:
-        return {row: why for row, why in found[0].items() if row in found[1]}
-    return {row: why for each in reversed(found) for row, why in each.items()}
+def _unpaired(loaded: Loaded) -> tuple[TokenStore, RowNumbers, Array]:
+    """The two sequences of each pair as rows of their own: ids, number of the pair, label."""
+    pairs, engine, options = loaded.tokens.to_host(), loaded.engine, loaded.options
+    number = loaded.origins.numbers  # over all files, before any was dropped
+    if np.any(np.diff(number) < 0):  # drawn at random
+        number = np.arange(len(number))
+    stored, kept = [], []
+    for bit in (REJECTED, CHOSEN):
+        ids = sequence(pairs, bit)
+        learned, keep = part_sizes(ids).completion, np.ones(len(ids), bool)
+        if options.filter_overlong_prompts:
+            keep &= ids.lengths <= options.max_prompt_length
+        keep[list(useless_sequences(ids.lengths, learned, "kto", options))] = False
+        kept.append(np.flatnonzero(keep))
+        stored.append(engine.keep(ids, kept[-1]))
+    rows, label = np.concatenate(kept), np.repeat([True, False], list(map(len, kept)))
+    order = np.lexsort((~label, number[rows] // UNPAIRED_ROWS))
+    return engine.store(stored, order), rows[order], label[order]
 
 
 def useless_sequences(
-    length: RowNumbers, learned: RowNumbers, objective: Objective, limit: int, start_only: bool
+    length: RowNumbers, learned: RowNumbers, objective: Objective, options: Options
 ) -> dict[int, str]:
     """The sequences of which no token would be learned: row → why.
 
     Args:
         length: (n,) tokens of each.
         learned: (n,) those of its completion.
-        limit: tokens of a sequence.
-        start_only: whether longer ones keep their start.
+        options: the limit, and which end of longer ones is truncated.
     """
-    learned = length if objective == "rm" else learned
+    learned, limit = length if objective == "rm" else learned, options.max_prompt_length
     reasons = {}
-    if start_only and objective != "rm":
+    if options.truncation == "right" and objective != "rm":
         why = f"the prompt alone fills max_length={limit}"
         reasons = dict.fromkeys(np.flatnonzero(length - learned >= limit).tolist(), why)
     return reasons | dict.fromkeys(np.flatnonzero(learned == 0).tolist(), "a completion has no tokens")
-
-
-def _check(objective: Any, format: Any, keys: Mapping[str, Any], kl_batch_size: Any) -> None:
-    if objective is not None and objective not in get_args(Objective):
-        names = ", ".join(map(repr, get_args(Objective)))
-        raise OptionError(f"objective={objective!r}: expected one of {names}, or None")
-    if format is not None and format not in FORMATS:
-        raise OptionError(f"format={format!r}{nearest(str(format), set(FORMATS))}")
-    for name, key in keys.items():
-        if not isinstance(key, str) or not key:
-            raise OptionError(f"{name}_key={key!r}: expected the name of a column")
-    if isinstance(kl_batch_size, bool) or not isinstance(kl_batch_size, int) or kl_batch_size < 1:
-        raise OptionError(f"kl_batch_size={kl_batch_size!r}: expected an integer > 0")
-
-
-def _formats_of(
-    sources: Sequence[Source], objective: Objective, format: str | None, keys: dict[str, str]
-) -> list[tuple[Source, Format]]:
-    """The sources, each with its format; all have the same."""
-    found = [(each, find_pair_format(each.schema, each.name, objective, format, keys)) for each in sources]
-    one_format({source.name: each.name for source, each in found})
-    margins = [source.name for source in sources if objective == "rm" and MARGIN in source.schema.names]
-    if 0 < len(margins) < len(sources):
-        raise DataError(f"column {MARGIN!r} is in some files only, such as {margins[0]}: add it to the others")
-    return found
 
 
 def _is_plain(schema: pa.Schema, found: Format) -> bool:

@@ -1,0 +1,358 @@
+"""Prompts: data for GRPO and PPO. load(), and its result."""
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from gpuload.cache.known_tokenizer import open_known
+from gpuload.core.arrays import Array, Ragged
+from gpuload.core.lazy import LazyDict
+from gpuload.core.options import Options, Padding, Store, TokensOn, Truncation, Verify
+from gpuload.dataset.arrow import INT32_LIST, lists, row_reader
+from gpuload.dataset.loader import PromptLoader
+from gpuload.dataset.rows import Loaded, Made, Numbers, Rows, Values, object_array
+from gpuload.engines.choose import choose_engine
+from gpuload.engines.protocol import Engine
+from gpuload.pipeline.kind import Kind
+from gpuload.pipeline.run import load_given
+from gpuload.reference.reference import Reference, messages_of
+from gpuload.sources.read import Source, check_prompts
+
+FIELDS = (pa.field("raw_prompt_ids", INT32_LIST),)
+
+_KEYS = frozenset(("input_ids", "attention_mask", "position_ids", "raw_prompt_ids", "index"))
+
+
+def load(
+    files: Any,
+    tokenizer: Any = None,
+    /,
+    *,
+    prompt_key: str = "prompt",
+    max_prompt_length: int = 1024,
+    filter_overlong_prompts: bool = True,
+    truncation: Truncation = "error",
+    return_raw_chat: bool = False,
+    return_full_prompt: bool = False,
+    apply_chat_template_kwargs: Mapping[str, Any] | None = None,
+    chat_template: str | os.PathLike[str] | None = "default",
+    max_samples: int = -1,
+    shuffle: bool = False,
+    seed: int | None = None,
+    pad_token_id: int | None = None,
+    cache_dir: str | None = None,
+    remote_timeout: float = 60.0,
+    token_cache: bool = True,
+    token_cache_bytes: int = 0,
+    device: str = "auto",
+    tokens_on: TokensOn = "auto",
+    store: Store = "auto",
+    gpu_memory_limit: int = 0,
+    verify: Verify = "sample",
+    strict: bool = False,
+    progress: bool | None = None,
+    trust_remote_code: bool = False,
+    distributed: bool = False,
+    **verl_keys: Any,
+) -> "PromptDataset":
+    """Loads prompts as exact token batches.
+
+    Every row has the tokens that `tokenizer.apply_chat_template(messages, add_generation_prompt=True)` returns for it.
+
+    Args:
+        files: a path, glob, directory or URL (s3, gs, hf, hdfs, http, ...) of .parquet, .json or .jsonl files, or a
+            list of them; or a frame in memory: `pyarrow.Table`, `pandas.DataFrame`, `datasets.Dataset` or
+            `cudf.DataFrame`.
+        tokenizer: a path, a hub id, a transformers tokenizer or a `tokenizers.Tokenizer`; also as a keyword.
+        prompt_key: the column with the prompts: messages or plain strings.
+        max_prompt_length: the limit in tokens, and the width of padded rows.
+        filter_overlong_prompts: drop rows over the limit.
+        truncation: what a batch does with a row over the limit that was not dropped.
+        return_raw_chat: rows have `raw_prompt`, the messages.
+        return_full_prompt: rows have `full_prompts`, the rendered text.
+        apply_chat_template_kwargs: constants for the chat template.
+        chat_template: "default", the name of one of the tokenizer's templates, the text of a template, the path of a
+            `.jinja` file, or None.
+        max_samples: take at most this many rows, before the filter; -1 for all.
+        shuffle: take `max_samples` at random; also the loader's default.
+        seed: for `shuffle`.
+        pad_token_id: the padding token, instead of the tokenizer's.
+        cache_dir: directory for copies of remote files and for cached token ids.
+        remote_timeout: seconds that a web server may be silent before an attempt to download fails.
+        token_cache: cache the token ids of files, and reuse them.
+        token_cache_bytes: limit of that cache.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        tokens_on: where the GPU engine stores ids.
+        store: where the host has ids and columns: in "memory" or on "disk", whose files are used in place.
+        gpu_memory_limit: bytes of GPU memory that a load may use in addition to the stored ids.
+        verify: compare a "sample" of the rows, all ("full") or none ("off") with the tokenizer.
+        strict: raise an error for a row that cannot be rendered and for a token that differs.
+        progress: show a progress bar; None: if standard error is a terminal.
+        trust_remote_code: passed to transformers if the tokenizer is given by name.
+        distributed: share the work among the ranks of `torch.distributed`; every rank gets all rows.
+        **verl_keys: the other keys of verl's `data:` section, which are ignored. For all options see `Options`.
+
+    Returns:
+        The rows that were kept, with their tokens and all other columns.
+
+    Raises:
+        OptionError: an unknown option or an invalid value.
+        SourceError: a file that cannot be found, downloaded or read.
+        DataError: no prompt column, or no rows left.
+        TokenizerError: a tokenizer that cannot be loaded, or has no chat template or padding token.
+        DeviceError: the device is not available, or has too little memory.
+        HostMemoryError: the host has too little memory.
+        StoreError: the store on disk cannot be written.
+        MismatchError: with `strict=True`, a token differs from the tokenizer's.
+
+    Examples:
+        >>> import gpuload
+        >>> from gpuload.demo_data import demo_files
+        >>> prompts = gpuload.load(*demo_files(), max_prompt_length=512, max_samples=8)
+        >>> prompts.batch([0, 1])["input_ids"].shape
+        torch.Size([2, 512])
+    """
+    given = {name: value for name, value in locals().items() if name in Options.__dataclass_fields__} | verl_keys
+    tokenizer = given.pop("tokenizer", None) if tokenizer is None else tokenizer
+    return load_given(PromptKind, files, tokenizer, given)
+
+
+@dataclass(frozen=True)
+class PromptKind(Kind["PromptDataset"]):
+    """Prompts, one text per row."""
+
+    name = "prompts"
+    limit_name = "max_prompt_length"
+    fields: ClassVar[tuple[pa.Field, ...]] = FIELDS
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> tuple["PromptKind", Options]:
+        return cls(), Options.parse(given)
+
+    def resolve(self, sources: Sequence[Source], options: Options) -> tuple["PromptKind", list[Source], Options]:
+        for source in sources:
+            if source.num_rows:
+                check_prompts(source, options.prompt_key)
+        warn_of_replaced({name for source in sources for name in source.schema.names}, options)
+        return self, list(sources), options
+
+    def reference(self, tokenizer: Any, options: Options) -> Reference:
+        return open_known(tokenizer, options, partial(reference_of, tokenizer, options))
+
+    def column(self, source: Source, options: Options, reference: Reference) -> Source:
+        return source
+
+    def engine(self, options: Options, reference: Reference, exact_only: bool) -> Engine:
+        return choose_engine(options, reference, exact_only)
+
+    def sizes(self, ids: Any) -> Array:
+        return ids.lengths
+
+    def dataset(self, loaded: Loaded) -> "PromptDataset":
+        return PromptDataset(loaded)
+
+
+def reference_of(tokenizer: Any, options: Options) -> Reference:
+    """The tokenizer of a load, with the options that concern it."""
+    return Reference(tokenizer, **options.of_tokenizer())
+
+
+class PromptDataset(Rows):
+    """Tokenized prompts, with the other columns of their files. Made by `gpuload.load`.
+
+    A map-style `torch.utils.data.Dataset`. A row is a dict with these keys, where L is `max_prompt_length`:
+
+    - `input_ids`, `attention_mask`, `position_ids`: int64 tensors `(L,)`, left-padded.
+    - `raw_prompt_ids`: the token ids as a list of int, without padding, truncated to at most L.
+    - `raw_prompt`: the messages as a list of dict, with `return_raw_chat`.
+    - `full_prompts`: the rendered text as a str, with `return_full_prompt`.
+    - `index`: `extra_info["index"]`, or 0.
+    - Every other column of the files, as Python objects; None in rows of files without the column.
+
+    Examples:
+        >>> import gpuload
+        >>> from gpuload.demo_data import demo_files
+        >>> file, tokenizer = demo_files()
+        >>> prompts = gpuload.load(file, tokenizer, max_prompt_length=512, max_samples=100)
+        >>> prompts
+        PromptDataset(100 rows, 10,636 tokens, data_source, ability, reward_model, extra_info)
+        >>> prompts[0]["input_ids"].shape
+        torch.Size([512])
+        >>> len(prompts[0]["raw_prompt_ids"])
+        83
+
+    Attributes:
+        report: What the load did, as a `gpuload.dataset.report.Report`; `print` it.
+        options: The options of the load.
+        pad_token_id: The token that rows are padded with.
+        passed_through: The other columns, one table per file schema.
+    """
+
+    def __repr__(self) -> str:
+        columns = ", ".join(self.passed_through.names)
+        return f"PromptDataset({len(self):,} rows, {self._lengths.sum():,} tokens, {columns})"
+
+    @property
+    def tokens(self) -> Ragged:
+        """The ids of all rows, without padding: flat `values`, int32, and `offsets`, int64 `(n + 1,)`, on the host.
+
+        With `device="cuda"` they are copied there when they are first needed; with `store="disk"`, each time.
+        """
+        return self._store.to_host()
+
+    def to_arrow(self, *, columns: Sequence[str] | None = None) -> pa.RecordBatchReader:
+        """Return all rows as Arrow record batches, which are made one after the other.
+
+        Args:
+            columns: Which other columns of the files to add; None for all.
+
+        Returns:
+            The batches: `raw_prompt_ids`, list of int32, truncated as in a row; and the other columns.
+
+        Raises:
+            OptionError: A column does not exist.
+            DataError: Files have other types in a column, and no type has all of its values.
+        """
+
+        def make(numbers: Numbers) -> list[pa.Array]:
+            ids = self._truncated(numbers)
+            return [lists(ids.values, ids.offsets)]
+
+        return row_reader(self._lengths, FIELDS, make, self.passed_through, columns)
+
+    def to_cudf(self) -> Any:
+        """Return all rows as a `cudf.DataFrame`.
+
+        Returns:
+            The pass-through columns, and the column `raw_prompt_ids`, list of int32.
+
+        Raises:
+            DeviceError: cuDF is not installed, or there are more tokens than a cuDF list column can hold.
+            DataError: As for `columns`.
+        """
+        from gpuload.engines.device.cudf import frame_of
+
+        return frame_of(self.columns, self._store)
+
+    def batch(self, rows: Sequence[int] | np.ndarray[Any, Any], padding: Padding = "max_length") -> LazyDict:
+        """Return a batch of B rows.
+
+        Examples:
+            >>> import gpuload
+            >>> from gpuload.demo_data import demo_files
+            >>> file, tokenizer = demo_files()
+            >>> prompts = gpuload.load(file, tokenizer, max_samples=100)
+            >>> batch = prompts.batch([0, 1, 2], padding="longest")
+            >>> batch["input_ids"].dtype, batch["input_ids"].shape
+            (torch.int64, torch.Size([3, 105]))
+            >>> batch["data_source"].dtype, batch["data_source"].shape
+            (dtype('O'), (3,))
+
+        Args:
+            rows: Row numbers `(B,)`; negative numbers count from the end.
+            padding: Width L of the tensors: `"max_length"` for `max_prompt_length`, `"longest"` for the longest row of
+                the batch.
+
+        Returns:
+            A mapping with the keys of a row: int64 tensors `(B, L)` on the load's device, and object arrays `(B,)` for
+            everything else. The arrays are made when they are first read; `dict(batch)` reads all of them.
+
+        Raises:
+            IndexError: A row number is out of range.
+            PromptTooLongError: A row is longer than `max_prompt_length`, and `truncation="error"`.
+            DataError: When a column is read that has a value without a Python equivalent.
+        """
+        return self._batch(rows, padding)
+
+    def loader(self, batch_size: int, **settings: Any) -> PromptLoader:
+        """Return an iterable over batches, with a state that can be saved and restored.
+
+        Args:
+            batch_size: Rows per batch.
+            **settings: `shuffle`, `seed`, `rank`, `world_size`, `drop_last` and `padding`; see `PromptLoader`.
+                `shuffle` and `seed` default to those given to `load`.
+
+        Returns:
+            The loader.
+
+        Raises:
+            OptionError: A value is invalid, or `drop_last` leaves no batch.
+        """
+        return self._loader(batch_size, settings)
+
+    def _truncated(self, numbers: Numbers) -> Ragged:
+        """The ids of B rows, of at most `max_prompt_length`."""
+        ids = self._store.take(numbers)
+        if self.options.truncation == "error":
+            return ids
+        return ids.truncate(self.options.max_prompt_length, self.options.truncation)
+
+    def _lists(self, numbers: Numbers, columns: Made) -> dict[str, Sequence[Any]]:
+        made = self._tensors(numbers, "max_length", columns)
+        return {key: value.unbind(0) if isinstance(value, torch.Tensor) else value() for key, value in made.items()}
+
+    def _tensors(self, numbers: Numbers, padding: Padding, columns: Made) -> Mapping[str, Values]:
+        ids = cache(partial(self._truncated, numbers))  # one copy, for tensors and lists
+        extra_info = columns.get("extra_info", lambda: [None] * len(numbers))
+        return {
+            **self._padded(numbers, ids, self._width(int(self._lengths[numbers].max(initial=0)), padding)),
+            "raw_prompt_ids": lambda: ids().to_lists(),
+            "index": lambda: [index_of(extra) for extra in extra_info()],
+        }
+
+    def _column(self, name: str, numbers: Numbers) -> list[Any]:
+        values = super()._column(name, numbers)
+        if name == "raw_prompt" and self.options.return_raw_chat:
+            return [messages_of(prompt) for prompt in values]
+        return values
+
+
+def warn_of_replaced(columns: Set[str], options: Options) -> None:
+    """Warns of columns that rows do not have, because a key of `PromptDataset` has the same name."""
+    more = {"raw_prompt": options.return_raw_chat, "full_prompts": options.return_full_prompt}
+    keys = _KEYS | {key for key, given in more.items() if given}
+    if replaced := sorted(columns & keys - {options.prompt_key}):
+        warnings.warn(
+            f"gpuload: columns {', '.join(replaced)} are replaced: rows and batches have keys with these names. Rename "
+            "these columns if you need them",
+            stacklevel=6,  # the line that calls `load`
+        )
+
+
+def collate_fn(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Collate rows into a batch as verl does. For PyTorch's `DataLoader` and torchdata's `StatefulDataLoader`.
+
+    Examples:
+        >>> import gpuload, torch
+        >>> rows = [{"ids": torch.tensor([1, 2]), "name": "a"}, {"ids": torch.tensor([3, 4]), "name": "b"}]
+        >>> gpuload.collate_fn(rows)
+        {'ids': tensor([[1, 2], [3, 4]]), 'name': array(['a', 'b'], dtype=object)}
+
+    Args:
+        rows: B rows, as a `PromptDataset` returns them.
+
+    Returns:
+        A dict with the keys of the rows: tensors are stacked to `(B, ...)`, all other values become object arrays
+        `(B,)`.
+    """
+    values: dict[str, list[Any]] = {}
+    for row in rows:
+        for key, value in row.items():
+            values.setdefault(key, []).append(value)
+    return {
+        key: torch.stack(items) if all(isinstance(item, torch.Tensor) for item in items) else object_array(items)
+        for key, items in values.items()
+    }
+
+
+def index_of(extra_info: Any) -> Any:
+    """The key `index` of a row."""
+    index = extra_info.get("index") if isinstance(extra_info, dict) else None
+    return 0 if index is None else index

@@ -1,0 +1,47 @@
+"""The options of data to train on, as those of the pipeline."""
+
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, get_args
+
+from gpuload.core.errors import OptionError
+from gpuload.core.options import Options, nearest
+
+Overlong = Literal["drop", "keep_start", "keep_end"]
+
+_TRUNCATION = {"drop": "error", "keep_start": "right", "keep_end": "left"}
+"""What becomes of longer rows → the option `truncation` of `load`."""
+
+
+_REPLACED = {"prompt_key", "max_prompt_length", "filter_overlong_prompts", "truncation"}
+"""Options of the pipeline that training data has by other names."""
+
+
+def training_options(given: Mapping[str, Any], prompt_key: str, own: Collection[str]) -> Options:
+    """The options of a load of training data, which has `max_length` and `overlong`.
+
+    Args:
+        given: arguments by name.
+        prompt_key: the column that is made of the data.
+        own: names of arguments that are no options of the pipeline.
+
+    Raises:
+        OptionError: an unknown name or an invalid value.
+    """
+    options = set(Options.__dataclass_fields__) - _REPLACED - {"return_raw_chat", "return_full_prompt"}
+    known = {*own, "max_length", "overlong", *options}
+    if unknown := sorted(set(given) - known):
+        raise OptionError(f"unknown option {unknown[0]}{nearest(unknown[0], known)}")
+    max_length, overlong = given.get("max_length", 4096), given.get("overlong", "drop")
+    if overlong not in get_args(Overlong):
+        raise OptionError(f"overlong={overlong!r}: expected one of {', '.join(map(repr, get_args(Overlong)))}")
+    if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1:
+        raise OptionError(f"max_length={max_length!r}: expected an integer > 0")
+    return Options.parse(
+        {name: value for name, value in given.items() if name in options}
+        | {
+            "prompt_key": prompt_key,
+            "max_prompt_length": max_length,
+            "filter_overlong_prompts": overlong == "drop",
+            "truncation": _TRUNCATION[overlong],
+        }
+    )

@@ -1,0 +1,103 @@
+"""What a load asks of a kind of data. `gpuload/kinds/` has prompts, chats and pairs.
+
+A kind is plain data: what the user has said of the data, and what was found of it. It says which column a row is made
+of, how the row is tokenized, which limit it has, and what the result is. The pipeline calls it, and knows nothing else.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
+
+import pyarrow as pa
+
+from gpuload.core.arrays import Array, Ragged
+from gpuload.core.errors import GpuloadError
+from gpuload.core.options import Options
+from gpuload.dataset.report import Report
+from gpuload.dataset.rows import Loaded, Rows
+from gpuload.engines.protocol import Engine
+from gpuload.reference.reference import Reference
+from gpuload.sources.read import Source
+
+Dataset = TypeVar("Dataset", bound=Rows, covariant=True)
+
+
+class Kind(Generic[Dataset]):
+    """A kind of data. It can be pickled, and sent to workers.
+
+    Attributes:
+        name: "prompts", "chats" or "pairs".
+        limit_name: the option that sets the limit in tokens, in messages.
+    """
+
+    name: ClassVar[Literal["prompts", "chats", "pairs"]]
+    limit_name: ClassVar[str] = "max_length"
+
+    @classmethod
+    @abstractmethod
+    def parse(cls, given: Mapping[str, Any]) -> tuple[Self, Options]:
+        """The kind and the options of a load, from its keyword arguments.
+
+        Raises:
+            OptionError: an unknown name or an invalid value.
+        """
+
+    @property
+    @abstractmethod
+    def fields(self) -> tuple[pa.Field, ...]:
+        """The columns of rows as Arrow that are made of tokens."""
+
+    @abstractmethod
+    def resolve(self, sources: Sequence[Source], options: Options) -> tuple[Self, list[Source], Options]:
+        """Finds the format of opened files.
+
+        Returns:
+            The kind, with what was found; the sources whose rows count; and the options that the format needs.
+
+        Raises:
+            DataError: a file has no column, or no format, of this kind.
+            OptionError: an option does not fit the format.
+        """
+
+    @abstractmethod
+    def reference(self, tokenizer: Any, options: Options) -> Reference:
+        """The tokenizer, as it is used for this kind.
+
+        Raises:
+            TokenizerError: it cannot be opened or used.
+        """
+
+    @abstractmethod
+    def column(self, source: Source, options: Options, reference: Reference) -> Source:
+        """A source whose column `options.prompt_key` has what each row is made of.
+
+        Args:
+            source: one of those that `resolve` returned, or a part of it.
+        """
+
+    @abstractmethod
+    def engine(self, options: Options, reference: Any, exact_only: bool) -> Engine:
+        """The engine that the options name.
+
+        Args:
+            exact_only: the tokenizer object itself must do everything.
+
+        Raises:
+            DeviceError: a GPU is asked for and not available.
+        """
+
+    @abstractmethod
+    def sizes(self, ids: Any) -> Array:
+        """(n,) tokens of n rows of ids, or of a store of them, to which the limit applies."""
+
+    def useless(self, ids: Ragged, options: Options) -> Mapping[int, str]:
+        """The rows of ids that are of no use although they have tokens: row → why."""
+        return {}
+
+    def nothing_left(self, report: Report) -> GpuloadError | None:
+        """The error for data of which no row is left, if this kind knows a better one than the list of reasons."""
+        return None
+
+    @abstractmethod
+    def dataset(self, loaded: Loaded) -> Dataset:
+        """The result of a load."""
