@@ -33,26 +33,21 @@ GENERATED = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
 def options() -> str:
     """The options of `gpuload.load`."""
     from gpuload import Options
+    from gpuload.core.keywords import PromptKeywords, described
 
-    return _table(Options)
+    return _table(Options, described(PromptKeywords))
 
 
 def verl_settings() -> str:
     """The keys of `data.gpuload` in verl's configuration."""
-    from gpuload import Options
+    from gpuload.core.keywords import PromptKeywords, described
     from gpuload.integrations.verl.settings import Settings
 
-    return _table(Settings, attributes(Options))
+    return _table(Settings, {**attributes(Settings), **described(PromptKeywords)})
 
 
-def _table(options: type[Any], known: Mapping[str, str] | None = None) -> str:
-    """A table of a dataclass: its fields, with what the Attributes section of its docstring says about each.
-
-    Args:
-        options: The dataclass.
-        known: Descriptions that take precedence.
-    """
-    meanings = {**attributes(options), **(known or {})}
+def _table(options: type[Any], meanings: Mapping[str, str]) -> str:
+    """A table of a dataclass: its fields, with what each of them means."""
     lines = ["| option | type | default | meaning |", "|---|---|---|---|"]
     for field in dataclasses.fields(options):
         cells = [f"`{field.name}`", _type(field.type), f"`{_default(field)}`", meanings[field.name]]

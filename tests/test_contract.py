@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -17,6 +18,8 @@ from tiers import SHARED, name_of, shared, shared_files, shared_tokenizers, with
 
 import gpuload
 from gpuload.core.errors import DataError
+from gpuload.kinds.chats.load import ChatKind
+from gpuload.kinds.pairs.load import PairKind
 
 PROMPT_KEYS = ("prompt", "messages", "question", "problem")
 # A template for tokenizers that have none, so that they can be held to the same contract.
@@ -38,19 +41,28 @@ def assert_same(prompts: gpuload.PromptDataset, oracle: RowWise, rows: Any = Non
 
 
 def test_the_signature_of_load_is_that_of_its_options() -> None:
-    """Editors complete, and `help` shows, every option with its type and default."""
+    """`help` shows every option with its type, its default and its meaning."""
     parameters = inspect.signature(gpuload.load).parameters
     options = {field.name: field for field in dataclasses.fields(gpuload.Options)}
-    assert list(parameters) == ["files", "tokenizer", *options, "verl_keys"]
-    types = get_type_hints(gpuload.load)
+    assert {*parameters} == {"files", "tokenizer", *options, "verl_keys"}
     for name, field in options.items():
+        found, expected = parameters[name], get_type_hints(gpuload.Options)[name]
         if field.default is dataclasses.MISSING:  # made for each load: {}
-            assert parameters[name].default is None
-            assert types[name] == get_type_hints(gpuload.Options)[name] | None
+            assert (found.default, found.annotation) == (None, expected | None)
         else:
-            assert parameters[name].default == field.default, name
-            assert types[name] == get_type_hints(gpuload.Options)[name], name
-        assert f" {name}: " in str(gpuload.load.__doc__), name
+            assert (found.default, found.annotation) == (field.default, expected), name
+        assert re.search(rf"^ {{8}}{name}: \w|^ {{8}}{name}: `", str(gpuload.load.__doc__), re.MULTILINE), name
+
+
+@pytest.mark.parametrize(("load", "kind"), [(gpuload.load_chats, ChatKind), (gpuload.load_pairs, PairKind)])
+def test_signatures_of_training_data_have_the_defaults_that_are_used(load: Any, kind: Any) -> None:
+    parameters = list(inspect.signature(load).parameters.values())[2:]
+    made, options = kind.parse({})
+    assert kind.parse({each.name: each.default for each in parameters}) == (made, options)
+    for each in parameters:
+        assert f"        {each.name}: " in load.__doc__
+    with pytest.raises(gpuload.GpuloadError, match="unknown option max_lenght: did you mean max_length"):
+        load("nowhere", "nothing", max_lenght=3)
 
 
 def test_shipped_data_whole(gsm8k: str, qwen: Any) -> None:

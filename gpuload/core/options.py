@@ -23,6 +23,7 @@ Objective = Literal["dpo", "rm", "kto"]
 Trainer = Literal["trl", "llamafactory", "axolotl", "skyrl", "areal"]
 TokensOn = Literal["auto", "device", "host"]
 Store = Literal["auto", "memory", "disk"]
+Overlong = Literal["drop", "keep_start", "keep_end"]
 
 NO_LIMIT = 2**31 - 1
 """A length in tokens that no row has."""
@@ -60,47 +61,7 @@ class Options:
         >>> Options.parse({"max_prompt_length": 2048, "train_batch_size": 256}).max_prompt_length
         2048
 
-    Attributes:
-        prompt_key: Column with the prompts: messages (a list of `{role, content}`) or plain strings.
-        max_prompt_length: Maximum length of a prompt in tokens; the width of padded rows.
-        filter_overlong_prompts: Drop prompts longer than `max_prompt_length`.
-        truncation: What to do with a longer prompt that was not dropped, when it is drawn: raise an `"error"`, or
-            remove tokens on the `"left"`, on the `"right"` or in the `"middle"`.
-        return_raw_chat: Add the messages to each row, as `raw_prompt`.
-        return_full_prompt: Add the rendered text to each row, as `full_prompts`.
-        apply_chat_template_kwargs: Constants passed to the chat template: `tools`, `enable_thinking`, `documents`, ...
-        chat_template: `"default"` for the tokenizer's own template, the name of one of its templates, the text of a
-            template, the path of a `.jinja` file, or None: prompts are plain strings, tokenized without a template.
-        max_samples: Maximum number of rows, counted before the length filter; -1 for all.
-        shuffle: Draw `max_samples` at random instead of taking the first rows. Also the default of `loader(shuffle=)`.
-        seed: Seed of `shuffle`; None draws a new one. Also the default of `loader(seed=)`.
-        pad_token_id: Padding token, instead of the tokenizer's.
-        cache_dir: Directory for downloaded files and cached tokens, or the URL of a store of tokens that a cluster has
-            filled. None is `$GPULOAD_CACHE`, else `$XDG_CACHE_HOME/gpuload`, else `~/.cache/gpuload`.
-        remote_timeout: Seconds that a web server may send nothing before an attempt to download a file fails. There are
-            three attempts.
-        token_cache: Cache the token ids of files in `cache_dir`, and use cached ones.
-        token_cache_bytes: Maximum size of the token cache in bytes; the least recently used entries are evicted. 0 is a
-            tenth of the free disk space, at most 20 GB.
-        device: `"cpu"`, `"cuda"`, `"cuda:N"`, or `"auto"`: the GPU if it works, else the CPU. The report gives the
-            reason.
-        tokens_on: Where the GPU engine stores token ids: in `"device"` memory (4 bytes per token), in pinned `"host"`
-            memory, from which the ids of each batch are copied, or `"auto"`: in device memory if they fit into what
-            `gpu_memory_limit` leaves of the free memory, else in host memory.
-        store: Where the host has ids and columns: in `"memory"`; on `"disk"`, in files in `cache_dir` that are mapped
-            into memory, so that the process needs 16 bytes per row and a few buffers, whatever the size of the data; or
-            `"auto"`: on disk if they would take more than half of the free memory.
-        gpu_memory_limit: Maximum GPU memory of a load in bytes, in addition to the stored ids; 0 is half of the free
-            memory.
-        verify: Compare the fast path with the reference on a `"sample"` of rows, on all rows (`"full"`) or not at all
-            (`"off"`).
-        strict: Raise an error for a row that cannot be rendered, and for a token that differs from the reference. By
-            default the row is dropped, or the load falls back to the reference.
-        progress: Show a progress bar; None shows it in a terminal.
-        trust_remote_code: Passed to transformers when the tokenizer is given by name.
-        distributed: Share the work among the ranks of the default process group of `torch.distributed`: each prompt is
-            rendered and tokenized by one rank, and all ranks get the whole dataset. All of them must call `load`, with
-            the same arguments.
+    What each of them means is said once, in `gpuload.core.keywords`.
     """
 
     prompt_key: str = "prompt"

@@ -1,11 +1,10 @@
 """Prompts: data for GRPO and PPO. load(), and its result."""
 
-import os
 import warnings
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import numpy as np
 import pyarrow as pa
@@ -13,8 +12,9 @@ import torch
 
 from gpuload.cache.known_tokenizer import open_known
 from gpuload.core.arrays import Array, Ragged
+from gpuload.core.keywords import PromptKeywords, takes
 from gpuload.core.lazy import LazyDict
-from gpuload.core.options import Options, Padding, Store, TokensOn, Truncation, Verify
+from gpuload.core.options import Options, Padding
 from gpuload.dataset.arrow import INT32_LIST, lists, row_reader
 from gpuload.dataset.loader import PromptLoader
 from gpuload.dataset.rows import Loaded, Made, Numbers, Rows, Values, object_array
@@ -30,38 +30,8 @@ FIELDS = (pa.field("raw_prompt_ids", INT32_LIST),)
 _KEYS = frozenset(("input_ids", "attention_mask", "position_ids", "raw_prompt_ids", "index"))
 
 
-def load(
-    files: Any,
-    tokenizer: Any = None,
-    /,
-    *,
-    prompt_key: str = "prompt",
-    max_prompt_length: int = 1024,
-    filter_overlong_prompts: bool = True,
-    truncation: Truncation = "error",
-    return_raw_chat: bool = False,
-    return_full_prompt: bool = False,
-    apply_chat_template_kwargs: Mapping[str, Any] | None = None,
-    chat_template: str | os.PathLike[str] | None = "default",
-    max_samples: int = -1,
-    shuffle: bool = False,
-    seed: int | None = None,
-    pad_token_id: int | None = None,
-    cache_dir: str | None = None,
-    remote_timeout: float = 60.0,
-    token_cache: bool = True,
-    token_cache_bytes: int = 0,
-    device: str = "auto",
-    tokens_on: TokensOn = "auto",
-    store: Store = "auto",
-    gpu_memory_limit: int = 0,
-    verify: Verify = "sample",
-    strict: bool = False,
-    progress: bool | None = None,
-    trust_remote_code: bool = False,
-    distributed: bool = False,
-    **verl_keys: Any,
-) -> "PromptDataset":
+@takes(PromptKeywords, Options, others="verl_keys")
+def load(files: Any, tokenizer: Any = None, /, **options: Unpack[PromptKeywords]) -> "PromptDataset":
     """Loads prompts as exact token batches.
 
     Every row has the tokens that `tokenizer.apply_chat_template(messages, add_generation_prompt=True)` returns for it.
@@ -71,33 +41,7 @@ def load(
             list of them; or a frame in memory: `pyarrow.Table`, `pandas.DataFrame`, `datasets.Dataset` or
             `cudf.DataFrame`.
         tokenizer: a path, a hub id, a transformers tokenizer or a `tokenizers.Tokenizer`; also as a keyword.
-        prompt_key: the column with the prompts: messages or plain strings.
-        max_prompt_length: the limit in tokens, and the width of padded rows.
-        filter_overlong_prompts: drop rows over the limit.
-        truncation: what a batch does with a row over the limit that was not dropped.
-        return_raw_chat: rows have `raw_prompt`, the messages.
-        return_full_prompt: rows have `full_prompts`, the rendered text.
-        apply_chat_template_kwargs: constants for the chat template.
-        chat_template: "default", the name of one of the tokenizer's templates, the text of a template, the path of a
-            `.jinja` file, or None.
-        max_samples: take at most this many rows, before the filter; -1 for all.
-        shuffle: take `max_samples` at random; also the loader's default.
-        seed: for `shuffle`.
-        pad_token_id: the padding token, instead of the tokenizer's.
-        cache_dir: directory for copies of remote files and for cached token ids.
-        remote_timeout: seconds that a web server may be silent before an attempt to download fails.
-        token_cache: cache the token ids of files, and reuse them.
-        token_cache_bytes: limit of that cache.
-        device: "auto", "cpu", "cuda" or "cuda:N".
-        tokens_on: where the GPU engine stores ids.
-        store: where the host has ids and columns: in "memory" or on "disk", whose files are used in place.
-        gpu_memory_limit: bytes of GPU memory that a load may use in addition to the stored ids.
-        verify: compare a "sample" of the rows, all ("full") or none ("off") with the tokenizer.
-        strict: raise an error for a row that cannot be rendered and for a token that differs.
-        progress: show a progress bar; None: if standard error is a terminal.
-        trust_remote_code: passed to transformers if the tokenizer is given by name.
-        distributed: share the work among the ranks of `torch.distributed`; every rank gets all rows.
-        **verl_keys: the other keys of verl's `data:` section, which are ignored. For all options see `Options`.
+        **options: see `PromptKeywords`. Other keys of verl's `data:` section are ignored.
 
     Returns:
         The rows that were kept, with their tokens and all other columns.
@@ -119,9 +63,7 @@ def load(
         >>> prompts.batch([0, 1])["input_ids"].shape
         torch.Size([2, 512])
     """
-    given = {name: value for name, value in locals().items() if name in Options.__dataclass_fields__} | verl_keys
-    tokenizer = given.pop("tokenizer", None) if tokenizer is None else tokenizer
-    return load_given(PromptKind, files, tokenizer, given)
+    return load_given(PromptKind, files, tokenizer, options)
 
 
 @dataclass(frozen=True)

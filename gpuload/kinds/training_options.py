@@ -1,15 +1,22 @@
 """The options of data to train on, as those of the pipeline."""
 
 from collections.abc import Collection, Mapping
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Any, get_args
 
 from gpuload.core.errors import OptionError
-from gpuload.core.options import Options, nearest
-
-Overlong = Literal["drop", "keep_start", "keep_end"]
+from gpuload.core.options import Options, Overlong, nearest
 
 _TRUNCATION = {"drop": "error", "keep_start": "right", "keep_end": "left"}
 """What becomes of longer rows → the option `truncation` of `load`."""
+
+
+@dataclass(frozen=True)
+class TrainingDefaults:
+    """Defaults of what all loads of training data take."""
+
+    max_length: int = 4096
+    overlong: Overlong = "drop"
 
 
 _REPLACED = {"prompt_key", "max_prompt_length", "filter_overlong_prompts", "truncation"}
@@ -31,7 +38,7 @@ def training_options(given: Mapping[str, Any], prompt_key: str, own: Collection[
     known = {*own, "max_length", "overlong", *options}
     if unknown := sorted(set(given) - known):
         raise OptionError(f"unknown option {unknown[0]}{nearest(unknown[0], known)}")
-    max_length, overlong = given.get("max_length", 4096), given.get("overlong", "drop")
+    max_length, overlong = (given.get(name, getattr(TrainingDefaults, name)) for name in ("max_length", "overlong"))
     if overlong not in get_args(Overlong):
         raise OptionError(f"overlong={overlong!r}: expected one of {', '.join(map(repr, get_args(Overlong)))}")
     if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1:

@@ -99,10 +99,13 @@ def load_given(
     Args:
         kind: of the data.
         files, tokenizer: as for `gpuload.load`.
-        given: the keyword arguments of the load.
+        given: the keyword arguments of the load; `tokenizer` may be one of them.
         build_engine: builds the engine; None for the one that the kind needs.
     """
     started = time.perf_counter()
+    given = dict(given)
+    by_name = given.pop("tokenizer", None)
+    tokenizer = by_name if tokenizer is None else tokenizer
     with joined(given.get("distributed") is True):  # what fails on one rank fails on all
         parsed, options = kind.parse(given)
         return run(open_job(parsed, open_all(files, options), tokenizer, options), started, build_engine)

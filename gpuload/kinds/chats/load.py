@@ -1,9 +1,8 @@
 """load_chats(): data for SFT, by the stages of `load`."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, Unpack, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -11,8 +10,9 @@ import pyarrow.compute as pc
 
 from gpuload.core.arrays import Array, Ragged
 from gpuload.core.errors import DataError, GpuloadError, OptionError
+from gpuload.core.keywords import ChatKeywords, takes
 from gpuload.core.marks import without_loss
-from gpuload.core.options import LossOn, Options, Store, TokensOn, Verify, nearest
+from gpuload.core.options import LossOn, Options, nearest
 from gpuload.dataset.arrow import INT32_LIST
 from gpuload.dataset.report import Report
 from gpuload.dataset.rows import Loaded
@@ -22,7 +22,7 @@ from gpuload.kinds.chats.dataset import ChatDataset
 from gpuload.kinds.chats.device import DeviceChatEngine
 from gpuload.kinds.chats.formats import FORMATS, LABELS, Format, as_prompts, find_format, is_plain, one_format
 from gpuload.kinds.chats.reference import ChatReference
-from gpuload.kinds.training_options import Overlong, training_options
+from gpuload.kinds.training_options import TrainingDefaults, training_options
 from gpuload.pipeline.kind import Kind
 from gpuload.pipeline.run import load_given
 from gpuload.sources.read import Source
@@ -38,91 +38,6 @@ _CHOICES: dict[str, tuple[LossOn, ...]] = {
 
 _LABELED = ("messages", "sharegpt", "prompt-completion")
 """Formats that data for KTO may have, too."""
-
-
-def load_chats(
-    files: Any,
-    tokenizer: Any = None,
-    /,
-    *,
-    format: str | None = None,
-    messages_key: str | None = None,
-    loss_on: LossOn | None = None,
-    max_length: int = 4096,
-    overlong: Overlong = "drop",
-    apply_chat_template_kwargs: Mapping[str, Any] | None = None,
-    chat_template: str | os.PathLike[str] | None = "default",
-    max_samples: int = -1,
-    shuffle: bool = False,
-    seed: int | None = None,
-    pad_token_id: int | None = None,
-    cache_dir: str | None = None,
-    remote_timeout: float = 60.0,
-    token_cache: bool = True,
-    token_cache_bytes: int = 0,
-    device: str = "auto",
-    tokens_on: TokensOn = "auto",
-    store: Store = "auto",
-    gpu_memory_limit: int = 0,
-    verify: Verify = "sample",
-    strict: bool = False,
-    progress: bool | None = None,
-    trust_remote_code: bool = False,
-    distributed: bool = False,
-) -> ChatDataset:
-    """Loads data for SFT as exact tokens, with a loss mask.
-
-    The ids of a conversation are those of `tokenizer.apply_chat_template(messages)`. For a template with
-    `{% generation %}` blocks the mask is that of `return_assistant_tokens_mask=True`; for other templates it has the
-    answers of assistants, see `gpuload.template.answers`.
-
-    Args:
-        files: as for `load`.
-        tokenizer: as for `load`.
-        format: "messages", "sharegpt", "prompt-completion", "alpaca" or "text"; None: found by the columns.
-        messages_key: the column with messages or texts, if it has another name than usual.
-        loss_on: the tokens with loss: those of the answers of the "assistant", of the "last" answer, of the
-            "completion", or "all". None: of answers for conversations, of the completion for prompt-completion, all
-            for texts.
-        max_length: the limit in tokens.
-        overlong: what becomes of longer rows: "drop" them, or "keep_start" or "keep_end" of each. Rows without loss in
-            what is kept are dropped.
-        apply_chat_template_kwargs: constants for the chat template.
-        chat_template: as for `load`.
-        max_samples: take at most this many rows, before anything is dropped; -1 for all.
-        shuffle: take `max_samples` at random; also the loader's default.
-        seed: for `shuffle`.
-        pad_token_id: the padding token, instead of the tokenizer's.
-        cache_dir: directory for copies of remote files and for cached token ids.
-        remote_timeout: seconds that a web server may be silent before an attempt to download fails.
-        token_cache: cache the token ids of files with their loss mask, and reuse them.
-        token_cache_bytes: limit of that cache.
-        device: "auto", "cpu", "cuda" or "cuda:N". On a GPU, messages are rendered and encoded by kernels; data in other
-            forms is prepared on the CPU, and its batches are made on the GPU.
-        tokens_on: where the GPU engine stores ids.
-        store: as for `load`.
-        gpu_memory_limit: bytes of GPU memory that a load may use in addition to the stored ids.
-        verify: compare a "sample" of the rows, all ("full") or none ("off") with the tokenizer, masks included.
-        strict: raise an error for a row that would be dropped, and for a token that differs.
-        progress: show a progress bar; None: if standard error is a terminal.
-        trust_remote_code: passed to transformers if the tokenizer is given by name.
-        distributed: share the work among the ranks of `torch.distributed`; every rank gets all rows.
-
-    Returns:
-        The rows that were kept, with tokens, loss mask and all other columns.
-
-    Raises:
-        OptionError: an unknown option or an invalid value.
-        SourceError: a file that cannot be found, downloaded or read.
-        DataError: a file with another format, or no rows left.
-        TokenizerError: as for `load`; or it is unknown where an answer begins in what the template renders.
-        DeviceError: the device is not available, or has too little memory.
-        HostMemoryError: the host has too little memory.
-        StoreError: the store on disk cannot be written.
-        MismatchError: with `strict=True`, a token or its loss differs from the tokenizer's.
-    """
-    given = {name: value for name, value in locals().items() if name not in ("files", "tokenizer")}
-    return load_given(ChatKind, files, tokenizer, given)
 
 
 @dataclass(frozen=True)
@@ -220,6 +135,35 @@ class ChatKind(Kind[ChatDataset]):
     def dataset(self, loaded: Loaded) -> ChatDataset:
         loaded.report.notes.insert(0, f"format: {self.format}, loss on {self.loss_on}")
         return ChatDataset(loaded)
+
+
+@takes(ChatKeywords, Options, TrainingDefaults, ChatKind)
+def load_chats(files: Any, tokenizer: Any = None, /, **options: Unpack[ChatKeywords]) -> ChatDataset:
+    """Loads data for SFT as exact tokens, with a loss mask.
+
+    The ids of a conversation are those of `tokenizer.apply_chat_template(messages)`. For a template with
+    `{% generation %}` blocks the mask is that of `return_assistant_tokens_mask=True`; for other templates it has the
+    answers of assistants, see `gpuload.template.answers`.
+
+    Args:
+        files: as for `load`.
+        tokenizer: as for `load`.
+        **options: see `ChatKeywords`.
+
+    Returns:
+        The rows that were kept, with tokens, loss mask and all other columns.
+
+    Raises:
+        OptionError: an unknown option or an invalid value.
+        SourceError: a file that cannot be found, downloaded or read.
+        DataError: a file with another format, or no rows left.
+        TokenizerError: as for `load`; or it is unknown where an answer begins in what the template renders.
+        DeviceError: the device is not available, or has too little memory.
+        HostMemoryError: the host has too little memory.
+        StoreError: the store on disk cannot be written.
+        MismatchError: with `strict=True`, a token or its loss differs from the tokenizer's.
+    """
+    return load_given(ChatKind, files, tokenizer, options)
 
 
 def _label_of(source: Source) -> str | None:

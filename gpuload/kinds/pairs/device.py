@@ -180,8 +180,11 @@ class DevicePairBatches(DeviceBatches):
     _host = HostPairBatches
 
     def padded(self, slices: RowSlices, sequences: Callable[[], Ragged], width: int) -> dict[str, torch.Tensor]:
-        if self._elsewhere:
-            return self._host(self._pad_id).padded(slices, sequences, width)
+        if self._elsewhere or self._on_disk:
+            on_host = self._host(self._pad_id).padded(slices, sequences, width)
+            if self._elsewhere:
+                return on_host
+            return {name: each.to(self._kernels.device) for name, each in on_host.items()}
         kernels, address, count = self._kernels, self._readable.address, len(slices.rows)
         with kernels.current():
             tail = address[slices.others] + 4 * slices.begin

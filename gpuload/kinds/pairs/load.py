@@ -1,18 +1,19 @@
 """load_pairs(): preference data, by the stages of `load`."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any, Unpack, get_args
 
 import numpy as np
 import pyarrow as pa
 
 from gpuload.core.arrays import Array, Ragged, RowNumbers, on_host
 from gpuload.core.errors import DataError, OptionError
-from gpuload.core.options import Objective, Options, TokensOn, Verify, nearest
+from gpuload.core.keywords import PairKeywords, takes
+from gpuload.core.options import Objective, Options, nearest
 from gpuload.dataset.rows import Loaded
 from gpuload.engines.choose import choose_engine
+from gpuload.engines.device.store import DeviceStore
 from gpuload.engines.protocol import Engine, TokenStore
 from gpuload.kinds.chats.formats import Format, as_prompts, one_format
 from gpuload.kinds.pairs.dataset import PairDataset, pair_fields
@@ -21,7 +22,7 @@ from gpuload.kinds.pairs.formats import FORMATS, MARGIN, find_pair_format, label
 from gpuload.kinds.pairs.parts import CHOSEN, REJECTED, completion_tokens, sequence
 from gpuload.kinds.pairs.reference import PairReference
 from gpuload.kinds.pairs.store import equal_pairs, part_sizes
-from gpuload.kinds.training_options import Overlong, training_options
+from gpuload.kinds.training_options import TrainingDefaults, training_options
 from gpuload.pipeline.kind import Kind
 from gpuload.pipeline.run import load_given
 from gpuload.sources.read import Source
@@ -29,93 +30,6 @@ from gpuload.sources.types import is_text
 
 UNPAIRED_ROWS = 1000
 """Pairs that become single completions at a time: their chosen completions, then their rejected ones. As in TRL."""
-
-
-def load_pairs(
-    files: Any,
-    tokenizer: Any = None,
-    /,
-    *,
-    objective: Objective | None = None,
-    format: str | None = None,
-    chosen_key: str = "chosen",
-    rejected_key: str = "rejected",
-    prompt_key: str | None = None,
-    kl_batch_size: int = 8,
-    max_length: int = 4096,
-    overlong: Overlong = "drop",
-    apply_chat_template_kwargs: Mapping[str, Any] | None = None,
-    chat_template: str | os.PathLike[str] | None = "default",
-    max_samples: int = -1,
-    shuffle: bool = False,
-    seed: int | None = None,
-    pad_token_id: int | None = None,
-    cache_dir: str | None = None,
-    remote_timeout: float = 60.0,
-    token_cache: bool = True,
-    token_cache_bytes: int = 0,
-    device: str = "auto",
-    tokens_on: TokensOn = "auto",
-    gpu_memory_limit: int = 0,
-    verify: Verify = "sample",
-    strict: bool = False,
-    progress: bool | None = None,
-    trust_remote_code: bool = False,
-    distributed: bool = False,
-) -> PairDataset:
-    """Loads preference data as exact tokens, as TRL's trainers prepare it for DPO, reward models and KTO.
-
-    The ids of a sequence are those of `tokenizer.apply_chat_template(prompt + completion)`. A completion begins where
-    they first differ from those of the prompt with a generation prompt; for DPO, where either sequence first does.
-
-    Args:
-        files: as for `load`.
-        tokenizer: as for `load`.
-        objective: "dpo" or "rm" (reward models) for pairs, "kto" for single completions with labels, which may be
-            made from pairs. None: "kto" for files with labels and without pairs, else "dpo".
-        format: "preference", "implicit", "sharegpt", "prompt-completion" or "messages"; None: found by the columns.
-        chosen_key: the column with the better completions.
-        rejected_key: the column with the worse ones.
-        prompt_key: the column with the prompts; None for "prompt".
-        kl_batch_size: for "kto", rows of a group in which completions are exchanged for `KL_completion_ids`: TRL's
-            `per_device_train_batch_size`.
-        max_length: the limit in tokens, for each sequence.
-        overlong: what becomes of longer rows: "drop" them, or "keep_start" or "keep_end" of each sequence in a batch.
-            With "keep_start", rows are dropped whose prompt alone fills `max_length`.
-        apply_chat_template_kwargs: constants for the chat template.
-        chat_template: as for `load`.
-        max_samples: take at most this many rows of the files, before anything is dropped; -1 for all.
-        shuffle: take `max_samples` at random; also the loader's default.
-        seed: for `shuffle`.
-        pad_token_id: the padding token, instead of the tokenizer's.
-        cache_dir: directory for copies of remote files and for cached token ids.
-        remote_timeout: seconds that a web server may be silent before an attempt to download fails.
-        token_cache: cache the token ids of files, and reuse them.
-        token_cache_bytes: limit of that cache.
-        device: "auto", "cpu", "cuda" or "cuda:N". On a GPU, messages are rendered and encoded by kernels; data in other
-            forms is prepared on the CPU, and its batches are made on the GPU.
-        tokens_on: where the GPU engine stores ids.
-        gpu_memory_limit: bytes of GPU memory that a load may use in addition to the stored ids.
-        verify: compare a "sample" of the rows, all ("full") or none ("off") with the tokenizer.
-        strict: raise an error for a row that would be dropped, and for a token that differs.
-        progress: show a progress bar; None: if standard error is a terminal.
-        trust_remote_code: passed to transformers if the tokenizer is given by name.
-        distributed: share the work among the ranks of `torch.distributed`; every rank gets all rows.
-
-    Returns:
-        The rows that were kept, with tokens and all other columns.
-
-    Raises:
-        OptionError: an unknown option or an invalid value.
-        SourceError: a file that cannot be found, downloaded or read.
-        DataError: a file with another format, or no rows left.
-        TokenizerError: as for `load`; or a text needs an EOS token, and there is none.
-        DeviceError: the device is not available, or has too little memory.
-        HostMemoryError: the host has too little memory.
-        MismatchError: with `strict=True`, a token differs from the tokenizer's.
-    """
-    given = {name: value for name, value in locals().items() if name not in ("files", "tokenizer")}
-    return load_given(PairKind, files, tokenizer, given)
 
 
 @dataclass(frozen=True)
@@ -158,7 +72,7 @@ class PairKind(Kind[PairDataset]):
         if own.get("prompt_key") is None:
             own.pop("prompt_key", None)
         kind = cls(**own)
-        return kind, training_options({"store": "memory", **given}, kind.prompt_key, names)
+        return kind, training_options(given, kind.prompt_key, names)
 
     @property
     def keys(self) -> dict[str, str]:
@@ -228,12 +142,41 @@ class PairKind(Kind[PairDataset]):
             report.counts["pairs with equal chosen and rejected sequences"] = equal
         if self.unpairs:
             tokens, rows, labels = _unpaired(loaded)
+            if not isinstance(loaded.tokens, Ragged | DeviceStore):
+                report.notes.append("ids of single completions, which are made from pairs, are in memory")
             columns, origins = loaded.columns.select(rows), loaded.origins.select(rows)
             loaded = replace(loaded, tokens=tokens, columns=columns, origins=origins)
             report.counts["rows with one completion, made from pairs"] = len(tokens)
         options = loaded.about["options"] | {"objective": self.objective, "kl_batch_size": self.kl_batch_size}
         loaded = replace(loaded, about=loaded.about | {"options": options})
         return PairDataset(loaded, self._objective, self.kl_batch_size, labels)
+
+
+@takes(PairKeywords, Options, TrainingDefaults, PairKind)
+def load_pairs(files: Any, tokenizer: Any = None, /, **options: Unpack[PairKeywords]) -> PairDataset:
+    """Loads preference data as exact tokens, as TRL's trainers prepare it for DPO, reward models and KTO.
+
+    The ids of a sequence are those of `tokenizer.apply_chat_template(prompt + completion)`. A completion begins where
+    they first differ from those of the prompt with a generation prompt; for DPO, where either sequence first does.
+
+    Args:
+        files: as for `load`.
+        tokenizer: as for `load`.
+        **options: see `PairKeywords`.
+
+    Returns:
+        The rows that were kept, with tokens and all other columns.
+
+    Raises:
+        OptionError: an unknown option or an invalid value.
+        SourceError: a file that cannot be found, downloaded or read.
+        DataError: a file with another format, or no rows left.
+        TokenizerError: as for `load`; or a text needs an EOS token, and there is none.
+        DeviceError: the device is not available, or has too little memory.
+        HostMemoryError: the host has too little memory.
+        MismatchError: with `strict=True`, a token differs from the tokenizer's.
+    """
+    return load_given(PairKind, files, tokenizer, options)
 
 
 def _unpaired(loaded: Loaded) -> tuple[TokenStore, RowNumbers, Array]:
