@@ -237,13 +237,10 @@ def _read(
     given = dict(given)
     tokenizer = given.pop("tokenizer", None) if tokenizer is None else tokenizer
     parsed, options = kind.parse(given)
+    _check_rows(parsed)
     opened = open_files(files, options)
     job = open_job(parsed, [file.source for file in opened if file.source.num_rows], tokenizer, options)
-    if isinstance(job.kind, PairKind) and job.kind.objective == "kto":
-        raise OptionError(
-            f"objective={job.kind.objective!r}: read_pairs makes rows for 'dpo' and 'rm'. For 'kto' a row has the "
-            "completion of another one, so all rows have to be known: use load_pairs"
-        )
+    _check_rows(job.kind)
     more: dict[str, Sequence[pa.DataType]] = {}
     if job.options.return_raw_chat:
         more["raw_prompt"] = [source.schema.field(job.options.prompt_key).type for source in job.sources]
@@ -251,6 +248,15 @@ def _read(
         more["full_prompts"] = [pa.large_string()]
     passed = common_schema(job.sources, job.options.prompt_key, more)
     return _dataset(opened, passed, job, scale)
+
+
+def _check_rows(kind: Kind[Any]) -> None:
+    """Raises an error for rows that cannot be made part by part."""
+    if isinstance(kind, PairKind) and kind.objective == "kto":
+        raise OptionError(
+            f"objective={kind.objective!r}: read_pairs makes rows for 'dpo' and 'rm'. For 'kto' a row has the "
+            "completion of another one, so all rows have to be known: use load_pairs"
+        )
 
 
 def _dataset(
