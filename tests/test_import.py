@@ -29,9 +29,9 @@ found["package"] = sorted(asked)
 import gpuload.integrations.slime, gpuload.integrations.trl
 found["integrations"] = sorted(asked)
 
-import gpuload.pipeline.run
+import gpuload.load
 from gpuload import load
-from gpuload.pipeline.run import load as same
+from gpuload.load import load as same  # its module in 0.1
 found["load"] = [callable(gpuload.load), load is gpuload.load is same]
 
 from gpuload.demo_data import demo_files
