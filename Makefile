@@ -4,6 +4,7 @@
 # make docs       the documentation site, into site/; warnings are errors
 # make verl-test  the integration with verl, against verl 0.9.1 itself, in a separate environment
 # make verl-matrix  the same with each supported version of verl: 0.7.1, 0.8.0, 0.9.0 and 0.9.1
+# make trl-matrix  the integration with TRL, with the other releases that it knows: 1.14.2 and 1.15.0
 # make trainers-test  the integrations and stores for other trainers, with their own code, each in an environment of its own:
 #                 make automodel-test, llamafactory-test, axolotl-test; and those of which there is only a repository, where
 #                 SLIME_REPO, NEMO_RL_REPO, SKYRL_REPO and AREAL_REPO name checkouts
@@ -20,7 +21,7 @@ BIN := .venv/bin
 PART ?=
 SEED := $(or $(SEED),$(shell date +%s))
 
-.PHONY: demo test test-all checks tests browser-test transformers4-test docs verl-test verl-matrix ray-test trainers-test automodel-test
+.PHONY: demo test test-all checks tests browser-test transformers4-test docs verl-test verl-matrix trl-matrix ray-test trainers-test automodel-test
 .PHONY: llamafactory-test axolotl-test slime-test nemo-rl-test exact damage bench verl-env clean
 
 demo: .venv/installed
@@ -77,6 +78,14 @@ axolotl-test: .venv-axolotl/installed
 
 verl-matrix:
 	$(PYTHON) tests/verl/matrix.py
+
+# Without the tests that train: TRL 1.15 needs Triton for it.
+trl-matrix: .venv/installed-dev
+	for version in 1.14.2 1.15.0; do \
+		$(BIN)/python -m pip install -q --no-deps --target .venv-trl-$$version trl==$$version && \
+		PYTHONPATH=.venv-trl-$$version $(BIN)/python -m pytest -n auto tests/test_trl.py tests/test_trl_fallbacks.py \
+			tests/test_trl_contract.py tests/test_trl_changed.py tests/test_trl_batches.py || exit 1; \
+	done
 
 slime-test: .venv-slime/installed
 	.venv-slime/bin/python -m pytest tests/test_slime_contract.py tests/test_slime.py tests/test_slime_rollout.py

@@ -21,6 +21,7 @@ from tiers import examples
 from gpuload.core.errors import OptionError
 from gpuload.integrations.automodel import masks
 from gpuload.integrations.automodel.masks import Chat, marked
+from gpuload.integrations.known_code import digest
 
 trl = pytest.importorskip("trl", reason="its templates are tested")
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
@@ -146,6 +147,7 @@ def dataset_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     tokenization = "nemo_automodel._transformers.tokenization.nemo_auto_tokenizer"
     llm = "nemo_automodel.components.datasets.llm"
     contents: dict[str, dict[str, Any]] = {
+        llm: {"ChatDataset": StockChatDataset},
         tokenization: {"NeMoAutoTokenizerWithBosEosEnforced": NeMoAutoTokenizerWithBosEosEnforced},
         f"{llm}.chat_dataset": {
             "ChatDataset": StockChatDataset,
@@ -165,7 +167,8 @@ def dataset_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setitem(sys.modules, name, module)
         if "." in name:
             setattr(sys.modules[name.rpartition(".")[0]], name.rpartition(".")[2], module)
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.7.0")
+    known = {"stand-in:StockChatDataset.__getitem__": {str(digest(StockChatDataset.__getitem__)): "0.7.0"}}
+    monkeypatch.setattr("gpuload.integrations.automodel.contract.KNOWN", known)
     own = "gpuload.integrations.automodel.dataset"
     monkeypatch.delitem(sys.modules, own, raising=False)
     yield importlib.import_module(own)
@@ -225,12 +228,63 @@ def test_what_is_not_supported_falls_back(
     assert dataset.asked == [3]
 
 
-def test_another_version_falls_back(
-    dataset_module: Any, rows: str, qwen: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("module", "name", "why"),
+    [
+        ("nemo_automodel.components.datasets.llm.formatting_utils", None, "cannot be imported"),
+        ("nemo_automodel.components.datasets.llm.chat_dataset", "_normalize_messages", "has no _normalize_messages"),
+        (
+            "nemo_automodel._transformers.tokenization.nemo_auto_tokenizer",
+            "NeMoAutoTokenizerWithBosEosEnforced",
+            "has no NeMoAutoTokenizerWithBosEosEnforced",
+        ),
+    ],
+)
+def test_a_private_part_that_has_moved_falls_back(
+    dataset_module: Any, rows: str, qwen: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+    module: str, name: str | None, why: str,
+) -> None:  # fmt: skip
+    if name is None:
+        monkeypatch.setitem(sys.modules, module, None)
+    else:
+        monkeypatch.delattr(sys.modules[module], name)
+    dataset = importlib.reload(dataset_module).AutomodelChatDataset(rows, qwen)
+    assert dataset._rows is None
+    (line,) = caplog.messages
+    assert line.startswith(f"gpuload: falls back to Automodel's ChatDataset: {module} {why}")
+    _ = dataset[3]
+    assert dataset.asked == [3]
+
+
+CHANGE = "Automodel: StockChatDataset.__getitem__ has changed"
+
+
+def test_code_that_is_not_known_is_compared(
+    dataset_module: Any, tmp_path: Path, qwen: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dataset_module, "version", lambda name: "0.8.0")
-    assert dataset_module.AutomodelChatDataset(rows, qwen)._rows is None
-    assert "Automodel 0.8.0 is installed, and 0.7 is supported" in caplog.text
+    monkeypatch.setattr(dataset_module, "KNOWN", {})
+    monkeypatch.setattr(dataset_module, "release_of", lambda package, name: name)
+    plain = {"messages": [user("q"), assistant("a")]}
+    rows = [plain] * 300
+    rows[217] = plain | {"tools": [TOOL]}
+    rows[111] = {"messages": [system("s"), *plain["messages"]]}
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    dataset = dataset_module.AutomodelChatDataset(path, qwen)
+    assert dataset._rows is not None
+    assert {111, 217} < set(dataset.asked)
+    assert len(dataset.asked) == 64
+    assert caplog.messages[-1] == f"gpuload: {CHANGE}; 64 rows prepared by both are equal: used"
+    # A change for rows with tools only.
+    stock = StockChatDataset.__getitem__
+
+    def changed(self: Any, idx: int) -> Any:
+        return {"input_ids": []} if self.dataset[idx].get("tools") else stock(self, idx)
+
+    changed.__qualname__ = stock.__qualname__
+    monkeypatch.setattr(StockChatDataset, "__getitem__", changed)
+    assert dataset_module.AutomodelChatDataset(path, qwen)[217] == {"input_ids": []}
+    why = f"{CHANGE}, and row 217 of a sample differs from Automodel's"
+    assert caplog.messages[-1] == f"gpuload: falls back to Automodel's ChatDataset: {why}"
 
 
 def test_a_sample_that_differs_falls_back(

@@ -14,9 +14,10 @@ from gpuload.core.errors import DataError, DeviceError, OptionError
 from gpuload.integrations.core import (
     are_messages,
     check_switches,
-    is_supported,
+    imported,
     log_fallback,
     log_ignored,
+    release_of,
     runs,
     settings_under,
     unless_unsupported,
@@ -55,29 +56,17 @@ def test_switches() -> None:
         check_switches("data.gpuload", {"reuse_ids": "yes"}, ["reuse_ids"])
 
 
-@pytest.mark.parametrize(
-    ("version", "supported"),
-    [
-        ("0.7.1", True),
-        ("0.7.0", False),
-        ("0.9.1.dev0", True),
-        ("0.9.1.post2", True),
-        ("0.9.2", False),
-        ("1.0", False),
-        ("main", False),
-    ],
-)
-def test_versions(version: str, supported: bool) -> None:
-    assert is_supported(version, "0.7.1", "0.9.1") == supported
+def test_what_is_imported() -> None:
+    found, missing = imported({"json": ("dumps", "loads"), "json.decoder": ("JSONDecoder",)})
+    assert (list(found), missing) == (["dumps", "loads", "JSONDecoder"], None)
+    assert imported({"json": ("dumps", "load_all")})[1] == "json has no load_all"
+    _, missing = imported({"json": (), "json.moved": ("x",)})
+    assert missing == "json.moved cannot be imported (No module named 'json.moved')"
 
 
-def test_all_releases_of_a_minor_version() -> None:
-    assert [is_supported(version, "1.16", "1.16") for version in ("1.15.9", "1.16", "1.16.3", "1.17")] == [
-        False,
-        True,
-        True,
-        False,
-    ]
+def test_releases() -> None:
+    assert release_of("numpy", "NumPy") == f"NumPy {np.__version__}"
+    assert release_of("no-such-package", "slime") == "slime"
 
 
 def test_lines_in_the_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from gpuload.core.errors import OptionError
-from gpuload.integrations.nemo_rl.rows import comparable
+from gpuload.integrations.comparison import comparable
 
 OURS = "gpuload.integrations.nemo_rl.PromptDataset"
 TEXTS = ["What is 2+2?", "", "你好 é\n", "<|im_end|>", " spaces ", "{braces}", "long " * 60]

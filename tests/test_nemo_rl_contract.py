@@ -18,9 +18,11 @@ from hypothesis import strategies as st
 from tiers import examples
 
 from gpuload.core.errors import DataError, OptionError
+from gpuload.integrations.comparison import comparable
+from gpuload.integrations.known_code import digest
 from gpuload.integrations.nemo_rl import conversations
 from gpuload.integrations.nemo_rl.conversations import ConversationProcessor, MessageSettings, tokenized_conversations
-from gpuload.integrations.nemo_rl.rows import comparable, identity, tokenized
+from gpuload.integrations.nemo_rl.rows import identity, tokenized
 
 PIECES = ["a", " ", "\n", "é", "è", "你", "👋", "<|im_end|>", "<|im_start|>"]
 TEXT = st.lists(st.sampled_from(PIECES), max_size=8).map("".join)
@@ -123,11 +125,9 @@ def get_tokenizer(section: dict[str, Any]) -> Any:
 def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module of the dataset, over the stand-in."""
     contents: dict[str, dict[str, Any]] = {
-        "nemo_rl": {"__version__": "0.7.0+abc"},
         "nemo_rl.algorithms.utils": {"get_tokenizer": get_tokenizer},
         "nemo_rl.data.processors": {"math_hf_data_processor": processor, "sft_processor": sft_processor},
-        "nemo_rl.data.datasets.response_datasets.oai_format_dataset": {"OpenAIFormatDataset": ChatStandIn},
-        "nemo_rl.data.datasets.response_datasets.response_dataset": {"ResponseDataset": StandIn},
+        "nemo_rl.data.datasets.response_datasets": {"OpenAIFormatDataset": ChatStandIn, "ResponseDataset": StandIn},
     }
     for name in sorted(
         {".".join(whole.split(".")[: k + 1]) for whole in contents for k in range(whole.count(".") + 1)}
@@ -135,6 +135,8 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         made = ModuleType(name)
         vars(made).update(contents.get(name, {}), __path__=[])
         monkeypatch.setitem(sys.modules, name, made)
+    known = {f"stand-in:{each.__name__}": {str(digest(each)): "0.7.0"} for each in (processor, sft_processor)}
+    monkeypatch.setattr("gpuload.integrations.nemo_rl.contract.KNOWN", known)
     own = "gpuload.integrations.nemo_rl.dataset"
     monkeypatch.delitem(sys.modules, own, raising=False)
     yield importlib.import_module(own)
@@ -177,16 +179,57 @@ def test_long_prompts_are_dropped(module: Any, qwen_folder: str, caplog: pytest.
     assert f"dropped 1 of 5 rows with max_input_seq_length={longest} tokens or more" in caplog.text
 
 
-def test_another_processor_or_version_falls_back(
-    module: Any, qwen_folder: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_processor_falls_back(module: Any, qwen_folder: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         dataset = made(module, {"name": qwen_folder}, chosen=other_processor)
     assert dataset.processor is other_processor
     assert "falls back to NeMo-RL for task: the processor default is not supported" in caplog.text
-    monkeypatch.setattr(module.nemo_rl, "__version__", "0.8.0")
-    assert made(module, {"name": qwen_folder}).processor is processor
-    assert "NeMo-RL 0.8.0 is installed, and 0.7 is supported" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("home", "name", "why"),
+    [
+        ("nemo_rl.algorithms.utils", None, "cannot be imported"),
+        ("nemo_rl.data.processors", "sft_processor", "has no sft_processor"),
+    ],
+)
+def test_a_part_that_has_moved_falls_back(
+    module: Any, qwen_folder: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+    home: str, name: str | None, why: str,
+) -> None:  # fmt: skip
+    if name is None:
+        monkeypatch.setitem(sys.modules, home, None)
+    else:
+        monkeypatch.delattr(sys.modules[home], name)
+    dataset = made(importlib.reload(module), {"name": qwen_folder})
+    assert dataset.processor is processor
+    assert len(dataset.dataset) == len(TEXTS)
+    (line,) = caplog.messages
+    assert line.startswith(f"gpuload: falls back to NeMo-RL for task: {home} {why}")
+
+
+def test_code_that_is_not_known_is_compared(
+    module: Any, qwen_folder: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "KNOWN", {})
+    monkeypatch.setattr(module, "release_of", lambda package, name: name)
+    dataset = made(module, {"name": qwen_folder})
+    assert dataset.processor is not processor
+    change = "NeMo-RL: processor has changed"
+    assert [line for line in caplog.messages if "changed" in line] == [
+        f"gpuload: {change}; 5 rows prepared by both are equal: used",
+        f"gpuload: {change}; 2 rows prepared by both are equal: used",
+    ]
+    monkeypatch.setattr(module, "_SAMPLE", 1)  # a sample of all rows is taken, whatever the usual one has
+
+    def changed(row: Any, *given: Any) -> Any:
+        return processor(row, *given) | ({"length": 0} if row["messages"][0]["content"] == TEXTS[2] else {})
+
+    changed.__qualname__ = "processor"
+    monkeypatch.setitem(module.STOCK, "math_hf_data_processor", changed)
+    assert made(module, {"name": qwen_folder}, chosen=changed).processor is changed
+    why = f"{change}, and row 2 of a sample differs from NeMo-RL's"
+    assert caplog.messages[-1] == f"gpuload: falls back to NeMo-RL for task: {why}"
 
 
 def test_what_is_rejected(module: Any, qwen_folder: str, qwen: Any) -> None:

@@ -7,7 +7,7 @@ import shutil
 import sys
 from dataclasses import make_dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,7 +16,8 @@ from slime_cases import arguments, rows, stand_in, without_integration, write
 
 from gpuload.cache.token_store import DiskTokens
 from gpuload.core.errors import OptionError
-from gpuload.integrations.slime.contract import MODULES, SAMPLE_FIELDS, contract_problem
+from gpuload.integrations.known_code import digest
+from gpuload.integrations.slime.contract import SAMPLE_FIELDS, contract_problem
 
 
 @pytest.fixture
@@ -26,30 +27,25 @@ def integration(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         monkeypatch.delitem(sys.modules, name)
     for name, module in stand_in(qwen).items():
         monkeypatch.setitem(sys.modules, name, module)
+    known = {"stand-in:Dataset.__init__": {str(digest(slime_cases.Dataset.__init__)): "0.3.1"}}
+    monkeypatch.setattr("gpuload.integrations.slime.contract.KNOWN", known)
     found = importlib.import_module("gpuload.integrations.slime")
     yield found
     for name in without_integration():
         del sys.modules[name]
 
 
-def modules(**changed: Any) -> dict[str, Any]:
-    data = {"Dataset": slime_cases.Dataset, "_parse_generalized_path": None}
-    return dict(zip(MODULES, (SimpleNamespace(**data | changed), slime_cases), strict=True))
-
-
 def test_the_contract() -> None:
-    assert contract_problem(modules()) is None
+    assert contract_problem(slime_cases.Dataset, slime_cases.Sample) is None
 
 
 def test_a_change_of_slime_is_noticed() -> None:
     def dataset(path, tokenizer, packed): ...  # type: ignore[no-untyped-def]
 
-    assert contract_problem(modules(Dataset=dataset)) == "slime's Dataset has the parameters path, tokenizer, packed"
-    without = modules()
-    del without["slime.utils.data"]._parse_generalized_path
-    assert contract_problem(without) == "slime.utils.data has no _parse_generalized_path"
-    smaller = SimpleNamespace(Sample=make_dataclass("Sample", [name for name in SAMPLE_FIELDS if name != "tokens"]))
-    assert contract_problem(modules() | {"slime.utils.types": smaller}) == "slime's Sample has no tokens"
+    problem = contract_problem(dataset, slime_cases.Sample)
+    assert problem == "slime's Dataset has the parameters path, tokenizer, packed"
+    smaller = make_dataclass("Sample", [name for name in SAMPLE_FIELDS if name != "tokens"])
+    assert contract_problem(slime_cases.Dataset, smaller) == "slime's Sample has no tokens"
 
 
 def test_samples_epochs_and_ownership(integration: ModuleType, qwen: Any, tmp_path: Path) -> None:
@@ -128,22 +124,51 @@ def test_another_slime_makes_its_own_dataset(
     ]
 
 
+def own_dataset(monkeypatch: pytest.MonkeyPatch, changed: int | None) -> None:
+    """slime's class is one that is not known. The sample of a row may differ."""
+
+    class Dataset(slime_cases.Dataset):
+        def __init__(self, *given: Any, **named: Any):
+            super().__init__(*given, **named)
+            for sample in self.samples:
+                if sample.label == str(changed):
+                    sample.label = changed
+
+    monkeypatch.setattr(sys.modules["slime.utils.data"], "Dataset", Dataset)
+    contract = importlib.import_module("gpuload.integrations.slime.contract")
+    monkeypatch.setattr(contract, "DATASET_PARAMETERS", ("given", "named"))
+    Dataset.__init__.__qualname__ = "Dataset.__init__"
+
+
 def test_samples_that_differ_from_slimes(
     integration: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Changed(slime_cases.Dataset):
-        def __init__(self, *given: Any, **named: Any):
-            super().__init__(*given, **named)
-            self.samples[7].label = 7
-
+    own_dataset(monkeypatch, changed=7)
+    preparation = importlib.import_module("gpuload.integrations.slime.preparation")
+    monkeypatch.setattr(preparation, "change", lambda *given: None)
     path = write(tmp_path / "a.parquet", rows())
-    monkeypatch.setattr(sys.modules["slime.utils.data"], "Dataset", Changed)
-    contract = importlib.import_module("gpuload.integrations.slime.contract")
-    monkeypatch.setattr(contract, "DATASET_PARAMETERS", ("given", "named"))
-    assert integration.DataSource(arguments(path, "qwen")).dataset == "slime's"
+    assert integration.DataSource(arguments(path, "qwen", label_key="label")).dataset == "slime's"
     assert caplog.messages == [
-        f"gpuload: falls back to slime's own dataset: {path}: the samples of the first 16 rows differ from slime's"
+        f"gpuload: falls back to slime's own dataset: {path}: samples of 16 rows differ from slime's"
     ]
+
+
+def test_code_that_is_not_known_is_compared(
+    integration: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = rows(300)
+    given[211]["prompt"].append({"role": "tool", "content": "x"})
+    path = write(tmp_path / "a.parquet", given)
+    args = arguments(path, "qwen", label_key="label", rollout_max_prompt_len=120)
+    own_dataset(monkeypatch, changed=None)
+    assert len(integration.DataSource(args).dataset) > 200
+    assert caplog.messages == ["gpuload: slime: Dataset.__init__ has changed; 64 rows prepared by both are equal: used"]
+    caplog.clear()
+    own_dataset(monkeypatch, changed=211)
+    monkeypatch.delitem(sys.modules, "gpuload.integrations.slime.preparation")
+    assert integration.DataSource(args).dataset == "slime's"
+    why = f"{path}: slime: Dataset.__init__ has changed, and samples of 64 rows differ from slime's"
+    assert caplog.messages == [f"gpuload: falls back to slime's own dataset: {why}"]
 
 
 @pytest.mark.parametrize("given", [{}, {"trust_remote_code": False}, {"trust_remote_code": True}])

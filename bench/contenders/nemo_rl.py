@@ -15,7 +15,7 @@ from nemo_rl.data.datasets import AllTaskProcessedDataset, load_response_dataset
 
 from bench.contenders.common import Clock, answer, objects_digest, task_given
 from bench.contenders.imported import import_ahead
-from gpuload.integrations.nemo_rl.rows import comparable
+from gpuload.integrations.comparison import comparable
 
 _LIMIT = 4096
 _SETTINGS = {"add_bos": True, "add_eos": True, "add_generation_prompt": False}

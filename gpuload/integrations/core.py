@@ -1,16 +1,17 @@
-"""What integrations with trainers share: settings in the trainer's configuration, versions, and lines in its log.
+"""What integrations with trainers share: settings in the trainer's configuration, and lines in its log.
 
 An integration replaces one step of a trainer. It says so in one line, takes every setting that it does not know for an
 error, and leaves data that it cannot prepare exactly as the trainer does to the trainer's own code, with the reason.
 """
 
+import importlib
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
-from packaging.version import InvalidVersion, Version
 
 from gpuload.core.arrays import RowNumbers, offsets_of
 from gpuload.core.errors import DeviceError, GpuloadError, OptionError
@@ -55,15 +56,34 @@ def check_switches(key: str, settings: Mapping[str, Any], names: Collection[str]
             raise OptionError(f"{key}.{name}={settings[name]!r}: expected true or false")
 
 
-def is_supported(version: str, oldest: str, newest: str) -> bool:
-    """Whether a trainer's version is between two others. Only numbers are compared: 0.9.1.dev0 counts as 0.9.1."""
+def release_of(package: str, trainer: str) -> str:
+    """A trainer's name with its version, such as "TRL 1.16.0"; the name alone for a checkout that is not installed."""
     try:
-        found = Version(version).release
-    except InvalidVersion:
-        return False
-    bounds = Version(oldest).release, Version(newest).release
-    # A bound of two numbers holds for every release that begins with them: 1.16.2 is not newer than 1.16.
-    return bounds[0] <= found and found[: len(bounds[1])] <= bounds[1]
+        return f"{trainer} {version(package)}"
+    except PackageNotFoundError:
+        return trainer
+
+
+def imported(names: Mapping[str, Sequence[str]]) -> tuple[dict[str, Any], str | None]:
+    """Private parts of a trainer, which any release may move.
+
+    Args:
+        names: module → what is used of it.
+
+    Returns:
+        Name → what was imported, and which one is missing, if there is one.
+    """
+    found: dict[str, Any] = {}
+    for module, wanted in names.items():
+        try:
+            home = importlib.import_module(module)
+        except ImportError as error:
+            return found, f"{module} cannot be imported ({error})"
+        for name in wanted:
+            if not hasattr(home, name):
+                return found, f"{module} has no {name}"
+            found[name] = getattr(home, name)
+    return found, None
 
 
 def log_fallback(logger: logging.Logger, trainer: str, reason: str) -> None:

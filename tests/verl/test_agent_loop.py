@@ -4,9 +4,11 @@ import asyncio
 import importlib
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -18,7 +20,6 @@ import torch
 
 pytest.importorskip("verl.experimental")
 
-import verl
 from conftest import user
 from hydra import compose, initialize_config_module
 from same import gpuload_dataset
@@ -30,8 +31,6 @@ from verl.utils.dataset.rl_dataset import collate_fn
 from verl.utils.tensordict_utils import get_tensordict
 from verl.workers.rollout.replica import TokenOutput
 
-import gpuload.integrations.verl
-from gpuload.core.errors import GpuloadError
 from gpuload.integrations.verl import agent_loop, reuse
 
 CONFIG = str(Path(agent_loop.__file__).with_name("agent_loop.yaml"))
@@ -312,7 +311,7 @@ def test_parent_with_fewer_parameters(qwen: Any, monkeypatch: pytest.MonkeyPatch
         apply_chat_template_kwargs = MappingProxyType({})
         continuous_token_builder = SimpleNamespace(tokenizer=qwen, chat_template_kwargs={})
 
-    monkeypatch.setattr(agent_loop, "_UNSUPPORTED_LOOP", agent_loop.unsupported_loop_reason(FewerParameters))
+    monkeypatch.setattr(agent_loop, "_UNSUPPORTED_LOOP", None)
     monkeypatch.setattr(agent_loop, "_overridden_rendering", lambda builder: None)
     loop, messages = Loop(), user("hi")
     assert asyncio.run(loop.ct_build_initial_tokens(messages, tools=None)) == [1]
@@ -330,20 +329,25 @@ def test_parent_whose_signature_is_not_supported() -> None:
         async def ct_build_initial_tokens(self, messages: Any) -> list[int]:  # type: ignore[override]
             return [1]
 
-    assert agent_loop.unsupported_loop_reason(FewerParameters) is None
     assert "takes no tools" in str(agent_loop.unsupported_loop_reason(NoTools))
     assert "have no _cap_text_prompt_length" in str(agent_loop.unsupported_loop_reason(object))
 
 
-@pytest.mark.parametrize("version", ["0.6.1", "0.7.0", "0.9.2", "0.10.0.dev0", "main"])
-def test_unsupported_version_of_verl(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verl, "__version__", version)
-    for name in ("RLHFDataset", "SFTDataset", "ToolAgentLoop"):
-        with pytest.raises(GpuloadError, match=f"supports verl 0.7.1 to 0.9.1, but verl {version} is installed"):
-            getattr(gpuload.integrations.verl, name)
-    assert gpuload.integrations.verl.SeedRLHFDataset
-    monkeypatch.setattr(verl, "__version__", "0.9.1.dev0")
-    assert gpuload.integrations.verl.RLHFDataset
+def test_code_that_is_not_known_builds_its_own_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not REUSES:
+        pytest.skip("this version of verl has no reuse")
+    base = verl_loops.AgentLoopBase
+
+    async def changed(self: Any, messages: Any, tools: Any = None, **media: Any) -> Any:
+        return [1]
+
+    changed.__qualname__ = "AgentLoopBase.ct_build_initial_tokens"
+    monkeypatch.setattr(base, "ct_build_initial_tokens", changed)
+    reason = f"verl {version('verl')}: AgentLoopBase.ct_build_initial_tokens has changed"
+    assert agent_loop.unsupported_loop_reason(base) == reason
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "verl.utils.tokenizer.continuous_token", None)
+    assert "continuous_token cannot be imported" in str(agent_loop.unsupported_loop_reason(base))
 
 
 def test_source_digest_depends_on_everything_that_determines_ids(qwen: Any, qwen_folder: str) -> None:

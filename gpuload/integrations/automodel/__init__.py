@@ -1,4 +1,4 @@
-"""Integration with NeMo Automodel 0.7: its dataset of conversations, tokenized once, by columns.
+"""Integration with NeMo Automodel: its dataset of conversations, tokenized once, by columns.
 
     dataset:
       _target_: gpuload.integrations.automodel.ChatDataset

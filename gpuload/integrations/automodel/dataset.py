@@ -6,7 +6,8 @@
     4. A row is made of its ids and labels when it is asked for, as Automodel does.
 
 A row that is not tokenized in step 2 is prepared by Automodel when it is asked for: with the same result, or the same
-error. If settings or the tokenizer are not supported, or the sample differs, that is what happens to all rows.
+error. If settings or the tokenizer are not supported, or the sample differs, that is what happens to all rows; also if
+a private part of Automodel has moved. The sample has rows of every shape if Automodel's code is not known.
 """
 
 import copy
@@ -16,21 +17,24 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
-from nemo_automodel._transformers.tokenization.nemo_auto_tokenizer import NeMoAutoTokenizerWithBosEosEnforced
-from nemo_automodel.components.datasets.llm import chat_dataset as stock
-from nemo_automodel.components.datasets.llm import formatting_utils
+from nemo_automodel.components.datasets.llm import ChatDataset as StockDataset
 
 from gpuload.core.errors import GpuloadError
 from gpuload.engines.host.packs import IGNORED
+from gpuload.integrations.automodel.contract import KNOWN, NAMES
 from gpuload.integrations.automodel.masks import Chat, marked
-from gpuload.integrations.core import is_supported, log_fallback, settings_under
+from gpuload.integrations.comparison import covering_rows, log_equal
+from gpuload.integrations.core import imported, log_fallback, release_of, settings_under
+from gpuload.integrations.known_code import change
+from gpuload.kinds.chats.formats import messages_column
+from gpuload.sources.types import as_json
 
-SUPPORTED = "0.7"
+STOCK, PROBLEM = imported(NAMES)
 
 OPTIONS = ("device", "gpu_memory_limit", "verify", "progress")
 """Keys of `dataset.gpuload`, options of `load_chats`."""
@@ -68,7 +72,7 @@ class _TokenizedRows:
         return {name: each for name, each in vars(self).items() if name != "arrays"}  # which would be copied
 
 
-class AutomodelChatDataset(stock.ChatDataset):  # type: ignore[misc]
+class AutomodelChatDataset(StockDataset):  # type: ignore[misc]
     """Automodel's `ChatDataset`. Conversations are tokenized once, by columns.
 
     Args:
@@ -138,7 +142,7 @@ class AutomodelChatDataset(stock.ChatDataset):  # type: ignore[misc]
         missing = self.seq_length - len(ids) if self.padding == "max_length" else 0
         pads, none = [self.tokenizer.pad_token_id] * missing, [False] * missing
         left = self.tokenizer.padding_side == "left"
-        row: dict[str, Any] = formatting_utils._package_tokenized_example(
+        row: dict[str, Any] = STOCK["_package_tokenized_example"](
             tokenizer=self.tokenizer,
             input_ids=pads + ids if left else ids + pads,
             assistant_masks=none + mask if left else mask + none,
@@ -155,7 +159,7 @@ class AutomodelChatDataset(stock.ChatDataset):  # type: ignore[misc]
         """Fill `_rows`. Returns why Automodel has to prepare all rows; None if it need not."""
         reasons: Counter[str] = Counter()
         chats = list(self._chats(reasons))
-        blocks = formatting_utils.GENERATION_REGEX.search(self.tokenizer.chat_template) is not None
+        blocks = STOCK["GENERATION_REGEX"].search(self.tokenizer.chat_template) is not None
         found = marked(chats, _plain(self.tokenizer), blocks, options)
         place = np.full(len(self), -1)
         place[found.rows] = np.arange(len(found.rows))
@@ -172,7 +176,22 @@ class AutomodelChatDataset(stock.ChatDataset):  # type: ignore[misc]
                 f"{len(self):,}",
                 named,
             )
-        return self._difference(found.rows, found.ids.lengths)
+        if not len(found.rows):
+            return "no row can be tokenized by columns"
+        changed = change(release_of("nemo_automodel", "Automodel"), KNOWN, StockDataset.__getitem__)
+        if changed is None:
+            count, lengths = len(found.rows), found.ids.lengths
+            spread = np.linspace(0, count - 1, _SAMPLE).astype(np.int64)
+            return self._difference(found.rows[np.unique(np.append(spread, [lengths.argmax(), lengths.argmin()]))])
+        made = set(found.rows.tolist())
+        chats = [chat for chat in chats if chat.row in made]
+        columns = {"messages": messages_column([list(chat.messages) for chat in chats])}
+        table = pa.table(columns | {"tools": as_json([chat.tools for chat in chats])})
+        rows = np.array([chats[number].row for number in covering_rows(lambda: [table])[0].tolist()])
+        difference = self._difference(rows)
+        if difference is None:
+            log_equal(logger, changed, len(rows))
+        return difference and f"{changed}, and {difference}"
 
     def _chats(self, reasons: Counter[str]) -> Iterator[Chat]:
         """The conversations that can be tokenized by columns.
@@ -180,7 +199,7 @@ class AutomodelChatDataset(stock.ChatDataset):  # type: ignore[misc]
         Args:
             reasons: why others cannot → number of rows; counted here.
         """
-        one_system = isinstance(self.tokenizer, NeMoAutoTokenizerWithBosEosEnforced)
+        one_system = isinstance(self.tokenizer, STOCK["NeMoAutoTokenizerWithBosEosEnforced"])
         for number, row in enumerate(self.dataset):
             try:
                 messages, tools = _messages_of(row)
@@ -194,12 +213,9 @@ class AutomodelChatDataset(stock.ChatDataset):  # type: ignore[misc]
             else:
                 yield Chat(number, messages, tools)
 
-    def _difference(self, rows: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]) -> str | None:
-        """How rows of a sample differ from Automodel's: spread over the dataset, and the longest and the shortest."""
-        if not len(rows):
-            return "no row can be tokenized by columns"
-        spread = np.linspace(0, len(rows) - 1, _SAMPLE).astype(np.int64)
-        for row in rows[np.unique(np.append(spread, [lengths.argmax(), lengths.argmin()]))].tolist():
+    def _difference(self, rows: np.ndarray[Any, Any]) -> str | None:
+        """How some rows differ from Automodel's."""
+        for row in rows.tolist():
             found = self._prepared(row)
             if found is None:
                 continue
@@ -214,9 +230,8 @@ class AutomodelChatDataset(stock.ChatDataset):  # type: ignore[misc]
 
 def _unsupported(dataset: AutomodelChatDataset) -> str | None:
     """Why Automodel has to prepare all rows; None if it need not."""
-    found = version("nemo_automodel")
-    if not is_supported(found, SUPPORTED, SUPPORTED):
-        return f"Automodel {found} is installed, and {SUPPORTED} is supported"
+    if PROBLEM is not None:
+        return PROBLEM
     if not len(dataset):
         return "it has no rows"
     if not isinstance(dataset.tokenizer.chat_template, str):
@@ -238,7 +253,7 @@ def _plain(tokenizer: Any) -> Any:
     For chat templates that class only rejects several system messages, and merges the system message into the first
     one of the user where the template rejects it. Such rows are prepared by Automodel; for others, it changes nothing.
     """
-    if not isinstance(tokenizer, NeMoAutoTokenizerWithBosEosEnforced):
+    if not isinstance(tokenizer, STOCK["NeMoAutoTokenizerWithBosEosEnforced"]):
         return tokenizer
     plain = copy.copy(tokenizer)
     plain.__class__ = tokenizer._base_class
@@ -253,10 +268,10 @@ def _messages_of(row: Any) -> tuple[list[dict[str, Any]], list[Any] | None]:
     """
     messages = row.get("messages")
     if messages is None:
-        messages = stock._conversations_to_messages(row["conversations"])
+        messages = STOCK["_conversations_to_messages"](row["conversations"])
     tools = row.get("tools")
     if isinstance(tools, str):
         tools = json.loads(tools)
     if not isinstance(messages, list) or not isinstance(tools, list | None):
         raise ValueError("it has no list of messages, or tools that are not a list")
-    return stock._normalize_messages(messages), tools or None
+    return STOCK["_normalize_messages"](messages), tools or None

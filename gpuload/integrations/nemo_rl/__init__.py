@@ -1,4 +1,4 @@
-"""Integration with NeMo-RL 0.7: prompts for algorithms that generate, such as GRPO, and conversations for SFT.
+"""Integration with NeMo-RL: prompts for algorithms that generate, such as GRPO, and conversations for SFT.
 
 All are tokenized once, by columns.
 

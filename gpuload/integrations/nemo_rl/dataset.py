@@ -5,31 +5,39 @@
     3. NeMo-RL's processor makes a sample of the rows itself, and they must be equal.
 
 Two of its processors are replaced: that for problems with an answer, and that for SFT. With others, NeMo-RL prepares
-all rows.
+all rows; also if a part of it has moved. The sample has rows of every shape if the processor's code is not known.
 """
 
 import logging
 from typing import Any
 
-import nemo_rl
 import numpy as np
-from nemo_rl.algorithms.utils import get_tokenizer
-from nemo_rl.data.datasets.response_datasets.oai_format_dataset import OpenAIFormatDataset
-from nemo_rl.data.datasets.response_datasets.response_dataset import ResponseDataset
-from nemo_rl.data.processors import math_hf_data_processor, sft_processor
+import pyarrow as pa
+from nemo_rl.data.datasets.response_datasets import OpenAIFormatDataset, ResponseDataset
 
 from gpuload.core.errors import OptionError, TokenizerError
 from gpuload.core.options import NO_LIMIT, plain
-from gpuload.integrations.core import check_switches, is_supported, log_fallback, log_ignored, settings_under
+from gpuload.integrations.comparison import comparable, covering_rows, log_equal
+from gpuload.integrations.core import (
+    check_switches,
+    imported,
+    log_fallback,
+    log_ignored,
+    release_of,
+    settings_under,
+)
+from gpuload.integrations.known_code import change
+from gpuload.integrations.nemo_rl.contract import KNOWN, NAMES
 from gpuload.integrations.nemo_rl.conversations import (
     ConversationProcessor,
     MessageSettings,
     NemoConversations,
     tokenized_conversations,
 )
-from gpuload.integrations.nemo_rl.rows import PromptProcessor, TokenizedPrompts, comparable, identity, tokenized
+from gpuload.integrations.nemo_rl.rows import PromptProcessor, TokenizedPrompts, identity, tokenized
+from gpuload.kinds.chats.formats import messages_column
 
-SUPPORTED = "0.7"
+STOCK, PROBLEM = imported(NAMES)
 
 OPTIONS = ("device", "gpu_memory_limit", "verify", "progress")
 """Keys of the section `gpuload`, options of `gpuload.load`."""
@@ -90,17 +98,17 @@ class _TokenizedOnce:
 
     @property
     def _is_sft(self) -> bool:
-        return getattr(self.processor, "func", self.processor) is sft_processor
+        return getattr(self.processor, "func", self.processor) is STOCK["sft_processor"]
 
     def _processor(self) -> PromptProcessor | ConversationProcessor:
         """NeMo-RL's, for rows that are tokenized already."""
-        own = identity(get_tokenizer(self._tokenizer))
+        own = identity(STOCK["get_tokenizer"](self._tokenizer))
         return ConversationProcessor(own, self._messages) if self._is_sft else PromptProcessor(own)
 
     def _unsupported(self) -> str | None:
-        if not is_supported(nemo_rl.__version__, SUPPORTED, SUPPORTED):
-            return f"NeMo-RL {nemo_rl.__version__} is installed, and {SUPPORTED} is supported"
-        if self.processor not in (math_hf_data_processor, sft_processor):
+        if PROBLEM is not None:
+            return PROBLEM
+        if self.processor not in (STOCK["math_hf_data_processor"], STOCK["sft_processor"]):
             return f"the processor {self.data_config['processor']} is not supported"
         return None
 
@@ -110,7 +118,7 @@ class _TokenizedOnce:
             return None
         chats = [row["messages"] for row in rows]
         kwargs = self._tokenizer.get("chat_template_kwargs") or {}
-        plainly = get_tokenizer({**self._tokenizer, "chat_template_kwargs": None})
+        plainly = STOCK["get_tokenizer"]({**self._tokenizer, "chat_template_kwargs": None})
         made: _Made | str
         if self._is_sft:
             made = self._conversations(rows, chats, plainly, kwargs)
@@ -125,7 +133,7 @@ class _TokenizedOnce:
                 f"{len(rows):,}",
                 self._limit,
             )
-        return self._difference(rows, made) or made
+        return self._difference(rows, chats, made) or made
 
     def _prompts(self, chats: list[Any], tokenizer: Any, kwargs: Any) -> TokenizedPrompts | str:
         problems, answers = ([chat[k]["content"] for chat in chats] for k in (0, 1))
@@ -146,16 +154,24 @@ class _TokenizedOnce:
             chats = [_with_prompt(chat, prompt) for chat in chats]
         return tokenized_conversations(chats, self.task_name, tokenizer, kwargs, self._messages, self._limit)
 
-    def _difference(self, rows: Any, made: _Made) -> str | None:
+    def _difference(self, rows: Any, chats: list[Any], made: _Made) -> str | None:
         """Which row of a sample differs from NeMo-RL's."""
-        tokenizer, process = get_tokenizer(self._tokenizer), self._processor()
+        changed = change(release_of("nemo_rl", "NeMo-RL"), KNOWN, self.processor)
+        numbers = made.numbers.tolist()
+        sample = np.unique(np.linspace(0, len(made) - 1, _SAMPLE).astype(np.int64))
+        if changed is not None:
+            table = pa.table({"messages": messages_column([chats[number] for number in numbers])})
+            sample, _ = covering_rows(lambda: [table])
+        tokenizer, process = STOCK["get_tokenizer"](self._tokenizer), self._processor()
         more = vars(self._messages) if self._is_sft else {}
-        for row in np.unique(np.linspace(0, len(made) - 1, _SAMPLE).astype(np.int64)).tolist():
-            number = int(made.numbers[row])
-            expected = self.processor(rows[number], self.task_spec, tokenizer, NO_LIMIT, row, **more)
+        for row in sample.tolist():
+            expected = self.processor(rows[numbers[row]], self.task_spec, tokenizer, NO_LIMIT, row, **more)
             found = process(made[row], self.task_spec, tokenizer, NO_LIMIT, row, **more)
             if comparable(found) != comparable(expected):
-                return f"row {number} of a sample differs from NeMo-RL's"
+                why = f"row {numbers[row]} of a sample differs from NeMo-RL's"
+                return f"{changed}, and {why}" if changed else why
+        if changed is not None:
+            log_equal(logger, changed, len(sample))
         return None
 
 

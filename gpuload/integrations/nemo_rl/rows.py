@@ -151,12 +151,3 @@ class PromptProcessor:
             "idx": idx,
             "task_name": datum_dict["task_name"],
         }
-
-
-def comparable(value: Any) -> Any:
-    """A row whose tensors can be compared with `!=`."""
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.tolist()
-    if isinstance(value, dict):
-        return {name: comparable(each) for name, each in value.items()}
-    return [comparable(each) for each in value] if isinstance(value, list) else value

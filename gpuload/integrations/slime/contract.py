@@ -1,8 +1,16 @@
 """What the data source here uses of slime. slime has no interface for data sets, so names are checked at each start."""
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
+
+from gpuload.integrations.known_code import Table
+
+KNOWN: Table = {
+    "slime.utils.data:Dataset.__init__": {
+        "ff0b458e35ad9416": "0.3.1",
+    },
+}
+"""`python -m gpuload.integrations.known_code slime` prints the digests of the installed slime."""
 
 DATASET_PARAMETERS = (
     "path", "tokenizer", "processor", "max_length", "prompt_key", "multimodal_keys", "label_key", "tool_key",
@@ -12,20 +20,18 @@ DATASET_PARAMETERS = (
 
 SAMPLE_FIELDS = ("prompt", "tokens", "multimodal_inputs", "response_length", "label", "reward", "loss_mask", "metadata")
 
-MODULES = ("slime.utils.data", "slime.utils.types")
+NAMES = {"slime.utils.data": ("Dataset", "_parse_generalized_path"), "slime.utils.types": ("Sample",)}
+"""Module → what is used of it."""
 
 
-def contract_problem(modules: Mapping[str, Any]) -> str | None:
+def contract_problem(dataset: Any, sample: Any) -> str | None:
     """Why this slime is not supported; None if it is.
 
     Args:
-        modules: name → module, for each of `MODULES`.
+        dataset, sample: slime's classes.
     """
-    data, types = (modules[name] for name in MODULES)
-    found = tuple(inspect.signature(data.Dataset).parameters)
+    found = tuple(inspect.signature(dataset).parameters)
     if found != DATASET_PARAMETERS:
         return f"slime's Dataset has the parameters {', '.join(found)}"
-    if not hasattr(data, "_parse_generalized_path"):
-        return "slime.utils.data has no _parse_generalized_path"
-    missing = [name for name in SAMPLE_FIELDS if name not in types.Sample.__dataclass_fields__]
+    missing = [name for name in SAMPLE_FIELDS if name not in sample.__dataclass_fields__]
     return f"slime's Sample has no {missing[0]}" if missing else None

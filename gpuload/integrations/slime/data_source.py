@@ -1,7 +1,6 @@
 """DataSource: slime's data source, over prompts that were prepared by columns."""
 
 import copy
-import importlib
 import json
 import logging
 from contextlib import suppress
@@ -13,8 +12,8 @@ from slime.utils.processing_utils import load_processor, load_tokenizer
 
 from gpuload.core.errors import DataError
 from gpuload.core.options import Options
-from gpuload.integrations.core import LOAD_OPTIONS, log_fallback, settings_under, unless_unsupported
-from gpuload.integrations.slime.contract import MODULES, contract_problem
+from gpuload.integrations.core import LOAD_OPTIONS, imported, log_fallback, settings_under, unless_unsupported
+from gpuload.integrations.slime.contract import NAMES, contract_problem
 from gpuload.reference.vocabulary import file_of
 
 logger = logging.getLogger(__name__)
@@ -63,7 +62,8 @@ def _prepared(args: Any, settings: dict[str, Any]) -> Any:
     """The dataset; None if slime makes it, or if there is none."""
     if not args.rollout_global_dataset or args.prompt_data is None:
         return None
-    problem = contract_problem({name: importlib.import_module(name) for name in MODULES})
+    found, problem = imported(NAMES)
+    problem = problem or contract_problem(found["Dataset"], found["Sample"])
     if problem is not None:
         log_fallback(logger, "slime's own dataset", problem)
         return None

@@ -3,7 +3,8 @@
 1. The file is opened as slime reads it (`reading.py`). What slime would treat differently raises `DataError`, and slime
    does the work.
 2. `load` renders and encodes prompts, and drops those over `--rollout-max-prompt-len`.
-3. The first rows are compared with the samples that slime's own `Dataset` makes of them.
+3. Samples of the first rows, or of rows of every shape if slime's code is not known, are compared with those that
+   slime's own `Dataset` makes of them.
 """
 
 import json
@@ -21,7 +22,10 @@ from slime.utils.data import Dataset, _parse_generalized_path
 from gpuload.cache.token_store import DiskTokens
 from gpuload.core.errors import DataError
 from gpuload.core.options import Options
-from gpuload.integrations.core import are_messages, unless_unsupported
+from gpuload.integrations.comparison import covering_rows, log_equal
+from gpuload.integrations.core import are_messages, release_of, unless_unsupported
+from gpuload.integrations.known_code import change
+from gpuload.integrations.slime.contract import KNOWN
 from gpuload.integrations.slime.reading import check_labels, check_tools, open_rows
 from gpuload.integrations.slime.samples import SampleColumns, SampleDataset
 from gpuload.kinds.prompts import PromptKind, reference_of
@@ -149,7 +153,7 @@ def _with_conversations(args: Any, tokenizer: Any, settings: dict[str, Any], mad
 def _compare(
     args: Any, source: Source, tokenizer: Any, processor: Any, made: SampleColumns, origin: np.ndarray[Any, Any]
 ) -> None:
-    """Compares the samples of the first rows with slime's.
+    """Compares samples of some rows with slime's.
 
     Args:
         origin: (n,) numbers of the rows of the samples.
@@ -157,7 +161,12 @@ def _compare(
     Raises:
         DataError: they differ.
     """
-    table = next(source.batches()).slice(0, _COMPARED)
+    changed = change(release_of("slime", "slime"), KNOWN, Dataset.__init__)
+    if changed is None:
+        table = next(source.batches()).slice(0, _COMPARED)
+        numbers = np.arange(len(table))
+    else:
+        numbers, table = covering_rows(source.batches)
     with tempfile.TemporaryDirectory() as folder:
         path = _written(table, Path(folder), source.name)
         theirs = Dataset(
@@ -178,8 +187,11 @@ def _compare(
     for sample in expected if made.tokens is not None else []:
         sample.tokens = tokenizer.encode(sample.prompt, add_special_tokens=False)
     # As text, in which 1 is not 1.0, the order of keys counts, and NaN is NaN.
-    if repr(made.take(np.flatnonzero(origin < len(table)))) != repr(expected):
-        raise DataError(f"{source.name}: the samples of the first {len(table)} rows differ from slime's")
+    if repr(made.take(np.flatnonzero(np.isin(origin, numbers)))) != repr(expected):
+        why = f"samples of {len(numbers)} rows differ from slime's"
+        raise DataError(f"{source.name}: {changed}, and {why}" if changed else f"{source.name}: {why}")
+    if changed is not None:
+        log_equal(logger, changed, len(numbers))
 
 
 def _written(table: pa.Table, folder: Path, like: str) -> Path:

@@ -1,4 +1,4 @@
-"""Integration with TRL 1.16: its trainers, with datasets prepared by columns, and prompts for GRPO.
+"""Integration with TRL: its trainers, with datasets prepared by columns, and prompts for GRPO.
 
     from gpuload.integrations.trl import SFTTrainer  # instead of: from trl import SFTTrainer
 

@@ -1,7 +1,8 @@
 """TRL's collators for `FlatRows`: the same batches, padded from flat ids.
 
 They replace TRL's own collators, never one that the user passes. Rows that are not `FlatRows`, that are empty, or that
-have null values fall back to TRL's method. So does everything if the first batch, which is made in both ways, differs.
+have null values fall back to TRL's method. So does everything if the first batch, which is made in both ways, differs;
+if the collator's code is not known, batches of 64 rows are made in both ways.
 """
 
 import dataclasses
@@ -17,9 +18,11 @@ from trl.trainer import dpo_trainer, kto_trainer, reward_trainer, sft_trainer
 from gpuload.core.arrays import Ragged, offsets_of
 from gpuload.core.options import Truncation
 from gpuload.engines.host.packs import IGNORED
-from gpuload.integrations.core import log_fallback
+from gpuload.integrations.comparison import ROWS, log_equal
+from gpuload.integrations.core import log_fallback, release_of
+from gpuload.integrations.known_code import change
 from gpuload.integrations.trl.columns import SIDES
-from gpuload.integrations.trl.contract import order_problem
+from gpuload.integrations.trl.contract import KNOWN, order_problem
 from gpuload.integrations.trl.rows import FlatDataset, FlatRows
 from gpuload.kinds.pairs.parts import appended
 
@@ -68,18 +71,33 @@ def _filled(rows: Ragged, value: int) -> Ragged:
 class _Flat:
     """A collator that makes batches of `FlatRows` itself, and others as the class after it."""
 
-    trusted: bool | None = None  # not known before the first batch
+    trusted = True
+    compared = 0  # rows of the batches that were made in both ways
+    needed = 1  # how many there must be
+    names: frozenset[str] = frozenset()  # of the values of a batch
 
     def torch_call(self, examples: Any) -> Batch:
-        made = self.flat(examples) if isinstance(examples, FlatRows) and self.trusted is not False else None
-        if made is not None and self.trusted:
-            return made
+        made = self.flat(examples) if self.trusted and isinstance(examples, FlatRows) else None
+        if made is not None and self.compared >= self.needed:
+            return {name: value for name, value in made.items() if name in self.names}
         expected: Batch = super().torch_call(list(examples))  # type: ignore[misc]
         if made is not None:
-            self.trusted = _equal(made, expected)
-            if not self.trusted:
-                log_fallback(logger, "TRL's collator", "the first batch differs from its batch")
+            self._compare(made, expected, len(examples))
         return expected
+
+    def _compare(self, made: Batch, expected: Batch, rows: int) -> None:
+        changed = change(release_of("trl", "TRL"), KNOWN, super().torch_call)  # type: ignore[misc]
+        if changed is not None:
+            self.needed = ROWS
+        self.compared += rows
+        # TRL before 1.16 has no bounds of sequences in a batch without padding.
+        self.names = frozenset(expected)
+        self.trusted = _equal({name: value for name, value in made.items() if name in self.names}, expected)
+        if not self.trusted:
+            difference = "the first batch differs from its batch"
+            log_fallback(logger, "TRL's collator", f"{changed}, and a batch differs" if changed else difference)
+        elif changed is not None and self.compared >= self.needed:
+            log_equal(logger, changed, self.compared)
 
     def flat(self, rows: FlatRows) -> Batch | None:
         """The batch, or None for rows that TRL has to collate."""

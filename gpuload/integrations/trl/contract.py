@@ -1,56 +1,121 @@
-"""The supported version of TRL, and what the trainers here use of it that is private.
+"""What the trainers here use of TRL that is private, and which releases of it are known.
 
-`_prepare_dataset` may change in any release. Names and parameters are checked at import; what the method makes of
-rows is checked at each preparation, on a sample, and what the collators make of them on the first batch.
+`_prepare_dataset` may change in any release. Names and parameters are checked at import, what the method makes of rows
+at each preparation, on a sample, and what the collators make of them on the first batch. If their code is not known,
+rows of every shape are prepared in both ways, with all steps, and batches of 64 rows are made in both.
 """
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-from gpuload.integrations.core import is_supported
+from gpuload.integrations.known_code import Table
 
-SUPPORTED = "1.16"
-
-_SHARED = ("self", "dataset", "processing_class", "args", "dataset_name")
-PARAMETERS = {
-    "SFTTrainer": (*_SHARED[:4], "packing", "formatting_func", "dataset_name"),
-    "DPOTrainer": _SHARED,
-    "RewardTrainer": _SHARED,
-    "KTOTrainer": _SHARED,
+KNOWN: Table = {
+    "trl.trainer.sft_trainer:SFTTrainer._prepare_dataset": {
+        "db7e98b38b29e1da": "1.14.2",
+        "82fb6bbb633f4228": "1.15.0, 1.16.0",
+    },
+    "trl.trainer.sft_trainer:DataCollatorForLanguageModeling.torch_call": {
+        "e23995e904b1088e": "1.14.2, 1.15.0",
+        "5666a46c47f71b4d": "1.16.0",
+    },
+    "trl.trainer.dpo_trainer:DPOTrainer._prepare_dataset": {
+        "70a5807a84523a57": "1.14.2, 1.15.0, 1.16.0",
+    },
+    "trl.trainer.dpo_trainer:DataCollatorForPreference.torch_call": {
+        "ff97371df3ec3662": "1.14.2, 1.15.0, 1.16.0",
+    },
+    "trl.trainer.reward_trainer:RewardTrainer._prepare_dataset": {
+        "c68eaa6aadcfd73c": "1.14.2, 1.15.0, 1.16.0",
+    },
+    "trl.trainer.reward_trainer:DataCollatorForPreference.torch_call": {
+        "a30dc6289546c847": "1.14.2, 1.15.0, 1.16.0",
+    },
+    "trl.trainer.kto_trainer:KTOTrainer._prepare_dataset": {
+        "95883e235be6681e": "1.14.2, 1.15.0, 1.16.0",
+    },
+    "trl.trainer.kto_trainer:DataCollatorForUnpairedPreference.torch_call": {
+        "428e03ff09223f04": "1.14.2, 1.15.0, 1.16.0",
+    },
 }
-"""Trainer → the parameters of its `_prepare_dataset`."""
+"""`python -m gpuload.integrations.known_code trl` prints the digests of the installed TRL."""
 
-_FUNCTIONS = {
+
+class Trainer(NamedTuple):
+    """What is used of a trainer of TRL.
+
+    Attributes:
+        module: its module, with the collator.
+        parameters: of its `_prepare_dataset`.
+        collator: the name of its collator.
+        fields: of the collator.
+    """
+
+    module: str
+    parameters: tuple[str, ...]
+    collator: str
+    fields: tuple[str, ...]
+
+
+_SHARED = ("self", "dataset", "processing_class", "args")
+_PADDED = ("pad_to_multiple_of", "return_tensors")
+
+TRAINERS = {
+    "SFTTrainer": Trainer(
+        "trl.trainer.sft_trainer",
+        (*_SHARED, "packing", "formatting_func", "dataset_name"),
+        "DataCollatorForLanguageModeling",
+        ("pad_token_id", "padding_free", "return_position_ids", *_PADDED),
+    ),
+    "DPOTrainer": Trainer(
+        "trl.trainer.dpo_trainer",
+        (*_SHARED, "dataset_name"),
+        "DataCollatorForPreference",
+        ("pad_token_id", "max_length", "truncation_mode", *_PADDED),
+    ),
+    "RewardTrainer": Trainer(
+        "trl.trainer.reward_trainer",
+        (*_SHARED, "dataset_name"),
+        "DataCollatorForPreference",
+        ("pad_token_id", *_PADDED),
+    ),
+    "KTOTrainer": Trainer(
+        "trl.trainer.kto_trainer",
+        (*_SHARED, "dataset_name"),
+        "DataCollatorForUnpairedPreference",
+        ("pad_token_id", "max_length", *_PADDED),
+    ),
+}
+
+NAMES = {
     "trl.data_utils": ("extract_prompt", "pack_dataset", "unpair_preference_dataset"),
     "trl.trainer.utils": ("global_then_local_main_first",),
+    **{trainer.module: (trainer.collator,) for trainer in TRAINERS.values()},
 }
+"""Module → what is used of it. Without one of these names, none of the trainers is replaced."""
 
-COLLATORS = {
-    "trl.trainer.sft_trainer": (
-        "DataCollatorForLanguageModeling",
-        ("pad_token_id", "padding_free", "return_position_ids", "pad_to_multiple_of", "return_tensors"),
-    ),
-    "trl.trainer.dpo_trainer": (
-        "DataCollatorForPreference",
-        ("pad_token_id", "max_length", "truncation_mode", "pad_to_multiple_of", "return_tensors"),
-    ),
-    "trl.trainer.reward_trainer": (
-        "DataCollatorForPreference",
-        ("pad_token_id", "pad_to_multiple_of", "return_tensors"),
-    ),
-    "trl.trainer.kto_trainer": (
-        "DataCollatorForUnpairedPreference",
-        ("pad_token_id", "max_length", "pad_to_multiple_of", "return_tensors"),
-    ),
-}
-"""Module → its collator, and the fields that it has."""
 
-MODULES = ("trl", *_FUNCTIONS, *COLLATORS)
+def contract_problem(name: str, kind: Any, collator: Any) -> str | None:
+    """Why a trainer is not replaced; None if it is.
+
+    Args:
+        name: of the trainer.
+        kind: TRL's class.
+        collator: its collator.
+    """
+    expected = TRAINERS[name]
+    method = getattr(kind, "_prepare_dataset", None)
+    found = tuple(inspect.signature(method).parameters) if method else ()
+    if found != expected.parameters:
+        return f"{name}._prepare_dataset has the parameters {', '.join(found) or '(none)'}"
+    found = tuple(field.name for field in dataclasses.fields(collator))
+    if found != expected.fields:
+        return f"{expected.module}.{expected.collator} has the fields {', '.join(found)}"
+    return None
 
 
 def row_numbers(dataset: Any, rows: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -85,30 +150,4 @@ def order_problem(kind: Any) -> str | None:
             return f"datasets has another way to {name or 'keep'} rows ({type(error).__name__}: {error!s:.100})"
         if found != dataset.with_format(None)["row"][:]:
             return f"datasets has another way to {name or 'keep'} rows"
-    return None
-
-
-def contract_problem(version: str, modules: Mapping[str, Any]) -> str | None:
-    """Why this TRL is not supported; None if it is.
-
-    Args:
-        version: of TRL.
-        modules: name → module, for each of `MODULES`.
-    """
-    if not is_supported(version, SUPPORTED, SUPPORTED):
-        return f"TRL {version} is installed"
-    for trainer, expected in PARAMETERS.items():
-        method = getattr(getattr(modules["trl"], trainer, None), "_prepare_dataset", None)
-        found = tuple(inspect.signature(method).parameters) if method else ()
-        if found != expected:
-            return f"{trainer}._prepare_dataset has the parameters {', '.join(found) or '(none)'}"
-    for module, names in _FUNCTIONS.items():
-        for name in names:
-            if not hasattr(modules[module], name):
-                return f"{module} has no {name}"
-    for module, (name, expected) in COLLATORS.items():
-        collator = getattr(modules[module], name, None)
-        found = tuple(field.name for field in dataclasses.fields(collator)) if collator else ()
-        if found != expected:
-            return f"{module}.{name} has the fields {', '.join(found) or '(none)'}"
     return None

@@ -6,12 +6,13 @@
     4. Rows are truncated, dropped, packed and shuffled as the configuration says.
 
 The steps that differ between trainers are in `Steps`. A dataset that one of them does not support is prepared by TRL.
+If the code of `_prepare_dataset` is not known, rows of every shape are prepared in both ways first, with all steps.
 """
 
 import copy
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from trl.trainer.utils import global_then_local_main_first
 
 from gpuload.core.errors import DataError, GpuloadError
+from gpuload.integrations.comparison import covering_rows, log_equal
 from gpuload.integrations.core import log_fallback, log_ignored
 from gpuload.integrations.trl.columns import picked
 from gpuload.kinds.chats.dataset import ChatDataset
@@ -45,11 +47,13 @@ class Call:
         trainer: whose method is called.
         stock: the method of TRL's class.
         given: parameter → argument.
+        change: that its code is not known, from `known_code.change`; None if it is.
     """
 
     trainer: Any
     stock: Callable[..., Any]
     given: Mapping[str, Any]
+    change: str | None = None
 
     @property
     def args(self) -> Any:
@@ -114,24 +118,56 @@ def prepare(call: Call, steps: Steps) -> Any:
     """
     dataset = call.given["dataset"]
     why = _unsupported(call) or steps.unsupported(call, dataset.features.arrow_schema)
+    if why is None and call.change is not None:
+        rows, difference = _compared(call, steps)
+        why = difference and f"{call.change}, and {difference}"
+        if why is None:
+            log_equal(logger, call.change, rows)
     if why is None:
-        with global_then_local_main_first():
-            dataset = steps.explicit(call, dataset)
-        rows = np.unique(np.linspace(0, len(dataset) - 1, _SAMPLE).astype(np.int64)).tolist()
-        # A copy in memory: TRL's steps would write those of a file to the cache of datasets.
-        few = _Unnamed.of(dataset_of(dataset.select(rows).with_format("arrow")[:], dataset, dataset.features, "sample"))
-        plain = copy.copy(call.args)
-        plain.max_length, plain.dataset_num_proc, plain.shuffle_dataset = None, None, False
-        changed = {"dataset": few, "args": plain, "dataset_name": f"{call.name} (sample)", **steps.sampled}
-        expected = call.by_trl(**changed)
-        with global_then_local_main_first():
-            made = _made(call, steps, dataset, rows, expected)
+        made, explicit = _by_columns(call, steps)
         if not isinstance(made, str):
-            _log_ignored(call, dataset)
+            _log_ignored(call, explicit)
             return made
         why = made
     log_fallback(logger, f"TRL for the {call.name} dataset", why)
     return call.by_trl()
+
+
+def _compared(call: Call, steps: Steps) -> tuple[int, str | None]:
+    """How many rows of every shape were prepared in both ways, and how the results differ."""
+    dataset, args = call.given["dataset"], copy.copy(call.args)
+    numbers, _ = covering_rows(lambda: dataset.with_format("arrow").iter(10_000))
+    args.dataset_num_proc = None
+    few = replace(call, given={**call.given, "dataset": _few(dataset, numbers.tolist()), "args": args})
+    try:
+        found, expected = _by_columns(few, steps)[0], few.by_trl()
+    except Exception as error:  # for these rows; it may be another error for all of them, or none
+        return len(numbers), f"TRL raises {type(error).__name__}: {error!s:.200}"
+    if isinstance(found, str):
+        return len(numbers), found
+    same = found.column_names == expected.column_names and found.features == expected.features
+    if not same or found.with_format("arrow")[:] != expected.with_format("arrow")[:].cast(found.features.arrow_schema):
+        return len(numbers), f"{len(numbers)} rows prepared by both differ"
+    return len(numbers), None
+
+
+def _few(dataset: Any, rows: list[int]) -> Any:
+    """Some rows, as a copy in memory: TRL's steps would write those of a file to the cache of datasets."""
+    table = dataset.select(rows).with_format("arrow")[:]
+    return _Unnamed.of(dataset_of(table, dataset, dataset.features, "sample"))
+
+
+def _by_columns(call: Call, steps: Steps) -> tuple[Any, Any]:
+    """The prepared dataset, or why there is none; and the dataset with explicit prompts."""
+    with global_then_local_main_first():
+        dataset = steps.explicit(call, call.given["dataset"])
+    rows = np.unique(np.linspace(0, len(dataset) - 1, _SAMPLE).astype(np.int64)).tolist()
+    plain = copy.copy(call.args)
+    plain.max_length, plain.dataset_num_proc, plain.shuffle_dataset = None, None, False
+    changed = {"dataset": _few(dataset, rows), "args": plain, "dataset_name": f"{call.name} (sample)", **steps.sampled}
+    expected = call.by_trl(**changed)
+    with global_then_local_main_first():
+        return _made(call, steps, dataset, rows, expected), dataset
 
 
 def _log_ignored(call: Call, dataset: Any) -> None:

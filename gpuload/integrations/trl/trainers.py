@@ -1,78 +1,93 @@
 """TRL's trainers, with datasets prepared by columns and batches made from flat ids."""
 
 import functools
-import importlib
 import inspect
+import sys
 import warnings
 from typing import Any
 
 import trl
 
-from gpuload.integrations.trl.contract import MODULES, SUPPORTED, contract_problem
+from gpuload.integrations.core import imported, release_of
+from gpuload.integrations.known_code import change
+from gpuload.integrations.trl.contract import KNOWN, NAMES, TRAINERS, contract_problem
 
-PROBLEM = contract_problem(trl.__version__, {name: importlib.import_module(name) for name in MODULES})
-if PROBLEM:
-    warnings.warn(
-        f"gpuload.integrations.trl supports TRL {SUPPORTED}, but {PROBLEM}: TRL prepares the datasets itself",
-        stacklevel=2,
-    )
-else:
+RELEASE = release_of("trl", "TRL")
+
+
+def _problems() -> dict[str, str]:
+    """Trainer → why it is not replaced."""
+    _, missing = imported(NAMES)
+    if missing:
+        return dict.fromkeys(TRAINERS, missing)
+    collators = {name: getattr(sys.modules[used.module], used.collator) for name, used in TRAINERS.items()}
+    found = {name: contract_problem(name, getattr(trl, name), collators[name]) for name in TRAINERS}
+    return {name: problem for name, problem in found.items() if problem is not None}
+
+
+PROBLEMS = _problems()
+for _problem in dict.fromkeys(PROBLEMS.values()):
+    _named = " and ".join(name for name, why in PROBLEMS.items() if why == _problem)
+    warnings.warn(f"gpuload: {RELEASE} prepares the datasets of {_named} itself: {_problem}", stacklevel=2)
+if len(PROBLEMS) < len(TRAINERS):
     from gpuload.integrations.trl import preference, sft
     from gpuload.integrations.trl.batches import use_flat_batches
     from gpuload.integrations.trl.preparation import Call, prepare
 
 
-def _construct(trainer: Any, stock: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+def _construct(trainer: Any, name: str, stock: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
     stock(*given, **named)
-    if not PROBLEM and inspect.signature(stock).bind(*given, **named).arguments.get("data_collator") is None:
+    if name not in PROBLEMS and inspect.signature(stock).bind(*given, **named).arguments.get("data_collator") is None:
         use_flat_batches(trainer)
 
 
-def _prepare(trainer: Any, steps: str, stock: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    if PROBLEM:
+def _prepare(trainer: Any, name: str, stock: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    if name in PROBLEMS:
         return stock(*given, **named)
-    chosen = sft.SFT if steps == "SFT" else getattr(preference, steps)
-    return prepare(Call(trainer, stock, inspect.signature(stock).bind(*given, **named).arguments), chosen)
+    steps = {"SFT": sft.SFT, "DPO": preference.DPO, "Reward": preference.RM, "KTO": preference.KTO}
+    arguments = inspect.signature(stock).bind(*given, **named).arguments
+    call = Call(trainer, stock, arguments, change(RELEASE, KNOWN, stock))
+    return prepare(call, steps[name.removesuffix("Trainer")])
 
 
 class SFTTrainer(trl.SFTTrainer):  # type: ignore[misc]
     """TRL's `SFTTrainer`. Conversations, prompts with completions and texts are tokenized by columns."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
-        _construct(self, super().__init__, given, named)
+        _construct(self, "SFTTrainer", super().__init__, given, named)
 
     def _prepare_dataset(self, *given: Any, **named: Any) -> Any:
-        return _prepare(self, "SFT", super()._prepare_dataset, given, named)
+        return _prepare(self, "SFTTrainer", super()._prepare_dataset, given, named)
 
 
 class DPOTrainer(trl.DPOTrainer):  # type: ignore[misc]
     """TRL's `DPOTrainer`. Pairs are tokenized by columns."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
-        _construct(self, super().__init__, given, named)
+        _construct(self, "DPOTrainer", super().__init__, given, named)
 
     def _prepare_dataset(self, *given: Any, **named: Any) -> Any:
-        return _prepare(self, "DPO", super()._prepare_dataset, given, named)
+        return _prepare(self, "DPOTrainer", super()._prepare_dataset, given, named)
 
 
 class RewardTrainer(trl.RewardTrainer):  # type: ignore[misc]
     """TRL's `RewardTrainer`. Pairs are tokenized by columns."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
-        _construct(self, super().__init__, given, named)
+        _construct(self, "RewardTrainer", super().__init__, given, named)
 
     def _prepare_dataset(self, *given: Any, **named: Any) -> Any:
-        return _prepare(self, "RM", super()._prepare_dataset, given, named)
+        return _prepare(self, "RewardTrainer", super()._prepare_dataset, given, named)
 
 
 class KTOTrainer(trl.KTOTrainer):  # type: ignore[misc]
     """TRL's `KTOTrainer`. Answers with labels, or pairs, are tokenized by columns."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
-        _construct(self, super().__init__, given, named)
+        _construct(self, "KTOTrainer", super().__init__, given, named)
 
     def _prepare_dataset(self, *given: Any, **named: Any) -> Any:
-        return _prepare(self, "KTO", super()._prepare_dataset, given, named)
+        return _prepare(self, "KTOTrainer", super()._prepare_dataset, given, named)
 
 
 for _kind in (SFTTrainer, DPOTrainer, RewardTrainer, KTOTrainer):  # `help` and editors show TRL's arguments

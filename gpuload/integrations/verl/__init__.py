@@ -1,15 +1,15 @@
-"""Integration with verl 0.7.1 to 0.9.1: datasets for `data.custom_cls`, and agent loops that reuse prompt ids.
+"""Integration with verl: datasets for `data.custom_cls`, and agent loops that reuse prompt ids.
 
     data.custom_cls.path=pkg://gpuload.integrations.verl data.custom_cls.name=RLHFDataset
 
-The classes are imported on first access, so that `SeedRLHFDataset` can be used without verl. The others need one of
-these versions of verl.
+The classes are imported on first access, so that `SeedRLHFDataset` can be used without verl. The others are verl's own
+classes if they cannot replace those of the installed verl: a line in the log says why.
 """
 
 import importlib
+import logging
+from functools import cache
 from typing import TYPE_CHECKING, Any
-
-from gpuload.integrations.verl.versions import check_verl_version
 
 if TYPE_CHECKING:
     from gpuload.integrations.verl.agent_loop import SingleTurnAgentLoop, ToolAgentLoop
@@ -32,8 +32,21 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("gpuload.integrations.verl.seed").SeedRLHFDataset
     if name not in _MODULES:
         raise AttributeError(f"module 'gpuload.integrations.verl' has no attribute {name!r}")
-    check_verl_version()
-    return getattr(importlib.import_module(_MODULES[name]), name)
+    return _class_of(name)
+
+
+@cache
+def _class_of(name: str) -> Any:
+    from gpuload.integrations.core import log_fallback, release_of
+    from gpuload.integrations.verl.contract import HOMES, contract_problem
+
+    module, stock = HOMES[name]
+    kind = getattr(importlib.import_module(module), stock)
+    problem = contract_problem(name, kind)
+    if problem is None:
+        return getattr(importlib.import_module(_MODULES[name]), name)
+    log_fallback(logging.getLogger(__name__), f"verl's own {stock}", f"{release_of('verl', 'verl')}: {problem}")
+    return kind
 
 
 def __dir__() -> list[str]:

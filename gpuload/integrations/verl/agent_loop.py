@@ -20,16 +20,21 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-import verl
-from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop as VerlSingleTurnAgentLoop
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop as VerlToolAgentLoop
 
+from gpuload.integrations.core import imported, release_of
+from gpuload.integrations.known_code import change
+from gpuload.integrations.verl.contract import KNOWN
 from gpuload.integrations.verl.reuse import DIGEST_KEY, IDS_KEY, prompt_digest, source_digest, source_of
 
 logger = logging.getLogger(__name__)
 
 _logged_reasons: set[str] = set()
+
+
+_BUILDER = {"verl.utils.tokenizer.continuous_token": ("ContinuousTokenBuilder",)}
 
 
 def unsupported_loop_reason(loop: type) -> str | None:
@@ -38,16 +43,21 @@ def unsupported_loop_reason(loop: type) -> str | None:
     Args:
         loop: verl's base class of agent loops.
     """
+    release = release_of("verl", "verl")
     for name, parameters in (
         ("_cap_text_prompt_length", {"prompt_ids"}),
         ("ct_build_initial_tokens", {"messages", "tools"}),
     ):
         method = getattr(loop, name, None)
         if method is None:
-            return f"the agent loops of verl {verl.__version__} have no {name}: use verl 0.9.0 or later"
+            return f"the agent loops of {release} have no {name}: use verl 0.9.0 or later"
         if missing := sorted(parameters - inspect.signature(method).parameters.keys()):
-            return f"{name} of verl {verl.__version__} takes no {missing[0]}: use another version of verl"
-    return None
+            return f"{name} of {release} takes no {missing[0]}: use another version of verl"
+    found, missing_name = imported(_BUILDER)
+    if missing_name:
+        return missing_name
+    makers = [getattr(loop, name) for name in ("ct_build_initial_tokens", "apply_chat_template") if hasattr(loop, name)]
+    return change(release, KNOWN, *makers, found["ContinuousTokenBuilder"].build_initial_tokens)
 
 
 _UNSUPPORTED_LOOP = unsupported_loop_reason(AgentLoopBase)
@@ -63,7 +73,7 @@ class _ReuseIdsMixin:
     _row_ids: Any = None
     _row_digest: str | None = None
 
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
         self._row_ids, self._row_digest = kwargs.pop(IDS_KEY, None), kwargs.pop(DIGEST_KEY, None)
         return await super().run(sampling_params, **kwargs)  # type: ignore[misc]
 
@@ -133,10 +143,9 @@ class _ReuseIdsMixin:
 
 def _overridden_rendering(builder: Any) -> str | None:
     """Why a prompt builder may build other ids than the chat template, or None."""
-    from verl.utils.tokenizer.continuous_token import ContinuousTokenBuilder  # since verl 0.9.0, as its callers
-
+    stock = imported(_BUILDER)[0]["ContinuousTokenBuilder"]  # since verl 0.9.0, as its callers
     for method in ("build_initial_tokens", "_render_tokens"):
-        if getattr(type(builder), method, None) is not getattr(ContinuousTokenBuilder, method):
+        if getattr(type(builder), method, None) is not getattr(stock, method):
             return f"{type(builder).__name__} overrides {method}"
     return None
 

@@ -15,15 +15,15 @@ from typing import Any
 import pyarrow as pa
 import torch
 from verl.utils.dataset.rl_dataset import RLHFDataset as VerlDataset
-from verl.utils.logger import print_rank_0
 
 from gpuload.core.arrays import row_numbers
 from gpuload.core.errors import DataError, DeviceError, ResumeError
 from gpuload.core.options import Options, plain
 from gpuload.core.workers import prepare_worker
 from gpuload.dataset.fingerprint import Fingerprint, difference
-from gpuload.integrations.core import log_fallback
+from gpuload.integrations.core import are_messages, log_fallback
 from gpuload.integrations.verl import ray
+from gpuload.integrations.verl.contract import difference as stock_difference
 from gpuload.integrations.verl.reading import (
     DecodedColumnError,
     LoadedRows,
@@ -38,13 +38,14 @@ from gpuload.integrations.verl.reuse import DIGEST_KEY, IDS_KEY, prompt_digest, 
 from gpuload.integrations.verl.rows import ArrowRows
 from gpuload.integrations.verl.settings import Settings
 from gpuload.sources.read import Source
-from gpuload.sources.types import check_prompt_type, is_messages, is_text
+from gpuload.sources.types import check_prompt_type, is_messages
 
 logger = logging.getLogger(__name__)
 
 # Outputs of a rollout. verl's agent loops write the columns of a row over the outputs, so a column with such a name
 # would replace one.
 RESERVED_KEYS = frozenset({"input_ids", "prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores"})
+_OWN_KEYS = RESERVED_KEYS | {IDS_KEY, DIGEST_KEY}
 
 # Arguments of `apply_chat_template` that are not variables of the template, and change the length or raise.
 _UNSUPPORTED_KWARGS = frozenset(
@@ -76,6 +77,7 @@ class RLHFDataset(VerlDataset):  # type: ignore[misc]
 
     dataframe: Any
     report: str
+    is_compared = False  # true in a subclass, whose rows are compared with verl's
     _source_digest: str | None = None  # see reuse.py; None if rows carry no ids
 
     def __init__(
@@ -97,6 +99,9 @@ class RLHFDataset(VerlDataset):  # type: ignore[misc]
         try:
             sources = open_files(self.data_files, self.cache_dir)
             reason = self._unsupported_reason(sources)
+            if reason is None and not self.is_compared:
+                given = self.tokenizer, self.config, self.processor
+                reason = stock_difference(RLHFDataset, VerlDataset, sources, given, _OWN_KEYS)
         except DecodedColumnError as error:
             reason = str(error)
         if reason:
@@ -106,7 +111,7 @@ class RLHFDataset(VerlDataset):  # type: ignore[misc]
         else:
             loaded = self._load(sources)
             self.dataframe, self.report, self._fingerprint = loaded.rows, loaded.report, loaded.fingerprint
-            print_rank_0(f"gpuload: {self.report}")
+            _print(f"gpuload: {self.report}")
         if removed := [name for name in self.dataframe.column_names if name in RESERVED_KEYS]:
             logger.warning(
                 "gpuload: columns %s are removed from the rows: verl's rollout has outputs with these names",
@@ -127,7 +132,7 @@ class RLHFDataset(VerlDataset):  # type: ignore[misc]
         """Load in this process, or in a Ray task with a GPU if `ray_gpu` is set and this process has no GPU."""
         tokenizer, options = self._tokenizer_and_options()
         request = LoadRequest(tuple(self.data_files), tokenizer, options, self._tokenize, self.gpuload.reuse_ids)
-        if not self.gpuload.ray_gpu or not request.tokenize:
+        if not self.gpuload.ray_gpu or not request.tokenize or self.is_compared:
             return load_rows(request, sources)
         from gpuload.engines.device import cuda
 
@@ -144,7 +149,7 @@ class RLHFDataset(VerlDataset):  # type: ignore[misc]
                     f"In a Ray task (ray_gpu=true): {no_task}"
                 )
             return load_rows(request, sources)
-        print_rank_0(f"gpuload: loading in a Ray task with a GPU. In this process: {no_local_gpu}")
+        _print(f"gpuload: loading in a Ray task with a GPU. In this process: {no_local_gpu}")
         return ray.load_in_task(request)
 
     # -- options of the load -------------------------------------------------------------------------------------------
@@ -222,8 +227,8 @@ class RLHFDataset(VerlDataset):  # type: ignore[misc]
             return str(error)
         if not is_messages(kind):
             return f"{where} holds {kind}, not messages"
-        if self.processor is not None and not _has_text_content(kind):
-            return f"{where}: contents of messages are not text, and there is a processor"
+        if self.processor is not None and not are_messages(kind):
+            return f"{where}: messages have no role, or contents that are not text, and there is a processor"
         return None
 
     def _unsupported_template_reason(self) -> str | None:
@@ -377,6 +382,12 @@ class RLHFDataset(VerlDataset):  # type: ignore[misc]
         }
 
 
+def _print(line: str) -> None:
+    """Prints a line, once for all ranks, as verl does."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        print(line)
+
+
 def _difference(saved: Mapping[str, Any], current: Fingerprint) -> str:
     """Describe the differences between two fingerprints."""
     same = all(saved.get(part) == current[part] for part in ("files", "options", "tokenizer"))
@@ -384,8 +395,3 @@ def _difference(saved: Mapping[str, Any], current: Fingerprint) -> str:
         return "another random sample of rows: data.max_samples with data.shuffle needs the same data.seed in both runs"
     # `difference` ignores the files if the tokens are the same. Rows have other columns too: make the tokens differ.
     return difference({**saved, "tokens": None}, {**current, "tokens": ""}) or ""
-
-
-def _has_text_content(messages: pa.DataType) -> bool:
-    fields = {field.name: field.type for field in messages.value_type}
-    return "content" in fields and is_text(fields["content"])

@@ -31,6 +31,7 @@ from gpuload.core.marks import LOSS
 from gpuload.core.options import Options, plain
 from gpuload.engines.protocol import RowCounts
 from gpuload.integrations.core import log_fallback
+from gpuload.integrations.verl.contract import difference, system_and_generation_prompt
 from gpuload.integrations.verl.settings import Settings
 from gpuload.integrations.verl.sft_store import (
     ConversationBatch,
@@ -40,7 +41,6 @@ from gpuload.integrations.verl.sft_store import (
     shape_row,
 )
 from gpuload.integrations.verl.turns import ConversationTokenizer, TokenizedConversations
-from gpuload.integrations.verl.versions import system_and_generation_prompt
 from gpuload.pipeline.stream import choose_rows
 from gpuload.sources.fetch import resolve
 from gpuload.sources.read import Source, check_prompt_column, open_file
@@ -74,6 +74,8 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
         DataError: a file without the column of messages.
     """
 
+    is_compared = False  # true in a subclass, whose rows are compared with verl's
+
     def __init__(
         self,
         parquet_files: str | Sequence[str],
@@ -82,6 +84,7 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
         processor: Any = None,
         max_samples: int = -1,
     ):
+        self._config = config
         self._verify = Options.parse(Settings.parse(config or {}).options()).verify
         self.report: str | None = None
         self._store: SFTStore | None = None
@@ -93,6 +96,9 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
         started = time.perf_counter()
         sources = [open_file(file) for file in resolve(self.parquet_files)]
         reason = self._unsupported_reason(sources)
+        if reason is None and not self.is_compared:
+            given = self.tokenizer, self._config, self.processor
+            reason = difference(SFTDataset, MultiTurnSFTDataset, sources, given)
         if reason is None:
             self.system_prompt, self.generation_prompt = system_and_generation_prompt(
                 self.tokenizer, self.apply_chat_template_kwargs

@@ -1,0 +1,94 @@
+"""Comparisons with a trainer's own code, where it is not known (`known_code.py`).
+
+Both prepare the same rows, which cover every shape of the dataset. gpuload prepares the dataset if they are equal.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+
+from gpuload.core.arrays import RowNumbers
+from gpuload.engines.protocol import ArrowPrompts
+from gpuload.pipeline.shapes import shapes_of
+from gpuload.sources.types import is_list, is_text
+
+ROWS = 64
+
+
+def covering_rows(tables: Callable[[], Iterable[pa.Table]]) -> tuple[RowNumbers, pa.Table]:
+    """Up to 64 rows: the longest and the shortest, one of each shape, and others until there are enough.
+
+    A shape is which columns have a value, and of messages, their roles and which fields they have. All ranks of a run
+    choose the same rows.
+
+    Args:
+        tables: returns the dataset in parts, each time that it is called. It has at least one row.
+
+    Returns:
+        Their numbers, ascending, and the rows.
+    """
+    shapes, sizes, start = [], [], 0
+    first: dict[int, int] = {}  # form of a message → the first row with it
+    for batch in (batch for table in tables() for batch in table.to_batches()):
+        column = batch.to_struct_array()
+        found = shapes_of(ArrowPrompts(column))
+        for form, row in zip(found.forms.tolist(), found.rows.tolist(), strict=True):
+            first.setdefault(form, start + row)
+        shapes.append(found.shapes)
+        sizes.append(_text_bytes(column))
+        start += len(column)
+    length = np.concatenate(sizes)
+    of_shapes = np.unique(np.concatenate(shapes), return_index=True)[1].tolist()
+    # In the order of the rows: numbers of shapes differ from process to process.
+    wanted = [int(length.argmax()), int(length.argmin()), *sorted(first.values()), *sorted(of_shapes)]
+    chosen = list(dict.fromkeys(wanted))[:ROWS]
+    others = np.setdiff1d(np.arange(start), chosen)
+    spread = np.linspace(0, len(others) - 1, min(ROWS - len(chosen), len(others))).astype(np.int64)
+    numbers = np.sort(np.concatenate([np.array(chosen, np.int64), others[spread]]))
+    rows, start = [], 0
+    for table in tables():
+        inside = numbers[(numbers >= start) & (numbers < start + len(table))] - start
+        rows += [table.slice(row, 1) for row in inside.tolist()]
+        start += len(table)
+    return numbers, pa.concat_tables(rows, promote_options="permissive")
+
+
+def _text_bytes(column: pa.Array) -> RowNumbers:
+    """(n,) bytes of text in each row."""
+    if is_text(column.type):
+        return np.asarray(pc.fill_null(pc.binary_length(column), 0), np.int64)
+    made = np.zeros(len(column), np.int64)
+    if pa.types.is_struct(column.type):
+        for field in column.flatten():
+            made += _text_bytes(field)
+    elif is_list(column.type):
+        ends = np.cumsum(np.asarray(pc.fill_null(pc.list_value_length(column), 0), np.int64))
+        total = np.concatenate([[0], np.cumsum(_text_bytes(column.flatten()))])
+        made = np.diff(total[np.concatenate([[0], ends])])
+    return made
+
+
+def log_equal(logger: logging.Logger, change: str, rows: int) -> None:
+    """Say that gpuload is used, although the trainer's code is not known.
+
+    Args:
+        change: from `known_code.change`.
+        rows: how many were prepared by both.
+    """
+    logger.warning("gpuload: %s; %d rows prepared by both are equal: used", change, rows)
+
+
+def comparable(value: Any) -> Any:
+    """A row whose arrays and tensors can be compared with `==`."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.tolist()
+    if isinstance(value, np.ndarray):
+        return value.dtype, [comparable(each) for each in value.tolist()]
+    if isinstance(value, dict):
+        return {name: comparable(each) for name, each in value.items()}
+    return [comparable(each) for each in value] if isinstance(value, list) else value

@@ -1,0 +1,162 @@
+"""What the classes here use of verl that is private, which releases of it are known, and what differs between them.
+
+The classes override methods of verl's classes, which change between releases. If one of these methods is not known, a
+dataset is compared with verl's own, on rows of every shape; an agent loop, whose rows come from a rollout, is verl's.
+"""
+
+import inspect
+import logging
+import tempfile
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from gpuload.integrations.comparison import comparable, covering_rows, log_equal
+from gpuload.integrations.core import imported, release_of
+from gpuload.integrations.known_code import Table, change
+from gpuload.sources.read import Source
+
+logger = logging.getLogger("gpuload.integrations.verl")
+
+KNOWN: Table = {
+    "verl.utils.dataset.rl_dataset:RLHFDataset._read_files_and_tokenize": {
+        "9973ce94d9890b5d": "0.7.1",
+        "af10f50fcb543f31": "0.8.0",
+        "ab6c60937a1ab068": "0.9.0, 0.9.1",
+    },
+    "verl.utils.dataset.rl_dataset:RLHFDataset.__getitem__": {
+        "e3e33c3f006ee1e5": "0.7.1",
+        "6a933499e70d03d7": "0.8.0",
+        "a02768c109b541fb": "0.9.0, 0.9.1",
+    },
+    "verl.utils.dataset.multiturn_sft_dataset:MultiTurnSFTDataset._read_files_and_process": {
+        "47d25f96aeaff8b7": "0.7.1",
+        "438036192b7c45d9": "0.8.0, 0.9.0, 0.9.1",
+    },
+    "verl.utils.dataset.multiturn_sft_dataset:MultiTurnSFTDataset.__getitem__": {
+        "4b6178c922b9a3d9": "0.7.1",
+        "5d317057c603595a": "0.8.0, 0.9.0, 0.9.1",
+    },
+    "verl.experimental.agent_loop.agent_loop:AgentLoopBase.apply_chat_template": {
+        "916ca03e2cc1aa17": "0.7.1",
+        "b24b47df7dd080fe": "0.8.0",
+        "c07c4cb04751f296": "0.9.0",
+    },
+    "verl.experimental.agent_loop.agent_loop:AgentLoopBase.ct_build_initial_tokens": {
+        "607c6cb8bce8c671": "0.9.0",
+        "f00561937fb6b43a": "0.9.1",
+    },
+    "verl.utils.tokenizer.continuous_token:ContinuousTokenBuilder.build_initial_tokens": {
+        "16369e9891d77406": "0.9.0",
+        "acc1bac059ff43bf": "0.9.1",
+    },
+}
+"""`python -m gpuload.integrations.known_code verl` prints the digests of the installed verl."""
+
+_RLHF = "verl.utils.dataset.rl_dataset"
+_SFT = "verl.utils.dataset.multiturn_sft_dataset"
+
+HOMES = {
+    "RLHFDataset": (_RLHF, "RLHFDataset"),
+    "SFTDataset": (_SFT, "MultiTurnSFTDataset"),
+    "SingleTurnAgentLoop": ("verl.experimental.agent_loop.single_turn_agent_loop", "SingleTurnAgentLoop"),
+    "ToolAgentLoop": ("verl.experimental.agent_loop.tool_agent_loop", "ToolAgentLoop"),
+}
+"""Class of this package → module and name of verl's."""
+
+_GIVEN = ("tokenizer", "config", "processor", "max_samples")
+_METHODS = {
+    "RLHFDataset": {
+        "__init__": ("self", "data_files", *_GIVEN),
+        "_read_files_and_tokenize": ("self",),
+        "__getitem__": ("self", "item"),
+        "maybe_filter_out_long_prompts": ("self", "dataframe"),
+    },
+    "SFTDataset": {
+        "__init__": ("self", "parquet_files", *_GIVEN),
+        "_read_files_and_process": ("self",),
+        "__getitem__": ("self", "item"),
+    },
+}
+"""Class → method of verl's class → its parameters."""
+
+_NAMES = {
+    "SFTDataset": {"verl.utils.py_functional": ("convert_nested_value_to_list_recursive",)},
+    "SingleTurnAgentLoop": (_LOOPS := {"verl.experimental.agent_loop.agent_loop": ("AgentLoopBase",)}),
+    "ToolAgentLoop": _LOOPS,
+}
+"""Class → module → further names that are used of it."""
+
+
+def contract_problem(name: str, kind: Any) -> str | None:
+    """Why a class of verl cannot be replaced; None if it can.
+
+    Args:
+        name: of the class that replaces it.
+        kind: verl's class.
+    """
+    for method, expected in _METHODS.get(name, {}).items():
+        found = tuple(inspect.signature(getattr(kind, method)).parameters) if hasattr(kind, method) else ()
+        if found != expected:
+            return f"{kind.__name__}.{method} has the parameters {', '.join(found) or '(none)'}"
+    return imported(_NAMES.get(name, {}))[1]
+
+
+def difference(
+    own: type, stock: type, sources: Sequence[Source], given: Sequence[Any], ignored: Collection[str] = ()
+) -> str | None:
+    """Why a class may have other rows than verl's; None if verl's code is known, or rows of every shape are equal.
+
+    Args:
+        own, stock: the class, and verl's.
+        sources: the files that are loaded.
+        given: further arguments of both classes.
+        ignored: keys of rows that differ on purpose.
+    """
+    names = [place.rpartition(".")[2] for place in KNOWN if f":{stock.__name__}." in place]
+    changed = change(release_of("verl", "verl"), KNOWN, *(getattr(stock, name) for name in names))
+    if changed is None:
+        return None
+    compared = type(own.__name__, (own,), {"is_compared": True})
+    try:
+        numbers, table = covering_rows(lambda: (table for source in sources for table in source.batches()))
+        with tempfile.TemporaryDirectory() as folder:
+            file = str(Path(folder, "rows.parquet"))
+            pq.write_table(table, file)
+            found, expected = (_outcomes(kind([file], *given), ignored) for kind in (compared, stock))
+    except Exception as error:  # whatever has changed, verl's own class does the work
+        return f"{changed}: {type(error).__name__}: {error!s:.200}"
+    if found != expected:
+        return f"{changed}, and {len(numbers)} rows read by both differ"
+    log_equal(logger, changed, len(numbers))
+    return None
+
+
+def _outcomes(dataset: Any, ignored: Collection[str]) -> list[Any]:
+    """All rows; for one that raises an error, that it does, because messages may differ."""
+    made: list[Any] = []
+    for number in range(len(dataset)):
+        try:
+            row = dataset.__getitems__([number])[0] if hasattr(dataset, "__getitems__") else dataset[number]
+            made.append({name: comparable(value) for name, value in row.items() if name not in ignored})
+        except Exception:
+            made.append("raises an error")
+    return made
+
+
+def system_and_generation_prompt(tokenizer: Any, kwargs: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+    """Return the ids of the default system prompt and of the generation prompt, as verl's SFT dataset computes them.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        kwargs: verl's `apply_chat_template_kwargs`, which verl 0.7 does not use here.
+    """
+    try:
+        from verl.utils.tokenizer.chat_template import extract_system_prompt_and_generation as extract
+    except ImportError:  # before verl 0.9
+        from verl.utils.chat_template import extract_system_prompt_and_generation as extract
+    used = kwargs if len(inspect.signature(extract).parameters) > 1 else {}
+    prompts: tuple[list[int], list[int]] = extract(tokenizer, **used)
+    return prompts
