@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -199,10 +198,20 @@ def test_ranks_can_load_again_after_an_error(file: str, tokenizer: str, tmp_path
     assert [answer.get("rows") for answer in answers] == [30, 30], answers
 
 
-def exits_at_once(rank: int, address: str, file: str, tokenizer: str) -> Any:
+def exits_at_once(rank: int, port: Path, file: str, tokenizer: str) -> Any:
     """The store is in the process of rank 0, which fails, or is done, and exits."""
+    dist.barrier()  # a rank whose group is not complete yet would fail when the other one leaves it
     dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    if rank == 0:
+        store = dist.TCPStore("localhost", 0, 2, is_master=True, wait_for_workers=False)
+        port.with_suffix(".part").write_text(str(store.port))
+        port.with_suffix(".part").rename(port)
+    else:
+        while not port.exists():
+            time.sleep(0.01)
+        store = dist.TCPStore("localhost", int(port.read_text()), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    del store  # the group's is the last reference
     try:
         return load(f"{file}.nowhere" if rank == 0 and "fails" in file else file, tokenizer)
     finally:
@@ -213,10 +222,7 @@ def exits_at_once(rank: int, address: str, file: str, tokenizer: str) -> Any:
 @pytest.mark.parametrize("name", ["data", "fails"])
 def test_the_rank_with_the_store_exits_at_once(name: str, file: str, tokenizer: str, tmp_path: Path) -> None:
     file = str(Path(file).rename(tmp_path / f"{name}.parquet"))
-    with socket.socket() as one:
-        one.bind(("localhost", 0))
-        address = f"tcp://localhost:{one.getsockname()[1]}"
-    first, second = run(exits_at_once, address, file, tokenizer, at=tmp_path)
+    first, second = run(exits_at_once, tmp_path / "port", file, tokenizer, at=tmp_path)
     if name == "data":
         assert (first.get("rows"), second.get("rows")) == (30, 30), (first, second)
     else:
