@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -36,12 +35,6 @@ LIMIT = 110  # tokens; some prompts of `files` are longer
 SAMPLE: dict[str, Any] = {"max_samples": 200, "shuffle": True, "seed": 1, "token_cache": False}
 
 
-def port() -> int:
-    with socket.socket() as one:
-        one.bind(("localhost", 0))
-        return int(one.getsockname()[1])
-
-
 def contents(prompts: gpuload.PromptDataset) -> Answer:
     """All of a dataset that does not depend on how it was made."""
     report = prompts.report
@@ -63,12 +56,13 @@ def _serve(rank: int, parent: Connection) -> None:
     batches.BATCH_ROWS = BATCH
     while True:
         try:
-            count, at, cache, work, arguments = parent.recv()
+            count, store, cache, work, arguments = parent.recv()
         except EOFError:
             return
         os.environ["GPULOAD_CACHE"] = cache
-        dist.init_process_group("gloo", init_method=f"tcp://localhost:{at}", rank=rank, world_size=count)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)
         try:
+            dist.barrier()  # the group is complete on all ranks before one leaves it
             answer = work(rank, *arguments)
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
@@ -78,7 +72,7 @@ def _serve(rank: int, parent: Connection) -> None:
 
 
 @pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """run(count, work, *arguments) → what `work(rank, *arguments)` returns on each of the first `count` ranks.
 
     Processes are started once, as their imports take longer than most scenarios: each of these has a process group of
@@ -105,10 +99,10 @@ def run() -> Iterator[Run]:
     def on_ranks(count: int, work: Callable[..., Answer], *arguments: Any) -> list[Answer]:
         if not ranks:
             start()
-        at = port()
+        store = tmp_path_factory.mktemp("store") / "store"
         try:
             for _, connection in ranks[:count]:
-                connection.send((count, at, os.environ["GPULOAD_CACHE"], work, arguments))
+                connection.send((count, str(store), os.environ["GPULOAD_CACHE"], work, arguments))
             for number, (_, connection) in enumerate(ranks[:count]):
                 assert connection.poll(300), f"rank {number} hangs"
             return [connection.recv() for _, connection in ranks[:count]]
