@@ -15,7 +15,7 @@ from verl.utils.dataset.rl_dataset import RLHFDataset as VerlDataset
 import gpuload.integrations.verl
 from gpuload.integrations.known_code import change
 from gpuload.integrations.verl import SFTDataset, contract
-from gpuload.integrations.verl.rows import Rows
+from gpuload.integrations.verl.rows import ArrowRows
 
 NUMBERED = [*COLUMNS["prompt"]]
 RLHF_CHANGE = f"verl {version('verl')}: RLHFDataset._read_files_and_tokenize has changed"
@@ -43,7 +43,7 @@ def test_prompts_are_used_if_rows_are_equal(write: Any, qwen: Any, caplog: Any, 
     prompts = [row + user("long " * 60) if number % 7 == 0 else row for number, row in enumerate(NUMBERED * 2)]
     file = write(prompts)
     found = gpuload_dataset(file, qwen, gpuload={"reuse_ids": True, "device": "cpu"}, **data)
-    assert isinstance(found.dataframe, Rows)
+    assert isinstance(found.dataframe, ArrowRows)
     assert said(caplog) == [f"gpuload: {RLHF_CHANGE}; 64 rows prepared by both are equal: used"]
     assert len(found) == len(verl_dataset(file, qwen, **data))
     caplog.clear()
@@ -64,7 +64,7 @@ def test_prompts_are_read_by_verl_if_rows_differ(
     monkeypatch.setattr(VerlDataset, "__getitem__", changed)
     file = write([*NUMBERED * 10, user("a") + user("b"), *NUMBERED])
     found = gpuload_dataset(file, qwen)
-    assert not isinstance(found.dataframe, Rows)
+    assert not isinstance(found.dataframe, ArrowRows)
     assert said(caplog) == [
         f"gpuload: falls back to verl's own dataset class: {RLHF_CHANGE}, and 64 rows read by both differ"
     ]

@@ -34,7 +34,7 @@ import gpuload.integrations.verl
 from gpuload.core.errors import DataError, DeviceError, OptionError, SourceError
 from gpuload.integrations.verl import RLHFDataset
 from gpuload.integrations.verl.reuse import DIGEST_KEY, IDS_KEY, prompt_digest, source_digest
-from gpuload.integrations.verl.rows import Rows
+from gpuload.integrations.verl.rows import ArrowRows
 
 
 @pytest.fixture
@@ -332,7 +332,7 @@ def test_images(write: Any, qwen: Any, kind: str, caplog: Any) -> None:
     config = {"filter_overlong_prompts": False}
     found, expected = gpuload_dataset(path, qwen, processor, **config), verl_dataset(path, qwen, processor, **config)
     assert ("falls back to verl's own dataset class" in caplog.text) == (kind != "none")
-    assert isinstance(found.dataframe, Rows) == (kind == "none")
+    assert isinstance(found.dataframe, ArrowRows) == (kind == "none")
     for row, number in zip(found.__getitems__([0, 1]), (0, 1), strict=True):
         wanted = expected[number]
         assert row.keys() == wanted.keys()
