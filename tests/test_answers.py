@@ -154,6 +154,7 @@ def plain_templates() -> dict[str, str]:
 
 
 PLAIN = plain_templates()
+assert PLAIN, f"no such template in {TEMPLATES}"
 
 
 def call_of(tokenizer: Any, template: str) -> TemplateCall:

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tiers import core, exhaustive
 from transformers import Qwen2ForCausalLM
 
 import gpuload
@@ -293,6 +294,7 @@ def to_train_on() -> tuple[Any, gpuload.ChatDataset]:
     return datasets.Dataset.from_list(rows), chats
 
 
+@exhaustive
 def test_training_on_rows_as_on_what_trl_prepares(tmp_path: Path) -> None:
     raw, chats = to_train_on()
     theirs, expected = trained(raw, tmp_path, assistant_only_loss=True, max_length=512)
@@ -305,7 +307,7 @@ def test_training_on_rows_as_on_what_trl_prepares(tmp_path: Path) -> None:
         assert losses == expected
 
 
-@pytest.mark.parametrize("strategy", ["bfd", "bfd_split"])
+@pytest.mark.parametrize("strategy", core(["bfd", "bfd_split"], "bfd_split"))
 def test_training_on_packs_as_on_what_trl_packs(tmp_path: Path, strategy: Any) -> None:
     raw, chats = to_train_on()
     assert chats.report.longest > 300  # some rows are split, or truncated

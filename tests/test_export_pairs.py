@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from tiers import exhaustive
 from transformers import Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 import gpuload
@@ -71,6 +72,7 @@ def small(qwen: Any) -> Any:
     return small_tokenizer(qwen.chat_template)
 
 
+@exhaustive
 def test_training_a_reward_model_as_on_what_trl_prepares(small: Any, tmp_path: Path) -> None:
     gpuload.save_to_disk({"train": load(small, "rm")}, tmp_path / "rm")
     own = opened(tmp_path / "rm")["train"]

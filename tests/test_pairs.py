@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiers import SHARED, examples, shared
+from tiers import SHARED, core, examples, shared
 
 import gpuload
 from gpuload.core.errors import DataError, MismatchError, OptionError
@@ -707,7 +707,7 @@ def test_files_of_different_formats(qwen: Any, tmp_path: Path) -> None:
 # -- training --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", core(OBJECTIVES, "kto"))
 def test_training_has_the_losses_of_trls_trainers(qwen: Any, objective: str, tmp_path: Path) -> None:
     """TRL's trainer prepares its data itself; the same trainer computes the losses of our batches."""
     from datasets import Dataset

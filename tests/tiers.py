@@ -64,8 +64,13 @@ def with_shared(find: Callable[[], Iterable[Any]], *own: Any) -> list[Any]:
     Args:
         find: finds the cases in the shared data; called only if it is there.
         own: the cases that need none.
+
+    Raises:
+        LookupError: the data is there, but none of these cases.
     """
     found = list(find()) if SHARED.exists() else [pytest.param(None, id="shared")]
+    if not found:
+        raise LookupError(f"no such cases in {SHARED}")
     return [*own, *with_mark(shared, found)]
 
 
