@@ -36,6 +36,7 @@ def demo() -> int:
         0, or 1 if a token differs.
     """
     file, folder = demo_files()
+    _import_transformers(folder)
     with tempfile.TemporaryDirectory() as cache:
         prompts, ours = _with_gpuload(file, folder, cache)
     print(prompts.report)
@@ -50,6 +51,14 @@ def demo() -> int:
     print("\nNext, with your data and your model's tokenizer:")
     print("  gpuload inspect YOUR.parquet --tokenizer YOUR/TOKENIZER")
     return 0 if differing == 0 else 1
+
+
+def _import_transformers(folder: str) -> None:
+    """Opens and uses a tokenizer, which imports most of transformers: whichever way came first would pay for both."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.apply_chat_template([{"role": "user", "content": ""}])
 
 
 _START = "start-up: open the tokenizer, compile it and the template"
