@@ -1,6 +1,7 @@
 # make demo       load real prompts, and compare with the baseline: template and tokenizer, row by row
 # make test       lint, types, documentation, and the core of the tests: minutes. PART=0 to 3 adds a quarter of the rest
-# make test-all   the same with every test and five times as many random examples, from SEED, which is printed
+# make test-all   the same with the whole rest and five times as many random examples, from SEED, which is printed. Not in it:
+#                 exact, damage, browser-test, and what needs an environment of its own
 # make docs       the documentation site, into site/; warnings are errors
 # make verl-test  the integration with verl, against verl 0.9.1 itself, in a separate environment
 # make verl-matrix  the same with each supported version of verl: 0.7.1, 0.8.0, 0.9.0 and 0.9.1

@@ -4,7 +4,10 @@ The environment variable PART chooses:
 
     not set   the core: the same tests and the same examples on every day and machine (make test)
     0 to 3    the core, and that quarter of the tests marked `exhaustive` (.ci/run)
-    all       every test, with five times as many examples, drawn with a seed that is printed (make test-all)
+    all       the core and the whole rest, with five times as many examples, from a seed that is printed (make test-all)
+
+Tests marked `exact`, `damage` and `browser`, and those that need the environment of a trainer, have commands of their
+own (Makefile), whatever PART is.
 
 Tests marked `shared` need the directory of real data next to the checkout, and are skipped where it is missing.
 """
@@ -140,7 +143,7 @@ def part_of(nodeid: str) -> str:
 
 def header() -> Sequence[str]:
     """What pytest prints about the tests that were chosen, so that they can be repeated."""
-    what = {"": "the core", "all": "all tests"}.get(
+    what = {"": "the core", "all": "the core and the whole rest"}.get(
         PART, f"the core, and part {PART} of {PARTS} of the exhaustive rest"
     )
     data = "with" if SHARED.exists() else "without"
