@@ -1,7 +1,7 @@
 """`python -m bench`: measures on the CPU, and writes a record and its tables.
 
 python -m bench                       all sections: some hours on two cores
-python -m bench --only headline       the numbers of the project's README: about twelve minutes on two cores
+python -m bench --only headline       the numbers of the project's README: about 22 minutes on two cores
 python -m bench --only load,memory    some sections
 python -m bench --only tables         no measurement: writes the page of an existing record again
 python -m bench --quick               a smoke run: 300 rows of each file, one repeat

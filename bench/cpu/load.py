@@ -20,9 +20,8 @@ OUTSIDE, INSIDE = (OURS, TRL_2, TRL_1, BASELINE), (IN_VERL, VERL_2, VERL_1)
 
 BATCH = 256
 COLD, CACHED = "cold", "cached"
-_SLOW_REPEATS = 3
 _SMALL = 4_000
-"""At most so many rows are measured of a contender that is too slow for all of them."""
+"""At most so many rows have the smaller size of a contender, and the larger one of those too slow for all rows."""
 
 _COMPARED = ("rows_read", "rows_kept", "rows_digest", "prompts_digest", "tokens_digest")
 
@@ -63,8 +62,7 @@ class Contender:
         module: Module in `bench.contenders`.
         python: Interpreter of its environment.
         settings: Its own part of the task.
-        whole: It is measured on all rows; if not, on two smaller numbers of rows, without caches.
-        slow: It runs at most `_SLOW_REPEATS` times.
+        whole: It is measured on all rows and on fewer; if not, on two smaller numbers of rows, without caches.
     """
 
     name: str
@@ -72,23 +70,20 @@ class Contender:
     python: str = sys.executable
     settings: dict[str, Any] = field(default_factory=dict)
     whole: bool = True
-    slow: bool = False
 
     def sizes(self, rows: int) -> tuple[int, ...]:
-        """Return the numbers of rows on which it is measured."""
+        """Return the two numbers of rows on which it is measured."""
         small, large = two_sizes(rows, _SMALL)
-        if self.whole:
-            return (large, rows) if self.name == OURS else (rows,)
-        return small, large
+        return (large, rows) if self.whole else (small, large)
 
 
 def contenders() -> list[Contender]:
     """Return the contenders that can run on this machine; some need the environment of `make verl-env`."""
     found = [
         Contender(OURS, "load_gpuload"),
-        Contender(TRL_1, "load_trl", settings={"processes": 1}, slow=True),
+        Contender(TRL_1, "load_trl", settings={"processes": 1}),
         Contender(TRL_2, "load_trl", settings={"processes": 2}),
-        Contender(BASELINE, "load_rowwise", whole=False, slow=True),
+        Contender(BASELINE, "load_rowwise", whole=False),
     ]
     if not VERL_PYTHON.exists():
         print("no .venv-verl (make verl-env creates it): nothing is measured inside verl")
@@ -97,7 +92,7 @@ def contenders() -> list[Contender]:
     return [
         *found,
         Contender(IN_VERL, "load_gpuload_in_verl", python, {"loader_workers": [0]}),
-        Contender(VERL_1, "load_verl", python, {"workers": 1, "loader_workers": []}, whole=False, slow=True),
+        Contender(VERL_1, "load_verl", python, {"workers": 1, "loader_workers": []}, whole=False),
         Contender(VERL_2, "load_verl", python, {"workers": 2, "loader_workers": [0, 2]}),
     ]
 
@@ -118,8 +113,6 @@ def measure_load(plan: Plan) -> list[dict[str, Any]]:
         for repeat in range(plan.repeats):
             for temperature in (COLD, CACHED):
                 for contender in everyone:
-                    if contender.slow and repeat >= _SLOW_REPEATS:
-                        continue
                     for size in contender.sizes(dataset.rows):
                         if temperature == COLD or size == dataset.rows:
                             # An epoch follows the start that comes last.
