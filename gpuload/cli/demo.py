@@ -43,7 +43,7 @@ def demo() -> int:
     _show(prompts)
     print("\nthe same row by row: template and tokenizer ...", flush=True)
     expected, theirs = _row_by_row(file, folder)
-    print(f"\n  {'seconds, without imports':58}{'gpuload':>9}{'row by row':>13}")
+    print(f"\n  {'seconds, after imports of PyTorch and transformers':58}{'gpuload':>9}{'row by row':>13}")
     for step, seconds in ours.items():
         print(f"  {step:58}{seconds:9.2f}{theirs[step]:13.2f}")
     differing = _differing_tokens(prompts, expected)
