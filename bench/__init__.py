@@ -8,8 +8,8 @@ report.py       writer of Markdown tables
 documents.py    tables of records in README.md and docs/
 
 contenders/     the measured programs, one per process
-cpu/            starts and epochs, memory, stages, cores, packing, SFT; headline.py: the numbers of README.md
-verl/           epochs and a rollout step inside verl 0.9.1
+cpu/            starts and epochs, memory, cores, packing, SFT; headline.py: the numbers of README.md
+verl/           epochs inside verl 0.9.1
 trainers/       the start, and batches or steps, of trainers with and without gpuload
 gpu/            the record of a GPU; records/README.md says how to make one
 tests/          tests of this package, and those that need a GPU

@@ -25,22 +25,19 @@ from bench.cpu.cores import measure_cores
 from bench.cpu.load import measure_load
 from bench.cpu.packing import measure_packing
 from bench.cpu.page import page
-from bench.cpu.sections import measure_memory, measure_stages
+from bench.cpu.sections import measure_memory
 from bench.data import JOINT, Plan, find_datasets, find_tokenizer, samples
 from bench.process import ContenderError, without_directories
 from bench.verl.epochs import measure_epochs
-from bench.verl.rollout import measure_rollout
 
 SECTIONS = {
     "load": measure_load,
     "memory": measure_memory,
-    "stages": measure_stages,
     "cores": measure_cores,
     "packing": measure_packing,
     "chats": measure_chats,
     "pairs": measure_pairs,
     "epochs": measure_epochs,
-    "verl": measure_rollout,
 }
 _QUICK_ROWS = 300
 

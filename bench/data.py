@@ -150,12 +150,6 @@ def find_tokenizer(given: str | None) -> str:
     return str(found) if found.exists() else demo_files()[1]
 
 
-def with_other_tokenizers(first: str) -> list[str]:
-    """Return the tokenizer, and those of other families that are found next to the repository."""
-    others = [SHARED / "tokenizers" / name for name in ("qwen3", "llama3.1-instruct")]
-    return [first, *(str(directory) for directory in others if directory.exists())]
-
-
 def _dataset(file: Path) -> Dataset:
     return Dataset(file.stem, (str(file),), pq.ParquetFile(file).metadata.num_rows)
 

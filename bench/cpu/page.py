@@ -7,7 +7,7 @@ from typing import Any
 from bench.cpu import chats, cores, load, packing
 from bench.fit import runs_of, spread
 from bench.report import circumstances, table
-from bench.verl import epochs, rollout
+from bench.verl import epochs
 
 Run = dict[str, Any]
 Runs = list[Run]
@@ -17,12 +17,6 @@ _MEMORY_NOTES = """\
 Peak resident memory of `gpuload.load` in addition to what the process held before (imports and tokenizer), from the
 kernel's high-water mark. "One row" is a load of one row of the same files: compiled tokenizer tables, thread stacks,
 buffers. The goal is a peak of at most 3 times text + tokens. The columns that are passed through come on top."""
-
-_STAGE_NOTES = """\
-MB/s of rendered text on one core (pinned), in turns in one process, each in the form that suits it best: gpuload from
-and to Arrow, `transformers` from Python lists in batches (making them is not counted), `tokenizers` with
-`encode_batch_fast`. All texts and ids were compared and are equal. "Tracing" is the additional time of the first
-rendering, which compiles the template for every shape of conversation in the data."""
 
 
 def page(record: dict[str, Any], name: str, summary: str = "") -> str:
@@ -44,13 +38,11 @@ def page(record: dict[str, Any], name: str, summary: str = "") -> str:
     tables: dict[str, tuple[str, str, Callable[[Runs, About], str]]] = {
         "load": ("Starts and epochs", load.NOTES, load.load_tables),
         "memory": ("Memory", _MEMORY_NOTES, memory_table),
-        "stages": ("Stages", _STAGE_NOTES, stage_table),
         "cores": ("Cores", cores.NOTES, cores.cores_table),
         "packing": ("Packing", packing.NOTES, packing.packing_tables),
         "chats": ("Data for SFT", chats.NOTES, chats.chats_table),
         "pairs": ("Preference data", chats.PAIR_NOTES, chats.chats_table),
         "epochs": ("Epochs inside verl 0.9.1", epochs.NOTES, epochs.epochs_table),
-        "verl": ("A rollout step inside verl 0.9.1", rollout.NOTES, rollout.rollout_table),
     }
     for key, (title, notes, render) in tables.items():
         if key in record:
@@ -73,24 +65,6 @@ def memory_table(measured: Runs, about: About) -> str:
         )
     head = ["MB", "text", "tokens", "columns", "peak", "one row", "peak / (text + tokens)", "the same without one row"]
     return table(head, lines, 1, about)
-
-
-def stage_table(measured: Runs, about: About) -> str:
-    """Return MB/s of each stage, and ratios."""
-    lines = []
-    for tokenizer, data in dict.fromkeys((run["tokenizer"], run["data"]) for run in measured):
-        runs = [run for run in measured if (run["tokenizer"], run["data"]) == (tokenizer, data)]
-        seconds = {stage: [run["seconds"][stage] for run in runs] for stage in runs[0]["seconds"]}
-        speed = {stage: [runs[0]["text_bytes"] / each / 1e6 for each in took] for stage, took in seconds.items()}
-        cells = [tokenizer, data]
-        for ours, theirs in (("gpuload render", "transformers render"), ("gpuload encode", "tokenizers encode")):
-            ratio = median(speed[ours]) / median(speed[theirs])
-            cells += [spread(speed[ours]), spread(speed[theirs]), f"**{ratio:.1f}×**"]
-        pairs = zip(seconds["gpuload first render"], seconds["gpuload render"], strict=True)
-        lines.append([*cells, f"{runs[0]['shapes']}", spread([max(0.0, first - later) for first, later in pairs])])
-    names = "render|transformers|ratio|encode|tokenizers|ratio|shapes|tracing, s".split("|")
-    head = ["MB/s, one core", "dataset", *names]
-    return f"Engine: {measured[0]['engine']}.\n\n" + table(head, lines, 2, about)
 
 
 def _grown(runs: Iterable[Run]) -> list[float]:

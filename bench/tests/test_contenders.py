@@ -78,13 +78,6 @@ def test_rows_are_prepared_as_by_trl(task: dict[str, Any], module: str, tmp_path
     assert "| gsm8k | TRL |" in chats_table(runs, ABOUT)
 
 
-@exhaustive
-def test_stages_are_compared_with_the_libraries(task: dict[str, Any], tmp_path: Path) -> None:
-    answer = run_contender("stages", task, tmp_path / "stages")
-    assert answer["rows"] == ROWS
-    assert len(answer["seconds"]) == 5
-
-
 def test_epochs_are_compared_with_verl_with_workers() -> None:
     def epochs(*seconds: float) -> list[dict[str, float]]:
         return [{"seconds": each, "process_cpu": 0.1, "workers_cpu": 0.25} for each in seconds]
