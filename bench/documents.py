@@ -12,6 +12,7 @@ from bench.cpu.chats import chats_table
 from bench.cpu.packing import packing_tables
 from bench.trainers.common import RESULTS as OF_TRAINERS
 from bench.trainers.common import trainer_table
+from bench.trainers.ray_table import ray_tables
 
 _SFT = ROOT / "bench" / "results" / "sft" / "sft.json"
 
@@ -50,6 +51,7 @@ TABLES = (
     Embedded("README.md", "headline", headline.RECORD, headline.headline_table),
     Embedded("docs/sft.md", "chats", _SFT, _section("chats", chats_table)),
     Embedded("docs/sft.md", "packing", _SFT, _section("packing", packing_tables)),
+    Embedded("docs/scale.md", "ray", OF_TRAINERS / "ray.json", ray_tables),
     Embedded("docs/preference.md", "pairs", _SFT, _section("pairs", chats_table)),
     *(
         Embedded(f"docs/trainers/{name.replace('_', '-')}.md", name, OF_TRAINERS / f"{name}.json", trainer_table)

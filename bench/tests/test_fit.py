@@ -94,3 +94,12 @@ def test_libraries_must_prepare_the_same(given: Any) -> None:
         common.compare(
             given, "trl_trainers", {"SFT": {}}, {"gpuload": {}, "trainer": {"digest": "other"}}, common.write_messages
         )
+
+
+def test_a_script_that_compares_nothing_has_no_options_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["ray", "--quick"])
+    given = common.arguments("Ray.", "ray", rows=1_000, compares=False)
+    assert common.about(given)["repeats"] == 1
+    monkeypatch.setattr("sys.argv", ["ray", "--repeats", "5"])
+    with pytest.raises(SystemExit, match="2"):
+        common.arguments("Ray.", "ray", rows=1_000, compares=False)

@@ -31,25 +31,27 @@ Write = Callable[[str, list[Any], Path], Path]
 """Case, conversations, folder: writes what is prepared, and returns the file."""
 
 
-def arguments(doc: str, name: str, rows: int, **more: Any) -> argparse.Namespace:
+def arguments(doc: str, name: str, rows: int, compares: bool = True, **more: Any) -> argparse.Namespace:
     """Parse the command line of a script.
 
     Args:
         doc: Docstring of the script.
         name: Name of its record.
         rows: Default of `--rows`.
+        compares: It calls `compare`, which needs a trainer's environment, two sizes and repeats.
         more: Further options: name → what `add_argument` takes.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    python = ROOT / f".venv-{name.replace('_', '-')}" / "bin" / "python"
     add = parser.add_argument
     add("--rows", type=int, default=rows, help="rows that gpuload prepares (default: %(default)s)")
-    add("--stock-rows", type=int, nargs=2, metavar=("FEW", "MANY"), default=(500, 3_000), help="rows that the "
-        "trainer prepares; gpuload also prepares MANY (default: 500 3000)")  # fmt: skip
-    add("--repeats", type=int, default=5, help="runs of each (default: %(default)s)")
+    if compares:
+        python = ROOT / f".venv-{name.replace('_', '-')}" / "bin" / "python"
+        add("--stock-rows", type=int, nargs=2, metavar=("FEW", "MANY"), default=(500, 3_000), help="rows that the "
+            "trainer prepares; gpuload also prepares MANY (default: 500 3000)")  # fmt: skip
+        add("--repeats", type=int, default=5, help="runs of each (default: %(default)s)")
+        add("--python", type=Path, default=python if python.exists() else Path(sys.executable),
+            help="of the trainer's environment (default: %(default)s)")  # fmt: skip
     add("--tokenizer", help="transformers tokenizer (default: Qwen2.5)")
-    add("--python", type=Path, default=python if python.exists() else Path(sys.executable),
-        help="of the trainer's environment (default: %(default)s)")  # fmt: skip
     add("--record", type=Path, help="file to write (default: the record in bench/results/trainers)")
     add("--quick", action="store_true", help="a smoke run: 120 rows, one repeat, into build/bench")
     for option, settings in more.items():
@@ -65,7 +67,8 @@ def arguments(doc: str, name: str, rows: int, **more: Any) -> argparse.Namespace
 
 def about(given: argparse.Namespace, **more: Any) -> dict[str, Any]:
     """Describe a run at its start."""
-    return environment.about(given.command, given.tokenizer, given.repeats, given.quick, rows=given.rows, **more)
+    repeats = getattr(given, "repeats", 1)
+    return environment.about(given.command, given.tokenizer, repeats, given.quick, rows=given.rows, **more)
 
 
 def save(given: argparse.Namespace, record: Mapping[str, Any]) -> None:

@@ -23,8 +23,10 @@ import ray
 import ray.data
 from ray.cluster_utils import Cluster
 
+from bench import documents
 from bench.environment import versions
 from bench.trainers import common
+from bench.trainers.ray_table import ray_tables
 from gpuload.demo_data import demo_files
 from gpuload.integrations.ray import prepare
 
@@ -100,7 +102,7 @@ def empty_tasks(tasks: int) -> dict[str, float]:
 def main() -> None:
     """Measure clusters of 1, 2 and 3 workers, and write the record after each."""
     tasks = {"type": int, "default": 1000, "help": "tasks that do nothing"}
-    given = common.arguments(__doc__ or "", "ray", rows=1 << 18, tasks=tasks)
+    given = common.arguments(__doc__ or "", "ray", rows=1 << 18, compares=False, tasks=tasks)
     runs: list[dict[str, Any]] = []
     record = {"about": common.about(given, tasks=given.tasks), "runs": runs}
     with tempfile.TemporaryDirectory() as name:
@@ -122,6 +124,7 @@ def main() -> None:
             })  # fmt: skip
             print(json.dumps(runs[-1]), flush=True)
             common.save(given, record)
+    print(f"\n{ray_tables(record)}\n\nwritten to {', '.join([str(given.record), *documents.write(given.record)])}")
 
 
 if __name__ == "__main__":
