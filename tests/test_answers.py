@@ -16,7 +16,7 @@ import pytest
 from tiers import SHARED, shared
 
 import gpuload
-from gpuload.core.errors import TokenizerError
+from gpuload.core.errors import NoRowsError, TokenizerError
 from gpuload.reference.template_call import TemplateCall
 from gpuload.template.answers import Answers, has_blocks
 from gpuload.template.marks import UnknownAnswersError
@@ -454,6 +454,13 @@ def test_rows_with_unknown_answers_are_dropped_and_counted(qwen: Any, tmp_path: 
     with pytest.raises(
         TokenizerError, match="does not show where an answer begins .* pass a chat_template with such blocks"
     ):
+        gpuload.load_chats(str(path), qwen, chat_template=template)
+    # Rows without messages say nothing about the template; a row that it does not render does.
+    path.write_text(json.dumps([rows[1], {"messages": None}, {"messages": []}]))
+    with pytest.raises(TokenizerError, match="does not show where an answer begins"):
+        gpuload.load_chats(str(path), qwen, chat_template=template)
+    path.write_text(json.dumps([rows[1], {"messages": None}, {"messages": [{"role": 5, "content": "x"}]}]))
+    with pytest.raises(NoRowsError, match="all 3 rows were dropped"):
         gpuload.load_chats(str(path), qwen, chat_template=template)
 
 

@@ -137,7 +137,8 @@ class ChatKind(Kind[ChatDataset]):
         return reasons | dict.fromkeys(np.flatnonzero(without_loss(ids)).tolist(), why)
 
     def nothing_left(self, report: Report) -> GpuloadError | None:
-        reasons = list(report.rejected)
+        # Of rows without messages, nothing is known about the template.
+        reasons = [reason for reason in report.rejected if not reason.endswith(("is null", "is an empty list"))]
         if reasons and all(reason.startswith(UnknownAnswersError.__name__) for reason in reasons):
             return unknown(reasons[0].partition(": ")[2])
         return None
