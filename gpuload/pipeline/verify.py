@@ -26,7 +26,7 @@ import numpy as np
 
 from gpuload.core.arrays import Ragged
 from gpuload.core.errors import GpuloadError
-from gpuload.core.memory import check_room_to_encode
+from gpuload.core.memory import room_to_encode
 from gpuload.core.options import Verify
 from gpuload.dataset.report import Check
 from gpuload.engines.protocol import ArrowPrompts, Prompts, RenderedText
@@ -114,8 +114,8 @@ class Verifier:
                 if self._mode == "sample" and self.check.rows and self._time_is_over():
                     break
                 place = f"{source} row {numbers[row]}"
-                check_room_to_encode(int(text.sizes[row]), place)
-                self._compare(place, prompt, found[int(at)].tolist())
+                with room_to_encode(int(text.sizes[row]), place):
+                    self._compare(place, prompt, found[int(at)].tolist())
                 if self._shapes is not None:
                     self._compared.add(int(self._shapes.shapes[row]))
         self.check.seconds = self._spent + time.thread_time() - self._began
