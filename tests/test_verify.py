@@ -22,6 +22,7 @@ from gpuload.core import memory
 from gpuload.core.arrays import Ragged
 from gpuload.core.errors import DataError, HostMemoryError, MismatchError
 from gpuload.engines.host import encode as host
+from gpuload.engines.host.render import HostText
 from gpuload.engines.protocol import ArrowPrompts
 from gpuload.pipeline import verify
 from gpuload.pipeline.risk import RiskFinder
@@ -284,6 +285,28 @@ def test_a_long_row_with_a_recent_emoji_does_not_end_a_load(
     assert re.match(
         r"it has 19,\d{3},\d{3} bytes: to encode it, tokenizers takes about 2,8\d\d,.* split the row", reason
     )
+
+
+def test_shapes_of_json_are_looked_for_within_the_time(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [user("q") if k % 2 else [*user("q"), {"role": "assistant", "content": "a"}] for k in range(1000)]
+    prompts = ArrowPrompts(pa.array([json.dumps(row) for row in rows], JSON_TYPE))
+    whole = verify.shapes_of(prompts)
+    assert len(whole.shapes) == 1000
+    assert len(set(whole.shapes.tolist())) == 2
+    assert whole.rows.tolist() == [0, 0]
+    looks = iter([False, False, True])
+    part = verify.shapes_of(prompts, lambda: next(looks))
+    assert part.shapes.tolist() == whole.shapes[:512].tolist()
+    assert sorted(part.forms.tolist()) == sorted(whole.forms.tolist())
+    assert len(verify.shapes_of(prompts, lambda: True).shapes) == 0
+    # A load whose time is over after a part of the rows compares rows all the same.
+    monkeypatch.setattr(verify, "_SHAPE_SHARE", 0.0)
+    verifier = verify.Verifier("sample", Reference(qwen), 1000)
+    texts = [Reference(qwen).render(row) for row in rows]
+    ids = Ragged.from_lists(Reference(qwen).encode_many(texts))
+    text = HostText(text=pa.array(texts, pa.large_string()))
+    assert verifier.compare("rows", np.arange(1000), prompts, text, ids.take) >= 16
+    assert verifier.check.mismatches == []
 
 
 def test_a_sample_stops_when_its_time_is_spent(
