@@ -1,7 +1,10 @@
 """Bad input: every message says what, where and what to do; a bad row never takes a good one with it."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -391,6 +394,56 @@ def test_a_hub_that_does_not_answer_is_asked_once(gsm8k: str, monkeypatch: pytes
     with pytest.raises(TokenizerError, match=r"the hub cannot be reached \(http://127.0.0.1:9: .*check the network"):
         gpuload.load(gsm8k, "no-such-owner/no-such-tokenizer")
     assert time.monotonic() - started < 20
+
+
+def test_the_answer_of_the_hub_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    from gpuload.reference import hub
+
+    asked: list[str] = []
+
+    class Session:
+        @staticmethod
+        def head(url: str, timeout: float) -> None:
+            asked.append(url)
+            if "bad" in url:
+                raise OSError("no route")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "get_session", Session)
+    monkeypatch.setattr(hub, "_known", {})
+    for endpoint, problem in (("http://bad", "http://bad: OSError: no route"), ("http://good", None)):
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        assert [hub.hub_problem() for _ in range(3)] == [problem] * 3
+    assert asked == ["http://bad", "http://good"]
+    monkeypatch.setattr(hub, "_REMEMBERED_SECONDS", -1.0)  # the network may have come back
+    assert hub.hub_problem() is None
+    assert asked == ["http://bad", "http://good", "http://good"]
+
+
+DOWNLOADED = """
+import sys
+import gpuload
+from gpuload.reference import hub
+assert "127.0.0.1:9" in hub.hub_problem()
+print(len(gpuload.load(sys.argv[1], "an-owner/a-model")))
+"""
+
+
+def test_a_downloaded_model_opens_though_the_hub_is_unreachable(gsm8k: str, qwen_folder: str, tmp_path: Path) -> None:
+    model, commit = tmp_path / "models--an-owner--a-model", "0" * 40
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text(commit)
+    shutil.copytree(qwen_folder, model / "snapshots" / commit)
+    (model / "snapshots" / commit / "config.json").write_text('{"model_type": "qwen2"}')
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("OFFLINE")}
+    environment |= {"HF_HUB_CACHE": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    command = [sys.executable, "-W", "ignore", "-c", DOWNLOADED, gsm8k]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split()[-1] == str(len(pq.read_table(gsm8k)))
 
 
 @pytest.mark.parametrize("text", ['[{"prompt": "a"}]', ' \n[{"prompt": "a"}]', '{"prompt": "a"}\n'])

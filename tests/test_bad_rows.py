@@ -14,7 +14,7 @@ import pytest
 from conftest import user
 
 import gpuload
-from gpuload.core.errors import DataError
+from gpuload.core.errors import DataError, NoRowsError
 from gpuload.reference.reference import Reference
 
 Row = dict[str, Any]
@@ -260,3 +260,33 @@ def test_bad_rows_with_strict(qwen: Any, tmp_path: Path) -> None:
         file.write_text("".join(json.dumps(row) + "\n" for row in (good, good | bad, good)))
         with pytest.raises(DataError, match=f"rows.jsonl row 1: .*(?:{reason})"):
             load(str(file), qwen, strict=True)
+
+
+PARTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for p in m.content %}{{ p.text }}{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("form", ["value only", "text and value"])
+@pytest.mark.parametrize("load", [gpuload.load, gpuload.load_chats])
+def test_content_parts_with_value_in_parquet(qwen: Any, tmp_path: Path, load: Any, form: str) -> None:
+    """A part of the type text has its text in `text`; of another field, templates print nothing."""
+    fields = ["type", "value"] if form == "value only" else ["type", "text", "value"]
+    kind = pa.list_(pa.struct([(name, pa.string()) for name in fields]))
+    messages = pa.list_(pa.struct([("role", pa.string()), ("content", kind)]))
+    wrong = [{"type": "text", "value": "a"}]
+    right = [{"type": "text", "text": "b"}]
+    contents = [wrong] if form == "value only" else [right, wrong]
+    rows = [[{"role": role, "content": each} for role in ("user", "assistant")] for each in contents]
+    name = "prompt" if load is gpuload.load else "messages"
+    pq.write_table(pa.table({name: pa.array(rows, messages)}), tmp_path / "a.parquet")
+    reason = "part 0 of the content of message 0 has no text, but the fields type, value"
+    if form == "value only":
+        with pytest.raises(NoRowsError, match=reason):
+            load(str(tmp_path / "a.parquet"), qwen, chat_template=PARTS)
+        return
+    found = load(str(tmp_path / "a.parquet"), qwen, chat_template=PARTS, verify="full")
+    assert len(found) == 1
+    assert found.report.rejected == {reason: 1}
+    assert "b" in qwen.decode(found[0]["input_ids" if load is gpuload.load_chats else "raw_prompt_ids"])

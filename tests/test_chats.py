@@ -654,24 +654,129 @@ def test_what_cannot_be_loaded(
         gpuload.load_chats(pa.table(table), qwen, **options)
 
 
+FORMS: dict[str, dict[str, Any]] = {
+    "messages": {"messages": CHATS[0]},
+    "prompt-completion": {"prompt": "Q", "completion": "A"},
+    "sharegpt": {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]},
+    "alpaca": {"instruction": "Q", "input": "", "output": "A"},
+}
+
+
+def labeled(form: str, name: str, labels: Any) -> pa.Table:
+    return pa.table({key: [value] * len(labels) for key, value in FORMS[form].items()} | {name: labels})
+
+
 @pytest.mark.parametrize(
-    "label", [{"label": [True, False]}, {"label": [1, 0]}, {"kto_tag": ["true", "false"]}], ids=str
+    ("name", "labels"),
+    [
+        ("label", [True, False]),
+        ("label", [1, 0]),
+        ("label", [True, True]),
+        ("kto_tag", [True, False]),
+        ("kto_tag", [1, 1]),
+        ("kto_tag", [0, 0]),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("form", ["messages", "prompt-completion", "sharegpt"])
-def test_labels_of_kto(qwen: Any, form: str, label: dict[str, list[Any]]) -> None:
-    columns = {
-        "messages": {"messages": [CHATS[0]] * 2},
-        "prompt-completion": {"prompt": ["Q"] * 2, "completion": ["A"] * 2},
-        "sharegpt": {"conversations": [[{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]] * 2},
-    }[form]
-    table = pa.table(columns | label)
-    message = f"Table: column '{next(iter(label))}' says which answers .* use load_pairs, or pass format='{form}'"
+@pytest.mark.parametrize("form", FORMS)
+def test_labels_of_kto(qwen: Any, form: str, name: str, labels: list[Any]) -> None:
+    table = labeled(form, name, labels)
+    remedy = "use load_pairs" if form != "alpaca" else "make columns prompt and completion, then use load_pairs"
+    message = f"Table: column '{name}' says which answers .* data for KTO: {remedy}, or pass format='{form}' to train"
     with pytest.raises(DataError, match=message):
         gpuload.load_chats(table, qwen)
-    assert len(gpuload.load_chats(table, qwen, format=form)) == 2
+    assert len(gpuload.load_chats(table, qwen, format=form)) == len(labels)
 
 
-@pytest.mark.parametrize("label", [[0, 1, 2], ["a", "b", "c"], [1, 1, None], [0.0, 1.0, 1.0]], ids=str)
+@pytest.mark.parametrize(
+    "labels",
+    [
+        [0.0, 1.0],
+        [1.0, None, 0.0],
+        ["true", "false"],
+        ["True", "False", None],
+        ["1", "0"],
+        pa.array(["true", "false"]).dictionary_encode(),
+        pa.array([1, 0], pa.decimal128(3, 1)),
+    ],
+    ids=str,
+)
+def test_labels_of_kto_that_are_neither_booleans_nor_integers(qwen: Any, labels: Any) -> None:
+    """load_pairs takes neither texts nor fractions."""
+    for name in ("label", "kto_tag"):
+        message = f"'{name}' says .*: convert '{name}' to booleans, then use load_pairs, or pass format='messages'"
+        with pytest.raises(DataError, match=message):
+            gpuload.load_chats(labeled("messages", name, labels), qwen)
+
+
+def test_labels_of_kto_of_any_types_in_json(qwen: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{"messages": CHATS[0], "label": label} for label in (True, "false", 1)]))
+    with pytest.raises(DataError, match="column 'label' says which answers"):
+        gpuload.load_chats(str(path), qwen)
+    path.write_text(json.dumps([{"messages": CHATS[0], "label": label} for label in (True, "maybe", {"a": 1})]))
+    assert len(gpuload.load_chats(str(path), qwen)) == 3
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "table"])
+@pytest.mark.parametrize("last", [0, 2])
+def test_all_labels_count_not_the_first_ones_only(qwen: Any, tmp_path: Path, name: str, last: int) -> None:
+    """Data is often sorted by label."""
+    table = labeled("prompt-completion", "label", [1] * 9000 + [0] * 10 + [last])
+    path, data = tmp_path / name, table
+    if name == "a.parquet":
+        pq.write_table(table, path, row_group_size=5000)
+    elif name == "a.jsonl":
+        path.write_text("\n".join(map(json.dumps, table.to_pylist())))
+    data = table if name == "table" else str(path)
+    if last == 2:
+        assert len(gpuload.load_chats(data, qwen)) == 9011
+        return
+    with pytest.raises(DataError, match="column 'label' says which answers"):
+        gpuload.load_chats(data, qwen)
+
+
+def test_labels_of_all_files_count(qwen: Any, tmp_path: Path) -> None:
+    for part, labels in enumerate(([1, 1], [0, 0])):
+        pq.write_table(labeled("messages", "label", labels), tmp_path / f"{part}.parquet")
+    with pytest.raises(DataError, match=r"0\.parquet: column 'label' says which answers"):
+        gpuload.load_chats(str(tmp_path), qwen)
+    pq.write_table(labeled("messages", "label", [3, 4]), tmp_path / "2.parquet")
+    assert len(gpuload.load_chats(str(tmp_path), qwen)) == 6
+
+
+def test_only_the_column_of_labels_is_read_for_this(qwen: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpuload.sources import read
+
+    pq.write_table(labeled("messages", "label", [1, 0]), tmp_path / "a.parquet")
+    decoded: list[list[str]] = []
+    read_row_group = read.read_row_group
+
+    def recorded(parquet: Any, again: Any, group: int, columns: list[str]) -> Any:
+        decoded.append(columns)
+        return read_row_group(parquet, again, group, columns)
+
+    monkeypatch.setattr(read, "read_row_group", recorded)
+    with pytest.raises(DataError, match="column 'label' says"):
+        gpuload.load_chats(str(tmp_path / "a.parquet"), qwen)
+    assert decoded == [["label"]]
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        [0, 1, 2],
+        [0, 1, 4],
+        ["a", "b", "c"],
+        ["true", "false", "maybe"],
+        [1, 1, None],
+        [0.0, 1.0, 0.5],
+        [1.0, 1.0, 1.0],
+        [[0], [1], [0]],
+        [None] * 3,
+    ],
+    ids=str,
+)
 def test_labels_of_classes(qwen: Any, label: list[Any]) -> None:
     assert len(gpuload.load_chats(pa.table({"messages": [CHATS[0]] * 3, "label": label}), qwen)) == 3
     assert len(gpuload.load_chats(pa.table({"text": ["a"] * 3, "label": [True, False, True]}), qwen)) == 3

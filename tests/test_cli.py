@@ -1,5 +1,6 @@
 """The command line, as a person would call it."""
 
+import json
 import os
 import re
 import subprocess
@@ -210,6 +211,28 @@ def test_names_do_not_control_the_terminal(
         captured = capsys.readouterr()
         assert re.findall(r"[^\n\x20-\x7e\xa1-\uffff]", captured.out + captured.err) == []
         assert "rows⟨U+001B⟩]0;title⟨U+0007⟩⟨U+001B⟩[2J⟨U+009B⟩31m.parquet" in captured.out + captured.err
+
+
+def test_warnings_do_not_control_the_terminal(
+    qwen_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """More than a fifth of the rows are dropped, and the reason has a field's name."""
+    file = tmp_path / f"rows{ESCAPES}.json"
+    parts = [{"type": "text", f"value{ESCAPES}": "a"}]
+    rows: list[Any] = [{"prompt": [{"role": "user", "content": content}]} for content in ("one", parts)]
+    file.write_text(json.dumps(rows))
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        shown = warnings.showwarning
+        warnings.showwarning = lambda *given: print(warnings.formatwarning(*given[:4]), file=sys.stderr)
+        try:
+            assert main(["prepare", str(file), "--tokenizer", qwen_folder]) == 0
+        finally:
+            warnings.showwarning = shown
+    captured = capsys.readouterr()
+    assert "gpuload: 1 of 2 rows were dropped" in captured.err
+    assert "value⟨U+001B⟩]0;title⟨U+0007⟩" in captured.err
+    assert re.findall(r"[^\n\x20-\x7e\xa1-\uffff]", captured.out + captured.err) == []
 
 
 def test_messages_name_arguments(

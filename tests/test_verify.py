@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,9 @@ from tiers import exhaustive
 import gpuload
 from gpuload.core import memory
 from gpuload.core.arrays import Ragged
-from gpuload.core.errors import HostMemoryError, MismatchError
+from gpuload.core.errors import DataError, HostMemoryError, MismatchError
 from gpuload.engines.host import encode as host
+from gpuload.engines.host.render import HostText
 from gpuload.engines.protocol import ArrowPrompts
 from gpuload.pipeline import verify
 from gpuload.pipeline.risk import RiskFinder
@@ -147,9 +150,84 @@ def test_a_row_for_which_there_is_too_little_memory_is_named(
     )
     with pytest.raises(HostMemoryError, match=message):
         gpuload.load(file, qwen, max_prompt_length=10**7, verify="full")
-    monkeypatch.setattr(host, "not_known_exact", lambda _: "not known")
-    with pytest.raises(HostMemoryError, match=r"a text has 5,\d{3},\d{3} bytes: to encode it, tokenizers takes about"):
-        gpuload.load(file, qwen, max_prompt_length=10**7)
+
+
+LONG = "word " * 1_000_000
+SHOULD = r"it has 5,\d{3},\d{3} bytes: to encode it, tokenizers takes about 75\d,\d{3},\d{3} bytes of memory, and 100,"
+
+
+@pytest.mark.parametrize("newer", ["", "\U0001fae8"])
+def test_a_row_that_cannot_be_encoded_is_dropped(
+    write: Callable[..., str], qwen: Any, monkeypatch: pytest.MonkeyPatch, newer: str
+) -> None:
+    """Where tokenizers encodes it: all rows, or for a code point that is newer than the tables of gigatoken."""
+    file = write([user("short"), user(LONG + newer), user("last"), user(LONG)])
+    if not newer:
+        monkeypatch.setattr(host, "not_known_exact", lambda _: "not known")
+    monkeypatch.setattr(memory, "free_memory", lambda: 10**8)
+    options = {"max_prompt_length": 10**7, "truncation": "right"}
+    found = gpuload.load(file, qwen, **options)
+    dropped = 1 if newer else 2
+    assert len(found) == 4 - dropped
+    assert sum(found.report.rejected.values()) == dropped
+    assert all(re.match(SHOULD, why) for why in found.report.rejected)
+    assert [found.origin(k)[1] for k in range(len(found))] == ([0, 2, 3] if newer else [0, 2])
+    with pytest.raises(DataError, match=f"data.parquet row 1: {SHOULD}"):
+        gpuload.load(file, qwen, strict=True, **options)
+    with pytest.raises(HostMemoryError, match=r"data.parquet row 1 has 5,\d{3},\d{3} bytes"):
+        gpuload.load(file, qwen, store="disk", **options)
+    monkeypatch.setattr(memory, "free_memory", lambda: 10**12)  # that it was dropped is in no cache
+    assert len(gpuload.load(file, qwen, **options)) == 4
+
+
+def test_long_rows_of_training_data_are_dropped(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda: 10**8)
+    emoji = LONG + "\U0001fae8"
+    limit = {"max_length": 10**7}
+    texts = {"prompt": ["Q", "Q", "Q"], "completion": ["A", emoji, "B"]}
+    answers = {"prompt": ["Q", "Q", "Q"], "chosen": ["A", emoji, "B"], "rejected": ["C", "D", "E"]}
+    said = [[{"role": "assistant", "content": text}] for text in texts["completion"]]
+    for load, table in (
+        (gpuload.load_chats, texts),
+        (gpuload.load_chats, {"messages": [user("Q") + each for each in said]}),
+        (gpuload.load_chats, {"prompt": [user("Q")] * 3, "completion": said}),
+        (gpuload.load_pairs, answers),
+    ):
+        rows = load(pa.table(table), qwen, **limit)
+        few = load(pa.table(table).take([0, 2]), qwen, **limit)
+        assert len(rows) == 2
+        assert [re.match(SHOULD, why) is not None for why in rows.report.rejected] == [True]
+        assert [rows[k] for k in range(2)] == [few[k] for k in range(2)]
+
+
+def test_what_threads_take_together_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two texts that have room one at a time, the second waits for the first."""
+    monkeypatch.setattr(memory, "free_memory", lambda: 10**9)
+    nbytes = 5 << 20  # some 786 MB
+    order: list[str] = []
+    inside, go_on = threading.Event(), threading.Event()
+
+    def encode(name: str) -> None:
+        with memory.room_to_encode(nbytes), memory.room_to_encode(nbytes, "the same text"):
+            order.append(f"{name} begins")
+            inside.set()
+            assert go_on.wait(60)
+            order.append(f"{name} ends")
+
+    threads = [threading.Thread(target=encode, args=(name,)) for name in ("first", "second")]
+    threads[0].start()
+    assert inside.wait(60)
+    threads[1].start()
+    with memory.room_to_encode(1000):  # short texts do not wait
+        threads[1].join(0.2)
+        assert order == ["first begins"]
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert order == ["first begins", "first ends", "second begins", "second ends"]
+    assert memory._reserved == {}
+    with pytest.raises(HostMemoryError, match="a text has"), memory.room_to_encode(2 * nbytes):
+        raise AssertionError
 
 
 ONE_ROW = """
@@ -175,6 +253,60 @@ def test_memory_for_a_long_row(write: Callable[..., str], gsm8k: str, qwen_folde
     rows, added = map(int, done.stdout.split())
     assert rows == 1
     assert added < 30 * 8 * 10**6
+
+
+NEWER_THAN_UNICODE_14 = """
+import resource, sys
+import gpuload
+from transformers import AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])
+gpuload.load(sys.argv[1], tokenizer, device="cpu")
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 2 * 10**9, resource.RLIM_INFINITY))
+found = gpuload.load(sys.argv[3], tokenizer, device="cpu", max_prompt_length=10**8)
+print(len(found), found.origin(0)[1], found.origin(1)[1])
+print(*found.report.rejected)
+"""
+
+
+@exhaustive
+def test_a_long_row_with_a_recent_emoji_does_not_end_a_load(
+    write: Callable[..., str], gsm8k: str, qwen_folder: str
+) -> None:
+    """`tokenizers` would take some 3 GB for it, and the process would be aborted or killed."""
+    text = "a word and another " * 10**6
+    file = write([user("short"), user(text + "\U0001fae8"), user(text)])
+    command = [sys.executable, "-c", NEWER_THAN_UNICODE_14, gsm8k, qwen_folder, file]
+    env = os.environ | {"PYTHONPATH": str(Path(gpuload.__file__).parents[1])}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows, reason = done.stdout.splitlines()
+    assert rows == "2 0 2"
+    assert re.match(
+        r"it has 19,\d{3},\d{3} bytes: to encode it, tokenizers takes about 2,8\d\d,.* split the row", reason
+    )
+
+
+def test_shapes_of_json_are_looked_for_within_the_time(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [user("q") if k % 2 else [*user("q"), {"role": "assistant", "content": "a"}] for k in range(1000)]
+    prompts = ArrowPrompts(pa.array([json.dumps(row) for row in rows], JSON_TYPE))
+    whole = verify.shapes_of(prompts)
+    assert len(whole.shapes) == 1000
+    assert len(set(whole.shapes.tolist())) == 2
+    assert whole.rows.tolist() == [0, 0]
+    looks = iter([False, False, True])
+    part = verify.shapes_of(prompts, lambda: next(looks))
+    assert part.shapes.tolist() == whole.shapes[:512].tolist()
+    assert sorted(part.forms.tolist()) == sorted(whole.forms.tolist())
+    assert len(verify.shapes_of(prompts, lambda: True).shapes) == 0
+    # A load whose time is over after a part of the rows compares rows all the same.
+    monkeypatch.setattr(verify, "_SHAPE_SHARE", 0.0)
+    verifier = verify.Verifier("sample", Reference(qwen), 1000)
+    texts = [Reference(qwen).render(row) for row in rows]
+    ids = Ragged.from_lists(Reference(qwen).encode_many(texts))
+    text = HostText(text=pa.array(texts, pa.large_string()))
+    assert verifier.compare("rows", np.arange(1000), prompts, text, ids.take) >= 16
+    assert verifier.check.mismatches == []
 
 
 def test_a_sample_stops_when_its_time_is_spent(

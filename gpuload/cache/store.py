@@ -154,7 +154,7 @@ class TokenCache:
         writer = self._writers[number]
         if writer is None:
             return
-        if rows[0] - source.first_row != writer.rows or rows[-1] - rows[0] >= len(rows):
+        if tokens.transient or rows[0] - source.first_row != writer.rows or rows[-1] - rows[0] >= len(rows):
             writer.discard()  # max_samples skips rows, and an entry must have all of them
             self._writers[number] = None
             return

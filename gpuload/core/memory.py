@@ -1,6 +1,9 @@
 """How much memory this process may still take, and whether that is enough."""
 
-from contextlib import suppress
+import resource
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gpuload.core.errors import HostMemoryError
@@ -8,31 +11,73 @@ from gpuload.core.errors import HostMemoryError
 _CGROUP = Path("/sys/fs/cgroup")
 
 _PER_BYTE = 150  # bytes that tokenizers 0.23 takes while it encodes a byte of text: 110 to 150 were measured
-_LONG = 1 << 22  # bytes of text: below, nobody asks the system
+LONG_TEXT = 1 << 22
+"""Bytes of text: below, nobody asks the system."""
+
+_reserved: dict[int, int] = {}  # thread → bytes that it may be taking now to encode a long text
+_released = threading.Condition()
 
 
-def check_room_to_encode(nbytes: int, place: str = "a text") -> None:
+class NoRoomError(HostMemoryError):
+    """There is too little memory for `tokenizers` to encode one text.
+
+    Attributes:
+        why: the message without the text's place.
+    """
+
+    def __init__(self, place: str, why: str):
+        super().__init__(f"{place} {why}")
+        self.why = why
+
+
+@contextmanager
+def room_to_encode(nbytes: int, place: str = "a text") -> Iterator[None]:
     """Checks that there is memory for `tokenizers` to encode one text; without it, the system kills the process.
+
+    What other threads may be taking at the same time counts as well. If there is too little because of them, this one
+    waits until they are done: whether a row is encoded does not depend on its neighbors.
 
     Args:
         nbytes: of the text.
         place: which one it is, for the message.
 
     Raises:
-        HostMemoryError: there is too little.
+        NoRoomError: there is too little.
     """
-    needed, free = _PER_BYTE * nbytes, free_memory() if nbytes > _LONG else None
-    if free is not None and needed > free:
-        raise HostMemoryError(
-            f"{place} has {nbytes:,} bytes: to encode it, tokenizers takes about {needed:,} bytes of memory, and "
-            f"{free:,} are free: split the row or remove it"
-        )
+    me, needed = threading.get_ident(), _PER_BYTE * nbytes
+    if nbytes <= LONG_TEXT or needed <= _reserved.get(me, 0):  # the latter: a call within a call, for the same text
+        yield
+        return
+    with _released:
+        while (free := free_memory()) is not None:
+            # What others have taken already counts twice, which is on the safe side.
+            others = sum(held for thread, held in _reserved.items() if thread != me)
+            if needed + others <= free:
+                break
+            if not others:
+                raise NoRoomError(
+                    place,
+                    f"has {nbytes:,} bytes: to encode it, tokenizers takes about {needed:,} bytes of memory, and "
+                    f"{free:,} are free: split the row or remove it",
+                )
+            _released.wait()
+        before = _reserved.get(me, 0)
+        _reserved[me] = needed
+    try:
+        yield
+    finally:
+        with _released:
+            _reserved[me] = before
+            if not before:
+                del _reserved[me]
+            _released.notify_all()
 
 
 def free_memory() -> int | None:
-    """Bytes that are free on this machine, or in this container if that is less; None if the system does not say.
+    """Bytes that are free on this machine, or in this container or for this process if that is less; None if the system
+    does not say.
 
-    From `/proc/meminfo`, and the limits of the second version of Linux' control groups.
+    From `/proc/meminfo`, the limits of the second version of Linux' control groups, and that of the address space.
     """
     with suppress(OSError, KeyError, ValueError):
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
@@ -41,5 +86,9 @@ def free_memory() -> int | None:
             limit = int((_CGROUP / "memory.max").read_text())
             held = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
             free = min(free, limit - int(held["anon"]))  # other pages can be dropped
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if limit != resource.RLIM_INFINITY:
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            free = min(free, limit - pages * resource.getpagesize())
         return max(free, 0)
     return None

@@ -249,6 +249,7 @@ class Tokenized(RowCounts):
         text_nbytes: their sum.
         fallback_rows: rows that the engine's own tokenizer handed to another one.
         invalid: row → which of its other columns is not valid; None where that is not known yet.
+        transient: some rows are rejected for a reason that another load may not have, so no cache may keep these.
     """
 
     ids: Ragged
@@ -256,6 +257,7 @@ class Tokenized(RowCounts):
     text_nbytes: int
     fallback_rows: int = 0
     invalid: dict[int, str] | None = None
+    transient: bool = False
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -14,7 +14,7 @@ Reading, rendering and encoding of successive batches overlap (`stream.py`).
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -30,6 +30,7 @@ from gpuload.cache.store import TokenCache
 from gpuload.core.arrays import Ragged, RowNumbers, offsets_of
 from gpuload.core.errors import MORE_MEMORY, DeviceError, GpuloadError, HostMemoryError, MismatchError, NoRowsError
 from gpuload.core.files import cache_root, remove_orphans
+from gpuload.core.memory import NoRoomError
 from gpuload.core.options import Options, Store
 from gpuload.dataset.fingerprint import fingerprint
 from gpuload.dataset.origins import Origins
@@ -38,11 +39,12 @@ from gpuload.dataset.rows import Loaded
 from gpuload.engines.choose import EngineBuilder
 from gpuload.engines.protocol import Engine
 from gpuload.pipeline.filter import all_dropped, filter_rows
-from gpuload.pipeline.keep_in_memory import InMemory, choose_keeper
+from gpuload.pipeline.keep_in_memory import InMemory, Keeper, choose_keeper
 from gpuload.pipeline.keep_on_disk import choose_disk, fits_on_disk
 from gpuload.pipeline.kind import Dataset, Kind
+from gpuload.pipeline.long_rows import rendered_without, rows_without_room
 from gpuload.pipeline.ranks import Ranks, joined
-from gpuload.pipeline.stream import Batch, Parts, ahead, choose_rows, one_by_one, read, side_by_side, wanted_order
+from gpuload.pipeline.stream import Batch, ahead, choose_rows, one_by_one, read, side_by_side, wanted_order
 from gpuload.pipeline.verify import Verifier
 from gpuload.reference.reference import Reference
 from gpuload.reference.volatile import contains_randomness, volatile_reason
@@ -229,7 +231,7 @@ def _run(job: Job[Dataset], engine: Engine) -> Dataset:
         kept = choose_keeper(sources, wanted, engine, job.reference, clock, options, report)
         stack.callback(kept.discard)
         bar = stack.enter_context(_progress_bar(num_rows, options.progress))
-        for batch in _encoded(job, wanted, engine, kept.open, verifier, report.seconds, stack):
+        for batch in _encoded(job, wanted, engine, kept, verifier, report.seconds, stack):
             job.check()
             source = sources[batch.source]
             assert batch.tokens is not None
@@ -265,7 +267,7 @@ def _encoded(
     job: Job[Any],
     wanted: RowNumbers | None,
     engine: Engine,
-    open_source: Callable[[int], Parts],
+    kept: Keeper,
     verifier: Verifier,
     seconds: dict[str, float],
     stack: ExitStack,
@@ -277,7 +279,23 @@ def _encoded(
         batch.text = engine.render(batch.prompts)
 
     def encode(batch: Batch) -> None:
+        try:
+            batch.tokens = engine.encode(batch.text)
+        except NoRoomError:
+            encode_others(batch)
+
+    def encode_others(batch: Batch) -> None:
+        """Without the rows for which there is too little memory, where rows may be dropped and no file has them all."""
+        assert batch.prompts is not None
+        assert batch.text is not None
+        found = rows_without_room(engine, batch.prompts, batch.text)
+        if found and (job.keep_rejected or not isinstance(kept, InMemory) or engine is not engine.host):
+            row, error = next(iter(found.items()))
+            raise NoRoomError(f"{job.sources[batch.source].name} row {batch.rows[row]}", error.why)
+        if found:
+            batch.text = rendered_without(engine, batch.prompts, {row: f"it {e.why}" for row, e in found.items()})
         batch.tokens = engine.encode(batch.text)
+        batch.tokens.transient = bool(found)
 
     def compare(batch: Batch) -> Batch:
         if batch.prompts is not None and batch.text is not None and batch.tokens is not None:
@@ -289,7 +307,7 @@ def _encoded(
     threads = {name: stack.enter_context(ThreadPoolExecutor(1, name)) for name in ("read", "verify")}
     # On a device each stage has one thread, with its stream.
     on_host = engine.name != "cuda"
-    batches = ahead(read(job.sources, open_source, wanted, seconds, several=on_host), threads["read"])
+    batches = ahead(read(job.sources, kept.open, wanted, seconds, several=on_host), threads["read"])
     batches = (side_by_side if on_host else one_by_one)({"render": render, "encode": encode}, batches, seconds, stack)
     return ahead(map(compare, batches), threads["verify"])
 

@@ -6,7 +6,7 @@ column: as numbers that are equal for equal shapes, in all batches of a load.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from gpuload.sources.types import JSON_TYPE, is_messages
 
 
 class Shapes(NamedTuple):
-    """The shapes of n rows.
+    """The shapes of the first n rows of a batch.
 
     Attributes:
         shapes: (n,) int64, a number for each row's shape.
@@ -35,13 +35,34 @@ class Shapes(NamedTuple):
     rows: Ints
 
 
-def shapes_of(prompts: Prompts) -> Shapes:
-    """The shapes of all rows. On a device, numbers of rows and of forms come to the host, and no text but roles."""
+_JSON_ROWS = 256  # that are parsed between two looks at the time
+
+
+def shapes_of(prompts: Prompts, is_over: Callable[[], bool] = lambda: False) -> Shapes:
+    """The shapes of all rows. On a device, numbers of rows and of forms come to the host, and no text but roles.
+
+    Args:
+        is_over: whether the time for this is over. Then JSON, which is parsed row by row, is not looked at any further,
+            and the last rows have no shapes.
+    """
     if isinstance(prompts, Conversations):
         with prompts.ops.current():
             return _of_conversations(prompts)
     assert isinstance(prompts, ArrowPrompts)
+    if prompts.column.type == JSON_TYPE:
+        return _of_json(prompts.column, is_over)
     return _of_column(prompts.column)
+
+
+def _of_json(column: pa.Array, is_over: Callable[[], bool]) -> Shapes:
+    found = [_of_values([])]
+    for low in range(0, len(column), _JSON_ROWS):
+        if is_over():
+            break
+        part = _of_values(to_python(column.slice(low, _JSON_ROWS)))
+        found.append(part._replace(rows=part.rows + low))
+    shapes, forms, rows = (np.concatenate([part[k] for part in found]) for k in range(3))
+    return Shapes(shapes, *_first(forms, rows))
 
 
 def _of_column(column: pa.Array) -> Shapes:

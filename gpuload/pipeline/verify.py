@@ -26,7 +26,7 @@ import numpy as np
 
 from gpuload.core.arrays import Ragged
 from gpuload.core.errors import GpuloadError
-from gpuload.core.memory import check_room_to_encode
+from gpuload.core.memory import room_to_encode
 from gpuload.core.options import Verify
 from gpuload.dataset.report import Check
 from gpuload.engines.protocol import ArrowPrompts, Prompts, RenderedText
@@ -45,6 +45,7 @@ _SHARE = 1 / 1024  # of the rows, and of the bytes of text, that are compared
 _SEARCHED_SHARE = 1 / 256  # of the bytes of text
 _SHAPE_ROWS = 256
 _FORM_ROWS = 64  # of them, for new forms of messages only: where all shapes differ, the first rows would take all
+_SHAPE_SHARE = 0.5  # of the seconds, beyond which no further rows of JSON are parsed for their shapes
 _MARK_ROWS = 64
 _MARK_SHARE = 0.25  # of the seconds, beyond which none are looked for
 _MOST_SHAPES = 1 << 20  # numbers of shapes that are remembered
@@ -114,9 +115,9 @@ class Verifier:
                 if self._mode == "sample" and self.check.rows and self._time_is_over():
                     break
                 place = f"{source} row {numbers[row]}"
-                check_room_to_encode(int(text.sizes[row]), place)
-                self._compare(place, prompt, found[int(at)].tolist())
-                if self._shapes is not None:
+                with room_to_encode(int(text.sizes[row]), place):
+                    self._compare(place, prompt, found[int(at)].tolist())
+                if self._shapes is not None and row < len(self._shapes.shapes):
                     self._compared.add(int(self._shapes.shapes[row]))
         self.check.seconds = self._spent + time.thread_time() - self._began
         self.check.shapes, self.check.shapes_not_compared = len(self._seen), len(self._seen - self._compared)
@@ -151,7 +152,8 @@ class Verifier:
 
     def _new_shapes(self, prompts: Prompts, sizes: Rows, usable: Rows) -> list[int]:
         """Rows with a new form of a message, then the shortest row of each shape that was not compared so far."""
-        self._shapes = found = shapes_of(prompts)
+        self._shapes = found = shapes_of(prompts, lambda: self._time_is_over(_SHAPE_SHARE))
+        usable = usable[usable < len(found.shapes)]
         shapes = found.shapes[usable]
         if len(self._seen) < _MOST_SHAPES:
             self._seen.update(np.unique(shapes).tolist())

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any, Self
 
 from gpuload.core.errors import TokenizerError
-from gpuload.core.memory import check_room_to_encode
+from gpuload.core.memory import room_to_encode
 from gpuload.core.options import is_template, template_source
 from gpuload.reference.control_tokens import FIRST_VERSION
 from gpuload.reference.hub import hub_problem, is_path
@@ -210,8 +210,8 @@ class Reference:
 
     def encode(self, text: str) -> list[int]:
         """The token ids of a text, without adding special tokens."""
-        check_room_to_encode(len(text))
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        with room_to_encode(len(text)):
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` for several texts in one call."""

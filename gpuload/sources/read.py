@@ -41,6 +41,7 @@ class Source:
         frame: a `cudf.DataFrame`, whose columns a GPU engine uses zero-copy.
         without: as `batches`, without the named column, if any, and decoded by several threads; None where that would
             save nothing.
+        only: as `batches`, with the named column alone; None where that would save nothing.
         content: digest of the values of the named columns as they are in the file now; None for a frame in memory.
         form: what a column is made of that is not in the file.
         decoded_bytes: about how many bytes the values of the named columns have in memory; None for all columns.
@@ -57,6 +58,7 @@ class Source:
     parquet: str | None = None
     frame: Any = None
     without: Callable[[str | None], Iterator[pa.Table]] | None = None
+    only: Callable[[str], Iterator[pa.Table]] | None = None
     content: Callable[..., bytes] | None = None
     form: str = ""
     decoded_bytes: Callable[[Collection[str] | None], int] = lambda names: 0
@@ -114,7 +116,9 @@ def open_frame(frame: Any, name: str) -> Source:
 
 def _open_cudf(frame: Any, name: str) -> Source:
     def tables(hidden: str | None) -> Iterator[pa.Table]:
-        shown = frame if hidden is None else frame.drop(columns=[hidden])
+        return slices(frame if hidden is None else frame.drop(columns=[hidden]))
+
+    def slices(shown: Any) -> Iterator[pa.Table]:
         return _slices(shown.to_arrow(preserve_index=False), name)
 
     sample = frame.head(64).to_arrow(preserve_index=False)
@@ -129,6 +133,7 @@ def _open_cudf(frame: Any, name: str) -> Source:
         identity,
         frame=frame,
         without=tables,
+        only=lambda column: slices(frame[[column]]),
         decoded_bytes=lambda names: nbytes if names is None else nbytes * len(names) // max(1, len(sample.schema)),
     )
 
@@ -154,6 +159,12 @@ def other_columns(source: Source, prompt_key: str, keep_prompts: bool) -> Iterat
         counts = (min(BATCH_ROWS, source.num_rows - row) for row in range(0, source.num_rows, BATCH_ROWS))
         return (pa.table({prompt_key: pa.nulls(count)}) for count in counts)
     return source.without(prompt_key)
+
+
+def one_column(source: Source, name: str) -> Iterator[pa.ChunkedArray]:
+    """The values of one column in order, without reading the others where possible."""
+    tables = source.batches() if source.only is None else source.only(name)
+    return (table.column(name) for table in tables)
 
 
 def is_frame(data: object) -> bool:
@@ -263,6 +274,7 @@ def _open_parquet(file: SourceFile, index_columns: bool, some: range | None, onl
         str(size).encode() + footer,
         parquet=file.path if some is None and file.remote is None else None,
         without=lambda name: _read_parquet(local, rows, _decode_parts(local, hidden | {name}, parts)),
+        only=lambda name: _read_parquet(local, rows, _decode_parts(local, set(schema.names) - {name}, parts)),
         content=lambda *names: column_digest(local, *names, groups=some),
         decoded_bytes=lambda names: decoded_size(metadata, names),
         file=local,

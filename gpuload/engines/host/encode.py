@@ -28,7 +28,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.core.arrays import Ragged, offsets_of
-from gpuload.core.memory import check_room_to_encode
+from gpuload.core.memory import room_to_encode
 from gpuload.engines.host.acceptance import acceptance_texts
 from gpuload.engines.host.texts import Bytes, Ints
 from gpuload.reference.reference import Reference
@@ -217,9 +217,9 @@ def _tokenizers(reference: Reference) -> HostEncoder:
         while low < len(text):
             # Its results take some 30 times as much memory as the text, until they are converted.
             high = max(low + 1, int(np.searchsorted(offsets, offsets[low] + _CALL_BYTES, side="right")) - 1)
-            check_room_to_encode(int(sizes[low:high].max()))
-            rows = _without_panic(encode_all, text.slice(low, high - low).to_pylist())
-            parts.append(Ragged.from_lists([row.ids for row in rows]))
+            with room_to_encode(int(sizes[low:high].max())):
+                rows = _without_panic(encode_all, text.slice(low, high - low).to_pylist())
+                parts.append(Ragged.from_lists([row.ids for row in rows]))
             low = high
         return Ragged.concatenate(parts)
 

@@ -25,7 +25,8 @@ from gpuload.kinds.chats.reference import ChatReference
 from gpuload.kinds.training_options import TrainingDefaults, training_options
 from gpuload.pipeline.kind import Kind
 from gpuload.pipeline.run import load_given
-from gpuload.sources.read import Source
+from gpuload.sources.columns import to_python
+from gpuload.sources.read import Source, one_column
 from gpuload.template.marks import UnknownAnswersError
 from gpuload.template.turns import unknown
 
@@ -36,8 +37,11 @@ _CHOICES: dict[str, tuple[LossOn, ...]] = {
 }
 """What can have loss in data of each format; the first is the default."""
 
-_LABELED = ("messages", "sharegpt", "prompt-completion")
+_LABELED = ("messages", "sharegpt", "prompt-completion", "alpaca")
 """Formats that data for KTO may have, too."""
+
+_GOOD, _BAD = (1, "1", "1.0", "true"), (0, "0", "0.0", "false")
+"""Labels of good and of bad answers, in any form in which people write truth values."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +95,18 @@ class ChatKind(Kind[ChatDataset]):
                     "format= to train on the other columns as they are"
                 )
         name = one_format({source.name: self._found_in(source).name for source in sources})
-        for source in sources:
-            if self.format is None and name in _LABELED and (label := _label_of(source)):
-                raise DataError(
-                    f"{source.name}: column {label!r} says which answers are good ones, as in data for KTO: use "
-                    f"load_pairs, or pass format={name!r} to train on all answers, also on bad ones"
-                )
+        if self.format is None and name in _LABELED and (found := _label_of(sources)):
+            source, label = found
+            kind = source.schema.field(label).type
+            steps = ["make columns prompt and completion"] if name == "alpaca" else []
+            if not pa.types.is_boolean(kind) and not pa.types.is_integer(kind):
+                steps.append(f"convert {label!r} to booleans")
+            steps.append("use load_pairs")
+            remedy = ", then ".join(steps)
+            raise DataError(
+                f"{source.name}: column {label!r} says which answers are good ones, as in data for KTO: {remedy}, or "
+                f"pass format={name!r} to train on all answers, also on bad ones"
+            )
         return name
 
     def _found_in(self, source: Source) -> Format:
@@ -127,7 +137,8 @@ class ChatKind(Kind[ChatDataset]):
         return reasons | dict.fromkeys(np.flatnonzero(without_loss(ids)).tolist(), why)
 
     def nothing_left(self, report: Report) -> GpuloadError | None:
-        reasons = list(report.rejected)
+        # Of rows without messages, nothing is known about the template.
+        reasons = [reason for reason in report.rejected if not reason.endswith(("is null", "is an empty list"))]
         if reasons and all(reason.startswith(UnknownAnswersError.__name__) for reason in reasons):
             return unknown(reasons[0].partition(": ")[2])
         return None
@@ -166,19 +177,39 @@ def load_chats(files: Any, tokenizer: Any = None, /, **options: Unpack[ChatKeywo
     return load_given(ChatKind, files, tokenizer, options)
 
 
-def _label_of(source: Source) -> str | None:
-    """The column that says whether the answer of a row is a good one; None if there is none.
+def _label_of(sources: Sequence[Source]) -> tuple[Source, str] | None:
+    """The first source with a column that says whether the answer of a row is a good one, and the column.
 
-    A column `label` of integers may mean something else: it counts if the first rows have 0 and 1, and nothing else.
+    `kto_tag` has no other meaning, and a boolean `label` hardly any. A `label` of another type may as well be the
+    number or the name of a class: it counts if, in all rows of all sources, it has both truth values and nothing else.
+    Ones alone do not: they may be the class of all rows, and if not, all answers are good ones.
     """
-    name = next((each for each in LABELS if each in source.schema.names), None)
-    if name is None:
-        return None
-    kind = source.schema.field(name).type
-    if name != "label" or pa.types.is_boolean(kind):
-        return name
-    if not pa.types.is_integer(kind):
-        return None
-    first = next(iter(source.batches()), None)
-    values = set() if first is None else set(pc.unique(first.column(name).drop_null()).to_pylist())
-    return name if values == {0, 1} else None
+    unclear = []
+    for source in sources:
+        name = next((each for each in reversed(LABELS) if each in source.schema.names), None)
+        if name is not None and (name != "label" or pa.types.is_boolean(source.schema.field(name).type)):
+            return source, name
+        unclear += [(source, name)] if name else []
+    seen: set[bool | None] = set()
+    for source, name in unclear:
+        for column in one_column(source, name):
+            seen |= set(map(_is_good, _distinct(column)))
+            if None in seen:
+                return None
+    return unclear[0] if seen == {True, False} else None
+
+
+def _distinct(column: pa.ChunkedArray) -> list[Any]:
+    """The different values of a column, without null; those of a nested type are not compared."""
+    values = column.combine_chunks()
+    if isinstance(values, pa.ExtensionArray):  # JSON of mixed shapes
+        return to_python(type(values).from_storage(values.type, pc.unique(values.storage.drop_null())))
+    if pa.types.is_nested(values.type):
+        return to_python(values.drop_null()[:1])
+    return list(to_python(pc.unique(values.drop_null())))
+
+
+def _is_good(value: Any) -> bool | None:
+    """The truth value that a label stands for; None if it is something else."""
+    value = value.lower() if isinstance(value, str) else value
+    return True if value in _GOOD else False if value in _BAD else None
