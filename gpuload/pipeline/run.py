@@ -59,6 +59,7 @@ class Job(Generic[Dataset]):
         sources: the opened files, or the frame, each with the column that rows are made of.
         reference: the tokenizer.
         options: of the load.
+        started: when its opening began (`time.perf_counter()`), for the report.
         tokenizer: as the user has given it; None for one that was opened before.
         keep_rejected: keep rows that cannot be rendered, without tokens, instead of dropping them.
         wanted: the numbers of the rows to take, over all sources, in the order of the dataset; None for all.
@@ -69,6 +70,7 @@ class Job(Generic[Dataset]):
     sources: list[Source]
     reference: Reference
     options: Options
+    started: float
     tokenizer: Any = None
     keep_rejected: bool = False
     wanted: RowNumbers | None = None
@@ -108,30 +110,31 @@ def load_given(
     tokenizer = by_name if tokenizer is None else tokenizer
     with joined(given.get("distributed") is True):  # what fails on one rank fails on all
         parsed, options = kind.parse(given)
-        return run(open_job(parsed, open_all(files, options), tokenizer, options), started, build_engine)
+        return run(open_job(parsed, open_all(files, options), tokenizer, options, started), build_engine)
 
 
-def open_job(kind: Kind[Dataset], opened: Sequence[Source], tokenizer: Any, options: Options) -> Job[Dataset]:
+def open_job(
+    kind: Kind[Dataset], opened: Sequence[Source], tokenizer: Any, options: Options, started: float
+) -> Job[Dataset]:
     """Finds the format of opened files, and opens the tokenizer.
 
     Args:
         tokenizer: as for `gpuload.load`, or a `Reference` of this kind.
+        started: see `Job`.
     """
     kind, sources, options = kind.resolve(opened, options)
     known = isinstance(tokenizer, Reference)
     reference = tokenizer if known else kind.reference(tokenizer, options)
     sources = [kind.column(source, options, reference) for source in sources]
-    return Job(kind, sources, reference, options, None if known else tokenizer)
+    return Job(kind, sources, reference, options, started, None if known else tokenizer)
 
 
-def run(job: Job[Dataset], started: float | None = None, build_engine: EngineBuilder | None = None) -> Dataset:
+def run(job: Job[Dataset], build_engine: EngineBuilder | None = None) -> Dataset:
     """Loads what is open.
 
     Args:
-        started: when the opening began (`time.perf_counter()`), for the report.
         build_engine: builds the engine; None for the one that the kind needs.
     """
-    started = time.perf_counter() if started is None else started
     build_engine = build_engine or job.kind.engine
     options = job.options
     for directory in (cache_root(options.cache_dir), tokens_directory(options.cache_dir)):
@@ -140,7 +143,7 @@ def run(job: Job[Dataset], started: float | None = None, build_engine: EngineBui
         _ = job.reference.pad_token_id  # raises before any work, if there is none
         rows = sum(source.num_rows for source in job.sources)
         job = replace(job, wanted=choose_rows(rows, options.max_samples, options.shuffle, options.seed))
-        opened = time.perf_counter() - started
+        opened = time.perf_counter() - job.started
         if ranks is not None:
             job = _shared(job, ranks)
         if ranks is None or job.options.store == "memory":
@@ -149,7 +152,7 @@ def run(job: Job[Dataset], started: float | None = None, build_engine: EngineBui
             dataset = ranks.one_per_machine(partial(_exact, replace(job, ranks=None), build_engine))
     if job.tokenizer is not None:
         remember(job.tokenizer, options, job.reference)
-    dataset.report.seconds |= {"open": opened, "total": time.perf_counter() - started}
+    dataset.report.seconds |= {"open": opened, "total": time.perf_counter() - job.started}
     if not job.keep_rejected and (warning := dataset.report.warning()):
         warnings.warn(warning, stacklevel=4)  # the line that calls `load`
     return dataset
