@@ -115,10 +115,15 @@ class InMemory:
     def numbers(self) -> RowNumbers:
         return np.concatenate([np.zeros(0, np.int64), *self._numbers])
 
-    def exchange(self, ranks: Ranks, report: Report) -> Report:
-        """Adds the rows of the other ranks, and returns the report of all of them."""
-        own = KeptRows(self._ids, self._tables, self.numbers(), report)
-        self._ids, self._tables, numbers, report = ranks.exchange(own, partial(self._engine.keep, rows=None))
+    def exchange(self, ranks: Ranks, report: Report, shapes: dict[int, bool]) -> Report:
+        """Adds the rows of the other ranks, and returns the report of all of them.
+
+        Args:
+            ranks: the others.
+            report, shapes: of this rank's rows, see `KeptRows`.
+        """
+        own = KeptRows(self._ids, self._tables, self.numbers(), report, shapes)
+        self._ids, self._tables, numbers, report, _ = ranks.exchange(own, partial(self._engine.keep, rows=None))
         self._numbers = [numbers]
         return report
 

@@ -247,7 +247,7 @@ def _run(job: Job[Dataset], engine: Engine) -> Dataset:
             report.notes.append(f"prompts differ from run to run: {reason}")
         if job.ranks is not None:
             assert isinstance(kept, InMemory)  # ranks load a store on disk one after the other
-            report = kept.exchange(job.ranks, report)
+            report = kept.exchange(job.ranks, report, verifier.shapes)
         report.rows_kept = len(kept)
         if not report.rows_kept:
             raise job.kind.nothing_left(report) or NoRowsError(all_dropped(report), report)
