@@ -34,7 +34,7 @@ from gpuload.core.memory import free_memory
 from gpuload.core.options import Options
 from gpuload.engines.protocol import Engine
 from gpuload.pipeline.filter import Mask, kept_columns
-from gpuload.pipeline.stream import Batch, Parts
+from gpuload.pipeline.stream import Encoded, Parts
 from gpuload.sources.columns import Columns
 from gpuload.sources.read import Source
 from gpuload.sources.remote import RemoteFile, changed
@@ -140,13 +140,12 @@ class OnDisk:
             return _stored(files.entry, files.columns)
         return (files.entry or self._engine).read(source, options.prompt_key, options.return_raw_chat)
 
-    def add(self, batch: Batch, keep: Mask, numbers: RowNumbers) -> None:
+    def add(self, batch: Encoded, keep: Mask, numbers: RowNumbers) -> None:
         """Writes n rows, and remembers which of them to keep; see `Keeper`.
 
         Raises:
             StoreError: they cannot be written.
         """
-        assert batch.tokens is not None
         files = self._files[batch.source]
         try:
             if batch.source != self._last:  # the source before this one has no more rows
@@ -247,9 +246,8 @@ class OnDisk:
         found = [(files.entry, files.columns) for files in self._files]
         return {each.path for both in found for each in both if each is not None}
 
-    def _write(self, batch: Batch, files: _Files) -> None:
-        source, tokens = self._sources[batch.source], batch.tokens
-        assert tokens is not None
+    def _write(self, batch: Encoded, files: _Files) -> None:
+        source = self._sources[batch.source]
         if files.entry is not None and files.columns is not None:
             return
         self._unfinished = self._unfinished or Unfinished(self.directory)
@@ -258,7 +256,7 @@ class OnDisk:
             if files.tokens is None:
                 name = f"{batch.source}{IDS}"  # a file may be given twice: its key is not enough
                 files.tokens = EntryWriter(directory, self.cache.key_of(source) or name, source.name, name)
-            files.tokens.write(tokens, batch.compared)
+            files.tokens.write(batch.tokens, batch.compared)
         if files.columns is None:
             if files.writer is None:
                 path = directory / f"{batch.source}{COLUMNS}"

@@ -37,15 +37,27 @@ from gpuload.dataset.report import Report
 from gpuload.dataset.rows import Loaded
 from gpuload.engines.choose import EngineBuilder
 from gpuload.engines.protocol import Engine
-from gpuload.pipeline.filter import all_dropped, filter_rows
+from gpuload.pipeline.filter import all_dropped, filter_rows, without
 from gpuload.pipeline.keep_in_memory import InMemory, choose_keeper
 from gpuload.pipeline.keep_on_disk import choose_disk, fits_on_disk
 from gpuload.pipeline.kind import Dataset, Kind
 from gpuload.pipeline.ranks import Ranks, joined
-from gpuload.pipeline.stream import Batch, Parts, ahead, choose_rows, one_by_one, read, side_by_side, wanted_order
+from gpuload.pipeline.stream import (
+    Batch,
+    Encoded,
+    Parts,
+    Rendered,
+    ahead,
+    choose_rows,
+    one_by_one,
+    read,
+    side_by_side,
+    wanted_order,
+)
 from gpuload.pipeline.verify import Verifier
 from gpuload.reference.reference import Reference
 from gpuload.reference.volatile import contains_randomness, volatile_reason
+from gpuload.sources.columns import invalid_rows
 from gpuload.sources.open import open_all
 from gpuload.sources.read import Source, check_unchanged
 
@@ -235,7 +247,6 @@ def _run(job: Job[Dataset], engine: Engine) -> Dataset:
         for batch in _encoded(job, wanted, engine, kept.open, verifier, report.seconds, stack):
             job.check()
             source = sources[batch.source]
-            assert batch.tokens is not None
             lengths, useless = job.kind.sizes(batch.tokens.ids), job.kind.useless(batch.tokens.ids, options)
             keep = filter_rows(batch, lengths, source.name, report, options, job.keep_rejected, useless)
             kept.add(batch, keep, starts[batch.source] + batch.rows - source.first_row)
@@ -272,28 +283,29 @@ def _encoded(
     verifier: Verifier,
     seconds: dict[str, float],
     stack: ExitStack,
-) -> Iterator[Batch]:
+) -> Iterator[Encoded]:
     """The batches with tokens: read, rendered, encoded and verified, each in threads of their own."""
 
-    def render(batch: Batch) -> None:
-        assert batch.prompts is not None
-        batch.text = engine.render(batch.prompts)
+    def render(batch: Batch) -> Rendered:
+        return Rendered(batch.source, batch.rows, batch.table, batch.prompts, engine.render(batch.prompts))
 
-    def encode(batch: Batch) -> None:
-        batch.tokens = engine.encode(batch.text)
+    def encode(batch: Rendered) -> Encoded:
+        return Encoded(batch.source, batch.rows, batch.table, engine.encode(batch.text), batch)
 
-    def compare(batch: Batch) -> Batch:
-        if batch.prompts is not None and batch.text is not None and batch.tokens is not None:
-            fetch = partial(engine.fetch, batch.tokens.ids)
-            name = job.sources[batch.source].name
-            batch.compared = verifier.compare(name, batch.rows, batch.prompts, batch.text, fetch)
-        return batch
+    def compare(batch: Encoded) -> Encoded:
+        compared, invalid = 0, batch.invalid
+        if batch.rendered is not None:
+            fetch, name = partial(engine.fetch, batch.tokens.ids), job.sources[batch.source].name
+            compared = verifier.compare(name, batch.rows, batch.rendered.prompts, batch.rendered.text, fetch)
+        if invalid is None:
+            invalid = invalid_rows(without(batch.table, job.options.prompt_key))
+        return replace(batch, compared=compared, invalid=invalid)
 
     threads = {name: stack.enter_context(ThreadPoolExecutor(1, name)) for name in ("read", "verify")}
     # On a device each stage has one thread, with its stream.
     on_host = engine.name != "cuda"
-    batches = ahead(read(job.sources, open_source, wanted, seconds, several=on_host), threads["read"])
-    batches = (side_by_side if on_host else one_by_one)({"render": render, "encode": encode}, batches, seconds, stack)
+    given = ahead(read(job.sources, open_source, wanted, seconds, several=on_host), threads["read"])
+    batches = (side_by_side if on_host else one_by_one)({"render": render, "encode": encode}, given, seconds, stack)
     return ahead(map(compare, batches), threads["verify"])
 
 
