@@ -363,7 +363,7 @@ def test_cuda_where_there_is_none(gsm8k: str, qwen: Any) -> None:
 def test_rejected_rows_can_be_kept_without_tokens(write: Any, qwen: Any) -> None:
     prompts = [user("a"), None, user("b " * 50), []]
     options = Options(max_prompt_length=40)
-    job = open_job(PromptKind(), open_all(write(prompts), options), qwen, options)
+    job = open_job(PromptKind(), open_all(write(prompts), options), qwen, options, time.perf_counter())
     dataset = run(replace(job, keep_rejected=True))
     assert [dataset.origin(row)[1] for row in range(len(dataset))] == [0, 1, 3]  # row 2 is too long
     assert (dataset.tokens.lengths > 0).tolist() == [True, False, False]

@@ -100,6 +100,19 @@ def test_ids_of_an_earlier_load(files: list[str], qwen: Any, store: Path, made: 
     assert len(list(store.glob("*.arrow"))) == 3
 
 
+@pytest.mark.parametrize("found", ["ids", "columns"])
+def test_a_sample_of_which_files_have_one_half(found: str, files: list[str], qwen: Any, store: Path) -> None:
+    """Files that were found have all rows of their source, and those that are written have the sample."""
+    gpuload.load(files, qwen, chat_template=TEMPLATE, store="memory" if found == "ids" else "disk")
+    if found == "columns":
+        for file in store.glob("*.arrow"):
+            file.unlink()
+    sample: dict[str, Any] = {"max_samples": 250, "shuffle": True, "seed": 3}
+    expected = gpuload.load(files, qwen, chat_template=TEMPLATE, store="memory", **sample, token_cache=found == "ids")
+    made = gpuload.load(files, qwen, chat_template=TEMPLATE, store="disk", **sample)
+    same(made, expected, checked=False)
+
+
 def test_another_tokenizer_uses_the_columns(files: list[str], qwen: Any, store: Path) -> None:
     gpuload.load(files, qwen, chat_template=TEMPLATE, store="disk")
     columns = {path: path.stat().st_mtime_ns for path in store.glob("*.columns")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import traceback
@@ -219,6 +220,21 @@ def test_every_rank_has_what_one_process_loads(
             assert "error" not in answer, answer
             same(answer[str(number)], expected)
             assert "the work was shared by 3 ranks" in answer[str(number)]["notes"]
+
+
+def shapes_of(rank: int, file: str, tokenizer: str, shared: bool = True) -> Answer:
+    check = gpuload.load(file, tokenizer, distributed=shared, token_cache=False, verify="sample").report.check
+    return {"shapes": check.shapes, "not compared": check.shapes_not_compared}
+
+
+@pytest.mark.parametrize("mixed", [False, True])  # rows of mixed forms are Python objects
+def test_a_shape_that_several_ranks_see_is_one(mixed: bool, run: Run, small_folder: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": "text" if mixed and k % 3 == 0 else user("x") * (1 + k % 3)} for k in range(60)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    expected = shapes_of(0, str(file), small_folder, shared=False)
+    assert expected == {"shapes": 3, "not compared": 0}
+    assert run(2, shapes_of, str(file), small_folder) == [expected, expected]
 
 
 def load_on_device(rank: int, files: list[str], tokenizer: str) -> Answer:

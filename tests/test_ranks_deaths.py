@@ -5,9 +5,12 @@ Real processes, which communicate by gloo. The intervals are short, so that a de
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +29,7 @@ from gpuload.pipeline import heartbeat
 
 Answer = dict[str, Any]
 BEAT, SILENCE = 0.1, 3.0
+LONG_SILENCE, HELD = 12.0, 17  # in a fifth of the first it is noticed that a rank does not beat; then torch is imported
 PATIENCE = "GPULOAD_RANKS_TIMEOUT"
 
 
@@ -184,6 +188,81 @@ def test_a_slow_share_is_waited_for(file: str, tokenizer: str, tmp_path: Path) -
     answers = run(slow, file, tokenizer, at=tmp_path)
     assert [answer.get("rows") for answer in answers] == [30, 30], answers
     assert min(answer["seconds"] for answer in answers) > 3 * SILENCE
+
+
+def holds_the_lock(rank: int, busy: int, file: str, tokenizer: str) -> Any:
+    """No other Python thread of a rank runs while it works, for longer than a dead one would be silent."""
+    from gpuload.engines.host.engine import HostEngine
+
+    heartbeat._SILENCE = LONG_SILENCE
+    encode = HostEngine.encode
+
+    def without_releasing_it(*given: Any) -> Any:
+        ctypes.PyDLL(None).sleep(HELD)
+        return encode(*given)
+
+    if rank == busy:
+        HostEngine.encode = without_releasing_it  # type: ignore[method-assign]
+    return load(file, tokenizer)
+
+
+@pytest.mark.parametrize("busy", [0, 1])
+def test_a_rank_that_holds_the_interpreter_lock_is_alive(busy: int, file: str, tokenizer: str, tmp_path: Path) -> None:
+    answers = run(holds_the_lock, busy, file, tokenizer, at=tmp_path)
+    assert [answer.get("rows") for answer in answers] == [30, 30], answers
+    assert min(answer["seconds"] for answer in answers) > HELD
+
+
+HOLDER = """
+import ctypes, sys, time
+import torch.distributed as dist
+from gpuload.pipeline import heartbeat
+heartbeat._BEAT, heartbeat._SILENCE = 0.1, 2.0
+beats = heartbeat.Heartbeat(dist.TCPStore("localhost", int(sys.argv[1])), 1, 2)
+time.sleep(1.0)
+ctypes.PyDLL(None).sleep(600)
+"""
+
+
+def children(process: int) -> list[int]:
+    tasks = Path(f"/proc/{process}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def test_a_rank_that_holds_the_lock_is_stopped_or_killed() -> None:
+    """Another process beats for it exactly as long as it runs, and does not outlive it."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(store.port)])
+    try:
+        key = f"{dist.PrefixStore('gpuload/1', store).get('name').decode()}/beats/1"
+
+        def beaten(seconds: float) -> int:
+            before = store.add(key, 0)
+            time.sleep(seconds)
+            return store.add(key, 0) - before
+
+        until(lambda: store.add(key, 0) > 0)
+        time.sleep(2.0)  # the lock is held from here on
+        until(lambda: beaten(0.5) > 1)
+        (stand_in,) = children(process.pid)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(0.5)
+        assert beaten(1.0) == 0
+        process.send_signal(signal.SIGCONT)
+        until(lambda: beaten(0.5) > 1)
+        process.kill()  # a zombie, until it is waited for
+        until(lambda: not Path(f"/proc/{stand_in}").exists())
+        assert beaten(0.5) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def until(happened: Callable[[], bool], seconds: float = 60.0) -> None:
+    began = time.monotonic()
+    while not happened():
+        assert time.monotonic() - began < seconds
+        time.sleep(0.05)
 
 
 def again(rank: int, file: str, tokenizer: str) -> Any:

@@ -77,7 +77,7 @@ def test_a_source_of_row_groups_has_its_rows_under_their_numbers(gsm8k: str, qwe
     part = open_file(place, groups=range(3, 6), only="prompt")
     assert (part.num_rows, part.first_row, part.schema.names, part.parquet) == (150, 150, ["prompt"], None)
     options = gpuload.Options(max_prompt_length=100, device="cpu", token_cache=False)
-    found = run(open_job(PromptKind(), [part], qwen_folder, options))
+    found = run(open_job(PromptKind(), [part], qwen_folder, options, time.perf_counter()))
     whole = gpuload.load(file, qwen_folder, max_prompt_length=100, device="cpu", token_cache=False)
     rows = np.flatnonzero((whole.origins[:, 1] >= 150) & (whole.origins[:, 1] < 300))
     assert found.origins.tolist() == whole.origins[rows].tolist()

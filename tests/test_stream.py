@@ -14,8 +14,9 @@ import pytest
 from conftest import user
 
 import gpuload
+from gpuload.engines.protocol import ArrowPrompts
 from gpuload.pipeline import stream
-from gpuload.pipeline.stream import Batch, side_by_side
+from gpuload.pipeline.stream import Batch, Encoded, side_by_side
 
 PATIENCE = 60  # seconds until a thread that nobody continues is given up
 
@@ -30,15 +31,20 @@ def batches(count: int, failing: int | None = None) -> Iterator[Batch]:
     for number in range(count):
         if number == failing:
             raise ValueError(f"read {number}")
-        yield Batch(number, np.array([0]), pa.table({"number": [number]}))
+        yield Batch(number, np.array([0]), pa.table({"number": [number]}), ArrowPrompts(pa.array([])))
 
 
 def numbers(count: int, work: Callable[[Batch], None], failing: int | None = None) -> list[int]:
     """The numbers of the batches that come through, and then that of the one that fails, negative."""
     found: list[int] = []
+
+    def stage(batch: Batch) -> Batch:
+        work(batch)
+        return batch
+
     with ExitStack() as stack:
         try:
-            found.extend(batch.source for batch in side_by_side({"a": work}, batches(count, failing), {}, stack))
+            found.extend(batch.source for batch in side_by_side({"a": stage}, batches(count, failing), {}, stack))
         except ValueError as error:
             found.append(-int(str(error).split()[-1]))
     return found
@@ -67,7 +73,7 @@ def test_at_most_one_batch_more_than_threads_has_begun() -> None:
             yield batch
 
     with ExitStack() as stack:
-        for _ in side_by_side({"a": lambda _: None}, counted(), {}, stack):
+        for _ in side_by_side({"a": lambda batch: batch}, counted(), {}, stack):
             with lock:
                 yielded[0] += 1
     assert yielded == [40]
@@ -104,16 +110,16 @@ def test_an_error_comes_after_the_batches_before_it(
 def test_a_consumer_that_stops_leaves_no_thread() -> None:
     before = set(threading.enumerate())
     with ExitStack() as stack:
-        coming = side_by_side({"a": lambda _: None}, batches(100), {}, stack)
+        coming = side_by_side({"a": lambda batch: batch}, batches(100), {}, stack)
         assert next(coming).source == 0
     assert set(threading.enumerate()) == before
 
 
 def test_batches_with_tokens_pass_unchanged() -> None:
-    def work(batch: Batch) -> None:
+    def work(batch: Batch) -> Batch:
         raise AssertionError
 
-    given = Batch(0, np.array([0]), pa.table({"a": [0]}), tokens="tokens")  # type: ignore[arg-type]
+    given = Encoded(0, np.array([0]), pa.table({"a": [0]}), tokens="tokens")  # type: ignore[arg-type]
     seconds: dict[str, float] = {}
     with ExitStack() as stack:
         assert list(side_by_side({"a": work}, iter([given]), seconds, stack)) == [given]

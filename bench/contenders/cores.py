@@ -23,7 +23,7 @@ from bench.contenders.imported import import_ahead
 from gpuload.core.options import Options
 from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.host.render import HostText
-from gpuload.pipeline.stream import Batch, read, side_by_side
+from gpuload.pipeline.stream import Batch, Encoded, Rendered, Stage, read, side_by_side
 from gpuload.reference.reference import Reference
 from gpuload.sources.open import open_sources
 
@@ -58,30 +58,31 @@ def main() -> None:
     options = Options.parse({"max_prompt_length": task["limit"], "cache_dir": task["cache"]})
     sources = open_sources(list(task["files"]), options) * task["copies"]
 
-    def batches() -> Iterator[Batch]:
+    def batches() -> Iterator[Batch | Encoded]:
         return read(sources, lambda number: engine.read(sources[number], "prompt", False), None, {}, several=True)
 
-    def through(name: str, work: Callable[[Batch], None], given: list[Batch]) -> None:
+    def through(name: str, work: Stage, given: list[Any]) -> list[Any]:
         with ExitStack() as stack:
-            measured(found, name, lambda: list(side_by_side({name: work}, iter(given), {}, stack)))
+            made: list[Any] = measured(found, name, lambda: list(side_by_side({name: work}, iter(given), {}, stack)))
+            return made
 
-    def render(batch: Batch) -> None:
-        assert batch.prompts is not None
-        batch.text = engine.render(batch.prompts)
+    def render(batch: Batch) -> Rendered:
+        return Rendered(batch.source, batch.rows, batch.table, batch.prompts, engine.render(batch.prompts))
 
-    def encode(batch: Batch) -> None:
+    def encode(batch: Rendered) -> Rendered:
         assert isinstance(batch.text, HostText)
         engine.encode(batch.text)
+        return batch
 
     measured(found, "construct", lambda: engine.encoder)
     given = measured(found, "read", lambda: list(batches()))
     through("first render", render, given)
-    through("render", render, given)
-    through("first encode", encode, given)
-    through("encode", encode, given)
+    rendered = through("render", render, given)
+    through("first encode", encode, rendered)
+    through("encode", encode, rendered)
     rows = sum(len(batch.rows) for batch in given)
-    text_bytes = sum(int(batch.text.sizes.clip(0).sum()) for batch in given if batch.text is not None)
-    del given
+    text_bytes = sum(int(batch.text.sizes.clip(0).sum()) for batch in rendered)
+    del given, rendered
     meter = Meter()
     prompts = gpuload.load(task["files"], tokenizer, max_prompt_length=task["limit"], cache_dir=task["cache"])
     load = meter.stop() | {"rows": prompts.report.rows_read}

@@ -19,11 +19,15 @@ from gpuload.cache.key import is_plain, package_versions, uncacheable_reason
 from gpuload.cache.known_files import SETTLED, read_facts, write_facts
 from gpuload.core.options import Options
 from gpuload.reference.reference import Reference
+from gpuload.reference.template_call import TemplateCall
 from gpuload.reference.volatile import Clock, contains_randomness, tells_time
 
 
 class KnownReference(Reference):
     """A `Reference` that opens the tokenizer when something is asked that is not remembered.
+
+    The constructor of `Reference` would open it. What that sets is remembered, or taken from an opened one when it is
+    first asked for.
 
     Args:
         facts: what is remembered.
@@ -35,13 +39,16 @@ class KnownReference(Reference):
         self.name, self.uses_template = facts["name"], facts["uses_template"]
 
     @cached_property
-    def opened(self) -> Reference:
+    def _opened(self) -> Reference:
         return self._open()
 
-    def __getattr__(self, name: str) -> Any:  # of what the base class sets when it opens the tokenizer
-        if name.startswith("__") or name in ("_facts", "_open"):
-            raise AttributeError(name)
-        return getattr(self.opened, name)
+    @cached_property
+    def tokenizer(self) -> Any:
+        return self._opened.tokenizer
+
+    @cached_property  # which mypy takes for read-only
+    def call(self) -> TemplateCall:  # type: ignore[override]
+        return self._opened.call
 
     @cached_property
     def template_text(self) -> str:

@@ -1,5 +1,6 @@
 """The report of a load, for people: rows, reasons, seconds, verification."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 _EXAMPLES = 5
@@ -25,6 +26,14 @@ class Check:
     mismatches: list[str] = field(default_factory=list)
     shapes: int = 0
     shapes_not_compared: int = 0
+
+    def count_shapes(self, shapes: Mapping[int, bool]) -> None:
+        """Counts shapes.
+
+        Args:
+            shapes: number of a shape → whether a row of it was compared.
+        """
+        self.shapes, self.shapes_not_compared = len(shapes), len(shapes) - sum(shapes.values())
 
 
 @dataclass
@@ -144,8 +153,9 @@ class Report:
         self.reference_seconds = max(self.reference_seconds, other.reference_seconds)
         self.check.rows += other.check.rows
         self.check.earlier += other.check.earlier
-        self.check.shapes += other.check.shapes
-        self.check.shapes_not_compared += other.check.shapes_not_compared
+        # Which shapes both have seen is not known here: there are at least so many.
+        self.check.shapes = max(self.check.shapes, other.check.shapes)
+        self.check.shapes_not_compared = max(self.check.shapes_not_compared, other.check.shapes_not_compared)
         self.check.seconds = max(self.check.seconds, other.check.seconds)
         self.check.mismatches += other.check.mismatches
         self.notes += [note for note in other.notes if note not in self.notes]

@@ -1,5 +1,6 @@
 """Files to inspect: what they hold, and how it is loaded without dropping long rows."""
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -46,12 +47,13 @@ def open_data(
     Raises:
         GpuloadError: as `load` and `load_chats`; or the files hold different things.
     """
+    started = time.perf_counter()
     given = {**options, "max_prompt_length": NO_LIMIT, "filter_overlong_prompts": False}
     parsed = Options.parse({**given, "prompt_key": prompt_key})
     opened = [source for source in open_all(files, parsed) if source.num_rows]
     kind = kind or _kind_of_all(opened, prompt_key, messages_key)
     if kind == "prompts":
-        return open_job(PromptKind(), opened, tokenizer, parsed)
+        return open_job(PromptKind(), opened, tokenizer, parsed, started)
     if parsed.chat_template is None:
         raise OptionError("--no-template is for prompts: conversations are rendered by a chat template. Remove it")
     if parsed.return_raw_chat:
@@ -60,12 +62,12 @@ def open_data(
     if kind == "pairs":
         pairs = PairKind("dpo", format)
         parsed = Options.parse({**given, "prompt_key": pairs.prompt_key, "store": "memory"})
-        return open_job(pairs, opened, tokenizer, parsed)
+        return open_job(pairs, opened, tokenizer, parsed, started)
     if format is None and not trains:  # a load asks for it if the answers of some rows are bad ones
         found = {each.name: find_format(each.schema, each.name, key=messages_key).name for each in opened}
         format = one_format(found)
     parsed = Options.parse({**given, "prompt_key": messages_key or "messages"})
-    return open_job(ChatKind(format, messages_key, loss_on), opened, tokenizer, parsed)
+    return open_job(ChatKind(format, messages_key, loss_on), opened, tokenizer, parsed, started)
 
 
 def kind_of(source: Source, prompt_key: str, messages_key: str | None = None) -> KindName:

@@ -12,14 +12,13 @@ from gpuload.core.errors import DataError
 from gpuload.core.options import Options
 from gpuload.dataset.report import Report
 from gpuload.engines.host.sanitize import without_marks
-from gpuload.pipeline.stream import Batch
-from gpuload.sources.columns import invalid_rows
+from gpuload.pipeline.stream import Encoded
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 def filter_rows(
-    batch: Batch,
+    batch: Encoded,
     lengths: Array,
     source: str,
     report: Report,
@@ -30,12 +29,11 @@ def filter_rows(
     """Drops rows without tokens, and rows with too many of them, as verl does; counts both in the report.
 
     Args:
-        batch: n rows with tokens.
+        batch: n rows, of which it is known which are invalid.
         lengths: (n,) those to which the limit applies, in the memory of the ids.
         source: the name of their file.
         report: also says what the limit is and whether overlong rows are dropped.
-        options: `prompt_key` is the column with the prompts; `strict` raises an error for the first row that was
-            rejected.
+        options: `strict` raises an error for the first row that was rejected.
         keep_rejected: keep rows that could not be rendered, without tokens.
         useless: row → why it is of no use although it has tokens.
 
@@ -46,10 +44,7 @@ def filter_rows(
         DataError: with `strict`, a row was rejected.
     """
     tokens = batch.tokens
-    assert tokens is not None
-    if batch.invalid is None:
-        batch.invalid = invalid_rows(_without(batch.table, options.prompt_key))
-    rejected = {**useless, **tokens.rejected, **batch.invalid}
+    rejected = {**useless, **tokens.rejected, **(batch.invalid or {})}
     keep = np.ones(len(batch.rows), bool)
     for row, reason in sorted(rejected.items()):
         place = f"{source} row {batch.rows[row]}"
@@ -78,7 +73,7 @@ def filter_rows(
     return keep
 
 
-def kept_columns(batch: Batch, keep: Mask, options: Options, sanitized: bool) -> pa.Table:
+def kept_columns(batch: Encoded, keep: Mask, options: Options, sanitized: bool) -> pa.Table:
     """The pass-through columns of the kept rows.
 
     Args:
@@ -87,12 +82,12 @@ def kept_columns(batch: Batch, keep: Mask, options: Options, sanitized: bool) ->
             `raw_prompt`, and `return_full_prompt` the rendered text as `full_prompts`.
         sanitized: control tokens in the rendered text are marked, which is for the encoder only.
     """
-    table = _without(batch.table, options.prompt_key)
+    table = without(batch.table, options.prompt_key)
     if options.return_raw_chat:
         table = _with_column(table, "raw_prompt", batch.table.column(options.prompt_key))
     if options.return_full_prompt:
-        assert batch.text is not None  # the token cache has no texts, so it is not used with this option
-        text = batch.text.text
+        assert batch.rendered is not None  # the token cache has no texts, so it is not used with this option
+        text = batch.rendered.text.text
         table = _with_column(table, "full_prompts", without_marks(text) if sanitized else text)
     return table if keep.all() else table.filter(pa.array(keep))
 
@@ -109,8 +104,9 @@ def all_dropped(report: Report) -> str:
 
 
 def _with_column(table: pa.Table, name: str, column: Any) -> pa.Table:
-    return _without(table, name).append_column(name, column)
+    return without(table, name).append_column(name, column)
 
 
-def _without(table: pa.Table, name: str) -> pa.Table:
+def without(table: pa.Table, name: str) -> pa.Table:
+    """The columns of a table but one, which it need not have."""
     return table.drop_columns([name]) if name in table.schema.names else table

@@ -8,13 +8,19 @@ A collective operation waits for ranks that will never come. So ranks first meet
     meet    all ranks have come to the same point: what they do then together does not wait long for any of them
 
 Rank 0 watches all others, and they watch rank 0. Only one thread of each process talks to the store: whatever it waits
-for, the thread of the load notices that no answer comes.
+for, the thread of the load notices that no answer comes. While another thread holds the interpreter lock, this one
+cannot beat: then a process that knows whether the rank still runs does (`stand_in.py`).
 """
 
 import logging
 import os
+import subprocess
+import sys
 import threading
 import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from gpuload.core.errors import GpuloadError, OptionError
@@ -25,6 +31,7 @@ _PATIENCE = 1800.0  # seconds for which ranks wait for others to begin the same 
 _LOG = 60.0  # seconds after which the ranks that are missing are named again
 _BEAT = 2.0  # seconds between two beats
 _SILENCE = 50.0  # seconds after which a rank that does not beat has died: slow work does not stop its beats
+_STAND_IN = 0.2  # of these, after which another process beats for a rank; it needs some seconds to begin
 _FAREWELL = 3  # beats for which a rank that has ended the load waits until the others know what they must know
 _LEFT = 1 << 40  # added to the beats of a rank that has ended the load
 
@@ -48,6 +55,11 @@ class Heartbeat:
         # Each rank counts its loads in the store itself: a new store, after a restart, counts from the beginning.
         load = store.add(f"gpuload/loads/{rank}", 1)
         self._store, self._rank, self._count = PrefixStore(f"gpuload/{load}", store), rank, count
+        # Beats are counted where a second client of the store finds them: the prefixes of a store cannot be asked for.
+        self._name = self._store.compare_set("name", "", f"gpuload/{uuid.uuid4().hex}").decode()
+        self._root = store
+        while isinstance(self._root, PrefixStore):
+            self._root = self._root.underlying_store
         self._answers = threading.Condition()
         self._wanted = self._reached = 0  # the meeting that this rank waits for, and the last at which all were
         self._missing: list[int] = []  # ranks that have not begun this load, when somebody last asked
@@ -67,11 +79,17 @@ class Heartbeat:
         Raises:
             GpuloadError: another rank has failed or died, or the store does not answer.
         """
-        silent = time.monotonic() - self._answered
-        if self._failed is None and silent > _SILENCE + _BEAT:
-            self._failed = f"the store of torch.distributed has not answered for {silent:.0f} s"
+        if self._failed is None and self._silent() > _SILENCE + _BEAT:
+            with self._answers:  # the thread may have an answer, and could not run while the interpreter lock was held
+                self._answers.wait_for(lambda: self._failed is not None or self._silent() <= _SILENCE, _BEAT)
+            if self._failed is None and self._silent() > _SILENCE:
+                self._failed = f"the store of torch.distributed has not answered for {self._silent():.0f} s"
         if self._failed is not None:
             raise GpuloadError(f"distributed=True: another rank failed: {self._failed}")
+
+    def _silent(self) -> float:
+        """The seconds since the store has last answered."""
+        return time.monotonic() - self._answered
 
     def meet(self) -> None:
         """Waits until all ranks have called this as often as this one.
@@ -145,20 +163,54 @@ class Heartbeat:
     # -- the thread of the store ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        stand_in = self._start_stand_in()
         try:
-            self._talk()
+            self._talk(stand_in)
         except Exception as error:
             self._tell(f"the store of torch.distributed cannot be reached: has rank 0 died? ({error!s:.200})")
+        finally:
+            if stand_in is not None:
+                _end(stand_in)
 
-    def _talk(self) -> None:
-        """Beats, sends and asks what the thread of the load wants, until the load ends."""
+    def _start_stand_in(self) -> subprocess.Popen[bytes] | None:
+        """The process that beats when this one cannot; None where it could not do so."""
+        kind = type(self._root).__name__
+        if kind not in ("TCPStore", "FileStore"):  # others are in the memory of a process, or of a class of the user
+            return None
+        address = self._root.path if kind == "FileStore" else self._root.host
+        port = getattr(self._root, "port", 0)
+        given = [os.getpid(), _BEAT, _STAND_IN * _SILENCE, self._beats(self._rank), kind, address, port, *sys.path]
+        program = [sys.executable, "-I", "-S", str(Path(__file__).with_name("stand_in.py")), *map(str, given)]
+        # It imports torch, which must not find the GPUs of the rank.
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        try:
+            return subprocess.Popen(
+                program, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
+            )
+        except OSError as error:
+            logger.warning(f"gpuload: distributed=True: no process can be started that beats for this one: {error}")
+            return None
+
+    def _beats(self, rank: int) -> str:
+        """The key under which the beats of a rank are counted."""
+        return f"{self._name}/beats/{rank}"
+
+    def _talk(self, stand_in: subprocess.Popen[bytes] | None) -> None:
+        """Beats, sends and asks what the thread of the load wants, until the load ends.
+
+        Args:
+            stand_in: hears each beat.
+        """
         store, now = self._store, time.monotonic()
         beats = dict.fromkeys(range(self._count) if self._rank == 0 else [0], (0, now))
         beaten, announced, pause = now - _BEAT, 0, _BEAT
         while True:
             if time.monotonic() - beaten >= _BEAT:
                 beaten = time.monotonic()
-                store.add(f"beats/{self._rank}", 1)
+                self._root.add(self._beats(self._rank), 1)
+                if stand_in is not None and stand_in.stdin is not None:
+                    with suppress(OSError):  # it has been killed
+                        os.write(stand_in.stdin.fileno(), b".")
                 self._watch(beats)
             with self._answers:
                 wanted, reached, asked, own, ended = self._wanted, self._reached, self._asked, self._own, self._ended
@@ -175,7 +227,7 @@ class Heartbeat:
                 store.add(f"seen/{wanted}", 1)
                 self._tell(reached=wanted)
             if asked:
-                self._tell(missing=[rank for rank in range(self._count) if not store.add(f"beats/{rank}", 0)])
+                self._tell(missing=[rank for rank in range(self._count) if not self._root.add(self._beats(rank), 0)])
             self._answered = time.monotonic()
             pause = min(1.5 * pause, 0.25 if reached < wanted else _BEAT)
             with self._answers:
@@ -193,7 +245,7 @@ class Heartbeat:
             self._know()
         now = time.monotonic()
         for rank, (before, since) in beats.items():
-            count = self._store.add(f"beats/{rank}", 0)
+            count = self._root.add(self._beats(rank), 0)
             if count != before:
                 beats[rank] = count, now
             elif 0 < count < _LEFT and now - since > _SILENCE:
@@ -221,7 +273,7 @@ class Heartbeat:
         began = time.monotonic()
         while self._store.add(counted, 0) < self._count and time.monotonic() - began < _FAREWELL * _BEAT:
             time.sleep(0.01)
-        self._store.add(f"beats/{self._rank}", _LEFT)
+        self._root.add(self._beats(self._rank), _LEFT)
 
     def _tell(self, failed: str | None = None, reached: int | None = None, missing: list[int] | None = None) -> None:
         """Passes what the store has answered to the thread of the load."""
@@ -233,6 +285,17 @@ class Heartbeat:
             if missing is not None:
                 self._missing, self._asked = missing, False
             self._answers.notify_all()
+
+
+def _end(stand_in: subprocess.Popen[bytes]) -> None:
+    """Ends the process that beats for this one."""
+    if stand_in.stdin is not None:
+        stand_in.stdin.close()
+    try:
+        stand_in.wait(_BEAT)
+    except subprocess.TimeoutExpired:  # it imports torch, or a fork of this process has the other end
+        stand_in.kill()
+        stand_in.wait()
 
 
 def patience() -> float:

@@ -21,7 +21,7 @@ from gpuload.engines.protocol import Engine, TokenStore
 from gpuload.pipeline.filter import Mask, kept_columns
 from gpuload.pipeline.keep_on_disk import OnDisk, choose_disk
 from gpuload.pipeline.ranks import KeptRows, Ranks
-from gpuload.pipeline.stream import Batch, Parts
+from gpuload.pipeline.stream import Encoded, Parts
 from gpuload.reference.reference import Reference
 from gpuload.reference.volatile import Clock
 from gpuload.sources.columns import Columns, drained
@@ -43,7 +43,7 @@ class Keeper(Protocol):
     def open(self, number: int) -> Parts:
         """The rows of a source in order, with prompts, or with ids from an earlier load."""
 
-    def add(self, batch: Batch, keep: Mask, numbers: RowNumbers) -> None:
+    def add(self, batch: Encoded, keep: Mask, numbers: RowNumbers) -> None:
         """Adds rows.
 
         Args:
@@ -100,9 +100,8 @@ class InMemory:
             entry = self.cache.find(source)
         return (entry or self._engine).read(source, self._options.prompt_key, self._options.return_raw_chat)
 
-    def add(self, batch: Batch, keep: Mask, numbers: RowNumbers) -> None:
-        assert batch.tokens is not None
-        if batch.text is not None:
+    def add(self, batch: Encoded, keep: Mask, numbers: RowNumbers) -> None:
+        if batch.rendered is not None:
             number = batch.source
             self.cache.write(number, self._sources[number], batch.rows, batch.tokens, batch.compared)
         self._tables.append(kept_columns(batch, keep, self._options, self._sanitized))
@@ -115,10 +114,15 @@ class InMemory:
     def numbers(self) -> RowNumbers:
         return np.concatenate([np.zeros(0, np.int64), *self._numbers])
 
-    def exchange(self, ranks: Ranks, report: Report) -> Report:
-        """Adds the rows of the other ranks, and returns the report of all of them."""
-        own = KeptRows(self._ids, self._tables, self.numbers(), report)
-        self._ids, self._tables, numbers, report = ranks.exchange(own, partial(self._engine.keep, rows=None))
+    def exchange(self, ranks: Ranks, report: Report, shapes: dict[int, bool]) -> Report:
+        """Adds the rows of the other ranks, and returns the report of all of them.
+
+        Args:
+            ranks: the others.
+            report, shapes: of this rank's rows, see `KeptRows`.
+        """
+        own = KeptRows(self._ids, self._tables, self.numbers(), report, shapes)
+        self._ids, self._tables, numbers, report, _ = ranks.exchange(own, partial(self._engine.keep, rows=None))
         self._numbers = [numbers]
         return report
 

@@ -34,7 +34,7 @@ from gpuload.core.memory import free_memory
 from gpuload.core.options import Options
 from gpuload.engines.protocol import Engine
 from gpuload.pipeline.filter import Mask, kept_columns
-from gpuload.pipeline.stream import Batch, Parts
+from gpuload.pipeline.stream import Encoded, Parts
 from gpuload.sources.columns import Columns
 from gpuload.sources.read import Source
 from gpuload.sources.remote import RemoteFile, changed
@@ -114,15 +114,13 @@ class OnDisk:
         wanted: RowNumbers | None,
     ):
         self._sources, self._engine, self.cache, self._options = sources, engine, cache, options
-        self._sanitized, self._subset = sanitized, wanted is not None
+        self._sanitized, self._wanted = sanitized, None if wanted is None else np.sort(wanted)
         self.directory = store_directory(options.cache_dir)
         remove_orphans(self.directory)
         # Of the rows that were kept: their numbers over all sources, and their lengths. The arrays have room for all
-        # rows; a page of them takes no memory until it is written to. With `subset`: source, and numbers among its rows
-        # that were read.
+        # rows; a page of them takes no memory until it is written to.
         total = sum(source.num_rows for source in sources) if wanted is None else len(wanted)
         self._numbers, self._lengths, self._count = np.empty(total, np.int64), np.empty(total, np.int64), 0
-        self._read: list[tuple[int, RowNumbers]] = []
         self._last = 0  # the source of the last batch
         self._unfinished: Unfinished | None = None
         self._starts = offsets_of(np.array([source.num_rows for source in sources], np.int64))
@@ -140,13 +138,12 @@ class OnDisk:
             return _stored(files.entry, files.columns)
         return (files.entry or self._engine).read(source, options.prompt_key, options.return_raw_chat)
 
-    def add(self, batch: Batch, keep: Mask, numbers: RowNumbers) -> None:
+    def add(self, batch: Encoded, keep: Mask, numbers: RowNumbers) -> None:
         """Writes n rows, and remembers which of them to keep; see `Keeper`.
 
         Raises:
             StoreError: they cannot be written.
         """
-        assert batch.tokens is not None
         files = self._files[batch.source]
         try:
             if batch.source != self._last:  # the source before this one has no more rows
@@ -155,8 +152,6 @@ class OnDisk:
             self._write(batch, files)
         except OSError as error:
             raise self._not_written(error) from error
-        if self._subset:
-            self._read.append((batch.source, files.rows + np.flatnonzero(keep)))
         files.rows += len(batch.rows)
         new = slice(self._count, self._count + int(keep.sum()))
         self._numbers[new], self._lengths[new] = numbers[keep], on_host(batch.tokens.ids.lengths)[keep]
@@ -247,9 +242,8 @@ class OnDisk:
         found = [(files.entry, files.columns) for files in self._files]
         return {each.path for both in found for each in both if each is not None}
 
-    def _write(self, batch: Batch, files: _Files) -> None:
-        source, tokens = self._sources[batch.source], batch.tokens
-        assert tokens is not None
+    def _write(self, batch: Encoded, files: _Files) -> None:
+        source = self._sources[batch.source]
         if files.entry is not None and files.columns is not None:
             return
         self._unfinished = self._unfinished or Unfinished(self.directory)
@@ -258,7 +252,7 @@ class OnDisk:
             if files.tokens is None:
                 name = f"{batch.source}{IDS}"  # a file may be given twice: its key is not enough
                 files.tokens = EntryWriter(directory, self.cache.key_of(source) or name, source.name, name)
-            files.tokens.write(tokens, batch.compared)
+            files.tokens.write(batch.tokens, batch.compared)
         if files.columns is None:
             if files.writer is None:
                 path = directory / f"{batch.source}{COLUMNS}"
@@ -314,23 +308,23 @@ class OnDisk:
                 raise missing(path)
 
     def _places(self, found: Sequence[bool]) -> RowNumbers:
-        """(n,) the numbers of the kept rows, counted over the rows of all files of one kind.
+        """(n,) where the kept rows are, counted over the rows of all files of one kind, from the rows' numbers alone: a
+        file that was found has all rows of its source, and one that was written has those that were read, both in
+        ascending order.
 
         Args:
             found: of which sources the files were there before, with all of their rows.
         """
-        if not self._subset:
-            return self.numbers()
-        read = np.array([files.rows for files in self._files])
-        whole = np.array(found) & (read > 0)  # of a source without wanted rows, no file is opened
-        sizes = np.where(whole, [source.num_rows for source in self._sources], read).astype(np.int64)
-        first, places, at = offsets_of(sizes), np.empty(self._count, np.int64), 0
-        for source, among_read in self._read:
-            end = at + len(among_read)
-            in_file = self._numbers[at:end] - self._starts[source] if found[source] else among_read
-            places[at:end] = first[source] + in_file
-            at = end
-        return places
+        numbers = self.numbers()
+        if self._wanted is None:  # either has all rows
+            return numbers
+        whole, begins = np.array(found, bool), np.asarray(np.searchsorted(self._wanted, self._starts))
+        read = np.diff(begins)
+        sizes = np.where(whole, np.diff(self._starts), read) * (read > 0)  # without wanted rows, no file is opened
+        source = np.asarray(np.searchsorted(self._starts, numbers, side="right") - 1)
+        among_read = np.searchsorted(self._wanted, numbers) - begins[source]
+        in_file = np.where(whole[source], numbers - self._starts[source], among_read)
+        return np.asarray(offsets_of(sizes)[source] + in_file)
 
     def _not_written(self, error: OSError) -> StoreError:
         held = partial_bytes(self.directory)

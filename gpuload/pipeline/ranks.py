@@ -43,12 +43,14 @@ class KeptRows(NamedTuple):
         tables: their other columns, in some parts.
         numbers: (n,) int64, numbers of the rows over all sources.
         report: of the rows that were read.
+        shapes: of these rows, see `Verifier`.
     """
 
     ids: list[TokenStore]
     tables: list[pa.Table]
     numbers: RowNumbers
     report: Report
+    shapes: dict[int, bool]
 
 
 class Ranks:
@@ -138,22 +140,26 @@ class Ranks:
         """
         mine = Ragged.concatenate([part.to_host() for part in own.ids])
         arrays = [mine.values, mine.offsets, own.numbers, *map(_to_bytes, own.tables)]
-        everyone = self._gather(([(array.dtype.str, array.shape) for array in arrays], own.report))
+        everyone = self._gather(([(array.dtype.str, array.shape) for array in arrays], own.report, own.shapes))
         self.exchanged = True
         ids: list[TokenStore] = []
         tables, numbers = [], []
-        for rank, (shapes, _) in enumerate(everyone):
+        for rank, (layout, _, _) in enumerate(everyone):
             self._meet()  # what was received before may have taken some ranks longer to keep
-            values, offsets, theirs, *some = self._broadcast(rank, shapes, arrays)
+            values, offsets, theirs, *some = self._broadcast(rank, layout, arrays)
             ids += own.ids if rank == self.rank else [keep(Ragged(values, offsets))]
             tables += own.tables if rank == self.rank else [_from_bytes(array) for array in some]
             numbers.append(theirs)
         report = everyone[0][1]
-        for _, other in everyone[1:]:
+        for _, other, _ in everyone[1:]:
             report.add(other)
+        shapes: dict[int, bool] = {}
+        for _, _, some in everyone:
+            shapes |= {shape: compared or shapes.get(shape, False) for shape, compared in some.items()}
+        report.check.count_shapes(shapes)
         report.notes.append(f"the work was shared by {self.count} ranks")
         self._finished = True
-        return KeptRows(ids, tables, np.concatenate(numbers), report)
+        return KeptRows(ids, tables, np.concatenate(numbers), report, shapes)
 
     def one_per_machine(self, load: Callable[[], Made]) -> Made:
         """Calls `load` on one rank of each machine, and on the others when it has returned there: they find what it has

@@ -38,16 +38,27 @@ from gpuload.dataset.report import Report
 from gpuload.dataset.rows import Loaded
 from gpuload.engines.choose import EngineBuilder
 from gpuload.engines.protocol import Engine
-from gpuload.pipeline.filter import all_dropped, filter_rows
+from gpuload.pipeline.filter import all_dropped, filter_rows, without
 from gpuload.pipeline.keep_in_memory import InMemory, Keeper, choose_keeper
 from gpuload.pipeline.keep_on_disk import choose_disk, fits_on_disk
 from gpuload.pipeline.kind import Dataset, Kind
 from gpuload.pipeline.long_rows import rendered_without, rows_without_room
 from gpuload.pipeline.ranks import Ranks, joined
-from gpuload.pipeline.stream import Batch, ahead, choose_rows, one_by_one, read, side_by_side, wanted_order
+from gpuload.pipeline.stream import (
+    Batch,
+    Encoded,
+    Rendered,
+    ahead,
+    choose_rows,
+    one_by_one,
+    read,
+    side_by_side,
+    wanted_order,
+)
 from gpuload.pipeline.verify import Verifier
 from gpuload.reference.reference import Reference
 from gpuload.reference.volatile import contains_randomness, volatile_reason
+from gpuload.sources.columns import invalid_rows
 from gpuload.sources.open import open_all
 from gpuload.sources.read import Source, check_unchanged
 
@@ -61,6 +72,7 @@ class Job(Generic[Dataset]):
         sources: the opened files, or the frame, each with the column that rows are made of.
         reference: the tokenizer.
         options: of the load.
+        started: when its opening began (`time.perf_counter()`), for the report.
         tokenizer: as the user has given it; None for one that was opened before.
         keep_rejected: keep rows that cannot be rendered, without tokens, instead of dropping them.
         wanted: the numbers of the rows to take, over all sources, in the order of the dataset; None for all.
@@ -71,6 +83,7 @@ class Job(Generic[Dataset]):
     sources: list[Source]
     reference: Reference
     options: Options
+    started: float
     tokenizer: Any = None
     keep_rejected: bool = False
     wanted: RowNumbers | None = None
@@ -110,30 +123,31 @@ def load_given(
     tokenizer = by_name if tokenizer is None else tokenizer
     with joined(given.get("distributed") is True):  # what fails on one rank fails on all
         parsed, options = kind.parse(given)
-        return run(open_job(parsed, open_all(files, options), tokenizer, options), started, build_engine)
+        return run(open_job(parsed, open_all(files, options), tokenizer, options, started), build_engine)
 
 
-def open_job(kind: Kind[Dataset], opened: Sequence[Source], tokenizer: Any, options: Options) -> Job[Dataset]:
+def open_job(
+    kind: Kind[Dataset], opened: Sequence[Source], tokenizer: Any, options: Options, started: float
+) -> Job[Dataset]:
     """Finds the format of opened files, and opens the tokenizer.
 
     Args:
         tokenizer: as for `gpuload.load`, or a `Reference` of this kind.
+        started: see `Job`.
     """
     kind, sources, options = kind.resolve(opened, options)
     known = isinstance(tokenizer, Reference)
     reference = tokenizer if known else kind.reference(tokenizer, options)
     sources = [kind.column(source, options, reference) for source in sources]
-    return Job(kind, sources, reference, options, None if known else tokenizer)
+    return Job(kind, sources, reference, options, started, None if known else tokenizer)
 
 
-def run(job: Job[Dataset], started: float | None = None, build_engine: EngineBuilder | None = None) -> Dataset:
+def run(job: Job[Dataset], build_engine: EngineBuilder | None = None) -> Dataset:
     """Loads what is open.
 
     Args:
-        started: when the opening began (`time.perf_counter()`), for the report.
         build_engine: builds the engine; None for the one that the kind needs.
     """
-    started = time.perf_counter() if started is None else started
     build_engine = build_engine or job.kind.engine
     options = job.options
     for directory in (cache_root(options.cache_dir), tokens_directory(options.cache_dir)):
@@ -142,7 +156,7 @@ def run(job: Job[Dataset], started: float | None = None, build_engine: EngineBui
         _ = job.reference.pad_token_id  # raises before any work, if there is none
         rows = sum(source.num_rows for source in job.sources)
         job = replace(job, wanted=choose_rows(rows, options.max_samples, options.shuffle, options.seed))
-        opened = time.perf_counter() - started
+        opened = time.perf_counter() - job.started
         if ranks is not None:
             job = _shared(job, ranks)
         if ranks is None or job.options.store == "memory":
@@ -151,7 +165,7 @@ def run(job: Job[Dataset], started: float | None = None, build_engine: EngineBui
             dataset = ranks.one_per_machine(partial(_exact, replace(job, ranks=None), build_engine))
     if job.tokenizer is not None:
         remember(job.tokenizer, options, job.reference)
-    dataset.report.seconds |= {"open": opened, "total": time.perf_counter() - started}
+    dataset.report.seconds |= {"open": opened, "total": time.perf_counter() - job.started}
     if not job.keep_rejected and (warning := dataset.report.warning()):
         warnings.warn(warning, stacklevel=4)  # the line that calls `load`
     return dataset
@@ -234,7 +248,6 @@ def _run(job: Job[Dataset], engine: Engine) -> Dataset:
         for batch in _encoded(job, wanted, engine, kept, verifier, report.seconds, stack):
             job.check()
             source = sources[batch.source]
-            assert batch.tokens is not None
             lengths, useless = job.kind.sizes(batch.tokens.ids), job.kind.useless(batch.tokens.ids, options)
             keep = filter_rows(batch, lengths, source.name, report, options, job.keep_rejected, useless)
             kept.add(batch, keep, starts[batch.source] + batch.rows - source.first_row)
@@ -246,7 +259,7 @@ def _run(job: Job[Dataset], engine: Engine) -> Dataset:
             report.notes.append(f"prompts differ from run to run: {reason}")
         if job.ranks is not None:
             assert isinstance(kept, InMemory)  # ranks load a store on disk one after the other
-            report = kept.exchange(job.ranks, report)
+            report = kept.exchange(job.ranks, report, verifier.shapes)
         report.rows_kept = len(kept)
         if not report.rows_kept:
             raise job.kind.nothing_left(report) or NoRowsError(all_dropped(report), report)
@@ -271,44 +284,45 @@ def _encoded(
     verifier: Verifier,
     seconds: dict[str, float],
     stack: ExitStack,
-) -> Iterator[Batch]:
+) -> Iterator[Encoded]:
     """The batches with tokens: read, rendered, encoded and verified, each in threads of their own."""
 
-    def render(batch: Batch) -> None:
-        assert batch.prompts is not None
-        batch.text = engine.render(batch.prompts)
+    def render(batch: Batch) -> Rendered:
+        return Rendered(batch.source, batch.rows, batch.table, batch.prompts, engine.render(batch.prompts))
 
-    def encode(batch: Batch) -> None:
+    def encode(batch: Rendered) -> Encoded:
         try:
-            batch.tokens = engine.encode(batch.text)
+            return Encoded(batch.source, batch.rows, batch.table, engine.encode(batch.text), batch)
         except NoRoomError:
-            encode_others(batch)
+            return encode_others(batch)
 
-    def encode_others(batch: Batch) -> None:
+    def encode_others(batch: Rendered) -> Encoded:
         """Without the rows for which there is too little memory, where rows may be dropped and no file has them all."""
-        assert batch.prompts is not None
-        assert batch.text is not None
         found = rows_without_room(engine, batch.prompts, batch.text)
         if found and (job.keep_rejected or not isinstance(kept, InMemory) or engine is not engine.host):
             row, error = next(iter(found.items()))
             raise NoRoomError(f"{job.sources[batch.source].name} row {batch.rows[row]}", error.why)
         if found:
-            batch.text = rendered_without(engine, batch.prompts, {row: f"it {e.why}" for row, e in found.items()})
-        batch.tokens = engine.encode(batch.text)
-        batch.tokens.transient = bool(found)
+            why = {row: f"it {error.why}" for row, error in found.items()}
+            batch = replace(batch, text=rendered_without(engine, batch.prompts, why))
+        tokens = engine.encode(batch.text)
+        tokens.transient = bool(found)
+        return Encoded(batch.source, batch.rows, batch.table, tokens, batch)
 
-    def compare(batch: Batch) -> Batch:
-        if batch.prompts is not None and batch.text is not None and batch.tokens is not None:
-            fetch = partial(engine.fetch, batch.tokens.ids)
-            name = job.sources[batch.source].name
-            batch.compared = verifier.compare(name, batch.rows, batch.prompts, batch.text, fetch)
-        return batch
+    def compare(batch: Encoded) -> Encoded:
+        compared, invalid = 0, batch.invalid
+        if batch.rendered is not None:
+            fetch, name = partial(engine.fetch, batch.tokens.ids), job.sources[batch.source].name
+            compared = verifier.compare(name, batch.rows, batch.rendered.prompts, batch.rendered.text, fetch)
+        if invalid is None:
+            invalid = invalid_rows(without(batch.table, job.options.prompt_key))
+        return replace(batch, compared=compared, invalid=invalid)
 
     threads = {name: stack.enter_context(ThreadPoolExecutor(1, name)) for name in ("read", "verify")}
     # On a device each stage has one thread, with its stream.
     on_host = engine.name != "cuda"
-    batches = ahead(read(job.sources, kept.open, wanted, seconds, several=on_host), threads["read"])
-    batches = (side_by_side if on_host else one_by_one)({"render": render, "encode": encode}, batches, seconds, stack)
+    given = ahead(read(job.sources, kept.open, wanted, seconds, several=on_host), threads["read"])
+    batches = (side_by_side if on_host else one_by_one)({"render": render, "encode": encode}, given, seconds, stack)
     return ahead(map(compare, batches), threads["verify"])
 
 

@@ -2,7 +2,7 @@
 
 The *shape* of a row is the sequence of its messages' forms. The *form* of a message is its role and which fields it
 has: text, an empty list, or anything else. Both are found in what was read, before anything is made of it, and by
-column: as numbers that are equal for equal shapes, in all batches of a load.
+column: as numbers that are equal for equal shapes, in all batches and all processes of a load.
 """
 
 import hashlib
@@ -114,8 +114,8 @@ def _of_values(values: list[Any]) -> Shapes:
     shapes, forms, rows = np.zeros(len(values), np.int64), [], []
     for row, value in enumerate(values):
         parts = list(_forms(value))
-        shapes[row] = hash(tuple(parts))
-        forms += list(map(hash, parts))
+        shapes[row] = _number(repr(parts))
+        forms += [_number(repr(part)) for part in parts]
         rows += [row] * len(parts)
     return Shapes(shapes, *_first(np.array(forms, np.int64), np.array(rows, np.int64)))
 

@@ -17,6 +17,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +27,8 @@ from gpuload.engines.protocol import Prompts, RenderedText, Tokenized
 from gpuload.sources.parallel import in_order
 from gpuload.sources.read import Source
 
+Some = TypeVar("Some")
+
 _MOST_THREADS = 16
 MOST_BYTES = min(pa.cpu_count(), _MOST_THREADS) << 26
 """Columns of the batches that are rendered and encoded at once: 64 MiB per thread, unless one batch has more."""
@@ -33,32 +36,19 @@ MOST_BYTES = min(pa.cpu_count(), _MOST_THREADS) << 26
 _READ_BYTES = 1 << 25  # of files that are read in advance, beyond one table per thread
 
 
-@dataclass
-class Batch:
-    """Some rows of one source, and what the stages have made of them so far.
-
-    A batch from the token cache has `tokens` from the start, and neither prompts nor text: it passes the stages that
-    render and encode unchanged.
+@dataclass(frozen=True, eq=False)
+class SomeRows:
+    """Some rows of one source.
 
     Attributes:
         source: number of the source.
         rows: (n,) row numbers in that source's file.
         table: the rows' columns, in host memory.
-        prompts: the rows' prompts, as the engine reads them.
-        text: the rendered prompts.
-        tokens: the token ids.
-        compared: how many of the rows were compared with the tokenizer.
-        invalid: row → which of its columns is not valid; None where that was not looked for yet.
     """
 
     source: int
     rows: RowNumbers
     table: pa.Table
-    prompts: Prompts | None = None
-    text: RenderedText | None = None
-    tokens: Tokenized | None = None
-    compared: int = 0
-    invalid: dict[int, str] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -66,8 +56,39 @@ class Batch:
         return int(self.table.nbytes)
 
 
-Stage = Callable[[Batch], None]
-"""What is done to a batch in place."""
+@dataclass(frozen=True, eq=False)
+class Batch(SomeRows):
+    """Rows that were read, with their prompts as the engine reads them."""
+
+    prompts: Prompts
+
+
+@dataclass(frozen=True, eq=False)
+class Rendered(Batch):
+    """Rows with the rendered prompts."""
+
+    text: RenderedText
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded(SomeRows):
+    """Rows with their token ids. From the token cache, rows are so from the start: they pass the stages unchanged.
+
+    Attributes:
+        tokens: the token ids.
+        rendered: what they were made of; None if they are from the cache.
+        compared: how many of the rows were compared with the tokenizer.
+        invalid: row → which of its columns is not valid; None where that was not looked for yet.
+    """
+
+    tokens: Tokenized
+    rendered: Rendered | None = None
+    compared: int = 0
+    invalid: dict[int, str] | None = None
+
+
+Stage = Callable[[Any], SomeRows]
+"""What makes the next one of these of a batch."""
 
 Parts = Iterator[tuple[pa.Table, Prompts | Tokenized]]
 """The rows of one source in order: their columns, and their prompts or their ids."""
@@ -79,7 +100,7 @@ def read(
     wanted: RowNumbers | None,
     seconds: dict[str, float],
     several: bool = False,
-) -> Iterator[Batch]:
+) -> Iterator[Batch | Encoded]:
     """Reads the rows of all sources, batch by batch.
 
     Args:
@@ -107,7 +128,7 @@ def _batches(
     open_source: Callable[[int], Parts],
     wanted: RowNumbers | None,
     seconds: dict[str, float],
-) -> Iterator[Batch]:
+) -> Iterator[Batch | Encoded]:
     """The batches of one source.
 
     Args:
@@ -127,9 +148,9 @@ def _batches(
         if len(rows):
             rows = rows + first_row
             if isinstance(data, Tokenized):
-                yield Batch(number, rows, table, tokens=data, invalid=data.invalid)
+                yield Encoded(number, rows, table, data, invalid=data.invalid)
             else:
-                yield Batch(number, rows, table, prompts=data)
+                yield Batch(number, rows, table, data)
         if wanted is not None and row > wanted[-1]:
             return
 
@@ -137,20 +158,21 @@ def _batches(
 _counting = threading.Lock()
 
 
-def _timed(name: str, work: Stage, seconds: dict[str, float]) -> Callable[[Batch], Batch]:
+def _timed(name: str, work: Stage, seconds: dict[str, float]) -> Stage:
     """Applies `work` to a batch that has no tokens yet, and adds the time to `seconds[name]`."""
 
-    def apply(batch: Batch) -> Batch:
-        if batch.tokens is None:
-            started = time.perf_counter()
-            work(batch)
-            _add(seconds, name, started)
-        return batch
+    def apply(batch: SomeRows) -> SomeRows:
+        if isinstance(batch, Encoded):
+            return batch
+        started = time.perf_counter()
+        made = work(batch)
+        _add(seconds, name, started)
+        return made
 
     return apply
 
 
-def ahead(batches: Iterator[Batch], thread: Executor) -> Iterator[Batch]:
+def ahead(batches: Iterator[Some], thread: Executor) -> Iterator[Some]:
     """Yields the same batches, and makes the next one in `thread` while the consumer works on this one."""
     coming = thread.submit(next, batches, None)
     while (batch := coming.result()) is not None:
@@ -159,8 +181,8 @@ def ahead(batches: Iterator[Batch], thread: Executor) -> Iterator[Batch]:
 
 
 def one_by_one(
-    stages: Mapping[str, Stage], batches: Iterator[Batch], seconds: dict[str, float], stack: ExitStack
-) -> Iterator[Batch]:
+    stages: Mapping[str, Stage], batches: Iterator[Any], seconds: dict[str, float], stack: ExitStack
+) -> Iterator[Any]:
     """Passes batches through stages, each of which has a thread, and works on one batch at a time.
 
     Args:
@@ -175,8 +197,8 @@ def one_by_one(
 
 
 def side_by_side(
-    stages: Mapping[str, Stage], batches: Iterator[Batch], seconds: dict[str, float], stack: ExitStack
-) -> Iterator[Batch]:
+    stages: Mapping[str, Stage], batches: Iterator[Any], seconds: dict[str, float], stack: ExitStack
+) -> Iterator[Any]:
     """Passes several batches at once through stages, each in one thread, and yields them in order.
 
     There is one thread per core, or as many as `OMP_NUM_THREADS`. An error is raised in the place of its batch, also
@@ -192,23 +214,21 @@ def side_by_side(
     stack.callback(threads.shutdown, cancel_futures=True)
     steps = [_timed(name, work, seconds) for name, work in stages.items()]
 
-    def through(batch: Batch) -> Batch:
+    def through(batch: SomeRows) -> SomeRows:
         for step in steps:
-            step(batch)
+            batch = step(batch)
         return batch
 
     return _in_order(through, batches, threads, count + 1)
 
 
-def _in_order(
-    work: Callable[[Batch], Batch], batches: Iterator[Batch], threads: Executor, most: int
-) -> Iterator[Batch]:
+def _in_order(work: Stage, batches: Iterator[SomeRows], threads: Executor, most: int) -> Iterator[SomeRows]:
     """Applies `work` to batches in threads. At most `most` of them have begun and are not yet yielded."""
-    coming: deque[tuple[Future[Batch], int]] = deque()
+    coming: deque[tuple[Future[SomeRows], int]] = deque()
     nbytes = 0
     for batch in _with_error(batches):
         if isinstance(batch, Exception):
-            failed: Future[Batch] = Future()
+            failed: Future[SomeRows] = Future()
             failed.set_exception(batch)
             coming.append((failed, 0))
             break
@@ -222,7 +242,7 @@ def _in_order(
         yield coming.popleft()[0].result()
 
 
-def _with_error(batches: Iterator[Batch]) -> Iterator[Batch | Exception]:
+def _with_error(batches: Iterator[SomeRows]) -> Iterator[SomeRows | Exception]:
     """The same batches, and at the end the error that ended them, if any."""
     try:
         yield from batches

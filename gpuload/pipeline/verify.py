@@ -65,6 +65,7 @@ class Verifier:
 
     Attributes:
         check: the outcome so far.
+        shapes: number of a shape → whether a row of it was compared. Other processes have the same numbers.
     """
 
     def __init__(self, mode: Verify, reference: Reference, rows: int):
@@ -76,12 +77,11 @@ class Verifier:
         self._started = time.perf_counter()
         self._rows = self._bytes = self._searched_bytes = 0.0  # what may still be used; it grows with every batch
         self._shape_rows, self._mark_rows = _SHAPE_ROWS, _MARK_ROWS  # what may still be used of these
-        self._seen: set[int] = set()  # shapes
-        self._compared: set[int] = set()  # those of rows that were compared
         self._forms: set[int] = set()  # forms of messages in rows that were compared, or chosen for it
         self._shapes: Shapes | None = None  # of the batch at hand
         self._began = self._spent = 0.0  # CPU time of the thread when this batch was begun; seconds before
         self.check = Check()
+        self.shapes: dict[int, bool] = {}
 
     def compare(
         self,
@@ -118,9 +118,9 @@ class Verifier:
                 with room_to_encode(int(text.sizes[row]), place):
                     self._compare(place, prompt, found[int(at)].tolist())
                 if self._shapes is not None and row < len(self._shapes.shapes):
-                    self._compared.add(int(self._shapes.shapes[row]))
+                    self.shapes[int(self._shapes.shapes[row])] = True
         self.check.seconds = self._spent + time.thread_time() - self._began
-        self.check.shapes, self.check.shapes_not_compared = len(self._seen), len(self._seen - self._compared)
+        self.check.count_shapes(self.shapes)
         return self.check.rows - before
 
     def _time_is_over(self, share: float = 1.0) -> bool:
@@ -155,8 +155,9 @@ class Verifier:
         self._shapes = found = shapes_of(prompts, lambda: self._time_is_over(_SHAPE_SHARE))
         usable = usable[usable < len(found.shapes)]
         shapes = found.shapes[usable]
-        if len(self._seen) < _MOST_SHAPES:
-            self._seen.update(np.unique(shapes).tolist())
+        if len(self.shapes) < _MOST_SHAPES:
+            for shape in np.unique(shapes).tolist():
+                self.shapes.setdefault(shape, False)
         fits = (sizes >= 0) & (sizes <= _ROW_BYTES)
         chosen: dict[int, None] = {}
         for form, row in zip(found.forms.tolist(), found.rows.tolist(), strict=True):
@@ -165,7 +166,7 @@ class Verifier:
                 self._forms.add(form)
         shortest = usable[np.argsort(sizes[usable], kind="stable")]
         new, at = np.unique(found.shapes[shortest], return_index=True)
-        known = {int(found.shapes[row]) for row in chosen} | self._compared
+        known = {int(found.shapes[row]) for row in chosen} | {each for each in new.tolist() if self.shapes.get(each)}
         for shape, row in zip(new.tolist(), shortest[at].tolist(), strict=True):
             if shape not in known and fits[row] and len(chosen) < self._shape_rows - _FORM_ROWS:
                 chosen[row] = None

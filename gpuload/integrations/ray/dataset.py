@@ -8,6 +8,7 @@ The datasets are lazy: nothing is tokenized before Ray Data executes them.
 """
 
 import pickle
+import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -233,13 +234,14 @@ def _read(
         given: the options.
         scale: the last three arguments of `read_prompts`.
     """
+    started = time.perf_counter()
     import_ray()
     given = dict(given)
     tokenizer = given.pop("tokenizer", None) if tokenizer is None else tokenizer
     parsed, options = kind.parse(given)
     _check_rows(parsed)
     opened = open_files(files, options)
-    job = open_job(parsed, [file.source for file in opened if file.source.num_rows], tokenizer, options)
+    job = open_job(parsed, [file.source for file in opened if file.source.num_rows], tokenizer, options, started)
     _check_rows(job.kind)
     more: dict[str, Sequence[pa.DataType]] = {}
     if job.options.return_raw_chat:

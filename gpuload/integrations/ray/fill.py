@@ -113,7 +113,7 @@ def prepare(
     import_ray()
     parsed = Options.parse(options)
     opened = open_files(files, parsed)
-    job = open_job(PromptKind(), [file.source for file in opened], tokenizer, parsed)
+    job = open_job(PromptKind(), [file.source for file in opened], tokenizer, parsed, started)
     reference = job.reference
     with reference.call.clock_stopped() as clock:
         make = key_maker(reference, parsed, clock)

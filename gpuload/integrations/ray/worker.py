@@ -5,6 +5,7 @@ after a worker has died, and the rows are the same.
 """
 
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
@@ -80,10 +81,11 @@ class Tokenizing:
         return engine
 
     def load(self, source: Source, options: Options) -> tuple[Any, Report]:
-        """A dataset of a source, None if all of its rows were dropped, and the report."""
+        """A dataset of an opened source, None if all of its rows were dropped, and the report."""
+        started = time.perf_counter()
 
         def load(exact_only: bool) -> Any:
-            job = Job(self.work.kind, [source], self.reference, options)
+            job = Job(self.work.kind, [source], self.reference, options, started)
             return run(job, build_engine=lambda _options, _reference, exact: self._engine(exact or exact_only))
 
         try:

@@ -10,6 +10,7 @@
 import json
 import logging
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ def prepare(args: Any, tokenizer: Any, processor: Any, settings: dict[str, Any])
         DataError: slime has to prepare the samples itself.
         GpuloadError: as for `gpuload.load`.
     """
+    started = time.perf_counter()
     if args.multimodal_keys is not None:
         raise DataError("multimodal_keys is set")
     given = [args.label_key, args.metadata_key, args.tool_key]
@@ -74,7 +76,7 @@ def prepare(args: Any, tokenizer: Any, processor: Any, settings: dict[str, Any])
     if _is_rendered(args, source, processor):
         if names["tools"] and args.apply_chat_template and tools is None:
             raise DataError(f"{source.name}: tools differ from row to row")
-        made, origin = _tokenized(args, source, tokenizer, settings, tools, names)
+        made, origin = _tokenized(args, source, tokenizer, settings, tools, names, started)
     else:
         made = SampleColumns(Columns(source.batches()), args.input_key, **names)
         origin = np.arange(len(made))
@@ -106,7 +108,13 @@ def _is_rendered(args: Any, source: Source, processor: Any) -> bool:
 
 
 def _tokenized(
-    args: Any, source: Source, tokenizer: Any, settings: dict[str, Any], tools: Any, names: dict[str, Any]
+    args: Any,
+    source: Source,
+    tokenizer: Any,
+    settings: dict[str, Any],
+    tools: Any,
+    names: dict[str, Any],
+    started: float,
 ) -> tuple[SampleColumns, np.ndarray[Any, Any]]:
     """Samples with ids, and the (n,) numbers of their rows."""
     limit = args.rollout_max_prompt_len
@@ -126,7 +134,7 @@ def _tokenized(
     reference = reference_of(tokenizer, options)
     if reference.uses_template and (reference.sanitizes or not reference.encodes_rendered_text):
         raise DataError("the tokenizer class or apply_chat_template_kwargs change how texts are encoded")
-    loaded = run(Job(PromptKind(), [source], reference, options))
+    loaded = run(Job(PromptKind(), [source], reference, options, started))
     if rejected := loaded.report.rejected:
         reason, count = max(rejected.items(), key=lambda item: item[1])
         raise DataError(f"{count:,} rows cannot be rendered: {reason}")

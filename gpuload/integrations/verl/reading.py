@@ -181,8 +181,8 @@ def load_rows(request: LoadRequest, sources: list[Source] | None = None) -> Load
     if not request.tokenize:
         return _load_untokenized(request, sources, started)
     reference = PromptKind().reference(request.tokenizer, request.options)
-    job = Job(PromptKind(), sources, reference, request.options, request.tokenizer, keep_rejected=True)
-    dataset = run(job, started)
+    job = Job(PromptKind(), sources, reference, request.options, started, request.tokenizer, keep_rejected=True)
+    dataset = run(job)
     columns, report = dataset.passed_through, dataset.report
     kept = np.ones(len(dataset), bool)
     if request.options.filter_overlong_prompts:

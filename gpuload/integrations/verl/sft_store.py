@@ -13,7 +13,7 @@ from gpuload.core.marks import LOSS
 from gpuload.engines.host.engine import arrow_parts
 from gpuload.engines.protocol import ArrowPrompts
 from gpuload.integrations.verl.turns import TokenizedConversations
-from gpuload.pipeline.stream import read
+from gpuload.pipeline.stream import Batch, read
 from gpuload.sources.read import Source, check_unchanged
 
 Ints = npt.NDArray[np.int64]
@@ -49,6 +49,7 @@ def read_conversations(
         SourceError: a file cannot be read, or was changed meanwhile.
     """
     for batch in read(sources, lambda number: arrow_parts(sources[number], messages_key), wanted, {}):
+        assert isinstance(batch, Batch)  # none has ids
         assert isinstance(batch.prompts, ArrowPrompts)
         yield ConversationBatch(batch.source, batch.rows, batch.table, batch.prompts.column)
     check_unchanged(sources)
