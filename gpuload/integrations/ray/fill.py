@@ -9,22 +9,22 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Unpack
 
 import pyarrow as pa
 
 from gpuload.cache.key import key_maker
 from gpuload.cache.shared_store import SharedStore
 from gpuload.core.errors import GpuloadError, StoreError
+from gpuload.core.keywords import ReadPromptsKeywords, takes
 from gpuload.core.options import NO_LIMIT, Options
 from gpuload.integrations.ray.claims import ClaimWatch
-from gpuload.integrations.ray.cluster import Workers, connect, import_ray, own_errors, workers_for
-from gpuload.integrations.ray.dataset import Concurrency, mapped, work_of
+from gpuload.integrations.ray.cluster import Scale, Workers, connect, import_ray, own_errors, workers_for
+from gpuload.integrations.ray.dataset import mapped, work_of
 from gpuload.integrations.ray.parts import FilePart, OpenedFile, all_parts, open_files, part_digests
 from gpuload.integrations.ray.pieces import EntryPlan, Piece, PieceActor, PieceTask, is_complete
 from gpuload.kinds.prompts import PromptKind
 from gpuload.pipeline.run import open_job
-from gpuload.sources.parallel import PART_ROWS
 
 _WINDOW = 1000  # tasks for keys that are submitted at a time
 _POLL = 2.0  # seconds between two looks at the pieces of other runs
@@ -71,6 +71,7 @@ class Prepared:
         )
 
 
+@takes(ReadPromptsKeywords, Options, Scale, others="verl_keys")
 def prepare(
     files: Any,
     tokenizer: Any,
@@ -78,26 +79,20 @@ def prepare(
     /,
     *,
     address: str | None = None,
-    concurrency: Concurrency = None,
-    num_cpus: float = 1,
-    rows_per_task: int = PART_ROWS,
-    **options: Any,
+    **options: Unpack[ReadPromptsKeywords],
 ) -> Prepared:
     """Fills a store of token ids from a Ray cluster.
 
-    A load finds the ids with `cache_dir=store`. A run that was interrupted continues where it stopped; of two runs at
-    the same time, each makes what the other has not begun.
+    Of the options, only those that decide the ids, `device`, `verify` and `remote_timeout` have an effect: all prompts
+    are stored, whatever their length. A load finds the ids with `cache_dir=store`. A run that was interrupted continues
+    where it stopped; of two runs at the same time, each makes what the other has not begun.
 
     Args:
         files: paths that all nodes can read, or URLs.
         tokenizer: as for `gpuload.load`.
         store: a directory that all nodes and trainers mount at the same path, or a URL such as "s3://bucket/tokens".
         address: of the cluster; None: of `$RAY_ADDRESS`, or a cluster of this machine.
-        concurrency: as for `read_prompts`.
-        num_cpus: as for `read_prompts`.
-        rows_per_task: as for `read_prompts`.
-        **options: of `gpuload.load`, those that decide the ids: `prompt_key`, `chat_template`,
-            `apply_chat_template_kwargs`; `verify`, `device` and `remote_timeout`.
+        **options: see `ReadPromptsKeywords`.
 
     Returns:
         What was done. Files that failed are in `errors`; all others are in the store.
@@ -111,7 +106,8 @@ def prepare(
     """
     started = time.perf_counter()
     import_ray()
-    parsed = Options.parse(options)
+    scale, given = Scale.parse(options)
+    parsed = Options.parse(given)
     opened = open_files(files, parsed)
     job = open_job(PromptKind(), [file.source for file in opened], tokenizer, parsed)
     reference = job.reference
@@ -122,9 +118,9 @@ def prepare(
     place = SharedStore(store)
     name = place.create()
     connect(address)
-    parts = all_parts(opened, rows_per_task)
-    workers, device = workers_for(parsed.device, len(parts), concurrency, num_cpus)
-    work = work_of(job.kind, reference, replace(parsed, max_prompt_length=NO_LIMIT), device, pa.schema([]))
+    parts = all_parts(opened, scale.rows_per_task)
+    workers, device = workers_for(parsed.device, len(parts), scale)
+    work = work_of(replace(job, options=replace(parsed, max_prompt_length=NO_LIMIT)), device, pa.schema([]))
     plans = list(_plans(opened, parts, make, parsed))
     done = Prepared(place.shown, len(plans), sum(len(p.part.rows) for plan in plans for p in plan.pieces))
     todo = [plan for plan in plans if not is_complete(place, plan)]
