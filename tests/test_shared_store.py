@@ -1,10 +1,8 @@
-"""Stores that machines share, claims on them, parts of files, and what `gpuload.integrations.ray` says without Ray."""
+"""Stores that machines share, pieces in them, parts of files, and what `gpuload.integrations.ray` says without Ray."""
 
 import io
-import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +12,24 @@ import pyarrow.parquet as pq
 import pytest
 
 import gpuload
+from gpuload.cache.entry import EntryWriter, read_entry
 from gpuload.cache.shared_store import SharedStore
+from gpuload.core.arrays import Ragged
 from gpuload.core.errors import GpuloadError, SourceError, StoreError
 from gpuload.core.options import Options
-from gpuload.integrations.ray.claims import STALE, ClaimWatch, claimed
-from gpuload.integrations.ray.parts import all_parts, open_files
+from gpuload.engines.protocol import Tokenized
+from gpuload.integrations.ray.parts import FilePart, all_parts, open_files
+from gpuload.integrations.ray.pieces import EntryPlan, Piece, is_complete, join
 from gpuload.kinds.prompts import PromptKind
 from gpuload.pipeline.run import open_job, run
 from gpuload.sources.fetch import SourceFile
 from gpuload.sources.footer import column_digest, digests_of_parts
 from gpuload.sources.read import open_file
-from gpuload.sources.row_groups import local_part, place_files
+from gpuload.sources.row_groups import FilePlace, local_part, place_files
 from tests import s3_cases
 from tests.ray_cases import split_file
 
 s3, urls = s3_cases.s3, s3_cases.urls
-
-
-def wait_for(condition: Any, seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "nothing happened"
-        time.sleep(0.01)
 
 
 def test_without_ray_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch, gsm8k: str, qwen_folder: str) -> None:
@@ -99,36 +93,84 @@ def test_digests_of_parts_are_made_in_one_pass(gsm8k: str, tmp_path: Path) -> No
     assert len({whole, *parts}) == 3
 
 
-def test_a_claim_holds_until_it_is_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = SharedStore(str(tmp_path))
-    with claimed(store, "claims/a", "one") as other:
-        assert other is None
-        with claimed(store, "claims/a", "two") as held:
-            assert held is not None
-            assert json.loads(held)["run"] == "one"
-        with claimed(store, "claims/a", "two", take_over=held) as taken:
-            assert taken is None
-    assert not store.exists("claims/a")
-    store.write("claims/b", b'{"run": "one"}')
-    with claimed(store, "claims/b", "one") as other:  # a worker of the same run has died
-        assert other is None
-    now = [0.0]
-    watch = ClaimWatch(lambda: now[0])
-    assert not watch.stale("c", b"1")
-    now[0] += STALE
-    assert not watch.stale("c", b"1")
-    assert not watch.stale("c", b"2")
-    now[0] += STALE + 1
-    assert watch.stale("c", b"2")
-    assert watch.stale("c", None)
+def two_pieces(store: SharedStore, directory: Path) -> EntryPlan:
+    """The plan of an entry, both pieces of which are in the store: the rows [1], [1] and [1], [1], [1]."""
+    place = FilePlace("/data.parquet", "data", "parquet", 60.0)
+    pieces = []
+    for rows in (range(0, 2), range(2, 5)):
+        piece = Piece(FilePart(place, 0, None, rows, len(rows), b""), f"piece-{rows.start}")
+        ids = Ragged(np.ones(len(rows), np.int32), np.arange(len(rows) + 1))
+        writer = EntryWriter(directory, piece.key, "data")
+        writer.write(Tokenized(ids=ids, text_sizes=np.ones(len(rows), np.int64), text_nbytes=len(rows)), len(rows))
+        writer.close("sample")
+        pieces.append((piece, writer.path))
+    plan = EntryPlan("data", "whole", "sample", tuple(piece for piece, _ in pieces))
+    for piece, path in pieces:
+        store.put(path, f"{plan.folder}/{piece.name}")
+    return plan
 
 
-def test_a_claim_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpuload.integrations.ray.claims.RENEWED", 0.01)
-    store = SharedStore(str(tmp_path))
-    with claimed(store, "claims/a", "one"):
-        first = store.read("claims/a")
-        wait_for(lambda: store.read("claims/a") != first, 10)
+def check_joined(store: SharedStore, plan: EntryPlan) -> None:
+    found = read_entry(Path(store.location, plan.entry), plan.key, 5)
+    assert found is not None
+    assert [row for part in found.parts for row in part.ids.to_lists()] == [[1]] * 5
+    assert (found.verified, found.compared) == ("sample", 5)
+    assert store.names(plan.folder) == set()
+    assert not Path(store.location, plan.folder).exists()
+
+
+def test_the_last_piece_completes_an_entry(tmp_path: Path) -> None:
+    store = SharedStore(str(tmp_path / "store"))
+    store.create()
+    plan = two_pieces(store, tmp_path)
+    first = f"{plan.folder}/{plan.pieces[0].name}"
+    assert store.get(first, tmp_path / "first")
+    store.remove(first)
+    join(store, plan)
+    assert not is_complete(store, plan)
+    assert store.names(plan.folder) == {plan.pieces[1].name}
+    store.put(tmp_path / "first", first)
+    join(store, plan)
+    check_joined(store, plan)
+    # A worker of another run that was making a piece meanwhile.
+    store.put(tmp_path / "first", first)
+    join(store, plan)
+    check_joined(store, plan)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_two_workers_join_the_same_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    store = SharedStore(str(tmp_path / "store"))
+    store.create()
+    plan = two_pieces(store, tmp_path)
+    real = SharedStore.get
+
+    def get(self: SharedStore, name: str, local: Path) -> bool:
+        if name.endswith(plan.pieces[number].name):
+            monkeypatch.setattr(SharedStore, "get", real)
+            join(SharedStore(store.location), plan)  # another worker is faster, and removes the pieces
+            check_joined(store, plan)
+        return real(self, name, local)
+
+    monkeypatch.setattr(SharedStore, "get", get)
+    join(store, plan)
+    check_joined(store, plan)
+
+
+def test_pieces_that_disappear_are_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SharedStore(str(tmp_path / "store"))
+    store.create()
+    plan = two_pieces(store, tmp_path)
+    real = SharedStore.get
+
+    def get(self: SharedStore, name: str, local: Path) -> bool:
+        self.remove(f"{plan.folder}/{plan.pieces[1].name}")
+        return real(self, name, local)
+
+    monkeypatch.setattr(SharedStore, "get", get)
+    join(store, plan)
+    assert not is_complete(store, plan)
+    assert store.names(plan.folder) == {plan.pieces[0].name}
 
 
 def test_a_store_that_is_not_there_is_an_error(tmp_path: Path) -> None:
@@ -229,13 +271,10 @@ def test_files_of_a_store_on_s3(s3: Any, tmp_path: Path) -> None:
     assert store.names("pieces/a") == {"one", "two"}
     assert store.get("pieces/a/one", tmp_path / "copy")
     assert (tmp_path / "copy").read_bytes() == b"one"
-    assert store.write_new("claims/x", b"1")
-    assert not store.write_new("claims/x", b"2")
-    assert store.read("claims/x") == b"1"
-    with claimed(store, "claims/y", "run") as other:
-        assert other is None
-        assert store.exists("claims/y")
-    assert not store.exists("claims/y")
+    store.write("pieces/a/two", b"2")
+    assert store.read("pieces/a/two") == b"2"
+    assert store.exists("pieces/a/two")
+    assert not store.exists("pieces/a/three")
     store.remove("pieces/a")
     store.remove("pieces/a")
     assert store.names("pieces/a") == set()

@@ -2,7 +2,6 @@
 
     tokens/KEY.arrow              one entry per file, as in every token cache: a load finds it
     pieces/KEY/FIRST-END.arrow    the ids of some rows of a file that is not complete
-    claims/KEY/FIRST-END          who is making a piece
     store.json                    names the store: a directory without it is not the one that was mounted
 
 A file appears under its name as a whole or not at all: in a directory it is renamed, and object stores only have whole
@@ -142,34 +141,6 @@ class SharedStore:
             return
         fs, root = self._remote
         self._tried("write", lambda: fs.pipe_file(f"{root}/{name}", content))
-
-    def write_new(self, name: str, content: bytes) -> bool:
-        """Writes a small file that does not exist; False if it does. Where a file system cannot do this in one step,
-        two processes may both succeed."""
-
-        def create() -> bool:
-            try:
-                if self._remote is None:
-                    path = self._place(name)
-                    with open(path, "xb") as file:
-                        file.write(content)
-                    return True
-                fs, root = self._remote
-                try:
-                    fs.pipe_file(f"{root}/{name}", content, mode="create")
-                except (TypeError, NotImplementedError, ValueError):  # not every file system has this mode
-                    if fs.exists(f"{root}/{name}"):
-                        return False
-                    fs.pipe_file(f"{root}/{name}", content)
-                return True
-            except FileExistsError:
-                return False
-            except OSError as error:
-                if "PreconditionFailed" in str(error) or "ConditionalRequestConflict" in str(error):
-                    return False
-                raise
-
-        return self._tried("write", create)
 
     def put(self, local: Path, name: str) -> None:
         """Copies a local file into the store."""

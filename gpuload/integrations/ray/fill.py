@@ -1,13 +1,17 @@
 """prepare(): a Ray cluster fills a store of token ids, which loads in any process then read.
 
 1. one task per file computes the keys of its entry and pieces: a digest of the bytes of its prompts
-2. workers make the pieces that the store does not have, and join them (`pieces.py`)
-3. pieces that another run is making are waited for, and made here if that run has died
+2. workers make the pieces that the store does not have, and the one that has made the last piece of a file joins them
+   (`pieces.py`)
+3. files of which all pieces were found, but no entry, are joined: whoever has made the last piece has died
+
+Runs know nothing of each other. Each makes the pieces in a random order, and looks before each of them whether it is
+there; so two runs at the same time share the work. A piece or an entry that both begin at the same time is made twice.
 """
 
+import random
 import time
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
@@ -18,7 +22,6 @@ from gpuload.cache.shared_store import SharedStore
 from gpuload.core.errors import GpuloadError, StoreError
 from gpuload.core.keywords import ReadPromptsKeywords, takes
 from gpuload.core.options import NO_LIMIT, Options
-from gpuload.integrations.ray.claims import ClaimWatch
 from gpuload.integrations.ray.cluster import Scale, Workers, connect, import_ray, own_errors, workers_for
 from gpuload.integrations.ray.dataset import mapped, work_of
 from gpuload.integrations.ray.parts import FilePart, OpenedFile, all_parts, open_files, part_digests
@@ -27,7 +30,6 @@ from gpuload.kinds.prompts import PromptKind
 from gpuload.pipeline.run import open_job
 
 _WINDOW = 1000  # tasks for keys that are submitted at a time
-_POLL = 2.0  # seconds between two looks at the pieces of other runs
 
 
 @dataclass
@@ -85,7 +87,8 @@ def prepare(
 
     Of the options, only those that decide the ids, `device`, `verify` and `remote_timeout` have an effect: all prompts
     are stored, whatever their length. A load finds the ids with `cache_dir=store`. A run that was interrupted continues
-    where it stopped; of two runs at the same time, each makes what the other has not begun.
+    where it stopped. Two runs at the same time make one store, and each piece is made by the one that comes to it
+    first; by both, if they begin it at the same time.
 
     Args:
         files: paths that all nodes can read, or URLs.
@@ -125,17 +128,14 @@ def prepare(
     done = Prepared(place.shown, len(plans), sum(len(p.part.rows) for plan in plans for p in plan.pieces))
     todo = [plan for plan in plans if not is_complete(place, plan)]
     done.found = len(plans) - len(todo)
-    arguments = (work, place, name, uuid.uuid4().hex, make(b""))
-    tasks = [PieceTask(plan, number) for plan in todo for number in range(len(plan.pieces))]
-    busy: list[PieceTask] = []
-    watch = ClaimWatch()
-    while tasks or busy:
-        if tasks:
-            with own_errors():
-                busy += _made(tasks, arguments, workers, done)
-        tasks, busy = _waited(busy, place, watch)
-        if busy and not tasks:
-            time.sleep(_POLL)
+    arguments = (work, place, name, make(b""))
+    random.shuffle(todo)
+    tasks = [
+        PieceTask(plan, number) for plan in todo for number in random.sample(range(len(plan.pieces)), len(plan.pieces))
+    ]
+    _execute(tasks, arguments, workers, done)
+    apart = [plan for plan in todo if plan.name not in done.errors and not is_complete(place, plan)]
+    _execute([PieceTask(plan, None) for plan in apart], arguments, workers, done)
     for plan in todo:
         if is_complete(place, plan):  # what failed here was made by another run
             done.errors.pop(plan.name, None)
@@ -184,39 +184,16 @@ def _got(references: list[Any]) -> list[Any]:
         return list(ray.get(references))
 
 
-def _made(tasks: Sequence[PieceTask], arguments: tuple[Any, ...], workers: Workers, done: Prepared) -> list[PieceTask]:
-    """Executes tasks; returns those whose pieces another run is making."""
-    by_key = {(task.plan.key, task.number): task for task in tasks}
-    busy = []
-    outcomes: Iterator[Mapping[str, Any]] = mapped(tasks, PieceActor, arguments, workers).iter_rows()
-    for outcome in outcomes:
-        task = by_key[outcome["key"], outcome["number"]]
-        done.worker_seconds += outcome["seconds"]
-        done.cpu_seconds += outcome["cpu_seconds"]
-        if outcome["state"] == "busy":
-            busy.append(task)
-        elif outcome["state"] == "failed":
-            done.errors.setdefault(task.plan.name, outcome["error"])
-        elif outcome["state"] == "made":
-            done.pieces += 1
+def _execute(tasks: Sequence[PieceTask], arguments: tuple[Any, ...], workers: Workers, done: Prepared) -> None:
+    """Executes tasks, and records what became of them."""
+    if not tasks:
+        return
+    with own_errors():
+        for outcome in mapped(tasks, PieceActor, arguments, workers).iter_rows():
+            done.worker_seconds += outcome["seconds"]
+            done.cpu_seconds += outcome["cpu_seconds"]
             done.rows_made += outcome["rows"]
-        else:
-            done.pieces_found += 1
-    return busy
-
-
-def _waited(
-    busy: Sequence[PieceTask], store: SharedStore, watch: ClaimWatch
-) -> tuple[list[PieceTask], list[PieceTask]]:
-    """Of tasks whose pieces another run is making, those that can be executed now, and the others."""
-    ready, waiting = [], []
-    for task in busy:
-        plan, piece = task.plan, task.plan.pieces[task.number]
-        joining = piece.name in store.names(plan.folder)
-        claim = plan.claim("join" if joining else piece.name)
-        content = store.read(claim)
-        if is_complete(store, plan) or watch.stale(claim, content):
-            ready.append(replace(task, take_over=content))
-        else:
-            waiting.append(task)
-    return ready, waiting
+            done.pieces += outcome["state"] == "made"
+            done.pieces_found += outcome["state"] == "found"
+            if outcome["state"] == "failed":
+                done.errors.setdefault(outcome["name"], outcome["error"])

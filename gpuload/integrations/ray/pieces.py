@@ -3,8 +3,10 @@
     piece    the ids of some row groups, tokenized and written into the store
     entry    all pieces of a file, joined by the worker that has made the last one
 
-Each is written as a whole, under a name that is a digest of all that determines the ids. So a worker that dies leaves
-nothing that has to be undone, and a task that is run again finds what is there.
+Each is written once and as a whole, under a name that is a digest of all that determines the ids. So a worker that dies
+leaves nothing that has to be undone, and a task that is run again finds what is there. Nobody waits for anybody: two
+workers that find that something is missing at the same time both make it, with the same ids, and one file replaces the
+other. Runs make pieces in random orders, so that few are made twice.
 """
 
 import pickle
@@ -22,7 +24,6 @@ from gpuload.cache.key import key_maker
 from gpuload.cache.shared_store import SharedStore
 from gpuload.core.errors import GpuloadError, StoreError
 from gpuload.core.options import NO_LIMIT, Options, Verify
-from gpuload.integrations.ray.claims import claimed
 from gpuload.integrations.ray.parts import FilePart, open_part, temporary_directory
 from gpuload.integrations.ray.worker import Tokenizing, Work
 from gpuload.sources.remote import changed
@@ -77,9 +78,6 @@ class EntryPlan:
     def folder(self) -> str:
         return f"pieces/{self.key}-{self.verify}"
 
-    def claim(self, name: str) -> str:
-        return f"claims/{self.key}-{self.verify}/{name}"
-
 
 def is_complete(store: SharedStore, plan: EntryPlan) -> bool:
     """Whether the store has an entry, compared with the tokenizer as is asked for, or better."""
@@ -94,13 +92,11 @@ class PieceTask:
 
     Attributes:
         plan: of the entry.
-        number: of the piece.
-        take_over: the content of the piece's stale claim, if it has one.
+        number: of the piece; None if all pieces are there, and only have to be joined.
     """
 
     plan: EntryPlan
-    number: int
-    take_over: bytes | None = None
+    number: int | None
 
 
 class PieceActor:
@@ -110,12 +106,11 @@ class PieceActor:
         work: what to make.
         store: where to write it.
         name: of the store.
-        run: of this run.
         probe: the key that the driver gives to no content.
     """
 
-    def __init__(self, work: Work, store: SharedStore, name: str, run: str, probe: str):
-        self._tokenizing, self._store, self._name, self._run = Tokenizing(work), store, name, run
+    def __init__(self, work: Work, store: SharedStore, name: str, probe: str):
+        self._tokenizing, self._store, self._name = Tokenizing(work), store, name
         with self._tokenizing.reference.call.clock_stopped() as clock:
             make = key_maker(self._tokenizing.reference, work.options, clock)
         if isinstance(make, str) or make(b"") != probe:
@@ -129,16 +124,16 @@ class PieceActor:
             yield pa.table({name: [value] for name, value in self._run_task(pickle.loads(pickled)).items()})
 
     def _run_task(self, task: PieceTask) -> dict[str, Any]:
-        """What became of a task: a file, a piece, a state ("made", "found", "busy" or "failed"), and how it went."""
+        """What became of a task: a file, a state ("made", "found", "joined" or "failed"), and how it went."""
         started, cpu = time.perf_counter(), time.process_time()
         state, error = "failed", ""
         try:
             state = self._make(task)
         except (GpuloadError, OSError) as problem:
             error = str(problem) or type(problem).__name__
-        rows = len(task.plan.pieces[task.number].part.rows) if state == "made" else 0
+        rows = len(task.plan.pieces[task.number].part.rows) if state == "made" and task.number is not None else 0
         return {
-            **{"key": task.plan.key, "number": task.number, "state": state, "error": error, "rows": rows},
+            **{"name": task.plan.name, "state": state, "error": error, "rows": rows},
             **{"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu},
         }
 
@@ -147,18 +142,15 @@ class PieceActor:
         store.check(self._name)
         if is_complete(store, plan):
             return "found"
+        if task.number is None:
+            join(store, plan)
+            return "joined"
         piece = plan.pieces[task.number]
-        state = "found"
-        if piece.name not in store.names(plan.folder):
-            claim = plan.claim(piece.name)
-            with claimed(store, claim, self._run, task.take_over) as other:
-                if other is not None:
-                    return "busy"
-                self._write(piece, plan)
-            state = "made"
-        if not join(store, plan, self._run, task.take_over):
-            return "busy"
-        return state
+        if piece.name in store.names(plan.folder):
+            return "found"
+        self._write(piece, plan)
+        join(store, plan)
+        return "made"
 
     def _write(self, piece: Piece, plan: EntryPlan) -> None:
         """Tokenizes a piece, and writes it into the store."""
@@ -190,34 +182,26 @@ def _piece_options(options: Options, verify: Verify, directory: Path) -> Options
     )
 
 
-def join(store: SharedStore, plan: EntryPlan, run: str, take_over: bytes | None = None) -> bool:
-    """Makes an entry of its pieces, if all of them are there.
-
-    Returns:
-        False if another run is joining them.
+def join(store: SharedStore, plan: EntryPlan) -> None:
+    """Makes an entry of its pieces, if all of them are there, and removes them. Another worker may do so meanwhile.
 
     Raises:
         StoreError: the store cannot be read or written, or a piece is damaged. It is removed then.
     """
-    if not {piece.name for piece in plan.pieces} <= store.names(plan.folder):
-        return True
-    with claimed(store, plan.claim("join"), run, take_over) as other:
-        if other is not None:
-            return False
-        if not is_complete(store, plan):
-            _join(store, plan)
-    store.remove(plan.folder)
-    store.remove(plan.claim("").rstrip("/"))
-    return True
+    names = {piece.name for piece in plan.pieces}
+    if is_complete(store, plan) or (names <= store.names(plan.folder) and _joined(store, plan)):
+        store.remove(plan.folder)
 
 
-def _join(store: SharedStore, plan: EntryPlan) -> None:
+def _joined(store: SharedStore, plan: EntryPlan) -> bool:
+    """Writes an entry; False if its pieces disappear, and there is no entry that was made of them."""
     with temporary_directory() as directory:
         try:
             writer = EntryWriter(directory, plan.key, plan.name)
             for piece in plan.pieces:
                 name, local = f"{plan.folder}/{piece.name}", directory / "piece.arrow"
-                store.get(name, local)
+                if not store.get(name, local):
+                    return is_complete(store, plan)
                 entry = read_entry(local, piece.key, len(piece.part.rows))
                 if entry is None:
                     store.remove(name)
@@ -228,6 +212,7 @@ def _join(store: SharedStore, plan: EntryPlan) -> None:
             writer.close(plan.verify)
             store.put(writer.path, plan.entry)
             store.write(plan.about, plan.verify.encode())
+            return True
         except OSError as error:
             if isinstance(error, GpuloadError):
                 raise
