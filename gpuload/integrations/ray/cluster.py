@@ -142,4 +142,4 @@ def _own_error(error: BaseException) -> GpuloadError | None:
     return None
 
 
-_OWN = re.compile(r"gpuload\.errors\.(\w+): (.+)")
+_OWN = re.compile(rf"{re.escape(errors.__name__)}\.(\w+): (.+)")
