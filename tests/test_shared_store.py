@@ -2,6 +2,7 @@
 
 import io
 import os
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from s3fs.core import S3File
 
 import gpuload
 from gpuload.cache.entry import EntryWriter, read_entry
@@ -18,14 +20,14 @@ from gpuload.core.arrays import Ragged
 from gpuload.core.errors import GpuloadError, SourceError, StoreError
 from gpuload.core.options import Options
 from gpuload.engines.protocol import Tokenized
-from gpuload.integrations.ray.parts import FilePart, all_parts, open_files
+from gpuload.integrations.ray.parts import FilePart, all_parts, open_files, open_part, part_digests
 from gpuload.integrations.ray.pieces import EntryPlan, Piece, is_complete, join
 from gpuload.kinds.prompts import PromptKind
 from gpuload.pipeline.run import open_job, run
-from gpuload.sources.fetch import SourceFile
+from gpuload.sources import remote
+from gpuload.sources.fetch import SourceFile, find, here
 from gpuload.sources.footer import column_digest, digests_of_parts
 from gpuload.sources.read import open_file
-from gpuload.sources.row_groups import FilePlace, local_part, place_files
 from tests import s3_cases
 from tests.ray_cases import split_file
 
@@ -95,10 +97,10 @@ def test_digests_of_parts_are_made_in_one_pass(gsm8k: str, tmp_path: Path) -> No
 
 def two_pieces(store: SharedStore, directory: Path) -> EntryPlan:
     """The plan of an entry, both pieces of which are in the store: the rows [1], [1] and [1], [1], [1]."""
-    place = FilePlace("/data.parquet", "data", "parquet", 60.0)
+    place = SourceFile("/data.parquet", "data", "parquet")
     pieces = []
     for rows in (range(0, 2), range(2, 5)):
-        piece = Piece(FilePart(place, 0, None, rows, len(rows), b""), f"piece-{rows.start}")
+        piece = Piece(FilePart(place, 0, None, rows, len(rows), b""), b"", f"piece-{rows.start}")
         ids = Ragged(np.ones(len(rows), np.int32), np.arange(len(rows) + 1))
         writer = EntryWriter(directory, piece.key, "data")
         writer.write(Tokenized(ids=ids, text_sizes=np.ones(len(rows), np.int64), text_nbytes=len(rows)), len(rows))
@@ -210,7 +212,7 @@ def test_storage_that_fails_leaves_no_half_file(
         Path(target).write_bytes(b"half")
         raise error
 
-    monkeypatch.setattr("gpuload.cache.shared_store.shutil.copyfile", fail)
+    monkeypatch.setattr("shutil.copyfile", fail)
     with pytest.raises(StoreError, match=message):
         store.put(Path(__file__), "tokens/a.arrow")
     assert list((tmp_path / "store" / "tokens").iterdir()) == []
@@ -219,38 +221,85 @@ def test_storage_that_fails_leaves_no_half_file(
 # -- S3 ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_copy_of_some_row_groups_has_few_bytes(
-    s3: Any, urls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The ranges of bytes that are asked for, in order."""
+    asked: list[tuple[int, int]] = []
+    real = S3File._fetch_range
+
+    def fetch(self: Any, start: int, end: int) -> bytes:
+        asked.append((start, end))
+        return bytes(real(self, start, end))
+
+    monkeypatch.setattr(S3File, "_fetch_range", fetch)
+    return asked
+
+
+def in_place(url: str) -> SourceFile:
+    (found,) = find(url, 60.0)
+    file = here(pickle.loads(pickle.dumps(found)), None, read_in_place=True)
+    assert file.remote is not None
+    return file
+
+
+def test_some_row_groups_are_read_in_place(
+    s3: Any, urls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requests: list[tuple[int, int]]
 ) -> None:
-    whole_copy = tmp_path / "whole.parquet"
-    whole_copy.write_bytes(_content(s3, "data/a.parquet"))
-    (place,) = place_files(urls[0], 60.0)
-    copy = local_part(place, range(4, 6), tmp_path, None)
-    size = s3.head_object(Bucket="bucket", Key="data/a.parquet")["ContentLength"]
-    about = os.stat(copy.path)
-    assert about.st_size == size
-    assert about.st_blocks * 512 < size
-    found, whole = pq.ParquetFile(copy.path), pq.ParquetFile(io.BytesIO(_content(s3, "data/a.parquet")))
-    assert found.read_row_groups([4, 5]).equals(whole.read_row_groups([4, 5]))
-    # Of one column, with a gap that is not worth a request, and with one that is.
-    for gap in (1 << 20, 0):
-        monkeypatch.setattr("gpuload.sources.row_groups._GAP", gap)
-        copy = local_part(place, range(2, 9), tmp_path, None, "prompt")
-        found = pq.ParquetFile(copy.path).read_row_groups(range(2, 9), columns=["prompt"])
-        assert found.equals(whole.read_row_groups(range(2, 9), columns=["prompt"]))
-        digests = [
-            column_digest(source.file, "prompt", groups=range(2, 9))
-            for source in (open_file(copy), open_file(SourceFile(str(whole_copy), "a", "parquet")))
-            if source.file is not None
-        ]
+    content = _content(s3, "data/a.parquet")
+    (tmp_path / "whole.parquet").write_bytes(content)
+    whole, local = pq.ParquetFile(io.BytesIO(content)), SourceFile(str(tmp_path / "whole.parquet"), "a", "parquet")
+    file = in_place(urls[0])
+    for block in (1 << 14, remote._BLOCK):
+        monkeypatch.setattr(remote, "_BLOCK", block)
+        requests.clear()
+        assert pa.concat_tables(open_file(file, groups=range(4, 6)).batches()).equals(whole.read_row_groups([4, 5]))
+        rows = [(start, end) for start, end in requests if end < len(content)]  # others are of the footer
+        if block == 1 << 14:
+            assert 0 < sum(end - start for start, end in rows) < len(content) / 4
+        assert len(requests) <= 8
+        source = open_file(file, groups=range(2, 9), only="prompt")
+        expected = whole.read_row_groups(range(2, 9), columns=["prompt"])
+        assert pa.concat_tables(source.batches()).equals(expected)
+        digests = [column_digest(each.file, "prompt", groups=range(2, 9)) for each in (source, open_file(local))]
         assert digests[0] == digests[1]
+
+
+def test_columns_that_are_read_in_turns_are_few_requests(
+    s3: Any, monkeypatch: pytest.MonkeyPatch, requests: list[tuple[int, int]]
+) -> None:
+    random = np.random.default_rng(0)
+    table = pa.table({f"c{number}": random.random(400_000) for number in range(8)})
+    content = io.BytesIO()
+    pq.write_table(table, content, use_dictionary=False, compression="none", row_group_size=400_000)
+    s3.put_object(Bucket="bucket", Key="wide/a.parquet", Body=content.getvalue())
+    size = len(content.getvalue())
+    assert size > 24 << 20
+    monkeypatch.setattr(remote, "_BLOCK", 1 << 20)
+    source = open_file(in_place("s3://bucket/wide/a.parquet"), groups=range(0, 1))
+    requests.clear()
+    assert pa.concat_tables(source.batches()).equals(table)
+    assert len(requests) <= size / (1 << 20) + 8 + 2
+    assert sum(end - start for start, end in requests) < size + (10 << 20)
+
+
+def test_files_that_are_no_parquet_files_disappear_or_change(
+    s3: Any, urls: list[str], tmp_path: Path, warm_cache: Path
+) -> None:
     s3.put_object(Bucket="bucket", Key="data/c.parquet", Body=b"nothing")
-    (place,) = place_files("s3://bucket/data/c.parquet", 60.0)
-    with pytest.raises(SourceError, match=r"c.parquet: damaged parquet file"):
-        local_part(place, range(0, 1), tmp_path, None)
+    (found,) = find("s3://bucket/data/c.parquet", 60.0)
+    with pytest.raises(SourceError, match=r"c.parquet: not a parquet file"):
+        open_file(here(found, None, read_in_place=True))
     s3.delete_object(Bucket="bucket", Key="data/c.parquet")
     with pytest.raises(SourceError, match="no such file"):
-        local_part(place, range(0, 1), tmp_path, None)
+        here(found, None, read_in_place=True)
+    s3.put_object(Bucket="bucket", Key="other/a.parquet", Body=_content(s3, "data/a.parquet"))
+    parts = all_parts(open_files("s3://bucket/other/a.parquet", Options()), 300)
+    assert part_digests(parts, "prompt", None) == part_digests(pickle.loads(pickle.dumps(parts)), "prompt", None)
+    assert open_part(parts[1], None).num_rows == 300
+    s3.put_object(Bucket="bucket", Key="other/a.parquet", Body=_content(s3, "data/b.parquet"))
+    for read in (lambda: open_part(parts[1], None), lambda: part_digests(parts, "prompt", None)):
+        with pytest.raises(SourceError, match="the file was changed while it was loaded"):
+            read()
 
 
 def _content(s3: Any, key: str) -> bytes:

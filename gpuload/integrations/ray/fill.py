@@ -173,7 +173,7 @@ def _plans(opened: Sequence[OpenedFile], parts: Sequence[FilePart], make: Any, o
             key = make(whole)
             if key not in seen:
                 seen.add(key)
-                pieces = tuple(Piece(p, make(d)) for p, d in zip(of_file[number], each, strict=True))
+                pieces = tuple(Piece(p, d, make(d)) for p, d in zip(of_file[number], each, strict=True))
                 yield EntryPlan(opened[number].source.name, key, options.verify, pieces)
 
 

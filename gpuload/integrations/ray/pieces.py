@@ -10,8 +10,10 @@ other. Runs make pieces in random orders, so that few are made twice.
 """
 
 import pickle
+import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +26,9 @@ from gpuload.cache.key import key_maker
 from gpuload.cache.shared_store import SharedStore
 from gpuload.core.errors import GpuloadError, StoreError
 from gpuload.core.options import NO_LIMIT, Options, Verify
-from gpuload.integrations.ray.parts import FilePart, open_part, temporary_directory
+from gpuload.integrations.ray.parts import FilePart, open_part
 from gpuload.integrations.ray.worker import Tokenizing, Work
-from gpuload.sources.remote import changed
+from gpuload.sources.remote import RemoteFile, changed
 
 _NO_BOUND = 1 << 62
 
@@ -37,10 +39,12 @@ class Piece:
 
     Attributes:
         part: the rows.
+        content: digest of their prompts.
         key: digest of all that determines their ids.
     """
 
     part: FilePart
+    content: bytes
     key: str
 
     @property
@@ -154,10 +158,12 @@ class PieceActor:
 
     def _write(self, piece: Piece, plan: EntryPlan) -> None:
         """Tokenizes a piece, and writes it into the store."""
-        with temporary_directory() as directory:
+        with _temporary_directory() as directory:
             options = _piece_options(self._tokenizing.work.options, plan.verify, directory)
             part = piece.part
-            source = open_part(part, directory, self._tokenizing.work.options.cache_dir, only=options.prompt_key)
+            source = open_part(part, self._tokenizing.work.options.cache_dir, only=options.prompt_key)
+            if isinstance(source.file, RemoteFile) and source.file.has_version:  # its pages would be transferred twice
+                source = replace(source, content=lambda *_: piece.content)
             source = self._tokenizing.work.kind.column(source, options, self._tokenizing.reference)
             _, report = self._tokenizing.load(source, options)
             made = tokens_directory(str(directory)) / f"{piece.key}.arrow"
@@ -167,6 +173,13 @@ class PieceActor:
                     raise changed(part.place.name)
                 raise GpuloadError(f"{part.place.name} rows {part.rows.start:,} to {part.rows.stop:,}: {reasons}")
             self._store.put(made, f"{plan.folder}/{piece.name}")
+
+
+@contextmanager
+def _temporary_directory() -> Iterator[Path]:
+    """A directory of this node that is removed at the end of the block."""
+    with tempfile.TemporaryDirectory(prefix="gpuload-", ignore_cleanup_errors=True) as directory:
+        yield Path(directory)
 
 
 def _piece_options(options: Options, verify: Verify, directory: Path) -> Options:
@@ -195,7 +208,7 @@ def join(store: SharedStore, plan: EntryPlan) -> None:
 
 def _joined(store: SharedStore, plan: EntryPlan) -> bool:
     """Writes an entry; False if its pieces disappear, and there is no entry that was made of them."""
-    with temporary_directory() as directory:
+    with _temporary_directory() as directory:
         try:
             writer = EntryWriter(directory, plan.key, plan.name)
             for piece in plan.pieces:
