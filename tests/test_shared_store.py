@@ -22,6 +22,9 @@ from gpuload.core.options import Options
 from gpuload.engines.protocol import Tokenized
 from gpuload.integrations.ray.parts import FilePart, all_parts, open_files, open_part, part_digests
 from gpuload.integrations.ray.pieces import EntryPlan, Piece, is_complete, join
+from gpuload.kinds.chats.load import ChatKind
+from gpuload.kinds.pairs.load import PairKind
+from gpuload.kinds.pairs.parts import CHOSEN, REJECTED, sequence, split
 from gpuload.kinds.prompts import PromptKind
 from gpuload.pipeline.run import open_job, run
 from gpuload.sources import remote
@@ -29,6 +32,7 @@ from gpuload.sources.fetch import SourceFile, find, here
 from gpuload.sources.footer import column_digest, digests_of_parts
 from gpuload.sources.read import open_file
 from tests import s3_cases
+from tests.conftest import user
 from tests.ray_cases import split_file
 
 s3, urls = s3_cases.s3, s3_cases.urls
@@ -82,6 +86,27 @@ def test_a_source_of_row_groups_has_its_rows_under_their_numbers(gsm8k: str, qwe
     part = open_file(place, groups=range(3, 6))
     assert part.without is not None
     assert pa.concat_tables(part.without("prompt")).equals(pq.read_table(file).slice(150, 150).drop_columns("prompt"))
+
+
+def test_rows_as_arrow_become_ids_again(qwen_folder: str) -> None:
+    options: dict[str, Any] = {"device": "cpu", "token_cache": False}
+    turns = [[*user(text), {"role": "assistant", "content": text * 2}] for text in ("a", "one two", "x" * 50)]
+    prompts = gpuload.load(pa.table({"prompt": [each[:1] for each in turns]}), qwen_folder, **options)
+    chats = gpuload.load_chats(pa.table({"messages": turns}), qwen_folder, **options)
+    assert chats.loss_tokens > 0
+    for kind, rows in ((PromptKind(), prompts), (ChatKind(), chats)):
+        found = kind.from_arrow(rows.to_arrow().read_all())
+        assert found.to_lists() == rows.token_store.to_host().to_lists()
+    answers = {"chosen": [each[1:] for each in turns], "rejected": [[{**each[1], "content": "no"}] for each in turns]}
+    for objective in ("dpo", "rm"):
+        given = {"objective": objective} | options
+        pairs = gpuload.load_pairs(pa.table({"prompt": [each[:1] for each in turns], **answers}), qwen_folder, **given)
+        found = PairKind(objective=objective).from_arrow(pairs.to_arrow().read_all())
+        for other in (CHOSEN, REJECTED):
+            one, same = (sequence(rows, other) for rows in (found, pairs.parts))
+            if objective == "rm":  # whose completions do not count
+                one, same = split(one)[0], split(same)[0]
+            assert one.to_lists() == same.to_lists()
 
 
 def test_digests_of_parts_are_made_in_one_pass(gsm8k: str, tmp_path: Path) -> None:
