@@ -21,6 +21,7 @@ from gpuload.cli.main import main
 from gpuload.core.errors import DeviceError, GpuloadError, SourceError, StoreError
 from gpuload.integrations.ray import prepare
 from gpuload.integrations.ray.fill import check_prepared
+from gpuload.integrations.ray.pieces import PieceActor, PieceTask
 from tests.cache_cases import same
 from tests.ray_cases import ROOT, cluster_of, split_file
 
@@ -164,6 +165,25 @@ def test_a_driver_that_dies_is_continued_where_it_stopped(
     done = prepare(many, qwen_folder, str(store), rows_per_task=250, device="cpu")
     assert done.errors == {}
     assert done.pieces <= 25 - len(made)
+    check_store(store, many, qwen_folder, monkeypatch)
+
+
+def test_pieces_that_nobody_has_joined_are_joined(
+    cluster: Any, many: list[str], qwen_folder: str, tmp_path: Path, warm_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unfinished(PieceActor):
+        """A worker that dies after each piece, before it joins them."""
+
+        def _make(self, task: PieceTask) -> str:
+            if task.number is None:
+                return super()._make(task)
+            self._write(task.plan.pieces[task.number], task.plan)
+            return "made"
+
+    store = tmp_path / "store"
+    monkeypatch.setattr("gpuload.integrations.ray.fill.PieceActor", Unfinished)
+    done = prepare(many, qwen_folder, str(store), rows_per_task=1000, device="cpu")
+    assert (done.errors, done.pieces, done.pieces_found) == ({}, 7, 0)
     check_store(store, many, qwen_folder, monkeypatch)
 
 
