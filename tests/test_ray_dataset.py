@@ -231,10 +231,11 @@ def test_a_tokenizer_that_differs_in_a_worker_is_an_error(few: list[str], qwen: 
     from gpuload.integrations.ray.dataset import work_of
     from gpuload.integrations.ray.worker import Tokenizing
     from gpuload.kinds.prompts import PromptKind
+    from gpuload.pipeline.run import Job
 
     options = gpuload.Options()
     kind = PromptKind()
-    work = work_of(kind, kind.reference(qwen, options), options, "cpu", pa.schema([]))
+    work = work_of(Job(kind, [], kind.reference(qwen, options), options), "cpu", pa.schema([]))
     Tokenizing(work)
     with pytest.raises(GpuloadError, match="is another one in a Ray worker"):
         Tokenizing(replace(work, fingerprint="other"))

@@ -85,7 +85,7 @@ def test_storage_that_disappears(
     opened = iter(range(100))
 
     def open_once(self: Any) -> Any:
-        if next(opened) > 1:
+        if next(opened) > 0:  # behind the one for the footer
             monkeypatch.setattr(remote._Reader, "read", lambda self, size=-1: _raise(self))
         return real(self)
 
@@ -96,6 +96,25 @@ def test_storage_that_disappears(
     message = "memory:.*data.parquet: reading failed: ConnectionError: connection reset: check the connection"
     with pytest.raises(SourceError, match=message):
         gpuload.load("memory://data.parquet", qwen, store="disk", token_cache=False)
+    MemoryFileSystem.store.clear()
+
+
+def test_reading_is_tried_again(
+    write: Callable[..., str], qwen: Any, warm_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = rows(write)
+    fsspec.filesystem("memory").pipe("/again.parquet", Path(path).read_bytes())
+    real, calls = remote._Reader._fetched, iter(range(1000))
+
+    def fetched(self: Any, length: int) -> bytes:
+        if next(calls) % 3 < 2:  # the third attempt succeeds
+            raise ConnectionError("connection reset")
+        return real(self, length)
+
+    monkeypatch.setattr(remote._Reader, "_fetched", fetched)
+    found = gpuload.load("memory://again.parquet", qwen, store="disk", token_cache=False)
+    assert next(calls) >= 3
+    assert found.tokens.to_lists() == gpuload.load(path, qwen, token_cache=False).tokens.to_lists()
     MemoryFileSystem.store.clear()
 
 

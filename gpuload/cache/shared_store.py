@@ -2,7 +2,6 @@
 
     tokens/KEY.arrow              one entry per file, as in every token cache: a load finds it
     pieces/KEY/FIRST-END.arrow    the ids of some rows of a file that is not complete
-    claims/KEY/FIRST-END          who is making a piece
     store.json                    names the store: a directory without it is not the one that was mounted
 
 A file appears under its name as a whole or not at all: in a directory it is renamed, and object stores only have whole
@@ -11,24 +10,19 @@ objects. Loads only read from a URL: they copy the entries that they need into t
 
 import errno
 import json
-import os
-import shutil
-import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from gpuload.core.errors import GpuloadError, StoreError
+from gpuload.core.errors import StoreError
 from gpuload.core.files import replacing
-from gpuload.sources.fetch import ATTEMPTS
+from gpuload.sources.places import NO_SPACE, tried
 from gpuload.sources.urls import is_url, reason_of, without_secrets
 
 _ABOUT = "store.json"
-_FINAL = (FileNotFoundError, PermissionError, FileExistsError, NotADirectoryError, IsADirectoryError)
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 _Result = TypeVar("_Result")
 
@@ -49,17 +43,26 @@ class SharedStore:
         self.shown = without_secrets(self.location)
 
     @cached_property
-    def _remote(self) -> tuple[Any, str] | None:
-        """The file system and the path in it, of a URL."""
-        if not is_url(self.location):
-            return None
+    def _root(self) -> tuple[Any, str]:
+        """The file system and the path in it."""
         import fsspec
 
+        if not is_url(self.location):
+            return fsspec.filesystem("file"), self.location
         try:
             fs, path = fsspec.core.url_to_fs(self.location, use_listings_cache=False)
         except (ImportError, ValueError) as error:
             raise StoreError(f"{self.shown}: {error}: pip install 'gpuload[remote]'") from None
         return fs, str(path).rstrip("/")
+
+    @property
+    def _directory(self) -> Path | None:
+        """The store on a mounted file system, where files are written under other names and renamed; None where there
+        are only whole files."""
+        from fsspec.implementations.local import LocalFileSystem
+
+        fs, root = self._root
+        return Path(root) if isinstance(fs, LocalFileSystem) else None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"location": self.location, "shown": self.shown}
@@ -73,7 +76,8 @@ class SharedStore:
             StoreError: it cannot be written.
         """
         if (about := self.read(_ABOUT)) is None:
-            self._make_root()
+            if (directory := self._directory) is not None:
+                self._tried("write", lambda *_: directory.mkdir(parents=True, exist_ok=True))
             self.write(_ABOUT, json.dumps({"name": uuid.uuid4().hex}).encode())
             about = self.read(_ABOUT) or b"{}"
         try:
@@ -94,162 +98,98 @@ class SharedStore:
                 "nodes, or use a URL"
             )
 
-    def _make_root(self) -> None:
-        if self._remote is None:
-            self._tried("write", lambda: Path(self.location).mkdir(parents=True, exist_ok=True))
-
     # -- files ---------------------------------------------------------------------------------------------------------
 
     def names(self, folder: str) -> set[str]:
         """The names of the files in a folder; none if there is no such folder."""
 
-        def find() -> set[str]:
-            try:
-                if self._remote is None:
-                    return {entry.name for entry in os.scandir(Path(self.location, folder)) if entry.is_file()}
-                fs, root = self._remote
-                return {PurePosixPath(path).name for path in fs.ls(f"{root}/{folder}", detail=False)}
-            except FileNotFoundError:
-                return set()
+        def find(fs: Any, path: str) -> set[str]:
+            with suppress(FileNotFoundError):
+                return {PurePosixPath(each["name"]).name for each in fs.ls(path, detail=True) if each["type"] == "file"}
+            return set()
 
-        return self._tried("read", find)
+        return self._tried("read", find, folder)
 
     def exists(self, name: str) -> bool:
         """Whether there is a file."""
-        if self._remote is None:
-            return Path(self.location, name).is_file()
-        fs, root = self._remote
-        return bool(self._tried("read", lambda: fs.exists(f"{root}/{name}")))
+        return bool(self._tried("read", lambda fs, path: fs.exists(path), name))
 
     def read(self, name: str) -> bytes | None:
         """The content of a small file; None if there is none."""
 
-        def content() -> bytes | None:
-            try:
-                if self._remote is None:
-                    return Path(self.location, name).read_bytes()
-                fs, root = self._remote
-                return bytes(fs.cat_file(f"{root}/{name}"))
-            except FileNotFoundError:
-                return None
+        def content(fs: Any, path: str) -> bytes | None:
+            with suppress(FileNotFoundError):
+                return bytes(fs.cat_file(path))
+            return None
 
-        return self._tried("read", content)
+        return self._tried("read", content, name)
 
     def write(self, name: str, content: bytes) -> None:
         """Writes a small file, or replaces it."""
-        if self._remote is None:
-            self._tried("write", lambda: self._replace(name, lambda path: path.write_bytes(content)))
-            return
-        fs, root = self._remote
-        self._tried("write", lambda: fs.pipe_file(f"{root}/{name}", content))
-
-    def write_new(self, name: str, content: bytes) -> bool:
-        """Writes a small file that does not exist; False if it does. Where a file system cannot do this in one step,
-        two processes may both succeed."""
-
-        def create() -> bool:
-            try:
-                if self._remote is None:
-                    path = self._place(name)
-                    with open(path, "xb") as file:
-                        file.write(content)
-                    return True
-                fs, root = self._remote
-                try:
-                    fs.pipe_file(f"{root}/{name}", content, mode="create")
-                except (TypeError, NotImplementedError, ValueError):  # not every file system has this mode
-                    if fs.exists(f"{root}/{name}"):
-                        return False
-                    fs.pipe_file(f"{root}/{name}", content)
-                return True
-            except FileExistsError:
-                return False
-            except OSError as error:
-                if "PreconditionFailed" in str(error) or "ConditionalRequestConflict" in str(error):
-                    return False
-                raise
-
-        return self._tried("write", create)
+        self._write(name, lambda fs, path: fs.pipe_file(path, content))
 
     def put(self, local: Path, name: str) -> None:
         """Copies a local file into the store."""
-        if self._remote is None:
-            self._tried("write", lambda: self._replace(name, lambda path: shutil.copyfile(local, path)))
-            return
-        fs, root = self._remote
-        self._tried("write", lambda: fs.put_file(str(local), f"{root}/{name}"))
+        self._write(name, lambda fs, path: fs.put_file(str(local), path))
 
     def get(self, name: str, local: Path) -> bool:
         """Copies a file of the store to a local path, at which it appears as a whole; False if there is none."""
 
-        def copy() -> bool:
+        def copy(fs: Any, path: str) -> bool:
             try:
                 with replacing(local) as partial:
-                    if self._remote is None:
-                        shutil.copyfile(Path(self.location, name), partial)
-                    else:
-                        fs, root = self._remote
-                        fs.get_file(f"{root}/{name}", str(partial))
+                    fs.get_file(path, str(partial))
                 return True
             except FileNotFoundError:
                 return False
             except OSError as error:
-                if error.errno not in _NO_SPACE:
+                if error.errno not in NO_SPACE:
                     raise
                 raise StoreError(
                     f"cannot copy {name} of the store {self.shown} to {local.parent}: {error.strerror}: free space "
                     "there"
                 ) from None
 
-        return self._tried("read", copy)
+        return self._tried("read", copy, name)
 
     def remove(self, name: str) -> None:
         """Removes a file or a folder, if it is there."""
 
-        def remove() -> None:
+        def remove(fs: Any, path: str) -> None:
             with suppress(FileNotFoundError):
-                if self._remote is None:
-                    path = Path(self.location, name)
-                    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-                else:
-                    fs, root = self._remote
-                    fs.rm(f"{root}/{name}", recursive=True)
+                fs.rm(path, recursive=True)
 
-        self._tried("write", remove)
+        self._tried("write", remove, name)
 
-    def _place(self, name: str) -> Path:
-        """The path of a file in a directory, whose folder is made if the store itself is there."""
-        path = Path(self.location, name)
-        if not Path(self.location).is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, "the store is not there", self.location)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path
+    def _write(self, name: str, fill: Callable[[Any, str], Any]) -> None:
+        """Writes a file by a function of the file system and a path. In a directory, its folder is made, if the store
+        itself is there."""
 
-    def _replace(self, name: str, write: Callable[[Path], Any]) -> None:
-        with replacing(self._place(name)) as partial:
-            write(partial)
+        def write(fs: Any, path: str) -> None:
+            directory = self._directory
+            if directory is None:
+                fill(fs, path)
+                return
+            if not directory.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, "the store is not there", self.location)
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            with replacing(Path(path)) as partial:
+                fill(fs, str(partial))
 
-    def _tried(self, what: str, work: Callable[[], _Result]) -> _Result:
-        """The result of some work, tried again if the storage fails.
+        self._tried("write", write, name)
+
+    def _tried(self, what: str, work: Callable[[Any, str], _Result], name: str = "") -> _Result:
+        """The result of some work with the file system and the path of a file, tried again if the storage fails.
 
         Raises:
             StoreError: it cannot be done.
         """
-        for attempt in range(1, ATTEMPTS + 1):
-            try:
-                return work()
-            except GpuloadError:
-                raise
-            except Exception as error:  # every file system raises errors of its own
-                full = isinstance(error, OSError) and error.errno in _NO_SPACE
-                if attempt == ATTEMPTS or full or isinstance(error, _FINAL):
-                    raise self._error(what, error, full) from None
-                time.sleep(0.2 * attempt)
-        raise AssertionError
+        fs, root = self._root
+        return tried(lambda _: work(fs, f"{root}/{name}"), partial(self._error, what))
 
-    def _error(self, what: str, error: Exception, full: bool) -> StoreError:
+    def _error(self, what: str, error: Exception, _: int) -> StoreError:
         reason = getattr(error, "strerror", None) or reason_of(error)
-        if full:
+        if isinstance(error, OSError) and error.errno in NO_SPACE:
             remedy = "free space there, and run the command again: what is complete remains"
         elif isinstance(error, PermissionError):
             remedy = f"give this user, on every node, the permission to {what} there"

@@ -169,6 +169,32 @@ class PairKeywords(TrainingKeywords, total=False):
     `per_device_train_batch_size`."""
 
 
+class WorkerKeywords(TypedDict, total=False):
+    """What reading on a Ray cluster takes, too."""
+
+    concurrency: int | tuple[int, int] | None
+    """Workers, each with an engine of its own: a number, or (at least, at most). None: from one to as many as the
+    cluster has GPUs, or CPUs if it has no GPU or `device="cpu"`."""
+
+    num_cpus: float
+    """CPUs of each worker. With GPUs, each worker has one of them."""
+
+    rows_per_task: int
+    """Rows of a task at least. A task reads whole row groups of one file."""
+
+
+class ReadPromptsKeywords(WorkerKeywords, PromptKeywords, total=False):
+    """What `read_prompts` of Ray takes."""
+
+
+class ReadChatsKeywords(WorkerKeywords, ChatKeywords, total=False):
+    """What `read_chats` of Ray takes."""
+
+
+class ReadPairsKeywords(WorkerKeywords, PairKeywords, total=False):
+    """What `read_pairs` of Ray takes."""
+
+
 def described(keywords: Any) -> dict[str, str]:
     """What each keyword means, own ones first: name → text. It is read from the source of this module, where docstrings
     of attributes are; without a source there are no texts."""
@@ -178,12 +204,12 @@ def described(keywords: Any) -> dict[str, str]:
         return dict.fromkeys(get_type_hints(keywords), "")
     classes = {each.name: each for each in module.body if isinstance(each, ast.ClassDef)}
     found: dict[str, str] = {}
-    name: str | None = keywords.__name__
-    while name in classes:
+    names = [keywords.__name__]
+    for name in names:  # which grows by the bases of each class
         for field, text in itertools.pairwise(classes[name].body):
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
                 found[field.target.id] = " ".join(ast.literal_eval(text.value).split())
-        name = next((base.id for base in classes[name].bases if isinstance(base, ast.Name)), None)
+        names += [base.id for base in classes[name].bases if isinstance(base, ast.Name) and base.id in classes]
     return found
 
 
@@ -200,7 +226,7 @@ def takes(keywords: Any, *defaults: Any, others: str | None = None) -> Callable[
 
     def complete(function: Function) -> Function:
         own = inspect.signature(function)
-        given = [each for each in own.parameters.values() if each.kind is each.POSITIONAL_ONLY]
+        given = [each for each in own.parameters.values() if each.kind is not each.VAR_KEYWORD]
         texts = {name: text for name, text in described(keywords).items() if name not in own.parameters}
         for name in texts:
             value = None if default[name] is dataclasses.MISSING else default[name]

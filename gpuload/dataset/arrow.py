@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pyarrow as pa
 
-from gpuload.core.arrays import RowNumbers, offsets_of
+from gpuload.core.arrays import Ragged, RowNumbers, offsets_of
 from gpuload.core.errors import OptionError
 from gpuload.core.options import nearest
 from gpuload.sources.columns import Columns
@@ -70,6 +70,12 @@ def parts(tokens: RowNumbers) -> Iterator[RowNumbers]:
     bounds = np.unique(np.concatenate([np.arange(0, len(tokens), _ROWS), passes, [len(tokens)]]))
     for low, high in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         yield np.arange(low, high)
+
+
+def ragged(table: pa.Table, name: str) -> Ragged:
+    """The rows of a column of lists of int32, none of them null: what `lists` was made of."""
+    column = table.column(name).combine_chunks()
+    return Ragged(column.flatten().to_numpy(zero_copy_only=False), offsets_of(column.value_lengths().to_numpy()))
 
 
 def lists(values: np.ndarray, offsets: RowNumbers) -> pa.ListArray:

@@ -15,7 +15,7 @@ from gpuload.core.arrays import Array, Ragged
 from gpuload.core.keywords import PromptKeywords, takes
 from gpuload.core.lazy import LazyDict
 from gpuload.core.options import Options, Padding
-from gpuload.dataset.arrow import INT32_LIST, lists, row_reader
+from gpuload.dataset.arrow import INT32_LIST, lists, ragged, row_reader
 from gpuload.dataset.loader import PromptLoader
 from gpuload.dataset.rows import Loaded, Made, Numbers, Rows, Values, object_array
 from gpuload.engines.choose import choose_engine
@@ -96,6 +96,9 @@ class PromptKind(Kind["PromptDataset"]):
 
     def sizes(self, ids: Any) -> Array:
         return ids.lengths
+
+    def from_arrow(self, table: pa.Table) -> Ragged:
+        return ragged(table, "raw_prompt_ids")
 
     def dataset(self, loaded: Loaded) -> "PromptDataset":
         return PromptDataset(loaded)

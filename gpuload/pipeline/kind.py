@@ -99,5 +99,9 @@ class Kind(Generic[Dataset]):
         return None
 
     @abstractmethod
+    def from_arrow(self, table: pa.Table) -> Ragged:
+        """Rows with the columns `fields`, as the `to_arrow` of the result makes them → ids, as the result has them."""
+
+    @abstractmethod
     def dataset(self, loaded: Loaded) -> Dataset:
         """The result of a load."""

@@ -96,6 +96,17 @@ class Job(Generic[Dataset]):
             return self.wanted
         return self.ranks.share([source.num_rows for source in self.sources], self.wanted)
 
+    def report(self) -> Report:
+        """A report that has names and bytes of the sources, and no rows yet."""
+        return Report(
+            [source.name for source in self.sources],
+            self.options.max_prompt_length,
+            limit_name=self.kind.limit_name,
+            overlong_dropped=self.options.filter_overlong_prompts,
+            sanitized=self.reference.sanitizes,
+            source_bytes=sum(source.nbytes for source in self.sources),
+        )
+
     def check(self) -> None:
         """Raises an error if the load is of no use any more, because another rank has failed."""
         if self.ranks is not None:
@@ -225,14 +236,7 @@ def _run_on_device(job: Job[Dataset], build_engine: EngineBuilder, exact_only: b
 def _run(job: Job[Dataset], engine: Engine) -> Dataset:
     """One pass over the rows: read → render → encode → filter, then one store of all that was kept."""
     options, sources = job.options, job.sources
-    report = Report(
-        [source.name for source in sources],
-        options.max_prompt_length,
-        overlong_dropped=options.filter_overlong_prompts,
-        source_bytes=sum(source.nbytes for source in sources),
-        sanitized=job.reference.sanitizes,
-        limit_name=job.kind.limit_name,
-    )
+    report = job.report()
     # Two calls for one row differ if the template makes random choices.
     random = contains_randomness(job.reference.template_text)
     wanted, starts = job.to_read, offsets_of(np.array([source.num_rows for source in sources]))

@@ -10,11 +10,10 @@ import codecs
 import hashlib
 import json
 import os
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,13 +22,12 @@ from gpuload.core.errors import SourceError
 from gpuload.core.files import cache_root, replacing
 from gpuload.core.options import Options
 from gpuload.sources.arrow_files import saved_files
-from gpuload.sources.remote import RemoteFile, in_place, version_of
+from gpuload.sources.places import FilePlace, tried
+from gpuload.sources.remote import RemoteFile, in_place
 from gpuload.sources.urls import is_url, reason_of, without_secrets
 
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".arrow": "arrow"}
 _IN_FOLDERS = (".parquet", ".json", ".jsonl")  # other folders than those of `save_to_disk` have results of `map`, too
-ATTEMPTS = 3
-_Result = TypeVar("_Result")
 _WITH_PACKAGES = ("http", "s3", "gs:", "gcs:")  # protocols whose packages the extra `remote` installs
 _TAIL = 1 << 20  # bytes at the end of a copy that are examined
 _NAME_LENGTH = 48  # characters of a remote file's name in its copy's name: file systems allow 255 bytes
@@ -37,18 +35,20 @@ _NAME_LENGTH = 48  # characters of a remote file's name in its copy's name: file
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One local file.
+    """One file.
 
     Attributes:
-        path: of the file, or of the copy of a remote one.
+        path: of the file, or of the copy of a remote one; of the remote one itself, if there is no copy.
         name: as the user gave it, for messages; of a URL without what may be secret.
         format: "parquet", "json" or "arrow".
+        place: where it is, if it is remote.
         remote: the file itself, if it is read where it is; then there is no copy.
     """
 
     path: str
     name: str
     format: str
+    place: FilePlace | None = None
     remote: RemoteFile | None = None
 
 
@@ -72,10 +72,37 @@ def resolve(
     Raises:
         SourceError: nothing matches, the extension is unknown, or a remote file cannot be downloaded.
     """
-    found: list[SourceFile] = []
-    for name in names_of(files):
-        found += _remote(name, cache_dir, timeout, read_in_place) if is_url(name) else local_files(name)
-    return found
+    return [here(file, cache_dir, read_in_place) for file in find(files, timeout)]
+
+
+def find(files: Any, timeout: float) -> list[SourceFile]:
+    """Finds files, and downloads nothing. What is found can be sent to other processes, which call `here`.
+
+    Args:
+        files, timeout: as for `resolve`.
+
+    Raises:
+        SourceError: as for `resolve`.
+    """
+    return [
+        file for name in names_of(files) for file in (_remote(name, timeout) if is_url(name) else local_files(name))
+    ]
+
+
+def here(file: SourceFile, cache_dir: str | None, read_in_place: bool) -> SourceFile:
+    """A file that this process can read: a remote one in place, or the copy of it that this machine has.
+
+    Args:
+        file, cache_dir, read_in_place: as for `resolve`.
+
+    Raises:
+        SourceError: it cannot be downloaded.
+    """
+    if file.place is None or file.remote is not None:
+        return file
+    remote = in_place(file.place) if read_in_place and file.format == "parquet" else None
+    path = file.place.path if remote is not None else _fetch(file.place, file.format, cache_dir)
+    return replace(file, path=path, remote=remote)
 
 
 def names_of(files: Any) -> list[str]:
@@ -201,45 +228,8 @@ def _format(name: str) -> str:
 # -- remote files ----------------------------------------------------------------------------------------------------
 
 
-def _remote(url: str, cache_dir: str | None, timeout: float, read_in_place: bool) -> list[SourceFile]:
-    listed = remote_files(url, timeout)
-    if not isinstance(listed, RemoteFiles):
-        return listed
-    found = []
-    for path, name, kind in zip(listed.paths, listed.names, listed.formats, strict=True):
-        remote = in_place(listed.fs, path, name) if read_in_place and kind == "parquet" else None
-        local = path if remote is not None else _fetch(listed.fs, path, name, kind, cache_dir)
-        found.append(SourceFile(local, without_secrets(name), kind, remote))
-    return found
-
-
-@dataclass(frozen=True)
-class RemoteFiles:
-    """The files that a URL stands for.
-
-    Attributes:
-        fs: their fsspec file system.
-        paths: of the files in it, in order.
-        names: their URLs.
-        formats: of each: "parquet" or "json".
-    """
-
-    fs: Any
-    paths: list[str]
-    names: list[str]
-    formats: list[str]
-
-
-def remote_files(url: str, timeout: float) -> RemoteFiles | list[SourceFile]:
-    """Lists the files that a URL stands for, without downloading them; local files, if it is a URL of such.
-
-    Args:
-        url: of a file or a directory, or a glob.
-        timeout: seconds that a web server may be silent.
-
-    Raises:
-        SourceError: as for `resolve`.
-    """
+def _remote(url: str, timeout: float) -> list[SourceFile]:
+    """The files that a URL stands for: a file or a directory, or a glob."""
     import fsspec
     from fsspec.implementations.local import LocalFileSystem
 
@@ -268,8 +258,8 @@ def remote_files(url: str, timeout: float) -> RemoteFiles | list[SourceFile]:
         raise SourceError(f"{shown}: {reason_of(error)}") from None
     if not paths:
         raise SourceError(f"{shown}: no file matches")
-    names = [url if p == path else fs.unstrip_protocol(p) for p in paths]
-    return RemoteFiles(fs, paths, names, [_format(name) for name in names])  # of all files, before the first download
+    places = [FilePlace(fs, p, url if p == path else fs.unstrip_protocol(p)) for p in paths]
+    return [SourceFile(place.path, place.name, _format(place.url), place) for place in places]
 
 
 def _is_read(path: str, folder: str) -> bool:
@@ -292,68 +282,51 @@ def _files(found: Iterable[dict[str, Any]]) -> list[str]:
     return sorted(info["name"] for info in found if info["type"] == "file")
 
 
-def _fetch(fs: Any, path: str, name: str, kind: str, cache_dir: str | None) -> str:
+def _fetch(place: FilePlace, kind: str, cache_dir: str | None) -> str:
     """The local copy of a remote file, downloaded if there is none."""
     from filelock import FileLock
 
     try:
-        info = fs.info(path)
+        info = place.fs.info(place.path)
     except Exception as error:
-        raise SourceError(f"{without_secrets(name)}: {reason_of(error)}") from None
-    digest = hashlib.sha256("\n".join(version_of(name, info)).encode()).hexdigest()[:24]
+        raise SourceError(f"{place.name}: {reason_of(error)}") from None
+    digest = hashlib.sha256("\n".join(place.version(info)).encode()).hexdigest()[:24]
     directory = cache_root(cache_dir)
-    target = directory / f"{digest}-{os.path.basename(path.partition('?')[0])[-_NAME_LENGTH:]}"
+    target = directory / f"{digest}-{os.path.basename(place.path.partition('?')[0])[-_NAME_LENGTH:]}"
     if _is_whole(target, kind):
         return str(target)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{target}.lock"):
             if not _is_whole(target, kind):
-                _copy(fs, path, name, kind, target, info.get("size"))
+                _copy(place, kind, target, info.get("size"))
     except SourceError:
         raise
     except OSError as error:
         raise SourceError(
-            f"{without_secrets(name)}: cannot write to the cache directory {directory}: {error.strerror or error}"
+            f"{place.name}: cannot write to the cache directory {directory}: {error.strerror or error}"
         ) from error
     return str(target)
 
 
-def _copy(fs: Any, path: str, name: str, kind: str, target: Path, size: int | None) -> None:
+def _copy(place: FilePlace, kind: str, target: Path, size: int | None) -> None:
     """Downloads a file, up to three times. A copy whose end is missing is made twice: the file itself may be damaged,
     which is reported when it is opened."""
 
     def copy(attempt: int) -> None:
         with replacing(target) as partial:
-            fs.get_file(path, str(partial))
+            place.fs.get_file(place.path, str(partial))
             arrived = partial.stat().st_size
             if size is not None and arrived != size:
                 raise OSError(f"{arrived} of {size} bytes arrived")
             if attempt == 1 and not _is_whole(partial, kind):
                 raise OSError("the end of the file is missing")
 
-    downloaded(without_secrets(name), copy)
+    def failed(error: Exception, attempts: int) -> SourceError:
+        many = f"{attempts} attempt{'s' * (attempts > 1)}"
+        return SourceError(f"{place.name}: download failed after {many}: {reason_of(error)}")
 
-
-def downloaded(name: str, download: Callable[[int], _Result]) -> _Result:
-    """The result of a download, which is tried up to three times.
-
-    Args:
-        name: of the file, for the message.
-        download: number of the attempt → the result.
-
-    Raises:
-        SourceError: it failed each time, or there is no such file.
-    """
-    for attempt in range(1, ATTEMPTS + 1):
-        try:
-            return download(attempt)
-        except Exception as error:  # every file system raises errors of its own
-            if attempt == ATTEMPTS or isinstance(error, FileNotFoundError | PermissionError):
-                attempts = f"{attempt} attempt{'s' * (attempt > 1)}"
-                raise SourceError(f"{name}: download failed after {attempts}: {reason_of(error)}") from None
-            time.sleep(0.2 * attempt)
-    raise AssertionError
+    tried(copy, failed)
 
 
 def _is_whole(copy: Path, kind: str) -> bool:

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from gpuload.sources.types import is_list
 
-SLACK = 128  # old writers understate a column chunk's size by up to this many bytes, its dictionary's header
+_SLACK = 128  # old writers understate a column chunk's size by up to this many bytes, its dictionary's header
 
 
 def check_names(fields: Iterable[pa.Field], footer: bytes) -> None:
@@ -109,14 +109,14 @@ def _pages(raw: BinaryIO, row_group: Any, names: Collection[str]) -> Iterator[by
     for number in range(row_group.num_columns):
         chunk = row_group.column(number)
         if _is_of(chunk, names):
-            raw.seek(chunk_start(chunk))
-            left = chunk.total_compressed_size + SLACK
+            raw.seek(_chunk_start(chunk))
+            left = chunk.total_compressed_size + _SLACK
             while left and (block := raw.read(min(left, 1 << 20))):
                 yield block
                 left -= len(block)
 
 
-def chunk_start(chunk: Any) -> int:
+def _chunk_start(chunk: Any) -> int:
     """Where the pages of a column chunk begin."""
     return int(min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset))
 

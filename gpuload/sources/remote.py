@@ -1,20 +1,17 @@
 """Remote parquet files that are read in place: only the bytes that are needed, and nothing is downloaded to a disk."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
 from gpuload.core.errors import SourceError
-from gpuload.sources.urls import reason_of, without_secrets
+from gpuload.sources.places import FilePlace, tried
+from gpuload.sources.urls import reason_of
 
-_BLOCK = 8 << 20  # bytes of one request
-# The keys under which fsspec's file systems report a file's version.
-_VERSION_KEYS = (
-    *("size", "ETag", "etag", "md5Hash", "Content-MD5", "Digest", "blob_id"),
-    *("LastModified", "Last-Modified", "last_modified", "mtime", "modificationTime", "modify", "updated"),
-)
+_BLOCK = 8 << 20  # bytes of one request at least
+_BLOCKS = 8  # of one open file: columns that are read in turns
 
 
 def changed(name: str) -> SourceError:
@@ -27,18 +24,17 @@ class RemoteFile:
     """A remote file in the version in which it was first opened; the counterpart of `local.LocalFile`.
 
     Attributes:
-        fs: fsspec's file system.
-        path: in that file system.
-        name: for messages, without what may be secret.
-        ask: returns what the server says about the file's version.
-        version: what it said at first.
+        place: where it is.
+        version: what the server said at first about its version.
     """
 
-    fs: Any
-    path: str
-    name: str
-    ask: Callable[[], list[str]]
+    place: FilePlace
     version: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.place.name
 
     @contextmanager
     def open(self) -> Iterator[BinaryIO]:
@@ -48,11 +44,7 @@ class RemoteFile:
             SourceError: it cannot be opened.
             OSError: it cannot be read.
         """
-        try:
-            raw = self.fs.open(self.path, "rb", block_size=_BLOCK, cache_type="readahead")
-        except Exception as error:  # every file system raises errors of its own
-            raise self._failed(error) from None
-        with raw:
+        with tried(lambda _: self._raw(), self._failed) as raw:
             yield cast(BinaryIO, _Reader(raw, self._failed))
 
     def check(self) -> None:
@@ -61,11 +53,7 @@ class RemoteFile:
         Raises:
             SourceError: it was replaced, or cannot be reached.
         """
-        try:
-            version = tuple(self.ask())
-        except Exception as error:
-            raise self._failed(error) from None
-        if version != self.version:
+        if tried(lambda _: self.place.version_now(), self._failed) != self.version:
             raise changed(self.name)
 
     def content(self, *names: str) -> bytes:
@@ -77,28 +65,75 @@ class RemoteFile:
         """Whether the server says more about the version than the size."""
         return any(not part.startswith("size=") for part in self.version[1:])
 
-    def _failed(self, error: BaseException) -> SourceError:
+    def can_be_read(self) -> bool:
+        """Whether the server sends parts of the file, and it ends as a parquet file does."""
+        try:
+            with self._raw() as raw:
+                raw.seek(-4, 2)
+                return bool(raw.read(4) == b"PAR1")
+        except Exception:  # the download will say what is wrong
+            return False
+
+    def _raw(self) -> Any:
+        return self.place.fs.open(self.place.path, "rb", cache_type="none")
+
+    def _failed(self, error: Exception, attempts: int = 1) -> SourceError:
         return SourceError(f"{self.name}: reading failed: {reason_of(error)}: check the connection, and load again")
 
 
 class _Reader:
-    """A file object whose errors say which file it is."""
+    """A file object that reads blocks ahead, several at a time, because columns of a row group are read in turns: the
+    number of requests is bounded by the bytes that are read, and by the number of places at which reading begins.
 
-    def __init__(self, raw: Any, failed: Callable[[BaseException], SourceError]):
+    Args:
+        raw: the remote file.
+        failed: makes errors that say which file it is.
+    """
+
+    def __init__(self, raw: Any, failed: Callable[[Exception, int], SourceError]):
         self._raw, self._failed = raw, failed
+        self._size, self._at = int(raw.seek(0, 2)), 0
+        self._blocks: list[tuple[int, bytes]] = []  # where they begin, and their bytes; the last used one last
         self.closed = False
 
     def read(self, size: int = -1) -> bytes:
-        try:
-            return bytes(self._raw.read(size))
-        except Exception as error:
-            raise self._failed(error) from None
+        end = self._size if size < 0 else min(self._at + size, self._size)
+        parts = []
+        while self._at < end:
+            start, content = self._block(end)
+            parts.append(content[self._at - start : end - start])
+            self._at += len(parts[-1])
+        return b"".join(parts)
+
+    def _block(self, end: int) -> tuple[int, bytes]:
+        """The block that has the next byte. One that is not there is fetched: as far as is to be read, or further, but
+        not what another block has."""
+        for number, (start, content) in enumerate(self._blocks):
+            if start <= self._at < start + len(content):
+                self._blocks.append(self._blocks.pop(number))
+                return self._blocks[-1]
+        until = [start for start, _ in self._blocks if start > self._at]
+        length = min([max(end, self._at + _BLOCK), self._size, *until]) - self._at
+        content = tried(lambda _: self._fetched(length), self._failed)
+        if len(self._blocks) == _BLOCKS:  # the block before has been read to its end; else the one not used for longest
+            ends = [start + len(content) for start, content in self._blocks]
+            del self._blocks[ends.index(self._at) if self._at in ends else 0]
+        self._blocks.append((self._at, content))
+        return self._blocks[-1]
+
+    def _fetched(self, length: int) -> bytes:
+        self._raw.seek(self._at)
+        content = bytes(self._raw.read(length))
+        if len(content) != length:
+            raise OSError(f"{len(content)} of {length} bytes arrived")
+        return content
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        return int(self._raw.seek(offset, whence))
+        self._at = max(0, offset + (0, self._at, self._size)[whence])
+        return self._at
 
     def tell(self) -> int:
-        return int(self._raw.tell())
+        return self._at
 
     def close(self) -> None:
         self.closed = True
@@ -119,30 +154,10 @@ class _Reader:
         pass
 
 
-def in_place(fs: Any, path: str, name: str) -> RemoteFile | None:
+def in_place(place: FilePlace) -> RemoteFile | None:
     """A file that can be read where it is; None if it cannot, or if it is not known whether it is."""
-
-    def ask() -> list[str]:
-        fs.invalidate_cache()
-        return version_of(name, fs.info(path))
-
     try:
-        file = RemoteFile(fs, path, without_secrets(name), ask, tuple(ask()))
+        file = RemoteFile(place, place.version_now())
     except Exception:  # the download will say what is wrong
         return None
-    return file if _can_be_read_in_place(file) else None
-
-
-def version_of(name: str, info: Mapping[str, Any]) -> list[str]:
-    """The name of a file, and what the server says about its version."""
-    return [name] + [f"{key}={info[key]}" for key in _VERSION_KEYS if info.get(key) is not None]
-
-
-def _can_be_read_in_place(file: RemoteFile) -> bool:
-    """Whether the server sends parts of a file, and this one ends as a parquet file does."""
-    try:
-        with file.open() as raw:
-            raw.seek(-4, 2)
-            return raw.read(4) == b"PAR1"
-    except Exception:  # the download will say what is wrong
-        return False
+    return file if file.can_be_read() else None

@@ -1,13 +1,39 @@
 """What a cluster has: whether Ray is installed, GPUs, and how many workers fit."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from gpuload.core import errors
 from gpuload.core.errors import DeviceError, GpuloadError, OptionError
+from gpuload.sources.parallel import PART_ROWS
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How work is spread over a cluster: `core.keywords.WorkerKeywords`."""
+
+    concurrency: int | tuple[int, int] | None = None
+    num_cpus: float = 1
+    rows_per_task: int = PART_ROWS
+
+    def __post_init__(self) -> None:
+        rows = self.rows_per_task
+        if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+            raise OptionError(f"rows_per_task={rows!r}: expected an integer > 0")
+
+    @staticmethod
+    def parse(given: Mapping[str, Any]) -> tuple["Scale", dict[str, Any]]:
+        """The scale, and the other keyword arguments.
+
+        Raises:
+            OptionError: an invalid value.
+        """
+        names = {field.name for field in fields(Scale)}
+        scale = Scale(**{name: value for name, value in given.items() if name in names})
+        return scale, {name: value for name, value in given.items() if name not in names}
 
 
 @dataclass(frozen=True)
@@ -59,16 +85,13 @@ def connect(address: str | None) -> None:
         ) from error
 
 
-def workers_for(
-    device: str, parts: int, concurrency: int | tuple[int, int] | None, num_cpus: float
-) -> tuple[Workers, str]:
+def workers_for(device: str, parts: int, scale: Scale) -> tuple[Workers, str]:
     """How many workers there are for a number of parts, and the device of each.
 
     Args:
         device: the option.
         parts: how many there are.
-        concurrency: as for `read_prompts`.
-        num_cpus: of each worker.
+        scale: how many workers are asked for.
 
     Raises:
         OptionError: a value is invalid.
@@ -85,6 +108,7 @@ def workers_for(
             f"device='cuda': the Ray cluster has no GPU ({cpus} CPUs on {len(ray.nodes())} nodes): add a node with "
             "GPUs, or use device='cpu' or 'auto'"
         )
+    concurrency, num_cpus = scale.concurrency, scale.num_cpus
     on_gpus = device != "cpu" and gpus > 0
     if concurrency is None:
         fit = gpus if on_gpus else int(cpus / num_cpus) if num_cpus else cpus
@@ -118,4 +142,4 @@ def _own_error(error: BaseException) -> GpuloadError | None:
     return None
 
 
-_OWN = re.compile(r"gpuload\.errors\.(\w+): (.+)")
+_OWN = re.compile(rf"{re.escape(errors.__name__)}\.(\w+): (.+)")

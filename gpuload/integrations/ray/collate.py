@@ -3,31 +3,22 @@
 loader = dataset.iter_torch_batches(batch_size=256, collate_fn=collate_fn(dataset))
 """
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import pyarrow as pa
-import torch
 from ray.data.collate_fn import ArrowBatchCollateFn
 
-from gpuload.core.arrays import Ragged, offsets_of
 from gpuload.core.errors import OptionError
-from gpuload.core.options import Options, Padding, Truncation
-from gpuload.dataset.rows import object_array, prompt_too_long
-from gpuload.engines.host.batches import pad
-from gpuload.engines.host.packs import IGNORED
+from gpuload.core.options import Options, Padding
+from gpuload.dataset.origins import Origins
+from gpuload.dataset.report import Report
+from gpuload.dataset.rows import Loaded, prompt_too_long
 from gpuload.integrations.ray.dataset import about_dataset
 from gpuload.integrations.ray.worker import ORIGIN
-from gpuload.kinds.chats.batches import padded_rows
-from gpuload.kinds.chats.load import ChatKind
-from gpuload.kinds.pairs.batches import padded_sequences
-from gpuload.kinds.pairs.formats import MARGIN
-from gpuload.kinds.pairs.load import PairKind
-from gpuload.kinds.pairs.parts import COMPLETION, appended
-from gpuload.kinds.prompts import PromptKind, index_of
 from gpuload.pipeline.kind import Kind
-from gpuload.reference.reference import messages_of
-from gpuload.sources.columns import to_python
+from gpuload.sources.columns import Columns
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -52,8 +43,7 @@ def collate_fn(dataset: "Dataset", padding: Padding | None = None) -> "Collate":
     about = about_dataset(dataset)
     if padding is not None and padding not in get_args(Padding):
         raise OptionError(f"padding={padding!r}: expected one of {', '.join(map(repr, get_args(Padding)))}")
-    width = padding or ("max_length" if isinstance(about.kind, PromptKind) else "longest")
-    return Collate(about.kind, about.options, about.pad_token_id, width, about.empty.files)
+    return Collate(about.kind, about.options, about.pad_token_id, padding, about.empty.files)
 
 
 class Collate(ArrowBatchCollateFn):  # type: ignore[misc]
@@ -63,11 +53,11 @@ class Collate(ArrowBatchCollateFn):  # type: ignore[misc]
         kind: of rows.
         options: of the load.
         pad_token_id: the padding token.
-        padding: width of batches.
+        padding: width of batches; None for that of the kind.
         files: their names, for messages.
     """
 
-    def __init__(self, kind: Kind[Any], options: Options, pad_token_id: int, padding: Padding, files: list[str]):
+    def __init__(self, kind: Kind[Any], options: Options, pad_token_id: int, padding: Padding | None, files: list[str]):
         self._kind, self._options, self._pad_id = kind, options, pad_token_id
         self._padding, self._files = padding, files
 
@@ -77,58 +67,25 @@ class Collate(ArrowBatchCollateFn):  # type: ignore[misc]
         Raises:
             PromptTooLongError: a prompt is longer than the limit, and `truncation="error"`.
         """
-        own = {field.name for field in self._kind.fields} | {ORIGIN.name}
-        columns = {
-            name: object_array(to_python(batch.column(name).combine_chunks()))
-            for name in batch.schema.names
-            if name not in own
-        }
-        if isinstance(self._kind, PromptKind):
-            return columns | self._prompts(batch, columns)
-        return columns | (self._chats(batch) if isinstance(self._kind, ChatKind) else self._pairs(batch, columns))
-
-    def _width(self, longest: int) -> int:
-        limit = self._options.max_prompt_length
-        return limit if self._padding == "max_length" else min(limit, longest)
-
-    def _prompts(self, batch: pa.Table, columns: dict[str, Any]) -> dict[str, Any]:
-        ids, limit = _rows(batch, "raw_prompt_ids"), self._options.max_prompt_length
-        for number in np.flatnonzero(ids.lengths > limit):
-            origin = batch.column(ORIGIN.name)[int(number)].as_py()
-            row = f"{self._files[origin['file']]} row {origin['row']}"
-            raise prompt_too_long(row, int(ids.lengths[number]), limit)
-        if self._options.return_raw_chat:
-            columns["raw_prompt"] = object_array([messages_of(prompt) for prompt in columns["raw_prompt"]])
-        extra_info = columns.get("extra_info", [None] * len(ids))
-        return {
-            **pad(ids, self._width(int(ids.lengths.max(initial=0))), self._pad_id),
-            "raw_prompt_ids": object_array(ids.to_lists()),
-            "index": object_array([index_of(extra) for extra in extra_info]),
-        }
-
-    def _chats(self, batch: pa.Table) -> dict[str, torch.Tensor]:
-        ids, labels = _rows(batch, "input_ids"), _rows(batch, "labels")
-        loss = Ragged(labels.values != IGNORED, labels.offsets)
-        return padded_rows(ids, loss, self._width(int(ids.lengths.max(initial=0))), self._pad_id)
-
-    def _pairs(self, batch: pa.Table, columns: dict[str, Any]) -> dict[str, torch.Tensor]:
-        assert isinstance(self._kind, PairKind)
-        sequences = [_rows(batch, name) for name in ("chosen_ids", "rejected_ids")]
-        if self._kind.objective == "dpo":
-            prompts = _rows(batch, "prompt_ids")
-            completions = (Ragged(ids.values | COMPLETION, ids.offsets) for ids in sequences)
-            sequences = [appended(prompts, completion) for completion in completions]
-        side: Truncation = "left" if self._options.truncation == "left" else "right"
-        rows = Ragged.concatenate([ids.truncate(self._options.max_prompt_length, side) for ids in sequences])
-        tensors = padded_sequences(rows, self._width(int(rows.lengths.max(initial=0))), self._pad_id)
-        if self._kind.objective == "rm":
-            del tensors["completion_mask"]
-            if MARGIN in columns:
-                tensors[MARGIN] = torch.tensor(list(columns[MARGIN]), dtype=torch.float32)
-        return tensors
-
-
-def _rows(batch: pa.Table, name: str) -> Ragged:
-    """A column of lists of int32, none of them null."""
-    column = batch.column(name).combine_chunks()
-    return Ragged(column.flatten().to_numpy(zero_copy_only=False), offsets_of(column.value_lengths().to_numpy()))
+        kind, options = self._kind, self._options
+        ids, origins, limit = kind.from_arrow(batch), batch.column(ORIGIN.name), options.max_prompt_length
+        sizes = kind.sizes(ids)
+        if options.truncation == "error" and sizes.max(initial=0) > limit:
+            number = int(np.argmax(sizes > limit))
+            origin = origins[number].as_py()
+            raise prompt_too_long(f"{self._files[origin['file']]} row {origin['row']}", int(sizes[number]), limit)
+        own = {*(field.name for field in kind.fields), ORIGIN.name}
+        columns = Columns([batch.select([name for name in batch.schema.names if name not in own])])
+        rows = np.arange(len(ids))
+        loaded = Loaded(
+            ids,
+            columns,
+            Origins(rows, np.array([0, len(ids)]), np.zeros(1, np.int64)),  # of the batch; messages are made above
+            kind.engine(replace(options, device="cpu"), None, False),  # which makes batches, and opens no tokenizer
+            options,
+            self._pad_id,
+            Report(self._files, limit),
+            {"options": {}},
+        )
+        width = {} if self._padding is None else {"padding": self._padding}
+        return dict(kind.dataset(loaded).batch(rows, **width))

@@ -10,33 +10,31 @@ The datasets are lazy: nothing is tokenized before Ray Data executes them.
 import pickle
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 from weakref import WeakKeyDictionary
 
 import pyarrow as pa
 
 from gpuload.core.errors import DataError, OptionError
+from gpuload.core.keywords import ReadChatsKeywords, ReadPairsKeywords, ReadPromptsKeywords, takes
 from gpuload.core.options import Options
 from gpuload.dataset.report import Report
-from gpuload.integrations.ray.cluster import Workers, import_ray, workers_for
-from gpuload.integrations.ray.parts import FilePart, OpenedFile, all_parts, open_files
+from gpuload.integrations.ray.cluster import Scale, Workers, import_ray, workers_for
+from gpuload.integrations.ray.parts import FilePart, all_parts, open_files
 from gpuload.integrations.ray.reports import merged, start_keeper
 from gpuload.integrations.ray.worker import ORIGIN, TokenizingActor, Work
 from gpuload.kinds.chats.load import ChatKind
 from gpuload.kinds.pairs.load import PairKind
 from gpuload.kinds.prompts import PromptKind
+from gpuload.kinds.training_options import TrainingDefaults
 from gpuload.pipeline.kind import Kind
 from gpuload.pipeline.run import Job, open_job
-from gpuload.reference.reference import Reference
-from gpuload.sources.parallel import PART_ROWS
 from gpuload.sources.read import Source
 
 if TYPE_CHECKING:
     from ray.data import Dataset
-
-Concurrency = int | tuple[int, int] | None
 
 
 @dataclass(frozen=True)
@@ -63,26 +61,14 @@ class About:
 _ABOUT: "WeakKeyDictionary[Any, About]" = WeakKeyDictionary()
 
 
-def read_prompts(
-    files: Any,
-    tokenizer: Any = None,
-    /,
-    *,
-    concurrency: Concurrency = None,
-    num_cpus: float = 1,
-    rows_per_task: int = PART_ROWS,
-    **options: Any,
-) -> "Dataset":
+@takes(ReadPromptsKeywords, Options, Scale, others="verl_keys")
+def read_prompts(files: Any, tokenizer: Any = None, /, **options: Unpack[ReadPromptsKeywords]) -> "Dataset":
     """Reads prompts as a Ray Data dataset of exact token ids.
 
     Args:
         files: as for `gpuload.load`, except for frames: paths that all nodes can read, or URLs.
         tokenizer: as for `gpuload.load`. It is opened here, and sent to each worker once.
-        concurrency: workers, each with an engine of its own: a number, or (at least, at most). None: from one to as
-            many as the cluster has GPUs, or CPUs if it has no GPU or `device="cpu"`.
-        num_cpus: CPUs of each worker. With GPUs, each worker has one of them.
-        rows_per_task: rows of a task at least. A task reads whole row groups of one file.
-        **options: of `gpuload.load`: those that concern rows, `device` ("auto", "cpu" or "cuda") and `verify`.
+        **options: see `ReadPromptsKeywords`.
 
     Returns:
         A dataset with the columns `raw_prompt_ids` (list of int32), `origin` (the number of the file and of the row in
@@ -97,28 +83,17 @@ def read_prompts(
         DeviceError: a GPU is asked for, and the cluster has none.
         GpuloadError: Ray Data is not installed.
     """
-    return _read(PromptKind, files, tokenizer, options, (concurrency, num_cpus, rows_per_task))
+    return _read(PromptKind, files, tokenizer, options)
 
 
-def read_chats(
-    files: Any,
-    tokenizer: Any = None,
-    /,
-    *,
-    concurrency: Concurrency = None,
-    num_cpus: float = 1,
-    rows_per_task: int = PART_ROWS,
-    **options: Any,
-) -> "Dataset":
+@takes(ReadChatsKeywords, Options, TrainingDefaults, ChatKind, Scale)
+def read_chats(files: Any, tokenizer: Any = None, /, **options: Unpack[ReadChatsKeywords]) -> "Dataset":
     """Reads conversations for SFT as a Ray Data dataset.
 
     Args:
         files: as for `read_prompts`.
         tokenizer: as for `read_prompts`.
-        concurrency: as for `read_prompts`.
-        num_cpus: as for `read_prompts`.
-        rows_per_task: as for `read_prompts`.
-        **options: of `gpuload.load_chats`.
+        **options: see `ReadChatsKeywords`.
 
     Returns:
         A dataset with the columns of `ChatDataset.to_arrow`: `input_ids` and `labels` (lists of int32), all other
@@ -127,28 +102,17 @@ def read_chats(
     Raises:
         GpuloadError: as for `read_prompts` and `gpuload.load_chats`.
     """
-    return _read(ChatKind, files, tokenizer, options, (concurrency, num_cpus, rows_per_task))
+    return _read(ChatKind, files, tokenizer, options)
 
 
-def read_pairs(
-    files: Any,
-    tokenizer: Any = None,
-    /,
-    *,
-    concurrency: Concurrency = None,
-    num_cpus: float = 1,
-    rows_per_task: int = PART_ROWS,
-    **options: Any,
-) -> "Dataset":
-    """Reads preference data as a Ray Data dataset.
+@takes(ReadPairsKeywords, Options, TrainingDefaults, PairKind, Scale)
+def read_pairs(files: Any, tokenizer: Any = None, /, **options: Unpack[ReadPairsKeywords]) -> "Dataset":
+    """Reads preference data as a Ray Data dataset, for "dpo" or "rm": rows for "kto" have completions of other rows.
 
     Args:
         files: as for `read_prompts`.
         tokenizer: as for `read_prompts`.
-        concurrency: as for `read_prompts`.
-        num_cpus: as for `read_prompts`.
-        rows_per_task: as for `read_prompts`.
-        **options: of `gpuload.load_pairs`, for "dpo" and "rm": rows for "kto" have completions of other rows.
+        **options: see `ReadPairsKeywords`.
 
     Returns:
         A dataset with the columns of `PairDataset.to_arrow`: `prompt_ids` (for "dpo"), `chosen_ids` and `rejected_ids`
@@ -157,7 +121,7 @@ def read_pairs(
     Raises:
         GpuloadError: as for `read_prompts` and `gpuload.load_pairs`.
     """
-    return _read(PairKind, files, tokenizer, options, (concurrency, num_cpus, rows_per_task))
+    return _read(PairKind, files, tokenizer, options)
 
 
 def report(dataset: "Dataset") -> Report:
@@ -224,32 +188,49 @@ def common_schema(
     return pa.schema(fields)
 
 
-def _read(
-    kind: type[Kind[Any]], files: Any, tokenizer: Any, given: dict[str, Any], scale: tuple[Concurrency, float, int]
-) -> "Dataset":
+def _read(kind: type[Kind[Any]], files: Any, tokenizer: Any, given: Mapping[str, Any]) -> "Dataset":
     """A dataset of the rows of one kind.
 
     Args:
         files, tokenizer: as for `read_prompts`.
-        given: the options.
-        scale: the last three arguments of `read_prompts`.
+        given: the keyword arguments.
     """
     started = time.perf_counter()
     import_ray()
-    given = dict(given)
-    tokenizer = given.pop("tokenizer", None) if tokenizer is None else tokenizer
+    scale, given = Scale.parse(given)
+    by_name = given.pop("tokenizer", None)
     parsed, options = kind.parse(given)
     _check_rows(parsed)
     opened = open_files(files, options)
-    job = open_job(parsed, [file.source for file in opened if file.source.num_rows], tokenizer, options, started)
+    sources = [file.source for file in opened]
+    filled = [source for source in sources if source.num_rows]
+    job = open_job(parsed, filled, by_name if tokenizer is None else tokenizer, options, started)
     _check_rows(job.kind)
+    for name, value, why in (
+        ("shuffle", True, "use the methods of Ray Data, such as random_shuffle"),
+        ("distributed", True, "Ray does"),
+        ("store", "disk", "its rows are in Ray's object store, which spills to disk"),
+    ):
+        if getattr(job.options, name) == value:
+            raise OptionError(f"{name}={value!r} has no effect on a Ray dataset: {why}")
+    parts = all_parts(opened, scale.rows_per_task, job.options.max_samples)
+    workers, device = workers_for(job.options.device, len(parts), scale)
+    work = work_of(job, device, _passed_through(job))
+    reports = start_keeper()
+    dataset = mapped(parts, TokenizingActor, (work, reports), workers)
+    empty = replace(job, sources=sources).report()
+    _ABOUT[dataset] = About(job.kind, job.options, job.reference.pad_token_id, empty, parts, reports)
+    return dataset
+
+
+def _passed_through(job: Job[Any]) -> pa.Schema:
+    """The columns of rows that are not made of tokens."""
     more: dict[str, Sequence[pa.DataType]] = {}
     if job.options.return_raw_chat:
         more["raw_prompt"] = [source.schema.field(job.options.prompt_key).type for source in job.sources]
     if job.options.return_full_prompt:
         more["full_prompts"] = [pa.large_string()]
-    passed = common_schema(job.sources, job.options.prompt_key, more)
-    return _dataset(opened, passed, job, scale)
+    return common_schema(job.sources, job.options.prompt_key, more)
 
 
 def _check_rows(kind: Kind[Any]) -> None:
@@ -261,56 +242,22 @@ def _check_rows(kind: Kind[Any]) -> None:
         )
 
 
-def _dataset(
-    opened: Sequence[OpenedFile],
-    passed: pa.Schema,
-    job: Job[Any],
-    scale: tuple[Concurrency, float, int],
-) -> "Dataset":
-    kind, reference, options = job.kind, job.reference, job.options
-    concurrency, num_cpus, rows_per_task = scale
-    if isinstance(rows_per_task, bool) or not isinstance(rows_per_task, int) or rows_per_task < 1:
-        raise OptionError(f"rows_per_task={rows_per_task!r}: expected an integer > 0")
-    for name, value, why in (
-        ("shuffle", True, "use the methods of Ray Data, such as random_shuffle"),
-        ("distributed", True, "Ray does"),
-        ("store", "disk", "its rows are in Ray's object store, which spills to disk"),
-    ):
-        if getattr(options, name) == value:
-            raise OptionError(f"{name}={value!r} has no effect on a Ray dataset: {why}")
-    parts = all_parts(opened, rows_per_task, options.max_samples)
-    workers, device = workers_for(options.device, len(parts), concurrency, num_cpus)
-    names = [file.source.name for file in opened]
-    empty = Report(
-        names,
-        options.max_prompt_length,
-        limit_name=kind.limit_name,
-        overlong_dropped=options.filter_overlong_prompts,
-        sanitized=reference.sanitizes,
-        source_bytes=sum(file.source.nbytes for file in opened),
-    )
-    work = work_of(kind, reference, options, device, passed)
-    reports = start_keeper()
-    dataset = mapped(parts, TokenizingActor, (work, reports), workers)
-    _ABOUT[dataset] = About(kind, options, reference.pad_token_id, empty, parts, reports)
-    return dataset
-
-
-def work_of(kind: Kind[Any], reference: Reference, options: Options, device: str, passed: pa.Schema) -> Work:
+def work_of(job: Job[Any], device: str, passed: pa.Schema) -> Work:
     """What workers need to know.
 
     Args:
-        reference: the driver's tokenizer.
+        job: as the driver has opened it.
         device: of each worker.
         passed: the columns that are passed through.
     """
+    kind, reference, options = job.kind, job.reference, job.options
     own = [*kind.fields, ORIGIN]
     names = {field.name for field in own}
     if replaced := sorted(names & set(passed.names)):
         warnings.warn(
             f"gpuload: columns {', '.join(replaced)} are replaced: rows have columns with these names. Rename these "
             "columns if you need them",
-            stacklevel=5,
+            stacklevel=4,  # the line that calls `read_prompts`
         )
     schema = pa.schema([*own, *(field for field in passed if field.name not in names)])
     if options.chat_template not in (None, "default"):

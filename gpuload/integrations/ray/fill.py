@@ -1,33 +1,35 @@
 """prepare(): a Ray cluster fills a store of token ids, which loads in any process then read.
 
 1. one task per file computes the keys of its entry and pieces: a digest of the bytes of its prompts
-2. workers make the pieces that the store does not have, and join them (`pieces.py`)
-3. pieces that another run is making are waited for, and made here if that run has died
+2. workers make the pieces that the store does not have, and the one that has made the last piece of a file joins them
+   (`pieces.py`)
+3. files of which all pieces were found, but no entry, are joined: whoever has made the last piece has died
+
+Runs know nothing of each other. Each makes the pieces in a random order, and looks before each of them whether it is
+there; so two runs at the same time share the work. A piece or an entry that both begin at the same time is made twice.
 """
 
+import random
 import time
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Unpack
 
 import pyarrow as pa
 
 from gpuload.cache.key import key_maker
 from gpuload.cache.shared_store import SharedStore
 from gpuload.core.errors import GpuloadError, StoreError
+from gpuload.core.keywords import ReadPromptsKeywords, takes
 from gpuload.core.options import NO_LIMIT, Options
-from gpuload.integrations.ray.claims import ClaimWatch
-from gpuload.integrations.ray.cluster import Workers, connect, import_ray, own_errors, workers_for
-from gpuload.integrations.ray.dataset import Concurrency, mapped, work_of
+from gpuload.integrations.ray.cluster import Scale, Workers, connect, import_ray, own_errors, workers_for
+from gpuload.integrations.ray.dataset import mapped, work_of
 from gpuload.integrations.ray.parts import FilePart, OpenedFile, all_parts, open_files, part_digests
 from gpuload.integrations.ray.pieces import EntryPlan, Piece, PieceActor, PieceTask, is_complete
 from gpuload.kinds.prompts import PromptKind
 from gpuload.pipeline.run import open_job
-from gpuload.sources.parallel import PART_ROWS
 
 _WINDOW = 1000  # tasks for keys that are submitted at a time
-_POLL = 2.0  # seconds between two looks at the pieces of other runs
 
 
 @dataclass
@@ -71,6 +73,7 @@ class Prepared:
         )
 
 
+@takes(ReadPromptsKeywords, Options, Scale, others="verl_keys")
 def prepare(
     files: Any,
     tokenizer: Any,
@@ -78,26 +81,21 @@ def prepare(
     /,
     *,
     address: str | None = None,
-    concurrency: Concurrency = None,
-    num_cpus: float = 1,
-    rows_per_task: int = PART_ROWS,
-    **options: Any,
+    **options: Unpack[ReadPromptsKeywords],
 ) -> Prepared:
     """Fills a store of token ids from a Ray cluster.
 
-    A load finds the ids with `cache_dir=store`. A run that was interrupted continues where it stopped; of two runs at
-    the same time, each makes what the other has not begun.
+    Of the options, only those that decide the ids, `device`, `verify` and `remote_timeout` have an effect: all prompts
+    are stored, whatever their length. A load finds the ids with `cache_dir=store`. A run that was interrupted continues
+    where it stopped. Two runs at the same time make one store, and each piece is made by the one that comes to it
+    first; by both, if they begin it at the same time.
 
     Args:
         files: paths that all nodes can read, or URLs.
         tokenizer: as for `gpuload.load`.
         store: a directory that all nodes and trainers mount at the same path, or a URL such as "s3://bucket/tokens".
         address: of the cluster; None: of `$RAY_ADDRESS`, or a cluster of this machine.
-        concurrency: as for `read_prompts`.
-        num_cpus: as for `read_prompts`.
-        rows_per_task: as for `read_prompts`.
-        **options: of `gpuload.load`, those that decide the ids: `prompt_key`, `chat_template`,
-            `apply_chat_template_kwargs`; `verify`, `device` and `remote_timeout`.
+        **options: see `ReadPromptsKeywords`.
 
     Returns:
         What was done. Files that failed are in `errors`; all others are in the store.
@@ -111,7 +109,8 @@ def prepare(
     """
     started = time.perf_counter()
     import_ray()
-    parsed = Options.parse(options)
+    scale, given = Scale.parse(options)
+    parsed = Options.parse(given)
     opened = open_files(files, parsed)
     job = open_job(PromptKind(), [file.source for file in opened], tokenizer, parsed, started)
     reference = job.reference
@@ -122,24 +121,21 @@ def prepare(
     place = SharedStore(store)
     name = place.create()
     connect(address)
-    parts = all_parts(opened, rows_per_task)
-    workers, device = workers_for(parsed.device, len(parts), concurrency, num_cpus)
-    work = work_of(job.kind, reference, replace(parsed, max_prompt_length=NO_LIMIT), device, pa.schema([]))
+    parts = all_parts(opened, scale.rows_per_task)
+    workers, device = workers_for(parsed.device, len(parts), scale)
+    work = work_of(replace(job, options=replace(parsed, max_prompt_length=NO_LIMIT)), device, pa.schema([]))
     plans = list(_plans(opened, parts, make, parsed))
     done = Prepared(place.shown, len(plans), sum(len(p.part.rows) for plan in plans for p in plan.pieces))
     todo = [plan for plan in plans if not is_complete(place, plan)]
     done.found = len(plans) - len(todo)
-    arguments = (work, place, name, uuid.uuid4().hex, make(b""))
-    tasks = [PieceTask(plan, number) for plan in todo for number in range(len(plan.pieces))]
-    busy: list[PieceTask] = []
-    watch = ClaimWatch()
-    while tasks or busy:
-        if tasks:
-            with own_errors():
-                busy += _made(tasks, arguments, workers, done)
-        tasks, busy = _waited(busy, place, watch)
-        if busy and not tasks:
-            time.sleep(_POLL)
+    arguments = (work, place, name, make(b""))
+    random.shuffle(todo)
+    tasks = [
+        PieceTask(plan, number) for plan in todo for number in random.sample(range(len(plan.pieces)), len(plan.pieces))
+    ]
+    _execute(tasks, arguments, workers, done)
+    apart = [plan for plan in todo if plan.name not in done.errors and not is_complete(place, plan)]
+    _execute([PieceTask(plan, None) for plan in apart], arguments, workers, done)
     for plan in todo:
         if is_complete(place, plan):  # what failed here was made by another run
             done.errors.pop(plan.name, None)
@@ -177,7 +173,7 @@ def _plans(opened: Sequence[OpenedFile], parts: Sequence[FilePart], make: Any, o
             key = make(whole)
             if key not in seen:
                 seen.add(key)
-                pieces = tuple(Piece(p, make(d)) for p, d in zip(of_file[number], each, strict=True))
+                pieces = tuple(Piece(p, d, make(d)) for p, d in zip(of_file[number], each, strict=True))
                 yield EntryPlan(opened[number].source.name, key, options.verify, pieces)
 
 
@@ -188,39 +184,16 @@ def _got(references: list[Any]) -> list[Any]:
         return list(ray.get(references))
 
 
-def _made(tasks: Sequence[PieceTask], arguments: tuple[Any, ...], workers: Workers, done: Prepared) -> list[PieceTask]:
-    """Executes tasks; returns those whose pieces another run is making."""
-    by_key = {(task.plan.key, task.number): task for task in tasks}
-    busy = []
-    outcomes: Iterator[Mapping[str, Any]] = mapped(tasks, PieceActor, arguments, workers).iter_rows()
-    for outcome in outcomes:
-        task = by_key[outcome["key"], outcome["number"]]
-        done.worker_seconds += outcome["seconds"]
-        done.cpu_seconds += outcome["cpu_seconds"]
-        if outcome["state"] == "busy":
-            busy.append(task)
-        elif outcome["state"] == "failed":
-            done.errors.setdefault(task.plan.name, outcome["error"])
-        elif outcome["state"] == "made":
-            done.pieces += 1
+def _execute(tasks: Sequence[PieceTask], arguments: tuple[Any, ...], workers: Workers, done: Prepared) -> None:
+    """Executes tasks, and records what became of them."""
+    if not tasks:
+        return
+    with own_errors():
+        for outcome in mapped(tasks, PieceActor, arguments, workers).iter_rows():
+            done.worker_seconds += outcome["seconds"]
+            done.cpu_seconds += outcome["cpu_seconds"]
             done.rows_made += outcome["rows"]
-        else:
-            done.pieces_found += 1
-    return busy
-
-
-def _waited(
-    busy: Sequence[PieceTask], store: SharedStore, watch: ClaimWatch
-) -> tuple[list[PieceTask], list[PieceTask]]:
-    """Of tasks whose pieces another run is making, those that can be executed now, and the others."""
-    ready, waiting = [], []
-    for task in busy:
-        plan, piece = task.plan, task.plan.pieces[task.number]
-        joining = piece.name in store.names(plan.folder)
-        claim = plan.claim("join" if joining else piece.name)
-        content = store.read(claim)
-        if is_complete(store, plan) or watch.stale(claim, content):
-            ready.append(replace(task, take_over=content))
-        else:
-            waiting.append(task)
-    return ready, waiting
+            done.pieces += outcome["state"] == "made"
+            done.pieces_found += outcome["state"] == "found"
+            if outcome["state"] == "failed":
+                done.errors.setdefault(outcome["name"], outcome["error"])

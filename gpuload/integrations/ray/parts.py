@@ -1,13 +1,11 @@
 """What a task of a cluster reads: some consecutive row groups of one file, found by reading footers only."""
 
 import hashlib
-import tempfile
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -15,12 +13,11 @@ import pyarrow.parquet as pq
 
 from gpuload.core.errors import DataError, OptionError, SourceError
 from gpuload.core.options import Options
-from gpuload.sources.fetch import SourceFile
+from gpuload.sources.fetch import SourceFile, find, here
 from gpuload.sources.footer import digests_of_parts
 from gpuload.sources.parallel import row_group_parts
 from gpuload.sources.read import Source, is_frame, open_file
 from gpuload.sources.remote import changed
-from gpuload.sources.row_groups import FilePlace, local_part, place_files
 
 _THREADS = 16  # for footers, which are mostly waited for
 
@@ -30,7 +27,7 @@ class FilePart:
     """Some rows of one file.
 
     Attributes:
-        place: the file.
+        place: the file, which may have no copy on this machine.
         file: its number.
         groups: its row groups that are read; None for all rows of a JSON file.
         rows: their rows.
@@ -38,7 +35,7 @@ class FilePart:
         state: digest of the file's footer and size, or of a JSON file's content.
     """
 
-    place: FilePlace
+    place: SourceFile
     file: int
     groups: range | None
     rows: range
@@ -57,11 +54,11 @@ class OpenedFile:
 
     Attributes:
         place: the file.
-        source: its columns and its number of rows. Rows of a file on a server cannot be read from it.
+        source: its columns and its number of rows.
         groups: number of rows of each row group; None for JSON.
     """
 
-    place: FilePlace
+    place: SourceFile
     source: Source
     groups: tuple[int, ...] | None
 
@@ -97,7 +94,7 @@ def open_files(files: Any, options: Options) -> list[OpenedFile]:
             f"files is a {type(files).__name__} in memory: workers read files. Write it to a parquet file on storage "
             "that all nodes share, or use load"
         )
-    places = place_files(files, options.remote_timeout)
+    places = find(files, options.remote_timeout)
     with ThreadPoolExecutor(_THREADS) as pool:
         opened = list(pool.map(lambda place: _open_footer(place, options.cache_dir), places))
     if not any(file.source.num_rows for file in opened):
@@ -105,20 +102,16 @@ def open_files(files: Any, options: Options) -> list[OpenedFile]:
     return opened
 
 
-@contextmanager
-def temporary_directory() -> Iterator[Path]:
-    """A directory of this node that is removed at the end of the block."""
-    with tempfile.TemporaryDirectory(prefix="gpuload-", ignore_cleanup_errors=True) as directory:
-        yield Path(directory)
-
-
-def _open_footer(place: FilePlace, cache_dir: str | None) -> OpenedFile:
-    with temporary_directory() as directory:
-        file = local_part(place, range(0), directory, cache_dir)
-        source = open_file(file)
-        if place.format != "parquet":
-            return OpenedFile(place, source, None)
-        metadata = pq.read_metadata(file.path)
+def _open_footer(place: SourceFile, cache_dir: str | None) -> OpenedFile:
+    place = here(place, cache_dir, read_in_place=True)
+    if place.place is None:  # workers have other working directories
+        place = replace(place, path=os.path.abspath(place.path))
+    source = open_file(place)
+    if place.format != "parquet":
+        return OpenedFile(place, source, None)
+    assert source.file is not None
+    with source.file.open() as raw:
+        metadata = pq.read_metadata(raw)
     counts = tuple(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
     return OpenedFile(place, source, counts)
 
@@ -128,21 +121,20 @@ def state_of(source: Source) -> bytes:
     return hashlib.blake2b(source.identity, digest_size=16).digest()
 
 
-def open_part(part: FilePart, directory: Path, cache_dir: str | None, only: str | None = None) -> Source:
+def open_part(part: FilePart, cache_dir: str | None, only: str | None = None) -> Source:
     """Opens a part of a file for reading, wherever the file is.
 
     Args:
-        directory: for a copy of what is read from a server.
         cache_dir: for copies of files that have to be downloaded as a whole.
         only: the column of a parquet file that is read; None for all.
 
     Raises:
         SourceError: the file cannot be read, or is not the one that was found.
     """
-    file: SourceFile = local_part(part.place, part.groups or range(0), directory, cache_dir, only)
+    file = here(part.place, cache_dir, read_in_place=True)
     whole = open_file(file)
     if state_of(whole) != part.state:
-        raise changed(part.place.name)
+        raise changed(file.name)
     return whole if part.groups is None else open_file(file, groups=part.groups, only=only)
 
 
@@ -175,21 +167,21 @@ def part_digests(parts: Sequence[FilePart], column: str, cache_dir: str | None) 
     Raises:
         SourceError: the file cannot be read, or is not the one that was found.
     """
-    place = parts[0].place
-    with temporary_directory() as directory:
-        file = local_part(place, range(0), directory, cache_dir)
-        source = open_file(file)
-        if state_of(source) != parts[0].state:
-            raise changed(place.name)
-        if parts[0].groups is None:
-            assert source.content is not None
-            digest = source.content(column)
-            return digest, [digest]
-        assert source.file is not None
-        groups = [part.groups for part in parts if part.groups is not None]
-        try:
-            return digests_of_parts(place if place.in_ranges else source.file, [column], groups)
-        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            if isinstance(error, SourceError):
-                raise
-            raise SourceError(f"{place.name}: damaged parquet file ({error}): download it again") from error
+    file = here(parts[0].place, cache_dir, read_in_place=True)
+    source = open_file(file)
+    if state_of(source) != parts[0].state:
+        raise changed(file.name)
+    if parts[0].groups is None:
+        assert source.content is not None
+        digest = source.content(column)
+        return digest, [digest]
+    assert source.file is not None
+    groups = [part.groups for part in parts if part.groups is not None]
+    try:
+        digests = digests_of_parts(source.file, [column], groups)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        if isinstance(error, SourceError):
+            raise
+        raise SourceError(f"{file.name}: damaged parquet file ({error}): download it again") from error
+    source.file.check()
+    return digests

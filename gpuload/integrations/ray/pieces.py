@@ -3,13 +3,17 @@
     piece    the ids of some row groups, tokenized and written into the store
     entry    all pieces of a file, joined by the worker that has made the last one
 
-Each is written as a whole, under a name that is a digest of all that determines the ids. So a worker that dies leaves
-nothing that has to be undone, and a task that is run again finds what is there.
+Each is written once and as a whole, under a name that is a digest of all that determines the ids. So a worker that dies
+leaves nothing that has to be undone, and a task that is run again finds what is there. Nobody waits for anybody: two
+workers that find that something is missing at the same time both make it, with the same ids, and one file replaces the
+other. Runs make pieces in random orders, so that few are made twice.
 """
 
 import pickle
+import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +26,9 @@ from gpuload.cache.key import key_maker
 from gpuload.cache.shared_store import SharedStore
 from gpuload.core.errors import GpuloadError, StoreError
 from gpuload.core.options import NO_LIMIT, Options, Verify
-from gpuload.integrations.ray.claims import claimed
-from gpuload.integrations.ray.parts import FilePart, open_part, temporary_directory
+from gpuload.integrations.ray.parts import FilePart, open_part
 from gpuload.integrations.ray.worker import Tokenizing, Work
-from gpuload.sources.remote import changed
+from gpuload.sources.remote import RemoteFile, changed
 
 _NO_BOUND = 1 << 62
 
@@ -36,10 +39,12 @@ class Piece:
 
     Attributes:
         part: the rows.
+        content: digest of their prompts.
         key: digest of all that determines their ids.
     """
 
     part: FilePart
+    content: bytes
     key: str
 
     @property
@@ -77,9 +82,6 @@ class EntryPlan:
     def folder(self) -> str:
         return f"pieces/{self.key}-{self.verify}"
 
-    def claim(self, name: str) -> str:
-        return f"claims/{self.key}-{self.verify}/{name}"
-
 
 def is_complete(store: SharedStore, plan: EntryPlan) -> bool:
     """Whether the store has an entry, compared with the tokenizer as is asked for, or better."""
@@ -94,13 +96,11 @@ class PieceTask:
 
     Attributes:
         plan: of the entry.
-        number: of the piece.
-        take_over: the content of the piece's stale claim, if it has one.
+        number: of the piece; None if all pieces are there, and only have to be joined.
     """
 
     plan: EntryPlan
-    number: int
-    take_over: bytes | None = None
+    number: int | None
 
 
 class PieceActor:
@@ -110,12 +110,11 @@ class PieceActor:
         work: what to make.
         store: where to write it.
         name: of the store.
-        run: of this run.
         probe: the key that the driver gives to no content.
     """
 
-    def __init__(self, work: Work, store: SharedStore, name: str, run: str, probe: str):
-        self._tokenizing, self._store, self._name, self._run = Tokenizing(work), store, name, run
+    def __init__(self, work: Work, store: SharedStore, name: str, probe: str):
+        self._tokenizing, self._store, self._name = Tokenizing(work), store, name
         with self._tokenizing.reference.call.clock_stopped() as clock:
             make = key_maker(self._tokenizing.reference, work.options, clock)
         if isinstance(make, str) or make(b"") != probe:
@@ -129,16 +128,16 @@ class PieceActor:
             yield pa.table({name: [value] for name, value in self._run_task(pickle.loads(pickled)).items()})
 
     def _run_task(self, task: PieceTask) -> dict[str, Any]:
-        """What became of a task: a file, a piece, a state ("made", "found", "busy" or "failed"), and how it went."""
+        """What became of a task: a file, a state ("made", "found", "joined" or "failed"), and how it went."""
         started, cpu = time.perf_counter(), time.process_time()
         state, error = "failed", ""
         try:
             state = self._make(task)
         except (GpuloadError, OSError) as problem:
             error = str(problem) or type(problem).__name__
-        rows = len(task.plan.pieces[task.number].part.rows) if state == "made" else 0
+        rows = len(task.plan.pieces[task.number].part.rows) if state == "made" and task.number is not None else 0
         return {
-            **{"key": task.plan.key, "number": task.number, "state": state, "error": error, "rows": rows},
+            **{"name": task.plan.name, "state": state, "error": error, "rows": rows},
             **{"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu},
         }
 
@@ -147,25 +146,24 @@ class PieceActor:
         store.check(self._name)
         if is_complete(store, plan):
             return "found"
+        if task.number is None:
+            join(store, plan)
+            return "joined"
         piece = plan.pieces[task.number]
-        state = "found"
-        if piece.name not in store.names(plan.folder):
-            claim = plan.claim(piece.name)
-            with claimed(store, claim, self._run, task.take_over) as other:
-                if other is not None:
-                    return "busy"
-                self._write(piece, plan)
-            state = "made"
-        if not join(store, plan, self._run, task.take_over):
-            return "busy"
-        return state
+        if piece.name in store.names(plan.folder):
+            return "found"
+        self._write(piece, plan)
+        join(store, plan)
+        return "made"
 
     def _write(self, piece: Piece, plan: EntryPlan) -> None:
         """Tokenizes a piece, and writes it into the store."""
-        with temporary_directory() as directory:
+        with _temporary_directory() as directory:
             options = _piece_options(self._tokenizing.work.options, plan.verify, directory)
             part = piece.part
-            source = open_part(part, directory, self._tokenizing.work.options.cache_dir, only=options.prompt_key)
+            source = open_part(part, self._tokenizing.work.options.cache_dir, only=options.prompt_key)
+            if isinstance(source.file, RemoteFile) and source.file.has_version:  # its pages would be transferred twice
+                source = replace(source, content=lambda *_: piece.content)
             source = self._tokenizing.work.kind.column(source, options, self._tokenizing.reference)
             _, report = self._tokenizing.load(source, options)
             made = tokens_directory(str(directory)) / f"{piece.key}.arrow"
@@ -175,6 +173,13 @@ class PieceActor:
                     raise changed(part.place.name)
                 raise GpuloadError(f"{part.place.name} rows {part.rows.start:,} to {part.rows.stop:,}: {reasons}")
             self._store.put(made, f"{plan.folder}/{piece.name}")
+
+
+@contextmanager
+def _temporary_directory() -> Iterator[Path]:
+    """A directory of this node that is removed at the end of the block."""
+    with tempfile.TemporaryDirectory(prefix="gpuload-", ignore_cleanup_errors=True) as directory:
+        yield Path(directory)
 
 
 def _piece_options(options: Options, verify: Verify, directory: Path) -> Options:
@@ -190,34 +195,26 @@ def _piece_options(options: Options, verify: Verify, directory: Path) -> Options
     )
 
 
-def join(store: SharedStore, plan: EntryPlan, run: str, take_over: bytes | None = None) -> bool:
-    """Makes an entry of its pieces, if all of them are there.
-
-    Returns:
-        False if another run is joining them.
+def join(store: SharedStore, plan: EntryPlan) -> None:
+    """Makes an entry of its pieces, if all of them are there, and removes them. Another worker may do so meanwhile.
 
     Raises:
         StoreError: the store cannot be read or written, or a piece is damaged. It is removed then.
     """
-    if not {piece.name for piece in plan.pieces} <= store.names(plan.folder):
-        return True
-    with claimed(store, plan.claim("join"), run, take_over) as other:
-        if other is not None:
-            return False
-        if not is_complete(store, plan):
-            _join(store, plan)
-    store.remove(plan.folder)
-    store.remove(plan.claim("").rstrip("/"))
-    return True
+    names = {piece.name for piece in plan.pieces}
+    if is_complete(store, plan) or (names <= store.names(plan.folder) and _joined(store, plan)):
+        store.remove(plan.folder)
 
 
-def _join(store: SharedStore, plan: EntryPlan) -> None:
-    with temporary_directory() as directory:
+def _joined(store: SharedStore, plan: EntryPlan) -> bool:
+    """Writes an entry; False if its pieces disappear, and there is no entry that was made of them."""
+    with _temporary_directory() as directory:
         try:
             writer = EntryWriter(directory, plan.key, plan.name)
             for piece in plan.pieces:
                 name, local = f"{plan.folder}/{piece.name}", directory / "piece.arrow"
-                store.get(name, local)
+                if not store.get(name, local):
+                    return is_complete(store, plan)
                 entry = read_entry(local, piece.key, len(piece.part.rows))
                 if entry is None:
                     store.remove(name)
@@ -228,6 +225,7 @@ def _join(store: SharedStore, plan: EntryPlan) -> None:
             writer.close(plan.verify)
             store.put(writer.path, plan.entry)
             store.write(plan.about, plan.verify.encode())
+            return True
         except OSError as error:
             if isinstance(error, GpuloadError):
                 raise

@@ -20,7 +20,7 @@ from gpuload.core.errors import GpuloadError, NoRowsError
 from gpuload.core.options import Options
 from gpuload.dataset.report import Report
 from gpuload.engines.protocol import Engine
-from gpuload.integrations.ray.parts import FilePart, open_part, temporary_directory
+from gpuload.integrations.ray.parts import FilePart, open_part
 from gpuload.pipeline.kind import Kind
 from gpuload.pipeline.run import Job, run
 from gpuload.sources.read import Source
@@ -102,16 +102,15 @@ class Tokenizing:
     def part(self, part: FilePart) -> tuple[pa.Table, Report]:
         """The rows of a part that were kept, in order, and the report."""
         schema = self.work.schema
-        with temporary_directory() as directory:
-            options = self.work.options
-            source = open_part(part, directory, options.cache_dir)
-            if part.take < source.num_rows:
-                options = replace(options, max_samples=part.take)
-            prompts = self.work.kind.column(source, options, self.reference)
-            dataset, report = self.load(prompts, options)
-            if dataset is None:
-                return schema.empty_table(), report
-            return pa.Table.from_batches(list(self._rows(dataset, part.file)), schema), report
+        options = self.work.options
+        source = open_part(part, options.cache_dir)
+        if part.take < source.num_rows:
+            options = replace(options, max_samples=part.take)
+        prompts = self.work.kind.column(source, options, self.reference)
+        dataset, report = self.load(prompts, options)
+        if dataset is None:
+            return schema.empty_table(), report
+        return pa.Table.from_batches(list(self._rows(dataset, part.file)), schema), report
 
     def _rows(self, dataset: Any, file: int) -> Iterator[pa.RecordBatch]:
         at, numbers = 0, dataset.origins[:, 1]

@@ -11,12 +11,13 @@ import pyarrow.compute as pc
 from gpuload.core.arrays import Array, Ragged
 from gpuload.core.errors import DataError, GpuloadError, OptionError
 from gpuload.core.keywords import ChatKeywords, takes
-from gpuload.core.marks import without_loss
+from gpuload.core.marks import with_loss, without_loss
 from gpuload.core.options import LossOn, Options, nearest
-from gpuload.dataset.arrow import INT32_LIST
+from gpuload.dataset.arrow import INT32_LIST, ragged
 from gpuload.dataset.report import Report
 from gpuload.dataset.rows import Loaded
 from gpuload.engines.choose import choose_engine
+from gpuload.engines.host.packs import IGNORED
 from gpuload.engines.protocol import Engine
 from gpuload.kinds.chats.dataset import ChatDataset
 from gpuload.kinds.chats.device import DeviceChatEngine
@@ -142,6 +143,9 @@ class ChatKind(Kind[ChatDataset]):
         if reasons and all(reason.startswith(UnknownAnswersError.__name__) for reason in reasons):
             return unknown(reasons[0].partition(": ")[2])
         return None
+
+    def from_arrow(self, table: pa.Table) -> Ragged:
+        return with_loss(ragged(table, "input_ids"), ragged(table, "labels").values != IGNORED)
 
     def dataset(self, loaded: Loaded) -> ChatDataset:
         loaded.report.notes.insert(0, f"format: {self.format}, loss on {self.loss_on}")

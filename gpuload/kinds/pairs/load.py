@@ -11,6 +11,7 @@ from gpuload.core.arrays import Array, Ragged, RowNumbers, on_host
 from gpuload.core.errors import DataError, OptionError
 from gpuload.core.keywords import PairKeywords, takes
 from gpuload.core.options import Objective, Options, nearest
+from gpuload.dataset.arrow import ragged
 from gpuload.dataset.rows import Loaded
 from gpuload.engines.choose import choose_engine
 from gpuload.engines.device.store import DeviceStore
@@ -19,7 +20,7 @@ from gpuload.kinds.chats.formats import Format, as_prompts, one_format
 from gpuload.kinds.pairs.dataset import PairDataset, pair_fields
 from gpuload.kinds.pairs.device import DevicePairEngine
 from gpuload.kinds.pairs.formats import FORMATS, MARGIN, find_pair_format, label_column
-from gpuload.kinds.pairs.parts import CHOSEN, REJECTED, completion_tokens, sequence
+from gpuload.kinds.pairs.parts import CHOSEN, COMPLETION, REJECTED, appended, completion_tokens, paired, sequence
 from gpuload.kinds.pairs.reference import PairReference
 from gpuload.kinds.pairs.store import equal_pairs, part_sizes
 from gpuload.kinds.training_options import TrainingDefaults, training_options
@@ -134,6 +135,14 @@ class PairKind(Kind[PairDataset]):
         if self.unpairs:
             return {row: why for row, why in found[0].items() if row in found[1]}
         return {row: why for each in reversed(found) for row, why in each.items()}
+
+    def from_arrow(self, table: pa.Table) -> Ragged:
+        chosen, rejected = (ragged(table, name) for name in ("chosen_ids", "rejected_ids"))
+        if self.objective == "rm":
+            return paired(chosen, rejected, np.zeros(len(chosen), np.int64))
+        prompts = ragged(table, "prompt_ids")
+        chosen, rejected = (appended(prompts, Ragged(i.values | COMPLETION, i.offsets)) for i in (chosen, rejected))
+        return paired(chosen, rejected, prompts.lengths)
 
     def dataset(self, loaded: Loaded) -> PairDataset:
         report, labels = loaded.report, None
