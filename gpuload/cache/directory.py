@@ -5,8 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpuload.cache.column_file import about_columns
-from gpuload.cache.entry import about_entry
+from gpuload.cache.block_file import about
 from gpuload.cache.faults import too_little_space
 from gpuload.core.files import cache_root, partial_bytes, remove_orphans
 
@@ -132,9 +131,8 @@ def cached_files(directory: Path) -> list[CachedFile]:
     """All entries, most recently used first."""
     found = []
     for used, size, path in reversed(_entries(directory)):
-        columns = path.suffix == COLUMNS
-        about = about_columns(path) if columns else about_entry(path)
-        found.append(CachedFile(used, size, "columns" if columns else "ids", *(about or (None, 0))))
+        what = "columns" if path.suffix == COLUMNS else "ids"
+        found.append(CachedFile(used, size, what, *(about(path) or (None, 0))))
     return found
 
 
@@ -143,6 +141,6 @@ def _entries(directory: Path) -> list[tuple[float, int, Path]]:
     found = []
     for path in [*directory.glob(f"*{IDS}"), *directory.glob(f"*{COLUMNS}")]:
         with suppress(OSError):  # another process may have removed it
-            about = path.stat()
-            found.append((about.st_mtime, about.st_size, path))
+            state = path.stat()
+            found.append((state.st_mtime, state.st_size, path))
     return sorted(found)

@@ -20,13 +20,13 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from gpuload.cache.column_file import ColumnFile, ColumnWriter, columns_of, open_columns
+from gpuload.cache.column_file import ColumnFile, ColumnWriter, columns_of
 from gpuload.cache.directory import COLUMNS, IDS, has_room, make_room, store_directory
-from gpuload.cache.entry import Entry, EntryWriter, read_entry
-from gpuload.cache.faults import missing, not_written
+from gpuload.cache.entry import Entry, EntryWriter
+from gpuload.cache.faults import not_written
 from gpuload.cache.key import own_code
 from gpuload.cache.store import TokenCache
-from gpuload.cache.token_store import DiskTokens, TokenFile
+from gpuload.cache.token_store import DiskTokens
 from gpuload.core.arrays import RowNumbers, offsets_of, on_host
 from gpuload.core.errors import GpuloadError, StoreError
 from gpuload.core.files import Unfinished, partial_bytes, remove_orphans
@@ -193,7 +193,7 @@ class OnDisk:
         if order is not None:
             lengths, ids, columns = lengths[order], ids[order], ids[order] if columns is ids else columns[order]
         read = [files for files in self._files if files.rows]
-        opened = [TokenFile(files.entry) for files in read if files.entry is not None]
+        opened = [files.entry for files in read if files.entry is not None]
         tables = [files.columns for files in read if files.columns is not None]
         owner, self._unfinished = self._unfinished, None
         return DiskTokens(opened, ids, lengths, owner), columns_of(tables, columns)
@@ -229,7 +229,7 @@ class OnDisk:
         """What an earlier load has stored of a source."""
         if not source.num_rows:
             return _Files(None, None)
-        columns = open_columns(self.directory / f"{key}{COLUMNS}", key) if key else None
+        columns = ColumnFile.open(self.directory / f"{key}{COLUMNS}", key) if key else None
         if columns is not None:
             with suppress(OSError):
                 os.utime(columns.path)  # the time of the last use
@@ -302,16 +302,12 @@ class OnDisk:
             path = files.tokens.path
             if whole and self.cache.key_of(source):
                 path = self.cache.accept(source, files.tokens)
-            files.entry = read_entry(path, files.tokens.key, files.rows, check_ids=False)
-            if files.entry is None:
-                raise missing(path)
+            files.entry = Entry.again(path, files.tokens.key, files.rows)
         if files.writer is not None:
             path, key = files.writer.path, self._keys[number]
             if whole and key is not None:
                 path = path.replace(self.directory / f"{key}{COLUMNS}")
-            files.columns = open_columns(path, files.writer.key)
-            if files.columns is None:
-                raise missing(path)
+            files.columns = ColumnFile.again(path, files.writer.key)
 
     def _places(self, found: Sequence[bool]) -> RowNumbers:
         """(n,) the numbers of the kept rows, counted over the rows of all files of one kind.
@@ -356,7 +352,7 @@ def columns_on_disk(
         files = [_written(source, owner.path / f"{number}{COLUMNS}") for number, source in enumerate(sources)]
     except OSError as error:
         raise not_written(directory, error, partial_bytes(directory)) from error
-    rows = np.arange(sum(file.rows for file in files)) if wanted is None else wanted
+    rows = np.arange(sum(file.num_rows for file in files)) if wanted is None else wanted
     return columns_of(files, rows), owner
 
 
@@ -366,14 +362,11 @@ def _written(source: Source, path: Path) -> ColumnFile:
     for table in source.batches():
         writer.add(table, table.num_rows, {})
     writer.close()
-    found = open_columns(path, writer.key)
-    if found is None:
-        raise missing(path)
-    return found
+    return ColumnFile.again(path, writer.key)
 
 
 def _stored(entry: Entry, columns: ColumnFile) -> Parts:
     """The rows of a source that is on disk as a whole."""
-    for first, part in zip(entry.starts.tolist(), entry.parts, strict=False):
+    for first, part in zip(entry.first_rows.tolist(), entry.parts, strict=False):
         invalid = {row - first: why for row, why in columns.invalid.items() if first <= row < first + len(part)}
         yield pa.table({"": pa.nulls(len(part))}), replace(part, invalid=invalid)
