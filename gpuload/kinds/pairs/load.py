@@ -15,7 +15,7 @@ from gpuload.dataset.rows import Loaded
 from gpuload.engines.choose import choose_engine
 from gpuload.engines.device.store import DeviceStore
 from gpuload.engines.protocol import Engine, TokenStore
-from gpuload.kinds.chats.formats import Format, as_prompts, one_format
+from gpuload.kinds.formats import Format, as_prompts, one_format
 from gpuload.kinds.pairs.dataset import PairDataset, pair_fields
 from gpuload.kinds.pairs.device import DevicePairEngine
 from gpuload.kinds.pairs.formats import FORMATS, MARGIN, find_pair_format, label_column
