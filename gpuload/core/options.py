@@ -8,10 +8,12 @@ an error.
 import dataclasses
 import difflib
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from gpuload.core.errors import OptionError
 
@@ -24,6 +26,47 @@ Trainer = Literal["trl", "llamafactory", "axolotl", "skyrl", "areal"]
 TokensOn = Literal["auto", "device", "host"]
 Store = Literal["auto", "memory", "disk"]
 Overlong = Literal["drop", "keep_start", "keep_end"]
+
+
+class Must(NamedTuple):
+    """What a value must be, in words and as a test: part of an annotation."""
+
+    wanted: str
+    holds: Callable[[Any], object]
+
+
+def _or_none(must: Must) -> Must:
+    return Must(f"{must.wanted}, or None", lambda value: value is None or must.holds(value))
+
+
+def _integer(least: int, wanted: str) -> Must:
+    return Must(wanted, lambda value: _is_int(value) and value >= least)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _string(wanted: str) -> Must:
+    return Must(wanted, lambda value: isinstance(value, str) and value)
+
+
+_NOT_NEGATIVE = _or_none(_integer(0, "an integer >= 0"))
+_BYTES = _integer(0, "a number of bytes, or 0")
+_SAMPLES = Must("an integer > 0, or -1 for all rows", lambda value: _is_int(value) and (value > 0 or value == -1))
+_SECONDS = Must(
+    "a number of seconds > 0", lambda value: (_is_int(value) or isinstance(value, float)) and 0 < value < inf
+)
+_DEVICE = Must("'auto', 'cpu', 'cuda' or 'cuda:N'", lambda value: re.fullmatch(r"auto|cpu|cuda(:\d+)?", value))
+_MAPPING = Must("a mapping", lambda value: isinstance(value, Mapping))
+_TEMPLATE = Must(
+    "a template's name or text, the path of a .jinja file, or None", lambda value: isinstance(value, str | None)
+)
+
+Flag = Annotated[bool, Must("True or False", lambda value: isinstance(value, bool))]
+Positive = Annotated[int, _integer(1, "an integer > 0")]
+Column = Annotated[str, _string("the name of a column")]
+OptionalColumn = Annotated[str | None, _or_none(_string("the name of a column"))]
 
 NO_LIMIT = 2**31 - 1
 """A length in tokens that no row has."""
@@ -64,31 +107,31 @@ class Options:
     What each of them means is said once, in `gpuload.core.keywords`.
     """
 
-    prompt_key: str = "prompt"
-    max_prompt_length: int = 1024
-    filter_overlong_prompts: bool = True
+    prompt_key: Annotated[str, _string("a string")] = "prompt"
+    max_prompt_length: Positive = 1024
+    filter_overlong_prompts: Flag = True
     truncation: Truncation = "error"
-    return_raw_chat: bool = False
-    return_full_prompt: bool = False
-    apply_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    chat_template: str | os.PathLike[str] | None = "default"
-    max_samples: int = -1
-    shuffle: bool = False
-    seed: int | None = None
-    pad_token_id: int | None = None
-    cache_dir: str | None = None
-    remote_timeout: float = 60.0
-    token_cache: bool = True
-    token_cache_bytes: int = 0
-    device: str = "auto"
+    return_raw_chat: Flag = False
+    return_full_prompt: Flag = False
+    apply_chat_template_kwargs: Annotated[Mapping[str, Any], _MAPPING] = field(default_factory=dict)
+    chat_template: Annotated[str | os.PathLike[str] | None, _TEMPLATE] = "default"
+    max_samples: Annotated[int, _SAMPLES] = -1
+    shuffle: Flag = False
+    seed: Annotated[int | None, _NOT_NEGATIVE] = None
+    pad_token_id: Annotated[int | None, _NOT_NEGATIVE] = None
+    cache_dir: Annotated[str | None, _or_none(_string("a path"))] = None
+    remote_timeout: Annotated[float, _SECONDS] = 60.0
+    token_cache: Flag = True
+    token_cache_bytes: Annotated[int, _BYTES] = 0
+    device: Annotated[str, _string("a string"), _DEVICE] = "auto"
     tokens_on: TokensOn = "auto"
     store: Store = "auto"
-    gpu_memory_limit: int = 0
+    gpu_memory_limit: Annotated[int, _BYTES] = 0
     verify: Verify = "sample"
-    strict: bool = False
+    strict: Flag = False
     progress: bool | None = None
     trust_remote_code: bool = False
-    distributed: bool = False
+    distributed: Flag = False
 
     @staticmethod
     def parse(given: Mapping[str, Any]) -> "Options":
@@ -115,7 +158,8 @@ class Options:
         if isinstance(values.get("chat_template"), str | os.PathLike):
             values["chat_template"] = template_source(values["chat_template"])
         options = Options(**values)
-        options._check()
+        check_fields(options)
+        check_template_kwargs(options.apply_chat_template_kwargs)
         return options
 
     def of_tokenizer(self) -> dict[str, Any]:
@@ -127,47 +171,24 @@ class Options:
             "trust_remote_code": self.trust_remote_code,
         }
 
-    def _check(self) -> None:
-        base, _, number = self.device.partition(":") if isinstance(self.device, str) else ("", "", "")
-        known_device = self.device in ("auto", "cpu", "cuda") or (base == "cuda" and number.isdigit())
-        for name in ("prompt_key", "device"):
-            _expect(self, name, _is_string(getattr(self, name)), "a string")
-        _expect(self, "cache_dir", self.cache_dir is None or _is_string(self.cache_dir), "a path, or None")
-        for name in _FLAGS:
-            _expect(self, name, isinstance(getattr(self, name), bool), "True or False")
-        for name, choices in (
-            ("truncation", Truncation),
-            ("tokens_on", TokensOn),
-            ("store", Store),
-            ("verify", Verify),
-        ):
-            _expect(self, name, getattr(self, name) in get_args(choices), f"one of {_names(choices)}")
-        _expect(
-            self, "max_prompt_length", _is_int(self.max_prompt_length) and self.max_prompt_length > 0, "an integer > 0"
-        )
-        several = _is_int(self.max_samples) and (self.max_samples > 0 or self.max_samples == -1)
-        _expect(self, "max_samples", several, "an integer > 0, or -1 for all rows")
-        _expect(self, "seed", self.seed is None or (_is_int(self.seed) and self.seed >= 0), "an integer >= 0, or None")
-        pad = self.pad_token_id
-        _expect(self, "pad_token_id", pad is None or (_is_int(pad) and pad >= 0), "an integer >= 0, or None")
-        _expect(
-            self,
-            "chat_template",
-            self.chat_template is None or isinstance(self.chat_template, str),
-            "a template's name or text, the path of a .jinja file, or None",
-        )
-        timeout = self.remote_timeout
-        seconds = isinstance(timeout, int | float) and not isinstance(timeout, bool) and 0 < timeout < float("inf")
-        _expect(self, "remote_timeout", seconds, "a number of seconds > 0")
-        for name in ("gpu_memory_limit", "token_cache_bytes"):
-            _expect(self, name, _is_int(getattr(self, name)) and getattr(self, name) >= 0, "a number of bytes, or 0")
-        _expect(self, "device", known_device, "'auto', 'cpu', 'cuda' or 'cuda:N'")
-        kwargs = self.apply_chat_template_kwargs
-        _expect(self, "apply_chat_template_kwargs", isinstance(kwargs, Mapping), "a mapping")
-        check_template_kwargs(kwargs)
 
+def check_fields(values: Any) -> None:
+    """Checks the fields of a dataclass by their annotations: `Literal`, with or without None, and `Must`.
 
-_FLAGS = "filter_overlong_prompts return_raw_chat return_full_prompt shuffle strict token_cache distributed".split()
+    Raises:
+        OptionError: a field has another value.
+    """
+    for name, hint in get_type_hints(type(values), include_extras=True).items():
+        value, (first, *more) = getattr(values, name), get_args(hint) or (hint,)
+        musts: Sequence[Must] = more if get_origin(hint) is Annotated else []
+        if literal := next((each for each in (hint, first) if get_origin(each) is Literal), None):
+            must = Must(f"one of {', '.join(map(repr, get_args(literal)))}", get_args(literal).__contains__)
+            musts = [must if literal is hint else _or_none(must)]
+        for must in musts:
+            if not must.holds(value):
+                number = must.wanted.startswith(("an integer", "a number"))
+                got = ", got a string" if number and isinstance(value, str) else ""
+                raise OptionError(f"{name}={value!r}: expected {must.wanted}{got}")
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
@@ -206,24 +227,14 @@ def is_template(text: str) -> bool:
     return any(mark in text for mark in ("{{", "{%", "{#"))
 
 
-def _expect(options: Options, name: str, holds: bool, wanted: str) -> None:
-    if not holds:
-        value = getattr(options, name)
-        number = wanted.startswith(("an integer", "a number"))
-        got = ", got a string" if number and isinstance(value, str) else ""
-        raise OptionError(f"{name}={value!r}: expected {wanted}{got}")
+def check_format(given: Any, names: Sequence[str]) -> None:
+    """Checks the option `format`.
 
-
-def _names(literal: Any) -> str:
-    return ", ".join(repr(value) for value in get_args(literal))
-
-
-def _is_string(value: object) -> bool:
-    return isinstance(value, str) and bool(value)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    Raises:
+        OptionError: it is neither None nor one of these.
+    """
+    if given is not None and given not in names:
+        raise OptionError(f"format={given!r}{nearest(str(given), set(names))}")
 
 
 def nearest(name: str, known: set[str]) -> str:
