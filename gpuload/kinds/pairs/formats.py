@@ -21,6 +21,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from gpuload.core.arrays import common_prefix
 from gpuload.core.options import Objective
 from gpuload.kinds.chats.formats import PLAIN_MESSAGES, sharegpt_turn
 from gpuload.kinds.chats.malformed import check_text
@@ -139,8 +140,7 @@ def _pair(turns: Sequence[Any], objective: Objective) -> dict[str, Any]:
 
 def _extracted(chosen: list[Any], rejected: list[Any]) -> dict[str, Any]:
     """The messages that both begin with are the prompt, except the last one of the shorter list, as in TRL."""
-    count = min(len(chosen), len(rejected))
-    end = next((k for k in range(count) if chosen[k] != rejected[k]), count - 1)
+    end = min(common_prefix(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
     if chosen[0] != rejected[0]:
         return {"problem": "chosen and rejected have no common first message: their prompts differ"}
     if not end:
@@ -151,13 +151,10 @@ def _extracted(chosen: list[Any], rejected: list[Any]) -> dict[str, Any]:
 def _extracted_text(chosen: str, rejected: str) -> dict[str, Any]:
     """The characters that both begin with are the prompt, as in TRL: a space before the answers belongs to them, and if
     one text is the beginning of the other, its last character is an answer."""
-    count = min(len(chosen), len(rejected))
-    end = next((k for k in range(count) if chosen[k] != rejected[k]), None)
-    if not count or end == 0:
+    end = common_prefix(chosen, rejected)
+    if not end:
         return {"problem": "chosen and rejected have no common beginning: their prompts differ"}
-    if end is None:
-        end = count - 1
-    elif chosen[end - 1] == " ":
+    if end == min(len(chosen), len(rejected)) or chosen[end - 1] == " ":
         end -= 1
     return {"prompt": chosen[:end], "chosen": chosen[end:], "rejected": rejected[end:]}
 
