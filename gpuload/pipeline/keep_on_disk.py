@@ -87,12 +87,12 @@ class _Files:
 
 
 class OnDisk:
-    """A `Keeper` on disk.
+    """As `InMemory`, on disk.
 
     Args:
         sources: of the load.
         engine: reads them.
-        cache: see `Keeper`.
+        cache: see `InMemory`.
         options: of the load.
         sanitized: see `kept_columns`.
         wanted: the rows to read, numbered over all sources; None for all.
@@ -141,7 +141,7 @@ class OnDisk:
         return (files.entry or self._engine).read(source, options.prompt_key, options.return_raw_chat)
 
     def add(self, batch: Batch, keep: Mask, numbers: RowNumbers) -> None:
-        """Writes n rows, and remembers which of them to keep; see `Keeper`.
+        """Writes n rows, and remembers which of them to keep; see `InMemory`.
 
         Raises:
             StoreError: they cannot be written.
@@ -166,7 +166,7 @@ class OnDisk:
         return self._numbers[: self._count]
 
     def complete(self, trusted: bool) -> None:
-        """See `Keeper`.
+        """See `InMemory`.
 
         Raises:
             StoreError: the rest cannot be written.
