@@ -16,29 +16,17 @@ _MOST_BYTES = 20 * 10**9
 
 
 def tokens_directory(cache_dir: str | None = None) -> Path:
-    """Where entries are.
-
-    Args:
-        cache_dir: the option; None for the default, see `files.cache_root`.
-    """
+    """Where entries are; for the option see `files.cache_root`."""
     return cache_root(cache_dir) / "tokens"
 
 
 def store_directory(cache_dir: str | None = None) -> Path:
-    """Where the files of stores on disk are: entries, and columns.
-
-    Args:
-        cache_dir: the option; None for the default, see `files.cache_root`.
-    """
+    """Where the files of stores on disk are: entries, and columns; for the option see `files.cache_root`."""
     return cache_root(cache_dir) / "store"
 
 
 def digests_directory(cache_dir: str | None = None) -> Path:
-    """Where digests of files, and facts of tokenizers, are remembered.
-
-    Args:
-        cache_dir: the option; None for the default, see `files.cache_root`.
-    """
+    """Where digests of files, and facts of tokenizers, are remembered; for the option see `files.cache_root`."""
     return cache_root(cache_dir) / "digests"
 
 
