@@ -22,7 +22,7 @@ from gpuload.kinds.chats.dataset import ChatDataset
 from gpuload.kinds.chats.device import DeviceChatEngine
 from gpuload.kinds.chats.formats import FORMATS, find_format, is_plain
 from gpuload.kinds.chats.reference import ChatReference
-from gpuload.kinds.formats import Format, as_prompts, label_in, one_format
+from gpuload.kinds.formats import LABELS, Format, as_prompts, one_format
 from gpuload.kinds.training_options import TrainingDefaults, training_options
 from gpuload.pipeline.kind import Kind
 from gpuload.pipeline.run import load_given
@@ -166,7 +166,7 @@ def _label_of(source: Source) -> str | None:
 
     A column `label` of integers may mean something else: it counts if the first rows have 0 and 1, and nothing else.
     """
-    name = label_in(source.schema)
+    name = next((each for each in LABELS if each in source.schema.names), None)
     if name is None:
         return None
     kind = source.schema.field(name).type
