@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from gpuload.core.errors import OptionError
 
@@ -26,47 +26,6 @@ Trainer = Literal["trl", "llamafactory", "axolotl", "skyrl", "areal"]
 TokensOn = Literal["auto", "device", "host"]
 Store = Literal["auto", "memory", "disk"]
 Overlong = Literal["drop", "keep_start", "keep_end"]
-
-
-class Must(NamedTuple):
-    """What a value must be, in words and as a test: part of an annotation."""
-
-    wanted: str
-    holds: Callable[[Any], object]
-
-
-def _or_none(must: Must) -> Must:
-    return Must(f"{must.wanted}, or None", lambda value: value is None or must.holds(value))
-
-
-def _integer(least: int, wanted: str) -> Must:
-    return Must(wanted, lambda value: _is_int(value) and value >= least)
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _string(wanted: str) -> Must:
-    return Must(wanted, lambda value: isinstance(value, str) and value)
-
-
-_NOT_NEGATIVE = _or_none(_integer(0, "an integer >= 0"))
-_BYTES = _integer(0, "a number of bytes, or 0")
-_SAMPLES = Must("an integer > 0, or -1 for all rows", lambda value: _is_int(value) and (value > 0 or value == -1))
-_SECONDS = Must(
-    "a number of seconds > 0", lambda value: (_is_int(value) or isinstance(value, float)) and 0 < value < inf
-)
-_DEVICE = Must("'auto', 'cpu', 'cuda' or 'cuda:N'", lambda value: re.fullmatch(r"auto|cpu|cuda(:\d+)?", value))
-_MAPPING = Must("a mapping", lambda value: isinstance(value, Mapping))
-_TEMPLATE = Must(
-    "a template's name or text, the path of a .jinja file, or None", lambda value: isinstance(value, str | None)
-)
-
-Flag = Annotated[bool, Must("True or False", lambda value: isinstance(value, bool))]
-Positive = Annotated[int, _integer(1, "an integer > 0")]
-Column = Annotated[str, _string("the name of a column")]
-OptionalColumn = Annotated[str | None, _or_none(_string("the name of a column"))]
 
 NO_LIMIT = 2**31 - 1
 """A length in tokens that no row has."""
@@ -107,31 +66,31 @@ class Options:
     What each of them means is said once, in `gpuload.core.keywords`.
     """
 
-    prompt_key: Annotated[str, _string("a string")] = "prompt"
-    max_prompt_length: Positive = 1024
-    filter_overlong_prompts: Flag = True
+    prompt_key: str = "prompt"
+    max_prompt_length: int = 1024
+    filter_overlong_prompts: bool = True
     truncation: Truncation = "error"
-    return_raw_chat: Flag = False
-    return_full_prompt: Flag = False
-    apply_chat_template_kwargs: Annotated[Mapping[str, Any], _MAPPING] = field(default_factory=dict)
-    chat_template: Annotated[str | os.PathLike[str] | None, _TEMPLATE] = "default"
-    max_samples: Annotated[int, _SAMPLES] = -1
-    shuffle: Flag = False
-    seed: Annotated[int | None, _NOT_NEGATIVE] = None
-    pad_token_id: Annotated[int | None, _NOT_NEGATIVE] = None
-    cache_dir: Annotated[str | None, _or_none(_string("a path"))] = None
-    remote_timeout: Annotated[float, _SECONDS] = 60.0
-    token_cache: Flag = True
-    token_cache_bytes: Annotated[int, _BYTES] = 0
-    device: Annotated[str, _string("a string"), _DEVICE] = "auto"
+    return_raw_chat: bool = False
+    return_full_prompt: bool = False
+    apply_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    chat_template: str | os.PathLike[str] | None = "default"
+    max_samples: int = -1
+    shuffle: bool = False
+    seed: int | None = None
+    pad_token_id: int | None = None
+    cache_dir: str | None = None
+    remote_timeout: float = 60.0
+    token_cache: bool = True
+    token_cache_bytes: int = 0
+    device: str = "auto"
     tokens_on: TokensOn = "auto"
     store: Store = "auto"
-    gpu_memory_limit: Annotated[int, _BYTES] = 0
+    gpu_memory_limit: int = 0
     verify: Verify = "sample"
-    strict: Flag = False
+    strict: bool = False
     progress: bool | None = None
     trust_remote_code: bool = False
-    distributed: Flag = False
+    distributed: bool = False
 
     @staticmethod
     def parse(given: Mapping[str, Any]) -> "Options":
@@ -158,7 +117,7 @@ class Options:
         if isinstance(values.get("chat_template"), str | os.PathLike):
             values["chat_template"] = template_source(values["chat_template"])
         options = Options(**values)
-        check_fields(options)
+        check_fields(options, _CHECKS)
         check_template_kwargs(options.apply_chat_template_kwargs)
         return options
 
@@ -172,23 +131,76 @@ class Options:
         }
 
 
-def check_fields(values: Any) -> None:
-    """Checks the fields of a dataclass by their annotations: `Literal`, with or without None, and `Must`.
+class Must(NamedTuple):
+    """What a value must be: in words, and as a test."""
+
+    wanted: str
+    holds: Callable[[Any], object]
+
+
+def or_none(must: Must) -> Must:
+    """The same, or None."""
+    return Must(f"{must.wanted}, or None", lambda value: value is None or must.holds(value))
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _integer(least: int, wanted: str) -> Must:
+    return Must(wanted, lambda value: _is_int(value) and value >= least)
+
+
+def _string(wanted: str) -> Must:
+    return Must(wanted, lambda value: isinstance(value, str) and value)
+
+
+POSITIVE = _integer(1, "an integer > 0")
+COLUMN = _string("the name of a column")
+
+_CHECKS: Mapping[str, Must] = {
+    "prompt_key device": _string("a string"),
+    "cache_dir": or_none(_string("a path")),
+    "filter_overlong_prompts return_raw_chat return_full_prompt shuffle strict token_cache distributed": Must(
+        "True or False", lambda value: isinstance(value, bool)
+    ),
+    "max_prompt_length": POSITIVE,
+    "max_samples": Must(
+        "an integer > 0, or -1 for all rows", lambda value: _is_int(value) and (value > 0 or value == -1)
+    ),
+    "seed pad_token_id": or_none(_integer(0, "an integer >= 0")),
+    "chat_template": or_none(
+        Must("a template's name or text, the path of a .jinja file", lambda value: isinstance(value, str))
+    ),
+    "remote_timeout": Must(
+        "a number of seconds > 0", lambda value: (_is_int(value) or isinstance(value, float)) and 0 < value < inf
+    ),
+    "gpu_memory_limit token_cache_bytes": _integer(0, "a number of bytes, or 0"),
+    "device": Must("'auto', 'cpu', 'cuda' or 'cuda:N'", lambda value: re.fullmatch(r"auto|cpu|cuda(:\d+)?", value)),
+    "apply_chat_template_kwargs": Must("a mapping", lambda value: isinstance(value, Mapping)),
+}
+
+
+def check_fields(values: Any, checks: Mapping[str, Must]) -> None:
+    """Checks the fields of a dataclass: those with the type `Literal`, with or without None, by their types.
+
+    Args:
+        checks: names of other fields → what they must be.
 
     Raises:
         OptionError: a field has another value.
     """
-    for name, hint in get_type_hints(type(values), include_extras=True).items():
-        value, (first, *more) = getattr(values, name), get_args(hint) or (hint,)
-        musts: Sequence[Must] = more if get_origin(hint) is Annotated else []
-        if literal := next((each for each in (hint, first) if get_origin(each) is Literal), None):
+    found = [(name, must) for names, must in checks.items() for name in names.split()]
+    for name, hint in get_type_hints(type(values)).items():
+        if literal := next((each for each in (hint, *get_args(hint)) if get_origin(each) is Literal), None):
             must = Must(f"one of {', '.join(map(repr, get_args(literal)))}", get_args(literal).__contains__)
-            musts = [must if literal is hint else _or_none(must)]
-        for must in musts:
-            if not must.holds(value):
-                number = must.wanted.startswith(("an integer", "a number"))
-                got = ", got a string" if number and isinstance(value, str) else ""
-                raise OptionError(f"{name}={value!r}: expected {must.wanted}{got}")
+            found.append((name, must if literal is hint else or_none(must)))
+    for name, must in found:
+        value = getattr(values, name)
+        if not must.holds(value):
+            number = must.wanted.startswith(("an integer", "a number"))
+            got = ", got a string" if number and isinstance(value, str) else ""
+            raise OptionError(f"{name}={value!r}: expected {must.wanted}{got}")
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:

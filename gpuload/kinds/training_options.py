@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpuload.core.errors import OptionError
-from gpuload.core.options import Options, Overlong, Positive, check_fields, nearest
+from gpuload.core.options import POSITIVE, Options, Overlong, check_fields, nearest
 
 _TRUNCATION = {"drop": "error", "keep_start": "right", "keep_end": "left"}
 """What becomes of longer rows → the option `truncation` of `load`."""
@@ -15,7 +15,7 @@ _TRUNCATION = {"drop": "error", "keep_start": "right", "keep_end": "left"}
 class TrainingDefaults:
     """Defaults of what all loads of training data take."""
 
-    max_length: Positive = 4096
+    max_length: int = 4096
     overlong: Overlong = "drop"
 
 
@@ -39,7 +39,7 @@ def training_options(given: Mapping[str, Any], prompt_key: str, own: Collection[
     if unknown := sorted(set(given) - known):
         raise OptionError(f"unknown option {unknown[0]}{nearest(unknown[0], known)}")
     limits = TrainingDefaults(**{name: given[name] for name in ("max_length", "overlong") if name in given})
-    check_fields(limits)
+    check_fields(limits, {"max_length": POSITIVE})
     return Options.parse(
         {name: value for name, value in given.items() if name in options}
         | {

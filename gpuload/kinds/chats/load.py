@@ -12,7 +12,7 @@ from gpuload.core.arrays import Array, Ragged
 from gpuload.core.errors import DataError, GpuloadError, OptionError
 from gpuload.core.keywords import ChatKeywords, takes
 from gpuload.core.marks import without_loss
-from gpuload.core.options import LossOn, OptionalColumn, Options, check_fields, check_format
+from gpuload.core.options import COLUMN, LossOn, Options, check_fields, check_format, or_none
 from gpuload.dataset.arrow import INT32_LIST
 from gpuload.dataset.report import Report
 from gpuload.dataset.rows import Loaded
@@ -51,14 +51,14 @@ class ChatKind(Kind[ChatDataset]):
 
     name = "chats"
     format: str | None = None
-    messages_key: OptionalColumn = None
+    messages_key: str | None = None
     loss_on: LossOn | None = None
 
     fields: ClassVar[tuple[pa.Field, ...]] = (pa.field("input_ids", INT32_LIST), pa.field("labels", INT32_LIST))
 
     def __post_init__(self) -> None:
         check_format(self.format, [each.name for each in FORMATS])
-        check_fields(self)
+        check_fields(self, {"messages_key": or_none(COLUMN)})
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> tuple["ChatKind", Options]:

@@ -10,7 +10,7 @@ import pyarrow as pa
 from gpuload.core.arrays import Array, Ragged, RowNumbers, on_host
 from gpuload.core.errors import DataError
 from gpuload.core.keywords import PairKeywords, takes
-from gpuload.core.options import Column, Objective, Options, Positive, check_fields, check_format
+from gpuload.core.options import COLUMN, POSITIVE, Objective, Options, check_fields, check_format
 from gpuload.dataset.rows import Loaded
 from gpuload.engines.choose import choose_engine
 from gpuload.engines.device.store import DeviceStore
@@ -46,15 +46,15 @@ class PairKind(Kind[PairDataset]):
     name = "pairs"
     objective: Objective | None = None
     format: str | None = None
-    prompt_key: Column = "prompt"
-    chosen_key: Column = "chosen"
-    rejected_key: Column = "rejected"
-    kl_batch_size: Positive = 8
+    prompt_key: str = "prompt"
+    chosen_key: str = "chosen"
+    rejected_key: str = "rejected"
+    kl_batch_size: int = 8
     paired: bool = True
 
     def __post_init__(self) -> None:
         check_format(self.format, FORMATS)
-        check_fields(self)
+        check_fields(self, {"prompt_key chosen_key rejected_key": COLUMN, "kl_batch_size": POSITIVE})
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> tuple["PairKind", Options]:
