@@ -5,6 +5,7 @@ import itertools
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -175,7 +176,12 @@ def test_rows_of_an_entry(data: Any) -> None:
         )
         rows += ids
         row += len(ids)
-    entry = Entry(Path("none"), "key", pa.py_buffer(b""), parts, [], "sample", 0)
+    with tempfile.TemporaryDirectory() as folder:
+        writer = EntryWriter(Path(folder), "key", "source")
+        for part in parts:
+            writer.write(part, 0)
+        writer.close("sample")
+        entry = Entry.again(writer.path, "key", row)
     edges = sorted({0, row, *data.draw(st.lists(st.integers(0, row), max_size=4))})
     pairs = list(itertools.pairwise(edges))
     ranges = [entry.rows(low, high) for low, high in pairs]

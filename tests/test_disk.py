@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 import gpuload
 from gpuload.cache import column_file
 from gpuload.cache import known_files as known
-from gpuload.cache.column_file import ColumnWriter, columns_of, open_columns
+from gpuload.cache.column_file import ColumnFile, ColumnWriter, columns_of
 from gpuload.cache.entry import EntryWriter, read_entry
 from gpuload.cli.main import main
 from gpuload.core.errors import OptionError, SourceError, StoreError
@@ -229,7 +229,7 @@ def test_damaged_columns(files: list[str], qwen: Any, store: Path) -> None:
     whole = path.read_bytes()
     for place in range(0, len(whole), 97):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 255]) + whole[place + 1 :])
-        opened = open_columns(path, path.stem)
+        opened = ColumnFile.open(path, path.stem)
         if opened is None:  # the index
             continue
         try:
@@ -485,8 +485,8 @@ def test_rows_without_columns(tmp_path: Path) -> None:
     writer = ColumnWriter(tmp_path / "a", "key", "source")
     writer.add(pa.table({}), 3, {1: "why"})
     writer.close()
-    found = open_columns(tmp_path / "a", "key")
+    found = ColumnFile.open(tmp_path / "a", "key")
     assert found is not None
-    assert (found.rows, found.invalid) == (3, {1: "why"})
-    assert open_columns(tmp_path / "a", "other") is None
+    assert (found.num_rows, found.invalid) == (3, {1: "why"})
+    assert ColumnFile.open(tmp_path / "a", "other") is None
     assert columns_of([found, found], np.arange(6)).take(np.array([0, 5])) == {}

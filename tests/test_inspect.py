@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 import gpuload
 from gpuload.cli import show
 from gpuload.cli.main import main
-from gpuload.core.arrays import Ragged
+from gpuload.core.arrays import Ragged, common_prefix
 from gpuload.core.errors import DataError, OptionError
 from gpuload.core.marks import LOSS
 from gpuload.dataset.loader import PackLoader
@@ -34,7 +34,6 @@ from gpuload.inspect.roles import UNKNOWN, RoleFinder
 from gpuload.inspect.statistics import sample_rows, statistics_of
 from gpuload.inspect.tokens import SampleRow, TokenReader, pair_of, visible, visible_text
 from gpuload.kinds.pairs.parts import paired, with_completion
-from gpuload.kinds.training_reference import common_prefix
 from gpuload.pipeline.run import run
 from gpuload.reference.reference import Reference
 

@@ -5,8 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpuload.cache.column_file import about_columns
-from gpuload.cache.entry import about_entry
+from gpuload.cache.block_file import about
 from gpuload.cache.faults import too_little_space
 from gpuload.core.files import cache_root, partial_bytes, remove_orphans
 
@@ -17,29 +16,17 @@ _MOST_BYTES = 20 * 10**9
 
 
 def tokens_directory(cache_dir: str | None = None) -> Path:
-    """Where entries are.
-
-    Args:
-        cache_dir: the option; None for the default, see `files.cache_root`.
-    """
+    """Where entries are; for the option see `files.cache_root`."""
     return cache_root(cache_dir) / "tokens"
 
 
 def store_directory(cache_dir: str | None = None) -> Path:
-    """Where the files of stores on disk are: entries, and columns.
-
-    Args:
-        cache_dir: the option; None for the default, see `files.cache_root`.
-    """
+    """Where the files of stores on disk are: entries, and columns; for the option see `files.cache_root`."""
     return cache_root(cache_dir) / "store"
 
 
 def digests_directory(cache_dir: str | None = None) -> Path:
-    """Where digests of files, and facts of tokenizers, are remembered.
-
-    Args:
-        cache_dir: the option; None for the default, see `files.cache_root`.
-    """
+    """Where digests of files, and facts of tokenizers, are remembered; for the option see `files.cache_root`."""
     return cache_root(cache_dir) / "digests"
 
 
@@ -132,9 +119,8 @@ def cached_files(directory: Path) -> list[CachedFile]:
     """All entries, most recently used first."""
     found = []
     for used, size, path in reversed(_entries(directory)):
-        columns = path.suffix == COLUMNS
-        about = about_columns(path) if columns else about_entry(path)
-        found.append(CachedFile(used, size, "columns" if columns else "ids", *(about or (None, 0))))
+        what = "columns" if path.suffix == COLUMNS else "ids"
+        found.append(CachedFile(used, size, what, *(about(path) or (None, 0))))
     return found
 
 
@@ -143,6 +129,6 @@ def _entries(directory: Path) -> list[tuple[float, int, Path]]:
     found = []
     for path in [*directory.glob(f"*{IDS}"), *directory.glob(f"*{COLUMNS}")]:
         with suppress(OSError):  # another process may have removed it
-            about = path.stat()
-            found.append((about.st_mtime, about.st_size, path))
+            state = path.stat()
+            found.append((state.st_mtime, state.st_size, path))
     return sorted(found)

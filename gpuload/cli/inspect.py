@@ -10,7 +10,7 @@ from gpuload.cli.output import printable
 from gpuload.core.errors import OptionError
 from gpuload.core.options import Options
 from gpuload.engines.host.prompts import render_column
-from gpuload.inspect.data import KindName, open_data
+from gpuload.inspect.data import open_data
 from gpuload.inspect.page import page_of
 from gpuload.inspect.plots import pyplot
 from gpuload.inspect.statistics import statistics_of
@@ -24,23 +24,13 @@ from gpuload.template.program import TEXT
 _COMMON_ROLES = (("user",), ("system", "user"), ("user", "assistant", "user"), ("user", "assistant"))
 
 
-def inspect_files(
-    files: Sequence[str],
-    tokenizer: Any,
-    *,
-    kind: KindName | None = None,
-    prompt_key: str = "prompt",
-    messages_key: str | None = None,
-    max_samples: int = -1,
-    chat_template: str | None = "default",
-    html: str | None = None,
-) -> None:
+def inspect_files(files: Sequence[str], tokenizer: Any, *, html: str | None = None, **options: Any) -> None:
     """Prints rows, columns and types, lengths, and how many rows each limit keeps; of chats also tokens per role and
     with loss, and how they fill packs.
 
     Args:
-        kind, prompt_key, messages_key, max_samples, chat_template: as for `open_data`.
         html: also write a page with plots and some rows to this file; needs matplotlib.
+        **options: as for `open_data`.
 
     Raises:
         OptionError: the page cannot be written there.
@@ -48,15 +38,7 @@ def inspect_files(
     if html:  # errors come before the work
         pyplot()
         _check_page(Path(html))
-    job = open_data(
-        list(files),
-        tokenizer,
-        kind=kind,
-        prompt_key=prompt_key,
-        messages_key=messages_key,
-        max_samples=max_samples,
-        chat_template=chat_template,
-    )
+    job = open_data(list(files), tokenizer, **options)
     found = statistics_of(job, run(job), with_samples=html is not None)
     print(printable(as_text(found)))
     if html:

@@ -192,7 +192,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--overwrite", action="store_true", help="replace DIR, if it was written by this command")
 
 
-_EXPORT_ONLY = (*("trainer", "split", "max_length", "overlong", "columns", "overwrite"),)
+_EXPORT_ONLY = ("trainer", "split", "max_length", "overlong", "columns", "overwrite")
 _TRAINING = ("format", "loss_on", "messages_key")
 
 
@@ -209,32 +209,21 @@ def _inspect(given: argparse.Namespace) -> int:
         return 0
     if not given.files:
         given.parser.error("no files given")
-    inspect_files(
-        given.files,
-        given.tokenizer,
-        kind=given.kind,
-        prompt_key=given.prompt_key,
-        max_samples=given.max_samples,
-        messages_key=given.messages_key,
-        chat_template=_template(given),
-        html=given.html,
-    )
+    inspect_files(given.files, given.tokenizer, html=given.html, max_samples=given.max_samples, **_data(given))
     return 0
 
 
 def _show(given: argparse.Namespace) -> int:
     from gpuload.cli.show import show_row
 
-    show_row(
-        given.file,
-        given.row,
-        given.tokenizer,
-        kind=given.kind,
-        prompt_key=given.prompt_key,
-        messages_key=given.messages_key,
-        chat_template=_template(given),
-    )
+    show_row(given.file, given.row, given.tokenizer, **_data(given))
     return 0
+
+
+def _data(given: argparse.Namespace) -> dict[str, Any]:
+    """What is said of the data, as for `open_data`."""
+    names = ("kind", "prompt_key", "messages_key")
+    return {name: getattr(given, name) for name in names} | {"chat_template": _template(given)}
 
 
 def _template(given: argparse.Namespace) -> str | None:

@@ -12,7 +12,7 @@ from gpuload.cli.output import printable
 from gpuload.core.arrays import Ragged
 from gpuload.core.marks import LOSS
 from gpuload.core.options import Options
-from gpuload.inspect.data import KindName, encode_row, find_row, one_row, open_data
+from gpuload.inspect.data import encode_row, find_row, one_row, open_data
 from gpuload.inspect.roles import RoleFinder
 from gpuload.inspect.tokens import (
     SampleRow,
@@ -33,22 +33,13 @@ _OTHER_ROLE, _TEMPLATE = 33, 90
 _MOST_VALUE = 2000  # characters of a column's value
 
 
-def show_row(
-    file: str,
-    row: int,
-    tokenizer: Any = None,
-    *,
-    kind: KindName | None = None,
-    prompt_key: str = "prompt",
-    messages_key: str | None = None,
-    chat_template: str | None = "default",
-) -> None:
+def show_row(file: str, row: int, tokenizer: Any = None, **options: Any) -> None:
     """Prints a row: its tokens, or its columns if there is no tokenizer.
 
     Args:
         file: a path, glob or URL.
         row: its number; a negative number counts from the end.
-        tokenizer, kind, prompt_key, messages_key, chat_template: as for `open_data`.
+        tokenizer, **options: as for `open_data`.
     """
     if tokenizer is None:
         source, number = find_row([source for source in open_all(file, Options()) if source.num_rows], row)
@@ -58,14 +49,7 @@ def show_row(
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, indent=2, default=str)
             print(f"\n{printable(name)}\n{_indented(text)}")
         return
-    job = open_data(
-        file,
-        tokenizer,
-        kind=kind,
-        prompt_key=prompt_key,
-        messages_key=messages_key,
-        chat_template=chat_template,
-    )
+    job = open_data(file, tokenizer, **options)
     source, number = find_row(job.sources, row)
     column, ids, dropped = encode_row(job, source, number)
     sequences = _sequences(job, column, ids) if ids else []

@@ -141,6 +141,12 @@ def stretches(*lengths: Array) -> Array:
     return xp.repeat(number % len(lengths) % 2 == 1, xp.stack(lengths, axis=1).ravel())
 
 
+def common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many items two sequences begin with in common."""
+    differing = (k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differing, min(len(one), len(other)))
+
+
 def chunks_of(take: "Callable[[RowNumbers], Ragged]", lengths: RowNumbers, most: int) -> Iterator[Array]:
     """The values of n rows in order, in arrays of at most `most` values; a row that has more is on its own.
 

@@ -8,10 +8,12 @@ an error.
 import dataclasses
 import difflib
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from gpuload.core.errors import OptionError
 
@@ -115,7 +117,8 @@ class Options:
         if isinstance(values.get("chat_template"), str | os.PathLike):
             values["chat_template"] = template_source(values["chat_template"])
         options = Options(**values)
-        options._check()
+        check_fields(options, _CHECKS)
+        check_template_kwargs(options.apply_chat_template_kwargs)
         return options
 
     def of_tokenizer(self) -> dict[str, Any]:
@@ -127,47 +130,77 @@ class Options:
             "trust_remote_code": self.trust_remote_code,
         }
 
-    def _check(self) -> None:
-        base, _, number = self.device.partition(":") if isinstance(self.device, str) else ("", "", "")
-        known_device = self.device in ("auto", "cpu", "cuda") or (base == "cuda" and number.isdigit())
-        for name in ("prompt_key", "device"):
-            _expect(self, name, _is_string(getattr(self, name)), "a string")
-        _expect(self, "cache_dir", self.cache_dir is None or _is_string(self.cache_dir), "a path, or None")
-        for name in _FLAGS:
-            _expect(self, name, isinstance(getattr(self, name), bool), "True or False")
-        for name, choices in (
-            ("truncation", Truncation),
-            ("tokens_on", TokensOn),
-            ("store", Store),
-            ("verify", Verify),
-        ):
-            _expect(self, name, getattr(self, name) in get_args(choices), f"one of {_names(choices)}")
-        _expect(
-            self, "max_prompt_length", _is_int(self.max_prompt_length) and self.max_prompt_length > 0, "an integer > 0"
-        )
-        several = _is_int(self.max_samples) and (self.max_samples > 0 or self.max_samples == -1)
-        _expect(self, "max_samples", several, "an integer > 0, or -1 for all rows")
-        _expect(self, "seed", self.seed is None or (_is_int(self.seed) and self.seed >= 0), "an integer >= 0, or None")
-        pad = self.pad_token_id
-        _expect(self, "pad_token_id", pad is None or (_is_int(pad) and pad >= 0), "an integer >= 0, or None")
-        _expect(
-            self,
-            "chat_template",
-            self.chat_template is None or isinstance(self.chat_template, str),
-            "a template's name or text, the path of a .jinja file, or None",
-        )
-        timeout = self.remote_timeout
-        seconds = isinstance(timeout, int | float) and not isinstance(timeout, bool) and 0 < timeout < float("inf")
-        _expect(self, "remote_timeout", seconds, "a number of seconds > 0")
-        for name in ("gpu_memory_limit", "token_cache_bytes"):
-            _expect(self, name, _is_int(getattr(self, name)) and getattr(self, name) >= 0, "a number of bytes, or 0")
-        _expect(self, "device", known_device, "'auto', 'cpu', 'cuda' or 'cuda:N'")
-        kwargs = self.apply_chat_template_kwargs
-        _expect(self, "apply_chat_template_kwargs", isinstance(kwargs, Mapping), "a mapping")
-        check_template_kwargs(kwargs)
+
+class Must(NamedTuple):
+    """What a value must be: in words, and as a test."""
+
+    wanted: str
+    holds: Callable[[Any], object]
 
 
-_FLAGS = "filter_overlong_prompts return_raw_chat return_full_prompt shuffle strict token_cache distributed".split()
+def or_none(must: Must) -> Must:
+    """The same, or None."""
+    return Must(f"{must.wanted}, or None", lambda value: value is None or must.holds(value))
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _integer(least: int, wanted: str) -> Must:
+    return Must(wanted, lambda value: _is_int(value) and value >= least)
+
+
+def _string(wanted: str) -> Must:
+    return Must(wanted, lambda value: isinstance(value, str) and value)
+
+
+POSITIVE = _integer(1, "an integer > 0")
+COLUMN = _string("the name of a column")
+
+_CHECKS: Mapping[str, Must] = {
+    "prompt_key device": _string("a string"),
+    "cache_dir": or_none(_string("a path")),
+    "filter_overlong_prompts return_raw_chat return_full_prompt shuffle strict token_cache distributed": Must(
+        "True or False", lambda value: isinstance(value, bool)
+    ),
+    "max_prompt_length": POSITIVE,
+    "max_samples": Must(
+        "an integer > 0, or -1 for all rows", lambda value: _is_int(value) and (value > 0 or value == -1)
+    ),
+    "seed pad_token_id": or_none(_integer(0, "an integer >= 0")),
+    "chat_template": or_none(
+        Must("a template's name or text, the path of a .jinja file", lambda value: isinstance(value, str))
+    ),
+    "remote_timeout": Must(
+        "a number of seconds > 0", lambda value: (_is_int(value) or isinstance(value, float)) and 0 < value < inf
+    ),
+    "gpu_memory_limit token_cache_bytes": _integer(0, "a number of bytes, or 0"),
+    "device": Must("'auto', 'cpu', 'cuda' or 'cuda:N'", lambda value: re.fullmatch(r"auto|cpu|cuda(:\d+)?", value)),
+    "apply_chat_template_kwargs": Must("a mapping", lambda value: isinstance(value, Mapping)),
+}
+
+
+def check_fields(values: Any, checks: Mapping[str, Must]) -> None:
+    """Checks the fields of a dataclass: those with the type `Literal`, with or without None, by their types.
+
+    Args:
+        checks: names of other fields → what they must be.
+
+    Raises:
+        OptionError: a field has another value.
+    """
+    found = [(name, must) for names, must in checks.items() for name in names.split()]
+    for name, hint in get_type_hints(type(values)).items():
+        if literal := next((each for each in (hint, *get_args(hint)) if get_origin(each) is Literal), None):
+            must = Must(f"one of {', '.join(map(repr, get_args(literal)))}", get_args(literal).__contains__)
+            found.append((name, must if literal is hint else or_none(must)))
+    for name, must in found:
+        value = getattr(values, name)
+        if not must.holds(value):
+            number = must.wanted.startswith(("an integer", "a number"))
+            got = ", got a string" if number and isinstance(value, str) else ""
+            raise OptionError(f"{name}={value!r}: expected {must.wanted}{got}")
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
@@ -206,24 +239,14 @@ def is_template(text: str) -> bool:
     return any(mark in text for mark in ("{{", "{%", "{#"))
 
 
-def _expect(options: Options, name: str, holds: bool, wanted: str) -> None:
-    if not holds:
-        value = getattr(options, name)
-        number = wanted.startswith(("an integer", "a number"))
-        got = ", got a string" if number and isinstance(value, str) else ""
-        raise OptionError(f"{name}={value!r}: expected {wanted}{got}")
+def check_format(given: Any, names: Sequence[str]) -> None:
+    """Checks the option `format`.
 
-
-def _names(literal: Any) -> str:
-    return ", ".join(repr(value) for value in get_args(literal))
-
-
-def _is_string(value: object) -> bool:
-    return isinstance(value, str) and bool(value)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    Raises:
+        OptionError: it is neither None nor one of these.
+    """
+    if given is not None and given not in names:
+        raise OptionError(f"format={given!r}{nearest(str(given), set(names))}")
 
 
 def nearest(name: str, known: set[str]) -> str:

@@ -10,8 +10,9 @@ import pyarrow as pa
 from gpuload.core.errors import DataError, OptionError
 from gpuload.core.options import NO_LIMIT, LossOn, Options
 from gpuload.engines.protocol import ArrowPrompts
-from gpuload.kinds.chats.formats import find_format, one_format
+from gpuload.kinds.chats.formats import find_format
 from gpuload.kinds.chats.load import ChatKind
+from gpuload.kinds.formats import one_format
 from gpuload.kinds.pairs.load import PairKind
 from gpuload.kinds.prompts import PromptKind
 from gpuload.pipeline.run import Job, open_job

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpuload.core.arrays import Ragged
+from gpuload.core.arrays import Ragged, common_prefix
 from gpuload.core.marks import LOSS, with_loss
 from gpuload.inspect.roles import UNKNOWN, Codes
 from gpuload.kinds.pairs.parts import CHOSEN, REJECTED, sequence, split
-from gpuload.kinds.training_reference import common_prefix
 from gpuload.reference.reference import Reference
 from gpuload.tokenizer.token_bytes import TokenBytes, token_bytes
 

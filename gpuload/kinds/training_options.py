@@ -2,10 +2,10 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from gpuload.core.errors import OptionError
-from gpuload.core.options import Options, Overlong, nearest
+from gpuload.core.options import POSITIVE, Options, Overlong, check_fields, nearest
 
 _TRUNCATION = {"drop": "error", "keep_start": "right", "keep_end": "left"}
 """What becomes of longer rows → the option `truncation` of `load`."""
@@ -38,17 +38,14 @@ def training_options(given: Mapping[str, Any], prompt_key: str, own: Collection[
     known = {*own, "max_length", "overlong", *options}
     if unknown := sorted(set(given) - known):
         raise OptionError(f"unknown option {unknown[0]}{nearest(unknown[0], known)}")
-    max_length, overlong = (given.get(name, getattr(TrainingDefaults, name)) for name in ("max_length", "overlong"))
-    if overlong not in get_args(Overlong):
-        raise OptionError(f"overlong={overlong!r}: expected one of {', '.join(map(repr, get_args(Overlong)))}")
-    if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1:
-        raise OptionError(f"max_length={max_length!r}: expected an integer > 0")
+    limits = TrainingDefaults(**{name: given[name] for name in ("max_length", "overlong") if name in given})
+    check_fields(limits, {"max_length": POSITIVE})
     return Options.parse(
         {name: value for name, value in given.items() if name in options}
         | {
             "prompt_key": prompt_key,
-            "max_prompt_length": max_length,
-            "filter_overlong_prompts": overlong == "drop",
-            "truncation": _TRUNCATION[overlong],
+            "max_prompt_length": limits.max_length,
+            "filter_overlong_prompts": limits.overlong == "drop",
+            "truncation": _TRUNCATION[limits.overlong],
         }
     )

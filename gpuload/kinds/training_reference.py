@@ -89,12 +89,6 @@ def own_problem(row: Any) -> str | None:
     return f"chat_template_kwargs has {', '.join(taken)}, which gpuload sets" if taken else None
 
 
-def common_prefix(ids: list[int], others: list[int]) -> int:
-    """How many leading ids two rows have in common."""
-    differing = (k for k, (one, other) in enumerate(zip(ids, others, strict=False)) if one != other)
-    return next(differing, min(len(ids), len(others)))
-
-
 def _needs_text(call: TemplateCall) -> bool:
     """Whether a template needs a text as the content of an assistant's message with calls."""
     value = secrets.token_hex(8)  # not in the list of tools: only a template that writes calls prints it

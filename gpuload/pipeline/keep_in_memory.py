@@ -7,7 +7,6 @@ keeps them on disk.
 from collections.abc import Sequence
 from functools import partial
 from threading import Lock
-from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -28,57 +27,13 @@ from gpuload.sources.columns import Columns, drained
 from gpuload.sources.read import Source
 
 
-class Keeper(Protocol):
-    """Collects the rows of a load.
-
-    Attributes:
-        cache: has the ids of earlier loads.
-    """
-
-    cache: TokenCache
-
-    def __len__(self) -> int:
-        """How many rows there are so far."""
-
-    def open(self, number: int) -> Parts:
-        """The rows of a source in order, with prompts, or with ids from an earlier load."""
-
-    def add(self, batch: Encoded, keep: Mask, numbers: RowNumbers) -> None:
-        """Adds rows.
-
-        Args:
-            batch: n rows with tokens.
-            keep: (n,) bool, those to keep.
-            numbers: (n,) int64, their numbers over all sources.
-        """
-
-    def complete(self, trusted: bool) -> None:
-        """Caches the ids of sources that were read as a whole.
-
-        Args:
-            trusted: no row differed from the tokenizer.
-
-        Raises:
-            SourceError: the prompts of a file have changed since the load began.
-        """
-
-    def numbers(self) -> RowNumbers:
-        """The numbers of all rows that were added."""
-
-    def finish(self, order: RowNumbers | None) -> tuple[TokenStore, Columns]:
-        """The ids and columns of all rows, in the given order; None for the order in which they were added."""
-
-    def discard(self) -> None:
-        """Removes unfinished files, however the load ended."""
-
-
 class InMemory:
-    """A `Keeper` in memory.
+    """Collects the rows of a load in memory. `OnDisk` has the same methods.
 
     Args:
         sources: of the load.
         engine: keeps the ids.
-        cache: see `Keeper`.
+        cache: has the ids of earlier loads.
         options: of the load.
         sanitized: see `kept_columns`.
     """
@@ -92,15 +47,24 @@ class InMemory:
         self._finding = Lock()
 
     def __len__(self) -> int:
+        """How many rows there are so far."""
         return sum(map(len, self._ids))
 
     def open(self, number: int) -> Parts:
+        """The rows of a source in order, with prompts, or with ids from an earlier load."""
         source = self._sources[number]
         with self._finding:  # several sources are opened at once
             entry = self.cache.find(source)
         return (entry or self._engine).read(source, self._options.prompt_key, self._options.return_raw_chat)
 
     def add(self, batch: Encoded, keep: Mask, numbers: RowNumbers) -> None:
+        """Adds rows.
+
+        Args:
+            batch: n rows with tokens.
+            keep: (n,) bool, those to keep.
+            numbers: (n,) int64, their numbers over all sources.
+        """
         if batch.rendered is not None:
             number = batch.source
             self.cache.write(number, self._sources[number], batch.rows, batch.tokens, batch.compared)
@@ -109,9 +73,18 @@ class InMemory:
         self._numbers.append(numbers[keep])
 
     def complete(self, trusted: bool) -> None:
+        """Caches the ids of sources that were read as a whole.
+
+        Args:
+            trusted: no row differed from the tokenizer.
+
+        Raises:
+            SourceError: the prompts of a file have changed since the load began.
+        """
         self.cache.finish(self._sources, trusted)
 
     def numbers(self) -> RowNumbers:
+        """The numbers of all rows that were added."""
         return np.concatenate([np.zeros(0, np.int64), *self._numbers])
 
     def exchange(self, ranks: Ranks, report: Report, shapes: dict[int, bool]) -> Report:
@@ -127,9 +100,11 @@ class InMemory:
         return report
 
     def finish(self, order: RowNumbers | None) -> tuple[TokenStore, Columns]:
+        """The ids and columns of all rows, in the given order; None for the order in which they were added."""
         return self._engine.store(self._ids, order), Columns(drained(self._tables), order)
 
     def discard(self) -> None:
+        """Removes unfinished files, however the load ended."""
         self.cache.discard()
 
 
@@ -147,7 +122,7 @@ def choose_keeper(
     Args:
         sources: of the load.
         wanted: the rows to read, numbered over all sources; None for all.
-        engine, reference, clock, options: see `Keeper` and `TokenCache`.
+        engine, reference, clock, options: see `InMemory` and `TokenCache`.
         report: gets a note where the rows are on disk.
 
     Raises:

@@ -20,13 +20,13 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from gpuload.cache.column_file import ColumnFile, ColumnWriter, columns_of, open_columns
+from gpuload.cache.column_file import ColumnFile, ColumnWriter, columns_of
 from gpuload.cache.directory import COLUMNS, IDS, has_room, make_room, store_directory
-from gpuload.cache.entry import Entry, EntryWriter, read_entry
-from gpuload.cache.faults import missing, not_written
+from gpuload.cache.entry import Entry, EntryWriter
+from gpuload.cache.faults import not_written
 from gpuload.cache.key import own_code
 from gpuload.cache.store import TokenCache
-from gpuload.cache.token_store import DiskTokens, TokenFile
+from gpuload.cache.token_store import DiskTokens
 from gpuload.core.arrays import RowNumbers, offsets_of, on_host
 from gpuload.core.errors import GpuloadError, StoreError
 from gpuload.core.files import Unfinished, partial_bytes, remove_orphans
@@ -87,12 +87,12 @@ class _Files:
 
 
 class OnDisk:
-    """A `Keeper` on disk.
+    """As `InMemory`, on disk.
 
     Args:
         sources: of the load.
         engine: reads them.
-        cache: see `Keeper`.
+        cache: see `InMemory`.
         options: of the load.
         sanitized: see `kept_columns`.
         wanted: the rows to read, numbered over all sources; None for all.
@@ -139,7 +139,7 @@ class OnDisk:
         return (files.entry or self._engine).read(source, options.prompt_key, options.return_raw_chat)
 
     def add(self, batch: Encoded, keep: Mask, numbers: RowNumbers) -> None:
-        """Writes n rows, and remembers which of them to keep; see `Keeper`.
+        """Writes n rows, and remembers which of them to keep; see `InMemory`.
 
         Raises:
             StoreError: they cannot be written.
@@ -161,7 +161,7 @@ class OnDisk:
         return self._numbers[: self._count]
 
     def complete(self, trusted: bool) -> None:
-        """See `Keeper`.
+        """See `InMemory`.
 
         Raises:
             StoreError: the rest cannot be written.
@@ -188,7 +188,7 @@ class OnDisk:
         if order is not None:
             lengths, ids, columns = lengths[order], ids[order], ids[order] if columns is ids else columns[order]
         read = [files for files in self._files if files.rows]
-        opened = [TokenFile(files.entry) for files in read if files.entry is not None]
+        opened = [files.entry for files in read if files.entry is not None]
         tables = [files.columns for files in read if files.columns is not None]
         owner, self._unfinished = self._unfinished, None
         return DiskTokens(opened, ids, lengths, owner), columns_of(tables, columns)
@@ -224,7 +224,7 @@ class OnDisk:
         """What an earlier load has stored of a source."""
         if not source.num_rows:
             return _Files(None, None)
-        columns = open_columns(self.directory / f"{key}{COLUMNS}", key) if key else None
+        columns = ColumnFile.open(self.directory / f"{key}{COLUMNS}", key) if key else None
         if columns is not None:
             with suppress(OSError):
                 os.utime(columns.path)  # the time of the last use
@@ -296,16 +296,12 @@ class OnDisk:
             path = files.tokens.path
             if whole and self.cache.key_of(source):
                 path = self.cache.accept(source, files.tokens)
-            files.entry = read_entry(path, files.tokens.key, files.rows, check_ids=False)
-            if files.entry is None:
-                raise missing(path)
+            files.entry = Entry.again(path, files.tokens.key, files.rows)
         if files.writer is not None:
             path, key = files.writer.path, self._keys[number]
             if whole and key is not None:
                 path = path.replace(self.directory / f"{key}{COLUMNS}")
-            files.columns = open_columns(path, files.writer.key)
-            if files.columns is None:
-                raise missing(path)
+            files.columns = ColumnFile.again(path, files.writer.key)
 
     def _places(self, found: Sequence[bool]) -> RowNumbers:
         """(n,) where the kept rows are, counted over the rows of all files of one kind, from the rows' numbers alone: a
@@ -350,7 +346,7 @@ def columns_on_disk(
         files = [_written(source, owner.path / f"{number}{COLUMNS}") for number, source in enumerate(sources)]
     except OSError as error:
         raise not_written(directory, error, partial_bytes(directory)) from error
-    rows = np.arange(sum(file.rows for file in files)) if wanted is None else wanted
+    rows = np.arange(sum(file.num_rows for file in files)) if wanted is None else wanted
     return columns_of(files, rows), owner
 
 
@@ -360,14 +356,11 @@ def _written(source: Source, path: Path) -> ColumnFile:
     for table in source.batches():
         writer.add(table, table.num_rows, {})
     writer.close()
-    found = open_columns(path, writer.key)
-    if found is None:
-        raise missing(path)
-    return found
+    return ColumnFile.again(path, writer.key)
 
 
 def _stored(entry: Entry, columns: ColumnFile) -> Parts:
     """The rows of a source that is on disk as a whole."""
-    for first, part in zip(entry.starts.tolist(), entry.parts, strict=False):
+    for first, part in zip(entry.first_rows.tolist(), entry.parts, strict=False):
         invalid = {row - first: why for row, why in columns.invalid.items() if first <= row < first + len(part)}
         yield pa.table({"": pa.nulls(len(part))}), replace(part, invalid=invalid)

@@ -39,8 +39,8 @@ from gpuload.dataset.rows import Loaded
 from gpuload.engines.choose import EngineBuilder
 from gpuload.engines.protocol import Engine
 from gpuload.pipeline.filter import all_dropped, filter_rows, without
-from gpuload.pipeline.keep_in_memory import InMemory, Keeper, choose_keeper
-from gpuload.pipeline.keep_on_disk import choose_disk, fits_on_disk
+from gpuload.pipeline.keep_in_memory import InMemory, choose_keeper
+from gpuload.pipeline.keep_on_disk import OnDisk, choose_disk, fits_on_disk
 from gpuload.pipeline.kind import Dataset, Kind
 from gpuload.pipeline.long_rows import rendered_without, rows_without_room
 from gpuload.pipeline.ranks import Ranks, joined
@@ -284,7 +284,7 @@ def _encoded(
     job: Job[Any],
     wanted: RowNumbers | None,
     engine: Engine,
-    kept: Keeper,
+    kept: InMemory | OnDisk,
     verifier: Verifier,
     seconds: dict[str, float],
     stack: ExitStack,

@@ -104,7 +104,7 @@ def read(
     """Reads the rows of all sources, batch by batch.
 
     Args:
-        open_source: number of a source → its rows, see `Keeper.open`.
+        open_source: number of a source → its rows, see `InMemory.open`.
         wanted: which rows to read, numbered over all sources, in any order; None for all. Batches are in file order.
         seconds: the time spent is added to its "read".
         several: read several sources at once, each in a thread. Otherwise all are read by the calling thread.

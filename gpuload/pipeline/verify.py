@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuload.core.arrays import Ragged
+from gpuload.core.arrays import Ragged, common_prefix
 from gpuload.core.errors import GpuloadError
 from gpuload.core.memory import room_to_encode
 from gpuload.core.options import Verify
@@ -227,7 +227,6 @@ class Verifier:
 
 def _difference(found: list[int], expected: list[int]) -> str:
     """A sentence about the first position at which two rows of ids differ."""
-    same = (i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b)
-    position = next(same, min(len(found), len(expected)))
+    position = common_prefix(found, expected)
     here, there = (str(ids[position]) if position < len(ids) else "nothing" for ids in (found, expected))
     return f"token {position} is {here}, the tokenizer returns {there}"

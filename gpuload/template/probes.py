@@ -88,9 +88,3 @@ def _probe(kind: str, role: str, style: str, as_text: bool) -> Probe:
 def between(text: str, one: str, other: str) -> str:
     """What is between two marks."""
     return text.partition(one)[2].partition(other)[0]
-
-
-def common(one: str, other: str) -> int:
-    """How many characters two texts begin with in common."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((k for k, (a, b) in pairs if a != b), min(len(one), len(other)))

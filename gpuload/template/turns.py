@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from gpuload.core.arrays import common_prefix
 from gpuload.core.errors import TokenizerError
 from gpuload.reference.template_call import TemplateCall
-from gpuload.template.probes import Probe, between, common, probes
+from gpuload.template.probes import Probe, between, probes
 
 _THINKING = re.compile(r"<think")
 _BRACKETS = re.compile(r".*[\]>]", re.DOTALL)  # up to the last special token, such as [/INST]
@@ -157,7 +158,7 @@ class Turns:
 
     def _before_prompt(self, middle: str, last: str) -> str:
         """The marker at the end of an answer, in a template that always prints a generation prompt behind it."""
-        same = middle[: common(middle, last)]
+        same = middle[: common_prefix(middle, last)]
         stop = str(self._call.tokenizer.eos_token or "")
         if stop and stop in same:
             return same[: same.index(stop) + len(stop)]
@@ -251,9 +252,9 @@ class Turns:
                 continue
             tail = before[-1].rest(alone) or ""
             if prompt:
-                prompted, start = common(tail, gap), self._common_start(tail.lstrip(), [gap]).rstrip()
+                prompted, start = common_prefix(tail, gap), self._common_start(tail.lstrip(), [gap]).rstrip()
             else:
-                begin, bare = common(tail, gap), alone.endswith(tuple(before[-1].marks))
+                begin, bare = common_prefix(tail, gap), alone.endswith(tuple(before[-1].marks))
         if prompted > begin:
             begin += len(_THINKING.split(gap[begin:prompted])[0])
         for token in self.specials.finditer(gap):
@@ -318,6 +319,6 @@ def digest(template: str) -> str:
 
 def _ending(before: str, after: str) -> str:
     """What `after` has at its end instead of `before`. A special token that is only partly the same is a part of it."""
-    same = common(before, after)
+    same = common_prefix(before, after)
     opened = after.rfind("<", 0, same)
     return after[opened if opened > after.rfind(">", 0, same) else same :]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Unpack, get_args
+from typing import Any, ClassVar, Unpack
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +12,7 @@ from gpuload.core.arrays import Array, Ragged
 from gpuload.core.errors import DataError, GpuloadError, OptionError
 from gpuload.core.keywords import ChatKeywords, takes
 from gpuload.core.marks import with_loss, without_loss
-from gpuload.core.options import LossOn, Options, nearest
+from gpuload.core.options import COLUMN, LossOn, Options, check_fields, check_format, or_none
 from gpuload.dataset.arrow import INT32_LIST, ragged
 from gpuload.dataset.report import Report
 from gpuload.dataset.rows import Loaded
@@ -21,8 +21,9 @@ from gpuload.engines.host.packs import IGNORED
 from gpuload.engines.protocol import Engine
 from gpuload.kinds.chats.dataset import ChatDataset
 from gpuload.kinds.chats.device import DeviceChatEngine
-from gpuload.kinds.chats.formats import FORMATS, LABELS, Format, as_prompts, find_format, is_plain, one_format
+from gpuload.kinds.chats.formats import FORMATS, find_format, is_plain
 from gpuload.kinds.chats.reference import ChatReference
+from gpuload.kinds.formats import LABELS, Format, as_prompts, one_format
 from gpuload.kinds.training_options import TrainingDefaults, training_options
 from gpuload.pipeline.kind import Kind
 from gpuload.pipeline.run import load_given
@@ -61,14 +62,8 @@ class ChatKind(Kind[ChatDataset]):
     fields: ClassVar[tuple[pa.Field, ...]] = (pa.field("input_ids", INT32_LIST), pa.field("labels", INT32_LIST))
 
     def __post_init__(self) -> None:
-        names = [each.name for each in FORMATS]
-        if self.format is not None and self.format not in names:
-            raise OptionError(f"format={self.format!r}{nearest(str(self.format), set(names))}")
-        if self.messages_key is not None and (not isinstance(self.messages_key, str) or not self.messages_key):
-            raise OptionError(f"messages_key={self.messages_key!r}: expected the name of a column, or None")
-        choices = get_args(LossOn)
-        if self.loss_on is not None and self.loss_on not in choices:
-            raise OptionError(f"loss_on={self.loss_on!r}: expected one of {', '.join(map(repr, choices))}, or None")
+        check_format(self.format, [each.name for each in FORMATS])
+        check_fields(self, {"messages_key": or_none(COLUMN)})
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> tuple["ChatKind", Options]:

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
+from gpuload.core.arrays import common_prefix
 from gpuload.core.errors import OptionError, TokenizerError
 from gpuload.core.marks import LOSS
 from gpuload.core.options import LossOn
 from gpuload.kinds.chats.malformed import problem_in
-from gpuload.kinds.training_reference import TrainingReference, common_prefix, own_arguments, own_problem
+from gpuload.kinds.training_reference import TrainingReference, own_arguments, own_problem
 from gpuload.reference.reference import problem
 from gpuload.template.answers import Answers
 from gpuload.template.marks import UnknownAnswersError

@@ -16,7 +16,7 @@ from gpuload.dataset.arrow import INT32_LIST, lists, row_reader
 from gpuload.dataset.loader import PromptLoader
 from gpuload.dataset.rows import Loaded, Made, Numbers, Rows, Values
 from gpuload.dataset.trainer_columns import CHATS, PAIRS, arrays, check_columns, fields
-from gpuload.kinds.chats.formats import LABELS
+from gpuload.kinds.formats import LABELS
 from gpuload.kinds.pairs.batches import PairBatches, RowSlices
 from gpuload.kinds.pairs.formats import MARGIN
 from gpuload.kinds.pairs.parts import CHOSEN, COMPLETION, REJECTED, appended, selected, sequence, split

@@ -21,9 +21,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from gpuload.core.arrays import common_prefix
 from gpuload.core.options import Objective
-from gpuload.kinds.chats.formats import LABELS, PLAIN_MESSAGES, Content, Format, no_format, sharegpt_turn
+from gpuload.kinds.chats.formats import PLAIN_MESSAGES, sharegpt_turn
 from gpuload.kinds.chats.malformed import check_text
+from gpuload.kinds.formats import Content, Format, fields_of, find_among, label_in
 from gpuload.sources.columns import to_python
 from gpuload.sources.types import JSON_TYPE, as_json, is_messages, is_text
 
@@ -41,52 +43,50 @@ def find_pair_format(
     """The format of a file.
 
     Args:
-        schema: its columns.
-        where: its name, for messages.
+        schema, where, name: see `find_among`.
         objective: what the rows are for; "kto" takes pairs as well as single completions.
-        name: the format that it must have; None for any.
         keys: "prompt", "chosen" and "rejected" → the column.
 
     Raises:
-        DataError: it has not; the message shows its columns and the closest format.
+        DataError: it has none; the message shows its columns and the closest format.
     """
-    names = set(schema.names)
     prompt, chosen, rejected = (keys[part] for part in ("prompt", "chosen", "rejected"))
-    label = next((each for each in LABELS if each in names), LABELS[0])
+    found = label_in(schema)
+    label = found or "label"
     pair = partial(_from_pairs, keys, objective)
     single = partial(_from_completions, keys, label)
     kept = (MARGIN,) if objective == "rm" else ()
     candidates = [
-        Format("preference", (chosen, rejected, prompt), (), pair, kept),
-        Format("sharegpt", (chosen, rejected, "conversations"), ("system",), pair, kept),
-        Format("implicit", (chosen, rejected), (), pair, kept),
+        Format("preference", (chosen, rejected, prompt), _fit, (), pair, kept),
+        Format("sharegpt", (chosen, rejected, "conversations"), _fit, ("system",), pair, kept),
+        Format("implicit", (chosen, rejected), _fit, (), pair, kept),
     ]
     if objective == "kto":
+
+        def fit(kinds: Sequence[pa.DataType]) -> bool:
+            return found is not None and _fit(kinds)
+
         candidates += [
-            Format("prompt-completion", ("completion", prompt), (), single, (label,)),
-            Format("messages", ("messages",), (), single, (label,)),
-            Format("sharegpt", ("conversations",), ("system",), single, (label,)),
+            Format("prompt-completion", ("completion", prompt), fit, (), single, (label,)),
+            Format("messages", ("messages",), fit, (), single, (label,)),
+            Format("sharegpt", ("conversations",), fit, ("system",), single, (label,)),
         ]
-    candidates = [each for each in candidates if name in (None, each.name)]
-    for each in candidates:
-        read = [*each.columns, *({label} & set(each.kept))]
-        if names.issuperset(read) and all(_fits(schema.field(column).type) for column in each.columns):
-            return each
-    raise no_format(schema, where, candidates, name, "rename the columns, or pass prompt_key=, chosen_key= and so on")
+    remedy = "rename the columns, or pass prompt_key=, chosen_key= and so on"
+    return find_among(candidates, schema, where, name, remedy)
 
 
 def label_column(schema: pa.Schema, keys: dict[str, str]) -> str | None:
     """The column with labels of single completions; None if there is none, or there are pairs."""
-    if {keys["chosen"], keys["rejected"]} & set(schema.names):
-        return None
-    return next((each for each in LABELS if each in schema.names), None)
+    return None if {keys["chosen"], keys["rejected"]} & set(schema.names) else label_in(schema)
 
 
-def _fits(kind: pa.DataType) -> bool:
-    """Whether values of this type can be text, messages or a message."""
-    message = kind.value_type if is_messages(kind) else kind
-    named = pa.types.is_struct(message) and {"role", "from"} & {field.name for field in message}
-    return bool(is_text(kind) or kind == JSON_TYPE or named)
+def _fit(kinds: Sequence[pa.DataType]) -> bool:
+    """Whether the values of all columns can be text, messages or a message."""
+    messages = [kind.value_type if is_messages(kind) else kind for kind in kinds]
+    return all(
+        is_text(kind) or kind == JSON_TYPE or (pa.types.is_struct(kind) and {"role", "from"} & {f.name for f in kind})
+        for kind in messages
+    )
 
 
 # -- pairs -----------------------------------------------------------------------------------------------------------
@@ -140,8 +140,7 @@ def _pair(turns: Sequence[Any], objective: Objective) -> dict[str, Any]:
 
 def _extracted(chosen: list[Any], rejected: list[Any]) -> dict[str, Any]:
     """The messages that both begin with are the prompt, except the last one of the shorter list, as in TRL."""
-    count = min(len(chosen), len(rejected))
-    end = next((k for k in range(count) if chosen[k] != rejected[k]), count - 1)
+    end = min(common_prefix(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
     if chosen[0] != rejected[0]:
         return {"problem": "chosen and rejected have no common first message: their prompts differ"}
     if not end:
@@ -152,13 +151,10 @@ def _extracted(chosen: list[Any], rejected: list[Any]) -> dict[str, Any]:
 def _extracted_text(chosen: str, rejected: str) -> dict[str, Any]:
     """The characters that both begin with are the prompt, as in TRL: a space before the answers belongs to them, and if
     one text is the beginning of the other, its last character is an answer."""
-    count = min(len(chosen), len(rejected))
-    end = next((k for k in range(count) if chosen[k] != rejected[k]), None)
-    if not count or end == 0:
+    end = common_prefix(chosen, rejected)
+    if not end:
         return {"problem": "chosen and rejected have no common beginning: their prompts differ"}
-    if end is None:
-        end = count - 1
-    elif chosen[end - 1] == " ":
+    if end == min(len(chosen), len(rejected)) or chosen[end - 1] == " ":
         end -= 1
     return {"prompt": chosen[:end], "chosen": chosen[end:], "rejected": rejected[end:]}
 
@@ -273,9 +269,7 @@ def _problems(column: Any, wrong: Callable[[Any], str | None]) -> list[str | Non
 def _same_form(*parts: Any) -> bool:
     """Whether columns are all of text, or all lists of messages with roles: these are used as they are."""
     kinds = [part.type for part in parts]
-    return all(map(is_text, kinds)) or all(
-        is_messages(kind) and "role" in {field.name for field in kind.value_type} for kind in kinds
-    )
+    return all(map(is_text, kinds)) or all("role" in fields_of(kind) for kind in kinds)
 
 
 def _struct(parts: dict[str, Any], wrong: list[str | None] | None) -> pa.Array:

@@ -2,21 +2,21 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Unpack, get_args
+from typing import Any, Unpack
 
 import numpy as np
 import pyarrow as pa
 
 from gpuload.core.arrays import Array, Ragged, RowNumbers, on_host
-from gpuload.core.errors import DataError, OptionError
+from gpuload.core.errors import DataError
 from gpuload.core.keywords import PairKeywords, takes
-from gpuload.core.options import Objective, Options, nearest
+from gpuload.core.options import COLUMN, POSITIVE, Objective, Options, check_fields, check_format
 from gpuload.dataset.arrow import ragged
 from gpuload.dataset.rows import Loaded
 from gpuload.engines.choose import choose_engine
 from gpuload.engines.device.store import DeviceStore
 from gpuload.engines.protocol import Engine, TokenStore
-from gpuload.kinds.chats.formats import Format, as_prompts, one_format
+from gpuload.kinds.formats import Format, as_prompts, one_format
 from gpuload.kinds.pairs.dataset import PairDataset, pair_fields
 from gpuload.kinds.pairs.device import DevicePairEngine
 from gpuload.kinds.pairs.formats import FORMATS, MARGIN, find_pair_format, label_column
@@ -54,17 +54,8 @@ class PairKind(Kind[PairDataset]):
     paired: bool = True
 
     def __post_init__(self) -> None:
-        if self.objective is not None and self.objective not in get_args(Objective):
-            names = ", ".join(map(repr, get_args(Objective)))
-            raise OptionError(f"objective={self.objective!r}: expected one of {names}, or None")
-        if self.format is not None and self.format not in FORMATS:
-            raise OptionError(f"format={self.format!r}{nearest(str(self.format), set(FORMATS))}")
-        for name, key in self.keys.items():
-            if not isinstance(key, str) or not key:
-                raise OptionError(f"{name}_key={key!r}: expected the name of a column")
-        size = self.kl_batch_size
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise OptionError(f"kl_batch_size={size!r}: expected an integer > 0")
+        check_format(self.format, FORMATS)
+        check_fields(self, {"prompt_key chosen_key rejected_key": COLUMN, "kl_batch_size": POSITIVE})
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> tuple["PairKind", Options]:

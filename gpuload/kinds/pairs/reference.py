@@ -6,10 +6,11 @@ completion begins where its ids first differ from those of the prompt; those of 
 
 from typing import Any
 
+from gpuload.core.arrays import common_prefix
 from gpuload.core.options import Objective
 from gpuload.kinds.chats.malformed import problem_in
 from gpuload.kinds.pairs.parts import CHOSEN, COMPLETION, REJECTED
-from gpuload.kinds.training_reference import TrainingReference, common_prefix, own_arguments, own_problem
+from gpuload.kinds.training_reference import TrainingReference, own_arguments, own_problem
 from gpuload.reference.reference import problem
 
 

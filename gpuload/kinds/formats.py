@@ -1,0 +1,210 @@
+"""Formats of files with training data: how one is found, and how its columns become one.
+
+`chats/formats.py` and `pairs/formats.py` have the formats themselves.
+"""
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+
+from gpuload.core.errors import DataError
+from gpuload.kinds.chats.malformed import RowError, check_form, converted
+from gpuload.kinds.training_reference import KWARGS, TOOLS, TrainingReference
+from gpuload.sources.columns import to_python
+from gpuload.sources.read import Source
+from gpuload.sources.types import JSON_TYPE, as_json, is_messages
+
+LABELS = ("label", "kto_tag")
+"""Columns that say whether an answer is a good one, in data for KTO; the first one that there is."""
+
+Content = Callable[[], str | None]
+"""Returns the content of messages that consist of calls: see `TrainingReference.content_of_calls`."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """A form in which people keep training data.
+
+    Attributes:
+        name: as the user may give it.
+        columns: those that make a file have this format; the first is the name of the column made of them.
+        fits: the types of these columns → whether they are of this format.
+        more: further columns that are read if they are there.
+        convert: values of these columns for n rows, content of calls → n prompts; None if the first column is used as
+            it is.
+        kept: columns that are read if they are there, and passed through as well.
+    """
+
+    name: str
+    columns: tuple[str, ...]
+    fits: Callable[[Sequence[pa.DataType]], bool]
+    more: tuple[str, ...] = ()
+    convert: Callable[[Mapping[str, Any], Content], pa.Array] | None = None
+    kept: tuple[str, ...] = ()
+
+
+def fields_of(kind: pa.DataType) -> set[str]:
+    """The fields that messages of a type have; none if it is no type of messages."""
+    return {field.name for field in kind.value_type} if is_messages(kind) else set()
+
+
+def find_among(candidates: Sequence[Format], schema: pa.Schema, where: str, name: str | None, remedy: str) -> Format:
+    """The format of a file.
+
+    Args:
+        candidates: the formats that it may have.
+        schema: its columns.
+        where: its name, for messages.
+        name: the format that it must have; None for any.
+        remedy: what to do if it has none of them.
+
+    Raises:
+        DataError: it has not; the message shows its columns and the closest format.
+    """
+    names = set(schema.names)
+    candidates = [each for each in candidates if name in (None, each.name)]
+    for each in candidates:
+        if names.issuperset(each.columns) and each.fits([schema.field(column).type for column in each.columns]):
+            return each
+    closest = max(candidates, key=lambda each: len(names.intersection(each.columns)) / len(each.columns))
+    wanted = f"format={name!r}" if name else "a known format"
+    described = ", ".join(f"{field.name} ({field.type!s:.80})" for field in schema)
+    missing = [column for column in closest.columns if column not in names]
+    why = f" ({' and '.join(missing)} missing)" if missing else " of another type"
+    raise DataError(
+        f"{where}: not {wanted}. The columns are {described}; the closest format is {closest.name}, which has "
+        f"{' and '.join(closest.columns)}{why}: {remedy}"
+    )
+
+
+def one_format(found: Mapping[str, str]) -> str:
+    """The format that all files have.
+
+    Args:
+        found: file → its format.
+
+    Raises:
+        DataError: they have several.
+    """
+    names = list(dict.fromkeys(found.values()))
+    if len(names) > 1:
+        examples = ", ".join(next(f"{file} is {one}" for file, each in found.items() if each == one) for one in names)
+        raise DataError(f"files have different formats ({examples}): load them separately, or pass format=")
+    return names[0]
+
+
+def label_in(schema: pa.Schema) -> str | None:
+    """The column that says whether an answer is a good one, in data for KTO; None if there is none."""
+    return next((each for each in LABELS if each in schema.names), None)
+
+
+def as_prompts(source: Source, found: Format, key: str, reference: TrainingReference) -> Source:
+    """The same rows with one column `key` instead of those of its format.
+
+    Args:
+        found: the format.
+        reference: whose template will render them.
+    """
+    expected = (*found.columns, *found.more, TOOLS, KWARGS)
+    used, kept = ([name for name in names if name in source.schema.names] for names in (expected, found.kept))
+    if found.convert is None and used == [key] and source.schema.field(key).type != JSON_TYPE:
+        return source
+    made = _MadeColumn(source, found, key, used, kept, reference)
+    schema = pa.schema([field for field in source.schema if field.name not in (*used, key)])
+    return replace(
+        source,
+        schema=schema.append(pa.field(key, JSON_TYPE)),
+        batches=made.batches,
+        parquet=None,
+        frame=None,
+        without=None,
+        content=source.content and made.digest,
+        form=made.form,
+        decoded_bytes=made.decoded_bytes,
+    )
+
+
+@dataclass(frozen=True)
+class _MadeColumn:
+    """What `as_prompts` makes of a source; for the fields see there.
+
+    Attributes:
+        used: the columns that are replaced.
+        kept: further columns that are read.
+    """
+
+    source: Source
+    format: Format
+    key: str
+    used: list[str]
+    kept: list[str]
+    reference: TrainingReference
+
+    def batches(self) -> Iterator[pa.Table]:
+        for table in self.source.batches():
+            columns = {name: _whole(table.column(name)) for name in self.used + self.kept}
+            prompts = converted(self._made, columns)
+            rest = table.drop_columns([name for name in table.schema.names if name in (*self.used, self.key)])
+            yield rest.append_column(self.key, prompts)
+
+    def _made(self, columns: Mapping[str, Any]) -> pa.Array:
+        if self.format.convert:
+            made = self.format.convert(columns, lambda: self.reference.content_of_calls)
+            return _with_own_arguments(made, columns)
+        name = self.format.columns[0]
+        check_form(name, columns[name], objects=self.format.name != "text")
+        return _with_own_arguments(columns[name], columns)
+
+    @property
+    def form(self) -> str:
+        return repr((self.format.name, self.used, self.kept))
+
+    def digest(self, *names: str) -> bytes:
+        content = self.source.content
+        assert content is not None
+        made = [self.form.encode(), *map(content, self.used + self.kept)] if self.key in names else []
+        others = [name for name in names if name != self.key]
+        return b"".join([*made, content(*others)] if others else made)
+
+    def decoded_bytes(self, names: Collection[str] | None) -> int:
+        if names is not None:
+            names = [each for name in names for each in (self.used + self.kept if name == self.key else [name])]
+        return self.source.decoded_bytes(names)
+
+
+def _with_own_arguments(prompts: pa.Array, columns: Mapping[str, pa.Array]) -> pa.Array:
+    """Prompts with the arguments of their rows: dicts, for those that have any."""
+    nothing = [None] * len(prompts)
+    tools, kwargs = (to_python(columns[name]) if name in columns else nothing for name in (TOOLS, KWARGS))
+    tools = [_tools(each) for each in tools]
+    if not any(tools) and not any(kwargs):
+        return prompts
+    rows = zip(to_python(prompts), tools, kwargs, strict=True)
+    return as_json([_with_own(*row) for row in rows])
+
+
+def _tools(value: Any) -> Any:
+    """The tools of a row, which may be JSON text."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise RowError(f"tools is not valid JSON: {error}") from error
+    if value and not isinstance(value, list):
+        raise RowError(f"tools is of type {type(value).__name__}, not a list")
+    return value
+
+
+def _with_own(prompt: Any, tools: Any, kwargs: Any) -> Any:
+    own = {name: value for name, value in ((TOOLS, tools), (KWARGS, kwargs)) if value}
+    if prompt is None or not own:
+        return prompt
+    return (prompt if isinstance(prompt, dict) else {"messages": prompt}) | own
+
+
+def _whole(column: pa.ChunkedArray) -> pa.Array:
+    whole = column.combine_chunks()
+    return whole.dictionary_decode() if pa.types.is_dictionary(whole.type) else whole
