@@ -8,6 +8,7 @@ import importlib
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -68,7 +69,7 @@ def imported(names: Mapping[str, Sequence[str]]) -> tuple[dict[str, Any], str | 
     """Private parts of a trainer, which any release may move.
 
     Args:
-        names: module → what is used of it.
+        names: module → what is used of it, such as "Dataset" or "Dataset.method".
 
     Returns:
         Name → what was imported, and which one is missing, if there is one.
@@ -80,9 +81,10 @@ def imported(names: Mapping[str, Sequence[str]]) -> tuple[dict[str, Any], str | 
         except ImportError as error:
             return found, f"{module} cannot be imported ({error})"
         for name in wanted:
-            if not hasattr(home, name):
+            try:
+                found[name] = attrgetter(name)(home)
+            except AttributeError:
                 return found, f"{module} has no {name}"
-            found[name] = getattr(home, name)
     return found, None
 
 

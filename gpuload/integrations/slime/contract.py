@@ -9,6 +9,18 @@ KNOWN: Table = {
     "slime.utils.data:Dataset.__init__": {
         "ff0b458e35ad9416": "0.3.1",
     },
+    "slime.utils.mask_utils:MultiTurnLossMaskGenerator.__init__": {
+        "f64436e68bee629f": "0.3.1",
+    },
+    "slime.utils.mask_utils:MultiTurnLossMaskGenerator.get_loss_mask": {
+        "2f4b9bdff58e8d9b": "0.3.1",
+    },
+    "slime.utils.mask_utils:MultiTurnLossMaskGenerator.get_response_lengths": {
+        "6e588db197fa9eaa": "0.3.1",
+    },
+    "slime.rollout.sft_rollout:generate_rollout": {
+        "2bef5e87c60e2b75": "0.3.1",
+    },
 }
 """`python -m gpuload.integrations.known_code slime` prints the digests of the installed slime."""
 
@@ -22,6 +34,16 @@ SAMPLE_FIELDS = ("prompt", "tokens", "multimodal_inputs", "response_length", "la
 
 NAMES = {"slime.utils.data": ("Dataset", "_parse_generalized_path"), "slime.utils.types": ("Sample",)}
 """Module → what is used of it."""
+
+SFT_NAMES = {
+    "slime.utils.mask_utils": (
+        "MultiTurnLossMaskGenerator",
+        "MultiTurnLossMaskGenerator.get_loss_mask",
+        "MultiTurnLossMaskGenerator.get_response_lengths",
+    ),
+    "slime.rollout.sft_rollout": ("generate_rollout",),
+}
+"""The same for conversations."""
 
 
 def contract_problem(dataset: Any, sample: Any) -> str | None:
