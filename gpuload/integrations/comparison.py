@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 import torch
 
 from gpuload.core.arrays import RowNumbers
+from gpuload.core.errors import GpuloadError
 from gpuload.engines.protocol import ArrowPrompts
 from gpuload.pipeline.shapes import shapes_of
 from gpuload.sources.types import is_list, is_text
@@ -93,7 +94,8 @@ def compare(
 
     Args:
         sample: what is compared: names of rows, or sets of rows.
-        ours: makes of one of them what gpuload makes of it; None for a row that the trainer is to prepare itself.
+        ours: makes of one of them what gpuload makes of it; None for a row that the trainer is to prepare itself. A
+            `GpuloadError` is the reason not to prepare the dataset.
         theirs: makes what the trainer makes of it. Values may have arrays and tensors, see `comparable`.
         changed: from `known_code.change`; None if the trainer's code is known. If it is not, the log says that the
             sample is equal, and the reason why it is not begins with the change.
@@ -107,6 +109,8 @@ def compare(
             if found is None or comparable(found) == comparable(theirs(each)):
                 continue
             why = differs.format(row=each, trainer=trainer)
+        except GpuloadError as error:
+            why = str(error)
         except Exception as error:  # for this sample; it may be another error for all rows, or none
             where = f"row {each}: " if rows is None else ""
             why = f"{where}{trainer} raises {type(error).__name__}: {error!s:.200}"
