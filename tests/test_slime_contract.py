@@ -126,6 +126,16 @@ def test_another_slime_makes_its_own_dataset(
     ]
 
 
+def test_a_module_that_has_moved(
+    integration: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = "slime.utils.processing_utils"
+    monkeypatch.setitem(sys.modules, module, None)
+    assert integration.DataSource(arguments(write(tmp_path / "a.parquet", rows()), "qwen")).dataset == "slime's"
+    why = f"{module} cannot be imported (import of {module} halted; None in sys.modules)"
+    assert caplog.messages == [f"gpuload: falls back to slime's own dataset: {why}"]
+
+
 def own_dataset(monkeypatch: pytest.MonkeyPatch, changed: int | None) -> None:
     """slime's class is one that is not known. The sample of a row may differ."""
 
@@ -178,7 +188,7 @@ def test_code_of_a_checkpoint_the_trainers_setting(
     given: dict[str, bool], integration: ModuleType, qwen: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    source = importlib.import_module("gpuload.integrations.slime.data_source")
+    source = sys.modules["slime.utils.processing_utils"]
     for name, opened in (("load_tokenizer", qwen), ("load_processor", None)):
         monkeypatch.setattr(
             source, name, lambda _, trust_remote_code, opened=opened: asked.append(trust_remote_code) or opened
@@ -209,7 +219,7 @@ def test_code_of_a_checkpoint_is_not_run(
     config = checkpoint / file
     before = json.loads(config.read_text()) if config.exists() else {}
     config.write_text(json.dumps(before | {"auto_map": classes}))
-    source = importlib.import_module("gpuload.integrations.slime.data_source")
+    source = sys.modules["slime.utils.processing_utils"]
     monkeypatch.setattr(source, "load_tokenizer", AutoTokenizer.from_pretrained)
     path = write(tmp_path / "a.parquet", rows())
     assert integration.DataSource(arguments(path, str(checkpoint))).dataset == "slime's"
