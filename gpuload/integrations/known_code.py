@@ -44,8 +44,8 @@ def problem(expected: Mapping[str, tuple[Any, Sequence[str]]]) -> str | None:
     for name, (found, parameters) in expected.items():
         now = () if found is None else tuple(inspect.signature(found).parameters)
         if now != tuple(parameters):
-            kind = "fields" if is_dataclass(found) else "parameters"
-            return f"{name} has the {kind} {', '.join(now) or '(none)'}"
+            names = ", ".join(now) or "(none)"
+            return f"{name} has the fields {names}" if is_dataclass(found) else f"{name} has the parameters {names}"
     return None
 
 
