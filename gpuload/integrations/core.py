@@ -1,7 +1,7 @@
 """What integrations with trainers share: settings in the trainer's configuration, and lines in its log.
 
 An integration replaces one step of a trainer. It says so in one line, takes every setting that it does not know for an
-error, and leaves data that it cannot prepare exactly as the trainer does to the trainer's own code, with the reason.
+error, and falls back to the trainer's own code, with the reason, for data that it cannot prepare exactly.
 """
 
 import importlib
