@@ -1,5 +1,6 @@
 """What integrations with trainers share."""
 
+import json
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -60,6 +61,8 @@ def test_what_is_imported() -> None:
     found, missing = imported({"json": ("dumps", "loads"), "json.decoder": ("JSONDecoder",)})
     assert (list(found), missing) == (["dumps", "loads", "JSONDecoder"], None)
     assert imported({"json": ("dumps", "load_all")})[1] == "json has no load_all"
+    assert imported({"json": ("JSONDecoder.decode",)}) == ({"JSONDecoder.decode": json.JSONDecoder.decode}, None)
+    assert imported({"json": ("JSONDecoder.read",)})[1] == "json has no JSONDecoder.read"
     _, missing = imported({"json": (), "json.moved": ("x",)})
     assert missing == "json.moved cannot be imported (No module named 'json.moved')"
 

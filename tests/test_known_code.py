@@ -1,6 +1,7 @@
 """Digests of a trainer's functions, and the rows on which code that is not known is compared."""
 
 import importlib
+import logging
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from gpuload.integrations import known_code
-from gpuload.integrations.comparison import ROWS, comparable, covering_rows
+from gpuload.integrations.comparison import ROWS, comparable, compare, covering_rows, spread
 from gpuload.integrations.known_code import change, digest, digests_of, main
 
 TRAINER = """
@@ -266,3 +267,50 @@ def test_rows_that_can_be_compared() -> None:
     assert comparable(row) == comparable(dict(row))
     assert comparable(row) != comparable({**row, "ids": torch.tensor([1, 2], dtype=torch.int32)})
     assert comparable(row) != comparable({**row, "n": np.array([2.5])})
+
+
+@pytest.mark.parametrize(
+    ("rows", "count", "expected"),
+    [(0, 4, []), (1, 4, [0]), (3, 4, [0, 1, 2]), (7, 4, [0, 2, 4, 6]), (9, 2, [0, 8]), (9, 0, [])],
+)
+def test_rows_at_equal_distances(rows: int, count: int, expected: list[int]) -> None:
+    assert spread(rows, count).tolist() == expected
+
+
+def compared(theirs: Any, changed: str | None, **more: Any) -> str | None:
+    """Rows 3, 5 and 8 as tensors, compared with what a trainer makes of them. It prepares row 8 itself."""
+    logger = logging.getLogger("gpuload.integrations.test")
+    return compare(
+        [3, 5, 8], lambda row: torch.tensor([row]) if row < 8 else None, theirs, changed,
+        logger=logger, trainer="slime", **more,
+    )  # fmt: skip
+
+
+def test_a_sample_that_is_equal(caplog: pytest.LogCaptureFixture) -> None:
+    assert compared(lambda row: torch.tensor([row]), None) is None
+    assert caplog.messages == []
+    assert compared(lambda row: torch.tensor([row]), "slime 0.4.0: f has changed") is None
+    assert compared(lambda row: torch.tensor([row]), "slime 0.4.0: g has changed", rows=40) is None
+    assert caplog.messages == [
+        "gpuload: slime 0.4.0: f has changed; 3 rows prepared by both are equal: used",
+        "gpuload: slime 0.4.0: g has changed; 40 rows prepared by both are equal: used",
+    ]
+
+
+def test_a_sample_that_differs(caplog: pytest.LogCaptureFixture) -> None:
+    def theirs(row: int) -> Any:
+        return torch.tensor([3])
+
+    assert compared(theirs, None) == "row 5 of a sample differs from slime's"
+    why = compared(theirs, "slime 0.4.0: f has changed", rows=40, differs="40 rows differ")
+    assert why == "slime 0.4.0: f has changed, and 40 rows differ"
+    assert caplog.messages == []
+
+
+def test_a_sample_that_the_trainer_rejects() -> None:
+    def theirs(row: int) -> Any:
+        raise KeyError("x" * 300)
+
+    assert compared(theirs, None) == f"row 3: slime raises KeyError: '{'x' * 199}"
+    why = compared(theirs, "slime 0.4.0: f has changed", rows=40)
+    assert why == f"slime 0.4.0: f has changed, and slime raises KeyError: '{'x' * 199}"

@@ -1,9 +1,11 @@
-"""Batches whose Python objects are made when they are first read."""
+"""Names of a package, and Python objects of a batch, that are made when they are first used."""
 
 from __future__ import annotations
 
 import copy
 import gc
+import json
+import os
 import pickle
 import weakref
 from collections.abc import MutableMapping
@@ -14,7 +16,7 @@ import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
 import gpuload
-from gpuload.core.lazy import Later, LazyDict
+from gpuload.core.lazy import Later, LazyDict, lazy_names
 
 
 def test_a_value_is_made_once_and_when_it_is_read() -> None:
@@ -75,3 +77,12 @@ def test_torch_accepts_batches(prompts: gpuload.PromptDataset, monkeypatch: pyte
     assert torch.equal(gpuload.collate_fn(rows)["position_ids"], batch["position_ids"])
     stacked = torch.utils.data.default_collate([{"ids": row["input_ids"]} for row in rows])
     assert torch.equal(stacked["ids"], batch["input_ids"])
+
+
+def test_names_are_imported_on_first_access() -> None:
+    look_up, names = lazy_names("json", {"dump": "os.path:join", "JSONDecoder": ".decoder"})
+    assert names() == ["JSONDecoder", "dump"]
+    assert look_up("dump") is os.path.join
+    assert look_up("JSONDecoder") is json.JSONDecoder
+    with pytest.raises(AttributeError, match="module 'json' has no attribute 'load'"):
+        look_up("load")

@@ -166,7 +166,7 @@ def test_tool_calls_in_prompts(file: Callable[..., str], qwen_folder: str) -> No
 def processed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gives the model a processor, as models with vision have."""
     processor = SimpleNamespace(image_processor=SimpleNamespace())
-    for module in ("slime.rollout.data_source", "gpuload.integrations.slime.data_source"):
+    for module in ("slime.rollout.data_source", "slime.utils.processing_utils"):
         monkeypatch.setattr(sys.modules[module], "load_processor", lambda name, trust_remote_code: processor)
 
 

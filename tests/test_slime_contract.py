@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import slime_cases
-from slime_cases import arguments, rows, stand_in, without_integration, write
+from slime_cases import arguments, generate_rollout, rows, stand_in, without_integration, write
 
 from gpuload.cache.token_store import DiskTokens
 from gpuload.core.errors import OptionError
@@ -27,8 +27,10 @@ def integration(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         monkeypatch.delitem(sys.modules, name)
     for name, module in stand_in(qwen).items():
         monkeypatch.setitem(sys.modules, name, module)
-    known = {"stand-in:Dataset.__init__": {str(digest(slime_cases.Dataset.__init__)): "0.3.1"}}
-    monkeypatch.setattr("gpuload.integrations.slime.contract.KNOWN", known)
+    generator = slime_cases.MultiTurnLossMaskGenerator
+    used = [slime_cases.Dataset.__init__, generator.__init__, generator.get_loss_mask, generator.get_response_lengths]
+    known = {f"stand-in:{each.__qualname__}": {str(digest(each)): "0.3.1"} for each in (*used, generate_rollout)}
+    monkeypatch.setattr(importlib.import_module("gpuload.integrations.slime.contract"), "KNOWN", known)
     found = importlib.import_module("gpuload.integrations.slime")
     yield found
     for name in without_integration():
@@ -124,6 +126,16 @@ def test_another_slime_makes_its_own_dataset(
     ]
 
 
+def test_a_module_that_has_moved(
+    integration: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = "slime.utils.processing_utils"
+    monkeypatch.setitem(sys.modules, module, None)
+    assert integration.DataSource(arguments(write(tmp_path / "a.parquet", rows()), "qwen")).dataset == "slime's"
+    why = f"{module} cannot be imported (import of {module} halted; None in sys.modules)"
+    assert caplog.messages == [f"gpuload: falls back to slime's own dataset: {why}"]
+
+
 def own_dataset(monkeypatch: pytest.MonkeyPatch, changed: int | None) -> None:
     """slime's class is one that is not known. The sample of a row may differ."""
 
@@ -176,7 +188,7 @@ def test_code_of_a_checkpoint_the_trainers_setting(
     given: dict[str, bool], integration: ModuleType, qwen: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    source = importlib.import_module("gpuload.integrations.slime.data_source")
+    source = sys.modules["slime.utils.processing_utils"]
     for name, opened in (("load_tokenizer", qwen), ("load_processor", None)):
         monkeypatch.setattr(
             source, name, lambda _, trust_remote_code, opened=opened: asked.append(trust_remote_code) or opened
@@ -207,7 +219,7 @@ def test_code_of_a_checkpoint_is_not_run(
     config = checkpoint / file
     before = json.loads(config.read_text()) if config.exists() else {}
     config.write_text(json.dumps(before | {"auto_map": classes}))
-    source = importlib.import_module("gpuload.integrations.slime.data_source")
+    source = sys.modules["slime.utils.processing_utils"]
     monkeypatch.setattr(source, "load_tokenizer", AutoTokenizer.from_pretrained)
     path = write(tmp_path / "a.parquet", rows())
     assert integration.DataSource(arguments(path, str(checkpoint))).dataset == "slime's"
@@ -219,15 +231,24 @@ def test_code_of_a_checkpoint_is_not_run(
     assert len(integration.DataSource(arguments(path, str(checkpoint))).dataset) == 40
 
 
-def test_conversations_for_sft(integration: ModuleType, qwen: Any, tmp_path: Path) -> None:
-    given = rows(12)
+def conversations(count: int) -> list[dict[str, Any]]:
+    given = rows(count)
     for number, row in enumerate(given):
         row["prompt"] += [{"role": "assistant", "content": f"It is {number}."}, row["prompt"][-1]] * (1 + number % 2)
-    given[5]["prompt"][0]["content"] = None
-    args = arguments(
-        write(tmp_path / "a.parquet", given), "qwen", apply_chat_template=False, n_samples_per_prompt=1,
-        loss_mask_type="qwen", rollout_batch_size=12, rollout_function_path="gpuload.integrations.slime.sft_rollout",
+    return given
+
+
+def sft_arguments(path: Path, given: list[dict[str, Any]]) -> Any:
+    return arguments(
+        write(path, given), "qwen", apply_chat_template=False, n_samples_per_prompt=1, loss_mask_type="qwen",
+        rollout_batch_size=len(given), rollout_function_path="gpuload.integrations.slime.sft_rollout",
     )  # fmt: skip
+
+
+def test_conversations_for_sft(integration: ModuleType, qwen: Any, tmp_path: Path) -> None:
+    given = conversations(12)
+    given[5]["prompt"][0]["content"] = None
+    args = sft_arguments(tmp_path / "a.parquet", given)
     source = integration.DataSource(args)
     groups = integration.sft_rollout(args, 0, source)
     generator = slime_cases.MultiTurnLossMaskGenerator(qwen, "qwen")
@@ -239,3 +260,83 @@ def test_conversations_for_sft(integration: ModuleType, qwen: Any, tmp_path: Pat
         ids, mask = generator.get_loss_mask(given[number]["prompt"])
         length = len(mask) - mask.index(1)
         assert (sample.tokens, sample.loss_mask, sample.response_length) == (ids, mask[-length:], length)
+
+
+SFT_FALLBACK = "gpuload: falls back to slime's SFT rollout, which tokenizes at each step: "
+MASK_CHANGED = "slime: MultiTurnLossMaskGenerator.get_loss_mask has changed"
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("slime.utils.mask_utils", "MultiTurnLossMaskGenerator"), ("slime.rollout.sft_rollout", "generate_rollout")],
+)
+def test_modules_for_sft_that_have_moved(
+    module: str, name: str, integration: ModuleType, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    args = sft_arguments(tmp_path / "a.parquet", conversations(12))
+    monkeypatch.setitem(sys.modules, module, None)
+    source = integration.DataSource(args)
+    assert [group[0].tokens for group in source.get_samples(12)] == [[]] * 12
+    why = f"{module} cannot be imported (import of {module} halted; None in sys.modules)"
+    assert caplog.messages == [SFT_FALLBACK + why]
+    caplog.clear()
+    monkeypatch.setitem(sys.modules, module, ModuleType(module))
+    integration.DataSource(args)
+    assert caplog.messages == [f"{SFT_FALLBACK}{module} has no {name}"]
+
+
+def own_mask(monkeypatch: pytest.MonkeyPatch, changed: str | None) -> None:
+    """slime's mask is made by code that is not known. That of conversations with a message may differ."""
+    stock = slime_cases.MultiTurnLossMaskGenerator
+
+    class MultiTurnLossMaskGenerator(stock):  # type: ignore[misc,valid-type]
+        def get_loss_mask(self, messages: list[dict[str, Any]], tools: Any = None) -> tuple[list[int], list[int]]:
+            ids, mask = super().get_loss_mask(messages, tools)
+            return ids, [1] * len(ids) if messages[-2]["content"] == changed else mask
+
+    MultiTurnLossMaskGenerator.get_loss_mask.__qualname__ = "MultiTurnLossMaskGenerator.get_loss_mask"
+    monkeypatch.setattr(sys.modules["slime.utils.mask_utils"], "MultiTurnLossMaskGenerator", MultiTurnLossMaskGenerator)
+
+    def rollout(args: Any, rollout_id: int, data_buffer: Any) -> Any:
+        generator = MultiTurnLossMaskGenerator(tokenizer, "qwen")
+        groups = data_buffer.get_samples(args.rollout_batch_size)
+        for (sample,) in groups:
+            sample.tokens, mask = generator.get_loss_mask(sample.prompt, sample.metadata.get("tools"))
+            (sample.response_length,) = generator.get_response_lengths([mask])
+            sample.loss_mask, sample.reward = mask[-sample.response_length :], 0
+        return groups
+
+    tokenizer = sys.modules["slime.utils.processing_utils"].load_tokenizer("qwen", trust_remote_code=False)
+    monkeypatch.setattr(sys.modules["slime.rollout.sft_rollout"], "generate_rollout", rollout)
+
+
+def test_masks_of_code_that_is_not_known_are_compared(
+    integration: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = conversations(200)
+    given[137]["prompt"].insert(0, {"role": "tool", "content": "x"})
+    args = sft_arguments(tmp_path / "a.parquet", given)
+    own_mask(monkeypatch, changed=None)
+    assert all(group[0].tokens for group in integration.DataSource(args).get_samples(200))
+    assert caplog.messages == [f"gpuload: {MASK_CHANGED}; 64 rows prepared by both are equal: used"]
+    caplog.clear()
+    own_mask(monkeypatch, changed="It is 137.")
+    assert not any(group[0].tokens for group in integration.DataSource(args).get_samples(200))
+    assert caplog.messages == [f"{SFT_FALLBACK}{MASK_CHANGED}, and row 137 of a sample differs from slime's"]
+
+
+def test_a_rollout_that_has_changed_is_compared(
+    integration: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it makes of ids and masks is more than what the generator returns."""
+    args = sft_arguments(tmp_path / "a.parquet", conversations(12))
+
+    def rollout(args: Any, rollout_id: int, data_buffer: Any) -> Any:
+        raise RuntimeError("new")
+
+    rollout.__qualname__ = "generate_rollout"
+    monkeypatch.setattr(sys.modules["slime.rollout.sft_rollout"], "generate_rollout", rollout)
+    assert not any(group[0].tokens for group in integration.DataSource(args).get_samples(12))
+    why = "slime: generate_rollout has changed, and row 0: slime raises RuntimeError: new"
+    assert caplog.messages == [SFT_FALLBACK + why]

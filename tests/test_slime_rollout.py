@@ -24,8 +24,10 @@ sys.modules.setdefault("ray", ModuleType("ray"))
 from slime.rollout import sft_rollout as slime_sft  # noqa: E402
 from slime.rollout import sglang_rollout  # noqa: E402
 from slime.rollout.data_source import RolloutDataSourceWithBuffer  # noqa: E402
+from slime.utils.mask_utils import MultiTurnLossMaskGenerator  # noqa: E402
 
-from gpuload.integrations.slime import DataSource, sft_rollout  # noqa: E402
+from gpuload.integrations.known_code import change  # noqa: E402
+from gpuload.integrations.slime import DataSource, preparation, sft_rollout  # noqa: E402
 
 
 class Counted:
@@ -177,6 +179,19 @@ def check_sft(path: str, folder: str, **changed: Any) -> list[str]:
 def test_sft(kind: str, model: dict[str, str], tmp_path: Path) -> None:
     path = write(tmp_path / f"a.{kind}", conversations())
     assert check_sft(path, **model) == []
+
+
+def test_masks_of_code_that_is_not_known(
+    model: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    generator = MultiTurnLossMaskGenerator
+    methods = generator.__init__, generator.get_loss_mask, generator.get_response_lengths
+    assert change("slime", preparation.KNOWN, *methods, slime_sft.generate_rollout) is None
+    known = {place: seen for place, seen in preparation.KNOWN.items() if place.startswith("slime.utils.data")}
+    monkeypatch.setattr(preparation, "KNOWN", known)
+    assert check_sft(write(tmp_path / "a.parquet", conversations()), **model) == []
+    (line,) = [message for message in caplog.messages if "has changed" in message]
+    assert line.endswith("MultiTurnLossMaskGenerator.__init__ has changed; 30 rows prepared by both are equal: used")
 
 
 def test_sft_with_tools_and_step_masks(model: dict[str, str], tmp_path: Path) -> None:

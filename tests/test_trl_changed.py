@@ -142,6 +142,6 @@ def test_a_method_that_raises_an_error(
 def test_what_is_not_supported_is_not_compared(
     tokenizer: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preparation, "_compared", None)
+    monkeypatch.setattr(preparation, "_difference", None)
     prepared(ours.SFTTrainer, trl.SFTConfig, TEXTS, tokenizer, False, lambda row: row["text"])
     assert said(caplog) == ["gpuload: falls back to TRL for the train dataset: formatting_func is set"]

@@ -1,9 +1,27 @@
-"""LazyDict: a batch whose Python objects are made when they are first read."""
+"""What is made when it is first used: names of a package, and the Python objects of a batch."""
 
+import importlib
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+
+def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The `__getattr__` and the `__dir__` of a package whose names are imported on first access.
+
+    Args:
+        package: its name.
+        homes: name → module, such as ".dataset" for one of the package; ".dataset:Rows" if it has another name there.
+    """
+
+    def look_up(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module, _, other = homes[name].partition(":")
+        return getattr(importlib.import_module(module, package), other or name)
+
+    return look_up, lambda: sorted(homes)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""Comparisons with a trainer's own code, where it is not known (`known_code.py`).
+"""Comparisons with a trainer's own code: both prepare some rows, and gpuload prepares the dataset if they are equal.
 
-Both prepare the same rows, which cover every shape of the dataset. gpuload prepares the dataset if they are equal.
+They are few where the trainer's code is known (`known_code.py`); elsewhere they cover every shape of the dataset.
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 import torch
 
 from gpuload.core.arrays import RowNumbers
+from gpuload.core.errors import GpuloadError
 from gpuload.engines.protocol import ArrowPrompts
 from gpuload.pipeline.shapes import shapes_of
 from gpuload.sources.types import is_list, is_text
@@ -48,14 +49,19 @@ def covering_rows(tables: Callable[[], Iterable[pa.Table]]) -> tuple[RowNumbers,
     wanted = [int(length.argmax()), int(length.argmin()), *sorted(first.values()), *sorted(of_shapes)]
     chosen = list(dict.fromkeys(wanted))[:ROWS]
     others = np.setdiff1d(np.arange(start), chosen)
-    spread = np.linspace(0, len(others) - 1, min(ROWS - len(chosen), len(others))).astype(np.int64)
-    numbers = np.sort(np.concatenate([np.array(chosen, np.int64), others[spread]]))
+    more = others[spread(len(others), ROWS - len(chosen))]
+    numbers = np.sort(np.concatenate([np.array(chosen, np.int64), more]))
     rows, start = [], 0
     for table in tables():
         inside = numbers[(numbers >= start) & (numbers < start + len(table))] - start
         rows += [table.slice(row, 1) for row in inside.tolist()]
         start += len(table)
     return numbers, pa.concat_tables(rows, promote_options="permissive")
+
+
+def spread(rows: int, count: int) -> RowNumbers:
+    """Up to `count` row numbers below `rows`, ascending: the first one, the last one, and others at equal distances."""
+    return np.unique(np.linspace(0, max(rows - 1, 0), min(count, rows)).astype(np.int64))
 
 
 def _text_bytes(column: pa.Array) -> RowNumbers:
@@ -71,6 +77,47 @@ def _text_bytes(column: pa.Array) -> RowNumbers:
         total = np.concatenate([[0], np.cumsum(_text_bytes(column.flatten()))])
         made = np.diff(total[np.concatenate([[0], ends])])
     return made
+
+
+def compare(
+    sample: Sequence[Any],
+    ours: Callable[[Any], Any],
+    theirs: Callable[[Any], Any],
+    changed: str | None,
+    *,
+    logger: logging.Logger,
+    trainer: str,
+    rows: int | None = None,
+    differs: str = "row {row} of a sample differs from {trainer}'s",
+) -> str | None:
+    """Why gpuload must not prepare a dataset; None if a sample of it is as the trainer makes it.
+
+    Args:
+        sample: what is compared: names of rows, or sets of rows.
+        ours: makes of one of them what gpuload makes of it; None for a row that the trainer is to prepare itself. A
+            `GpuloadError` is the reason not to prepare the dataset.
+        theirs: makes what the trainer makes of it. Values may have arrays and tensors, see `comparable`.
+        changed: from `known_code.change`; None if the trainer's code is known. If it is not, the log says that the
+            sample is equal, and the reason why it is not begins with the change.
+        trainer: its name.
+        rows: how many rows the sample has, if it is not made of names of rows.
+        differs: the reason for a difference.
+    """
+    for each in sample:
+        try:
+            found = ours(each)
+            if found is None or comparable(found) == comparable(theirs(each)):
+                continue
+            why = differs.format(row=each, trainer=trainer)
+        except GpuloadError as error:
+            why = str(error)
+        except Exception as error:  # for this sample; it may be another error for all rows, or none
+            where = f"row {each}: " if rows is None else ""
+            why = f"{where}{trainer} raises {type(error).__name__}: {error!s:.200}"
+        return f"{changed}, and {why}" if changed else why
+    if changed is not None:
+        log_equal(logger, changed, len(sample) if rows is None else rows)
+    return None
 
 
 def log_equal(logger: logging.Logger, change: str, rows: int) -> None:

@@ -1,13 +1,14 @@
 """What integrations with trainers share: settings in the trainer's configuration, and lines in its log.
 
 An integration replaces one step of a trainer. It says so in one line, takes every setting that it does not know for an
-error, and leaves data that it cannot prepare exactly as the trainer does to the trainer's own code, with the reason.
+error, and falls back to the trainer's own code, with the reason, for data that it cannot prepare exactly.
 """
 
 import importlib
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -68,7 +69,7 @@ def imported(names: Mapping[str, Sequence[str]]) -> tuple[dict[str, Any], str | 
     """Private parts of a trainer, which any release may move.
 
     Args:
-        names: module → what is used of it.
+        names: module → what is used of it, such as "Dataset" or "Dataset.method".
 
     Returns:
         Name → what was imported, and which one is missing, if there is one.
@@ -80,9 +81,10 @@ def imported(names: Mapping[str, Sequence[str]]) -> tuple[dict[str, Any], str | 
         except ImportError as error:
             return found, f"{module} cannot be imported ({error})"
         for name in wanted:
-            if not hasattr(home, name):
+            try:
+                found[name] = attrgetter(name)(home)
+            except AttributeError:
                 return found, f"{module} has no {name}"
-            found[name] = getattr(home, name)
     return found, None
 
 

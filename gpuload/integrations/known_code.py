@@ -18,7 +18,8 @@ import ast
 import hashlib
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -32,6 +33,20 @@ _MOST = 400
 """Definitions in a digest. None of those that are known has more than 70."""
 
 _LEFT_OUT = {"annotation", "returns", "type_comment", "kind", "ctx", "type_params"}
+
+
+def problem(expected: Mapping[str, tuple[Any, Sequence[str]]]) -> str | None:
+    """The sentence "SFTTrainer._prepare_dataset has the parameters self, dataset"; None if all have those expected.
+
+    Args:
+        expected: name → a function or class as it is now, None if there is none, and its parameters where it is known.
+    """
+    for name, (found, parameters) in expected.items():
+        now = () if found is None else tuple(inspect.signature(found).parameters)
+        if now != tuple(parameters):
+            names = ", ".join(now) or "(none)"
+            return f"{name} has the fields {names}" if is_dataclass(found) else f"{name} has the parameters {names}"
+    return None
 
 
 def change(release: str, table: Table, *functions: Any) -> str | None:

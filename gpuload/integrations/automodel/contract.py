@@ -3,9 +3,7 @@
 from gpuload.integrations.known_code import Table
 
 KNOWN: Table = {
-    "nemo_automodel.components.datasets.llm.chat_dataset:ChatDataset.__getitem__": {
-        "a13892d6ff01a410": "0.7.0",
-    },
+    "nemo_automodel.components.datasets.llm.chat_dataset:ChatDataset.__getitem__": {"a13892d6ff01a410": "0.7.0"},
 }
 """`python -m gpuload.integrations.known_code automodel` prints the digests of the installed Automodel."""
 

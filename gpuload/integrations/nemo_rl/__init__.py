@@ -8,7 +8,9 @@ All are tokenized once, by columns.
 The names are imported on first access, so that the rest can be imported without NeMo-RL.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from gpuload.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from gpuload.integrations.nemo_rl.dataset import NemoChatDataset as ChatDataset
@@ -16,14 +18,4 @@ if TYPE_CHECKING:
 
 __all__ = ["ChatDataset", "PromptDataset"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'gpuload.integrations.nemo_rl' has no attribute {name!r}")
-    from gpuload.integrations.nemo_rl import dataset
-
-    return getattr(dataset, f"Nemo{name}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, {name: f".dataset:Nemo{name}" for name in __all__})

@@ -1,14 +1,15 @@
 """What the data source here uses of slime. slime has no interface for data sets, so names are checked at each start."""
 
-import inspect
 from typing import Any
 
-from gpuload.integrations.known_code import Table
+from gpuload.integrations.known_code import Table, problem
 
 KNOWN: Table = {
-    "slime.utils.data:Dataset.__init__": {
-        "ff0b458e35ad9416": "0.3.1",
-    },
+    "slime.utils.data:Dataset.__init__": {"ff0b458e35ad9416": "0.3.1"},
+    "slime.utils.mask_utils:MultiTurnLossMaskGenerator.__init__": {"f64436e68bee629f": "0.3.1"},
+    "slime.utils.mask_utils:MultiTurnLossMaskGenerator.get_loss_mask": {"2f4b9bdff58e8d9b": "0.3.1"},
+    "slime.utils.mask_utils:MultiTurnLossMaskGenerator.get_response_lengths": {"6e588db197fa9eaa": "0.3.1"},
+    "slime.rollout.sft_rollout:generate_rollout": {"2bef5e87c60e2b75": "0.3.1"},
 }
 """`python -m gpuload.integrations.known_code slime` prints the digests of the installed slime."""
 
@@ -20,8 +21,22 @@ DATASET_PARAMETERS = (
 
 SAMPLE_FIELDS = ("prompt", "tokens", "multimodal_inputs", "response_length", "label", "reward", "loss_mask", "metadata")
 
-NAMES = {"slime.utils.data": ("Dataset", "_parse_generalized_path"), "slime.utils.types": ("Sample",)}
+NAMES = {
+    "slime.utils.data": ("Dataset", "_parse_generalized_path"),
+    "slime.utils.types": ("Sample",),
+    "slime.utils.processing_utils": ("load_tokenizer", "load_processor"),
+}
 """Module → what is used of it."""
+
+SFT_NAMES = {
+    "slime.utils.mask_utils": (
+        "MultiTurnLossMaskGenerator",
+        "MultiTurnLossMaskGenerator.get_loss_mask",
+        "MultiTurnLossMaskGenerator.get_response_lengths",
+    ),
+    "slime.rollout.sft_rollout": ("generate_rollout",),
+}
+"""The same for conversations."""
 
 
 def contract_problem(dataset: Any, sample: Any) -> str | None:
@@ -30,8 +45,7 @@ def contract_problem(dataset: Any, sample: Any) -> str | None:
     Args:
         dataset, sample: slime's classes.
     """
-    found = tuple(inspect.signature(dataset).parameters)
-    if found != DATASET_PARAMETERS:
-        return f"slime's Dataset has the parameters {', '.join(found)}"
     missing = [name for name in SAMPLE_FIELDS if name not in sample.__dataclass_fields__]
-    return f"slime's Sample has no {missing[0]}" if missing else None
+    return problem({"slime's Dataset": (dataset, DATASET_PARAMETERS)}) or (
+        f"slime's Sample has no {missing[0]}" if missing else None
+    )

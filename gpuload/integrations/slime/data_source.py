@@ -3,12 +3,12 @@
 import copy
 import json
 import logging
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.utils.processing_utils import load_processor, load_tokenizer
 
 from gpuload.core.errors import DataError
 from gpuload.core.options import Options
@@ -70,7 +70,7 @@ def _prepared(args: Any, settings: dict[str, Any]) -> Any:
     from gpuload.integrations.slime.preparation import prepare
 
     own = "slime's own dataset"
-    opened = unless_unsupported(lambda: _opened(args), logger, own)
+    opened = unless_unsupported(lambda: _opened(args, found), logger, own)
     if opened is None:
         return None
     tokenizer, processor = opened
@@ -82,8 +82,8 @@ def _prepared(args: Any, settings: dict[str, Any]) -> Any:
     return dataset
 
 
-def _opened(args: Any) -> tuple[Any, Any]:
-    """The tokenizer and the processor, or None, of the checkpoint.
+def _opened(args: Any, stock: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The tokenizer and the processor, or None, of the checkpoint, by slime's functions.
 
     slime runs the code of a checkpoint without being asked to. The data source runs it if that is asked for.
 
@@ -92,12 +92,12 @@ def _opened(args: Any) -> tuple[Any, Any]:
     """
     checkpoint, trusted = args.hf_checkpoint, bool(getattr(args, "trust_remote_code", False))
     try:
-        tokenizer = load_tokenizer(checkpoint, trust_remote_code=trusted)
+        tokenizer = stock["load_tokenizer"](checkpoint, trust_remote_code=trusted)
     except ValueError as error:
         if trusted:
             raise
         raise _untrusted(checkpoint) from error
-    processor = load_processor(checkpoint, trust_remote_code=trusted)
+    processor = stock["load_processor"](checkpoint, trust_remote_code=trusted)
     file = None if trusted else _file_with_code(checkpoint)
     if file is not None:  # transformers may have taken a class of its own instead, or no processor
         raise _untrusted(file)

@@ -26,11 +26,10 @@ from gpuload.core.marks import with_loss
 from gpuload.core.options import NO_LIMIT
 from gpuload.integrations.core import are_messages
 from gpuload.integrations.slime.rendered import with_answer, with_markers
-from gpuload.integrations.slime.samples import SampleColumns, set_conversation
+from gpuload.integrations.slime.samples import SampleColumns
 from gpuload.kinds.chats.load import load_chats
 
 _PREFIX = {"role": "user", "content": "FOR CALCULATING LOSS MASK ONLY"}  # slime's
-_COMPARED = 16  # rows
 
 
 def conversations(args: Any, tokenizer: Any, settings: dict[str, Any], samples: SampleColumns) -> Ragged:
@@ -67,11 +66,8 @@ def conversations(args: Any, tokenizer: Any, settings: dict[str, Any], samples: 
     if kind == "qwen" and "<｜Assistant｜>" in tokenizer.get_added_vocab():
         kind = "distill_qwen"
     if kind in ("qwen3_5", "distill_qwen"):
-        made = _rendered(column, tokenizer, kind, samples)
-    else:
-        made = _by_turns(column, tokenizer, kind, generator, settings, samples)
-    _compare(generator, samples, made)
-    return made
+        return _rendered(column, tokenizer, kind, samples)
+    return _by_turns(column, tokenizer, kind, generator, settings, samples)
 
 
 def _rendered(column: pa.Array, tokenizer: Any, kind: str, samples: SampleColumns) -> Ragged:
@@ -210,19 +206,3 @@ class _MessageTurns:
             texts[row] if first else None
             for row, first in zip(self.row.tolist(), self.opening.tolist(), strict=True)
         ]  # fmt: skip
-
-
-def _compare(generator: Any, samples: SampleColumns, made: Ragged) -> None:
-    """Compares some rows with the result of slime's own method."""
-    filled = np.flatnonzero(made.lengths)
-    by_length = filled[np.argsort(made.lengths[filled], kind="stable")]
-    rows = by_length[np.unique(np.linspace(0, len(filled) - 1, _COMPARED).astype(np.int64))] if len(filled) else filled
-    for row, sample in zip(rows.tolist(), samples.take(rows), strict=True):
-        try:
-            ids, mask = generator.get_loss_mask(sample.prompt, tools=sample.metadata.get("tools"))
-        except Exception as error:
-            raise DataError(f"slime rejects row {row}: {error!s:.200}") from error
-        set_conversation(sample, made[row])
-        length = generator.get_response_lengths([mask])[0]
-        if (sample.tokens, sample.response_length, sample.loss_mask) != (ids, length, mask[-length:]):
-            raise DataError(f"row {row} differs from the result of slime's method")

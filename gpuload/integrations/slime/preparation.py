@@ -5,6 +5,7 @@
 2. `load` renders and encodes prompts, and drops those over `--rollout-max-prompt-len`.
 3. Samples of the first rows, or of rows of every shape if slime's code is not known, are compared with those that
    slime's own `Dataset` makes of them.
+4. For SFT, conversations are tokenized with their loss masks (`masks.py`), and some of them are compared with slime's.
 """
 
 import json
@@ -13,6 +14,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,14 +23,15 @@ import pyarrow.parquet as pq
 from slime.utils.data import Dataset, _parse_generalized_path
 
 from gpuload.cache.token_store import DiskTokens
+from gpuload.core.arrays import Ragged
 from gpuload.core.errors import DataError
 from gpuload.core.options import Options
-from gpuload.integrations.comparison import covering_rows, log_equal
-from gpuload.integrations.core import are_messages, release_of, unless_unsupported
+from gpuload.integrations.comparison import compare, covering_rows, spread
+from gpuload.integrations.core import are_messages, imported, release_of, unless_unsupported
 from gpuload.integrations.known_code import change
-from gpuload.integrations.slime.contract import KNOWN
+from gpuload.integrations.slime.contract import KNOWN, SFT_NAMES
 from gpuload.integrations.slime.reading import check_labels, check_tools, open_rows
-from gpuload.integrations.slime.samples import SampleColumns, SampleDataset
+from gpuload.integrations.slime.samples import SampleColumns, SampleDataset, set_conversation
 from gpuload.kinds.prompts import PromptKind, reference_of
 from gpuload.pipeline.run import Job, run
 from gpuload.sources.columns import Columns, to_python
@@ -147,15 +150,60 @@ def _tokenized(
 
 def _with_conversations(args: Any, tokenizer: Any, settings: dict[str, Any], made: SampleColumns) -> SampleColumns:
     """The same samples with ids for SFT, if slime's loss mask can be made by columns."""
-    from gpuload.integrations.slime.masks import conversations
-
     own = "slime's SFT rollout, which tokenizes at each step"
-    found = unless_unsupported(lambda: conversations(args, tokenizer, settings, made), logger, own)
+    found = unless_unsupported(lambda: _conversations(args, tokenizer, settings, made), logger, own)
     if found is None:
         return made
     if missing := int((found.lengths == 0).sum()):
         logger.warning("gpuload: %d of %d conversations are tokenized by slime, at each step", missing, len(found))
     return replace(made, conversations=found)
+
+
+def _conversations(args: Any, tokenizer: Any, settings: dict[str, Any], samples: SampleColumns) -> Ragged:
+    """The ids of conversations, as `masks.conversations` makes them, of which some were compared with slime's.
+
+    Raises:
+        DataError: slime has to tokenize all rows.
+        GpuloadError: as for `gpuload.load_chats`.
+    """
+    stock, missing = imported(SFT_NAMES)
+    if missing is not None:
+        raise DataError(missing)
+    from gpuload.integrations.slime.masks import conversations
+
+    made = conversations(args, tokenizer, settings, samples)
+    numbers = np.flatnonzero(made.lengths)
+    if not len(numbers):
+        return made  # slime tokenizes all rows, at each step
+    generator, *methods, rollout = stock.values()
+    changed = change(release_of("slime", "slime"), KNOWN, generator.__init__, *methods, rollout)
+    if changed is None:
+        by_length = numbers[np.argsort(made.lengths[numbers], kind="stable")]
+        numbers, masks = by_length[spread(len(numbers), _COMPARED)], generator(tokenizer, args.loss_mask_type)
+    else:
+        table = samples.columns.table().filter(pa.array(made.lengths > 0))
+        numbers = numbers[covering_rows(lambda: [table])[0]]
+
+    def ours(row: int) -> str:
+        (sample,) = samples.take(np.array([row]))
+        set_conversation(sample, made[row])
+        sample.reward = 0
+        return repr(sample)
+
+    def theirs(row: int) -> str:
+        (sample,) = samples.take(np.array([row]))
+        if changed is not None:  # it opens the tokenizer by itself, once for all rows and steps
+            rollout(args, 0, SimpleNamespace(get_samples=lambda count: [[sample]]))
+            return repr(sample)
+        sample.tokens, mask = masks.get_loss_mask(sample.prompt, tools=sample.metadata.get("tools"))
+        sample.response_length = masks.get_response_lengths([mask])[0]
+        sample.loss_mask, sample.reward = mask[-sample.response_length :], 0
+        return repr(sample)
+
+    why = compare(numbers.tolist(), ours, theirs, changed, logger=logger, trainer="slime")
+    if why is not None:
+        raise DataError(why)
+    return made
 
 
 def _compare(
@@ -175,31 +223,38 @@ def _compare(
         numbers = np.arange(len(table))
     else:
         numbers, table = covering_rows(source.batches)
-    with tempfile.TemporaryDirectory() as folder:
-        path = _written(table, Path(folder), source.name)
-        theirs = Dataset(
-            str(path),
-            tokenizer=tokenizer,
-            processor=processor,
-            max_length=args.rollout_max_prompt_len,
-            prompt_key=args.input_key,
-            multimodal_keys=None,
-            label_key=args.label_key,
-            metadata_key=args.metadata_key,
-            tool_key=args.tool_key,
-            apply_chat_template=args.apply_chat_template,
-            apply_chat_template_kwargs=args.apply_chat_template_kwargs,
-            seed=args.rollout_seed,
-        )
-    expected = list(theirs.samples)
-    for sample in expected if made.tokens is not None else []:
-        sample.tokens = tokenizer.encode(sample.prompt, add_special_tokens=False)
+
     # As text, in which 1 is not 1.0, the order of keys counts, and NaN is NaN.
-    if repr(made.take(np.flatnonzero(np.isin(origin, numbers)))) != repr(expected):
-        why = f"samples of {len(numbers)} rows differ from slime's"
-        raise DataError(f"{source.name}: {changed}, and {why}" if changed else f"{source.name}: {why}")
-    if changed is not None:
-        log_equal(logger, changed, len(numbers))
+    def ours(table: pa.Table) -> str:
+        return repr(made.take(np.flatnonzero(np.isin(origin, numbers))))
+
+    def theirs(table: pa.Table) -> str:
+        with tempfile.TemporaryDirectory() as folder:
+            found = Dataset(
+                str(_written(table, Path(folder), source.name)),
+                tokenizer=tokenizer,
+                processor=processor,
+                max_length=args.rollout_max_prompt_len,
+                prompt_key=args.input_key,
+                multimodal_keys=None,
+                label_key=args.label_key,
+                metadata_key=args.metadata_key,
+                tool_key=args.tool_key,
+                apply_chat_template=args.apply_chat_template,
+                apply_chat_template_kwargs=args.apply_chat_template_kwargs,
+                seed=args.rollout_seed,
+            )
+        expected = list(found.samples)
+        for sample in expected if made.tokens is not None else []:
+            sample.tokens = tokenizer.encode(sample.prompt, add_special_tokens=False)
+        return repr(expected)
+
+    differs = f"samples of {len(numbers)} rows differ from slime's"
+    why = compare(
+        [table], ours, theirs, changed, logger=logger, trainer="slime", rows=len(numbers), differs=differs
+    )  # fmt: skip
+    if why is not None:
+        raise DataError(f"{source.name}: {why}")
 
 
 def _written(table: pa.Table, folder: Path, like: str) -> Path:

@@ -5,8 +5,9 @@
 The names are imported on first access, so that `prompts` can be used without TRL.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from gpuload.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from gpuload.integrations.trl.grpo import prompts
@@ -14,13 +15,4 @@ if TYPE_CHECKING:
 
 __all__ = ["DPOTrainer", "KTOTrainer", "RewardTrainer", "SFTTrainer", "prompts"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'gpuload.integrations.trl' has no attribute {name!r}")
-    home = importlib.import_module(f"gpuload.integrations.trl.{'grpo' if name == 'prompts' else 'trainers'}")
-    return getattr(home, name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__, ".trainers") | {"prompts": ".grpo"})

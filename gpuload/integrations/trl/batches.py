@@ -18,7 +18,7 @@ from trl.trainer import dpo_trainer, kto_trainer, reward_trainer, sft_trainer
 from gpuload.core.arrays import Ragged, offsets_of
 from gpuload.core.options import Truncation
 from gpuload.engines.host.packs import IGNORED
-from gpuload.integrations.comparison import ROWS, log_equal
+from gpuload.integrations.comparison import ROWS, comparable, log_equal
 from gpuload.integrations.core import log_fallback, release_of
 from gpuload.integrations.known_code import change
 from gpuload.integrations.trl.columns import SIDES
@@ -79,7 +79,7 @@ class _Flat:
     def torch_call(self, examples: Any) -> Batch:
         made = self.flat(examples) if self.trusted and isinstance(examples, FlatRows) else None
         if made is not None and self.compared >= self.needed:
-            return {name: value for name, value in made.items() if name in self.names}
+            return self._named(made)
         expected: Batch = super().torch_call(list(examples))  # type: ignore[misc]
         if made is not None:
             self._compare(made, expected, len(examples))
@@ -90,28 +90,22 @@ class _Flat:
         if changed is not None:
             self.needed = ROWS
         self.compared += rows
-        # TRL before 1.16 has no bounds of sequences in a batch without padding.
         self.names = frozenset(expected)
-        self.trusted = _equal({name: value for name, value in made.items() if name in self.names}, expected)
+        made = self._named(made)
+        self.trusted = list(made) == list(expected) and comparable(made) == comparable(expected)
         if not self.trusted:
             difference = "the first batch differs from its batch"
             log_fallback(logger, "TRL's collator", f"{changed}, and a batch differs" if changed else difference)
         elif changed is not None and self.compared >= self.needed:
             log_equal(logger, changed, self.compared)
 
+    def _named(self, made: Batch) -> Batch:
+        """TRL before 1.16 has no bounds of sequences in a batch without padding."""
+        return {name: value for name, value in made.items() if name in self.names}
+
     def flat(self, rows: FlatRows) -> Batch | None:
         """The batch, or None for rows that TRL has to collate."""
         raise NotImplementedError
-
-
-def _equal(found: Batch, expected: Batch) -> bool:
-    if list(found) != list(expected):
-        return False
-    same = [
-        one.dtype == other.dtype and torch.equal(one, other) if isinstance(other, torch.Tensor) else one == other
-        for one, other in zip(found.values(), expected.values(), strict=True)
-    ]
-    return all(same)
 
 
 class FlatSFT(_Flat, sft_trainer.DataCollatorForLanguageModeling):  # type: ignore[misc]

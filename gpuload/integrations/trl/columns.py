@@ -19,13 +19,12 @@ SIDES: dict[str, Truncation] = {"keep_start": "right", "keep_end": "left"}
 
 def ragged_of(column: pa.ChunkedArray | pa.Array) -> Ragged:
     """Rows of a column of lists of integers without nulls."""
-    chunks = [chunk for chunk in getattr(column, "chunks", [column]) if len(chunk)]
-    if len(chunks) == 1:
-        return Ragged(chunks[0].flatten().to_numpy(), offsets_of(pc.list_value_length(chunks[0]).to_numpy()))
-    lengths = [pc.list_value_length(chunk).to_numpy() for chunk in chunks]
-    values = [chunk.flatten().to_numpy() for chunk in chunks]
-    none = [np.zeros(0, np.int32)]  # there may be no chunks
-    return Ragged(np.concatenate(none + values), offsets_of(np.concatenate(none + lengths)))
+    parts = [
+        Ragged(chunk.flatten().to_numpy(), offsets_of(pc.list_value_length(chunk).to_numpy()))
+        for chunk in getattr(column, "chunks", [column])
+        if len(chunk)
+    ]
+    return parts[0] if len(parts) == 1 else Ragged.concatenate(parts)
 
 
 def column_of(rows: Ragged) -> pa.ChunkedArray:

@@ -5,14 +5,12 @@ at each preparation, on a sample, and what the collators make of them on the fir
 rows of every shape are prepared in both ways, with all steps, and batches of 64 rows are made in both.
 """
 
-import dataclasses
-import inspect
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-from gpuload.integrations.known_code import Table
+from gpuload.integrations.known_code import Table, problem
 
 KNOWN: Table = {
     "trl.trainer.sft_trainer:SFTTrainer._prepare_dataset": {
@@ -23,21 +21,11 @@ KNOWN: Table = {
         "e23995e904b1088e": "1.14.2, 1.15.0",
         "5666a46c47f71b4d": "1.16.0",
     },
-    "trl.trainer.dpo_trainer:DPOTrainer._prepare_dataset": {
-        "70a5807a84523a57": "1.14.2, 1.15.0, 1.16.0",
-    },
-    "trl.trainer.dpo_trainer:DataCollatorForPreference.torch_call": {
-        "ff97371df3ec3662": "1.14.2, 1.15.0, 1.16.0",
-    },
-    "trl.trainer.reward_trainer:RewardTrainer._prepare_dataset": {
-        "c68eaa6aadcfd73c": "1.14.2, 1.15.0, 1.16.0",
-    },
-    "trl.trainer.reward_trainer:DataCollatorForPreference.torch_call": {
-        "a30dc6289546c847": "1.14.2, 1.15.0, 1.16.0",
-    },
-    "trl.trainer.kto_trainer:KTOTrainer._prepare_dataset": {
-        "95883e235be6681e": "1.14.2, 1.15.0, 1.16.0",
-    },
+    "trl.trainer.dpo_trainer:DPOTrainer._prepare_dataset": {"70a5807a84523a57": "1.14.2, 1.15.0, 1.16.0"},
+    "trl.trainer.dpo_trainer:DataCollatorForPreference.torch_call": {"ff97371df3ec3662": "1.14.2, 1.15.0, 1.16.0"},
+    "trl.trainer.reward_trainer:RewardTrainer._prepare_dataset": {"c68eaa6aadcfd73c": "1.14.2, 1.15.0, 1.16.0"},
+    "trl.trainer.reward_trainer:DataCollatorForPreference.torch_call": {"a30dc6289546c847": "1.14.2, 1.15.0, 1.16.0"},
+    "trl.trainer.kto_trainer:KTOTrainer._prepare_dataset": {"95883e235be6681e": "1.14.2, 1.15.0, 1.16.0"},
     "trl.trainer.kto_trainer:DataCollatorForUnpairedPreference.torch_call": {
         "428e03ff09223f04": "1.14.2, 1.15.0, 1.16.0",
     },
@@ -107,15 +95,13 @@ def contract_problem(name: str, kind: Any, collator: Any) -> str | None:
         kind: TRL's class.
         collator: its collator.
     """
-    expected = TRAINERS[name]
-    method = getattr(kind, "_prepare_dataset", None)
-    found = tuple(inspect.signature(method).parameters) if method else ()
-    if found != expected.parameters:
-        return f"{name}._prepare_dataset has the parameters {', '.join(found) or '(none)'}"
-    found = tuple(field.name for field in dataclasses.fields(collator))
-    if found != expected.fields:
-        return f"{expected.module}.{expected.collator} has the fields {', '.join(found)}"
-    return None
+    used = TRAINERS[name]
+    return problem(
+        {
+            f"{name}._prepare_dataset": (getattr(kind, "_prepare_dataset", None), used.parameters),
+            f"{used.module}.{used.collator}": (collator, used.fields),
+        }
+    )
 
 
 def row_numbers(dataset: Any, rows: Any) -> np.ndarray[Any, np.dtype[np.int64]]:

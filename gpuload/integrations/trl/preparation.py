@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 from datasets import Dataset
 from datasets.fingerprint import Hasher
@@ -24,8 +23,8 @@ from transformers import PreTrainedTokenizerBase
 from trl.trainer.utils import global_then_local_main_first
 
 from gpuload.core.errors import DataError, GpuloadError
-from gpuload.integrations.comparison import covering_rows, log_equal
-from gpuload.integrations.core import log_fallback, log_ignored
+from gpuload.integrations.comparison import compare, covering_rows, spread
+from gpuload.integrations.core import log_ignored, unless_unsupported
 from gpuload.integrations.trl.columns import picked
 from gpuload.kinds.chats.dataset import ChatDataset
 from gpuload.kinds.pairs.dataset import PairDataset
@@ -116,39 +115,38 @@ def prepare(call: Call, steps: Steps) -> Any:
     All ranks take the same way, because it depends on the data and the configuration only. No exception may leave
     `global_then_local_main_first` on the main process, as the other ranks would wait forever.
     """
-    dataset = call.given["dataset"]
-    why = _unsupported(call) or steps.unsupported(call, dataset.features.arrow_schema)
+    made = unless_unsupported(lambda: _prepared(call, steps), logger, f"TRL for the {call.name} dataset")
+    return call.by_trl() if made is None else made
+
+
+def _prepared(call: Call, steps: Steps) -> Any:
+    """The prepared dataset.
+
+    Raises:
+        DataError: TRL has to prepare it.
+    """
+    why = _unsupported(call) or steps.unsupported(call, call.given["dataset"].features.arrow_schema)
     if why is None and call.change is not None:
-        rows, difference = _compared(call, steps)
-        why = difference and f"{call.change}, and {difference}"
-        if why is None:
-            log_equal(logger, call.change, rows)
-    if why is None:
-        made, explicit = _by_columns(call, steps)
-        if not isinstance(made, str):
-            _log_ignored(call, explicit)
-            return made
-        why = made
-    log_fallback(logger, f"TRL for the {call.name} dataset", why)
-    return call.by_trl()
+        why = _difference(call, steps)
+    if why is not None:
+        raise DataError(why)
+    return _by_columns(call, steps)
 
 
-def _compared(call: Call, steps: Steps) -> tuple[int, str | None]:
-    """How many rows of every shape were prepared in both ways, and how the results differ."""
+def _difference(call: Call, steps: Steps) -> str | None:
+    """How rows of every shape, prepared in both ways, differ."""
     dataset, args = call.given["dataset"], copy.copy(call.args)
     numbers, _ = covering_rows(lambda: dataset.with_format("arrow").iter(10_000))
     args.dataset_num_proc = None
     few = replace(call, given={**call.given, "dataset": _few(dataset, numbers.tolist()), "args": args})
-    try:
-        found, expected = _by_columns(few, steps)[0], few.by_trl()
-    except Exception as error:  # for these rows; it may be another error for all of them, or none
-        return len(numbers), f"TRL raises {type(error).__name__}: {error!s:.200}"
-    if isinstance(found, str):
-        return len(numbers), found
-    same = found.column_names == expected.column_names and found.features == expected.features
-    if not same or found.with_format("arrow")[:] != expected.with_format("arrow")[:].cast(found.features.arrow_schema):
-        return len(numbers), f"{len(numbers)} rows prepared by both differ"
-    return len(numbers), None
+
+    def parts(made: Any) -> tuple[Any, ...]:
+        return made.column_names, made.features, made.with_format("arrow")[:].cast(made.features.arrow_schema)
+
+    return compare(
+        [few], lambda few: parts(_by_columns(few, steps)), lambda few: parts(few.by_trl()), call.change,
+        logger=logger, trainer="TRL", rows=len(numbers), differs=f"{len(numbers)} rows prepared by both differ",
+    )  # fmt: skip
 
 
 def _few(dataset: Any, rows: list[int]) -> Any:
@@ -157,17 +155,25 @@ def _few(dataset: Any, rows: list[int]) -> Any:
     return _Unnamed.of(dataset_of(table, dataset, dataset.features, "sample"))
 
 
-def _by_columns(call: Call, steps: Steps) -> tuple[Any, Any]:
-    """The prepared dataset, or why there is none; and the dataset with explicit prompts."""
+def _by_columns(call: Call, steps: Steps) -> Any:
+    """The prepared dataset.
+
+    Raises:
+        DataError: there is none.
+    """
     with global_then_local_main_first():
         dataset = steps.explicit(call, call.given["dataset"])
-    rows = np.unique(np.linspace(0, len(dataset) - 1, _SAMPLE).astype(np.int64)).tolist()
+    rows = spread(len(dataset), _SAMPLE).tolist()
     plain = copy.copy(call.args)
     plain.max_length, plain.dataset_num_proc, plain.shuffle_dataset = None, None, False
     changed = {"dataset": _few(dataset, rows), "args": plain, "dataset_name": f"{call.name} (sample)", **steps.sampled}
     expected = call.by_trl(**changed)
     with global_then_local_main_first():
-        return _made(call, steps, dataset, rows, expected), dataset
+        made = _made(call, steps, dataset, rows, expected)
+    if isinstance(made, str):
+        raise DataError(made)
+    _log_ignored(call, dataset)
+    return made
 
 
 def _log_ignored(call: Call, dataset: Any) -> None:

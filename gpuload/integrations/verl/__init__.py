@@ -11,28 +11,30 @@ import logging
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from gpuload.core.lazy import lazy_names
+
 if TYPE_CHECKING:
     from gpuload.integrations.verl.agent_loop import SingleTurnAgentLoop, ToolAgentLoop
     from gpuload.integrations.verl.rlhf import RLHFDataset
     from gpuload.integrations.verl.seed import SeedRLHFDataset
     from gpuload.integrations.verl.sft import SFTDataset
 
-_MODULES = {
-    "RLHFDataset": "gpuload.integrations.verl.rlhf",
-    "SFTDataset": "gpuload.integrations.verl.sft",
-    "SingleTurnAgentLoop": "gpuload.integrations.verl.agent_loop",
-    "ToolAgentLoop": "gpuload.integrations.verl.agent_loop",
-}
-
 __all__ = ["RLHFDataset", "SFTDataset", "SeedRLHFDataset", "SingleTurnAgentLoop", "ToolAgentLoop"]
+
+_own, __dir__ = lazy_names(
+    __name__,
+    {
+        "RLHFDataset": ".rlhf",
+        "SFTDataset": ".sft",
+        "SeedRLHFDataset": ".seed",
+        "SingleTurnAgentLoop": ".agent_loop",
+        "ToolAgentLoop": ".agent_loop",
+    },
+)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "SeedRLHFDataset":
-        return importlib.import_module("gpuload.integrations.verl.seed").SeedRLHFDataset
-    if name not in _MODULES:
-        raise AttributeError(f"module 'gpuload.integrations.verl' has no attribute {name!r}")
-    return _class_of(name)
+    return _class_of(name) if name in __all__ and name != "SeedRLHFDataset" else _own(name)
 
 
 @cache
@@ -44,10 +46,6 @@ def _class_of(name: str) -> Any:
     kind = getattr(importlib.import_module(module), stock)
     problem = contract_problem(name, kind)
     if problem is None:
-        return getattr(importlib.import_module(_MODULES[name]), name)
+        return _own(name)
     log_fallback(logging.getLogger(__name__), f"verl's own {stock}", f"{release_of('verl', 'verl')}: {problem}")
     return kind
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

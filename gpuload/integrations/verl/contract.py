@@ -13,9 +13,9 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from gpuload.integrations.comparison import comparable, covering_rows, log_equal
+from gpuload.integrations.comparison import comparable, compare, covering_rows
 from gpuload.integrations.core import imported, release_of
-from gpuload.integrations.known_code import Table, change
+from gpuload.integrations.known_code import Table, change, problem
 from gpuload.sources.read import Source
 
 logger = logging.getLogger("gpuload.integrations.verl")
@@ -97,11 +97,9 @@ def contract_problem(name: str, kind: Any) -> str | None:
         name: of the class that replaces it.
         kind: verl's class.
     """
-    for method, expected in _METHODS.get(name, {}).items():
-        found = tuple(inspect.signature(getattr(kind, method)).parameters) if hasattr(kind, method) else ()
-        if found != expected:
-            return f"{kind.__name__}.{method} has the parameters {', '.join(found) or '(none)'}"
-    return imported(_NAMES.get(name, {}))[1]
+    methods = _METHODS.get(name, {}).items()
+    expected = {f"{kind.__name__}.{method}": (getattr(kind, method, None), given) for method, given in methods}
+    return problem(expected) or imported(_NAMES.get(name, {}))[1]
 
 
 def difference(
@@ -128,10 +126,11 @@ def difference(
             found, expected = (_outcomes(kind([file], *given), ignored) for kind in (compared, stock))
     except Exception as error:  # whatever has changed, verl's own class does the work
         return f"{changed}: {type(error).__name__}: {error!s:.200}"
-    if found != expected:
-        return f"{changed}, and {len(numbers)} rows read by both differ"
-    log_equal(logger, changed, len(numbers))
-    return None
+    count = len(numbers)
+    return compare(
+        [numbers], lambda _: found, lambda _: expected, changed,
+        logger=logger, trainer="verl", rows=count, differs=f"{count} rows read by both differ",
+    )  # fmt: skip
 
 
 def _outcomes(dataset: Any, ignored: Collection[str]) -> list[Any]:
