@@ -160,7 +160,7 @@ def test_rows_that_are_dropped_are_counted(both: Any) -> None:
 def test_rows_that_transformers_renders_are_marked_among_the_others(both: Any) -> None:
     """They take no path through the compiled template; their texts are cut where their answers are."""
     template = QWEN3.replace(
-        "{%- for message in messages %}", "{%- for message in messages %}{{ message.content[9:9] }}"
+        "{%- for message in messages %}", "{%- for message in messages %}{{ message.content[::-1][:0] }}"
     )
     assert template != QWEN3
     found = both(pa.table({"messages": CHATS * 3}), 4, chat_template=template)
@@ -168,7 +168,7 @@ def test_rows_that_transformers_renders_are_marked_among_the_others(both: Any) -
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     calls = [*CHATS[0], {"role": "user", "content": "é"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     found = both(pa.table({"messages": [calls, CHATS[1], [*calls, *CHATS[2]], CHATS[3]]}), chat_template=QWEN3)
-    assert 0 < found.report.rows_compiled < 4
+    assert found.report.rows_compiled == 4
 
 
 def test_the_loss_of_texts_that_kernels_leave(both: Any) -> None:

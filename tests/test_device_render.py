@@ -133,8 +133,7 @@ def test_further_fields_and_the_reference_in_between() -> None:
     ]
     prompts = column(rows, tool_calls=CALLS, name=pa.string(), nothing=pa.null(), number=pa.int64())
     found = assert_same(compile(small_tokenizer(), chat_template=template), prompts)
-    assert found.reference_rows > 0
-    assert found.compiled_rows > 0
+    assert (found.compiled_rows, found.reference_rows) == (len(prompts) - len(found.rejected), 0)
 
 
 def test_many_fields_do_not_blur_the_roles() -> None:
@@ -149,11 +148,11 @@ def test_many_fields_do_not_blur_the_roles() -> None:
 
 
 @pytest.mark.parametrize("work", ["m.content | lower", "m.content | replace('a', 'b')"])
-def test_rewriting_operations_take_the_reference(work: str) -> None:
+def test_rewriting_operations_are_done_on_the_host(work: str) -> None:
     template = "{% for m in messages %}{{ " + work + " }}{% if 'x' in (" + work + ") %}!{% endif %}{% endfor %}"
     program = compile(small_tokenizer(), chat_template=template)
     found = assert_same(program, column(conversations(2, seed=1)))
-    assert any("is not supported on the device" in why for why in found.reasons)
+    assert found.reasons == {}
 
 
 def test_equal_hashes_are_not_believed() -> None:
@@ -167,7 +166,7 @@ def test_equal_hashes_are_not_believed() -> None:
     prompts = column(conversations(2, seed=3))
     found = render(Colliding(), program, from_arrow(DeviceTexts(Colliding()), prompts))
     assert found.text.equals(on_host(program, prompts).text)
-    assert any("hashes of two" in reason for reason in found.reasons)
+    assert found.reasons == {}
 
 
 def test_outputs_need_not_be_zero_before() -> None:

@@ -183,9 +183,7 @@ def test_the_number_of_paths_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     program = compile(small_tokenizer(), chat_template=PATHS)
     rendered = render(program, prompts)
     assert program.leaves <= 20
-    assert 0 < rendered.compiled_rows < 620
-    assert rendered.reference_rows == sum(rendered.reasons.values())
-    assert rendered.compiled_rows + rendered.reference_rows == 620
+    assert (rendered.compiled_rows, rendered.reasons) == (620, {})  # the others are rendered one by one
     assert rendered.text.to_pylist() == [
         "".join(m["content"] if "a" in m["content"] else m["content"].strip() for m in row) for row in rows
     ]
@@ -261,7 +259,7 @@ def test_equal_hashes_are_not_equal_shapes(monkeypatch: pytest.MonkeyPatch) -> N
     prompts = column(conversations(2, seed=6))
     rendered = render(compile(small_tokenizer(), chat_template=template), prompts)
     assert_same(rendered, prompts, small_tokenizer(), chat_template=template, add_generation_prompt=True)
-    assert "the hashes of two conversation shapes collide" in rendered.reasons
+    assert rendered.reasons == {}
 
 
 def _rows(count: int) -> Iterator[list[dict[str, str]]]:

@@ -187,10 +187,18 @@ def from_arrow(ops: TextOperations, prompts: pa.Array) -> Conversations:
         xp.asarray(count),
         xp.asarray(_ordered(present, order)),
         _fields(ops, parts, present, order),
-        lambda rows: prompts.take(pa.array(rows, pa.int64())),
+        lambda rows: _taken(prompts, rows),
         keys if len(keys) > 1 else None,
         xp.asarray(_ordered([keyed], order)) if len(keys) > 1 else None,
     )
+
+
+def _taken(column: pa.Array, rows: Array) -> pa.Array:
+    """Some rows of a column of any type. (Arrow's `take` has no kernels for string views.)"""
+    try:
+        return column.take(pa.array(rows, pa.int64()))
+    except pa.ArrowNotImplementedError:
+        return pa.concat_arrays([column.slice(row, 1) for row in rows.tolist()])
 
 
 MOST_KEYS = 64

@@ -3,7 +3,7 @@
     1. group rows by shape                                                            (`shapes.py`)
     2. send each group down its shape's tree; a predicate is answered for all messages at once
     3. where rows reach a place that no row has reached before, trace the template on one of them
-    4. render the rows that cannot be compiled with transformers, one by one
+    4. render the rows that share no tree one by one, with transformers where nothing else is possible
 
 The result, a list of paths with their rows, is the same for every engine. Writing the texts down is not, see
 `host/render.py` and `device/render.py`.
@@ -22,6 +22,8 @@ from gpuload.engines.shapes import group
 from gpuload.reference.reference import problem
 from gpuload.reference.template_call import rejection
 from gpuload.sources.columns import to_python
+from gpuload.sources.types import is_plain
+from gpuload.template.automaton.rows import Rendered
 from gpuload.template.compiler import ChatProgram
 from gpuload.template.program import (
     Branch,
@@ -51,7 +53,7 @@ class Walk:
     Attributes:
         prompts: the same.
         paths: each path that rows take, with their ascending numbers.
-        texts: row → the text that transformers rendered, UTF-8.
+        texts: row → the text of a row that was rendered by itself, UTF-8.
         answers: row → start and end of each part with loss in that text, in bytes; empty if the program has none.
         rejected: row → why no prompt can be made of it.
         by_reference: row → why it was given to transformers.
@@ -81,10 +83,9 @@ class Walk:
                 else:
                     by_reference.update(dict.fromkeys(on_host(some).tolist(), leaf.reason))
         self._with_control = self._find_control_tokens()
-        self.by_reference = dict(sorted(by_reference.items()))
-        started = time.perf_counter()
-        self._render_by_reference(self.by_reference)
-        self.reference_seconds = time.perf_counter() - started if by_reference else 0.0
+        self.by_reference: dict[int, str] = {}
+        self.reference_seconds = 0.0
+        self._render_rows(dict(sorted(by_reference.items())))
         self.control_rows = int(self._with_control.sum())
 
     def fates(self) -> dict[str, Any]:
@@ -160,16 +161,17 @@ class Walk:
         # A message belongs to the row that it is counted from: after `take`, not every message is in a row.
         return on_host(counted[prompts.first + prompts.count] > counted[prompts.first]).copy()
 
-    def _render_by_reference(self, reasons: dict[int, str]) -> None:
-        """Renders some rows with transformers.
+    def _render_rows(self, reasons: dict[int, str]) -> None:
+        """Renders rows one by one: by what is known of the template's loops, or else with transformers.
 
         Args:
-            reasons: ascending row numbers → why.
+            reasons: ascending row numbers → why they take no path.
         """
         if not reasons:
             return
         prompts = self.prompts.to_arrow(np.array(list(reasons), np.int64))
-        with self._program.call.clock_stopped():
+        plain, program = is_plain(prompts.type), self._program
+        with program.call.clock_stopped():
             for at, (row, reason) in enumerate(reasons.items()):
                 try:
                     messages = row_messages(to_python(prompts.slice(at, 1))[0])
@@ -177,10 +179,26 @@ class Walk:
                         self.rejected[row] = why_not
                         continue
                     # Fields that are not columns of text are searched here.
-                    self._with_control[row] |= self._program.call.control.found_in(messages)
-                    text = self._program.render(messages, reason)
-                    if self._program.answers is not None:
-                        self.answers[row] = self._program.answers.in_bytes(messages, text)
-                    self.texts[row] = text.encode()
+                    self._with_control[row] |= program.call.control.found_in(messages)
+                    made = program.render_row(messages) if plain else ByReference(reason)
+                    if isinstance(made, ByReference):
+                        self.by_reference[row] = made.reason
+                        made = self._by_reference(messages, made.reason)
+                    if isinstance(made, Rejected):
+                        self.rejected[row] = made.message
+                        continue
+                    self.texts[row] = made.text.encode()
+                    if program.answers is not None:
+                        self.answers[row] = made.answers
                 except Exception as error:
                     self.rejected[row] = rejection(error)
+
+    def _by_reference(self, messages: list[Any], reason: str) -> Rendered:
+        """One conversation, rendered by transformers."""
+        started = time.perf_counter()
+        try:
+            text = self._program.render(messages, reason)
+            answers = self._program.answers
+            return Rendered(text, [] if answers is None else answers.in_bytes(messages, text))
+        finally:
+            self.reference_seconds += time.perf_counter() - started

@@ -40,6 +40,17 @@ def is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
+def is_plain(kind: pa.DataType) -> bool:
+    """Whether values of this type are plain data as Python objects: texts, numbers, truth values, lists and structs."""
+    if kind == JSON_TYPE or is_text(kind) or pa.types.is_null(kind) or pa.types.is_boolean(kind):
+        return True
+    if pa.types.is_integer(kind) or pa.types.is_float32(kind) or pa.types.is_float64(kind):
+        return True
+    if pa.types.is_struct(kind):
+        return all(is_plain(field.type) for field in kind)
+    return is_list(kind) and is_plain(kind.value_type)
+
+
 def without_views(schema: pa.Schema) -> pa.Schema:
     """The same columns with plain strings and binaries for string views and binary views.
 

@@ -43,7 +43,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpuload.reference.template_call import TemplateCall, rejection
-from gpuload.template.marks import CALLS, UnknownAnswersError, taken_apart
+from gpuload.template.marks import CALLS, Render, UnknownAnswersError, taken_apart
 from gpuload.template.program import ByReference, Path, Ref, Rejected, Segment, Shape
 from gpuload.template.turns import End, Turns, is_inside
 
@@ -276,12 +276,20 @@ class Answers:
             path = last_only(path, _last_assistant(roles))
         return path
 
-    def of_text(self, messages: Sequence[Any], text: str) -> list[tuple[int, int]]:
-        """The parts with loss of one conversation that transformers has rendered.
+    def of_text(
+        self,
+        messages: Sequence[Any],
+        text: str,
+        render: Render | None = None,
+        blocks: list[tuple[int, int]] | None = None,
+    ) -> list[tuple[int, int]]:
+        """The parts with loss of one conversation.
 
         Args:
             messages: the conversation.
-            text: what transformers made of it.
+            text: what became of it.
+            render: renders another conversation as transformers does; None for transformers itself.
+            blocks: start and end of its `{% generation %}` blocks, in characters, if they are known.
 
         Returns:
             Start and end of each, in characters.
@@ -291,12 +299,10 @@ class Answers:
         """
         turns = self._turns
         if turns is None:
-            rendered, spans = self._call.blocks(messages)
-            if rendered != text:
-                raise UnknownAnswersError("the template is not deterministic")
+            spans = self._blocks(messages, text) if blocks is None else blocks
             if self._loss_on == "assistant":
                 return spans
-        path, texts, others = taken_apart(self._call, messages, text)
+        path, texts, others = taken_apart(render or self._call.render, messages, text)
         if turns is not None:
             roles = [message.get("role") for message in messages]
             calling = {k for k, message in enumerate(messages) if any(map(message.get, CALLS))}
@@ -312,9 +318,20 @@ class Answers:
         begin = next((place for place, s in pairs if isinstance(s, Ref) and s.message == last), None)
         return spans[-1:] if begin is None else [span for span in spans if span[1] > begin]
 
-    def in_bytes(self, messages: Sequence[Any], text: str) -> list[tuple[int, int]]:
+    def _blocks(self, messages: Sequence[Any], text: str) -> list[tuple[int, int]]:
+        rendered, spans = self._call.blocks(messages)
+        if rendered != text:
+            raise UnknownAnswersError("the template is not deterministic")
+        return spans
+
+    def in_bytes(self, messages: Sequence[Any], text: str, **known: Any) -> list[tuple[int, int]]:
         """As `of_text`, in bytes."""
-        return [(len(text[:a].encode()), len(text[:b].encode())) for a, b in self.of_text(messages, text)]
+        return [(len(text[:a].encode()), len(text[:b].encode())) for a, b in self.of_text(messages, text, **known)]
+
+    @property
+    def marked(self) -> bool:
+        """Whether the template marks what an assistant generates."""
+        return has_blocks(self._call.text())
 
 
 def _check_others(others: Sequence[str], turns: Turns) -> None:

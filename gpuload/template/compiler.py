@@ -13,16 +13,18 @@ from typing import Any
 
 from gpuload.reference.template_call import TemplateCall
 from gpuload.template.answers import Answers
-from gpuload.template.program import TEXT, ByReference, Shape, Tree, describe_shape, describe_tree
+from gpuload.template.automaton.rows import Rendered, RowRenderer
+from gpuload.template.probe import FAILED
+from gpuload.template.program import TEXT, ByReference, Rejected, Shape, Tree, describe_shape, describe_tree
 from gpuload.template.symbol import NotCompilableError
 from gpuload.template.trace import Texts, Tracer
 
-FREE_LEAVES = 256
+FREE_LEAVES = 32
 MOST_LEAVES = 4096
 FEWEST_ROWS = 16
 """Limits of tracing. One trace with its probes costs about as much as rendering ten rows with transformers. So the
 first `FREE_LEAVES` paths are traced for any number of rows, further paths only for at least `FEWEST_ROWS` rows, and no
-path after `MOST_LEAVES`."""
+path after `MOST_LEAVES`. Rows without a path are rendered one by one, see `automaton/`."""
 
 
 class ChatProgram:
@@ -49,6 +51,7 @@ class ChatProgram:
         self.lock = threading.Lock()
         self._tracer: Tracer | None = None
         self._checked: set[str] = set()  # reasons for which transformers has rendered a row
+        self._rows: RowRenderer | ByReference | None = None  # made for the first row that shares no tree
         try:
             with call.clock_stopped():
                 self._tracer = Tracer(call)
@@ -84,7 +87,28 @@ class ChatProgram:
             return "the template is not deterministic"
         self.leaves += 1
         self.trees[shape] = tree
+        if isinstance(leaf, ByReference) and leaf.reason.startswith(FAILED):
+            self._rows = leaf  # whatever is wrong with the trace would be wrong with those of single rows
         return None
+
+    def render_row(self, messages: Sequence[Any]) -> Rendered | Rejected | ByReference:
+        """Render one conversation whatever its shape, without transformers if that is possible.
+
+        Args:
+            messages: plain data, as `json.loads` returns it.
+
+        Returns:
+            Its text with the parts that have loss; or why the template rejects it, or transformers must render it.
+        """
+        if self._rows is None:
+            with self.lock, self.call.clock_stopped():
+                try:
+                    self._rows = RowRenderer(self.call, self.answers)
+                except NotCompilableError as error:
+                    self._rows = ByReference(str(error))
+        if isinstance(self._rows, ByReference):
+            return self._rows
+        return self._rows.render(messages)
 
     def render(self, messages: Sequence[Any], reason: str) -> str:
         """Render one conversation with transformers.

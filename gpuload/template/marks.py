@@ -7,11 +7,10 @@ as well, and between these parts the texts, in a form that templates print.
 import json
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpuload.reference.template_call import TemplateCall
 from gpuload.template.program import Path, Ref, Segment
 
 _NAMES = ("role", "name", "type", "id", "tool_call_id", "tool_name")
@@ -131,13 +130,17 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(each)
 
 
-def taken_apart(call: TemplateCall, messages: Sequence[Any], text: str) -> tuple[Path, dict[Ref, str], list[str]]:
+Render = Callable[[list[Any]], str]
+"""Renders a conversation."""
+
+
+def taken_apart(render: Render, messages: Sequence[Any], text: str) -> tuple[Path, dict[Ref, str], list[str]]:
     """What a text is made of.
 
     Args:
-        call: how it was rendered.
+        render: how it was rendered.
         messages: the conversation.
-        text: what transformers made of it.
+        text: what became of it.
 
     Returns:
         Segments; the text of each that is no literal; and texts of the conversation that may be within literals.
@@ -146,18 +149,18 @@ def taken_apart(call: TemplateCall, messages: Sequence[Any], text: str) -> tuple
         UnknownAnswersError: it is made of something else.
     """
     try:
-        return _aligned(call, messages, text, _Marks(only_contents=False))
+        return _aligned(render, messages, text, _Marks(only_contents=False))
     except Exception:  # the template may look into other fields, and raise any error
         fields = {name for message in messages for name, value in message.items() if value}
         if fields <= {"role", "content"} or fields & set(CALLS):
             raise
-        return _aligned(call, messages, text, _Marks(only_contents=True))
+        return _aligned(render, messages, text, _Marks(only_contents=True))
 
 
 def _aligned(
-    call: TemplateCall, messages: Sequence[Any], text: str, marks: _Marks
+    render: Render, messages: Sequence[Any], text: str, marks: _Marks
 ) -> tuple[Path, dict[Ref, str], list[str]]:
-    rendered = call.render([marks.message(k, message) for k, message in enumerate(messages)])
+    rendered = render([marks.message(k, message) for k, message in enumerate(messages)])
     found = marks.texts
     parts = re.split("(" + "|".join(map(re.escape, found)) + ")", rendered) if found else [rendered]
     segments: list[Segment] = []

@@ -40,6 +40,9 @@ ADVERSARIAL = (
 )  # fmt: skip
 """Adversarial texts: white space, empty, markup, template syntax, special tokens, marks of this compiler."""
 
+FAILED = "the probe failed"
+"""How the reason begins for which a path is not used."""
+
 FEWEST_ROUNDS, MOST_ROUNDS = 6, 96
 """Limits of the number of probes per path."""
 
@@ -101,14 +104,14 @@ class Prober:
                 truth = self._call.render(messages)
             except Exception as error:
                 if not isinstance(leaf, Rejected):
-                    return ByReference(f"the probe failed: the template rejects such rows ({_kind(error)})")
+                    return ByReference(f"{FAILED}: the template rejects such rows ({_kind(error)})")
                 rejected.add(_kind(error))
                 leaf = Rejected(rejection(error))
                 continue
             if not isinstance(leaf, Path):
-                return ByReference(f"the probe failed: the trace was {leaf}, but the template accepts such rows")
+                return ByReference(f"{FAILED}: the trace was {leaf}, but the template accepts such rows")
             if render_path(leaf, messages) != truth:
-                return ByReference("the probe failed: the compiled path and transformers give different text")
+                return ByReference(f"{FAILED}: the compiled path and transformers give different text")
         return ByReference("the template's error message depends on the text") if len(rejected) > 1 else leaf
 
     def example(

@@ -91,7 +91,9 @@ class TracingTemplate:
         if environment is None:
             raise NotCompilableError("this version of transformers creates its Jinja environment in an unsupported way")
         _instrument(environment, meter)
+        self._extend(environment)
         tree = environment.parse(text)
+        self._rewrite(tree)
         # Jinja has no hook for loops: insert a call to a no-op, which `counted_call` counts, into every loop body.
         for loop in tree.find_all(jinja2.nodes.For):
             call = jinja2.nodes.Call(jinja2.nodes.Name(_STEP, "load"), [], [], None, None)
@@ -109,11 +111,21 @@ class TracingTemplate:
         module["str_join"] = lambda parts: _join(meter, [_printed(meter, part) for part in parts])
         for name in ("escape", "markup_join"):
             module[name] = _known_only(module[name], "autoescape")
+        self._patch(module)
         self._output: list[Any] = []
         self._blocks: list[tuple[int, Any]] = []  # for each generation block: how much was printed before it, its text
         for extension in environment.extensions.values():
             if "generation" in extension.tags:
                 extension._generation_support = self._generation()  # type: ignore[attr-defined]
+
+    def _extend(self, environment: Any) -> None:
+        pass
+
+    def _rewrite(self, tree: Any) -> None:
+        pass
+
+    def _patch(self, module: dict[str, Any]) -> None:
+        pass
 
     def _generation(self) -> Callable[..., Any]:
         """A function that does what transformers' extension does for a `{% generation %}` block, with ropes."""

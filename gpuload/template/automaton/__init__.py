@@ -1,0 +1,9 @@
+"""Templates whatever the shape of a conversation: an automaton of what a template asks and prints.
+
+nodes.py        the automaton, as plain data
+functions.py    the automaton as Python functions, which render rows
+symbols.py      what the template is given in place of messages, texts and numbers
+environment.py  the template, in transformers' Jinja environment, with such symbols
+recorder.py     one execution of the template becomes nodes of the automaton
+rows.py         renders rows, records where no row has been, and compares with transformers
+"""

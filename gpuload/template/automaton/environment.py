@@ -1,0 +1,359 @@
+"""The template in transformers' Jinja environment, instrumented for symbolic conversations (`symbols.py`)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jinja2
+import jinja2.nodes
+
+from gpuload.template.automaton.nodes import DICTSORT, Affine, Place, Source, Wanted
+from gpuload.template.automaton.recorder import Buffer, BufferedCode, Loop, RecordedNamespace, Recorder
+from gpuload.template.automaton.symbols import (
+    Number,
+    Printable,
+    Range,
+    Safe,
+    Scalar,
+    SymbolicList,
+    SymbolicMapping,
+    Text,
+    Value,
+    text_of,
+)
+from gpuload.template.rope import Rope, join
+from gpuload.template.sandbox import TracingTemplate
+from gpuload.template.symbol import Symbol, reject
+
+_ITERATE, _FILTERED = "gpuload_iterate", "gpuload_filtered"
+
+_TYPES = {
+    SymbolicMapping: {"mapping", "iterable", "sequence", "defined"},
+    SymbolicList: {"iterable", "sequence", "defined"},
+    Number: {"number", "integer", "defined"},
+}
+_TESTS = frozenset(
+    "string iterable sequence mapping number integer float boolean callable none defined undefined true false".split()
+)
+
+
+class RecordingTemplate(TracingTemplate):
+    """A chat template that writes down what it does. For the arguments see `TracingTemplate`."""
+
+    recorder: Recorder
+
+    def run(self, recorder: Recorder, context: Mapping[str, Any]) -> None:
+        """Records one execution. `recorder` gets all but its end.
+
+        Raises:
+            NotCompilableError: the template does something that cannot be recorded.
+            Exception: whatever the template raises.
+        """
+        self.recorder = recorder
+        self._output, self._blocks = [], []
+        symbols = {name: recorder.at((name,))[1] for name in recorder.row}
+        for part in self._template.root_render_func(self._template.new_context({**context, **symbols})):
+            if isinstance(part, _Generated):
+                recorder.emit(part.text, True)
+            else:
+                recorder.emit(part, False)
+
+    def _extend(self, environment: Any) -> None:
+        environment.code_generator_class = BufferedCode
+        attribute, item, concat = environment.getattr, environment.getitem, environment.concat
+        names = {"get", "items", "keys"}
+
+        def found(obj: Any, key: str) -> Any:
+            there, value = obj.find(key)
+            return value if there else environment.undefined(obj=self.recorder.value(obj.place), name=key)
+
+        def new_attribute(obj: Any, name: str) -> Any:
+            if isinstance(obj, SymbolicMapping):
+                if name in dir(dict):
+                    return getattr(obj, name) if name in names else reject(f"calls {name} of a mapping")
+                return found(obj, name)
+            if isinstance(obj, Value):
+                reject(f"uses the attribute {name} of a value of a conversation")
+            if isinstance(obj, Text) and not hasattr(str, name):
+                return environment.undefined(obj="", name=name)
+            return attribute(obj, name)
+
+        def new_item(obj: Any, key: Any) -> Any:
+            if isinstance(obj, SymbolicMapping):
+                if type(key) is not str:
+                    reject("looks for something other than a plain string in a mapping")
+                there, value = obj.find(key)
+                if not there and key in dir(dict):
+                    return new_attribute(obj, key)
+                return value if there else environment.undefined(obj=self.recorder.value(obj.place), name=key)
+            if isinstance(obj, SymbolicList):
+                if isinstance(key, slice):
+                    return obj.sliced(key)
+                if type(key) is not int and not isinstance(key, Number):
+                    reject("indexes a list with something other than a number")
+                there, value = obj.find(key)
+                return value if there else environment.undefined(obj=self.recorder.value(obj.place), name=key)
+            if isinstance(obj, Rope) and isinstance(key, slice):
+                return obj[key]
+            if isinstance(obj, Text) and type(key) is str and not hasattr(str, key):
+                return environment.undefined(obj="", name=key)
+            return item(obj, key)
+
+        def new_concat(parts: Any) -> Any:
+            if isinstance(parts, Buffer):
+                while self.recorder.buffers and self.recorder.buffers.pop() is not parts:
+                    pass
+                return join(list(parts))
+            return concat(parts)
+
+        environment.getattr, environment.getitem, environment.concat = new_attribute, new_item, new_concat
+        environment.globals[_ITERATE] = self._iterate
+        environment.globals[_FILTERED] = _filtered
+        environment.globals["namespace"] = self._namespace
+        environment.globals["range"] = self._range(environment.globals["range"])
+        for name in ("cycler", "joiner"):
+            environment.globals.pop(name, None)
+        filters, tests = environment.filters, environment.tests
+        filters["tojson"] = self._json(filters["tojson"])
+        for name in ("length", "count"):
+            filters[name] = _length(filters[name])
+        filters["string"] = _string(filters["string"])
+        filters["items"] = _items(filters["items"])
+        for name in ("first", "last"):
+            filters[name] = self._end(filters[name], 0 if name == "first" else -1, environment)
+        for name in ("list",):
+            filters[name] = _list(filters[name])
+        filters["capitalize"] = _capitalize(filters["capitalize"])
+        filters["safe"] = self._safe(filters["safe"])
+        filters["dictsort"] = _dictsort(filters["dictsort"])
+        for name in ("selectattr", "rejectattr"):
+            filters[name] = _selected(filters[name], negated=name == "rejectattr")
+        for name in _TESTS & set(tests):
+            tests[name] = _test(tests[name], name)
+
+    def _rewrite(self, tree: Any) -> None:
+        for loop in list(tree.find_all(jinja2.nodes.For)):
+            if loop.recursive:
+                continue
+            names = {name.name for each in loop.body for name in each.find_all(jinja2.nodes.Name)}
+            if loop.test is not None and "loop" not in names and not loop.else_:
+                # The same, without the generator that Jinja makes of the condition.
+                loop.body = [jinja2.nodes.If(loop.test, loop.body, [], [], lineno=loop.lineno)]
+                loop.test = None
+            name = _FILTERED if loop.test is not None else _ITERATE
+            loop.iter = jinja2.nodes.Call(
+                jinja2.nodes.Name(name, "load"), [loop.iter], [], None, None, lineno=loop.lineno
+            )
+
+    def _patch(self, module: dict[str, Any]) -> None:
+        printed, loops = module["str"], module["LoopContext"]
+
+        def text(value: Any) -> Any:
+            return value.text() if isinstance(value, Printable) else printed(value)
+
+        module["str"] = text
+        joined = module["str_join"]
+        module["str_join"] = lambda parts: joined([text(part) for part in parts])
+        module["gpuload_buffer"] = self._buffer
+
+        def context(over: Any, undefined: Any, *more: Any) -> Any:
+            if isinstance(over, _Passes):
+                return Loop(self.recorder, over.over, undefined)
+            return loops(over, undefined, *more)
+
+        module["LoopContext"] = context
+
+    def _generation(self) -> Callable[..., Any]:
+        @jinja2.pass_eval_context
+        def generation(_: object, caller: Callable[[], Any]) -> Any:
+            return _Generated(caller())
+
+        return generation
+
+    def _buffer(self) -> Buffer:
+        buffer = Buffer()
+        self.recorder.buffers.append(buffer)
+        return buffer
+
+    def _namespace(self, *args: Any, **kwargs: Any) -> RecordedNamespace:
+        namespace = RecordedNamespace(*args, **kwargs)
+        self.recorder.namespaces.append((self.recorder.at_node, namespace))
+        return namespace
+
+    def _range(self, known: Callable[..., Any]) -> Callable[..., Any]:
+        def numbers(*args: Any) -> Any:
+            if not any(isinstance(each, Number) for each in args):
+                return known(*args)
+            affine = [each.affine if isinstance(each, Number) else Affine(each) for each in args]
+            start, stop = (Affine(0), affine[0]) if len(args) == 1 else affine[:2]
+            step = args[2] if len(args) > 2 else 1
+            return Range(self.recorder, start, stop, step if type(step) is int else 0)
+
+        return numbers
+
+    def _safe(self, known: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(known)
+        def safe(value: Any) -> Any:
+            if isinstance(value, Printable):
+                value = value.text()
+            return Safe(self.recorder, value) if isinstance(value, Rope) else known(value)
+
+        return safe
+
+    def _iterate(self, over: Any) -> Any:
+        if isinstance(over, SymbolicMapping):
+            over = over.keys()
+        return _Passes(self.recorder, over) if isinstance(over, (SymbolicList, Range)) else over
+
+    def _json(self, known: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(known)
+        def tojson(value: Any, *args: Any, **kwargs: Any) -> Any:
+            place: Place | None = None
+            if isinstance(value, Rope):
+                place = _place_of(value)
+            elif isinstance(value, (SymbolicMapping, Scalar)) or (isinstance(value, SymbolicList) and value.whole):
+                place = value.place
+            if place is None:
+                return known(value, *args, **kwargs)
+            given = (*((None, each) for each in args), *sorted(kwargs.items()))
+            try:
+                hash(given)
+            except TypeError:
+                reject("calls tojson with arguments that cannot be recorded")
+            return text_of(self.recorder, Source("json", place, given))
+
+        return tojson
+
+    def _end(self, known: Callable[..., Any], index: int, environment: Any) -> Callable[..., Any]:
+        @functools.wraps(known)
+        def end(*args: Any) -> Any:
+            value = args[-1]
+            if isinstance(value, SymbolicList):
+                there, found = value.find(index)
+                return found if there else environment.undefined("No first item, sequence was empty.")
+            return known(*args)
+
+        return end
+
+
+class _Passes:
+    """A symbolic list that a `for` loops over."""
+
+    def __init__(self, recorder: Recorder, over: SymbolicList | Range) -> None:
+        self.recorder, self.over = recorder, over
+
+    def __iter__(self) -> Any:
+        return self.recorder.passes(self.recorder.enter(), self.over)
+
+
+class _Generated:
+    """The text of a `{% generation %}` block."""
+
+    def __init__(self, text: Any) -> None:
+        self.text = text
+
+
+def _filtered(over: Any) -> Any:
+    if isinstance(over, Symbol):
+        reject("loops over a list of a conversation with a condition")
+    return over
+
+
+def _place_of(text: Rope) -> Place | None:
+    """Where a text is that is in the data as it is; None for any other."""
+    pieces: Any = text._pieces
+    whole = len(pieces) == 1 and not isinstance(pieces[0], str) and not pieces[0].operations
+    return pieces[0].message.value if whole and pieces[0].message.kind == "at" else None
+
+
+_EQUAL = frozenset(("eq", "equalto", "=="))
+
+
+def _selected(known: Callable[..., Any], negated: bool) -> Callable[..., Any]:
+    @functools.wraps(known)
+    def selected(context: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(value, SymbolicList):
+            return known(context, value, *args, **kwargs)
+        key, *test = args or (None,)
+        plain = type(key) is str and "." not in key and not kwargs
+        if plain and not test:
+            return value.selected(Wanted(key, "true", None, negated))
+        if plain and test in (["defined"], ["undefined"]):
+            return value.selected(Wanted(key, test[0], None, negated))
+        if plain and len(test) == 2 and test[0] in _EQUAL and type(test[1]) in (str, int, bool):
+            return value.selected(Wanted(key, "equal", test[1], negated))
+        if plain and len(test) == 2 and test[0] == "in" and all(type(each) is str for each in test[1]):
+            return value.selected(Wanted(key, "in", tuple(test[1]), negated))
+        reject("selects messages in a way that cannot be recorded")
+
+    return selected
+
+
+def _length(known: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(known)
+    def length(*args: Any) -> Any:
+        value = args[-1]
+        if isinstance(value, SymbolicList):
+            return Number(value.recorder, value.length)
+        if isinstance(value, Text):
+            return value.characters()
+        return value.length if isinstance(value, SymbolicMapping) else known(*args)
+
+    return length
+
+
+def _string(known: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(known)
+    def string(*args: Any) -> Any:
+        value = args[-1]
+        return value.text() if isinstance(value, Printable) else known(*args)
+
+    return string
+
+
+def _capitalize(known: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(known)
+    def capitalize(value: Any) -> Any:
+        return value.capitalize() if isinstance(value, Text) else known(value)
+
+    return capitalize
+
+
+def _dictsort(known: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(known)
+    def dictsort(value: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = isinstance(value, SymbolicMapping) and not args and not kwargs
+        return value.items(DICTSORT) if plain else known(value, *args, **kwargs)
+
+    return dictsort
+
+
+def _items(known: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(known)
+    def items(*args: Any) -> Any:
+        return args[-1].items() if isinstance(args[-1], SymbolicMapping) else known(*args)
+
+    return items
+
+
+def _list(known: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(known)
+    def listed(*args: Any) -> Any:
+        return args[-1] if isinstance(args[-1], SymbolicList) else known(*args)
+
+    return listed
+
+
+def _test(known: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(known)
+    def test(*args: Any, **kwargs: Any) -> Any:
+        value = args[0] if args else None
+        if isinstance(value, Scalar):
+            if name in ("integer", "float"):
+                return value.kind == ("int" if name == "integer" else "float")
+            return name in ("number", "defined")
+        return name in _TYPES[type(value)] if type(value) in _TYPES else known(*args, **kwargs)
+
+    return test

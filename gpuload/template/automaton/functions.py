@@ -1,0 +1,285 @@
+"""An automaton as Python functions: how conversations of any shape are rendered.
+
+Each head is a function, and so is each node at which code would be nested too deep. A function reads the row, prints,
+and returns the next function. When the automaton grows, only the functions that contain a changed node are written
+again.
+
+    def n7(row, r, out, trail):
+        if r[0] + 1 < len(row['messages']):
+            r[0] += 1
+            k = kind_of(row['messages'][r[0]].get('role', MISSING))
+            if k == 'text':
+                if row['messages'][r[0]]['role'] == 'user':
+                    out('<|im_start|>user\\n')
+                    ...
+                    trail(41)
+                    return n7
+            return stop
+        return n9
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jinja2.filters import do_dictsort
+
+from gpuload.template.automaton.nodes import (
+    DICTSORT,
+    ITEMS,
+    MISSING,
+    Affine,
+    Atom,
+    Automaton,
+    Place,
+    Source,
+    kind_of,
+)
+from gpuload.template.program import Operation, Predicate
+
+Function = Callable[[Mapping[str, Any], list[Any], Callable[[Any], None], Callable[[int], None]], Any]
+
+MOST_DEPTH = 12
+"""Branches that are nested deeper are functions of their own: Python limits how deep code may be nested."""
+
+Leaf = tuple[str, str]
+"""How a walk ends: with the instruction "end", "raise" or "reference" and a reason, or with "open"."""
+
+
+class Functions:
+    """The functions of an automaton.
+
+    Args:
+        automaton: may grow; `changed` must be called then.
+        tojson: the filter of transformers.
+        blocks: whether it is wanted which texts are in a `{% generation %}` block: they are printed as (text, bool).
+    """
+
+    def __init__(self, automaton: Automaton, tojson: Callable[..., Any], blocks: bool) -> None:
+        self._automaton, self._blocks = automaton, blocks
+        self._registers: dict[Any, int] = {}
+        self._constants: list[Any] = []
+        self._inside: dict[int, int] = {}  # node → the function that it is in
+        self._globals: dict[str, Any] = {
+            "kind_of": kind_of, "MISSING": MISSING, "items": _items, "dictsort": do_dictsort, "tojson": tojson,
+            "C": self._constants,
+        }  # fmt: skip
+        self._inside[0] = 0
+        self.changed([0])
+
+    def changed(self, nodes: Sequence[int]) -> None:
+        """Writes the functions that contain these nodes, and those that they need."""
+        waiting = list(dict.fromkeys(self._inside[node] for node in nodes if node in self._inside))
+        while waiting:
+            number = waiting.pop()
+            lines = _Lines(self, number)
+            exec(compile("\n".join(lines.written), "<chat template>", "exec"), self._globals)
+            waiting += [each for each in lines.needed if f"n{each}" not in self._globals]
+
+    def walk(self, row: Mapping[str, Any]) -> tuple[list[Any], list[int], Leaf]:
+        """Renders one row.
+
+        Returns:
+            What was printed, the nodes at which passes of loops ended, and how the walk ended.
+        """
+        out: list[Any] = []
+        trail: list[int] = []
+        values: list[Any] = [None] * len(self._registers)
+        emit, passed, function = out.append, trail.append, self._globals["n0"]
+        while type(function) is not tuple:
+            function = function(row, values, emit, passed)
+        return out, trail, function
+
+
+class _Lines:
+    """Writes one function."""
+
+    def __init__(self, functions: Functions, number: int) -> None:
+        self._of, self._first = functions, number
+        self._nodes = functions._automaton.nodes
+        self._heads = set(functions._automaton.heads.values())
+        self.needed: list[int] = []
+        self.written = [f"def n{number}(row, r, out, trail):"]
+        self._node(number, 1)
+
+    def _line(self, depth: int, text: str) -> None:
+        self.written.append("    " * depth + text)
+
+    def _node(self, number: int, depth: int) -> None:
+        """Writes a node and all that follow, up to the ends of the function."""
+        literal = ""
+        begun = len(self.written) == 1
+        while True:
+            if not begun and (number in self._heads or depth > MOST_DEPTH):
+                self._print(depth, literal)
+                self.needed.append(number)
+                self._line(depth, f"return n{number}")
+                return
+            begun = False
+            self._of._inside[number] = self._first
+            node = self._nodes[number]
+            name, *parts = node.instruction or ("open", "")
+            if name == "emit":
+                source, operations, loss = parts
+                if isinstance(source, str) and not self._of._blocks:
+                    literal += source
+                else:
+                    self._print(depth, literal)
+                    literal = ""
+                    self._emit(depth, source, operations, loss)
+                number = node.next[None]
+                continue
+            self._print(depth, literal)
+            literal = ""
+            if name in ("open", "end", "raise", "reference"):
+                self._line(depth, f"return {(name, parts[0] if parts else '')!r}")
+                return
+            if name == "enter":
+                self._line(depth, f"{self._register(parts[0])} = -1")
+            elif name == "select":
+                register, part, wanted = parts
+                part_of, test = self._constant(part), self._constant(wanted)
+                elements = (
+                    f"{part_of}.of({self._place(part.place)}, {self._number(part.start)}, {self._number(part.length)})"
+                )
+                self._line(depth, f"{self._register(register)} = [each for each in {elements} if {test}.holds(each)]")
+            elif name == "save":
+                targets = ", ".join(self._register(register) for register, _ in parts[0])
+                if targets:
+                    self._line(depth, f"{targets} = {', '.join(self._value(value) for _, value in parts[0])}")
+                self._line(depth, f"trail({number})")
+            else:
+                last = self._branch(name, parts, node.next, depth)
+                if last is None:
+                    return
+                number = last
+                continue
+            number = node.next[None]
+
+    def _branch(self, name: str, parts: Sequence[Any], following: Mapping[Any, int], depth: int) -> int | None:
+        """Writes all answers of a branch but the last one; returns the node of that."""
+        if name == "kind":
+            self._line(depth, f"k = {self._kind(parts[0])}")
+            for answer, number in following.items():
+                self._line(depth, f"if k == {answer!r}:")
+                self._node(number, depth + 1)
+        else:
+            self._line(depth, f"if {self._condition(name, parts)}:")
+            if name == "next":
+                self._line(depth + 1, f"{self._register(parts[0])} += 1")
+            if True in following:
+                self._node(following[True], depth + 1)
+            else:
+                self._line(depth + 1, "return ('open', '')")
+            if False in following:
+                return following[False]
+        self._line(depth, "return ('open', '')")
+        return None
+
+    def _condition(self, name: str, parts: Sequence[Any]) -> str:
+        if name == "next":
+            return f"{self._register(parts[0])} + 1 < {self._number(parts[1])}"
+        if name == "ask":
+            return self._predicate(parts[0])
+        if name == "same":
+            return f"{self._value(parts[0])} == {self._value(parts[1])}"
+        if name == "equal":
+            return f"{self._place(parts[0])} == {self._place(parts[1])}"
+        return f"{self._number(parts[1])} {parts[0]} 0"
+
+    def _register(self, name: Any) -> str:
+        registers = self._of._registers
+        return f"r[{registers.setdefault(name, len(registers))}]"
+
+    def _constant(self, value: Any) -> str:
+        self._of._constants.append(value)
+        return f"C[{len(self._of._constants) - 1}]"
+
+    def _kind(self, place: Place) -> str:
+        *before, last = place
+        inside = self._place(tuple(before))
+        return (
+            f"kind_of({inside}.get({last!r}, MISSING))"
+            if isinstance(last, str)
+            else f"kind_of({inside}[{self._step(last)}])"
+        )
+
+    def _step(self, at: Any) -> str:
+        return self._number(at) if isinstance(at, Affine) else repr(at)
+
+    def _place(self, place: Place) -> str:
+        text, rest = ("row", place) if not place or isinstance(place[0], str) else (self._register(place[0]), place[1:])
+        for at in rest:
+            text = f"{at[0]}({text})" if at in (ITEMS, DICTSORT) else f"{text}[{self._step(at)}]"
+        return text
+
+    def _number(self, number: Affine) -> str:
+        parts = [str(number.constant)] if number.constant or not number.terms else []
+        parts += [self._atom(atom) if count == 1 else f"{count} * {self._atom(atom)}" for atom, count in number.terms]
+        return parts[0] if len(parts) == 1 else f"({' + '.join(parts)})"
+
+    def _atom(self, atom: Atom) -> str:
+        if atom[0] == "register":
+            return self._register(atom[1])
+        if atom[0] == "length":
+            return f"len({self._place(atom[1])})"
+        if atom[0] == "characters":
+            return f"len({self._text(atom[1], atom[2])})"
+        return f"({self._number(atom[1])} {'%' if atom[0] == 'mod' else '//'} {atom[2]})"
+
+    def _text(self, source: str | Source, operations: Sequence[Operation] = ()) -> str:
+        if isinstance(source, str):
+            return repr(source)
+        if source.kind == "register":
+            text = self._register(source.value)
+        elif source.kind == "number":
+            text = f"str({self._number(source.value)})"
+        else:
+            text = self._place(source.value)
+            if source.kind == "str":
+                text = f"str({text})"
+            elif source.kind == "json":
+                given = [
+                    self._constant(each) if name is None else f"{name}={each!r}" for name, each in source.arguments
+                ]
+                text = f"tojson({', '.join([text, *given])})"
+        for operation in operations:
+            text = _operated(text, operation)
+        return text
+
+    def _predicate(self, predicate: Predicate) -> str:
+        text = self._text(predicate.ref.message, predicate.ref.operations)  # type: ignore[arg-type]
+        if predicate.test == "contains":
+            return f"{predicate.value!r} in {text}"
+        if predicate.test in ("startswith", "endswith"):
+            return f"{text}.{predicate.test}({predicate.value!r})"
+        return f"not {text}" if predicate.test == "empty" else f"{text} == {predicate.value!r}"
+
+    def _value(self, value: Any) -> str:
+        """What a register is set to: a number, or a text of several segments."""
+        if isinstance(value, Affine):
+            return self._number(value)
+        return " + ".join(self._text(source, operations) for source, operations in value) or "''"
+
+    def _print(self, depth: int, literal: str) -> None:
+        if literal:
+            self._line(depth, f"out({literal!r})")
+
+    def _emit(self, depth: int, source: str | Source, operations: Sequence[Operation], loss: bool) -> None:
+        text = self._text(source, operations)
+        if self._of._blocks:
+            text = f"({text}, {loss})"
+        self._line(depth, f"out({text})")
+
+
+def _operated(text: str, operation: Operation) -> str:
+    name, arguments = operation.name, ", ".join(map(repr, operation.arguments))
+    if name in ("before", "after", "before_last", "after_last"):
+        which = "rsplit" if name.endswith("_last") else "split"
+        return f"{text}.{which}({arguments}, 1)[{0 if name.startswith('before') else -1}]"
+    return f"{text}[{':'.join(operation.arguments)}]" if name == "slice" else f"{text}.{name}({arguments})"
+
+
+def _items(value: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    return list(value.items())

@@ -1,0 +1,394 @@
+"""The recorder: runs a chat template once for a real conversation, and adds what it did to an automaton.
+
+The whole conversation is traced, in transformers' own Jinja environment as `sandbox.py` instruments it, with symbolic
+lists, mappings, texts and numbers (`symbols.py`) in place of its messages. Every question is an instruction. At each
+pass of a loop the trace is cut: what Python remembers of the past must be in the key of the head or in registers.
+
+What can it remember? Jinja forgets what the body of a loop has set when the pass ends. What was set before the loop is
+a function of the path to it, which is in the key through the loop's node, and of places and numbers in registers that
+the loop does not set. Only namespaces outlive a pass, and what macros and `{% set %}` blocks have printed so far. So at
+each cut the attributes of namespaces that are strings or truth values are part of the key; numbers, texts and places
+go to registers, which are named by the loop's node, so that a value taken from a register of an outer loop is never
+overwritten; and anything else in a namespace is not compilable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jinja2
+import jinja2.filters
+from jinja2.compiler import CodeGenerator
+from jinja2.utils import Namespace
+
+from gpuload.template.automaton.nodes import (
+    DICTSORT,
+    ITEMS,
+    MISSING,
+    Affine,
+    Automaton,
+    Instruction,
+    Part,
+    Place,
+    Source,
+    Wanted,
+    kind_of,
+)
+from gpuload.template.automaton.symbols import (
+    Number,
+    Range,
+    Scalar,
+    SymbolicList,
+    SymbolicMapping,
+    segments_of,
+    text_of,
+)
+from gpuload.template.program import Operation, Predicate, Ref, Segment, apply_operations, holds
+from gpuload.template.rope import Rope
+from gpuload.template.symbol import reject
+
+
+class Recorder:
+    """The oracle of one trace.
+
+    Args:
+        automaton: grows.
+        row: the variables that differ from row to row, as the template sees them.
+        tojson: the filter of transformers.
+    """
+
+    def __init__(self, automaton: Automaton, row: Mapping[str, Any], tojson: Callable[..., Any]) -> None:
+        self.automaton, self.row, self._tojson = automaton, row, tojson
+        self.at_node = 0
+        self.registers: dict[Any, Any] = {}
+        self.namespaces: list[tuple[int, RecordedNamespace]] = []
+        self.buffers: list[Buffer] = []
+        self.changed: list[int] = []  # nodes that were added to
+        self._known: dict[Instruction, Any] = {}  # answers since the last cut
+
+    # -- instructions ----------------------------------------------------------------------------------------------
+
+    def record(self, instruction: Instruction, answer: Any = None, following: int | None = None) -> None:
+        """One instruction, with the row's answer; `following` if the node after it is known."""
+        node = self.automaton.nodes[self.at_node]
+        if node.instruction is None:
+            node.instruction = instruction
+            self.changed.append(self.at_node)
+        elif node.instruction != instruction:
+            raise NotDeterministicError(f"{node.instruction} and {instruction}")
+        if answer not in node.next:
+            node.next[answer] = self.automaton.new() if following is None else following
+            self.changed.append(self.at_node)
+        elif following is not None and node.next[answer] != following:
+            raise NotDeterministicError("two heads after one node")
+        self.at_node = node.next[answer]
+
+    def _ask(self, instruction: Instruction, answer: Any) -> Any:
+        if instruction not in self._known:
+            self.record(instruction, answer)
+            self._known[instruction] = answer
+        return self._known[instruction]
+
+    def ask(self, predicate: Predicate) -> bool:
+        return bool(self._ask(("ask", predicate), holds_at(predicate, self)))
+
+    def compare(self, operator: str, number: Affine) -> bool:
+        """Whether a number is < 0, or == 0."""
+        value = self.number(number)
+        answer = value < 0 if operator == "<" else value == 0
+        if not number.terms:
+            return answer
+        return bool(self._ask(("compare", operator, number), answer))
+
+    def equal(self, one: Place, other: Place) -> bool:
+        return bool(self._ask(("equal", one, other), self.value(one) == self.value(other)))
+
+    def same(self, one: tuple[Segment, ...], other: tuple[Segment, ...]) -> bool:
+        """Whether two texts are equal."""
+        texts = [tuple(map(_segment, pieces)) for pieces in (one, other)]
+        return bool(self._ask(("same", *texts), self._evaluated(texts[0]) == self._evaluated(texts[1])))
+
+    def select(self, part: Part, wanted: Wanted) -> Place:
+        """Puts elements of a list into a register, which is the place of their list."""
+        register = ("select", self.at_node)
+        self.record(("select", register, part, wanted))
+        values = part.of(self.value(part.place), self.number(part.start), self.number(part.length))
+        self.registers[register] = [each for each in values if wanted.holds(each)]
+        return (register,)
+
+    def at(self, place: Place) -> tuple[bool, Any]:
+        """Whether something is at a place, and what, as a constant or a symbol."""
+        kind = self._ask(("kind", place), kind_of(self.value(place)))
+        match kind:
+            case "missing":
+                return False, None
+            case "none":
+                return True, None
+            case "true" | "false":
+                return True, kind == "true"
+            case "text":
+                return True, text_of(self, Source("at", place))
+            case "int" | "float":
+                return True, Scalar(self, place, kind)
+            case "mapping":
+                return True, SymbolicMapping(self, place)
+            case "list":
+                return True, SymbolicList(self, place, Affine.of(("length", place)))
+        reject("reads a value that is not plain data")
+
+    # -- values of the row -----------------------------------------------------------------------------------------
+
+    def value(self, place: Place) -> Any:
+        inside = not place or isinstance(place[0], str)
+        found: Any = self.row if inside else self.registers[place[0]]
+        for at in place if inside else place[1:]:
+            if at in (ITEMS, DICTSORT):
+                found = list(found.items()) if at == ITEMS else jinja2.filters.do_dictsort(found)
+            elif isinstance(at, Affine):
+                found = found[self.number(at)]
+            else:
+                found = found.get(at, MISSING) if isinstance(found, Mapping) else found[at]
+        return found
+
+    def number(self, number: Affine) -> int:
+        return sum((count * self._atom(atom) for atom, count in number.terms), start=number.constant)
+
+    def _atom(self, atom: Any) -> int:
+        if atom[0] == "register":
+            return int(self.registers[atom[1]])
+        if atom[0] == "length":
+            return len(self.value(atom[1]))
+        if atom[0] == "characters":
+            return len(self.text(atom[1], atom[2]))
+        value = self.number(atom[1])
+        return int(value % atom[2] if atom[0] == "mod" else value // atom[2])
+
+    def text(self, source: str | Source, operations: tuple[Operation, ...] = ()) -> str:
+        """A text of the row."""
+        if isinstance(source, str):
+            return source
+        match source.kind:
+            case "at":
+                text = self.value(source.value)
+            case "register":
+                text = self.registers[source.value]
+            case "number":
+                text = str(self.number(source.value))
+            case "str":
+                text = str(self.value(source.value))
+            case _:
+                positional = [each for name, each in source.arguments if name is None]
+                named = {name: each for name, each in source.arguments if name is not None}
+                text = str(self._tojson(self.value(source.value), *positional, **named))
+        for operation in operations:
+            text = operated(text, operation)
+        return str(text)
+
+    # -- loops -----------------------------------------------------------------------------------------------------
+
+    def enter(self) -> Any:
+        """Begins a loop; returns the register that counts its passes."""
+        name = ("loop", self.at_node)
+        self.record(("enter", name))
+        self.registers[name] = -1
+        return name
+
+    def passes(self, name: Any, over: SymbolicList | Range) -> Iterator[Any]:
+        """The elements of a list; each pass begins at a head."""
+        counter, inside = Affine.of(("register", name)), len(self.namespaces)
+        while True:
+            self._cut(name, inside)
+            more = self.number(counter) + 1 < self.number(over.length)
+            self.record(("next", name, over.length), more)
+            if not more:
+                return
+            self.registers[name] += 1
+            yield over.element(counter)
+
+    def _cut(self, loop: Any, inside: int) -> None:
+        """Puts what is remembered into registers, and goes to the head of a pass.
+
+        Args:
+            inside: how many namespaces there were when the loop began; those that a pass has made are forgotten.
+        """
+        del self.namespaces[inside:]
+        saved: list[tuple[Any, Any]] = []
+        key: list[Any] = [loop]
+        for number, (made, namespace) in enumerate(self.namespaces):
+            constants: list[Any] = [made]
+            for name, value in attributes(namespace).items():
+                register: Any = (loop, number, name)
+                kept, known = self._kept(register, value, saved)
+                namespace[name] = kept
+                constants.append((name, known))
+            key.append(tuple(constants))
+        for number, buffer in enumerate(self.buffers):
+            register = (loop, "buffer", number)
+            if pieces := buffer.pieces():
+                saved.append((register, tuple(map(_segment, pieces))))
+                buffer.replace(text_of(self, Source("register", register)))
+            key.append(bool(pieces))
+        values = [self._evaluated(value) for _, value in saved]
+        self.registers.update(zip((register for register, _ in saved), values, strict=True))
+        head = self.automaton.head(tuple(key))
+        self.record(("save", tuple(saved)), None, head)
+        self._known = {}
+
+    def _kept(self, register: Any, value: Any, saved: list[tuple[Any, Any]]) -> tuple[Any, Any]:
+        """What an attribute of a namespace is after a cut, and what the key knows of it."""
+        if value is None or type(value) in (bool, str):
+            return value, (type(value).__name__, value)
+        if isinstance(value, jinja2.Undefined):
+            return value, ("undefined", value._undefined_name)
+        if type(value) is int:
+            value = Number(self, Affine(value))
+        if isinstance(value, Number):
+            saved.append((register, value.affine))
+            return Number(self, Affine.of(("register", register))), "number"
+        if isinstance(value, Rope):
+            saved.append((register, tuple(map(_segment, value._pieces))))
+            return text_of(self, Source("register", register)), "text"
+        if isinstance(value, SymbolicMapping):
+            return SymbolicMapping(self, self._moved(register, value.place, saved)), ("mapping", _form(value.place))
+        if isinstance(value, SymbolicList) and value.whole and not value.pairs:
+            place = self._moved(register, value.place, saved)
+            return SymbolicList(self, place, Affine.of(("length", place))), ("list", _form(value.place))
+        reject("keeps something other than texts, numbers, truth values, messages and their lists in a namespace")
+
+    def _moved(self, register: Any, place: Place, saved: list[tuple[Any, Any]]) -> Place:
+        """The same place with registers of their own for its indexes."""
+        if not isinstance(place[0], str):
+            reject("keeps an element of selected messages in a namespace")
+        moved: list[Any] = []
+        for number, at in enumerate(place):
+            if isinstance(at, Affine):
+                saved.append(((*register, number), at))
+                at = Affine.of(("register", (*register, number)))
+            moved.append(at)
+        return tuple(moved)
+
+    def _evaluated(self, value: Any) -> Any:
+        if isinstance(value, Affine):
+            return self.number(value)
+        return "".join(self.text(source, operations) for source, operations in value)
+
+    def emit(self, value: Any, loss: bool) -> None:
+        """Prints a known or symbolic text."""
+        for segment in segments_of(value):
+            source, operations = _segment(segment)
+            self.record(("emit", source, operations, loss))
+
+
+class NotDeterministicError(Exception):
+    """A node was reached again, and the template did something else there."""
+
+
+def holds_at(predicate: Predicate, recorder: Recorder) -> bool:
+    ref = predicate.ref
+    text = recorder.text(ref.message, ref.operations)  # type: ignore[arg-type]
+    return holds(Predicate(Ref(0, ""), predicate.test, predicate.value), text)
+
+
+def operated(text: str, operation: Operation) -> str:
+    if operation.name != "slice":
+        return apply_operations(text, (operation,))
+    start, stop = (int(end) if end else None for end in operation.arguments)
+    return text[start:stop]
+
+
+def _segment(segment: Segment) -> tuple[str | Source, tuple[Operation, ...]]:
+    if isinstance(segment, str):
+        return segment, ()
+    return segment.message, segment.operations  # type: ignore[return-value]
+
+
+def _form(place: Place) -> tuple[Any, ...]:
+    return tuple("number" if isinstance(at, Affine) else at for at in place)
+
+
+# -- what the template is given ------------------------------------------------------------------------------------
+
+
+class RecordedNamespace(Namespace):
+    """A namespace that the recorder knows of."""
+
+
+def attributes(namespace: Namespace) -> dict[str, Any]:
+    """What a namespace has. (Its own attributes are those of the template.)"""
+    return dict(object.__getattribute__(namespace, "_Namespace__attrs"))
+
+
+class Buffer(list[Any]):
+    """What a macro or block has printed so far."""
+
+    def pieces(self) -> tuple[Segment, ...]:
+        return tuple(segment for value in self for segment in segments_of(value))
+
+    def replace(self, value: Rope) -> None:
+        self[:] = [value]
+
+
+class Loop:
+    """The variable `loop` of a loop over a symbolic list."""
+
+    def __init__(self, recorder: Recorder, over: SymbolicList | Range, undefined: Any) -> None:
+        self._recorder, self._over, self._undefined = recorder, over, undefined
+        self._counter = Affine(0)
+
+    def __iter__(self) -> Iterator[tuple[Any, Loop]]:
+        name = self._recorder.enter()
+        self._counter = Affine.of(("register", name))
+        for item in self._recorder.passes(name, self._over):
+            yield item, self
+
+    @property
+    def index0(self) -> Number:
+        return Number(self._recorder, self._counter)
+
+    @property
+    def index(self) -> Number:
+        return self.index0 + 1
+
+    @property
+    def length(self) -> Number:
+        return Number(self._recorder, self._over.length)
+
+    @property
+    def revindex0(self) -> Number:
+        return self.length - self.index
+
+    @property
+    def revindex(self) -> Number:
+        return self.length - self.index0
+
+    @property
+    def first(self) -> bool:
+        return self.index0 == 0
+
+    @property
+    def last(self) -> bool:
+        return self.index == self.length
+
+    @property
+    def previtem(self) -> Any:
+        return (
+            self._undefined("there is no previous item") if self.first else self._over.element((self.index0 - 1).affine)
+        )
+
+    @property
+    def nextitem(self) -> Any:
+        return self._undefined("there is no next item") if self.last else self._over.element(self.index.affine)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        reject(f"uses loop.{name}")
+
+
+class BufferedCode(CodeGenerator):
+    """Generates code whose buffers are known to the recorder."""
+
+    def buffer(self, frame: Any) -> None:
+        frame.buffer = self.temporary_identifier()
+        self.writeline(f"{frame.buffer} = gpuload_buffer()")

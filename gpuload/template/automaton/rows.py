@@ -1,0 +1,300 @@
+"""Rows of any shape: rendered by the functions of an automaton that grows, and compared with transformers.
+
+A row goes through the functions (`functions.py`). Where no row has been yet, the template is executed for this row with
+symbols in place of its messages (`recorder.py`), and what it did is added. Nothing of this is trusted:
+
+- Each row that is traced is rendered by transformers, too, and so are rows like it with adversarial texts.
+- So is each row in which a pass of a loop follows another one for the first time.
+
+After one difference, transformers renders all rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jinja2
+
+from gpuload.reference.deadline import EndlessError
+from gpuload.reference.template_call import TemplateCall, describe_error, rejection, vendor_environment
+from gpuload.template.answers import Answers
+from gpuload.template.automaton.environment import RecordingTemplate
+from gpuload.template.automaton.functions import Functions
+from gpuload.template.automaton.nodes import Automaton
+from gpuload.template.automaton.recorder import NotDeterministicError, Recorder
+from gpuload.template.marks import UnknownAnswersError
+from gpuload.template.probe import ADVERSARIAL
+from gpuload.template.program import ByReference, Rejected
+from gpuload.template.sandbox import Meter
+from gpuload.template.symbol import NotCompilableError
+
+MOST_STEPS, MOST_SECONDS = 2_000_000, 15.0
+"""Limits of one trace, as in `trace.py`."""
+
+FREE_TRACES, ROWS_PER_TRACE = 256, 16
+"""So many rows are traced whatever they bring, and then one in so many rows. A trace costs as much as rendering some
+dozen rows with transformers."""
+
+PROBED_TEXTS, MOST_PROBES = 100, 48
+"""For each row that is traced, so many texts are replaced by adversarial ones, in rows that are compared; in fewer rows
+after the first traces."""
+
+_READ_BACK = "{{ messages | tojson }}"
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_NO_WAY = "more paths through the template than are traced"
+_BEGIN, _END = -1, -2
+
+
+class Rendered(NamedTuple):
+    """A row's text, and start and end of each part with loss, in bytes; no parts if nobody asks."""
+
+    text: str
+    answers: list[tuple[int, int]]
+
+
+class RowRenderer:
+    """Renders conversations of any shape. Several threads may do so at once.
+
+    Args:
+        call: the tokenizer, the template and the constants of the load.
+        answers: finds the parts of a conversation that have loss; None if nobody asks.
+
+    Raises:
+        NotCompilableError: this template cannot be recorded at all.
+
+    Attributes:
+        wrong: why transformers renders all rows, or None.
+        rows, traces, verified: how many rows were rendered, traced, and compared with transformers.
+    """
+
+    def __init__(self, call: TemplateCall, answers: Answers | None = None) -> None:
+        environment = vendor_environment()
+        if reason := call.not_compilable_reason():
+            raise NotCompilableError(reason)
+        if environment is None:
+            raise NotCompilableError("this version of transformers creates its Jinja environment in an unsupported way")
+        if call.sanitizes:
+            raise NotCompilableError("control tokens are marked row by row in such messages")
+        self._call, self._answers = call, answers
+        self._meter = Meter()
+        self._meter.reset(MOST_STEPS, MOST_SECONDS)
+        try:
+            self._template = RecordingTemplate(call.text(), self._meter, call.strftime_now)
+            self._context = call.context()
+        except NotCompilableError:
+            raise
+        except Exception as error:
+            raise NotCompilableError(describe_error(error)) from error
+        self._tojson = environment.filters["tojson"]
+        self._automaton = Automaton()
+        self._functions = Functions(self._automaton, self._tojson, blocks=answers is not None and answers.marked)
+        self._seen: set[tuple[int, int]] = set()  # passes of loops that follow each other in a row that was compared
+        self._random = random.Random(0)
+        self._lock = threading.RLock()
+        self.wrong: str | None = None
+        self.rows = self.traces = self.verified = 0
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> Rendered | Rejected | ByReference:
+        """Renders one conversation.
+
+        Args:
+            messages: plain data, as `json.loads` returns it.
+
+        Returns:
+            Its text; or why the template rejects it, or transformers must render it.
+        """
+        self.rows += 1
+        row = {"messages": prepared(messages)}
+        while not self.wrong:
+            out, trail, (end, reason) = self._walk(row)
+            if end == "reference":
+                return ByReference(reason)
+            if end == "raise":
+                return Rejected(reason)
+            if end == "end":
+                try:
+                    made = self._made(messages, out)
+                except UnknownAnswersError as error:
+                    return ByReference(str(error))
+                pairs = _pairs(trail)
+                if pairs <= self._seen:
+                    return made
+                with self._lock:
+                    self._verify(messages, made, pairs)
+                continue
+            with self._lock:
+                if why_not := self._trace(messages, row):
+                    return ByReference(why_not)
+                if self._walk(row)[2][0] == "open":
+                    return ByReference("the template is not deterministic")
+        return ByReference(self.wrong)
+
+    def _walk(self, row: Mapping[str, Any]) -> tuple[list[Any], list[int], tuple[str, str]]:
+        """`Functions.walk`. What fails is for transformers: data such as JSON that is nested too deep, and a row that
+        the trace of another thread overtakes."""
+        try:
+            return self._functions.walk(row)
+        except Exception as error:
+            return [], [], ("reference", describe_error(error))
+
+    def _made(self, messages: Sequence[Mapping[str, Any]], out: Sequence[Any]) -> Rendered:
+        """A row's text and its parts with loss, from what was printed."""
+        if self._answers is None:
+            return Rendered("".join(out), [])
+        if not self._answers.marked:
+            text = "".join(out)
+            return Rendered(text, self._answers.in_bytes(messages, text, render=self._text))
+        places = [0, *itertools.accumulate(len(text) for text, _ in out)]
+        runs = itertools.groupby(range(len(out)), key=lambda at: out[at][1])
+        blocks = [(places[at[0]], places[at[-1] + 1]) for inside, run in runs if inside and (at := list(run))]
+        text = "".join(text for text, _ in out)
+        return Rendered(text, self._answers.in_bytes(messages, text, render=self._text, blocks=blocks))
+
+    def _text(self, messages: list[Any]) -> str:
+        """Another conversation as transformers renders it."""
+        out, trail, (end, _) = self._walk({"messages": prepared(messages)})
+        if end != "end" or not _pairs(trail) <= self._seen:
+            return self._call.render(messages)
+        return "".join(text for text, _ in out) if self._answers and self._answers.marked else "".join(out)
+
+    def _verify(self, messages: Sequence[Any], made: Rendered, pairs: set[tuple[int, int]]) -> None:
+        """Compares a row with transformers."""
+        self.verified += 1
+        try:
+            same = self._call.render(messages) == made.text
+            if same and self._answers is not None:
+                same = self._answers.in_bytes(messages, made.text) == made.answers
+        except UnknownAnswersError:
+            pass  # only the parts of the automaton show where the answers are
+        except Exception:
+            same = False
+        if same:
+            self._seen |= pairs
+        else:
+            self.wrong = "the automaton of the template and transformers differ"
+
+    def _trace(self, messages: Sequence[Any], row: Mapping[str, Any], probes: bool = True) -> str | None:
+        """Adds what the template does for a row. Returns why transformers must render it, or None."""
+        if self._walk(row)[2][0] != "open":  # another thread has traced it meanwhile
+            return self.wrong
+        if self.traces >= max(FREE_TRACES, self.rows // ROWS_PER_TRACE):
+            return _NO_WAY
+        self.traces += 1
+        try:
+            if json.loads(self._call.render(messages, template=_READ_BACK)) != row["messages"]:
+                self.wrong = "this version of transformers changes messages before the template sees them"
+        except Exception as error:
+            return describe_error(error)
+        if self.wrong:
+            return self.wrong
+        self._meter.reset(MOST_STEPS, MOST_SECONDS)
+        recorder = Recorder(self._automaton, row, self._tojson)
+        try:
+            try:
+                self._template.run(recorder, self._context)
+                end: tuple[str, ...] = ("end",)
+            except NotDeterministicError:
+                raise
+            except NotCompilableError as error:
+                end = ("reference", str(error))
+            except (EndlessError, MemoryError) as error:
+                end = ("reference", rejection(error))
+            except Exception as error:
+                end = self._raised(error, messages)
+            recorder.record(end)
+        except NotDeterministicError:
+            self.wrong = "the template is not deterministic"
+        self._functions.changed(recorder.changed)
+        if probes:
+            self._probe_like(messages)
+        return self.wrong
+
+    def _probe_like(self, messages: Sequence[Any]) -> None:
+        """Compares rows like this one, with adversarial texts."""
+        most = MOST_PROBES if self.traces < 32 else 2
+        texts = [*ADVERSARIAL, *_around(self._automaton)]
+        replaced = 0
+        for _ in range(most):
+            if self.wrong or replaced >= PROBED_TEXTS:
+                break
+            other, count = _with_other_texts(messages, texts, self._random)
+            replaced += max(1, count)
+            self._probe(other)
+
+    def _raised(self, error: Exception, messages: Sequence[Any]) -> tuple[str, str]:
+        """How the path of an exception ends. The reason for a rejection is that of transformers."""
+        try:
+            message = describe_error(error)
+        except NotCompilableError:  # str(error) met a symbol
+            return "reference", "the template raises an error whose message contains a message's text"
+        if not isinstance(error, jinja2.TemplateError):
+            return "reference", message
+        try:
+            self._call.render(messages)
+        except Exception as truth:
+            return "raise", rejection(truth)
+        return "reference", "the trace was rejected, but the template accepts such rows"
+
+    def _probe(self, messages: Sequence[Any]) -> None:
+        """Compares a row with adversarial texts with transformers."""
+        row = {"messages": prepared(messages)}
+        if self._walk(row)[2][0] == "open" and self._trace(messages, row, probes=False):
+            return
+        out, trail, (end, reason) = self._walk(row)
+        if end == "end":
+            try:
+                self._verify(messages, self._made(messages, out), _pairs(trail))
+            except UnknownAnswersError:
+                return
+        elif end == "raise":
+            try:
+                self._call.render(messages)
+            except Exception as error:
+                if rejection(error) == reason:
+                    return
+            self.wrong = "the automaton of the template and transformers differ in what they reject"
+
+
+def prepared(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as transformers gives them to the template: without keys that are None, and with reasoning under each of
+    its names. It is compared with transformers for each row that is traced."""
+    rows = []
+    for message in messages:
+        given = {key: value for key, value in message.items() if value is not None}
+        reasoning = next((given[key] for key in _REASONING if key in given), None)
+        rows.append(given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning})
+    return rows
+
+
+def _pairs(trail: Sequence[int]) -> set[tuple[int, int]]:
+    return set(itertools.pairwise((_BEGIN, *trail, _END)))
+
+
+def _around(automaton: Automaton) -> list[str]:
+    """Texts around what the template has looked for so far."""
+    asked = [node.instruction[1] for node in automaton.nodes if node.instruction and node.instruction[0] == "ask"]
+    marks = dict.fromkeys(predicate.value for predicate in asked if predicate.value)
+    return [text for mark in marks for text in (mark, f"{mark}x", f"x {mark}", f"\n{mark} a {mark}\n")]
+
+
+def _with_other_texts(messages: Sequence[Any], texts: Sequence[str], draw: random.Random) -> tuple[list[Any], int]:
+    """The same messages with adversarial texts in some places, and how many."""
+    replaced = 0
+
+    def other(value: Any, name: str = "") -> Any:
+        nonlocal replaced
+        if isinstance(value, str):
+            if name in ("role", "type") or draw.random() < 0.25:
+                return value
+            replaced += 1
+            return draw.choice(texts)
+        if isinstance(value, dict):
+            return {key: other(each, key) for key, each in value.items()}
+        return [other(each) for each in value] if isinstance(value, list) else value
+
+    return [other(message) for message in messages], replaced
