@@ -23,7 +23,7 @@ from gpuload.reference.reference import problem
 from gpuload.reference.template_call import rejection
 from gpuload.sources.columns import to_python
 from gpuload.sources.types import is_plain
-from gpuload.template.automaton.rows import Rendered
+from gpuload.template.automaton.rows import RenderedRow
 from gpuload.template.compiler import ChatProgram
 from gpuload.template.program import (
     Branch,
@@ -193,12 +193,12 @@ class Walk:
                 except Exception as error:
                     self.rejected[row] = rejection(error)
 
-    def _by_reference(self, messages: list[Any], reason: str) -> Rendered:
+    def _by_reference(self, messages: list[Any], reason: str) -> RenderedRow:
         """One conversation, rendered by transformers."""
         started = time.perf_counter()
         try:
             text = self._program.render(messages, reason)
             answers = self._program.answers
-            return Rendered(text, [] if answers is None else answers.in_bytes(messages, text))
+            return RenderedRow(text, [] if answers is None else answers.in_bytes(messages, text))
         finally:
             self.reference_seconds += time.perf_counter() - started

@@ -13,7 +13,7 @@ from typing import Any
 
 from gpuload.reference.template_call import TemplateCall
 from gpuload.template.answers import Answers
-from gpuload.template.automaton.rows import Rendered, RowRenderer
+from gpuload.template.automaton.rows import RenderedRow, RowRenderer
 from gpuload.template.probe import FAILED
 from gpuload.template.program import TEXT, ByReference, Rejected, Shape, Tree, describe_shape, describe_tree
 from gpuload.template.symbol import NotCompilableError
@@ -91,7 +91,7 @@ class ChatProgram:
             self._rows = leaf  # whatever is wrong with the trace would be wrong with those of single rows
         return None
 
-    def render_row(self, messages: Sequence[Any]) -> Rendered | Rejected | ByReference:
+    def render_row(self, messages: Sequence[Any]) -> RenderedRow | Rejected | ByReference:
         """Render one conversation whatever its shape, without transformers if that is possible.
 
         Args:

@@ -9,20 +9,10 @@ from typing import Any
 import jinja2
 import jinja2.nodes
 
-from gpuload.template.automaton.nodes import DICTSORT, Affine, Place, Source, Wanted
+from gpuload.template.automaton.nodes import DICTSORT, Affine, Place, TextSource, Wanted
 from gpuload.template.automaton.recorder import Buffer, BufferedCode, Loop, RecordedNamespace, Recorder
-from gpuload.template.automaton.symbols import (
-    Number,
-    Printable,
-    Range,
-    Safe,
-    Scalar,
-    SymbolicList,
-    SymbolicMapping,
-    Text,
-    Value,
-    text_of,
-)
+from gpuload.template.automaton.symbols import SymbolicList, SymbolicMapping
+from gpuload.template.automaton.values import Printable, Range, Safe, Scalar, SymbolicNumber, Text, Value, text_of
 from gpuload.template.rope import Rope, join
 from gpuload.template.sandbox import TracingTemplate
 from gpuload.template.symbol import Symbol, reject
@@ -32,7 +22,7 @@ _ITERATE, _FILTERED = "gpuload_iterate", "gpuload_filtered"
 _TYPES = {
     SymbolicMapping: {"mapping", "iterable", "sequence", "defined"},
     SymbolicList: {"iterable", "sequence", "defined"},
-    Number: {"number", "integer", "defined"},
+    SymbolicNumber: {"number", "integer", "defined"},
 }
 _TESTS = frozenset(
     "string iterable sequence mapping number integer float boolean callable none defined undefined true false".split()
@@ -91,7 +81,7 @@ class RecordingTemplate(TracingTemplate):
             if isinstance(obj, SymbolicList):
                 if isinstance(key, slice):
                     return obj.sliced(key)
-                if type(key) is not int and not isinstance(key, Number):
+                if type(key) is not int and not isinstance(key, SymbolicNumber):
                     reject("indexes a list with something other than a number")
                 there, value = obj.find(key)
                 return value if there else environment.undefined(obj=self.recorder.value(obj.place), name=key)
@@ -184,9 +174,9 @@ class RecordingTemplate(TracingTemplate):
 
     def _range(self, known: Callable[..., Any]) -> Callable[..., Any]:
         def numbers(*args: Any) -> Any:
-            if not any(isinstance(each, Number) for each in args):
+            if not any(isinstance(each, SymbolicNumber) for each in args):
                 return known(*args)
-            affine = [each.affine if isinstance(each, Number) else Affine(each) for each in args]
+            affine = [each.affine if isinstance(each, SymbolicNumber) else Affine(each) for each in args]
             start, stop = (Affine(0), affine[0]) if len(args) == 1 else affine[:2]
             step = args[2] if len(args) > 2 else 1
             return Range(self.recorder, start, stop, step if type(step) is int else 0)
@@ -222,7 +212,7 @@ class RecordingTemplate(TracingTemplate):
                 hash(given)
             except TypeError:
                 reject("calls tojson with arguments that cannot be recorded")
-            return text_of(self.recorder, Source("json", place, given))
+            return text_of(self.recorder, TextSource("json", place, given))
 
         return tojson
 
@@ -296,7 +286,7 @@ def _length(known: Callable[..., Any]) -> Callable[..., Any]:
     def length(*args: Any) -> Any:
         value = args[-1]
         if isinstance(value, SymbolicList):
-            return Number(value.recorder, value.length)
+            return SymbolicNumber(value.recorder, value.length)
         if isinstance(value, Text):
             return value.characters()
         return value.length if isinstance(value, SymbolicMapping) else known(*args)

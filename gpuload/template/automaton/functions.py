@@ -33,7 +33,7 @@ from gpuload.template.automaton.nodes import (
     Atom,
     Automaton,
     Place,
-    Source,
+    TextSource,
     kind_of,
 )
 from gpuload.template.program import Operation, Predicate
@@ -228,7 +228,7 @@ class _Lines:
             return f"len({self._text(atom[1], atom[2])})"
         return f"({self._number(atom[1])} {'%' if atom[0] == 'mod' else '//'} {atom[2]})"
 
-    def _text(self, source: str | Source, operations: Sequence[Operation] = ()) -> str:
+    def _text(self, source: str | TextSource, operations: Sequence[Operation] = ()) -> str:
         if isinstance(source, str):
             return repr(source)
         if source.kind == "register":
@@ -266,7 +266,7 @@ class _Lines:
         if literal:
             self._line(depth, f"out({literal!r})")
 
-    def _emit(self, depth: int, source: str | Source, operations: Sequence[Operation], loss: bool) -> None:
+    def _emit(self, depth: int, source: str | TextSource, operations: Sequence[Operation], loss: bool) -> None:
         text = self._text(source, operations)
         if self._of._blocks:
             text = f"({text}, {loss})"

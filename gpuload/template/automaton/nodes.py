@@ -23,7 +23,7 @@ A node has one instruction, a tuple that begins with its name:
     ("reference", reason)              transformers must render the row
 
 A *place* is where a value is: ("messages", index, "content"), with numbers as indexes; it may begin with a register. A
-*number* is an `Affine`, a sum of multiples of registers and lengths. A *source* of text is a str, or a `Source`.
+*number* is an `Affine`, a sum of multiples of registers and lengths. A *source* of text is a str, or a `TextSource`.
 
 `functions.py` writes the automaton as Python functions, which is how rows are rendered.
 """
@@ -68,7 +68,7 @@ class Affine:
 
 
 @dataclass(frozen=True)
-class Source:
+class TextSource:
     """Where a text comes from.
 
     Attributes:
@@ -125,7 +125,7 @@ def kind_of(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Part:
+class ListPart:
     """Some elements of the list at a place: those at start, start + step, …, as many as `length` says."""
 
     place: Place

@@ -29,21 +29,14 @@ from gpuload.template.automaton.nodes import (
     Affine,
     Automaton,
     Instruction,
-    Part,
+    ListPart,
     Place,
-    Source,
+    TextSource,
     Wanted,
     kind_of,
 )
-from gpuload.template.automaton.symbols import (
-    Number,
-    Range,
-    Scalar,
-    SymbolicList,
-    SymbolicMapping,
-    segments_of,
-    text_of,
-)
+from gpuload.template.automaton.symbols import SymbolicList, SymbolicMapping, segments_of
+from gpuload.template.automaton.values import Range, Scalar, SymbolicNumber, text_of
 from gpuload.template.program import Operation, Predicate, Ref, Segment, apply_operations, holds
 from gpuload.template.rope import Rope
 from gpuload.template.symbol import reject
@@ -109,7 +102,7 @@ class Recorder:
         texts = [tuple(map(_segment, pieces)) for pieces in (one, other)]
         return bool(self._ask(("same", *texts), self._evaluated(texts[0]) == self._evaluated(texts[1])))
 
-    def select(self, part: Part, wanted: Wanted) -> Place:
+    def select(self, part: ListPart, wanted: Wanted) -> Place:
         """Puts elements of a list into a register, which is the place of their list."""
         register = ("select", self.at_node)
         self.record(("select", register, part, wanted))
@@ -128,7 +121,7 @@ class Recorder:
             case "true" | "false":
                 return True, kind == "true"
             case "text":
-                return True, text_of(self, Source("at", place))
+                return True, text_of(self, TextSource("at", place))
             case "int" | "float":
                 return True, Scalar(self, place, kind)
             case "mapping":
@@ -164,7 +157,7 @@ class Recorder:
         value = self.number(atom[1])
         return int(value % atom[2] if atom[0] == "mod" else value // atom[2])
 
-    def text(self, source: str | Source, operations: tuple[Operation, ...] = ()) -> str:
+    def text(self, source: str | TextSource, operations: tuple[Operation, ...] = ()) -> str:
         """A text of the row."""
         if isinstance(source, str):
             return source
@@ -227,7 +220,7 @@ class Recorder:
             register = (loop, "buffer", number)
             if pieces := buffer.pieces():
                 saved.append((register, tuple(map(_segment, pieces))))
-                buffer.replace(text_of(self, Source("register", register)))
+                buffer.replace(text_of(self, TextSource("register", register)))
             key.append(bool(pieces))
         values = [self._evaluated(value) for _, value in saved]
         self.registers.update(zip((register for register, _ in saved), values, strict=True))
@@ -242,13 +235,13 @@ class Recorder:
         if isinstance(value, jinja2.Undefined):
             return value, ("undefined", value._undefined_name)
         if type(value) is int:
-            value = Number(self, Affine(value))
-        if isinstance(value, Number):
+            value = SymbolicNumber(self, Affine(value))
+        if isinstance(value, SymbolicNumber):
             saved.append((register, value.affine))
-            return Number(self, Affine.of(("register", register))), "number"
+            return SymbolicNumber(self, Affine.of(("register", register))), "number"
         if isinstance(value, Rope):
             saved.append((register, tuple(map(_segment, value._pieces))))
-            return text_of(self, Source("register", register)), "text"
+            return text_of(self, TextSource("register", register)), "text"
         if isinstance(value, SymbolicMapping):
             return SymbolicMapping(self, self._moved(register, value.place, saved)), ("mapping", _form(value.place))
         if isinstance(value, SymbolicList) and value.whole and not value.pairs:
@@ -297,7 +290,7 @@ def operated(text: str, operation: Operation) -> str:
     return text[start:stop]
 
 
-def _segment(segment: Segment) -> tuple[str | Source, tuple[Operation, ...]]:
+def _segment(segment: Segment) -> tuple[str | TextSource, tuple[Operation, ...]]:
     if isinstance(segment, str):
         return segment, ()
     return segment.message, segment.operations  # type: ignore[return-value]
@@ -343,23 +336,23 @@ class Loop:
             yield item, self
 
     @property
-    def index0(self) -> Number:
-        return Number(self._recorder, self._counter)
+    def index0(self) -> SymbolicNumber:
+        return SymbolicNumber(self._recorder, self._counter)
 
     @property
-    def index(self) -> Number:
+    def index(self) -> SymbolicNumber:
         return self.index0 + 1
 
     @property
-    def length(self) -> Number:
-        return Number(self._recorder, self._over.length)
+    def length(self) -> SymbolicNumber:
+        return SymbolicNumber(self._recorder, self._over.length)
 
     @property
-    def revindex0(self) -> Number:
+    def revindex0(self) -> SymbolicNumber:
         return self.length - self.index
 
     @property
-    def revindex(self) -> Number:
+    def revindex(self) -> SymbolicNumber:
         return self.length - self.index0
 
     @property

@@ -40,7 +40,7 @@ FREE_TRACES, ROWS_PER_TRACE = 256, 16
 """So many rows are traced whatever they bring, and then one in so many rows. A trace costs as much as rendering some
 dozen rows with transformers."""
 
-PROBED_TEXTS, MOST_PROBES = 100, 48
+PROBED_TEXTS, MOST_PROBES = 400, 48
 """For each row that is traced, so many texts are replaced by adversarial ones, in rows that are compared; in fewer rows
 after the first traces."""
 
@@ -50,7 +50,7 @@ _NO_WAY = "more paths through the template than are traced"
 _BEGIN, _END = -1, -2
 
 
-class Rendered(NamedTuple):
+class RenderedRow(NamedTuple):
     """A row's text, and start and end of each part with loss, in bytes; no parts if nobody asks."""
 
     text: str
@@ -99,7 +99,7 @@ class RowRenderer:
         self.wrong: str | None = None
         self.rows = self.traces = self.verified = 0
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> Rendered | Rejected | ByReference:
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> RenderedRow | Rejected | ByReference:
         """Renders one conversation.
 
         Args:
@@ -142,18 +142,18 @@ class RowRenderer:
         except Exception as error:
             return [], [], ("reference", describe_error(error))
 
-    def _made(self, messages: Sequence[Mapping[str, Any]], out: Sequence[Any]) -> Rendered:
+    def _made(self, messages: Sequence[Mapping[str, Any]], out: Sequence[Any]) -> RenderedRow:
         """A row's text and its parts with loss, from what was printed."""
         if self._answers is None:
-            return Rendered("".join(out), [])
+            return RenderedRow("".join(out), [])
         if not self._answers.marked:
             text = "".join(out)
-            return Rendered(text, self._answers.in_bytes(messages, text, render=self._text))
+            return RenderedRow(text, self._answers.in_bytes(messages, text, render=self._text))
         places = [0, *itertools.accumulate(len(text) for text, _ in out)]
         runs = itertools.groupby(range(len(out)), key=lambda at: out[at][1])
         blocks = [(places[at[0]], places[at[-1] + 1]) for inside, run in runs if inside and (at := list(run))]
         text = "".join(text for text, _ in out)
-        return Rendered(text, self._answers.in_bytes(messages, text, render=self._text, blocks=blocks))
+        return RenderedRow(text, self._answers.in_bytes(messages, text, render=self._text, blocks=blocks))
 
     def _text(self, messages: list[Any]) -> str:
         """Another conversation as transformers renders it."""
@@ -162,7 +162,7 @@ class RowRenderer:
             return self._call.render(messages)
         return "".join(text for text, _ in out) if self._answers and self._answers.marked else "".join(out)
 
-    def _verify(self, messages: Sequence[Any], made: Rendered, pairs: set[tuple[int, int]]) -> None:
+    def _verify(self, messages: Sequence[Any], made: RenderedRow, pairs: set[tuple[int, int]]) -> None:
         """Compares a row with transformers."""
         self.verified += 1
         try:

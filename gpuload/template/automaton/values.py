@@ -1,0 +1,237 @@
+"""Symbolic texts and numbers of a conversation; lists and mappings of them are in `symbols.py`."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, NoReturn, Protocol
+
+from gpuload.template.automaton.nodes import Affine, ListPart, Place, TextSource, Wanted
+from gpuload.template.program import Operation, Predicate, Ref, Segment
+from gpuload.template.rope import Rope
+from gpuload.template.symbol import Symbol, reject
+
+
+class Recording(Protocol):
+    """What symbols ask, see `recorder.py`. It answers for one real row."""
+
+    def ask(self, predicate: Predicate) -> bool: ...
+
+    def compare(self, operator: str, number: Affine) -> bool: ...
+
+    def at(self, place: Place) -> tuple[bool, Any]: ...
+
+    def equal(self, one: Place, other: Place) -> bool: ...
+
+    def same(self, one: tuple[Segment, ...], other: tuple[Segment, ...]) -> bool: ...
+
+    def select(self, part: ListPart, wanted: Wanted) -> Place: ...
+
+
+class Value(Symbol):
+    """A symbolic value that is not a text.
+
+    Attributes:
+        recorder: writes down what is asked.
+    """
+
+    __slots__ = ("recorder",)
+
+    def __init__(self, recorder: Recording) -> None:
+        self.recorder = recorder
+        self._oracle = recorder
+
+    def __len__(self) -> NoReturn:
+        reject("takes the length of a list of a conversation in a way that cannot be traced")
+
+    def __bool__(self) -> bool:
+        reject("tests a value of a conversation in a way that cannot be traced")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        reject(f"uses the attribute {name} of a value of a conversation")
+
+
+class Text(Rope):
+    """A text, of which slices can be taken."""
+
+    __slots__ = ()
+
+    def _make(self, pieces: Any) -> Text:
+        return Text(self._oracle, pieces)
+
+    def __getitem__(self, key: object) -> Text:
+        if not isinstance(key, slice) or key.step is not None or len(self._pieces) != 1:
+            reject("indexes into a message's text, or slices joined texts")
+        ends = (key.start, key.stop)
+        if not all(end is None or type(end) is int for end in ends):
+            reject("slices a message's text at a place that differs from row to row")
+        piece = self._pieces[0]
+        if isinstance(piece, str):
+            return self._make((piece[key],))
+        operation = Operation("slice", tuple("" if end is None else str(end) for end in ends))
+        return self._make((Ref(piece.message, piece.field, (*piece.operations, operation)),))
+
+    def capitalize(self) -> Text:
+        if len(self._pieces) > 1:
+            reject("calls capitalize on joined texts")
+        return self._make(p.capitalize() if isinstance(p, str) else p.then("capitalize") for p in self._pieces)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Rope) and self._pieces != other._pieces:
+            return self._oracle.same(self._pieces, other._pieces)  # type: ignore[attr-defined, no-any-return]
+        return super().__eq__(other)
+
+    __hash__ = Symbol.__hash__
+
+    def characters(self) -> SymbolicNumber:
+        """How many characters it has."""
+        affine = Affine(0)
+        for piece in self._pieces:
+            one = (
+                Affine(len(piece))
+                if isinstance(piece, str)
+                else Affine.of(("characters", piece.message, piece.operations))
+            )
+            affine = affine.plus(one)
+        return SymbolicNumber(self._oracle, affine)  # type: ignore[arg-type]
+
+
+def text_of(recorder: Recording, source: TextSource) -> Text:
+    """A text by where it comes from."""
+    return Text(recorder, (Ref(source, ""),))  # type: ignore[arg-type]
+
+
+ZERO = Affine(0)
+
+
+class Printable(Value):
+    """A symbolic value that can be printed."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def text(self) -> Rope:
+        """What printing it gives."""
+
+
+class SymbolicNumber(Printable):
+    """A number that differs from row to row."""
+
+    __slots__ = ("affine",)
+
+    def __init__(self, recorder: Recording, affine: Affine) -> None:
+        super().__init__(recorder)
+        self.affine = affine
+
+    def text(self) -> Text:
+        return text_of(self.recorder, TextSource("number", self.affine))
+
+    def __add__(self, other: object) -> SymbolicNumber:
+        return SymbolicNumber(self.recorder, self.affine.plus(affine_of(other)))
+
+    __radd__ = __add__
+
+    def __sub__(self, other: object) -> SymbolicNumber:
+        return SymbolicNumber(self.recorder, self.affine.plus(affine_of(other), -1))
+
+    def __rsub__(self, other: object) -> SymbolicNumber:
+        return SymbolicNumber(self.recorder, affine_of(other).plus(self.affine, -1))
+
+    def __mul__(self, other: object) -> Any:
+        if type(other) is not int:
+            reject("multiplies two numbers that differ from row to row")
+        return SymbolicNumber(self.recorder, Affine(0).plus(self.affine, other))
+
+    __rmul__ = __mul__
+
+    def __mod__(self, other: object) -> SymbolicNumber:
+        return self._divided("mod", other)
+
+    def __floordiv__(self, other: object) -> SymbolicNumber:
+        return self._divided("div", other)
+
+    def _divided(self, name: str, other: object) -> SymbolicNumber:
+        if type(other) is not int or other <= 0:
+            reject("divides by something other than a positive number")
+        return SymbolicNumber(self.recorder, Affine.of((name, self.affine, other)))
+
+    def __bool__(self) -> bool:
+        return self != 0
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) not in (int, bool) and not isinstance(other, SymbolicNumber):
+            return False
+        return self.recorder.compare("==", self.affine.plus(affine_of(other), -1))
+
+    __hash__ = Symbol.__hash__
+
+    def __lt__(self, other: object) -> bool:
+        return self.recorder.compare("<", self.affine.plus(affine_of(other), -1))
+
+    def __ge__(self, other: object) -> bool:
+        return not self < other
+
+    def __gt__(self, other: object) -> bool:
+        return self.recorder.compare("<", affine_of(other).plus(self.affine, -1))
+
+    def __le__(self, other: object) -> bool:
+        return not self > other
+
+
+def affine_of(value: object) -> Affine:
+    if isinstance(value, SymbolicNumber):
+        return value.affine
+    if type(value) not in (int, bool):
+        reject("calculates with a number that differs from row to row and another value")
+    return Affine(int(value))  # type: ignore[call-overload]
+
+
+class Scalar(Printable):
+    """A number in the data, which can be printed."""
+
+    __slots__ = ("kind", "place")
+
+    def __init__(self, recorder: Recording, place: Place, kind: str) -> None:
+        super().__init__(recorder)
+        self.place, self.kind = place, kind
+
+    def text(self) -> Text:
+        return text_of(self.recorder, TextSource("str", self.place))
+
+    def __eq__(self, other: object) -> bool:
+        if other is None or isinstance(other, str):
+            return False
+        reject("compares a number of a conversation")
+
+    __hash__ = Symbol.__hash__
+
+
+class Safe(Printable):
+    """A text after the filter `safe`: it can only be printed."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self, recorder: Recording, text: Rope) -> None:
+        super().__init__(recorder)
+        self._text = text
+
+    def text(self) -> Rope:
+        return self._text
+
+
+class Range(Value):
+    """`range` with numbers that differ from row to row: start, start + step, …, as many as `length` says."""
+
+    __slots__ = ("length", "start", "step")
+
+    def __init__(self, recorder: Recording, start: Affine, stop: Affine, step: int) -> None:
+        super().__init__(recorder)
+        if step not in (1, -1):
+            reject("calls range with a step other than 1 and -1")
+        size = Affine(0).plus(stop, step).plus(start, -step)
+        self.length = Affine(0) if recorder.compare("<", size) else size
+        self.start, self.step = start, step
+
+    def element(self, index: Affine) -> SymbolicNumber:
+        return SymbolicNumber(self.recorder, self.start.plus(index, self.step))
