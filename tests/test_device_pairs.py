@@ -19,25 +19,15 @@ from simulator.stream_checks import StreamKernels
 from tiers import core
 
 import gpuload
-from gpuload.core.arrays import Ragged, offsets_of
+from gpuload.core.arrays import Ragged, appended, offsets_of
 from gpuload.core.errors import DeviceError
+from gpuload.core.marks import paired, with_loss_from
 from gpuload.engines.device import cuda
 from gpuload.engines.device.encode import DeviceEncoder
-from gpuload.engines.device.store import Index, Segments, in_order
+from gpuload.engines.device.store import Index
 from gpuload.kinds.chats.engine import common_prefixes
 from gpuload.kinds.pairs.batches import padded_sequences
-from gpuload.kinds.pairs.parts import (
-    CHOSEN,
-    COMPLETION,
-    REJECTED,
-    appended,
-    counts,
-    equal_pairs,
-    paired,
-    with_completion,
-)
-from gpuload.kinds.pairs.store import PartSizes, common_ids, part_sizes
-from gpuload.kinds.pairs.store import equal_pairs as equal_in_store
+from gpuload.kinds.pairs.device import common_ids
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
@@ -278,23 +268,8 @@ def random_pairs(rows: int) -> Ragged:
 
     shared, chosen, rejected = (ids(chance.integers(0, 70, rows)) for _ in range(3))
     other = chosen.take(np.arange(rows)) if rows % 2 else rejected
-    sequences = (with_completion(appended(shared, each), shared.lengths) for each in (chosen, other))
+    sequences = (with_loss_from(appended(shared, each), shared.lengths) for each in (chosen, other))
     return paired(*sequences, shared.lengths)
-
-
-@pytest.mark.parametrize("rows", SIZES)
-def test_parts_are_counted_and_compared_as_on_the_host(rows: int) -> None:
-    pairs = random_pairs(rows)
-    bits = [
-        [sum(bool(token & int(bit)) for token in row) for row in pairs.to_lists()]
-        for bit in (CHOSEN, REJECTED, COMPLETION)
-    ]
-    assert [each.tolist() for each in counts(pairs)] == bits
-    store = in_order([Segments(KERNELS).add(pairs)], None)  # type: ignore[list-item]
-    found = part_sizes(store)
-    assert isinstance(found, PartSizes)
-    assert [found.chosen.tolist(), found.rejected.tolist(), found.completion.tolist()] == bits
-    assert equal_in_store(store) == equal_pairs(pairs)
 
 
 @pytest.mark.parametrize("rows", SIZES)
@@ -309,7 +284,7 @@ def test_rows_are_written_as_on_the_host(rows: int) -> None:
     shared = common_prefixes(one, two)
     assert common_ids(kernels, index(one), index(two)).tolist() == shared.tolist()
     begins = [chance.integers(0, each.lengths + 1) for each in (one, two)]
-    marked = [with_completion(each, begin) for each, begin in zip((one, two), begins, strict=True)]
+    marked = [with_loss_from(each, begin) for each, begin in zip((one, two), begins, strict=True)]
     heads = random_pairs(rows).take(chance.permutation(rows))
     for other, begin, common, rest in (
         (two, begins[1], shared, paired(*marked, shared)),

@@ -17,14 +17,13 @@ from simulator.host_kernels import COMPILER, HostKernels
 from tiers import exhaustive
 
 from gpuload.core.arrays import Ragged, offsets_of
-from gpuload.core.marks import LOSS, split, with_loss
+from gpuload.core.marks import CHOSEN, LOSS, REJECTED, split, with_loss
 from gpuload.engines.device import texts as device_texts
 from gpuload.engines.device.kernels import signatures, source
 from gpuload.engines.device.texts import DeviceTexts, gather, texts_to_device
 from gpuload.engines.host.packs import IGNORED, packed
 from gpuload.engines.protocol import TextColumn
 from gpuload.kinds.chats.batches import padded_rows
-from gpuload.kinds.pairs.parts import CHOSEN, COMPLETION, REJECTED
 from gpuload.packing import Plan
 from gpuload.template.probe import WHITE_SPACE
 from gpuload.template.program import Operation, Predicate, Ref, apply_operations, holds
@@ -215,7 +214,7 @@ def test_batches_are_padded_and_truncated_as_on_the_cpu(count: int, keep: Any, w
 def test_labelled_batches_are_padded_as_on_the_cpu(count: int, width: int, limit: int, keep: Any) -> None:
     limit, chance = min(limit, width), np.random.default_rng(width)
     offsets = offsets_of(chance.integers(0, 40, 50))
-    ids = Ragged(chance.integers(0, LOSS, offsets[-1], np.int32), offsets)
+    ids = Ragged(chance.integers(0, REJECTED, offsets[-1], np.int32), offsets)
     store = with_loss(ids, chance.integers(0, 2, offsets[-1]).astype(bool))
     rows = chance.integers(0, 50, count)
     out = poisoned(4 * count * width + 3, np.int64)
@@ -232,9 +231,9 @@ def test_labelled_batches_are_padded_as_on_the_cpu(count: int, width: int, limit
 
 
 def test_constants_of_labels_are_those_of_the_kernels() -> None:
-    found = dict(re.findall(r"#define (LOSS|NO_LABEL|CHOSEN|REJECTED|COMPLETION) +\(([^()]+)\)", source()))
+    found = dict(re.findall(r"#define (LOSS|NO_LABEL|CHOSEN|REJECTED) +\(([^()]+)\)", source()))
     assert {name: eval(value) for name, value in found.items()} == {
-        "LOSS": LOSS, "NO_LABEL": IGNORED, "CHOSEN": CHOSEN, "REJECTED": REJECTED, "COMPLETION": COMPLETION,
+        "LOSS": LOSS, "NO_LABEL": IGNORED, "CHOSEN": CHOSEN, "REJECTED": REJECTED,
     }  # fmt: skip
 
 
@@ -244,7 +243,7 @@ def test_packs_are_gathered_as_on_the_cpu(count: int, longest: int) -> None:
     chance = np.random.default_rng(count)
     lengths = chance.integers(1, 400, 50)
     offsets = offsets_of(lengths)
-    store = Ragged(chance.integers(0, LOSS, offsets[-1], np.int32), offsets)
+    store = Ragged(chance.integers(0, REJECTED, offsets[-1], np.int32), offsets)
     mask = chance.integers(0, 2, offsets[-1], np.uint8)
     rows = chance.integers(0, 50, count)
     first = chance.integers(0, lengths[rows])

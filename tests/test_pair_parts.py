@@ -3,11 +3,13 @@
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from simulator.strict_arrays import StrictModule
 
-from gpuload.core.arrays import Ragged
-from gpuload.kinds.pairs.parts import CHOSEN, COMPLETION, REJECTED, appended, completion_tokens, counts, equal_pairs
+from gpuload.core.arrays import Ragged, appended
+from gpuload.core.marks import CHOSEN, LOSS, REJECTED
+from gpuload.kinds.pairs.sizes import PairSizes
 
-BITS = [0, CHOSEN, REJECTED, COMPLETION, CHOSEN | COMPLETION, REJECTED | COMPLETION]
+BITS = [0, CHOSEN, REJECTED, LOSS, CHOSEN | LOSS, REJECTED | LOSS]
 IDS = st.builds(lambda token, bits: token | int(bits), st.integers(0, 9), st.sampled_from(BITS))
 PARTS = st.tuples(*[st.lists(st.integers(0, 1), max_size=3)] * 3)
 
@@ -15,19 +17,24 @@ PARTS = st.tuples(*[st.lists(st.integers(0, 1), max_size=3)] * 3)
 @given(st.lists(st.lists(IDS, max_size=9), max_size=6))
 def test_counts_of_bits_in_any_order(rows: list[list[int]]) -> None:
     ids = Ragged.from_lists(rows)
-    for found, bit in zip(counts(ids), (CHOSEN, REJECTED, COMPLETION), strict=True):
-        assert found.dtype == np.int64
-        assert found.tolist() == [sum(bool(token & int(bit)) for token in row) for row in rows]
-    for other in (CHOSEN, REJECTED, np.int32(0)):
-        expected = [sum(token & int(COMPLETION | other) == COMPLETION for token in row) for row in rows]
-        assert completion_tokens(ids, other).tolist() == expected
+    found = PairSizes.of(ids)
+    for counted, bit in ((found.chosen, CHOSEN), (found.rejected, REJECTED)):
+        assert counted.dtype == np.int64
+        assert counted.tolist() == [sum(bool(token & int(bit)) for token in row) for row in rows]
+    for counted, other in ((found.chosen_loss, REJECTED), (found.rejected_loss, CHOSEN)):
+        expected = [sum(token & int(LOSS | other) == LOSS for token in row) for row in rows]
+        assert counted.tolist() == expected
 
 
 @given(st.lists(PARTS, max_size=6))
 def test_equal_pairs_are_counted(rows: list[tuple[list[int], ...]]) -> None:
-    bits = (0, int(CHOSEN | COMPLETION), int(REJECTED | COMPLETION))
+    bits = (0, int(CHOSEN | LOSS), int(REJECTED | LOSS))
     ids = [[token | bit for part, bit in zip(row, bits, strict=True) for token in part] for row in rows]
-    assert equal_pairs(Ragged.from_lists(ids)) == sum(chosen == rejected for _, chosen, rejected in rows)
+    expected = [chosen == rejected for _, chosen, rejected in rows]
+    pairs, there = Ragged.from_lists(ids), StrictModule()
+    assert PairSizes.of(pairs).equal.tolist() == expected
+    on_device = PairSizes.of(Ragged(*map(there.asarray, (pairs.values, pairs.offsets)))).array().get()
+    assert on_device.tolist() == PairSizes.of(pairs).array().tolist()
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=4), st.lists(st.integers(0, 9), max_size=4))))

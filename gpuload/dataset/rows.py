@@ -38,6 +38,7 @@ class Loaded:
 
     Attributes:
         tokens: of the rows, where the engine or the store on disk has them.
+        sizes: (k, n) what the kind has counted of each row, see `Kind.sizes`; its tokens come first.
         columns: the other columns.
         origins: where the rows come from.
         engine: makes batches.
@@ -48,6 +49,7 @@ class Loaded:
     """
 
     tokens: TokenStore
+    sizes: Numbers
     columns: Columns
     origins: Origins
     engine: Engine
@@ -69,7 +71,8 @@ class Rows(torch.utils.data.Dataset[Row]):
 
     def __init__(self, loaded: Loaded):
         self._store = loaded.tokens
-        self._lengths = loaded.tokens.lengths
+        self._sizes = loaded.sizes
+        self._lengths: Numbers = loaded.sizes[0]
         self.options = loaded.options
         self.pad_token_id = loaded.pad_token_id
         self.report = loaded.report

@@ -94,8 +94,8 @@ class PromptKind(Kind["PromptDataset"]):
     def engine(self, options: Options, reference: Reference, exact_only: bool) -> Engine:
         return choose_engine(options, reference, exact_only)
 
-    def sizes(self, ids: Any) -> Array:
-        return ids.lengths
+    def sizes(self, tokens: Ragged) -> Array:
+        return tokens.lengths[None]
 
     def dataset(self, loaded: Loaded) -> "PromptDataset":
         return PromptDataset(loaded)

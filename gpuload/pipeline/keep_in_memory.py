@@ -65,8 +65,9 @@ class Keeper(Protocol):
     def numbers(self) -> RowNumbers:
         """The numbers of all rows that were added."""
 
-    def finish(self, order: RowNumbers | None) -> tuple[TokenStore, Columns]:
-        """The ids and columns of all rows, in the given order; None for the order in which they were added."""
+    def finish(self, order: RowNumbers | None) -> tuple[TokenStore, RowNumbers, Columns]:
+        """The ids of all rows, their sizes (k, n) and their columns, in the given order; None for the order in which
+        they were added."""
 
     def discard(self) -> None:
         """Removes unfinished files, however the load ended."""
@@ -89,6 +90,7 @@ class InMemory:
         self._ids: list[TokenStore] = []
         self._tables: list[pa.Table] = []
         self._numbers: list[RowNumbers] = []
+        self._sizes: list[RowNumbers] = []
         self._finding = Lock()
 
     def __len__(self) -> int:
@@ -108,6 +110,8 @@ class InMemory:
         self._tables.append(kept_columns(batch, keep, self._options, self._sanitized))
         self._ids.append(self._engine.keep(batch.tokens.ids, None if keep.all() else np.flatnonzero(keep)))
         self._numbers.append(numbers[keep])
+        assert batch.sizes is not None
+        self._sizes.append(batch.sizes.compress(keep, axis=1))
 
     def complete(self, trusted: bool) -> None:
         self.cache.finish(self._sources, trusted)
@@ -117,13 +121,16 @@ class InMemory:
 
     def exchange(self, ranks: Ranks, report: Report) -> Report:
         """Adds the rows of the other ranks, and returns the report of all of them."""
-        own = KeptRows(self._ids, self._tables, self.numbers(), report)
-        self._ids, self._tables, numbers, report = ranks.exchange(own, partial(self._engine.keep, rows=None))
+        own = KeptRows(self._ids, self._tables, self.numbers(), self._sizes, report)
+        everyone = ranks.exchange(own, partial(self._engine.keep, rows=None))
+        self._ids, self._tables, numbers, self._sizes, report = everyone
         self._numbers = [numbers]
         return report
 
-    def finish(self, order: RowNumbers | None) -> tuple[TokenStore, Columns]:
-        return self._engine.store(self._ids, order), Columns(drained(self._tables), order)
+    def finish(self, order: RowNumbers | None) -> tuple[TokenStore, RowNumbers, Columns]:
+        sizes = np.concatenate(self._sizes, axis=1)
+        sizes = sizes if order is None else sizes.take(order, axis=1)
+        return self._engine.store(self._ids, order), sizes, Columns(drained(self._tables), order)
 
     def discard(self) -> None:
         self.cache.discard()

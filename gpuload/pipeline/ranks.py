@@ -42,12 +42,14 @@ class KeptRows(NamedTuple):
         ids: their ids, in some parts.
         tables: their other columns, in some parts.
         numbers: (n,) int64, numbers of the rows over all sources.
+        sizes: (k, n) int64, what the kind has counted of the rows, in some parts.
         report: of the rows that were read.
     """
 
     ids: list[TokenStore]
     tables: list[pa.Table]
     numbers: RowNumbers
+    sizes: list[RowNumbers]
     report: Report
 
 
@@ -137,23 +139,25 @@ class Ranks:
             GpuloadError: another rank failed.
         """
         mine = Ragged.concatenate([part.to_host() for part in own.ids])
-        arrays = [mine.values, mine.offsets, own.numbers, *map(_to_bytes, own.tables)]
+        sizes = np.concatenate(own.sizes, axis=1) if own.sizes else np.zeros((0, 0), np.int64)
+        arrays = [mine.values, mine.offsets, own.numbers, sizes, *map(_to_bytes, own.tables)]
         everyone = self._gather(([(array.dtype.str, array.shape) for array in arrays], own.report))
         self.exchanged = True
         ids: list[TokenStore] = []
-        tables, numbers = [], []
+        tables, numbers, everyones_sizes = [], [], []
         for rank, (shapes, _) in enumerate(everyone):
             self._meet()  # what was received before may have taken some ranks longer to keep
-            values, offsets, theirs, *some = self._broadcast(rank, shapes, arrays)
+            values, offsets, theirs, counted, *some = self._broadcast(rank, shapes, arrays)
             ids += own.ids if rank == self.rank else [keep(Ragged(values, offsets))]
             tables += own.tables if rank == self.rank else [_from_bytes(array) for array in some]
             numbers.append(theirs)
+            everyones_sizes += [counted] * bool(len(counted))  # a rank without rows has not counted anything
         report = everyone[0][1]
         for _, other in everyone[1:]:
             report.add(other)
         report.notes.append(f"the work was shared by {self.count} ranks")
         self._finished = True
-        return KeptRows(ids, tables, np.concatenate(numbers), report)
+        return KeptRows(ids, tables, np.concatenate(numbers), everyones_sizes, report)
 
     def one_per_machine(self, load: Callable[[], Made]) -> Made:
         """Calls `load` on one rank of each machine, and on the others when it has returned there: they find what it has

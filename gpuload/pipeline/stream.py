@@ -48,6 +48,7 @@ class Batch:
         text: the rendered prompts.
         tokens: the token ids.
         compared: how many of the rows were compared with the tokenizer.
+        sizes: (k, n) what the kind has counted of each row, in host memory.
         invalid: row → which of its columns is not valid; None where that was not looked for yet.
     """
 
@@ -58,6 +59,7 @@ class Batch:
     text: RenderedText | None = None
     tokens: Tokenized | None = None
     compared: int = 0
+    sizes: RowNumbers | None = None
     invalid: dict[int, str] | None = None
 
     @property

@@ -41,7 +41,7 @@ extern "C" __global__ void pad_labelled(
         for (i64 column = threadIdx.x; column < width; column += blockDim.x) {
             const bool inside = column < kept, at_front = kept == all || column < head;
             const int found = inside ? values[at_front ? column : all - (kept - column)] : 0;
-            const i64 cell = b * width + column, id = found & ~LOSS;
+            const i64 cell = b * width + column, id = found & IDS;
             out[cell] = inside ? id : pad_id;
             out[plane + cell] = inside;
             out[2 * plane + cell] = inside ? column : 0;

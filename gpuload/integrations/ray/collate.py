@@ -10,8 +10,9 @@ import pyarrow as pa
 import torch
 from ray.data.collate_fn import ArrowBatchCollateFn
 
-from gpuload.core.arrays import Ragged, offsets_of
+from gpuload.core.arrays import Ragged, appended, offsets_of
 from gpuload.core.errors import OptionError
+from gpuload.core.marks import LOSS
 from gpuload.core.options import Options, Padding, Truncation
 from gpuload.dataset.rows import object_array, prompt_too_long
 from gpuload.engines.host.batches import pad
@@ -23,7 +24,6 @@ from gpuload.kinds.chats.load import ChatKind
 from gpuload.kinds.pairs.batches import padded_sequences
 from gpuload.kinds.pairs.formats import MARGIN
 from gpuload.kinds.pairs.load import PairKind
-from gpuload.kinds.pairs.parts import COMPLETION, appended
 from gpuload.kinds.prompts import PromptKind, index_of
 from gpuload.pipeline.kind import Kind
 from gpuload.reference.reference import messages_of
@@ -116,7 +116,7 @@ class Collate(ArrowBatchCollateFn):  # type: ignore[misc]
         sequences = [_rows(batch, name) for name in ("chosen_ids", "rejected_ids")]
         if self._kind.objective == "dpo":
             prompts = _rows(batch, "prompt_ids")
-            completions = (Ragged(ids.values | COMPLETION, ids.offsets) for ids in sequences)
+            completions = (Ragged(ids.values | LOSS, ids.offsets) for ids in sequences)
             sequences = [appended(prompts, completion) for completion in completions]
         side: Truncation = "left" if self._options.truncation == "left" else "right"
         rows = Ragged.concatenate([ids.truncate(self._options.max_prompt_length, side) for ids in sequences])

@@ -12,7 +12,7 @@ from gpuload.cache.token_store import DiskTokens
 from gpuload.core.arrays import Ragged
 from gpuload.core.errors import OptionError
 from gpuload.core.lazy import LazyDict
-from gpuload.core.marks import LOSS, split
+from gpuload.core.marks import split
 from gpuload.core.options import Padding, Trainer
 from gpuload.dataset.loader import PackLoader, PromptLoader
 from gpuload.dataset.rows import Made, Numbers, Rows, Values
@@ -60,10 +60,10 @@ class ChatDataset(Rows):
         """Which of these ids have loss: `values`, bool, and the same `offsets`."""
         return split(self._store.to_host())[1]
 
-    @cached_property
+    @property
     def loss_tokens(self) -> int:
         """Number of tokens with loss."""
-        return sum(int(np.count_nonzero(ids & LOSS)) for ids in self._store.chunks())
+        return int(self._sizes[1].sum())
 
     def _lists(self, numbers: Numbers, columns: Made) -> dict[str, Sequence[Any]]:
         ids, loss = self._truncated(numbers)

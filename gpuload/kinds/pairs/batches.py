@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from gpuload.core.arrays import Ragged, RowNumbers
+from gpuload.core.marks import split
 from gpuload.engines.host.batches import HostBatches
 from gpuload.engines.protocol import Batches
-from gpuload.kinds.pairs.parts import split
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ class PairBatches(Batches, Protocol):
 
         Args:
             slices: where the sequences are in the store.
-            sequences: returns the same, truncated, in host memory, with the bit of completions; called only if the
+            sequences: returns the same, truncated, in host memory, with the bit of loss; called only if the
                 batch is made there.
             width: columns of the batch.
 
@@ -66,7 +66,7 @@ def padded_sequences(rows: Ragged, width: int, pad_id: int) -> dict[str, torch.T
     """Pads sequences on the right.
 
     Args:
-        rows: B sequences of at most `width` ids, with the bit of completions.
+        rows: B sequences of at most `width` ids, with the bit of loss.
         width: columns of the batch.
         pad_id: fills rows up.
 

@@ -8,9 +8,10 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from gpuload.core.arrays import Ragged
+from gpuload.core.arrays import Ragged, appended, selected
 from gpuload.core.errors import OptionError
 from gpuload.core.lazy import LazyDict
+from gpuload.core.marks import CHOSEN, LOSS, REJECTED, sequence, split
 from gpuload.core.options import Objective, Padding, Trainer, Truncation
 from gpuload.dataset.arrow import INT32_LIST, lists, row_reader
 from gpuload.dataset.loader import PromptLoader
@@ -19,8 +20,7 @@ from gpuload.dataset.trainer_columns import CHATS, PAIRS, arrays, check_columns,
 from gpuload.kinds.chats.formats import LABELS
 from gpuload.kinds.pairs.batches import PairBatches, RowSlices
 from gpuload.kinds.pairs.formats import MARGIN
-from gpuload.kinds.pairs.parts import CHOSEN, COMPLETION, REJECTED, appended, selected, sequence, split
-from gpuload.kinds.pairs.store import part_sizes
+from gpuload.kinds.pairs.sizes import PairSizes
 
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -61,14 +61,14 @@ class PairDataset(Rows):
 
     def __init__(self, loaded: Loaded, objective: Objective, kl_batch_size: int, labels: Flags | None = None):
         super().__init__(loaded)
-        self._sizes = part_sizes(self._store)
-        self._lengths = self._sizes.longer
+        self.sizes = PairSizes(*loaded.sizes)
+        self._lengths = self.sizes.longer
         self.objective, self.kl_batch_size = objective, kl_batch_size
         self._given_labels = labels
 
     def __repr__(self) -> str:
         columns = "".join(f", {name}" for name in self.passed_through.names)
-        tokens = int(self._sizes.all.sum())
+        tokens = int(self.sizes.all.sum())
         return f"PairDataset({len(self):,} rows for {self.objective}, {tokens:,} tokens{columns})"
 
     @property
@@ -81,7 +81,7 @@ class PairDataset(Rows):
 
     @property
     def parts(self) -> Ragged:
-        """The same ids with the bits of their parts, see `gpuload.kinds.pairs.parts`."""
+        """The same ids with their bits, see `gpuload.core.marks`."""
         return self._store.to_host()
 
     @cached_property
@@ -161,7 +161,7 @@ class PairDataset(Rows):
             made = [lists(ids.values, ids.offsets) for ids in self._ids(numbers).values()]
             return [*made, pa.array(self.labels[numbers])] if self.objective == "kto" else made
 
-        return row_reader(self._sizes.all, pair_fields(self.objective), make, self.passed_through, columns)
+        return row_reader(self.sizes.all, pair_fields(self.objective), make, self.passed_through, columns)
 
     def _for_llamafactory(self) -> pa.RecordBatchReader:
         if self.objective != "dpo":
@@ -179,7 +179,7 @@ class PairDataset(Rows):
                 made += arrays(names, *split(rows), rows.offsets)
             return [*made, *[pa.nulls(len(numbers))] * 3]
 
-        return row_reader(self._sizes.all, own, make, self.passed_through, [])
+        return row_reader(self.sizes.all, own, make, self.passed_through, [])
 
     def _ids(self, numbers: Numbers) -> dict[str, Ragged]:
         """The ids of B rows, by their names in a row."""
@@ -195,14 +195,14 @@ class PairDataset(Rows):
         return found
 
     def _sequences(self, numbers: Numbers) -> dict[str, Ragged]:
-        """The two sequences of each of B rows, with the bit of completions; or one for "kto", and the completions of
+        """The two sequences of each of B rows, with the bit of loss; or one for "kto", and the completions of
         other rows."""
         rows = self._store.take(numbers)
         if self.objective != "kto":
             return {"chosen": sequence(rows, REJECTED), "rejected": sequence(rows, CHOSEN)}
         others = self._store.take(self._partners(numbers))
-        prompts = selected(rows, (rows.values & COMPLETION) == 0)
-        mismatched = appended(prompts, selected(others, (others.values & COMPLETION) != 0))
+        prompts = selected(rows, (rows.values & LOSS) == 0)
+        mismatched = appended(prompts, selected(others, (others.values & LOSS) != 0))
         return {"completion": rows, "KL_completion": mismatched}
 
     def _truncated(self, numbers: Numbers) -> dict[str, Ragged]:
@@ -221,15 +221,15 @@ class PairDataset(Rows):
 
     def _slices(self, numbers: Numbers) -> dict[str, RowSlices]:
         """Where the sequences that `_sequences` returns are in the store."""
-        sizes = self._sizes
+        sizes = self.sizes
         all_ids = sizes.all[numbers]
         if self.objective != "kto":
             end = all_ids - sizes.rejected[numbers]
             shared = end - sizes.chosen[numbers]
             whole = RowSlices(numbers, end, numbers, all_ids, end)
             return {"chosen": whole, "rejected": RowSlices(numbers, shared, numbers, end, shared + all_ids - end)}
-        prompt, others = all_ids - sizes.completion[numbers], self._partners(numbers)
-        learned = sizes.completion[others]
+        prompt, others = all_ids - sizes.chosen_loss[numbers], self._partners(numbers)
+        learned = sizes.chosen_loss[others]
         mismatched = RowSlices(numbers, prompt, others, sizes.all[others] - learned, prompt + learned)
         return {"completion": RowSlices(numbers, all_ids, numbers, all_ids, all_ids), "KL_completion": mismatched}
 

@@ -15,12 +15,13 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from gpuload.core.arrays import Ragged, offsets_of, on_host
+from gpuload.core.arrays import Array, Ragged, offsets_of, on_host
 from gpuload.core.errors import DeviceError
 from gpuload.core.options import Truncation
 from gpuload.engines.conversations import from_arrow, joined
 from gpuload.engines.device.batches import DeviceBatches
 from gpuload.engines.device.engine import out_of_memory
+from gpuload.engines.device.kernels import Kernels
 from gpuload.engines.device.render import DeviceText
 from gpuload.engines.device.store import DeviceStore, Index
 from gpuload.engines.device.texts import gather
@@ -31,7 +32,6 @@ from gpuload.kinds.chats.engine import add_by_reference
 from gpuload.kinds.pairs.batches import HostPairBatches, RowSlices
 from gpuload.kinds.pairs.engine import SAMPLE, PairEngine, problems_in, rejected_in
 from gpuload.kinds.pairs.reference import PairReference, answers_in
-from gpuload.kinds.pairs.store import common_ids
 from gpuload.sources.types import is_messages
 
 
@@ -139,7 +139,7 @@ class DevicePairEngine(DeviceTrainingEngine):
         return DeviceText(kernels=kernels, offsets=offsets, data=data)
 
     def _rows_of(self, ids: Ragged, count: int) -> Ragged:
-        """Rows of ids with the bits of their parts.
+        """Rows of tokens.
 
         Args:
             ids: of what `_cut` returns.
@@ -174,8 +174,17 @@ class DevicePairEngine(DeviceTrainingEngine):
         return DevicePairBatches(self._kernels, store, limit, side, pad_id)
 
 
+def common_ids(kernels: Kernels, rows: Index, others: Index) -> Array:
+    """(n,) int64 in device memory: how many leading ids the rows of two columns have in common, whatever their bits."""
+    common, count = kernels.xp.minimum(rows.length, others.length), len(rows.length)
+    kernels.run(
+        "common_ids", kernels.warps(count), count, rows.address, rows.length, others.address, others.length, common
+    )
+    return common
+
+
 class DevicePairBatches(DeviceBatches):
-    """The `PairBatches` of a device. For the arguments see `DeviceBatches`; ids have the bits of their parts."""
+    """The `PairBatches` of a device. For the arguments see `DeviceBatches`; ids have the bits of `core.marks`."""
 
     _host = HostPairBatches
 

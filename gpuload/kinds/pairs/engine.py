@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gpuload.core.arrays import Ragged
+from gpuload.core.arrays import Ragged, appended
+from gpuload.core.marks import paired, with_loss_from
 from gpuload.core.options import Truncation
 from gpuload.engines.conversations import joined
 from gpuload.engines.host.engine import HostEngine
@@ -20,7 +21,6 @@ from gpuload.engines.host.render import HostText, MixedText
 from gpuload.engines.protocol import Prompts, RenderedRows, Tokenized
 from gpuload.kinds.chats.engine import add_by_reference, common_prefixes, filled, surrounded, why_by_row, with_eos
 from gpuload.kinds.pairs.batches import HostPairBatches
-from gpuload.kinds.pairs.parts import appended, paired, with_completion
 from gpuload.kinds.pairs.prefixes import cut, cutting_tokens, divided
 from gpuload.kinds.pairs.reference import PairReference, answers_in
 from gpuload.kinds.training_reference import own_arguments
@@ -190,7 +190,7 @@ class PairEngine(HostEngine):
         return self._cuts
 
     def _rows(self, ids: list[Ragged]) -> Ragged:
-        """Rows of ids with the bits of their parts.
+        """Rows of tokens.
 
         Args:
             ids: of the texts of a `PairText`, without what all texts of a row begin with.
@@ -205,7 +205,7 @@ class PairEngine(HostEngine):
             self.diverging += int((shared < alone.lengths).sum())
         if self._reference.objective == "dpo":
             begins = [shared, shared]
-        marked = [with_completion(each, begin) for each, begin in zip(whole, begins, strict=True)]
+        marked = [with_loss_from(each, begin) for each, begin in zip(whole, begins, strict=True)]
         return marked[0] if len(marked) == 1 else paired(marked[0], marked[1], shared)
 
 

@@ -7,9 +7,10 @@ from typing import Any, Unpack, get_args
 import numpy as np
 import pyarrow as pa
 
-from gpuload.core.arrays import Array, Ragged, RowNumbers, on_host
+from gpuload.core.arrays import Array, Ragged, RowNumbers
 from gpuload.core.errors import DataError, OptionError
 from gpuload.core.keywords import PairKeywords, takes
+from gpuload.core.marks import CHOSEN, REJECTED, sequence
 from gpuload.core.options import Objective, Options, nearest
 from gpuload.dataset.rows import Loaded
 from gpuload.engines.choose import choose_engine
@@ -19,9 +20,8 @@ from gpuload.kinds.chats.formats import Format, as_prompts, one_format
 from gpuload.kinds.pairs.dataset import PairDataset, pair_fields
 from gpuload.kinds.pairs.device import DevicePairEngine
 from gpuload.kinds.pairs.formats import FORMATS, MARGIN, find_pair_format, label_column
-from gpuload.kinds.pairs.parts import CHOSEN, REJECTED, completion_tokens, sequence
 from gpuload.kinds.pairs.reference import PairReference
-from gpuload.kinds.pairs.store import equal_pairs, part_sizes
+from gpuload.kinds.pairs.sizes import PairSizes, useless_sequences
 from gpuload.kinds.training_options import TrainingDefaults, training_options
 from gpuload.pipeline.kind import Kind
 from gpuload.pipeline.run import load_given
@@ -118,19 +118,23 @@ class PairKind(Kind[PairDataset]):
     def engine(self, options: Options, reference: Any, exact_only: bool) -> Engine:
         return choose_engine(options, reference, exact_only, DevicePairEngine)
 
-    def sizes(self, ids: Any) -> Array:
-        """(n,) tokens of the longer sequence of each pair; of the shorter one if each is a row of its own later."""
-        sizes = part_sizes(ids)
-        return sizes.shorter if self.unpairs else sizes.longer
+    def sizes(self, tokens: Ragged) -> Array:
+        """(6, n): see `PairSizes`."""
+        return PairSizes.of(tokens).array()
 
-    def useless(self, ids: Ragged, options: Options) -> dict[int, str]:
+    def limited(self, sizes: RowNumbers) -> RowNumbers:
+        """(n,) tokens of the longer sequence of each pair; of the shorter one if each is a row of its own later."""
+        of_rows = PairSizes(*sizes)
+        tokens: RowNumbers = of_rows.shorter if self.unpairs else of_rows.longer
+        return tokens
+
+    def useless(self, sizes: RowNumbers, tokens: Ragged, options: Options) -> dict[int, str]:
         """The rows from which nothing would be learned."""
-        sizes = part_sizes(ids)
-        parts = ((sizes.rejected, REJECTED), (sizes.chosen, CHOSEN)) if self.paired else ((0, np.int32(0)),)
-        found = []
-        for more, bit in parts:  # what is not of the sequence
-            length, learned = on_host(sizes.all - more), on_host(completion_tokens(ids, bit))
-            found.append(useless_sequences(length, learned, self._objective, options))
+        of_rows = PairSizes(*sizes)
+        sequences = [(of_rows.all - of_rows.rejected, of_rows.chosen_loss)]
+        if self.paired:
+            sequences.append((of_rows.all - of_rows.chosen, of_rows.rejected_loss))
+        found = [useless_sequences(*each, self._objective, options) for each in sequences]
         if self.unpairs:
             return {row: why for row, why in found[0].items() if row in found[1]}
         return {row: why for each in reversed(found) for row, why in each.items()}
@@ -138,14 +142,14 @@ class PairKind(Kind[PairDataset]):
     def dataset(self, loaded: Loaded) -> PairDataset:
         report, labels = loaded.report, None
         report.notes.insert(0, f"format: {self.format}, for {self.objective}")
-        if self.paired and (equal := equal_pairs(loaded.tokens)):
+        if self.paired and (equal := int(PairSizes(*loaded.sizes).equal.sum())):
             report.counts["pairs with equal chosen and rejected sequences"] = equal
         if self.unpairs:
-            tokens, rows, labels = _unpaired(loaded)
+            tokens, sizes, rows, labels = _unpaired(loaded)
             if not isinstance(loaded.tokens, Ragged | DeviceStore):
                 report.notes.append("ids of single completions, which are made from pairs, are in memory")
             columns, origins = loaded.columns.select(rows), loaded.origins.select(rows)
-            loaded = replace(loaded, tokens=tokens, columns=columns, origins=origins)
+            loaded = replace(loaded, tokens=tokens, sizes=sizes, columns=columns, origins=origins)
             report.counts["rows with one completion, made from pairs"] = len(tokens)
         options = loaded.about["options"] | {"objective": self.objective, "kl_batch_size": self.kl_batch_size}
         loaded = replace(loaded, about=loaded.about | {"options": options})
@@ -179,42 +183,26 @@ def load_pairs(files: Any, tokenizer: Any = None, /, **options: Unpack[PairKeywo
     return load_given(PairKind, files, tokenizer, options)
 
 
-def _unpaired(loaded: Loaded) -> tuple[TokenStore, RowNumbers, Array]:
-    """The two sequences of each pair as rows of their own: ids, number of the pair, label."""
+def _unpaired(loaded: Loaded) -> tuple[TokenStore, Array, RowNumbers, Array]:
+    """The two sequences of each pair as rows of their own: tokens, sizes, number of the pair, label."""
     pairs, engine, options = loaded.tokens.to_host(), loaded.engine, loaded.options
     number = loaded.origins.numbers  # over all files, before any was dropped
     if np.any(np.diff(number) < 0):  # drawn at random
         number = np.arange(len(number))
-    stored, kept = [], []
+    stored, kept, counted = [], [], []
     for bit in (REJECTED, CHOSEN):
         ids = sequence(pairs, bit)
-        learned, keep = part_sizes(ids).completion, np.ones(len(ids), bool)
+        sizes, keep = PairSizes.of(ids), np.ones(len(ids), bool)
         if options.filter_overlong_prompts:
             keep &= ids.lengths <= options.max_prompt_length
-        keep[list(useless_sequences(ids.lengths, learned, "kto", options))] = False
+        keep[list(useless_sequences(ids.lengths, sizes.chosen_loss, "kto", options))] = False
         kept.append(np.flatnonzero(keep))
         stored.append(engine.keep(ids, kept[-1]))
+        counted.append(sizes.array().take(kept[-1], axis=1))
     rows, label = np.concatenate(kept), np.repeat([True, False], list(map(len, kept)))
     order = np.lexsort((~label, number[rows] // UNPAIRED_ROWS))
-    return engine.store(stored, order), rows[order], label[order]
-
-
-def useless_sequences(
-    length: RowNumbers, learned: RowNumbers, objective: Objective, options: Options
-) -> dict[int, str]:
-    """The sequences of which no token would be learned: row → why.
-
-    Args:
-        length: (n,) tokens of each.
-        learned: (n,) those of its completion.
-        options: the limit, and which end of longer ones is truncated.
-    """
-    learned, limit = length if objective == "rm" else learned, options.max_prompt_length
-    reasons = {}
-    if options.truncation == "right" and objective != "rm":
-        why = f"the prompt alone fills max_length={limit}"
-        reasons = dict.fromkeys(np.flatnonzero(length - learned >= limit).tolist(), why)
-    return reasons | dict.fromkeys(np.flatnonzero(learned == 0).tolist(), "a completion has no tokens")
+    of_rows = np.concatenate(counted, axis=1).take(order, axis=1)
+    return engine.store(stored, order), of_rows, rows[order], label[order]
 
 
 def _is_plain(schema: pa.Schema, found: Format) -> bool:

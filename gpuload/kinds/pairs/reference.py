@@ -6,15 +6,15 @@ completion begins where its ids first differ from those of the prompt; those of 
 
 from typing import Any
 
+from gpuload.core.marks import CHOSEN, LOSS, REJECTED
 from gpuload.core.options import Objective
 from gpuload.kinds.chats.malformed import problem_in
-from gpuload.kinds.pairs.parts import CHOSEN, COMPLETION, REJECTED
 from gpuload.kinds.training_reference import TrainingReference, common_prefix, own_arguments, own_problem
 from gpuload.reference.reference import problem
 
 
 class PairReference(TrainingReference):
-    """As `TrainingReference`; ids have the bits of their parts (`gpuload.kinds.pairs.parts`).
+    """As `TrainingReference`; ids have bits (`gpuload.core.marks`).
 
     Args:
         tokenizer, **settings: as for `Reference`.
@@ -72,7 +72,7 @@ class PairReference(TrainingReference):
         shared = min(begins)
         if self.objective == "dpo":
             begins = [shared, shared]
-        marked = [_with_bit(ids, int(COMPLETION), begin) for ids, begin in zip(whole, begins, strict=True)]
+        marked = [_with_bit(ids, int(LOSS), begin) for ids, begin in zip(whole, begins, strict=True)]
         return marked[0] if len(marked) == 1 else _paired(marked, shared)
 
     def fingerprint(self) -> str:
