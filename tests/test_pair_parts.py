@@ -7,7 +7,10 @@ from simulator.strict_arrays import StrictModule
 
 from gpuload.core.arrays import Ragged, appended
 from gpuload.core.marks import CHOSEN, LOSS, REJECTED
+from gpuload.dataset.pieces import Sequences, in_store, tokens_of
 from gpuload.kinds.pairs.sizes import PairSizes
+from gpuload.packing import Plan
+from gpuload.packing.plan import whole_rows
 
 BITS = [0, CHOSEN, REJECTED, LOSS, CHOSEN | LOSS, REJECTED | LOSS]
 IDS = st.builds(lambda token, bits: token | int(bits), st.integers(0, 9), st.sampled_from(BITS))
@@ -41,3 +44,25 @@ def test_equal_pairs_are_counted(rows: list[tuple[list[int], ...]]) -> None:
 def test_appended_rows(rows: list[tuple[list[int], list[int]]]) -> None:
     one, other = (Ragged.from_lists([row[k] for row in rows]) for k in (0, 1))
     assert appended(one, other).to_lists() == [first + second for first, second in rows]
+
+
+@given(st.lists(PARTS, min_size=1, max_size=6), st.data())
+def test_sequences_are_pieces_of_pairs(rows: list[tuple[list[int], ...]], data: st.DataObject) -> None:
+    bits = (0, int(CHOSEN | LOSS), int(REJECTED | LOSS))
+    ids = [[token | bit for part, bit in zip(row, bits, strict=True) for token in part] for row in rows]
+    pairs = Ragged.from_lists(ids)
+    found = Sequences(pairs, Plan.concatenate(PairSizes.of(pairs).plans(np.arange(len(pairs)))))
+    own = [[token | int(LOSS) for token in part] for row in rows for part in row[1:]]
+    whole = [row[0] + rest for row, rest in zip([row for row in rows for _ in "12"], own, strict=True)]
+    expected = whole[::2] + whole[1::2]
+    assert found.lengths.tolist() == list(map(len, expected))
+    assert found.to_host().to_lists() == expected
+    some = data.draw(st.lists(st.integers(0, len(expected) - 1), max_size=5))
+    first = [data.draw(st.integers(0, len(expected[row]))) for row in some]
+    size = [data.draw(st.integers(0, len(expected[row]) - begin)) for row, begin in zip(some, first, strict=True)]
+    plan = whole_rows(*(np.array(each, np.int64) for each in (some, size, first)))
+    pieces = [expected[row][begin : begin + count] for row, begin, count in zip(some, first, size, strict=True)]
+    assert tokens_of(found, plan).to_lists() == pieces
+    inside = tokens_of(pairs, in_store(found, plan))
+    assert (inside.values & ~(CHOSEN | REJECTED)).tolist() == [token for piece in pieces for token in piece]
+    assert inside.lengths.tolist() == size

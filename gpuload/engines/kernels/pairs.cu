@@ -70,34 +70,3 @@ extern "C" __global__ void lay_pairs(
         }
     }
 }
-
-// Builds a batch of sequences, padded on the right: ids without bits, mask, and which ids are of a completion. They are
-// the three planes of `out`, i64 (3, B, width), in this order.
-//
-// A sequence consists of two slices of rows of the store: of its prompt, for example, and of the completion of another
-// row. `slice` is i64 (4, B): the address and the number of ids of the first slice, then those of the second. A sequence
-// of more than `limit` ids (limit <= width, or none is longer than width) keeps its first ones, or with `from_end` its
-// last ones.
-//
-// One block per sequence, one thread per column, so that neighboring threads write neighboring ids. 24 bytes are written
-// for 4 read: the kernel is bound by the bandwidth of these writes.
-extern "C" __global__ void pad_parts(
-    i64 limit, int from_end, i64 pad_id, i64 batch, const i64* slice, i64 width, i64* out)
-{
-    const i64 plane = batch * width;
-    EACH_BLOCK(b, batch) {
-        const int* one = (const int*)slice[b];
-        const int* two = (const int*)slice[2 * batch + b];
-        const i64 first = slice[batch + b], all = first + slice[3 * batch + b];
-        const i64 kept = all < limit ? all : limit;
-        const i64 skipped = from_end ? all - kept : 0;
-        for (i64 column = threadIdx.x; column < width; column += blockDim.x) {
-            const bool inside = column < kept;
-            const i64 at = skipped + column, cell = b * width + column;
-            const int found = inside ? (at < first ? one[at] : two[at - first]) : 0;
-            out[cell] = inside ? found & IDS : pad_id;
-            out[plane + cell] = inside;
-            out[2 * plane + cell] = (found & LOSS) != 0;
-        }
-    }
-}

@@ -12,18 +12,19 @@ from ray.data.collate_fn import ArrowBatchCollateFn
 
 from gpuload.core.arrays import Ragged, appended, offsets_of
 from gpuload.core.errors import OptionError
-from gpuload.core.marks import LOSS
+from gpuload.core.marks import LOSS, with_loss
 from gpuload.core.options import Options, Padding, Truncation
 from gpuload.dataset.rows import object_array, prompt_too_long
 from gpuload.engines.host.batches import pad
 from gpuload.engines.host.packs import IGNORED
 from gpuload.integrations.ray.dataset import about_dataset
 from gpuload.integrations.ray.worker import ORIGIN
-from gpuload.kinds.chats.batches import padded_rows
+from gpuload.kinds.chats.dataset import LAYOUT as CHATS
 from gpuload.kinds.chats.load import ChatKind
-from gpuload.kinds.pairs.batches import padded_sequences
+from gpuload.kinds.pairs.dataset import layout_of
 from gpuload.kinds.pairs.formats import MARGIN
 from gpuload.kinds.pairs.load import PairKind
+from gpuload.kinds.prompts import LAYOUT as PROMPTS
 from gpuload.kinds.prompts import PromptKind, index_of
 from gpuload.pipeline.kind import Kind
 from gpuload.reference.reference import messages_of
@@ -101,15 +102,15 @@ class Collate(ArrowBatchCollateFn):  # type: ignore[misc]
             columns["raw_prompt"] = object_array([messages_of(prompt) for prompt in columns["raw_prompt"]])
         extra_info = columns.get("extra_info", [None] * len(ids))
         return {
-            **pad(ids, self._width(int(ids.lengths.max(initial=0))), self._pad_id),
+            **pad(ids, self._width(int(ids.lengths.max(initial=0))), PROMPTS, self._pad_id),
             "raw_prompt_ids": object_array(ids.to_lists()),
             "index": object_array([index_of(extra) for extra in extra_info]),
         }
 
     def _chats(self, batch: pa.Table) -> dict[str, torch.Tensor]:
         ids, labels = _rows(batch, "input_ids"), _rows(batch, "labels")
-        loss = Ragged(labels.values != IGNORED, labels.offsets)
-        return padded_rows(ids, loss, self._width(int(ids.lengths.max(initial=0))), self._pad_id)
+        tokens = with_loss(ids, labels.values != IGNORED)
+        return pad(tokens, self._width(int(ids.lengths.max(initial=0))), CHATS, self._pad_id)
 
     def _pairs(self, batch: pa.Table, columns: dict[str, Any]) -> dict[str, torch.Tensor]:
         assert isinstance(self._kind, PairKind)
@@ -120,11 +121,10 @@ class Collate(ArrowBatchCollateFn):  # type: ignore[misc]
             sequences = [appended(prompts, completion) for completion in completions]
         side: Truncation = "left" if self._options.truncation == "left" else "right"
         rows = Ragged.concatenate([ids.truncate(self._options.max_prompt_length, side) for ids in sequences])
-        tensors = padded_sequences(rows, self._width(int(rows.lengths.max(initial=0))), self._pad_id)
-        if self._kind.objective == "rm":
-            del tensors["completion_mask"]
-            if MARGIN in columns:
-                tensors[MARGIN] = torch.tensor(list(columns[MARGIN]), dtype=torch.float32)
+        width, layout = self._width(int(rows.lengths.max(initial=0))), layout_of(self._kind.objective)
+        tensors = pad(rows, width, layout, self._pad_id)
+        if self._kind.objective == "rm" and MARGIN in columns:
+            tensors[MARGIN] = torch.tensor(list(columns[MARGIN]), dtype=torch.float32)
         return tensors
 
 

@@ -12,12 +12,10 @@ import pyarrow.compute as pc
 
 from gpuload.core.arrays import Ragged, offsets_of, ranges, stretches
 from gpuload.core.marks import split, with_loss
-from gpuload.core.options import Truncation
 from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.host.prompts import BY_PROMPT, MARKED_BY_ROW, attempt, render_column, render_messages, render_rows
 from gpuload.engines.host.render import HostText, MixedText, Spans
 from gpuload.engines.protocol import Prompts, RenderedRows, Tokenized
-from gpuload.kinds.chats.batches import HostChatBatches
 from gpuload.kinds.chats.reference import ChatReference, messages_in
 from gpuload.kinds.training_reference import TOOLS, own_arguments
 from gpuload.sources.columns import to_python
@@ -155,10 +153,6 @@ class ChatEngine(HostEngine):
             ended = pc.binary_join_element_wise(prompt, ended, pa.scalar("", pa.large_string()))
         rejected = {int(row): "the text is null" for row in np.flatnonzero(np.asarray(ended.is_null()))}
         return PlainText(text=ended, alone=prompt, rejected=rejected)
-
-    @staticmethod
-    def batches(store: Ragged, limit: int, side: Truncation, pad_id: int) -> HostChatBatches:
-        return HostChatBatches(pad_id)
 
     def encode(self, text: HostText) -> Tokenized:
         if isinstance(text, PlainText):

@@ -18,7 +18,7 @@ from gpuload.dataset.report import Report
 from gpuload.dataset.rows import Loaded
 from gpuload.engines.choose import choose_engine
 from gpuload.engines.protocol import Engine
-from gpuload.kinds.chats.dataset import ChatDataset
+from gpuload.kinds.chats.dataset import LAYOUT, ChatDataset
 from gpuload.kinds.chats.device import DeviceChatEngine
 from gpuload.kinds.chats.formats import FORMATS, LABELS, Format, as_prompts, find_format, is_plain, one_format
 from gpuload.kinds.chats.reference import ChatReference
@@ -135,7 +135,7 @@ class ChatKind(Kind[ChatDataset]):
 
     def dataset(self, loaded: Loaded) -> ChatDataset:
         loaded.report.notes.insert(0, f"format: {self.format}, loss on {self.loss_on}")
-        return ChatDataset(loaded)
+        return ChatDataset(loaded, LAYOUT)
 
 
 @takes(ChatKeywords, Options, TrainingDefaults, ChatKind)

@@ -6,30 +6,25 @@ kernel makes rows of their ids. Everything else (texts, rows with tools of their
 host, and its ids are copied over. All batches are made on the device.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 
 from gpuload.core.arrays import Array, Ragged, offsets_of, on_host
 from gpuload.core.errors import DeviceError
-from gpuload.core.options import Truncation
 from gpuload.engines.conversations import from_arrow, joined
-from gpuload.engines.device.batches import DeviceBatches
 from gpuload.engines.device.engine import out_of_memory
 from gpuload.engines.device.kernels import Kernels
 from gpuload.engines.device.render import DeviceText
-from gpuload.engines.device.store import DeviceStore, Index
+from gpuload.engines.device.store import Index
 from gpuload.engines.device.texts import gather
 from gpuload.engines.device.training import DeviceTrainingEngine
 from gpuload.engines.host.render import HostText
 from gpuload.engines.protocol import Prompts, TextColumn, Tokenized
 from gpuload.kinds.chats.engine import add_by_reference
-from gpuload.kinds.pairs.batches import HostPairBatches, RowSlices
 from gpuload.kinds.pairs.engine import SAMPLE, PairEngine, problems_in, rejected_in
 from gpuload.kinds.pairs.reference import PairReference, answers_in
 from gpuload.sources.types import is_messages
@@ -170,9 +165,6 @@ class DevicePairEngine(DeviceTrainingEngine):
         )  # fmt: skip
         return Ragged(values, offsets)
 
-    def batches(self, store: Ragged | DeviceStore, limit: int, side: Truncation, pad_id: int) -> "DevicePairBatches":
-        return DevicePairBatches(self._kernels, store, limit, side, pad_id)
-
 
 def common_ids(kernels: Kernels, rows: Index, others: Index) -> Array:
     """(n,) int64 in device memory: how many leading ids the rows of two columns have in common, whatever their bits."""
@@ -181,28 +173,3 @@ def common_ids(kernels: Kernels, rows: Index, others: Index) -> Array:
         "common_ids", kernels.warps(count), count, rows.address, rows.length, others.address, others.length, common
     )
     return common
-
-
-class DevicePairBatches(DeviceBatches):
-    """The `PairBatches` of a device. For the arguments see `DeviceBatches`; ids have the bits of `core.marks`."""
-
-    _host = HostPairBatches
-
-    def padded(self, slices: RowSlices, sequences: Callable[[], Ragged], width: int) -> dict[str, torch.Tensor]:
-        if self._elsewhere or self._on_disk:
-            on_host = self._host(self._pad_id).padded(slices, sequences, width)
-            if self._elsewhere:
-                return on_host
-            return {name: each.to(self._kernels.device) for name, each in on_host.items()}
-        kernels, address, count = self._kernels, self._readable.address, len(slices.rows)
-        with kernels.current():
-            tail = address[slices.others] + 4 * slices.begin
-            # One transfer for the whole batch.
-            slice_of = kernels.xp.asarray(
-                np.stack([address[slices.rows], slices.size, tail, slices.length - slices.size])
-            )
-            made, array = kernels.tensor(3, count, width)
-            blocks = kernels.blocks(count if width else 0)
-            from_end = self._side == "left"
-            kernels.run("pad_parts", blocks, self._limit, from_end, self._pad_id, count, slice_of, width, array)
-        return dict(zip(("input_ids", "attention_mask", "completion_mask"), made.unbind(0), strict=True))

@@ -13,14 +13,12 @@ import pyarrow.compute as pc
 
 from gpuload.core.arrays import Ragged, appended
 from gpuload.core.marks import paired, with_loss_from
-from gpuload.core.options import Truncation
 from gpuload.engines.conversations import joined
 from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.host.prompts import BY_PROMPT, attempt, render_column, render_messages, render_rows
 from gpuload.engines.host.render import HostText, MixedText
 from gpuload.engines.protocol import Prompts, RenderedRows, Tokenized
 from gpuload.kinds.chats.engine import add_by_reference, common_prefixes, filled, surrounded, why_by_row, with_eos
-from gpuload.kinds.pairs.batches import HostPairBatches
 from gpuload.kinds.pairs.prefixes import cut, cutting_tokens, divided
 from gpuload.kinds.pairs.reference import PairReference, answers_in
 from gpuload.kinds.training_reference import own_arguments
@@ -159,10 +157,6 @@ class PairEngine(HostEngine):
 
     def _encodable(self, row: Any) -> list[str]:
         return _encoded(self._reference.texts(row))
-
-    @staticmethod
-    def batches(store: Ragged, limit: int, side: Truncation, pad_id: int) -> HostPairBatches:
-        return HostPairBatches(pad_id)
 
     # -- encoding ----------------------------------------------------------------------------------------------------
 

@@ -10,12 +10,11 @@ import pyarrow as pa
 from gpuload.core.arrays import Array, Ragged, RowNumbers
 from gpuload.core.errors import DataError, OptionError
 from gpuload.core.keywords import PairKeywords, takes
-from gpuload.core.marks import CHOSEN, REJECTED, sequence
 from gpuload.core.options import Objective, Options, nearest
+from gpuload.dataset.pieces import Sequences
 from gpuload.dataset.rows import Loaded
 from gpuload.engines.choose import choose_engine
-from gpuload.engines.device.store import DeviceStore
-from gpuload.engines.protocol import Engine, TokenStore
+from gpuload.engines.protocol import Engine
 from gpuload.kinds.chats.formats import Format, as_prompts, one_format
 from gpuload.kinds.pairs.dataset import PairDataset, pair_fields
 from gpuload.kinds.pairs.device import DevicePairEngine
@@ -23,6 +22,7 @@ from gpuload.kinds.pairs.formats import FORMATS, MARGIN, find_pair_format, label
 from gpuload.kinds.pairs.reference import PairReference
 from gpuload.kinds.pairs.sizes import PairSizes, useless_sequences
 from gpuload.kinds.training_options import TrainingDefaults, training_options
+from gpuload.packing import Plan
 from gpuload.pipeline.kind import Kind
 from gpuload.pipeline.run import load_given
 from gpuload.sources.read import Source
@@ -146,8 +146,6 @@ class PairKind(Kind[PairDataset]):
             report.counts["pairs with equal chosen and rejected sequences"] = equal
         if self.unpairs:
             tokens, sizes, rows, labels = _unpaired(loaded)
-            if not isinstance(loaded.tokens, Ragged | DeviceStore):
-                report.notes.append("ids of single completions, which are made from pairs, are in memory")
             columns, origins = loaded.columns.select(rows), loaded.origins.select(rows)
             loaded = replace(loaded, tokens=tokens, sizes=sizes, columns=columns, origins=origins)
             report.counts["rows with one completion, made from pairs"] = len(tokens)
@@ -183,26 +181,29 @@ def load_pairs(files: Any, tokenizer: Any = None, /, **options: Unpack[PairKeywo
     return load_given(PairKind, files, tokenizer, options)
 
 
-def _unpaired(loaded: Loaded) -> tuple[TokenStore, Array, RowNumbers, Array]:
+def _unpaired(loaded: Loaded) -> tuple[Sequences, RowNumbers, RowNumbers, Array]:
     """The two sequences of each pair as rows of their own: tokens, sizes, number of the pair, label."""
-    pairs, engine, options = loaded.tokens.to_host(), loaded.engine, loaded.options
+    pairs, options = PairSizes(*loaded.sizes), loaded.options
     number = loaded.origins.numbers  # over all files, before any was dropped
     if np.any(np.diff(number) < 0):  # drawn at random
         number = np.arange(len(number))
-    stored, kept, counted = [], [], []
-    for bit in (REJECTED, CHOSEN):
-        ids = sequence(pairs, bit)
-        sizes, keep = PairSizes.of(ids), np.ones(len(ids), bool)
+    plans, loss, kept = [], [], []
+    for plan, learned in zip(
+        pairs.plans(np.arange(len(number))), (pairs.chosen_loss, pairs.rejected_loss), strict=True
+    ):
+        keep = np.ones(len(number), bool)
         if options.filter_overlong_prompts:
-            keep &= ids.lengths <= options.max_prompt_length
-        keep[list(useless_sequences(ids.lengths, sizes.chosen_loss, "kto", options))] = False
+            keep &= plan.tokens <= options.max_prompt_length
+        keep[list(useless_sequences(plan.tokens, learned, "kto", options))] = False
         kept.append(np.flatnonzero(keep))
-        stored.append(engine.keep(ids, kept[-1]))
-        counted.append(sizes.array().take(kept[-1], axis=1))
+        plans.append(plan.take(kept[-1]))
+        loss.append(learned[keep])
     rows, label = np.concatenate(kept), np.repeat([True, False], list(map(len, kept)))
     order = np.lexsort((~label, number[rows] // UNPAIRED_ROWS))
-    of_rows = np.concatenate(counted, axis=1).take(order, axis=1)
-    return engine.store(stored, order), of_rows, rows[order], label[order]
+    tokens = Sequences(loaded.tokens, Plan.concatenate(plans).take(order))
+    nothing = np.zeros(len(rows), np.int64)
+    sizes = PairSizes(tokens.lengths, nothing, nothing, np.concatenate(loss)[order], nothing, nothing)
+    return tokens, sizes.array(), rows[order], label[order]
 
 
 def _is_plain(schema: pa.Schema, found: Format) -> bool:

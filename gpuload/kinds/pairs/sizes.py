@@ -8,6 +8,7 @@ import numpy as np
 from gpuload.core.arrays import Array, Ragged, RowNumbers, array_module, count_in_rows, offsets_of, ranges
 from gpuload.core.marks import CHOSEN, IDS, LOSS, REJECTED
 from gpuload.core.options import Objective, Options
+from gpuload.packing.plan import Plan, whole_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +53,12 @@ class PairSizes:
     def shorter(self) -> Array:
         """The same of the shorter one."""
         return self.all - np.maximum(self.chosen, self.rejected)
+
+    def plans(self, pairs: RowNumbers) -> tuple[Plan, Plan]:
+        """Of which pieces of a row the chosen and the rejected sequence of each of B pairs consist."""
+        end = (self.all - self.rejected)[pairs]
+        shared, rest = whole_rows(pairs, end - self.chosen[pairs]), whole_rows(pairs, self.rejected[pairs], end)
+        return whole_rows(pairs, end), Plan.joined(shared, rest)
 
 
 def _equal(tokens: Ragged, chosen: Array, rejected: Array) -> Array:
