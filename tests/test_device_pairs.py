@@ -19,7 +19,7 @@ from simulator.stream_checks import StreamKernels
 from tiers import core
 
 import gpuload
-from gpuload.core.arrays import Ragged, appended, offsets_of
+from gpuload.core.arrays import Ragged, appended, common_prefixes, offsets_of
 from gpuload.core.errors import DeviceError
 from gpuload.core.marks import paired, split, with_loss_from
 from gpuload.dataset.pieces import tokens_of
@@ -28,7 +28,6 @@ from gpuload.engines.device.batches import DeviceBatches
 from gpuload.engines.device.encode import DeviceEncoder
 from gpuload.engines.device.store import Index
 from gpuload.engines.host.batches import pad
-from gpuload.kinds.chats.engine import common_prefixes
 from gpuload.kinds.pairs.dataset import layout_of
 from gpuload.kinds.pairs.device import common_ids
 from gpuload.packing import Plan

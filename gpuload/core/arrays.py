@@ -308,3 +308,15 @@ def appended(rows: Ragged, more: Ragged) -> Ragged:
     others = stretches(rows.lengths, more.lengths)
     values[~others], values[others] = rows.values, more.values
     return Ragged(values, offsets)
+
+
+def common_prefixes(ids: Ragged, others: Ragged) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """(n,) int64: how many leading values the rows of two columns have in common; in host memory."""
+    shorter = np.minimum(ids.lengths, others.lengths)
+    bounds = offsets_of(shorter)
+    one, other = (each.values[ranges(each.offsets[:-1], shorter, bounds)] for each in (ids, others))
+    # The first difference at or after each row's beginning; `shorter` if it is not in the row.
+    differing = np.append(np.flatnonzero(one != other), bounds[-1])
+    first = differing[np.searchsorted(differing, bounds[:-1])]
+    prefixes: np.ndarray[Any, np.dtype[np.int64]] = np.minimum(first - bounds[:-1], shorter)
+    return prefixes

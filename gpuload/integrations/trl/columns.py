@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 from gpuload.core.arrays import Ragged, RowNumbers, appended, offsets_of
 from gpuload.core.options import Truncation
 from gpuload.dataset.arrow import lists, parts
-from gpuload.kinds.chats.engine import with_eos
+from gpuload.kinds.training_engine import with_eos
 from gpuload.sources.types import is_text
 
 SIDES: dict[str, Truncation] = {"keep_start": "right", "keep_end": "left"}

@@ -24,9 +24,10 @@ from gpuload.engines.device.texts import gather
 from gpuload.engines.device.training import DeviceTrainingEngine
 from gpuload.engines.host.render import HostText
 from gpuload.engines.protocol import Prompts, TextColumn, Tokenized
-from gpuload.kinds.chats.engine import add_by_reference
-from gpuload.kinds.pairs.engine import SAMPLE, PairEngine, problems_in, rejected_in
-from gpuload.kinds.pairs.reference import PairReference, answers_in
+from gpuload.kinds.pairs.engine import PairEngine
+from gpuload.kinds.pairs.reference import PairReference
+from gpuload.kinds.training_engine import SAMPLE, add_by_reference, problems_in, rejected_in
+from gpuload.kinds.training_reference import answers_in
 from gpuload.sources.types import is_messages
 
 
@@ -103,7 +104,7 @@ class DevicePairEngine(DeviceTrainingEngine):
                 raise DeviceError(out_of_memory("joining sequences")) from error
 
     def _cut(self, text: DevicePairText) -> DeviceText:
-        """The texts of each row without what they share, as `pairs.prefixes.cut` returns them: n beginnings that the
+        """The texts of each row without what they share, as `kinds.prefixes.cut` returns them: n beginnings that the
         rows' texts share, then the rest of each column's texts. Those of rejected rows are empty."""
         kernels, xp = self._kernels, self._kernels.xp
         first, *others = columns = [text.column, *(each.column for each in text.more)]

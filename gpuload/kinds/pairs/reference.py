@@ -9,7 +9,7 @@ from typing import Any
 from gpuload.core.marks import CHOSEN, LOSS, REJECTED
 from gpuload.core.options import Objective
 from gpuload.kinds.chats.malformed import problem_in
-from gpuload.kinds.training_reference import TrainingReference, common_prefix, own_arguments, own_problem
+from gpuload.kinds.training_reference import TrainingReference, answers_in, common_prefix, own_arguments, own_problem
 from gpuload.reference.reference import problem
 
 
@@ -25,6 +25,10 @@ class PairReference(TrainingReference):
         super().__init__(tokenizer, **settings)
         self.objective = objective
 
+    @property
+    def prompts_alone(self) -> bool:
+        return self.objective != "rm"
+
     def problem(self, prompt: Any) -> str | None:
         if reason := problem_in(prompt):
             return reason
@@ -39,7 +43,7 @@ class PairReference(TrainingReference):
         """The texts of one row as they are encoded: the prompt with each completion, then the prompt alone if the
         objective has prompts."""
         prompt, completions = row["prompt"], [row[name] for name in answers_in(row)]
-        alone = self.objective != "rm"
+        alone = self.prompts_alone
         if isinstance(prompt, str):
             return [prompt + self.with_eos(each) for each in completions] + [prompt] * alone
         call = self.call_with(own_arguments(row))
@@ -86,8 +90,3 @@ def _with_bit(ids: list[int], bit: int, begin: int) -> list[int]:
 def _paired(sequences: list[list[int]], shared: int) -> list[int]:
     chosen, rejected = sequences
     return _with_bit(chosen, int(CHOSEN), shared) + _with_bit(rejected[shared:], int(REJECTED), 0)
-
-
-def answers_in(row: Any) -> tuple[str, ...]:
-    """The names of the completions of a row, or of the fields of a column of rows."""
-    return ("completion",) if "completion" in row else ("chosen", "rejected")
