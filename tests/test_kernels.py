@@ -18,6 +18,7 @@ from tiers import exhaustive
 
 from gpuload.core.arrays import Ragged, offsets_of
 from gpuload.core.marks import CHOSEN, LOSS, REJECTED, split, with_loss
+from gpuload.dataset.pieces import tokens_of
 from gpuload.engines.batches import BatchLayout
 from gpuload.engines.device import texts as device_texts
 from gpuload.engines.device.batches import prepare_pad
@@ -274,7 +275,7 @@ def test_packs_are_gathered_as_on_the_cpu(count: int, longest: int) -> None:
     marked = with_loss(store, mask)
     address = KERNELS.address(marked.values) + 4 * offsets[:-1]
     KERNELS.run("pack", tokens + 1, address, count, piece, tokens, out)
-    expected = packed(store, mask, plan, np.arange(count))
+    expected = packed(tokens_of(marked, plan), plan)
     planes, numbers = out[: 3 * tokens].reshape(3, tokens), out[3 * tokens :].view(np.int32)
     for plane, name in zip(planes, ("input_ids", "labels", "position_ids"), strict=True):
         assert plane.tolist() == expected[name][0].tolist()

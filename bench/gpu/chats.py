@@ -121,13 +121,13 @@ def packs(task: Task, facts: Facts) -> None:
         some = [np.arange(_PACKS), np.arange(len(plan) - _PACKS, len(plan))]
         with rig.launches() as recorded:
             for _ in range(IN_A_ROW):
-                held.append(packed(rig.kernels, launch, plan, some[0]))
+                held.append(packed(rig.kernels, launch, plan.take(some[0])))
         alone = by_kernel(recorded)["pack"]
         tokens = int(plan.take(some[0]).lengths.sum())
         alone["bytes"] += 4 * tokens * IN_A_ROW  # the ids that it reads
         facts(f"pack, {_PACKS} × {size}", **each_of(alone, copy))
         written = 32 * tokens * IN_A_ROW
-        cells = rig.timed(partial(in_a_row, lambda i: packed(rig.kernels, launch, plan, some[i]), held), written)
+        cells = rig.timed(partial(in_a_row, lambda i: packed(rig.kernels, launch, plan.take(some[i])), held), written)
         facts("a packed batch", **each_of({"launches": IN_A_ROW} | cells, copy))
 
         made = DeviceBatches(rig.kernels, store, LAYOUT, 0)

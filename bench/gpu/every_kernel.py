@@ -67,7 +67,7 @@ def run(rig: Rig) -> str:
             pad(kernels, prepare_pad(kernels, store.index, layout, 0), of_rows, 64, layout)
         gather = prepare_pack(kernels, store.index)
         plan = pack(store.lengths, 64, "bfd_split")
-        packed(kernels, gather, plan, range(len(plan)))
+        packed(kernels, gather, plan)
         answers = ChatReference(tokenizer_of(directory), "assistant")
         chats = from_arrow(ops, pa.array([[*row, {"role": "assistant", "content": "é"}] for row in rows]))
         text = render(kernels, ChatProgram(answers.call, answers.answers), chats)

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-import numpy as np
 import torch
 
 from gpuload.core.arrays import Ragged
@@ -25,9 +24,6 @@ class BatchLayout:
 
 
 OTHER_PLANES = ("position_ids", "labels", "completion_mask")
-
-Parts = Callable[[], tuple[Ragged, np.ndarray[Any, Any]]]
-"""Returns the rows of a plan without bits, and one bool for each id: whether it has loss. Both in host memory."""
 
 
 class Batches(Protocol):
@@ -52,13 +48,13 @@ class Batches(Protocol):
             and for tokens without loss; `completion_mask` is 1 for those with loss.
         """
 
-    def packed(self, plan: Plan, packs: Any, parts: Parts) -> dict[str, Any]:
+    def packed(self, pieces: Plan, tokens: Callable[[], Ragged]) -> dict[str, Any]:
         """One flat row of some packs, see `engines.host.packs.packed`.
 
         Args:
-            plan: of the rows of the store; of those that `parts` returns, if the store is on disk.
-            packs: (m,) pack numbers.
-            parts: called only if the batch is made on the host, or the store is on disk.
+            pieces: of these packs, of rows of the store.
+            tokens: returns the tokens of these packs, one after the other, in host memory; called only if the batch is
+                made there, or the store is on disk.
         """
 
     def ahead(self, batches: Iterator[Any]) -> Iterator[Any]:

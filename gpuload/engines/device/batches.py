@@ -10,6 +10,7 @@ included.
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -17,8 +18,7 @@ import numpy as np
 import torch
 
 from gpuload.core.arrays import Ragged, offsets_of
-from gpuload.core.marks import with_loss
-from gpuload.engines.batches import OTHER_PLANES, BatchLayout, Parts
+from gpuload.engines.batches import OTHER_PLANES, BatchLayout
 from gpuload.engines.device.kernels import Kernels
 from gpuload.engines.device.packs import packed, prepare_pack
 from gpuload.engines.device.store import DeviceStore, Index, to_device
@@ -88,14 +88,16 @@ class DeviceBatches:
                     return pad(self._kernels, launch, plan, width, self._layout)
             return pad(self._kernels, self._pad, plan, width, self._layout)
 
-    def packed(self, plan: Plan, packs: Any, parts: Parts) -> dict[str, Any]:
+    def packed(self, pieces: Plan, tokens: Callable[[], Ragged]) -> dict[str, Any]:
         if self._elsewhere:
-            return self._on_host.packed(plan, packs, parts)
+            return self._on_host.packed(pieces, tokens)
         with self._kernels.current():
             if self._on_disk:
-                with copied(self._kernels, with_loss(*parts())) as index:
-                    return packed(self._kernels, prepare_pack(self._kernels, index), plan, packs)
-            return packed(self._kernels, self._pack, plan, packs)
+                rows = Ragged(tokens().values, offsets_of(pieces.lengths))  # one of each piece
+                plan = replace(pieces, rows=np.arange(len(rows)), first=np.zeros(len(rows), np.int64))
+                with copied(self._kernels, rows) as index:
+                    return packed(self._kernels, prepare_pack(self._kernels, index), plan)
+            return packed(self._kernels, self._pack, pieces)
 
     def ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same batches, each of them made while the consumer works on the one before it."""

@@ -9,7 +9,7 @@ import torch
 
 from gpuload.core.arrays import Ragged
 from gpuload.core.marks import split
-from gpuload.engines.batches import BatchLayout, Parts
+from gpuload.engines.batches import BatchLayout
 from gpuload.engines.host.packs import IGNORED, packed
 from gpuload.packing import Plan
 
@@ -30,8 +30,8 @@ class HostBatches:
         return pad(rows(), width, self.layout, self.pad_id)
 
     @staticmethod
-    def packed(plan: Plan, packs: Any, parts: Parts) -> dict[str, Any]:
-        return packed(*parts(), plan, packs)
+    def packed(pieces: Plan, tokens: Callable[[], Ragged]) -> dict[str, Any]:
+        return packed(tokens(), pieces)
 
     @staticmethod
     def ahead(batches: Iterator[Any]) -> Iterator[Any]:

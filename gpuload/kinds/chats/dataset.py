@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from gpuload.cache.token_store import DiskTokens
 from gpuload.core.arrays import Ragged
 from gpuload.core.errors import OptionError
 from gpuload.core.lazy import LazyDict
@@ -236,18 +235,8 @@ class ChatDataset(Rows):
         return _moved(batch_rows(lengths, epoch=epoch, **settings), first)
 
     def _flat(self, plan: Plan, packs: Any) -> dict[str, Any]:
-        if not isinstance(self._store, DiskTokens):
-            return self._batches.packed(plan, packs, lambda: self._parts)
         pieces = plan.take(packs)
-        ids, loss = split(self._store.take(pieces.rows))
-        pieces = replace(pieces, rows=np.arange(len(pieces.rows)))
-        return self._batches.packed(pieces, np.arange(len(pieces)), lambda: (ids, loss.values))
-
-    @cached_property
-    def _parts(self) -> tuple[Ragged, np.ndarray[Any, Any]]:
-        """Ids and mask of all rows, separated once for packs."""
-        ids, loss = split(self._store.to_host())
-        return ids, loss.values
+        return self._batches.packed(pieces, partial(self._tokens, pieces))
 
     def _padded_pack(self, plan: Plan, packs: Any) -> LazyDict:
         return self.batch(plan.take(packs).rows)
