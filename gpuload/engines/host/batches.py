@@ -51,10 +51,12 @@ def pad(tokens: Ragged, width: int, layout: BatchLayout, pad_id: int) -> dict[st
         The tensors of the layout, each int64 (B, width).
     """
     ids, loss = split(tokens)
-    # Column c of a row with k tokens that is filled up on the left has its token c - (width - k).
-    shift = width - ids.lengths[:, None] if layout.side == "left" else np.zeros((len(ids), 1), np.int64)
-    positions = np.arange(width) - shift
-    mask = (positions >= 0) & (positions < ids.lengths[:, None])
+    positions, lengths = np.arange(width)[None], ids.lengths[:, None]
+    if layout.side == "left":  # column c of a row with k tokens has its token c - (width - k)
+        positions = positions - (width - lengths)
+        mask = positions >= 0
+    else:
+        mask = positions < lengths
 
     def filled(values: Any, fill: int) -> np.ndarray[Any, Any]:
         made = np.full(mask.shape, fill, np.int64)
@@ -64,7 +66,7 @@ def pad(tokens: Ragged, width: int, layout: BatchLayout, pad_id: int) -> dict[st
     make: dict[str, Callable[[], np.ndarray[Any, Any]]] = {
         "input_ids": lambda: filled(ids.values, pad_id),
         "attention_mask": lambda: mask.astype(np.int64),
-        "position_ids": lambda: np.where(mask, positions, 0),
+        "position_ids": lambda: positions * mask,
         "labels": lambda: filled(np.where(loss.values, ids.values, IGNORED), IGNORED),
         "completion_mask": lambda: filled(loss.values, 0),
     }
