@@ -266,7 +266,7 @@ def test_copies_are_read_from_the_profilers_trace() -> None:
     copies = checks.copies_of([*pads, *numbers, event("cpu_op", "aten::x")], 2)
     assert copies == {"HtoD": {"copies": 2, "bytes": 1024, "largest": 512}}
     assert checks.too_much(copies, 2, 64) is None
-    assert "HtoD" in str(checks.too_much(copies, 2, 16))
+    assert "HtoD" in str(checks.too_much(copies, 2, 4))
     back = checks.copies_of([*pads, event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 4096)], 2)
     assert "DtoH: 4,096 bytes" in str(checks.too_much(back, 2, 64))
     with pytest.raises(MissingError, match="saw 0 kernels"):
@@ -326,4 +326,4 @@ def test_bytes_of_a_launch_are_those_of_its_arrays() -> None:
     assert len(checks.pointers(rig)) == 3
     with rig.launches() as recorded:
         checks.pointers(rig)
-    assert by_kernel(recorded)["pad"] == {"launches": 1, "bytes": 100 * 8 + 3 * 100 * 64 * 8}
+    assert by_kernel(recorded)["pad"] == {"launches": 1, "bytes": (4 * 100 + 2) * 8 + 3 * 100 * 64 * 8}
