@@ -19,7 +19,6 @@ from tiers import SHARED, core, examples, shared
 
 import gpuload
 from gpuload.core.errors import DataError, OptionError
-from gpuload.kinds.chats.engine import common_prefixes
 
 trl = pytest.importorskip("trl", reason="TRL is the reference of these tests")
 import trl_cases  # noqa: E402
@@ -294,7 +293,7 @@ def test_real_conversations_as_transformers_masks_them(name: str) -> None:
 
 
 def test_common_prefixes() -> None:
-    from gpuload.core.arrays import Ragged
+    from gpuload.core.arrays import Ragged, common_prefixes
 
     rows = [([1, 2, 3], [1, 2, 4]), ([], [1]), ([1], []), ([5], [5, 6]), ([7, 8], [9]), ([1, 1], [1, 1])]
     one, other = (Ragged.from_lists([pair[k] for pair in rows]) for k in (0, 1))

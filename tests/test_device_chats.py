@@ -323,10 +323,10 @@ def test_batches_are_made_where_the_process_is(qwen: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(HostKernels, "_launch", lambda self, name, *rest: (ran.append(name), launch(self, name, *rest)))
     padded, packs = found.batch([0, 1]), partial(found.loader, 2, packing="bfd", pack_length=50)
     flat = list(packs())
-    assert ran[0] == "pad_labelled"
+    assert ran[0] == "pad"
     assert ran.count("pack") == len(flat)
     travelled = pickle.loads(pickle.dumps(found))
-    found._padded._process = -1  # type: ignore[attr-defined]
+    found._batches._process = -1  # type: ignore[attr-defined]
     found.tokens  # noqa: B018
     del ran[:]
     for elsewhere in (travelled, found):

@@ -33,6 +33,8 @@ from gpuload.engines.device.store import Segments
 from gpuload.engines.device.texts import DeviceTexts, texts_to_device
 from gpuload.engines.host.engine import arrow_parts
 from gpuload.engines.protocol import ArrowPrompts
+from gpuload.kinds.prompts import LAYOUT
+from gpuload.packing.plan import whole_rows
 from gpuload.reference.reference import Reference
 from gpuload.sources.fetch import SourceFile
 from gpuload.sources.read import Source, open_file, with_prompts
@@ -238,7 +240,7 @@ def test_batches_are_made_where_the_process_is(
     travelled = pickle.loads(pickle.dumps(prompts)).batch([0, 1])
     assert ran == ["pad"]
     assert torch.equal(batch["input_ids"], travelled["input_ids"])
-    prompts._padded._process = -1  # type: ignore[attr-defined]
+    prompts._batches._process = -1  # type: ignore[attr-defined]
     assert torch.equal(batch["position_ids"], prompts.batch([0, 1])["position_ids"])
     assert ran == ["pad"]
 
@@ -256,9 +258,9 @@ def test_a_batch_is_the_memory_that_the_kernel_wrote(monkeypatch: pytest.MonkeyP
     )
     store = Segments(KERNELS).add(Ragged.from_lists([[1, 2], [3]]))
     assert store is not None
-    launch_pad = prepare_pad(KERNELS, store.index, 3, "left", 9)
+    launch_pad = prepare_pad(KERNELS, store.index, LAYOUT, 9)
     written.clear()
-    batch = pad(KERNELS, launch_pad, KERNELS.xp.asarray(np.array([1, 0])), 3)
+    batch = pad(KERNELS, launch_pad, whole_rows(np.array([1, 0]), np.array([1, 2])), 3, LAYOUT)
     assert [tensor.data_ptr() for tensor in batch.values()] == [written[0] + 8 * 6 * plane for plane in range(3)]
     assert batch["input_ids"].tolist() == [[9, 9, 3], [9, 1, 2]]
 

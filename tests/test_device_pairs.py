@@ -19,31 +19,26 @@ from simulator.stream_checks import StreamKernels
 from tiers import core
 
 import gpuload
-from gpuload.core.arrays import Ragged, offsets_of
+from gpuload.core.arrays import Ragged, appended, common_prefixes, offsets_of
 from gpuload.core.errors import DeviceError
+from gpuload.core.marks import paired, split, with_loss_from
+from gpuload.dataset.pieces import tokens_of
 from gpuload.engines.device import cuda
+from gpuload.engines.device.batches import DeviceBatches
 from gpuload.engines.device.encode import DeviceEncoder
-from gpuload.engines.device.store import Index, Segments, in_order
-from gpuload.kinds.chats.engine import common_prefixes
-from gpuload.kinds.pairs.batches import padded_sequences
-from gpuload.kinds.pairs.parts import (
-    CHOSEN,
-    COMPLETION,
-    REJECTED,
-    appended,
-    counts,
-    equal_pairs,
-    paired,
-    with_completion,
-)
-from gpuload.kinds.pairs.store import PartSizes, common_ids, part_sizes
-from gpuload.kinds.pairs.store import equal_pairs as equal_in_store
+from gpuload.engines.device.store import Index
+from gpuload.engines.host.batches import pad
+from gpuload.kinds.pairs.dataset import layout_of
+from gpuload.kinds.pairs.device import common_ids
+from gpuload.packing import Plan
+from gpuload.packing.plan import whole_rows
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 KERNELS = StreamKernels()
 OBJECTIVES = ("dpo", "rm", "kto")
 SIZES = (0, 1, 33, 300)
+LAYOUT = layout_of("dpo")
 
 
 @pytest.fixture(autouse=True)
@@ -256,10 +251,10 @@ def test_batches_are_made_where_the_process_is(qwen: Any, monkeypatch: pytest.Mo
     found = load_pairs_with(HostKernels(), pa.Table.from_pylist(PAIRS), qwen)
     monkeypatch.setattr(HostKernels, "_launch", lambda self, name, *rest: (ran.append(name), launch(self, name, *rest)))
     expected = found.batch([0, 1])
-    assert ran == ["pad_parts"]
+    assert ran == ["pad"]
     travelled = pickle.loads(pickle.dumps(found))
     found.tokens  # noqa: B018
-    found._padded._process = -1  # type: ignore[attr-defined]
+    found._batches._process = -1  # type: ignore[attr-defined]
     del ran[:]
     assert same_batch(travelled.batch([0, 1]), expected)
     assert same_batch(found.batch([0, 1]), expected)
@@ -278,23 +273,8 @@ def random_pairs(rows: int) -> Ragged:
 
     shared, chosen, rejected = (ids(chance.integers(0, 70, rows)) for _ in range(3))
     other = chosen.take(np.arange(rows)) if rows % 2 else rejected
-    sequences = (with_completion(appended(shared, each), shared.lengths) for each in (chosen, other))
+    sequences = (with_loss_from(appended(shared, each), shared.lengths) for each in (chosen, other))
     return paired(*sequences, shared.lengths)
-
-
-@pytest.mark.parametrize("rows", SIZES)
-def test_parts_are_counted_and_compared_as_on_the_host(rows: int) -> None:
-    pairs = random_pairs(rows)
-    bits = [
-        [sum(bool(token & int(bit)) for token in row) for row in pairs.to_lists()]
-        for bit in (CHOSEN, REJECTED, COMPLETION)
-    ]
-    assert [each.tolist() for each in counts(pairs)] == bits
-    store = in_order([Segments(KERNELS).add(pairs)], None)  # type: ignore[list-item]
-    found = part_sizes(store)
-    assert isinstance(found, PartSizes)
-    assert [found.chosen.tolist(), found.rejected.tolist(), found.completion.tolist()] == bits
-    assert equal_in_store(store) == equal_pairs(pairs)
 
 
 @pytest.mark.parametrize("rows", SIZES)
@@ -309,7 +289,7 @@ def test_rows_are_written_as_on_the_host(rows: int) -> None:
     shared = common_prefixes(one, two)
     assert common_ids(kernels, index(one), index(two)).tolist() == shared.tolist()
     begins = [chance.integers(0, each.lengths + 1) for each in (one, two)]
-    marked = [with_completion(each, begin) for each, begin in zip((one, two), begins, strict=True)]
+    marked = [with_loss_from(each, begin) for each, begin in zip((one, two), begins, strict=True)]
     heads = random_pairs(rows).take(chance.permutation(rows))
     for other, begin, common, rest in (
         (two, begins[1], shared, paired(*marked, shared)),
@@ -342,27 +322,29 @@ def test_what_texts_begin_with_is_found(rows: int) -> None:
         assert len({text[size : size + 1] for text in some}) > 1 or size == min(map(len, some))
 
 
-@pytest.mark.parametrize("from_end", [False, True])
+@pytest.mark.parametrize("side", ["left", "right", "middle"])
 @pytest.mark.parametrize(("width", "limit"), [(0, 5), (7, 7), (40, 30), (300, 300)])
 @pytest.mark.parametrize("count", core(SIZES, 33))
-def test_sequences_are_padded_as_on_the_host(count: int, width: int, limit: int, from_end: bool) -> None:
-    limit, kernels, chance = min(limit, width), HostKernels(), np.random.default_rng(count)
-    store = random_pairs(50)
-    lengths, address = store.lengths, kernels.address(store.values) + 4 * store.offsets[:-1]
-    rows, others = chance.integers(0, 50, (2, count))
-    size, begin = chance.integers(0, lengths[rows] + 1), chance.integers(0, lengths[others] + 1)
-    tail = lengths[others] - begin
-    slices = np.stack([address[rows], size, address[others] + 4 * begin, tail])
-    out = np.full(3 * count * width + 3, -85, np.int64)
-    blocks = kernels.blocks(count if width else 0)
-    kernels.run("pad_parts", blocks, limit, from_end, 7, count, slices, width, out)
-    lists = [
-        store[row][:kept].tolist() + store[other][first:].tolist()
-        for row, kept, other, first in zip(rows, size, others, begin, strict=True)
-    ]
-    sequences = Ragged.from_lists(lists).truncate(limit, "left" if from_end else "right")
-    expected = padded_sequences(sequences, width, 7)
-    planes = out[: 3 * count * width].reshape(3, count, width)
-    for plane, tensor in zip(planes, expected.values(), strict=True):
-        assert plane.tolist() == tensor.tolist()
-    assert (out[3 * count * width :] == -85).all(), "poison"
+def test_sequences_are_padded_as_on_the_host(count: int, width: int, limit: int, side: Any) -> None:
+    limit, chance, store = min(limit, width), np.random.default_rng(count), random_pairs(50)
+    pieces = []
+    for _ in range(3):
+        rows = chance.integers(0, 50, count)
+        first = chance.integers(0, store.lengths[rows] + 1)
+        pieces.append(whole_rows(rows, chance.integers(0, store.lengths[rows] - first + 1), first))
+    whole = Plan.joined(*pieces)
+    lists: list[list[int]] = [[] for _ in range(count)]
+    for piece in pieces:
+        for tokens, row, first, size in zip(lists, piece.rows, piece.first, piece.lengths, strict=True):
+            tokens += store[row][first : first + size].tolist()
+    assert tokens_of(store, whole).to_lists() == lists
+    sequences = Ragged.from_lists(lists).truncate(limit, side)
+    plan = whole.truncated(limit, side)
+    assert tokens_of(store, plan).to_lists() == sequences.to_lists()
+    made = DeviceBatches(HostKernels(), store, LAYOUT, 7)(plan, lambda: sequences, width)
+    expected = pad(sequences, width, LAYOUT, 7)
+    for name in LAYOUT.planes:
+        assert made[name].tolist() == expected[name].tolist()
+    ids, loss = (each.to_lists() for each in split(sequences))
+    assert expected["input_ids"].tolist() == [row + [7] * (width - len(row)) for row in ids]
+    assert expected["completion_mask"].tolist() == [[*map(int, row)] + [0] * (width - len(row)) for row in loss]

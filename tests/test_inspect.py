@@ -27,13 +27,12 @@ from gpuload.cli import show
 from gpuload.cli.main import main
 from gpuload.core.arrays import Ragged, common_prefix
 from gpuload.core.errors import DataError, OptionError
-from gpuload.core.marks import LOSS
+from gpuload.core.marks import LOSS, paired, with_loss_from
 from gpuload.dataset.loader import PackLoader
 from gpuload.inspect.data import encode_row, open_data
 from gpuload.inspect.roles import UNKNOWN, RoleFinder
 from gpuload.inspect.statistics import sample_rows, statistics_of
 from gpuload.inspect.tokens import SampleRow, TokenReader, pair_of, visible, visible_text
-from gpuload.kinds.pairs.parts import paired, with_completion
 from gpuload.pipeline.run import run
 from gpuload.reference.reference import Reference
 
@@ -326,7 +325,7 @@ def test_what_is_shown_of_a_pair_has_the_first_difference(
     one, other = (list(range(100, 100 + shared)) + end for end in ends)
     both = [Ragged.from_lists([ids]) for ids in (one, other)]
     begin = np.array([common_prefix(one, other)])
-    marked = paired(*(with_completion(ids, begin) for ids in both), begin).values.tolist()
+    marked = paired(*(with_loss_from(ids, begin) for ids in both), begin).values.tolist()
     sequences = pair_of(qwen_reader(qwen), marked, most)
     row = SampleRow("", "", 0, sequences)
     assert row.difference == (None if one == other else begin[0])

@@ -17,15 +17,21 @@ from simulator.host_kernels import COMPILER, HostKernels
 from tiers import exhaustive
 
 from gpuload.core.arrays import Ragged, offsets_of
-from gpuload.core.marks import LOSS, split, with_loss
+from gpuload.core.marks import CHOSEN, LOSS, REJECTED, split, with_loss
+from gpuload.dataset.pieces import tokens_of
+from gpuload.engines.batches import BatchLayout
 from gpuload.engines.device import texts as device_texts
+from gpuload.engines.device.batches import prepare_pad
 from gpuload.engines.device.kernels import signatures, source
+from gpuload.engines.device.store import Index
 from gpuload.engines.device.texts import DeviceTexts, gather, texts_to_device
+from gpuload.engines.host.batches import pad
 from gpuload.engines.host.packs import IGNORED, packed
 from gpuload.engines.protocol import TextColumn
-from gpuload.kinds.chats.batches import padded_rows
-from gpuload.kinds.pairs.parts import CHOSEN, COMPLETION, REJECTED
+from gpuload.kinds.chats.dataset import LAYOUT as CHATS
+from gpuload.kinds.prompts import LAYOUT as PROMPTS
 from gpuload.packing import Plan
+from gpuload.packing.plan import whole_rows
 from gpuload.template.probe import WHITE_SPACE
 from gpuload.template.program import Operation, Predicate, Ref, apply_operations, holds
 
@@ -189,6 +195,19 @@ def test_equal_texts_are_one_group(count: int) -> None:
     assert not strays.any()
 
 
+def padded_by_kernel(kernels: Any, store: Ragged, plan: Plan, width: int, layout: BatchLayout) -> list[Any]:
+    """The planes that the kernel writes, as lists."""
+    count, planes = len(plan), len(layout.planes)
+    out = poisoned(planes * count * width + 3, np.int64)
+    address = kernels.address(store.values) + 4 * store.offsets[:-1]
+    launch = prepare_pad(kernels, Index(address, store.lengths), layout, 7)
+    piece = np.concatenate([offsets_of(plan.lengths), plan.rows, plan.first, plan.offsets])
+    launch(kernels.blocks(count), count, len(plan.rows), piece, width, out)
+    assert (out[planes * count * width :] == -85).all(), "poison"
+    made: list[Any] = out[: planes * count * width].reshape(planes, count, width).tolist()
+    return made
+
+
 @pytest.mark.parametrize("count", SIZES)
 @pytest.mark.parametrize("keep", ["left", "right", "middle"])
 @pytest.mark.parametrize(("width", "limit"), [(40, 40), (300, 300), (1, 1), (33, 7)])
@@ -196,16 +215,14 @@ def test_batches_are_padded_and_truncated_as_on_the_cpu(count: int, keep: Any, w
     chance = np.random.default_rng(count)
     lists = [chance.integers(0, 1000, chance.integers(0, 90)).tolist() for _ in range(50)]
     store, rows = Ragged.from_lists(lists), chance.integers(0, 50, count)
-    address, out = KERNELS.address(store.values) + 4 * store.offsets[:-1], poisoned(3 * count * width + 3, np.int64)
-    head = {"left": 0, "right": limit, "middle": limit // 2}[keep]
-    KERNELS.run("pad", KERNELS.blocks(count), address, store.lengths, limit, head, 7, count, rows, width, out)
-    kept = store.take(rows).truncate(limit, keep).to_lists()
-    planes = out[: 3 * count * width].reshape(3, count, width)
+    plan = whole_rows(rows, store.lengths[rows]).truncated(limit, keep)
+    planes = padded_by_kernel(KERNELS, store, plan, width, PROMPTS)
+    kept = store.take(rows).truncate(limit, keep)
     for plane, padding, fill in zip(
         planes, (7, 0, 0), (lambda r: r, lambda r: [1] * len(r), lambda r: [*range(len(r))]), strict=True
     ):
-        assert plane.tolist() == [[padding] * (width - len(row)) + fill(row) for row in kept]
-    assert (out[3 * count * width :] == -85).all()
+        assert plane == [[padding] * (width - len(row)) + fill(row) for row in kept.to_lists()]
+    assert planes == [each.tolist() for each in pad(kept, width, PROMPTS, 7).values()]
 
 
 @pytest.mark.parametrize("keep", ["left", "right"])
@@ -215,26 +232,27 @@ def test_batches_are_padded_and_truncated_as_on_the_cpu(count: int, keep: Any, w
 def test_labelled_batches_are_padded_as_on_the_cpu(count: int, width: int, limit: int, keep: Any) -> None:
     limit, chance = min(limit, width), np.random.default_rng(width)
     offsets = offsets_of(chance.integers(0, 40, 50))
-    ids = Ragged(chance.integers(0, LOSS, offsets[-1], np.int32), offsets)
+    ids = Ragged(chance.integers(0, REJECTED, offsets[-1], np.int32), offsets)
     store = with_loss(ids, chance.integers(0, 2, offsets[-1]).astype(bool))
     rows = chance.integers(0, 50, count)
-    out = poisoned(4 * count * width + 3, np.int64)
-    head = {"left": 0, "right": limit}[keep]
-    address = KERNELS.address(store.values) + 4 * offsets[:-1]
-    blocks = KERNELS.blocks(count)
-    KERNELS.run("pad_labelled", blocks, address, store.lengths, limit, head, 7, count, rows, width, out)
-    expected = padded_rows(*split(store.take(rows).truncate(limit, keep)), width, 7)
-    planes = out[: 4 * count * width].reshape(4, count, width)
+    plan = whole_rows(rows, store.lengths[rows]).truncated(limit, keep)
+    planes = padded_by_kernel(KERNELS, store, plan, width, CHATS)
+    kept = store.take(rows).truncate(limit, keep)
+    expected = pad(kept, width, CHATS, 7)
     assert list(expected) == ["input_ids", "attention_mask", "position_ids", "labels"]
-    for plane, tensor in zip(planes, expected.values(), strict=True):
-        assert plane.tolist() == tensor.tolist()
-    assert (out[4 * count * width :] == -85).all(), "poison"
+    assert planes == [each.tolist() for each in expected.values()]
+    bare, loss = (each.to_lists() for each in split(kept))
+    assert planes[0] == [row + [7] * (width - len(row)) for row in bare]
+    labels = [
+        [token if bit else IGNORED for token, bit in zip(*each, strict=True)] for each in zip(bare, loss, strict=True)
+    ]
+    assert planes[3] == [row + [IGNORED] * (width - len(row)) for row in labels]
 
 
 def test_constants_of_labels_are_those_of_the_kernels() -> None:
-    found = dict(re.findall(r"#define (LOSS|NO_LABEL|CHOSEN|REJECTED|COMPLETION) +\(([^()]+)\)", source()))
+    found = dict(re.findall(r"#define (LOSS|NO_LABEL|CHOSEN|REJECTED) +\(([^()]+)\)", source()))
     assert {name: eval(value) for name, value in found.items()} == {
-        "LOSS": LOSS, "NO_LABEL": IGNORED, "CHOSEN": CHOSEN, "REJECTED": REJECTED, "COMPLETION": COMPLETION,
+        "LOSS": LOSS, "NO_LABEL": IGNORED, "CHOSEN": CHOSEN, "REJECTED": REJECTED,
     }  # fmt: skip
 
 
@@ -244,7 +262,7 @@ def test_packs_are_gathered_as_on_the_cpu(count: int, longest: int) -> None:
     chance = np.random.default_rng(count)
     lengths = chance.integers(1, 400, 50)
     offsets = offsets_of(lengths)
-    store = Ragged(chance.integers(0, LOSS, offsets[-1], np.int32), offsets)
+    store = Ragged(chance.integers(0, REJECTED, offsets[-1], np.int32), offsets)
     mask = chance.integers(0, 2, offsets[-1], np.uint8)
     rows = chance.integers(0, 50, count)
     first = chance.integers(0, lengths[rows])
@@ -257,7 +275,7 @@ def test_packs_are_gathered_as_on_the_cpu(count: int, longest: int) -> None:
     marked = with_loss(store, mask)
     address = KERNELS.address(marked.values) + 4 * offsets[:-1]
     KERNELS.run("pack", tokens + 1, address, count, piece, tokens, out)
-    expected = packed(store, mask, plan, np.arange(count))
+    expected = packed(tokens_of(marked, plan), plan)
     planes, numbers = out[: 3 * tokens].reshape(3, tokens), out[3 * tokens :].view(np.int32)
     for plane, name in zip(planes, ("input_ids", "labels", "position_ids"), strict=True):
         assert plane.tolist() == expected[name][0].tolist()
@@ -278,7 +296,7 @@ def test_arguments_of_the_wrong_kind_are_rejected() -> None:
         KERNELS.run("hash_texts", 1, *good[:4])
 
 
-_PAIRS = ("parts_are_counted_and_compared", "rows_are_written", "sequences_are_padded")
+_PAIRS = ("rows_are_written", "sequences_are_padded")
 
 
 @exhaustive

@@ -18,10 +18,11 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from gpuload.core.arrays import Ragged, offsets_of
 from gpuload.core.marks import with_loss
+from gpuload.dataset.pieces import tokens_of
 from gpuload.engines.device import packs as device
 from gpuload.engines.device.store import DeviceStore, Segments
-from gpuload.engines.host.packs import packed
-from gpuload.packing import batch_rows, pack
+from gpuload.engines.host import packs as host
+from gpuload.packing import Plan, batch_rows, pack
 
 COLLATOR = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
 LENGTHS = st.lists(st.sampled_from([0, 1, 2, 5, 16, 17, 40]), min_size=1, max_size=40).filter(any)
@@ -32,7 +33,7 @@ def rows_of(lengths: Any, seed: int = 0, dtype: Any = np.uint8) -> tuple[Ragged,
     """Rows of random ids, and a loss mask."""
     offsets = offsets_of(np.asarray(lengths, np.int64))
     chance = np.random.default_rng(seed)
-    ids = chance.integers(0, 2**30, offsets[-1], np.int32)  # an int32 has another bit for the loss
+    ids = chance.integers(0, 2**28, offsets[-1], np.int32)  # the bits above are those of `core.marks`
     return Ragged(ids, offsets), chance.integers(0, 2, offsets[-1]).astype(dtype)
 
 
@@ -46,6 +47,12 @@ def collated(ids: Ragged, mask: Any, plan: Any, packs: Any) -> dict[str, Any]:
             labels = np.where(mask[place], ids.values[place], -100)
             features.append({"input_ids": ids.values[place].tolist(), "labels": labels.tolist()})
     return dict(COLLATOR(features))
+
+
+def packed(ids: Ragged, mask: Any, plan: Plan, packs: Any) -> dict[str, Any]:
+    """A batch that the host makes."""
+    pieces = plan.take(packs)
+    return host.packed(tokens_of(with_loss(ids, mask), pieces), pieces)
 
 
 def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
@@ -118,7 +125,7 @@ def test_the_kernel_makes_the_same_batches(strategy: Any) -> None:
     launch, memory = on_device(kernels, ids, mask)
     before = kernels.xp.waits
     for packs in (np.arange(1), np.arange(8), np.array([5, 3, 5]), np.arange(len(plan))):
-        ours = device.packed(kernels, launch, plan, packs)
+        ours = device.packed(kernels, launch, plan.take(packs))
         assert_same(ours, packed(ids, mask, plan, packs))
         assert_same(ours, collated(ids, mask, plan, packs))
     assert kernels.xp.waits == before, "the host does not wait for the device"
@@ -132,7 +139,7 @@ def test_no_packs_are_an_empty_batch() -> None:
     kernels = StrictKernels()
     launch, memory = on_device(kernels, ids, mask)
     empty = packed(ids, mask, plan, [])
-    assert_same(device.packed(kernels, launch, plan, []), empty)
+    assert_same(device.packed(kernels, launch, plan.take([])), empty)
     assert empty["input_ids"].shape == empty["seq_idx"].shape == (1, 0)
     assert empty["cu_seq_lens_q"].tolist() == [0]
     assert empty["max_length_q"] == 0

@@ -527,7 +527,7 @@ def test_tokens_in_front_of_which_texts_may_be_cut(tokens: list[Row], allowed: b
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from gpuload.kinds.pairs.prefixes import cutting_tokens
+    from gpuload.kinds.prefixes import cutting_tokens
     from gpuload.reference.reference import Reference
 
     pieces = {character: number for number, character in enumerate("<s>xab ")}
@@ -583,7 +583,7 @@ def test_a_wrong_part_is_noticed(qwen: Any, monkeypatch: pytest.MonkeyPatch, row
     def wrong(self: Any, text: Any) -> Any:
         made = right(self, text)
         if not self.by_prompt:
-            made.ids.values[-1] ^= 1 << 28
+            made.ids.values[-1] ^= 1 << 30
         return made
 
     monkeypatch.setattr(engine.PairEngine, "encode", wrong)

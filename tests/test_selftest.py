@@ -12,6 +12,7 @@ from simulator.host_kernels import COMPILER, HostKernels
 
 from gpuload.cli.selftest import STAGES, check_engine
 from gpuload.core.arrays import Ragged
+from gpuload.engines.batches import BatchLayout
 from gpuload.engines.device.engine import DeviceEngine
 from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.host.render import HostText
@@ -55,8 +56,8 @@ def wrong_encode(engine: HostEngine, rendered: HostText) -> Tokenized:
     return tokens
 
 
-def wrong_batches(engine: HostEngine, store: Ragged, limit: int, side: Any, pad_id: int) -> Any:
-    right = HostEngine.batches(store, limit, side, pad_id)
+def wrong_batches(engine: HostEngine, store: Ragged, layout: BatchLayout, pad_id: int) -> Any:
+    right = HostEngine.batches(store, layout, pad_id)
 
     def batch(*given: Any) -> dict[str, torch.Tensor]:
         made = right(*given)

@@ -26,6 +26,8 @@ import gpuload
 from bench.contenders.common import answer, epoch, task_given
 from bench.data import conversations
 from gpuload.core.arrays import Ragged, offsets_of
+from gpuload.core.marks import with_loss
+from gpuload.dataset.pieces import tokens_of
 from gpuload.engines.host.packs import packed
 from gpuload.packing import pack
 from gpuload.packing.packs import Packing
@@ -97,7 +99,7 @@ def main() -> None:
             values = theirs.data.table["input_ids"].combine_chunks().flatten().to_numpy()
             fill[f"TRL: {strategy}"] = len(values) / (len(theirs) * size)
             plan = pack(lengths, size, same)
-            whole = packed(ids, mask, plan, np.arange(len(plan)))
+            whole = packed(tokens_of(with_loss(ids, mask), plan), plan)
             if not np.array_equal(whole["input_ids"][0].numpy(), values):
                 raise SystemExit(f"gpuload's packs differ from TRL's {strategy}")
     answer(

@@ -17,6 +17,7 @@ from bench.gpu.stages import AT_ONCE, IN_A_ROW, each_of, in_a_row
 from gpuload.core.arrays import Ragged, offsets_of
 from gpuload.core.marks import LOSS
 from gpuload.engines.conversations import from_arrow
+from gpuload.engines.device.batches import DeviceBatches
 from gpuload.engines.device.packs import packed, prepare_pack
 from gpuload.engines.device.render import DeviceText, render
 from gpuload.engines.device.spans import DeviceTokenSpans
@@ -24,9 +25,10 @@ from gpuload.engines.device.store import Segments, to_device
 from gpuload.engines.device.texts import DeviceTexts
 from gpuload.engines.host.encode import host_encoder
 from gpuload.engines.host.spans import TokenSpans
-from gpuload.kinds.chats.device import DeviceChatBatches
+from gpuload.kinds.chats.dataset import LAYOUT
 from gpuload.kinds.chats.reference import ChatReference
 from gpuload.packing import pack
+from gpuload.packing.plan import whole_rows
 from gpuload.template.compiler import ChatProgram
 
 _PACK = 4096
@@ -119,17 +121,17 @@ def packs(task: Task, facts: Facts) -> None:
         some = [np.arange(_PACKS), np.arange(len(plan) - _PACKS, len(plan))]
         with rig.launches() as recorded:
             for _ in range(IN_A_ROW):
-                held.append(packed(rig.kernels, launch, plan, some[0]))
+                held.append(packed(rig.kernels, launch, plan.take(some[0])))
         alone = by_kernel(recorded)["pack"]
         tokens = int(plan.take(some[0]).lengths.sum())
         alone["bytes"] += 4 * tokens * IN_A_ROW  # the ids that it reads
         facts(f"pack, {_PACKS} × {size}", **each_of(alone, copy))
         written = 32 * tokens * IN_A_ROW
-        cells = rig.timed(partial(in_a_row, lambda i: packed(rig.kernels, launch, plan, some[i]), held), written)
+        cells = rig.timed(partial(in_a_row, lambda i: packed(rig.kernels, launch, plan.take(some[i])), held), written)
         facts("a packed batch", **each_of({"launches": IN_A_ROW} | cells, copy))
 
-        made = DeviceChatBatches(rig.kernels, store, size, "right", 0)
-        numbers = [rng.integers(0, rows, _PACKS) for _ in range(2)]
+        made = DeviceBatches(rig.kernels, store, LAYOUT, 0)
+        plans = [whole_rows(some, lengths[some]) for some in (rng.integers(0, rows, _PACKS) for _ in range(2))]
         written = 4 * _PACKS * size * 8 * IN_A_ROW
-        cells = rig.timed(partial(in_a_row, lambda i: made(numbers[i], store.to_host, size), held), written)
+        cells = rig.timed(partial(in_a_row, lambda i: made(plans[i], store.to_host, size), held), written)
         facts(f"a padded batch with labels, {_PACKS} × {size}", **each_of({"launches": IN_A_ROW} | cells, copy))

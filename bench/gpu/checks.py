@@ -24,13 +24,14 @@ from gpuload.core.arrays import Ragged
 from gpuload.engines.device import cuda
 from gpuload.engines.device.batches import DeviceBatches
 from gpuload.engines.device.store import Segments
-from gpuload.kinds.prompts import PromptDataset
+from gpuload.kinds.prompts import LAYOUT, PromptDataset
+from gpuload.packing.plan import whole_rows
 
 SLACK = 64 << 20
 """Bytes that CUDA may keep: code of kernels, partly used pages."""
 
 PER_BATCH = 256
-"""Bytes that a batch may move between host and device in addition to its row numbers."""
+"""Bytes that a batch may move between host and device in addition to its plan."""
 
 _BATCHES, _ROWS, _LIMIT = 16, 64, 512
 _SANITIZER_SECONDS = 150.0
@@ -153,8 +154,9 @@ def copies_of(events: list[dict[str, Any]], batches: int) -> dict[str, dict[str,
 
 
 def too_much(copies: dict[str, Any], batches: int, rows: int) -> str | None:
-    """Return a sentence on unnecessary copies, or None. Necessary are 8 bytes per row to the device, its row number."""
-    for direction, allowed in (("HtoD", batches * (8 * rows + PER_BATCH)), ("DtoH", batches * PER_BATCH)):
+    """Return a sentence on unnecessary copies, or None. Necessary is the plan of
+    a batch, four numbers for each row: where it begins in the batch and in the store, its number and its piece."""
+    for direction, allowed in (("HtoD", batches * (32 * rows + PER_BATCH)), ("DtoH", batches * PER_BATCH)):
         if (size := copies.get(direction, {}).get("bytes", 0)) > allowed:
             return f"{direction}: {size:,} bytes for {batches} batches of {rows} rows, {allowed:,} allowed"
     return None
@@ -174,9 +176,9 @@ def pointers(rig: Rig) -> dict[str, tuple[int, int]]:
     with rig.kernels.current():
         store = Segments(rig.kernels).add(on_host)
     assert store is not None
-    made = DeviceBatches(rig.kernels, store, 64, "left", 0)
+    made = DeviceBatches(rig.kernels, store, LAYOUT, 0)
     with rig.launches() as recorded:
-        batch = made(np.arange(100), lambda: on_host, 64)
+        batch = made(whole_rows(np.arange(100), on_host.lengths[:100]), lambda: on_host, 64)
     (launch,) = recorded
     plane = 8 * 100 * 64  # the kernel writes the three tensors one after the other
     return {

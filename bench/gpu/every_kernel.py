@@ -13,7 +13,7 @@ from bench.gpu.rig import Rig, program_of, tokenizer_of
 from gpuload.core.arrays import Ragged
 from gpuload.demo_data import demo_files
 from gpuload.engines.conversations import from_arrow
-from gpuload.engines.device.batches import pad, pad_labelled, prepare_pad
+from gpuload.engines.device.batches import pad, prepare_pad
 from gpuload.engines.device.kernels import DeviceKernels
 from gpuload.engines.device.packs import packed, prepare_pack
 from gpuload.engines.device.render import render
@@ -22,8 +22,12 @@ from gpuload.engines.device.store import Segments, to_device
 from gpuload.engines.device.texts import BOUNDS_ONLY, DeviceTexts, texts_to_device
 from gpuload.engines.host.encode import host_encoder
 from gpuload.engines.host.spans import TokenSpans
+from gpuload.kinds.chats.dataset import LAYOUT as CHATS
 from gpuload.kinds.chats.reference import ChatReference
+from gpuload.kinds.pairs.dataset import layout_of
+from gpuload.kinds.prompts import LAYOUT
 from gpuload.packing import pack
+from gpuload.packing.plan import whole_rows
 from gpuload.template.compiler import ChatProgram
 from gpuload.template.program import Operation, Predicate, Ref
 
@@ -58,13 +62,12 @@ def run(rig: Rig) -> str:
         lists = [list(range(number % 70)) for number in range(len(texts))]
         store = Segments(kernels).add(Ragged.from_lists(lists))
         assert store is not None
-        launch = prepare_pad(kernels, store.index, 40, "middle", 0)
-        pad(kernels, launch, kernels.xp.arange(len(texts), dtype=np.int64), 64)
-        labelled = prepare_pad(kernels, store.index, 40, "right", 0, labelled=True)
-        pad_labelled(kernels, labelled, kernels.xp.arange(len(texts), dtype=np.int64), 64)
+        of_rows = whole_rows(np.arange(len(texts)), store.lengths).truncated(40, "middle")
+        for layout in (LAYOUT, CHATS, layout_of("dpo")):
+            pad(kernels, prepare_pad(kernels, store.index, layout, 0), of_rows, 64, layout)
         gather = prepare_pack(kernels, store.index)
         plan = pack(store.lengths, 64, "bfd_split")
-        packed(kernels, gather, plan, range(len(plan)))
+        packed(kernels, gather, plan)
         answers = ChatReference(tokenizer_of(directory), "assistant")
         chats = from_arrow(ops, pa.array([[*row, {"role": "assistant", "content": "é"}] for row in rows]))
         text = render(kernels, ChatProgram(answers.call, answers.answers), chats)

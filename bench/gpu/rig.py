@@ -238,8 +238,8 @@ def moved(name: str, arguments: list[Any]) -> int:
     not counted.
     """
     arrays: list[Array] = [argument for argument in arguments if hasattr(argument, "nbytes") and argument.ndim]
-    if name in ("pad", "pad_labelled", "pack"):
-        arrays = arrays[-2:]  # row numbers or places of pieces, and the batch
+    if name in ("pad", "pack"):
+        arrays = arrays[-2:]  # places of pieces, and the batch
     again = arrays[-1].nbytes if name == "copy_pieces" else 0
     return int(sum(array.nbytes for array in arrays)) + again
 

@@ -22,6 +22,8 @@ from gpuload.engines.device.engine import take
 from gpuload.engines.device.render import render
 from gpuload.engines.device.store import Segments
 from gpuload.engines.device.texts import DeviceTexts
+from gpuload.kinds.prompts import LAYOUT
+from gpuload.packing.plan import whole_rows
 
 _CHUNK = 256 << 20
 AT_ONCE = 8  # batches kept alive, so that consecutive ones are not written to the same memory
@@ -107,25 +109,20 @@ def batches(task: Task, facts: Facts) -> None:
         order = np.random.default_rng(0).permutation(max(len(store), count)) % len(store)
         on_device = Segments(rig.kernels).add(store)
         assert on_device is not None
-        batch_of = DeviceBatches(rig.kernels, on_device, width, "left", 0)
-        launch = prepare_pad(rig.kernels, on_device.index, width, "left", 0)
+        batch_of = DeviceBatches(rig.kernels, on_device, LAYOUT, 0)
+        launch = prepare_pad(rig.kernels, on_device.index, LAYOUT, 0)
         written = 3 * count * width * 8
         held: deque[Any] = deque(maxlen=AT_ONCE)
-        numbers = [order[:count], order[-count:]]
-        to_device = [xp.asarray(some) for some in numbers]
+        plans = [whole_rows(some, lengths[some]).truncated(width, "left") for some in (order[:count], order[-count:])]
         with rig.launches() as recorded:
             for _ in range(IN_A_ROW):
-                held.append(pad(rig.kernels, launch, to_device[0], width))
+                held.append(pad(rig.kernels, launch, plans[0], width, LAYOUT))
         alone = by_kernel(recorded)["pad"]
         facts(f"pad, {count} × {width}", **each_of(alone, copy))
 
-        methods: dict[str, Callable[[int], Any]] = {
-            "row numbers on the device": lambda i: pad(rig.kernels, launch, to_device[i], width),
-            "row numbers from the host": lambda i: batch_of(numbers[i], store.to_host, width),
-        }
-        for name, draw in methods.items():
-            cells = rig.timed(partial(in_a_row, draw, held), IN_A_ROW * written)
-            facts(f"a batch, {name}", **each_of({"launches": IN_A_ROW} | cells, copy))
+        draw: Callable[[int], Any] = lambda i: batch_of(plans[i], store.to_host, width)  # noqa: E731
+        cells = rig.timed(partial(in_a_row, draw, held), IN_A_ROW * written)
+        facts("a batch", **each_of({"launches": IN_A_ROW} | cells, copy))
 
 
 def in_a_row(draw: Callable[[int], Any], held: deque[Any]) -> None:

@@ -61,7 +61,7 @@ def test_a_rehearsal_goes_through_every_section_and_measures_nothing(tmp_path: P
         sections["loads"]["facts"]["demo_data/gsm8k"] | {"rows": 120, "differing": 0, "same": True}
         == (sections["loads"]["facts"]["demo_data/gsm8k"])
     )
-    assert sections["batches"]["facts"]["a batch, row numbers on the device"]["bytes"] == 3 * 8 * 64 * 8
+    assert sections["batches"]["facts"]["a batch"]["bytes"] == 3 * 8 * 64 * 8
     chats = sections["chats"]["facts"]
     assert (
         chats["demo_data/gsm8k, qwen2.5"] | {"rows": 120, "differing": 0, "batches": True}
@@ -209,7 +209,7 @@ def test_measured_rates_are_bytes_and_rows_over_seconds(clocked: Task) -> None:
     stages.rendering(clocked, facts)
     tokens.encode(clocked, facts)
     measured = {row: cells for row, cells in facts.rows.items() if "seconds" in cells and "bytes" in cells}
-    assert {"qwen2.5", "qwen2.5: copy_pieces", "pad, 8 × 64", "a batch, row numbers on the device"} <= set(measured)
+    assert {"qwen2.5", "qwen2.5: copy_pieces", "pad, 8 × 64", "a batch"} <= set(measured)
     assert any(row.endswith("gigatoken") for row in measured)
     assert measured["qwen2.5, short, device"]["times_gigatoken"] > 0
     kernels = [cells for row, cells in measured.items() if row.startswith("qwen2.5, short, device: ")]
@@ -219,7 +219,7 @@ def test_measured_rates_are_bytes_and_rows_over_seconds(clocked: Task) -> None:
     for row, cells in measured.items():
         if "gb_per_s" in cells:
             assert cells["gb_per_s"] == pytest.approx(cells["bytes"] / cells["seconds"] / 1e9), row
-    batch = measured["a batch, row numbers on the device"]
+    batch = measured["a batch"]
     assert batch["times_the_copy"] == pytest.approx(batch["seconds"] / (batch["bytes"] / 1e9))
     assert all(cells.get("differing", 0) == 0 for cells in measured.values())
 
@@ -266,7 +266,7 @@ def test_copies_are_read_from_the_profilers_trace() -> None:
     copies = checks.copies_of([*pads, *numbers, event("cpu_op", "aten::x")], 2)
     assert copies == {"HtoD": {"copies": 2, "bytes": 1024, "largest": 512}}
     assert checks.too_much(copies, 2, 64) is None
-    assert "HtoD" in str(checks.too_much(copies, 2, 16))
+    assert "HtoD" in str(checks.too_much(copies, 2, 4))
     back = checks.copies_of([*pads, event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 4096)], 2)
     assert "DtoH: 4,096 bytes" in str(checks.too_much(back, 2, 64))
     with pytest.raises(MissingError, match="saw 0 kernels"):
@@ -326,4 +326,4 @@ def test_bytes_of_a_launch_are_those_of_its_arrays() -> None:
     assert len(checks.pointers(rig)) == 3
     with rig.launches() as recorded:
         checks.pointers(rig)
-    assert by_kernel(recorded)["pad"] == {"launches": 1, "bytes": 100 * 8 + 3 * 100 * 64 * 8}
+    assert by_kernel(recorded)["pad"] == {"launches": 1, "bytes": (4 * 100 + 2) * 8 + 3 * 100 * 64 * 8}

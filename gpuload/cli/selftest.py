@@ -15,6 +15,8 @@ from gpuload.core.errors import MismatchError
 from gpuload.core.options import Options
 from gpuload.demo_data import demo_files
 from gpuload.engines.protocol import Engine
+from gpuload.kinds.prompts import LAYOUT
+from gpuload.packing.plan import whole_rows
 from gpuload.reference.reference import Reference
 from gpuload.sources.open import open_sources
 
@@ -90,7 +92,8 @@ def _steps(build: Callable[[Reference], Engine], outcome: Outcome) -> Iterator[N
     limit, pad_id = _OPTIONS.max_prompt_length, reference.pad_token_id
     numbers = np.arange(_BATCH)
     taken = tokens.take(numbers)
-    batch = engine.batches(store, limit, "left", pad_id)(numbers, lambda: taken, limit)
+    plan = whole_rows(numbers, taken.lengths)
+    batch = engine.batches(store, LAYOUT, pad_id)(plan, lambda: taken, limit)
     _expect("batches", {key: values.cpu().tolist() for key, values in batch.items()}, _padded(taken, limit, pad_id))
     yield
 

@@ -110,17 +110,27 @@ def count_in_rows(mask: Array, offsets: Array) -> Array:
         mask: (offsets[-1],) bool.
         offsets: (n + 1,) where the rows begin.
     """
+    (before,) = marked_before(mask, offsets)
+    return before[1:] - before[:-1]
+
+
+def marked_before(mask: Array, *places: Array) -> list[Array]:
+    """How many values are marked before some places: int64 arrays like those of the places.
+
+    Args:
+        mask: bool.
+        places: int64, from 0 to the number of values.
+    """
     if not isinstance(mask, np.ndarray):
         counted = offsets_of(mask)
-        return counted[offsets[1:]] - counted[offsets[:-1]]
+        return [counted[each] for each in places]
     # The masks of rows are runs of many equal values. Only where they begin and end is added up, because an array of
     # sums over all values takes several times as long: most of it to get the memory.
     starts = np.append(0, np.flatnonzero(mask[1:] != mask[:-1]) + 1)
     marked = (np.arange(len(starts)) % 2 == 0) == bool(mask[:1].any())  # runs are marked in turn
     before = offsets_of(np.diff(starts, append=len(mask)) * marked)
-    run = np.searchsorted(starts, offsets, side="right") - 1
-    counted = before[run] + marked[run] * (offsets - starts[run])
-    return counted[1:] - counted[:-1]
+    runs = [np.searchsorted(starts, each, side="right") - 1 for each in places]
+    return [before[run] + marked[run] * (each - starts[run]) for each, run in zip(places, runs, strict=True)]
 
 
 def stretches(*lengths: Array) -> Array:
@@ -286,3 +296,33 @@ class Ragged:
         offsets = offsets_of(np.fromiter((len(row) for row in rows), np.int64, len(rows)))
         values = np.fromiter((token for row in rows for token in row), np.int32, int(offsets[-1]))
         return Ragged(values, offsets)
+
+
+def selected(rows: Ragged, mask: Array) -> Ragged:
+    """Some values of each row.
+
+    Args:
+        mask: one bool per value.
+    """
+    return Ragged(rows.values[mask], offsets_of(count_in_rows(mask, rows.offsets)))
+
+
+def appended(rows: Ragged, more: Ragged) -> Ragged:
+    """(n,) rows in host memory, each followed by the row of the same number of others."""
+    offsets = offsets_of(rows.lengths + more.lengths)
+    values = np.empty(int(offsets[-1]), np.int32)
+    others = stretches(rows.lengths, more.lengths)
+    values[~others], values[others] = rows.values, more.values
+    return Ragged(values, offsets)
+
+
+def common_prefixes(ids: Ragged, others: Ragged) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """(n,) int64: how many leading values the rows of two columns have in common; in host memory."""
+    shorter = np.minimum(ids.lengths, others.lengths)
+    bounds = offsets_of(shorter)
+    one, other = (each.values[ranges(each.offsets[:-1], shorter, bounds)] for each in (ids, others))
+    # The first difference at or after each row's beginning; `shorter` if it is not in the row.
+    differing = np.append(np.flatnonzero(one != other), bounds[-1])
+    first = differing[np.searchsorted(differing, bounds[:-1])]
+    prefixes: np.ndarray[Any, np.dtype[np.int64]] = np.minimum(first - bounds[:-1], shorter)
+    return prefixes

@@ -1,21 +1,37 @@
-"""Which tokens have loss: a bit of each id.
+"""A token: an id and its marks, in one int32.
 
-A conversation is tokenized once, and its ids pass through caches, filters and stores. Whether a token has loss belongs
-to the token, so it travels in the same number: bit 30 of its int32, which no id reaches. What reads such ids separates
-them with `split`.
+A row is tokenized once, and passes through caches, filters and stores. Whether a token has loss, and to which sequence
+of a pair it belongs, travels in the same number: in bits that no id reaches. What reads tokens separates them with
+`split`.
+
+    LOSS       an answer, or the completion of a prompt
+    CHOSEN     what only the chosen sequence of a pair has
+    REJECTED   what only the rejected one has
+
+A pair is one row: what both sequences begin with, then the rest of the chosen one, then the rest of the rejected one.
+So its prompt is stored once.
+
+    prompt  chosen|CHOSEN|LOSS  rejected|REJECTED|LOSS
+
+The two sequences may share less than a prompt: `CHOSEN` or `REJECTED` without `LOSS` is then the end of a prompt that
+is encoded otherwise in one of them. Pairs for reward models have no prompts, and share as many ids as they can.
 """
-
-from typing import Any
 
 import numpy as np
 
-from gpuload.core.arrays import Array, Ragged, array_module, offsets_of, on_host
+from gpuload.core.arrays import Array, Ragged, appended, array_module, marked_before, offsets_of, selected, stretches
 from gpuload.core.options import Truncation
 
 LOSS = np.int32(1 << 30)
-"""The bit of an id that says that the token has loss."""
+"""The bit of tokens with loss."""
 
-Flags = np.ndarray[Any, np.dtype[np.bool_]]
+CHOSEN = np.int32(1 << 29)
+"""The bit of tokens that only the chosen sequence of a pair has."""
+
+REJECTED = np.int32(1 << 28)
+"""The bit of tokens that only the rejected sequence of a pair has."""
+
+IDS = ~(LOSS | CHOSEN | REJECTED)
 
 
 def with_loss(ids: Ragged, mask: Array) -> Ragged:
@@ -28,35 +44,56 @@ def with_loss(ids: Ragged, mask: Array) -> Ragged:
     return Ragged(ids.values | mask * LOSS, ids.offsets)
 
 
-def split(ids: Ragged) -> tuple[Ragged, Ragged]:
-    """Ids without their bits, int32, and the bits, bool."""
-    return Ragged(ids.values & ~LOSS, ids.offsets), Ragged((ids.values & LOSS) != 0, ids.offsets)
-
-
-def without_loss(ids: Ragged, limit: int | None = None, side: Truncation = "right") -> Flags:
-    """(n,) bool in host memory: rows of ids none of which has loss.
+def with_loss_from(ids: Ragged, begin: Array) -> Ragged:
+    """Ids that have loss from some place on.
 
     Args:
-        ids: n rows with bits, in host or device memory.
-        limit: rows count as truncated to so many ids; None: as they are.
+        ids: n rows, without bits.
+        begin: (n,) how many tokens of each row are its prompt.
+    """
+    return with_loss(ids, stretches(begin, ids.lengths - begin))
+
+
+def split(tokens: Ragged) -> tuple[Ragged, Ragged]:
+    """Ids without any bits, int32, and which of them have loss, bool."""
+    return Ragged(tokens.values & IDS, tokens.offsets), Ragged((tokens.values & LOSS) != 0, tokens.offsets)
+
+
+def loss_tokens(tokens: Ragged, limit: int | None = None, side: Truncation = "right") -> Array:
+    """(n,) int64: how many tokens of each row have loss; in the memory of the rows.
+
+    Args:
+        tokens: n rows, in host or device memory.
+        limit: rows count as truncated to so many tokens; None: as they are.
         side: "left" or "right", which end is truncated.
     """
-    if not isinstance(ids.values, np.ndarray):
-        return _without_loss_there(ids, limit, side)
-    if limit is not None:
-        ids = ids.truncate(limit, side)
-    without = np.ones(len(ids), np.bool_)
-    filled = np.flatnonzero(ids.lengths)  # `reduceat` needs rows with at least one id; between them there is none
-    if len(filled):
-        without[filled] = np.bitwise_or.reduceat(ids.values, ids.offsets[filled]) & LOSS == 0
-    return without
-
-
-def _without_loss_there(ids: Ragged, limit: int | None, side: Truncation) -> Flags:
-    """The same in device memory. CuPy has no `reduceat`, and truncated rows would need more memory than a sum."""
-    counted = offsets_of((ids.values & LOSS) != 0)
-    begin, end = ids.offsets[:-1], ids.offsets[1:]
-    if limit is not None:
-        kept = array_module(begin).minimum(ids.lengths, limit)
+    begin, end = tokens.offsets[:-1], tokens.offsets[1:]
+    if limit is not None:  # truncated rows would need more memory than a sum
+        kept = array_module(begin).minimum(tokens.lengths, limit)
         begin, end = (end - kept, end) if side == "left" else (begin, begin + kept)
-    return on_host(counted[end] == counted[begin])
+    begin, end = marked_before((tokens.values & LOSS) != 0, begin, end)
+    return end - begin
+
+
+def paired(chosen: Ragged, rejected: Ragged, shared: Array) -> Ragged:
+    """Rows with both sequences.
+
+    Args:
+        chosen, rejected: n rows each, with the bit of loss.
+        shared: (n,) how many tokens of both are stored once; these are equal.
+    """
+    own = stretches(shared, chosen.lengths - shared)
+    more = rejected.lengths - shared
+    rest = rejected.values[stretches(shared, more)]
+    first = Ragged(chosen.values | own * CHOSEN, chosen.offsets)
+    return appended(first, Ragged(rest | REJECTED, offsets_of(more)))
+
+
+def sequence(pairs: Ragged, other: np.int32) -> Ragged:
+    """One of the two sequences of each pair, with the bit of loss.
+
+    Args:
+        other: `CHOSEN` or `REJECTED`: the sequence that is not wanted.
+    """
+    kept = selected(pairs, (pairs.values & other) == 0)
+    return Ragged(kept.values & (IDS | LOSS), kept.offsets)

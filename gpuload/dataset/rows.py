@@ -18,8 +18,11 @@ from gpuload.core.workers import prepare_worker
 from gpuload.dataset.fingerprint import Fingerprint, token_digest
 from gpuload.dataset.loader import PromptLoader
 from gpuload.dataset.origins import Origins
+from gpuload.dataset.pieces import in_store, stored, tokens_of
 from gpuload.dataset.report import Report
+from gpuload.engines.batches import BatchLayout
 from gpuload.engines.protocol import Engine, TokenStore
+from gpuload.packing.plan import Plan, whole_rows
 from gpuload.sources.columns import Columns
 
 Row = dict[str, Any]
@@ -38,6 +41,7 @@ class Loaded:
 
     Attributes:
         tokens: of the rows, where the engine or the store on disk has them.
+        sizes: (k, n) what the kind has counted of each row, see `Kind.sizes`; its tokens come first.
         columns: the other columns.
         origins: where the rows come from.
         engine: makes batches.
@@ -48,6 +52,7 @@ class Loaded:
     """
 
     tokens: TokenStore
+    sizes: Numbers
     columns: Columns
     origins: Origins
     engine: Engine
@@ -67,17 +72,17 @@ class Rows(torch.utils.data.Dataset[Row]):
         passed_through: The other columns, one table per file schema.
     """
 
-    def __init__(self, loaded: Loaded):
+    def __init__(self, loaded: Loaded, layout: BatchLayout):
         self._store = loaded.tokens
-        self._lengths = loaded.tokens.lengths
+        self._sizes = loaded.sizes
+        self._lengths: Numbers = loaded.sizes[0]
         self.options = loaded.options
         self.pad_token_id = loaded.pad_token_id
         self.report = loaded.report
         self._about = loaded.about
         self.passed_through = loaded.columns
         self._origins = loaded.origins
-        limit, side = loaded.options.max_prompt_length, loaded.options.truncation
-        self._padded: Any = loaded.engine.batches(loaded.tokens, limit, side, loaded.pad_token_id)
+        self._batches = loaded.engine.batches(stored(loaded.tokens), layout, loaded.pad_token_id)
 
     def __len__(self) -> int:
         return len(self._store)
@@ -230,7 +235,7 @@ class Rows(torch.utils.data.Dataset[Row]):
 
     def ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the same batches, some of them prepared ahead where that hides latency. For `PromptLoader`."""
-        return self._padded.ahead(batches)  # type: ignore[no-any-return]
+        return self._batches.ahead(batches)
 
     def _batch(self, rows: Any, padding: Padding) -> LazyDict:
         """A batch of rows: tensors, and object arrays that are made when they are first read."""
@@ -248,6 +253,21 @@ class Rows(torch.utils.data.Dataset[Row]):
         """What makes the values of the pass-through columns of B rows, once."""
         # These functions must not refer to the batch: a cycle would keep its tensors until the next garbage collection.
         return {name: cache(partial(self._column, name, numbers)) for name in self.passed_through.names}
+
+    def _plan(self, numbers: Numbers) -> Plan:
+        """Which tokens of B rows a batch has: of each row as many as the limit allows."""
+        side = self.options.truncation
+        plan = whole_rows(numbers, self._lengths[numbers])
+        return plan if side == "error" else plan.truncated(self.options.max_prompt_length, side)
+
+    def _tokens(self, plan: Plan) -> Ragged:
+        """The tokens of a plan of rows in host memory: one row for each pack."""
+        return tokens_of(self._store, plan)
+
+    def _padded(self, plan: Plan, padding: Padding) -> dict[str, torch.Tensor]:
+        """The tensors of a batch of sequences."""
+        width = self._width(int(plan.tokens.max(initial=0)), padding)
+        return self._batches(in_store(self._store, plan), partial(self._tokens, plan), width)
 
     def _width(self, longest: int, padding: Padding) -> int:
         """Columns of a batch whose longest row has so many ids before it is truncated."""

@@ -10,7 +10,7 @@
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -21,7 +21,7 @@ import pyarrow as pa
 import torch
 
 from gpuload.core.arrays import Array, Ragged
-from gpuload.core.options import Truncation
+from gpuload.engines.batches import Batches, BatchLayout
 from gpuload.sources.read import Source
 from gpuload.template.program import Operation, Predicate
 
@@ -311,31 +311,6 @@ class TokenStore(Protocol):
         """All rows in host memory."""
 
 
-class Batches(Protocol):
-    """Makes padded batches from a store of ids.
-
-    A dataset keeps this object, and nothing else of the engine, when it is pickled for a loader worker. In another
-    process it makes host tensors.
-    """
-
-    def __call__(
-        self, numbers: np.ndarray[Any, Any], rows: Callable[[], Ragged], width: int
-    ) -> dict[str, torch.Tensor]:
-        """One batch of B rows, left-padded; position_ids are clip(cumsum(attention_mask) - 1, 0).
-
-        Args:
-            numbers: (B,) row numbers in the store.
-            rows: returns the same rows, truncated, in host memory; called only if the batch is made there.
-            width: columns of the batch.
-
-        Returns:
-            `input_ids`, `attention_mask` and `position_ids`, each int64 (B, width).
-        """
-
-    def ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The same batches in the same order; an engine may make each one early to hide a transfer."""
-
-
 class Engine(Protocol):
     """The stages of a load on one kind of machine.
 
@@ -391,5 +366,5 @@ class Engine(Protocol):
     def store(self, parts: list[Any], order: np.ndarray[Any, Any] | None) -> TokenStore:
         """Joins what `keep` returned, and brings the rows into the given order. Empties the list."""
 
-    def batches(self, store: Any, limit: int, side: Truncation, pad_id: int) -> Batches:
-        """A builder of batches from `store`; rows are truncated to `limit` ids, see `Ragged.truncate`."""
+    def batches(self, store: Any, layout: BatchLayout, pad_id: int) -> Batches:
+        """A builder of batches from `store`."""

@@ -138,8 +138,8 @@ def encode_row(job: Job[Any], source: Source, row: int) -> tuple[pa.Array, list[
         row: the row's number in it.
 
     Returns:
-        The row as a column of length 1; its ids with the bits of chats (`gpuload.core.marks`) or pairs (`pairs.parts`),
-        none if nothing can be made of it; and why a load drops it, None if it does not.
+        The row as a column of length 1; its ids with their bits (`gpuload.core.marks`), none if nothing can be made of
+        it; and why a load drops it, None if it does not.
     """
     one = replace(source, batches=lambda: iter([one_row(source.batches(), row)]))
     ((table, column),) = with_prompts(one, job.options.prompt_key)
@@ -152,5 +152,5 @@ def encode_row(job: Job[Any], source: Source, row: int) -> tuple[pa.Array, list[
         ids = tokens.ids.to_lists()[0]
         expected, found = reference.compared(to_python(column)[0], ids)
     invalid = invalid_rows(table.drop_columns([job.options.prompt_key]))
-    useless = job.kind.useless(tokens.ids, job.options)
+    useless = job.kind.useless(job.kind.sizes(tokens.ids), tokens.ids, job.options)
     return column, ids if expected == found else expected, {**useless, **invalid}.get(0)

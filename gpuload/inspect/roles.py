@@ -19,8 +19,8 @@ from gpuload.engines.conversations import messages_of_users
 from gpuload.engines.host.parts import Parts, message_parts
 from gpuload.engines.host.render import Spans
 from gpuload.engines.host.spans import TokenSpans
-from gpuload.kinds.chats.engine import with_eos
 from gpuload.kinds.chats.reference import ChatReference
+from gpuload.kinds.training_engine import with_eos
 from gpuload.reference.reference import Reference
 from gpuload.sources.types import is_messages, is_text
 from gpuload.template.compiler import ChatProgram

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpuload.core.arrays import Ragged, count_in_rows
+from gpuload.core.marks import CHOSEN, LOSS, REJECTED
 from gpuload.dataset.report import Report
 from gpuload.dataset.rows import Rows
 from gpuload.inspect.data import KindName
@@ -15,7 +16,6 @@ from gpuload.inspect.roles import UNKNOWN, Codes, RoleFinder
 from gpuload.inspect.tokens import SampleRow, TokenReader, pair_of, with_loss_bits
 from gpuload.kinds.chats.dataset import ChatDataset
 from gpuload.kinds.pairs.dataset import PairDataset
-from gpuload.kinds.pairs.parts import CHOSEN, COMPLETION, REJECTED, equal_pairs
 from gpuload.packing import pack
 from gpuload.pipeline.run import Job
 from gpuload.sources.read import with_prompts
@@ -128,7 +128,7 @@ def statistics_of(job: Job[Any], dataset: Rows, with_samples: bool) -> Statistic
     roles: list[RoleTokens] = []
     unknown, equal, samples = 0, None, []
     if isinstance(dataset, PairDataset):
-        roles, equal = pair_tokens(dataset.parts), equal_pairs(dataset.parts)
+        roles, equal = pair_tokens(dataset.parts), int(dataset.sizes.equal.sum())
         samples = _sample_pairs(TokenReader(job.reference), dataset, chosen)
     else:
         mask = dataset.loss_mask if isinstance(dataset, ChatDataset) else None
@@ -158,9 +158,9 @@ def pair_tokens(parts: Ragged) -> list[RoleTokens]:
     """The tokens of prompts, each counted once, and those of both completions.
 
     Args:
-        parts: n pairs, with the bits of their parts.
+        parts: n pairs, with their bits (`gpuload.core.marks`).
     """
-    completion = (parts.values & COMPLETION) != 0
+    completion = (parts.values & LOSS) != 0
     counts = {"prompt": int((~completion).sum())}
     for name, other in (("chosen", REJECTED), ("rejected", CHOSEN)):
         counts[name] = int((completion & ((parts.values & other) == 0)).sum())

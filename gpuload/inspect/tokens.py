@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpuload.core.arrays import Ragged, common_prefix
-from gpuload.core.marks import LOSS, with_loss
+from gpuload.core.marks import CHOSEN, LOSS, REJECTED, sequence, split, with_loss
 from gpuload.inspect.roles import UNKNOWN, Codes
-from gpuload.kinds.pairs.parts import CHOSEN, REJECTED, sequence, split
 from gpuload.reference.reference import Reference
 from gpuload.tokenizer.token_bytes import TokenBytes, token_bytes
 
@@ -161,7 +160,7 @@ def pair_of(reader: TokenReader, ids: Sequence[int], most: int | None) -> list[T
 
     Args:
         reader: of the tokenizer.
-        ids: of the pair, with the bits of their parts (`pairs.parts`).
+        ids: of the pair, with their bits (`gpuload.core.marks`).
         most: how many tokens of each are kept; None for all.
     """
     row = Ragged.from_lists([ids])

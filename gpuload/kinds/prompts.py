@@ -18,6 +18,7 @@ from gpuload.core.options import Options, Padding
 from gpuload.dataset.arrow import INT32_LIST, lists, ragged, row_reader
 from gpuload.dataset.loader import PromptLoader
 from gpuload.dataset.rows import Loaded, Made, Numbers, Rows, Values, object_array
+from gpuload.engines.batches import BatchLayout
 from gpuload.engines.choose import choose_engine
 from gpuload.engines.protocol import Engine
 from gpuload.pipeline.kind import Kind
@@ -26,6 +27,8 @@ from gpuload.reference.reference import Reference, messages_of
 from gpuload.sources.read import Source, check_prompts
 
 FIELDS = (pa.field("raw_prompt_ids", INT32_LIST),)
+
+LAYOUT = BatchLayout("left", ("input_ids", "attention_mask", "position_ids"))
 
 _KEYS = frozenset(("input_ids", "attention_mask", "position_ids", "raw_prompt_ids", "index"))
 
@@ -94,14 +97,14 @@ class PromptKind(Kind["PromptDataset"]):
     def engine(self, options: Options, reference: Reference, exact_only: bool) -> Engine:
         return choose_engine(options, reference, exact_only)
 
-    def sizes(self, ids: Any) -> Array:
-        return ids.lengths
+    def sizes(self, tokens: Ragged) -> Array:
+        return tokens.lengths[None]
 
     def from_arrow(self, table: pa.Table) -> Ragged:
         return ragged(table, "raw_prompt_ids")
 
     def dataset(self, loaded: Loaded) -> "PromptDataset":
-        return PromptDataset(loaded)
+        return PromptDataset(loaded, LAYOUT)
 
 
 def reference_of(tokenizer: Any, options: Options) -> Reference:
@@ -167,7 +170,7 @@ class PromptDataset(Rows):
         """
 
         def make(numbers: Numbers) -> list[pa.Array]:
-            ids = self._truncated(numbers)
+            ids = self._tokens(self._plan(numbers))
             return [lists(ids.values, ids.offsets)]
 
         return row_reader(self._lengths, FIELDS, make, self.passed_through, columns)
@@ -232,22 +235,16 @@ class PromptDataset(Rows):
         """
         return self._loader(batch_size, settings)
 
-    def _truncated(self, numbers: Numbers) -> Ragged:
-        """The ids of B rows, of at most `max_prompt_length`."""
-        ids = self._store.take(numbers)
-        if self.options.truncation == "error":
-            return ids
-        return ids.truncate(self.options.max_prompt_length, self.options.truncation)
-
     def _lists(self, numbers: Numbers, columns: Made) -> dict[str, Sequence[Any]]:
         made = self._tensors(numbers, "max_length", columns)
         return {key: value.unbind(0) if isinstance(value, torch.Tensor) else value() for key, value in made.items()}
 
     def _tensors(self, numbers: Numbers, padding: Padding, columns: Made) -> Mapping[str, Values]:
-        ids = cache(partial(self._truncated, numbers))  # one copy, for tensors and lists
+        plan = self._plan(numbers)
+        ids = cache(partial(self._tokens, plan))  # one copy, for tensors and lists
         extra_info = columns.get("extra_info", lambda: [None] * len(numbers))
         return {
-            **self._padded(numbers, ids, self._width(int(self._lengths[numbers].max(initial=0)), padding)),
+            **self._batches(plan, ids, self._width(int(plan.tokens.max(initial=0)), padding)),
             "raw_prompt_ids": lambda: ids().to_lists(),
             "index": lambda: [index_of(extra) for extra in extra_info()],
         }

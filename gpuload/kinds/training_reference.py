@@ -30,6 +30,16 @@ class TrainingReference(Reference):
         self.call = replace(self.call, add_generation_prompt=False)
 
     @property
+    def prompts_alone(self) -> bool:
+        """Whether prompts are rendered and encoded alone, too, to find where completions begin."""
+        return True
+
+    def texts(self, row: Any) -> list[str]:
+        """The texts of one row as they are encoded: the prompt with each completion, or all of it; and then the prompt
+        alone, if there is one and `prompts_alone`."""
+        raise NotImplementedError
+
+    @property
     def prompting(self) -> TemplateCall:
         """How the prompt of a completion is rendered alone."""
         return replace(self.call, add_generation_prompt=True)
@@ -70,6 +80,21 @@ class TrainingReference(Reference):
             return call
         kwargs = {name: value for name, value in own.items() if name != TOOLS}
         return replace(call, tools=own.get(TOOLS, call.tools), kwargs={**call.kwargs, **kwargs})
+
+
+def answers_in(row: Any) -> tuple[str, ...]:
+    """The names of the completions of a row, or of the fields of a column of rows."""
+    return ("completion",) if "completion" in row else ("chosen", "rejected")
+
+
+def messages_in(row: Any) -> Any:
+    """What a row consists of: its messages or its text, with the completion if it has one; None if a part is null."""
+    if not isinstance(row, dict):
+        return row
+    if "messages" in row:
+        return row["messages"]
+    prompt, completion = row["prompt"], row["completion"]
+    return None if prompt is None or completion is None else prompt + completion
 
 
 def own_arguments(row: Any) -> dict[str, Any]:

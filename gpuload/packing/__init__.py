@@ -3,7 +3,7 @@
     plan = pack(lengths, 4096, "bfd", shuffle=True, seed=0, epoch=3)        # packs of at most 4,096 tokens
     plan = batch_rows(lengths, max_tokens=32768, shuffle=True)              # whole rows, by token budget
     for numbers in share(len(plan), 8, rank=rank, world_size=world_size):   # this rank's batches, of 8 packs each
-        engines.host.packs.packed(ids, mask, plan, numbers)
+        pieces = plan.take(numbers)                                         # which tokens of which rows these are
 
 Nothing here knows of files, tokenizers or tokens.
 """

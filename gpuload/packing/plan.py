@@ -4,7 +4,7 @@ A plan is a pure function of lengths, seed and epoch, so a position in it is one
 together have had. Any number of ranks can continue from there.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,16 +12,17 @@ import numpy as np
 
 from gpuload.core.arrays import RowNumbers, offsets_of, ranges
 from gpuload.core.errors import OptionError
+from gpuload.core.options import Truncation
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """p pieces of rows in k packs. A pack becomes a flat row of tokens, or a batch of whole rows.
+    """p pieces of rows in k packs. A pack becomes a flat row of tokens, or a batch of whole rows, or a row of a batch.
 
     Attributes:
         rows: (p,) int64, the row of each piece.
         first: (p,) int64, the piece's first token in its row.
-        lengths: (p,) int64, number of tokens of the piece, at least 1.
+        lengths: (p,) int64, number of tokens of the piece.
         offsets: (k + 1,) int64; pack i has the pieces `offsets[i]` to `offsets[i + 1] - 1`.
 
     Examples:
@@ -65,6 +66,63 @@ class Plan:
         offsets = offsets_of(count)
         pieces = ranges(start, count, offsets)  # no step takes time for packs that are not taken
         return Plan(self.rows[pieces], self.first[pieces], self.lengths[pieces], offsets)
+
+    def cut(self, start: RowNumbers, stop: RowNumbers) -> "Plan":
+        """Of each pack, its tokens from `start` to `stop`, (k,) each."""
+        count, begin = np.diff(self.offsets), offsets_of(self.lengths)
+        before = begin[:-1] - np.repeat(begin[self.offsets[:-1]], count)  # tokens of its pack before each piece
+        low = np.clip(np.repeat(start, count) - before, 0, self.lengths)
+        high = np.clip(np.repeat(stop, count) - before, 0, self.lengths)
+        return Plan(self.rows, self.first + low, np.maximum(high - low, 0), self.offsets)
+
+    def truncated(self, limit: int, side: Truncation) -> "Plan":
+        """The packs with at most `limit` tokens each, see `Ragged.truncate`."""
+        tokens = self.tokens
+        if not len(tokens) or int(tokens.max()) <= limit:
+            return self
+        kept = np.minimum(tokens, limit)
+        if side == "middle":
+            head = np.minimum(kept, limit // 2)
+            return Plan.joined(self.cut(0 * kept, head), self.cut(tokens - (kept - head), tokens))
+        return self.cut(tokens - kept, tokens) if side == "left" else self.cut(0 * kept, kept)
+
+    def within(self, rows: "Plan") -> "Plan":
+        """The same packs of the rows that other rows are made of.
+
+        Args:
+            rows: of which pieces each of the rows of this plan is made: one pack per row.
+        """
+        pieces = rows.take(self.rows).cut(self.first, self.first + self.lengths)
+        return Plan(pieces.rows, pieces.first, pieces.lengths, pieces.offsets[self.offsets])
+
+    @staticmethod
+    def joined(*plans: "Plan") -> "Plan":
+        """Plans of k packs each: pack i has the pieces of all packs i, one after the other."""
+        number = np.concatenate([np.repeat(np.arange(len(plan)), np.diff(plan.offsets)) for plan in plans])
+        order = np.argsort(number, kind="stable")
+        rows, first, lengths = (
+            np.concatenate([getattr(plan, name) for plan in plans])[order] for name in ("rows", "first", "lengths")
+        )
+        return Plan(rows, first, lengths, sum((plan.offsets for plan in plans), start=np.zeros(1, np.int64)))
+
+    @staticmethod
+    def concatenate(plans: "Sequence[Plan]") -> "Plan":
+        """The packs of all plans, one after the other."""
+        rows, first, lengths = (
+            np.concatenate([getattr(plan, name) for plan in plans]) for name in ("rows", "first", "lengths")
+        )
+        return Plan(rows, first, lengths, offsets_of(np.concatenate([np.diff(plan.offsets) for plan in plans])))
+
+
+def whole_rows(rows: RowNumbers, lengths: RowNumbers, first: RowNumbers | None = None) -> Plan:
+    """A plan in which each pack is one piece of one row.
+
+    Args:
+        rows: (k,) row numbers.
+        lengths: (k,) tokens of each.
+        first: (k,) the first token of each; None for the first one of the row.
+    """
+    return Plan(rows, 0 * rows if first is None else first, lengths, np.arange(len(rows) + 1))
 
 
 def share(

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from gpuload.core.arrays import Array, array_module, on_host
+from gpuload.core.arrays import RowNumbers
 from gpuload.core.errors import DataError
 from gpuload.core.options import Options
 from gpuload.dataset.report import Report
@@ -19,7 +19,7 @@ Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 def filter_rows(
     batch: Encoded,
-    lengths: Array,
+    lengths: RowNumbers,
     source: str,
     report: Report,
     options: Options,
@@ -30,7 +30,7 @@ def filter_rows(
 
     Args:
         batch: n rows, of which it is known which are invalid.
-        lengths: (n,) those to which the limit applies, in the memory of the ids.
+        lengths: (n,) those to which the limit applies.
         source: the name of their file.
         report: also says what the limit is and whether overlong rows are dropped.
         options: `strict` raises an error for the first row that was rejected.
@@ -52,8 +52,7 @@ def filter_rows(
             raise DataError(f"{place}: {reason}. With strict=False, such rows are dropped and counted")
         report.reject(place, reason)
         keep[row] = False
-    # Compared in the engine's memory: one byte per row comes to the host.
-    overlong = keep & on_host(lengths > report.max_prompt_length)
+    overlong = keep & (lengths > report.max_prompt_length)
     report.rows_read += len(keep)
     report.rows_compiled += tokens.compiled_rows
     report.reference_seconds += tokens.reference_seconds
@@ -64,7 +63,7 @@ def filter_rows(
     report.text_bytes += tokens.text_nbytes
     report.overlong += int(overlong.sum())
     if keep.any():
-        shortest = int(lengths[array_module(lengths).asarray(keep)].min())
+        shortest = int(lengths[keep].min())
         report.shortest = min(report.shortest, shortest) if report.shortest else shortest
     if report.overlong_dropped:
         keep &= ~overlong

@@ -44,6 +44,7 @@ class InMemory:
         self._ids: list[TokenStore] = []
         self._tables: list[pa.Table] = []
         self._numbers: list[RowNumbers] = []
+        self._sizes: list[RowNumbers] = []
         self._finding = Lock()
 
     def __len__(self) -> int:
@@ -71,6 +72,7 @@ class InMemory:
         self._tables.append(kept_columns(batch, keep, self._options, self._sanitized))
         self._ids.append(self._engine.keep(batch.tokens.ids, None if keep.all() else np.flatnonzero(keep)))
         self._numbers.append(numbers[keep])
+        self._sizes.append(batch.sizes.compress(keep, axis=1))
 
     def complete(self, trusted: bool) -> None:
         """Caches the ids of sources that were read as a whole.
@@ -94,14 +96,18 @@ class InMemory:
             ranks: the others.
             report, shapes: of this rank's rows, see `KeptRows`.
         """
-        own = KeptRows(self._ids, self._tables, self.numbers(), report, shapes)
-        self._ids, self._tables, numbers, report, _ = ranks.exchange(own, partial(self._engine.keep, rows=None))
+        own = KeptRows(self._ids, self._tables, self.numbers(), self._sizes, report, shapes)
+        everyone = ranks.exchange(own, partial(self._engine.keep, rows=None))
+        self._ids, self._tables, numbers, self._sizes, report, _ = everyone
         self._numbers = [numbers]
         return report
 
-    def finish(self, order: RowNumbers | None) -> tuple[TokenStore, Columns]:
-        """The ids and columns of all rows, in the given order; None for the order in which they were added."""
-        return self._engine.store(self._ids, order), Columns(drained(self._tables), order)
+    def finish(self, order: RowNumbers | None) -> tuple[TokenStore, RowNumbers, Columns]:
+        """The ids of all rows, their sizes (k, n) and their columns, in the given order; None for the order in which
+        they were added."""
+        sizes = np.concatenate(self._sizes, axis=1)
+        sizes = sizes if order is None else sizes.take(order, axis=1)
+        return self._engine.store(self._ids, order), sizes, Columns(drained(self._tables), order)
 
     def discard(self) -> None:
         """Removes unfinished files, however the load ended."""

@@ -27,7 +27,7 @@ from gpuload.cache.faults import not_written
 from gpuload.cache.key import own_code
 from gpuload.cache.store import TokenCache
 from gpuload.cache.token_store import DiskTokens
-from gpuload.core.arrays import RowNumbers, offsets_of, on_host
+from gpuload.core.arrays import RowNumbers, offsets_of
 from gpuload.core.errors import GpuloadError, StoreError
 from gpuload.core.files import Unfinished, partial_bytes, remove_orphans
 from gpuload.core.memory import free_memory
@@ -117,10 +117,10 @@ class OnDisk:
         self._sanitized, self._wanted = sanitized, None if wanted is None else np.sort(wanted)
         self.directory = store_directory(options.cache_dir)
         remove_orphans(self.directory)
-        # Of the rows that were kept: their numbers over all sources, and their lengths. The arrays have room for all
-        # rows; a page of them takes no memory until it is written to.
+        # Of the rows that were kept: their numbers over all sources, and what the kind has counted of them. The arrays
+        # have room for all rows; a page of them takes no memory until it is written to.
         total = sum(source.num_rows for source in sources) if wanted is None else len(wanted)
-        self._numbers, self._lengths, self._count = np.empty(total, np.int64), np.empty(total, np.int64), 0
+        self._numbers, self._sizes, self._count = np.empty(total, np.int64), np.empty((0, total), np.int64), 0
         self._last = 0  # the source of the last batch
         self._unfinished: Unfinished | None = None
         self._starts = offsets_of(np.array([source.num_rows for source in sources], np.int64))
@@ -154,7 +154,9 @@ class OnDisk:
             raise self._not_written(error) from error
         files.rows += len(batch.rows)
         new = slice(self._count, self._count + int(keep.sum()))
-        self._numbers[new], self._lengths[new] = numbers[keep], on_host(batch.tokens.ids.lengths)[keep]
+        if not len(self._sizes):
+            self._sizes = np.empty((len(batch.sizes), len(self._numbers)), np.int64)
+        self._numbers[new], self._sizes[:, new] = numbers[keep], batch.sizes[:, keep]
         self._count = new.stop
 
     def numbers(self) -> RowNumbers:
@@ -179,19 +181,20 @@ class OnDisk:
             self._unfinished.remove()
             self._unfinished = None
 
-    def finish(self, order: RowNumbers | None) -> tuple[DiskTokens, Columns]:
-        lengths = self._lengths[: self._count]
+    def finish(self, order: RowNumbers | None) -> tuple[DiskTokens, RowNumbers, Columns]:
+        sizes = self._sizes[:, : self._count]
         ids = self._places([files.entry is not None and files.tokens is None for files in self._files])
         columns = self._places([files.columns is not None and files.writer is None for files in self._files])
         if np.array_equal(ids, columns):
             columns = ids
         if order is not None:
-            lengths, ids, columns = lengths[order], ids[order], ids[order] if columns is ids else columns[order]
+            sizes = sizes.take(order, axis=1)
+            ids, columns = ids[order], ids[order] if columns is ids else columns[order]
         read = [files for files in self._files if files.rows]
         opened = [files.entry for files in read if files.entry is not None]
         tables = [files.columns for files in read if files.columns is not None]
         owner, self._unfinished = self._unfinished, None
-        return DiskTokens(opened, ids, lengths, owner), columns_of(tables, columns)
+        return DiskTokens(opened, ids, sizes[0], owner), sizes, columns_of(tables, columns)
 
     def discard(self) -> None:
         """Removes what was written by a load that has failed."""

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
 
 import pyarrow as pa
 
-from gpuload.core.arrays import Array, Ragged
+from gpuload.core.arrays import Array, Ragged, RowNumbers
 from gpuload.core.errors import GpuloadError
 from gpuload.core.options import Options
 from gpuload.dataset.report import Report
@@ -87,11 +87,28 @@ class Kind(Generic[Dataset]):
         """
 
     @abstractmethod
-    def sizes(self, ids: Any) -> Array:
-        """(n,) tokens of n rows of ids, or of a store of them, to which the limit applies."""
+    def sizes(self, tokens: Ragged) -> Array:
+        """(k, n) int64: how many tokens n rows have, and what else the result counts of them; in their memory.
 
-    def useless(self, ids: Ragged, options: Options) -> Mapping[int, str]:
-        """The rows of ids that are of no use although they have tokens: row → why."""
+        Counted once for each batch, and kept with it: stores on a device or on disk are never read for it.
+        """
+
+    def limited(self, sizes: RowNumbers) -> RowNumbers:
+        """(n,) tokens to which the limit applies.
+
+        Args:
+            sizes: (k, n), from `sizes`, in host memory.
+        """
+        lengths: RowNumbers = sizes[0]
+        return lengths
+
+    def useless(self, sizes: RowNumbers, tokens: Ragged, options: Options) -> Mapping[int, str]:
+        """The rows that are of no use although they have tokens: row → why.
+
+        Args:
+            sizes: (k, n), from `sizes`, in host memory.
+            tokens: those rows, in host or device memory.
+        """
         return {}
 
     def nothing_left(self, report: Report) -> GpuloadError | None:

@@ -42,6 +42,7 @@ class KeptRows(NamedTuple):
         ids: their ids, in some parts.
         tables: their other columns, in some parts.
         numbers: (n,) int64, numbers of the rows over all sources.
+        sizes: (k, n) int64, what the kind has counted of the rows, in some parts.
         report: of the rows that were read.
         shapes: of these rows, see `Verifier`.
     """
@@ -49,6 +50,7 @@ class KeptRows(NamedTuple):
     ids: list[TokenStore]
     tables: list[pa.Table]
     numbers: RowNumbers
+    sizes: list[RowNumbers]
     report: Report
     shapes: dict[int, bool]
 
@@ -139,17 +141,19 @@ class Ranks:
             GpuloadError: another rank failed.
         """
         mine = Ragged.concatenate([part.to_host() for part in own.ids])
-        arrays = [mine.values, mine.offsets, own.numbers, *map(_to_bytes, own.tables)]
+        sizes = np.concatenate(own.sizes, axis=1) if own.sizes else np.zeros((0, 0), np.int64)
+        arrays = [mine.values, mine.offsets, own.numbers, sizes, *map(_to_bytes, own.tables)]
         everyone = self._gather(([(array.dtype.str, array.shape) for array in arrays], own.report, own.shapes))
         self.exchanged = True
         ids: list[TokenStore] = []
-        tables, numbers = [], []
+        tables, numbers, everyones_sizes = [], [], []
         for rank, (layout, _, _) in enumerate(everyone):
             self._meet()  # what was received before may have taken some ranks longer to keep
-            values, offsets, theirs, *some = self._broadcast(rank, layout, arrays)
+            values, offsets, theirs, counted, *some = self._broadcast(rank, layout, arrays)
             ids += own.ids if rank == self.rank else [keep(Ragged(values, offsets))]
             tables += own.tables if rank == self.rank else [_from_bytes(array) for array in some]
             numbers.append(theirs)
+            everyones_sizes += [counted] * bool(len(counted))  # a rank without rows has not counted anything
         report = everyone[0][1]
         for _, other, _ in everyone[1:]:
             report.add(other)
@@ -159,7 +163,7 @@ class Ranks:
         report.check.count_shapes(shapes)
         report.notes.append(f"the work was shared by {self.count} ranks")
         self._finished = True
-        return KeptRows(ids, tables, np.concatenate(numbers), report, shapes)
+        return KeptRows(ids, tables, np.concatenate(numbers), everyones_sizes, report, shapes)
 
     def one_per_machine(self, load: Callable[[], Made]) -> Made:
         """Calls `load` on one rank of each machine, and on the others when it has returned there: they find what it has

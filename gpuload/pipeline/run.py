@@ -27,7 +27,7 @@ from tqdm import tqdm
 from gpuload.cache.directory import tokens_directory
 from gpuload.cache.known_tokenizer import remember
 from gpuload.cache.store import TokenCache
-from gpuload.core.arrays import Ragged, RowNumbers, offsets_of
+from gpuload.core.arrays import Ragged, RowNumbers, offsets_of, on_host
 from gpuload.core.errors import MORE_MEMORY, DeviceError, GpuloadError, HostMemoryError, MismatchError, NoRowsError
 from gpuload.core.files import cache_root, remove_orphans
 from gpuload.core.memory import NoRoomError
@@ -252,7 +252,9 @@ def _run(job: Job[Dataset], engine: Engine) -> Dataset:
         for batch in _encoded(job, wanted, engine, kept, verifier, report.seconds, stack):
             job.check()
             source = sources[batch.source]
-            lengths, useless = job.kind.sizes(batch.tokens.ids), job.kind.useless(batch.tokens.ids, options)
+            batch = replace(batch, sizes=on_host(job.kind.sizes(batch.tokens.ids)))
+            useless = job.kind.useless(batch.sizes, batch.tokens.ids, options)
+            lengths = job.kind.limited(batch.sizes)
             keep = filter_rows(batch, lengths, source.name, report, options, job.keep_rejected, useless)
             kept.add(batch, keep, starts[batch.source] + batch.rows - source.first_row)
             bar.update(len(keep))
@@ -269,15 +271,16 @@ def _run(job: Job[Dataset], engine: Engine) -> Dataset:
             raise job.kind.nothing_left(report) or NoRowsError(all_dropped(report), report)
         numbers = kept.numbers()
         order = wanted_order(numbers, job.wanted)
-        store, columns = kept.finish(order)
+        store, sizes, columns = kept.finish(order)
         if options.tokens_on == "auto" and engine.name == "cuda" and isinstance(store, Ragged):
             report.notes.append("token ids are in host memory: gpu_memory_limit leaves too little GPU memory for them")
-        report.tokens, report.longest = int(store.lengths.sum()), int(job.kind.sizes(store).max())
+        report.tokens, report.longest = int(sizes[0].sum()), int(job.kind.limited(sizes).max())
     origins = Origins(
         numbers if order is None else numbers[order], starts, np.array([source.first_row for source in sources])
     )
     about = fingerprint(sources, job.reference, options)
-    return job.kind.dataset(Loaded(store, columns, origins, engine, options, job.reference.pad_token_id, report, about))
+    pad_id = job.reference.pad_token_id
+    return job.kind.dataset(Loaded(store, sizes, columns, origins, engine, options, pad_id, report, about))
 
 
 def _encoded(

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -77,12 +77,14 @@ class Encoded(SomeRows):
     Attributes:
         tokens: the token ids.
         rendered: what they were made of; None if they are from the cache.
+        sizes: (k, n) what the kind has counted of each row, in host memory; nothing until it has.
         compared: how many of the rows were compared with the tokenizer.
         invalid: row → which of its columns is not valid; None where that was not looked for yet.
     """
 
     tokens: Tokenized
     rendered: Rendered | None = None
+    sizes: RowNumbers = field(default_factory=lambda: np.zeros((0, 0), np.int64))
     compared: int = 0
     invalid: dict[int, str] | None = None
 

@@ -1,4 +1,4 @@
-"""Padded batches from the store of ids, by one kernel.
+"""Batches from the store of tokens, each by one kernel: padded, or packed.
 
 The store is in device memory (4 bytes per token), or in host memory, which is then pinned. In the second case the same
 kernel reads the ids of a batch's rows, and no others, across the bus. A loader's batches are made one ahead of the
@@ -10,18 +10,22 @@ included.
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 
-from gpuload.core.arrays import Array, Ragged
-from gpuload.core.options import Truncation
+from gpuload.core.arrays import Ragged, offsets_of
+from gpuload.engines.batches import OTHER_PLANES, BatchLayout
 from gpuload.engines.device.kernels import Kernels
+from gpuload.engines.device.packs import packed, prepare_pack
 from gpuload.engines.device.store import DeviceStore, Index, to_device
-from gpuload.engines.host import batches as host
+from gpuload.engines.host.batches import HostBatches
 from gpuload.engines.protocol import TokenStore
+from gpuload.packing import Plan
+from gpuload.packing.plan import whole_rows
 
 
 class DeviceBatches:
@@ -29,17 +33,13 @@ class DeviceBatches:
     the CUDA context of another one.
 
     Args:
-        store: all ids: in device memory; in host memory, which is pinned with the first batch; or on disk.
-        limit: a row keeps at most this many ids.
-        side: which end is truncated, see `Ragged.truncate`.
-        pad_id: fills rows up on the left.
+        store: all tokens: in device memory; in host memory, which is pinned with the first batch; or on disk.
+        layout: of padded batches.
+        pad_id: fills rows up.
     """
 
-    _host: ClassVar[type[host.HostBatches]] = host.HostBatches  # in another process
-    _labelled: ClassVar[bool] = False  # see `prepare_pad`
-
-    def __init__(self, kernels: Kernels, store: TokenStore, limit: int, side: Truncation, pad_id: int):
-        self._kernels, self._limit, self._side, self._pad_id = kernels, limit, side, pad_id
+    def __init__(self, kernels: Kernels, store: TokenStore, layout: BatchLayout, pad_id: int):
+        self._kernels, self._layout, self._pad_id = kernels, layout, pad_id
         self._process = os.getpid()
         self._store = store
 
@@ -53,16 +53,18 @@ class DeviceBatches:
         assert isinstance(store, DeviceStore)
         return store
 
-    @property
-    def _index(self) -> Index:
-        return self._readable.index
-
     @cached_property
     def _pad(self) -> Callable[..., None]:
-        return self._prepared(self._index)
+        return prepare_pad(self._kernels, self._readable.index, self._layout, self._pad_id)
 
-    def _prepared(self, index: Index) -> Callable[..., None]:
-        return prepare_pad(self._kernels, index, self._limit, self._side, self._pad_id, self._labelled)
+    @cached_property
+    def _pack(self) -> Callable[..., None]:
+        return prepare_pack(self._kernels, self._readable.index)
+
+    @property
+    def _on_host(self) -> HostBatches:
+        """What makes batches in another process."""
+        return HostBatches(self._layout, self._pad_id)
 
     @property
     def _elsewhere(self) -> bool:
@@ -74,17 +76,28 @@ class DeviceBatches:
         """Whether the store is in files: kernels cannot read it, so the rows of each batch are copied."""
         return not isinstance(self._store, Ragged | DeviceStore)
 
-    def __call__(
-        self, numbers: np.ndarray[Any, Any], rows: Callable[[], Ragged], width: int
-    ) -> dict[str, torch.Tensor]:
+    def __call__(self, plan: Plan, rows: Callable[[], Ragged], width: int) -> dict[str, torch.Tensor]:
         if self._elsewhere:
-            return self._host(self._pad_id)(numbers, rows, width)
-        made = pad_labelled if self._labelled else pad
+            return self._on_host(plan, rows, width)
         with self._kernels.current():
             if self._on_disk:
-                with copied(self._kernels, rows()) as index:
-                    return made(self._kernels, self._prepared(index), self._kernels.xp.arange(len(numbers)), width)
-            return made(self._kernels, self._pad, self._kernels.xp.asarray(numbers), width)
+                taken = rows()
+                with copied(self._kernels, taken) as index:
+                    launch = prepare_pad(self._kernels, index, self._layout, self._pad_id)
+                    plan = whole_rows(np.arange(len(taken)), taken.lengths)
+                    return pad(self._kernels, launch, plan, width, self._layout)
+            return pad(self._kernels, self._pad, plan, width, self._layout)
+
+    def packed(self, pieces: Plan, tokens: Callable[[], Ragged]) -> dict[str, Any]:
+        if self._elsewhere:
+            return self._on_host.packed(pieces, tokens)
+        with self._kernels.current():
+            if self._on_disk:
+                rows = Ragged(tokens().values, offsets_of(pieces.lengths))  # one of each piece
+                plan = replace(pieces, rows=np.arange(len(rows)), first=np.zeros(len(rows), np.int64))
+                with copied(self._kernels, rows) as index:
+                    return packed(self._kernels, prepare_pack(self._kernels, index), plan)
+            return packed(self._kernels, self._pack, pieces)
 
     def ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same batches, each of them made while the consumer works on the one before it."""
@@ -101,8 +114,8 @@ class DeviceBatches:
             yield ready
             del ready  # so that its memory can serve the next batch
 
-    def __reduce__(self) -> tuple[type[host.HostBatches], tuple[int]]:
-        return self._host, (self._pad_id,)
+    def __reduce__(self) -> tuple[type[HostBatches], tuple[BatchLayout, int]]:
+        return HostBatches, (self._layout, self._pad_id)
 
 
 @contextmanager
@@ -117,51 +130,38 @@ def copied(kernels: Kernels, rows: Ragged) -> Iterator[Index]:
     del ids  # kernels that were launched in the block run before its memory is used for anything else on this stream
 
 
-def prepare_pad(
-    kernels: Kernels, index: Index, limit: int, side: Truncation, pad_id: int, labelled: bool = False
-) -> Callable[..., None]:
-    """Prepares the launch of the kernel that takes rows from the store, truncates and pads them.
+def prepare_pad(kernels: Kernels, index: Index, layout: BatchLayout, pad_id: int) -> Callable[..., None]:
+    """Prepares the launch of the kernel that takes pieces of rows from the store, and pads them.
 
     Args:
         index: all rows, where the device can read them.
-        limit: a row keeps at most this many ids.
-        side: which end is truncated, as in `Ragged.truncate`; "error" for rows within the limit.
+        layout: of the batches.
         pad_id: fills rows up.
-        labelled: the ids have the bits of `gpuload.core.marks`; see `pad_labelled`.
 
     Returns:
-        For `pad`, or for `pad_labelled`.
+        For `pad`. The caller keeps the memory that the addresses point into.
     """
-    # A truncated row keeps its first `head` ids and the last `limit - head`.
-    head = {"error": 0, "left": 0, "right": limit, "middle": limit // 2}[side]
-    name = "pad_labelled" if labelled else "pad"
-    return kernels.prepare(name, index.address, index.length, limit, head, pad_id)
+    planes = sum(1 << number for number, name in enumerate(OTHER_PLANES) if name in layout.planes)
+    return kernels.prepare("pad", index.address, pad_id, layout.side == "left", planes)
 
 
-def pad(kernels: Kernels, launch: Callable[..., None], rows: Array, width: int) -> dict[str, torch.Tensor]:
-    """Makes one batch.
+def pad(
+    kernels: Kernels, launch: Callable[..., None], plan: Plan, width: int, layout: BatchLayout
+) -> dict[str, torch.Tensor]:
+    """Makes one padded batch.
 
     Args:
-        launch: from `prepare_pad`.
-        rows: (B,) int64 row numbers in device memory.
-        width: columns of the batch, at least as many as the longest row keeps.
+        launch: from `prepare_pad`, for the same layout.
+        plan: of B sequences, in host memory.
+        width: columns of the batch, at least as many as the longest sequence has tokens.
 
     Returns:
-        `input_ids`, `attention_mask` and `position_ids`, each int64 (B, width), written in order of the current stream.
-        They are views of one tensor.
+        The planes of the layout, each int64 (B, width), written in order of the current stream. They are views of one
+        tensor.
     """
-    return _made(kernels, launch, rows, width, ("input_ids", "attention_mask", "position_ids"))
-
-
-def pad_labelled(kernels: Kernels, launch: Callable[..., None], rows: Array, width: int) -> dict[str, torch.Tensor]:
-    """As `pad`, padded on the right, and with `labels`: -100 in the padding and for tokens without loss."""
-    return _made(kernels, launch, rows, width, ("input_ids", "attention_mask", "position_ids", "labels"))
-
-
-def _made(
-    kernels: Kernels, launch: Callable[..., None], rows: Array, width: int, names: tuple[str, ...]
-) -> dict[str, torch.Tensor]:
-    count = len(rows)
-    made, array = kernels.tensor(len(names), count, width)
-    launch(kernels.blocks(count if width else 0), count, rows, width, array)
-    return dict(zip(names, made.unbind(0), strict=True))
+    count = len(plan)
+    made, array = kernels.tensor(len(layout.planes), count, width)
+    # One transfer for the whole batch.
+    piece = kernels.xp.asarray(np.concatenate([offsets_of(plan.lengths), plan.rows, plan.first, plan.offsets]))
+    launch(kernels.blocks(count if width else 0), count, len(plan.rows), piece, width, array)
+    return dict(zip(layout.planes, made.unbind(0), strict=True))

@@ -18,7 +18,8 @@ import torch
 
 from gpuload.core.arrays import Array, Ragged, on_host
 from gpuload.core.errors import DeviceError
-from gpuload.core.options import TokensOn, Truncation
+from gpuload.core.options import TokensOn
+from gpuload.engines.batches import BatchLayout
 from gpuload.engines.conversations import Conversations, from_arrow, messages_of_users
 from gpuload.engines.device.batches import DeviceBatches
 from gpuload.engines.device.encode import LEAST_CHUNK, DeviceEncoder
@@ -274,8 +275,8 @@ class DeviceEngine:
         parts.clear()
         return host_store(on_host, order)
 
-    def batches(self, store: Any, limit: int, side: Truncation, pad_id: int) -> DeviceBatches:
-        return DeviceBatches(self._kernels, store, limit, side, pad_id)
+    def batches(self, store: Any, layout: BatchLayout, pad_id: int) -> DeviceBatches:
+        return DeviceBatches(self._kernels, store, layout, pad_id)
 
 
 def out_of_memory(stage: str) -> str:

@@ -28,18 +28,16 @@ def prepare_pack(kernels: Kernels, index: Index) -> Callable[..., None]:
     return kernels.prepare("pack", index.address)
 
 
-def packed(kernels: Kernels, launch: Callable[..., None], plan: Plan, packs: Any) -> dict[str, Any]:
+def packed(kernels: Kernels, launch: Callable[..., None], pieces: Plan) -> dict[str, Any]:
     """Makes one flat row of some packs.
 
     Args:
         launch: from `prepare_pack`.
-        plan: of the rows of the store.
-        packs: (m,) pack numbers, in host memory.
+        pieces: of these packs, of rows of the store.
 
     Returns:
         As `engines.host.packs.packed`, written in order of the current stream. The tensors are views of one tensor.
     """
-    pieces = plan.take(packs)
     offsets = offsets_of(pieces.lengths)
     count, tokens = len(pieces.rows), int(offsets[-1])
     # int64 ids, labels and positions, then the int32 arrays, of two items per int64.

@@ -1,4 +1,4 @@
-"""Padded batches in host memory."""
+"""Batches in host memory: padded, or packed."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -8,6 +8,10 @@ import numpy as np
 import torch
 
 from gpuload.core.arrays import Ragged
+from gpuload.core.marks import split
+from gpuload.engines.batches import BatchLayout
+from gpuload.engines.host.packs import IGNORED, packed
+from gpuload.packing import Plan
 
 
 @dataclass(frozen=True)
@@ -15,39 +19,55 @@ class HostBatches:
     """The `Batches` of the host.
 
     Attributes:
-        pad_id: fills rows up on the left.
+        layout: of the batches.
+        pad_id: fills rows up.
     """
 
+    layout: BatchLayout
     pad_id: int
 
-    def __call__(
-        self, numbers: np.ndarray[Any, Any], rows: Callable[[], Ragged], width: int
-    ) -> dict[str, torch.Tensor]:
-        return pad(rows(), width, self.pad_id)
+    def __call__(self, plan: Plan, rows: Callable[[], Ragged], width: int) -> dict[str, torch.Tensor]:
+        return pad(rows(), width, self.layout, self.pad_id)
+
+    @staticmethod
+    def packed(pieces: Plan, tokens: Callable[[], Ragged]) -> dict[str, Any]:
+        return packed(tokens(), pieces)
 
     @staticmethod
     def ahead(batches: Iterator[Any]) -> Iterator[Any]:
         return batches
 
 
-def pad(rows: Ragged, width: int, pad_id: int) -> dict[str, torch.Tensor]:
-    """Pads rows on the left.
+def pad(tokens: Ragged, width: int, layout: BatchLayout, pad_id: int) -> dict[str, torch.Tensor]:
+    """Pads rows.
 
     Args:
-        rows: B rows of at most `width` ids.
+        tokens: B rows of at most `width` tokens.
         width: columns of the batch.
+        layout: which tensors are made, and on which side they are filled up.
         pad_id: fills rows up.
 
     Returns:
-        `input_ids`, `attention_mask` and `position_ids`, each int64 (B, width).
+        The tensors of the layout, each int64 (B, width).
     """
-    # Column c of a row with k ids is its id number c - (width - k): its position, and negative in the padding.
-    positions = np.arange(width) - (width - rows.lengths)[:, None]
-    mask = positions >= 0
-    ids = np.full(mask.shape, pad_id, np.int64)
-    ids[mask] = rows.values  # row-major order of the mask is the order of the flat values
-    return {
-        "input_ids": torch.from_numpy(ids),
-        "attention_mask": torch.from_numpy(mask.astype(np.int64)),
-        "position_ids": torch.from_numpy(np.maximum(positions, 0, out=positions)),
+    ids, loss = split(tokens)
+    positions, lengths = np.arange(width)[None], ids.lengths[:, None]
+    if layout.side == "left":  # column c of a row with k tokens has its token c - (width - k)
+        positions = positions - (width - lengths)
+        mask = positions >= 0
+    else:
+        mask = positions < lengths
+
+    def filled(values: Any, fill: int) -> np.ndarray[Any, Any]:
+        made = np.full(mask.shape, fill, np.int64)
+        made[mask] = values  # row-major order of the mask is the order of the flat values
+        return made
+
+    make: dict[str, Callable[[], np.ndarray[Any, Any]]] = {
+        "input_ids": lambda: filled(ids.values, pad_id),
+        "attention_mask": lambda: mask.astype(np.int64),
+        "position_ids": lambda: positions * mask,
+        "labels": lambda: filled(np.where(loss.values, ids.values, IGNORED), IGNORED),
+        "completion_mask": lambda: filled(loss.values, 0),
     }
+    return {name: torch.from_numpy(make[name]()) for name in layout.planes}

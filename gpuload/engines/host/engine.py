@@ -13,7 +13,7 @@ import torch
 
 from gpuload.core.arrays import Ragged
 from gpuload.core.marks import with_loss
-from gpuload.core.options import Truncation
+from gpuload.engines.batches import BatchLayout
 from gpuload.engines.host.batches import HostBatches
 from gpuload.engines.host.encode import HostEncoder, host_encoder, needs_itself
 from gpuload.engines.host.prompts import BY_PROMPT, render_column, render_rows
@@ -167,5 +167,5 @@ class HostEngine:
         return whole if order is None else whole.take(order)
 
     @staticmethod
-    def batches(store: Ragged, limit: int, side: Truncation, pad_id: int) -> HostBatches:
-        return HostBatches(pad_id)
+    def batches(store: Ragged, layout: BatchLayout, pad_id: int) -> HostBatches:
+        return HostBatches(layout, pad_id)

@@ -5,39 +5,36 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpuload.core.arrays import Ragged, offsets_of, ranges
+from gpuload.core.arrays import Ragged, offsets_of
+from gpuload.core.marks import split
 from gpuload.packing import Plan
 
 IGNORED = -100  # the label of tokens without loss; `ignore_index` of torch's cross_entropy
 
 
-def packed(ids: Ragged, mask: np.ndarray[Any, Any], plan: Plan, packs: Any) -> dict[str, Any]:
+def packed(tokens: Ragged, pieces: Plan) -> dict[str, Any]:
     """Makes one flat row of some packs, as transformers' `DataCollatorWithFlattening` makes it of the same pieces with
     `return_flash_attn_kwargs=True, return_seq_idx=True`.
 
     Args:
-        ids: all rows.
-        mask: (len(ids.values),) uint8 or bool, 1 where a token has a loss, else 0.
-        plan: of these rows.
-        packs: (m,) pack numbers; together they have p pieces of T tokens.
+        tokens: of these packs, one after the other.
+        pieces: of these packs: p pieces of T tokens.
 
     Returns:
         `input_ids`, `labels` and `position_ids`, int64 (1, T); `seq_idx`, int32 (1, T), the piece of each token;
         `cu_seq_lens_q` and `cu_seq_lens_k`, int32 (p + 1,), where pieces begin; `max_length_q` and `max_length_k`, int.
-        Positions begin with 0 in each piece. Labels are -100 where the mask is 0 and for the first token of each piece.
+        Positions begin with 0 in each piece. Labels are -100 for tokens without loss and for the first of each piece.
     """
-    pieces = plan.take(packs)
     bounds = offsets_of(pieces.lengths)
-    places = ranges(ids.offsets[pieces.rows] + pieces.first, pieces.lengths, bounds)
-    made = np.empty((3, 1, len(places)), np.int64)
-    tokens = ids.values.take(places)
-    made[0] = tokens
+    ids, loss = (each.values for each in split(tokens))
+    made = np.empty((3, 1, len(ids)), np.int64)
+    made[0] = ids
     # Arithmetic takes the same time for every mask; a choice is several times slower for one that often changes.
-    tokens -= IGNORED
-    tokens *= mask.take(places)
-    np.add(tokens, IGNORED, out=made[1, 0])
+    ids -= IGNORED
+    ids *= loss
+    np.add(ids, IGNORED, out=made[1, 0])
     made[1, 0, bounds[:-1]] = IGNORED
-    np.subtract(np.arange(len(places)), np.repeat(bounds[:-1], pieces.lengths), out=made[2, 0])
+    np.subtract(np.arange(len(ids)), np.repeat(bounds[:-1], pieces.lengths), out=made[2, 0])
     number = np.repeat(np.arange(len(pieces.rows), dtype=np.int32), pieces.lengths)[None]
     return as_batch(
         torch.from_numpy(made).unbind(0), torch.from_numpy(number), torch.from_numpy(bounds.astype(np.int32)), pieces

@@ -5,7 +5,7 @@ gets a number in one table of slices, a row becomes a list of such numbers, and 
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -51,11 +51,15 @@ class HostText(RenderedRows):
 
     Attributes:
         text: (n,) large_string; null where a row was rejected.
+        more: further texts of the same rows, column by column; those of a row are encoded together.
+        by_template: whether a template made these texts; if not, special tokens are added to their ids.
         ids: n rows of token ids, where rendering and encoding were one step.
         answers: the parts of the texts that have loss; None if nobody asks.
     """
 
     text: pa.LargeStringArray
+    more: list[pa.LargeStringArray] = field(default_factory=list)
+    by_template: bool = True
     ids: Ragged | None = None
     answers: Spans | None = None
 
@@ -64,8 +68,9 @@ class HostText(RenderedRows):
 
     @cached_property
     def sizes(self) -> Ints:
-        """(n,) int64, bytes of each text, -1 where a row was rejected."""
-        return np.asarray(pc.fill_null(pc.binary_length(self.text), -1))
+        """(n,) int64, bytes of the texts of each row, -1 where it was rejected."""
+        sizes = [np.asarray(pc.fill_null(pc.binary_length(each), 0)) for each in (self.text, *self.more)]
+        return np.where(np.asarray(self.text.is_null()), -1, np.sum(sizes, axis=0, dtype=np.int64))
 
     def tokenized(self, ids: Ragged) -> Tokenized:
         """The same rows with their ids."""

@@ -54,7 +54,7 @@ __device__ __forceinline__ i64 token_of(
     if (at < 0 || at >= size) return -1;
     while (at > 0 && continues(data[at])) at--;
     const i64 place = at + places[0], token = text_at(places, count, place);
-    const int id = ids[token] & ~LOSS;  // it may have been marked already
+    const int id = ids[token] & IDS;  // it may have been marked already
     const i64 before = keeps_first && token == 0 && leading[id] == 1 ? 0 : leading[id];
     return place < places[token] + before || place >= places[token + 1] - trailing[id] ? -1 : token;
 }

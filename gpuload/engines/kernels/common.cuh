@@ -19,12 +19,11 @@ typedef unsigned char u8;
 
 #define BLOCK 256  // threads per block, as in engines/device/kernels.py
 #define ALL_LANES 0xffffffffu
-#define LOSS (1 << 30)     // the bit of an id whose token has loss, as in core/marks.py
-#define CHOSEN (1 << 30)   // the bits of the ids of pairs, as in pairs/parts.py; pairs have no bits of loss
-#define REJECTED (1 << 29)
-#define COMPLETION (1 << 28)
-#define PARTS (CHOSEN | REJECTED | COMPLETION)
-#define NO_LABEL (-100)    // the label of a token without loss, as in engines/host/packs.py
+#define LOSS (1 << 30)      // the bits of ids, as in core/marks.py: the token has loss,
+#define CHOSEN (1 << 29)    // or only one sequence of a pair has it
+#define REJECTED (1 << 28)
+#define IDS (~(LOSS | CHOSEN | REJECTED))
+#define NO_LABEL (-100)     // the label of a token without loss, as in engines/host/packs.py
 
 // Runs the body for items i = 0 ... n - 1, one thread per item.
 #define EACH_THREAD(i, n) \

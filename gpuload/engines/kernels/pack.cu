@@ -35,7 +35,7 @@ extern "C" __global__ void pack(const i64* address, i64 pieces, const i64* piece
         }
         const i64 position = at - offset[p];
         const int found = ((const int*)address[row[p]])[first[p] + position];
-        const i64 id = found & ~LOSS;
+        const i64 id = found & IDS;
         out[at] = id;
         out[tokens + at] = position > 0 && (found & LOSS) ? id : NO_LABEL;
         out[2 * tokens + at] = position;

@@ -1,51 +1,49 @@
-// Builds a batch from the store of ids: ids, mask and positions of B rows, left-padded to `width`. They are the three
-// planes of `out`, i64 (3, B, width), in this order.
+// Builds a batch from the store of tokens: B sequences, padded to `width`. Each of them consists of pieces of rows of the
+// store: of a whole row, for example, or of its beginning and its end, or of a prompt and the completion of another row.
 //
-// Row b of the batch is row r = rows[b] of the store: length[r] ids at address[r]. A row of more than `limit` ids (limit
-// <= width) is truncated: its first `head` ids are kept, and the last limit - head. head = limit truncates on the right,
-// 0 on the left, limit / 2 in the middle.
+// Row r of the store begins at address[r]. `piece` is i64, four arrays one after the other: (pieces + 1,) offsets of the
+// pieces in the tokens of all sequences; (pieces,) their rows; (pieces,) the first token of each in its row; and
+// (batch + 1,) the first piece of each sequence. No sequence has more than `width` tokens.
 //
-// One block per row, one thread per column, so that neighbouring threads write neighbouring ids. 24 bytes are written
-// for 4 read: the kernel is bound by the bandwidth of these writes.
+// `out` is i64 (k, B, width): ids without bits, `pad_id` in the padding; mask; and those planes that are named: positions
+// (1), 0 in the padding; labels (2), the id if it has the bit LOSS, and NO_LABEL otherwise; whether it has that bit (4).
+//
+// One block per sequence, one thread per column, so that neighboring threads write neighboring ids. 8 * k bytes are
+// written for 4 read: the kernel is bound by the bandwidth of these writes.
 extern "C" __global__ void pad(
-    const i64* address, const i64* length, i64 limit, i64 head, i64 pad_id, i64 batch, const i64* rows, i64 width,
-    i64* out)
+    const i64* address, i64 pad_id, int left, int planes, i64 batch, i64 pieces, const i64* piece, i64 width, i64* out)
 {
     const i64 plane = batch * width;
+    const i64* offset = piece;
+    const i64* row = piece + pieces + 1;
+    const i64* first = row + pieces;
+    const i64* sequence = first + pieces;
     EACH_BLOCK(b, batch) {
-        const int* values = (const int*)address[rows[b]];
-        const i64 all = length[rows[b]];
-        const i64 kept = all < limit ? all : limit;
+        const i64 begin = offset[sequence[b]], kept = offset[sequence[b + 1]] - begin;
         for (i64 column = threadIdx.x; column < width; column += blockDim.x) {
-            const i64 token = column - (width - kept);  // index among the kept ids, negative in the padding
-            const i64 cell = b * width + column;
-            const bool at_front = kept == all || token < head;
-            out[cell] = token < 0 ? pad_id : values[at_front ? token : all - (kept - token)];
-            out[plane + cell] = token >= 0;
-            out[2 * plane + cell] = token < 0 ? 0 : token;
-        }
-    }
-}
-
-// The same for rows with loss, padded on the right, with labels: `out` is i64 (4, B, width). A label is the id if it has
-// the bit LOSS, which is removed everywhere, and NO_LABEL otherwise and in the padding. 32 bytes are written for 4 read.
-extern "C" __global__ void pad_labelled(
-    const i64* address, const i64* length, i64 limit, i64 head, i64 pad_id, i64 batch, const i64* rows, i64 width,
-    i64* out)
-{
-    const i64 plane = batch * width;
-    EACH_BLOCK(b, batch) {
-        const int* values = (const int*)address[rows[b]];
-        const i64 all = length[rows[b]];
-        const i64 kept = all < limit ? all : limit;
-        for (i64 column = threadIdx.x; column < width; column += blockDim.x) {
-            const bool inside = column < kept, at_front = kept == all || column < head;
-            const int found = inside ? values[at_front ? column : all - (kept - column)] : 0;
-            const i64 cell = b * width + column, id = found & ~LOSS;
-            out[cell] = inside ? id : pad_id;
-            out[plane + cell] = inside;
-            out[2 * plane + cell] = inside ? column : 0;
-            out[3 * plane + cell] = found & LOSS ? id : NO_LABEL;
+            const i64 token = left ? column - (width - kept) : column;  // its number in the sequence
+            const bool inside = token >= 0 && token < kept;
+            int found = 0;
+            if (inside) {
+                const i64 at = begin + token;
+                i64 p = sequence[b];
+                while (offset[p + 1] <= at) p++;
+                found = ((const int*)address[row[p]])[first[p] + at - offset[p]];
+            }
+            const i64 id = found & IDS;
+            i64* cell = out + b * width + column;
+            cell[0] = inside ? id : pad_id;
+            cell[plane] = inside;
+            cell += 2 * plane;
+            if (planes & 1) {
+                *cell = inside ? token : 0;
+                cell += plane;
+            }
+            if (planes & 2) {
+                *cell = found & LOSS ? id : NO_LABEL;
+                cell += plane;
+            }
+            if (planes & 4) *cell = (found & LOSS) != 0;
         }
     }
 }

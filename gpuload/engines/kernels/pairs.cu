@@ -1,29 +1,5 @@
 // Preference data. A pair is one row of ids: what both sequences begin with, then the rest of the chosen one, then the
-// rest of the rejected one; the bits of common.cuh say so (pairs/parts.py).
-
-// Counts the ids of each row that have a bit: `count` is i64 (3, rows), for CHOSEN, REJECTED and COMPLETION. Row r is
-// length[r] ids at address[r]. One thread per row, by binary search: all ids behind the first one with CHOSEN or REJECTED
-// have one of them, and all behind the first one with REJECTED, or with COMPLETION, have that bit too.
-extern "C" __global__ void count_parts(i64 rows, const i64* address, const i64* length, i64* count)
-{
-    EACH_THREAD(row, rows) {
-        const int* ids = (const int*)address[row];
-        const int bits[3] = {CHOSEN | REJECTED, REJECTED, COMPLETION};
-        i64 found[3];
-        for (int k = 0; k < 3; k++) {
-            i64 low = 0;  // ids before `low` do not have the bit, those from `high` on do
-            for (i64 high = length[row]; low < high;) {
-                const i64 middle = low + (high - low) / 2;
-                if (ids[middle] & bits[k]) high = middle;
-                else low = middle + 1;
-            }
-            found[k] = length[row] - low;
-        }
-        count[row] = found[0] - found[1];
-        count[rows + row] = found[1];
-        count[2 * rows + row] = found[2];
-    }
-}
+// rest of the rejected one; the bits of common.cuh say so (core/marks.py).
 
 // Finds how many leading ids two columns of rows have in common, whatever their bits. The caller sets common[r] to the
 // length of the shorter of the two rows, length[r] and other_length[r] ids at address[r] and other[r]. One warp per row:
@@ -39,7 +15,7 @@ extern "C" __global__ void common_ids(
             // If another lane has found an earlier difference, this one can only find later ones. `volatile`: read from
             // memory each time, because others write it.
             if (*(volatile const i64*)(common + row) < k) break;
-            if ((one[k] ^ two[k]) & ~PARTS) {
+            if ((one[k] ^ two[k]) & IDS) {
                 atomicMin(common + row, k);
                 break;
             }
@@ -67,9 +43,9 @@ extern "C" __global__ void common_bytes(
     }
 }
 
-// Writes rows with the bits of their parts. Row r is out[offsets[r]] to out[offsets[r + 1] - 1]: the ids that the texts of
+// Writes rows with their bits. Row r is out[offsets[r]] to out[offsets[r + 1] - 1]: the ids that the texts of
 // the row share, without bits; those of the chosen sequence, with CHOSEN from its id shared[r] on; then those of the
-// rejected one from its id shared[r] on, with REJECTED. The ids of either sequence have COMPLETION from its own `begin` on.
+// rejected one from its id shared[r] on, with REJECTED. The ids of either sequence have LOSS from its own `begin` on.
 // A sequence is length[r] ids without bits at address[r]; `start` are those that are written first. Rows with one
 // completion are written as pairs of equal sequences that share all of their ids.
 //
@@ -89,39 +65,8 @@ extern "C" __global__ void lay_pairs(
             const i64 at = is_chosen ? k : shared[row] + (k - own);  // the number of the id in its sequence
             int id = is_chosen ? one[at] : two[at];
             if (at >= shared[row]) id |= is_chosen ? CHOSEN : REJECTED;
-            if (at >= (is_chosen ? chosen_begin : rejected_begin)[row]) id |= COMPLETION;
+            if (at >= (is_chosen ? chosen_begin : rejected_begin)[row]) id |= LOSS;
             out[first + k] = id;
-        }
-    }
-}
-
-// Builds a batch of sequences, padded on the right: ids without bits, mask, and which ids are of a completion. They are
-// the three planes of `out`, i64 (3, B, width), in this order.
-//
-// A sequence consists of two slices of rows of the store: of its prompt, for example, and of the completion of another
-// row. `slice` is i64 (4, B): the address and the number of ids of the first slice, then those of the second. A sequence
-// of more than `limit` ids (limit <= width, or none is longer than width) keeps its first ones, or with `from_end` its
-// last ones.
-//
-// One block per sequence, one thread per column, so that neighboring threads write neighboring ids. 24 bytes are written
-// for 4 read: the kernel is bound by the bandwidth of these writes.
-extern "C" __global__ void pad_parts(
-    i64 limit, int from_end, i64 pad_id, i64 batch, const i64* slice, i64 width, i64* out)
-{
-    const i64 plane = batch * width;
-    EACH_BLOCK(b, batch) {
-        const int* one = (const int*)slice[b];
-        const int* two = (const int*)slice[2 * batch + b];
-        const i64 first = slice[batch + b], all = first + slice[3 * batch + b];
-        const i64 kept = all < limit ? all : limit;
-        const i64 skipped = from_end ? all - kept : 0;
-        for (i64 column = threadIdx.x; column < width; column += blockDim.x) {
-            const bool inside = column < kept;
-            const i64 at = skipped + column, cell = b * width + column;
-            const int found = inside ? (at < first ? one[at] : two[at - first]) : 0;
-            out[cell] = inside ? found & ~PARTS : pad_id;
-            out[plane + cell] = inside;
-            out[2 * plane + cell] = (found & COMPLETION) != 0;
         }
     }
 }

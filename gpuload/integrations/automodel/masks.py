@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from gpuload.core.arrays import Ragged, RowNumbers
+from gpuload.core.arrays import Ragged, RowNumbers, common_prefixes
 from gpuload.core.options import NO_LIMIT, LossOn
 from gpuload.integrations.core import runs
-from gpuload.kinds.chats.engine import common_prefixes
 from gpuload.kinds.chats.formats import messages_column
 from gpuload.kinds.chats.load import load_chats
 from gpuload.sources.types import as_json

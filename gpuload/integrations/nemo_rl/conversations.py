@@ -15,14 +15,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from gpuload.core.arrays import Ragged, RowNumbers, offsets_of
+from gpuload.core.arrays import Ragged, RowNumbers, common_prefixes, offsets_of
 from gpuload.core.errors import DataError, OptionError
 from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.host.texts import gather
 from gpuload.engines.protocol import ArrowPrompts
 from gpuload.integrations.core import runs
 from gpuload.integrations.nemo_rl.rows import check_tokenizer
-from gpuload.kinds.chats.engine import common_prefixes
 from gpuload.kinds.chats.formats import messages_column
 from gpuload.reference.reference import Reference
 

@@ -70,15 +70,17 @@ class Collate(ArrowBatchCollateFn):  # type: ignore[misc]
         kind, options = self._kind, self._options
         ids, origins, limit = kind.from_arrow(batch), batch.column(ORIGIN.name), options.max_prompt_length
         sizes = kind.sizes(ids)
-        if options.truncation == "error" and sizes.max(initial=0) > limit:
-            number = int(np.argmax(sizes > limit))
+        lengths = kind.limited(sizes)
+        if options.truncation == "error" and lengths.max(initial=0) > limit:
+            number = int(np.argmax(lengths > limit))
             origin = origins[number].as_py()
-            raise prompt_too_long(f"{self._files[origin['file']]} row {origin['row']}", int(sizes[number]), limit)
+            raise prompt_too_long(f"{self._files[origin['file']]} row {origin['row']}", int(lengths[number]), limit)
         own = {*(field.name for field in kind.fields), ORIGIN.name}
         columns = Columns([batch.select([name for name in batch.schema.names if name not in own])])
         rows = np.arange(len(ids))
         loaded = Loaded(
             ids,
+            sizes,
             columns,
             Origins(rows, np.array([0, len(ids)]), np.zeros(1, np.int64)),  # of the batch; messages are made above
             kind.engine(replace(options, device="cpu"), None, False),  # which makes batches, and opens no tokenizer

@@ -14,12 +14,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gpuload.core.arrays import Ragged, offsets_of, stretches
+from gpuload.core.arrays import Ragged, appended, offsets_of, stretches
 from gpuload.core.errors import DataError
 from gpuload.core.marks import with_loss
 from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.protocol import ArrowPrompts
-from gpuload.kinds.pairs.parts import appended
 from gpuload.reference.reference import Reference
 
 _HEADER, _THOUGHT, _END = b"<|im_start|>assistant\n", b"<think>\n", b"<|im_end|>"  # slime's

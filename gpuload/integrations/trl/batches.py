@@ -15,7 +15,7 @@ import torch
 from datasets import Dataset
 from trl.trainer import dpo_trainer, kto_trainer, reward_trainer, sft_trainer
 
-from gpuload.core.arrays import Ragged, offsets_of
+from gpuload.core.arrays import Ragged, appended, offsets_of
 from gpuload.core.options import Truncation
 from gpuload.engines.host.packs import IGNORED
 from gpuload.integrations.comparison import ROWS, comparable, log_equal
@@ -24,7 +24,6 @@ from gpuload.integrations.known_code import change
 from gpuload.integrations.trl.columns import SIDES
 from gpuload.integrations.trl.contract import KNOWN, order_problem
 from gpuload.integrations.trl.rows import FlatDataset, FlatRows
-from gpuload.kinds.pairs.parts import appended
 
 logger = logging.getLogger("gpuload.integrations.trl")
 

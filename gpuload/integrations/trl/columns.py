@@ -6,11 +6,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gpuload.core.arrays import Ragged, RowNumbers, offsets_of
+from gpuload.core.arrays import Ragged, RowNumbers, appended, offsets_of
 from gpuload.core.options import Truncation
 from gpuload.dataset.arrow import lists, parts
-from gpuload.kinds.chats.engine import with_eos
-from gpuload.kinds.pairs.parts import appended
+from gpuload.kinds.training_engine import with_eos
 from gpuload.sources.types import is_text
 
 SIDES: dict[str, Truncation] = {"keep_start": "right", "keep_end": "left"}

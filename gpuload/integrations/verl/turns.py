@@ -27,7 +27,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gpuload.core.arrays import Ragged, offsets_of
+from gpuload.core.arrays import Ragged, common_prefixes, offsets_of
 from gpuload.core.marks import split, with_loss
 from gpuload.engines.host.encode import host_encoder
 from gpuload.engines.protocol import RowCounts
@@ -38,7 +38,6 @@ from gpuload.integrations.verl.variants import (
     render_conversations,
     variant_key,
 )
-from gpuload.kinds.chats.engine import common_prefixes
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]

@@ -8,20 +8,22 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from gpuload.cache.token_store import DiskTokens
 from gpuload.core.arrays import Ragged
 from gpuload.core.errors import OptionError
 from gpuload.core.lazy import LazyDict
-from gpuload.core.marks import LOSS, split
+from gpuload.core.marks import split
 from gpuload.core.options import Padding, Trainer
+from gpuload.dataset.arrow import lists, row_reader
 from gpuload.dataset.loader import PackLoader, PromptLoader
 from gpuload.dataset.rows import Made, Numbers, Rows, Values
-from gpuload.dataset.trainer_columns import CHATS, check_columns
+from gpuload.dataset.trainer_columns import CHATS, arrays, check_columns, fields
+from gpuload.engines.batches import BatchLayout
 from gpuload.engines.host.packs import IGNORED
-from gpuload.kinds.chats.arrow import pack_reader, sft_reader
-from gpuload.kinds.chats.batches import ChatBatches, at_hand
 from gpuload.packing import Plan, batch_rows, pack
 from gpuload.packing.packs import Packing
+from gpuload.sources.columns import Columns
+
+LAYOUT = BatchLayout("right", ("input_ids", "attention_mask", "position_ids", "labels"))
 
 
 class ChatDataset(Rows):
@@ -42,8 +44,6 @@ class ChatDataset(Rows):
         passed_through: The other columns, one table per file schema.
     """
 
-    _padded: ChatBatches
-
     def __repr__(self) -> str:
         columns = "".join(f", {name}" for name in self.passed_through.names)
         return (
@@ -60,13 +60,13 @@ class ChatDataset(Rows):
         """Which of these ids have loss: `values`, bool, and the same `offsets`."""
         return split(self._store.to_host())[1]
 
-    @cached_property
+    @property
     def loss_tokens(self) -> int:
         """Number of tokens with loss."""
-        return sum(int(np.count_nonzero(ids & LOSS)) for ids in self._store.chunks())
+        return int(self._sizes[1].sum())
 
     def _lists(self, numbers: Numbers, columns: Made) -> dict[str, Sequence[Any]]:
-        ids, loss = self._truncated(numbers)
+        ids, loss = split(self._tokens(self._plan(numbers)))
         labels = Ragged(np.where(loss.values, ids.values, IGNORED), ids.offsets)
         return {"input_ids": ids.to_lists(), "labels": labels.to_lists()}
 
@@ -197,17 +197,28 @@ class ChatDataset(Rows):
         if packing is None:
             if pack_length is not None:
                 raise OptionError("pack_length is for packs: pass packing too")
-            first, lengths = self._kept
-            whole = np.arange(len(self) + 1)
-            plan = Plan(whole[:-1], first, lengths, whole)
-            names = columns if trainer == "trl" else []
-            return sft_reader(self._rows, plan, self.passed_through, names, trainer)
+            plan = self._plan(np.arange(len(self)))
+            names, own = columns if trainer == "trl" else [], CHATS[trainer]
+            return row_reader(plan.tokens, fields(own), partial(self._arrays, own, plan), self.passed_through, names)
         if trainer != "trl":
             raise OptionError(f"packing={packing!r}: packs are for TRL; {trainer} packs rows itself")
         if columns:
             raise OptionError(f"columns={list(columns)!r}: a pack has several rows, so it has none of their columns")
         size = self.options.max_prompt_length if pack_length is None else pack_length
-        return pack_reader(self._rows, self._packs(size, packing, 0))
+        plan, own = self._packs(size, packing, 0), CHATS["trl"]
+
+        def make(packs: Numbers) -> list[pa.Array]:
+            # Labels are those of the rows, also for the first token of a piece: TRL's collator ignores it.
+            pieces = plan.take(packs)
+            return [*self._arrays(own, plan, packs), lists(pieces.lengths.astype(np.int32), pieces.offsets)]
+
+        names = [*fields(own), pa.field("seq_lengths", pa.list_(pa.int32()))]
+        return row_reader(plan.tokens, names, make, Columns([]), [])
+
+    def _arrays(self, names: Sequence[str], plan: Plan, packs: Numbers) -> list[pa.Array]:
+        """The tokens of some packs, in some columns: one list for each of them."""
+        tokens = self._tokens(plan.take(packs))
+        return arrays(names, *split(tokens), tokens.offsets)
 
     @cached_property
     def _kept(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -224,34 +235,14 @@ class ChatDataset(Rows):
         return _moved(batch_rows(lengths, epoch=epoch, **settings), first)
 
     def _flat(self, plan: Plan, packs: Any) -> dict[str, Any]:
-        if not isinstance(self._store, DiskTokens):
-            return self._padded.packed(plan, packs, lambda: self._parts)
-        rows, pieces = at_hand(self._store, plan, packs)
-        ids, loss = split(rows)
-        return self._padded.packed(pieces, np.arange(len(pieces)), lambda: (ids, loss.values))
-
-    @property
-    def _rows(self) -> Ragged | DiskTokens:
-        """The rows in host memory, or on disk."""
-        return self._store if isinstance(self._store, DiskTokens) else self._store.to_host()
-
-    @cached_property
-    def _parts(self) -> tuple[Ragged, np.ndarray[Any, Any]]:
-        """Ids and mask of all rows, separated once for packs."""
-        ids, loss = split(self._store.to_host())
-        return ids, loss.values
+        pieces = plan.take(packs)
+        return self._batches.packed(pieces, partial(self._tokens, pieces))
 
     def _padded_pack(self, plan: Plan, packs: Any) -> LazyDict:
         return self.batch(plan.take(packs).rows)
 
-    def _truncated(self, numbers: np.ndarray[Any, Any]) -> tuple[Ragged, Ragged]:
-        """Ids and loss of some rows."""
-        return split(self._store.take(numbers).truncate(self.options.max_prompt_length, self.options.truncation))
-
     def _tensors(self, numbers: Numbers, padding: Padding, columns: Made) -> Mapping[str, Values]:
-        limit, side = self.options.max_prompt_length, self.options.truncation
-        width = self._width(int(self._lengths[numbers].max(initial=0)), padding)
-        return self._padded(numbers, lambda: self._store.take(numbers).truncate(limit, side), width)
+        return self._padded(self._plan(numbers), padding)
 
 
 def _moved(plan: Plan, first: np.ndarray[Any, Any]) -> Plan:

@@ -8,10 +8,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gpuload.core.arrays import Array, Ragged
+from gpuload.core.arrays import Array, Ragged, RowNumbers, array_module, on_host
 from gpuload.core.errors import DataError, GpuloadError, OptionError
 from gpuload.core.keywords import ChatKeywords, takes
-from gpuload.core.marks import with_loss, without_loss
+from gpuload.core.marks import loss_tokens, with_loss
 from gpuload.core.options import COLUMN, LossOn, Options, check_fields, check_format, or_none
 from gpuload.dataset.arrow import INT32_LIST, ragged
 from gpuload.dataset.report import Report
@@ -19,7 +19,7 @@ from gpuload.dataset.rows import Loaded
 from gpuload.engines.choose import choose_engine
 from gpuload.engines.host.packs import IGNORED
 from gpuload.engines.protocol import Engine
-from gpuload.kinds.chats.dataset import ChatDataset
+from gpuload.kinds.chats.dataset import LAYOUT, ChatDataset
 from gpuload.kinds.chats.device import DeviceChatEngine
 from gpuload.kinds.chats.formats import FORMATS, find_format, is_plain
 from gpuload.kinds.chats.reference import ChatReference
@@ -118,19 +118,20 @@ class ChatKind(Kind[ChatDataset]):
     def engine(self, options: Options, reference: Any, exact_only: bool) -> Engine:
         return choose_engine(options, reference, exact_only, DeviceChatEngine)
 
-    def sizes(self, ids: Any) -> Array:
-        return ids.lengths
+    def sizes(self, tokens: Ragged) -> Array:
+        """(2, n): tokens of each row, and those that have loss."""
+        return array_module(tokens.values).stack([tokens.lengths, loss_tokens(tokens)])
 
-    def useless(self, ids: Ragged, options: Options) -> dict[int, str]:
+    def useless(self, sizes: RowNumbers, tokens: Ragged, options: Options) -> dict[int, str]:
         """The rows of which no token would be learned."""
         reasons = {}
-        if not options.filter_overlong_prompts:
-            limit = options.max_prompt_length
-            kept = without_loss(ids, limit, options.truncation)
+        limit = options.max_prompt_length
+        if not options.filter_overlong_prompts and np.any(sizes[0] > limit):
+            kept = on_host(loss_tokens(tokens, limit, options.truncation))
             why = f"no token with loss is within max_length={limit}"
-            reasons = dict.fromkeys(np.flatnonzero(kept).tolist(), why)
+            reasons = dict.fromkeys(np.flatnonzero(kept == 0).tolist(), why)
         why = "no token has loss: there is no answer of an assistant"
-        return reasons | dict.fromkeys(np.flatnonzero(without_loss(ids)).tolist(), why)
+        return reasons | dict.fromkeys(np.flatnonzero(sizes[1] == 0).tolist(), why)
 
     def nothing_left(self, report: Report) -> GpuloadError | None:
         # Of rows without messages, nothing is known about the template.
@@ -144,7 +145,7 @@ class ChatKind(Kind[ChatDataset]):
 
     def dataset(self, loaded: Loaded) -> ChatDataset:
         loaded.report.notes.insert(0, f"format: {self.format}, loss on {self.loss_on}")
-        return ChatDataset(loaded)
+        return ChatDataset(loaded, LAYOUT)
 
 
 @takes(ChatKeywords, Options, TrainingDefaults, ChatKind)

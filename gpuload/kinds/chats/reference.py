@@ -12,7 +12,7 @@ from gpuload.core.errors import OptionError, TokenizerError
 from gpuload.core.marks import LOSS
 from gpuload.core.options import LossOn
 from gpuload.kinds.chats.malformed import problem_in
-from gpuload.kinds.training_reference import TrainingReference, own_arguments, own_problem
+from gpuload.kinds.training_reference import TrainingReference, messages_in, own_arguments, own_problem
 from gpuload.reference.reference import problem
 from gpuload.template.answers import Answers
 from gpuload.template.marks import UnknownAnswersError
@@ -59,6 +59,13 @@ class ChatReference(TrainingReference):
         elif self.uses_template and isinstance(messages_in(prompt), str):
             return "the row is text, in a column of messages"
         return problem(messages_in(prompt)) or own_problem(prompt)
+
+    def texts(self, row: Any) -> list[str]:
+        """The texts of a row of messages as they are encoded: all of it, and the prompt alone if there is one."""
+        texts = [self.render(row)]
+        if isinstance(row, dict) and "prompt" in row:
+            texts.append(self.call_with(own_arguments(row), prompt_only=True).render(row["prompt"]))
+        return texts
 
     def render(self, prompt: Any) -> str:
         """The text of one row: all of it, as it is encoded."""
@@ -118,13 +125,3 @@ class ChatReference(TrainingReference):
 
     def fingerprint(self) -> str:
         return f"{super().fingerprint()} loss on {self.loss_on}"
-
-
-def messages_in(row: Any) -> Any:
-    """What a row consists of: its messages or its text, with the completion if it has one; None if a part is null."""
-    if not isinstance(row, dict):
-        return row
-    if "messages" in row:
-        return row["messages"]
-    prompt, completion = row["prompt"], row["completion"]
-    return None if prompt is None or completion is None else prompt + completion

@@ -1,26 +1,27 @@
 """PairDataset: preference data, as TRL's trainers take it."""
 
 from collections.abc import Mapping, Sequence
-from functools import cache, cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
 
-from gpuload.core.arrays import Ragged
+from gpuload.core.arrays import Ragged, selected
 from gpuload.core.errors import OptionError
 from gpuload.core.lazy import LazyDict
+from gpuload.core.marks import split
 from gpuload.core.options import Objective, Padding, Trainer, Truncation
 from gpuload.dataset.arrow import INT32_LIST, lists, row_reader
 from gpuload.dataset.loader import PromptLoader
 from gpuload.dataset.rows import Loaded, Made, Numbers, Rows, Values
 from gpuload.dataset.trainer_columns import CHATS, PAIRS, arrays, check_columns, fields
+from gpuload.engines.batches import BatchLayout
 from gpuload.kinds.formats import LABELS
-from gpuload.kinds.pairs.batches import PairBatches, RowSlices
 from gpuload.kinds.pairs.formats import MARGIN
-from gpuload.kinds.pairs.parts import CHOSEN, COMPLETION, REJECTED, appended, selected, sequence, split
-from gpuload.kinds.pairs.store import part_sizes
+from gpuload.kinds.pairs.sizes import PairSizes
+from gpuload.packing.plan import Plan, whole_rows
 
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -34,6 +35,11 @@ def pair_fields(objective: Objective) -> tuple[pa.Field, ...]:
     }
     lists = tuple(pa.field(name, INT32_LIST) for name in names[objective])
     return (*lists, pa.field("label", pa.bool_())) if objective == "kto" else lists
+
+
+def layout_of(objective: Objective | None) -> BatchLayout:
+    """Of padded batches of sequences. Reward models learn from all of their tokens."""
+    return BatchLayout("right", ("input_ids", "attention_mask", *(("completion_mask",) if objective != "rm" else ())))
 
 
 class PairDataset(Rows):
@@ -57,18 +63,16 @@ class PairDataset(Rows):
         passed_through: The other columns, one table per file schema.
     """
 
-    _padded: PairBatches
-
     def __init__(self, loaded: Loaded, objective: Objective, kl_batch_size: int, labels: Flags | None = None):
-        super().__init__(loaded)
-        self._sizes = part_sizes(self._store)
-        self._lengths = self._sizes.longer
+        super().__init__(loaded, layout_of(objective))
+        self.sizes = PairSizes(*loaded.sizes)
+        self._lengths = self.sizes.longer
         self.objective, self.kl_batch_size = objective, kl_batch_size
         self._given_labels = labels
 
     def __repr__(self) -> str:
         columns = "".join(f", {name}" for name in self.passed_through.names)
-        tokens = int(self._sizes.all.sum())
+        tokens = int(self.sizes.all.sum())
         return f"PairDataset({len(self):,} rows for {self.objective}, {tokens:,} tokens{columns})"
 
     @property
@@ -81,7 +85,7 @@ class PairDataset(Rows):
 
     @property
     def parts(self) -> Ragged:
-        """The same ids with the bits of their parts, see `gpuload.kinds.pairs.parts`."""
+        """The same ids with their bits, see `gpuload.core.marks`."""
         return self._store.to_host()
 
     @cached_property
@@ -161,7 +165,7 @@ class PairDataset(Rows):
             made = [lists(ids.values, ids.offsets) for ids in self._ids(numbers).values()]
             return [*made, pa.array(self.labels[numbers])] if self.objective == "kto" else made
 
-        return row_reader(self._sizes.all, pair_fields(self.objective), make, self.passed_through, columns)
+        return row_reader(self.sizes.all, pair_fields(self.objective), make, self.passed_through, columns)
 
     def _for_llamafactory(self) -> pa.RecordBatchReader:
         if self.objective != "dpo":
@@ -175,17 +179,18 @@ class PairDataset(Rows):
 
         def make(numbers: Numbers) -> list[pa.Array]:
             made: list[pa.Array] = []
-            for rows in self._truncated(numbers).values():
+            for plan in self._truncated(numbers).values():
+                rows = self._tokens(plan)
                 made += arrays(names, *split(rows), rows.offsets)
             return [*made, *[pa.nulls(len(numbers))] * 3]
 
-        return row_reader(self._sizes.all, own, make, self.passed_through, [])
+        return row_reader(self.sizes.all, own, make, self.passed_through, [])
 
     def _ids(self, numbers: Numbers) -> dict[str, Ragged]:
         """The ids of B rows, by their names in a row."""
         found: dict[str, Ragged] = {}
-        for name, each in self._sequences(numbers).items():
-            ids, completion = split(each)
+        for name, plan in self._sequences(numbers).items():
+            ids, completion = split(self._tokens(plan))
             if self.objective == "rm":
                 found[f"{name}_ids"] = ids
             else:
@@ -194,24 +199,6 @@ class PairDataset(Rows):
                 found[f"{name}_ids"] = selected(ids, completion.values)
         return found
 
-    def _sequences(self, numbers: Numbers) -> dict[str, Ragged]:
-        """The two sequences of each of B rows, with the bit of completions; or one for "kto", and the completions of
-        other rows."""
-        rows = self._store.take(numbers)
-        if self.objective != "kto":
-            return {"chosen": sequence(rows, REJECTED), "rejected": sequence(rows, CHOSEN)}
-        others = self._store.take(self._partners(numbers))
-        prompts = selected(rows, (rows.values & COMPLETION) == 0)
-        mismatched = appended(prompts, selected(others, (others.values & COMPLETION) != 0))
-        return {"completion": rows, "KL_completion": mismatched}
-
-    def _truncated(self, numbers: Numbers) -> dict[str, Ragged]:
-        """The sequences of B rows, of at most `max_length` tokens."""
-        # Completions of other rows are never dropped for their length: TRL truncates them at their end.
-        side: Truncation = "left" if self.options.truncation == "left" else "right"
-        limit = self.options.max_prompt_length
-        return {name: rows.truncate(limit, side) for name, rows in self._sequences(numbers).items()}
-
     def _partners(self, numbers: Numbers) -> Numbers:
         """(B,) rows whose completions other rows have as `KL_completion_ids`: the row before in its group of
         `kl_batch_size` consecutive rows, and for the first row of a group its last one."""
@@ -219,37 +206,35 @@ class PairDataset(Rows):
         last = np.minimum(first + self.kl_batch_size, len(self)) - 1
         return np.where(numbers == first, last, numbers - 1)
 
-    def _slices(self, numbers: Numbers) -> dict[str, RowSlices]:
-        """Where the sequences that `_sequences` returns are in the store."""
-        sizes = self._sizes
-        all_ids = sizes.all[numbers]
+    def _sequences(self, numbers: Numbers) -> dict[str, Plan]:
+        """The two sequences of each of B rows; or one for "kto", and its prompt with the completion of another row."""
+        sizes = self.sizes
         if self.objective != "kto":
-            end = all_ids - sizes.rejected[numbers]
-            shared = end - sizes.chosen[numbers]
-            whole = RowSlices(numbers, end, numbers, all_ids, end)
-            return {"chosen": whole, "rejected": RowSlices(numbers, shared, numbers, end, shared + all_ids - end)}
-        prompt, others = all_ids - sizes.completion[numbers], self._partners(numbers)
-        learned = sizes.completion[others]
-        mismatched = RowSlices(numbers, prompt, others, sizes.all[others] - learned, prompt + learned)
-        return {"completion": RowSlices(numbers, all_ids, numbers, all_ids, all_ids), "KL_completion": mismatched}
+            return dict(zip(("chosen", "rejected"), sizes.plans(numbers), strict=True))
+        all_ids, others = sizes.all[numbers], self._partners(numbers)
+        prompt, learned = whole_rows(numbers, all_ids - sizes.chosen_loss[numbers]), sizes.chosen_loss[others]
+        completion = whole_rows(others, learned, sizes.all[others] - learned)
+        return {"completion": whole_rows(numbers, all_ids), "KL_completion": Plan.joined(prompt, completion)}
+
+    def _truncated(self, numbers: Numbers) -> dict[str, Plan]:
+        """The sequences of B rows, of at most `max_length` tokens."""
+        # Completions of other rows are never dropped for their length: TRL truncates them at their end.
+        side: Truncation = "left" if self.options.truncation == "left" else "right"
+        limit = self.options.max_prompt_length
+        return {name: plan.truncated(limit, side) for name, plan in self._sequences(numbers).items()}
 
     def _tensors(self, numbers: Numbers, padding: Padding, columns: Made) -> Mapping[str, Values]:
-        slices = self._slices(numbers)
-        sequences = cache(partial(self._truncated, numbers))
+        sequences = self._truncated(numbers)
 
         def padded(*names: str) -> dict[str, torch.Tensor]:
-            these = RowSlices.concatenate([slices[name] for name in names])
-            width = self._width(int(these.length.max(initial=0)), padding)
-            return self._padded.padded(these, lambda: Ragged.concatenate([sequences()[name] for name in names]), width)
+            return self._padded(Plan.concatenate([sequences[name] for name in names]), padding)
 
         if self.objective == "kto":
             tensors = padded("completion") | {f"KL_{name}": each for name, each in padded("KL_completion").items()}
             tensors["label"] = torch.from_numpy(self.labels[numbers]).to(tensors["input_ids"].device)
             return tensors
         tensors = padded("chosen", "rejected")
-        if self.objective == "rm":
-            del tensors["completion_mask"]
-            if MARGIN in columns:
-                device = tensors["input_ids"].device
-                tensors[MARGIN] = torch.tensor(columns[MARGIN](), dtype=torch.float32, device=device)
+        if self.objective == "rm" and MARGIN in columns:
+            device = tensors["input_ids"].device
+            tensors[MARGIN] = torch.tensor(columns[MARGIN](), dtype=torch.float32, device=device)
         return tensors

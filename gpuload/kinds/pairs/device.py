@@ -6,32 +6,28 @@ kernel makes rows of their ids. Everything else (texts, rows with tools of their
 host, and its ids are copied over. All batches are made on the device.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 
-from gpuload.core.arrays import Ragged, offsets_of, on_host
+from gpuload.core.arrays import Array, Ragged, offsets_of, on_host
 from gpuload.core.errors import DeviceError
-from gpuload.core.options import Truncation
 from gpuload.engines.conversations import from_arrow, joined
-from gpuload.engines.device.batches import DeviceBatches
 from gpuload.engines.device.engine import out_of_memory
+from gpuload.engines.device.kernels import Kernels
 from gpuload.engines.device.render import DeviceText
-from gpuload.engines.device.store import DeviceStore, Index
+from gpuload.engines.device.store import Index
 from gpuload.engines.device.texts import gather
 from gpuload.engines.device.training import DeviceTrainingEngine
 from gpuload.engines.host.render import HostText
 from gpuload.engines.protocol import Prompts, TextColumn, Tokenized
-from gpuload.kinds.chats.engine import add_by_reference
-from gpuload.kinds.pairs.batches import HostPairBatches, RowSlices
-from gpuload.kinds.pairs.engine import SAMPLE, PairEngine, problems_in, rejected_in
-from gpuload.kinds.pairs.reference import PairReference, answers_in
-from gpuload.kinds.pairs.store import common_ids
+from gpuload.kinds.pairs.engine import PairEngine
+from gpuload.kinds.pairs.reference import PairReference
+from gpuload.kinds.training_engine import SAMPLE, add_by_reference, problems_in, rejected_in
+from gpuload.kinds.training_reference import answers_in
 from gpuload.sources.types import is_messages
 
 
@@ -108,7 +104,7 @@ class DevicePairEngine(DeviceTrainingEngine):
                 raise DeviceError(out_of_memory("joining sequences")) from error
 
     def _cut(self, text: DevicePairText) -> DeviceText:
-        """The texts of each row without what they share, as `pairs.prefixes.cut` returns them: n beginnings that the
+        """The texts of each row without what they share, as `kinds.prefixes.cut` returns them: n beginnings that the
         rows' texts share, then the rest of each column's texts. Those of rejected rows are empty."""
         kernels, xp = self._kernels, self._kernels.xp
         first, *others = columns = [text.column, *(each.column for each in text.more)]
@@ -139,7 +135,7 @@ class DevicePairEngine(DeviceTrainingEngine):
         return DeviceText(kernels=kernels, offsets=offsets, data=data)
 
     def _rows_of(self, ids: Ragged, count: int) -> Ragged:
-        """Rows of ids with the bits of their parts.
+        """Rows of tokens.
 
         Args:
             ids: of what `_cut` returns.
@@ -170,30 +166,11 @@ class DevicePairEngine(DeviceTrainingEngine):
         )  # fmt: skip
         return Ragged(values, offsets)
 
-    def batches(self, store: Ragged | DeviceStore, limit: int, side: Truncation, pad_id: int) -> "DevicePairBatches":
-        return DevicePairBatches(self._kernels, store, limit, side, pad_id)
 
-
-class DevicePairBatches(DeviceBatches):
-    """The `PairBatches` of a device. For the arguments see `DeviceBatches`; ids have the bits of their parts."""
-
-    _host = HostPairBatches
-
-    def padded(self, slices: RowSlices, sequences: Callable[[], Ragged], width: int) -> dict[str, torch.Tensor]:
-        if self._elsewhere or self._on_disk:
-            on_host = self._host(self._pad_id).padded(slices, sequences, width)
-            if self._elsewhere:
-                return on_host
-            return {name: each.to(self._kernels.device) for name, each in on_host.items()}
-        kernels, address, count = self._kernels, self._readable.address, len(slices.rows)
-        with kernels.current():
-            tail = address[slices.others] + 4 * slices.begin
-            # One transfer for the whole batch.
-            slice_of = kernels.xp.asarray(
-                np.stack([address[slices.rows], slices.size, tail, slices.length - slices.size])
-            )
-            made, array = kernels.tensor(3, count, width)
-            blocks = kernels.blocks(count if width else 0)
-            from_end = self._side == "left"
-            kernels.run("pad_parts", blocks, self._limit, from_end, self._pad_id, count, slice_of, width, array)
-        return dict(zip(("input_ids", "attention_mask", "completion_mask"), made.unbind(0), strict=True))
+def common_ids(kernels: Kernels, rows: Index, others: Index) -> Array:
+    """(n,) int64 in device memory: how many leading ids the rows of two columns have in common, whatever their bits."""
+    common, count = kernels.xp.minimum(rows.length, others.length), len(rows.length)
+    kernels.run(
+        "common_ids", kernels.warps(count), count, rows.address, rows.length, others.address, others.length, common
+    )
+    return common

@@ -7,23 +7,24 @@ from typing import Any, Unpack
 import numpy as np
 import pyarrow as pa
 
-from gpuload.core.arrays import Array, Ragged, RowNumbers, on_host
+from gpuload.core.arrays import Array, Ragged, RowNumbers, appended
 from gpuload.core.errors import DataError
 from gpuload.core.keywords import PairKeywords, takes
+from gpuload.core.marks import LOSS, paired
 from gpuload.core.options import COLUMN, POSITIVE, Objective, Options, check_fields, check_format
 from gpuload.dataset.arrow import ragged
+from gpuload.dataset.pieces import Sequences
 from gpuload.dataset.rows import Loaded
 from gpuload.engines.choose import choose_engine
-from gpuload.engines.device.store import DeviceStore
-from gpuload.engines.protocol import Engine, TokenStore
+from gpuload.engines.protocol import Engine
 from gpuload.kinds.formats import Format, as_prompts, one_format
 from gpuload.kinds.pairs.dataset import PairDataset, pair_fields
 from gpuload.kinds.pairs.device import DevicePairEngine
 from gpuload.kinds.pairs.formats import FORMATS, MARGIN, find_pair_format, label_column
-from gpuload.kinds.pairs.parts import CHOSEN, COMPLETION, REJECTED, appended, completion_tokens, paired, sequence
 from gpuload.kinds.pairs.reference import PairReference
-from gpuload.kinds.pairs.store import equal_pairs, part_sizes
+from gpuload.kinds.pairs.sizes import PairSizes, useless_sequences
 from gpuload.kinds.training_options import TrainingDefaults, training_options
+from gpuload.packing import Plan
 from gpuload.pipeline.kind import Kind
 from gpuload.pipeline.run import load_given
 from gpuload.sources.read import Source
@@ -110,19 +111,23 @@ class PairKind(Kind[PairDataset]):
     def engine(self, options: Options, reference: Any, exact_only: bool) -> Engine:
         return choose_engine(options, reference, exact_only, DevicePairEngine)
 
-    def sizes(self, ids: Any) -> Array:
-        """(n,) tokens of the longer sequence of each pair; of the shorter one if each is a row of its own later."""
-        sizes = part_sizes(ids)
-        return sizes.shorter if self.unpairs else sizes.longer
+    def sizes(self, tokens: Ragged) -> Array:
+        """(6, n): see `PairSizes`."""
+        return PairSizes.of(tokens).array()
 
-    def useless(self, ids: Ragged, options: Options) -> dict[int, str]:
+    def limited(self, sizes: RowNumbers) -> RowNumbers:
+        """(n,) tokens of the longer sequence of each pair; of the shorter one if each is a row of its own later."""
+        of_rows = PairSizes(*sizes)
+        tokens: RowNumbers = of_rows.shorter if self.unpairs else of_rows.longer
+        return tokens
+
+    def useless(self, sizes: RowNumbers, tokens: Ragged, options: Options) -> dict[int, str]:
         """The rows from which nothing would be learned."""
-        sizes = part_sizes(ids)
-        parts = ((sizes.rejected, REJECTED), (sizes.chosen, CHOSEN)) if self.paired else ((0, np.int32(0)),)
-        found = []
-        for more, bit in parts:  # what is not of the sequence
-            length, learned = on_host(sizes.all - more), on_host(completion_tokens(ids, bit))
-            found.append(useless_sequences(length, learned, self._objective, options))
+        of_rows = PairSizes(*sizes)
+        sequences = [(of_rows.all - of_rows.rejected, of_rows.chosen_loss)]
+        if self.paired:
+            sequences.append((of_rows.all - of_rows.chosen, of_rows.rejected_loss))
+        found = [useless_sequences(*each, self._objective, options) for each in sequences]
         if self.unpairs:
             return {row: why for row, why in found[0].items() if row in found[1]}
         return {row: why for each in reversed(found) for row, why in each.items()}
@@ -132,20 +137,18 @@ class PairKind(Kind[PairDataset]):
         if self.objective == "rm":
             return paired(chosen, rejected, np.zeros(len(chosen), np.int64))
         prompts = ragged(table, "prompt_ids")
-        chosen, rejected = (appended(prompts, Ragged(i.values | COMPLETION, i.offsets)) for i in (chosen, rejected))
+        chosen, rejected = (appended(prompts, Ragged(i.values | LOSS, i.offsets)) for i in (chosen, rejected))
         return paired(chosen, rejected, prompts.lengths)
 
     def dataset(self, loaded: Loaded) -> PairDataset:
         report, labels = loaded.report, None
         report.notes.insert(0, f"format: {self.format}, for {self.objective}")
-        if self.paired and (equal := equal_pairs(loaded.tokens)):
+        if self.paired and (equal := int(PairSizes(*loaded.sizes).equal.sum())):
             report.counts["pairs with equal chosen and rejected sequences"] = equal
         if self.unpairs:
-            tokens, rows, labels = _unpaired(loaded)
-            if not isinstance(loaded.tokens, Ragged | DeviceStore):
-                report.notes.append("ids of single completions, which are made from pairs, are in memory")
+            tokens, sizes, rows, labels = _unpaired(loaded)
             columns, origins = loaded.columns.select(rows), loaded.origins.select(rows)
-            loaded = replace(loaded, tokens=tokens, columns=columns, origins=origins)
+            loaded = replace(loaded, tokens=tokens, sizes=sizes, columns=columns, origins=origins)
             report.counts["rows with one completion, made from pairs"] = len(tokens)
         options = loaded.about["options"] | {"objective": self.objective, "kl_batch_size": self.kl_batch_size}
         loaded = replace(loaded, about=loaded.about | {"options": options})
@@ -179,42 +182,29 @@ def load_pairs(files: Any, tokenizer: Any = None, /, **options: Unpack[PairKeywo
     return load_given(PairKind, files, tokenizer, options)
 
 
-def _unpaired(loaded: Loaded) -> tuple[TokenStore, RowNumbers, Array]:
-    """The two sequences of each pair as rows of their own: ids, number of the pair, label."""
-    pairs, engine, options = loaded.tokens.to_host(), loaded.engine, loaded.options
+def _unpaired(loaded: Loaded) -> tuple[Sequences, RowNumbers, RowNumbers, Array]:
+    """The two sequences of each pair as rows of their own: tokens, sizes, number of the pair, label."""
+    pairs, options = PairSizes(*loaded.sizes), loaded.options
     number = loaded.origins.numbers  # over all files, before any was dropped
     if np.any(np.diff(number) < 0):  # drawn at random
         number = np.arange(len(number))
-    stored, kept = [], []
-    for bit in (REJECTED, CHOSEN):
-        ids = sequence(pairs, bit)
-        learned, keep = part_sizes(ids).completion, np.ones(len(ids), bool)
+    plans, loss, kept = [], [], []
+    for plan, learned in zip(
+        pairs.plans(np.arange(len(number))), (pairs.chosen_loss, pairs.rejected_loss), strict=True
+    ):
+        keep = np.ones(len(number), bool)
         if options.filter_overlong_prompts:
-            keep &= ids.lengths <= options.max_prompt_length
-        keep[list(useless_sequences(ids.lengths, learned, "kto", options))] = False
+            keep &= plan.tokens <= options.max_prompt_length
+        keep[list(useless_sequences(plan.tokens, learned, "kto", options))] = False
         kept.append(np.flatnonzero(keep))
-        stored.append(engine.keep(ids, kept[-1]))
+        plans.append(plan.take(kept[-1]))
+        loss.append(learned[keep])
     rows, label = np.concatenate(kept), np.repeat([True, False], list(map(len, kept)))
     order = np.lexsort((~label, number[rows] // UNPAIRED_ROWS))
-    return engine.store(stored, order), rows[order], label[order]
-
-
-def useless_sequences(
-    length: RowNumbers, learned: RowNumbers, objective: Objective, options: Options
-) -> dict[int, str]:
-    """The sequences of which no token would be learned: row → why.
-
-    Args:
-        length: (n,) tokens of each.
-        learned: (n,) those of its completion.
-        options: the limit, and which end of longer ones is truncated.
-    """
-    learned, limit = length if objective == "rm" else learned, options.max_prompt_length
-    reasons = {}
-    if options.truncation == "right" and objective != "rm":
-        why = f"the prompt alone fills max_length={limit}"
-        reasons = dict.fromkeys(np.flatnonzero(length - learned >= limit).tolist(), why)
-    return reasons | dict.fromkeys(np.flatnonzero(learned == 0).tolist(), "a completion has no tokens")
+    tokens = Sequences(loaded.tokens, Plan.concatenate(plans).take(order))
+    nothing = np.zeros(len(rows), np.int64)
+    sizes = PairSizes(tokens.lengths, nothing, nothing, np.concatenate(loss)[order], nothing, nothing)
+    return tokens, sizes.array(), rows[order], label[order]
 
 
 def _is_plain(schema: pa.Schema, found: Format) -> bool:

@@ -7,15 +7,15 @@ completion begins where its ids first differ from those of the prompt; those of 
 from typing import Any
 
 from gpuload.core.arrays import common_prefix
+from gpuload.core.marks import CHOSEN, LOSS, REJECTED
 from gpuload.core.options import Objective
 from gpuload.kinds.chats.malformed import problem_in
-from gpuload.kinds.pairs.parts import CHOSEN, COMPLETION, REJECTED
-from gpuload.kinds.training_reference import TrainingReference, own_arguments, own_problem
+from gpuload.kinds.training_reference import TrainingReference, answers_in, own_arguments, own_problem
 from gpuload.reference.reference import problem
 
 
 class PairReference(TrainingReference):
-    """As `TrainingReference`; ids have the bits of their parts (`gpuload.kinds.pairs.parts`).
+    """As `TrainingReference`; ids have bits (`gpuload.core.marks`).
 
     Args:
         tokenizer, **settings: as for `Reference`.
@@ -25,6 +25,10 @@ class PairReference(TrainingReference):
     def __init__(self, tokenizer: Any, objective: Objective, **settings: Any):
         super().__init__(tokenizer, **settings)
         self.objective = objective
+
+    @property
+    def prompts_alone(self) -> bool:
+        return self.objective != "rm"
 
     def problem(self, prompt: Any) -> str | None:
         if reason := problem_in(prompt):
@@ -40,7 +44,7 @@ class PairReference(TrainingReference):
         """The texts of one row as they are encoded: the prompt with each completion, then the prompt alone if the
         objective has prompts."""
         prompt, completions = row["prompt"], [row[name] for name in answers_in(row)]
-        alone = self.objective != "rm"
+        alone = self.prompts_alone
         if isinstance(prompt, str):
             return [prompt + self.with_eos(each) for each in completions] + [prompt] * alone
         call = self.call_with(own_arguments(row))
@@ -73,7 +77,7 @@ class PairReference(TrainingReference):
         shared = min(begins)
         if self.objective == "dpo":
             begins = [shared, shared]
-        marked = [_with_bit(ids, int(COMPLETION), begin) for ids, begin in zip(whole, begins, strict=True)]
+        marked = [_with_bit(ids, int(LOSS), begin) for ids, begin in zip(whole, begins, strict=True)]
         return marked[0] if len(marked) == 1 else _paired(marked, shared)
 
     def fingerprint(self) -> str:
@@ -87,8 +91,3 @@ def _with_bit(ids: list[int], bit: int, begin: int) -> list[int]:
 def _paired(sequences: list[list[int]], shared: int) -> list[int]:
     chosen, rejected = sequences
     return _with_bit(chosen, int(CHOSEN), shared) + _with_bit(rejected[shared:], int(REJECTED), 0)
-
-
-def answers_in(row: Any) -> tuple[str, ...]:
-    """The names of the completions of a row, or of the fields of a column of rows."""
-    return ("completion",) if "completion" in row else ("chosen", "rejected")

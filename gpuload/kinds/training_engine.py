@@ -1,0 +1,279 @@
+"""The stages of the host for data to train on: the texts of a row, their ids, and what becomes of them.
+
+A row is one text, or several: a prompt with each of its completions, and alone. Texts and messages are rendered by
+columns; rows with arguments of their own one by one. What the texts of a row begin with is encoded once.
+"""
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from gpuload.core.arrays import Ragged, offsets_of
+from gpuload.engines.conversations import joined
+from gpuload.engines.host.engine import HostEngine
+from gpuload.engines.host.prompts import BY_PROMPT, MARKED_BY_ROW, attempt, render_column, render_messages, render_rows
+from gpuload.engines.host.render import HostText, MixedText, Spans
+from gpuload.engines.protocol import Prompts, RenderedRows, Tokenized
+from gpuload.kinds.prefixes import cut, cutting_tokens, divided
+from gpuload.kinds.training_reference import TOOLS, TrainingReference, answers_in, messages_in, own_arguments
+from gpuload.sources.columns import to_python
+from gpuload.sources.types import JSON_TYPE, is_messages, is_text
+from gpuload.template.compiler import ChatProgram
+
+SAMPLE = 8  # texts that are searched for the tokens that a template writes
+
+
+class TrainingEngine(HostEngine):
+    """The `Engine` of a load of data to train on.
+
+    Args:
+        reference: the tokenizer.
+        exact_only: render and encode with the tokenizer object itself, row by row.
+        notes: further lines for the report.
+    """
+
+    _reference: TrainingReference
+
+    def __init__(self, reference: Any, exact_only: bool = False, notes: tuple[str, ...] = ()):
+        super().__init__(reference, exact_only, notes)
+        self._cuts: tuple[bytes, ...] | None = None
+
+    @abstractmethod
+    def tokens(self, start: Ragged | None, ids: list[Ragged], text: HostText) -> Ragged:
+        """Rows of tokens.
+
+        Args:
+            start: ids that all texts of a row begin with; None if nothing was cut off.
+            ids: of each column of texts, without them.
+            text: these texts.
+        """
+
+    @cached_property
+    def prompting(self) -> ChatProgram:
+        """The template of prompts alone; made for the first of them."""
+        return ChatProgram(self._reference.prompting)
+
+    # -- rendering ---------------------------------------------------------------------------------------------------
+
+    def render(self, prompts: Prompts) -> HostText:
+        column: pa.Array = prompts.column  # type: ignore[attr-defined]
+        if self.by_prompt:
+            return render_rows(column, self._reference, self.program, with_ids=True, why=BY_PROMPT)
+        if is_text(column.type):
+            return self._texts(None, [column])
+        if not pa.types.is_struct(column.type):
+            return self._json(to_python(column)) if column.type == JSON_TYPE else super().render(prompts)
+        names = [field.name for field in column.type]
+        prompt, *completions = parts = [column.field(name) for name in ("prompt", *answers_in(names))]
+        if all(is_text(each.type) for each in parts):
+            made = self._texts(prompt, completions)
+        elif all(is_messages(each.type) for each in parts):
+            whole = [column] if len(names) == len(parts) == 2 else [joined(prompt, each) for each in completions]
+            texts = [render_column(each, self._reference, self.program) for each in whole]
+            if self._reference.prompts_alone:
+                texts.append(render_column(prompt, self._reference, self.prompting))
+            made = _combined(texts)
+        else:
+            return self._json(to_python(column))
+        return _without(made, problems_in(column) if "problem" in names else {})
+
+    def _texts(self, prompt: pa.Array | None, completions: Sequence[pa.Array]) -> HostText:
+        """Texts that no template renders: prompts with each of their completions, and alone; or texts alone."""
+        nothing = pa.scalar("", pa.large_string())
+        whole = [with_eos(each.cast(pa.large_string()), self._reference.eos) for each in completions]
+        if prompt is not None:
+            start = prompt.cast(pa.large_string())
+            whole = [pc.binary_join_element_wise(start, each, nothing) for each in whole]
+            whole += [start] * self._reference.prompts_alone
+        first, *more = whole
+        rejected = {int(row): "the text is null" for row in np.flatnonzero(np.asarray(first.is_null()))}
+        return HostText(text=first, more=more, by_template=False, rejected=rejected)
+
+    def _json(self, rows: list[Any]) -> HostText:
+        """Rows of different forms: texts and messages by columns; those with arguments of their own one by one."""
+        forms: dict[tuple[str, int], list[int]] = {}
+        rejected: dict[int, str] = {}
+        for number, row in enumerate(rows):
+            if reason := self._reference.problem(row):
+                rejected[number] = reason
+                continue
+            parts = _parts(row)
+            form = "texts" if isinstance(parts[0], str) else "messages"
+            if form == "messages" and (own_arguments(row) or self._reference.sanitizes):
+                form = "one by one"
+            if form != "texts" or attempt(rejected, number, encodable, self._given(row)):
+                forms.setdefault((form, len(parts)), []).append(number)
+        made: list[tuple[list[int], HostText]] = []
+        for (form, _), numbers in forms.items():
+            made.append((numbers, self._of_form(form, [rows[number] for number in numbers])))
+        nothing = HostText(text=pa.nulls(len(rejected), pa.large_string()), rejected=dict(enumerate(rejected.values())))
+        return MixedText.of([*made, (list(rejected), nothing)])
+
+    def _given(self, row: Any) -> list[str]:
+        """The texts of a row of texts, as errors name places in them."""
+        return _parts(row)
+
+    def _of_form(self, form: str, rows: list[Any]) -> HostText:
+        """Renders rows of one form, none of which is rejected."""
+        if form == "one by one":
+            return self._by_row(rows)
+        start, *ends = zip(*map(_parts, rows), strict=True)
+        if form == "texts":
+            prompt, *completions = (pa.array(part, pa.large_string()) for part in (start, *ends))
+            return self._texts(prompt, completions) if completions else self._texts(None, [prompt])
+        if not ends:
+            return render_messages(start, {}, self.program)
+        texts = [
+            render_messages([one + other for one, other in zip(start, each, strict=True)], {}, self.program)
+            for each in ends
+        ]
+        if self._reference.prompts_alone:
+            texts.append(render_messages(start, {}, self.prompting))
+        return _combined(texts)
+
+    def _by_row(self, rows: list[Any]) -> HostText:
+        """Renders rows of messages with the reference, one by one: those with their own tools, for example."""
+        rejected: dict[int, str] = {}
+        started, made = time.perf_counter(), list[list[str]]()
+        spans: dict[int, list[tuple[int, int]]] = {}
+        for number, row in enumerate(rows):
+            texts, spans[number] = attempt(rejected, number, self._row, row) or ([], [])
+            made.append(texts)
+        count = max(map(len, made))
+        columns = [[texts[k] if texts else None for texts in made] for k in range(count)] or [[None] * len(rows)]
+        first, *more = (pa.array(column, pa.large_string()) for column in columns)
+        return HostText(
+            text=first,
+            more=more,
+            answers=None if self.program.answers is None else Spans.of_rows(spans),
+            rejected=rejected,
+            by_reference={number: why_by_row(row) for number, row in enumerate(rows)},
+            reference_seconds=time.perf_counter() - started,
+        )
+
+    def _row(self, row: Any) -> tuple[list[str], list[tuple[int, int]]]:
+        """The texts of a row, and where the answers are in the first of them, in bytes."""
+        texts, answers = encodable(self._reference.texts(row)), self.program.answers
+        if answers is None:
+            return texts, []
+        call = self._reference.call_with(own_arguments(row))
+        return texts, answers.with_call(call).in_bytes(messages_in(row), texts[0])
+
+    # -- encoding ----------------------------------------------------------------------------------------------------
+
+    def encode(self, text: HostText) -> Tokenized:
+        if text.ids is not None or isinstance(text, MixedText):
+            return super().encode(text)
+        if len(text.rejected) == len(text):
+            return text.tokenized(Ragged(np.zeros(0, np.int32), np.zeros(len(text) + 1, np.int64)))
+        columns, start = [filled(each) for each in (text.text, *text.more)], None
+        if not text.by_template:
+            ids = [surrounded(self.ids(each), *self._reference.added) for each in columns]
+        elif not text.more:
+            ids = [self.ids(columns[0])]
+        else:
+            tokens = self.cutting_tokens(lambda: columns[0][:SAMPLE].to_pylist())
+            start, *ids = divided(self.ids(cut(columns, tokens)), len(columns) + 1)
+        return text.tokenized(self.tokens(start, ids, text))
+
+    def cutting_tokens(self, texts: Callable[[], list[str]]) -> tuple[bytes, ...]:
+        """The tokens in front of which texts may be cut: see `kinds.prefixes`.
+
+        Args:
+            texts: returns the first texts of a load. All have the tokens that the template writes.
+        """
+        if self._cuts is None:
+            self._cuts = cutting_tokens(self._reference, texts())
+        return self._cuts
+
+
+def _parts(row: Any) -> list[Any]:
+    """What a row consists of: a prompt and its completions, or one text, or the messages of one conversation."""
+    if not isinstance(row, dict) or "messages" in row:
+        return [messages_in(row)]
+    return [row[name] for name in ("prompt", *answers_in(row))]
+
+
+def encodable(texts: list[str]) -> list[str]:
+    """The same texts, if UTF-8 can encode them: a lone surrogate is an error of its row."""
+    for text in texts:
+        text.encode()
+    return texts
+
+
+def _combined(texts: Sequence[HostText]) -> HostText:
+    """The texts of rows that a chat template has rendered, column by column."""
+    first, *more = texts
+    made = HostText(text=first.text, more=[each.text for each in more], answers=first.answers, **first.fates())
+    add_by_reference(made, more)
+    return _without(made, rejected_in(more))
+
+
+def _without(text: HostText, rejected: Mapping[int, str]) -> HostText:
+    """The same texts with further rows rejected, for reasons that come before others."""
+    text.reject(rejected)
+    if rejected:
+        valid = np.ones(len(text), bool)
+        valid[list(text.rejected)] = False
+        nothing = pa.scalar(None, pa.large_string())
+        text.text, *text.more = (pc.if_else(pa.array(valid), each, nothing) for each in (text.text, *text.more))
+    return text
+
+
+def why_by_row(row: Any) -> str:
+    """Why a row that is not in a column of messages is rendered by transformers."""
+    own = own_arguments(row)
+    if TOOLS in own:
+        return "they have tools of their own"
+    return "they have arguments of their own, in chat_template_kwargs" if own else MARKED_BY_ROW
+
+
+def add_by_reference(text: RenderedRows, parts: Sequence[RenderedRows]) -> None:
+    """Adds further texts of the same rows: a row was rendered by transformers if one of its texts was."""
+    for part in parts:
+        text.by_reference = part.by_reference | text.by_reference
+        text.reference_seconds += part.reference_seconds
+
+
+def rejected_in(texts: Sequence[RenderedRows]) -> dict[int, str]:
+    """The rows that are rejected in one of several columns of texts: row → the first reason."""
+    return {row: why for each in reversed(texts) for row, why in each.rejected.items()}
+
+
+def problems_in(column: pa.Array) -> dict[int, str]:
+    """The rows of a column of pairs of which nothing can be made: row → why."""
+    problems = column.field("problem")
+    at = np.flatnonzero(np.asarray(problems.is_valid()))
+    return dict(zip(at.tolist(), problems.take(pa.array(at)).to_pylist(), strict=True))
+
+
+def surrounded(ids: Ragged, before: list[int], after: list[int]) -> Ragged:
+    """Rows with the special tokens that the tokenizer's call adds before and after each."""
+    if not before and not after:
+        return ids
+    offsets = offsets_of(ids.lengths + len(before) + len(after))
+    values = np.empty(int(offsets[-1]), np.int32)
+    inside = np.ones(len(values), bool)
+    for k, token in enumerate(before):
+        values[offsets[:-1] + k], inside[offsets[:-1] + k] = token, False
+    for k, token in enumerate(reversed(after), 1):
+        values[offsets[1:] - k], inside[offsets[1:] - k] = token, False
+    values[inside] = ids.values
+    return Ragged(values, offsets)
+
+
+def with_eos(text: pa.Array | pa.ChunkedArray, eos: str) -> Any:
+    """Texts of any type, each followed by an EOS token if it does not end with it."""
+    token, nothing = (pa.scalar(value, text.type) for value in (eos, ""))
+    return pc.if_else(pc.ends_with(text, eos), text, pc.binary_join_element_wise(text, token, nothing))
+
+
+def filled(text: pa.LargeStringArray) -> pa.LargeStringArray:
+    """Texts with empty ones for nulls."""
+    return pc.fill_null(text, "") if text.null_count else text
