@@ -1,5 +1,6 @@
 """What trainers that tokenize conversations message by message share: templates, turns and rows."""
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -88,3 +89,22 @@ def test_pieces_that_a_template_rejects_have_no_ids(qwen: Any) -> None:
     assert len(render(column(), *templates.choose([]))) == 0
     with pytest.raises(OptionError, match="max_length"):
         Templates(qwen, {"max_length": 3})
+
+
+def test_ids_of_a_tokenizer_that_encodes_in_its_own_way(qwen: Any) -> None:
+    class Own(type(qwen)):  # type: ignore[misc]
+        def apply_chat_template(self, chat: Any, *given: Any, **named: Any) -> Any:
+            made = super().apply_chat_template(chat, *given, **named)
+            return made if isinstance(made, str) else made | {"input_ids": [5, *made["input_ids"]]}
+
+    own = copy.copy(qwen)
+    own.__class__ = Own
+    templates = Templates(own)
+    assert not templates.encodes_rendered_text
+    pieces = column(*"sua" * 7)
+    given = [{"tools": TOOLS[: row % 2]} if row % 2 else {} for row in range(21)]
+    expected = [
+        own.apply_chat_template(chat, return_dict=True, **arguments)["input_ids"]
+        for chat, arguments in zip(pieces.to_pylist(), given, strict=True)
+    ]
+    assert templates.encode(render(pieces, *templates.choose(given))).to_lists() == expected

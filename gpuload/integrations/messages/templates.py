@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from gpuload.core.arrays import Ragged, RowNumbers
 from gpuload.core.options import check_template_kwargs, plain
 from gpuload.engines.host.encode import host_encoder
-from gpuload.engines.host.prompts import render_column, render_rows
+from gpuload.engines.host.prompts import BY_PROMPT, render_column, render_rows
 from gpuload.engines.host.render import HostText, MixedText
 from gpuload.reference.reference import Reference
 from gpuload.template import ChatProgram
@@ -56,8 +56,10 @@ class Template:
         self._lock = threading.Lock()
 
     def render(self, pieces: pa.Array) -> HostText:
-        """Renders a column of conversations (n,)."""
+        """Renders a column of conversations (n,); with their ids, if those are not the ids of the text."""
         with self.reference.call.clock_stopped():
+            if not self.reference.encodes_rendered_text:
+                return render_rows(pieces, self.reference, with_ids=True, why=BY_PROMPT)
             with self._lock:
                 if self.program is None and len(pieces) >= COMPILE_MIN_ROWS:
                     self.program = ChatProgram(self.reference.call)
@@ -81,7 +83,7 @@ class Templates:
 
     Attributes:
         default: the template of pieces without further arguments.
-        encodes_rendered_text: whether the ids of a piece are the ids of its text. If not, `ids` must not be used.
+        encodes_rendered_text: whether the ids of a piece are the ids of its text. If not, only `encode` has them.
 
     Raises:
         OptionError: an argument is not supported.
@@ -116,6 +118,12 @@ class Templates:
         templates = list(dict.fromkeys(made))
         place = {each: k for k, each in enumerate(templates)}
         return templates, np.array([place[each] for each in made], np.int64)
+
+    def encode(self, text: HostText) -> Ragged:
+        """n rendered pieces → n rows of ids, whichever way they were rendered."""
+        if isinstance(text, MixedText):
+            return Ragged.concatenate([self.encode(part) for part in text.parts]).take(text.order)
+        return self.ids(text.text) if text.ids is None else text.ids
 
     def ids(self, text: pa.LargeStringArray) -> Ragged:
         """(n,) texts → n rows of ids; a null has none."""

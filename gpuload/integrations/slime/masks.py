@@ -68,7 +68,7 @@ def conversations(args: Any, tokenizer: Any, samples: SampleColumns) -> MessageR
     if kind == "qwen" and "<｜Assistant｜>" in tokenizer.get_added_vocab():
         kind = "distill_qwen"
     templates = Templates(tokenizer)
-    if not templates.encodes_rendered_text:
+    if kind in ("qwen3_5", "distill_qwen") and not templates.encodes_rendered_text:
         raise DataError("the tokenizer class changes how texts are encoded")
     if kind == "qwen3_5":
         rule = by_markers(templates)
@@ -139,7 +139,7 @@ def by_turns(kind: str, generator: Any, templates: Templates) -> Rule:
         chosen, number = templates.choose([*given, {}])
         # Only the first turn of a row is rendered with its tools.
         text = render(pieces, chosen, np.where(turns.opening, number[turns.row], number[-1]))
-        ids = templates.ids(text.text)
+        ids = templates.encode(text)
         answers = turns.is_role("assistant")
         front = np.where(turns.opening, 0, added + np.where(turns.is_role("system"), 0, system))
         back = np.where(turns.opening, added, 0)
