@@ -54,7 +54,7 @@ def compare(path: str, tokenizer: Any, least: int, **settings: Any) -> ChatDatas
         for row in range(len(stock))  # type: ignore[misc]
     ]
     assert ours._rows is not None
-    assert int((ours._rows.place >= 0).sum()) >= least
+    assert int((ours._rows.starts.diff() > 0).sum()) >= least
     return ours
 
 
@@ -132,7 +132,7 @@ def test_rows_in_memory_are_not_tokenized_again(rows: str, qwen_folder: str, mon
     ours = ChatDataset(rows, tokenizer)
     assert ours._rows is not None
     monkeypatch.setattr(type(tokenizer), "apply_chat_template", lambda *given, **named: pytest.fail("tokenized"))
-    prepared = [row for row in range(len(ours)) if ours._rows.place[row] >= 0]
+    prepared = [row for row in range(len(ours)) if ours._rows.starts.diff()[row] > 0]
     assert len(prepared) >= 24
     for row in prepared * 2:
         assert ours[row]["input_ids"]

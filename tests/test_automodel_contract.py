@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 from automodel_cases import CHATS, TOOL, assistant, chat, mask_by_lengths, system, user, write_rows
 from hypothesis import given
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from tiers import examples
 
 from gpuload.core.errors import OptionError
+from gpuload.core.marks import split
 from gpuload.integrations.automodel import masks
 from gpuload.integrations.automodel.masks import Chat, marked
 from gpuload.integrations.known_code import digest
@@ -45,12 +47,10 @@ def with_template(qwen_folder: str, text: str | None) -> Any:
 
 def by_columns(tokenizer: Any, chats: list[list[dict[str, Any]]], blocks: bool = False) -> list[Any]:
     """Ids and mask of each conversation, None where there are none."""
-    found = marked([Chat(2 * row, messages) for row, messages in enumerate(chats)], tokenizer, blocks, {})
-    rows: list[Any] = [None] * len(chats)
-    bounds = found.ids.offsets
-    for number, (row, ids) in enumerate(zip(found.rows.tolist(), found.ids.to_lists(), strict=True)):
-        rows[row // 2] = ids, found.mask[bounds[number] : bounds[number + 1]].tolist()
-    return rows
+    found = marked([Chat(row, messages) for row, messages in enumerate(chats)], tokenizer, blocks, {})
+    assert set(found.fallback) == set(np.flatnonzero(found.ids.lengths == 0).tolist())
+    ids, loss = (part.to_lists() for part in split(found.ids))
+    return [None if row in found.fallback else (ids[row], loss[row]) for row in range(len(chats))]
 
 
 def expected_of(tokenizer: Any, messages: list[dict[str, Any]]) -> Any:

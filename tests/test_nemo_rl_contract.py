@@ -10,6 +10,7 @@ from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -56,7 +57,8 @@ def sft_processor(
     log, before, chat = [], "", row["messages"]
     for k, message in enumerate(chat):
         generates = add_generation_prompt and message["role"] in ("user", "tool")
-        whole = tokenizer.apply_chat_template(chat[: k + 1], tokenize=False, add_generation_prompt=generates)
+        more = {} if row.get("tools") is None else {"tools": row["tools"]}
+        whole = tokenizer.apply_chat_template(chat[: k + 1], tokenize=False, add_generation_prompt=generates, **more)
         text = whole[
             next(
                 (i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), min(len(before), len(whole))
@@ -317,6 +319,49 @@ def test_conversations_of_the_class(
     length = sft_processor({"messages": chats[-1]}, None, tokenizer, 4096, 0)["length"]
     assert len(chats_of(max_input_seq_length=length).dataset) == len(chats) - 1
     assert f"dropped 1 of 5 rows with max_input_seq_length={length} tokens or more" in caplog.text
-    monkeypatch.setattr(ChatStandIn, "rows", [*chats, []])
-    assert chats_of().processor is sft_processor
-    assert "falls back to NeMo-RL for task: the content of a message is not text" in caplog.text
+
+
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in "fg"]
+
+
+def test_rows_that_nemo_rl_tokenizes_itself(
+    module: Any, qwen_folder: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": "a"}] for text in TEXTS] * 5
+    odd = [[], [{"role": "raise", "content": "x"}]]
+    rows = [{"messages": chat, "task_name": "task", "tools": TOOLS[: n % 3]} for n, chat in enumerate(chats + odd)]
+    rows[3]["tools"], rows[4]["tools"] = tuple(TOOLS), None
+    section, tokenizer = {"name": qwen_folder}, get_tokenizer({"name": qwen_folder})
+    tokenizer.chat_template = "{% if messages[0].role == 'raise' %}{{ raise_exception('no') }}{% endif %}" + (
+        tokenizer.chat_template
+    )
+
+    def loaded(given: list[Any]) -> Any:
+        monkeypatch.setattr(ChatStandIn, "__init__", lambda self, data_path, **settings: vars(self).update(
+            dataset=given, task_name="task", chosen=sft_processor))  # fmt: skip
+        monkeypatch.setattr(
+            ChatStandIn, "set_task_spec", lambda self, config: setattr(self, "task_spec", SimpleNamespace(prompt=None))
+        )
+        monkeypatch.setitem(module.STOCK, "get_tokenizer", lambda section: tokenizer)
+        dataset = module.NemoChatDataset(data_path="x", tokenizer=section, max_input_seq_length=200)
+        dataset.set_task_spec({})
+        dataset.set_processor()
+        return dataset
+
+    dataset = loaded(rows)
+    assert type(dataset.processor) is ConversationProcessor
+    reasons = "its tools are not a list of objects (1); the content of a message is not text (1); no (1)"
+    assert f"NeMo-RL prepares 3 of 27 rows itself, when they are read: {reasons}" in caplog.text
+    assert "dropped 1 of 27 rows with max_input_seq_length=200 tokens or more" in caplog.text
+    numbers = [row for row in range(27) if row != 14]
+    assert dataset.dataset.numbers.tolist() == numbers
+    assert np.setdiff1d(np.arange(26), dataset.dataset.tokenized).tolist() == [
+        numbers.index(row) for row in (3, 25, 26)
+    ]
+    for place, row in enumerate(numbers[:-1]):
+        expected = sft_processor(rows[row], None, tokenizer, 99, place)
+        assert comparable(dataset.processor(dataset.dataset[place], None, tokenizer, 99, place)) == comparable(expected)
+    with pytest.raises(Exception, match="no"):
+        dataset.processor(dataset.dataset[25], None, tokenizer, 99, 25)
+    assert loaded(rows[-1:]).processor is sft_processor
+    assert "falls back to NeMo-RL for task: no" in caplog.messages[-1]

@@ -19,13 +19,13 @@ from gpuload.cache.entry import EntryWriter, read_entry
 from gpuload.cache.shared_store import SharedStore
 from gpuload.core.arrays import Ragged
 from gpuload.core.errors import GpuloadError, SourceError, StoreError
+from gpuload.core.marks import CHOSEN, REJECTED, sequence, split
 from gpuload.core.options import Options
 from gpuload.engines.protocol import Tokenized
 from gpuload.integrations.ray.parts import FilePart, all_parts, open_files, open_part, part_digests
 from gpuload.integrations.ray.pieces import EntryPlan, Piece, is_complete, join
 from gpuload.kinds.chats.load import ChatKind
 from gpuload.kinds.pairs.load import PairKind
-from gpuload.kinds.pairs.parts import CHOSEN, REJECTED, sequence, split
 from gpuload.kinds.prompts import PromptKind
 from gpuload.pipeline.run import open_job, run
 from gpuload.sources import remote

@@ -236,15 +236,23 @@ def test_sft_of_whole_conversations(kind: str, template: str | None, tmp_path: P
     assert check_sft(path, str(tmp_path / "model"), loss_mask_type=kind) == []
 
 
-def test_sft_of_rows_with_tools_or_without_markers(
-    tmp_path: Path, qwen_folder: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    given = conversations(16)
-    for row in given:
-        row["tools"] = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+@pytest.mark.parametrize("place", ["column", "metadata"])
+@pytest.mark.parametrize("kind", ["qwen", "qwen3_5", "distill_qwen"])
+def test_sft_of_rows_with_their_own_tools(kind: str, place: str, tmp_path: Path, qwen_folder: str) -> None:
+    given = conversations(40)
+    for number, row in enumerate(given):
+        tools = [{"type": "function", "function": {"name": "fgf"[number % 3], "parameters": {"type": "object"}}}]
+        if place == "column":
+            row["tools"] = tools
+        elif number % 2:
+            row["metadata"]["tools"] = tools
     path = write(tmp_path / "a.parquet", given)
-    assert check_sft(path, qwen_folder, loss_mask_type="qwen3_5", tool_key="tools")
-    assert "rows have tools, which are not supported with loss_mask_type='qwen3_5'" in caplog.text
+    key = "tools" if place == "column" else None
+    assert check_sft(path, qwen_folder, loss_mask_type=kind, tool_key=key) == []
+
+
+def test_sft_of_rows_without_markers(tmp_path: Path, qwen_folder: str, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path / "a.parquet", conversations(16))
     tokenizer = AutoTokenizer.from_pretrained(qwen_folder)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
     tokenizer.save_pretrained(tmp_path / "model")

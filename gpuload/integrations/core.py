@@ -6,6 +6,7 @@ error, and falls back to the trainer's own code, with the reason, for data that 
 
 import importlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
@@ -96,6 +97,24 @@ def log_fallback(logger: logging.Logger, trainer: str, reason: str) -> None:
         reason: why gpuload does not.
     """
     logger.warning("gpuload: falls back to %s: %s", trainer, reason)
+
+
+def log_own_rows(logger: logging.Logger, trainer: str, reasons: Counter[str], total: int) -> None:
+    """Say how many rows the trainer prepares itself, if there are any.
+
+    Args:
+        reasons: why → number of rows.
+        total: number of all rows.
+    """
+    if reasons:
+        named = "; ".join(f"{reason} ({count:,})" for reason, count in reasons.most_common(3))
+        logger.warning(
+            "gpuload: %s prepares %s of %s rows itself, when they are read: %s",
+            trainer,
+            f"{reasons.total():,}",
+            f"{total:,}",
+            named,
+        )
 
 
 def log_ignored(logger: logging.Logger, settings: Mapping[str, Any], reason: str) -> None:

@@ -25,12 +25,14 @@ import torch
 from nemo_automodel.components.datasets.llm import ChatDataset as StockDataset
 
 from gpuload.core.errors import GpuloadError
+from gpuload.core.marks import split
 from gpuload.engines.host.packs import IGNORED
 from gpuload.integrations.automodel.contract import KNOWN, NAMES
 from gpuload.integrations.automodel.masks import Chat, marked
-from gpuload.integrations.comparison import covering_rows, log_equal
-from gpuload.integrations.core import imported, log_fallback, release_of, settings_under
+from gpuload.integrations.comparison import compare, covering_rows, spread
+from gpuload.integrations.core import imported, log_fallback, log_own_rows, release_of, settings_under
 from gpuload.integrations.known_code import change
+from gpuload.integrations.messages.rows import MessageRows
 from gpuload.kinds.chats.formats import messages_column
 from gpuload.sources.types import as_json
 
@@ -52,21 +54,19 @@ class _TokenizedRows:
     """The rows that are tokenized. Tensors go to the workers of a DataLoader through shared memory.
 
     Attributes:
-        place: (n,) of each row of the dataset in `starts`, -1 for rows that Automodel prepares.
-        starts: (m + 1,) where the rows begin.
+        starts: (n + 1,) where the rows begin; those that Automodel prepares have no ids.
         ids: (starts[-1],) int32.
         labels: (starts[-1],) int32, -100 for ids without loss.
     """
 
-    place: torch.Tensor
     starts: torch.Tensor
     ids: torch.Tensor
     labels: torch.Tensor
 
     @cached_property
     def arrays(self) -> tuple[np.ndarray[Any, Any], ...]:
-        """The same four without a copy, as NumPy's arrays: reading a few values of them is several times as fast."""
-        return tuple(part.numpy() for part in (self.place, self.starts, self.ids, self.labels))
+        """The same three without a copy, as NumPy's arrays: reading a few values of them is several times as fast."""
+        return tuple(part.numpy() for part in (self.starts, self.ids, self.labels))
 
     def __getstate__(self) -> dict[str, torch.Tensor]:
         return {name: each for name, each in vars(self).items() if name != "arrays"}  # which would be copied
@@ -106,11 +106,10 @@ class AutomodelChatDataset(StockDataset):  # type: ignore[misc]
         """A row as Automodel makes it of ids and mask; None if it has to do that itself."""
         if self._rows is None:
             return None
-        places, starts, all_ids, all_labels = self._rows.arrays
-        place = int(places[idx])
-        if place < 0:
+        starts, all_ids, all_labels = self._rows.arrays
+        start, end = starts[idx % len(self) :][:2].tolist()
+        if start == end:
             return None
-        start, end = int(starts[place]), int(starts[place + 1])
         if self.truncation in _TRUNCATED and end - start > self.seq_length:
             if self.tokenizer.truncation_side != "right":
                 return None
@@ -157,75 +156,57 @@ class AutomodelChatDataset(StockDataset):  # type: ignore[misc]
 
     def _tokenize(self, options: dict[str, Any]) -> str | None:
         """Fill `_rows`. Returns why Automodel has to prepare all rows; None if it need not."""
-        reasons: Counter[str] = Counter()
-        chats = list(self._chats(reasons))
+        others: dict[int, str] = {}
+        chats = list(self._chats(others))
         blocks = STOCK["GENERATION_REGEX"].search(self.tokenizer.chat_template) is not None
-        found = marked(chats, _plain(self.tokenizer), blocks, options)
-        place = np.full(len(self), -1)
-        place[found.rows] = np.arange(len(found.rows))
-        labels = np.where(found.mask, found.ids.values, IGNORED).astype(np.int32)
-        parts = (place, found.ids.offsets, found.ids.values, labels)
+        made = marked(chats, _plain(self.tokenizer), blocks, options)
+        rows = MessageRows.joined([made], np.array([chat.row for chat in chats], np.int64), others)
+        ids, loss = split(rows.ids)
+        labels = np.where(loss.values, ids.values, IGNORED).astype(np.int32)
+        parts = (ids.offsets, ids.values, labels)
         self._rows = _TokenizedRows(*(torch.from_numpy(np.ascontiguousarray(part)) for part in parts))
-        if missing := len(chats) - len(found.rows):
-            reasons["it cannot be tokenized by columns, or no token has loss"] += missing
-        if reasons:
-            named = "; ".join(f"{reason} ({count:,})" for reason, count in reasons.most_common(3))
-            logger.warning(
-                "gpuload: Automodel prepares %s of %s rows itself, when they are read: %s",
-                f"{reasons.total():,}",
-                f"{len(self):,}",
-                named,
-            )
-        if not len(found.rows):
+        log_own_rows(logger, "Automodel", Counter(rows.fallback.values()), len(self))
+        there = np.flatnonzero(ids.lengths)
+        if not len(there):
             return "no row can be tokenized by columns"
         changed = change(release_of("nemo_automodel", "Automodel"), KNOWN, StockDataset.__getitem__)
         if changed is None:
-            count, lengths = len(found.rows), found.ids.lengths
-            spread = np.linspace(0, count - 1, _SAMPLE).astype(np.int64)
-            return self._difference(found.rows[np.unique(np.append(spread, [lengths.argmax(), lengths.argmin()]))])
-        made = set(found.rows.tolist())
-        chats = [chat for chat in chats if chat.row in made]
+            lengths = ids.lengths[there]
+            some = np.append(spread(len(there), _SAMPLE), [lengths.argmax(), lengths.argmin()])
+            return self._difference(there[np.unique(some)], None)
+        chats = [chat for chat in chats if chat.row not in rows.fallback]
         columns = {"messages": messages_column([list(chat.messages) for chat in chats])}
         table = pa.table(columns | {"tools": as_json([chat.tools for chat in chats])})
-        rows = np.array([chats[number].row for number in covering_rows(lambda: [table])[0].tolist()])
-        difference = self._difference(rows)
-        if difference is None:
-            log_equal(logger, changed, len(rows))
-        return difference and f"{changed}, and {difference}"
+        return self._difference(there[covering_rows(lambda: [table])[0]], changed)
 
-    def _chats(self, reasons: Counter[str]) -> Iterator[Chat]:
+    def _chats(self, others: dict[int, str]) -> Iterator[Chat]:
         """The conversations that can be tokenized by columns.
 
         Args:
-            reasons: why others cannot → number of rows; counted here.
+            others: row → why it cannot be; filled here.
         """
         one_system = isinstance(self.tokenizer, STOCK["NeMoAutoTokenizerWithBosEosEnforced"])
         for number, row in enumerate(self.dataset):
             try:
                 messages, tools = _messages_of(row)
             except Exception as error:  # Automodel's own, when the row is read
-                reasons[f"{error!s:.100}"] += 1
+                others[number] = f"{error!s:.100}"
                 continue
             if self.mask_reasoning_content and any(message.get("reasoning_content") for message in messages):
-                reasons["mask_reasoning_content is set, and it has reasoning_content"] += 1
+                others[number] = "mask_reasoning_content is set, and it has reasoning_content"
             elif one_system and sum(message["role"] == "system" for message in messages) > 1:
-                reasons["it has several system messages"] += 1
+                others[number] = "it has several system messages"
             else:
                 yield Chat(number, messages, tools)
 
-    def _difference(self, rows: np.ndarray[Any, Any]) -> str | None:
-        """How some rows differ from Automodel's."""
-        for row in rows.tolist():
-            found = self._prepared(row)
-            if found is None:
-                continue
-            try:
-                expected = super().__getitem__(row)
-            except Exception as error:
-                return f"row {row}: Automodel raises {type(error).__name__}: {error}"
-            if found != expected:
-                return f"row {row} of a sample differs from Automodel's"
-        return None
+    def _difference(self, rows: np.ndarray[Any, Any], changed: str | None) -> str | None:
+        """How some rows differ from Automodel's.
+
+        Args:
+            changed: from `known_code.change`.
+        """
+        theirs = super().__getitem__
+        return compare(rows.tolist(), self._prepared, theirs, changed, logger=logger, trainer="Automodel")
 
 
 def _unsupported(dataset: AutomodelChatDataset) -> str | None:

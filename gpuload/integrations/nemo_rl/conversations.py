@@ -7,7 +7,7 @@ column, and all these texts are encoded as one.
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,17 +16,16 @@ import pyarrow.compute as pc
 import torch
 
 from gpuload.core.arrays import Ragged, RowNumbers, common_prefixes, offsets_of
-from gpuload.core.errors import DataError, OptionError
-from gpuload.engines.host.engine import HostEngine
+from gpuload.core.errors import DataError, OptionError, TokenizerError
 from gpuload.engines.host.texts import gather
-from gpuload.engines.protocol import ArrowPrompts
 from gpuload.integrations.core import runs
+from gpuload.integrations.messages.rows import each_part
+from gpuload.integrations.messages.templates import Arguments, Templates, render
 from gpuload.integrations.nemo_rl.rows import check_tokenizer
 from gpuload.kinds.chats.formats import messages_column
-from gpuload.reference.reference import Reference
 
-_AT_ONCE = 50_000
-"""Beginnings that are rendered at a time: the text of a conversation is written once for each of its messages."""
+_AT_ONCE = 20_000
+"""Messages whose beginnings one thread renders at a time: a conversation is written once for each of its messages."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,8 @@ class NemoConversations:
         ids: (starts[-1],) int32.
         texts: (m,) what the template makes of messages.
         messages: (m,) as they were read.
+        fallback: number of a row that has no messages here, because NeMo-RL tokenizes it → why.
+        raw: number of such a row → the row as it was read.
     """
 
     task_name: str
@@ -65,6 +66,13 @@ class NemoConversations:
     ids: torch.Tensor
     texts: pa.LargeStringArray
     messages: Sequence[Mapping[str, Any]]
+    fallback: Mapping[int, str]
+    raw: Mapping[int, Any] = field(default_factory=dict)
+
+    @property
+    def tokenized(self) -> RowNumbers:
+        """The rows here that NeMo-RL does not tokenize."""
+        return np.flatnonzero(np.diff(self.first.numpy()))
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -73,6 +81,8 @@ class NemoConversations:
         if not -len(self) <= idx < len(self):
             raise IndexError(f"row {idx} of {len(self)}")
         low, high = self.first[idx % len(self) :][:2].tolist()
+        if low == high:
+            return self.raw[int(self.numbers[idx])]  # type: ignore[no-any-return]
         starts = self.starts[low : high + 1].tolist()
         # Converted once for the row. Not parts of one tensor: each would be pickled with the ids of the whole row.
         ids = self.ids[starts[0] : starts[-1]].numpy().astype(np.int64)
@@ -94,74 +104,91 @@ def tokenized_conversations(
     template_kwargs: Mapping[str, Any],
     settings: MessageSettings,
     limit: int | None,
+    tools: Mapping[int, Any] | None = None,
+    others: Mapping[int, Any] | None = None,
 ) -> NemoConversations:
     """Tokenize conversations by columns, and drop those of `limit` tokens or more.
 
     Args:
-        chats: n conversations, with one message at least.
+        chats: n conversations.
         task_name: of all rows.
         tokenizer: a transformers tokenizer.
         template_kwargs: constants for the chat template.
         settings: NeMo-RL's.
         limit: None to drop none.
+        tools: row → its tools; others have none.
+        others: row → why NeMo-RL has to tokenize it.
 
     Raises:
-        DataError: a conversation cannot be rendered, or all were dropped.
-        TokenizerError: as for `gpuload.load`.
+        DataError: all conversations were dropped.
+        TokenizerError: as for `gpuload.load`, or the tokenizer encodes texts in its own way.
     """
-    engines = {
-        flag: HostEngine(Reference(tokenizer, template_kwargs={**template_kwargs, "add_generation_prompt": flag}))
-        for flag in {False, settings.add_generation_prompt}
-    }
-    if engines[False].by_prompt:
-        raise DataError("the tokenizer class or apply_chat_template_kwargs change how texts are encoded")
-    sizes = np.array([len(chat) for chat in chats], np.int64)
-    parts = [_texts(part, engines, settings.add_generation_prompt) for part in runs(chats, sizes, _AT_ONCE)]
-    texts = pa.concat_arrays([pa.array([], pa.large_string()), *parts])
-    first = offsets_of(sizes)
-    texts = _with_ends(texts, first, tokenizer, settings)
-    ids = engines[False].ids(texts)
-    numbers = np.arange(len(chats))
+    templates = Templates(tokenizer, template_kwargs)
+    if not templates.encodes_rendered_text:
+        raise TokenizerError("the tokenizer class or apply_chat_template_kwargs change how texts are encoded")
+    fallback = dict(others or {})
+    rows = np.setdiff1d(np.arange(len(chats)), list(fallback))
+    sizes = np.array([0 if row in fallback else len(chat) for row, chat in enumerate(chats)], np.int64)
+
+    def made(part: Sequence[int]) -> tuple[pa.LargeStringArray, Ragged]:
+        given = [{} if (own := (tools or {}).get(row)) is None else {"tools": own} for row in part]
+        turns = [chats[row] for row in part]
+        texts, failed = _texts(turns, given, templates, settings.add_generation_prompt)
+        fallback.update((part[row], why) for row, why in failed.items())
+        texts = _with_ends(texts, offsets_of(sizes[part]), tokenizer, settings)
+        return texts, templates.ids(texts)
+
+    parts = each_part(made, runs(rows.tolist(), sizes[rows], _AT_ONCE))
+    texts = pa.concat_arrays([pa.array([], pa.large_string()), *(text for text, _ in parts)])
+    ids = Ragged.concatenate([part for _, part in parts])
+    kept = np.ones(len(chats), bool)
     if limit is not None:
-        numbers = np.flatnonzero(np.diff(ids.offsets[first]) < limit)
-        if not len(numbers):
-            raise DataError(f"all {len(chats):,} conversations have {limit} tokens or more: raise the limit")
-    kept = np.flatnonzero(np.repeat(np.isin(np.arange(len(chats)), numbers), sizes))
-    messages = [message for chat in chats for message in chat]
-    if len(kept) < len(messages):
-        ids, texts, messages = ids.take(kept), texts.take(pa.array(kept)), [messages[k] for k in kept.tolist()]
+        kept = np.diff(ids.offsets[offsets_of(sizes)]) < limit
+    kept[list(fallback)] = True
+    if not kept.any():
+        raise DataError(f"all {len(chats):,} conversations have {limit} tokens or more: raise the limit")
+    has_messages = kept.copy()
+    has_messages[list(fallback)] = False
+    messages = [message for row in rows.tolist() for message in chats[row]]
+    here = np.flatnonzero(np.repeat(has_messages, sizes))
+    if len(here) < len(messages):
+        ids, texts, messages = ids.take(here), texts.take(pa.array(here)), [messages[k] for k in here.tolist()]
     return NemoConversations(
         task_name,
-        torch.from_numpy(numbers),
-        torch.from_numpy(offsets_of(sizes[numbers])),
+        torch.from_numpy(np.flatnonzero(kept)),
+        torch.from_numpy(offsets_of(np.where(has_messages, sizes, 0)[kept])),
         torch.from_numpy(np.array(ids.offsets)),
         torch.from_numpy(np.array(ids.values)),
         texts,
         messages,
+        fallback,
     )
 
 
-def _texts(chats: Sequence[Any], engines: Mapping[bool, HostEngine], generates: bool) -> pa.LargeStringArray:
-    """(m,) the texts of the messages of conversations: of each beginning without what the one before begins with."""
+def _texts(
+    chats: Sequence[Any], given: Sequence[Arguments], templates: Templates, generates: bool
+) -> tuple[pa.LargeStringArray, dict[int, str]]:
+    """The rule "difference of texts", of NeMo-RL's `get_formatted_message_log`.
+
+    Returns:
+        (m,) the texts of the messages: of each beginning without what the one before begins with. And the conversations
+        of which one cannot be rendered → why.
+    """
+    row = np.repeat(np.arange(len(chats)), [len(chat) for chat in chats])
     beginnings = [chat[: k + 1] for chat in chats for k in range(len(chat))]
-    flags = np.array([generates and chat[-1]["role"] in ("user", "tool") for chat in beginnings], bool)
-    rendered: list[pa.Array] = []
-    for flag in (False, True):
-        if (flags == flag).any():
-            some = [chat for chat, own in zip(beginnings, flags.tolist(), strict=True) if own == flag]
-            text = engines[flag].render(ArrowPrompts(messages_column(some)))
-            if text.rejected:
-                raise DataError(f"a conversation cannot be rendered: {next(iter(text.rejected.values()))}")
-            rendered.append(text.text)
-    order = np.argsort(np.argsort(flags, kind="stable"))  # place of each beginning in what was rendered
-    whole = pa.concat_arrays(rendered).take(pa.array(order))
+    arguments = [
+        {**given[of], "add_generation_prompt": generates and chat[-1]["role"] in ("user", "tool")}
+        for of, chat in zip(row.tolist(), beginnings, strict=True)
+    ]
+    rendered = render(messages_column(beginnings), *templates.choose(arguments))
+    whole = pc.fill_null(rendered.text, "")
     offsets = np.frombuffer(whole.buffers()[1], np.int64)[: len(whole) + 1]
     data = np.frombuffer(whole.buffers()[2] or b"", np.uint8)[: offsets[-1]]
-    is_first = np.zeros(len(whole), bool)
-    is_first[offsets_of(np.array([len(chat) for chat in chats], np.int64))[:-1]] = True
-    begin = offsets[:-1] + np.where(is_first, 0, _shared(data, offsets))
+    same_row = np.append(False, row[1:] == row[:-1])
+    begin = offsets[:-1] + np.where(same_row, _shared(data, offsets), 0)
     made_offsets, made = gather(data, begin, offsets[1:], np.arange(len(whole)))
-    return pa.LargeStringArray.from_buffers(len(whole), pa.py_buffer(made_offsets), pa.py_buffer(made))
+    texts = pa.LargeStringArray.from_buffers(len(whole), pa.py_buffer(made_offsets), pa.py_buffer(made))
+    return texts, {int(row[number]): why for number, why in rendered.rejected.items()}
 
 
 def _shared(data: np.ndarray[Any, Any], offsets: RowNumbers) -> RowNumbers:
@@ -210,10 +237,12 @@ class ConversationProcessor:
     Attributes:
         tokenizer: `identity` of the one that has made the ids.
         settings: that the ids were made with.
+        own: NeMo-RL's processor, for rows that are not tokenized.
     """
 
     tokenizer: tuple[Any, ...]
     settings: MessageSettings
+    own: Any = None
 
     def __call__(
         self,
@@ -237,6 +266,9 @@ class ConversationProcessor:
                 f"+data.train.{name}=${{data.{name}}}"
             )
         log = datum_dict["messages"]
+        if not log or "token_ids" not in log[0]:
+            made: dict[str, Any] = self.own(datum_dict, task_data_spec, tokenizer, max_seq_length, idx, **settings)
+            return made
         length = sum(len(message["token_ids"]) for message in log)
         too_long = length >= max_seq_length
         if too_long:

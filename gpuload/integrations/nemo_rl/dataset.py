@@ -9,20 +9,22 @@ all rows; also if a part of it has moved. The sample has rows of every shape if 
 """
 
 import logging
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 from nemo_rl.data.datasets.response_datasets import OpenAIFormatDataset, ResponseDataset
 
 from gpuload.core.errors import OptionError, TokenizerError
 from gpuload.core.options import NO_LIMIT, plain
-from gpuload.integrations.comparison import comparable, covering_rows, log_equal
+from gpuload.integrations.comparison import compare, covering_rows, spread
 from gpuload.integrations.core import (
     check_switches,
     imported,
     log_fallback,
     log_ignored,
+    log_own_rows,
     release_of,
     settings_under,
 )
@@ -103,7 +105,7 @@ class _TokenizedOnce:
     def _processor(self) -> PromptProcessor | ConversationProcessor:
         """NeMo-RL's, for rows that are tokenized already."""
         own = identity(STOCK["get_tokenizer"](self._tokenizer))
-        return ConversationProcessor(own, self._messages) if self._is_sft else PromptProcessor(own)
+        return ConversationProcessor(own, self._messages, self.processor) if self._is_sft else PromptProcessor(own)
 
     def _unsupported(self) -> str | None:
         if PROBLEM is not None:
@@ -146,33 +148,40 @@ class _TokenizedOnce:
         return tokenized(conversations, answers, self.task_name, tokenizer, kwargs, self._limit, self._options)
 
     def _conversations(self, rows: Any, chats: list[Any], tokenizer: Any, kwargs: Any) -> NemoConversations | str:
-        if any(row.get("tools") is not None for row in rows):
-            return "rows have tools"
-        if not all(chat and all(isinstance(each["content"], str) for each in chat) for chat in chats):
-            return "the content of a message is not text"
+        tools = {row: own for row, each in enumerate(rows) if (own := each.get("tools")) is not None}
+        others = {row: why for row, chat in enumerate(chats) if (why := _problem(chat, tools.get(row)))}
         if prompt := self.task_spec.prompt:
-            chats = [_with_prompt(chat, prompt) for chat in chats]
-        return tokenized_conversations(chats, self.task_name, tokenizer, kwargs, self._messages, self._limit)
+            chats = [chat if row in others else _with_prompt(chat, prompt) for row, chat in enumerate(chats)]
+        made = tokenized_conversations(
+            chats, self.task_name, tokenizer, kwargs, self._messages, self._limit, tools, others
+        )
+        reasons = Counter(made.fallback.values())
+        if not len(made.tokenized):
+            return ", ".join(reasons)
+        log_own_rows(logger, "NeMo-RL", reasons, len(rows))
+        return replace(made, raw={number: rows[number] for number in made.fallback})
 
     def _difference(self, rows: Any, chats: list[Any], made: _Made) -> str | None:
         """Which row of a sample differs from NeMo-RL's."""
         changed = change(release_of("nemo_rl", "NeMo-RL"), KNOWN, self.processor)
-        numbers = made.numbers.tolist()
-        sample = np.unique(np.linspace(0, len(made) - 1, _SAMPLE).astype(np.int64))
+        numbers = made.numbers.numpy()
+        there = numbers[made.tokenized] if isinstance(made, NemoConversations) else numbers
+        sample = spread(len(there), _SAMPLE)
         if changed is not None:
-            table = pa.table({"messages": messages_column([chats[number] for number in numbers])})
+            table = pa.table({"messages": messages_column([chats[number] for number in there.tolist()])})
             sample, _ = covering_rows(lambda: [table])
+        place = {number: k for k, number in enumerate(numbers.tolist())}
         tokenizer, process = STOCK["get_tokenizer"](self._tokenizer), self._processor()
         more = vars(self._messages) if self._is_sft else {}
-        for row in sample.tolist():
-            expected = self.processor(rows[numbers[row]], self.task_spec, tokenizer, NO_LIMIT, row, **more)
-            found = process(made[row], self.task_spec, tokenizer, NO_LIMIT, row, **more)
-            if comparable(found) != comparable(expected):
-                why = f"row {numbers[row]} of a sample differs from NeMo-RL's"
-                return f"{changed}, and {why}" if changed else why
-        if changed is not None:
-            log_equal(logger, changed, len(sample))
-        return None
+
+        def ours(number: int) -> Any:
+            row = place[number]
+            return process(made[row], self.task_spec, tokenizer, NO_LIMIT, row, **more)
+
+        def theirs(number: int) -> Any:
+            return self.processor(rows[number], self.task_spec, tokenizer, NO_LIMIT, place[number], **more)
+
+        return compare(there[sample].tolist(), ours, theirs, changed, logger=logger, trainer="NeMo-RL")
 
 
 class NemoPromptDataset(_TokenizedOnce, ResponseDataset):  # type: ignore[misc]
@@ -230,3 +239,12 @@ def _with_prompt(chat: list[Any], prompt: str) -> list[Any]:
     first = next((k for k, message in enumerate(chat) if message["role"] == "user"), 0)
     message = {"role": "user", "content": prompt.format(chat[first]["content"])}
     return [*chat[:first], message, *chat[first + 1 :]]
+
+
+def _problem(chat: Any, tools: Any) -> str | None:
+    """Why NeMo-RL has to tokenize a conversation."""
+    if not chat or not all(isinstance(message["content"], str) for message in chat):
+        return "the content of a message is not text"
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        return "its tools are not a list of objects"
+    return None

@@ -1,18 +1,19 @@
 """Conversations for slime's SFT, tokenized by columns, with slime's loss masks.
 
-For `--loss-mask-type` qwen and qwen3, slime tokenizes a conversation turn by turn, and concatenates the ids. Here each
-turn of each row becomes a row of one column, which `load_chats` renders and encodes:
+    qwen          a turn is a message. The ids of the system prompt that the template adds are removed from all but the
+                  first
+    qwen3         a turn is a message, or consecutive messages of tools. The first turn of a row is rendered before a
+                  message of the user, the others after it, and the ids of that message are removed; then as above
+    qwen3_5       the tokens of the rendered conversation. Those between the header of an assistant's message and the
+                  end marker after it have loss, without the beginning of a thought
+    distill_qwen  the first message with a generation prompt, then the content of the last one, which has loss
 
-    qwen     a turn is a message. The ids of the system prompt that the template adds are removed from all but the first
-    qwen3    a turn is a message, or consecutive messages of tools. The first turn of a row is rendered before a message
-             of the user, the others after it, and the ids of that message are removed; then as above
-
-All ids of an assistant's turn have loss, except for the first ones, as many as a generation prompt has. These counts
-are slime's own. For the other masks see `rendered.py`. Rows that cannot be tokenized have no ids: slime tokenizes them.
+With the first two, all ids of an assistant's turn have loss, except for the first ones, as many as a generation prompt
+has. These counts are slime's own. Rows that cannot be tokenized, and those for which slime raises an error, have no
+ids: slime tokenizes them.
 """
 
-import itertools
-import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,29 +21,31 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 
-from gpuload.core.arrays import Ragged, offsets_of, ranges
+from gpuload.core.arrays import appended, stretches
 from gpuload.core.errors import DataError
 from gpuload.core.marks import with_loss
-from gpuload.core.options import NO_LIMIT
-from gpuload.integrations.core import are_messages
-from gpuload.integrations.slime.rendered import with_answer, with_markers
+from gpuload.engines.host.spans import TokenSpans
+from gpuload.integrations.core import are_messages, runs
+from gpuload.integrations.messages.rows import NO_LOSS, MessageRows, each_part, trimmed
+from gpuload.integrations.messages.templates import Arguments, Templates, render
+from gpuload.integrations.messages.turns import Flags, MessageTurns
 from gpuload.integrations.slime.samples import SampleColumns
-from gpuload.kinds.chats.load import load_chats
 
 _PREFIX = {"role": "user", "content": "FOR CALCULATING LOSS MASK ONLY"}  # slime's
+_HEADER, _THOUGHT, _END = b"<|im_start|>assistant\n", b"<think>\n", b"<|im_end|>"  # slime's
+_AT_ONCE = 20_000  # messages
+
+Rule = Callable[[pa.Array, Sequence[Arguments]], MessageRows]
+"""n conversations with a message at least, and what each of them passes to the template → their rows."""
 
 
-def conversations(args: Any, tokenizer: Any, settings: dict[str, Any], samples: SampleColumns) -> Ragged:
+def conversations(args: Any, tokenizer: Any, samples: SampleColumns) -> MessageRows:
     """Ids of all rows, with a bit for loss (`gpuload.core.marks`).
 
     Args:
         args: slime's arguments.
         tokenizer: of the model.
-        settings: options of `load_chats`.
         samples: n rows whose prompts are messages.
-
-    Returns:
-        n rows; those that slime has to tokenize are empty.
 
     Raises:
         DataError: slime has to tokenize all rows.
@@ -51,158 +54,164 @@ def conversations(args: Any, tokenizer: Any, settings: dict[str, Any], samples: 
     kind = args.loss_mask_type
     if kind not in ("qwen", "qwen3", "qwen3_5", "distill_qwen"):
         raise DataError(f"loss_mask_type={kind!r} is not supported")
-    table = samples.columns.table()
-    column = table[samples.prompt].combine_chunks()
-    if not are_messages(column.type) or column.null_count:
+    column = samples.columns.table()[samples.prompt].combine_chunks()
+    if not are_messages(column.type):
         raise DataError(f"column {samples.prompt!r} is not messages with text")
-    if not len(column.flatten()):
+    counts = np.asarray(pc.fill_null(pc.list_value_length(column), 0), np.int64)
+    if not counts.any():
         raise DataError(f"column {samples.prompt!r} has no messages")
-    if samples.tools is None and samples.metadata is not None:
-        _check_metadata(table[samples.metadata])
     try:
         generator = MultiTurnLossMaskGenerator(tokenizer, tokenizer_type=kind)
     except Exception as error:  # whatever the template raises: slime raises it at the first step
         raise DataError(f"slime's loss mask cannot be made: {error!s:.200}") from error
     if kind == "qwen" and "<｜Assistant｜>" in tokenizer.get_added_vocab():
         kind = "distill_qwen"
-    if kind in ("qwen3_5", "distill_qwen"):
-        return _rendered(column, tokenizer, kind, samples)
-    return _by_turns(column, tokenizer, kind, generator, settings, samples)
-
-
-def _rendered(column: pa.Array, tokenizer: Any, kind: str, samples: SampleColumns) -> Ragged:
-    """Rows of which slime renders the whole conversation, or its first message."""
-    if samples.tools is not None:
-        raise DataError(f"rows have tools, which are not supported with loss_mask_type={kind!r}")
-    messages, count = _MessageTurns(column, joins_tools=False), len(column)
+    templates = Templates(tokenizer)
+    if kind in ("qwen3_5", "distill_qwen") and not templates.encodes_rendered_text:
+        raise DataError("the tokenizer class changes how texts are encoded")
     if kind == "qwen3_5":
-        answers = np.flatnonzero(messages.is_role("assistant"))
-        bounds = np.searchsorted(messages.row[answers], np.arange(count + 1))
-        flags = messages.learned[answers].tolist()
-        learned = [flags[low:high] for low, high in itertools.pairwise(bounds.tolist())]
-        return with_markers(column, tokenizer, learned)
-    last = np.searchsorted(messages.row, np.arange(count), side="right") - 1
-    return with_answer(column, tokenizer, messages.learned[last])
+        rule = by_markers(templates)
+    else:
+        rule = by_answer(templates) if kind == "distill_qwen" else by_turns(kind, generator, templates)
+    given, others = _arguments(samples)
+    others |= dict.fromkeys(np.flatnonzero(counts == 0).tolist(), "it has no messages")
+    rows = np.setdiff1d(np.arange(len(column)), list(others))
+
+    def made(part: Sequence[int]) -> MessageRows:
+        return rule(column.take(pa.array(part)), [given[row] for row in part])
+
+    return MessageRows.joined(each_part(made, runs(rows.tolist(), counts[rows], _AT_ONCE)), rows, others)
 
 
-def _by_turns(
-    column: pa.Array, tokenizer: Any, kind: str, generator: Any, settings: dict[str, Any], samples: SampleColumns
-) -> Ragged:
-    """Rows that slime tokenizes turn by turn."""
+def _arguments(samples: SampleColumns) -> tuple[list[Arguments], dict[int, str]]:
+    """(n,) what rows pass to the template: the tools in their metadata. And rows of which only slime knows that."""
+    kind = None if samples.metadata is None else samples.columns.table()[samples.metadata].type
+    none = kind is None or pa.types.is_null(kind) or (pa.types.is_struct(kind) and kind.get_field_index("tools") < 0)
+    if samples.tools is None and none:
+        return [{}] * len(samples), {}
+    given: list[Arguments] = [{}] * len(samples)
+    others: dict[int, str] = {}
+    for row, sample in enumerate(samples.take(np.arange(len(samples)))):
+        tools = sample.metadata.get("tools") if isinstance(sample.metadata, dict) else sample.metadata
+        if tools is None:
+            continue
+        if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools):
+            given[row] = {"tools": tools}
+        else:
+            others[row] = "its tools are not a list of objects"
+    return given, others
+
+
+def _has_loss(turns: MessageTurns) -> Flags:
+    """(t,) whether `step_loss_mask` of a turn's first message allows loss."""
+    index = turns.messages.type.get_field_index("step_loss_mask")
+    if index < 0:
+        return np.ones(len(turns.start), bool)
+    try:
+        mask = turns.messages.field(index).cast(pa.float64()).take(pa.array(turns.start))
+    except pa.ArrowException as error:
+        raise DataError(f"step_loss_mask is not a number: {error}") from error
+    # A null is not 1: slime's default is for messages without the key.
+    return np.asarray(pc.fill_null(pc.equal(mask, 1.0), False), bool)
+
+
+# -- rules -------------------------------------------------------------------------------------------------------------
+
+
+def by_turns(kind: str, generator: Any, templates: Templates) -> Rule:
+    """The rule "trim", of slime's `gen_multi_turn_loss_mask_qwen` and `gen_multi_turn_loss_mask_qwen3`.
+
+    Raises:
+        DataError: slime has to tokenize all rows.
+    """
     system, unlearned = generator.system_message_length, generator.gen_token_length
     try:
-        prefix = tokenizer.apply_chat_template([_PREFIX], tokenize=True, return_dict=False) if kind == "qwen3" else []
+        added = len(templates.default.reference.call.ids([_PREFIX])) if kind == "qwen3" else 0
     except Exception as error:
         raise DataError(f"slime's loss mask cannot be made: {error!s:.200}") from error
     if min(system, unlearned) < 0:
         raise DataError("the template's system prompt or generation prompt has no length")
 
-    turns = _MessageTurns(column, joins_tools=kind == "qwen3")
-    chats = {"messages": turns.conversations(with_prefix=kind == "qwen3"), "turn": np.arange(len(turns.start))}
-    if samples.tools is not None:
-        chats["tools"] = turns.tools(samples)
-    given: dict[str, Any] = {"format": "messages", "loss_on": "all", "max_length": NO_LIMIT, "store": "memory"}
-    loaded = load_chats(pa.table(chats), tokenizer, **(settings | given))
-    ids, there = loaded.tokens, loaded.columns["turn"].to_numpy()
+    def rows(column: pa.Array, given: Sequence[Arguments]) -> MessageRows:
+        turns = MessageTurns(column, joined="tool" if kind == "qwen3" else None)
+        pieces = turns.with_message(_PREFIX, after=turns.opening) if kind == "qwen3" else turns.alone()
+        chosen, number = templates.choose([*given, {}])
+        # Only the first turn of a row is rendered with its tools.
+        text = render(pieces, chosen, np.where(turns.opening, number[turns.row], number[-1]))
+        ids = templates.encode(text)
+        answers = turns.is_role("assistant")
+        front = np.where(turns.opening, 0, added + np.where(turns.is_role("system"), 0, system))
+        back = np.where(turns.opening, added, 0)
+        loss_from = np.where(answers & _has_loss(turns), unlearned, NO_LOSS)
+        # The mask of a turn that is shorter than a generation prompt has another length than its ids.
+        short = np.flatnonzero(answers & (np.maximum(ids.lengths - front - back, 0) < unlearned))
+        fallback = dict.fromkeys(turns.row[short].tolist(), "a turn is shorter than the generation prompt")
+        fallback |= {int(turns.row[turn]): why for turn, why in text.rejected.items()}
+        return MessageRows.of(trimmed(ids, turns, front, loss_from, back), fallback, text)
 
-    front = np.where(turns.opening, 0, len(prefix) + np.where(turns.is_role("system"), 0, system))[there]
-    back = np.where(turns.opening, len(prefix), 0)[there]
-    rest = np.maximum(ids.lengths - front - back, 0)
-    # Position of each id in the part of its turn that is kept; negative if it is removed at the front.
-    position = ids.positions - np.repeat(front, ids.lengths)
-    kept = (position >= 0) & (position < np.repeat(rest, ids.lengths))
-    is_assistant = turns.is_role("assistant")[there]
-    learned = np.repeat(is_assistant & turns.learned[there], ids.lengths) & (position >= unlearned)
-    # slime raises for a turn that is shorter than the generation prompt, and so it does for one that is missing here.
-    failed = np.ones(len(turns.start), bool)
-    failed[there] = is_assistant & (rest < unlearned)
-    without = np.zeros(len(column), bool)
-    without[turns.row[failed]] = True
-    kept &= ~np.repeat(without[turns.row[there]], ids.lengths)
-    lengths = np.zeros(len(column), np.int64)
-    np.add.at(lengths, turns.row[there], np.where(without[turns.row[there]], 0, rest))
-    return with_loss(Ragged(ids.values[kept], offsets_of(lengths)), learned[kept])
+    return rows
 
 
-def _check_metadata(column: pa.ChunkedArray) -> None:
-    """Checks that no tools are in a column of metadata, where slime looks for them."""
-    kind = column.type
-    plain = pa.types.is_null(kind) or (pa.types.is_struct(kind) and kind.get_field_index("tools") < 0)
-    if not plain:
-        raise DataError(f"metadata of type {kind!s:.80} may have tools")
+def by_markers(templates: Templates) -> Rule:
+    """The rule of slime's `gen_multi_turn_loss_mask_qwen3_5`: what is between markers in the rendered text has loss.
 
-
-class _MessageTurns:
-    """The t turns of n conversations.
-
-    Args:
-        column: (n,) conversations.
-        joins_tools: consecutive messages of tools are one turn.
-
-    Attributes:
-        start: (t,) number of the first message.
-        size: (t,) number of messages.
-        row: (t,) row.
-        opening: (t,) whether it is the first of its row.
-        learned: (t,) whether `step_loss_mask` of the first message allows loss.
+    Raises:
+        DataError: slime has to tokenize all rows.
     """
+    token_spans = TokenSpans(templates.default.reference)
+    table = token_spans.table
+    if table is not None and (table.leading.any() or table.trailing.any()):
+        raise DataError("the tokenizer trims white space from offsets, which decide about slime's loss mask")
 
-    def __init__(self, column: pa.Array, joins_tools: bool):
-        self._messages = column.flatten()
-        counts = np.asarray(pc.list_value_length(column), np.int64)
-        row = np.repeat(np.arange(len(counts)), counts)
-        role = self._messages.field("role").cast(pa.large_string())
-        is_tool = np.asarray(pc.fill_null(pc.equal(role, "tool"), False), bool)
-        first = np.ones(len(row), bool)
-        first[1:] = row[1:] != row[:-1]
-        starts = first.copy()
-        if joins_tools:
-            starts[1:] |= ~(is_tool[1:] & is_tool[:-1])
-        else:
-            starts[:] = True
-        self.start = np.flatnonzero(starts)
-        self.size = np.diff(np.append(self.start, len(row)))
-        self.row, self.opening = row[self.start], first[self.start]
-        self._role = role.take(pa.array(self.start))
-        self.learned = self._step_mask()
+    def rows(column: pa.Array, given: Sequence[Arguments]) -> MessageRows:
+        turns = MessageTurns(column)
+        answers = np.flatnonzero(turns.is_role("assistant"))
+        of_row = np.split(_has_loss(turns)[answers], np.searchsorted(turns.row[answers], np.arange(1, len(column))))
+        text = render(column, *templates.choose(given))
+        fallback, spans = dict(text.rejected), []
+        for row, (whole, has_loss) in enumerate(zip(text.text.cast(pa.large_binary()), of_row, strict=True)):
+            found = None if row in fallback else _marked(whole.as_py(), has_loss.tolist())
+            if found is None:
+                fallback.setdefault(row, "an answer is not between slime's markers")
+            spans += [(row, *span) for span in found or []]
+        ids, texts = templates.ids(text.text), pc.fill_null(text.text, "")
+        owner, known = token_spans.owners(texts, ids, *np.array(spans, np.int64).reshape(-1, 3).T)
+        fallback |= dict.fromkeys(np.flatnonzero(~known).tolist(), "places of its tokens are not known")
+        return MessageRows.of(with_loss(ids, owner >= 0), fallback, text)
 
-    def _step_mask(self) -> np.ndarray[Any, Any]:
-        index = self._messages.type.get_field_index("step_loss_mask")
-        if index < 0:
-            return np.ones(len(self.start), bool)
-        try:
-            mask = self._messages.field(index).cast(pa.float64()).take(pa.array(self.start))
-        except pa.ArrowException as error:
-            raise DataError(f"step_loss_mask is not a number: {error}") from error
-        # A null is not 1: slime's default is for messages without the key.
-        return np.asarray(pc.fill_null(pc.equal(mask, 1.0), False), bool)
+    return rows
 
-    def is_role(self, name: str) -> np.ndarray[Any, Any]:
-        """(t,) whether the first message has a role."""
-        return np.asarray(pc.fill_null(pc.equal(self._role, name), False), bool)
 
-    def conversations(self, with_prefix: bool) -> pa.Array:
-        """(t,) conversations of one turn.
+def _marked(text: bytes, learned: Sequence[bool]) -> list[tuple[int, int]] | None:
+    """Where the answers with loss are in one text, in bytes; None if not all of them are found."""
+    spans, cursor = [], 0
+    for has_loss in learned:
+        start = text.find(_HEADER, cursor)
+        end = text.find(_END, start + len(_HEADER))
+        if start < 0 or end < 0:
+            return None
+        start += len(_HEADER)
+        cursor = end + len(_END)
+        cursor += text[cursor : cursor + 1] == b"\n"
+        if has_loss:
+            spans.append((start + len(_THOUGHT) * text.startswith(_THOUGHT, start), cursor))
+    return spans
 
-        Args:
-            with_prefix: with the message of the user after the first turn of each row and before the others.
-        """
-        if not with_prefix:
-            offsets = np.append(self.start, len(self._messages))
-            return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), self._messages)
-        prefix = pa.array([_PREFIX], self._messages.type)
-        lengths = self.size + 1
-        offsets = offsets_of(lengths)
-        # The turn's messages and one more, whose number becomes that of the prefix.
-        numbers = ranges(self.start - ~self.opening, lengths, offsets)
-        numbers[np.where(self.opening, offsets[1:] - 1, offsets[:-1])] = len(self._messages)
-        values = pa.concat_arrays([self._messages, prefix]).take(pa.array(numbers))
-        return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), values)
 
-    def tools(self, samples: SampleColumns) -> list[str | None]:
-        """(t,) tools as JSON text. Only the first turn of a row is rendered with them."""
-        texts = [json.dumps(sample.metadata["tools"]) for sample in samples.take(np.arange(len(samples)))]
-        return [
-            texts[row] if first else None
-            for row, first in zip(self.row.tolist(), self.opening.tolist(), strict=True)
-        ]  # fmt: skip
+def by_answer(templates: Templates) -> Rule:
+    """The rule of slime's `gen_multi_turn_loss_mask_distill_qwen`: first messages, and last contents with loss."""
+
+    def rows(column: pa.Array, given: Sequence[Arguments]) -> MessageRows:
+        turns = MessageTurns(column)
+        first = turns.alone().take(pa.array(np.flatnonzero(turns.opening)))
+        text = render(first, *templates.choose([{**own, "add_generation_prompt": True} for own in given]))
+        last = np.cumsum(turns.counts) - 1
+        contents = turns.messages.field("content").take(pa.array(last)).cast(pa.large_string())
+        fallback = dict.fromkeys(np.flatnonzero(np.asarray(contents.is_null())).tolist(), "its last content is null")
+        both = templates.ids(pa.concat_arrays([text.text, contents]))
+        prompt, answer = (both.take(np.arange(len(column)) + start) for start in (0, len(column)))
+        loss = stretches(prompt.lengths, answer.lengths)
+        loss &= np.repeat(_has_loss(turns)[last], prompt.lengths + answer.lengths)
+        return MessageRows.of(with_loss(appended(prompt, answer), loss), fallback | text.rejected, text)
+
+    return rows

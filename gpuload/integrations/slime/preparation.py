@@ -86,7 +86,7 @@ def prepare(args: Any, tokenizer: Any, processor: Any, settings: dict[str, Any])
         check_unchanged([source])
     _compare(args, source, tokenizer, processor, made, origin)
     if getattr(args, "rollout_function_path", None) == SFT_ROLLOUT and made.tokens is None:
-        made = _with_conversations(args, tokenizer, settings, made)
+        made = _with_conversations(args, tokenizer, made)
     return SampleDataset(made, args.rollout_seed)
 
 
@@ -148,10 +148,10 @@ def _tokenized(
     return made, loaded.origins[:, 1]
 
 
-def _with_conversations(args: Any, tokenizer: Any, settings: dict[str, Any], made: SampleColumns) -> SampleColumns:
+def _with_conversations(args: Any, tokenizer: Any, made: SampleColumns) -> SampleColumns:
     """The same samples with ids for SFT, if slime's loss mask can be made by columns."""
     own = "slime's SFT rollout, which tokenizes at each step"
-    found = unless_unsupported(lambda: _conversations(args, tokenizer, settings, made), logger, own)
+    found = unless_unsupported(lambda: _conversations(args, tokenizer, made), logger, own)
     if found is None:
         return made
     if missing := int((found.lengths == 0).sum()):
@@ -159,7 +159,7 @@ def _with_conversations(args: Any, tokenizer: Any, settings: dict[str, Any], mad
     return replace(made, conversations=found)
 
 
-def _conversations(args: Any, tokenizer: Any, settings: dict[str, Any], samples: SampleColumns) -> Ragged:
+def _conversations(args: Any, tokenizer: Any, samples: SampleColumns) -> Ragged:
     """The ids of conversations, as `masks.conversations` makes them, of which some were compared with slime's.
 
     Raises:
@@ -171,7 +171,7 @@ def _conversations(args: Any, tokenizer: Any, settings: dict[str, Any], samples:
         raise DataError(missing)
     from gpuload.integrations.slime.masks import conversations
 
-    made = conversations(args, tokenizer, settings, samples)
+    made = conversations(args, tokenizer, samples).ids
     numbers = np.flatnonzero(made.lengths)
     if not len(numbers):
         return made  # slime tokenizes all rows, at each step

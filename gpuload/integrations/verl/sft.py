@@ -29,19 +29,18 @@ from gpuload.core.arrays import Ragged, offsets_of
 from gpuload.core.errors import GpuloadError, PromptTooLongError
 from gpuload.core.marks import LOSS
 from gpuload.core.options import Options, plain
-from gpuload.engines.protocol import RowCounts
+from gpuload.engines.protocol import ArrowPrompts, RowCounts
 from gpuload.integrations.core import log_fallback
 from gpuload.integrations.verl.contract import difference, system_and_generation_prompt
 from gpuload.integrations.verl.settings import Settings
 from gpuload.integrations.verl.sft_store import (
-    ConversationBatch,
     SFTStore,
     SFTStoreBuilder,
     read_conversations,
     shape_row,
 )
 from gpuload.integrations.verl.turns import ConversationTokenizer, TokenizedConversations
-from gpuload.pipeline.stream import choose_rows
+from gpuload.pipeline.stream import Batch, choose_rows
 from gpuload.sources.fetch import resolve
 from gpuload.sources.read import Source, check_prompt_column, open_file
 from gpuload.sources.types import is_messages
@@ -188,7 +187,7 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
             self.ignore_input_ids_mismatch,
         )
 
-    def _tokenize_batch(self, tokenizer: ConversationTokenizer, batch: ConversationBatch) -> TokenizedConversations:
+    def _tokenize_batch(self, tokenizer: ConversationTokenizer, batch: Batch) -> TokenizedConversations:
         n = len(batch.rows)
         rejected: dict[int, str] = {}
 
@@ -205,7 +204,8 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
             thinking = [None if default is None else bool(default)] * n
         else:
             thinking = [bool(value) for value in thinking]
-        return tokenizer.tokenize(batch.conversations, tools, thinking, rejected)
+        assert isinstance(batch.prompts, ArrowPrompts)
+        return tokenizer.tokenize(batch.prompts.column, tools, thinking, rejected)
 
     # -- verl's own method ---------------------------------------------------------------------------------------------
 
@@ -263,7 +263,7 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
         order[rows] = len(order) + np.arange(len(rows))
         tokenized.ids = joined.take(order)
 
-    def _first_mismatch(self, tokenized: TokenizedConversations, batch: ConversationBatch, total: int) -> int | None:
+    def _first_mismatch(self, tokenized: TokenizedConversations, batch: Batch, total: int) -> int | None:
         """The first row of a sample for which verl's method has another result, or None."""
         rows = np.array(
             [row for row in range(len(batch.rows)) if row not in tokenized.fallback and row not in tokenized.rejected],
@@ -338,7 +338,7 @@ class _Summary:
     rendering: RowCounts = field(default_factory=RowCounts)
     examples: list[str] = field(default_factory=list)
 
-    def add(self, tokenized: TokenizedConversations, batch: ConversationBatch, source: str) -> None:
+    def add(self, tokenized: TokenizedConversations, batch: Batch, source: str) -> None:
         self.fallback += len(tokenized.fallback)
         self.rejected += len(tokenized.rejected)
         self.mismatches += tokenized.mismatches

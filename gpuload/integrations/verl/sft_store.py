@@ -11,7 +11,6 @@ import torch
 from gpuload.core.arrays import Ragged
 from gpuload.core.marks import LOSS
 from gpuload.engines.host.engine import arrow_parts
-from gpuload.engines.protocol import ArrowPrompts
 from gpuload.integrations.verl.turns import TokenizedConversations
 from gpuload.pipeline.stream import Batch, read
 from gpuload.sources.read import Source, check_unchanged
@@ -19,27 +18,8 @@ from gpuload.sources.read import Source, check_unchanged
 Ints = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class ConversationBatch:
-    """n rows of one file.
-
-    Attributes:
-        source: number of the file.
-        rows: (n,) int64, row numbers in the file.
-        table: all columns.
-        conversations: (n,) the column of messages.
-    """
-
-    source: int
-    rows: Ints
-    table: pa.Table
-    conversations: pa.Array
-
-
-def read_conversations(
-    sources: Sequence[Source], messages_key: str, wanted: Ints | None
-) -> Iterator[ConversationBatch]:
-    """Read the rows of all files in batches.
+def read_conversations(sources: Sequence[Source], messages_key: str, wanted: Ints | None) -> Iterator[Batch]:
+    """Read the rows of all files in batches, with the column of messages as prompts.
 
     Args:
         messages_key: name of the column of messages.
@@ -50,8 +30,7 @@ def read_conversations(
     """
     for batch in read(sources, lambda number: arrow_parts(sources[number], messages_key), wanted, {}):
         assert isinstance(batch, Batch)  # none has ids
-        assert isinstance(batch.prompts, ArrowPrompts)
-        yield ConversationBatch(batch.source, batch.rows, batch.table, batch.prompts.column)
+        yield batch
     check_unchanged(sources)
 
 
@@ -94,7 +73,7 @@ class SFTStoreBuilder:
         self._tables: list[pa.Table] = []
         self._count = 0
 
-    def add(self, tokenized: TokenizedConversations, batch: ConversationBatch) -> None:
+    def add(self, tokenized: TokenizedConversations, batch: Batch) -> None:
         """Append the rows of a batch."""
         rejected = sorted(tokenized.rejected)
         if rejected:

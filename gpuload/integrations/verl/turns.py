@@ -19,50 +19,43 @@ rendering and encoding by columns, ids with a bit for loss, and their comparison
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gpuload.core.arrays import Ragged, common_prefixes, offsets_of
-from gpuload.core.marks import split, with_loss
-from gpuload.engines.host.encode import host_encoder
-from gpuload.engines.protocol import RowCounts
-from gpuload.integrations.verl.variants import (
-    ConversationTexts,
-    TemplateVariant,
-    VariantKey,
-    render_conversations,
-    variant_key,
-)
-
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
+from gpuload.core.arrays import RowNumbers, common_prefixes
+from gpuload.core.marks import split
+from gpuload.engines.host.render import HostText
+from gpuload.integrations.messages.rows import NO_LOSS, MessageRows, trimmed, without
+from gpuload.integrations.messages.templates import Template, Templates, render
+from gpuload.integrations.messages.turns import MessageTurns
 
 _MISMATCH = "the ids of its messages differ from those of the whole conversation"
 
+_EMPTY_USER = [{"role": "user", "content": [{"type": "text", "text": ""}]}]
+
+# transformers renders with trim_blocks, which removes the newline after a block. The newline at the end of this prefix
+# is the one that is removed, so that a newline at the start of the template is not.
+_AFTER_EMPTY_USER = f"{{% set messages = {_EMPTY_USER} + messages %}}\n"
+
+_EXAMPLES = 8  # messages on which the template with the prefix is compared with verl's call
+
 
 @dataclass
-class TokenizedConversations:
-    """n tokenized conversations.
+class TokenizedConversations(MessageRows):
+    """n tokenized conversations. Rows in `fallback` are tokenized by verl's method, once.
 
     Attributes:
-        ids: n rows of token ids, with a bit for loss (`core.marks`); empty for rows in `fallback` and `rejected`.
-        fallback: row → why verl's method must tokenize it.
-        rejected: row → why verl's method is expected to raise.
+        rejected: row → why verl's method is expected to raise. Such rows have no ids.
         mismatches: number of rows that are kept although the ids of their messages differ from those of the whole
             conversation (verl's `ignore_input_ids_mismatch`).
-        rendering: how the texts were rendered.
     """
 
-    ids: Ragged
-    fallback: dict[int, str]
-    rejected: dict[int, str]
+    rejected: dict[int, str] = field(default_factory=dict)
     mismatches: int = 0
-    rendering: RowCounts = field(default_factory=RowCounts)
 
 
 class ConversationTokenizer:
@@ -92,16 +85,12 @@ class ConversationTokenizer:
         generation_prompt: int,
         ignore_mismatch: bool,
     ):
-        self._tokenizer = tokenizer
-        self._kwargs = dict(kwargs)
         self._system_prompt = system_prompt
         self._generation_prompt = generation_prompt
         self._ignore_mismatch = ignore_mismatch
-        self._instant = datetime.now()  # the same for all rows, in case the template prints it
-        self._variants: dict[VariantKey, TemplateVariant] = {}
-        reference = self._variant(None, None).reference
-        self._encode = host_encoder(reference).encode
-        self.encodes_rendered_text = reference.encodes_rendered_text and not reference.sanitizes
+        self._templates = Templates(tokenizer, kwargs)
+        self._after_user: WeakKeyDictionary[Template, tuple[Template, int]] = WeakKeyDictionary()
+        self.encodes_rendered_text = self._templates.encodes_rendered_text
 
     def tokenize(
         self,
@@ -118,86 +107,85 @@ class ConversationTokenizer:
             thinking: `enable_thinking` of each row.
             rejected: row → reason, for rows that are known to be rejected.
         """
-        layout = _flatten(conversations)
-        variants, row_variant, message_variant = self._choose_variants(layout, tools, thinking)
-        messages = render_conversations(layout.single_messages(), message_variant, variants, retry_after_user=True)
-        wholes = render_conversations(conversations, row_variant, variants)
-        # Tools often differ in each row: keep only variants that were compiled, and the default one.
-        default = variant_key(None, None)
-        self._variants = {
-            key: variant for key, variant in self._variants.items() if variant.program is not None or key == default
-        }
-        result = TokenizedConversations(self._concatenate(layout, messages), {}, dict(rejected))
+        turns, n = MessageTurns(conversations), len(conversations)
+        # As in verl, whole conversations and first messages are rendered with the tools, later messages without.
+        without_tools = [{} if flag is None else {"enable_thinking": flag} for flag in thinking]
+        with_tools = [
+            own if given is None else {"tools": given, **own}
+            for given, own in zip(tools or [None] * n, without_tools, strict=True)
+        ]
+        templates, number = self._templates.choose(with_tools + without_tools)
+        of_message = np.where(turns.opening, number[turns.row], number[n + turns.row])
+        messages, prefix = self._messages(turns.alone(), templates, of_message)
+        wholes = render(conversations, templates, number[:n])
+        result = self._concatenated(turns, messages, prefix)
+        result.rejected |= rejected
         result.rendering.add_counts(messages)
         result.rendering.add_counts(wholes)
-        self._classify_rows(result, layout, messages, wholes)
-        return _without_ids(result, [*result.fallback, *result.rejected])
+        self._classify_rows(result, turns, messages, wholes)
+        result.ids = without(result.ids, [*result.fallback, *result.rejected])
+        return result
 
-    def _variant(self, tools: Any, thinking: bool | None) -> "TemplateVariant":
-        key = variant_key(tools, thinking)
-        if key not in self._variants:
-            self._variants[key] = TemplateVariant(self._tokenizer, self._kwargs, tools, thinking, self._instant)
-        return self._variants[key]
+    def _messages(
+        self, pieces: pa.Array, templates: Sequence[Template], number: RowNumbers
+    ) -> tuple[HostText, RowNumbers]:
+        """The texts of m single messages, and (m,) how many ids of each are those of an empty user message."""
+        text = render(pieces, templates, number)
+        prefix = np.zeros(len(pieces), np.int64)
+        failed = np.array(sorted(text.rejected), np.int64)
+        for k in np.unique(number[failed]).tolist():
+            again = failed[number[failed] == k]
+            found = self._after_empty_user(templates[k], pieces.take(pa.array(again[:_EXAMPLES])))
+            if found is not None:
+                template, prefix[again] = found
+                _replace(text, again, template.render(pieces.take(pa.array(again))))
+        return text, prefix
 
-    def _choose_variants(
-        self, layout: "_Layout", tools: Sequence[Any] | None, thinking: Sequence[bool | None]
-    ) -> tuple[list["TemplateVariant"], Ints, Ints]:
-        """The variants of a batch, the number of the variant of each row (n,), and of each message (m,).
+    def _after_empty_user(self, template: Template, examples: pa.Array) -> tuple[Template, int] | None:
+        """The template that renders an empty user message first, and how many ids that has; None if it cannot do so.
 
-        As in verl, whole conversations and first messages are rendered with the tools, later messages without.
+        Args:
+            examples: messages that need it. The first one that renders is compared with verl's call.
         """
-        numbers: dict[VariantKey, int] = {}
-        variants: list[TemplateVariant] = []
+        if template in self._after_user:
+            return self._after_user[template]
+        for example in examples:
+            try:
+                conversation = example.as_py()
+                expected = template.reference.call.render(_EMPTY_USER + conversation)
+                after = template.beginning_with(_AFTER_EMPTY_USER)
+                if after.reference.render(conversation) != expected:
+                    return None
+                found = after, len(template.reference.call.ids(_EMPTY_USER))
+            except Exception:  # whatever the template raises, verl's code raises it too: try the next example
+                continue
+            self._after_user[template] = found
+            return found
+        return None
 
-        def number(row: int, with_tools: bool) -> int:
-            row_tools = tools[row] if with_tools and tools is not None else None
-            key = variant_key(row_tools, thinking[row])
-            if key not in numbers:
-                numbers[key] = len(variants)
-                variants.append(self._variant(row_tools, thinking[row]))
-            return numbers[key]
-
-        n = len(layout.counts)
-        with_tools = np.fromiter((number(row, True) for row in range(n)), np.int64, n)
-        without_tools = np.fromiter((number(row, False) for row in range(n)), np.int64, n)
-        of_message = without_tools[layout.row]
-        of_message[layout.opening] = with_tools[layout.counts > 0]
-        return variants, with_tools, of_message
-
-    def _concatenate(self, layout: "_Layout", messages: "ConversationTexts") -> Ragged:
-        """The ids of each row, from those of its messages, with bits."""
-        ids = self._encode(messages.text())
-        role = layout.messages.field("role").cast(pa.large_string())
+    def _concatenated(self, turns: MessageTurns, messages: HostText, prefix: RowNumbers) -> TokenizedConversations:
+        """The rule "trim", of verl's `_process_single_message` and `__getitem__`."""
         # How many ids verl removes from the start of each message: the empty user message, if the template needed one,
         # and the system prompt, except from a row's first message and from system messages.
-        removed = messages.prefix + self._system_prompt * _differs_from(role, "system")
-        removed[layout.opening] = messages.prefix[layout.opening]
-        lengths = ids.lengths - np.minimum(removed, ids.lengths)
-        # Position of each id in its message after the removal; negative if it is removed.
-        position = np.arange(len(ids.values)) - np.repeat(ids.offsets[:-1] + removed, ids.lengths)
-        is_assistant = np.repeat(~_differs_from(role, "assistant"), ids.lengths)
-        learned = is_assistant & (position >= self._generation_prompt)
-        offsets = offsets_of(lengths)[layout.offsets]  # of rows instead of messages
-        return with_loss(Ragged(ids.values[position >= 0], offsets), learned[position >= 0])
+        added = ~turns.opening & ~turns.is_role("system")
+        front = prefix + self._system_prompt * added
+        loss_from = np.where(turns.is_role("assistant"), self._generation_prompt, NO_LOSS)
+        return TokenizedConversations(trimmed(self._templates.ids(messages.text), turns, front, loss_from), {})
 
     def _classify_rows(
-        self,
-        result: TokenizedConversations,
-        layout: "_Layout",
-        messages: "ConversationTexts",
-        wholes: "ConversationTexts",
+        self, result: TokenizedConversations, turns: MessageTurns, messages: HostText, wholes: HostText
     ) -> None:
         """Fill in `fallback`, `rejected` and `mismatches`."""
-        for row in np.flatnonzero(layout.counts == 0).tolist():
+        for row in np.flatnonzero(turns.counts == 0).tolist():
             result.rejected.setdefault(row, "no messages")
         for message, reason in messages.rejected.items():
-            row = int(layout.row[message])
+            row = int(turns.row[message])
             if row not in result.rejected:
                 result.fallback.setdefault(row, reason)
         for row, reason in wholes.rejected.items():
             if row not in result.fallback:
                 result.rejected.setdefault(row, reason)
-        concatenated, whole = split(result.ids)[0], self._encode(wholes.text())
+        concatenated, whole = split(result.ids)[0], self._templates.ids(wholes.text)
         same = (concatenated.lengths == whole.lengths) & (common_prefixes(concatenated, whole) == whole.lengths)
         for row in np.flatnonzero(~same).tolist():
             if row in result.fallback or row in result.rejected:
@@ -208,53 +196,15 @@ class ConversationTokenizer:
                 result.rejected[row] = _MISMATCH
 
 
-# -- conversations as columns ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """n conversations as one column of m messages.
-
-    Attributes:
-        messages: (m,) structs.
-        counts: (n,) number of messages of each row.
-        offsets: (n + 1,) position of each row's first message.
-        row: (m,) row of each message.
-    """
-
-    messages: pa.StructArray
-    counts: Ints
-    offsets: Ints
-    row: Ints
-
-    @property
-    def opening(self) -> Ints:
-        """Positions of the first messages, one for each row that has messages."""
-        return self.offsets[:-1][self.counts > 0]
-
-    def single_messages(self) -> pa.LargeListArray:
-        """(m,) each message as a conversation of one message."""
-        return pa.LargeListArray.from_arrays(pa.array(np.arange(len(self.messages) + 1), pa.int64()), self.messages)
-
-
-def _flatten(conversations: pa.Array) -> _Layout:
-    counts = np.asarray(pc.fill_null(pc.list_value_length(conversations), 0), np.int64)
-    return _Layout(conversations.flatten(), counts, offsets_of(counts), np.repeat(np.arange(len(counts)), counts))
-
-
-# -- ids ---------------------------------------------------------------------------------------------------------------
-
-
-def _differs_from(role: pa.Array, name: str) -> Bools:
-    """(m,) whether a role is another one, or null."""
-    return np.asarray(pc.fill_null(pc.not_equal(role, name), True), bool)
-
-
-def _without_ids(result: TokenizedConversations, rows: list[int]) -> TokenizedConversations:
-    """The same batch with no ids in the given rows."""
-    if rows:
-        keep = np.ones(len(result.ids), bool)
-        keep[rows] = False
-        lengths = result.ids.lengths
-        result.ids = Ragged(result.ids.values[np.repeat(keep, lengths)], offsets_of(np.where(keep, lengths, 0)))
-    return result
+def _replace(text: HostText, rows: RowNumbers, other: HostText) -> None:
+    """Puts other texts in the place of those of some rows."""
+    there = np.zeros(len(text), bool)
+    there[rows] = True
+    text.text = pc.replace_with_mask(text.text, pa.array(there), other.text)
+    for place, row in enumerate(rows.tolist()):
+        for own, others in ((text.rejected, other.rejected), (text.by_reference, other.by_reference)):
+            own.pop(row, None)
+            if place in others:
+                own[row] = others[place]
+    text.reference_seconds += other.reference_seconds
+    text.control_rows += other.control_rows

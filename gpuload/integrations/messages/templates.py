@@ -1,0 +1,145 @@
+"""Pieces of conversations as texts and ids: one chat template for each set of arguments, compiled where it pays.
+
+Tools and other arguments can differ in each row. They are constants of a compiled template, so each set of them is a
+template of its own.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from gpuload.core.arrays import Ragged, RowNumbers
+from gpuload.core.options import check_template_kwargs, plain
+from gpuload.engines.host.encode import host_encoder
+from gpuload.engines.host.prompts import BY_PROMPT, render_column, render_rows
+from gpuload.engines.host.render import HostText, MixedText
+from gpuload.reference.reference import Reference
+from gpuload.template import ChatProgram
+
+COMPILE_MIN_ROWS = 16
+"""Fewer pieces with the same arguments are rendered by transformers: compiling the template costs more."""
+
+Arguments = Mapping[str, Any]
+"""Of `apply_chat_template`, for one piece; without those that are None."""
+
+
+class Template:
+    """The chat template with fixed arguments. Compiled once enough pieces need it.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        arguments: of `apply_chat_template`; `chat_template` replaces the tokenizer's own.
+        instant: the time of day that the template sees.
+
+    Attributes:
+        reference: the tokenizer with these arguments.
+        program: the compiled template, or None.
+
+    Raises:
+        OptionError: an argument is not supported.
+        TokenizerError: the tokenizer has no usable chat template.
+    """
+
+    def __init__(self, tokenizer: Any, arguments: Arguments, instant: datetime):
+        self._given = tokenizer, arguments, instant
+        kwargs = {"add_generation_prompt": False, **arguments}
+        template = kwargs.pop("chat_template", None) or "default"
+        kwargs = plain(kwargs)
+        check_template_kwargs(kwargs)
+        self.reference = Reference(tokenizer, chat_template=template, template_kwargs=kwargs).at(instant)
+        self.program: ChatProgram | None = None
+        self._lock = threading.Lock()
+
+    def render(self, pieces: pa.Array) -> HostText:
+        """Renders a column of conversations (n,); with their ids, if those are not the ids of the text."""
+        with self.reference.call.clock_stopped():
+            if not self.reference.encodes_rendered_text:
+                return render_rows(pieces, self.reference, with_ids=True, why=BY_PROMPT)
+            with self._lock:
+                if self.program is None and len(pieces) >= COMPILE_MIN_ROWS:
+                    self.program = ChatProgram(self.reference.call)
+            if self.program is None:
+                why = f"fewer than {COMPILE_MIN_ROWS} rows of a batch have these tools"
+                return render_rows(pieces, self.reference, why=why)
+            return render_column(pieces, self.reference, self.program)
+
+    def beginning_with(self, text: str) -> "Template":
+        """The same with further text of a template at the start."""
+        tokenizer, arguments, instant = self._given
+        return Template(tokenizer, {**arguments, "chat_template": text + self.reference.call.text()}, instant)
+
+
+class Templates:
+    """The chat template with all arguments that rows have, and the encoder of the texts. Threads can share it.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        kwargs: arguments of `apply_chat_template` for all pieces.
+
+    Attributes:
+        default: the template of pieces without further arguments.
+        encodes_rendered_text: whether the ids of a piece are the ids of its text. If not, only `encode` has them.
+
+    Raises:
+        OptionError: an argument is not supported.
+        TokenizerError: the tokenizer has no usable chat template.
+    """
+
+    def __init__(self, tokenizer: Any, kwargs: Arguments | None = None):
+        self._tokenizer, self._kwargs = tokenizer, dict(kwargs or {})
+        self._instant = datetime.now()  # the same for all rows, in case the template prints it
+        self._lock = threading.Lock()
+        self._made: dict[str, Template] = {}
+        self.default = self._template({})
+        reference = self.default.reference
+        self.encodes_rendered_text = reference.encodes_rendered_text and not reference.sanitizes
+        self._encode = host_encoder(reference).encode
+
+    def _template(self, arguments: Arguments) -> Template:
+        key = repr(arguments)
+        with self._lock:
+            if key not in self._made:
+                self._made[key] = Template(self._tokenizer, {**self._kwargs, **arguments}, self._instant)
+            return self._made[key]
+
+    def choose(self, arguments: Sequence[Arguments]) -> tuple[list[Template], RowNumbers]:
+        """The templates of n pieces or rows with these arguments, and (n,) which of them each has.
+
+        Tools often differ in each row: templates of former calls that were not compiled are forgotten.
+        """
+        with self._lock:
+            self._made = {key: each for key, each in self._made.items() if each.program or each is self.default}
+        made = [self._template(each) for each in arguments]
+        templates = list(dict.fromkeys(made))
+        place = {each: k for k, each in enumerate(templates)}
+        return templates, np.array([place[each] for each in made], np.int64)
+
+    def encode(self, text: HostText) -> Ragged:
+        """n rendered pieces → n rows of ids, whichever way they were rendered."""
+        if isinstance(text, MixedText):
+            return Ragged.concatenate([self.encode(part) for part in text.parts]).take(text.order)
+        return self.ids(text.text) if text.ids is None else text.ids
+
+    def ids(self, text: pa.LargeStringArray) -> Ragged:
+        """(n,) texts → n rows of ids; a null has none."""
+        return self._encode(pc.fill_null(text, ""))
+
+
+def render(pieces: pa.Array, templates: Sequence[Template], number: RowNumbers) -> HostText:
+    """Renders pieces, each with its template.
+
+    Args:
+        pieces: (n,) conversations.
+        number: (n,) which of the templates.
+    """
+    parts = []
+    for k in np.unique(number).tolist():
+        rows = np.flatnonzero(number == k)
+        part = pieces if len(rows) == len(pieces) else pieces.take(pa.array(rows))
+        parts.append((rows.tolist(), templates[k].render(part)))
+    return MixedText.of(parts) if parts else HostText(text=pa.array([], pa.large_string()))

@@ -1,0 +1,74 @@
+"""The turns of conversations, each of which a trainer renders as a conversation of its own."""
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from gpuload.core.arrays import offsets_of, ranges
+
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+class MessageTurns:
+    """The t turns of n conversations: their messages, unless several are joined.
+
+    Args:
+        column: (n,) list or large_list of struct<role, ...>.
+        joined: consecutive messages of this role are one turn.
+
+    Attributes:
+        messages: (m,) structs, the messages of all conversations.
+        counts: (n,) number of messages of each row; 0 for a null.
+        start: (t,) number of the first message.
+        size: (t,) number of messages.
+        row: (t,) row.
+        opening: (t,) whether it is the first turn of its row.
+    """
+
+    def __init__(self, column: pa.Array, joined: str | None = None):
+        self.messages = column.flatten()
+        self.counts = np.asarray(pc.fill_null(pc.list_value_length(column), 0), np.int64)
+        row = np.repeat(np.arange(len(self.counts)), self.counts)
+        self._role = self.messages.field("role").cast(pa.large_string())
+        starts = np.ones(len(row), bool)
+        starts[1:] = row[1:] != row[:-1]
+        first = starts.copy()
+        if joined is None:
+            starts[:] = True
+        else:
+            same = _is_equal(self._role, joined)
+            starts[1:] |= ~(same[1:] & same[:-1])
+        self.start = np.flatnonzero(starts)
+        self.size = np.diff(np.append(self.start, len(row)))
+        self.row, self.opening = row[self.start], first[self.start]
+        self._role = self._role.take(pa.array(self.start))
+
+    def is_role(self, name: str) -> Flags:
+        """(t,) whether the first message has a role."""
+        return _is_equal(self._role, name)
+
+    def alone(self) -> pa.LargeListArray:
+        """(t,) conversations of one turn."""
+        offsets = np.append(self.start, len(self.messages))
+        return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), self.messages)
+
+    def with_message(self, message: dict[str, Any], after: Flags) -> pa.LargeListArray:
+        """(t,) conversations of one turn and a further message.
+
+        Args:
+            message: the further message.
+            after: (t,) whether it comes after the turn, and not before it.
+        """
+        lengths = self.size + 1
+        offsets = offsets_of(lengths)
+        # The numbers of the turn's messages and of one more, which is then replaced by that of the further message.
+        numbers = ranges(self.start - ~after, lengths, offsets)
+        numbers[np.where(after, offsets[1:] - 1, offsets[:-1])] = len(self.messages)
+        values = pa.concat_arrays([self.messages, pa.array([message], self.messages.type)]).take(pa.array(numbers))
+        return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), values)
+
+
+def _is_equal(role: pa.Array, name: str) -> Flags:
+    return np.asarray(pc.fill_null(pc.equal(role, name), False), bool)
