@@ -59,12 +59,13 @@ def loaded(kind: str, rows: list[Row], tokenizer: Any, **options: Any) -> Report
     ("kind", "rows", "compiled", "by_reference"),
     [
         ("load", prompts_with_calls(), 9, {}),
-        ("load_chats", chats_with_tools(), 0, {OWN_TOOLS: 8}),
+        ("load_chats", chats_with_tools(), 8, {}),
+        ("load_chats", [{**row, "chat_template_kwargs": {"x": 1}} for row in chats_with_tools()], 0, {OWN_TOOLS: 8}),
         ("load_chats", completions(), 8, {}),
-        ("load_pairs", pairs_with_tools(), 0, {OWN_TOOLS: 6}),
+        ("load_pairs", pairs_with_tools(), 6, {}),
         ("load_pairs", [{**row, "tools": "[]"} for row in pairs_with_tools()], 6, {}),
     ],
-    ids=["calls", "tools of chats", "completions", "tools of pairs", "no tools"],
+    ids=["calls", "tools of chats", "arguments of chats", "completions", "tools of pairs", "no tools"],
 )
 def test_rows_are_compiled_or_by_reference(
     kind: str, rows: list[Row], compiled: int, by_reference: dict[str, int], qwen: Any

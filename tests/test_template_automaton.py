@@ -253,6 +253,37 @@ def test_rows_of_a_load(qwen: Any, tmp_path: Path) -> None:
     assert found.report.rows_compiled == 80
 
 
+def tool(draw: random.Random) -> dict[str, Any]:
+    properties = {
+        name: {"type": "string", "description": text(draw)} for name in draw.sample("xyz", draw.randint(0, 3))
+    }
+    function = {"name": draw.choice("fgh"), "description": text(draw), "parameters": {"type": "object"}}
+    function["parameters"]["properties"] = properties
+    return {"type": "function", "function": function}
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3_training", "glm4moe_training"])
+def test_rows_with_tools_of_their_own(name: str, qwen: Any, tmp_path: Path) -> None:
+    draw = random.Random(name)
+    rows = [
+        {"messages": conversation(draw, True), "tools": [tool(draw) for _ in range(draw.randint(1, 3))]}
+        for _ in range(60)
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    given: dict[str, Any] = {"chat_template": TEMPLATES[name], "max_length": 100_000, "verify": "full"}
+    chats = gpuload.load_chats(str(file), qwen, **given)
+    assert (len(chats), chats.report.rows_compiled, chats.report.check.mismatches) == (60, 60, [])
+    file = tmp_path / "pairs.jsonl"
+    answers = [{"chosen": [{"role": "assistant", "content": "a"}], "rejected": calls(draw)} for _ in rows]
+    pairs = [
+        {"prompt": row["messages"][:2], "tools": row["tools"], **each} for row, each in zip(rows, answers, strict=True)
+    ]
+    file.write_text("\n".join(map(json.dumps, pairs)))
+    found = gpuload.load_pairs(str(file), qwen, **given)
+    assert (found.report.rows_compiled, found.report.check.mismatches) == (60, [])
+
+
 @shared
 def test_real_trajectories() -> None:
     folder = SHARED / "datasets" / "agent_trajectories"

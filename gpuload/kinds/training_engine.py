@@ -23,8 +23,10 @@ from gpuload.engines.protocol import Prompts, RenderedRows, Tokenized
 from gpuload.kinds.prefixes import cut, cutting_tokens, divided
 from gpuload.kinds.training_reference import TOOLS, TrainingReference, answers_in, messages_in, own_arguments
 from gpuload.sources.columns import to_python
-from gpuload.sources.types import JSON_TYPE, is_messages, is_text
+from gpuload.sources.types import JSON_TYPE, is_messages, is_plain, is_text
+from gpuload.template.automaton.rows import RenderedRow
 from gpuload.template.compiler import ChatProgram
+from gpuload.template.program import ByReference
 
 SAMPLE = 8  # texts that are searched for the tokens that a template writes
 
@@ -68,7 +70,7 @@ class TrainingEngine(HostEngine):
         if is_text(column.type):
             return self._texts(None, [column])
         if not pa.types.is_struct(column.type):
-            return self._json(to_python(column)) if column.type == JSON_TYPE else super().render(prompts)
+            return self._json(to_python(column), True) if column.type == JSON_TYPE else super().render(prompts)
         names = [field.name for field in column.type]
         prompt, *completions = parts = [column.field(name) for name in ("prompt", *answers_in(names))]
         if all(is_text(each.type) for each in parts):
@@ -80,7 +82,7 @@ class TrainingEngine(HostEngine):
                 texts.append(render_column(prompt, self._reference, self.prompting))
             made = _combined(texts)
         else:
-            return self._json(to_python(column))
+            return self._json(to_python(column), is_plain(column.type))
         return _without(made, problems_in(column) if "problem" in names else {})
 
     def _texts(self, prompt: pa.Array | None, completions: Sequence[pa.Array]) -> HostText:
@@ -95,8 +97,12 @@ class TrainingEngine(HostEngine):
         rejected = {int(row): "the text is null" for row in np.flatnonzero(np.asarray(first.is_null()))}
         return HostText(text=first, more=more, by_template=False, rejected=rejected)
 
-    def _json(self, rows: list[Any]) -> HostText:
-        """Rows of different forms: texts and messages by columns; those with arguments of their own one by one."""
+    def _json(self, rows: list[Any], plain: bool) -> HostText:
+        """Rows of different forms: texts and messages by columns; those with arguments of their own one by one.
+
+        Args:
+            plain: whether everything in them is plain data, as `json.loads` returns it.
+        """
         forms: dict[tuple[str, int], list[int]] = {}
         rejected: dict[int, str] = {}
         for number, row in enumerate(rows):
@@ -111,7 +117,8 @@ class TrainingEngine(HostEngine):
                 forms.setdefault((form, len(parts)), []).append(number)
         made: list[tuple[list[int], HostText]] = []
         for (form, _), numbers in forms.items():
-            made.append((numbers, self._of_form(form, [rows[number] for number in numbers])))
+            some = [rows[number] for number in numbers]
+            made.append((numbers, self._by_row(some, plain) if form == "one by one" else self._of_form(form, some)))
         nothing = HostText(text=pa.nulls(len(rejected), pa.large_string()), rejected=dict(enumerate(rejected.values())))
         return MixedText.of([*made, (list(rejected), nothing)])
 
@@ -120,9 +127,7 @@ class TrainingEngine(HostEngine):
         return _parts(row)
 
     def _of_form(self, form: str, rows: list[Any]) -> HostText:
-        """Renders rows of one form, none of which is rejected."""
-        if form == "one by one":
-            return self._by_row(rows)
+        """Renders texts or messages, none of which is rejected."""
         start, *ends = zip(*map(_parts, rows), strict=True)
         if form == "texts":
             prompt, *completions = (pa.array(part, pa.large_string()) for part in (start, *ends))
@@ -137,13 +142,20 @@ class TrainingEngine(HostEngine):
             texts.append(render_messages(start, {}, self.prompting))
         return _combined(texts)
 
-    def _by_row(self, rows: list[Any]) -> HostText:
-        """Renders rows of messages with the reference, one by one: those with their own tools, for example."""
+    def _by_row(self, rows: list[Any], plain: bool) -> HostText:
+        """Renders rows of messages one by one: those with their own tools, for example. What is known of the template's
+        loops renders rows with tools; the reference renders the others."""
         rejected: dict[int, str] = {}
-        started, made = time.perf_counter(), list[list[str]]()
+        by_reference: dict[int, str] = {}
+        seconds, made = 0.0, list[list[str]]()
         spans: dict[int, list[tuple[int, int]]] = {}
         for number, row in enumerate(rows):
-            texts, spans[number] = attempt(rejected, number, self._row, row) or ([], [])
+            found = self._compiled(row) if plain else ByReference(why_by_row(row))
+            if isinstance(found, ByReference):
+                by_reference[number], started = found.reason, time.perf_counter()
+                found = attempt(rejected, number, self._row, row) or ([], [])
+                seconds += time.perf_counter() - started
+            texts, spans[number] = found
             made.append(texts)
         count = max(map(len, made))
         columns = [[texts[k] if texts else None for texts in made] for k in range(count)] or [[None] * len(rows)]
@@ -153,9 +165,30 @@ class TrainingEngine(HostEngine):
             more=more,
             answers=None if self.program.answers is None else Spans.of_rows(spans),
             rejected=rejected,
-            by_reference={number: why_by_row(row) for number, row in enumerate(rows)},
-            reference_seconds=time.perf_counter() - started,
+            by_reference=by_reference,
+            reference_seconds=seconds,
         )
+
+    def _compiled(self, row: Any) -> tuple[list[str], list[tuple[int, int]]] | ByReference:
+        """As `_row`, for a row whose own arguments are tools, without transformers; or why that is not possible."""
+        own = own_arguments(row)
+        tools = own.pop(TOOLS, None)
+        if own or not isinstance(tools, list) or self._reference.sanitizes:
+            return ByReference(why_by_row(row))
+        start, *ends = _parts(row)
+        wanted = [(self.program, start + end) for end in ends] or [(self.program, start)]
+        if ends and self._reference.prompts_alone:
+            wanted.append((self.prompting, start))
+        made = []
+        for program, messages in wanted:
+            found = program.render_row(messages, tools)
+            if not isinstance(found, RenderedRow):  # transformers says why a row is rejected
+                return found if isinstance(found, ByReference) else ByReference(why_by_row(row))
+            made.append(found)
+        try:
+            return encodable([each.text for each in made]), made[0].answers
+        except UnicodeEncodeError as error:
+            return ByReference(str(error))
 
     def _row(self, row: Any) -> tuple[list[str], list[tuple[int, int]]]:
         """The texts of a row, and where the answers are in the first of them, in bytes."""

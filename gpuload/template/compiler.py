@@ -51,7 +51,7 @@ class ChatProgram:
         self.lock = threading.Lock()
         self._tracer: Tracer | None = None
         self._checked: set[str] = set()  # reasons for which transformers has rendered a row
-        self._rows: RowRenderer | ByReference | None = None  # made for the first row that shares no tree
+        self._rows: dict[bool, RowRenderer | ByReference] = {}  # by whether rows have tools of their own
         try:
             with call.clock_stopped():
                 self._tracer = Tracer(call)
@@ -88,27 +88,33 @@ class ChatProgram:
         self.leaves += 1
         self.trees[shape] = tree
         if isinstance(leaf, ByReference) and leaf.reason.startswith(FAILED):
-            self._rows = leaf  # whatever is wrong with the trace would be wrong with those of single rows
+            self._rows = {
+                False: leaf,
+                True: leaf,
+            }  # whatever is wrong with the trace would be wrong with those of single rows
         return None
 
-    def render_row(self, messages: Sequence[Any]) -> RenderedRow | Rejected | ByReference:
+    def render_row(
+        self, messages: Sequence[Any], tools: list[dict[str, Any]] | None = None
+    ) -> RenderedRow | Rejected | ByReference:
         """Render one conversation whatever its shape, without transformers if that is possible.
 
         Args:
             messages: plain data, as `json.loads` returns it.
+            tools: those of this conversation, likewise; None for those of all.
 
         Returns:
             Its text with the parts that have loss; or why the template rejects it, or transformers must render it.
         """
-        if self._rows is None:
+        own = tools is not None
+        if own not in self._rows:
             with self.lock, self.call.clock_stopped():
                 try:
-                    self._rows = RowRenderer(self.call, self.answers)
+                    self._rows[own] = RowRenderer(self.call, self.answers, own)
                 except NotCompilableError as error:
-                    self._rows = ByReference(str(error))
-        if isinstance(self._rows, ByReference):
-            return self._rows
-        return self._rows.render(messages)
+                    self._rows[own] = ByReference(str(error))
+        rows = self._rows[own]
+        return rows if isinstance(rows, ByReference) else rows.render(messages, tools)
 
     def render(self, messages: Sequence[Any], reason: str) -> str:
         """Render one conversation with transformers.

@@ -16,6 +16,8 @@ import json
 import random
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jinja2
@@ -44,10 +46,14 @@ PROBED_TEXTS, MOST_PROBES = 400, 48
 """For each row that is traced, so many texts are replaced by adversarial ones, in rows that are compared; in fewer rows
 after the first traces."""
 
-_READ_BACK = "{{ messages | tojson }}"
+_READ_BACK = "{{ [messages, tools] | tojson }}"
+_TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _NO_WAY = "more paths through the template than are traced"
 _BEGIN, _END = -1, -2
+
+Row = dict[str, Any]
+"""The variables of the template that differ from row to row."""
 
 
 class RenderedRow(NamedTuple):
@@ -63,6 +69,7 @@ class RowRenderer:
     Args:
         call: the tokenizer, the template and the constants of the load.
         answers: finds the parts of a conversation that have loss; None if nobody asks.
+        own_tools: whether each conversation has tools of its own.
 
     Raises:
         NotCompilableError: this template cannot be recorded at all.
@@ -72,7 +79,7 @@ class RowRenderer:
         rows, traces, verified: how many rows were rendered, traced, and compared with transformers.
     """
 
-    def __init__(self, call: TemplateCall, answers: Answers | None = None) -> None:
+    def __init__(self, call: TemplateCall, answers: Answers | None = None, own_tools: bool = False) -> None:
         environment = vendor_environment()
         if reason := call.not_compilable_reason():
             raise NotCompilableError(reason)
@@ -80,7 +87,9 @@ class RowRenderer:
             raise NotCompilableError("this version of transformers creates its Jinja environment in an unsupported way")
         if call.sanitizes:
             raise NotCompilableError("control tokens are marked row by row in such messages")
-        self._call, self._answers = call, answers
+        if own_tools and replace(call, tools=[_TOOL]).text() != replace(call, tools=None).text():
+            raise NotCompilableError("the tokenizer has another template for tools")
+        self._call, self._answers, self._own_tools = call, answers, own_tools
         self._meter = Meter()
         self._meter.reset(MOST_STEPS, MOST_SECONDS)
         try:
@@ -99,17 +108,20 @@ class RowRenderer:
         self.wrong: str | None = None
         self.rows = self.traces = self.verified = 0
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> RenderedRow | Rejected | ByReference:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None
+    ) -> RenderedRow | Rejected | ByReference:
         """Renders one conversation.
 
         Args:
             messages: plain data, as `json.loads` returns it.
+            tools: likewise, with `own_tools`.
 
         Returns:
             Its text; or why the template rejects it, or transformers must render it.
         """
         self.rows += 1
-        row = {"messages": prepared(messages)}
+        row: Row = {"messages": prepared(messages)} | ({"tools": tools} if self._own_tools else {})
         while not self.wrong:
             out, trail, (end, reason) = self._walk(row)
             if end == "reference":
@@ -118,14 +130,14 @@ class RowRenderer:
                 return Rejected(reason)
             if end == "end":
                 try:
-                    made = self._made(messages, out)
+                    made = self._made(messages, row, out)
                 except UnknownAnswersError as error:
                     return ByReference(str(error))
                 pairs = _pairs(trail)
                 if pairs <= self._seen:
                     return made
                 with self._lock:
-                    self._verify(messages, made, pairs)
+                    self._verify(messages, row, made, pairs)
                 continue
             with self._lock:
                 if why_not := self._trace(messages, row):
@@ -134,7 +146,11 @@ class RowRenderer:
                     return ByReference("the template is not deterministic")
         return ByReference(self.wrong)
 
-    def _walk(self, row: Mapping[str, Any]) -> tuple[list[Any], list[int], tuple[str, str]]:
+    def _of_row(self, row: Row) -> TemplateCall:
+        """How transformers renders a row."""
+        return replace(self._call, tools=row["tools"]) if self._own_tools else self._call
+
+    def _walk(self, row: Row) -> tuple[list[Any], list[int], tuple[str, str]]:
         """`Functions.walk`. What fails is for transformers: data such as JSON that is nested too deep, and a row that
         the trace of another thread overtakes."""
         try:
@@ -142,33 +158,35 @@ class RowRenderer:
         except Exception as error:
             return [], [], ("reference", describe_error(error))
 
-    def _made(self, messages: Sequence[Mapping[str, Any]], out: Sequence[Any]) -> RenderedRow:
+    def _made(self, messages: Sequence[Mapping[str, Any]], row: Row, out: Sequence[Any]) -> RenderedRow:
         """A row's text and its parts with loss, from what was printed."""
         if self._answers is None:
             return RenderedRow("".join(out), [])
-        if not self._answers.marked:
+        answers, render = self._answers.with_call(self._of_row(row)), partial(self._text, row)
+        if not answers.marked:
             text = "".join(out)
-            return RenderedRow(text, self._answers.in_bytes(messages, text, render=self._text))
+            return RenderedRow(text, answers.in_bytes(messages, text, render=render))
         places = [0, *itertools.accumulate(len(text) for text, _ in out)]
         runs = itertools.groupby(range(len(out)), key=lambda at: out[at][1])
         blocks = [(places[at[0]], places[at[-1] + 1]) for inside, run in runs if inside and (at := list(run))]
         text = "".join(text for text, _ in out)
-        return RenderedRow(text, self._answers.in_bytes(messages, text, render=self._text, blocks=blocks))
+        return RenderedRow(text, answers.in_bytes(messages, text, render=render, blocks=blocks))
 
-    def _text(self, messages: list[Any]) -> str:
-        """Another conversation as transformers renders it."""
-        out, trail, (end, _) = self._walk({"messages": prepared(messages)})
+    def _text(self, row: Row, messages: list[Any]) -> str:
+        """A row with other messages, as transformers renders it."""
+        out, trail, (end, _) = self._walk({**row, "messages": prepared(messages)})
         if end != "end" or not _pairs(trail) <= self._seen:
-            return self._call.render(messages)
+            return self._of_row(row).render(messages)
         return "".join(text for text, _ in out) if self._answers and self._answers.marked else "".join(out)
 
-    def _verify(self, messages: Sequence[Any], made: RenderedRow, pairs: set[tuple[int, int]]) -> None:
+    def _verify(self, messages: Sequence[Any], row: Row, made: RenderedRow, pairs: set[tuple[int, int]]) -> None:
         """Compares a row with transformers."""
         self.verified += 1
+        call = self._of_row(row)
         try:
-            same = self._call.render(messages) == made.text
+            same = call.render(messages) == made.text
             if same and self._answers is not None:
-                same = self._answers.in_bytes(messages, made.text) == made.answers
+                same = self._answers.with_call(call).in_bytes(messages, made.text) == made.answers
         except UnknownAnswersError:
             pass  # only the parts of the automaton show where the answers are
         except Exception:
@@ -178,7 +196,7 @@ class RowRenderer:
         else:
             self.wrong = "the automaton of the template and transformers differ"
 
-    def _trace(self, messages: Sequence[Any], row: Mapping[str, Any], probes: bool = True) -> str | None:
+    def _trace(self, messages: Sequence[Any], row: Row, probes: bool = True) -> str | None:
         """Adds what the template does for a row. Returns why transformers must render it, or None."""
         if self._walk(row)[2][0] != "open":  # another thread has traced it meanwhile
             return self.wrong
@@ -186,7 +204,8 @@ class RowRenderer:
             return _NO_WAY
         self.traces += 1
         try:
-            if json.loads(self._call.render(messages, template=_READ_BACK)) != row["messages"]:
+            seen = json.loads(self._of_row(row).render(messages, template=_READ_BACK))
+            if seen != [row["messages"], row.get("tools", seen[1])]:
                 self.wrong = "this version of transformers changes messages before the template sees them"
         except Exception as error:
             return describe_error(error)
@@ -205,16 +224,16 @@ class RowRenderer:
             except (EndlessError, MemoryError) as error:
                 end = ("reference", rejection(error))
             except Exception as error:
-                end = self._raised(error, messages)
+                end = self._raised(error, messages, row)
             recorder.record(end)
         except NotDeterministicError:
             self.wrong = "the template is not deterministic"
         self._functions.changed(recorder.changed)
         if probes:
-            self._probe_like(messages)
+            self._probe_like(messages, row)
         return self.wrong
 
-    def _probe_like(self, messages: Sequence[Any]) -> None:
+    def _probe_like(self, messages: Sequence[Any], row: Row) -> None:
         """Compares rows like this one, with adversarial texts."""
         most = MOST_PROBES if self.traces < 32 else 2
         texts = [*ADVERSARIAL, *_around(self._automaton)]
@@ -224,9 +243,9 @@ class RowRenderer:
                 break
             other, count = _with_other_texts(messages, texts, self._random)
             replaced += max(1, count)
-            self._probe(other)
+            self._probe(other, {**row, "messages": prepared(other)})
 
-    def _raised(self, error: Exception, messages: Sequence[Any]) -> tuple[str, str]:
+    def _raised(self, error: Exception, messages: Sequence[Any], row: Row) -> tuple[str, str]:
         """How the path of an exception ends. The reason for a rejection is that of transformers."""
         try:
             message = describe_error(error)
@@ -235,25 +254,24 @@ class RowRenderer:
         if not isinstance(error, jinja2.TemplateError):
             return "reference", message
         try:
-            self._call.render(messages)
+            self._of_row(row).render(messages)
         except Exception as truth:
             return "raise", rejection(truth)
         return "reference", "the trace was rejected, but the template accepts such rows"
 
-    def _probe(self, messages: Sequence[Any]) -> None:
+    def _probe(self, messages: Sequence[Any], row: Row) -> None:
         """Compares a row with adversarial texts with transformers."""
-        row = {"messages": prepared(messages)}
         if self._walk(row)[2][0] == "open" and self._trace(messages, row, probes=False):
             return
         out, trail, (end, reason) = self._walk(row)
         if end == "end":
             try:
-                self._verify(messages, self._made(messages, out), _pairs(trail))
+                self._verify(messages, row, self._made(messages, row, out), _pairs(trail))
             except UnknownAnswersError:
                 return
         elif end == "raise":
             try:
-                self._call.render(messages)
+                self._of_row(row).render(messages)
             except Exception as error:
                 if rejection(error) == reason:
                     return
