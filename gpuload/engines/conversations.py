@@ -63,6 +63,7 @@ class Conversations:
         keyed: (m,) int64, the number in `keys` of each message's list. A field that is not in it is `NULL`.
         rejected: row → why no prompt can be made of it, where that is known already.
         by_reference: row → why transformers must render it, where that is known already.
+        objects: n rows as Python objects, if they came as such, from JSON.
     """
 
     ops: TextOperations
@@ -76,6 +77,7 @@ class Conversations:
     keyed: Array | None = None
     rejected: Mapping[int, str] = field(default_factory=dict)
     by_reference: Mapping[int, str] = field(default_factory=dict)
+    objects: Sequence[Any] | None = None
 
     def __len__(self) -> int:
         return len(self.first)
@@ -103,6 +105,7 @@ class Conversations:
             self.keyed,
             _of_rows(self.rejected, numbers),
             _of_rows(self.by_reference, numbers),
+            None if self.objects is None else [self.objects[row] for row in numbers.tolist()],
         )
 
     def to_arrow(self, rows: Array) -> pa.Array:
@@ -205,12 +208,15 @@ MOST_KEYS = 64
 """Rows with a key that is not among the most frequent ones of a column of JSON are rendered by transformers."""
 
 
-def from_rows(ops: TextOperations, rows: Sequence[Any], rejected: Mapping[int, str]) -> Conversations:
+def from_rows(
+    ops: TextOperations, rows: Sequence[Any], rejected: Mapping[int, str], plain: bool = True
+) -> Conversations:
     """Conversations as Python objects, from JSON. Each message keeps its keys.
 
     Args:
         rows: (n,) lists of messages, which are dicts; anything where a row is rejected.
         rejected: row → why no prompt can be made of it.
+        plain: whether everything in them is plain data.
     """
     xp = ops.xp
     messages = [message for number, row in enumerate(rows) if number not in rejected for message in row]
@@ -236,6 +242,7 @@ def from_rows(ops: TextOperations, rows: Sequence[Any], rejected: Mapping[int, s
         xp.asarray(keyed),
         rejected,
         by_reference,
+        rows if plain else None,
     )
 
 

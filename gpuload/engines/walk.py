@@ -169,12 +169,15 @@ class Walk:
         """
         if not reasons:
             return
-        prompts = self.prompts.to_arrow(np.array(list(reasons), np.int64))
-        plain, program = is_plain(prompts.type), self._program
+        objects, program, plain = self.prompts.objects, self._program, True
+        if objects is None:
+            prompts = self.prompts.to_arrow(np.array(list(reasons), np.int64))
+            plain = is_plain(prompts.type)
         with program.call.clock_stopped():
             for at, (row, reason) in enumerate(reasons.items()):
                 try:
-                    messages = row_messages(to_python(prompts.slice(at, 1))[0])
+                    given = to_python(prompts.slice(at, 1))[0] if objects is None else objects[row]
+                    messages = row_messages(given)
                     if why_not := problem(messages):
                         self.rejected[row] = why_not
                         continue

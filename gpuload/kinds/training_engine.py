@@ -118,7 +118,9 @@ class TrainingEngine(HostEngine):
         made: list[tuple[list[int], HostText]] = []
         for (form, _), numbers in forms.items():
             some = [rows[number] for number in numbers]
-            made.append((numbers, self._by_row(some, plain) if form == "one by one" else self._of_form(form, some)))
+            made.append(
+                (numbers, self._by_row(some, plain) if form == "one by one" else self._of_form(form, some, plain))
+            )
         nothing = HostText(text=pa.nulls(len(rejected), pa.large_string()), rejected=dict(enumerate(rejected.values())))
         return MixedText.of([*made, (list(rejected), nothing)])
 
@@ -126,20 +128,20 @@ class TrainingEngine(HostEngine):
         """The texts of a row of texts, as errors name places in them."""
         return _parts(row)
 
-    def _of_form(self, form: str, rows: list[Any]) -> HostText:
+    def _of_form(self, form: str, rows: list[Any], plain: bool) -> HostText:
         """Renders texts or messages, none of which is rejected."""
         start, *ends = zip(*map(_parts, rows), strict=True)
         if form == "texts":
             prompt, *completions = (pa.array(part, pa.large_string()) for part in (start, *ends))
             return self._texts(prompt, completions) if completions else self._texts(None, [prompt])
         if not ends:
-            return render_messages(start, {}, self.program)
+            return render_messages(start, {}, self.program, plain)
         texts = [
-            render_messages([one + other for one, other in zip(start, each, strict=True)], {}, self.program)
+            render_messages([one + other for one, other in zip(start, each, strict=True)], {}, self.program, plain)
             for each in ends
         ]
         if self._reference.prompts_alone:
-            texts.append(render_messages(start, {}, self.prompting))
+            texts.append(render_messages(start, {}, self.prompting, plain))
         return _combined(texts)
 
     def _by_row(self, rows: list[Any], plain: bool) -> HostText:

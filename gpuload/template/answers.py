@@ -245,13 +245,13 @@ class Answers:
     """
 
     def __init__(self, call: TemplateCall, loss_on: str) -> None:
-        self._call, self._loss_on = call, loss_on
+        self._call, self._text, self.loss_on = call, call.text(), loss_on
         self._known: dict[str, Turns | None] = {}  # for each template: with tools, transformers may choose another one
         _ = self._turns
 
     @property
     def _turns(self) -> Turns | None:
-        text = self._call.text()
+        text = self._text
         if text not in self._known:
             self._known[text] = None if has_blocks(text) else Turns(self._call)
         return self._known[text]
@@ -259,7 +259,7 @@ class Answers:
     def with_call(self, call: TemplateCall) -> "Answers":
         """For the same template with other constants, such as tools."""
         other = copy.copy(self)
-        other._call = call
+        other._call, other._text = call, call.text()
         return other
 
     def of_path(self, shape: Shape, path: Path) -> Path | ByReference | Rejected:
@@ -272,7 +272,7 @@ class Answers:
                 return Rejected(rejection(error))
         if path.generated is None:
             return ByReference("the template prints a {% generation %} block elsewhere than where it stands")
-        if self._loss_on == "last":
+        if self.loss_on == "last":
             path = last_only(path, _last_assistant(roles))
         return path
 
@@ -300,7 +300,7 @@ class Answers:
         turns = self._turns
         if turns is None:
             spans = self._blocks(messages, text) if blocks is None else blocks
-            if self._loss_on == "assistant":
+            if self.loss_on == "assistant":
                 return spans
         path, texts, others = taken_apart(render or self._call.render, messages, text)
         if turns is not None:
@@ -311,7 +311,7 @@ class Answers:
         places = [0, *itertools.accumulate(len(s) if isinstance(s, str) else len(texts[s]) for s in path.segments)]
         if turns is not None:
             spans = [(places[first], places[end]) for first, end in path.generated or ()]
-        if self._loss_on == "assistant":
+        if self.loss_on == "assistant":
             return spans
         last = _last_assistant([message.get("role") for message in messages])
         pairs = zip(places, path.segments, strict=False)
@@ -326,12 +326,18 @@ class Answers:
 
     def in_bytes(self, messages: Sequence[Any], text: str, **known: Any) -> list[tuple[int, int]]:
         """As `of_text`, in bytes."""
-        return [(len(text[:a].encode()), len(text[:b].encode())) for a, b in self.of_text(messages, text, **known)]
+        return spans_in_bytes(text, self.of_text(messages, text, **known))
 
-    @property
-    def marked(self) -> bool:
-        """Whether the template marks what an assistant generates."""
-        return has_blocks(self._call.text())
+
+def spans_in_bytes(text: str, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Start and end of parts of a text in bytes, given in characters."""
+    if text.isascii():
+        return list(spans)
+    found, before = {0: 0}, 0
+    for place in sorted({place for span in spans for place in span}):
+        found[place] = found[before] + len(text[before:place].encode())
+        before = place
+    return [(found[start], found[end]) for start, end in spans]
 
 
 def _check_others(others: Sequence[str], turns: Turns) -> None:

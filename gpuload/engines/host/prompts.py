@@ -57,15 +57,18 @@ BY_PROMPT = "the tokenizer object renders and encodes prompt by prompt"
 """Why all rows of a load are."""
 
 
-def render_messages(rows: Sequence[Any], rejected: dict[int, str], program: ChatProgram) -> HostText:
+def render_messages(
+    rows: Sequence[Any], rejected: dict[int, str], program: ChatProgram, plain: bool = True
+) -> HostText:
     """Renders conversations that are Python objects, by column where that is possible.
 
     Args:
         rows: (n,) lists of messages; anything where a row is rejected.
         rejected: row → why no prompt can be made of it.
         program: the compiled template, of a tokenizer that does not sanitize control tokens.
+        plain: whether everything in the messages is plain data, as `json.loads` returns it.
     """
-    return render_conversations(program, from_rows(HostTexts(), rows, rejected))
+    return render_conversations(program, from_rows(HostTexts(), rows, rejected, plain))
 
 
 def render_rows(

@@ -22,10 +22,10 @@ class ChatEngine(TrainingEngine):
     def _given(self, row: Any) -> list[str]:
         return [messages_in(row)]
 
-    def _of_form(self, form: str, rows: list[Any]) -> HostText:
+    def _of_form(self, form: str, rows: list[Any], plain: bool) -> HostText:
         if form == "messages" and not self._reference.uses_template:  # conversations in a column of texts
             return render_rows(as_json(rows), self._reference, self.program, why="there is no chat template")
-        return super()._of_form(form, rows)
+        return super()._of_form(form, rows, plain)
 
     def tokens(self, start: Ragged | None, ids: list[Ragged], text: HostText) -> Ragged:
         """A completion has loss from where its ids first differ from those of the prompt alone; answers where they are

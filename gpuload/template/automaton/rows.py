@@ -24,7 +24,7 @@ import jinja2
 
 from gpuload.reference.deadline import EndlessError
 from gpuload.reference.template_call import TemplateCall, describe_error, rejection, vendor_environment
-from gpuload.template.answers import Answers
+from gpuload.template.answers import Answers, has_blocks, spans_in_bytes
 from gpuload.template.automaton.environment import RecordingTemplate
 from gpuload.template.automaton.functions import Functions
 from gpuload.template.automaton.nodes import Automaton
@@ -101,7 +101,8 @@ class RowRenderer:
             raise NotCompilableError(describe_error(error)) from error
         self._tojson = environment.filters["tojson"]
         self._automaton = Automaton()
-        self._functions = Functions(self._automaton, self._tojson, blocks=answers is not None and answers.marked)
+        self._blocks = answers is not None and has_blocks(call.text())
+        self._functions = Functions(self._automaton, self._tojson, self._blocks)
         self._seen: set[tuple[int, int]] = set()  # passes of loops that follow each other in a row that was compared
         self._random = random.Random(0)
         self._lock = threading.RLock()
@@ -162,22 +163,24 @@ class RowRenderer:
         """A row's text and its parts with loss, from what was printed."""
         if self._answers is None:
             return RenderedRow("".join(out), [])
-        answers, render = self._answers.with_call(self._of_row(row)), partial(self._text, row)
-        if not answers.marked:
+        render = partial(self._text, row)
+        if not self._blocks:
             text = "".join(out)
-            return RenderedRow(text, answers.in_bytes(messages, text, render=render))
+            return RenderedRow(text, self._answers.in_bytes(messages, text, render=render))
         places = [0, *itertools.accumulate(len(text) for text, _ in out)]
         runs = itertools.groupby(range(len(out)), key=lambda at: out[at][1])
         blocks = [(places[at[0]], places[at[-1] + 1]) for inside, run in runs if inside and (at := list(run))]
         text = "".join(text for text, _ in out)
-        return RenderedRow(text, answers.in_bytes(messages, text, render=render, blocks=blocks))
+        if self._answers.loss_on == "assistant":
+            return RenderedRow(text, spans_in_bytes(text, blocks))
+        return RenderedRow(text, self._answers.in_bytes(messages, text, render=render, blocks=blocks))
 
     def _text(self, row: Row, messages: list[Any]) -> str:
         """A row with other messages, as transformers renders it."""
         out, trail, (end, _) = self._walk({**row, "messages": prepared(messages)})
         if end != "end" or not _pairs(trail) <= self._seen:
             return self._of_row(row).render(messages)
-        return "".join(text for text, _ in out) if self._answers and self._answers.marked else "".join(out)
+        return "".join(text for text, _ in out) if self._blocks else "".join(out)
 
     def _verify(self, messages: Sequence[Any], row: Row, made: RenderedRow, pairs: set[tuple[int, int]]) -> None:
         """Compares a row with transformers."""
