@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import gpuload
+from gpuload.dataset.pieces import tokens_of
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +58,14 @@ def test_resume_of_a_stateful_loader_with_workers(prompts: gpuload.PromptDataset
 
 
 def test_a_batch_is_one_gather(prompts: gpuload.PromptDataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch asks for a whole batch at once, and that is one take of the store."""
+    """torch asks for a whole batch at once, and that is one gather from the store."""
     calls: list[int] = []
-    take = type(prompts.tokens).take
 
-    def counting(self: Any, rows: Any) -> Any:
-        calls.append(len(rows))
-        return take(self, rows)
+    def counting(store: Any, plan: Any) -> Any:
+        calls.append(len(plan))
+        return tokens_of(store, plan)
 
-    monkeypatch.setattr(type(prompts.tokens), "take", counting)
+    monkeypatch.setattr("gpuload.dataset.rows.tokens_of", counting)
     next(iter(DataLoader(prompts, batch_size=100, collate_fn=gpuload.collate_fn)))
     assert calls == [100]
 
