@@ -21,7 +21,7 @@ from bench.process import run_command
 from bench.report import table
 from gpuload.demo_data import demo_files
 
-RECORD = ROOT / "bench" / "results" / "agents" / "agents.json"
+RECORD = ROOT / "bench" / "results" / "scale" / "agents.json"
 _ROWS = 5_000
 _WORDS = (
     "the flight was booked for two passengers and the refund is to be made within seven days of the request".split()
@@ -164,6 +164,9 @@ def main() -> None:
             record["datasets"][name] = found
     RECORD.parent.mkdir(parents=True, exist_ok=True)
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    from bench import documents  # which imports this module
+
+    documents.write(RECORD)
     print(agents_table(record))
 
 

@@ -181,6 +181,19 @@ def test_any_data(qwen: Any, rows: list[list[dict[str, Any]]]) -> None:
     assert renderer.wrong is None
 
 
+ELSE = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c }}{% else %}none{% endfor %}{{ m.content }}{% endfor %}"
+
+
+def test_a_loop_with_an_else(qwen: Any) -> None:
+    draw = random.Random(0)
+    call = TemplateCall(qwen, ELSE)
+    renderer = RowRenderer(call)
+    for messages in [[message] for _ in range(20) for message in conversation(draw, True, 8)]:
+        made = renderer.render(messages)
+        assert not isinstance(made, RenderedRow) or made.text == call.render(messages)
+    assert renderer.wrong is None
+
+
 def _stale(self: Recorder, loop: Any, inside: int) -> None:
     """A cut that forgets what namespaces hold."""
     self.namespaces, kept = [], self.namespaces

@@ -132,7 +132,9 @@ class RecordingTemplate(TracingTemplate):
                 # The same, without the generator that Jinja makes of the condition.
                 loop.body = [jinja2.nodes.If(loop.test, loop.body, [], [], lineno=loop.lineno)]
                 loop.test = None
-            name = _FILTERED if loop.test is not None else _ITERATE
+            # An `else` depends on whether there was a pass, and a condition on the passes of a generator: neither is in
+            # the key of a head.
+            name = _FILTERED if loop.test is not None or loop.else_ else _ITERATE
             loop.iter = jinja2.nodes.Call(
                 jinja2.nodes.Name(name, "load"), [loop.iter], [], None, None, lineno=loop.lineno
             )
@@ -247,7 +249,7 @@ class _Generated:
 
 def _filtered(over: Any) -> Any:
     if isinstance(over, Symbol):
-        reject("loops over a list of a conversation with a condition")
+        reject("loops over a list of a conversation with a condition and `loop`, or with an else")
     return over
 
 
