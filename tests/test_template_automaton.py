@@ -181,7 +181,8 @@ def test_any_data(qwen: Any, rows: list[list[dict[str, Any]]]) -> None:
     assert renderer.wrong is None
 
 
-ELSE = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c }}{% else %}none{% endfor %}{{ m.content }}{% endfor %}"
+ELSE = """{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c }}{% else %}none{% endfor %}{{ m.content }}\
+{% endfor %}"""
 
 
 def test_a_loop_with_an_else(qwen: Any) -> None:
