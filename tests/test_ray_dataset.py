@@ -235,7 +235,7 @@ def test_a_tokenizer_that_differs_in_a_worker_is_an_error(few: list[str], qwen: 
 
     options = gpuload.Options()
     kind = PromptKind()
-    work = work_of(Job(kind, [], kind.reference(qwen, options), options), "cpu", pa.schema([]))
+    work = work_of(Job(kind, [], kind.reference(qwen, options), options, 0.0), "cpu", pa.schema([]))
     Tokenizing(work)
     with pytest.raises(GpuloadError, match="is another one in a Ray worker"):
         Tokenizing(replace(work, fingerprint="other"))
