@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import ROOT, agents, report
+from bench import ROOT, report
+from bench.agents_table import RECORD as OF_AGENTS
+from bench.agents_table import agents_table
 from bench.cpu import headline
 from bench.cpu.chats import chats_table
 from bench.cpu.packing import packing_tables
@@ -51,7 +53,7 @@ TABLES = (
     Embedded("README.md", "headline", headline.RECORD, headline.headline_table),
     Embedded("docs/sft.md", "chats", _SFT, _section("chats", chats_table)),
     Embedded("docs/sft.md", "packing", _SFT, _section("packing", packing_tables)),
-    Embedded("docs/agents.md", "agents", agents.RECORD, agents.agents_table),
+    Embedded("docs/agents.md", "agents", OF_AGENTS, agents_table),
     Embedded("docs/scale.md", "ray", OF_TRAINERS / "ray.json", ray_tables),
     Embedded("docs/preference.md", "pairs", _SFT, _section("pairs", chats_table)),
     *(

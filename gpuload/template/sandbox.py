@@ -119,13 +119,13 @@ class TracingTemplate:
                 extension._generation_support = self._generation()  # type: ignore[attr-defined]
 
     def _extend(self, environment: Any) -> None:
-        pass
+        """Replace further hooks, filters and tests of the environment, before the template is parsed."""
 
     def _rewrite(self, tree: Any) -> None:
-        pass
+        """Change the parsed template, before it is compiled."""
 
     def _patch(self, module: dict[str, Any]) -> None:
-        pass
+        """Replace further globals of the generated code."""
 
     def _generation(self) -> Callable[..., Any]:
         """A function that does what transformers' extension does for a `{% generation %}` block, with ropes."""

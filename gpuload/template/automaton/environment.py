@@ -8,9 +8,10 @@ from typing import Any
 
 import jinja2
 import jinja2.nodes
+from jinja2.utils import Namespace
 
 from gpuload.template.automaton.nodes import DICTSORT, Affine, Place, TextSource, Wanted
-from gpuload.template.automaton.recorder import Buffer, BufferedCode, Loop, RecordedNamespace, Recorder
+from gpuload.template.automaton.recorder import Buffer, BufferedCode, Loop, Recorder
 from gpuload.template.automaton.symbols import SymbolicList, SymbolicMapping
 from gpuload.template.automaton.values import Printable, Range, Safe, Scalar, SymbolicNumber, Text, Value, text_of
 from gpuload.template.rope import Rope, join
@@ -55,7 +56,7 @@ class RecordingTemplate(TracingTemplate):
         attribute, item, concat = environment.getattr, environment.getitem, environment.concat
         names = {"get", "items", "keys"}
 
-        def found(obj: Any, key: str) -> Any:
+        def found(obj: Any, key: Any) -> Any:
             there, value = obj.find(key)
             return value if there else environment.undefined(obj=self.recorder.value(obj.place), name=key)
 
@@ -74,17 +75,13 @@ class RecordingTemplate(TracingTemplate):
             if isinstance(obj, SymbolicMapping):
                 if type(key) is not str:
                     reject("looks for something other than a plain string in a mapping")
-                there, value = obj.find(key)
-                if not there and key in dir(dict):
-                    return new_attribute(obj, key)
-                return value if there else environment.undefined(obj=self.recorder.value(obj.place), name=key)
+                return new_attribute(obj, key) if key in dir(dict) and key not in obj else found(obj, key)
             if isinstance(obj, SymbolicList):
                 if isinstance(key, slice):
                     return obj.sliced(key)
                 if type(key) is not int and not isinstance(key, SymbolicNumber):
                     reject("indexes a list with something other than a number")
-                there, value = obj.find(key)
-                return value if there else environment.undefined(obj=self.recorder.value(obj.place), name=key)
+                return found(obj, key)
             if isinstance(obj, Rope) and isinstance(key, slice):
                 return obj[key]
             if isinstance(obj, Text) and type(key) is str and not hasattr(str, key):
@@ -169,8 +166,8 @@ class RecordingTemplate(TracingTemplate):
         self.recorder.buffers.append(buffer)
         return buffer
 
-    def _namespace(self, *args: Any, **kwargs: Any) -> RecordedNamespace:
-        namespace = RecordedNamespace(*args, **kwargs)
+    def _namespace(self, *args: Any, **kwargs: Any) -> Namespace:
+        namespace = Namespace(*args, **kwargs)
         self.recorder.namespaces.append((self.recorder.at_node, namespace))
         return namespace
 

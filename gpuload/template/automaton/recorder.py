@@ -55,7 +55,7 @@ class Recorder:
         self.automaton, self.row, self._tojson = automaton, row, tojson
         self.at_node = 0
         self.registers: dict[Any, Any] = {}
-        self.namespaces: list[tuple[int, RecordedNamespace]] = []
+        self.namespaces: list[tuple[int, Namespace]] = []
         self.buffers: list[Buffer] = []
         self.changed: list[int] = []  # nodes that were added to
         self._known: dict[Instruction, Any] = {}  # answers since the last cut
@@ -301,10 +301,6 @@ def _form(place: Place) -> tuple[Any, ...]:
 
 
 # -- what the template is given ------------------------------------------------------------------------------------
-
-
-class RecordedNamespace(Namespace):
-    """A namespace that the recorder knows of."""
 
 
 def attributes(namespace: Namespace) -> dict[str, Any]:

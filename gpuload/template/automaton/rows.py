@@ -34,9 +34,7 @@ from gpuload.template.probe import ADVERSARIAL
 from gpuload.template.program import ByReference, Rejected
 from gpuload.template.sandbox import Meter
 from gpuload.template.symbol import NotCompilableError
-
-MOST_STEPS, MOST_SECONDS = 2_000_000, 15.0
-"""Limits of one trace, as in `trace.py`."""
+from gpuload.template.trace import MOST_SECONDS, MOST_STEPS
 
 FREE_TRACES, ROWS_PER_TRACE = 256, 16
 """So many rows are traced whatever they bring, and then one in so many rows. A trace costs as much as rendering some
