@@ -48,7 +48,7 @@ class FilePlace:
         return [self.url] + [f"{key}={info[key]}" for key in _VERSION_KEYS if info.get(key) is not None]
 
     def version_now(self) -> tuple[str, ...]:
-        """The same, asked for anew; file systems remember answers."""
+        """The same, asked again; file systems remember answers."""
         self.fs.invalidate_cache()
         return tuple(self.version(self.fs.info(self.path)))
 
