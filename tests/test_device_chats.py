@@ -222,9 +222,11 @@ def test_wild_conversations(both: Any) -> None:
 
 # -- other formats ---------------------------------------------------------------------------------------------------
 
+BY_HOST = "rows rendered and encoded on the host: kernels take columns of messages only"
+COMPLETIONS = [{"prompt": each[:-1], "completion": each[-1:]} for each in CHATS[:4]]
 FORMATS: dict[str, tuple[list[Any], int]] = {
     # rows, and how many of them the host renders and encodes
-    "prompts and completions": ([{"prompt": each[:-1], "completion": each[-1:]} for each in CHATS[:4]], 4),
+    "prompts and completions": (COMPLETIONS, 0),
     "tools": ([{"messages": CHATS[0], "tools": f"[{str(TOOL).replace(chr(39), chr(34))}]"}, {"messages": CHATS[1]}], 2),
     "sharegpt": ([{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]}], 0),
     "alpaca": ([{"instruction": "And?", "input": "", "output": "Bye."}], 0),
@@ -235,9 +237,16 @@ FORMATS: dict[str, tuple[list[Any], int]] = {
 def test_formats_of_conversations(both: Any, name: str) -> None:
     rows, by_host = FORMATS[name]
     found = both(pa.Table.from_pylist(rows))
-    what = "rows rendered and encoded on the host: kernels take columns of messages only"
-    assert found.report.counts == ({what: by_host} if by_host else {})
+    assert found.report.counts == ({BY_HOST: by_host} if by_host else {})
     assert found.report.engine.endswith("; batches on cpu") == bool(by_host)
+
+
+@pytest.mark.parametrize(("loss_on", "by_host"), [("completion", 0), ("all", 4), ("assistant", 4)])
+def test_loss_of_completions(both: Any, loss_on: Any, by_host: int) -> None:
+    """Kernels make marks of one kind: where completions begin."""
+    found = both(pa.Table.from_pylist(COMPLETIONS * 3), loss_on=loss_on)
+    assert not found.report.check.mismatches
+    assert found.report.counts == ({BY_HOST: 3 * by_host} if by_host else {})
 
 
 @pytest.mark.parametrize("rows", [[{"text": "one"}, {"text": ""}], [{"prompt": "one", "completion": " two"}]], ids=str)

@@ -29,7 +29,7 @@ from gpuload.engines.device.encode import DeviceEncoder
 from gpuload.engines.device.store import Index
 from gpuload.engines.host.batches import pad
 from gpuload.kinds.pairs.dataset import layout_of
-from gpuload.kinds.pairs.device import common_ids
+from gpuload.kinds.training_device import common_ids
 from gpuload.packing import Plan
 from gpuload.packing.plan import whole_rows
 

@@ -1,5 +1,6 @@
 """How much memory this process may still take, and whether that is enough."""
 
+import gc
 import resource
 import threading
 from collections.abc import Iterator
@@ -92,3 +93,28 @@ def free_memory() -> int | None:
             free = min(free, limit - pages * resource.getpagesize())
         return max(free, 0)
     return None
+
+
+_pausing = threading.Lock()
+_paused = 0  # blocks that are open in all threads
+
+
+@contextmanager
+def garbage_collection_paused() -> Iterator[None]:
+    """Makes no garbage collections in a block that creates many objects without cycles, such as those of JSON.
+
+    A full collection looks at every object of the process, for a fifth of a second with torch and transformers, and
+    some hundred thousand new objects cause one. Several threads may be inside; the last one that leaves ends the pause.
+    """
+    global _paused
+    with _pausing:
+        was_enabled = _paused > 0 or gc.isenabled()
+        _paused += was_enabled
+        gc.disable()
+    try:
+        yield
+    finally:
+        with _pausing:
+            _paused -= was_enabled
+            if was_enabled and not _paused:
+                gc.enable()

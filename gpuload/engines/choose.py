@@ -1,11 +1,13 @@
 """Which engine a load uses."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from gpuload.core.errors import DeviceError
 from gpuload.core.options import Options
 from gpuload.engines.device.engine import DeviceEngine
+from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.protocol import Engine
 from gpuload.reference.reference import Reference
 
@@ -14,9 +16,19 @@ EngineBuilder = Callable[[Options, Reference, bool], Engine]
 
 
 def choose_engine(
-    options: Options, reference: Any, exact_only: bool = False, make: type[DeviceEngine] = DeviceEngine
+    options: Options,
+    reference: Any,
+    exact_only: bool = False,
+    on_host: type[HostEngine] = HostEngine,
+    on_device: type[DeviceEngine] = DeviceEngine,
 ) -> Engine:
-    """The engine that `options.device` names: of the class `make`, or of its `host_engine`.
+    """The engine that `options.device` names.
+
+    Args:
+        options, reference: of the load.
+        exact_only: the tokenizer object itself must do everything.
+        on_host: the class of the host's engine, which also does what a device's cannot.
+        on_device: the class of a device's engine.
 
     Raises:
         DeviceError: a GPU is asked for and not available.
@@ -28,8 +40,15 @@ def choose_engine(
 
         why_not = cuda.unavailable_reason(device)
         if why_not is None:
-            return cuda.cuda_engine(reference, device, options.gpu_memory_limit, options.tokens_on, exact_only, make)
+            return cuda.cuda_engine(
+                reference,
+                device,
+                options.gpu_memory_limit,
+                options.tokens_on,
+                exact_only,
+                partial(on_device, host_engine=on_host),
+            )
         if device != "auto":
             raise DeviceError(f"device={device!r}: {why_not}; or use device='cpu' or 'auto'")
         notes = (f"no GPU is used: {why_not}",)
-    return make.host_engine(reference, exact_only, notes)
+    return on_host(reference, exact_only, notes)

@@ -4,31 +4,48 @@ A row is one text, or several: a prompt with each of its completions, and alone.
 columns; rows with arguments of their own one by one. What the texts of a row begin with is encoded once.
 """
 
+import json
 import time
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gpuload.core.arrays import Ragged, offsets_of
+from gpuload.core.arrays import Array, Ragged, offsets_of
+from gpuload.core.memory import garbage_collection_paused
 from gpuload.engines.conversations import joined
 from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.host.prompts import BY_PROMPT, MARKED_BY_ROW, attempt, render_column, render_messages, render_rows
 from gpuload.engines.host.render import HostText, MixedText, Spans
 from gpuload.engines.protocol import Prompts, RenderedRows, Tokenized
 from gpuload.kinds.prefixes import cut, cutting_tokens, divided
-from gpuload.kinds.training_reference import TOOLS, TrainingReference, answers_in, messages_in, own_arguments
+from gpuload.kinds.training_reference import KWARGS, TOOLS, TrainingReference, answers_in, messages_in, own_arguments
 from gpuload.sources.columns import to_python
 from gpuload.sources.types import JSON_TYPE, is_messages, is_plain, is_text
 from gpuload.template.automaton.rows import RenderedRow
-from gpuload.template.compiler import ChatProgram
+from gpuload.template.compiler import FEWEST_ROWS, ChatProgram
 from gpuload.template.program import ByReference
 
 SAMPLE = 8  # texts that are searched for the tokens that a template writes
+_MOST_PROGRAMS = 32  # different arguments of rows for which the template is compiled
+
+
+class Sequences(NamedTuple):
+    """What n rows consist of: one sequence each, or two.
+
+    Attributes:
+        begins: of each sequence, (n,) int64: how many of its tokens have no loss.
+        shared: (n,) int64: how many tokens of the first sequence are those of the second one too, and stored once; all
+            if there is only one.
+    """
+
+    begins: list[Array]
+    shared: Array
 
 
 class TrainingEngine(HostEngine):
@@ -45,6 +62,8 @@ class TrainingEngine(HostEngine):
     def __init__(self, reference: Any, exact_only: bool = False, notes: tuple[str, ...] = ()):
         super().__init__(reference, exact_only, notes)
         self._cuts: tuple[bytes, ...] | None = None
+        # For rows with arguments of their own: the template of all that they have, and that of their prompts.
+        self._programs: dict[str, tuple[ChatProgram, ChatProgram]] = {}
 
     @abstractmethod
     def tokens(self, start: Ragged | None, ids: list[Ragged], text: HostText) -> Ragged:
@@ -56,6 +75,20 @@ class TrainingEngine(HostEngine):
             text: these texts.
         """
 
+    @property
+    def marks_completions(self) -> bool:
+        """Whether completions have loss, and nothing else."""
+        return True
+
+    def sequences(self, lengths: Sequence[Array], common: Callable[[int, int], Array]) -> Sequences:
+        """The sequences of n rows, if `marks_completions`.
+
+        Args:
+            lengths: (n,) of each column of texts, tokens without what all texts of a row begin with; in any memory.
+            common: numbers of two columns → (n,) how many tokens their texts have in common at the beginning.
+        """
+        raise NotImplementedError
+
     @cached_property
     def prompting(self) -> ChatProgram:
         """The template of prompts alone; made for the first of them."""
@@ -63,6 +96,7 @@ class TrainingEngine(HostEngine):
 
     # -- rendering ---------------------------------------------------------------------------------------------------
 
+    @garbage_collection_paused()
     def render(self, prompts: Prompts) -> HostText:
         column: pa.Array = prompts.column  # type: ignore[attr-defined]
         if self.by_prompt:
@@ -71,19 +105,23 @@ class TrainingEngine(HostEngine):
             return self._texts(None, [column])
         if not pa.types.is_struct(column.type):
             return self._json(to_python(column), True) if column.type == JSON_TYPE else super().render(prompts)
-        names = [field.name for field in column.type]
-        prompt, *completions = parts = [column.field(name) for name in ("prompt", *answers_in(names))]
-        if all(is_text(each.type) for each in parts):
+        if pieces := self.pieces(column):
+            made = _combined([render_column(each, self._reference, program) for each, program in pieces])
+        elif all(is_text(each.type) for each in _columns(column)):
+            prompt, *completions = _columns(column)
             made = self._texts(prompt, completions)
-        elif all(is_messages(each.type) for each in parts):
-            whole = [column] if len(names) == len(parts) == 2 else [joined(prompt, each) for each in completions]
-            texts = [render_column(each, self._reference, self.program) for each in whole]
-            if self._reference.prompts_alone:
-                texts.append(render_column(prompt, self._reference, self.prompting))
-            made = _combined(texts)
         else:
             return self._json(to_python(column), is_plain(column.type))
-        return _without(made, problems_in(column) if "problem" in names else {})
+        return _without(made, problems_in(column))
+
+    def pieces(self, column: pa.Array) -> list[tuple[pa.Array, ChatProgram]]:
+        """The columns of messages that the texts of each row are rendered from, and the template of each: a prompt with
+        each of its completions, and alone. None if the rows are something else."""
+        prompt, *completions = parts = _columns(column) if pa.types.is_struct(column.type) else [column]
+        if not completions or not all(is_messages(each.type) for each in parts):
+            return []
+        alone = [(prompt, self.prompting)] * self._reference.prompts_alone
+        return [*((joined(prompt, each), self.program) for each in completions), *alone]
 
     def _texts(self, prompt: pa.Array | None, completions: Sequence[pa.Array]) -> HostText:
         """Texts that no template renders: prompts with each of their completions, and alone; or texts alone."""
@@ -150,6 +188,8 @@ class TrainingEngine(HostEngine):
         rejected: dict[int, str] = {}
         by_reference: dict[int, str] = {}
         seconds, made = 0.0, list[list[str]]()
+        if plain:
+            self._compile_for(rows)
         spans: dict[int, list[tuple[int, int]]] = {}
         for number, row in enumerate(rows):
             found = self._compiled(row) if plain else ByReference(why_by_row(row))
@@ -171,16 +211,31 @@ class TrainingEngine(HostEngine):
             reference_seconds=seconds,
         )
 
+    def _compile_for(self, rows: list[Any]) -> None:
+        """Compiles the template for the `chat_template_kwargs` that many of some rows have."""
+        given = [row[KWARGS] for row in rows if isinstance(row, dict) and row.get(KWARGS)]
+        counts = Counter(map(_key, given))
+        for kwargs in {_key(each): each for each in given}.values():
+            key = _key(kwargs)
+            with self._lock:
+                if key in self._programs or counts[key] < FEWEST_ROWS or len(self._programs) >= _MOST_PROGRAMS:
+                    continue
+                call, prompting = (self._reference.call_with(kwargs, prompt_only) for prompt_only in (False, True))
+                answers = None if self.program.answers is None else self.program.answers.with_call(call)
+                self._programs[key] = ChatProgram(call, answers), ChatProgram(prompting)
+
     def _compiled(self, row: Any) -> tuple[list[str], list[tuple[int, int]]] | ByReference:
-        """As `_row`, for a row whose own arguments are tools, without transformers; or why that is not possible."""
+        """As `_row`, without transformers; or why that is not possible."""
         own = own_arguments(row)
         tools = own.pop(TOOLS, None)
-        if own or not isinstance(tools, list) or self._reference.sanitizes:
+        programs = self._programs.get(_key(own)) if own else (self.program, self.prompting)
+        if programs is None or not isinstance(tools, list | None) or self._reference.sanitizes:
             return ByReference(why_by_row(row))
+        program, prompting = programs
         start, *ends = _parts(row)
-        wanted = [(self.program, start + end) for end in ends] or [(self.program, start)]
+        wanted = [(program, start + end) for end in ends] or [(program, start)]
         if ends and self._reference.prompts_alone:
-            wanted.append((self.prompting, start))
+            wanted.append((prompting, start))
         made = []
         for program, messages in wanted:
             found = program.render_row(messages, tools)
@@ -226,6 +281,15 @@ class TrainingEngine(HostEngine):
         if self._cuts is None:
             self._cuts = cutting_tokens(self._reference, texts())
         return self._cuts
+
+
+def _key(kwargs: Mapping[str, Any]) -> str:
+    return json.dumps(kwargs, sort_keys=True)
+
+
+def _columns(column: pa.Array) -> list[pa.Array]:
+    """The prompts and their completions, of a column of structs."""
+    return [column.field(name) for name in ("prompt", *answers_in([field.name for field in column.type]))]
 
 
 def _parts(row: Any) -> list[Any]:
@@ -282,7 +346,9 @@ def rejected_in(texts: Sequence[RenderedRows]) -> dict[int, str]:
 
 
 def problems_in(column: pa.Array) -> dict[int, str]:
-    """The rows of a column of pairs of which nothing can be made: row → why."""
+    """The rows of a column of prompts with completions of which nothing can be made: row → why."""
+    if column.type.get_field_index("problem") < 0:
+        return {}
     problems = column.field("problem")
     at = np.flatnonzero(np.asarray(problems.is_valid()))
     return dict(zip(at.tolist(), problems.take(pa.array(at)).to_pylist(), strict=True))

@@ -13,7 +13,7 @@ from typing import Any
 
 from gpuload.reference.template_call import TemplateCall
 from gpuload.template.answers import Answers
-from gpuload.template.automaton.rows import RenderedRow, RowRenderer
+from gpuload.template.automaton.rows import RenderedRow, RowRenderer, row_renderer
 from gpuload.template.probe import FAILED
 from gpuload.template.program import TEXT, ByReference, Rejected, Shape, Tree, describe_shape, describe_tree
 from gpuload.template.symbol import NotCompilableError
@@ -22,6 +22,7 @@ from gpuload.template.trace import Texts, Tracer
 FREE_LEAVES = 32
 MOST_LEAVES = 4096
 FEWEST_ROWS = 16
+FEW_ROWS = f"fewer than {FEWEST_ROWS} rows take this path through the template"
 """Limits of tracing. One trace with its probes costs about as much as rendering ten rows with transformers. So the
 first `FREE_LEAVES` paths are traced for any number of rows, further paths only for at least `FEWEST_ROWS` rows, and no
 path after `MOST_LEAVES`. Rows without a path are rendered one by one, see `automaton/`."""
@@ -79,7 +80,7 @@ class ChatProgram:
         if self.leaves >= MOST_LEAVES:
             return f"more than {MOST_LEAVES} paths through the template"
         if self.leaves >= FREE_LEAVES and rows < FEWEST_ROWS:
-            return f"fewer than {FEWEST_ROWS} rows take this path through the template"
+            return FEW_ROWS
         assert self._tracer is not None  # there are no open nodes without it
         with self.call.clock_stopped():
             decisions, leaf = self._tracer.trace(shape, texts)
@@ -94,6 +95,22 @@ class ChatProgram:
             }  # whatever is wrong with the trace would be wrong with those of single rows
         return None
 
+    @property
+    def takes_any_shape(self) -> bool:
+        """Whether single rows are rendered without transformers, whatever their shapes."""
+        rows = self._renderer(False)
+        return isinstance(rows, RowRenderer) and not rows.wrong
+
+    def _renderer(self, own_tools: bool) -> RowRenderer | ByReference:
+        """What renders single rows, with tools of their own or without; or why nothing does."""
+        if own_tools not in self._rows:
+            with self.lock, self.call.clock_stopped():
+                try:
+                    self._rows[own_tools] = row_renderer(self.call, self.answers, own_tools)
+                except NotCompilableError as error:
+                    self._rows[own_tools] = ByReference(str(error))
+        return self._rows[own_tools]
+
     def render_row(
         self, messages: Sequence[Any], tools: list[dict[str, Any]] | None = None
     ) -> RenderedRow | Rejected | ByReference:
@@ -106,14 +123,7 @@ class ChatProgram:
         Returns:
             Its text with the parts that have loss; or why the template rejects it, or transformers must render it.
         """
-        own = tools is not None
-        if own not in self._rows:
-            with self.lock, self.call.clock_stopped():
-                try:
-                    self._rows[own] = RowRenderer(self.call, self.answers, own)
-                except NotCompilableError as error:
-                    self._rows[own] = ByReference(str(error))
-        rows = self._rows[own]
+        rows = self._renderer(tools is not None)
         return rows if isinstance(rows, ByReference) else rows.render(messages, tools)
 
     def render(self, messages: Sequence[Any], reason: str) -> str:

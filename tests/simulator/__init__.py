@@ -1,5 +1,7 @@
 """For tests and benchmarks: kernels on a machine without a GPU, and loads by an engine of the caller's choice."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +13,26 @@ from gpuload.engines.choose import EngineBuilder
 from gpuload.engines.device.engine import DeviceEngine, Reader
 from gpuload.engines.device.kernels import Kernels
 from gpuload.kinds.chats.dataset import ChatDataset
-from gpuload.kinds.chats.device import DeviceChatEngine
+from gpuload.kinds.chats.engine import ChatEngine
 from gpuload.kinds.chats.load import ChatKind
 from gpuload.kinds.pairs.dataset import PairDataset
-from gpuload.kinds.pairs.device import DevicePairEngine
+from gpuload.kinds.pairs.engine import PairEngine
 from gpuload.kinds.pairs.load import PairKind
 from gpuload.kinds.prompts import PromptDataset, PromptKind
+from gpuload.kinds.training_device import DeviceTrainingEngine
 from gpuload.pipeline.run import load_given
 from gpuload.reference.reference import Reference
 
 
-def engine_on(kernels: Kernels, reader: Reader | None = None, make: type[DeviceEngine] = DeviceEngine) -> EngineBuilder:
+def engine_on(
+    kernels: Kernels, reader: Reader | None = None, make: Callable[..., DeviceEngine] = DeviceEngine
+) -> EngineBuilder:
     """What makes the device engine on the given kernels, for `load_with`.
 
     Args:
         kernels: for any device, also for the host.
         reader: as for `DeviceEngine`.
-        make: its class.
+        make: its class, or what makes one of it.
     """
 
     def build(options: Options, reference: Reference, exact_only: bool = False) -> DeviceEngine:
@@ -56,7 +61,13 @@ def load_chats_with(
         kernels, reader: as for `engine_on`.
         files, tokenizer, **options: as for `gpuload.load_chats`.
     """
-    return load_given(ChatKind, files, tokenizer, options, engine_on(kernels, reader, DeviceChatEngine))
+    return load_given(
+        ChatKind,
+        files,
+        tokenizer,
+        options,
+        engine_on(kernels, reader, partial(DeviceTrainingEngine, host_engine=ChatEngine)),
+    )
 
 
 def load_pairs_with(
@@ -68,7 +79,13 @@ def load_pairs_with(
         kernels, reader: as for `engine_on`.
         files, tokenizer, **options: as for `gpuload.load_pairs`.
     """
-    return load_given(PairKind, files, tokenizer, options, engine_on(kernels, reader, DevicePairEngine))
+    return load_given(
+        PairKind,
+        files,
+        tokenizer,
+        options,
+        engine_on(kernels, reader, partial(DeviceTrainingEngine, host_engine=PairEngine)),
+    )
 
 
 def link_slow_caches(directory: Path) -> str:

@@ -130,9 +130,9 @@ def cuda_engine(
     gpu_memory_limit: int = 0,
     tokens_on: TokensOn = "auto",
     exact_only: bool = False,
-    make: type[DeviceEngine] = DeviceEngine,
+    make: Callable[..., DeviceEngine] = DeviceEngine,
 ) -> DeviceEngine:
-    """The `Engine` of a GPU for which `unavailable_reason` returns None, of the class `make`. For the other arguments
+    """The `Engine` of a GPU for which `unavailable_reason` returns None, as `make` makes it. For the other arguments
     see `Options`."""
     number = number_of(device)
     kernels = CudaKernels(number, gpu_memory_limit)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import cached_property
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -54,13 +54,13 @@ class DeviceEngine:
             device.
         reader: reads prompts into device memory. None: Arrow reads, and the prompt column is copied over once.
         tokens_on: where the store of ids is.
+        host_engine: the class of `host`.
 
     Attributes:
-        host: the engine of the host that does what kernels cannot; of the class `host_engine`.
+        host: the engine of the host that does what kernels cannot.
     """
 
     name = "cuda"
-    host_engine: ClassVar[type[HostEngine]] = HostEngine
 
     def __init__(
         self,
@@ -70,13 +70,14 @@ class DeviceEngine:
         exact_only: bool = False,
         reader: Reader | None = None,
         tokens_on: TokensOn = "auto",
+        host_engine: type[HostEngine] = HostEngine,
     ):
         self.device = device
         self._kernels, self._reader, self._tokens_on = kernels, reader, tokens_on
         self._on_device = tokens_on != "host"  # as long as ids fit
         self._segments: Segments | None = None
         self._ops = DeviceTexts(kernels)
-        self.host = self.host_engine(reference, exact_only)
+        self.host = host_engine(reference, exact_only)
         self._reference = reference
 
     @cached_property

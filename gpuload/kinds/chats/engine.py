@@ -1,15 +1,16 @@
 """The stages of a load for SFT on the host: rendered text, ids, and which of them have loss."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from gpuload.core.arrays import Ragged, appended, common_prefixes, stretches
+from gpuload.core.arrays import Array, Ragged, appended, common_prefixes, stretches
 from gpuload.core.marks import with_loss
 from gpuload.engines.host.prompts import render_rows
 from gpuload.engines.host.render import HostText
 from gpuload.kinds.chats.reference import ChatReference
-from gpuload.kinds.training_engine import TrainingEngine, filled
+from gpuload.kinds.training_engine import Sequences, TrainingEngine, filled
 from gpuload.kinds.training_reference import messages_in
 from gpuload.sources.types import as_json
 
@@ -26,6 +27,13 @@ class ChatEngine(TrainingEngine):
         if form == "messages" and not self._reference.uses_template:  # conversations in a column of texts
             return render_rows(as_json(rows), self._reference, self.program, why="there is no chat template")
         return super()._of_form(form, rows, plain)
+
+    @property
+    def marks_completions(self) -> bool:
+        return self._reference.loss_on == "completion"
+
+    def sequences(self, lengths: Sequence[Array], common: Callable[[int, int], Array]) -> Sequences:
+        return Sequences([common(0, 1)], lengths[0])
 
     def tokens(self, start: Ragged | None, ids: list[Ragged], text: HostText) -> Ragged:
         """A completion has loss from where its ids first differ from those of the prompt alone; answers where they are

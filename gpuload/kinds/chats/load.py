@@ -20,10 +20,11 @@ from gpuload.engines.choose import choose_engine
 from gpuload.engines.host.packs import IGNORED
 from gpuload.engines.protocol import Engine
 from gpuload.kinds.chats.dataset import LAYOUT, ChatDataset
-from gpuload.kinds.chats.device import DeviceChatEngine
+from gpuload.kinds.chats.engine import ChatEngine
 from gpuload.kinds.chats.formats import FORMATS, find_format, is_plain
 from gpuload.kinds.chats.reference import ChatReference
 from gpuload.kinds.formats import LABELS, Format, as_prompts, one_format
+from gpuload.kinds.training_device import DeviceTrainingEngine
 from gpuload.kinds.training_options import TrainingDefaults, training_options
 from gpuload.pipeline.kind import Kind
 from gpuload.pipeline.run import load_given
@@ -116,7 +117,7 @@ class ChatKind(Kind[ChatDataset]):
         return as_prompts(source, self._found_in(source), options.prompt_key, reference)
 
     def engine(self, options: Options, reference: Any, exact_only: bool) -> Engine:
-        return choose_engine(options, reference, exact_only, DeviceChatEngine)
+        return choose_engine(options, reference, exact_only, ChatEngine, DeviceTrainingEngine)
 
     def sizes(self, tokens: Ragged) -> Array:
         """(2, n): tokens of each row, and those that have loss."""

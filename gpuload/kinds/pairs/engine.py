@@ -1,15 +1,14 @@
 """The stages of a load of preference data on the host: rendered texts, ids, and the sequences of each row."""
 
 import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
-from gpuload.core.arrays import Ragged, appended, common_prefixes
+from gpuload.core.arrays import Array, Ragged, appended, array_module, common_prefixes
 from gpuload.core.marks import paired, with_loss_from
 from gpuload.engines.host.render import HostText
 from gpuload.kinds.pairs.reference import PairReference
-from gpuload.kinds.training_engine import TrainingEngine
+from gpuload.kinds.training_engine import Sequences, TrainingEngine
 
 
 class PairEngine(TrainingEngine):
@@ -40,15 +39,20 @@ class PairEngine(TrainingEngine):
         Args:
             ids: of each column of texts, without what all texts of a row begin with.
         """
-        if self._reference.objective == "rm":
-            chosen, rejected = ids
-            return paired(chosen, rejected, common_prefixes(chosen, rejected))
-        *whole, alone = ids
-        begins = [common_prefixes(each, alone) for each in whole]
-        shared = np.minimum.reduce(begins)
-        with self._counting:
-            self.diverging += int((shared < alone.lengths).sum())
-        if self._reference.objective == "dpo":
-            begins = [shared, shared]
-        marked = [with_loss_from(each, begin) for each, begin in zip(whole, begins, strict=True)]
+        begins, shared = self.sequences(
+            [each.lengths for each in ids], lambda one, other: common_prefixes(ids[one], ids[other])
+        )
+        marked = [with_loss_from(each, begin) for each, begin in zip(ids, begins, strict=False)]
         return marked[0] if len(marked) == 1 else paired(marked[0], marked[1], shared)
+
+    def sequences(self, lengths: Sequence[Array], common: Callable[[int, int], Array]) -> Sequences:
+        if self._reference.objective == "rm":  # nothing is marked as a completion
+            return Sequences(list(lengths), common(0, 1))
+        *whole, alone = range(len(lengths))
+        begins = [common(each, alone) for each in whole]
+        shared = array_module(lengths[0]).minimum(begins[0], begins[-1])
+        with self._counting:
+            self.diverging += int((shared < lengths[alone]).sum())
+        if len(whole) == 1:
+            return Sequences(begins, lengths[0])
+        return Sequences([shared, shared] if self._reference.objective == "dpo" else begins, shared)

@@ -19,10 +19,11 @@ from gpuload.engines.choose import choose_engine
 from gpuload.engines.protocol import Engine
 from gpuload.kinds.formats import Format, as_prompts, one_format
 from gpuload.kinds.pairs.dataset import PairDataset, pair_fields
-from gpuload.kinds.pairs.device import DevicePairEngine
+from gpuload.kinds.pairs.engine import PairEngine
 from gpuload.kinds.pairs.formats import FORMATS, MARGIN, find_pair_format, label_column
 from gpuload.kinds.pairs.reference import PairReference
 from gpuload.kinds.pairs.sizes import PairSizes, useless_sequences
+from gpuload.kinds.training_device import DeviceTrainingEngine
 from gpuload.kinds.training_options import TrainingDefaults, training_options
 from gpuload.packing import Plan
 from gpuload.pipeline.kind import Kind
@@ -109,7 +110,7 @@ class PairKind(Kind[PairDataset]):
         return as_prompts(source, self._found_in(source), options.prompt_key, reference)
 
     def engine(self, options: Options, reference: Any, exact_only: bool) -> Engine:
-        return choose_engine(options, reference, exact_only, DevicePairEngine)
+        return choose_engine(options, reference, exact_only, PairEngine, DeviceTrainingEngine)
 
     def sizes(self, tokens: Ragged) -> Array:
         """(6, n): see `PairSizes`."""

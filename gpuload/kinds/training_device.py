@@ -1,46 +1,41 @@
-"""The stages of a load of preference data on a device.
+"""The stages of a load of data to train on, on a device.
 
-Columns of messages are rendered by kernels: each prompt with its completions, and alone. What these texts of a row
+Columns of messages are rendered by kernels: all that a row consists of, and its prompt alone. What these texts of a row
 share is encoded once, up to a token in front of which they may be cut (`prefixes.py`), and so is the rest of each; a
 kernel makes rows of their ids. Everything else (texts, rows with tools of their own) goes through the stages of the
 host, and its ids are copied over. All batches are made on the device.
 """
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from gpuload.core.arrays import Array, Ragged, offsets_of, on_host
 from gpuload.core.errors import DeviceError
-from gpuload.engines.conversations import from_arrow, joined
-from gpuload.engines.device.engine import out_of_memory
+from gpuload.core.marks import LOSS
+from gpuload.engines.conversations import from_arrow
+from gpuload.engines.device.engine import DeviceEngine, out_of_memory
 from gpuload.engines.device.kernels import Kernels
 from gpuload.engines.device.render import DeviceText
 from gpuload.engines.device.store import Index
 from gpuload.engines.device.texts import gather
-from gpuload.engines.device.training import DeviceTrainingEngine
 from gpuload.engines.host.render import HostText
-from gpuload.engines.protocol import Prompts, TextColumn, Tokenized
-from gpuload.kinds.pairs.engine import PairEngine
-from gpuload.kinds.pairs.reference import PairReference
-from gpuload.kinds.training_engine import SAMPLE, add_by_reference, problems_in, rejected_in
-from gpuload.kinds.training_reference import answers_in
-from gpuload.sources.types import is_messages
+from gpuload.engines.protocol import ArrowPrompts, Prompts, TextColumn, Tokenized
+from gpuload.kinds.training_engine import SAMPLE, TrainingEngine, add_by_reference, problems_in, rejected_in
 
 
 @dataclass(kw_only=True, eq=False)
-class DevicePairText(DeviceText):
-    """n pairs, or prompts with one completion, as text in device memory: the prompts with the first completions.
+class DevicePieces(DeviceText):
+    """n rows of several texts in device memory: a prompt with each of its completions, and alone.
 
     Attributes:
-        more: the prompts with the second completions if there are any, then the prompts alone if the objective has
-            prompts. The texts of a rejected row need not be empty.
+        more: the second texts of the rows, and so on. The texts of a rejected row need not be empty.
     """
 
-    more: list[DeviceText]
+    more: list[DeviceText] = field(default_factory=list)
 
     @cached_property
     def sizes(self) -> np.ndarray[Any, Any]:
@@ -61,49 +56,64 @@ class DevicePairText(DeviceText):
         )
 
 
-class DevicePairEngine(DeviceTrainingEngine):
-    """The `Engine` of a load of preference data on a device. For the arguments see `DeviceEngine`."""
+class DeviceTrainingEngine(DeviceEngine):
+    """The `Engine` of a load of data to train on, on a device. For the arguments see `DeviceEngine`; `host_engine` says
+    what becomes of the ids of a row's texts."""
 
-    host_engine = PairEngine
-    host: PairEngine
-    _reference: PairReference
+    host: TrainingEngine
+
+    def __init__(self, *arguments: Any, **settings: Any):
+        super().__init__(*arguments, **settings)
+        self._rows: Counter[type] = Counter()  # by where they were rendered
+
+    def describe(self, compiled: bool = True) -> str:
+        if self._rows[HostText] and not self._rows[DeviceText]:
+            return f"{self.host.describe(compiled)}; batches on {self.device}"
+        return super().describe(compiled)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        if not self._rows[HostText] or self.host.by_prompt:
+            return super().counts
+        what = "rows rendered and encoded on the host: kernels take columns of messages only"
+        return {what: self._rows[HostText], **super().counts}
 
     def render(self, prompts: Prompts) -> HostText | DeviceText:
-        column: pa.Array = prompts.column  # type: ignore[attr-defined]
-        if self._by_kernels and pa.types.is_struct(column.type) and is_messages(column.field("prompt").type):
-            prompt = column.field("prompt")
-            answers = [column.field(name) for name in answers_in([each.name for each in column.type])]
-            if all(is_messages(each.type) for each in answers):
-                whole = [joined(prompt, each) for each in answers]
-                return self._counted(self._render_pairs(column, prompt, whole))
-        return super().render(prompts)
+        text = self._pieces(prompts) or super().render(prompts)
+        self._rows[DeviceText if isinstance(text, DeviceText) else HostText] += len(text)
+        return text
 
-    def _render_pairs(self, column: pa.Array, prompt: pa.Array, whole: list[pa.Array]) -> DevicePairText:
-        """Renders prompts with their completions, and alone if the objective has prompts."""
-        columns = [(each, self.host.program) for each in whole]
-        if self._reference.objective != "rm":
-            columns.append((prompt, self.host.prompting))
+    def _pieces(self, prompts: Prompts) -> "DevicePieces | None":
+        """Several texts of each row, if kernels can render and mark them."""
+        by_host = not self._by_kernels or self._reference.sanitizes or not self.host.marks_completions
+        if by_host or not isinstance(prompts, ArrowPrompts) or len(pieces := self.host.pieces(prompts.column)) < 2:
+            return None
         with self._kernels.current():
-            first, *more = (self._render(from_arrow(self._ops, each), program) for each, program in columns)
-        text = DevicePairText(kernels=self._kernels, offsets=first.offsets, data=first.data, more=more, **first.fates())
+            first, *more = (self._render(from_arrow(self._ops, each), program) for each, program in pieces)
+        text = DevicePieces(kernels=self._kernels, offsets=first.offsets, data=first.data, more=more, **first.fates())
         add_by_reference(text, more)
         text.reject(rejected_in(more))
-        text.reject(problems_in(column))
+        text.reject(problems_in(prompts.column))
         return text
 
     def encode(self, text: HostText | DeviceText) -> Tokenized:
-        if not isinstance(text, DevicePairText):
-            return super().encode(text)
-        with self._kernels.current():
-            try:
-                parts = self._cut(text)
-                ids, at = self._ids(parts)
-                fell_back = int(self._kernels.xp.unique(at % max(len(text), 1)).size)
-                return text.tokenized(self._rows_of(ids, len(text)), fell_back)
-            except MemoryError as error:
-                raise DeviceError(out_of_memory("joining sequences")) from error
+        if isinstance(text, DevicePieces):
+            with self._kernels.current():
+                try:
+                    parts = self._cut(text)
+                    ids, at = self._ids(parts)
+                    fell_back = int(self._kernels.xp.unique(at % max(len(text), 1)).size)
+                    return text.tokenized(self._rows_of(ids, len(text)), fell_back)
+                except MemoryError as error:
+                    raise DeviceError(out_of_memory("joining sequences")) from error
+        made = super().encode(text)
+        if isinstance(text, DeviceText) and text.answers is None:
+            with self._kernels.current():
+                values = made.ids.values
+                values |= LOSS  # the loss is on all tokens
+        return made
 
-    def _cut(self, text: DevicePairText) -> DeviceText:
+    def _cut(self, text: DevicePieces) -> DeviceText:
         """The texts of each row without what they share, as `kinds.prefixes.cut` returns them: n beginnings that the
         rows' texts share, then the rest of each column's texts. Those of rejected rows are empty."""
         kernels, xp = self._kernels, self._kernels.xp
@@ -143,26 +153,16 @@ class DevicePairEngine(DeviceTrainingEngine):
         """
         kernels, xp = self._kernels, self._kernels.xp
         address, length = kernels.address(ids.values) + 4 * ids.offsets[:-1], ids.lengths
-        start, *columns = (Index(address[k : k + count], length[k : k + count]) for k in range(0, len(ids), count or 1))
-        if self._reference.objective == "rm":
-            first, second = columns
-            shared = common_ids(kernels, first, second)
-            begins = [first.length, second.length]  # nothing is marked as a completion
-        else:
-            *whole, alone = columns
-            begins = [common_ids(kernels, each, alone) for each in whole]
-            first, second = whole[0], whole[-1]
-            shared = xp.minimum(begins[0], begins[-1])
-            self.host.diverging += int((shared < alone.length).sum())
-            if len(whole) == 1:
-                shared = first.length
-            elif self._reference.objective == "dpo":
-                begins = [shared, shared]
-        offsets = offsets_of(start.length + first.length + second.length - shared)
+        start, *texts = (Index(address[k : k + count], length[k : k + count]) for k in range(0, len(ids), count or 1))
+        made = self.host.sequences(
+            [each.length for each in texts], lambda one, other: common_ids(kernels, texts[one], texts[other])
+        )
+        first, second = texts[0], texts[len(made.begins) - 1]  # of one sequence, nothing is written twice
+        offsets = offsets_of(start.length + first.length + second.length - made.shared)
         values = xp.empty(int(offsets[-1]), np.int32)
         kernels.run(
-            "lay_pairs", kernels.warps(count), count, offsets, start.address, start.length, shared, first.address,
-            first.length, begins[0], second.address, begins[-1], values,
+            "lay_pairs", kernels.warps(count), count, offsets, start.address, start.length, made.shared, first.address,
+            first.length, made.begins[0], second.address, made.begins[-1], values,
         )  # fmt: skip
         return Ragged(values, offsets)
 
