@@ -16,6 +16,7 @@ from conftest import user
 import gpuload
 from gpuload.core.errors import DataError, NoRowsError
 from gpuload.reference.reference import Reference
+from gpuload.sources.types import JSON_TYPE
 
 Row = dict[str, Any]
 Load = Callable[..., gpuload.PromptDataset]
@@ -290,3 +291,22 @@ def test_content_parts_with_value_in_parquet(qwen: Any, tmp_path: Path, load: An
     assert len(found) == 1
     assert found.report.rejected == {reason: 1}
     assert "b" in qwen.decode(found[0]["input_ids" if load is gpuload.load_chats else "raw_prompt_ids"])
+
+
+@pytest.mark.parametrize("tools", [False, True])
+def test_json_columns_of_a_table_may_have_anything(qwen: Any, tools: bool) -> None:
+    """A row that is no JSON is rejected, and takes no other with it."""
+    good = '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]'
+    texts = pa.ExtensionArray.from_storage(
+        JSON_TYPE, pa.array([good, '[{"role"]', f" {good}\n", None], pa.large_string())
+    )
+    table = pa.table({"messages": texts, "prompt": texts})
+    if tools:
+        table = table.append_column("tools", pa.array(['[{"type": "function", "function": {"name": "f"}}]'] * 4))
+    with pytest.warns(UserWarning, match="rows were dropped"):
+        chats = gpuload.load_chats(table.drop_columns(["prompt"]), qwen, verify="full")
+    assert (len(chats), sorted(chats.report.rejected.values())) == (2, [1, 1])
+    assert any("column 'messages' cannot be read: JSONDecodeError: " in why for why in chats.report.rejected)
+    with pytest.warns(UserWarning, match="rows were dropped"):
+        prompts = gpuload.load(table.select(["prompt"]), qwen, verify="full")
+    assert (len(prompts), sorted(prompts.report.rejected.values())) == (2, [1, 1])

@@ -15,7 +15,7 @@ from gpuload.kinds.chats.malformed import RowError, check_form, converted
 from gpuload.kinds.training_reference import KWARGS, TOOLS, TrainingReference
 from gpuload.sources.columns import to_python
 from gpuload.sources.read import Source
-from gpuload.sources.types import JSON_TYPE, as_json, is_messages
+from gpuload.sources.types import JSON_TYPE, as_json, is_messages, json_text
 
 LABELS = ("label", "kto_tag")
 """Columns that say whether an answer is a good one, in data for KTO; the first one that there is."""
@@ -151,6 +151,9 @@ class _MadeColumn:
             yield rest.append_column(self.key, prompts)
 
     def _made(self, columns: Mapping[str, Any]) -> pa.Array:
+        for column in columns.values():
+            if column.type == JSON_TYPE and not self.source.parsed:  # a table may have anything in such a column
+                to_python(column)
         if self.format.convert:
             made = self.format.convert(columns, lambda: self.reference.content_of_calls)
             return _with_own_arguments(made, columns)
@@ -179,11 +182,38 @@ def _with_own_arguments(prompts: pa.Array, columns: Mapping[str, pa.Array]) -> p
     """Prompts with the arguments of their rows: dicts, for those that have any."""
     nothing = [None] * len(prompts)
     tools, kwargs = (to_python(columns[name]) if name in columns else nothing for name in (TOOLS, KWARGS))
-    tools = [_tools(each) for each in tools]
+    known: dict[str, Any] = {}  # tools as JSON text, which is often the same in many rows
+    tools = [known.setdefault(each, _tools(each)) if isinstance(each, str) else _tools(each) for each in tools]
     if not any(tools) and not any(kwargs):
         return prompts
+    if prompts.type == JSON_TYPE and (joined := _joined_texts(prompts, tools, kwargs)) is not None:
+        return joined
     rows = zip(to_python(prompts), tools, kwargs, strict=True)
     return as_json([_with_own(*row) for row in rows])
+
+
+def _joined_texts(prompts: pa.Array, tools: Sequence[Any], kwargs: Sequence[Any]) -> pa.Array | None:
+    """As `_with_own` of each row, by joining JSON texts, so that messages need not be read and written again; None if a
+    row is neither a list of messages nor an object."""
+    made: list[str | None] = []
+    known: dict[int, str] = {}
+
+    def written(value: Any) -> str:  # once for each object
+        if id(value) not in known:
+            known[id(value)] = json_text(value)
+        return known[id(value)]
+
+    for text, *own in zip(prompts.storage.to_pylist(), tools, kwargs, strict=True):
+        if text is not None and any(own):
+            texts = [f'"{name}": {written(value)}' for name, value in zip((TOOLS, KWARGS), own, strict=True) if value]
+            if text[:1] == "[" and text[-1:] == "]":
+                text = f'{{"messages": {text}, {", ".join(texts)}}}'
+            elif text[:1] == "{" and text[-1:] == "}" and text[1:-1].strip():
+                text = f"{text[:-1]}, {', '.join(texts)}}}"
+            else:
+                return None
+        made.append(text)
+    return pa.ExtensionArray.from_storage(JSON_TYPE, pa.array(made, pa.large_string()))
 
 
 def _tools(value: Any) -> Any:

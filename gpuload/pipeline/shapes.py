@@ -59,7 +59,11 @@ def _of_json(column: pa.Array, is_over: Callable[[], bool]) -> Shapes:
     for low in range(0, len(column), _JSON_ROWS):
         if is_over():
             break
-        part = _of_values(to_python(column.slice(low, _JSON_ROWS)))
+        try:
+            values = to_python(column.slice(low, _JSON_ROWS))
+        except ValueError:  # a row is no JSON, and rejected: the others from here on have no shapes
+            break
+        part = _of_values(values)
         found.append(part._replace(rows=part.rows + low))
     shapes, forms, rows = (np.concatenate([part[k] for part in found]) for k in range(3))
     return Shapes(shapes, *_first(forms, rows))

@@ -47,6 +47,7 @@ class Source:
         decoded_bytes: about how many bytes the values of the named columns have in memory; None for all columns.
         file: the file that `batches` reads; None where everything is in memory already.
         first_row: number of the first row in its file, of a source that is a part of one.
+        parsed: whether the JSON of its columns was parsed when it was opened.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Source:
     decoded_bytes: Callable[[Collection[str] | None], int] = lambda names: 0
     file: LocalFile | RemoteFile | None = None
     first_row: int = 0
+    parsed: bool = False
 
 
 def check_unchanged(sources: Iterable[Source]) -> None:
@@ -352,6 +354,7 @@ def _open_json(file: SourceFile) -> Source:
         digest,
         content=lambda *names: digest,
         decoded_bytes=partial(_bytes_of, table),
+        parsed=True,
     )
 
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.core.arrays import Ragged
+from gpuload.core.memory import garbage_collection_paused
 from gpuload.engines.conversations import from_rows, messages_of_users
 from gpuload.engines.host.render import HostText, Spans, render, render_conversations
 from gpuload.engines.host.sanitize import can_be_marked, reject_unplain, with_control_tokens
@@ -25,6 +26,7 @@ from gpuload.sources.types import JSON_TYPE, is_list, is_text
 from gpuload.template.compiler import ChatProgram
 
 
+@garbage_collection_paused()
 def render_column(prompts: pa.Array, reference: Reference, program: ChatProgram) -> HostText:
     """Renders a column of prompts, by column where that is possible.
 
@@ -38,8 +40,11 @@ def render_column(prompts: pa.Array, reference: Reference, program: ChatProgram)
             return _plain_text(prompts, reference)
         prompts = messages_of_users(prompts.cast(pa.large_string()))
     elif prompts.type == JSON_TYPE and reference.uses_template and not reference.sanitizes:
-        rows = to_python(prompts)
-        rejected = {number: why for number, row in enumerate(rows) if (why := reference.problem(row))}
+        rejected: dict[int, str] = {}
+        rows = _python_rows(prompts, rejected)
+        rejected |= {
+            number: why for number, row in enumerate(rows) if number not in rejected and (why := reference.problem(row))
+        }
         return render_messages(
             [row if i in rejected else messages_of(row) for i, row in enumerate(rows)], rejected, program
         )
@@ -139,10 +144,10 @@ def _plain_text(prompts: pa.Array, reference: Reference) -> HostText:
 
 
 def _python_rows(prompts: pa.Array, rejected: dict[int, str]) -> list[Any]:
-    """All rows as Python objects; one by one where the bytes of some row are not text."""
+    """All rows as Python objects; one by one where some row has bytes that are not text, or no JSON."""
     try:
         return to_python(prompts)
-    except UnicodeDecodeError:
+    except ValueError:
         one = lambda i: to_python(prompts.slice(i, 1))[0]  # noqa: E731
         return [attempt(rejected, row, one, row) for row in range(len(prompts))]
 
