@@ -21,6 +21,7 @@ from gpuload.cache import store as cache
 from gpuload.cache.entry import read_entry
 from gpuload.demo_data import demo_files
 from gpuload.sources import batches
+from gpuload.template.automaton.rows import forget_templates
 
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 
@@ -44,6 +45,12 @@ def _cache_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         patch.setenv("GPULOAD_CACHE", link_slow_caches(tmp_path_factory.mktemp("cache")))
         patch.setattr(cache, "read_entry", lambda *_, **__: None)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _templates_of_the_test() -> None:
+    """None of the tests finds what others have learned of a template's loops."""
+    forget_templates()
 
 
 @pytest.fixture

@@ -4,9 +4,12 @@ import json
 import random
 import threading
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import trl
 from hypothesis import given
@@ -17,7 +20,7 @@ import gpuload
 from gpuload.reference.template_call import TemplateCall, rejection
 from gpuload.template.answers import Answers
 from gpuload.template.automaton.recorder import Recorder
-from gpuload.template.automaton.rows import RenderedRow, RowRenderer
+from gpuload.template.automaton.rows import RenderedRow, RowRenderer, row_renderer
 from gpuload.template.automaton.values import Text
 from gpuload.template.program import Rejected
 
@@ -253,6 +256,48 @@ def test_several_threads(qwen: Any) -> None:
     assert renderer.wrong is None
 
 
+def test_what_was_learned_of_a_template_is_kept(qwen: Any) -> None:
+    draw = random.Random(3)
+    rows = [conversation(draw, True, 20) for _ in range(60)]
+    text = TEMPLATES["qwen3_training"]
+    answers = Answers(TemplateCall(qwen, text), "assistant")
+
+    def rendered(call: TemplateCall, answers: Answers | None = None) -> RowRenderer:
+        renderer = row_renderer(call, answers, False)
+        for messages in rows:
+            made = renderer.render(messages)
+            assert isinstance(made, RenderedRow)
+            assert made.text == call.render(messages)
+        return renderer
+
+    first = rendered(TemplateCall(qwen, text), answers)
+    traces = first.traces
+    assert traces > 3
+    assert rendered(TemplateCall(qwen, text), answers).traces == traces
+    others = [
+        (TemplateCall(qwen, text), Answers(TemplateCall(qwen, text), "last")),
+        (TemplateCall(qwen, text), None),
+        (TemplateCall(qwen, text + "x"), None),
+        (TemplateCall(qwen, text + "{{ x }}", kwargs={"x": "y"}), None),
+        (TemplateCall(qwen, text + "{{ x }}", kwargs={"x": "z"}), None),
+        (TemplateCall(qwen, text, add_generation_prompt=False), None),
+        (TemplateCall(qwen, text, tools=[{"type": "function", "function": {"name": "f"}}]), None),
+    ]
+    for call, asked in others:
+        assert row_renderer(call, asked, False).traces == 0
+        rendered(call, asked)
+
+
+def test_times_that_a_template_prints_are_those_of_the_load(qwen: Any) -> None:
+    text = "{{ strftime_now('%Y-%m-%d %H:%M:%S') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    for year in (2001, 2002, 2001):
+        call = TemplateCall(qwen, text, instant=datetime(year, 1, 1))
+        with call.clock_stopped():
+            made = row_renderer(call, None, False).render([{"role": "user", "content": "a"}])
+        assert isinstance(made, RenderedRow)
+        assert made.text == f"{year}-01-01 00:00:00a"
+
+
 def test_rows_of_a_load(qwen: Any, tmp_path: Path) -> None:
     """Rows with calls, each of another shape, as JSON and as parquet, count as compiled."""
     draw = random.Random(5)
@@ -267,6 +312,26 @@ def test_rows_of_a_load(qwen: Any, tmp_path: Path) -> None:
     assert found.report.rows_compiled == 80
 
 
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen2_5_training", "qwen3"])
+@pytest.mark.parametrize("loss_on", ["assistant", "last"])
+def test_plain_rows_of_many_shapes(name: str, loss_on: Any, qwen: Any, tmp_path: Path) -> None:
+    """So many shapes that trees do not pay, as JSON and as parquet; and again, with what was learned before."""
+    draw = random.Random(name)
+    rows = [
+        {"messages": [*conversation(draw, False), {"role": "assistant", "content": text(draw)}]} for _ in range(150)
+    ]
+    files = [tmp_path / "rows.jsonl", tmp_path / "rows.parquet"]
+    files[0].write_text("\n".join(map(json.dumps, rows)))
+    pq.write_table(pa.Table.from_pylist(rows), files[1])
+    given: dict[str, Any] = {"chat_template": TEMPLATES[name], "max_length": 100_000, "loss_on": loss_on}
+    expected = gpuload.load_chats(str(files[1]), qwen, verify="off", device="cpu", **given)
+    for file in (*files, files[0]):
+        found = gpuload.load_chats(str(file), qwen, verify="full", **given)
+        assert (found.report.check.mismatches, found.report.by_reference) == ([], {})
+        assert found.tokens.values.tolist() == expected.tokens.values.tolist()
+        assert found.loss_mask.values.tolist() == expected.loss_mask.values.tolist()
+
+
 def tool(draw: random.Random) -> dict[str, Any]:
     properties = {
         name: {"type": "string", "description": text(draw)} for name in draw.sample("xyz", draw.randint(0, 3))
@@ -274,6 +339,39 @@ def tool(draw: random.Random) -> dict[str, Any]:
     function = {"name": draw.choice("fgh"), "description": text(draw), "parameters": {"type": "object"}}
     function["parameters"]["properties"] = properties
     return {"type": "function", "function": function}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_training"])
+def test_rows_with_arguments_of_their_own(name: str, qwen: Any, tmp_path: Path) -> None:
+    draw = random.Random(name)
+    kwargs: list[Any] = [{"enable_thinking": False}, {"enable_thinking": True, "x": [1]}, None, {"few": 1}]
+    rows = [
+        {"messages": conversation(draw, True), "chat_template_kwargs": kwargs[min(number % 8, 3)]}
+        | ({"tools": [tool(draw)]} if number % 3 else {})
+        for number in range(160)
+    ]
+    rows = [row for number, row in enumerate(rows) if row["chat_template_kwargs"] != kwargs[3] or number < 16]
+    few = sum(row["chat_template_kwargs"] == kwargs[3] for row in rows)
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    given: dict[str, Any] = {"chat_template": TEMPLATES[name], "max_length": 100_000, "verify": "full"}
+    chats = gpuload.load_chats(str(file), qwen, **given)
+    why = "they have tools of their own", "they have arguments of their own, in chat_template_kwargs"
+    assert (len(chats), chats.report.check.mismatches) == (len(rows), [])
+    assert sum(chats.report.by_reference.values()) == few > 0
+    assert set(chats.report.by_reference) <= set(why)
+    completions = [
+        {
+            "prompt": row["messages"][:1],
+            "completion": [{"role": "assistant", "content": "a"}],
+            **{key: row.get(key) for key in ("tools", "chat_template_kwargs")},
+        }
+        for row in rows
+    ]
+    file.write_text("\n".join(map(json.dumps, completions)))
+    found = gpuload.load_chats(str(file), qwen, **given)
+    assert (len(found), found.report.check.mismatches) == (len(rows), [])
+    assert sum(found.report.by_reference.values()) == few
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3_training", "glm4moe_training"])

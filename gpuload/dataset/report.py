@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 _EXAMPLES = 5
 _MOST_REJECTED = 1 / 5  # of the rows; beyond, a warning is given
+_MUCH = 1 / 10  # of the time of rendering
 
 
 @dataclass
@@ -217,11 +218,14 @@ class Report:
             return []
         rows, rendering = self.rows_by_reference, self.seconds.get("render", 0.0)
         shares = f"{rows / (rows + self.rows_compiled):.0%} of the rows"
-        if self.reference_seconds and rendering:
-            shares += f", {min(self.reference_seconds / rendering, 1):.0%} of the time of rendering"
+        share = min(self.reference_seconds / rendering, 1) if rendering else 0.0
+        if share:
+            shares += f", {share:.0%} of the time of rendering"
+        hint = "               hint: loading is faster without them: docs/agents.md says what is compiled"
         return [
             f"             {rows:,} of {rows + self.rows_compiled:,} rows rendered by transformers: {shares}",
             *(f"               {count:,} rows: {why}" for why, count in self.by_reference.items()),
+            *([hint] if share > _MUCH else []),
         ]
 
     def _fallback(self) -> list[str]:

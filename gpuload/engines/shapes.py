@@ -7,6 +7,7 @@ Python. The work per text (UTF-8 validation, hashes) is the engine's, see `proto
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -23,12 +24,12 @@ class Grouped:
     """The rows of a column, by what is to be done with them.
 
     Attributes:
-        groups: (shape, ascending row numbers), the largest group first.
+        groups: what returns the shape, and ascending row numbers; the largest group first.
         rejected: row → why no prompt can be made of it.
         by_reference: row → why it fits no shape and must be rendered by transformers.
     """
 
-    groups: list[tuple[Shape, Array]] = field(default_factory=list)
+    groups: list[tuple[Callable[[], Shape], Array]] = field(default_factory=list)
     rejected: dict[int, str] = field(default_factory=dict)
     by_reference: dict[int, str] = field(default_factory=dict)
 
@@ -167,7 +168,7 @@ def _group(column: Conversations, role: Field | None, codes: Array, roles: list[
     for i in np.argsort(-sizes, kind="stable").tolist():
         if sizes[i]:
             members = rows[order[bounds[i] : bounds[i + 1]]]
-            found.groups.append((_shape(column, role, codes, roles, int(examples[i])), members))
+            found.groups.append((partial(_shape, column, role, codes, roles, int(examples[i])), members))
 
 
 def _shape(column: Conversations, role: Field | None, codes: Array, roles: list[str], row: int) -> Shape:

@@ -10,21 +10,23 @@ The result, a list of paths with their rows, is the same for every engine. Writi
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from gpuload.core.arrays import Array, offsets_of, on_host
-from gpuload.engines.conversations import Conversations, row_messages
+from gpuload.engines.conversations import OTHER, Conversations, row_messages
 from gpuload.engines.protocol import TextColumn
 from gpuload.engines.shapes import group
+from gpuload.reference.control_tokens import ControlTokens
 from gpuload.reference.reference import problem
 from gpuload.reference.template_call import rejection
 from gpuload.sources.columns import to_python
 from gpuload.sources.types import is_plain
 from gpuload.template.automaton.rows import RenderedRow
-from gpuload.template.compiler import ChatProgram
+from gpuload.template.compiler import FEW_ROWS, FEWEST_ROWS, FREE_LEAVES, ChatProgram
 from gpuload.template.program import (
     Branch,
     ByReference,
@@ -72,7 +74,13 @@ class Walk:
         found = group(prompts)
         self.rejected = found.rejected
         by_reference = {row: why for row, why in found.by_reference.items() if row not in found.rejected}
-        for shape, rows in found.groups:
+        # Where nearly every row has another shape, trees do not pay.
+        many = len(found.groups) > FREE_LEAVES and program.takes_any_shape
+        for make_shape, rows in found.groups:
+            if many and len(rows) < FEWEST_ROWS:
+                by_reference.update(dict.fromkeys(on_host(rows).tolist(), FEW_ROWS))
+                continue
+            shape = make_shape()
             for leaf, some in self._leaves(shape, rows):
                 if isinstance(leaf, Path) and program.answers is not None:
                     leaf = program.answers.of_path(shape, leaf)
@@ -169,20 +177,26 @@ class Walk:
         """
         if not reasons:
             return
-        objects, program, plain = self.prompts.objects, self._program, True
-        if objects is None:
+        program, plain = self._program, True
+        if self.prompts.objects is None:
             prompts = self.prompts.to_arrow(np.array(list(reasons), np.int64))
-            plain = is_plain(prompts.type)
+            plain, given = is_plain(prompts.type), _objects(prompts)
+        else:
+            given = [self.prompts.objects[row] for row in reasons]
+        searched = {one.name for one in self.prompts.fields if one.texts is not None}
+        whole = all(one.texts is not None and not (one.kind == OTHER).any() for one in self.prompts.fields)
+        whole &= self.prompts.objects is None  # these may have further fields
         with program.call.clock_stopped():
-            for at, (row, reason) in enumerate(reasons.items()):
+            for (row, reason), value in zip(reasons.items(), given, strict=True):
                 try:
-                    given = to_python(prompts.slice(at, 1))[0] if objects is None else objects[row]
-                    messages = row_messages(given)
+                    if isinstance(value, Exception):
+                        raise value
+                    messages = row_messages(value)
                     if why_not := problem(messages):
                         self.rejected[row] = why_not
                         continue
-                    # Fields that are not columns of text are searched here.
-                    self._with_control[row] |= program.call.control.found_in(messages)
+                    if not whole:
+                        self._with_control[row] |= _has_control_token(messages, searched, program.call.control)
                     made = program.render_row(messages) if plain else ByReference(reason)
                     if isinstance(made, ByReference):
                         self.by_reference[row] = made.reason
@@ -205,3 +219,32 @@ class Walk:
             return RenderedRow(text, [] if answers is None else answers.in_bytes(messages, text))
         finally:
             self.reference_seconds += time.perf_counter() - started
+
+
+def _objects(rows: pa.Array) -> list[Any]:
+    """(n,) rows as Python objects; in the place of one that has none, the exception."""
+    try:
+        return to_python(rows)
+    except Exception:  # a date after the year 9999, text that is not UTF-8, JSON that is nested too deep
+        return [_object(rows.slice(row, 1)) for row in range(len(rows))]
+
+
+def _object(row: pa.Array) -> Any:
+    try:
+        return to_python(row)[0]
+    except Exception as error:
+        return error
+
+
+def _has_control_token(messages: Sequence[Any], searched: Collection[str], control: ControlTokens) -> bool:
+    """Whether a text in some messages has the text of a control token.
+
+    Args:
+        searched: fields whose texts were searched as columns.
+    """
+    return any(
+        control.found_in(value)
+        for message in messages
+        for name, value in message.items()
+        if not (isinstance(value, str) and name in searched)
+    )

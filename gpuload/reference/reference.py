@@ -257,6 +257,8 @@ def problem(prompt: Any) -> str | None:
     if not prompt:
         return "prompt is an empty list"
     for number, message in enumerate(prompt):
+        if type(message) is dict and type(message.get("content")) is type(message.get("role")) is str:
+            continue  # nearly all: nothing else has to be looked at
         if not isinstance(message, Mapping):
             return f"message {number} is {'null' if message is None else f'not an object: {message!r:.40}'}"
         role = message.get("role")

@@ -82,7 +82,16 @@ def with_answers(path: Path, roles: Sequence[str | None], turns: Turns, calling:
             follow = itertools.takewhile(lambda k: not ours[k] and k not in shown, range(before + 1, len(roles)))
             hidden = range(before + 1, before + 1 + len(list(follow)))
         at = 0
-        for cut in _cuts(literal, begun is not None, (before, hidden, after), roles, ours, turns, calling):
+        opened, place = begun is not None, (before, hidden, after)
+        if hidden or before == after:
+            cuts = _cuts(literal, opened, place, roles, ours, turns, calling)
+        else:  # nothing but the literal and the roles around it decides
+            sides = (False if k is None else roles[k] for k in (before, after))
+            key = (literal, opened, *sides, after is None and before in calling)
+            if (known := turns.cuts.get(key)) is None:
+                known = turns.cuts[key] = _cuts(literal, opened, place, roles, ours, turns, calling)
+            cuts = known
+        for cut in cuts:
             segments += [literal[at:cut]] if cut > at else []
             at = cut
             if begun is None:
@@ -282,6 +291,7 @@ class Answers:
         text: str,
         render: Render | None = None,
         blocks: list[tuple[int, int]] | None = None,
+        parts: tuple[Path, dict[Ref, str]] | None = None,
     ) -> list[tuple[int, int]]:
         """The parts with loss of one conversation.
 
@@ -290,6 +300,8 @@ class Answers:
             text: what became of it.
             render: renders another conversation as transformers does; None for transformers itself.
             blocks: start and end of its `{% generation %}` blocks, in characters, if they are known.
+            parts: what the text is made of, as `taken_apart` returns it, if that is known, of messages with nothing but
+                roles and contents.
 
         Returns:
             Start and end of each, in characters.
@@ -302,7 +314,7 @@ class Answers:
             spans = self._blocks(messages, text) if blocks is None else blocks
             if self.loss_on == "assistant":
                 return spans
-        path, texts, others = taken_apart(render or self._call.render, messages, text)
+        path, texts, others = (*parts, []) if parts else taken_apart(render or self._call.render, messages, text)
         if turns is not None:
             roles = [message.get("role") for message in messages]
             calling = {k for k, message in enumerate(messages) if any(map(message.get, CALLS))}

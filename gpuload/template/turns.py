@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from gpuload.core.arrays import common_prefix
 from gpuload.core.errors import TokenizerError
@@ -64,6 +65,7 @@ class Turns:
         header: literal that begins it.
         ends: literals that end it, longest first: in the middle of a conversation, and at its end.
         ends_within: those in the middle.
+        cuts: what was found in literals so far, see `answers.with_answers`.
 
     Raises:
         TokenizerError: the template does not write an assistant's turn in this way.
@@ -71,6 +73,7 @@ class Turns:
 
     def __init__(self, call: TemplateCall) -> None:
         self._call = call
+        self.cuts: dict[tuple[Any, ...], list[int]] = {}
         self._around: dict[str, Around] = {}
         self._speaks: dict[str, bool] = {}
         user, assistant, more = (f"{role} {secrets.token_hex(8)}" for role in ("user", "assistant", "again"))

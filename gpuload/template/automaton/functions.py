@@ -47,23 +47,55 @@ Leaf = tuple[str, str]
 """How a walk ends: with the instruction "end", "raise" or "reference" and a reason, or with "open"."""
 
 
+class Generated(str):
+    """A text inside a `{% generation %}` block."""
+
+    __slots__ = ()
+
+
+class Content(str):
+    """The content of a message.
+
+    Attributes:
+        message: its number.
+    """
+
+    __slots__ = ("message",)
+    message: int
+
+    def __new__(cls, text: str, message: int) -> Content:
+        made = super().__new__(cls, text)
+        made.message = message
+        return made
+
+
+class Unknown(str):
+    """A text that is neither a literal nor the content of a message."""
+
+    __slots__ = ()
+
+
 class Functions:
     """The functions of an automaton.
 
     Args:
         automaton: may grow; `changed` must be called then.
         tojson: the filter of transformers.
-        blocks: whether it is wanted which texts are in a `{% generation %}` block: they are printed as (text, bool).
+        blocks: whether it is wanted which texts are in a `{% generation %}` block: they are printed as `Generated`.
+        contents: whether it is wanted where contents of messages are printed: they are printed as `Content`, and what
+            else is no literal as `Unknown`.
     """
 
-    def __init__(self, automaton: Automaton, tojson: Callable[..., Any], blocks: bool) -> None:
-        self._automaton, self._blocks = automaton, blocks
+    def __init__(
+        self, automaton: Automaton, tojson: Callable[..., Any], blocks: bool = False, contents: bool = False
+    ) -> None:
+        self._automaton, self._blocks, self._contents = automaton, blocks, contents
         self._registers: dict[Any, int] = {}
         self._constants: list[Any] = []
         self._inside: dict[int, int] = {}  # node → the function that it is in
         self._globals: dict[str, Any] = {
             "kind_of": kind_of, "MISSING": MISSING, "items": _items, "dictsort": do_dictsort, "tojson": tojson,
-            "C": self._constants,
+            "C": self._constants, "Generated": Generated, "Content": Content, "Unknown": Unknown,
         }  # fmt: skip
         self._inside[0] = 0
         self.changed([0])
@@ -77,13 +109,13 @@ class Functions:
             exec(compile("\n".join(lines.written), "<chat template>", "exec"), self._globals)
             waiting += [each for each in lines.needed if f"n{each}" not in self._globals]
 
-    def walk(self, row: Mapping[str, Any]) -> tuple[list[Any], list[int], Leaf]:
+    def walk(self, row: Mapping[str, Any]) -> tuple[list[str], list[int], Leaf]:
         """Renders one row.
 
         Returns:
             What was printed, the nodes at which passes of loops ended, and how the walk ended.
         """
-        out: list[Any] = []
+        out: list[str] = []
         trail: list[int] = []
         values: list[Any] = [None] * len(self._registers)
         emit, passed, function = out.append, trail.append, self._globals["n0"]
@@ -108,7 +140,7 @@ class _Lines:
 
     def _node(self, number: int, depth: int) -> None:
         """Writes a node and all that follow, up to the ends of the function."""
-        literal = ""
+        literal = ""  # of literals one after the other, which are printed as one
         begun = len(self.written) == 1
         while True:
             if not begun and (number in self._heads or depth > MOST_DEPTH):
@@ -122,12 +154,16 @@ class _Lines:
             name, *parts = node.instruction or ("open", "")
             if name == "emit":
                 source, operations, loss = parts
-                if isinstance(source, str) and not self._of._blocks:
+                loss = loss and self._of._blocks
+                if isinstance(source, str) and not loss:
                     literal += source
                 else:
                     self._print(depth, literal)
                     literal = ""
-                    self._emit(depth, source, operations, loss)
+                    text = self._text(source, operations)
+                    if self._of._contents:
+                        text = self._content(source, text)
+                    self._line(depth, f"out(Generated({text}))" if loss else f"out({text})")
                 number = node.next[None]
                 continue
             self._print(depth, literal)
@@ -248,6 +284,13 @@ class _Lines:
             text = _operated(text, operation)
         return text
 
+    def _content(self, source: TextSource, text: str) -> str:
+        """The expression for a text that is printed, with where it comes from."""
+        match source.kind, source.value:
+            case "at", ("messages", Affine() as number, "role" | "content" as name):
+                return text if name == "role" else f"Content({text}, {self._number(number)})"
+        return f"Unknown({text})"
+
     def _predicate(self, predicate: Predicate) -> str:
         text = self._text(predicate.ref.message, predicate.ref.operations)  # type: ignore[arg-type]
         if predicate.test == "contains":
@@ -265,12 +308,6 @@ class _Lines:
     def _print(self, depth: int, literal: str) -> None:
         if literal:
             self._line(depth, f"out({literal!r})")
-
-    def _emit(self, depth: int, source: str | TextSource, operations: Sequence[Operation], loss: bool) -> None:
-        text = self._text(source, operations)
-        if self._of._blocks:
-            text = f"({text}, {loss})"
-        self._line(depth, f"out({text})")
 
 
 def _operated(text: str, operation: Operation) -> str:

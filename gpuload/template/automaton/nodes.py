@@ -117,11 +117,11 @@ _KINDS = {dict: "mapping", list: "list", str: "text", int: "int", float: "float"
 
 def kind_of(value: Any) -> str:
     """What a value of a conversation is, in one word; "other" if it is not plain data."""
-    if value is MISSING:
-        return "missing"
+    if (kind := _KINDS.get(type(value))) is not None:
+        return kind
     if value is True or value is False:
         return "true" if value else "false"
-    return _KINDS.get(type(value), "other")
+    return "missing" if value is MISSING else "other"
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,14 @@ After one difference, transformers renders all rows.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
+import os
 import random
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,12 +28,12 @@ from gpuload.reference.deadline import EndlessError
 from gpuload.reference.template_call import TemplateCall, describe_error, rejection, vendor_environment
 from gpuload.template.answers import Answers, has_blocks, spans_in_bytes
 from gpuload.template.automaton.environment import RecordingTemplate
-from gpuload.template.automaton.functions import Functions
+from gpuload.template.automaton.functions import Content, Functions, Generated, Unknown
 from gpuload.template.automaton.nodes import Automaton
 from gpuload.template.automaton.recorder import NotDeterministicError, Recorder
 from gpuload.template.marks import UnknownAnswersError
 from gpuload.template.probe import ADVERSARIAL
-from gpuload.template.program import ByReference, Rejected
+from gpuload.template.program import ByReference, Path, Ref, Rejected
 from gpuload.template.sandbox import Meter
 from gpuload.template.symbol import NotCompilableError
 from gpuload.template.trace import MOST_SECONDS, MOST_STEPS
@@ -44,11 +46,15 @@ PROBED_TEXTS, MOST_PROBES = 400, 48
 """For each row that is traced, so many texts are replaced by adversarial ones, in rows that are compared; in fewer rows
 after the first traces."""
 
+MOST_KNOWN = 4
+"""For so many templates, what was learned is kept for later loads: a run loads its training and its test data."""
+
 _READ_BACK = "{{ [messages, tools] | tojson }}"
 _TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+_REASONING = frozenset(("reasoning_content", "thinking", "reasoning"))
 _NO_WAY = "more paths through the template than are traced"
 _BEGIN, _END = -1, -2
+_PLAIN = frozenset(("role", "content"))
 
 Row = dict[str, Any]
 """The variables of the template that differ from row to row."""
@@ -59,6 +65,16 @@ class RenderedRow(NamedTuple):
 
     text: str
     answers: list[tuple[int, int]]
+
+
+@dataclass
+class _Progress:
+    """What has become of the rows so far: see `RowRenderer`, and how many were rendered."""
+
+    wrong: str | None = None
+    rows: int = 0
+    traces: int = 0
+    verified: int = 0
 
 
 class RowRenderer:
@@ -74,7 +90,7 @@ class RowRenderer:
 
     Attributes:
         wrong: why transformers renders all rows, or None.
-        rows, traces, verified: how many rows were rendered, traced, and compared with transformers.
+        traces, verified: how many rows were traced, and compared with transformers.
     """
 
     def __init__(self, call: TemplateCall, answers: Answers | None = None, own_tools: bool = False) -> None:
@@ -97,15 +113,33 @@ class RowRenderer:
             raise
         except Exception as error:
             raise NotCompilableError(describe_error(error)) from error
-        self._tojson = environment.filters["tojson"]
+        self._tojson = _fast(environment.filters["tojson"])
         self._automaton = Automaton()
         self._blocks = answers is not None and has_blocks(call.text())
-        self._functions = Functions(self._automaton, self._tojson, self._blocks)
+        contents = answers is not None and not self._blocks
+        self._functions = Functions(self._automaton, self._tojson, self._blocks, contents)
         self._seen: set[tuple[int, int]] = set()  # passes of loops that follow each other in a row that was compared
         self._random = random.Random(0)
         self._lock = threading.RLock()
-        self.wrong: str | None = None
-        self.rows = self.traces = self.verified = 0
+        self._progress = _Progress()
+
+    def of_call(self, call: TemplateCall, answers: Answers | None) -> RowRenderer:
+        """The same for another load with the same template and constants."""
+        other = copy.copy(self)
+        other._call, other._answers = call, answers
+        return other
+
+    @property
+    def wrong(self) -> str | None:
+        return self._progress.wrong
+
+    @property
+    def traces(self) -> int:
+        return self._progress.traces
+
+    @property
+    def verified(self) -> int:
+        return self._progress.verified
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None
@@ -119,7 +153,7 @@ class RowRenderer:
         Returns:
             Its text; or why the template rejects it, or transformers must render it.
         """
-        self.rows += 1
+        self._progress.rows += 1
         row: Row = {"messages": prepared(messages)} | ({"tools": tools} if self._own_tools else {})
         while not self.wrong:
             out, trail, (end, reason) = self._walk(row)
@@ -149,7 +183,7 @@ class RowRenderer:
         """How transformers renders a row."""
         return replace(self._call, tools=row["tools"]) if self._own_tools else self._call
 
-    def _walk(self, row: Row) -> tuple[list[Any], list[int], tuple[str, str]]:
+    def _walk(self, row: Row) -> tuple[list[str], list[int], tuple[str, str]]:
         """`Functions.walk`. What fails is for transformers: data such as JSON that is nested too deep, and a row that
         the trace of another thread overtakes."""
         try:
@@ -157,18 +191,16 @@ class RowRenderer:
         except Exception as error:
             return [], [], ("reference", describe_error(error))
 
-    def _made(self, messages: Sequence[Mapping[str, Any]], row: Row, out: Sequence[Any]) -> RenderedRow:
+    def _made(self, messages: Sequence[Mapping[str, Any]], row: Row, out: Sequence[str]) -> RenderedRow:
         """A row's text and its parts with loss, from what was printed."""
         if self._answers is None:
             return RenderedRow("".join(out), [])
         render = partial(self._text, row)
+        text = "".join(out)
         if not self._blocks:
-            text = "".join(out)
-            return RenderedRow(text, self._answers.in_bytes(messages, text, render=render))
-        places = [0, *itertools.accumulate(len(text) for text, _ in out)]
-        runs = itertools.groupby(range(len(out)), key=lambda at: out[at][1])
-        blocks = [(places[at[0]], places[at[-1] + 1]) for inside, run in runs if inside and (at := list(run))]
-        text = "".join(text for text, _ in out)
+            parts = _parts(messages, out)
+            return RenderedRow(text, self._answers.in_bytes(messages, text, render=render, parts=parts))
+        blocks = _blocks(out)
         if self._answers.loss_on == "assistant":
             return RenderedRow(text, spans_in_bytes(text, blocks))
         return RenderedRow(text, self._answers.in_bytes(messages, text, render=render, blocks=blocks))
@@ -178,11 +210,11 @@ class RowRenderer:
         out, trail, (end, _) = self._walk({**row, "messages": prepared(messages)})
         if end != "end" or not _pairs(trail) <= self._seen:
             return self._of_row(row).render(messages)
-        return "".join(text for text, _ in out) if self._blocks else "".join(out)
+        return "".join(out)
 
     def _verify(self, messages: Sequence[Any], row: Row, made: RenderedRow, pairs: set[tuple[int, int]]) -> None:
         """Compares a row with transformers."""
-        self.verified += 1
+        self._progress.verified += 1
         call = self._of_row(row)
         try:
             same = call.render(messages) == made.text
@@ -195,19 +227,19 @@ class RowRenderer:
         if same:
             self._seen |= pairs
         else:
-            self.wrong = "the automaton of the template and transformers differ"
+            self._progress.wrong = "the automaton of the template and transformers differ"
 
     def _trace(self, messages: Sequence[Any], row: Row, probes: bool = True) -> str | None:
         """Adds what the template does for a row. Returns why transformers must render it, or None."""
         if self._walk(row)[2][0] != "open":  # another thread has traced it meanwhile
             return self.wrong
-        if self.traces >= max(FREE_TRACES, self.rows // ROWS_PER_TRACE):
+        if self.traces >= max(FREE_TRACES, self._progress.rows // ROWS_PER_TRACE):
             return _NO_WAY
-        self.traces += 1
+        self._progress.traces += 1
         try:
             seen = json.loads(self._of_row(row).render(messages, template=_READ_BACK))
             if seen != [row["messages"], row.get("tools", seen[1])]:
-                self.wrong = "this version of transformers changes messages before the template sees them"
+                self._progress.wrong = "this version of transformers changes messages before the template sees them"
         except Exception as error:
             return describe_error(error)
         if self.wrong:
@@ -228,7 +260,7 @@ class RowRenderer:
                 end = self._raised(error, messages, row)
             recorder.record(end)
         except NotDeterministicError:
-            self.wrong = "the template is not deterministic"
+            self._progress.wrong = "the template is not deterministic"
         self._functions.changed(recorder.changed)
         if probes:
             self._probe_like(messages, row)
@@ -276,18 +308,108 @@ class RowRenderer:
             except Exception as error:
                 if rejection(error) == reason:
                     return
-            self.wrong = "the automaton of the template and transformers differ in what they reject"
+            self._progress.wrong = "the automaton of the template and transformers differ in what they reject"
+
+
+def row_renderer(call: TemplateCall, answers: Answers | None, own_tools: bool) -> RowRenderer:
+    """As `RowRenderer`; what earlier loads of this process have learned of the same template and constants is used.
+
+    Raises:
+        NotCompilableError: as `RowRenderer`.
+    """
+    try:
+        text, instant = call.text(), call.instant
+        constants = json.dumps(call.context(), sort_keys=True)
+    except Exception:  # constants that are no plain data, or a template that transformers does not have
+        return RowRenderer(call, answers, own_tools)
+    # `RowRenderer` rejects classes that render in their own way: text and constants decide about everything.
+    clock = str(instant) if "strftime_now" in text else ""
+    key = (text, constants, clock, None if answers is None else answers.loss_on, own_tools)
+    if (known := _known.get(key)) is None:
+        known = RowRenderer(call, answers, own_tools)
+        while len(_known) >= MOST_KNOWN:
+            _known.pop(next(iter(_known)))
+        _known[key] = known.of_call(call, None)
+    elif reason := call.not_compilable_reason():
+        raise NotCompilableError(reason)
+    return known.of_call(call, answers)
+
+
+_known: dict[tuple[Any, ...], RowRenderer] = {}
+
+
+def forget_templates() -> None:
+    """Makes `row_renderer` begin with nothing."""
+    _known.clear()
+
+
+os.register_at_fork(after_in_child=forget_templates)  # another thread may hold a lock of these
+
+
+def _fast(tojson: Callable[..., Any]) -> Callable[..., Any]:
+    """transformers' filter, which makes an encoder for each call, with one for all calls without arguments; the same
+    function if it does something else for these examples."""
+    examples: list[Any] = ["\u20ac <&'\"\\\u2028\x00\ud800", [None, True, [], 10**30]]
+    examples.append({"b": [1, 2.5, -0.0, 1e22, float("inf")], "a": {}})
+    try:
+        make, write_text = (vars(json.encoder)[name] for name in ("c_make_encoder", "encode_basestring"))
+        encode = make(None, None, write_text, None, ": ", ", ", False, False, True)  # as `json.dumps` makes it
+        same = all("".join(encode(each, 0)) == tojson(each) for each in examples)
+    except Exception:
+        same = False
+
+    def encoded(value: Any, *args: Any, **kwargs: Any) -> Any:
+        return tojson(value, *args, **kwargs) if args or kwargs else "".join(encode(value, 0))
+
+    return encoded if same else tojson
 
 
 def prepared(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages as transformers gives them to the template: without keys that are None, and with reasoning under each of
     its names. It is compared with transformers for each row that is traced."""
-    rows = []
+    rows: list[Any] = []
     for message in messages:
+        if None not in message.values() and _REASONING.isdisjoint(message):  # nearly all: nothing changes
+            rows.append(message)
+            continue
         given = {key: value for key, value in message.items() if value is not None}
-        reasoning = next((given[key] for key in _REASONING if key in given), None)
+        reasoning = next((given[key] for key in ("reasoning_content", "thinking", "reasoning") if key in given), None)
         rows.append(given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning})
     return rows
+
+
+def _parts(messages: Sequence[Mapping[str, Any]], out: Sequence[str]) -> tuple[Path, dict[Ref, str]] | None:
+    """What a text is made of, as `marks.taken_apart` finds it; None if that has to look."""
+    for message in messages:
+        content = message.get("content")
+        if not message.keys() <= _PLAIN or type(content) is not str or "think>" in content:
+            return None
+    segments: list[str | Ref] = []
+    texts: dict[Ref, str] = {}
+    for number, text in enumerate(out):
+        if type(text) is Content:
+            if messages[text.message]["content"]:
+                segments.append(segment := Ref(text.message, f"text {number}"))
+                texts[segment] = text
+        elif type(text) is Unknown:
+            return None
+        else:
+            segments.append(text)
+    return Path(tuple(segments)), texts
+
+
+def _blocks(out: Sequence[str]) -> list[tuple[int, int]]:
+    """Start and end, in characters, of each run of texts inside of blocks."""
+    blocks: list[tuple[int, int]] = []
+    begun, at = -1, 0
+    for text in out:
+        if type(text) is Generated:
+            begun = at if begun < 0 else begun
+        elif begun >= 0:
+            blocks.append((begun, at))
+            begun = -1
+        at += len(text)
+    return blocks if begun < 0 else [*blocks, (begun, at)]
 
 
 def _pairs(trail: Sequence[int]) -> set[tuple[int, int]]:
