@@ -11,9 +11,10 @@ from typing import Any
 
 import pyarrow as pa
 
+from gpuload.core.arrow import as_arrow
 from gpuload.core.errors import SourceError
 from gpuload.sources.batches import BATCH_ROWS
-from gpuload.sources.types import as_json
+from gpuload.sources.types import as_json, json_type
 
 
 def json_table(name: str, content: bytes) -> tuple[pa.Table, int]:
@@ -58,13 +59,15 @@ def _parse(name: str, content: bytes) -> list[dict[str, Any]]:
 def _json_column(values: list[Any]) -> pa.Array:
     """An Arrow type where that changes nothing: no missing key, no 1 to 1.0, no order of keys. Else JSON text."""
     try:
-        column = pa.array(values)
+        if (kind := json_type(values)) is None:  # no type has all of them, or one that turns 1 into 1.0
+            return as_json(values)
+        column = as_arrow(values, kind)
         slices = range(0, len(values), BATCH_ROWS)  # the text of all values would be as large as the file
         if all(
             json.dumps(column.slice(at, BATCH_ROWS).to_pylist()) == json.dumps(values[at : at + BATCH_ROWS])
             for at in slices
         ):
             return column
-    except (pa.ArrowException, ValueError, TypeError, OverflowError):
+    except (pa.ArrowException, ValueError, TypeError, OverflowError, RecursionError):
         pass
     return as_json(values)
