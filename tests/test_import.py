@@ -69,7 +69,7 @@ def test_load_stays_the_function(found: Any) -> None:
 def test_a_load_starts_no_cuda_and_no_cudf(found: Any) -> None:
     assert found["cuda"] is False
     assert "transformers" in found["after a load"]
-    assert {"cudf", "pylibcudf", "cupy", "datasets"}.isdisjoint(found["after a load"])
+    assert {"cudf", "pylibcudf", "cupy", "datasets", "pandas"}.isdisjoint(found["after a load"])
 
 
 def test_masks_and_rows_of_integrations_do_not_import_their_trainers(found: Any) -> None:

@@ -11,6 +11,7 @@ import pyarrow as pa
 import torch
 
 from gpuload.core.arrays import Ragged
+from gpuload.core.arrow import as_arrow
 from gpuload.core.errors import MismatchError
 from gpuload.core.options import Options
 from gpuload.demo_data import demo_files
@@ -77,9 +78,9 @@ def _steps(build: Callable[[Reference], Engine], outcome: Outcome) -> Iterator[N
 
         rows = np.linspace(0, source.num_rows - 1, _COMPARED).astype(int)
         column = pa.concat_tables([table for table, _ in parts]).column(_OPTIONS.prompt_key)
-        prompts = column.take(pa.array(rows)).to_pylist()
+        prompts = column.take(as_arrow(rows)).to_pylist()
         rendered = [engine.render(part) for _, part in parts]
-        texts = pa.chunked_array([part.text for part in rendered]).take(pa.array(rows)).to_pylist()
+        texts = pa.chunked_array([part.text for part in rendered]).take(as_arrow(rows)).to_pylist()
         _expect("texts", texts, [reference.render(prompt) for prompt in prompts])
         yield
 

@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 
 from gpuload.core.arrays import Ragged, RowNumbers, offsets_of
+from gpuload.core.arrow import as_arrow, as_numpy
 from gpuload.core.errors import OptionError
 from gpuload.core.options import nearest
 from gpuload.sources.columns import Columns
@@ -75,9 +76,9 @@ def parts(tokens: RowNumbers) -> Iterator[RowNumbers]:
 def ragged(table: pa.Table, name: str) -> Ragged:
     """The rows of a column of lists of int32, none of them null: what `lists` was made of."""
     column = table.column(name).combine_chunks()
-    return Ragged(column.flatten().to_numpy(zero_copy_only=False), offsets_of(column.value_lengths().to_numpy()))
+    return Ragged(as_numpy(column.flatten()), offsets_of(as_numpy(column.value_lengths())))
 
 
 def lists(values: np.ndarray, offsets: RowNumbers) -> pa.ListArray:
     """(m,) lists of values, with offsets (m + 1,), which are few enough for 32 bits."""
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values))
+    return pa.ListArray.from_arrays(as_arrow(offsets, pa.int32()), as_arrow(values))

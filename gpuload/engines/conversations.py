@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.core.arrays import Array, offsets_of, ranges
+from gpuload.core.arrow import as_arrow, as_numpy, without_nulls
 from gpuload.engines.protocol import TextColumn, TextOperations
 from gpuload.sources.types import as_json, is_list, is_messages, is_text
 from gpuload.template.program import TEXT, Shape
@@ -167,7 +168,7 @@ def from_arrow(ops: TextOperations, prompts: pa.Array) -> Conversations:
     if not columns or not all(is_messages(each.type) for each in columns):
         raise TypeError(f"expected a column of conversations, list<struct<role, content>>, not {kind}")
     valid = np.logical_and.reduce([_mask(each) for each in columns])
-    bounds = [each.offsets.to_numpy().astype(np.int64) for each in columns]
+    bounds = [as_numpy(each.offsets).astype(np.int64) for each in columns]
     parts = [
         each.values.slice(int(ends[0]), int(ends[-1] - ends[0])) for each, ends in zip(columns, bounds, strict=True)
     ]
@@ -199,7 +200,7 @@ def from_arrow(ops: TextOperations, prompts: pa.Array) -> Conversations:
 def _taken(column: pa.Array, rows: Array) -> pa.Array:
     """Some rows of a column of any type. (Arrow's `take` has no kernels for string views.)"""
     try:
-        return column.take(pa.array(rows, pa.int64()))
+        return column.take(as_arrow(rows, pa.int64()))
     except pa.ArrowNotImplementedError:
         return pa.concat_arrays([column.slice(row, 1) for row in rows.tolist()])
 
@@ -312,7 +313,7 @@ def _field(values: pa.Array, present: Array) -> tuple[Array, TextColumn | None, 
         return np.zeros(len(values), np.int64), None, ""
     kinds = np.where(valid, OTHER, NULL)
     if is_list(kind):
-        lengths = pc.fill_null(pc.list_value_length(values), -1).to_numpy(zero_copy_only=False)
+        lengths = as_numpy(without_nulls(pc.list_value_length(values), -1))
         kinds[valid & (lengths == 0)] = EMPTY
     return kinds, None, type_name(kind)
 
@@ -321,12 +322,12 @@ def _field_of_objects(ops: TextOperations, name: str, values: Sequence[Any]) -> 
     """A field of m messages whose values are Python objects; None where a message has no such key."""
     texts = [value if isinstance(value, str) else None for value in values]
     try:
-        column = pa.array(texts, pa.large_string())
+        column = as_arrow(texts, pa.large_string())
     except UnicodeEncodeError:  # a lone surrogate: transformers decides what becomes of it
         texts = [text if text is not None and _is_unicode(text) else None for text in texts]
-        column = pa.array(texts, pa.large_string())
+        column = as_arrow(texts, pa.large_string())
     kinds = np.full(len(values), TEXTS)
-    for at in np.flatnonzero(np.asarray(column.is_null())).tolist():
+    for at in np.flatnonzero(as_numpy(column.is_null())).tolist():
         kinds[at] = NULL if values[at] is None else EMPTY if values[at] == [] else OTHER
     others = np.flatnonzero(kinds == OTHER)
     view = text_column(column)
@@ -371,9 +372,9 @@ def text_column(texts: pa.LargeStringArray) -> TextColumn:
 
 def messages_of_users(texts: pa.LargeStringArray) -> pa.Array:
     """(n,) large_string → list<struct<role, content>>: each text as one user message, zero-copy; null stays null."""
-    role = pa.DictionaryArray.from_arrays(np.zeros(len(texts), np.int8), ["user"])
+    role = pa.DictionaryArray.from_arrays(as_arrow(np.zeros(len(texts), np.int8)), as_arrow(["user"], pa.string()))
     messages = pa.StructArray.from_arrays([role, texts], names=["role", "content"])
-    offsets = pa.array(np.arange(len(texts) + 1), pa.int64())
+    offsets = as_arrow(np.arange(len(texts) + 1))
     return pa.LargeListArray.from_arrays(offsets, messages, mask=texts.is_null() if texts.null_count else None)
 
 
@@ -388,4 +389,4 @@ def _mask(array: pa.Array) -> Array:
     """(n,) bool: true where a value is not null."""
     if not array.null_count:
         return np.ones(len(array), bool)
-    return np.asarray(array.is_valid().to_numpy(zero_copy_only=False), bool)
+    return as_numpy(array.is_valid())

@@ -21,6 +21,7 @@ import pyarrow as pa
 import torch
 
 from gpuload.core.arrays import Array, Ragged
+from gpuload.core.arrow import as_arrow
 from gpuload.engines.batches import Batches, BatchLayout
 from gpuload.sources.read import Source
 from gpuload.template.program import Operation, Predicate
@@ -126,7 +127,7 @@ class ArrowPrompts:
         return ArrowPrompts(self.to_arrow(rows))
 
     def to_arrow(self, rows: np.ndarray[Any, Any]) -> pa.Array:
-        return self.column.take(pa.array(rows))
+        return self.column.take(as_arrow(rows))
 
 
 @dataclass(kw_only=True, eq=False)

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.core.arrays import Ragged, offsets_of
+from gpuload.core.arrow import as_numpy, as_scalar
 from gpuload.core.errors import TokenizerError
 from gpuload.engines.conversations import messages_of_users
 from gpuload.engines.host.parts import Parts, message_parts
@@ -114,8 +115,8 @@ class RoleFinder:
             fields = {name: column.field(name) for name in ("prompt", "completion")}
         columns = [each.cast(pa.large_string()) for each in fields.values()]
         ended = [*columns[:-1], self._with_eos(columns[-1])]
-        text = pc.binary_join_element_wise(*ended, pa.scalar("", pa.large_string()))
-        lengths = np.stack([np.asarray(pc.binary_length(each), np.int64) for each in columns], axis=1)
+        text = pc.binary_join_element_wise(*ended, as_scalar("", pa.large_string()))
+        lengths = np.stack([as_numpy(pc.binary_length(each)) for each in columns], axis=1)
         end = np.cumsum(lengths, axis=1)
         rows = np.repeat(np.arange(len(text)), len(columns))
         spans = Spans(rows, (end - lengths).ravel(), end.ravel())

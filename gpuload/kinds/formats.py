@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from gpuload.core.arrow import as_arrow
 from gpuload.core.errors import DataError
 from gpuload.kinds.chats.malformed import RowError, check_form, converted
 from gpuload.kinds.training_reference import KWARGS, TOOLS, TrainingReference
@@ -213,7 +214,7 @@ def _joined_texts(prompts: pa.Array, tools: Sequence[Any], kwargs: Sequence[Any]
             else:
                 return None
         made.append(text)
-    return pa.ExtensionArray.from_storage(JSON_TYPE, pa.array(made, pa.large_string()))
+    return pa.ExtensionArray.from_storage(JSON_TYPE, as_arrow(made, pa.large_string()))
 
 
 def _tools(value: Any) -> Any:

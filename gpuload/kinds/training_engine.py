@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.core.arrays import Array, Ragged, offsets_of
+from gpuload.core.arrow import as_arrow, as_numpy, as_scalar, without_nulls
 from gpuload.core.memory import garbage_collection_paused
 from gpuload.engines.conversations import joined
 from gpuload.engines.host.engine import HostEngine
@@ -125,14 +126,14 @@ class TrainingEngine(HostEngine):
 
     def _texts(self, prompt: pa.Array | None, completions: Sequence[pa.Array]) -> HostText:
         """Texts that no template renders: prompts with each of their completions, and alone; or texts alone."""
-        nothing = pa.scalar("", pa.large_string())
+        nothing = as_scalar("", pa.large_string())
         whole = [with_eos(each.cast(pa.large_string()), self._reference.eos) for each in completions]
         if prompt is not None:
             start = prompt.cast(pa.large_string())
             whole = [pc.binary_join_element_wise(start, each, nothing) for each in whole]
             whole += [start] * self._reference.prompts_alone
         first, *more = whole
-        rejected = {int(row): "the text is null" for row in np.flatnonzero(np.asarray(first.is_null()))}
+        rejected = {int(row): "the text is null" for row in np.flatnonzero(as_numpy(first.is_null()))}
         return HostText(text=first, more=more, by_template=False, rejected=rejected)
 
     def _json(self, rows: list[Any], plain: bool) -> HostText:
@@ -170,7 +171,7 @@ class TrainingEngine(HostEngine):
         """Renders texts or messages, none of which is rejected."""
         start, *ends = zip(*map(_parts, rows), strict=True)
         if form == "texts":
-            prompt, *completions = (pa.array(part, pa.large_string()) for part in (start, *ends))
+            prompt, *completions = (as_arrow(part, pa.large_string()) for part in (start, *ends))
             return self._texts(prompt, completions) if completions else self._texts(None, [prompt])
         if not ends:
             return render_messages(start, {}, self.program, plain)
@@ -201,7 +202,7 @@ class TrainingEngine(HostEngine):
             made.append(texts)
         count = max(map(len, made))
         columns = [[texts[k] if texts else None for texts in made] for k in range(count)] or [[None] * len(rows)]
-        first, *more = (pa.array(column, pa.large_string()) for column in columns)
+        first, *more = (as_arrow(column, pa.large_string()) for column in columns)
         return HostText(
             text=first,
             more=more,
@@ -320,8 +321,8 @@ def _without(text: HostText, rejected: Mapping[int, str]) -> HostText:
     if rejected:
         valid = np.ones(len(text), bool)
         valid[list(text.rejected)] = False
-        nothing = pa.scalar(None, pa.large_string())
-        text.text, *text.more = (pc.if_else(pa.array(valid), each, nothing) for each in (text.text, *text.more))
+        nothing = as_scalar(None, pa.large_string())
+        text.text, *text.more = (pc.if_else(as_arrow(valid), each, nothing) for each in (text.text, *text.more))
     return text
 
 
@@ -350,8 +351,8 @@ def problems_in(column: pa.Array) -> dict[int, str]:
     if column.type.get_field_index("problem") < 0:
         return {}
     problems = column.field("problem")
-    at = np.flatnonzero(np.asarray(problems.is_valid()))
-    return dict(zip(at.tolist(), problems.take(pa.array(at)).to_pylist(), strict=True))
+    at = np.flatnonzero(as_numpy(problems.is_valid()))
+    return dict(zip(at.tolist(), problems.take(as_arrow(at)).to_pylist(), strict=True))
 
 
 def surrounded(ids: Ragged, before: list[int], after: list[int]) -> Ragged:
@@ -371,10 +372,10 @@ def surrounded(ids: Ragged, before: list[int], after: list[int]) -> Ragged:
 
 def with_eos(text: pa.Array | pa.ChunkedArray, eos: str) -> Any:
     """Texts of any type, each followed by an EOS token if it does not end with it."""
-    token, nothing = (pa.scalar(value, text.type) for value in (eos, ""))
+    token, nothing = (as_scalar(value, text.type) for value in (eos, ""))
     return pc.if_else(pc.ends_with(text, eos), text, pc.binary_join_element_wise(text, token, nothing))
 
 
 def filled(text: pa.LargeStringArray) -> pa.LargeStringArray:
     """Texts with empty ones for nulls."""
-    return pc.fill_null(text, "") if text.null_count else text
+    return without_nulls(text, "")

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from gpuload.core.arrays import RowNumbers
+from gpuload.core.arrow import as_arrow
 from gpuload.core.errors import DataError
 from gpuload.core.options import Options
 from gpuload.dataset.report import Report
@@ -88,7 +89,7 @@ def kept_columns(batch: Encoded, keep: Mask, options: Options, sanitized: bool) 
         assert batch.rendered is not None  # the token cache has no texts, so it is not used with this option
         text = batch.rendered.text.text
         table = _with_column(table, "full_prompts", without_marks(text) if sanitized else text)
-    return table if keep.all() else table.filter(pa.array(keep))
+    return table if keep.all() else table.filter(as_arrow(keep))
 
 
 def all_dropped(report: Report) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from gpuload.core.arrow import as_arrow, as_numpy, without_nulls
 from gpuload.reference.reference import Reference
 
 Form = Literal["NFC", "NFD", "NFKC", "NFKD"]
@@ -92,14 +93,14 @@ class RiskFinder:
         """
         found: dict[int, None] = {}
         for texts, rows in _texts(prompts, np.arange(len(prompts))) if self._forms else ():
-            wide = np.flatnonzero(~np.asarray(pc.fill_null(pc.string_is_ascii(texts), True), bool))
+            wide = np.flatnonzero(~as_numpy(without_nulls(pc.string_is_ascii(texts), True)))
             for start in range(0, len(wide), _SEARCHED_ROWS):
                 if over() or len(found) >= most:
                     return list(found)
                 some = wide[start : start + _SEARCHED_ROWS]
                 self._other_marks = self._other_marks or _pattern_of(_combining() - self._marks)
-                some = some[_matches(texts.take(pa.array(some)), self._other_marks)]
-                for row, text in zip(rows[some].tolist(), texts.take(pa.array(some)).to_pylist(), strict=True):
+                some = some[_matches(texts.take(as_arrow(some)), self._other_marks)]
+                for row, text in zip(rows[some].tolist(), texts.take(as_arrow(some)).to_pylist(), strict=True):
                     if usable[row] and len(found) < most and self._has_new_marks(text):
                         found[row] = None
         return list(found)
@@ -125,12 +126,12 @@ class RiskFinder:
             at = np.arange(len(texts))
             if texts.nbytes > _LARGE:  # one pass for all patterns first: few texts have any of them
                 at = np.flatnonzero(_matches(texts, self._any))
-            some = texts.take(pa.array(at))
+            some = texts.take(as_arrow(at))
             for kind, pattern in zip(by_pattern, self._patterns, strict=True):
                 kind[rows[at[_matches(some, pattern)]]] = True
             # Normalization changes only characters outside ASCII.
             at = np.flatnonzero(_matches(texts, _WIDE)) if self._forms else at[:0]
-            some = texts.take(pa.array(at)).to_pylist()
+            some = texts.take(as_arrow(at)).to_pylist()
             for kind, form in zip(by_form, self._forms, strict=True):
                 changed = np.array([not unicodedata.is_normalized(form, text) for text in some], bool)
                 kind[rows[at[changed]]] = True
@@ -153,7 +154,7 @@ def _pattern_of(characters: Set[str]) -> str:
 
 
 def _matches(texts: pa.LargeStringArray, pattern: str) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    return np.asarray(pc.fill_null(pc.match_substring_regex(texts, pattern), False), bool)
+    return as_numpy(without_nulls(pc.match_substring_regex(texts, pattern), False))
 
 
 def _texts(column: pa.Array, rows: Ints) -> Iterator[tuple[pa.LargeStringArray, Ints]]:
@@ -172,7 +173,7 @@ def _texts(column: pa.Array, rows: Ints) -> Iterator[tuple[pa.LargeStringArray, 
         for field in column.flatten():
             yield from _texts(field, rows)
     elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        yield from _texts(column.flatten(), rows[np.asarray(pc.list_parent_indices(column))])
+        yield from _texts(column.flatten(), rows[as_numpy(pc.list_parent_indices(column))])
     elif pa.types.is_string(kind) or pa.types.is_large_string(kind):
         yield column.cast(pa.large_string()), rows
 

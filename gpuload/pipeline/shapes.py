@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from gpuload.core.arrays import on_host
+from gpuload.core.arrow import as_numpy
 from gpuload.engines.conversations import EMPTY, NULL, OTHER, TEXTS, Conversations, from_arrow
 from gpuload.engines.host.texts import HostTexts, Ints
 from gpuload.engines.protocol import ArrowPrompts, Prompts
@@ -90,7 +91,7 @@ def _of_column(column: pa.Array) -> Shapes:
 def _plain(column: pa.Array) -> Shapes:
     """A column whose values have one form: text, numbers, lists of other things than messages."""
     nothing = np.zeros(0, np.int64)
-    return Shapes(np.asarray(column.is_valid()).astype(np.int64), nothing, nothing)
+    return Shapes(as_numpy(column.is_valid()).astype(np.int64), nothing, nothing)
 
 
 def _of_conversations(column: Conversations) -> Shapes:

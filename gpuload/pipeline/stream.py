@@ -23,6 +23,7 @@ import numpy as np
 import pyarrow as pa
 
 from gpuload.core.arrays import RowNumbers
+from gpuload.core.arrow import as_arrow
 from gpuload.engines.protocol import Prompts, RenderedText, Tokenized
 from gpuload.sources.parallel import in_order
 from gpuload.sources.read import Source
@@ -146,7 +147,7 @@ def _batches(
             first, last = np.searchsorted(wanted, [rows[0], row])
             if last - first < len(rows):
                 at = wanted[first:last] - rows[0]
-                table, data, rows = table.take(pa.array(at)), data.take(at), wanted[first:last]
+                table, data, rows = table.take(as_arrow(at)), data.take(at), wanted[first:last]
         if len(rows):
             rows = rows + first_row
             if isinstance(data, Tokenized):

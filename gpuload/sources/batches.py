@@ -8,10 +8,12 @@ values themselves.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from gpuload.core.arrow import as_arrow
 from gpuload.core.errors import SourceError
 from gpuload.sources.types import is_list, is_text, without_views
 
@@ -139,7 +141,7 @@ def read_row_group(parquet: pq.ParquetFile, reopen: Reopen, group: int, columns:
         for table in _tables(encoded, group, columns, step):
             for part, _ in _halves(table):
                 # `take` copies the rows: a cast of a slice of lists would decode all of the lists' values.
-                yield part.take(pa.array(range(part.num_rows))).cast(schema)
+                yield part.take(as_arrow(np.arange(part.num_rows))).cast(schema)
 
 
 def _longest_possible(chunk: Any) -> int:

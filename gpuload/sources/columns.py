@@ -15,6 +15,7 @@ from typing import Any, Self
 import numpy as np
 import pyarrow as pa
 
+from gpuload.core.arrow import as_arrow
 from gpuload.core.errors import DataError
 from gpuload.sources.digest import column_digests
 from gpuload.sources.python import to_objects
@@ -117,7 +118,7 @@ class Columns:
             # A table without columns does not know how many rows it has.
             nulls = {schema.names[0]: pa.nulls(len(some), schema.field(0).type)}
             tables.append(picked if picked.num_columns else pa.table(nulls))
-        return pa.concat_tables(tables, promote_options="permissive").take(pa.array(np.argsort(np.concatenate(slots))))
+        return pa.concat_tables(tables, promote_options="permissive").take(as_arrow(np.argsort(np.concatenate(slots))))
 
     def _picked(
         self, rows: np.ndarray[Any, Any], names: Sequence[str]
@@ -139,7 +140,7 @@ class Columns:
             if len(places) <= _FEW:
                 tables += [part.slice(place, 1) for place in places.tolist()]
             else:
-                tables.append(part.take(pa.array(places)))
+                tables.append(part.take(as_arrow(places)))
         for some, tables in found.values():
             whole = tables[0] if len(tables) == 1 else pa.concat_tables(tables).combine_chunks()
             yield np.concatenate(some), whole
@@ -163,7 +164,7 @@ class Columns:
         firsts = np.searchsorted(rows, self._starts)
         for number, (first, end) in enumerate(itertools.pairwise(firsts.tolist())):
             part, places = self._parts[number], rows[first:end] - self._starts[number]
-            yield first, part if len(places) == part.num_rows else part.take(pa.array(places))
+            yield first, part if len(places) == part.num_rows else part.take(as_arrow(places))
 
     def table(self) -> pa.Table:
         """All rows as one Arrow table, with types promoted where files differ.
@@ -186,7 +187,7 @@ class Columns:
                 f"the files' columns have no common Arrow type ({error}): access rows with dataset[i] instead"
             ) from error
         whole = len(self._index) == merged.num_rows and bool(np.all(np.diff(self._index) == 1))
-        return merged if whole else merged.take(pa.array(self._index))
+        return merged if whole else merged.take(as_arrow(self._index))
 
     def promoted_schema(self, names: Sequence[str]) -> pa.Schema:
         """Some columns, with types promoted where files differ.

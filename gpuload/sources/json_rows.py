@@ -13,10 +13,11 @@ from typing import Any
 
 import pyarrow as pa
 
+from gpuload.core.arrow import as_arrow
 from gpuload.core.errors import SourceError
 from gpuload.core.memory import garbage_collection_paused
 from gpuload.sources.batches import BATCH_ROWS
-from gpuload.sources.types import JSON_TYPE, as_json, json_text
+from gpuload.sources.types import JSON_TYPE, as_json, json_text, json_type
 
 
 @garbage_collection_paused()
@@ -120,7 +121,7 @@ def _column_of(name: str, rows: list[_Row]) -> pa.Array:
         for value, (_, of_row) in zip(values, rows, strict=True)
     ]
     try:
-        encoded = pa.array(texts, pa.large_string())
+        encoded = as_arrow(texts, pa.large_string())
     except UnicodeEncodeError:  # lone surrogates, which JSON text can escape
         return as_json(values)
     return pa.ExtensionArray.from_storage(JSON_TYPE, encoded)
@@ -148,16 +149,17 @@ def _same_keys(values: Iterable[Any], known: dict[Any, Any]) -> bool:
 
 def _arrow_column(values: list[Any]) -> pa.Array | None:
     """Values with a type of Arrow, if that changes nothing: no missing key, no 1 to 1.0, no order of keys."""
-    if not _same_keys(values, {}):
-        return None
     try:
-        column = pa.array(values)
+        # None: no type has all of them, or one that turns 1 into 1.0.
+        if not _same_keys(values, {}) or (kind := json_type(values)) is None:
+            return None
+        column = as_arrow(values, kind)
         slices = range(0, len(values), BATCH_ROWS)  # the text of all values would be as large as the file
         if all(
             json.dumps(column.slice(at, BATCH_ROWS).to_pylist()) == json.dumps(values[at : at + BATCH_ROWS])
             for at in slices
         ):
             return column
-    except (pa.ArrowException, ValueError, TypeError, OverflowError):
+    except (pa.ArrowException, ValueError, TypeError, OverflowError, RecursionError):
         pass
     return None

@@ -11,6 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from gpuload.core.arrow import as_numpy, without_nulls
+
 _SCALARS = int(pa.__version__.partition(".")[0]) < 25
 
 
@@ -64,7 +66,7 @@ def _dicts(array: pa.StructArray) -> list[Any] | None:
 
 def _lists(array: pa.ListArray) -> list[Any]:
     values = by_columns(array.flatten())  # without values that a null hides
-    ends = np.cumsum(pc.list_value_length(array).fill_null(0).to_numpy()).tolist()
+    ends = np.cumsum(as_numpy(without_nulls(pc.list_value_length(array), 0))).tolist()
     starts = [0, *ends[:-1]]
     rows = [values[start:end] for start, end in zip(starts, ends, strict=True)] if ends else []
     return _with_nulls(rows, array)
@@ -72,6 +74,6 @@ def _lists(array: pa.ListArray) -> list[Any]:
 
 def _with_nulls(rows: list[Any], array: pa.Array) -> list[Any]:
     if array.null_count:
-        for row in np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False)).tolist():
+        for row in np.flatnonzero(as_numpy(array.is_null())).tolist():
             rows[row] = None
     return rows

@@ -6,6 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from gpuload.core.arrow import as_arrow
 from gpuload.core.errors import DataError
 
 JSON_TYPE = pa.json_(pa.large_string())
@@ -18,8 +19,27 @@ def as_json(values: Sequence[Any]) -> pa.Array:
     Raises:
         TypeError: a value is nothing that JSON has.
     """
-    encoded = pa.array([None if value is None else json_text(value) for value in values], pa.large_string())
+    encoded = as_arrow([None if value is None else json_text(value) for value in values], pa.large_string())
     return pa.ExtensionArray.from_storage(JSON_TYPE, encoded)
+
+
+def json_type(values: Sequence[Any]) -> pa.DataType | None:
+    """The type that pyarrow would infer for values that were JSON, without importing pandas; None if they have no type
+    in common. Fields are in the order in which they first occur."""
+    (*types,) = set(map(type, values)) - {type(None)}
+    if not types:
+        return pa.null()
+    if len(types) > 1:
+        return None
+    if types[0] is list:
+        inner = json_type([item for value in values if value for item in value])
+        return None if inner is None else pa.list_(inner)
+    if types[0] is dict:
+        rows = [value for value in values if value is not None]
+        names = dict.fromkeys(name for row in rows for name in row)
+        fields = {name: json_type([row.get(name) for row in rows]) for name in names}
+        return None if None in fields.values() else pa.struct(list(fields.items()))
+    return {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}.get(types[0])
 
 
 def json_text(value: Any) -> str:

@@ -28,6 +28,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.core.arrays import Ragged, offsets_of
+from gpuload.core.arrow import as_arrow, as_numpy
 from gpuload.core.memory import room_to_encode
 from gpuload.engines.host.acceptance import acceptance_texts
 from gpuload.engines.host.texts import Bytes, Ints
@@ -73,7 +74,7 @@ def host_encoder(reference: Reference) -> HostEncoder:
         name = make.__name__.strip("_")
         try:
             encoder = make(reference)
-            found = encoder.encode(pa.array(texts, pa.large_string()))
+            found = encoder.encode(as_arrow(texts, pa.large_string()))
         except Exception as error:  # each library reports unsupported tokenizers in its own way
             unused.append(f"{name}: {first_line(error):.160}")
             continue
@@ -187,15 +188,15 @@ def _gigatoken(reference: Reference) -> HostEncoder:
             return ids
         order = np.arange(len(text))
         order[rows] = len(text) + np.arange(len(rows))
-        return Ragged.concatenate([ids, by_tokenizers(text.take(pa.array(rows)))]).take(order)
+        return Ragged.concatenate([ids, by_tokenizers(text.take(as_arrow(rows)))]).take(order)
 
     return HostEncoder(f"gigatoken {version('gigatoken')}", encode)
 
 
 def _not_nfc(text: pa.LargeStringArray) -> Ints:
     """The numbers of the texts that are not in NFC. ASCII always is."""
-    rows = np.flatnonzero(pc.invert(pc.string_is_ascii(text)).to_numpy(zero_copy_only=False))
-    some = text.take(pa.array(rows)).to_pylist()
+    rows = np.flatnonzero(~as_numpy(pc.string_is_ascii(text)))
+    some = text.take(as_arrow(rows)).to_pylist()
     return rows[[not unicodedata.is_normalized("NFC", one) for one in some]]
 
 
@@ -212,7 +213,7 @@ def _tokenizers(reference: Reference) -> HostEncoder:
     encode_all = partial(backend.encode_batch_fast, add_special_tokens=False)
 
     def encode(text: pa.LargeStringArray) -> Ragged:
-        sizes = pc.binary_length(text).to_numpy()
+        sizes = as_numpy(pc.binary_length(text))
         offsets, parts, low = offsets_of(sizes), [Ragged.from_lists([])], 0
         while low < len(text):
             # Its results take some 30 times as much memory as the text, until they are converted.

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 
 from gpuload.core.arrays import Ragged
+from gpuload.core.arrow import without_nulls
 from gpuload.core.marks import with_loss
 from gpuload.engines.batches import BatchLayout
 from gpuload.engines.host.batches import HostBatches
@@ -137,7 +137,7 @@ class HostEngine:
             return text.tokenized(ids.take(text.order))
         if text.ids is not None:
             return text.tokenized(text.ids)
-        texts = pc.fill_null(text.text, "") if text.rejected else text.text
+        texts = without_nulls(text.text, "") if text.rejected else text.text
         ids = self.ids(texts)
         if text.answers is not None:
             ids = with_loss(ids, self.spans.mask(texts, ids, *text.answers))

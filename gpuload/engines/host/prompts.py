@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.core.arrays import Ragged
+from gpuload.core.arrow import as_arrow, as_numpy
 from gpuload.core.memory import garbage_collection_paused
 from gpuload.engines.conversations import from_rows, messages_of_users
 from gpuload.engines.host.render import HostText, Spans, render, render_conversations
@@ -111,7 +112,7 @@ def render_rows(
         spans = each(lambda pair: find.in_bytes(messages_of(pair[0]), pair[1]), list(zip(values, texts, strict=True)))
         answers = Spans.of_rows({row: some for row, some in enumerate(spans) if some is not None})
     texts = each(lambda text: text.encode(), texts)
-    text = pc.cast(pa.array(texts, pa.large_binary()), pa.large_string())
+    text = pc.cast(as_arrow(texts, pa.large_binary()), pa.large_string())
     if reference.sanitizes and not with_ids:
         text = reject_unplain(text, reference.call.control, rejected)
     control = reference.call.control
@@ -130,7 +131,7 @@ def render_rows(
 def _plain_text(prompts: pa.Array, reference: Reference) -> HostText:
     """Plain strings without a template."""
     text = prompts.cast(pa.large_string())
-    rejected = {int(row): "prompt is null" for row in np.flatnonzero(np.asarray(text.is_null()))}
+    rejected = {int(row): "prompt is null" for row in np.flatnonzero(as_numpy(text.is_null()))}
     try:
         text.validate(full=True)
     except pa.ArrowInvalid:
@@ -138,7 +139,7 @@ def _plain_text(prompts: pa.Array, reference: Reference) -> HostText:
             None if row in rejected else attempt(rejected, row, lambda i: text[i].as_py(), row)
             for row in range(len(text))
         ]
-        text = pa.array(rows, pa.large_string())
+        text = as_arrow(rows, pa.large_string())
     found = with_control_tokens(text, reference.call.control.texts)
     return HostText(text=text, rejected=rejected, control_rows=int(found.sum()))
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.core.arrays import Ragged, offsets_of
+from gpuload.core.arrow import as_arrow, as_numpy, without_nulls
 from gpuload.engines.conversations import Conversations, from_arrow
 from gpuload.engines.host.sanitize import mark_column, reject_unplain
 from gpuload.engines.host.texts import Bytes, HostTexts, Ints, gather
@@ -69,8 +70,8 @@ class HostText(RenderedRows):
     @cached_property
     def sizes(self) -> Ints:
         """(n,) int64, bytes of the texts of each row, -1 where it was rejected."""
-        sizes = [np.asarray(pc.fill_null(pc.binary_length(each), 0)) for each in (self.text, *self.more)]
-        return np.where(np.asarray(self.text.is_null()), -1, np.sum(sizes, axis=0, dtype=np.int64))
+        sizes = [as_numpy(without_nulls(pc.binary_length(each), 0)) for each in (self.text, *self.more)]
+        return np.where(as_numpy(self.text.is_null()), -1, np.sum(sizes, axis=0, dtype=np.int64))
 
     def tokenized(self, ids: Ragged) -> Tokenized:
         """The same rows with their ids."""
@@ -106,7 +107,7 @@ class MixedText(HostText):
             return parts[0][1]
         order = np.argsort(np.concatenate([rows for rows, _ in parts]))
         texts = [text for _, text in parts]
-        made = cls(text=pa.concat_arrays([text.text for text in texts]).take(pa.array(order)), parts=texts, order=order)
+        made = cls(text=pa.concat_arrays([text.text for text in texts]).take(as_arrow(order)), parts=texts, order=order)
         for rows, text in parts:
             made.rejected.update((rows[at], why) for at, why in text.rejected.items())
             made.by_reference.update((rows[at], why) for at, why in text.by_reference.items())
@@ -146,7 +147,7 @@ def render(program: ChatProgram, prompts: pa.Array | pa.ChunkedArray) -> HostTex
 
 def _slices(prompts: pa.Array | pa.ChunkedArray) -> Iterator[pa.Array]:
     """A column in slices of at most about `MOST_BYTES`; at least one."""
-    chunks = prompts.chunks or [pa.array([], prompts.type)] if isinstance(prompts, pa.ChunkedArray) else [prompts]
+    chunks = prompts.chunks or [pa.nulls(0, prompts.type)] if isinstance(prompts, pa.ChunkedArray) else [prompts]
     for chunk in chunks:
         count = max(1, -(-chunk.nbytes // MOST_BYTES))
         size = max(1, -(-len(chunk) // count))

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.core.arrays import Ragged
+from gpuload.core.arrow import as_arrow, as_numpy, as_scalar
 from gpuload.engines.conversations import text_column
 from gpuload.engines.host.texts import Bools, HostTexts
 from gpuload.reference.control_tokens import END, START, ControlTokens
@@ -70,12 +71,12 @@ def _mark_texts(array: pa.Array, control: ControlTokens) -> pa.Array:
     mask = np.zeros(len(texts), bool)
     mask[rows] = True
     marked: list[str | bytes | None] = []
-    for text in texts.take(pa.array(rows)).cast(pa.large_binary()).to_pylist():
+    for text in texts.take(as_arrow(rows)).cast(pa.large_binary()).to_pylist():
         try:
             marked.append(None if text is None else control.mark(text.decode()).encode())
         except UnicodeDecodeError:  # its row is rejected
             marked.append(text)
-    whole = pc.replace_with_mask(texts.cast(pa.large_binary()), pa.array(mask), pa.array(marked, pa.large_binary()))
+    whole = pc.replace_with_mask(texts.cast(pa.large_binary()), as_arrow(mask), as_arrow(marked, pa.large_binary()))
     # A view: a cast would check that all texts are valid, which is done row by row later.
     return whole.view(pa.large_string())
 
@@ -84,7 +85,7 @@ def with_control_tokens(texts: pa.Array, tokens: tuple[str, ...]) -> Bools:
     """(n,) bool: true where a text contains one of the tokens. A null contains none."""
     found = HostTexts().contains_any(text_column(texts.cast(pa.large_string())), tokens)
     if texts.null_count:
-        found &= np.asarray(texts.is_valid().to_numpy(zero_copy_only=False), bool)
+        found &= as_numpy(texts.is_valid())
     return found
 
 
@@ -103,13 +104,13 @@ def without_marks(texts: pa.LargeStringArray) -> pa.LargeStringArray:
 def reject_unplain(texts: pa.LargeStringArray, control: ControlTokens, rejected: dict[int, str]) -> pa.LargeStringArray:
     """Rejects rows with a control token that the tokenizer produces even from plain text, as transformers does."""
     rows = np.flatnonzero(is_marked(texts))
-    wrong = unplain(texts.take(pa.array(rows)).to_pylist(), control)
+    wrong = unplain(texts.take(as_arrow(rows)).to_pylist(), control)
     if not wrong:
         return texts
     rejected.update((int(rows[i]), why) for i, why in wrong.items())
     valid = np.ones(len(texts), bool)
     valid[list(rejected)] = False
-    return pc.if_else(pa.array(valid), texts, pa.scalar(None, pa.large_string()))
+    return pc.if_else(as_arrow(valid), texts, as_scalar(None, pa.large_string()))
 
 
 def unplain(texts: Sequence[str], control: ControlTokens) -> dict[int, str]:
@@ -136,8 +137,8 @@ def encode_marked(texts: pa.LargeStringArray, control: ControlTokens, encode: En
         return encode(texts)
     mask = np.zeros(len(texts), bool)
     mask[rows] = True
-    others = encode(pc.if_else(pa.array(mask), "", texts))
-    given = texts.take(pa.array(rows)).to_pylist()
+    others = encode(pc.if_else(as_arrow(mask), as_scalar("", texts.type), texts))
+    given = texts.take(as_arrow(rows)).to_pylist()
     rejected = unplain(given, control)
     split = [[""] if i in rejected else control.pieces(text) for i, text in enumerate(given)]
     # The first piece of a row begins a text. The others are encoded after a newline, whose ids are then removed.
@@ -169,4 +170,4 @@ def _rows(ids: Ragged) -> list[Any]:
 
 
 def _texts(values: list[str]) -> pa.LargeStringArray:
-    return pa.array(values, pa.large_string())
+    return as_arrow(values, pa.large_string())

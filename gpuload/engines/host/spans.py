@@ -25,6 +25,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.core.arrays import Ragged, offsets_of
+from gpuload.core.arrow import as_arrow, as_numpy
 from gpuload.core.errors import TokenizerError
 from gpuload.engines.host.acceptance import acceptance_texts
 from gpuload.engines.host.encode import needs_itself
@@ -130,7 +131,7 @@ class TokenSpans:
         self.encoded_again += len(others)
         places = np.searchsorted(rows, others), np.searchsorted(rows, others, side="right")
         for chunk in range(0, len(others), _ROWS):
-            texts = text.take(pa.array(others[chunk : chunk + _ROWS])).to_pylist()
+            texts = text.take(as_arrow(others[chunk : chunk + _ROWS])).to_pylist()
             for at, (one, encoding) in enumerate(zip(texts, self._encode(texts).encodings, strict=True), chunk):
                 row, of_row = others[at], slice(places[0][at], places[1][at])
                 tokens = slice(ids.offsets[row], ids.offsets[row + 1])
@@ -154,7 +155,7 @@ class TokenSpans:
         queries = np.split(order, begins[1:])
         found = np.full(len(rows), -1, np.int64)
         for chunk in range(0, len(different), _ROWS):
-            texts = text.take(pa.array(different[chunk : chunk + _ROWS])).to_pylist()
+            texts = text.take(as_arrow(different[chunk : chunk + _ROWS])).to_pylist()
             encodings = self._encode(texts).encodings
             for one, encoding, query in zip(texts, encodings, queries[chunk : chunk + _ROWS], strict=True):
                 # The number of the character at each byte, and one more at the end of the text.
@@ -167,8 +168,8 @@ class TokenSpans:
     def _difference(self, search: "_Search", reference: Reference) -> str | None:
         """The shortest of the hostile texts for which the search differs from the tokenizer."""
         texts = acceptance_texts(reference)
-        text = pa.array(texts, pa.large_string())
-        offsets = offsets_of(np.array(pc.binary_length(text), np.int64))
+        text = as_arrow(texts, pa.large_string())
+        offsets = offsets_of(as_numpy(pc.binary_length(text)))
         byte = np.arange(0, offsets[-1], 3)  # every third byte of all texts: thousands of them
         rows = np.searchsorted(offsets, byte, side="right") - 1
         at = byte - offsets[rows]
@@ -272,7 +273,7 @@ class _Search:
         fast = ends[ids.offsets[1:]] - ends[ids.offsets[:-1]] == np.diff(offsets)
         fast[_rows_of(np.flatnonzero(lengths == 0), ids)] = False  # none of the tokenizer's tokens
         if self._table.nfc:
-            changeable = fast & ~np.asarray(pc.string_is_ascii(text))
+            changeable = fast & ~as_numpy(pc.string_is_ascii(text))
             token = np.flatnonzero(np.repeat(changeable, ids.lengths))
             place = ends[token] + np.repeat(shift[changeable], ids.lengths[changeable])
             different = self._different(data, ids.values[token], lengths[token], place)

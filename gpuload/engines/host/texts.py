@@ -18,6 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from gpuload.core.arrow import as_arrow, as_numpy
 from gpuload.engines.conversations import text_column
 from gpuload.engines.protocol import TextColumn
 from gpuload.template.probe import WHITE_SPACE
@@ -113,7 +114,7 @@ class HostTexts:
         for some in by_start.values():
             for low in range(0, len(some), _NEEDLES):
                 hits = pc.match_substring_regex(column, "|".join(some[low : low + _NEEDLES]))
-                found |= hits.to_numpy(zero_copy_only=False)
+                found |= as_numpy(hits)
         return found
 
     @staticmethod
@@ -131,7 +132,7 @@ class HostTexts:
     def distinct(texts: TextColumn) -> tuple[Ints, Ints, Bools]:
         # Arrow compares the bytes themselves, so that no text is ever in a wrong group.
         encoded = pc.dictionary_encode(_as_arrow(texts).cast(pa.large_binary()))
-        group = encoded.indices.to_numpy().astype(np.int64)
+        group = as_numpy(encoded.indices).astype(np.int64)
         example = np.zeros(len(encoded.dictionary), np.int64)
         example[group[::-1]] = np.arange(len(texts))[::-1]  # the last assignment wins: each group's first text
         return example, group, np.zeros(len(texts), bool)
@@ -328,7 +329,7 @@ def _rewritten(column: TextColumn, operation: Operation) -> TextColumn:
     if not pc.all(plain, min_count=0).as_py():
         other = pc.invert(plain)
         values = [getattr(text, operation.name)() for text in texts.filter(other).to_pylist()]
-        changed = pc.replace_with_mask(changed, other, pa.array(values, pa.large_string()))
+        changed = pc.replace_with_mask(changed, other, as_arrow(values, pa.large_string()))
     return text_column(changed)
 
 
@@ -352,7 +353,7 @@ def gather(data: Bytes, start: Ints, end: Ints, which: Ints) -> tuple[Ints, Byte
     pieces = pa.LargeBinaryArray.from_buffers(
         pa.large_binary(), len(bounds) - 1, [None, pa.py_buffer(bounds), pa.py_buffer(data)]
     )
-    taken = pieces.take(pa.array(2 * which + 1))
+    taken = pieces.take(as_arrow(2 * which + 1))
     _, offsets, values = taken.buffers()
     return (
         np.frombuffer(offsets, np.int64)[: len(which) + 1] if len(which) else np.zeros(1, np.int64),

@@ -22,6 +22,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from gpuload.core.arrow import as_arrow
 from gpuload.core.errors import DataError
 from gpuload.kinds.chats.malformed import RowError, check_text
 from gpuload.kinds.formats import Content, Format, fields_of, find_among
@@ -102,7 +103,7 @@ def messages_column(rows: Sequence[Any]) -> pa.Array:
     fields = {"role", "content"}
     if all(isinstance(row, list) and all(isinstance(m, dict) and m.keys() == fields for m in row) for row in rows):
         try:
-            return pa.array(rows, PLAIN_MESSAGES)
+            return as_arrow(rows, PLAIN_MESSAGES)
         except (pa.ArrowInvalid, pa.ArrowTypeError, UnicodeEncodeError):  # the last: JSON can escape lone surrogates
             pass
     return as_json(rows)

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from gpuload.core.arrow import as_arrow, as_scalar
 from gpuload.reference.template_call import describe_error
 from gpuload.sources.columns import to_python
 from gpuload.sources.types import JSON_TYPE, is_text, json_text
@@ -49,7 +50,7 @@ def converted(make: Callable[[Mapping[str, Any]], pa.Array], columns: Mapping[st
         count = len(next(iter(columns.values())))
         slices = ({name: column.slice(row, 1) for name, column in columns.items()} for row in range(count))
         rows = [_as_text(make, each) for each in slices]
-        return pa.ExtensionArray.from_storage(JSON_TYPE, pa.array(rows, pa.large_string()))
+        return pa.ExtensionArray.from_storage(JSON_TYPE, as_arrow(rows, pa.large_string()))
 
 
 def _as_text(make: Callable[[Mapping[str, Any]], pa.Array], row: Mapping[str, Any]) -> str | None:
@@ -102,7 +103,7 @@ def check_form(name: str, column: Any, objects: bool) -> None:
     if column.type != JSON_TYPE:
         return
     wrong = pc.starts_with(column.storage, "{") if objects else pc.invert(pc.starts_with(column.storage, '"'))
-    first = pc.index(wrong, True).as_py()
+    first = pc.index(wrong, as_scalar(True, pa.bool_())).as_py()
     if first < 0:
         return
     value = to_python(column.slice(first, 1))[0]

@@ -9,6 +9,7 @@ import pyarrow as pa
 import torch
 
 from gpuload.core.arrays import Ragged, selected
+from gpuload.core.arrow import as_arrow
 from gpuload.core.errors import OptionError
 from gpuload.core.lazy import LazyDict
 from gpuload.core.marks import split
@@ -163,7 +164,7 @@ class PairDataset(Rows):
 
         def make(numbers: Numbers) -> list[pa.Array]:
             made = [lists(ids.values, ids.offsets) for ids in self._ids(numbers).values()]
-            return [*made, pa.array(self.labels[numbers])] if self.objective == "kto" else made
+            return [*made, as_arrow(self.labels[numbers])] if self.objective == "kto" else made
 
         return row_reader(self.sizes.all, pair_fields(self.objective), make, self.passed_through, columns)
 

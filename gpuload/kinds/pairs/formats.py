@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.core.arrays import common_prefix
+from gpuload.core.arrow import as_arrow, as_scalar, without_nulls
 from gpuload.core.options import Objective
 from gpuload.kinds.chats.formats import PLAIN_MESSAGES, sharegpt_turn
 from gpuload.kinds.chats.malformed import check_text
@@ -273,12 +274,13 @@ def _same_form(*parts: Any) -> bool:
 
 
 def _struct(parts: dict[str, Any], wrong: list[str | None] | None) -> pa.Array:
-    problem = pa.nulls(len(parts["prompt"]), pa.large_string()) if wrong is None else pa.array(wrong, pa.large_string())
+    problem = pa.nulls(len(parts["prompt"]), pa.large_string()) if wrong is None else as_arrow(wrong, pa.large_string())
     for name, column in reversed(parts.items()):
         if not is_text(column.type):
-            empty = pc.fill_null(pc.equal(pc.list_value_length(column), 0), False)
-            problem = pc.if_else(empty, f"{name} is an empty list", problem)
-        problem = pc.if_else(column.is_null(), f"{name} is null", problem)
+            lengths = pc.list_value_length(column)
+            empty = without_nulls(pc.equal(lengths, as_scalar(0, lengths.type)), False)
+            problem = pc.if_else(empty, as_scalar(f"{name} is an empty list", problem.type), problem)
+        problem = pc.if_else(column.is_null(), as_scalar(f"{name} is null", problem.type), problem)
     return pa.StructArray.from_arrays([*parts.values(), problem], [*parts, "problem"])
 
 
@@ -291,7 +293,7 @@ def _column(rows: Sequence[dict[str, Any]], answers: tuple[str, ...], wrong: lis
         if all(fits(row[name]) for row in rows for name in names if name in row):
             fields = [(name, kind) for name in names] + [("problem", pa.large_string())]
             try:
-                return pa.array(rows, pa.struct(fields))
+                return as_arrow(rows, pa.struct(fields))
             except UnicodeEncodeError:  # a lone surrogate, which JSON escapes
                 break
     return as_json(rows)
