@@ -85,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_prompts(prepare)
     _add_conversations(prepare)
     prepare.add_argument("--format", metavar="NAME", help="of chats or pairs, as load_chats and load_pairs have it")
-    prepare.add_argument("--loss-on", metavar="PART", help="of chats: assistant, last, completion or all")
+    prepare.add_argument("--loss-on", metavar="PART", help="of chats: assistant, last, marked, completion or all")
     prepare.add_argument("--template-kwargs", metavar="JSON", default="{}", help="constants for the chat template")
     prepare.add_argument(
         "--verify",

@@ -140,8 +140,9 @@ class ChatKeywords(TrainingKeywords, total=False):
     """Column with messages or texts, if it has another name than usual."""
 
     loss_on: LossOn | None
-    """The tokens with loss: those of the answers of the `"assistant"`, of the `"last"` answer, of the
-    `"completion"`, or `"all"`. None: of answers for conversations, of the completion for prompt-completion, all for
+    """The tokens with loss: those of the answers of the `"assistant"`, of the `"last"` answer, of the answers that
+    messages have `"marked"` (`loss`, `train`, `weight` ...), of the `"completion"`, or `"all"`. None: as messages say
+    if they have such marks; else of answers for conversations, of the completion for prompt-completion, all for
     texts."""
 
 

@@ -20,7 +20,7 @@ from gpuload.core.errors import OptionError
 Truncation = Literal["error", "left", "right", "middle"]
 Verify = Literal["sample", "full", "off"]
 Padding = Literal["max_length", "longest"]
-LossOn = Literal["assistant", "last", "completion", "all"]
+LossOn = Literal["assistant", "last", "completion", "all", "marked"]
 Objective = Literal["dpo", "rm", "kto"]
 Trainer = Literal["trl", "llamafactory", "axolotl", "skyrl", "areal"]
 TokensOn = Literal["auto", "device", "host"]

@@ -178,7 +178,7 @@ class Walk:
                 try:
                     given = to_python(prompts.slice(at, 1))[0] if objects is None else objects[row]
                     messages = row_messages(given)
-                    if why_not := problem(messages):
+                    if why_not := problem(messages) or (program.answers and program.answers.problem(messages)):
                         self.rejected[row] = why_not
                         continue
                     # Fields that are not columns of text are searched here.

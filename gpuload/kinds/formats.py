@@ -15,7 +15,7 @@ from gpuload.kinds.chats.malformed import RowError, check_form, converted
 from gpuload.kinds.training_reference import KWARGS, TOOLS, TrainingReference
 from gpuload.sources.columns import to_python
 from gpuload.sources.read import Source
-from gpuload.sources.types import JSON_TYPE, as_json, is_messages
+from gpuload.sources.types import JSON_TYPE, as_json
 
 LABELS = ("label", "kto_tag")
 """Columns that say whether an answer is a good one, in data for KTO; the first one that there is."""
@@ -44,11 +44,6 @@ class Format:
     more: tuple[str, ...] = ()
     convert: Callable[[Mapping[str, Any], Content], pa.Array] | None = None
     kept: tuple[str, ...] = ()
-
-
-def fields_of(kind: pa.DataType) -> set[str]:
-    """The fields that messages of a type have; none if it is no type of messages."""
-    return {field.name for field in kind.value_type} if is_messages(kind) else set()
 
 
 def find_among(candidates: Sequence[Format], schema: pa.Schema, where: str, name: str | None, remedy: str) -> Format:

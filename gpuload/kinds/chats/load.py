@@ -21,7 +21,8 @@ from gpuload.engines.host.packs import IGNORED
 from gpuload.engines.protocol import Engine
 from gpuload.kinds.chats.dataset import LAYOUT, ChatDataset
 from gpuload.kinds.chats.device import DeviceChatEngine
-from gpuload.kinds.chats.formats import FORMATS, find_format, is_plain
+from gpuload.kinds.chats.formats import FORMATS, find_format, is_plain, with_marks
+from gpuload.kinds.chats.marked import marks_in
 from gpuload.kinds.chats.reference import ChatReference
 from gpuload.kinds.formats import LABELS, Format, as_prompts, one_format
 from gpuload.kinds.training_options import TrainingDefaults, training_options
@@ -33,8 +34,9 @@ from gpuload.template.marks import UnknownAnswersError
 from gpuload.template.turns import unknown
 
 _CHOICES: dict[str, tuple[LossOn, ...]] = {
-    **dict.fromkeys(("messages", "sharegpt", "alpaca"), ("assistant", "last", "all")),
-    "prompt-completion": ("completion", "assistant", "all"),
+    **dict.fromkeys(("messages", "sharegpt"), ("assistant", "last", "all", "marked")),
+    "alpaca": ("assistant", "last", "all"),
+    "prompt-completion": ("completion", "assistant", "all", "marked"),
     "text": ("all",),
 }
 """What can have loss in data of each format; the first is the default."""
@@ -52,12 +54,14 @@ class ChatKind(Kind[ChatDataset]):
 
     Attributes:
         format, messages_key, loss_on: as for `load_chats`; after `resolve`, what was found and chosen.
+        marks: the keys of messages for which `resolve` has chosen "marked".
     """
 
     name = "chats"
     format: str | None = None
     messages_key: str | None = None
     loss_on: LossOn | None = None
+    marks: tuple[str, ...] = ()
 
     fields: ClassVar[tuple[pa.Field, ...]] = (pa.field("input_ids", INT32_LIST), pa.field("labels", INT32_LIST))
 
@@ -76,11 +80,17 @@ class ChatKind(Kind[ChatDataset]):
         found = self._format_of(filled)
         if all(is_plain(found, source.schema) for source in filled):
             options = replace(options, chat_template=None)
-        wanted = self.loss_on or _CHOICES[found][0]
+        marks = () if self.loss_on or "marked" not in _CHOICES[found] else self._marks_in(filled)
+        wanted = self.loss_on or ("marked" if marks else _CHOICES[found][0])
         if wanted not in _CHOICES[found]:
             choices = ", ".join(map(repr, _CHOICES[found]))
             raise OptionError(f"loss_on={wanted!r}: data in the format {found} has no such part: use one of {choices}")
-        return replace(self, format=found, loss_on=wanted), filled, options
+        return replace(self, format=found, loss_on=wanted, marks=marks), filled, options
+
+    def _marks_in(self, sources: Sequence[Source]) -> tuple[str, ...]:
+        """The keys that say which answers have loss, in the first part of the data that has any."""
+        found = (marks_in(source, self._found_in(source).columns[-1]) for source in sources)
+        return next(filter(None, found), ())
 
     def _format_of(self, sources: Sequence[Source]) -> str:
         """The name of the format that all sources have, each of which has rows."""
@@ -113,7 +123,9 @@ class ChatKind(Kind[ChatDataset]):
         return ChatReference(tokenizer, self.loss_on, **options.of_tokenizer())
 
     def column(self, source: Source, options: Options, reference: Any) -> Source:
-        return as_prompts(source, self._found_in(source), options.prompt_key, reference)
+        found = self._found_in(source)
+        found = with_marks(found) if self.loss_on == "marked" else found
+        return as_prompts(source, found, options.prompt_key, reference)
 
     def engine(self, options: Options, reference: Any, exact_only: bool) -> Engine:
         return choose_engine(options, reference, exact_only, DeviceChatEngine)
@@ -130,7 +142,8 @@ class ChatKind(Kind[ChatDataset]):
             kept = on_host(loss_tokens(tokens, limit, options.truncation))
             why = f"no token with loss is within max_length={limit}"
             reasons = dict.fromkeys(np.flatnonzero(kept == 0).tolist(), why)
-        why = "no token has loss: there is no answer of an assistant"
+        marked = " that is marked to have loss" if self.loss_on == "marked" else ""
+        why = f"no token has loss: there is no answer of an assistant{marked}"
         return reasons | dict.fromkeys(np.flatnonzero(sizes[1] == 0).tolist(), why)
 
     def nothing_left(self, report: Report) -> GpuloadError | None:
@@ -145,6 +158,9 @@ class ChatKind(Kind[ChatDataset]):
 
     def dataset(self, loaded: Loaded) -> ChatDataset:
         loaded.report.notes.insert(0, f"format: {self.format}, loss on {self.loss_on}")
+        if self.marks:
+            keys = ", ".join(self.marks)
+            loaded.report.notes.insert(1, f"messages say which answers have loss ({keys}): loss_on='assistant' for all")
         return ChatDataset(loaded, LAYOUT)
 
 
