@@ -15,7 +15,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any, TypedDict, TypeVar, get_type_hints
 
-from gpuload.core.options import LossOn, Objective, Overlong, Store, TokensOn, Truncation, Verify
+from gpuload.core.options import LossOn, Normalize, Objective, Overlong, Store, TokensOn, Truncation, Verify
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -128,6 +128,14 @@ class TrainingKeywords(LoadKeywords, total=False):
     overlong: Overlong
     """What becomes of longer rows: `"drop"` them, or `"keep_start"` or `"keep_end"` of each. Rows of which nothing
     would be learned are dropped."""
+
+    drop_nulls: bool
+    """Remove keys that are null from messages and tools, at any depth, before they are rendered, as TRL's
+    `remove_none_values` does: parquet has null for each field that another row has."""
+
+    normalize_messages: Normalize | None
+    """`"auto"`: contents of messages that are null become the empty text, and arguments of tool calls that are JSON
+    text become objects if the template takes objects. None: messages are rendered as they are."""
 
 
 class ChatKeywords(TrainingKeywords, total=False):

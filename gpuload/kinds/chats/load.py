@@ -12,7 +12,7 @@ from gpuload.core.arrays import Array, Ragged, RowNumbers, array_module, on_host
 from gpuload.core.errors import DataError, GpuloadError, OptionError
 from gpuload.core.keywords import ChatKeywords, takes
 from gpuload.core.marks import loss_tokens, with_loss
-from gpuload.core.options import COLUMN, LossOn, Options, check_fields, check_format, or_none
+from gpuload.core.options import BOOLEAN, COLUMN, LossOn, Options, check_fields, check_format, or_none
 from gpuload.dataset.arrow import INT32_LIST, ragged
 from gpuload.dataset.report import Report
 from gpuload.dataset.rows import Loaded
@@ -25,7 +25,7 @@ from gpuload.kinds.chats.formats import FORMATS, find_format, is_plain, with_mar
 from gpuload.kinds.chats.marked import marks_in
 from gpuload.kinds.chats.reference import ChatReference
 from gpuload.kinds.formats import LABELS, Format, as_prompts, one_format
-from gpuload.kinds.training_options import TrainingDefaults, training_options
+from gpuload.kinds.training_options import OF_MESSAGES, MessageOptions, TrainingDefaults, training_options
 from gpuload.pipeline.kind import Kind
 from gpuload.pipeline.run import load_given
 from gpuload.sources.columns import to_python
@@ -49,7 +49,7 @@ _GOOD, _BAD = (1, "1", "1.0", "true"), (0, "0", "0.0", "false")
 
 
 @dataclass(frozen=True)
-class ChatKind(Kind[ChatDataset]):
+class ChatKind(MessageOptions, Kind[ChatDataset]):
     """Conversations and other texts to train on, with a loss mask.
 
     Attributes:
@@ -67,11 +67,11 @@ class ChatKind(Kind[ChatDataset]):
 
     def __post_init__(self) -> None:
         check_format(self.format, [each.name for each in FORMATS])
-        check_fields(self, {"messages_key": or_none(COLUMN)})
+        check_fields(self, {"messages_key": or_none(COLUMN), "drop_nulls": BOOLEAN})
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> tuple["ChatKind", Options]:
-        names = ("format", "messages_key", "loss_on")
+        names = ("format", "messages_key", "loss_on", *OF_MESSAGES)
         kind = cls(**{name: given[name] for name in names if name in given})
         return kind, training_options(given, kind.messages_key or "messages", names)
 
@@ -120,7 +120,7 @@ class ChatKind(Kind[ChatDataset]):
 
     def reference(self, tokenizer: Any, options: Options) -> ChatReference:
         assert self.loss_on is not None
-        return ChatReference(tokenizer, self.loss_on, **options.of_tokenizer())
+        return ChatReference(tokenizer, self.loss_on, **self.of_messages(), **options.of_tokenizer())
 
     def column(self, source: Source, options: Options, reference: Any) -> Source:
         found = self._found_in(source)
@@ -157,7 +157,7 @@ class ChatKind(Kind[ChatDataset]):
         return with_loss(ragged(table, "input_ids"), ragged(table, "labels").values != IGNORED)
 
     def dataset(self, loaded: Loaded) -> ChatDataset:
-        loaded.report.notes.insert(0, f"format: {self.format}, loss on {self.loss_on}")
+        loaded.report.notes[:0] = [f"format: {self.format}, loss on {self.loss_on}", *self.changes()]
         if self.marks:
             keys = ", ".join(self.marks)
             loaded.report.notes.insert(1, f"messages say which answers have loss ({keys}): loss_on='assistant' for all")
