@@ -85,7 +85,14 @@ def build_parser() -> argparse.ArgumentParser:
     _add_prompts(prepare)
     _add_conversations(prepare)
     prepare.add_argument("--format", metavar="NAME", help="of chats or pairs, as load_chats and load_pairs have it")
-    prepare.add_argument("--loss-on", metavar="PART", help="of chats: assistant, last, completion or all")
+    prepare.add_argument("--loss-on", metavar="PART", help="of chats: assistant, last, marked, completion or all")
+    prepare.add_argument("--drop-nulls", action="store_true", help="of chats and pairs: remove keys that are null")
+    prepare.add_argument(
+        "--normalize-messages",
+        metavar="MODE",
+        help="of chats and pairs: auto makes contents that are null, and arguments of tool calls that are text, what "
+        "most templates take",
+    )
     prepare.add_argument("--template-kwargs", metavar="JSON", default="{}", help="constants for the chat template")
     prepare.add_argument(
         "--verify",
@@ -193,7 +200,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 
 
 _EXPORT_ONLY = ("trainer", "split", "max_length", "overlong", "columns", "overwrite")
-_TRAINING = ("format", "loss_on", "messages_key")
+_TRAINING = ("format", "loss_on", "messages_key", "drop_nulls", "normalize_messages")
 
 
 # Commands are imported when they run: `gpuload --help` does not wait for torch.

@@ -15,7 +15,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any, TypedDict, TypeVar, get_type_hints
 
-from gpuload.core.options import LossOn, Objective, Overlong, Store, TokensOn, Truncation, Verify
+from gpuload.core.options import LossOn, Normalize, Objective, Overlong, Store, TokensOn, Truncation, Verify
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -129,6 +129,14 @@ class TrainingKeywords(LoadKeywords, total=False):
     """What becomes of longer rows: `"drop"` them, or `"keep_start"` or `"keep_end"` of each. Rows of which nothing
     would be learned are dropped."""
 
+    drop_nulls: bool
+    """Remove keys that are null from messages and tools, at any depth, before they are rendered, as TRL's
+    `remove_none_values` does: parquet has null for each field that another row has."""
+
+    normalize_messages: Normalize | None
+    """`"auto"`: contents of messages that are null become the empty text, and arguments of tool calls that are JSON
+    text become objects if the template takes objects. None: messages are rendered as they are."""
+
 
 class ChatKeywords(TrainingKeywords, total=False):
     """What `load_chats` takes."""
@@ -140,8 +148,9 @@ class ChatKeywords(TrainingKeywords, total=False):
     """Column with messages or texts, if it has another name than usual."""
 
     loss_on: LossOn | None
-    """The tokens with loss: those of the answers of the `"assistant"`, of the `"last"` answer, of the
-    `"completion"`, or `"all"`. None: of answers for conversations, of the completion for prompt-completion, all for
+    """The tokens with loss: those of the answers of the `"assistant"`, of the `"last"` answer, of the answers that
+    messages have `"marked"` (`loss`, `train`, `weight` ...), of the `"completion"`, or `"all"`. None: as messages say
+    if they have such marks; else of answers for conversations, of the completion for prompt-completion, all for
     texts."""
 
 

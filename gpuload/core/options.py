@@ -20,7 +20,8 @@ from gpuload.core.errors import OptionError
 Truncation = Literal["error", "left", "right", "middle"]
 Verify = Literal["sample", "full", "off"]
 Padding = Literal["max_length", "longest"]
-LossOn = Literal["assistant", "last", "completion", "all"]
+LossOn = Literal["assistant", "last", "completion", "all", "marked"]
+Normalize = Literal["auto"]
 Objective = Literal["dpo", "rm", "kto"]
 Trainer = Literal["trl", "llamafactory", "axolotl", "skyrl", "areal"]
 TokensOn = Literal["auto", "device", "host"]
@@ -157,13 +158,12 @@ def _string(wanted: str) -> Must:
 
 POSITIVE = _integer(1, "an integer > 0")
 COLUMN = _string("the name of a column")
+BOOLEAN = Must("True or False", lambda value: isinstance(value, bool))
 
 _CHECKS: Mapping[str, Must] = {
     "prompt_key device": _string("a string"),
     "cache_dir": or_none(_string("a path")),
-    "filter_overlong_prompts return_raw_chat return_full_prompt shuffle strict token_cache distributed": Must(
-        "True or False", lambda value: isinstance(value, bool)
-    ),
+    "filter_overlong_prompts return_raw_chat return_full_prompt shuffle strict token_cache distributed": BOOLEAN,
     "max_prompt_length": POSITIVE,
     "max_samples": Must(
         "an integer > 0, or -1 for all rows", lambda value: _is_int(value) and (value > 0 or value == -1)

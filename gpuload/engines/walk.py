@@ -192,7 +192,7 @@ class Walk:
                     if isinstance(value, Exception):
                         raise value
                     messages = row_messages(value)
-                    if why_not := problem(messages):
+                    if why_not := problem(messages) or (program.answers and program.answers.problem(messages)):
                         self.rejected[row] = why_not
                         continue
                     if not whole:

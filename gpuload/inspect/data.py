@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from gpuload.core.errors import DataError, OptionError
-from gpuload.core.options import NO_LIMIT, LossOn, Options
+from gpuload.core.options import NO_LIMIT, LossOn, Normalize, Options
 from gpuload.engines.protocol import ArrowPrompts
 from gpuload.kinds.chats.formats import find_format
 from gpuload.kinds.chats.load import ChatKind
@@ -32,6 +32,8 @@ def open_data(
     messages_key: str | None = None,
     format: str | None = None,
     loss_on: LossOn | None = None,
+    drop_nulls: bool = False,
+    normalize_messages: Normalize | None = None,
     trains: bool = False,
     **options: Any,
 ) -> Job[Any]:
@@ -42,6 +44,7 @@ def open_data(
         kind: what the files hold; None: found by their columns.
         prompt_key: the column with prompts.
         messages_key, format, loss_on: of chats, as for `load_chats`.
+        drop_nulls, normalize_messages: of chats and pairs, as for `load_chats`.
         trains: raise an error for data on which nobody trains without a decision, as `load_chats` does.
         **options: of a load.
 
@@ -61,14 +64,15 @@ def open_data(
         raise OptionError("--return-raw-chat is for prompts: rows to train on have no messages. Remove it")
     given = {"device": "auto" if trains else "cpu"} | given | {"filter_overlong_prompts": True}
     if kind == "pairs":
-        pairs = PairKind("dpo", format)
+        pairs = PairKind("dpo", format, drop_nulls=drop_nulls, normalize_messages=normalize_messages)
         parsed = Options.parse({**given, "prompt_key": pairs.prompt_key, "store": "memory"})
         return open_job(pairs, opened, tokenizer, parsed, started)
     if format is None and not trains:  # a load asks for it if the answers of some rows are bad ones
         found = {each.name: find_format(each.schema, each.name, key=messages_key).name for each in opened}
         format = one_format(found)
     parsed = Options.parse({**given, "prompt_key": messages_key or "messages"})
-    return open_job(ChatKind(format, messages_key, loss_on), opened, tokenizer, parsed, started)
+    chats = ChatKind(format, messages_key, loss_on, drop_nulls=drop_nulls, normalize_messages=normalize_messages)
+    return open_job(chats, opened, tokenizer, parsed, started)
 
 
 def kind_of(source: Source, prompt_key: str, messages_key: str | None = None) -> KindName:

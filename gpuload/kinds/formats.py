@@ -13,10 +13,12 @@ import pyarrow as pa
 from gpuload.core.arrow import as_arrow
 from gpuload.core.errors import DataError
 from gpuload.kinds.chats.malformed import RowError, check_form, converted
+from gpuload.kinds.normalize import normalized_column
 from gpuload.kinds.training_reference import KWARGS, TOOLS, TrainingReference
 from gpuload.sources.columns import to_python
+from gpuload.sources.nulls import column_without_nulls
 from gpuload.sources.read import Source
-from gpuload.sources.types import JSON_TYPE, as_json, is_messages, json_text
+from gpuload.sources.types import JSON_TYPE, as_json, json_text
 
 LABELS = ("label", "kto_tag")
 """Columns that say whether an answer is a good one, in data for KTO; the first one that there is."""
@@ -45,11 +47,6 @@ class Format:
     more: tuple[str, ...] = ()
     convert: Callable[[Mapping[str, Any], Content], pa.Array] | None = None
     kept: tuple[str, ...] = ()
-
-
-def fields_of(kind: pa.DataType) -> set[str]:
-    """The fields that messages of a type have; none if it is no type of messages."""
-    return {field.name for field in kind.value_type} if is_messages(kind) else set()
 
 
 def find_among(candidates: Sequence[Format], schema: pa.Schema, where: str, name: str | None, remedy: str) -> Format:
@@ -111,7 +108,8 @@ def as_prompts(source: Source, found: Format, key: str, reference: TrainingRefer
     """
     expected = (*found.columns, *found.more, TOOLS, KWARGS)
     used, kept = ([name for name in names if name in source.schema.names] for names in (expected, found.kept))
-    if found.convert is None and used == [key] and source.schema.field(key).type != JSON_TYPE:
+    as_it_is = found.convert is None and not reference.changes_messages
+    if as_it_is and used == [key] and source.schema.field(key).type != JSON_TYPE:
         return source
     made = _MadeColumn(source, found, key, used, kept, reference)
     schema = pa.schema([field for field in source.schema if field.name not in (*used, key)])
@@ -155,12 +153,17 @@ class _MadeColumn:
         for column in columns.values():
             if column.type == JSON_TYPE and not self.source.parsed:  # a table may have anything in such a column
                 to_python(column)
+        if self.reference.drop_nulls:
+            columns = {n: column_without_nulls(each) if n in self.used else each for n, each in columns.items()}
         if self.format.convert:
             made = self.format.convert(columns, lambda: self.reference.content_of_calls)
-            return _with_own_arguments(made, columns)
-        name = self.format.columns[0]
-        check_form(name, columns[name], objects=self.format.name != "text")
-        return _with_own_arguments(columns[name], columns)
+        else:
+            name = self.format.columns[0]
+            made = columns[name]
+            check_form(name, made, objects=self.format.name != "text")
+        if self.reference.normalize_messages:
+            made = normalized_column(made, self.reference.takes_objects)
+        return _with_own_arguments(made, columns)
 
     @property
     def form(self) -> str:

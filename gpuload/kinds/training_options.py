@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpuload.core.errors import OptionError
-from gpuload.core.options import POSITIVE, Options, Overlong, check_fields, nearest
+from gpuload.core.options import POSITIVE, Normalize, Options, Overlong, check_fields, nearest
 
 _TRUNCATION = {"drop": "error", "keep_start": "right", "keep_end": "left"}
 """What becomes of longer rows → the option `truncation` of `load`."""
@@ -18,6 +18,31 @@ class TrainingDefaults:
     max_length: int = 4096
     overlong: Overlong = "drop"
 
+
+@dataclass(frozen=True, kw_only=True)
+class MessageOptions:
+    """What becomes of messages before they are rendered.
+
+    Attributes:
+        drop_nulls, normalize_messages: as for `load_chats` and `load_pairs`.
+    """
+
+    drop_nulls: bool = False
+    normalize_messages: Normalize | None = None
+
+    def of_messages(self) -> dict[str, Any]:
+        """These options, as arguments of `TrainingReference`."""
+        return {name: getattr(self, name) for name in OF_MESSAGES}
+
+    def changes(self) -> list[str]:
+        """For the report: what becomes of messages."""
+        nulls = "keys that are null are removed from messages (drop_nulls=True)"
+        forms = "null contents and arguments as text are normalized (normalize_messages='auto')"
+        return [nulls] * self.drop_nulls + [forms] * (self.normalize_messages is not None)
+
+
+OF_MESSAGES = ("drop_nulls", "normalize_messages")
+"""Names of these options."""
 
 _REPLACED = {"prompt_key", "max_prompt_length", "filter_overlong_prompts", "truncation"}
 """Options of the pipeline that training data has by other names."""

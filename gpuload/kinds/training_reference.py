@@ -11,6 +11,8 @@ from functools import cached_property
 from typing import Any
 
 from gpuload.core.errors import TokenizerError
+from gpuload.core.options import Normalize
+from gpuload.kinds.normalize import normalized, takes_objects
 from gpuload.reference.reference import Reference
 from gpuload.reference.template_call import RESERVED, TemplateCall
 
@@ -23,10 +25,20 @@ class TrainingReference(Reference):
 
     Args:
         tokenizer, **settings: as for `Reference`.
+        drop_nulls: keys of messages and of their nested values that are null were removed from the rows.
+        normalize_messages: "auto" if the rows were `normalized`.
     """
 
-    def __init__(self, tokenizer: Any, **settings: Any):
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        drop_nulls: bool = False,
+        normalize_messages: Normalize | None = None,
+        **settings: Any,
+    ):
         super().__init__(tokenizer, **settings)
+        self.drop_nulls, self.normalize_messages = drop_nulls, normalize_messages
         self.call = replace(self.call, add_generation_prompt=False)
 
     @property
@@ -58,6 +70,32 @@ class TrainingReference(Reference):
         return "" if self.uses_template and _needs_text(self.call) else None
 
     @property
+    def changes_messages(self) -> bool:
+        """Whether rows are changed before they are rendered."""
+        return self.drop_nulls or self.normalize_messages is not None
+
+    @property
+    def keeps_nulls(self) -> bool:
+        return not self.drop_nulls
+
+    @cached_property
+    def takes_objects(self) -> bool:
+        """Whether arguments of tool calls that are JSON text become objects where messages are normalized."""
+        return not self.uses_template or takes_objects(self.call)
+
+    def remedy(self, prompt: Any) -> str:
+        if self.normalize_messages is not None or not self.uses_template or self.problem(prompt):
+            return ""
+        other = normalized(prompt, self.takes_objects)
+        if other == prompt:
+            return ""
+        try:
+            self.ids(other)
+        except Exception:
+            return ""
+        return ": normalize_messages='auto' makes contents and arguments that this template takes"
+
+    @property
     def eos(self) -> str:
         """The text of the token that ends a text.
 
@@ -69,6 +107,10 @@ class TrainingReference(Reference):
                 f"tokenizer {self.name} has no eos token, which ends texts and completions: set tokenizer.eos_token"
             )
         return str(self.tokenizer.eos_token)
+
+    def fingerprint(self) -> str:
+        changes = " without nulls" * self.drop_nulls + " normalized" * (self.normalize_messages is not None)
+        return super().fingerprint() + changes
 
     def with_eos(self, text: str) -> str:
         return text if text.endswith(self.eos) else text + self.eos

@@ -44,6 +44,7 @@ from gpuload.pipeline.keep_on_disk import OnDisk, choose_disk, fits_on_disk
 from gpuload.pipeline.kind import Dataset, Kind
 from gpuload.pipeline.long_rows import rendered_without, rows_without_room
 from gpuload.pipeline.ranks import Ranks, joined
+from gpuload.pipeline.remedies import add_remedies
 from gpuload.pipeline.stream import (
     Batch,
     Encoded,
@@ -293,9 +294,12 @@ def _encoded(
     stack: ExitStack,
 ) -> Iterator[Encoded]:
     """The batches with tokens: read, rendered, encoded and verified, each in threads of their own."""
+    remedies: dict[str, str] = {}
 
     def render(batch: Batch) -> Rendered:
-        return Rendered(batch.source, batch.rows, batch.table, batch.prompts, engine.render(batch.prompts))
+        text = engine.render(batch.prompts)
+        add_remedies(job.reference, batch.prompts, text.rejected, remedies)
+        return Rendered(batch.source, batch.rows, batch.table, batch.prompts, text)
 
     def encode(batch: Rendered) -> Encoded:
         try:
@@ -321,6 +325,8 @@ def _encoded(
         if batch.rendered is not None:
             fetch, name = partial(engine.fetch, batch.tokens.ids), job.sources[batch.source].name
             compared = verifier.compare(name, batch.rows, batch.rendered.prompts, batch.rendered.text, fetch)
+            source, text = job.sources[batch.source], batch.rendered.text
+            verifier.nulls.look(source, batch.rows, batch.rendered.prompts, text.sizes)
         if invalid is None:
             invalid = invalid_rows(without(batch.table, job.options.prompt_key))
         return replace(batch, compared=compared, invalid=invalid)
@@ -336,6 +342,7 @@ def _encoded(
 def _describe(report: Report, engine: Engine, cache: TokenCache, verifier: Verifier) -> None:
     """Records in the report what did the work."""
     report.check, report.counts = verifier.check, engine.counts
+    report.notes += verifier.nulls.notes
     report.check.earlier = sum(entry.compared for entry in cache.found.values())
     report.cache, report.into_cache = str(cache.directory), cache.written
     report.from_cache = [name for name in report.files if name in cache.found]

@@ -30,6 +30,7 @@ from gpuload.core.memory import room_to_encode
 from gpuload.core.options import Verify
 from gpuload.dataset.report import Check
 from gpuload.engines.protocol import ArrowPrompts, Prompts, RenderedText
+from gpuload.pipeline.nulls import NullFinder
 from gpuload.pipeline.risk import RiskFinder, in_turn
 from gpuload.pipeline.shapes import Shapes, shapes_of
 from gpuload.reference.reference import Prompt, Reference
@@ -65,6 +66,7 @@ class Verifier:
 
     Attributes:
         check: the outcome so far.
+        nulls: looks for nulls that the template prints.
         shapes: number of a shape → whether a row of it was compared. Other processes have the same numbers.
     """
 
@@ -81,6 +83,7 @@ class Verifier:
         self._shapes: Shapes | None = None  # of the batch at hand
         self._began = self._spent = 0.0  # CPU time of the thread when this batch was begun; seconds before
         self.check = Check()
+        self.nulls = NullFinder(mode, reference)
         self.shapes: dict[int, bool] = {}
 
     def compare(

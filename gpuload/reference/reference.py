@@ -199,6 +199,16 @@ class Reference:
         """Why nothing can be made of a prompt, whatever the template; None if it may."""
         return problem(prompt)
 
+    @property
+    def keeps_nulls(self) -> bool:
+        """Whether the load has an option that removes nulls from messages, which is not set."""
+        return False
+
+    def remedy(self, prompt: Any) -> str:
+        """What would make the template accept a row that it rejects, as the end of a reason; empty if nothing is
+        known."""
+        return ""
+
     def compared(self, prompt: Prompt, found: list[int]) -> tuple[list[int], list[int]]:
         """The ids of one prompt, and those that a fast path has found, as they are to be compared."""
         return self.ids(prompt), found

@@ -105,6 +105,11 @@ def is_messages(kind: pa.DataType) -> bool:
     return is_list(kind) and bool(pa.types.is_struct(kind.value_type))
 
 
+def fields_of(kind: pa.DataType) -> set[str]:
+    """The fields that messages of a type have; none if it is no type of messages."""
+    return {field.name for field in kind.value_type} if is_messages(kind) else set()
+
+
 def check_prompt_type(kind: pa.DataType, where: str) -> None:
     """Checks that a column of this type can hold prompts.
 

@@ -43,6 +43,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpuload.reference.template_call import TemplateCall, rejection
+from gpuload.template.loss_marks import has_loss, mark_problem, shape_problem, spans_with_loss
 from gpuload.template.marks import CALLS, Render, UnknownAnswersError, taken_apart
 from gpuload.template.program import ByReference, Path, Ref, Rejected, Segment, Shape
 from gpuload.template.turns import End, Turns, is_inside
@@ -247,7 +248,8 @@ class Answers:
 
     Args:
         call: tokenizer, template and constants.
-        loss_on: "assistant" for all answers, "last" for those of the last message of an assistant.
+        loss_on: "assistant" for all answers, "last" for those of the last message of an assistant, "marked" for those
+            that have loss as their messages say (`loss_marks.py`).
 
     Raises:
         TokenizerError: the answers of this template are unknown.
@@ -271,9 +273,15 @@ class Answers:
         other._call, other._text = call, call.text()
         return other
 
+    def problem(self, messages: Sequence[Any]) -> str | None:
+        """Why it is unknown which answers of a conversation have loss, whatever the template; None if it may be."""
+        return mark_problem(messages) if self.loss_on == "marked" else None
+
     def of_path(self, shape: Shape, path: Path) -> Path | ByReference | Rejected:
         """A path with its parts with loss as `generated`; or why rows cannot take it, or are rejected."""
         roles = [dict(message).get("role") for message in shape]
+        if self.loss_on == "marked" and (why_not := shape_problem(shape)):
+            return Rejected(why_not)
         if turns := self._turns:
             try:
                 path = with_answers(path, roles, turns)
@@ -309,25 +317,29 @@ class Answers:
         Raises:
             UnknownAnswersError: they are unknown.
         """
-        turns = self._turns
+        turns, loss = self._turns, has_loss(messages) if self.loss_on == "marked" else []
+        every = self.loss_on != "last" and all(loss)
         if turns is None:
             spans = self._blocks(messages, text) if blocks is None else blocks
-            if self.loss_on == "assistant":
+            if every:
                 return spans
         path, texts, others = (*parts, []) if parts else taken_apart(render or self._call.render, messages, text)
+        roles = [message.get("role") for message in messages]
         if turns is not None:
-            roles = [message.get("role") for message in messages]
             calling = {k for k, message in enumerate(messages) if any(map(message.get, CALLS))}
             path = with_answers(path, roles, turns, calling)
             _check_others(others, turns)
         places = [0, *itertools.accumulate(len(s) if isinstance(s, str) else len(texts[s]) for s in path.segments)]
         if turns is not None:
             spans = [(places[first], places[end]) for first, end in path.generated or ()]
-        if self.loss_on == "assistant":
+        if every:
             return spans
-        last = _last_assistant([message.get("role") for message in messages])
-        pairs = zip(places, path.segments, strict=False)
-        begin = next((place for place, s in pairs if isinstance(s, Ref) and s.message == last), None)
+        begins = [(place, s.message) for place, s in zip(places, path.segments, strict=False) if isinstance(s, Ref)]
+        if self.loss_on == "marked":
+            ours = [role == "assistant" if turns is None else turns.is_answer(role) for role in roles]
+            return spans_with_loss(spans, begins, loss, ours)
+        last = _last_assistant(roles)
+        begin = next((place for place, message in begins if message == last), None)
         return spans[-1:] if begin is None else [span for span in spans if span[1] > begin]
 
     def _blocks(self, messages: Sequence[Any], text: str) -> list[tuple[int, int]]:

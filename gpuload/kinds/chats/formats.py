@@ -18,6 +18,7 @@ prompt-completion a struct of both; for sharegpt and alpaca messages with these 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -25,9 +26,10 @@ import pyarrow as pa
 from gpuload.core.arrow import as_arrow
 from gpuload.core.errors import DataError
 from gpuload.kinds.chats.malformed import RowError, check_text
-from gpuload.kinds.formats import Content, Format, fields_of, find_among
+from gpuload.kinds.formats import Content, Format, find_among
 from gpuload.sources.columns import to_python
-from gpuload.sources.types import JSON_TYPE, as_json, is_text
+from gpuload.sources.types import JSON_TYPE, as_json, fields_of, is_text
+from gpuload.template.loss_marks import marks_of
 
 PLAIN_MESSAGES = pa.list_(pa.struct([("role", pa.large_string()), ("content", pa.large_string())]))
 
@@ -43,38 +45,44 @@ def _pairs(columns: Mapping[str, Any], content: Content) -> pa.Array:
     return pa.StructArray.from_arrays([prompt, completion], ["prompt", "completion"])
 
 
-def _from_sharegpt(columns: Mapping[str, Any], content: Content) -> pa.Array:
+def _from_sharegpt(columns: Mapping[str, Any], content: Content, marks: bool = False) -> pa.Array:
     rows = to_python(columns["conversations"])
     system = to_python(columns["system"]) if "system" in columns else [None] * len(rows)
-    return messages_column([_sharegpt_row(row, first, content) for row, first in zip(rows, system, strict=True)])
+    return messages_column([_sharegpt_row(row, first, content, marks) for row, first in zip(rows, system, strict=True)])
 
 
-def _sharegpt_row(turns: Any, system: Any, content: Content) -> Any:
+def _sharegpt_row(turns: Any, system: Any, content: Content, marks: bool) -> Any:
     check_text("system", system)
     if not turns:
         return turns
     if not isinstance(turns, list):
         raise RowError(f"conversations is of type {type(turns).__name__}, not a list")
     first = [{"role": "system", "content": system}] if system else []
-    return first + [sharegpt_turn(turn, content) for turn in turns]
+    return first + [sharegpt_turn(turn, content, marks) for turn in turns]
 
 
-def sharegpt_turn(turn: Any, content: Content) -> Any:
-    """A message of ShareGPT data with role and content."""
+def sharegpt_turn(turn: Any, content: Content, marks: bool = False) -> Any:
+    """A message of ShareGPT data with role and content.
+
+    Args:
+        marks: keep the marks of answers that have loss (`template/loss_marks.py`).
+    """
     if not isinstance(turn, dict) or turn.get("from") is None:
         return turn  # rendering rejects it, with a reason
     check_text("from", turn["from"])
+    kept = marks_of(turn) if marks else {}
     if turn["from"] != "function_call":
-        return {"role": _ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")}
+        return {"role": _ROLES.get(turn["from"], turn["from"]), "content": turn.get("value"), **kept}
     try:
         calls = json.loads(turn["value"])
     except (KeyError, TypeError, ValueError):  # not JSON: what the assistant has written
-        return {"role": "assistant", "content": turn.get("value")}
+        return {"role": "assistant", "content": turn.get("value"), **kept}
     calls = calls if isinstance(calls, list) else [calls]
     return {
         "role": "assistant",
         "content": content(),
         "tool_calls": [{"type": "function", "function": call} for call in calls],
+        **kept,
     }
 
 
@@ -152,6 +160,11 @@ def find_format(schema: pa.Schema, where: str, name: str | None = None, key: str
     messages = next((field.name for field in schema if {"role", "from"} & fields_of(field.type)), None)
     remedy = f"pass messages_key={messages!r}" if messages else "rename the columns, or pass messages_key="
     return find_among(candidates, schema, where, name, remedy)
+
+
+def with_marks(found: Format) -> Format:
+    """The same format, whose messages keep their marks of answers that have loss (`template/loss_marks.py`)."""
+    return replace(found, convert=partial(_from_sharegpt, marks=True)) if found.name == "sharegpt" else found
 
 
 def is_plain(found: str, schema: pa.Schema) -> bool:

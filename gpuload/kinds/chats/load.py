@@ -12,7 +12,7 @@ from gpuload.core.arrays import Array, Ragged, RowNumbers, array_module, on_host
 from gpuload.core.errors import DataError, GpuloadError, OptionError
 from gpuload.core.keywords import ChatKeywords, takes
 from gpuload.core.marks import loss_tokens, with_loss
-from gpuload.core.options import COLUMN, LossOn, Options, check_fields, check_format, or_none
+from gpuload.core.options import BOOLEAN, COLUMN, LossOn, Options, check_fields, check_format, or_none
 from gpuload.dataset.arrow import INT32_LIST, ragged
 from gpuload.dataset.report import Report
 from gpuload.dataset.rows import Loaded
@@ -21,11 +21,12 @@ from gpuload.engines.host.packs import IGNORED
 from gpuload.engines.protocol import Engine
 from gpuload.kinds.chats.dataset import LAYOUT, ChatDataset
 from gpuload.kinds.chats.engine import ChatEngine
-from gpuload.kinds.chats.formats import FORMATS, find_format, is_plain
+from gpuload.kinds.chats.formats import FORMATS, find_format, is_plain, with_marks
+from gpuload.kinds.chats.marked import marks_in
 from gpuload.kinds.chats.reference import ChatReference
 from gpuload.kinds.formats import LABELS, Format, as_prompts, one_format
 from gpuload.kinds.training_device import DeviceTrainingEngine
-from gpuload.kinds.training_options import TrainingDefaults, training_options
+from gpuload.kinds.training_options import OF_MESSAGES, MessageOptions, TrainingDefaults, training_options
 from gpuload.pipeline.kind import Kind
 from gpuload.pipeline.run import load_given
 from gpuload.sources.columns import to_python
@@ -34,8 +35,9 @@ from gpuload.template.marks import UnknownAnswersError
 from gpuload.template.turns import unknown
 
 _CHOICES: dict[str, tuple[LossOn, ...]] = {
-    **dict.fromkeys(("messages", "sharegpt", "alpaca"), ("assistant", "last", "all")),
-    "prompt-completion": ("completion", "assistant", "all"),
+    **dict.fromkeys(("messages", "sharegpt"), ("assistant", "last", "all", "marked")),
+    "alpaca": ("assistant", "last", "all"),
+    "prompt-completion": ("completion", "assistant", "all", "marked"),
     "text": ("all",),
 }
 """What can have loss in data of each format; the first is the default."""
@@ -48,27 +50,29 @@ _GOOD, _BAD = (1, "1", "1.0", "true"), (0, "0", "0.0", "false")
 
 
 @dataclass(frozen=True)
-class ChatKind(Kind[ChatDataset]):
+class ChatKind(MessageOptions, Kind[ChatDataset]):
     """Conversations and other texts to train on, with a loss mask.
 
     Attributes:
         format, messages_key, loss_on: as for `load_chats`; after `resolve`, what was found and chosen.
+        marks: the keys of messages for which `resolve` has chosen "marked".
     """
 
     name = "chats"
     format: str | None = None
     messages_key: str | None = None
     loss_on: LossOn | None = None
+    marks: tuple[str, ...] = ()
 
     fields: ClassVar[tuple[pa.Field, ...]] = (pa.field("input_ids", INT32_LIST), pa.field("labels", INT32_LIST))
 
     def __post_init__(self) -> None:
         check_format(self.format, [each.name for each in FORMATS])
-        check_fields(self, {"messages_key": or_none(COLUMN)})
+        check_fields(self, {"messages_key": or_none(COLUMN), "drop_nulls": BOOLEAN})
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> tuple["ChatKind", Options]:
-        names = ("format", "messages_key", "loss_on")
+        names = ("format", "messages_key", "loss_on", *OF_MESSAGES)
         kind = cls(**{name: given[name] for name in names if name in given})
         return kind, training_options(given, kind.messages_key or "messages", names)
 
@@ -77,11 +81,17 @@ class ChatKind(Kind[ChatDataset]):
         found = self._format_of(filled)
         if all(is_plain(found, source.schema) for source in filled):
             options = replace(options, chat_template=None)
-        wanted = self.loss_on or _CHOICES[found][0]
+        marks = () if self.loss_on or "marked" not in _CHOICES[found] else self._marks_in(filled)
+        wanted = self.loss_on or ("marked" if marks else _CHOICES[found][0])
         if wanted not in _CHOICES[found]:
             choices = ", ".join(map(repr, _CHOICES[found]))
             raise OptionError(f"loss_on={wanted!r}: data in the format {found} has no such part: use one of {choices}")
-        return replace(self, format=found, loss_on=wanted), filled, options
+        return replace(self, format=found, loss_on=wanted, marks=marks), filled, options
+
+    def _marks_in(self, sources: Sequence[Source]) -> tuple[str, ...]:
+        """The keys that say which answers have loss, in the first part of the data that has any."""
+        found = (marks_in(source, self._found_in(source).columns[-1]) for source in sources)
+        return next(filter(None, found), ())
 
     def _format_of(self, sources: Sequence[Source]) -> str:
         """The name of the format that all sources have, each of which has rows."""
@@ -111,10 +121,12 @@ class ChatKind(Kind[ChatDataset]):
 
     def reference(self, tokenizer: Any, options: Options) -> ChatReference:
         assert self.loss_on is not None
-        return ChatReference(tokenizer, self.loss_on, **options.of_tokenizer())
+        return ChatReference(tokenizer, self.loss_on, **self.of_messages(), **options.of_tokenizer())
 
     def column(self, source: Source, options: Options, reference: Any) -> Source:
-        return as_prompts(source, self._found_in(source), options.prompt_key, reference)
+        found = self._found_in(source)
+        found = with_marks(found) if self.loss_on == "marked" else found
+        return as_prompts(source, found, options.prompt_key, reference)
 
     def engine(self, options: Options, reference: Any, exact_only: bool) -> Engine:
         return choose_engine(options, reference, exact_only, ChatEngine, DeviceTrainingEngine)
@@ -131,7 +143,8 @@ class ChatKind(Kind[ChatDataset]):
             kept = on_host(loss_tokens(tokens, limit, options.truncation))
             why = f"no token with loss is within max_length={limit}"
             reasons = dict.fromkeys(np.flatnonzero(kept == 0).tolist(), why)
-        why = "no token has loss: there is no answer of an assistant"
+        marked = " that is marked to have loss" if self.loss_on == "marked" else ""
+        why = f"no token has loss: there is no answer of an assistant{marked}"
         return reasons | dict.fromkeys(np.flatnonzero(sizes[1] == 0).tolist(), why)
 
     def nothing_left(self, report: Report) -> GpuloadError | None:
@@ -145,7 +158,10 @@ class ChatKind(Kind[ChatDataset]):
         return with_loss(ragged(table, "input_ids"), ragged(table, "labels").values != IGNORED)
 
     def dataset(self, loaded: Loaded) -> ChatDataset:
-        loaded.report.notes.insert(0, f"format: {self.format}, loss on {self.loss_on}")
+        loaded.report.notes[:0] = [f"format: {self.format}, loss on {self.loss_on}", *self.changes()]
+        if self.marks:
+            keys = ", ".join(self.marks)
+            loaded.report.notes.insert(1, f"messages say which answers have loss ({keys}): loss_on='assistant' for all")
         return ChatDataset(loaded, LAYOUT)
 
 

@@ -15,6 +15,7 @@ from gpuload.kinds.chats.malformed import problem_in
 from gpuload.kinds.training_reference import TrainingReference, messages_in, own_arguments, own_problem
 from gpuload.reference.reference import problem
 from gpuload.template.answers import Answers
+from gpuload.template.loss_marks import mark_problem
 from gpuload.template.marks import UnknownAnswersError
 
 
@@ -23,8 +24,8 @@ class ChatReference(TrainingReference):
 
     Args:
         tokenizer, **settings: as for `Reference`.
-        loss_on: which tokens have loss: those of all answers ("assistant"), of the last one ("last"), of the completion
-            or "all".
+        loss_on: which tokens have loss: those of all answers ("assistant"), of the last one ("last"), of those that
+            messages say ("marked"), of the completion or "all".
 
     Raises:
         OptionError: as for `Reference`; or control tokens are to be sanitized.
@@ -47,7 +48,7 @@ class ChatReference(TrainingReference):
 
     @cached_property
     def answers(self) -> Answers | None:
-        return Answers(self.call, self.loss_on) if self.loss_on in ("assistant", "last") else None
+        return Answers(self.call, self.loss_on) if self.loss_on in ("assistant", "last", "marked") else None
 
     def problem(self, prompt: Any) -> str | None:
         if reason := problem_in(prompt):
@@ -58,7 +59,10 @@ class ChatReference(TrainingReference):
                 return "prompt and completion are neither both text nor both messages"
         elif self.uses_template and isinstance(messages_in(prompt), str):
             return "the row is text, in a column of messages"
-        return problem(messages_in(prompt)) or own_problem(prompt)
+        messages = messages_in(prompt)
+        if reason := problem(messages) or own_problem(prompt):
+            return reason
+        return mark_problem(messages) if self.loss_on == "marked" and isinstance(messages, list) else None
 
     def texts(self, row: Any) -> list[str]:
         """The texts of a row of messages as they are encoded: all of it, and the prompt alone if there is one."""

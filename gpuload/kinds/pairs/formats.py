@@ -26,9 +26,9 @@ from gpuload.core.arrow import as_arrow, as_scalar, without_nulls
 from gpuload.core.options import Objective
 from gpuload.kinds.chats.formats import PLAIN_MESSAGES, sharegpt_turn
 from gpuload.kinds.chats.malformed import check_text
-from gpuload.kinds.formats import Content, Format, fields_of, find_among, label_in
+from gpuload.kinds.formats import Content, Format, find_among, label_in
 from gpuload.sources.columns import to_python
-from gpuload.sources.types import JSON_TYPE, as_json, is_messages, is_text
+from gpuload.sources.types import JSON_TYPE, as_json, fields_of, is_messages, is_text
 
 FORMATS = ("preference", "implicit", "sharegpt", "prompt-completion", "messages")
 

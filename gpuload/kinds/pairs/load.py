@@ -11,7 +11,7 @@ from gpuload.core.arrays import Array, Ragged, RowNumbers, appended
 from gpuload.core.errors import DataError
 from gpuload.core.keywords import PairKeywords, takes
 from gpuload.core.marks import LOSS, paired
-from gpuload.core.options import COLUMN, POSITIVE, Objective, Options, check_fields, check_format
+from gpuload.core.options import BOOLEAN, COLUMN, POSITIVE, Objective, Options, check_fields, check_format
 from gpuload.dataset.arrow import ragged
 from gpuload.dataset.pieces import Sequences
 from gpuload.dataset.rows import Loaded
@@ -24,7 +24,7 @@ from gpuload.kinds.pairs.formats import FORMATS, MARGIN, find_pair_format, label
 from gpuload.kinds.pairs.reference import PairReference
 from gpuload.kinds.pairs.sizes import PairSizes, useless_sequences
 from gpuload.kinds.training_device import DeviceTrainingEngine
-from gpuload.kinds.training_options import TrainingDefaults, training_options
+from gpuload.kinds.training_options import OF_MESSAGES, MessageOptions, TrainingDefaults, training_options
 from gpuload.packing import Plan
 from gpuload.pipeline.kind import Kind
 from gpuload.pipeline.run import load_given
@@ -36,7 +36,7 @@ UNPAIRED_ROWS = 1000
 
 
 @dataclass(frozen=True)
-class PairKind(Kind[PairDataset]):
+class PairKind(MessageOptions, Kind[PairDataset]):
     """Preference data: pairs of completions, or single completions with labels.
 
     Attributes:
@@ -57,11 +57,12 @@ class PairKind(Kind[PairDataset]):
 
     def __post_init__(self) -> None:
         check_format(self.format, FORMATS)
-        check_fields(self, {"prompt_key chosen_key rejected_key": COLUMN, "kl_batch_size": POSITIVE})
+        keys = {"prompt_key chosen_key rejected_key": COLUMN}
+        check_fields(self, keys | {"kl_batch_size": POSITIVE, "drop_nulls": BOOLEAN})
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> tuple["PairKind", Options]:
-        names = ("objective", "format", "prompt_key", "chosen_key", "rejected_key", "kl_batch_size")
+        names = ("objective", "format", "prompt_key", "chosen_key", "rejected_key", "kl_batch_size", *OF_MESSAGES)
         own = {name: given[name] for name in names if name in given}
         if own.get("prompt_key") is None:
             own.pop("prompt_key", None)
@@ -104,7 +105,7 @@ class PairKind(Kind[PairDataset]):
         return self.objective
 
     def reference(self, tokenizer: Any, options: Options) -> PairReference:
-        return PairReference(tokenizer, self._objective, **options.of_tokenizer())
+        return PairReference(tokenizer, self._objective, **self.of_messages(), **options.of_tokenizer())
 
     def column(self, source: Source, options: Options, reference: Any) -> Source:
         return as_prompts(source, self._found_in(source), options.prompt_key, reference)
@@ -143,7 +144,7 @@ class PairKind(Kind[PairDataset]):
 
     def dataset(self, loaded: Loaded) -> PairDataset:
         report, labels = loaded.report, None
-        report.notes.insert(0, f"format: {self.format}, for {self.objective}")
+        report.notes[:0] = [f"format: {self.format}, for {self.objective}", *self.changes()]
         if self.paired and (equal := int(PairSizes(*loaded.sizes).equal.sum())):
             report.counts["pairs with equal chosen and rejected sequences"] = equal
         if self.unpairs:

@@ -1,0 +1,95 @@
+"""Rows in which a template prints nulls that are in the data only because Arrow's structs have all fields.
+
+A sample of the rows with such nulls is rendered by the tokenizer twice, as they are and without the nulls, in the
+thread that compares rows. JSON is not looked at: its nulls are there.
+"""
+
+import time
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from gpuload.core.arrays import RowNumbers
+from gpuload.core.options import Verify
+from gpuload.engines.protocol import Prompts
+from gpuload.reference.reference import Reference
+from gpuload.sources.columns import to_python
+from gpuload.sources.nulls import without_nulls
+from gpuload.sources.read import Source
+
+_ROWS, _CANDIDATES, _SECONDS = 32, 256, 0.1
+_ROW_BYTES = 1 << 20
+
+
+class NullFinder:
+    """Looks for rows in which a template prints nulls. Used by one thread at a time.
+
+    Args:
+        mode: "sample": at most some rows of a load, and a tenth of a second; "full": all rows; "off": none.
+        reference: the tokenizer.
+    """
+
+    def __init__(self, mode: Verify, reference: Reference):
+        self._all, self._reference = mode == "full", reference
+        self._on = mode != "off" and reference.uses_template and reference.keeps_nulls
+        self._left, self._seconds = _ROWS, _SECONDS
+        self._looked = self._printed = 0
+        self._example = ""
+
+    def look(self, source: Source, numbers: RowNumbers, prompts: Prompts, sizes: RowNumbers) -> None:
+        """Looks at some rows of a batch.
+
+        Args:
+            source: the rows' file.
+            numbers: (n,) row numbers in that file.
+            prompts: the n rows' prompts.
+            sizes: (n,) bytes of their texts, -1 for rows without a text.
+        """
+        if not self._on or not self._wants_more() or not _may_have_nulls(source):
+            return
+        began = time.thread_time()
+        rows = np.flatnonzero((sizes >= 0) & (sizes <= _ROW_BYTES))[: None if self._all else _CANDIDATES]
+        given = zip(rows.tolist(), to_python(prompts.to_arrow(rows)), strict=True)
+        candidates = ((row, prompt) for row, prompt in given if _has_nulls(prompt))
+        for row, prompt in islice(candidates, None if self._all else self._left):
+            self._left -= 1
+            self._looked += 1
+            if self._prints_nulls(prompt):
+                self._printed += 1
+                self._example = self._example or f"{source.name} row {numbers[row]}"
+            if not self._all and time.thread_time() - began > self._seconds:
+                break
+        self._seconds -= time.thread_time() - began
+
+    def _prints_nulls(self, prompt: Any) -> bool:
+        try:
+            return self._reference.render(prompt) != self._reference.render(without_nulls(prompt))
+        except Exception:  # the template may need a key
+            return False
+
+    def _wants_more(self) -> bool:
+        return self._all or (self._left > 0 and self._seconds > 0)
+
+    @property
+    def notes(self) -> list[str]:
+        """For the report: what was found."""
+        if not self._printed:
+            return []
+        rows = f"{self._printed:,} of {self._looked:,} rows with nulls in nested fields that were looked at"
+        return [f"the template prints these nulls in {rows}, for example {self._example}: drop_nulls=True removes them"]
+
+
+def _may_have_nulls(source: Source) -> bool:
+    """Whether the nulls of a source may be due to Arrow. Of all sources, only JSON files have a digest and no file to
+    read from: they are in memory."""
+    return source.content is None or source.file is not None
+
+
+def _has_nulls(prompt: Any) -> bool:
+    """Whether fields of values within messages, or of tools, are null. Keys of messages themselves that are null are
+    not given to templates."""
+    parts = prompt.values() if isinstance(prompt, dict) else (prompt,)
+    lists = (part for part in parts if isinstance(part, list))
+    inside = (value for part in lists for each in part if isinstance(each, dict) for value in each.values())
+    return any(without_nulls(value) != value for value in inside)

@@ -1,0 +1,54 @@
+"""Nulls in nested values.
+
+All structs of an Arrow column have all fields, so a field that one row has is null in all others, and a template that
+prints a whole struct prints these nulls.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from gpuload.sources.columns import to_python
+from gpuload.sources.types import JSON_TYPE, as_json, json_text
+
+
+def without_nulls(value: Any) -> Any:
+    """The same value without keys that are null, at any depth, as TRL's `remove_none_values` makes it. Nulls in lists
+    stay."""
+    if isinstance(value, list):
+        return [without_nulls(each) for each in value]
+    if isinstance(value, dict):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    return value
+
+
+def column_without_nulls(column: pa.Array) -> pa.Array:
+    """(n,) values → the same without keys that are null: unchanged if there are none, otherwise as JSON.
+
+    Raises:
+        TypeError: a value is nothing that JSON has.
+    """
+    if column.type == JSON_TYPE:
+        return changed_json(column, "null", without_nulls)
+    return as_json([without_nulls(each) for each in to_python(column)]) if has_null_fields(column) else column
+
+
+def changed_json(column: pa.Array, pattern: str, change: Callable[[Any], Any]) -> pa.Array:
+    """(n,) JSON → the same, with another value for each row whose text has a pattern."""
+    found = pc.fill_null(pc.match_substring_regex(column.storage, pattern), False).to_pylist()
+    if not any(found):
+        return column
+    texts = zip(column.storage.to_pylist(), found, strict=True)
+    made = [json_text(change(json.loads(text))) if changes else text for text, changes in texts]
+    return pa.ExtensionArray.from_storage(column.type, pa.array(made, column.type.storage_type))
+
+
+def has_null_fields(column: pa.Array) -> bool:
+    """Whether a field of a struct is null, at any depth, in a column of an Arrow type."""
+    kind = column.type
+    if pa.types.is_struct(kind):
+        return any(child.null_count or has_null_fields(child) for child in column.flatten())
+    return bool(pa.types.is_nested(kind)) and hasattr(column, "flatten") and has_null_fields(column.flatten())

@@ -1,0 +1,256 @@
+"""Marks in messages that say which answers have loss: `loss_on="marked"`."""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiers import core, examples
+
+import gpuload
+from gpuload.core.errors import NoRowsError, OptionError
+from gpuload.template.loss_marks import KEYS, spans_with_loss
+from gpuload.template.marks import UnknownAnswersError
+
+trl = pytest.importorskip("trl", reason="TRL has the templates of these tests")
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+QWEN3 = (TEMPLATES / "qwen3_training.jinja").read_text()
+
+Chat = list[dict[str, Any]]
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": "why"}}}
+TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+
+
+def user(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "user", "content": text, **more}
+
+
+def answer(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def load_json(rows: list[dict[str, Any]], tokenizer: Any, **options: Any) -> gpuload.ChatDataset:
+    """Rows of different shapes, by way of a file of JSON lines."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "rows.jsonl"
+        path.write_text("\n".join(map(json.dumps, rows)))
+        return gpuload.load_chats(str(path), tokenizer, **options)
+
+
+def labels_of(found: gpuload.ChatDataset) -> list[list[int]]:
+    return [found[k]["labels"] for k in range(len(found))]
+
+
+def without_answers(labels: list[int], dropped: set[int]) -> list[int]:
+    """Labels of all answers, without those of some of them, by their number: an answer is a run of labels."""
+    made, number, inside = [], -1, False
+    for label in labels:
+        number += label != -100 and not inside
+        inside = label != -100
+        made.append(-100 if number in dropped else label)
+    return made
+
+
+VALUES: dict[bool, list[Any]] = {True: [True, 1, 1.0, None], False: [False, 0, 0.0]}
+texts = st.text("a \n<|im_end|>é👋", max_size=8)
+turns = st.tuples(texts, texts, st.booleans(), st.sampled_from(KEYS), st.integers(0, 3))
+
+
+@pytest.mark.parametrize("template", ["default", QWEN3], ids=["answers found", "generation blocks"])
+@examples(15)
+@given(st.lists(st.lists(turns, min_size=1, max_size=4), min_size=1, max_size=6))
+def test_answers_without_loss(qwen: Any, template: str, rows: list[list[tuple[str, str, bool, str, int]]]) -> None:
+    """An answer that is marked has loss or not, and all others are as without marks."""
+    plain: list[Chat] = [[m for ask, say, *_ in row for m in (user(ask), answer(say))] for row in rows]
+    marked = [
+        [m for ask, say, loss, key, k in row for m in (user(ask), answer(say) | {key: (VALUES[loss] * 2)[k]})]
+        for row in rows
+    ]
+    options: dict[str, Any] = {"chat_template": template, "progress": False}
+    every = labels_of(load_json([{"messages": each} for each in plain], qwen, **options))
+    expected = [
+        without_answers(labels, {number for number, turn in enumerate(row) if not turn[2]})
+        for labels, row in zip(every, rows, strict=True)
+    ]
+    expected = [labels for labels in expected if set(labels) != {-100}]
+    options |= {"loss_on": "marked", "verify": "full"}
+    if not expected:
+        with pytest.raises(NoRowsError, match="no answer of an assistant that is marked to have loss"):
+            load_json([{"messages": each} for each in marked], qwen, **options)
+        return
+    found = load_json([{"messages": each} for each in marked], qwen, **options)
+    assert labels_of(found) == expected
+    assert found.report.check.mismatches == []
+    assert found.report.rows_by_reference == 0
+
+
+def in_structs(values: list[Any], kind: pa.DataType) -> pa.Table:
+    fields = [("role", pa.string()), ("content", pa.string()), ("train", kind)]
+    chats = [[user("Hi"), answer("Hello!", train=value), user("And?"), answer("Bye.")] for value in values]
+    return pa.table({"messages": pa.array(chats, pa.list_(pa.struct(fields)))})
+
+
+@pytest.mark.parametrize("kind", [pa.bool_(), pa.int8(), pa.float32(), pa.float64()], ids=str)
+def test_columns_of_messages(qwen: Any, kind: pa.DataType) -> None:
+    table = in_structs([0, 1, None], kind) if kind != pa.bool_() else in_structs([False, True, None], kind)
+    found = gpuload.load_chats(table, qwen, verify="full", strict=True)
+    every = labels_of(gpuload.load_chats(table, qwen, loss_on="assistant"))
+    assert labels_of(found) == [without_answers(every[0], {0}), *every[1:]]
+    assert found.report.notes[:2] == [
+        "format: messages, loss on marked",
+        "messages say which answers have loss (train): loss_on='assistant' for all",
+    ]
+    assert found.report.rejected == {}
+
+
+def test_what_is_no_mark(qwen: Any) -> None:
+    """Marks of users, texts and other numbers are not taken for marks, nor are keys elsewhere."""
+    for more in ({"train": "x"}, {"loss": 0.34}, {"weight": None}, {"extra": [{"train": True}]}):
+        found = load_json([{"messages": [user("Hi", train=False), answer("Hello!", **more)]}], qwen)
+        assert found.report.notes[0] == "format: messages, loss on assistant"
+    none = gpuload.load_chats(in_structs([None, None], pa.bool_()), qwen)
+    assert none.report.notes[0] == "format: messages, loss on assistant"
+    assert labels_of(none) == labels_of(
+        gpuload.load_chats(in_structs([None, None], pa.bool_()), qwen, loss_on="marked")
+    )
+
+
+def test_marks_of_other_roles_mean_nothing(qwen: Any) -> None:
+    rows = [{"messages": [user("Hi", loss=1, weight="80 kg"), answer("Hello!", loss=1)]}]
+    found = load_json(rows, qwen)
+    assert found.report.notes[0] == "format: messages, loss on marked"
+    assert labels_of(found) == labels_of(load_json(rows, qwen, loss_on="assistant"))
+
+
+@pytest.mark.parametrize(
+    ("marks", "reason"),
+    [
+        ({"train": True, "weight": 0}, "the marks of message 1 contradict each other: train is True, weight is 0"),
+        ({"loss": "no"}, "loss of message 1 is 'no': a mark is true, false, 1 or 0"),
+        ({"loss_mask": [1]}, "loss_mask of message 1 is [1]: a mark is true, false, 1 or 0"),
+        ({"train": 0.5}, "train of message 1 is 0.5: a mark is true, false, 1 or 0"),
+        ({"weight": 2}, "weight of message 1 is 2: weights other than 0 and 1 are not supported"),
+        ({"weight": float("nan")}, "weight of message 1 is nan: weights other than 0 and 1 are not supported"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tools", [False, True])
+def test_marks_that_are_errors_of_their_row(qwen: Any, marks: dict[str, Any], reason: str, tools: bool) -> None:
+    good = [{"messages": [user("Hi"), answer("Hello!", train=True, loss=1)]}]
+    bad: dict[str, Any] = {"messages": [user("Hi"), answer("Hello!", **marks)]}
+    found = load_json([*good, bad | ({"tools": [TOOL]} if tools else {})], qwen, verify="full", strict=False)
+    assert found.report.rejected == {reason: 1}
+    assert found.report.examples[reason][0].endswith("rows.jsonl row 1")
+    assert len(found) == 1
+
+
+def test_texts_as_marks_in_columns(qwen: Any) -> None:
+    kind = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string()), ("loss", pa.string())]))
+    chats = [[user("Hi"), answer("Hello!", loss=loss)] for loss in (None, "1")]
+    found = gpuload.load_chats(pa.table({"messages": pa.array(chats, kind)}), qwen, loss_on="marked")
+    assert found.report.rejected == {"loss of message 1 is a text or a list: a mark is true, false, 1 or 0": 1}
+
+
+def test_weights_are_not_ignored(qwen: Any) -> None:
+    with pytest.raises(NoRowsError, match="weight of message 1 is 0.5: weights other than 0 and 1 are not supported"):
+        load_json([{"messages": [user("Hi"), answer("Hello!", weight=0.5)]}], qwen)
+
+
+@pytest.mark.parametrize("name", core(["qwen3", "qwen2_5", "deepseekv3", "glm4moe", "gptoss_training"], "qwen3"))
+def test_calls_of_tools(qwen: Any, name: str) -> None:
+    """The calls of a message have its mark, and an empty answer belongs to its message."""
+    template = (TEMPLATES / f"{name}.jinja").read_text()
+    calling = answer("", tool_calls=[CALL])
+    result = {"role": "tool", "name": "f", "content": "r"}
+    chat = [user("q"), calling, result, answer("one"), user("x"), answer("two")]
+    if name == "deepseekv3":
+        chat = [user("q"), answer("one"), user("x"), answer("two"), user("y"), answer("three")]
+    ours = [k for k, message in enumerate(chat) if message["role"] == "assistant"]
+    rows = [[m | ({"train": False} if k == off else {}) for k, m in enumerate(chat)] for off in ours]
+    options: dict[str, Any] = {"chat_template": template, "token_cache": False}
+    (every,) = labels_of(load_json([{"messages": chat}], qwen, **options))
+    found = load_json([{"messages": row} for row in rows], qwen, verify="full", strict=True, **options)
+    runs = [without_answers(every, {number}) for number in range(8)]
+    expected = [labels for labels in runs if labels != every]
+    assert len(expected) >= len(ours)
+    if name == "gptoss_training":  # a call and what is said are turns of one message
+        for labels in labels_of(found):
+            assert set(labels) != {-100}
+            assert all(label in (-100, known) for label, known in zip(labels, every, strict=False))
+    else:
+        assert labels_of(found) == expected
+
+
+def test_tools_of_each_row(qwen: Any) -> None:
+    chat = [user("q"), answer("", tool_calls=[CALL], weight=0), {"role": "tool", "content": "r"}, answer("a")]
+    row = {"messages": chat, "tools": [TOOL]}
+    found = load_json([row], qwen, verify="full", strict=True)
+    (every,) = labels_of(load_json([row], qwen, loss_on="assistant"))
+    assert labels_of(found) == [without_answers(every, {0})]
+
+
+def test_sharegpt(qwen: Any) -> None:
+    """As axolotl and LLaMA-Factory have it."""
+    turns = [
+        {"from": "human", "value": "q"},
+        {"from": "function_call", "value": '{"name": "f", "arguments": {}}', "loss": False},
+    ]
+    turns += [{"from": "observation", "value": "r"}, {"from": "gpt", "value": "a", "loss": True}]
+    found = load_json([{"conversations": turns}], qwen, chat_template=QWEN3, verify="full", strict=True)
+    assert found.report.notes[0] == "format: sharegpt, loss on marked"
+    (every,) = labels_of(load_json([{"conversations": turns}], qwen, chat_template=QWEN3, loss_on="assistant"))
+    assert labels_of(found) == [without_answers(every, {0})]
+
+
+def test_prompts_with_completions(qwen: Any) -> None:
+    """Answers of the completion that are not marked otherwise have loss."""
+    prompt = [user("a"), answer("b", train=True), user("c")]
+    rows = [{"prompt": prompt, "completion": [answer("d", train=False), user("e"), answer("f")]}]
+    found = load_json(rows, qwen, verify="full", strict=True)
+    assert found.report.notes[0] == "format: prompt-completion, loss on marked"
+    (every,) = labels_of(load_json(rows, qwen, loss_on="assistant"))
+    assert labels_of(found) == [without_answers(every, {0})]
+    rows[0]["completion"] = [answer("d")]
+    assert load_json(rows, qwen).report.notes[0] == "format: prompt-completion, loss on completion"
+
+
+def test_the_token_cache_keeps_marked_answers_apart(qwen: Any, tmp_path: Path, warm_cache: Path) -> None:
+    file = tmp_path / "chats.parquet"
+    pq.write_table(in_structs([False, True], pa.bool_()), file)
+    cold = [labels_of(gpuload.load_chats(str(file), qwen, **each)) for each in ({}, {"loss_on": "assistant"})]
+    assert cold[0] != cold[1]
+    for options, expected in zip(({}, {"loss_on": "assistant"}), cold, strict=True):
+        warm = gpuload.load_chats(str(file), qwen, **options)
+        assert warm.report.from_cache == [str(file)]
+        assert labels_of(warm) == expected
+
+
+def test_formats_without_marks(qwen: Any) -> None:
+    with pytest.raises(OptionError, match="loss_on='marked': data in the format text has no such part"):
+        gpuload.load_chats(pa.table({"text": ["one"]}), qwen, loss_on="marked")
+
+
+def test_answers_belong_to_messages() -> None:
+    """Spans of answers, of which some have no text."""
+    texts = [(0, 0), (10, 1), (20, 3), (40, 5)]  # where texts begin, and their messages
+    ours = [False, True, True, True, False, True]
+    loss = [True, False, True, True, True, False]
+    assert spans_with_loss([(10, 15), (16, 18), (19, 25), (40, 41)], texts, loss, ours) == [(16, 18), (19, 25)]
+    with pytest.raises(UnknownAnswersError, match="whose answer"):
+        spans_with_loss([(10, 12), (13, 14), (16, 18)], texts, loss, ours)
+    with pytest.raises(UnknownAnswersError, match="one answer"):
+        spans_with_loss([(10, 25)], texts, loss, ours)
+    draw = random.Random(0)
+    for _ in range(50):  # all or none, whatever the template does
+        some = [(at, at + 1) for at in sorted(draw.sample(range(45), 6))]
+        assert spans_with_loss(some, texts, [True] * 6, ours) == some
+        assert spans_with_loss(some, texts, [False] * 6, ours) == []
