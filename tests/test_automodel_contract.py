@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import pickle
 import re
 import sys
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,11 +21,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
 
+from gpuload.core.arrays import Ragged
 from gpuload.core.errors import OptionError
-from gpuload.core.marks import split
+from gpuload.core.marks import LOSS, split
 from gpuload.integrations.automodel import masks
 from gpuload.integrations.automodel.masks import Chat, marked
 from gpuload.integrations.known_code import digest
+from gpuload.integrations.messages import cache as message_cache
 
 trl = pytest.importorskip("trl", reason="its templates are tested")
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
@@ -313,3 +317,110 @@ def test_rows_that_automodel_prepares_itself(
 def test_settings_are_checked(dataset_module: Any, rows: str, qwen: Any) -> None:
     with pytest.raises(OptionError, match=r"unknown key dataset.gpuload.devise: did you mean device\?"):
         dataset_module.AutomodelChatDataset(rows, qwen, gpuload={"devise": "cpu"})
+
+
+@pytest.fixture
+def made(dataset_module: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many conversations were tokenized, each time."""
+    counts: list[int] = []
+
+    def counted(chats: Any, *given: Any) -> Any:
+        counts.append(len(chats))
+        return marked(chats, *given)
+
+    monkeypatch.setattr(dataset_module, "marked", counted)
+    return counts
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+@pytest.mark.parametrize("damage", [False, True])
+def test_a_second_start_finds_the_rows(
+    store: str, damage: bool, dataset_module: Any, made: list[int], rows: str, qwen: Any, warm_cache: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    given = {"store": store, "device": "cpu"}
+    first = dataset_module.AutomodelChatDataset(rows, qwen, gpuload=given)
+    (entry,) = (warm_cache.parent / "store" if store == "disk" else warm_cache).glob("*.arrow")
+    if damage:
+        data = bytearray(entry.read_bytes())
+        data[len(data) // 2] ^= 1
+        entry.unlink()
+        entry.write_bytes(data)
+    caplog.clear()
+    second = dataset_module.AutomodelChatDataset(rows, qwen, gpuload=given)
+    assert made == [len(CHATS)] * (1 + damage)
+    expected = [StockChatDataset.__getitem__(second, row) for row in range(len(CHATS))]
+    others = [message for message in caplog.messages if "itself, when they are read" in message]
+    assert [first[row] for row in range(len(CHATS))] == [second[row] for row in range(len(CHATS))] == expected
+    assert (type(second._rows) is dataset_module._MappedRows) == (store == "disk")
+    second._rows = pickle.loads(pickle.dumps(second._rows))
+    assert [second[row] for row in range(len(CHATS))] == expected
+    third = dataset_module.AutomodelChatDataset(rows, qwen, gpuload={"token_cache": False})
+    assert [third[row] for row in range(len(third))] == expected
+    assert len(made) == 2 + damage
+    assert [message for message in caplog.messages if "itself, when they are read" in message] == [*others, *others]
+
+
+@pytest.mark.parametrize("other", ["messages", "tools", "broken", "template", "code"])
+def test_other_rows_are_not_found(
+    other: str, dataset_module: Any, made: list[int], tmp_path: Path, qwen: Any, warm_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    given: list[Any] = [{"messages": messages, "tools": None} for messages in CHATS]
+    path = write_rows(tmp_path / "rows.jsonl", given)
+    dataset_module.AutomodelChatDataset(path, qwen)
+    if other == "messages":
+        given[3] = {"messages": [user("another"), assistant("row")], "tools": None}
+    elif other == "tools":
+        given[3] = {**given[3], "tools": [TOOL]}
+    elif other == "broken":
+        given[3] = {"messages": "text", "tools": None}
+    elif other == "template":
+        monkeypatch.setattr(qwen, "chat_template", "{# another #}" + qwen.chat_template)
+    else:
+        monkeypatch.setattr(message_cache, "digest", lambda function: "another")
+    path = write_rows(tmp_path / "rows.jsonl", given)
+    dataset_module.AutomodelChatDataset(path, qwen)
+    count = len(CHATS) - (other == "broken")
+    assert made == [len(CHATS), count]
+    dataset_module.AutomodelChatDataset(path, qwen)
+    assert made == [len(CHATS), count]
+
+
+def test_rows_that_are_not_json_are_prepared_by_automodel(
+    dataset_module: Any, tmp_path: Path, qwen: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"messages": messages} for messages in CHATS])
+    original = dataset_module.STOCK["_normalize_messages"]
+
+    def dated(messages: list[Any]) -> list[Any]:
+        made = original(messages)
+        return [{**message, "at": date(2026, 1, 2)} for message in made] if messages == CHATS[3] else made
+
+    monkeypatch.setattr(dataset_module, "STOCK", dataset_module.STOCK | {"_normalize_messages": dated})
+    dataset = dataset_module.AutomodelChatDataset(path, qwen)
+    dataset.asked.clear()
+    found = [dataset[row] for row in range(len(CHATS))]
+    assert 3 in dataset.asked
+    assert found == [StockChatDataset.__getitem__(dataset, row) for row in range(len(CHATS))]
+    assert "a value has the type date, which JSON has not" in caplog.text
+
+
+def test_an_entry_that_differs_from_automodel_is_made_again(
+    dataset_module: Any, made: list[int], rows: str, qwen: Any, warm_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = message_cache.RowCache.add
+
+    def wrong(self: Any, ids: Ragged, *rest: Any) -> None:
+        add(self, Ragged(ids.values ^ LOSS, ids.offsets), *rest)
+
+    monkeypatch.setattr(message_cache.RowCache, "add", wrong)
+    dataset_module.AutomodelChatDataset(rows, qwen)
+    monkeypatch.setattr(message_cache.RowCache, "add", add)
+    dataset = dataset_module.AutomodelChatDataset(rows, qwen)
+    assert [dataset[row] for row in range(len(CHATS))] == [
+        StockChatDataset.__getitem__(dataset, row) for row in range(len(CHATS))
+    ]
+    assert made == [len(CHATS)] * 2
+    dataset_module.AutomodelChatDataset(rows, qwen)
+    assert made == [len(CHATS)] * 2

@@ -15,8 +15,11 @@ import slime_cases
 from slime_cases import arguments, generate_rollout, rows, stand_in, without_integration, write
 
 from gpuload.cache.token_store import DiskTokens
+from gpuload.core.arrays import Ragged
 from gpuload.core.errors import OptionError
+from gpuload.core.marks import LOSS
 from gpuload.integrations.known_code import digest
+from gpuload.integrations.messages import cache as message_cache
 from gpuload.integrations.slime.contract import SAMPLE_FIELDS, contract_problem
 
 
@@ -340,3 +343,90 @@ def test_a_rollout_that_has_changed_is_compared(
     assert not any(group[0].tokens for group in integration.DataSource(args).get_samples(12))
     why = "slime: generate_rollout has changed, and row 0: slime raises RuntimeError: new"
     assert caplog.messages == [SFT_FALLBACK + why]
+
+
+@pytest.fixture
+def made(integration: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many conversations were tokenized, each time."""
+    kind = importlib.import_module("gpuload.integrations.slime.masks").MaskedConversations
+    original, counts = kind.rows, []
+
+    def rows(self: Any) -> Any:
+        found = original(self)
+        counts.append(len(found.ids))
+        return found
+
+    monkeypatch.setattr(kind, "rows", rows)
+    return counts
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+@pytest.mark.parametrize("damage", [False, True])
+def test_a_second_start_finds_conversations(
+    store: str, damage: bool, integration: ModuleType, made: list[int], tmp_path: Path, warm_cache: Path
+) -> None:
+    given = conversations(12)
+    given[5]["prompt"][0]["content"] = None
+    args = sft_arguments(tmp_path / "a.parquet", given)
+    args.gpuload = {"store": store}
+    first = integration.DataSource(args)
+    (entry,) = (warm_cache.parent / "store" if store == "disk" else warm_cache).glob("*.arrow")
+    if damage:
+        data = bytearray(entry.read_bytes())
+        data[len(data) // 2] ^= 1
+        entry.unlink()
+        entry.write_bytes(data)
+    second = integration.DataSource(args)
+    assert made == [12] * (1 + damage)
+    assert type(second.dataset._columns.conversations) is (DiskTokens if store == "disk" else Ragged)
+    found = [[group[0] for group in source.get_samples(12)] for source in (first, second)]
+    assert found[0] == found[1]
+    assert [not sample.tokens for sample in found[1]] == [number == 5 for number in range(12)]
+    args.gpuload = {"token_cache": False}
+    assert [group[0] for group in integration.DataSource(args).get_samples(12)] == found[0]
+    assert len(made) == 2 + damage
+
+
+@pytest.mark.parametrize("other", ["messages", "tools", "template", "code"])
+def test_conversations_of_another_kind_are_not_found(
+    other: str, integration: ModuleType, made: list[int], qwen: Any, tmp_path: Path, warm_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    given = conversations(12)
+    args = sft_arguments(tmp_path / "a.parquet", given)
+    integration.DataSource(args)
+    if other == "messages":
+        given[7]["prompt"][0]["content"] += "."
+    elif other == "tools":
+        given[7]["metadata"]["tools"] = [{"type": "function", "function": {"name": "f"}}]
+    elif other == "template":
+        monkeypatch.setattr(qwen, "chat_template", qwen.chat_template + " ")
+    else:
+        monkeypatch.setattr(message_cache, "digest", lambda function: "another")
+    args = sft_arguments(tmp_path / "a.parquet", given)
+    samples = integration.DataSource(args).get_samples(12)
+    assert made == [12, 12]
+    assert all(group[0].tokens for group in samples)
+    integration.DataSource(args)
+    assert made == [12, 12]
+
+
+def test_an_entry_that_differs_from_slime_is_made_again(
+    integration: ModuleType, made: list[int], tmp_path: Path, warm_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = sft_arguments(tmp_path / "a.parquet", conversations(12))
+    expected = [group[0] for group in integration.DataSource(args).get_samples(12)]
+    add = message_cache.RowCache.add
+
+    def wrong(self: Any, ids: Ragged, *rest: Any) -> None:
+        add(self, Ragged(ids.values ^ LOSS, ids.offsets), *rest)
+
+    for entry in warm_cache.glob("*.arrow"):
+        entry.unlink()
+    monkeypatch.setattr(message_cache.RowCache, "add", wrong)
+    integration.DataSource(args)
+    monkeypatch.setattr(message_cache.RowCache, "add", add)
+    assert [group[0] for group in integration.DataSource(args).get_samples(12)] == expected
+    assert made == [12] * 3
+    integration.DataSource(args)
+    assert made == [12] * 3

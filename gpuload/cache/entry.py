@@ -68,6 +68,7 @@ class Entry(BlockFile):
             compiled_rows=known["compiled"],
             reasons=known["reasons"],
             control_rows=known["control"],
+            counts=known["counts"],
         )
 
     def check_ids(self) -> None:
@@ -191,6 +192,7 @@ class EntryWriter(BlockWriter):
             "compiled": tokens.compiled_rows,
             "reasons": tokens.reasons,
             "control": tokens.control_rows,
+            "counts": tokens.counts,
         }
         ids = tokens.ids.to_host()
         arrays = ((ids.offsets, np.int64), (on_host(tokens.text_sizes), np.int64), (ids.values, np.int32))

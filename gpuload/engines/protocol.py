@@ -251,6 +251,7 @@ class Tokenized(RowCounts):
         fallback_rows: rows that the engine's own tokenizer handed to another one.
         invalid: row → which of its other columns is not valid; None where that is not known yet.
         transient: some rows are rejected for a reason that another load may not have, so no cache may keep these.
+        counts: what else was counted of these rows, such as those that a trainer's function has tokenized.
     """
 
     ids: Ragged
@@ -259,6 +260,7 @@ class Tokenized(RowCounts):
     fallback_rows: int = 0
     invalid: dict[int, str] | None = None
     transient: bool = False
+    counts: dict[str, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.ids)

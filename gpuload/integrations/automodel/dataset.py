@@ -1,7 +1,7 @@
 """ChatDataset for NeMo Automodel: its own class, whose rows are tokenized once, when it is made.
 
     1. Automodel reads the rows. Its own functions make messages of each.
-    2. All conversations are tokenized by columns (`masks.py`).
+    2. All conversations are tokenized by columns (`masks.py`), or found in the token cache.
     3. Automodel prepares a sample of the rows itself, and they must be equal.
     4. A row is made of its ids and labels when it is asked for, as Automodel does.
 
@@ -11,12 +11,13 @@ a private part of Automodel has moved. The sample has rows of every shape if Aut
 """
 
 import copy
+import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -24,22 +25,36 @@ import pyarrow as pa
 import torch
 from nemo_automodel.components.datasets.llm import ChatDataset as StockDataset
 
+from gpuload.cache.token_store import DiskTokens
+from gpuload.core.arrays import Ragged
 from gpuload.core.errors import GpuloadError
-from gpuload.core.marks import split
+from gpuload.core.marks import IDS, LOSS
+from gpuload.core.options import Options
 from gpuload.engines.host.packs import IGNORED
 from gpuload.integrations.automodel.contract import KNOWN, NAMES
 from gpuload.integrations.automodel.masks import Chat, marked
 from gpuload.integrations.comparison import compare, covering_rows, spread
-from gpuload.integrations.core import imported, log_fallback, log_own_rows, release_of, settings_under
+from gpuload.integrations.core import (
+    LOAD_OPTIONS,
+    imported,
+    log_fallback,
+    log_own_rows,
+    release_of,
+    settings_under,
+)
 from gpuload.integrations.known_code import change
+from gpuload.integrations.messages.cache import RowCache, Rule, row_of
 from gpuload.integrations.messages.rows import MessageRows
 from gpuload.kinds.chats.formats import messages_column
-from gpuload.sources.types import as_json
+from gpuload.reference.reference import Reference
+from gpuload.sources.types import as_json, json_text
 
 STOCK, PROBLEM = imported(NAMES)
 
-OPTIONS = ("device", "gpu_memory_limit", "verify", "progress")
+OPTIONS = (*LOAD_OPTIONS, "store")
 """Keys of `dataset.gpuload`, options of `load_chats`."""
+
+_OF_LOADS = ("device", "gpu_memory_limit", "verify", "progress")
 
 _SAMPLE = 16
 _TRUNCATED = (True, "longest_first", "only_first")
@@ -71,13 +86,36 @@ class _TokenizedRows:
     def __getstate__(self) -> dict[str, torch.Tensor]:
         return {name: each for name, each in vars(self).items() if name != "arrays"}  # which would be copied
 
+    def row(self, number: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """The ids and labels of a row; empty if Automodel prepares it."""
+        starts, ids, labels = self.arrays
+        start, end = starts[number : number + 2].tolist()
+        return ids[start:end], labels[start:end]
+
+
+@dataclass(frozen=True)
+class _MappedRows:
+    """The same rows in a file, which each process maps by itself.
+
+    Attributes:
+        tokens: n rows of ids with a bit for loss.
+    """
+
+    tokens: DiskTokens
+
+    def row(self, number: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """As of `_TokenizedRows`."""
+        tokens = row_of(self.tokens, number)
+        return tokens & IDS, _labels_of(tokens)
+
 
 class AutomodelChatDataset(StockDataset):  # type: ignore[misc]
     """Automodel's `ChatDataset`. Conversations are tokenized once, by columns.
 
     Args:
         path_or_dataset_id, tokenizer, **settings: as for Automodel's class.
-        gpuload: options of `gpuload.load_chats`: `device`, `gpu_memory_limit`, `verify` and `progress`.
+        gpuload: options of `gpuload.load_chats`: `device`, `gpu_memory_limit`, `verify`, `progress`, `token_cache`,
+            `token_cache_bytes` and `store`.
 
     Raises:
         OptionError: an unknown key in `gpuload`.
@@ -86,7 +124,8 @@ class AutomodelChatDataset(StockDataset):  # type: ignore[misc]
     def __init__(self, path_or_dataset_id: Any, tokenizer: Any, *, gpuload: Any = None, **settings: Any) -> None:
         options = settings_under("dataset.gpuload", gpuload, OPTIONS)
         super().__init__(path_or_dataset_id, tokenizer, **settings)
-        self._rows: _TokenizedRows | None = None
+        self._rows: _TokenizedRows | _MappedRows | None = None
+        self._name = f"{path_or_dataset_id!s:.200}"
         self._pads_with_eos = self.pad_token_id == self.tokenizer.eos_token_id  # slow to ask for each row
         why = _unsupported(self)
         if why is None:
@@ -106,15 +145,13 @@ class AutomodelChatDataset(StockDataset):  # type: ignore[misc]
         """A row as Automodel makes it of ids and mask; None if it has to do that itself."""
         if self._rows is None:
             return None
-        starts, all_ids, all_labels = self._rows.arrays
-        start, end = starts[idx % len(self) :][:2].tolist()
-        if start == end:
+        ids, labels = self._rows.row(idx % len(self))
+        if not len(ids):
             return None
-        if self.truncation in _TRUNCATED and end - start > self.seq_length:
+        if self.truncation in _TRUNCATED and len(ids) > self.seq_length:
             if self.tokenizer.truncation_side != "right":
                 return None
-            end = start + self.seq_length
-        ids, labels = all_ids[start:end], all_labels[start:end]
+            ids, labels = ids[: self.seq_length], labels[: self.seq_length]
         if self.unshifted or self.padding == "max_length":
             row = self._packaged(ids.tolist(), (labels != IGNORED).tolist())
         else:
@@ -157,27 +194,34 @@ class AutomodelChatDataset(StockDataset):  # type: ignore[misc]
     def _tokenize(self, options: dict[str, Any]) -> str | None:
         """Fill `_rows`. Returns why Automodel has to prepare all rows; None if it need not."""
         others: dict[int, str] = {}
-        chats = list(self._chats(others))
+        chats, content, nbytes = _identified(self._chats(others), others)
+        tokenizer = _plain(self.tokenizer)
         blocks = STOCK["GENERATION_REGEX"].search(self.tokenizer.chat_template) is not None
-        made = marked(chats, _plain(self.tokenizer), blocks, options)
-        rows = MessageRows.joined([made], np.array([chat.row for chat in chats], np.int64), others)
-        ids, loss = split(rows.ids)
-        labels = np.where(loss.values, ids.values, IGNORED).astype(np.int32)
-        parts = (ids.offsets, ids.values, labels)
-        self._rows = _TokenizedRows(*(torch.from_numpy(np.ascontiguousarray(part)) for part in parts))
-        log_own_rows(logger, "Automodel", Counter(rows.fallback.values()), len(self))
-        there = np.flatnonzero(ids.lengths)
-        if not len(there):
-            return "no row can be tokenized by columns"
-        changed = change(release_of("nemo_automodel", "Automodel"), KNOWN, StockDataset.__getitem__)
-        if changed is None:
-            lengths = ids.lengths[there]
-            some = np.append(spread(len(there), _SAMPLE), [lengths.argmax(), lengths.argmin()])
-            return self._difference(there[np.unique(some)], None)
-        chats = [chat for chat in chats if chat.row not in rows.fallback]
-        columns = {"messages": messages_column([list(chat.messages) for chat in chats])}
-        table = pa.table(columns | {"tools": as_json([chat.tools for chat in chats])})
-        return self._difference(there[covering_rows(lambda: [table])[0]], changed)
+        functions = [StockDataset.__getitem__]
+        release = release_of("nemo_automodel", "Automodel")
+        differs = partial(self._difference, chats, change(release, KNOWN, *functions))
+        with RowCache(
+            Options.parse(options),
+            Reference(tokenizer),
+            Rule(release, functions, {"blocks": blocks, "eos_token_id": tokenizer.eos_token_id}),
+            name=self._name,
+            rows=len(self),
+            nbytes=nbytes,
+            content=lambda _: content,
+        ) as cache:
+            rows = cache.find(lambda found: differs(found.ids, found.others))
+            if rows is None:
+                loading = {name: value for name, value in options.items() if name in _OF_LOADS}
+                made = marked(chats, tokenizer, blocks, loading)
+                joined = MessageRows.joined([made], np.array([chat.row for chat in chats], np.int64), others)
+                why = differs(joined.ids, joined.fallback)
+                if why is not None:
+                    return why
+                cache.add(joined.ids, joined.fallback, joined.rendering)
+                rows = cache.finish()
+                self._rows = _rows_of(rows.ids)
+            cache.log(logger, rows)
+        return None
 
     def _chats(self, others: dict[int, str]) -> Iterator[Chat]:
         """The conversations that can be tokenized by columns.
@@ -199,14 +243,66 @@ class AutomodelChatDataset(StockDataset):  # type: ignore[misc]
             else:
                 yield Chat(number, messages, tools)
 
-    def _difference(self, rows: np.ndarray[Any, Any], changed: str | None) -> str | None:
-        """How some rows differ from Automodel's.
+    def _difference(
+        self, chats: Sequence[Chat], changed: str | None, made: Ragged | DiskTokens, others: Mapping[int, str]
+    ) -> str | None:
+        """Use these rows, and say how some of them differ from Automodel's, or why there are none.
 
         Args:
+            chats: the conversations that can be tokenized by columns.
             changed: from `known_code.change`.
+            made: the ids of all rows, with a bit for loss.
+            others: rows that Automodel has to prepare.
         """
+        self._rows = _rows_of(made)
+        log_own_rows(logger, "Automodel", Counter(others.values()), len(self))
+        there = np.flatnonzero(made.lengths)
+        if not len(there):
+            return "no row can be tokenized by columns"
+        if changed is None:
+            lengths = made.lengths[there]
+            sample = np.unique(np.append(spread(len(there), _SAMPLE), [lengths.argmax(), lengths.argmin()]))
+        else:
+            chats = [chat for chat in chats if chat.row not in others]
+            columns = {"messages": messages_column([list(chat.messages) for chat in chats])}
+            table = pa.table(columns | {"tools": as_json([chat.tools for chat in chats])})
+            sample, _ = covering_rows(lambda: [table])
         theirs = super().__getitem__
-        return compare(rows.tolist(), self._prepared, theirs, changed, logger=logger, trainer="Automodel")
+        return compare(there[sample].tolist(), self._prepared, theirs, changed, logger=logger, trainer="Automodel")
+
+
+def _identified(chats: Iterable[Chat], others: dict[int, str]) -> tuple[list[Chat], bytes, int]:
+    """The conversations that are JSON, which templates need; a digest of all rows; and about how many bytes they are.
+
+    Args:
+        others: row → why it cannot be tokenized by columns; filled here.
+    """
+    found, digest, nbytes = [], hashlib.blake2b(digest_size=16), 0
+    for chat in chats:
+        try:
+            text = json_text([chat.row, chat.messages, chat.tools]).encode()
+        except TypeError as error:
+            others[chat.row] = str(error)
+            continue
+        found.append(chat)
+        digest.update(text)
+        nbytes += len(text)
+    digest.update(repr(sorted(others.items())).encode(errors="backslashreplace"))
+    return found, digest.digest(), nbytes
+
+
+def _rows_of(ids: Ragged | DiskTokens) -> _TokenizedRows | _MappedRows:
+    """Rows of ids with a bit for loss, in memory or in a mapped file."""
+    if isinstance(ids, DiskTokens):
+        return _MappedRows(ids)
+    labels = _labels_of(ids.values)
+    parts = (ids.offsets, ids.values & IDS, labels)
+    return _TokenizedRows(*(torch.from_numpy(np.ascontiguousarray(part)) for part in parts))
+
+
+def _labels_of(tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """int32 labels of ids with a bit for loss."""
+    return np.where(tokens & LOSS, tokens & IDS, IGNORED).astype(np.int32)
 
 
 def _unsupported(dataset: AutomodelChatDataset) -> str | None:

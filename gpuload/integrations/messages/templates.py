@@ -7,6 +7,7 @@ template of its own.
 import threading
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import pyarrow.compute as pc
 
 from gpuload.core.arrays import Ragged, RowNumbers
 from gpuload.core.options import check_template_kwargs, plain
-from gpuload.engines.host.encode import host_encoder
+from gpuload.engines.host.encode import HostEncoder, host_encoder
 from gpuload.engines.host.prompts import BY_PROMPT, render_column, render_rows
 from gpuload.engines.host.render import HostText, MixedText
 from gpuload.reference.reference import Reference
@@ -98,7 +99,6 @@ class Templates:
         self.default = self._template({})
         reference = self.default.reference
         self.encodes_rendered_text = reference.encodes_rendered_text and not reference.sanitizes
-        self._encode = host_encoder(reference).encode
 
     def _template(self, arguments: Arguments) -> Template:
         key = repr(arguments)
@@ -127,7 +127,14 @@ class Templates:
 
     def ids(self, text: pa.LargeStringArray) -> Ragged:
         """(n,) texts → n rows of ids; a null has none."""
-        return self._encode(pc.fill_null(text, ""))
+        with self._lock:
+            encode = self._encoder.encode
+        return encode(pc.fill_null(text, ""))
+
+    @cached_property
+    def _encoder(self) -> HostEncoder:
+        """Made for the first texts: it takes half a second, and rows from the cache need none."""
+        return host_encoder(self.default.reference)
 
 
 def render(pieces: pa.Array, templates: Sequence[Template], number: RowNumbers) -> HostText:

@@ -39,48 +39,70 @@ Rule = Callable[[pa.Array, Sequence[Arguments]], MessageRows]
 """n conversations with a message at least, and what each of them passes to the template → their rows."""
 
 
-def conversations(args: Any, tokenizer: Any, samples: SampleColumns) -> MessageRows:
-    """Ids of all rows, with a bit for loss (`gpuload.core.marks`).
+class MaskedConversations:
+    """n conversations with one of slime's loss masks.
 
     Args:
         args: slime's arguments.
         tokenizer: of the model.
         samples: n rows whose prompts are messages.
 
+    Attributes:
+        templates: the tokenizer with its template.
+        settings: what decides ids and masks, in addition to the rows and the tokenizer.
+
     Raises:
         DataError: slime has to tokenize all rows.
-        GpuloadError: as for `load_chats`.
     """
-    kind = args.loss_mask_type
-    if kind not in ("qwen", "qwen3", "qwen3_5", "distill_qwen"):
-        raise DataError(f"loss_mask_type={kind!r} is not supported")
-    column = samples.columns.table()[samples.prompt].combine_chunks()
-    if not are_messages(column.type):
-        raise DataError(f"column {samples.prompt!r} is not messages with text")
-    counts = np.asarray(pc.fill_null(pc.list_value_length(column), 0), np.int64)
-    if not counts.any():
-        raise DataError(f"column {samples.prompt!r} has no messages")
-    try:
-        generator = MultiTurnLossMaskGenerator(tokenizer, tokenizer_type=kind)
-    except Exception as error:  # whatever the template raises: slime raises it at the first step
-        raise DataError(f"slime's loss mask cannot be made: {error!s:.200}") from error
-    if kind == "qwen" and "<｜Assistant｜>" in tokenizer.get_added_vocab():
-        kind = "distill_qwen"
-    templates = Templates(tokenizer)
-    if kind in ("qwen3_5", "distill_qwen") and not templates.encodes_rendered_text:
-        raise DataError("the tokenizer class changes how texts are encoded")
-    if kind == "qwen3_5":
-        rule = by_markers(templates)
-    else:
-        rule = by_answer(templates) if kind == "distill_qwen" else by_turns(kind, generator, templates)
-    given, others = _arguments(samples)
-    others |= dict.fromkeys(np.flatnonzero(counts == 0).tolist(), "it has no messages")
-    rows = np.setdiff1d(np.arange(len(column)), list(others))
 
-    def made(part: Sequence[int]) -> MessageRows:
-        return rule(column.take(pa.array(part)), [given[row] for row in part])
+    def __init__(self, args: Any, tokenizer: Any, samples: SampleColumns):
+        kind = args.loss_mask_type
+        if kind not in ("qwen", "qwen3", "qwen3_5", "distill_qwen"):
+            raise DataError(f"loss_mask_type={kind!r} is not supported")
+        self._samples, self._column = samples, samples.columns.table()[samples.prompt].combine_chunks()
+        if not are_messages(self._column.type):
+            raise DataError(f"column {samples.prompt!r} is not messages with text")
+        self._counts = np.asarray(pc.fill_null(pc.list_value_length(self._column), 0), np.int64)
+        if not self._counts.any():
+            raise DataError(f"column {samples.prompt!r} has no messages")
+        try:
+            self._generator = MultiTurnLossMaskGenerator(tokenizer, tokenizer_type=kind)
+        except Exception as error:  # whatever the template raises: slime raises it at the first step
+            raise DataError(f"slime's loss mask cannot be made: {error!s:.200}") from error
+        if kind == "qwen" and "<｜Assistant｜>" in tokenizer.get_added_vocab():
+            kind = "distill_qwen"
+        self._kind, self.templates = kind, Templates(tokenizer)
+        if kind in ("qwen3_5", "distill_qwen") and not self.templates.encodes_rendered_text:
+            raise DataError("the tokenizer class changes how texts are encoded")
+        self.settings = {
+            "loss_mask_type": kind,
+            "system_message_length": self._generator.system_message_length,
+            "gen_token_length": self._generator.gen_token_length,
+        }
 
-    return MessageRows.joined(each_part(made, runs(rows.tolist(), counts[rows], _AT_ONCE)), rows, others)
+    def rows(self) -> MessageRows:
+        """Ids of all rows, with a bit for loss (`gpuload.core.marks`).
+
+        Raises:
+            DataError: slime has to tokenize all rows.
+            GpuloadError: as for `load_chats`.
+        """
+        rule = self._rule()
+        given, others = _arguments(self._samples)
+        others |= dict.fromkeys(np.flatnonzero(self._counts == 0).tolist(), "it has no messages")
+        rows = np.setdiff1d(np.arange(len(self._column)), list(others))
+
+        def made(part: Sequence[int]) -> MessageRows:
+            return rule(self._column.take(pa.array(part)), [given[row] for row in part])
+
+        return MessageRows.joined(each_part(made, runs(rows.tolist(), self._counts[rows], _AT_ONCE)), rows, others)
+
+    def _rule(self) -> Rule:
+        if self._kind == "qwen3_5":
+            return by_markers(self.templates)
+        if self._kind == "distill_qwen":
+            return by_answer(self.templates)
+        return by_turns(self._kind, self._generator, self.templates)
 
 
 def _arguments(samples: SampleColumns) -> tuple[list[Arguments], dict[int, str]]:

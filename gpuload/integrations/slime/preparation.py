@@ -5,14 +5,17 @@
 2. `load` renders and encodes prompts, and drops those over `--rollout-max-prompt-len`.
 3. Samples of the first rows, or of rows of every shape if slime's code is not known, are compared with those that
    slime's own `Dataset` makes of them.
-4. For SFT, conversations are tokenized with their loss masks (`masks.py`), and some of them are compared with slime's.
+4. For SFT, conversations are tokenized with their loss masks (`masks.py`), or found in the token cache, and some are
+   compared with slime's.
 """
 
 import json
 import logging
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,12 +32,14 @@ from gpuload.core.options import Options
 from gpuload.integrations.comparison import compare, covering_rows, spread
 from gpuload.integrations.core import are_messages, imported, release_of, unless_unsupported
 from gpuload.integrations.known_code import change
+from gpuload.integrations.messages.cache import RowCache, Rule, row_of
 from gpuload.integrations.slime.contract import KNOWN, SFT_NAMES
 from gpuload.integrations.slime.reading import check_labels, check_tools, open_rows
 from gpuload.integrations.slime.samples import SampleColumns, SampleDataset, set_conversation
 from gpuload.kinds.prompts import PromptKind, reference_of
 from gpuload.pipeline.run import Job, run
 from gpuload.sources.columns import Columns, to_python
+from gpuload.sources.digest import column_digests
 from gpuload.sources.read import Source, check_unchanged
 from gpuload.sources.types import JSON_TYPE, is_messages, is_text
 
@@ -86,7 +91,7 @@ def prepare(args: Any, tokenizer: Any, processor: Any, settings: dict[str, Any])
         check_unchanged([source])
     _compare(args, source, tokenizer, processor, made, origin)
     if getattr(args, "rollout_function_path", None) == SFT_ROLLOUT and made.tokens is None:
-        made = _with_conversations(args, tokenizer, made)
+        made = _with_conversations(args, tokenizer, settings, made)
     return SampleDataset(made, args.rollout_seed)
 
 
@@ -148,10 +153,10 @@ def _tokenized(
     return made, loaded.origins[:, 1]
 
 
-def _with_conversations(args: Any, tokenizer: Any, made: SampleColumns) -> SampleColumns:
+def _with_conversations(args: Any, tokenizer: Any, settings: dict[str, Any], made: SampleColumns) -> SampleColumns:
     """The same samples with ids for SFT, if slime's loss mask can be made by columns."""
     own = "slime's SFT rollout, which tokenizes at each step"
-    found = unless_unsupported(lambda: _conversations(args, tokenizer, made), logger, own)
+    found = unless_unsupported(lambda: _conversations(args, tokenizer, settings, made), logger, own)
     if found is None:
         return made
     if missing := int((found.lengths == 0).sum()):
@@ -159,8 +164,8 @@ def _with_conversations(args: Any, tokenizer: Any, made: SampleColumns) -> Sampl
     return replace(made, conversations=found)
 
 
-def _conversations(args: Any, tokenizer: Any, samples: SampleColumns) -> Ragged:
-    """The ids of conversations, as `masks.conversations` makes them, of which some were compared with slime's.
+def _conversations(args: Any, tokenizer: Any, settings: dict[str, Any], samples: SampleColumns) -> Ragged | DiskTokens:
+    """The ids of conversations, with a bit for loss, of which some were compared with slime's.
 
     Raises:
         DataError: slime has to tokenize all rows.
@@ -169,14 +174,56 @@ def _conversations(args: Any, tokenizer: Any, samples: SampleColumns) -> Ragged:
     stock, missing = imported(SFT_NAMES)
     if missing is not None:
         raise DataError(missing)
-    from gpuload.integrations.slime.masks import conversations
+    from gpuload.integrations.slime.masks import MaskedConversations
 
-    made = conversations(args, tokenizer, samples).ids
+    conversations = MaskedConversations(args, tokenizer, samples)
+    names = [name for name in (samples.prompt, samples.metadata, samples.tools) if name is not None]
+    table = samples.columns.table().select(names)
+    generator, *methods, rollout = stock.values()
+    functions = [generator.__init__, *methods, rollout]
+    release = release_of("slime", "slime")
+    rule = Rule(release, functions, conversations.settings | {"columns": [str(field) for field in table.schema]})
+    unequal = partial(_unequal, args, tokenizer, samples, stock, change(release, KNOWN, *functions))
+    with RowCache(
+        Options.parse(settings | {"verify": "sample"}),
+        conversations.templates.default.reference,
+        rule,
+        name=str(args.prompt_data),
+        rows=len(samples),
+        nbytes=table[samples.prompt].nbytes,
+        content=lambda _: b"".join(digest for _, digest in sorted(column_digests([(0, table)]).items())),
+    ) as cache:
+        rows = cache.find(lambda found: unequal(found.ids))
+        if rows is None:
+            made = conversations.rows()
+            why = unequal(made.ids)
+            if why is not None:
+                raise DataError(why)
+            cache.add(made.ids, made.fallback, made.rendering)
+            rows = cache.finish()
+        cache.log(logger, rows)
+    return rows.ids
+
+
+def _unequal(
+    args: Any,
+    tokenizer: Any,
+    samples: SampleColumns,
+    stock: Mapping[str, Any],
+    changed: str | None,
+    made: Ragged | DiskTokens,
+) -> str | None:
+    """Which row of a sample differs from slime's; None if none does.
+
+    Args:
+        stock: what is used of slime.
+        changed: from `known_code.change`.
+        made: the ids of all rows.
+    """
     numbers = np.flatnonzero(made.lengths)
     if not len(numbers):
-        return made  # slime tokenizes all rows, at each step
-    generator, *methods, rollout = stock.values()
-    changed = change(release_of("slime", "slime"), KNOWN, generator.__init__, *methods, rollout)
+        return None  # slime tokenizes all rows, at each step
+    generator, *_, rollout = stock.values()
     if changed is None:
         by_length = numbers[np.argsort(made.lengths[numbers], kind="stable")]
         numbers, masks = by_length[spread(len(numbers), _COMPARED)], generator(tokenizer, args.loss_mask_type)
@@ -186,7 +233,7 @@ def _conversations(args: Any, tokenizer: Any, samples: SampleColumns) -> Ragged:
 
     def ours(row: int) -> str:
         (sample,) = samples.take(np.array([row]))
-        set_conversation(sample, made[row])
+        set_conversation(sample, row_of(made, row))
         sample.reward = 0
         return repr(sample)
 
@@ -200,10 +247,7 @@ def _conversations(args: Any, tokenizer: Any, samples: SampleColumns) -> Ragged:
         sample.loss_mask, sample.reward = mask[-sample.response_length :], 0
         return repr(sample)
 
-    why = compare(numbers.tolist(), ours, theirs, changed, logger=logger, trainer="slime")
-    if why is not None:
-        raise DataError(why)
-    return made
+    return compare(numbers.tolist(), ours, theirs, changed, logger=logger, trainer="slime")
 
 
 def _compare(

@@ -25,7 +25,8 @@ class SampleColumns:
         label, metadata, tools: further columns; None: samples have none.
         has_processor: the model has a processor, so samples say that they have no images.
         tokens: n rows of the ids of prompts, in memory or on disk; None: slime tokenizes them, if anything does.
-        conversations: for SFT, n rows of ids with a bit for loss (`core.marks`), empty where slime has to tokenize.
+        conversations: for SFT, n rows of ids with a bit for loss (`core.marks`), empty where slime has to tokenize; in
+            memory or on disk.
     """
 
     columns: Columns
@@ -35,7 +36,7 @@ class SampleColumns:
     tools: str | None
     has_processor: bool
     tokens: Ragged | DiskTokens | None = None
-    conversations: Ragged | None = None
+    conversations: Ragged | DiskTokens | None = None
 
     def __len__(self) -> int:
         return len(self.columns)
@@ -49,8 +50,9 @@ class SampleColumns:
         names = [name for name in (self.prompt, self.label, self.metadata, self.tools) if name is not None]
         columns = self.columns.take(rows, names)
         tokens = None if self.tokens is None else self.tokens.take(rows).to_lists()
+        conversations = None if self.conversations is None else self.conversations.take(rows)
         samples = []
-        for number, row in enumerate(rows.tolist()):
+        for number in range(len(rows)):
             metadata = (columns[self.metadata][number] if self.metadata is not None else None) or {}
             if self.tools is not None:
                 metadata["tools"] = tools_of(columns[self.tools][number])
@@ -62,8 +64,8 @@ class SampleColumns:
             )
             if tokens is not None:
                 sample.tokens = tokens[number]
-            if self.conversations is not None and len(self.conversations[row]):
-                set_conversation(sample, self.conversations[row])
+            if conversations is not None and len(conversations[number]):
+                set_conversation(sample, conversations[number])
             samples.append(sample)
         return samples
 

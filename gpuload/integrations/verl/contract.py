@@ -102,6 +102,11 @@ def contract_problem(name: str, kind: Any) -> str | None:
     return problem(expected) or imported(_NAMES.get(name, {}))[1]
 
 
+def stock_methods(stock: type) -> list[Any]:
+    """The methods of a class of verl that are replaced."""
+    return [getattr(stock, place.rpartition(".")[2]) for place in KNOWN if f":{stock.__name__}." in place]
+
+
 def difference(
     own: type, stock: type, sources: Sequence[Source], given: Sequence[Any], ignored: Collection[str] = ()
 ) -> str | None:
@@ -113,8 +118,7 @@ def difference(
         given: further arguments of both classes.
         ignored: keys of rows that differ on purpose.
     """
-    names = [place.rpartition(".")[2] for place in KNOWN if f":{stock.__name__}." in place]
-    changed = change(release_of("verl", "verl"), KNOWN, *(getattr(stock, name) for name in names))
+    changed = change(release_of("verl", "verl"), KNOWN, *stock_methods(stock))
     if changed is None:
         return None
     compared = type(own.__name__, (own,), {"is_compared": True})

@@ -18,8 +18,8 @@ class Settings:
 
     Attributes:
         device, gpu_memory_limit, verify, progress, token_cache, token_cache_bytes: options of `gpuload.load`. The
-            token cache is stored in `data.cache_dir`.
-        store: as for `gpuload.load`. Rows that a Ray task loads, and those for SFT, are always in memory.
+            token cache is stored in `data.cache_dir`; for SFT without it, in gpuload's own directory.
+        store: as for `gpuload.load`. Rows that a Ray task loads are always in memory.
         ray_gpu: load in a Ray task with a GPU if this process has none.
         reuse_ids: rows carry their prompt ids, for gpuload's agent loops.
         strict_resume: raise if a checkpoint was made with different data; False logs a warning instead.

@@ -3,7 +3,8 @@
     data.custom_cls.path=pkg://gpuload.integrations.verl data.custom_cls.name=SFTDataset
 
 Each time that a row is accessed, verl calls the chat template and the tokenizer once per message, and again for
-the whole conversation. This class tokenizes by columns when it is created (`turns.py`), and stores the ids. Rows,
+the whole conversation. This class tokenizes by columns when it is created (`turns.py`), or finds the ids that an
+earlier start has stored (`messages/cache.py`). Rows,
 masks, padding, truncation and errors are those of verl:
 
 1. verl's method tokenizes, once, the rows that cannot be tokenized exactly by columns.
@@ -17,7 +18,8 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,22 +27,28 @@ import pyarrow as pa
 from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 from verl.utils.py_functional import convert_nested_value_to_list_recursive
 
-from gpuload.core.arrays import Ragged, offsets_of
+from gpuload.cache.token_store import DiskTokens
+from gpuload.core.arrays import Ragged, RowNumbers, offsets_of
 from gpuload.core.errors import GpuloadError, PromptTooLongError
 from gpuload.core.marks import LOSS
 from gpuload.core.options import Options, plain
-from gpuload.engines.protocol import ArrowPrompts, RowCounts
-from gpuload.integrations.core import log_fallback
-from gpuload.integrations.verl.contract import difference, system_and_generation_prompt
+from gpuload.engines.protocol import ArrowPrompts
+from gpuload.integrations.comparison import spread
+from gpuload.integrations.core import log_fallback, release_of
+from gpuload.integrations.messages.cache import RowCache, Rule, StoredRows, row_of
+from gpuload.integrations.verl.contract import difference, stock_methods, system_and_generation_prompt
 from gpuload.integrations.verl.settings import Settings
 from gpuload.integrations.verl.sft_store import (
-    SFTStore,
-    SFTStoreBuilder,
+    RejectedRows,
+    RowPlaces,
     read_conversations,
+    row_cache,
     shape_row,
+    summary,
 )
 from gpuload.integrations.verl.turns import ConversationTokenizer, TokenizedConversations
 from gpuload.pipeline.stream import Batch, choose_rows
+from gpuload.reference.reference import Reference
 from gpuload.sources.fetch import resolve
 from gpuload.sources.read import Source, check_prompt_column, open_file
 from gpuload.sources.types import is_messages
@@ -62,7 +70,9 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
         attention_mask                       int64 (L,), with `pad_mode="right"`
 
     Under `data.gpuload`, `verify` sets how many rows are compared with verl's method: a "sample", all ("full") or none
-    ("off"). With a processor, or with columns of images or videos, the dataset falls back to verl's class.
+    ("off"). `token_cache` keeps the ids for the next start, which compares a sample of them; `store` says whether they
+    are in memory or on disk. With a processor, or with columns of images or videos, the dataset falls back to verl's
+    class.
 
     Attributes:
         report: what was done, in one line; None if the dataset falls back to verl's class.
@@ -84,9 +94,11 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
         max_samples: int = -1,
     ):
         self._config = config
-        self._verify = Options.parse(Settings.parse(config or {}).options()).verify
+        settings = Settings.parse(config or {}).options()
+        self._options = Options.parse(settings | {"cache_dir": (config or {}).get("cache_dir") or None})
         self.report: str | None = None
-        self._store: SFTStore | None = None
+        self._ids: Ragged | DiskTokens | None = None
+        self._rejected = RejectedRows()
         # A copy: verl replaces items of the list by the paths of downloaded files.
         files = [parquet_files] if isinstance(parquet_files, str) else list(parquet_files)
         super().__init__(files, tokenizer, config, processor, max_samples)
@@ -105,7 +117,7 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
             reason = self._tokenize(sources, started)
         if reason is not None:
             log_fallback(logger, "verl's own dataset class, which tokenizes at each access", reason)
-            self.report = self._store = None
+            self.report = self._ids = None
             super()._read_files_and_process()
 
     def _unsupported_reason(self, sources: Sequence[Source]) -> str | None:
@@ -154,29 +166,57 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
         self._columns = {field.name: field.type for field in sorted(fields, key=lambda field: field.type != pa.null())}
         total = sum(source.num_rows for source in sources)
         wanted = choose_rows(total, self.max_samples, bool(self.shuffle), self.seed)
-        count = total if wanted is None else len(wanted)
-        builder, summary = SFTStoreBuilder(), _Summary()
-        for batch in read_conversations(sources, self.messages_key, wanted):
-            tokenized = self._tokenize_batch(tokenizer, batch)
-            name = sources[batch.source].name
-            mismatch = self._first_mismatch(tokenized, batch, count)
-            if mismatch is not None:
-                return f"{name} row {batch.rows[mismatch]} differs from the result of verl's method"
-            self._tokenize_fallback_rows(tokenized, batch.table)
-            builder.add(tokenized, batch)
-            summary.add(tokenized, batch, name)
-        self._store = builder.build()
-        self._names = [source.name for source in sources]
+        self._places = RowPlaces.of(sources, wanted)
+        with self._cache(tokenizer.reference, sources) as cache:
+            rows = cache.find(partial(self._difference_of_found, sources))
+            if rows is None:
+                for batch in read_conversations(sources, self.messages_key, wanted):
+                    mismatch = self._add(batch, tokenizer, cache)
+                    if mismatch is not None:
+                        return f"{self._places.place(mismatch)} differs from the result of verl's method"
+                rows = cache.finish()
+            self.report = summary(rows, self._places, time.perf_counter() - started, cache.notes)
+        self._ids = rows.ids
         # Rows are read in ascending order, so row i of the dataset is stored at the rank of `wanted[i]`.
-        self._stored = np.arange(count) if wanted is None else np.argsort(np.argsort(wanted))
-        self.report = summary.text(count, len(self._store.ids.values), time.perf_counter() - started)
+        self._stored = None if wanted is None else np.argsort(np.argsort(wanted))
         logger.info("gpuload: %s", self.report)
-        if summary.rejected:
-            examples = "; ".join(summary.examples)
+        if rows.others:
+            examples = "; ".join(f"{self._places.place(row)}: {rows.others[row]}" for row in sorted(rows.others)[:3])
             logger.warning(
-                "gpuload: %d of %d rows will raise on access, as in verl: %s", summary.rejected, count, examples
+                "gpuload: %d of %d rows will raise on access, as in verl: %s", len(rows.others), len(self), examples
             )
         return None
+
+    def _add(self, batch: Batch, tokenizer: ConversationTokenizer, cache: RowCache) -> int | None:
+        """Tokenizes rows. Returns the first one of a sample for which verl's method has another result, or None."""
+        first = len(cache)
+        if not first:
+            self._rejected = RejectedRows()
+        tokenized = self._tokenize_batch(tokenizer, batch)
+        mismatch = self._first_mismatch(tokenized, batch)
+        if mismatch is not None:
+            return first + mismatch
+        self._tokenize_fallback_rows(tokenized, batch.table)
+        rejected = np.array(sorted(tokenized.rejected), np.int64)
+        self._rejected.add((first + rejected).tolist(), batch.table.take(pa.array(rejected)))
+        counts = {"fallback": len(tokenized.fallback), "mismatches": tokenized.mismatches}
+        cache.add(tokenized.ids, tokenized.rejected, tokenized.rendering, **counts)
+        return None
+
+    def _cache(self, reference: Reference, sources: Sequence[Source]) -> RowCache:
+        """The cache of this dataset. Rows that are compared with verl's are made, and not found there."""
+        options = self._options
+        if self.is_compared:
+            options = replace(options, token_cache=False, store="memory")
+        settings = {
+            "enable_thinking_default": plain(self.enable_thinking_default),
+            "ignore_input_ids_mismatch": bool(self.ignore_input_ids_mismatch),
+            "system_prompt": [int(number) for number in self.system_prompt],
+            "generation_prompt": [int(number) for number in self.generation_prompt],
+        }
+        rule = Rule(release_of("verl", "verl"), stock_methods(MultiTurnSFTDataset), settings)
+        keys = (self.messages_key, self.tools_key, self.enable_thinking_key)
+        return row_cache(options, reference, rule, sources, keys, self._places)
 
     def _conversation_tokenizer(self) -> ConversationTokenizer:
         return ConversationTokenizer(
@@ -263,47 +303,75 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
         order[rows] = len(order) + np.arange(len(rows))
         tokenized.ids = joined.take(order)
 
-    def _first_mismatch(self, tokenized: TokenizedConversations, batch: Batch, total: int) -> int | None:
+    def _first_mismatch(self, tokenized: TokenizedConversations, batch: Batch) -> int | None:
         """The first row of a sample for which verl's method has another result, or None."""
-        rows = np.array(
-            [row for row in range(len(batch.rows)) if row not in tokenized.fallback and row not in tokenized.rejected],
-            np.int64,
-        )
-        if self._verify == "sample" and len(rows):
-            count = max(_MIN_VERIFY_ROWS, _VERIFY_ROWS * len(batch.rows) // total)
-            by_length = rows[np.argsort(tokenized.ids.lengths[rows], kind="stable")]
-            rows = by_length[np.unique(np.linspace(0, len(rows) - 1, count).astype(np.int64))]
-        if self._verify == "off" or not len(rows):
+        made = np.ones(len(batch.rows), bool)
+        made[[*tokenized.fallback, *tokenized.rejected]] = False
+        rows = np.flatnonzero(made)
+        if self._options.verify == "sample":
+            count = max(_MIN_VERIFY_ROWS, _VERIFY_ROWS * len(batch.rows) // len(self._places))
+            rows = _of_all_lengths(rows, tokenized.ids.lengths, count)
+        if self._options.verify == "off":
             return None
-        dataset = self._unshaped_verl_dataset(batch.table.take(pa.array(rows)))
-        for number, row in enumerate(int(row) for row in rows):
+        number = self._first_difference(batch.table.take(pa.array(rows)), tokenized.ids.take(rows))
+        return None if number is None else int(rows[number])
+
+    def _difference_of_found(self, sources: Sequence[Source], found: StoredRows) -> str | None:
+        """Compares a sample of the rows of an earlier start, which has compared as many as `verify` says, and reads the
+        columns of those that are rejected. Returns which row differs, or None."""
+        self._rejected = RejectedRows()
+        rejected = np.zeros(len(self._places), bool)
+        rejected[list(found.others)] = True
+        sample = np.zeros(0, np.int64)
+        if self._options.verify != "off":
+            sample = _of_all_lengths(np.flatnonzero(~rejected), found.ids.lengths, _VERIFY_ROWS)
+        needed = np.union1d(np.flatnonzero(rejected), sample)
+        if not len(needed):
+            return None
+        first = 0
+        for batch in read_conversations(sources, self.messages_key, self._places.over_all_files(needed)):
+            here = needed[first : first + len(batch.rows)]
+            first += len(here)
+            of_verl = rejected[here]
+            self._rejected.add(here[of_verl].tolist(), batch.table.filter(pa.array(of_verl)))
+            rows = here[~of_verl]
+            number = self._first_difference(batch.table.filter(pa.array(~of_verl)), found.ids.take(rows))
+            if number is not None:
+                return f"{self._places.place(int(rows[number]))} differs from the result of verl's method"
+        return None
+
+    def _first_difference(self, table: pa.Table, ids: Ragged) -> int | None:
+        """The first row of a table for which verl's method has other ids than these, or None."""
+        if not len(ids):
+            return None
+        dataset = self._unshaped_verl_dataset(table)
+        for number in range(len(ids)):
             try:
                 item = dataset[number]
             except Exception:
-                return row
-            if set(item) != _ROW_KEYS or not np.array_equal(tokenized.ids[row], _with_bits(item)):
-                return row
+                return number
+            if set(item) != _ROW_KEYS or not np.array_equal(ids[number], _with_bits(item)):
+                return number
         return None
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return super().__len__() if self._store is None else len(self._stored)
+        return super().__len__() if self._ids is None else len(self._places)
 
     def __getitem__(self, item: int) -> dict[str, Any]:
-        if self._store is None:
+        if self._ids is None:
             return super().__getitem__(item)  # type: ignore[no-any-return]
         if not -len(self) <= item < len(self):
             raise IndexError(f"index {item} is out of range for a dataset with {len(self)} rows")
-        row = int(self._stored[item])
-        rejected = self._store.rejected_row(row)
+        row = item % len(self) if self._stored is None else int(self._stored[item])
+        rejected = self._rejected.get(row)
         if rejected is not None:
             return self._verl_dataset(rejected)[0]  # type: ignore[no-any-return]
-        ids = self._store.row(row)
+        ids = row_of(self._ids, row)
         if len(ids) > self.max_length and self.truncation == "error":
-            source, number = self._store.places[row]
             raise PromptTooLongError(
-                f"row {item} ({self._names[source]} row {number}) has {len(ids)} tokens, more than "
+                f"row {item} ({self._places.place(row)}) has {len(ids)} tokens, more than "
                 f"max_length={self.max_length}: raise it, or set truncation to 'left' or 'right'"
             )
         return shape_row(
@@ -322,44 +390,7 @@ def _with_bits(item: dict[str, Any]) -> np.ndarray[Any, Any]:
     return bits
 
 
-@dataclass
-class _Summary:
-    """Counts of a load, for the report.
-
-    Attributes:
-        fallback, rejected, mismatches: numbers of rows; see `TokenizedConversations`.
-        rendering: how the texts were rendered.
-        examples: the first rejected rows, and why.
-    """
-
-    fallback: int = 0
-    rejected: int = 0
-    mismatches: int = 0
-    rendering: RowCounts = field(default_factory=RowCounts)
-    examples: list[str] = field(default_factory=list)
-
-    def add(self, tokenized: TokenizedConversations, batch: Batch, source: str) -> None:
-        self.fallback += len(tokenized.fallback)
-        self.rejected += len(tokenized.rejected)
-        self.mismatches += tokenized.mismatches
-        self.rendering.add_counts(tokenized.rendering)
-        for row in sorted(tokenized.rejected)[: 3 - len(self.examples)]:
-            self.examples.append(f"{source} row {batch.rows[row]}: {tokenized.rejected[row]}")
-
-    def text(self, rows: int, tokens: int, seconds: float) -> str:
-        counts = self.rendering
-        parts = [
-            f"{rows:,} conversations, {tokens:,} tokens in {seconds:.1f} s",
-            f"{counts.compiled_rows:,} texts rendered by the compiled template, "
-            f"{counts.reference_rows:,} by transformers",
-        ]
-        if counts.reasons:
-            reasons = ", ".join(f"{reason} ({count:,})" for reason, count in list(counts.reasons.items())[:3])
-            parts.append(f"reasons: {reasons}")
-        if self.fallback:
-            parts.append(f"{self.fallback:,} rows tokenized by verl's method")
-        if self.rejected:
-            parts.append(f"{self.rejected:,} rows passed to verl's method at each access")
-        if self.mismatches:
-            parts.append(f"{self.mismatches:,} rows kept whose messages have other ids than the whole conversation")
-        return "; ".join(parts)
+def _of_all_lengths(rows: RowNumbers, lengths: RowNumbers, count: int) -> RowNumbers:
+    """Up to `count` of some rows: the shortest, the longest, and others in between."""
+    by_length = rows[np.argsort(lengths[rows], kind="stable")]
+    return by_length[spread(len(rows), count)]

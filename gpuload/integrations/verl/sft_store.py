@@ -1,18 +1,23 @@
-"""Reading and storage of conversations for SFTDataset, and rows in the shape of verl's SFT dataset."""
+"""Conversations for SFTDataset: how they are read, where each is, and rows in the shape of verl's SFT dataset."""
 
+import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import torch
 
-from gpuload.core.arrays import Ragged
+from gpuload.cache.store import TokenCache
+from gpuload.core.arrays import offsets_of
 from gpuload.core.marks import LOSS
+from gpuload.core.options import Options
 from gpuload.engines.host.engine import arrow_parts
-from gpuload.integrations.verl.turns import TokenizedConversations
+from gpuload.integrations.messages.cache import RowCache, Rule, StoredRows
 from gpuload.pipeline.stream import Batch, read
+from gpuload.reference.reference import Reference
 from gpuload.sources.read import Source, check_unchanged
 
 Ints = npt.NDArray[np.int64]
@@ -35,59 +40,124 @@ def read_conversations(sources: Sequence[Source], messages_key: str, wanted: Int
 
 
 @dataclass(frozen=True)
-class SFTStore:
-    """Tokenized conversations, in the order in which they were read.
+class RowPlaces:
+    """Which rows of the files a dataset has, in the order in which they are read.
 
     Attributes:
-        ids: n rows of token ids, with a bit for loss (`gpuload.core.marks`); empty for rejected rows.
-        places: (n, 2) int64, number of the file and row number in it.
-        rejected: row → (number in `tables`, row there).
-        tables: all columns of the rejected rows.
+        names: of the files.
+        starts: (files + 1,) number of the first row of each, over all files.
+        numbers: (n,) numbers of the rows, ascending; None for all rows.
     """
 
-    ids: Ragged
-    places: Ints
-    rejected: dict[int, tuple[int, int]]
-    tables: list[pa.Table]
+    names: Sequence[str]
+    starts: Ints
+    numbers: Ints | None
 
-    def row(self, number: int) -> npt.NDArray[np.int32]:
-        """Return the ids of a row, with bits, as a view."""
-        ids: npt.NDArray[np.int32] = self.ids[number]
-        return ids
+    @classmethod
+    def of(cls, sources: Sequence[Source], wanted: Ints | None) -> "RowPlaces":
+        """Those of the wanted rows, in any order; None for all."""
+        starts = offsets_of(np.array([source.num_rows for source in sources], np.int64))
+        return cls([source.name for source in sources], starts, None if wanted is None else np.sort(wanted))
 
-    def rejected_row(self, number: int) -> pa.Table | None:
-        """Return the columns of a rejected row, or None if the row has ids."""
-        if number not in self.rejected:
+    def __len__(self) -> int:
+        return int(self.starts[-1]) if self.numbers is None else len(self.numbers)
+
+    def over_all_files(self, rows: Ints) -> Ints:
+        """(m,) rows of the dataset, in the order in which they are read → their numbers over all files."""
+        return rows if self.numbers is None else self.numbers[rows]
+
+    def place(self, row: int) -> str:
+        """Where a row is, for messages."""
+        number = int(self.over_all_files(np.array([row]))[0])
+        source = int(np.searchsorted(self.starts, number, side="right")) - 1
+        return f"{self.names[source]} row {number - int(self.starts[source])}"
+
+
+@dataclass
+class RejectedRows:
+    """Rows that verl's method has to make at each access.
+
+    Attributes:
+        places: row → (number in `tables`, row there).
+        tables: all columns of these rows.
+    """
+
+    places: dict[int, tuple[int, int]] = field(default_factory=dict)
+    tables: list[pa.Table] = field(default_factory=list)
+
+    def add(self, rows: Sequence[int], table: pa.Table) -> None:
+        """Adds rows of the dataset, with their columns."""
+        if len(rows):
+            self.places.update((row, (len(self.tables), number)) for number, row in enumerate(rows))
+            self.tables.append(table)
+
+    def get(self, row: int) -> pa.Table | None:
+        """The columns of a row; None if it has ids."""
+        if row not in self.places:
             return None
-        table, row = self.rejected[number]
-        return self.tables[table].slice(row, 1)
+        table, number = self.places[row]
+        return self.tables[table].slice(number, 1)
 
 
-class SFTStoreBuilder:
-    """Collects batches for an `SFTStore`."""
+def row_cache(
+    options: Options,
+    reference: Reference,
+    rule: Rule,
+    sources: Sequence[Source],
+    keys: Sequence[str],
+    places: RowPlaces,
+) -> RowCache:
+    """The cache of a dataset of files.
 
-    def __init__(self) -> None:
-        self._ids: list[Ragged] = []
-        self._places: list[Ints] = []
-        self._rejected: dict[int, tuple[int, int]] = {}
-        self._tables: list[pa.Table] = []
-        self._count = 0
+    Args:
+        options, reference: see `RowCache`.
+        rule: of verl's class.
+        sources: the files.
+        keys: the columns that decide ids, where a file has them; the first one has the messages.
+        places: which rows of the files it has.
+    """
+    fields = [[source.schema.field(key) for key in keys if key in source.schema.names] for source in sources]
+    chosen = places.numbers
+    settings: dict[str, Any] = {
+        "keys": list(keys),
+        "columns": [[f"{field.name}: {field.type}" for field in each] for each in fields],
+        "rows": "all" if chosen is None else hashlib.blake2b(chosen.tobytes(), digest_size=16).hexdigest(),
+    }
 
-    def add(self, tokenized: TokenizedConversations, batch: Batch) -> None:
-        """Append the rows of a batch."""
-        rejected = sorted(tokenized.rejected)
-        if rejected:
-            numbers = {self._count + row: (len(self._tables), number) for number, row in enumerate(rejected)}
-            self._rejected |= numbers
-            self._tables.append(batch.table.take(pa.array(rejected)))
-        self._ids.append(tokenized.ids)
-        self._places.append(np.stack([np.full(len(batch.rows), batch.source), batch.rows], axis=1))
-        self._count += len(batch.rows)
+    def content(cache: TokenCache) -> bytes:
+        given = zip(sources, fields, strict=True)
+        return b"".join(cache.content(source, [field.name for field in each]) for source, each in given)
 
-    def build(self) -> SFTStore:
-        """Concatenate the batches. The builder is empty afterwards."""
-        places = np.concatenate([np.zeros((0, 2), np.int64), *self._places])
-        return SFTStore(Ragged.concatenate(self._ids), places, self._rejected, self._tables)
+    messages = sum(source.decoded_bytes([keys[0]]) for source in sources)
+    return RowCache(
+        options,
+        reference,
+        replace(rule, settings={**rule.settings, **settings}),
+        name=sources[0].name if len(sources) == 1 else f"{sources[0].name} and {len(sources) - 1} more",
+        rows=len(places),
+        nbytes=messages * len(places) // max(1, int(places.starts[-1])),
+        content=content,
+    )
+
+
+def summary(rows: StoredRows, places: RowPlaces, seconds: float, notes: Sequence[str]) -> str:
+    """What was done, in one line."""
+    counts = rows.rendering
+    where = ", from the cache" if rows.found else ""
+    parts = [
+        f"{len(places):,} conversations, {int(rows.ids.lengths.sum()):,} tokens in {seconds:.1f} s{where}",
+        f"{counts.compiled_rows:,} texts rendered by the compiled template, {counts.reference_rows:,} by transformers",
+    ]
+    if counts.reasons:
+        reasons = ", ".join(f"{reason} ({count:,})" for reason, count in list(counts.reasons.items())[:3])
+        parts.append(f"reasons: {reasons}")
+    if fallback := rows.counts["fallback"]:
+        parts.append(f"{fallback:,} rows tokenized by verl's method")
+    if rows.others:
+        parts.append(f"{len(rows.others):,} rows passed to verl's method at each access")
+    if mismatches := rows.counts["mismatches"]:
+        parts.append(f"{mismatches:,} rows kept whose messages have other ids than the whole conversation")
+    return "; ".join([*parts, *notes])
 
 
 def shape_row(

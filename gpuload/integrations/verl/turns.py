@@ -71,6 +71,7 @@ class ConversationTokenizer:
     Attributes:
         encodes_rendered_text: whether the ids of a conversation are the ids of its text. If not, this class cannot be
             used.
+        reference: the tokenizer with its template.
 
     Raises:
         OptionError: an argument in `kwargs` is not supported.
@@ -91,6 +92,7 @@ class ConversationTokenizer:
         self._templates = Templates(tokenizer, kwargs)
         self._after_user: WeakKeyDictionary[Template, tuple[Template, int]] = WeakKeyDictionary()
         self.encodes_rendered_text = self._templates.encodes_rendered_text
+        self.reference = self._templates.default.reference
 
     def tokenize(
         self,
