@@ -36,7 +36,7 @@ SAMPLE = 8  # texts that are searched for the tokens that a template writes
 _MOST_PROGRAMS = 32  # different arguments of rows for which the template is compiled
 
 
-class Sequences(NamedTuple):
+class TextSequences(NamedTuple):
     """What n rows consist of: one sequence each, or two.
 
     Attributes:
@@ -81,7 +81,7 @@ class TrainingEngine(HostEngine):
         """Whether completions have loss, and nothing else."""
         return True
 
-    def sequences(self, lengths: Sequence[Array], common: Callable[[int, int], Array]) -> Sequences:
+    def sequences(self, lengths: Sequence[Array], common: Callable[[int, int], Array]) -> TextSequences:
         """The sequences of n rows, if `marks_completions`.
 
         Args:

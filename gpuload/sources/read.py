@@ -39,15 +39,14 @@ class Source:
         identity: bytes that identify the content; part of a dataset's fingerprint.
         parquet: path of a parquet file, which an engine can read by itself.
         frame: a `cudf.DataFrame`, whose columns a GPU engine uses zero-copy.
-        without: as `batches`, without the named column, if any, and decoded by several threads; None where that would
-            save nothing.
+        without: as `batches`, without the named column, if any, by several threads; None where that saves nothing.
         only: as `batches`, with the named column alone; None where that would save nothing.
         content: digest of the values of the named columns as they are in the file now; None for a frame in memory.
         form: what a column is made of that is not in the file.
         decoded_bytes: about how many bytes the values of the named columns have in memory; None for all columns.
         file: the file that `batches` reads; None where everything is in memory already.
         first_row: number of the first row in its file, of a source that is a part of one.
-        parsed: whether the JSON of its columns was parsed when it was opened.
+        parsed: whether JSON in its columns was parsed when it was opened.
     """
 
     name: str
@@ -334,12 +333,11 @@ def _open_json(file: SourceFile) -> Source:
     try:
         with opened(file) as (_, raw):
             content = raw.read()
+        table, rows = json_table(file.name, content)
     except SourceError:
         raise
     except OSError as error:
         raise SourceError(f"{file.name}: {error.strerror}") from error
-    try:
-        table, rows = json_table(file.name, content)
     except RecursionError as error:
         raise SourceError(f"{file.name}: JSON that is nested too deeply: flatten it") from error
     except MemoryError as error:

@@ -10,7 +10,7 @@ from gpuload.core.marks import with_loss
 from gpuload.engines.host.prompts import render_rows
 from gpuload.engines.host.render import HostText
 from gpuload.kinds.chats.reference import ChatReference
-from gpuload.kinds.training_engine import Sequences, TrainingEngine, filled
+from gpuload.kinds.training_engine import TextSequences, TrainingEngine, filled
 from gpuload.kinds.training_reference import messages_in
 from gpuload.sources.types import as_json
 
@@ -32,8 +32,8 @@ class ChatEngine(TrainingEngine):
     def marks_completions(self) -> bool:
         return self._reference.loss_on == "completion"
 
-    def sequences(self, lengths: Sequence[Array], common: Callable[[int, int], Array]) -> Sequences:
-        return Sequences([common(0, 1)], lengths[0])
+    def sequences(self, lengths: Sequence[Array], common: Callable[[int, int], Array]) -> TextSequences:
+        return TextSequences([common(0, 1)], lengths[0])
 
     def tokens(self, start: Ragged | None, ids: list[Ragged], text: HostText) -> Ragged:
         """A completion has loss from where its ids first differ from those of the prompt alone; answers where they are

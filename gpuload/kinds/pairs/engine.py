@@ -8,7 +8,7 @@ from gpuload.core.arrays import Array, Ragged, appended, array_module, common_pr
 from gpuload.core.marks import paired, with_loss_from
 from gpuload.engines.host.render import HostText
 from gpuload.kinds.pairs.reference import PairReference
-from gpuload.kinds.training_engine import Sequences, TrainingEngine
+from gpuload.kinds.training_engine import TextSequences, TrainingEngine
 
 
 class PairEngine(TrainingEngine):
@@ -45,14 +45,14 @@ class PairEngine(TrainingEngine):
         marked = [with_loss_from(each, begin) for each, begin in zip(ids, begins, strict=False)]
         return marked[0] if len(marked) == 1 else paired(marked[0], marked[1], shared)
 
-    def sequences(self, lengths: Sequence[Array], common: Callable[[int, int], Array]) -> Sequences:
+    def sequences(self, lengths: Sequence[Array], common: Callable[[int, int], Array]) -> TextSequences:
         if self._reference.objective == "rm":  # nothing is marked as a completion
-            return Sequences(list(lengths), common(0, 1))
+            return TextSequences(list(lengths), common(0, 1))
         *whole, alone = range(len(lengths))
         begins = [common(each, alone) for each in whole]
         shared = array_module(lengths[0]).minimum(begins[0], begins[-1])
         with self._counting:
             self.diverging += int((shared < lengths[alone]).sum())
         if len(whole) == 1:
-            return Sequences(begins, lengths[0])
-        return Sequences([shared, shared] if self._reference.objective == "dpo" else begins, shared)
+            return TextSequences(begins, lengths[0])
+        return TextSequences([shared, shared] if self._reference.objective == "dpo" else begins, shared)

@@ -20,6 +20,7 @@ again.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ from gpuload.template.automaton.nodes import (
     TextSource,
     kind_of,
 )
+from gpuload.template.automaton.printed import Content, GeneratedText, Unknown
 from gpuload.template.program import Operation, Predicate
 
 Function = Callable[[Mapping[str, Any], list[Any], Callable[[Any], None], Callable[[int], None]], Any]
@@ -47,41 +49,14 @@ Leaf = tuple[str, str]
 """How a walk ends: with the instruction "end", "raise" or "reference" and a reason, or with "open"."""
 
 
-class Generated(str):
-    """A text inside a `{% generation %}` block."""
-
-    __slots__ = ()
-
-
-class Content(str):
-    """The content of a message.
-
-    Attributes:
-        message: its number.
-    """
-
-    __slots__ = ("message",)
-    message: int
-
-    def __new__(cls, text: str, message: int) -> Content:
-        made = super().__new__(cls, text)
-        made.message = message
-        return made
-
-
-class Unknown(str):
-    """A text that is neither a literal nor the content of a message."""
-
-    __slots__ = ()
-
-
 class Functions:
     """The functions of an automaton.
 
     Args:
         automaton: may grow; `changed` must be called then.
         tojson: the filter of transformers.
-        blocks: whether it is wanted which texts are in a `{% generation %}` block: they are printed as `Generated`.
+        blocks: whether it is wanted which texts are in a `{% generation %}` block: they are printed as
+            `GeneratedText`.
         contents: whether it is wanted where contents of messages are printed: they are printed as `Content`, and what
             else is no literal as `Unknown`.
     """
@@ -94,8 +69,8 @@ class Functions:
         self._constants: list[Any] = []
         self._inside: dict[int, int] = {}  # node → the function that it is in
         self._globals: dict[str, Any] = {
-            "kind_of": kind_of, "MISSING": MISSING, "items": _items, "dictsort": do_dictsort, "tojson": tojson,
-            "C": self._constants, "Generated": Generated, "Content": Content, "Unknown": Unknown,
+            "kind_of": kind_of, "MISSING": MISSING, "items": _items, "dictsort": do_dictsort, "tojson": _fast(tojson),
+            "C": self._constants, "Generated": GeneratedText, "Content": Content, "Unknown": Unknown,
         }  # fmt: skip
         self._inside[0] = 0
         self.changed([0])
@@ -320,3 +295,21 @@ def _operated(text: str, operation: Operation) -> str:
 
 def _items(value: dict[Any, Any]) -> list[tuple[Any, Any]]:
     return list(value.items())
+
+
+def _fast(tojson: Callable[..., Any]) -> Callable[..., Any]:
+    """transformers' filter, which makes an encoder for each call, with one for all calls without arguments; the same
+    function if it does something else for these examples."""
+    examples: list[Any] = ["\u20ac <&'\"\\\u2028\x00\ud800", [None, True, [], 10**30]]
+    examples.append({"b": [1, 2.5, -0.0, 1e22, float("inf")], "a": {}})
+    try:
+        make, write_text = (vars(json.encoder)[name] for name in ("c_make_encoder", "encode_basestring"))
+        encode = make(None, None, write_text, None, ": ", ", ", False, False, True)  # as `json.dumps` makes it
+        same = all("".join(encode(each, 0)) == tojson(each) for each in examples)
+    except Exception:
+        same = False
+
+    def encoded(value: Any, *args: Any, **kwargs: Any) -> Any:
+        return tojson(value, *args, **kwargs) if args or kwargs else "".join(encode(value, 0))
+
+    return encoded if same else tojson

@@ -17,7 +17,7 @@ import json
 import os
 import random
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,12 +28,13 @@ from gpuload.reference.deadline import EndlessError
 from gpuload.reference.template_call import TemplateCall, describe_error, rejection, vendor_environment
 from gpuload.template.answers import Answers, has_blocks, spans_in_bytes
 from gpuload.template.automaton.environment import RecordingTemplate
-from gpuload.template.automaton.functions import Content, Functions, Generated, Unknown
+from gpuload.template.automaton.functions import Functions
 from gpuload.template.automaton.nodes import Automaton
+from gpuload.template.automaton.printed import blocks_of, parts_of
 from gpuload.template.automaton.recorder import NotDeterministicError, Recorder
 from gpuload.template.marks import UnknownAnswersError
 from gpuload.template.probe import ADVERSARIAL
-from gpuload.template.program import ByReference, Path, Ref, Rejected
+from gpuload.template.program import ByReference, Rejected
 from gpuload.template.sandbox import Meter
 from gpuload.template.symbol import NotCompilableError
 from gpuload.template.trace import MOST_SECONDS, MOST_STEPS
@@ -54,7 +55,6 @@ _TOOL = {"type": "function", "function": {"name": "f", "description": "", "param
 _REASONING = frozenset(("reasoning_content", "thinking", "reasoning"))
 _NO_WAY = "more paths through the template than are traced"
 _BEGIN, _END = -1, -2
-_PLAIN = frozenset(("role", "content"))
 
 Row = dict[str, Any]
 """The variables of the template that differ from row to row."""
@@ -113,7 +113,7 @@ class RowRenderer:
             raise
         except Exception as error:
             raise NotCompilableError(describe_error(error)) from error
-        self._tojson = _fast(environment.filters["tojson"])
+        self._tojson = environment.filters["tojson"]
         self._automaton = Automaton()
         self._blocks = answers is not None and has_blocks(call.text())
         contents = answers is not None and not self._blocks
@@ -198,9 +198,9 @@ class RowRenderer:
         render = partial(self._text, row)
         text = "".join(out)
         if not self._blocks:
-            parts = _parts(messages, out)
+            parts = parts_of(messages, out)
             return RenderedRow(text, self._answers.in_bytes(messages, text, render=render, parts=parts))
-        blocks = _blocks(out)
+        blocks = blocks_of(out)
         if self._answers.loss_on == "assistant":
             return RenderedRow(text, spans_in_bytes(text, blocks))
         return RenderedRow(text, self._answers.in_bytes(messages, text, render=render, blocks=blocks))
@@ -346,24 +346,6 @@ def forget_templates() -> None:
 os.register_at_fork(after_in_child=forget_templates)  # another thread may hold a lock of these
 
 
-def _fast(tojson: Callable[..., Any]) -> Callable[..., Any]:
-    """transformers' filter, which makes an encoder for each call, with one for all calls without arguments; the same
-    function if it does something else for these examples."""
-    examples: list[Any] = ["\u20ac <&'\"\\\u2028\x00\ud800", [None, True, [], 10**30]]
-    examples.append({"b": [1, 2.5, -0.0, 1e22, float("inf")], "a": {}})
-    try:
-        make, write_text = (vars(json.encoder)[name] for name in ("c_make_encoder", "encode_basestring"))
-        encode = make(None, None, write_text, None, ": ", ", ", False, False, True)  # as `json.dumps` makes it
-        same = all("".join(encode(each, 0)) == tojson(each) for each in examples)
-    except Exception:
-        same = False
-
-    def encoded(value: Any, *args: Any, **kwargs: Any) -> Any:
-        return tojson(value, *args, **kwargs) if args or kwargs else "".join(encode(value, 0))
-
-    return encoded if same else tojson
-
-
 def prepared(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages as transformers gives them to the template: without keys that are None, and with reasoning under each of
     its names. It is compared with transformers for each row that is traced."""
@@ -376,40 +358,6 @@ def prepared(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         reasoning = next((given[key] for key in ("reasoning_content", "thinking", "reasoning") if key in given), None)
         rows.append(given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning})
     return rows
-
-
-def _parts(messages: Sequence[Mapping[str, Any]], out: Sequence[str]) -> tuple[Path, dict[Ref, str]] | None:
-    """What a text is made of, as `marks.taken_apart` finds it; None if that has to look."""
-    for message in messages:
-        content = message.get("content")
-        if not message.keys() <= _PLAIN or type(content) is not str or "think>" in content:
-            return None
-    segments: list[str | Ref] = []
-    texts: dict[Ref, str] = {}
-    for number, text in enumerate(out):
-        if type(text) is Content:
-            if messages[text.message]["content"]:
-                segments.append(segment := Ref(text.message, f"text {number}"))
-                texts[segment] = text
-        elif type(text) is Unknown:
-            return None
-        else:
-            segments.append(text)
-    return Path(tuple(segments)), texts
-
-
-def _blocks(out: Sequence[str]) -> list[tuple[int, int]]:
-    """Start and end, in characters, of each run of texts inside of blocks."""
-    blocks: list[tuple[int, int]] = []
-    begun, at = -1, 0
-    for text in out:
-        if type(text) is Generated:
-            begun = at if begun < 0 else begun
-        elif begun >= 0:
-            blocks.append((begun, at))
-            begun = -1
-        at += len(text)
-    return blocks if begun < 0 else [*blocks, (begun, at)]
 
 
 def _pairs(trail: Sequence[int]) -> set[tuple[int, int]]:

@@ -1,0 +1,72 @@
+"""What an automaton has printed for one row: a text in parts, of which it is known where they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gpuload.template.program import Path, Ref
+
+_PLAIN = frozenset(("role", "content"))
+
+
+class GeneratedText(str):
+    """A text inside a `{% generation %}` block."""
+
+    __slots__ = ()
+
+
+class Content(str):
+    """The content of a message.
+
+    Attributes:
+        message: its number.
+    """
+
+    __slots__ = ("message",)
+    message: int
+
+    def __new__(cls, text: str, message: int) -> Content:
+        made = super().__new__(cls, text)
+        made.message = message
+        return made
+
+
+class Unknown(str):
+    """A text that is neither a literal nor the content of a message."""
+
+    __slots__ = ()
+
+
+def parts_of(messages: Sequence[Mapping[str, Any]], out: Sequence[str]) -> tuple[Path, dict[Ref, str]] | None:
+    """What a text is made of, as `marks.taken_apart` finds it; None if that has to look."""
+    for message in messages:
+        content = message.get("content")
+        if not message.keys() <= _PLAIN or type(content) is not str or "think>" in content:
+            return None
+    segments: list[str | Ref] = []
+    texts: dict[Ref, str] = {}
+    for number, text in enumerate(out):
+        if type(text) is Content:
+            if messages[text.message]["content"]:
+                segments.append(segment := Ref(text.message, f"text {number}"))
+                texts[segment] = text
+        elif type(text) is Unknown:
+            return None
+        else:
+            segments.append(text)
+    return Path(tuple(segments)), texts
+
+
+def blocks_of(out: Sequence[str]) -> list[tuple[int, int]]:
+    """Start and end, in characters, of each run of texts inside of blocks."""
+    blocks: list[tuple[int, int]] = []
+    begun, at = -1, 0
+    for text in out:
+        if type(text) is GeneratedText:
+            begun = at if begun < 0 else begun
+        elif begun >= 0:
+            blocks.append((begun, at))
+            begun = -1
+        at += len(text)
+    return blocks if begun < 0 else [*blocks, (begun, at)]
