@@ -7,6 +7,8 @@ fit.py          numbers of several runs, and lines through two sizes: fixed part
 report.py       writer of Markdown tables
 documents.py    tables of records in README.md and docs/
 
+agents.py       rows with tools and of many shapes; startup.py: the first load of a process
+
 contenders/     the measured programs, one per process
 cpu/            starts and epochs, memory, cores, packing, SFT; headline.py: the numbers of README.md
 verl/           epochs inside verl 0.9.1

@@ -12,6 +12,8 @@ from bench.agents_table import agents_table
 from bench.cpu import headline
 from bench.cpu.chats import chats_table
 from bench.cpu.packing import packing_tables
+from bench.startup_table import RECORD as OF_STARTUP
+from bench.startup_table import startup_table
 from bench.trainers.common import RESULTS as OF_TRAINERS
 from bench.trainers.common import trainer_table
 from bench.trainers.ray_table import ray_tables
@@ -54,6 +56,7 @@ TABLES = (
     Embedded("docs/sft.md", "chats", _SFT, _section("chats", chats_table)),
     Embedded("docs/sft.md", "packing", _SFT, _section("packing", packing_tables)),
     Embedded("docs/agents.md", "agents", OF_AGENTS, agents_table),
+    Embedded("docs/caching.md", "startup", OF_STARTUP, startup_table),
     Embedded("docs/scale.md", "ray", OF_TRAINERS / "ray.json", ray_tables),
     Embedded("docs/preference.md", "pairs", _SFT, _section("pairs", chats_table)),
     *(

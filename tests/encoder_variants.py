@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Metaspace, Split
 
 from gpuload.demo_data import demo_files
-from gpuload.tokenizer.gigatoken import _DEEPSEEK, _ONE_STAGE
+from gpuload.tokenizer.gigatoken import _DEEPSEEK, ONE_STAGE
 from gpuload.tokenizer.spec import GPT2_PATTERN, byte_entries, byte_letters
 
 MERGES = 1500
@@ -115,7 +115,7 @@ MIXED = (
     _raw("<L>", lstrip=True), _raw("<R>", rstrip=True), _raw("<LR>", lstrip=True, rstrip=True), AddedToken("<n>"),
     AddedToken("<nl>", lstrip=True), AddedToken("<nr>", rstrip=True), AddedToken("<s>", special=True), _raw("word"),
 )  # fmt: skip
-ONE = sorted(_ONE_STAGE - {GPT2_PATTERN})
+ONE = sorted(ONE_STAGE - {GPT2_PATTERN})
 SPACES = [normalizers.Replace(" ", "▁")]
 
 VARIANTS: dict[str, Callable[[], Tokenizer]] = {

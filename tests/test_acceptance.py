@@ -68,7 +68,7 @@ def test_an_encoder_that_ignores_a_flag_of_any_token_is_not_used(
     def ignores(make: Callable[[Reference], host.HostEncoder]) -> Callable[[Reference], host.HostEncoder]:
         return lambda reference: make(Reference(tokenizer(False), chat_template=None))
 
-    for name in ("_gigatoken", "_tokenizers"):
+    for name in ("_gigatoken", "_words", "_tokenizers"):
         maker = ignores(getattr(host, name))
         maker.__name__ = name
         monkeypatch.setattr(host, name, maker)

@@ -331,9 +331,16 @@ def test_json_that_is_nested_too_deeply(form: str, qwen: Any, tmp_path: Path) ->
         gpuload.load(tmp_path / "deep.json", qwen)
 
 
+@pytest.mark.parametrize("encoder", ["gigatoken", "each different word once"])
 def test_a_panic_of_an_encoder_falls_back_to_the_tokenizer(
-    write: Callable[..., str], qwen: Any, monkeypatch: pytest.MonkeyPatch
+    write: Callable[..., str], qwen: Any, monkeypatch: pytest.MonkeyPatch, encoder: str
 ) -> None:
+    if encoder == "gigatoken":
+        monkeypatch.setattr(host_encode, "MOST_BY_WORDS", -1)
+    # Opening it, and the hostile texts; and those of them that tokenizers encodes.
+    works: Any = (str, list) if encoder == "gigatoken" else str
+    most = 2 if encoder == "gigatoken" else 40
+
     class PanicException(BaseException):
         """As PyO3 raises it: not an Exception."""
 
@@ -341,7 +348,7 @@ def test_a_panic_of_an_encoder_falls_back_to_the_tokenizer(
     real = host_encode._without_panic
 
     def panicking(function: Any, argument: Any) -> Any:
-        if isinstance(argument, str) or len(argument) > 2:  # opening, and the hostile texts
+        if isinstance(argument, works) or len(argument) > most:
             return real(function, argument)
 
         def panic(_: Any) -> Any:
@@ -352,6 +359,7 @@ def test_a_panic_of_an_encoder_falls_back_to_the_tokenizer(
     monkeypatch.setattr(host_encode, "_without_panic", panicking)
     with pytest.warns(UserWarning, match="panicked: index out of bounds. Encoding 2 rows with the tokenizer itself"):
         prompts = gpuload.load(write(["a b", "c"]), qwen, token_cache=False, device="cpu")
+    assert encoder in prompts.report.engine
     assert prompts.tokens.to_lists() == expected
 
 

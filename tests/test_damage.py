@@ -32,9 +32,9 @@ resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
 encoders, real = [], engine.host_encoder
 
 
-def host_encoder(reference):
+def host_encoder(reference, nbytes):
     if not encoders:
-        encoders.append(real(reference))
+        encoders.append(real(reference, nbytes))
     return encoders[0]
 
 

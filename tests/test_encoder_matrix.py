@@ -30,6 +30,12 @@ BY_GIGATOKEN = {
     *(f"Metaspace {scheme} {split}" for scheme in ("always", "first", "never") for split in (True, False)),
 }  # fmt: skip
 
+BY_WORDS = {
+    "shipped", "not normalized", "white space", "overlaps", "overlaps of both passes", "no normalizer", "NFC twice",
+    "only matches", "ByteLevel", *(f"regex {number}" for number in range(8)), "no entry for a byte", "unknown",
+    "unknown, fused", "subword prefix",
+}  # fmt: skip
+
 
 def check(name: str, count: int) -> None:
     backend = VARIANTS[name]()
@@ -42,6 +48,9 @@ def check(name: str, count: int) -> None:
     encoder = host_encoder(Reference(tokenizer, chat_template=None))
     same(some, encoder.encode(pa.array(some, pa.large_string())).to_lists(), expected)
     assert encoder.name.startswith("gigatoken") == (name in BY_GIGATOKEN), encoder
+    few = host_encoder(Reference(tokenizer, chat_template=None), 0)
+    same(some, few.encode(pa.array(some, pa.large_string())).to_lists(), expected)
+    assert few.name.endswith("each different word once") == (name in BY_WORDS), few
     check_kernels(backend, some, expected)
 
 

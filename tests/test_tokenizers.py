@@ -68,7 +68,8 @@ def check(file: str, tokenizer: Any, reference: Any = None, **options: Any) -> g
 
 
 @pytest.mark.parametrize(
-    ("make", "encoder"), [(byte_level_bpe, "gigatoken"), (word_piece, "tokenizers 0."), (unigram, "tokenizers 0.")]
+    ("make", "encoder"),
+    [(byte_level_bpe, "each different word once"), (word_piece, "tokenizers 0."), (unigram, "tokenizers 0.")],
 )
 def test_kinds(make: Callable[[], Tokenizer], encoder: str, write: Callable[..., str]) -> None:
     prompts = check(write([user(t) for t in TEXTS]), wrapped(make()))

@@ -33,7 +33,7 @@ from gpuload.sources.types import JSON_TYPE
 @pytest.fixture
 def wrong_on_wombats(monkeypatch: pytest.MonkeyPatch, qwen: Any) -> None:
     """A fast path that is right on every hostile text and wrong on the last token of a text with " wombat"."""
-    real = host._gigatoken
+    real = host._words
     wombat = qwen(" wombat")["input_ids"]
 
     def nearly(reference: Reference) -> host.HostEncoder:
@@ -48,8 +48,8 @@ def wrong_on_wombats(monkeypatch: pytest.MonkeyPatch, qwen: Any) -> None:
 
         return host.HostEncoder("nearly", encode)
 
-    nearly.__name__ = "_gigatoken"
-    monkeypatch.setattr(host, "_gigatoken", nearly)
+    nearly.__name__ = "_words"
+    monkeypatch.setattr(host, "_words", nearly)
 
 
 @pytest.mark.usefixtures("wrong_on_wombats")
@@ -164,6 +164,7 @@ def test_a_row_that_cannot_be_encoded_is_dropped(
     file = write([user("short"), user(LONG + newer), user("last"), user(LONG)])
     if not newer:
         monkeypatch.setattr(host, "not_known_exact", lambda _: "not known")
+        monkeypatch.setattr(host, "cut_table", lambda _: 1 / 0)
     monkeypatch.setattr(memory, "free_memory", lambda: 10**8)
     options = {"max_prompt_length": 10**7, "truncation": "right"}
     found = gpuload.load(file, qwen, **options)
@@ -181,6 +182,7 @@ def test_a_row_that_cannot_be_encoded_is_dropped(
 
 
 def test_long_rows_of_training_data_are_dropped(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "MOST_BY_WORDS", -1)
     monkeypatch.setattr(memory, "free_memory", lambda: 10**8)
     emoji = LONG + "\U0001fae8"
     limit = {"max_length": 10**7}

@@ -344,8 +344,12 @@ class Engine(Protocol):
             compiled: whether the compiled template has rendered any row, as far as there is one.
         """
 
-    def loading(self) -> AbstractContextManager[Any]:
-        """Surrounds the stages of one load: memory allocated inside is released at its end."""
+    def loading(self, nbytes: int | None = None) -> AbstractContextManager[Any]:
+        """Surrounds the stages of one load: memory allocated inside is released at its end.
+
+        Args:
+            nbytes: about how many bytes of prompts are read; None if that is not known.
+        """
 
     def read(self, source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, Prompts]]:
         """The rows of a source in order, part by part: their columns in host memory, and their prompts.

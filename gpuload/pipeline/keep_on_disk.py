@@ -12,7 +12,7 @@ they are removed with it.
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,17 +51,17 @@ def choose_disk(options: Options, sources: Sequence[Source], wanted: RowNumbers 
     if options.store != "auto":
         return options.store == "disk"
     free = free_memory()
-    return free is not None and _row_bytes(sources, wanted) > free / 2
+    return free is not None and row_bytes(sources, wanted) > free / 2
 
 
 def fits_on_disk(options: Options, sources: Sequence[Source], wanted: RowNumbers | None) -> bool:
     """Whether the disk has space for a store. For the arguments see `choose_disk`."""
-    return has_room(store_directory(options.cache_dir), _row_bytes(sources, wanted))
+    return has_room(store_directory(options.cache_dir), row_bytes(sources, wanted))
 
 
-def _row_bytes(sources: Sequence[Source], wanted: RowNumbers | None) -> int:
-    """About how many bytes the rows take. Ids take about as many as their text."""
-    return int(_share(sources, wanted) * sum(source.decoded_bytes(None) for source in sources))
+def row_bytes(sources: Sequence[Source], wanted: RowNumbers | None, names: Collection[str] | None = None) -> int:
+    """About how many bytes the rows take, in some columns or in all. Ids take about as many as their text."""
+    return int(_share(sources, wanted) * sum(source.decoded_bytes(names) for source in sources))
 
 
 def _share(sources: Sequence[Source], wanted: RowNumbers | None) -> float:

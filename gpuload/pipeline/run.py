@@ -40,7 +40,7 @@ from gpuload.engines.choose import EngineBuilder
 from gpuload.engines.protocol import Engine
 from gpuload.pipeline.filter import all_dropped, filter_rows, without
 from gpuload.pipeline.keep_in_memory import InMemory, choose_keeper
-from gpuload.pipeline.keep_on_disk import OnDisk, choose_disk, fits_on_disk
+from gpuload.pipeline.keep_on_disk import OnDisk, choose_disk, fits_on_disk, row_bytes
 from gpuload.pipeline.kind import Dataset, Kind
 from gpuload.pipeline.long_rows import rendered_without, rows_without_room
 from gpuload.pipeline.ranks import Ranks, joined
@@ -62,6 +62,8 @@ from gpuload.reference.volatile import contains_randomness, volatile_reason
 from gpuload.sources.columns import invalid_rows
 from gpuload.sources.open import open_all
 from gpuload.sources.read import Source, check_unchanged
+
+_MANY_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -244,7 +246,7 @@ def _run(job: Job[Dataset], engine: Engine) -> Dataset:
     num_rows = int(starts[-1]) if wanted is None else len(wanted)
     verifier = Verifier("off" if random else options.verify, job.reference, num_rows)
     with ExitStack() as stack:
-        stack.enter_context(engine.loading())
+        stack.enter_context(engine.loading(_prompt_bytes(sources, wanted, options)))
         # A template that prints the date must print the same one for all rows.
         clock = stack.enter_context(job.reference.clock_stopped())
         kept = choose_keeper(sources, wanted, engine, job.reference, clock, options, report)
@@ -282,6 +284,12 @@ def _run(job: Job[Dataset], engine: Engine) -> Dataset:
     about = fingerprint(sources, job.reference, options)
     pad_id = job.reference.pad_token_id
     return job.kind.dataset(Loaded(store, sizes, columns, origins, engine, options, pad_id, report, about))
+
+
+def _prompt_bytes(sources: Sequence[Source], wanted: RowNumbers | None, options: Options) -> int:
+    """About how many bytes of prompts are read; those of all columns if there are many, to look at fewer footers."""
+    whole = row_bytes(sources, wanted)
+    return whole if whole > _MANY_BYTES else row_bytes(sources, wanted, (options.prompt_key,))
 
 
 def _encoded(

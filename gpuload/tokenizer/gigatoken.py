@@ -32,7 +32,7 @@ _LINES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 
 # Split regexes whose matches cover any text, so that it does not matter whether the gaps between them are kept.
-_ONE_STAGE = {
+ONE_STAGE = {
     GPT2_PATTERN,
     # Qwen 2 to 3
     rf"{_CONTRACTIONS}|{_WORD}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_LINES}",
@@ -106,7 +106,7 @@ def _wrong_stages(spec: BpeSpec) -> str | None:
         return None
     if len(spec.stages) == 1:
         (stage,) = spec.stages
-        if isinstance(stage, Split) and stage.pattern in _ONE_STAGE and stage.keep != "gaps":
+        if isinstance(stage, Split) and stage.pattern in ONE_STAGE and stage.keep != "gaps":
             return None
     return "gigatoken is not known to be exact for this pre-tokenizer"
 

@@ -112,7 +112,7 @@ class BpeSpec:
     fallback: Fallback | None = None
 
 
-class _UnsupportedError(Exception):
+class UnsupportedError(Exception):
     """The tokenizer is not supported. The message is one sentence that says why."""
 
 
@@ -132,8 +132,8 @@ def bpe_spec(model_json: str) -> BpeSpec | str:
         _check_model(model)
         vocab = model["vocab"]
         fallback = _fallback(parts, model) if model.get("byte_fallback") else None
-        stages, prefix_space = ((), False) if fallback else _pre_tokenizer(parts.get("pre_tokenizer"))
-        nfc = False if fallback else _normalizer(parts.get("normalizer"))
+        stages, prefix_space = ((), False) if fallback else stages_of(parts.get("pre_tokenizer"))
+        nfc = False if fallback else normalizes_to_nfc(parts.get("normalizer"))
         return BpeSpec(
             nfc=nfc,
             stages=stages,
@@ -145,7 +145,7 @@ def bpe_spec(model_json: str) -> BpeSpec | str:
             digest=model_digest(model_json),
             fallback=fallback,
         )
-    except _UnsupportedError as error:
+    except UnsupportedError as error:
         return str(error)
 
 
@@ -153,31 +153,31 @@ def _check_model(model: Mapping[str, Any]) -> None:
     # Old files have no type; a model with merges is BPE.
     kind = model.get("type") or ("BPE" if "merges" in model else "unknown")
     if kind != "BPE":
-        raise _UnsupportedError(f"the model is {kind}, not BPE")
+        raise UnsupportedError(f"the model is {kind}, not BPE")
     if model.get("dropout"):
-        raise _UnsupportedError("the model has dropout, so its ids are random")
+        raise UnsupportedError("the model has dropout, so its ids are random")
     for key in ("continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
-            raise _UnsupportedError(f"the model uses {key}, which is not supported")
+            raise UnsupportedError(f"the model uses {key}, which is not supported")
     vocab = model["vocab"]
     ids = set(vocab.values())
     if len(ids) != len(vocab):
-        raise _UnsupportedError("two vocabulary entries have the same id")
+        raise UnsupportedError("two vocabulary entries have the same id")
     # Kernels pack ids into 21 bits and ranks into 20.
     if ids and not 0 <= min(ids) <= max(ids) < 1 << 21:
-        raise _UnsupportedError("the model has ids of 2,097,152 or more")
+        raise UnsupportedError("the model has ids of 2,097,152 or more")
     if model.get("byte_fallback"):
         if any(entry not in vocab for entry in byte_entries()):
-            raise _UnsupportedError("the model uses byte fallback, but its vocabulary lacks an entry for some byte")
+            raise UnsupportedError("the model uses byte fallback, but its vocabulary lacks an entry for some byte")
     elif model.get("unk_token") is not None and any(letter not in vocab for letter in byte_letters()):
-        raise _UnsupportedError("the vocabulary lacks a byte, which the model encodes as its unknown token")
+        raise UnsupportedError("the vocabulary lacks a byte, which the model encodes as its unknown token")
     if len(model["merges"]) >= 1 << 20:
-        raise _UnsupportedError("the model has 1,048,576 merges or more")
+        raise UnsupportedError("the model has 1,048,576 merges or more")
 
 
 def _fallback(parts: Mapping[str, Any], model: Mapping[str, Any]) -> Fallback:
     if model.get("ignore_merges"):
-        raise _UnsupportedError("byte fallback with ignore_merges is not supported")
+        raise UnsupportedError("byte fallback with ignore_merges is not supported")
     normalizer, stages = (
         _flat(parts.get("normalizer"), "normalizers"),
         _flat(parts.get("pre_tokenizer"), "pretokenizers"),
@@ -191,15 +191,15 @@ def _fallback(parts: Mapping[str, Any], model: Mapping[str, Any]) -> Fallback:
         elif step["type"] == "Replace" and step["pattern"] == {"String": " "} and space == " ":
             space = step["content"]
         else:
-            raise _UnsupportedError(f"the normalizer {step['type']} with byte fallback is not supported")
+            raise UnsupportedError(f"the normalizer {step['type']} with byte fallback is not supported")
     prefix = prefix.replace(" ", space)
     if normalizer and any(token["normalized"] for token in parts.get("added_tokens") or []):
-        raise _UnsupportedError("an added token is normalized, which is not supported with byte fallback")
+        raise UnsupportedError("an added token is normalized, which is not supported with byte fallback")
     for step in stages:
         # Gemma's pre-tokenizer splits at spaces, but its normalizer has replaced all of them before. So it does
         # nothing.
         if step["type"] != "Split" or step["pattern"] != {"String": " "} or " " in space:
-            raise _UnsupportedError(f"the pre-tokenizer {step['type']} with byte fallback is not supported")
+            raise UnsupportedError(f"the pre-tokenizer {step['type']} with byte fallback is not supported")
     return Fallback(prefix, space)
 
 
@@ -238,41 +238,41 @@ def _merges(merges: Sequence[Any], fallback: bool) -> Sequence[tuple[str, str]]:
     else:
         pairs = [tuple(pair) for pair in merges]
     if any(len(pair) != 2 for pair in pairs):
-        raise _UnsupportedError("a merge is not a pair")
+        raise UnsupportedError("a merge is not a pair")
     if fallback:
         from_bytes = set(byte_entries())
         if any(left in from_bytes or right in from_bytes for left, right in pairs):
-            raise _UnsupportedError("the model merges entries of its byte fallback, which is not supported")
+            raise UnsupportedError("the model merges entries of its byte fallback, which is not supported")
     return pairs
 
 
-def _normalizer(part: Any) -> bool:
+def normalizes_to_nfc(part: Any) -> bool:
     """Return whether text is normalized to NFC."""
     nfc = False
     for step in _flat(part, "normalizers"):
         if step["type"] != "NFC":
-            raise _UnsupportedError(f"the normalizer {step['type']} is not supported")
+            raise UnsupportedError(f"the normalizer {step['type']} is not supported")
         nfc = True
     return nfc
 
 
-def _pre_tokenizer(part: Any) -> tuple[tuple[Split | Digits, ...], bool]:
+def stages_of(part: Any) -> tuple[tuple[Split | Digits, ...], bool]:
     """Return the stages, and whether a space is prepended."""
     stages: list[Split | Digits] = []
     parts = _flat(part, "pretokenizers")
     if not parts or parts[-1]["type"] != "ByteLevel":
-        raise _UnsupportedError("the pre-tokenizer does not end with ByteLevel")
+        raise UnsupportedError("the pre-tokenizer does not end with ByteLevel")
     for step in parts[:-1]:
         if step["type"] == "Split":
             stages.append(_split(step))
         elif step["type"] == "Digits":
             stages.append(Digits(bool(step["individual_digits"])))
         else:
-            raise _UnsupportedError(f"the pre-tokenizer {step['type']} is not supported")
+            raise UnsupportedError(f"the pre-tokenizer {step['type']} is not supported")
     last = parts[-1]
     prefix_space = bool(last.get("add_prefix_space"))
     if prefix_space and stages:
-        raise _UnsupportedError("ByteLevel's add_prefix_space after another pre-tokenizer is not supported")
+        raise UnsupportedError("ByteLevel's add_prefix_space after another pre-tokenizer is not supported")
     if last.get("use_regex", True):
         stages.append(Split(GPT2_PATTERN))
     return tuple(stages), prefix_space
@@ -286,7 +286,7 @@ def _split(step: Mapping[str, Any]) -> Split:
         return Split(text)
     if step["behavior"] == "Removed":
         return Split(text, "matches" if step["invert"] else "gaps")
-    raise _UnsupportedError(f"the pre-tokenizer Split with behavior {step['behavior']} is not supported")
+    raise UnsupportedError(f"the pre-tokenizer Split with behavior {step['behavior']} is not supported")
 
 
 def _added(added: Sequence[Mapping[str, Any]], nfc: bool) -> tuple[AddedToken, ...]:
@@ -296,15 +296,15 @@ def _added(added: Sequence[Mapping[str, Any]], nfc: bool) -> tuple[AddedToken, .
         if not content:
             continue
         if item["single_word"]:
-            raise _UnsupportedError(f"the added token {content!r} has single_word set, which is not supported")
+            raise UnsupportedError(f"the added token {content!r} has single_word set, which is not supported")
         if nfc and item["normalized"] and not unicodedata.is_normalized("NFC", content):
-            raise _UnsupportedError(f"the added token {content!r} is not in NFC")
+            raise UnsupportedError(f"the added token {content!r} is not in NFC")
         flags = bool(item["normalized"]), bool(item["lstrip"]), bool(item["rstrip"])
         tokens.append(AddedToken(content, int(item["id"]), *flags))
     if any(t.rstrip for t in tokens) and any(t.content[0] in WHITE_SPACE for t in tokens):
-        raise _UnsupportedError("an added token with rstrip could remove the white space at the start of another one")
+        raise UnsupportedError("an added token with rstrip could remove the white space at the start of another one")
     if len({t.content for t in tokens}) != len(tokens):
-        raise _UnsupportedError("two added tokens have the same text")
+        raise UnsupportedError("two added tokens have the same text")
     return tuple(tokens)
 
 

@@ -127,7 +127,7 @@ class DeviceEngine:
     def counts(self) -> dict[str, int]:
         return self.host.counts
 
-    def loading(self) -> AbstractContextManager[Any]:
+    def loading(self, nbytes: int | None = None) -> AbstractContextManager[Any]:
         return self._kernels.loading()
 
     def read(self, source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, Prompts]]:

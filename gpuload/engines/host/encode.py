@@ -1,15 +1,17 @@
 """Encoding on the host: a column of text → token ids, by the fastest encoder that is exact for this tokenizer.
 
-Three encoders, tried in this order:
+Four encoders, tried in this order:
 
 1. gigatoken, which reads Arrow's buffers zero-copy and returns one flat array of ids;
-2. the `tokenizers` object inside the tokenizer, in batches;
-3. the tokenizer itself, text by text (slow tokenizers, and classes that override how text is encoded).
+2. the `tokenizers` object inside the tokenizer, for each different word of the texts once (`words.py`);
+3. the same object, for whole texts, in batches;
+4. the tokenizer itself, text by text (slow tokenizers, and classes that override how text is encoded).
 
-gigatoken is used only for configurations that it is known to encode exactly (`gpuload.tokenizer.gigatoken`). And every
-encoder must agree with the tokenizer on a set of hostile texts before it is used.
+Building gigatoken takes half a second, in which no other thread has the interpreter lock. So words come first for
+little data. Both are used only for configurations for which they are known to be exact (`gpuload.tokenizer.gigatoken`,
+`gpuload.tokenizer.cuts`). And every encoder must agree with the tokenizer on a set of hostile texts before it is used.
 
-Some texts are always encoded by `tokenizers`. gigatoken 0.10 and tokenizers 0.23 know different versions of Unicode
+With gigatoken, some texts are encoded by `tokenizers` all the same. The two know different versions of Unicode
 (4,787 code points are split differently for DeepSeek-V3, 13 for Llama-3.1), so these are texts with code points newer
 than Unicode 14; for tokenizers that normalize, texts with 100 others, which tokenizers normalizes as Unicode 9 did
 (`normalized_otherwise`); and, for some added tokens, texts that are not in NFC.
@@ -32,13 +34,18 @@ from gpuload.core.arrow import as_arrow, as_numpy
 from gpuload.core.memory import room_to_encode
 from gpuload.engines.host.acceptance import acceptance_texts
 from gpuload.engines.host.texts import Bytes, Ints
+from gpuload.engines.host.words import by_words, text_buffers
 from gpuload.reference.reference import Reference
 from gpuload.reference.template_call import first_line
+from gpuload.tokenizer.cuts import cut_table
 from gpuload.tokenizer.gigatoken import needs_nfc_text, not_known_exact
 from gpuload.tokenizer.nfc import normalized_otherwise
 from gpuload.tokenizer.unassigned import texts_with_unassigned
 
 _CHECK_ARGUMENTS = frozenset(("BloomTokenizerFast", "CodeGenTokenizerFast", "CohereTokenizerFast", "GPT2TokenizerFast"))
+
+MOST_BY_WORDS = 8 << 20
+"""Bytes of prompts up to which a load encodes words rather than build gigatoken."""
 
 _CALL_BYTES = 1 << 22  # of texts that tokenizers encodes in one call; a text that is longer is on its own
 
@@ -58,8 +65,12 @@ class HostEncoder:
     unused: tuple[str, ...] = ()
 
 
-def host_encoder(reference: Reference) -> HostEncoder:
-    """The fastest encoder that is exact for the reference's tokenizer."""
+def host_encoder(reference: Reference, nbytes: int | None = None) -> HostEncoder:
+    """The fastest encoder that is exact for the reference's tokenizer.
+
+    Args:
+        nbytes: about how many bytes of prompts it will encode; None for many.
+    """
     by_itself = HostEncoder(
         f"{type(reference.tokenizer).__name__}, text by text",
         lambda text: Ragged.from_lists([reference.encode(t) for t in text.to_pylist()]),
@@ -70,7 +81,8 @@ def host_encoder(reference: Reference) -> HostEncoder:
     unused: list[str] = []
     texts = acceptance_texts(reference)
     expected = reference.encode_many(texts)
-    for make in (_gigatoken, _tokenizers):
+    few = nbytes is not None and nbytes <= MOST_BY_WORDS
+    for make in (*((_words, _gigatoken) if few else (_gigatoken, _words)), _tokenizers):
         name = make.__name__.strip("_")
         try:
             encoder = make(reference)
@@ -176,9 +188,7 @@ def _gigatoken(reference: Reference) -> HostEncoder:
     def encode(text: pa.LargeStringArray) -> Ragged:
         if not len(text):
             return Ragged.from_lists([])
-        offsets = np.frombuffer(text.buffers()[1], np.int64)[text.offset : text.offset + len(text) + 1]
-        # An array of empty strings may have no character buffer.
-        chars = np.frombuffer(text.buffers()[2] or b"", np.uint8)
+        offsets, chars = text_buffers(text)
         ids = encode_all(chars, offsets)
         # Contested rows are encoded by tokenizers, and put back into their places.
         rows = texts_with_unassigned(chars, offsets, contested)
@@ -198,6 +208,13 @@ def _not_nfc(text: pa.LargeStringArray) -> Ints:
     rows = np.flatnonzero(~as_numpy(pc.string_is_ascii(text)))
     some = text.take(as_arrow(rows)).to_pylist()
     return rows[[not unicodedata.is_normalized("NFC", one) for one in some]]
+
+
+def _words(reference: Reference) -> HostEncoder:
+    by_tokenizers = _tokenizers(reference)
+    return HostEncoder(
+        f"{by_tokenizers.name}, each different word once", by_words(cut_table(reference.backend), by_tokenizers.encode)
+    )
 
 
 def _tokenizers(reference: Reference) -> HostEncoder:

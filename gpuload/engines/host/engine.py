@@ -53,6 +53,7 @@ class HostEngine:
         self._program: ChatProgram | None = None
         self._by_prompt: bool | None = None
         self._building: Future[HostEncoder] | None = None
+        self._nbytes: int | None = None
         self._spans: TokenSpans | None = None
 
     @property
@@ -72,11 +73,11 @@ class HostEngine:
         return self._by_prompt
 
     def _begin(self) -> Future[HostEncoder]:
-        """The encoder takes a second to build: in a thread of its own, while the first rows are read."""
+        """The encoder may take a second to build: in a thread of its own, while the first rows are read."""
         with self._lock:
             if self._building is None:
                 thread = ThreadPoolExecutor(1, "encoder")
-                self._building = thread.submit(host_encoder, self._reference)
+                self._building = thread.submit(host_encoder, self._reference, self._nbytes)
                 thread.shutdown(wait=False)
             return self._building
 
@@ -116,8 +117,8 @@ class HostEngine:
     def host(self) -> "HostEngine":
         return self
 
-    @staticmethod
-    def loading() -> AbstractContextManager[Any]:
+    def loading(self, nbytes: int | None = None) -> AbstractContextManager[Any]:
+        self._nbytes = nbytes
         return nullcontext()
 
     def read(self, source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, ArrowPrompts]]:

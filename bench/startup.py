@@ -1,0 +1,159 @@
+"""The first load of a process by number of rows, compared with the tokenizer row by row: `python -m bench.startup`.
+
+Each run is a process of its own, after the imports of torch and transformers and with the tokenizer open. What gpuload
+imports is in its seconds, that of pandas is not in those of the other. Row by row means a frame of pandas, and
+`apply_chat_template` for each row, to filter by length. gpuload is measured without anything on disk, not even what it
+keeps of a tokenizer; again with that; and with the ids of the same rows cached.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from bench import documents
+from bench.data import SHARED, find_tokenizer
+from bench.environment import commit, machine, versions
+from bench.process import run_command
+from bench.startup_table import RECORD, startup_table
+from gpuload.demo_data import demo_files
+
+_ROWS = (500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 150_000)
+_LIMIT = 1_024
+
+
+def write_datasets(directory: Path, rows: tuple[int, ...]) -> dict[str, dict[int, Path]]:
+    """Write the first rows of each dataset; all of them where it has fewer than the largest number."""
+    tables = {"school mathematics": _prompts([Path(demo_files()[0])])}
+    if SHARED.exists():
+        tables["programming tasks"] = _prompts([SHARED / "datasets" / "code_prompts.parquet"])
+        tables["prompts of many projects"] = _prompts(sorted((SHARED / "datasets" / "wild").glob("*.parquet")))
+    files: dict[str, dict[int, Path]] = {}
+    for name, table in tables.items():
+        numbers = sorted({min(number, table.num_rows) for number in rows})
+        for number in numbers:
+            file = directory / f"{len(files)}-{number}.parquet"
+            # In the order of the files, some rows would be of one project only.
+            step = table.num_rows / number
+            pq.write_table(table.take(pa.array([int(k * step) for k in range(number)])), file)
+            files.setdefault(name, {})[number] = file
+    return files
+
+
+def _prompts(files: list[Path]) -> pa.Table:
+    """The prompts of files with messages, as one table."""
+    kind = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+    found = []
+    for file in files:
+        if "prompt" not in pq.read_schema(file).names:
+            continue
+        column = pq.read_table(file, columns=["prompt"])["prompt"]
+        if pa.types.is_list(column.type) and {"role", "content"} == {field.name for field in column.type.value_type}:
+            found.append(pa.table({"prompt": pa.array(column.to_pylist(), kind)}))
+    return pa.concat_tables(found)
+
+
+def measure(task: dict[str, Any]) -> dict[str, Any]:
+    """One contender on one file."""
+    import pandas as pd
+    import torch  # noqa: F401
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(task["tokenizer"])
+    tokenizer("x")
+    if task["contender"] == "row by row":
+        started = time.perf_counter()
+        frame = pd.read_parquet(task["file"])
+        lengths = [
+            len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+            for prompt in frame["prompt"]
+        ]
+        kept = frame[[length <= _LIMIT for length in lengths]]
+        return {
+            "seconds": time.perf_counter() - started,
+            "rows": len(kept),
+            "tokens": sum(length for length in lengths if length <= _LIMIT),
+        }
+    started = time.perf_counter()
+    import gpuload
+
+    options = {"max_prompt_length": _LIMIT, "cache_dir": task["cache"], "progress": False, "device": "cpu"}
+    found = gpuload.load(task["file"], tokenizer, **options)
+    seconds = time.perf_counter() - started
+    assert not found.report.check.mismatches
+    return {
+        "seconds": seconds,
+        "rows": len(found),
+        "tokens": len(found.tokens.values),
+        "text_bytes": found.report.text_bytes,
+        "engine": found.report.engine,
+        "cached": bool(found.report.from_cache),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rows-by-row", type=int, default=10_000, help="most rows that are measured row by row")
+    parser.add_argument("--quick", action="store_true", help="three numbers of rows, one run, no record")
+    parser.add_argument("--tokenizer", help="directory or name; Qwen2.5 by default")
+    parser.add_argument("--task", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.task:
+        print(json.dumps(measure(json.loads(given.task))))
+        return
+    repeats, rows = (1, (500, 5_000, 20_000)) if given.quick else (given.repeats, _ROWS)
+    tokenizer = find_tokenizer(given.tokenizer)
+    record: dict[str, Any] = {
+        "machine": machine(),
+        "commit": commit(),
+        "versions": versions(),
+        "repeats": repeats,
+        "tokenizer": Path(tokenizer).name,
+        "datasets": {},
+    }
+    with tempfile.TemporaryDirectory() as directory:
+        for name, files in write_datasets(Path(directory), rows).items():
+            record["datasets"][name] = {
+                str(number): _runs(str(file), tokenizer, number <= given.rows_by_row, repeats, Path(directory))
+                for number, file in files.items()
+            }
+    if not given.quick:
+        RECORD.parent.mkdir(parents=True, exist_ok=True)
+        RECORD.write_text(json.dumps(record, indent=1) + "\n")
+        documents.write(RECORD)
+    print(startup_table(record))
+
+
+def _runs(file: str, tokenizer: str, by_row: bool, repeats: int, directory: Path) -> dict[str, list[Any]]:
+    """The answers of all contenders for one file, and that they agree."""
+    found: dict[str, list[Any]] = {}
+    for run in range(repeats):
+        caches = directory / f"caches-{Path(file).stem}-{run}"
+        # The second load knows the tokenizer; a third one has the ids of the same rows.
+        for contender in (*["row by row"] * by_row, "first", "known tokenizer", "cached"):
+            if contender == "known tokenizer":
+                for ids in (caches / "tokens").glob("*"):
+                    ids.unlink()
+            task = {"contender": contender, "file": file, "tokenizer": tokenizer, "cache": str(caches)}
+            # Installed packages are compiled.
+            env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+            env["GPULOAD_CACHE"] = str(caches)
+            done = run_command([sys.executable, "-m", "bench.startup", "--task", json.dumps(task)], env=env)
+            if done.returncode:
+                raise SystemExit(done.stderr[-4000:])
+            found.setdefault(contender, []).append(json.loads(done.stdout.splitlines()[-1]))
+    counts = {(run["rows"], run["tokens"]) for runs in found.values() for run in runs}
+    assert len(counts) == 1, counts
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""The table of a record of `bench.startup`."""
+
+from statistics import median
+from typing import Any
+
+from bench import ROOT
+from bench.fit import number, runs_of, spread
+from bench.report import table
+
+RECORD = ROOT / "bench" / "results" / "scale" / "startup.json"
+
+
+def startup_table(record: dict[str, Any]) -> str:
+    """The table of a record."""
+    lines = []
+    for name, sizes in record["datasets"].items():
+        by_row = {int(rows): _seconds(found, "row by row") for rows, found in sizes.items() if "row by row" in found}
+        slowest = max(by_row)
+        for rows, found in sizes.items():
+            first, known, cached = (_seconds(found, each) for each in ("first", "known tokenizer", "cached"))
+            # A row takes the same time whatever their number.
+            other = by_row.get(int(rows)) or [each * int(rows) / slowest for each in by_row[slowest]]
+            shown = spread(other) if int(rows) in by_row else f"about {number(median(other))}"
+            ratios = [f"{number(median(other) / median(each))}×" for each in (first, known)]
+            text = found["first"][0]["text_bytes"] / 1e6
+            engine = "words" if "each different word once" in found["first"][0]["engine"] else "gigatoken"
+            cells = (f"{each} s" for each in (shown, *map(spread, (first, known, cached))))
+            lines.append([name, f"{int(rows):,}", f"{number(text)} MB", engine, *cells, *ratios])
+    head = ["prompts", "rows", "text", "encoder", "row by row", "first load", "tokenizer known", "ids cached"]
+    about, by = record["machine"], record["versions"]
+    note = (
+        "Seconds until all rows are tokenized and filtered, in a new process that has imported torch and transformers "
+        "and opened the tokenizer. Tokenizer known: with what an earlier load of other data has kept of it. "
+        f"{runs_of(record['repeats'])} Tokenizer {record['tokenizer']}, transformers {by['transformers']}, tokenizers "
+        f"{by['tokenizers']}; {about['cores']} cores of {about['cpu']}, load average at the start "
+        f"{about['load_average']}, {about['date']}, commit {record['commit']}; `python -m bench.startup`."
+    )
+    return f"{table([*head, 'ratio, first', 'known'], lines)}\n\n<sub>{note}</sub>"
+
+
+def _seconds(found: dict[str, Any], contender: str) -> list[float]:
+    return [run["seconds"] for run in found[contender]]
