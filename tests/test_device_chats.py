@@ -256,6 +256,16 @@ def test_formats_without_a_template(both: Any, rows: list[Any]) -> None:
     assert found.report.engine.endswith("; batches on cpu")
 
 
+@pytest.mark.parametrize("template", ["default", QWEN3], ids=["answers found", "generation blocks"])
+def test_answers_that_messages_mark(both: Any, template: str) -> None:
+    """Kernels mark the answers of rows that the host has rendered, among others."""
+    chats = [[message | {"train": k % 3 > 0} for message in each] for k, each in enumerate(CHATS * 3)]
+    kind = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string()), ("train", pa.bool_())]))
+    found = both(pa.table({"messages": pa.array(chats, kind)}), 4, PLANS[:1], chat_template=template)
+    assert found.report.notes[0] == "format: messages, loss on marked"
+    assert 0 < len(found) < len(chats)
+
+
 # -- failures --------------------------------------------------------------------------------------------------------
 
 

@@ -80,6 +80,23 @@ def test_another_option_is_another_tokenizer(
     assert found.pad_token_id == change.get("pad_token_id", plain.pad_token_id)
 
 
+@pytest.mark.parametrize("kind", ["chats", "pairs"])
+def test_rows_to_train_on_are_not_taken_for_prompts(
+    kind: str, settled: str, write: Callable[..., str], warm_cache: Path
+) -> None:
+    """The tokenizer of such a load makes other ids of the same column."""
+    column = "messages"
+    chat = [*user("a"), {"role": "assistant", "content": "b"}]
+    data: dict[str, list[Any]] = {column: [chat] * 3}
+    if kind == "pairs":
+        data = {"prompt": [chat[:1]] * 3, "chosen": [chat[1:]] * 3, "rejected": [chat[1:]] * 3}
+        column = "prompt"
+    path = write(data)
+    (gpuload.load_chats if kind == "chats" else gpuload.load_pairs)(path, settled)
+    found = gpuload.load(path, settled, prompt_key=column)
+    same(found, gpuload.load(path, settled, prompt_key=column, token_cache=False))
+
+
 def test_a_tokenizer_whose_files_change(settled: str, write: Callable[..., str], warm_cache: Path) -> None:
     path = write([user("a"), user("b " * 20)])
     gpuload.load(path, settled)

@@ -83,8 +83,9 @@ def open_known(tokenizer: Any, options: Options, open_tokenizer: Callable[[], Re
 
 
 def remember(tokenizer: Any, options: Options, reference: Reference) -> None:
-    """Remembers a tokenizer for the next load, after it was used."""
-    if isinstance(reference, KnownReference) or uncacheable_reason(reference, None) is not None:
+    """Remembers a tokenizer of prompts for the next load, after it was used. Those of other kinds of data make other
+    ids, and have other fingerprints."""
+    if type(reference) is not Reference or uncacheable_reason(reference, None) is not None:
         return
     template = reference.template_text
     path = _facts_path(tokenizer, options)

@@ -9,6 +9,8 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from gpuload.core.arrays import RowNumbers
 from gpuload.core.options import Verify
@@ -17,6 +19,7 @@ from gpuload.reference.reference import Reference
 from gpuload.sources.columns import to_python
 from gpuload.sources.nulls import without_nulls
 from gpuload.sources.read import Source
+from gpuload.sources.types import JSON_TYPE, is_messages
 
 _ROWS, _CANDIDATES, _SECONDS = 32, 256, 0.1
 _ROW_BYTES = 1 << 20
@@ -50,7 +53,11 @@ class NullFinder:
             return
         began = time.thread_time()
         rows = np.flatnonzero((sizes >= 0) & (sizes <= _ROW_BYTES))[: None if self._all else _CANDIDATES]
-        given = zip(rows.tolist(), to_python(prompts.to_arrow(rows)), strict=True)
+        column = prompts.to_arrow(rows)
+        if column.type == JSON_TYPE:
+            found = np.flatnonzero(pc.fill_null(pc.match_substring(column.storage, "null"), False))
+            rows, column = rows[found], column.take(pa.array(found))
+        given = zip(rows.tolist(), to_python(column), strict=True)
         candidates = ((row, prompt) for row, prompt in given if _has_nulls(prompt))
         for row, prompt in islice(candidates, None if self._all else self._left):
             self._left -= 1
@@ -81,9 +88,16 @@ class NullFinder:
 
 
 def _may_have_nulls(source: Source) -> bool:
-    """Whether the nulls of a source may be due to Arrow. Of all sources, only JSON files have a digest and no file to
-    read from: they are in memory."""
-    return source.content is None or source.file is not None
+    """Whether values in messages may have nulls that are due to Arrow. Of all sources, only JSON files have a digest
+    and no file to read from: they are in memory."""
+    if source.content is not None and source.file is None:
+        return False
+    return any(kind == JSON_TYPE or _is_deep(kind) for kind in source.schema.types)
+
+
+def _is_deep(kind: pa.DataType) -> bool:
+    """Whether messages of a type have fields with values in values."""
+    return is_messages(kind) and any(pa.types.is_nested(field.type) for field in kind.value_type)
 
 
 def _has_nulls(prompt: Any) -> bool:
