@@ -82,6 +82,26 @@ def test_rows_are_compiled_or_by_reference(
         assert f"{by_reference[why]} rows: {why}" in str(report)
 
 
+def test_each_reason_has_its_share_of_the_time(qwen: Any) -> None:
+    rows = [{**row, "chat_template_kwargs": {"x": 1}} for row in chats_with_tools()[:3]]
+    rows += [{**row, "chat_template_kwargs": {"y": 1}, "tools": None} for row in chats_with_tools()[:2]]
+    report = loaded("load_chats", rows, qwen)
+    kwargs = "they have arguments of their own, in chat_template_kwargs"
+    assert report.by_reference == {OWN_TOOLS: 3, kwargs: 2}
+    seconds = {why: report.seconds[f"by transformers, because {why}"] for why in report.by_reference}
+    assert sum(seconds.values()) == pytest.approx(report.reference_seconds)
+    for why, count in report.by_reference.items():
+        share = f"{min(seconds[why] / report.seconds['render'], 1):.0%}"
+        assert f"{count} rows, {share} of the time: {why}" in str(report)
+    hint = "hint: loading is faster without them"
+    assert (hint in str(report)) == (report.reference_seconds > report.seconds["render"] / 10)
+    report.reference_seconds = report.seconds["render"] / 20
+    assert hint not in str(report)
+    report.reference_seconds = report.seconds["render"] / 5
+    assert hint in str(report)
+    assert "because" not in next(line for line in str(report).splitlines() if line.startswith("  seconds"))
+
+
 def test_rows_that_transformers_rejects_are_not_counted_twice(qwen: Any) -> None:
     template = (
         "{% for m in messages %}{% if m.tool_calls %}{{ raise_exception('no') }}{% endif %}{{ m.content }}{% endfor %}"

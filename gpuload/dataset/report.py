@@ -7,6 +7,9 @@ _EXAMPLES = 5
 _MOST_REJECTED = 1 / 5  # of the rows; beyond, a warning is given
 _MUCH = 1 / 10  # of the time of rendering
 
+OF_REASON = "by transformers, because "
+"""`Report.seconds` has the time of rows that transformers rendered under this and the reason: a part of "render"."""
+
 
 @dataclass
 class Check:
@@ -204,13 +207,24 @@ class Report:
         ]
         return "\n".join(lines)
 
+    @staticmethod
+    def _is_stage(name: str) -> bool:
+        return name != "total" and not name.startswith(OF_REASON)
+
     def _seconds(self) -> str:
         """The total first; then the stages that follow one another, and those that overlap."""
-        stages = {name: f"{name} {value:.2f}" for name, value in self.seconds.items() if name != "total"}
+        stages = {name: f"{name} {value:.2f}" for name, value in self.seconds.items() if self._is_stage(name)}
         alone = [text for name, text in stages.items() if name not in self.overlapping]
         overlapping = [text for name, text in stages.items() if name in self.overlapping]
         parts = [f"total {self.seconds.get('total', 0.0):.2f}", *alone]
         return ", ".join(parts) + ("; overlapping: " + ", ".join(overlapping) if overlapping else "")
+
+    def _share(self, why: str) -> str:
+        """The share of the time of rendering that the rows with one of several reasons took."""
+        rendering = self.seconds.get("render", 0.0)
+        if len(self.by_reference) < 2 or not rendering:
+            return ""
+        return f", {min(self.seconds.get(OF_REASON + why, 0.0) / rendering, 1):.0%} of the time"
 
     def _by_reference(self) -> list[str]:
         """The rows rendered by transformers: how many, their share of the time of rendering, and why."""
@@ -224,7 +238,7 @@ class Report:
         hint = "               hint: loading is faster without them: docs/agents.md says what is compiled"
         return [
             f"             {rows:,} of {rows + self.rows_compiled:,} rows rendered by transformers: {shares}",
-            *(f"               {count:,} rows: {why}" for why, count in self.by_reference.items()),
+            *(f"               {count:,} rows{self._share(why)}: {why}" for why, count in self.by_reference.items()),
             *([hint] if share > _MUCH else []),
         ]
 

@@ -130,6 +130,12 @@ class ArrowPrompts:
         return self.column.take(as_arrow(rows))
 
 
+def add_seconds(into: dict[str, float], more: Mapping[str, float]) -> None:
+    """Adds seconds by reason to others."""
+    for reason, seconds in more.items():
+        into[reason] = into.get(reason, 0.0) + seconds
+
+
 @dataclass(kw_only=True, eq=False)
 class RowCounts:
     """How n prompts were rendered.
@@ -138,14 +144,14 @@ class RowCounts:
         rejected: row → why no prompt can be made of it.
         compiled_rows: rows rendered by the compiled template, or taken as plain text.
         reasons: why rows were rendered by transformers → how many.
-        reference_seconds: the time that those took.
+        reason_seconds: reason → the time that its rows took.
         control_rows: rows whose messages contain the text of a control token.
     """
 
     rejected: dict[int, str] = field(default_factory=dict)
     compiled_rows: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
-    reference_seconds: float = 0.0
+    reason_seconds: dict[str, float] = field(default_factory=dict)
     control_rows: int = 0
 
     @property
@@ -156,7 +162,7 @@ class RowCounts:
     def add_counts(self, other: "RowCounts | RenderedRows") -> None:
         """Adds how further rows were rendered, but not which of them were rejected."""
         self.compiled_rows += other.compiled_rows
-        self.reference_seconds += other.reference_seconds
+        add_seconds(self.reason_seconds, other.reason_seconds)
         self.control_rows += other.control_rows
         for reason, count in other.reasons.items():
             self.reasons[reason] = self.reasons.get(reason, 0) + count
@@ -170,13 +176,13 @@ class RenderedRows:
     Attributes:
         rejected: row → why no prompt can be made of it.
         by_reference: row → why it was given to transformers; some of these rows may be rejected.
-        reference_seconds: the time that those took.
+        reason_seconds: reason → the time that its rows took.
         control_rows: rows whose messages contain the text of a control token.
     """
 
     rejected: dict[int, str] = field(default_factory=dict)
     by_reference: dict[int, str] = field(default_factory=dict)
-    reference_seconds: float = 0.0
+    reason_seconds: dict[str, float] = field(default_factory=dict)
     control_rows: int = 0
 
     def __len__(self) -> int:
@@ -200,7 +206,7 @@ class RenderedRows:
 
     def counts(self) -> dict[str, Any]:
         """The attributes of a `RowCounts`, as keyword arguments."""
-        names = ("rejected", "compiled_rows", "reasons", "reference_seconds", "control_rows")
+        names = ("rejected", "compiled_rows", "reasons", "reason_seconds", "control_rows")
         return {name: getattr(self, name) for name in names}
 
     def reject(self, rejected: Mapping[int, str]) -> None:
@@ -209,7 +215,7 @@ class RenderedRows:
 
     def fates(self) -> dict[str, Any]:
         """The attributes of this class, as keyword arguments of a subclass."""
-        names = ("rejected", "by_reference", "reference_seconds", "control_rows")
+        names = ("rejected", "by_reference", "reason_seconds", "control_rows")
         return {name: getattr(self, name) for name in names}
 
     def add(self, other: "RenderedRows", first_row: int) -> None:
@@ -220,7 +226,7 @@ class RenderedRows:
         """
         self.rejected.update((first_row + row, reason) for row, reason in other.rejected.items())
         self.by_reference.update((first_row + row, reason) for row, reason in other.by_reference.items())
-        self.reference_seconds += other.reference_seconds
+        add_seconds(self.reason_seconds, other.reason_seconds)
         self.control_rows += other.control_rows
 
 

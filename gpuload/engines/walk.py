@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from gpuload.core.arrays import Array, offsets_of, on_host
 from gpuload.engines.conversations import OTHER, Conversations, row_messages
-from gpuload.engines.protocol import TextColumn
+from gpuload.engines.protocol import TextColumn, add_seconds
 from gpuload.engines.shapes import group
 from gpuload.reference.control_tokens import ControlTokens
 from gpuload.reference.reference import problem
@@ -59,7 +59,7 @@ class Walk:
         answers: row → start and end of each part with loss in that text, in bytes; empty if the program has none.
         rejected: row → why no prompt can be made of it.
         by_reference: row → why it was given to transformers.
-        reference_seconds: the time that those rows took.
+        reason_seconds: reason → the time that its rows took.
         control_rows: how many rows contain the text of a control token.
     """
 
@@ -92,7 +92,7 @@ class Walk:
                     by_reference.update(dict.fromkeys(on_host(some).tolist(), leaf.reason))
         self._with_control = self._find_control_tokens()
         self.by_reference: dict[int, str] = {}
-        self.reference_seconds = 0.0
+        self.reason_seconds: dict[str, float] = {}
         self._render_rows(dict(sorted(by_reference.items())))
         self.control_rows = int(self._with_control.sum())
 
@@ -101,7 +101,7 @@ class Walk:
         return {
             "rejected": dict(sorted(self.rejected.items())),
             "by_reference": self.by_reference,
-            "reference_seconds": self.reference_seconds,
+            "reason_seconds": self.reason_seconds,
             "control_rows": self.control_rows,
         }
 
@@ -218,7 +218,7 @@ class Walk:
             answers = self._program.answers
             return RenderedRow(text, [] if answers is None else answers.in_bytes(messages, text))
         finally:
-            self.reference_seconds += time.perf_counter() - started
+            add_seconds(self.reason_seconds, {reason: time.perf_counter() - started})
 
 
 def _objects(rows: pa.Array) -> list[Any]:

@@ -23,7 +23,7 @@ from gpuload.engines.conversations import joined
 from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.host.prompts import BY_PROMPT, MARKED_BY_ROW, attempt, render_column, render_messages, render_rows
 from gpuload.engines.host.render import HostText, MixedText, Spans
-from gpuload.engines.protocol import Prompts, RenderedRows, Tokenized
+from gpuload.engines.protocol import Prompts, RenderedRows, Tokenized, add_seconds
 from gpuload.kinds.prefixes import cut, cutting_tokens, divided
 from gpuload.kinds.training_reference import KWARGS, TOOLS, TrainingReference, answers_in, messages_in, own_arguments
 from gpuload.sources.columns import to_python
@@ -188,7 +188,8 @@ class TrainingEngine(HostEngine):
         loops renders rows with tools; the reference renders the others."""
         rejected: dict[int, str] = {}
         by_reference: dict[int, str] = {}
-        seconds, made = 0.0, list[list[str]]()
+        seconds: dict[str, float] = {}
+        made: list[list[str]] = []
         if plain:
             self._compile_for(rows)
         spans: dict[int, list[tuple[int, int]]] = {}
@@ -197,7 +198,7 @@ class TrainingEngine(HostEngine):
             if isinstance(found, ByReference):
                 by_reference[number], started = found.reason, time.perf_counter()
                 found = attempt(rejected, number, self._row, row) or ([], [])
-                seconds += time.perf_counter() - started
+                add_seconds(seconds, {by_reference[number]: time.perf_counter() - started})
             texts, spans[number] = found
             made.append(texts)
         count = max(map(len, made))
@@ -209,7 +210,7 @@ class TrainingEngine(HostEngine):
             answers=None if self.program.answers is None else Spans.of_rows(spans),
             rejected=rejected,
             by_reference=by_reference,
-            reference_seconds=seconds,
+            reason_seconds=seconds,
         )
 
     def _compile_for(self, rows: list[Any]) -> None:
@@ -338,7 +339,7 @@ def add_by_reference(text: RenderedRows, parts: Sequence[RenderedRows]) -> None:
     """Adds further texts of the same rows: a row was rendered by transformers if one of its texts was."""
     for part in parts:
         text.by_reference = part.by_reference | text.by_reference
-        text.reference_seconds += part.reference_seconds
+        add_seconds(text.reason_seconds, part.reason_seconds)
 
 
 def rejected_in(texts: Sequence[RenderedRows]) -> dict[int, str]:

@@ -11,8 +11,9 @@ from gpuload.core.arrays import RowNumbers
 from gpuload.core.arrow import as_arrow
 from gpuload.core.errors import DataError
 from gpuload.core.options import Options
-from gpuload.dataset.report import Report
+from gpuload.dataset.report import OF_REASON, Report
 from gpuload.engines.host.sanitize import without_marks
+from gpuload.engines.protocol import add_seconds
 from gpuload.pipeline.stream import Encoded
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
@@ -56,7 +57,8 @@ def filter_rows(
     overlong = keep & (lengths > report.max_prompt_length)
     report.rows_read += len(keep)
     report.rows_compiled += tokens.compiled_rows
-    report.reference_seconds += tokens.reference_seconds
+    report.reference_seconds += sum(tokens.reason_seconds.values())
+    add_seconds(report.seconds, {OF_REASON + why: seconds for why, seconds in tokens.reason_seconds.items()})
     report.rows_fallback += tokens.fallback_rows
     report.control_rows += tokens.control_rows
     for why, count in tokens.reasons.items():

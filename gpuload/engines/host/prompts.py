@@ -123,7 +123,7 @@ def render_rows(
         rejected=rejected,
         # Without a template, rows are text, and transformers renders nothing.
         by_reference=dict.fromkeys(range(len(values)), why) if reference.uses_template else {},
-        reference_seconds=time.perf_counter() - started if reference.uses_template else 0.0,
+        reason_seconds={why: time.perf_counter() - started} if reference.uses_template else {},
         control_rows=sum(control.found_in(value) for row, value in enumerate(values) if row not in rejected),
     )
 

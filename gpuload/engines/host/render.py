@@ -18,7 +18,7 @@ from gpuload.core.arrow import as_arrow, as_numpy, without_nulls
 from gpuload.engines.conversations import Conversations, from_arrow
 from gpuload.engines.host.sanitize import mark_column, reject_unplain
 from gpuload.engines.host.texts import Bytes, HostTexts, Ints, gather
-from gpuload.engines.protocol import RenderedRows, TextColumn, Tokenized
+from gpuload.engines.protocol import RenderedRows, TextColumn, Tokenized, add_seconds
 from gpuload.engines.walk import Operations, Walk
 from gpuload.template.compiler import ChatProgram
 
@@ -111,7 +111,7 @@ class MixedText(HostText):
         for rows, text in parts:
             made.rejected.update((rows[at], why) for at, why in text.rejected.items())
             made.by_reference.update((rows[at], why) for at, why in text.by_reference.items())
-            made.reference_seconds += text.reference_seconds
+            add_seconds(made.reason_seconds, text.reason_seconds)
             made.control_rows += text.control_rows
         made.rejected, made.by_reference = (dict(sorted(each.items())) for each in (made.rejected, made.by_reference))
         return made

@@ -29,6 +29,7 @@ import pyarrow.compute as pc
 from gpuload.core.arrays import RowNumbers, common_prefixes
 from gpuload.core.marks import split
 from gpuload.engines.host.render import HostText
+from gpuload.engines.protocol import add_seconds
 from gpuload.integrations.messages.rows import NO_LOSS, MessageRows, trimmed, without
 from gpuload.integrations.messages.templates import Template, Templates, render
 from gpuload.integrations.messages.turns import MessageTurns
@@ -208,5 +209,5 @@ def _replace(text: HostText, rows: RowNumbers, other: HostText) -> None:
             own.pop(row, None)
             if place in others:
                 own[row] = others[place]
-    text.reference_seconds += other.reference_seconds
+    add_seconds(text.reason_seconds, other.reason_seconds)
     text.control_rows += other.control_rows
