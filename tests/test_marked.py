@@ -190,6 +190,32 @@ def test_calls_of_tools(qwen: Any, name: str) -> None:
         assert labels_of(found) == expected
 
 
+SAME_TEXT = [
+    "cohere", "cohere2", "deepseekv3", "gemma", "gemma3", "gptoss", "llama3", "nemotron_3_nano", "phi3", "qwen2_5",
+]  # fmt: skip
+"""Templates without generation blocks, for which TRL has one with blocks that renders the same text."""
+
+
+@pytest.mark.parametrize("name", core(SAME_TEXT, "deepseekv3", "gptoss", "llama3", "phi3"))
+def test_marks_are_the_same_with_and_without_blocks(qwen: Any, name: str) -> None:
+    draw = random.Random(name)
+    rows = []
+    for _ in range(20):
+        turns = [(user(f"u{k}"), answer(draw.choice(["a", " b\n", "c d"]), loss=draw.choice([0, 1]))) for k in range(4)]
+        rows.append({"messages": [message for turn in turns[: draw.randint(1, 4)] for message in turn]})
+    qwen.bos_token, before = "<|endoftext|>", qwen.bos_token
+    try:
+        one, other = (
+            load_json(rows, qwen, chat_template=(TEMPLATES / f"{each}.jinja").read_text(), token_cache=False)
+            for each in (name, f"{name}_training")
+        )
+    finally:
+        qwen.bos_token = before
+    assert labels_of(one) == labels_of(other)
+    assert one.report.rejected == other.report.rejected
+    assert 0 < len(one) < 20
+
+
 def test_tools_of_each_row(qwen: Any) -> None:
     chat = [user("q"), answer("", tool_calls=[CALL], weight=0), {"role": "tool", "content": "r"}, answer("a")]
     row = {"messages": chat, "tools": [TOOL]}

@@ -175,6 +175,24 @@ def test_chats_are_those_of_load_chats(cluster: Any, tmp_path: Path, gsm8k: str,
                 same_batch(batch, wanted)
 
 
+@pytest.mark.parametrize("options", [{}, {"drop_nulls": True}, {"normalize_messages": "auto"}], ids=str)
+def test_chats_with_marks_and_nulls(cluster: Any, tmp_path: Path, qwen_folder: str, options: dict[str, Any]) -> None:
+    """Workers know what the driver has found, and change messages as `load_chats` does."""
+
+    def answer(n: int) -> dict[str, Any]:
+        arguments = {"x": n} if n % 2 else {"y": n}
+        calls = [{"type": "function", "function": {"name": "f", "arguments": arguments}}]
+        return {"role": "assistant", "content": None if n % 3 else "", "tool_calls": calls, "train": n % 4 > 0}
+
+    chats = [[{"role": "user", "content": "q"}, answer(n), {"role": "assistant", "content": "a"}] for n in range(60)]
+    file = str(tmp_path / "chats.parquet")
+    pq.write_table(pa.table({"messages": chats}), file, row_group_size=20)
+    expected = gpuload.load_chats(file, qwen_folder, device="cpu", **options)
+    assert expected.report.notes[0] == "format: messages, loss on marked"
+    found = rows_of(read_chats(file, qwen_folder, device="cpu", rows_per_task=20, **options))
+    assert found.select(["input_ids", "labels"]).equals(expected.to_arrow(columns=[]).read_all())
+
+
 @pytest.mark.parametrize("objective", ["dpo", "rm"])
 def test_pairs_are_those_of_load_pairs(cluster: Any, tmp_path: Path, qwen_folder: str, objective: Any) -> None:
     file = str(tmp_path / "pairs.parquet")

@@ -138,11 +138,13 @@ def test_few_traces_for_many_shapes(qwen: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "deepseekv3", "qwen3_training", "gptoss_training"])
-@pytest.mark.parametrize("loss_on", ["assistant", "last"])
+@pytest.mark.parametrize("loss_on", ["assistant", "last", "marked"])
 def test_answers(name: str, loss_on: str, qwen: Any) -> None:
     call = TemplateCall(qwen, TEMPLATES[name], add_generation_prompt=False)
     draw = random.Random(3)
     rows = [[*conversation(draw, name != "deepseekv3", 12), {"role": "user", "content": "x"}] for _ in range(40)]
+    for message in (each for row in rows for each in row if loss_on == "marked" and each["role"] == "assistant"):
+        message["train"] = draw.random() < 0.5
     compared(call, [row[:-1] for row in rows], Answers(call, loss_on))
 
 
