@@ -19,7 +19,7 @@ from nemo_automodel.components.datasets.llm.chat_dataset import ChatDataset as S
 from nemo_automodel.recipes._typed_config import RecipeConfig
 from transformers import AutoTokenizer
 
-from gpuload.integrations.automodel import ChatDataset
+from gpuload.integrations.automodel import ChatDataset, dataset
 
 trl = pytest.importorskip("trl", reason="its templates are tested")
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
@@ -136,6 +136,20 @@ def test_rows_in_memory_are_not_tokenized_again(rows: str, qwen_folder: str, mon
     assert len(prepared) >= 24
     for row in prepared * 2:
         assert ours[row]["input_ids"]
+
+
+def test_a_second_start_tokenizes_nothing(
+    rows: str, qwen_folder: str, warm_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = compare(rows, tokenizer_of(qwen_folder), 24)
+    monkeypatch.setattr(dataset, "marked", lambda *given: pytest.fail("tokenized"))
+    assert compare(rows, tokenizer_of(qwen_folder), 24)._rows is not None
+    on_disk = ChatDataset(rows, tokenizer_of(qwen_folder), gpuload={"store": "disk"})
+    assert isinstance(on_disk._rows, dataset._MappedRows)
+    assert [result(lambda row=row: on_disk[row]) for row in range(len(first))] == [  # type: ignore[misc]
+        result(lambda row=row: first[row])
+        for row in range(len(first))  # type: ignore[misc]
+    ]
 
 
 def test_workers_get_the_ids_once(rows: str, qwen_folder: str) -> None:

@@ -199,6 +199,8 @@ def test_some_rows_of_several_files(
         made = sum(calls)
         warm = start(files, opened(), config, samples, store=store)
         assert sum(calls) == made
+        if store == "disk":  # ids were written batch by batch, and each file is a batch at least
+            assert len(cold._ids.files[0].parts) == 2
         same(warm, cold)
         same(warm, MultiTurnSFTDataset(list(files), opened(), {**CONFIG, **config}, None, samples))
     assert sum(calls) == 2 * len(ROWS) + 50

@@ -333,7 +333,7 @@ def _plain(tokenizer: Any) -> Any:
     if not isinstance(tokenizer, STOCK["NeMoAutoTokenizerWithBosEosEnforced"]):
         return tokenizer
     plain = copy.copy(tokenizer)
-    plain.__class__ = tokenizer._base_class
+    plain.__class__ = vars(plain).pop("_base_class")  # which says nothing about ids, but no digest could identify it
     return plain
 
 
