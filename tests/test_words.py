@@ -166,6 +166,24 @@ def test_added_tokens_are_never_cut(token: AddedToken) -> None:
     same(encoder_of(reference), reference, texts)
 
 
+def test_separators() -> None:
+    """A token that is in a word, or that another token can reach into, separates nothing."""
+    raw = [AddedToken(text, normalized=False) for text in ("ab", "abc", "b<", "<c>", "x<", "<d>", "<e")]
+    added = dict(enumerate([AddedToken("<n>"), *raw]))
+
+    def found(*texts: str) -> Any:
+        return words.separator_of(added, pa.array(texts, pa.large_string()))
+
+    assert found("x") == (2, "abc")
+    assert found("x", "yabc") == (5, "x<")
+    assert found("x<yabc") is None
+    backend = byte_level(normalizer=None, added=tuple(raw))
+    reference = Reference(PreTrainedTokenizerFast(tokenizer_object=backend), chat_template=None)
+    texts = ["a", "x a", "xab ab a", "b <c> x<d> <e", "b< x< <"]
+    same(encoder_of(reference), reference, texts)
+    same(encoder_of(reference), reference, [*texts, "abc", "1abc"])
+
+
 @pytest.mark.parametrize(
     ("token", "why"),
     [

@@ -251,6 +251,10 @@ def _run(job: Job[Dataset], engine: Engine) -> Dataset:
         clock = stack.enter_context(job.reference.clock_stopped())
         kept = choose_keeper(sources, wanted, engine, job.reference, clock, options, report)
         stack.callback(kept.discard)
+        # Now, because the tokenizer may change later; in a thread, because describing it takes a tenth of a second.
+        about = stack.enter_context(ThreadPoolExecutor(1, "fingerprint")).submit(
+            fingerprint, sources, job.reference, options
+        )
         bar = stack.enter_context(_progress_bar(num_rows, options.progress))
         for batch in _encoded(job, wanted, engine, kept, verifier, report.seconds, stack):
             job.check()
@@ -281,9 +285,8 @@ def _run(job: Job[Dataset], engine: Engine) -> Dataset:
     origins = Origins(
         numbers if order is None else numbers[order], starts, np.array([source.first_row for source in sources])
     )
-    about = fingerprint(sources, job.reference, options)
     pad_id = job.reference.pad_token_id
-    return job.kind.dataset(Loaded(store, sizes, columns, origins, engine, options, pad_id, report, about))
+    return job.kind.dataset(Loaded(store, sizes, columns, origins, engine, options, pad_id, report, about.result()))
 
 
 def _prompt_bytes(sources: Sequence[Source], wanted: RowNumbers | None, options: Options) -> int:

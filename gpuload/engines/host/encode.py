@@ -34,7 +34,7 @@ from gpuload.core.arrow import as_arrow, as_numpy
 from gpuload.core.memory import room_to_encode
 from gpuload.engines.host.acceptance import acceptance_texts
 from gpuload.engines.host.texts import Bytes, Ints
-from gpuload.engines.host.words import by_words, text_buffers
+from gpuload.engines.host.words import by_words, encode_joined, separator_of, text_buffers
 from gpuload.reference.reference import Reference
 from gpuload.reference.template_call import first_line
 from gpuload.tokenizer.cuts import cut_table
@@ -211,10 +211,15 @@ def _not_nfc(text: pa.LargeStringArray) -> Ints:
 
 
 def _words(reference: Reference) -> HostEncoder:
-    by_tokenizers = _tokenizers(reference)
-    return HostEncoder(
-        f"{by_tokenizers.name}, each different word once", by_words(cut_table(reference.backend), by_tokenizers.encode)
-    )
+    backend: Any = reference.backend
+    table, whole = cut_table(backend), _tokenizers(reference)
+    added = backend.get_added_tokens_decoder()
+
+    def encode(words: pa.LargeStringArray) -> Ragged:
+        separator = separator_of(added, words)
+        return whole.encode(words) if separator is None else encode_joined(words, separator, whole.encode)
+
+    return HostEncoder(f"{whole.name}, each different word once", by_words(table, encode))
 
 
 def _tokenizers(reference: Reference) -> HostEncoder:

@@ -4,19 +4,24 @@ For small data, where building a faster encoder takes longer than all the rest o
 820,000 words of GSM8K in a chat template are 18,000 different ones.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from gpuload.core.arrays import Ragged
-from gpuload.core.arrow import as_numpy
+from gpuload.core.arrays import Ragged, offsets_of
+from gpuload.core.arrow import as_arrow, as_numpy
 from gpuload.engines.host.texts import Bytes, Ints
 from gpuload.tokenizer.cuts import Bools, cut_places
 
 Encode = Callable[[pa.LargeStringArray], Ragged]
 
 _SLICE_BYTES = 1 << 24  # of texts that are cut at once; the arrays for it take some ten times as much memory
+
+_JOINED = 256  # words in a text
+_CANDIDATES = 16  # added tokens that are tried as separators
 
 
 def text_buffers(text: pa.LargeStringArray) -> tuple[Ints, Bytes]:
@@ -58,3 +63,41 @@ def by_words(table: Bools, encode: Encode) -> Encode:
         return Ragged(ids.values, ids.offsets[np.searchsorted(places, offsets)])
 
     return encode_texts
+
+
+def separator_of(added: Mapping[int, Any], words: pa.LargeStringArray) -> tuple[int, str] | None:
+    """The id and the text of an added token that separates words: what is between two of them is encoded by itself.
+
+    It must not be in any of the words. And no other token may reach across its beginning: tokens are found from left to
+    right, and of those that begin at one place the longest one.
+
+    Args:
+        added: id → `tokenizers.AddedToken`, none of which strips white space or must be a single word.
+    """
+    contents = [token.content for token in added.values()]
+    for number, token in list(added.items())[:_CANDIDATES]:
+        text = token.content
+        others = [other for other in contents if other != text]
+        reaching = any(
+            other.startswith(text) or text in other or any(text.startswith(other[at:]) for at in range(1, len(other)))
+            for other in others
+        )
+        if text and not token.normalized and not reaching and not pc.any(pc.match_substring(words, text)).as_py():
+            return number, text
+    return None
+
+
+def encode_joined(words: pa.LargeStringArray, separator: tuple[int, str], encode: Encode) -> Ragged:
+    """Encodes words in a few long texts, with a separator after each of them: in a third of the time.
+
+    Args:
+        separator: from `separator_of`.
+        encode: (k,) texts → their ids.
+    """
+    number, mark = separator
+    texts = [mark.join([*words[low : low + _JOINED].to_pylist(), ""]) for low in range(0, len(words), _JOINED)]
+    ids = encode(as_arrow(texts, pa.large_string())).values
+    ends = np.flatnonzero(ids == number)
+    assert len(ends) == len(words), "a separator is missing"
+    lengths = np.diff(ends, prepend=-1) - 1
+    return Ragged(np.delete(ids, ends), offsets_of(lengths))
