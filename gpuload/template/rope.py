@@ -382,4 +382,4 @@ def join(parts: Sequence[object]) -> str | Rope:
             pieces.append(str(part))
         else:
             raise TypeError(f"cannot join a {type(part).__name__}")
-    return Rope(first._oracle, pieces)
+    return first._make(pieces)

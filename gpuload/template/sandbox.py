@@ -173,14 +173,14 @@ def _known_only(function: Callable[..., Any], what: str) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if any(_holds_symbol(value) for value in (*args, *kwargs.values())):
+        if any(holds_symbol(value) for value in (*args, *kwargs.values())):
             reject(f"applies {what} to a message's text")
         return function(*args, **kwargs)
 
     return wrapped
 
 
-def _holds_symbol(value: object) -> bool:
+def holds_symbol(value: object) -> bool:
     if not isinstance(value, (dict, list, tuple)):
         return isinstance(value, Symbol)
     waiting, seen = [value], set()
@@ -229,7 +229,7 @@ def _instrument(environment: ImmutableSandboxedEnvironment, meter: Meter) -> Non
         return result
 
     def operator(context: Any, name: str, left: Any, right: Any) -> Any:
-        if name == "%" and type(left) is str and (isinstance(right, Symbol) or _holds_symbol(right)):
+        if name == "%" and type(left) is str and (isinstance(right, Symbol) or holds_symbol(right)):
             return _percent(meter, left, right)
         meter.bound(operator_size(name, left, right))
         return call_binop(context, name, left, right)

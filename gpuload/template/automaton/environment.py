@@ -10,15 +10,17 @@ import jinja2
 import jinja2.nodes
 from jinja2.utils import Namespace
 
-from gpuload.template.automaton.nodes import DICTSORT, Affine, Place, TextSource, Wanted
+from gpuload.template.automaton.nodes import DICTSORT, Affine, TextSource, Wanted
 from gpuload.template.automaton.recorder import Buffer, BufferedCode, Loop, Recorder
-from gpuload.template.automaton.symbols import SymbolicList, SymbolicMapping
+from gpuload.template.automaton.symbols import SymbolicList, SymbolicMapping, characters_of, placed
 from gpuload.template.automaton.values import Printable, Range, Safe, Scalar, SymbolicNumber, Text, Value, text_of
 from gpuload.template.rope import Rope, join
-from gpuload.template.sandbox import TracingTemplate
+from gpuload.template.sandbox import TracingTemplate, holds_symbol
 from gpuload.template.symbol import Symbol, reject
 
 _ITERATE, _FILTERED = "gpuload_iterate", "gpuload_filtered"
+
+_METHODS = frozenset(("capitalize", "title"))
 
 _TYPES = {
     SymbolicMapping: {"mapping", "iterable", "sequence", "defined"},
@@ -53,8 +55,8 @@ class RecordingTemplate(TracingTemplate):
 
     def _extend(self, environment: Any) -> None:
         environment.code_generator_class = BufferedCode
-        attribute, item, concat = environment.getattr, environment.getitem, environment.concat
-        names = {"get", "items", "keys"}
+        attribute, item, concat, call = environment.getattr, environment.getitem, environment.concat, environment.call
+        names = {"get", "items", "keys", "values"}
 
         def found(obj: Any, key: Any) -> Any:
             there, value = obj.find(key)
@@ -67,6 +69,8 @@ class RecordingTemplate(TracingTemplate):
                 return found(obj, name)
             if isinstance(obj, Value):
                 reject(f"uses the attribute {name} of a value of a conversation")
+            if isinstance(obj, Text) and name in _METHODS:
+                return getattr(obj, name)
             if isinstance(obj, Text) and not hasattr(str, name):
                 return environment.undefined(obj="", name=name)
             return attribute(obj, name)
@@ -82,8 +86,9 @@ class RecordingTemplate(TracingTemplate):
                 if type(key) is not int and not isinstance(key, SymbolicNumber):
                     reject("indexes a list with something other than a number")
                 return found(obj, key)
-            if isinstance(obj, Rope) and isinstance(key, slice):
-                return obj[key]
+            if isinstance(obj, Rope) and (type(key) is int or isinstance(key, SymbolicNumber)):
+                there, value = characters_of(self.recorder, obj).find(key)
+                return value if there else environment.undefined(obj="", name=key)
             if isinstance(obj, Text) and type(key) is str and not hasattr(str, key):
                 return environment.undefined(obj="", name=key)
             return item(obj, key)
@@ -95,7 +100,18 @@ class RecordingTemplate(TracingTemplate):
                 return join(list(parts))
             return concat(parts)
 
+        def new_call(context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+            owner = getattr(function, "__self__", None)
+            given = args[0] if len(args) == 1 else None
+            if type(owner) is not str or function.__name__ != "join" or not isinstance(given, SymbolicList):
+                return call(context, function, *args, **kwargs)
+            place = placed(self.recorder, given)
+            if not self.recorder.only_texts(place):
+                raise TypeError("a list is joined that contains something other than texts")
+            return text_of(self.recorder, TextSource("join", place, (owner,)))
+
         environment.getattr, environment.getitem, environment.concat = new_attribute, new_item, new_concat
+        environment.call = new_call
         environment.globals[_ITERATE] = self._iterate
         environment.globals[_FILTERED] = _filtered
         environment.globals["namespace"] = self._namespace
@@ -110,8 +126,8 @@ class RecordingTemplate(TracingTemplate):
         filters["items"] = _items(filters["items"])
         for name in ("first", "last"):
             filters[name] = self._end(filters[name], 0 if name == "first" else -1, environment)
-        for name in ("list",):
-            filters[name] = _list(filters[name])
+        filters["list"] = _list(filters["list"])
+        filters["join"] = self._joined(filters["join"])
         filters["capitalize"] = _capitalize(filters["capitalize"])
         filters["safe"] = self._safe(filters["safe"])
         filters["dictsort"] = _dictsort(filters["dictsort"])
@@ -140,6 +156,8 @@ class RecordingTemplate(TracingTemplate):
         printed, loops = module["str"], module["LoopContext"]
 
         def text(value: Any) -> Any:
+            if isinstance(value, (list, dict)) and holds_symbol(value):
+                return text_of(self.recorder, TextSource("str", placed(self.recorder, value)))
             return value.text() if isinstance(value, Printable) else printed(value)
 
         module["str"] = text
@@ -194,31 +212,41 @@ class RecordingTemplate(TracingTemplate):
     def _iterate(self, over: Any) -> Any:
         if isinstance(over, SymbolicMapping):
             over = over.keys()
+        elif isinstance(over, Rope):
+            over = characters_of(self.recorder, over)
         return _Passes(self.recorder, over) if isinstance(over, (SymbolicList, Range)) else over
 
     def _json(self, known: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(known)
         def tojson(value: Any, *args: Any, **kwargs: Any) -> Any:
-            place: Place | None = None
-            if isinstance(value, Rope):
-                place = _place_of(value)
-            elif isinstance(value, (SymbolicMapping, Scalar)) or (isinstance(value, SymbolicList) and value.whole):
-                place = value.place
-            if place is None:
+            if not holds_symbol(value):
                 return known(value, *args, **kwargs)
             given = (*((None, each) for each in args), *sorted(kwargs.items()))
             try:
                 hash(given)
             except TypeError:
                 reject("calls tojson with arguments that cannot be recorded")
-            return text_of(self.recorder, TextSource("json", place, given))
+            return text_of(self.recorder, TextSource("json", placed(self.recorder, value), given))
 
         return tojson
+
+    def _joined(self, known: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(known)
+        def joined(context: Any, value: Any, d: Any = "", attribute: Any = None) -> Any:
+            if not isinstance(value, (SymbolicList, SymbolicMapping)):
+                return known(context, value, d, attribute)
+            if type(d) is not str or attribute is not None:
+                reject("joins a list of a conversation with an attribute, or by a text that differs from row to row")
+            return text_of(self.recorder, TextSource("join", placed(self.recorder, value), (d,)))
+
+        return joined
 
     def _end(self, known: Callable[..., Any], index: int, environment: Any) -> Callable[..., Any]:
         @functools.wraps(known)
         def end(*args: Any) -> Any:
             value = args[-1]
+            if isinstance(value, Rope):
+                value = characters_of(self.recorder, value)
             if isinstance(value, SymbolicList):
                 there, found = value.find(index)
                 return found if there else environment.undefined("No first item, sequence was empty.")
@@ -250,23 +278,18 @@ def _filtered(over: Any) -> Any:
     return over
 
 
-def _place_of(text: Rope) -> Place | None:
-    """Where a text is that is in the data as it is; None for any other."""
-    pieces: Any = text._pieces
-    whole = len(pieces) == 1 and not isinstance(pieces[0], str) and not pieces[0].operations
-    return pieces[0].message.value if whole and pieces[0].message.kind == "at" else None
-
-
 _EQUAL = frozenset(("eq", "equalto", "=="))
 
 
 def _selected(known: Callable[..., Any], negated: bool) -> Callable[..., Any]:
     @functools.wraps(known)
     def selected(context: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(value, SymbolicList):
-            return known(context, value, *args, **kwargs)
         key, *test = args or (None,)
         plain = type(key) is str and "." not in key and not kwargs
+        if isinstance(value, Text) and plain and not hasattr(str, key):
+            value = characters_of(value.recorder, value)
+        if not isinstance(value, SymbolicList):
+            return known(context, value, *args, **kwargs)
         if plain and not test:
             return value.selected(Wanted(key, "true", None, negated))
         if plain and test in (["defined"], ["undefined"]):

@@ -26,6 +26,7 @@ from typing import Any
 
 from jinja2.filters import do_dictsort
 
+from gpuload.template.automaton.built import expression
 from gpuload.template.automaton.nodes import (
     DICTSORT,
     ITEMS,
@@ -33,6 +34,7 @@ from gpuload.template.automaton.nodes import (
     Affine,
     Atom,
     Automaton,
+    Built,
     Place,
     TextSource,
     kind_of,
@@ -155,6 +157,8 @@ class _Lines:
                     f"{part_of}.of({self._place(part.place)}, {self._number(part.start)}, {self._number(part.length)})"
                 )
                 self._line(depth, f"{self._register(register)} = [each for each in {elements} if {test}.holds(each)]")
+            elif name == "build":
+                self._line(depth, f"{self._register(parts[0])} = {self._value(parts[1])}")
             elif name == "save":
                 targets = ", ".join(self._register(register) for register, _ in parts[0])
                 if targets:
@@ -197,6 +201,10 @@ class _Lines:
             return f"{self._value(parts[0])} == {self._value(parts[1])}"
         if name == "equal":
             return f"{self._place(parts[0])} == {self._place(parts[1])}"
+        if name == "in":
+            return f"{self._value(parts[0])} in {self._place(parts[1])}"
+        if name == "texts":
+            return f"all(type(each) is str for each in {self._place(parts[0])})"
         return f"{self._number(parts[1])} {parts[0]} 0"
 
     def _register(self, name: Any) -> str:
@@ -250,6 +258,8 @@ class _Lines:
             text = self._place(source.value)
             if source.kind == "str":
                 text = f"str({text})"
+            elif source.kind == "join":
+                text = f"{source.arguments[0]!r}.join(map(str, {text}))"
             elif source.kind == "json":
                 given = [
                     self._constant(each) if name is None else f"{name}={each!r}" for name, each in source.arguments
@@ -278,6 +288,8 @@ class _Lines:
         """What a register is set to: a number, or a text of several segments."""
         if isinstance(value, Affine):
             return self._number(value)
+        if isinstance(value, Built):
+            return expression(value, self._place, self._number, self._text, self._constant)
         return " + ".join(self._text(source, operations) for source, operations in value) or "''"
 
     def _print(self, depth: int, literal: str) -> None:

@@ -13,10 +13,13 @@ A node has one instruction, a tuple that begins with its name:
     ("compare", operator, number)      whether a number is < 0, or == 0
     ("equal", place, place)            whether two values are equal
     ("same", segments, segments)       whether two texts are equal
+    ("in", built, place)               whether a list has an element
+    ("texts", place)                   whether all elements of a list are texts
     ("emit", source, operations, loss) prints a literal, or a text after some operations; `loss` in a generation block
     ("enter", loop)                    sets the counter of a loop to -1
     ("next", loop, number)             the counter plus one, if that is below the number: otherwise the loop ends
     ("select", register, part, wanted) puts the elements of a part of a list that have what is wanted into a register
+    ("build", register, built)         puts what the template has built of values of the row into a register
     ("save", ((register, value), …))   sets registers, all at once, and goes to the head of a pass
     ("end",)                           the text is complete
     ("raise", reason)                  the template rejects the row
@@ -30,6 +33,7 @@ A *place* is where a value is: ("messages", index, "content"), with numbers as i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,9 +77,10 @@ class TextSource:
 
     Attributes:
         kind: "at", a text at a place; "register"; "json", `tojson` of what is at a place; "str", what printing it
-            gives; "number", an `Affine`.
+            gives; "number", an `Affine`; "join", the elements of what is at a place, printed one after the other.
         value: the place, the register's name or the number.
-        arguments: of `tojson`, as pairs of name and value; positional ones have None as their name.
+        arguments: of `tojson`, as pairs of name and value; positional ones have None as their name. Of "join", what is
+            between two elements.
     """
 
     kind: str
@@ -133,9 +138,26 @@ class ListPart:
     start: Affine = Affine(0)
     step: int = 1
 
-    def of(self, values: list[Any], start: int, length: int) -> list[Any]:
+    def of(self, values: Sequence[Any], start: int, length: int) -> list[Any]:
         """These elements of a list."""
         return [values[start + self.step * k] for k in range(length)]
+
+
+@dataclass(frozen=True)
+class Built:
+    """Plain data that a template builds, which a register can have.
+
+    Attributes:
+        kind: "at", what is at a place; "text", segments, joined; "number", an `Affine`; "constant", the `repr` of None,
+            False or True; "part", a `ListPart`, and an index if only what its elements have there is wanted; "list";
+            "mapping", pairs of a str and a value; "sum", two lists one after the other; "slice", of a
+            text, and its start, stop and step; "method", the name of a method
+            of str, the text, and the `repr` of each argument.
+        parts: as described for each kind. What lists, mappings, sums and methods consist of is `Built`, too.
+    """
+
+    kind: str
+    parts: tuple[Any, ...]
 
 
 @dataclass(frozen=True)

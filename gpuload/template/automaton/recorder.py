@@ -9,7 +9,7 @@ a function of the path to it, which is in the key through the loop's node, and o
 the loop does not set. Only namespaces outlive a pass, and what macros and `{% set %}` blocks have printed so far. So at
 each cut the attributes of namespaces that are strings or truth values are part of the key; numbers, texts and places
 go to registers, which are named by the loop's node, so that a value taken from a register of an outer loop is never
-overwritten; and anything else in a namespace is not compilable.
+overwritten. Lists and mappings that the template builds go to registers as a whole.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ import jinja2.filters
 from jinja2.compiler import CodeGenerator
 from jinja2.utils import Namespace
 
+from gpuload.template.automaton.built import evaluate
 from gpuload.template.automaton.nodes import (
     DICTSORT,
     ITEMS,
     MISSING,
     Affine,
     Automaton,
+    Built,
     Instruction,
     ListPart,
     Place,
@@ -35,8 +37,13 @@ from gpuload.template.automaton.nodes import (
     Wanted,
     kind_of,
 )
-from gpuload.template.automaton.symbols import SymbolicList, SymbolicMapping, segments_of
-from gpuload.template.automaton.values import Range, Scalar, SymbolicNumber, text_of
+from gpuload.template.automaton.symbols import (
+    SymbolicList,
+    SymbolicMapping,
+    built_of,
+    segments_of,
+)
+from gpuload.template.automaton.values import Range, Scalar, SymbolicNumber, source_of, text_of
 from gpuload.template.program import Operation, Predicate, Ref, Segment, apply_operations, holds
 from gpuload.template.rope import Rope
 from gpuload.template.symbol import reject
@@ -99,7 +106,7 @@ class Recorder:
 
     def same(self, one: tuple[Segment, ...], other: tuple[Segment, ...]) -> bool:
         """Whether two texts are equal."""
-        texts = [tuple(map(_segment, pieces)) for pieces in (one, other)]
+        texts = [tuple(map(source_of, pieces)) for pieces in (one, other)]
         return bool(self._ask(("same", *texts), self._evaluated(texts[0]) == self._evaluated(texts[1])))
 
     def select(self, part: ListPart, wanted: Wanted) -> Place:
@@ -109,6 +116,21 @@ class Recorder:
         values = part.of(self.value(part.place), self.number(part.start), self.number(part.length))
         self.registers[register] = [each for each in values if wanted.holds(each)]
         return (register,)
+
+    def build(self, built: Built) -> Place:
+        """Puts what the template has built into a register, which is its place."""
+        register = ("built", self.at_node)
+        self.record(("build", register, built))
+        self.registers[register] = self._evaluated(built)
+        return (register,)
+
+    def contains(self, place: Place, built: Built) -> bool:
+        """Whether the list at a place has this element."""
+        return bool(self._ask(("in", built, place), self._evaluated(built) in self.value(place)))
+
+    def only_texts(self, place: Place) -> bool:
+        """Whether all elements of the list at a place are texts."""
+        return bool(self._ask(("texts", place), all(type(each) is str for each in self.value(place))))
 
     def at(self, place: Place) -> tuple[bool, Any]:
         """Whether something is at a place, and what, as a constant or a symbol."""
@@ -170,6 +192,8 @@ class Recorder:
                 text = str(self.number(source.value))
             case "str":
                 text = str(self.value(source.value))
+            case "join":
+                text = source.arguments[0].join(map(str, self.value(source.value)))
             case _:
                 positional = [each for name, each in source.arguments if name is None]
                 named = {name: each for name, each in source.arguments if name is not None}
@@ -219,7 +243,7 @@ class Recorder:
         for number, buffer in enumerate(self.buffers):
             register = (loop, "buffer", number)
             if pieces := buffer.pieces():
-                saved.append((register, tuple(map(_segment, pieces))))
+                saved.append((register, tuple(map(source_of, pieces))))
                 buffer.replace(text_of(self, TextSource("register", register)))
             key.append(bool(pieces))
         values = [self._evaluated(value) for _, value in saved]
@@ -240,19 +264,27 @@ class Recorder:
             saved.append((register, value.affine))
             return SymbolicNumber(self, Affine.of(("register", register))), "number"
         if isinstance(value, Rope):
-            saved.append((register, tuple(map(_segment, value._pieces))))
+            saved.append((register, tuple(map(source_of, value._pieces))))
             return text_of(self, TextSource("register", register)), "text"
-        if isinstance(value, SymbolicMapping):
+        in_row = isinstance(value, (SymbolicMapping, SymbolicList)) and isinstance(value.place[0], str)
+        if in_row and isinstance(value, SymbolicMapping):
             return SymbolicMapping(self, self._moved(register, value.place, saved)), ("mapping", _form(value.place))
-        if isinstance(value, SymbolicList) and value.whole and not value.pairs:
+        if in_row and isinstance(value, SymbolicList) and value.whole and not value.pairs:
             place = self._moved(register, value.place, saved)
             return SymbolicList(self, place, Affine.of(("length", place))), ("list", _form(value.place))
-        reject("keeps something other than texts, numbers, truth values, messages and their lists in a namespace")
+        if type(value) is list and not value:
+            return value, "no list"
+        if not isinstance(value, (list, dict, SymbolicMapping, SymbolicList, Scalar)):
+            reject("keeps something other than plain data in a namespace")
+        saved.append((register, built_of(value)))
+        if isinstance(value, Scalar):
+            return Scalar(self, (register,), value.kind), ("number", value.kind)
+        if isinstance(value, (dict, SymbolicMapping)):
+            return SymbolicMapping(self, (register,)), "built mapping"
+        return SymbolicList(self, (register,), Affine.of(("length", (register,)))), "built list"
 
     def _moved(self, register: Any, place: Place, saved: list[tuple[Any, Any]]) -> Place:
         """The same place with registers of their own for its indexes."""
-        if not isinstance(place[0], str):
-            reject("keeps an element of selected messages in a namespace")
         moved: list[Any] = []
         for number, at in enumerate(place):
             if isinstance(at, Affine):
@@ -264,12 +296,14 @@ class Recorder:
     def _evaluated(self, value: Any) -> Any:
         if isinstance(value, Affine):
             return self.number(value)
+        if isinstance(value, Built):
+            return evaluate(value, self.value, self.number, self.text)
         return "".join(self.text(source, operations) for source, operations in value)
 
     def emit(self, value: Any, loss: bool) -> None:
         """Prints a known or symbolic text."""
         for segment in segments_of(value):
-            source, operations = _segment(segment)
+            source, operations = source_of(segment)
             self.record(("emit", source, operations, loss))
 
 
@@ -288,12 +322,6 @@ def operated(text: str, operation: Operation) -> str:
         return apply_operations(text, (operation,))
     start, stop = (int(end) if end else None for end in operation.arguments)
     return text[start:stop]
-
-
-def _segment(segment: Segment) -> tuple[str | TextSource, tuple[Operation, ...]]:
-    if isinstance(segment, str):
-        return segment, ()
-    return segment.message, segment.operations  # type: ignore[return-value]
 
 
 def _form(place: Place) -> tuple[Any, ...]:

@@ -11,14 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from gpuload.template.automaton.nodes import ITEMS, Affine, ListPart, Place, TextSource, Wanted
+from gpuload.template.automaton.nodes import ITEMS, Affine, Built, ListPart, Place, TextSource, Wanted
 from gpuload.template.automaton.values import (
     ZERO,
     Printable,
     Recording,
+    Scalar,
     SymbolicNumber,
     Text,
     affine_of,
+    source_of,
     text_of,
 )
 from gpuload.template.program import Ref, Segment
@@ -63,6 +65,9 @@ class SymbolicMapping(Printable):
     def keys(self) -> SymbolicList:
         return SymbolicList(self.recorder, (*self.place, ITEMS), Affine.of(("length", self.place)), part=0)
 
+    def values(self) -> SymbolicList:
+        return SymbolicList(self.recorder, (*self.place, ITEMS), Affine.of(("length", self.place)), part=1)
+
     def items(self, how: Any = ITEMS) -> SymbolicList:
         """Its keys and values, as they are or in the order of `dictsort`."""
         place = (*self.place, how)
@@ -86,7 +91,7 @@ class SymbolicList(Printable):
         length: how many elements this part has.
         start, step: where it begins in the list, and 1 or -1.
         pairs: whether elements are the keys and values of a mapping.
-        part: 0 if they are only its keys.
+        part: 0 if they are only its keys, 1 if only its values.
     """
 
     __slots__ = ("length", "pairs", "part", "place", "start", "step")
@@ -108,9 +113,7 @@ class SymbolicList(Printable):
         )
 
     def text(self) -> Text:
-        if not self.whole or self.pairs:
-            reject("prints a part of a list")
-        return text_of(self.recorder, TextSource("str", self.place))
+        return text_of(self.recorder, TextSource("str", placed(self.recorder, self)))
 
     def __bool__(self) -> bool:
         return not self.recorder.compare("==", self.length)
@@ -126,7 +129,7 @@ class SymbolicList(Printable):
         """The element with a number that is known to be below the length."""
         place = (*self.place, self.start.plus(index, self.step))
         if self.part is not None:
-            return text_of(self.recorder, TextSource("at", (*place, self.part)))
+            return self.recorder.at((*place, self.part))[1]
         if self.pairs:
             return Text(self.recorder, (Ref(TextSource("at", (*place, 0)), ""),)), self.recorder.at((*place, 1))[1]  # type: ignore[arg-type]
         return self.recorder.at(place)[1]
@@ -175,7 +178,19 @@ class SymbolicList(Printable):
         return self.sliced(key)
 
     def __contains__(self, value: object) -> bool:
-        reject("searches a list of a conversation")
+        return self.recorder.contains(placed(self.recorder, self), built_of(value))
+
+    def __add__(self, other: object) -> SymbolicList:
+        return self._sum(self, other)
+
+    def __radd__(self, other: object) -> SymbolicList:
+        return self._sum(other, self)
+
+    def _sum(self, left: object, right: object) -> SymbolicList:
+        # A list to which itself is added in each pass would double each time.
+        if type(left) is not list and type(right) is not list:
+            reject("adds two lists of a conversation")
+        return list_of(self.recorder, Built("sum", (built_of(left), built_of(right))))
 
     def __iter__(self) -> Iterator[Any]:
         reject("passes a list of a conversation to a function or filter that loops over it")
@@ -193,3 +208,49 @@ class SymbolicList(Printable):
 def segments_of(value: object) -> tuple[Segment, ...]:
     """The segments of a known or symbolic text."""
     return value._pieces if isinstance(value, Rope) else (str(value),) if value else ()
+
+
+def built_of(value: object) -> Built:
+    """Plain data, known and symbolic, as an instruction has it."""
+    if isinstance(value, Rope) or type(value) is str:
+        return Built("text", tuple(map(source_of, segments_of(value))))
+    if value is None or type(value) is bool:
+        return Built("constant", (repr(value),))
+    if type(value) is int or isinstance(value, SymbolicNumber):
+        return Built("number", (affine_of(value),))
+    if isinstance(value, SymbolicList) and not value.whole:
+        return Built("part", (ListPart(value.place, value.length, value.start, value.step), value.part))
+    if isinstance(value, (SymbolicMapping, SymbolicList, Scalar)):
+        return Built("at", (value.place,))
+    if type(value) is list:
+        return Built("list", tuple(map(built_of, value)))
+    if type(value) is dict and all(type(key) is str for key in value):
+        return Built("mapping", tuple((key, built_of(item)) for key, item in value.items()))
+    reject("builds a list or mapping of something other than plain data")
+
+
+def placed(recorder: Recording, value: object) -> Place:
+    """The place of a symbolic value, or of a list or mapping that contains some."""
+    if isinstance(value, Rope) and (place := _place_of(value)) is not None:
+        return place
+    built = built_of(value)
+    return built.parts[0] if built.kind == "at" else recorder.build(built)
+
+
+def characters_of(recorder: Recording, text: Rope) -> SymbolicList:
+    """The characters of a text."""
+    place = placed(recorder, text)
+    return SymbolicList(recorder, place, Affine.of(("length", place)))
+
+
+def _place_of(text: Rope) -> Place | None:
+    """Where a text is that is in the data as it is; None for any other."""
+    pieces: Any = text._pieces
+    whole = len(pieces) == 1 and not isinstance(pieces[0], str) and not pieces[0].operations
+    return pieces[0].message.value if whole and pieces[0].message.kind == "at" else None
+
+
+def list_of(recorder: Recording, built: Built) -> SymbolicList:
+    """A list that the template has built."""
+    place = recorder.build(built)
+    return SymbolicList(recorder, place, Affine.of(("length", place)))

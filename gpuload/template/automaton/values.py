@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable
+from typing import Any, NoReturn, Protocol, cast
 
-from gpuload.template.automaton.nodes import Affine, ListPart, Place, TextSource, Wanted
+from gpuload.template.automaton.nodes import Affine, Built, ListPart, Place, TextSource, Wanted
 from gpuload.template.program import Operation, Predicate, Ref, Segment
 from gpuload.template.rope import Rope
-from gpuload.template.symbol import Symbol, reject
+from gpuload.template.symbol import NotCompilableError, Symbol, reject
 
 
 class Recording(Protocol):
@@ -25,6 +27,12 @@ class Recording(Protocol):
     def same(self, one: tuple[Segment, ...], other: tuple[Segment, ...]) -> bool: ...
 
     def select(self, part: ListPart, wanted: Wanted) -> Place: ...
+
+    def build(self, built: Built) -> Place: ...
+
+    def contains(self, place: Place, built: Built) -> bool: ...
+
+    def only_texts(self, place: Place) -> bool: ...
 
 
 class Value(Symbol):
@@ -61,28 +69,49 @@ class Text(Rope):
         return Text(self._oracle, pieces)
 
     def __getitem__(self, key: object) -> Text:
-        if not isinstance(key, slice) or key.step is not None or len(self._pieces) != 1:
-            reject("indexes into a message's text, or slices joined texts")
-        ends = (key.start, key.stop)
+        if not isinstance(key, slice):
+            reject("indexes into a message's text in a way that cannot be traced")
+        ends = (key.start, key.stop, key.step)
+        if len(self._pieces) != 1 or key.step is not None or any(isinstance(end, SymbolicNumber) for end in ends):
+            built = Built("slice", (self._built(), *(_end(end) for end in ends)))
+            return text_of(self.recorder, TextSource("at", self.recorder.build(built)))
         if not all(end is None or type(end) is int for end in ends):
-            reject("slices a message's text at a place that differs from row to row")
+            reject("slices a text by something other than numbers")
         piece = self._pieces[0]
         if isinstance(piece, str):
             return self._make((piece[key],))
-        operation = Operation("slice", tuple("" if end is None else str(end) for end in ends))
+        operation = Operation("slice", tuple("" if end is None else str(end) for end in ends[:2]))
         return self._make((Ref(piece.message, piece.field, (*piece.operations, operation)),))
 
-    def capitalize(self) -> Text:
-        if len(self._pieces) > 1:
-            reject("calls capitalize on joined texts")
-        return self._make(p.capitalize() if isinstance(p, str) else p.then("capitalize") for p in self._pieces)
+    @property
+    def recorder(self) -> Recording:
+        return cast(Recording, self._oracle)
+
+    def capitalize(self) -> Rope:
+        return self._changed_case("capitalize")
+
+    def title(self) -> Rope:
+        return self._changed_case("title")
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Rope) and self._pieces != other._pieces:
-            return self._oracle.same(self._pieces, other._pieces)  # type: ignore[attr-defined, no-any-return]
+            return self.recorder.same(self._pieces, other._pieces)
         return super().__eq__(other)
 
     __hash__ = Symbol.__hash__
+
+    def _equals(self, other: str) -> bool:
+        try:
+            return super()._equals(other)
+        except NotCompilableError:  # a joined text
+            return self.recorder.same(self._pieces, (other,))
+
+    def whole(self) -> Text:
+        """The same as one segment, from a register."""
+        return text_of(self.recorder, TextSource("at", self.recorder.build(self._built())))
+
+    def _built(self) -> Built:
+        return Built("text", tuple(map(source_of, self._pieces)))
 
     def characters(self) -> SymbolicNumber:
         """How many characters it has."""
@@ -94,12 +123,43 @@ class Text(Rope):
                 else Affine.of(("characters", piece.message, piece.operations))
             )
             affine = affine.plus(one)
-        return SymbolicNumber(self._oracle, affine)  # type: ignore[arg-type]
+        return SymbolicNumber(self.recorder, affine)
+
+
+def _also_joined(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that joins a text where it is not possible segment by segment."""
+
+    @functools.wraps(method)
+    def wrapped(self: Text, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except NotCompilableError:
+            if len(self._pieces) < 2:
+                raise
+            return method(self.whole(), *args, **kwargs)
+
+    return wrapped
+
+
+for _name in "__contains__ startswith endswith removeprefix removesuffix replace _changed_case _cut".split():
+    setattr(Text, _name, _also_joined(getattr(Text, _name)))
 
 
 def text_of(recorder: Recording, source: TextSource) -> Text:
     """A text by where it comes from."""
     return Text(recorder, (Ref(source, ""),))  # type: ignore[arg-type]
+
+
+def source_of(segment: Segment) -> tuple[str | TextSource, tuple[Operation, ...]]:
+    """What a segment is in an instruction."""
+    if isinstance(segment, str):
+        return segment, ()
+    return segment.message, segment.operations  # type: ignore[return-value]
+
+
+def _end(end: object) -> Built:
+    """Start, stop or step of a slice."""
+    return Built("constant", ("None",)) if end is None else Built("number", (affine_of(end),))
 
 
 ZERO = Affine(0)

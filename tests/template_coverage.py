@@ -1,0 +1,105 @@
+"""Which share of random conversations the automaton of a template renders, for folders of templates.
+
+    PYTHONPATH=.:tests python tests/template_coverage.py FOLDER...      # each with files *.jinja
+
+For each template, conversations of random shapes are rendered, plain ones and ones with tool calls, and every text is
+compared with transformers. What was counted is in FOLDER.json; `--table` prints these files as the table in
+`docs/templates.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from test_template_automaton import conversation
+
+from gpuload.demo_data import demo_files
+from gpuload.reference.template_call import TemplateCall, rejection
+from gpuload.template.automaton.rows import RenderedRow, RowRenderer
+from gpuload.template.program import ByReference, Rejected
+from gpuload.template.symbol import NotCompilableError
+
+ROWS = 60
+ENOUGH = 0.95
+
+
+def counted(call: TemplateCall, rows: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    """Renders rows; returns how many transformers accepts, how many were compiled, how many texts differ, and why
+    transformers rendered the rest."""
+    reasons: Counter[str] = Counter()
+    accepted = compiled = wrong = 0
+    try:
+        renderer = RowRenderer(call)
+    except NotCompilableError as error:
+        renderer, reason = None, str(error)
+    for messages in rows:
+        try:
+            truth, why = call.render(messages), None
+        except Exception as error:
+            truth, why = "", rejection(error)
+        made = ByReference(reason) if renderer is None else renderer.render(messages)
+        accepted += why is None
+        if isinstance(made, RenderedRow):
+            compiled += why is None
+            wrong += (made.text, None) != (truth, why)
+        elif isinstance(made, Rejected):
+            wrong += made.message != why
+        elif why is None:
+            reasons[made.reason] += 1
+    return {"accepted": accepted, "compiled": compiled, "wrong": wrong, "reasons": reasons}
+
+
+def measure(folder: Path, only: str) -> None:
+    """Counts for each template of a folder, and writes them into a file next to it."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(demo_files()[1], bos_token="<s>", eos_token="</s>")
+    out = folder.with_suffix(".json")
+    found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    for file in sorted(folder.glob(f"{only}.jinja")):
+        found[file.stem] = {}
+        for kind in ("plain", "tools"):
+            draw = random.Random(file.stem)
+            rows = [conversation(draw, kind == "tools") for _ in range(ROWS)]
+            counts = found[file.stem][kind] = counted(TemplateCall(tokenizer, file.read_text()), rows)
+            print(file.stem, kind, *counts.values(), file=sys.stderr, flush=True)
+        out.write_text(json.dumps(found, indent=1))
+
+
+def table(folders: list[Path]) -> str:
+    """The counts of folders as a table."""
+    lines = ["| package | templates | plain: of | with calls: of | reasons for the rest |", "|---|---|---|---|---|"]
+    for folder in folders:
+        found = json.loads(folder.with_suffix(".json").read_text())
+        assert not any(counts["wrong"] for each in found.values() for counts in each.values())
+        cells = []
+        why: dict[str, set[str]] = {}
+        for kind in ("plain", "tools"):
+            accepting = {name: each[kind] for name, each in found.items() if each[kind]["accepted"]}
+            enough = [name for name, each in accepting.items() if each["compiled"] >= ENOUGH * each["accepted"]]
+            cells.append(f"{len(enough)} of {len(accepting)}")
+            for name in accepting.keys() - enough:
+                for reason in accepting[name]["reasons"]:
+                    why.setdefault(reason, set()).add(name)
+        rest = "; ".join(f"{reason} ({', '.join(sorted(names))})" for reason, names in sorted(why.items()))
+        lines.append(f"| {folder.name} | {len(found)} | {' | '.join(cells)} | {rest} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folders", nargs="+", type=Path)
+    parser.add_argument("--only", default="*", help="names of templates, with wildcards")
+    parser.add_argument("--table", action="store_true")
+    given = parser.parse_args()
+    if given.table:
+        print(table(given.folders))
+    else:
+        for each in given.folders:
+            measure(each, given.only)
