@@ -14,10 +14,11 @@ import json
 import random
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from test_template_automaton import conversation
+from test_template_automaton import conversation, tool
 
 from gpuload.demo_data import demo_files
 from gpuload.reference.template_call import TemplateCall, rejection
@@ -25,25 +26,46 @@ from gpuload.template.automaton.rows import RenderedRow, RowRenderer
 from gpuload.template.program import ByReference, Rejected
 from gpuload.template.symbol import NotCompilableError
 
-ROWS = 60
+ROWS, MOST_ROWS = 60, 300
+"""So many rows that the template accepts are rendered, or so many in all."""
+
 ENOUGH = 0.95
 
+KINDS = {
+    "plain": "texts only",
+    "calls": "with tool calls and their results",
+    "tools": "with tool calls, and a list of tools for each conversation",
+    "parts": "with each content as a list of parts",
+}
 
-def counted(call: TemplateCall, rows: list[list[dict[str, Any]]]) -> dict[str, Any]:
+
+def row(draw: random.Random, kind: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """A random conversation, and its tools."""
+    messages = conversation(draw, kind in ("calls", "tools"), draw.choice((4, 12, 40)))
+    if kind == "parts":
+        for message in messages:
+            message["content"] = [{"type": "text", "text": message["content"]}]
+    return messages, [tool(draw) for _ in range(draw.randint(1, 3))] if kind == "tools" else None
+
+
+def counted(call: TemplateCall, kind: str, draw: random.Random) -> dict[str, Any]:
     """Renders rows; returns how many transformers accepts, how many were compiled, how many texts differ, and why
     transformers rendered the rest."""
     reasons: Counter[str] = Counter()
     accepted = compiled = wrong = 0
     try:
-        renderer = RowRenderer(call)
+        renderer = RowRenderer(call, own_tools=kind == "tools")
     except NotCompilableError as error:
         renderer, reason = None, str(error)
-    for messages in rows:
+    for _ in range(MOST_ROWS):
+        if accepted == ROWS:
+            break
+        messages, tools = row(draw, kind)
         try:
-            truth, why = call.render(messages), None
+            truth, why = replace(call, tools=tools).render(messages), None
         except Exception as error:
             truth, why = "", rejection(error)
-        made = ByReference(reason) if renderer is None else renderer.render(messages)
+        made = ByReference(reason) if renderer is None else renderer.render(messages, tools)
         accepted += why is None
         if isinstance(made, RenderedRow):
             compiled += why is None
@@ -64,10 +86,9 @@ def measure(folder: Path, only: str) -> None:
     found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
     for file in sorted(folder.glob(f"{only}.jinja")):
         found[file.stem] = {}
-        for kind in ("plain", "tools"):
-            draw = random.Random(file.stem)
-            rows = [conversation(draw, kind == "tools") for _ in range(ROWS)]
-            counts = found[file.stem][kind] = counted(TemplateCall(tokenizer, file.read_text()), rows)
+        for kind in KINDS:
+            counts = counted(TemplateCall(tokenizer, file.read_text()), kind, random.Random(file.stem))
+            found[file.stem][kind] = counts
             print(file.stem, kind, *counts.values(), file=sys.stderr, flush=True)
         out.write_text(json.dumps(found, indent=1))
 

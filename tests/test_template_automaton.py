@@ -223,18 +223,37 @@ def test_what_a_template_builds(name: str, qwen: Any) -> None:
     compared(TemplateCall(qwen, BUILT[name]), [conversation(draw, True, 24) for _ in range(60)])
 
 
-ELSE = """{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c }}{% else %}none{% endfor %}{{ m.content }}\
-{% endfor %}"""
+LOOPS = {
+    "else": """{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c }}{% else %}none{% endfor %}\
+{% for m in messages if m.role == "nobody" %}{{ m }}{% else %}nobody{% endfor %}{{ m.content }}{% endfor %}""",
+    "a condition": """{% for m in messages if m.role != "system" %}{{ loop.index }}{% if loop.last %}last{% endif %}\
+{% for c in m.tool_calls or [] if c.function.name == "f" %}{{ loop.revindex }}{{ c.id }}{% else %}-{% endfor %}\
+{% endfor %}{% for m in messages if m.role == "tool" %}{{ m.content }}{% else %}no tools{% endfor %}""",
+    "steps": """{% for m in messages[1::2] %}{{ loop.cycle("a", "b", "c") }}{{ m.content }}\
+{{ loop.revindex }}{% endfor %}\
+{{ messages[::3] | length }}{{ messages[:-1:5] | map(attribute="role") | join(",") }}\
+{% for m in messages[::-1][::4] | reverse %}{{ m.role }}{% endfor %}""",
+    "filters": """{{ messages | map(attribute="role") | join(",") }}{% for m in messages %}\
+{{ m.tool_calls | default([]) | map(attribute="function.name") | list | tojson }}\
+{{ (m.tool_calls | default([]) | rejectattr("function.name", "eq", "f") | list)[0].id }}\
+{{ m.content.split("\n") | map("trim") | select | join(";") }}{% endfor %}""",
+    "split": """{% for m in messages %}{% for word in m.content.split() %}{{ loop.index }}{{ word }}{% endfor %}\
+{{ m.content.split("<")[1] }}{{ m.content.split("l", 2) | length }}{{ m.content.splitlines() | last }}\
+{{ m.content.rsplit(" ", 3) | join("_") }}{{ "think>" in m.content.split("<") }}{{ "hello" in m.content.split() }}\
+{% for part in m.content.split("t") %}{{ part }}.{% endfor %}{{ "-".join(m.content.split("a")[1:]) }}{% endfor %}""",
+    "known mappings": """{% set names = {"user": "U", "assistant": "A", "tool": "T"} %}{% for m in messages %}\
+{% if m.role in names %}{{ names[m.role] }}{% else %}?{% endif %}{% if m.content not in names %}{{ m.content }}\
+{% endif %}{% endfor %}""",
+    "printed numbers": """{% macro last() %}{% set ns = namespace(n=0) %}{% for m in messages %}\
+{% if m.role == "user" %}{% set ns.n = loop.index0 %}{% endif %}{% endfor %}{{ ns.n }}{% endmacro %}\
+{% for m in messages %}{% if loop.index0 > last() | int %}{{ m.content }}{% endif %}{% endfor %}""",
+}
 
 
-def test_a_loop_with_an_else(qwen: Any) -> None:
-    draw = random.Random(0)
-    call = TemplateCall(qwen, ELSE)
-    renderer = RowRenderer(call)
-    for messages in [[message] for _ in range(20) for message in conversation(draw, True, 8)]:
-        made = renderer.render(messages)
-        assert not isinstance(made, RenderedRow) or made.text == call.render(messages)
-    assert renderer.wrong is None
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_and_parts(name: str, qwen: Any) -> None:
+    draw = random.Random(name)
+    compared(TemplateCall(qwen, LOOPS[name]), [conversation(draw, True, 24) for _ in range(60)])
 
 
 def _stale(self: Recorder, loop: Any, inside: int) -> None:

@@ -9,18 +9,37 @@ from typing import Any
 import jinja2
 import jinja2.nodes
 from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
 
+from gpuload.template.automaton.loops import Loop
 from gpuload.template.automaton.nodes import DICTSORT, Affine, TextSource, Wanted
-from gpuload.template.automaton.recorder import Buffer, BufferedCode, Loop, Recorder
-from gpuload.template.automaton.symbols import SymbolicList, SymbolicMapping, characters_of, placed
+from gpuload.template.automaton.recorder import Buffer, BufferedCode, Recorder
+from gpuload.template.automaton.symbols import (
+    Parts,
+    SymbolicList,
+    SymbolicMapping,
+    characters_of,
+    lines_of,
+    placed,
+    split,
+)
 from gpuload.template.automaton.values import Printable, Range, Safe, Scalar, SymbolicNumber, Text, Value, text_of
 from gpuload.template.rope import Rope, join
 from gpuload.template.sandbox import TracingTemplate, holds_symbol
 from gpuload.template.symbol import Symbol, reject
 
-_ITERATE, _FILTERED = "gpuload_iterate", "gpuload_filtered"
+_ITERATE, _WITH_ELSE, _FILTERED, _KEYS = "gpuload_iterate", "gpuload_else", "gpuload_filtered", "gpuload_keys"
 
-_METHODS = frozenset(("capitalize", "title"))
+_METHODS: dict[str, Callable[[Text], Any]] = {
+    "capitalize": lambda text: text.capitalize,
+    "title": lambda text: text.title,
+    "split": lambda text: functools.partial(split, text, "split"),
+    "rsplit": lambda text: functools.partial(split, text, "rsplit"),
+    "splitlines": lambda text: functools.partial(lines_of, text),
+}
+
+_MOST_KEYS = 64
+"""A text is compared with so many keys of a mapping at most."""
 
 _TYPES = {
     SymbolicMapping: {"mapping", "iterable", "sequence", "defined"},
@@ -70,12 +89,17 @@ class RecordingTemplate(TracingTemplate):
             if isinstance(obj, Value):
                 reject(f"uses the attribute {name} of a value of a conversation")
             if isinstance(obj, Text) and name in _METHODS:
-                return getattr(obj, name)
+                return _METHODS[name](obj)
             if isinstance(obj, Text) and not hasattr(str, name):
                 return environment.undefined(obj="", name=name)
             return attribute(obj, name)
 
         def new_item(obj: Any, key: Any) -> Any:
+            if isinstance(obj, Parts) and not (type(key) is int and key in (0, -1)):
+                obj = obj.listed()
+            if type(obj) is dict and isinstance(key, Rope):
+                same = next((each for each in _Keys(obj).texts() if key == each), None)
+                return reject("looks for a text in a mapping that does not have it") if same is None else obj[same]
             if isinstance(obj, SymbolicMapping):
                 if type(key) is not str:
                     reject("looks for something other than a plain string in a mapping")
@@ -102,7 +126,7 @@ class RecordingTemplate(TracingTemplate):
 
         def new_call(context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
             owner = getattr(function, "__self__", None)
-            given = args[0] if len(args) == 1 else None
+            given = _listed(args[0]) if len(args) == 1 else None
             if type(owner) is not str or function.__name__ != "join" or not isinstance(given, SymbolicList):
                 return call(context, function, *args, **kwargs)
             place = placed(self.recorder, given)
@@ -113,7 +137,9 @@ class RecordingTemplate(TracingTemplate):
         environment.getattr, environment.getitem, environment.concat = new_attribute, new_item, new_concat
         environment.call = new_call
         environment.globals[_ITERATE] = self._iterate
+        environment.globals[_WITH_ELSE] = self._iterate_with_else
         environment.globals[_FILTERED] = _filtered
+        environment.globals[_KEYS] = lambda value: _Keys(value) if type(value) is dict else value
         environment.globals["namespace"] = self._namespace
         environment.globals["range"] = self._range(environment.globals["range"])
         for name in ("cycler", "joiner"):
@@ -128,15 +154,26 @@ class RecordingTemplate(TracingTemplate):
             filters[name] = self._end(filters[name], 0 if name == "first" else -1, environment)
         filters["list"] = _list(filters["list"])
         filters["join"] = self._joined(filters["join"])
+        filters["int"] = _int(filters["int"])
+        for name in ("trim", "lower", "upper", "replace"):
+            filters[name] = _on_text(filters[name])
+        filters["reverse"] = _reverse(filters["reverse"])
+        for name in ("map", "select", "reject"):
+            filters[name] = self._each(filters[name])
         filters["capitalize"] = _capitalize(filters["capitalize"])
         filters["safe"] = self._safe(filters["safe"])
         filters["dictsort"] = _dictsort(filters["dictsort"])
         for name in ("selectattr", "rejectattr"):
-            filters[name] = _selected(filters[name], negated=name == "rejectattr")
+            filters[name] = _selected(self._each(filters[name]), negated=name == "rejectattr")
         for name in _TESTS & set(tests):
             tests[name] = _test(tests[name], name)
 
     def _rewrite(self, tree: Any) -> None:
+        for comparison in tree.find_all(jinja2.nodes.Compare):
+            for operand in comparison.ops:
+                if operand.op in ("in", "notin"):
+                    operand.expr = _call(_KEYS, operand.expr)
+        _Conditions().visit(tree)
         for loop in list(tree.find_all(jinja2.nodes.For)):
             if loop.recursive:
                 continue
@@ -145,12 +182,8 @@ class RecordingTemplate(TracingTemplate):
                 # The same, without the generator that Jinja makes of the condition.
                 loop.body = [jinja2.nodes.If(loop.test, loop.body, [], [], lineno=loop.lineno)]
                 loop.test = None
-            # An `else` depends on whether there was a pass, and a condition on the passes of a generator: neither is in
-            # the key of a head.
-            name = _FILTERED if loop.test is not None or loop.else_ else _ITERATE
-            loop.iter = jinja2.nodes.Call(
-                jinja2.nodes.Name(name, "load"), [loop.iter], [], None, None, lineno=loop.lineno
-            )
+            # A condition depends on the passes of a generator, which are not in the key of a head.
+            loop.iter = _call(_FILTERED if loop.test is not None else _WITH_ELSE if loop.else_ else _ITERATE, loop.iter)
 
     def _patch(self, module: dict[str, Any]) -> None:
         printed, loops = module["str"], module["LoopContext"]
@@ -209,7 +242,13 @@ class RecordingTemplate(TracingTemplate):
 
         return safe
 
+    def _iterate_with_else(self, over: Any) -> Any:
+        """As `_iterate`. Whether there is a pass is asked before, because no head would know it after the loop."""
+        over = self._iterate(over)
+        return over if not isinstance(over, _Passes) or not self.recorder.compare("==", over.over.length) else ()
+
     def _iterate(self, over: Any) -> Any:
+        over = _listed(over)
         if isinstance(over, SymbolicMapping):
             over = over.keys()
         elif isinstance(over, Rope):
@@ -233,6 +272,7 @@ class RecordingTemplate(TracingTemplate):
     def _joined(self, known: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(known)
         def joined(context: Any, value: Any, d: Any = "", attribute: Any = None) -> Any:
+            value = _listed(value)
             if not isinstance(value, (SymbolicList, SymbolicMapping)):
                 return known(context, value, d, attribute)
             if type(d) is not str or attribute is not None:
@@ -240,6 +280,23 @@ class RecordingTemplate(TracingTemplate):
             return text_of(self.recorder, TextSource("join", placed(self.recorder, value), (d,)))
 
         return joined
+
+    def _each(self, known: Callable[..., Any]) -> Callable[..., Any]:
+        """A filter that handles each element by itself. Of a list of a conversation it makes a list in a namespace."""
+
+        @functools.wraps(known)
+        def each(context: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+            value = _listed(value)
+            if not isinstance(value, SymbolicList):
+                return known(context, value, *args, **kwargs)
+            namespaces = self.recorder.namespaces
+            made, outside = self._namespace(kept=[]), len(namespaces) - 1
+            for element in self.recorder.passes(self.recorder.enter(), value):
+                made["kept"] = made.kept + list(known(context, [element], *args, **kwargs))
+            del namespaces[outside:]
+            return made.kept
+
+        return each
 
     def _end(self, known: Callable[..., Any], index: int, environment: Any) -> Callable[..., Any]:
         @functools.wraps(known)
@@ -272,9 +329,64 @@ class _Generated:
         self.text = text
 
 
+class _Keys:
+    """The keys of a known mapping, among which a text can be searched."""
+
+    def __init__(self, mapping: dict[Any, Any]) -> None:
+        self._mapping = mapping
+
+    def texts(self) -> list[str]:
+        found = [key for key in self._mapping if type(key) is str]
+        return found if len(found) <= _MOST_KEYS else reject(f"looks for a text in more than {_MOST_KEYS} keys")
+
+    def __contains__(self, value: object) -> bool:
+        return any(value == key for key in self.texts()) if isinstance(value, Rope) else value in self._mapping
+
+
+def _call(name: str, argument: Any) -> Any:
+    return jinja2.nodes.Call(jinja2.nodes.Name(name, "load"), [argument], [], None, None, lineno=argument.lineno)
+
+
+class _Conditions(NodeTransformer):
+    """Makes two loops of a loop with a condition and `loop` or an else: the first one keeps the elements in a list."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def visit_For(self, loop: Any) -> Any:  # noqa: N802 - Jinja looks for this name
+        self.generic_visit(loop)
+        target, line = loop.target, {"lineno": loop.lineno}
+        names = {name.name for each in loop.body for name in each.find_all(jinja2.nodes.Name)}
+        if loop.test is None or loop.recursive or not isinstance(target, jinja2.nodes.Name):
+            return loop
+        if "loop" not in names and not loop.else_:
+            return loop
+        self._count += 1
+        kept = f"gpuload_kept_{self._count}"
+
+        def elements() -> Any:
+            return jinja2.nodes.Getattr(jinja2.nodes.Name(kept, "load", **line), "kept", "load", **line)
+
+        empty = jinja2.nodes.Keyword("kept", jinja2.nodes.List([], **line), **line)
+        namespace = jinja2.nodes.Call(jinja2.nodes.Name("namespace", "load"), [], [empty], None, None, **line)
+        element = jinja2.nodes.List([jinja2.nodes.Name(target.name, "load", **line)], **line)
+        more = jinja2.nodes.Add(elements(), element, **line)
+        keep = jinja2.nodes.Assign(jinja2.nodes.NSRef(kept, "kept", **line), more, **line)
+        first = jinja2.nodes.For(
+            jinja2.nodes.Name(target.name, "store", **line),
+            loop.iter, [jinja2.nodes.If(loop.test, [keep], [], [], **line)], [], None, False, **line,
+        )  # fmt: skip
+        loop.iter, loop.test = elements(), None
+        return [jinja2.nodes.Assign(jinja2.nodes.Name(kept, "store", **line), namespace, **line), first, loop]
+
+
+def _listed(value: Any) -> Any:
+    return value.listed() if isinstance(value, Parts) else value
+
+
 def _filtered(over: Any) -> Any:
     if isinstance(over, Symbol):
-        reject("loops over a list of a conversation with a condition and `loop`, or with an else")
+        reject("loops over the items of a mapping with a condition and `loop`, or with an else")
     return over
 
 
@@ -286,6 +398,7 @@ def _selected(known: Callable[..., Any], negated: bool) -> Callable[..., Any]:
     def selected(context: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         key, *test = args or (None,)
         plain = type(key) is str and "." not in key and not kwargs
+        value = _listed(value)
         if isinstance(value, Text) and plain and not hasattr(str, key):
             value = characters_of(value.recorder, value)
         if not isinstance(value, SymbolicList):
@@ -298,7 +411,7 @@ def _selected(known: Callable[..., Any], negated: bool) -> Callable[..., Any]:
             return value.selected(Wanted(key, "equal", test[1], negated))
         if plain and len(test) == 2 and test[0] == "in" and all(type(each) is str for each in test[1]):
             return value.selected(Wanted(key, "in", tuple(test[1]), negated))
-        reject("selects messages in a way that cannot be recorded")
+        return known(context, value, *args, **kwargs)
 
     return selected
 
@@ -306,7 +419,7 @@ def _selected(known: Callable[..., Any], negated: bool) -> Callable[..., Any]:
 def _length(known: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(known)
     def length(*args: Any) -> Any:
-        value = args[-1]
+        value = _listed(args[-1])
         if isinstance(value, SymbolicList):
             return SymbolicNumber(value.recorder, value.length)
         if isinstance(value, Text):
@@ -323,6 +436,40 @@ def _string(known: Callable[..., Any]) -> Callable[..., Any]:
         return value.text() if isinstance(value, Printable) else known(*args)
 
     return string
+
+
+def _int(known: Callable[..., Any]) -> Callable[..., Any]:
+    """Of symbolic texts, only a printed number."""
+
+    @functools.wraps(known)
+    def number(value: Any, *args: Any, **kwargs: Any) -> Any:
+        pieces: Any = value._pieces if isinstance(value, Text) else ()
+        if len(pieces) == 1 and not isinstance(pieces[0], str) and not pieces[0].operations:
+            source = pieces[0].message
+            if source.kind == "number" and not args and not kwargs:
+                return SymbolicNumber(value.recorder, source.value)
+        return value if isinstance(value, SymbolicNumber) else known(value, *args, **kwargs)
+
+    return number
+
+
+def _on_text(known: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that handles other values as they are printed."""
+
+    @functools.wraps(known)
+    def on_text(*args: Any, **kwargs: Any) -> Any:
+        return known(*(each.text() if isinstance(each, Printable) else each for each in args), **kwargs)
+
+    return on_text
+
+
+def _reverse(known: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(known)
+    def reverse(value: Any) -> Any:
+        value = _listed(value)
+        return value[::-1] if isinstance(value, (SymbolicList, Text)) else known(value)
+
+    return reverse
 
 
 def _capitalize(known: Callable[..., Any]) -> Callable[..., Any]:
@@ -353,7 +500,8 @@ def _items(known: Callable[..., Any]) -> Callable[..., Any]:
 def _list(known: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(known)
     def listed(*args: Any) -> Any:
-        return args[-1] if isinstance(args[-1], SymbolicList) else known(*args)
+        value = _listed(args[-1])
+        return value if isinstance(value, SymbolicList) else known(*args)
 
     return listed
 

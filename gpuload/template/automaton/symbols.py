@@ -9,7 +9,7 @@ down. Whatever is not defined here raises `NotCompilableError`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 from gpuload.template.automaton.nodes import ITEMS, Affine, Built, ListPart, Place, TextSource, Wanted
 from gpuload.template.automaton.values import (
@@ -24,8 +24,8 @@ from gpuload.template.automaton.values import (
     text_of,
 )
 from gpuload.template.program import Ref, Segment
-from gpuload.template.rope import Rope
-from gpuload.template.symbol import Symbol, reject
+from gpuload.template.rope import Rope, SplitText
+from gpuload.template.symbol import NotCompilableError, Symbol, reject
 
 
 class SymbolicMapping(Printable):
@@ -89,7 +89,7 @@ class SymbolicList(Printable):
     Args:
         place: of the list.
         length: how many elements this part has.
-        start, step: where it begins in the list, and 1 or -1.
+        start, step: where it begins in the list, and how far it is to the next element.
         pairs: whether elements are the keys and values of a mapping.
         part: 0 if they are only its keys, 1 if only its values.
     """
@@ -146,21 +146,22 @@ class SymbolicList(Printable):
         return True, self.element(index)
 
     def sliced(self, key: slice) -> SymbolicList:
-        """A part: `[a:]`, `[:-b]`, `[a:-b]` or `[::-1]`."""
+        """A part: `[a:]`, `[:-b]`, `[a:-b:2]` or `[::-1]`."""
         start, stop, step = key.start, key.stop, key.step
         if step == -1 and start is None and stop is None:
             last = self.start.plus(self.length, self.step).plus(Affine(self.step), -1)
             return SymbolicList(self.recorder, self.place, self.length, last, -self.step, self.pairs, self.part)
-        if step not in (None, 1):
-            reject("slices a list with a step")
+        if step is not None and (type(step) is not int or step < 1):
+            reject("slices a list with a step that is not a positive number")
         length = self.length
         low, high = (self._end(end, default) for end, default in ((start, Affine(0)), (stop, length)))
         size = high.plus(low, -1)
         if self.recorder.compare("<", size):
             size = Affine(0)
-        return SymbolicList(
-            self.recorder, self.place, size, self.start.plus(low, self.step), self.step, self.pairs, self.part
-        )  # fmt: skip
+        first, each = self.start.plus(low, self.step), step or 1
+        if each > 1:
+            size = Affine.of(("div", size.plus(Affine(each - 1)), each))
+        return SymbolicList(self.recorder, self.place, size, first, self.step * each, self.pairs, self.part)
 
     def _end(self, end: Any, default: Affine) -> Affine:
         """One end of a slice, within the list."""
@@ -198,9 +199,11 @@ class SymbolicList(Printable):
     def __eq__(self, other: object) -> bool:
         if other is None or isinstance(other, (str, bool, int)):
             return False
-        if other == []:
-            return not self
-        reject("compares a list of a conversation with another one")
+        if not isinstance(other, (list, SymbolicList)):
+            reject("compares a list of a conversation with another value")
+        return (
+            not self if other == [] else self.recorder.equal(*(placed(self.recorder, each) for each in (self, other)))
+        )
 
     __hash__ = Symbol.__hash__
 
@@ -235,6 +238,39 @@ def placed(recorder: Recording, value: object) -> Place:
         return place
     built = built_of(value)
     return built.parts[0] if built.kind == "at" else recorder.build(built)
+
+
+class Parts(SplitText):
+    """A split text, of which the first and the last part are operations on the text."""
+
+    __slots__ = ()
+
+    def listed(self) -> SymbolicList:
+        """All parts."""
+        given = repr(self._separator), repr(self._most)
+        built = Built("method", ("split" if self._from_left else "rsplit", built_of(self._rope), *given))
+        return list_of(cast(Text, self._rope).recorder, built)
+
+    def __contains__(self, value: object) -> bool:
+        return value in self.listed()
+
+    def __getitem__(self, index: object) -> Any:
+        return self.listed()[index] if isinstance(index, slice) else super().__getitem__(index)
+
+
+def split(text: Text, name: str, sep: object = None, maxsplit: object = -1) -> Parts | SymbolicList:
+    """What `split` or `rsplit` gives of a text."""
+    if not (sep is None or (type(sep) is str and sep)) or type(maxsplit) is not int:
+        reject("splits a text at something other than a plain string")
+    try:
+        return Parts(text, sep, maxsplit, from_left=name == "split")
+    except NotCompilableError:  # at white space, or into some parts
+        return list_of(text.recorder, Built("method", (name, built_of(text), repr(sep), repr(maxsplit))))
+
+
+def lines_of(text: Text, keepends: object = False) -> SymbolicList:
+    """What `splitlines` gives of a text."""
+    return list_of(text.recorder, Built("method", ("splitlines", built_of(text), repr(bool(keepends)))))
 
 
 def characters_of(recorder: Recording, text: Rope) -> SymbolicList:

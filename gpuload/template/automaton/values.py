@@ -106,6 +106,11 @@ class Text(Rope):
         except NotCompilableError:  # a joined text
             return self.recorder.same(self._pieces, (other,))
 
+    def __contains__(self, needle: object) -> bool:
+        if isinstance(needle, Text):
+            return self.recorder.contains(self.recorder.build(self._built()), needle._built())
+        return super().__contains__(needle)
+
     def whole(self) -> Text:
         """The same as one segment, from a register."""
         return text_of(self.recorder, TextSource("at", self.recorder.build(self._built())))

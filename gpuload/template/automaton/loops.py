@@ -1,0 +1,73 @@
+"""The variable `loop` of loops over the lists of a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from gpuload.template.automaton.nodes import Affine
+from gpuload.template.automaton.recorder import Recorder
+from gpuload.template.automaton.symbols import SymbolicList
+from gpuload.template.automaton.values import Range, SymbolicNumber
+from gpuload.template.symbol import reject
+
+
+class Loop:
+    """The variable `loop` of a loop over a symbolic list."""
+
+    def __init__(self, recorder: Recorder, over: SymbolicList | Range, undefined: Any) -> None:
+        self._recorder, self._over, self._undefined = recorder, over, undefined
+        self._counter = Affine(0)
+
+    def __iter__(self) -> Iterator[tuple[Any, Loop]]:
+        name = self._recorder.enter()
+        self._counter = Affine.of(("register", name))
+        for item in self._recorder.passes(name, self._over):
+            yield item, self
+
+    @property
+    def index0(self) -> SymbolicNumber:
+        return SymbolicNumber(self._recorder, self._counter)
+
+    @property
+    def index(self) -> SymbolicNumber:
+        return self.index0 + 1
+
+    @property
+    def length(self) -> SymbolicNumber:
+        return SymbolicNumber(self._recorder, self._over.length)
+
+    @property
+    def revindex0(self) -> SymbolicNumber:
+        return self.length - self.index
+
+    @property
+    def revindex(self) -> SymbolicNumber:
+        return self.length - self.index0
+
+    @property
+    def first(self) -> bool:
+        return self.index0 == 0
+
+    @property
+    def last(self) -> bool:
+        return self.index == self.length
+
+    @property
+    def previtem(self) -> Any:
+        return (
+            self._undefined("there is no previous item") if self.first else self._over.element((self.index0 - 1).affine)
+        )
+
+    @property
+    def nextitem(self) -> Any:
+        return self._undefined("there is no next item") if self.last else self._over.element(self.index.affine)
+
+    def cycle(self, *values: Any) -> Any:
+        number = self.index0 % len(values)
+        return next(value for k, value in enumerate(values) if number == k)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        reject(f"uses loop.{name}")
