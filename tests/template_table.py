@@ -67,8 +67,10 @@ last column. *reference*: all are. *rejected*: the template itself rejects such 
 
 
 def page() -> str:
-    """Return the whole page."""
-    return HEAD.format(trl=version("trl"), transformers=version("transformers")) + "\n".join(rows()) + "\n"
+    """Return the whole page. Its further sections stay as they are."""
+    head = HEAD.format(trl=version("trl"), transformers=version("transformers"))
+    _, section, rest = PAGE.read_text().partition("\n## ")
+    return head + "\n".join(rows()) + "\n" + section + rest
 
 
 if __name__ == "__main__":

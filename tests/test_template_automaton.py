@@ -22,7 +22,7 @@ from gpuload.template.answers import Answers
 from gpuload.template.automaton.recorder import Recorder
 from gpuload.template.automaton.rows import RenderedRow, RowRenderer, row_renderer
 from gpuload.template.automaton.values import Text
-from gpuload.template.program import Rejected
+from gpuload.template.program import ByReference, Rejected
 
 TEXTS = [
     "hello", " world\n", "", " a b ", "</think>", "x<think>\ny</think>\n\nz", "<tool_response>q</tool_response>", "é漢",
@@ -111,8 +111,6 @@ def compared(call: TemplateCall, rows: list[list[dict[str, Any]]], answers: Answ
 @pytest.mark.parametrize("tools", [False, True], ids=["plain", "tools"])
 @pytest.mark.parametrize("name", core(TEMPLATES, *CORE))
 def test_random_shapes(name: str, tools: bool, qwen: Any) -> None:
-    if name.startswith(("idefics3", "smolvlm", "llava_next")) or name == "llama3":
-        pytest.skip("the template takes only content in parts, or keeps lists in namespaces: docs/templates.md")
     draw = random.Random(name)
     rows = [conversation(draw, tools) for _ in range(60)]
     compared(TemplateCall(qwen, TEMPLATES[name]), rows)
@@ -228,7 +226,11 @@ LOOPS = {
 {% for m in messages if m.role == "nobody" %}{{ m }}{% else %}nobody{% endfor %}{{ m.content }}{% endfor %}""",
     "a condition": """{% for m in messages if m.role != "system" %}{{ loop.index }}{% if loop.last %}last{% endif %}\
 {% for c in m.tool_calls or [] if c.function.name == "f" %}{{ loop.revindex }}{{ c.id }}{% else %}-{% endfor %}\
-{% endfor %}{% for m in messages if m.role == "tool" %}{{ m.content }}{% else %}no tools{% endfor %}""",
+{% endfor %}{% for m in messages if m.role == "tool" %}{{ m.content }}{% else %}no tools{% endfor %}\
+{% for m in messages %}{% for c in m.tool_calls or [] %}{% for key, item in c.function.items() if key != "x" %}\
+{{ key }}={{ item | tojson }}{% if not loop.last %},{% endif %}{% endfor %}{% endfor %}{% endfor %}""",
+    "a condition that a pass changes": """{% set ns = namespace(n=0) %}\
+{% for m in messages if ns.n < 3 %}{{ loop.index }}{{ m.content }}{% set ns.n = ns.n + 1 %}{% endfor %}""",
     "steps": """{% for m in messages[1::2] %}{{ loop.cycle("a", "b", "c") }}{{ m.content }}\
 {{ loop.revindex }}{% endfor %}\
 {{ messages[::3] | length }}{{ messages[:-1:5] | map(attribute="role") | join(",") }}\
@@ -236,7 +238,8 @@ LOOPS = {
     "filters": """{{ messages | map(attribute="role") | join(",") }}{% for m in messages %}\
 {{ m.tool_calls | default([]) | map(attribute="function.name") | list | tojson }}\
 {{ (m.tool_calls | default([]) | rejectattr("function.name", "eq", "f") | list)[0].id }}\
-{{ m.content.split("\n") | map("trim") | select | join(";") }}{% endfor %}""",
+{{ m.tool_calls | default([]) | trim | upper }}{{ (m.tool_calls or []) == (messages[-2].tool_calls or []) }}\
+{{ messages[:1] == [m] }}{{ m.content.split("\n") | map("trim") | select | join(";") }}{% endfor %}""",
     "split": """{% for m in messages %}{% for word in m.content.split() %}{{ loop.index }}{{ word }}{% endfor %}\
 {{ m.content.split("<")[1] }}{{ m.content.split("l", 2) | length }}{{ m.content.splitlines() | last }}\
 {{ m.content.rsplit(" ", 3) | join("_") }}{{ "think>" in m.content.split("<") }}{{ "hello" in m.content.split() }}\
@@ -253,7 +256,13 @@ LOOPS = {
 @pytest.mark.parametrize("name", LOOPS)
 def test_loops_and_parts(name: str, qwen: Any) -> None:
     draw = random.Random(name)
-    compared(TemplateCall(qwen, LOOPS[name]), [conversation(draw, True, 24) for _ in range(60)])
+    rows = [conversation(draw, True, 24) for _ in range(60)]
+    if name == "a condition that a pass changes":
+        made = RowRenderer(TemplateCall(qwen, LOOPS[name])).render(rows[0])
+        assert isinstance(made, ByReference)
+        assert "with a condition" in made.reason
+    else:
+        compared(TemplateCall(qwen, LOOPS[name]), rows)
 
 
 def _stale(self: Recorder, loop: Any, inside: int) -> None:

@@ -9,13 +9,28 @@ from typing import Any
 import jinja2
 import jinja2.nodes
 from jinja2.utils import Namespace
-from jinja2.visitor import NodeTransformer
 
+from gpuload.template.automaton.filters import (
+    TESTS,
+    as_list,
+    as_text,
+    capitalize,
+    dictsort,
+    integer,
+    items,
+    length,
+    listed,
+    on_text,
+    reverse,
+    selected,
+    typed,
+)
 from gpuload.template.automaton.loops import Loop
-from gpuload.template.automaton.nodes import DICTSORT, Affine, TextSource, Wanted
+from gpuload.template.automaton.nodes import Affine, TextSource
 from gpuload.template.automaton.recorder import Buffer, BufferedCode, Recorder
+from gpuload.template.automaton.rewriting import Conditions, call_of
 from gpuload.template.automaton.symbols import (
-    Parts,
+    SplitParts,
     SymbolicList,
     SymbolicMapping,
     characters_of,
@@ -23,7 +38,7 @@ from gpuload.template.automaton.symbols import (
     placed,
     split,
 )
-from gpuload.template.automaton.values import Printable, Range, Safe, Scalar, SymbolicNumber, Text, Value, text_of
+from gpuload.template.automaton.values import Printable, Range, Safe, SymbolicNumber, Text, Value, text_of
 from gpuload.template.rope import Rope, join
 from gpuload.template.sandbox import TracingTemplate, holds_symbol
 from gpuload.template.symbol import Symbol, reject
@@ -40,15 +55,6 @@ _METHODS: dict[str, Callable[[Text], Any]] = {
 
 _MOST_KEYS = 64
 """A text is compared with so many keys of a mapping at most."""
-
-_TYPES = {
-    SymbolicMapping: {"mapping", "iterable", "sequence", "defined"},
-    SymbolicList: {"iterable", "sequence", "defined"},
-    SymbolicNumber: {"number", "integer", "defined"},
-}
-_TESTS = frozenset(
-    "string iterable sequence mapping number integer float boolean callable none defined undefined true false".split()
-)
 
 
 class RecordingTemplate(TracingTemplate):
@@ -95,7 +101,7 @@ class RecordingTemplate(TracingTemplate):
             return attribute(obj, name)
 
         def new_item(obj: Any, key: Any) -> Any:
-            if isinstance(obj, Parts) and not (type(key) is int and key in (0, -1)):
+            if isinstance(obj, SplitParts) and not (type(key) is int and key in (0, -1)):
                 obj = obj.listed()
             if type(obj) is dict and isinstance(key, Rope):
                 same = next((each for each in _Keys(obj).texts() if key == each), None)
@@ -126,7 +132,7 @@ class RecordingTemplate(TracingTemplate):
 
         def new_call(context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
             owner = getattr(function, "__self__", None)
-            given = _listed(args[0]) if len(args) == 1 else None
+            given = listed(args[0]) if len(args) == 1 else None
             if type(owner) is not str or function.__name__ != "join" or not isinstance(given, SymbolicList):
                 return call(context, function, *args, **kwargs)
             place = placed(self.recorder, given)
@@ -147,33 +153,33 @@ class RecordingTemplate(TracingTemplate):
         filters, tests = environment.filters, environment.tests
         filters["tojson"] = self._json(filters["tojson"])
         for name in ("length", "count"):
-            filters[name] = _length(filters[name])
-        filters["string"] = _string(filters["string"])
-        filters["items"] = _items(filters["items"])
+            filters[name] = length(filters[name])
+        filters["string"] = as_text(filters["string"])
+        filters["items"] = items(filters["items"])
         for name in ("first", "last"):
             filters[name] = self._end(filters[name], 0 if name == "first" else -1, environment)
-        filters["list"] = _list(filters["list"])
+        filters["list"] = as_list(filters["list"])
         filters["join"] = self._joined(filters["join"])
-        filters["int"] = _int(filters["int"])
+        filters["int"] = integer(filters["int"])
         for name in ("trim", "lower", "upper", "replace"):
-            filters[name] = _on_text(filters[name])
-        filters["reverse"] = _reverse(filters["reverse"])
+            filters[name] = on_text(filters[name])
+        filters["reverse"] = reverse(filters["reverse"])
         for name in ("map", "select", "reject"):
             filters[name] = self._each(filters[name])
-        filters["capitalize"] = _capitalize(filters["capitalize"])
+        filters["capitalize"] = capitalize(filters["capitalize"])
         filters["safe"] = self._safe(filters["safe"])
-        filters["dictsort"] = _dictsort(filters["dictsort"])
+        filters["dictsort"] = dictsort(filters["dictsort"])
         for name in ("selectattr", "rejectattr"):
-            filters[name] = _selected(self._each(filters[name]), negated=name == "rejectattr")
-        for name in _TESTS & set(tests):
-            tests[name] = _test(tests[name], name)
+            filters[name] = selected(self._each(filters[name]), negated=name == "rejectattr")
+        for name in TESTS & set(tests):
+            tests[name] = typed(tests[name], name)
 
     def _rewrite(self, tree: Any) -> None:
         for comparison in tree.find_all(jinja2.nodes.Compare):
             for operand in comparison.ops:
                 if operand.op in ("in", "notin"):
-                    operand.expr = _call(_KEYS, operand.expr)
-        _Conditions().visit(tree)
+                    operand.expr = call_of(_KEYS, operand.expr)
+        Conditions().visit(tree)
         for loop in list(tree.find_all(jinja2.nodes.For)):
             if loop.recursive:
                 continue
@@ -183,7 +189,9 @@ class RecordingTemplate(TracingTemplate):
                 loop.body = [jinja2.nodes.If(loop.test, loop.body, [], [], lineno=loop.lineno)]
                 loop.test = None
             # A condition depends on the passes of a generator, which are not in the key of a head.
-            loop.iter = _call(_FILTERED if loop.test is not None else _WITH_ELSE if loop.else_ else _ITERATE, loop.iter)
+            loop.iter = call_of(
+                _FILTERED if loop.test is not None else _WITH_ELSE if loop.else_ else _ITERATE, loop.iter
+            )
 
     def _patch(self, module: dict[str, Any]) -> None:
         printed, loops = module["str"], module["LoopContext"]
@@ -248,7 +256,7 @@ class RecordingTemplate(TracingTemplate):
         return over if not isinstance(over, _Passes) or not self.recorder.compare("==", over.over.length) else ()
 
     def _iterate(self, over: Any) -> Any:
-        over = _listed(over)
+        over = listed(over)
         if isinstance(over, SymbolicMapping):
             over = over.keys()
         elif isinstance(over, Rope):
@@ -272,7 +280,7 @@ class RecordingTemplate(TracingTemplate):
     def _joined(self, known: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(known)
         def joined(context: Any, value: Any, d: Any = "", attribute: Any = None) -> Any:
-            value = _listed(value)
+            value = listed(value)
             if not isinstance(value, (SymbolicList, SymbolicMapping)):
                 return known(context, value, d, attribute)
             if type(d) is not str or attribute is not None:
@@ -286,7 +294,7 @@ class RecordingTemplate(TracingTemplate):
 
         @functools.wraps(known)
         def each(context: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-            value = _listed(value)
+            value = listed(value)
             if not isinstance(value, SymbolicList):
                 return known(context, value, *args, **kwargs)
             namespaces = self.recorder.namespaces
@@ -343,177 +351,7 @@ class _Keys:
         return any(value == key for key in self.texts()) if isinstance(value, Rope) else value in self._mapping
 
 
-def _call(name: str, argument: Any) -> Any:
-    return jinja2.nodes.Call(jinja2.nodes.Name(name, "load"), [argument], [], None, None, lineno=argument.lineno)
-
-
-class _Conditions(NodeTransformer):
-    """Makes two loops of a loop with a condition and `loop` or an else: the first one keeps the elements in a list."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def visit_For(self, loop: Any) -> Any:  # noqa: N802 - Jinja looks for this name
-        self.generic_visit(loop)
-        target, line = loop.target, {"lineno": loop.lineno}
-        names = {name.name for each in loop.body for name in each.find_all(jinja2.nodes.Name)}
-        if loop.test is None or loop.recursive or not isinstance(target, jinja2.nodes.Name):
-            return loop
-        if "loop" not in names and not loop.else_:
-            return loop
-        self._count += 1
-        kept = f"gpuload_kept_{self._count}"
-
-        def elements() -> Any:
-            return jinja2.nodes.Getattr(jinja2.nodes.Name(kept, "load", **line), "kept", "load", **line)
-
-        empty = jinja2.nodes.Keyword("kept", jinja2.nodes.List([], **line), **line)
-        namespace = jinja2.nodes.Call(jinja2.nodes.Name("namespace", "load"), [], [empty], None, None, **line)
-        element = jinja2.nodes.List([jinja2.nodes.Name(target.name, "load", **line)], **line)
-        more = jinja2.nodes.Add(elements(), element, **line)
-        keep = jinja2.nodes.Assign(jinja2.nodes.NSRef(kept, "kept", **line), more, **line)
-        first = jinja2.nodes.For(
-            jinja2.nodes.Name(target.name, "store", **line),
-            loop.iter, [jinja2.nodes.If(loop.test, [keep], [], [], **line)], [], None, False, **line,
-        )  # fmt: skip
-        loop.iter, loop.test = elements(), None
-        return [jinja2.nodes.Assign(jinja2.nodes.Name(kept, "store", **line), namespace, **line), first, loop]
-
-
-def _listed(value: Any) -> Any:
-    return value.listed() if isinstance(value, Parts) else value
-
-
 def _filtered(over: Any) -> Any:
     if isinstance(over, Symbol):
-        reject("loops over the items of a mapping with a condition and `loop`, or with an else")
+        reject("loops over a list of a conversation with a condition that its passes may change")
     return over
-
-
-_EQUAL = frozenset(("eq", "equalto", "=="))
-
-
-def _selected(known: Callable[..., Any], negated: bool) -> Callable[..., Any]:
-    @functools.wraps(known)
-    def selected(context: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        key, *test = args or (None,)
-        plain = type(key) is str and "." not in key and not kwargs
-        value = _listed(value)
-        if isinstance(value, Text) and plain and not hasattr(str, key):
-            value = characters_of(value.recorder, value)
-        if not isinstance(value, SymbolicList):
-            return known(context, value, *args, **kwargs)
-        if plain and not test:
-            return value.selected(Wanted(key, "true", None, negated))
-        if plain and test in (["defined"], ["undefined"]):
-            return value.selected(Wanted(key, test[0], None, negated))
-        if plain and len(test) == 2 and test[0] in _EQUAL and type(test[1]) in (str, int, bool):
-            return value.selected(Wanted(key, "equal", test[1], negated))
-        if plain and len(test) == 2 and test[0] == "in" and all(type(each) is str for each in test[1]):
-            return value.selected(Wanted(key, "in", tuple(test[1]), negated))
-        return known(context, value, *args, **kwargs)
-
-    return selected
-
-
-def _length(known: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(known)
-    def length(*args: Any) -> Any:
-        value = _listed(args[-1])
-        if isinstance(value, SymbolicList):
-            return SymbolicNumber(value.recorder, value.length)
-        if isinstance(value, Text):
-            return value.characters()
-        return value.length if isinstance(value, SymbolicMapping) else known(*args)
-
-    return length
-
-
-def _string(known: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(known)
-    def string(*args: Any) -> Any:
-        value = args[-1]
-        return value.text() if isinstance(value, Printable) else known(*args)
-
-    return string
-
-
-def _int(known: Callable[..., Any]) -> Callable[..., Any]:
-    """Of symbolic texts, only a printed number."""
-
-    @functools.wraps(known)
-    def number(value: Any, *args: Any, **kwargs: Any) -> Any:
-        pieces: Any = value._pieces if isinstance(value, Text) else ()
-        if len(pieces) == 1 and not isinstance(pieces[0], str) and not pieces[0].operations:
-            source = pieces[0].message
-            if source.kind == "number" and not args and not kwargs:
-                return SymbolicNumber(value.recorder, source.value)
-        return value if isinstance(value, SymbolicNumber) else known(value, *args, **kwargs)
-
-    return number
-
-
-def _on_text(known: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that handles other values as they are printed."""
-
-    @functools.wraps(known)
-    def on_text(*args: Any, **kwargs: Any) -> Any:
-        return known(*(each.text() if isinstance(each, Printable) else each for each in args), **kwargs)
-
-    return on_text
-
-
-def _reverse(known: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(known)
-    def reverse(value: Any) -> Any:
-        value = _listed(value)
-        return value[::-1] if isinstance(value, (SymbolicList, Text)) else known(value)
-
-    return reverse
-
-
-def _capitalize(known: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(known)
-    def capitalize(value: Any) -> Any:
-        return value.capitalize() if isinstance(value, Text) else known(value)
-
-    return capitalize
-
-
-def _dictsort(known: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(known)
-    def dictsort(value: Any, *args: Any, **kwargs: Any) -> Any:
-        plain = isinstance(value, SymbolicMapping) and not args and not kwargs
-        return value.items(DICTSORT) if plain else known(value, *args, **kwargs)
-
-    return dictsort
-
-
-def _items(known: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(known)
-    def items(*args: Any) -> Any:
-        return args[-1].items() if isinstance(args[-1], SymbolicMapping) else known(*args)
-
-    return items
-
-
-def _list(known: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(known)
-    def listed(*args: Any) -> Any:
-        value = _listed(args[-1])
-        return value if isinstance(value, SymbolicList) else known(*args)
-
-    return listed
-
-
-def _test(known: Callable[..., Any], name: str) -> Callable[..., Any]:
-    @functools.wraps(known)
-    def test(*args: Any, **kwargs: Any) -> Any:
-        value = args[0] if args else None
-        if isinstance(value, Scalar):
-            if name in ("integer", "float"):
-                return value.kind == ("int" if name == "integer" else "float")
-            return name in ("number", "defined")
-        return name in _TYPES[type(value)] if type(value) in _TYPES else known(*args, **kwargs)
-
-    return test

@@ -240,7 +240,7 @@ def placed(recorder: Recording, value: object) -> Place:
     return built.parts[0] if built.kind == "at" else recorder.build(built)
 
 
-class Parts(SplitText):
+class SplitParts(SplitText):
     """A split text, of which the first and the last part are operations on the text."""
 
     __slots__ = ()
@@ -258,12 +258,12 @@ class Parts(SplitText):
         return self.listed()[index] if isinstance(index, slice) else super().__getitem__(index)
 
 
-def split(text: Text, name: str, sep: object = None, maxsplit: object = -1) -> Parts | SymbolicList:
+def split(text: Text, name: str, sep: object = None, maxsplit: object = -1) -> SplitParts | SymbolicList:
     """What `split` or `rsplit` gives of a text."""
     if not (sep is None or (type(sep) is str and sep)) or type(maxsplit) is not int:
         reject("splits a text at something other than a plain string")
     try:
-        return Parts(text, sep, maxsplit, from_left=name == "split")
+        return SplitParts(text, sep, maxsplit, from_left=name == "split")
     except NotCompilableError:  # at white space, or into some parts
         return list_of(text.recorder, Built("method", (name, built_of(text), repr(sep), repr(maxsplit))))
 
