@@ -172,10 +172,24 @@ NESTED = """\
 {% for i in range(messages | length - 1, -1, -1) %}{{ messages[i].role[0:1] }}{% endfor %}"""
 
 
+BUILDING = """\
+{%- set ns = namespace(all=[], seen={}) %}{% for m in messages %}{% if m.x is defined %}\
+{% set ns.all = ns.all + [m.x, [m.role, loop.index]] %}{% set ns.seen = {"last": m.x, "all": ns.all[:2]} %}{% endif %}\
+{% if m.content is string %}{{ m.content[0] }}{{ m.content[1:loop.index] }}{% for c in m.content %}\
+{% if c.type == "text" %}t{% elif c == " " %}_{% endif %}{% endfor %}{{ m.content.split() | join("|") }}\
+{{ m.content.split("a", 2) | last }}{{ (m.role ~ m.content).split("ra")[1] }}{{ m.content in "a b" ~ m.role }}\
+{% elif m.content is mapping %}{{ m.content | join("/") }}{{ m.content.values() | list }}\
+{% elif m.content is iterable %}{{ m.content | trim }}{% for each in m.content if each is string %}{{ loop.index }}\
+{{ each in ns.all }}{% else %}none{% endfor %}{{ m.content | map("string") | join(", ") }}{{ m.content[::2] | tojson }}\
+{% endif %}{{ ns.seen | tojson }}{% endfor %}{{ ns.all }}{{ ns.all | length }}{{ ns.all[-1] }}\
+{{ messages | map(attribute="role") | join }}"""
+
+
+@pytest.mark.parametrize("template", [NESTED, BUILDING], ids=["nested", "building"])
 @examples(200)
 @given(st.lists(st.lists(message, min_size=1, max_size=6), min_size=1, max_size=8))
-def test_any_data(qwen: Any, rows: list[list[dict[str, Any]]]) -> None:
-    call = TemplateCall(qwen, NESTED)
+def test_any_data(template: str, qwen: Any, rows: list[list[dict[str, Any]]]) -> None:
+    call = TemplateCall(qwen, template)
     renderer = RowRenderer(call)
     for messages in json.loads(json.dumps(rows)):
         made = renderer.render(messages)
