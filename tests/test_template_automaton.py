@@ -19,6 +19,7 @@ from tiers import SHARED, core, examples, shared, shared_tokenizers, with_shared
 import gpuload
 from gpuload.reference.template_call import TemplateCall, rejection
 from gpuload.template.answers import Answers
+from gpuload.template.automaton.environment import LONGEST_TEXT
 from gpuload.template.automaton.recorder import Recorder
 from gpuload.template.automaton.rows import RenderedRow, RowRenderer, row_renderer
 from gpuload.template.automaton.values import Text
@@ -265,6 +266,20 @@ LOOPS = {
 {% if m.role == "user" %}{% set ns.n = loop.index0 %}{% endif %}{% endfor %}{{ ns.n }}{% endmacro %}\
 {% for m in messages %}{% if loop.index0 > last() | int %}{{ m.content }}{% endif %}{% endfor %}""",
 }
+
+
+def test_loops_over_the_characters_of_long_texts(qwen: Any) -> None:
+    call = TemplateCall(qwen, "{% for m in messages %}{% for c in m.content %}{{ c }}.{% endfor %}{% endfor %}")
+    renderer = RowRenderer(call)
+    for length in (3, LONGEST_TEXT, LONGEST_TEXT + 1, 5):
+        messages = [{"role": "user", "content": "x" * length}]
+        made = renderer.render(messages)
+        if length > LONGEST_TEXT:
+            assert isinstance(made, ByReference)
+        else:
+            assert isinstance(made, RenderedRow)
+            assert made.text == call.render(messages)
+    assert renderer.wrong is None
 
 
 @pytest.mark.parametrize("name", LOOPS)

@@ -53,6 +53,9 @@ _METHODS: dict[str, Callable[[Text], Any]] = {
     "splitlines": lambda text: functools.partial(lines_of, text),
 }
 
+LONGEST_TEXT = 1 << 14
+"""Loops over longer texts are for transformers: each pass is traced, and such loops are not faster here."""
+
 _MOST_KEYS = 64
 """A text is compared with so many keys of a mapping at most."""
 
@@ -261,6 +264,8 @@ class RecordingTemplate(TracingTemplate):
             over = over.keys()
         elif isinstance(over, Rope):
             over = characters_of(self.recorder, over)
+            if self.recorder.compare("<", Affine(LONGEST_TEXT).plus(over.length, -1)):
+                reject(f"loops over the characters of a text of more than {LONGEST_TEXT:,}")
         return _Passes(self.recorder, over) if isinstance(over, (SymbolicList, Range)) else over
 
     def _json(self, known: Callable[..., Any]) -> Callable[..., Any]:
