@@ -1,5 +1,7 @@
 """Conversations of any shape: the automaton of a template gives what transformers gives."""
 
+import copy
+import itertools
 import json
 import random
 import threading
@@ -382,6 +384,76 @@ def test_what_was_learned_of_a_template_is_kept(qwen: Any) -> None:
     for call, asked in others:
         assert row_renderer(call, asked, False).traces == 0
         rendered(call, asked)
+
+
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
+ASKED = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+
+def texts_of(qwen: Any, rows: list[dict[str, Any]], template: Any, tmp_path: Path, **options: Any) -> list[str]:
+    """The rendered rows of a load that compares nothing itself."""
+    file = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    given: dict[str, Any] = {"max_length": 10_000, "loss_on": "all", "verify": "off", "token_cache": False, **options}
+    found = gpuload.load_chats(str(file), qwen, **given, **({"chat_template": template} if template else {}))
+    return [qwen.decode(found[row]["input_ids"]) for row in range(len(found))]
+
+
+def test_arguments_whose_keys_have_another_order(qwen: Any, tmp_path: Path) -> None:
+    template = "{{ x | tojson }}" + PLAIN
+    orders = [{"x": {"a": 1, "b": 2}}, {"x": {"b": 2, "a": 1}}]
+    rows = [{"messages": ASKED, "chat_template_kwargs": orders[number % 2]} for number in range(40)]
+    expected = [json.dumps(each["x"]) + "user: q;assistant: a;" for each in orders]
+    assert texts_of(qwen, rows, template, tmp_path) == expected * 20
+    for kwargs, wanted in zip(orders, expected, strict=True):
+        rows = [{"messages": ASKED * k, "tools": [tool(random.Random(k))]} for k in range(1, 4)]
+        found = texts_of(qwen, rows, template, tmp_path, apply_chat_template_kwargs=kwargs)
+        assert [text.partition("user")[0] + "user: q;assistant: a;" for text in found] == [wanted] * 3
+
+
+def test_arguments_as_json_text(qwen: Any, tmp_path: Path) -> None:
+    rows = [{"messages": ASKED, "chat_template_kwargs": text} for text in ['{"x": "y"}', "", "null", None, "{}"]]
+    found = texts_of(qwen, rows, "[{{ x }}]" + PLAIN, tmp_path)
+    assert found == [f"[{x}]user: q;assistant: a;" for x in ("y", "", "", "", "")]
+
+
+@pytest.mark.parametrize("empty", [[], "[]"])
+def test_no_tools_are_not_the_same_as_an_empty_list(qwen: Any, tmp_path: Path, empty: Any) -> None:
+    template = "{% if tools is not none %}{{ tools | length }} tools {% endif %}" + PLAIN
+    rows = [{"messages": ASKED, "tools": empty}, {"messages": ASKED, "tools": None}, {"messages": ASKED}]
+    assert [text.startswith("0 tools ") for text in texts_of(qwen, rows, template, tmp_path)] == [True, False, False]
+
+
+def test_a_template_for_tools_that_is_set_later(qwen: Any, tmp_path: Path) -> None:
+    tokenizer = copy.deepcopy(qwen)
+    rows = [{"messages": ASKED * k, "tools": [tool(random.Random(k))]} for k in range(1, 4)]
+    for template, start in ((PLAIN, "user"), ({"default": PLAIN, "tool_use": "TOOL " + PLAIN}, "TOOL user")):
+        tokenizer.chat_template = template
+        assert all(text.startswith(start) for text in texts_of(tokenizer, rows, None, tmp_path))
+
+
+def test_blocks_next_to_each_other_and_without_a_text(qwen: Any) -> None:
+    block = "{% generation %}{{ m.content }}{% endgeneration %}"
+    text = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }} {% else %}" + block + block
+    call = TemplateCall(qwen, text + "{% generation %};{% endgeneration %}{% endif %}{% endfor %}")
+    rows = [
+        [{"role": "user", "content": "u"}, *({"role": "assistant", "content": c} for c in contents)]
+        for contents in itertools.product(["a", "", "bc"], repeat=3)
+    ]
+    renderer = RowRenderer(call, Answers(call, "assistant"))
+    for messages in rows:
+        made = renderer.render(messages)
+        assert isinstance(made, RenderedRow)
+        assert (made.text, made.answers) == call.blocks(messages)
+    assert renderer.wrong is None
+
+
+def test_numbers_that_are_none(qwen: Any) -> None:
+    call = TemplateCall(qwen, PLAIN.replace("m.content", "m.content ~ (m.tool_calls | tojson if m.tool_calls)"))
+    renderer = RowRenderer(call)
+    for k in range(1, 4):
+        messages = [{"role": "user", "content": "", "tool_calls": [{"x": float("nan")}] * k}]
+        assert renderer.render(messages) == RenderedRow(call.render(messages), [])
 
 
 def test_times_that_a_template_prints_are_those_of_the_load(qwen: Any) -> None:

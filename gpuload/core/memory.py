@@ -1,6 +1,7 @@
 """How much memory this process may still take, and whether that is enough."""
 
 import gc
+import os
 import resource
 import threading
 from collections.abc import Iterator
@@ -97,6 +98,18 @@ def free_memory() -> int | None:
 
 _pausing = threading.Lock()
 _paused = 0  # blocks that are open in all threads
+
+
+def _in_child() -> None:
+    """A process that was forked has none of the threads that were inside."""
+    global _pausing, _paused
+    _pausing = threading.Lock()
+    if _paused:
+        _paused = 0
+        gc.enable()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 @contextmanager

@@ -188,7 +188,8 @@ def _with_own_arguments(prompts: pa.Array, columns: Mapping[str, pa.Array]) -> p
     tools, kwargs = (to_python(columns[name]) if name in columns else nothing for name in (TOOLS, KWARGS))
     known: dict[str, Any] = {}  # tools as JSON text, which is often the same in many rows
     tools = [known.setdefault(each, _tools(each)) if isinstance(each, str) else _tools(each) for each in tools]
-    if not any(tools) and not any(kwargs):
+    kwargs = [_from_text(KWARGS, each) or None for each in kwargs]
+    if all(each is None for each in (*tools, *kwargs)):
         return prompts
     if prompts.type == JSON_TYPE and (joined := _joined_texts(prompts, tools, kwargs)) is not None:
         return joined
@@ -208,8 +209,9 @@ def _joined_texts(prompts: pa.Array, tools: Sequence[Any], kwargs: Sequence[Any]
         return known[id(value)]
 
     for text, *own in zip(prompts.storage.to_pylist(), tools, kwargs, strict=True):
-        if text is not None and any(own):
-            texts = [f'"{name}": {written(value)}' for name, value in zip((TOOLS, KWARGS), own, strict=True) if value]
+        given = [(name, value) for name, value in zip((TOOLS, KWARGS), own, strict=True) if value is not None]
+        if text is not None and given:
+            texts = [f'"{name}": {written(value)}' for name, value in given]
             if text[:1] == "[" and text[-1:] == "]":
                 text = f'{{"messages": {text}, {", ".join(texts)}}}'
             elif text[:1] == "{" and text[-1:] == "}" and text[1:-1].strip():
@@ -221,19 +223,25 @@ def _joined_texts(prompts: pa.Array, tools: Sequence[Any], kwargs: Sequence[Any]
 
 
 def _tools(value: Any) -> Any:
-    """The tools of a row, which may be JSON text."""
-    if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise RowError(f"tools is not valid JSON: {error}") from error
-    if value and not isinstance(value, list):
+    """The tools of a row, which may be JSON text. An empty list is not the same as none: a template may print it."""
+    value = _from_text(TOOLS, value)
+    if value is not None and not isinstance(value, list):
         raise RowError(f"tools is of type {type(value).__name__}, not a list")
     return value
 
 
+def _from_text(name: str, value: Any) -> Any:
+    """A value that may be JSON text; None for a text without anything."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except ValueError as error:
+        raise RowError(f"{name} is not valid JSON: {error}") from error
+
+
 def _with_own(prompt: Any, tools: Any, kwargs: Any) -> Any:
-    own = {name: value for name, value in ((TOOLS, tools), (KWARGS, kwargs)) if value}
+    own = {name: value for name, value in ((TOOLS, tools), (KWARGS, kwargs)) if value is not None}
     if prompt is None or not own:
         return prompt
     return (prompt if isinstance(prompt, dict) else {"messages": prompt}) | own

@@ -286,7 +286,7 @@ class TrainingEngine(HostEngine):
 
 
 def _key(kwargs: Mapping[str, Any]) -> str:
-    return json.dumps(kwargs, sort_keys=True)
+    return json.dumps(kwargs)  # templates may print keys in their order
 
 
 def _columns(column: pa.Array) -> list[pa.Array]:

@@ -143,7 +143,7 @@ def own_arguments(row: Any) -> dict[str, Any]:
     """The arguments of `apply_chat_template` that only this row has."""
     if not isinstance(row, dict):
         return {}
-    tools = {TOOLS: row[TOOLS]} if row.get(TOOLS) else {}
+    tools = {TOOLS: row[TOOLS]} if row.get(TOOLS) is not None else {}
     return tools | (row.get(KWARGS) or {})
 
 

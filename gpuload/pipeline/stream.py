@@ -9,6 +9,7 @@ So while one batch is compared with the tokenizer, others are rendered and encod
 """
 
 import itertools
+import os
 import threading
 import time
 from collections import deque
@@ -159,6 +160,15 @@ def _batches(
 
 
 _counting = threading.Lock()
+
+
+def _in_child() -> None:
+    """A process that was forked has none of the threads that were counting."""
+    global _counting
+    _counting = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def _timed(name: str, work: Stage, seconds: dict[str, float]) -> Stage:

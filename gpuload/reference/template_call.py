@@ -328,6 +328,14 @@ def _unlock() -> None:
 os.register_at_fork(after_in_child=_unlock)
 
 _stopping = threading.Lock()
+
+
+def _in_child() -> None:
+    global _stopping
+    _stopping = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_in_child)
 _stopped: dict[int, tuple[int, Any]] = {}  # id of a template's globals → number of open blocks, original function
 
 

@@ -57,6 +57,8 @@ def _parse(name: str, content: bytes) -> list[_Row]:
                     rows.append(_members(line) or (json.loads(line), None))
                 except ValueError as error:
                     raise SourceError(f"{name}, line {number}: not valid JSON: {error}") from error
+                except RecursionError as error:
+                    raise SourceError(f"{name}, line {number}: JSON that is nested too deeply: flatten it") from error
                 where.append(f"line {number}")
     for (row, _), place in zip(rows, where, strict=True):
         if not isinstance(row, dict):

@@ -9,6 +9,7 @@ With k threads and cores, and enough parts, the consumer waits for about a k-th 
 the consumer, so a consumer that ends early leaves none behind.
 """
 
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -88,9 +89,17 @@ class _Waiting:
     def has_room(self) -> bool:
         return self._bytes < self._most and _Waiting._of_all < AHEAD_BYTES and not self.closed
 
+    @staticmethod
+    def in_child() -> None:
+        """A process that was forked has none of the threads, and consumes nothing of what they decoded."""
+        _Waiting._lock, _Waiting._of_all = threading.Lock(), 0
+
     def forget(self) -> None:
         """Nothing will be delivered any more."""
         self.add(-self._bytes)
+
+
+os.register_at_fork(after_in_child=_Waiting.in_child)
 
 
 def in_order(parts: Sequence[Iterator[_Item]], most: int | None = None) -> Iterator[_Item]:

@@ -39,7 +39,7 @@ from gpuload.template.automaton.nodes import (
     TextSource,
     kind_of,
 )
-from gpuload.template.automaton.printed import Content, GeneratedText, Unknown
+from gpuload.template.automaton.printed import BlockStart, Content, GeneratedText, Unknown
 from gpuload.template.program import Operation, Predicate
 
 Function = Callable[[Mapping[str, Any], list[Any], Callable[[Any], None], Callable[[int], None]], Any]
@@ -72,7 +72,8 @@ class Functions:
         self._inside: dict[int, int] = {}  # node → the function that it is in
         self._globals: dict[str, Any] = {
             "kind_of": kind_of, "MISSING": MISSING, "items": _items, "dictsort": do_dictsort, "tojson": _fast(tojson),
-            "C": self._constants, "Generated": GeneratedText, "Content": Content, "Unknown": Unknown,
+            "C": self._constants, "BlockStart": BlockStart, "Generated": GeneratedText, "Content": Content,
+            "Unknown": Unknown,
         }  # fmt: skip
         self._inside[0] = 0
         self.changed([0])
@@ -131,7 +132,7 @@ class _Lines:
             name, *parts = node.instruction or ("open", "")
             if name == "emit":
                 source, operations, loss = parts
-                loss = loss and self._of._blocks
+                loss = loss if self._of._blocks else ""
                 if isinstance(source, str) and not loss:
                     literal += source
                 else:
@@ -140,7 +141,9 @@ class _Lines:
                     text = self._text(source, operations)
                     if self._of._contents:
                         text = self._content(source, text)
-                    self._line(depth, f"out(Generated({text}))" if loss else f"out({text})")
+                    if loss:
+                        text = f"{'BlockStart' if loss == 'first' else 'Generated'}({text})"
+                    self._line(depth, f"out({text})")
                 number = node.next[None]
                 continue
             self._print(depth, literal)

@@ -15,7 +15,8 @@ A node has one instruction, a tuple that begins with its name:
     ("same", segments, segments)       whether two texts are equal
     ("in", built, place)               whether a list has an element
     ("texts", place)                   whether all elements of a list are texts
-    ("emit", source, operations, loss) prints a literal, or a text after some operations; `loss` in a generation block
+    ("emit", source, operations, loss) prints a literal, or a text after some operations; `loss` is "first" for the
+                                       first text of a generation block, and "more" for the others
     ("enter", loop)                    sets the counter of a loop to -1
     ("next", loop, number)             the counter plus one, if that is below the number: otherwise the loop ends
     ("select", register, part, wanted) puts the elements of a part of a list that have what is wanted into a register

@@ -10,8 +10,14 @@ from gpuload.template.program import Path, Ref
 _PLAIN = frozenset(("role", "content"))
 
 
+class BlockStart(str):
+    """The first text of a `{% generation %}` block."""
+
+    __slots__ = ()
+
+
 class GeneratedText(str):
-    """A text inside a `{% generation %}` block."""
+    """A further text of a `{% generation %}` block."""
 
     __slots__ = ()
 
@@ -59,14 +65,15 @@ def parts_of(messages: Sequence[Mapping[str, Any]], out: Sequence[str]) -> tuple
 
 
 def blocks_of(out: Sequence[str]) -> list[tuple[int, int]]:
-    """Start and end, in characters, of each run of texts inside of blocks."""
+    """Start and end of each `{% generation %}` block, in characters."""
     blocks: list[tuple[int, int]] = []
     begun, at = -1, 0
     for text in out:
-        if type(text) is GeneratedText:
-            begun = at if begun < 0 else begun
-        elif begun >= 0:
+        kind = type(text)
+        if begun >= 0 and kind is not GeneratedText:
             blocks.append((begun, at))
             begun = -1
+        if kind is BlockStart:
+            begun = at
         at += len(text)
     return blocks if begun < 0 else [*blocks, (begun, at)]

@@ -301,10 +301,10 @@ class Recorder:
         return "".join(self.text(source, operations) for source, operations in value)
 
     def emit(self, value: Any, loss: bool) -> None:
-        """Prints a known or symbolic text."""
-        for segment in segments_of(value):
+        """Prints a known or symbolic text; with `loss`, that of a generation block, which may be empty."""
+        for number, segment in enumerate(segments_of(value) or ([""] if loss else [])):
             source, operations = source_of(segment)
-            self.record(("emit", source, operations, loss))
+            self.record(("emit", source, operations, ("more" if number else "first") if loss else ""))
 
 
 class NotDeterministicError(Exception):

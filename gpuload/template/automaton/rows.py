@@ -238,7 +238,8 @@ class RowRenderer:
         self._progress.traces += 1
         try:
             seen = json.loads(self._of_row(row).render(messages, template=_READ_BACK))
-            if seen != [row["messages"], row.get("tools", seen[1])]:
+            # As texts: keys in their order, and NaN is equal to NaN.
+            if json.dumps(seen) != json.dumps([row["messages"], row.get("tools", seen[1])]):
                 self._progress.wrong = "this version of transformers changes messages before the template sees them"
         except Exception as error:
             return describe_error(error)
@@ -318,13 +319,15 @@ def row_renderer(call: TemplateCall, answers: Answers | None, own_tools: bool) -
         NotCompilableError: as `RowRenderer`.
     """
     try:
+        # transformers may choose another template for tools.
         text, instant = call.text(), call.instant
-        constants = json.dumps(call.context(), sort_keys=True)
+        with_tools = replace(call, tools=[_TOOL]).text() if own_tools else None
+        constants = json.dumps(call.context())  # in their order, in which templates may print them
     except Exception:  # constants that are no plain data, or a template that transformers does not have
         return RowRenderer(call, answers, own_tools)
     # `RowRenderer` rejects classes that render in their own way: text and constants decide about everything.
     clock = str(instant) if "strftime_now" in text else ""
-    key = (text, constants, clock, None if answers is None else answers.loss_on, own_tools)
+    key = (text, with_tools, constants, clock, None if answers is None else answers.loss_on)
     if (known := _known.get(key)) is None:
         known = RowRenderer(call, answers, own_tools)
         while len(_known) >= MOST_KNOWN:
@@ -335,7 +338,7 @@ def row_renderer(call: TemplateCall, answers: Answers | None, own_tools: bool) -
     return known.of_call(call, answers)
 
 
-_known: dict[tuple[Any, ...], RowRenderer] = {}
+_known: dict[tuple[str | None, ...], RowRenderer] = {}
 
 
 def forget_templates() -> None:
