@@ -9,6 +9,7 @@ keeps of a tokenizer; again with that; and with the ids of the same rows cached.
 import argparse
 import json
 import os
+import shlex
 import sys
 import tempfile
 import time
@@ -102,6 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rows-by-row", type=int, default=10_000, help="most rows that are measured row by row")
+    parser.add_argument("--rows", type=int, nargs="+", default=_ROWS, help="numbers of rows")
     parser.add_argument("--quick", action="store_true", help="three numbers of rows, one run, no record")
     parser.add_argument("--tokenizer", help="directory or name; Qwen2.5 by default")
     parser.add_argument("--task", help=argparse.SUPPRESS)
@@ -109,13 +111,14 @@ def main() -> None:
     if given.task:
         print(json.dumps(measure(json.loads(given.task))))
         return
-    repeats, rows = (1, (500, 5_000, 20_000)) if given.quick else (given.repeats, _ROWS)
+    repeats, rows = (1, (500, 5_000, 20_000)) if given.quick else (given.repeats, tuple(given.rows))
     tokenizer = find_tokenizer(given.tokenizer)
     record: dict[str, Any] = {
         "machine": machine(),
         "commit": commit(),
         "versions": versions(),
         "repeats": repeats,
+        "command": shlex.join(["python", "-m", "bench.startup", *sys.argv[1:]]),
         "tokenizer": Path(tokenizer).name,
         "datasets": {},
     }

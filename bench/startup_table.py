@@ -33,7 +33,7 @@ def startup_table(record: dict[str, Any]) -> str:
         "and opened the tokenizer. Tokenizer known: with what an earlier load of other data has kept of it. "
         f"{runs_of(record['repeats'])} Tokenizer {record['tokenizer']}, transformers {by['transformers']}, tokenizers "
         f"{by['tokenizers']}; {about['cores']} cores of {about['cpu']}, load average at the start "
-        f"{about['load_average']}, {about['date']}, commit {record['commit']}; `python -m bench.startup`."
+        f"{about['load_average']}, {about['date']}, commit {record['commit']}; `{record['command']}`."
     )
     return f"{table([*head, 'ratio, first', 'known'], lines)}\n\n<sub>{note}</sub>"
 
