@@ -9,7 +9,7 @@ import gpuload
 # Rows of one message are compiled, longer ones rendered by the reference, and "tool" is rejected.
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
-    "{% if messages|length > 1 %}{{ m.content.split()|length }}{% endif %}<|im_start|>{{ m.content }}{% endfor %}"
+    "{% if messages|length > 1 %}{{ m.content|wordcount }}{% endif %}<|im_start|>{{ m.content }}{% endfor %}"
 )
 
 

@@ -172,7 +172,8 @@ def test_arguments_of_rows_are_those_of_trl(qwen: Any) -> None:
     ("own", "reason"),
     [
         ({"tokenize": True}, "chat_template_kwargs has tokenize, which gpuload sets"),
-        ("enable_thinking", "chat_template_kwargs is str, not an object"),
+        ("enable_thinking", "chat_template_kwargs is not valid JSON"),
+        ('"enable_thinking"', "chat_template_kwargs is str, not an object"),
     ],
 )
 def test_arguments_of_rows_that_cannot_be_used(qwen: Any, own: Any, reason: str) -> None:

@@ -127,7 +127,7 @@ def test_batches_with_tokens_pass_unchanged() -> None:
 
 
 TEMPLATE = """{% for m in messages %}{% if m.content.startswith('a') %}A{% elif 'b' in m.content %}B{% endif %}\
-{% if loop.last and m.content.endswith(' ') %}{{ m.content[::-1] }}{% else %}{{ m.content.strip() }}{% endif %}\
+{% if loop.last and m.content.endswith(' ') %}{{ m.content|wordcount }}{% else %}{{ m.content.strip() }}{% endif %}\
 <|im_end|>{% endfor %}"""
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from gpuload.core.arrow import as_arrow
 from gpuload.sources.columns import to_python
 from gpuload.sources.types import JSON_TYPE, as_json, json_text
 
@@ -38,12 +39,12 @@ def column_without_nulls(column: pa.Array) -> pa.Array:
 
 def changed_json(column: pa.Array, pattern: str, change: Callable[[Any], Any]) -> pa.Array:
     """(n,) JSON → the same, with another value for each row whose text has a pattern."""
-    found = pc.fill_null(pc.match_substring_regex(column.storage, pattern), False).to_pylist()
+    found = [bool(each) for each in pc.match_substring_regex(column.storage, pattern).to_pylist()]
     if not any(found):
         return column
     texts = zip(column.storage.to_pylist(), found, strict=True)
     made = [json_text(change(json.loads(text))) if changes else text for text, changes in texts]
-    return pa.ExtensionArray.from_storage(column.type, pa.array(made, column.type.storage_type))
+    return pa.ExtensionArray.from_storage(column.type, as_arrow(made, column.type.storage_type))
 
 
 def has_null_fields(column: pa.Array) -> bool:
