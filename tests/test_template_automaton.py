@@ -22,6 +22,7 @@ import gpuload
 from gpuload.reference.template_call import TemplateCall, rejection
 from gpuload.template.answers import Answers
 from gpuload.template.automaton.environment import LONGEST_TEXT
+from gpuload.template.automaton.functions import Functions
 from gpuload.template.automaton.recorder import Recorder
 from gpuload.template.automaton.rows import RenderedRow, RowRenderer, row_renderer
 from gpuload.template.automaton.values import Text
@@ -464,6 +465,25 @@ def test_times_that_a_template_prints_are_those_of_the_load(qwen: Any) -> None:
             made = row_renderer(call, None, False).render([{"role": "user", "content": "a"}])
         assert isinstance(made, RenderedRow)
         assert made.text == f"{year}-01-01 00:00:00a"
+
+
+def test_a_row_that_the_trace_of_another_thread_overtakes(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions are written again while rows go through them: such a row begins once more."""
+    call, walk, overtaken = TemplateCall(qwen, TEMPLATES["qwen3"]), Functions.walk, []
+    renderer = RowRenderer(call)
+    messages = conversation(random.Random(1), True)
+
+    def overtake(functions: Functions, row: Any) -> Any:
+        if len(overtaken) % 2 == 0:
+            overtaken.append(row)
+            raise KeyError("n7")
+        overtaken.append(row)
+        return walk(functions, row)
+
+    monkeypatch.setattr(Functions, "walk", overtake)
+    made = renderer.render(messages)
+    assert isinstance(made, RenderedRow)
+    assert made.text == call.render(messages)
 
 
 def test_rows_of_a_load(qwen: Any, tmp_path: Path) -> None:

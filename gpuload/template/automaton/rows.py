@@ -184,12 +184,15 @@ class RowRenderer:
         return replace(self._call, tools=row["tools"]) if self._own_tools else self._call
 
     def _walk(self, row: Row) -> tuple[list[str], list[int], tuple[str, str]]:
-        """`Functions.walk`. What fails is for transformers: data such as JSON that is nested too deep, and a row that
-        the trace of another thread overtakes."""
+        """`Functions.walk`. What fails is for transformers: data such as JSON that is nested too deep."""
         try:
             return self._functions.walk(row)
-        except Exception as error:
-            return [], [], ("reference", describe_error(error))
+        except Exception:  # maybe another thread has added a trace meanwhile
+            with self._lock:
+                try:
+                    return self._functions.walk(row)
+                except Exception as error:
+                    return [], [], ("reference", describe_error(error))
 
     def _made(self, messages: Sequence[Mapping[str, Any]], row: Row, out: Sequence[str]) -> RenderedRow:
         """A row's text and its parts with loss, from what was printed."""
