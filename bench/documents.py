@@ -14,9 +14,9 @@ from bench.cpu.chats import chats_table
 from bench.cpu.packing import packing_tables
 from bench.startup_table import RECORD as OF_STARTUP
 from bench.startup_table import startup_table
-from bench.trainers.common import RESULTS as OF_TRAINERS
-from bench.trainers.common import trainer_table
 from bench.trainers.ray_table import ray_tables
+from bench.trainers.table import RESULTS as OF_TRAINERS
+from bench.trainers.table import trainer_table
 
 _SFT = ROOT / "bench" / "results" / "sft" / "sft.json"
 

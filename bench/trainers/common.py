@@ -1,4 +1,4 @@
-"""What the scripts of trainers share: the command line, the runs, one table and one record.
+"""What the scripts of trainers share: the command line, the runs and one record; `table.py` has its tables.
 
 A script has cases (what is prepared), and libraries that prepare each of them: gpuload, and the trainer itself, perhaps
 with several processes. `bench/contenders/` has the measured programs. Each run is a process of its own, with empty
@@ -13,19 +13,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from bench import ROOT, environment
+from bench import ROOT, documents, environment
 from bench.data import JOINT, chosen_evenly, conversations, find_datasets, find_tokenizer
-from bench.fit import fitted_table, runs_of, spread
 from bench.process import ContenderError, run_contender, without_directories
-from bench.report import busy, circumstances, table
-
-RESULTS = ROOT / "bench" / "results" / "trainers"
-OURS = "gpuload"
-BY_ROWS = ("start", "an epoch", "start and an epoch")
-"""What takes longer the more rows there are. Everything else is of a fixed number of rows."""
+from bench.report import busy
+from bench.trainers.table import BY_ROWS, RESULTS, trainer_table
+from bench.trainers.table import OURS as OURS
 
 Write = Callable[[str, list[Any], Path], Path]
 """Case, conversations, folder: writes what is prepared, and returns the file."""
@@ -141,41 +136,7 @@ def compare(
                         print(f"  {case}, {library}, {size:,} rows, {repeat + 1}/{given.repeats}: {took}", flush=True)
             _check(case, [run for run in record["runs"] if run["case"] == case and run["digest"]])
             save(given, record)
-    from bench import documents  # which imports this module
-
     print(f"\n{trainer_table(record)}\n\nwritten to {', '.join([str(given.record), *documents.write(given.record)])}")
-
-
-def trainer_table(record: dict[str, Any]) -> str:
-    """Return tables of what depends on the number of rows, and of what does not, and the circumstances."""
-    described, runs = record["about"], record["runs"]
-    # Other programs make seconds longer, and change CPU seconds little.
-    clock = "cpu_seconds" if busy(described) else "seconds"
-    fitted: dict[str, dict[str, dict[int, list[float]]]] = {}
-    fixed: dict[tuple[str, str], dict[str, list[float]]] = {}
-    for run in runs:
-        for what, seconds in run[clock].items():
-            if what in BY_ROWS:
-                of_case = fitted.setdefault(f"{run['case']}: {what}", {}).setdefault(run["library"], {})
-                of_case.setdefault(run["rows"], []).append(seconds)
-            elif run["rows"] == described["stock_rows"][-1]:  # the same rows for all
-                fixed.setdefault((run["case"], what), {}).setdefault(run["library"], []).append(seconds)
-    unit = "CPU seconds" if busy(described) else "seconds"
-    parts = [runs_of(described["repeats"]), fitted_table(fitted, described["rows"], described, unit=unit)]
-    lines = []
-    for (case, what), found in fixed.items():
-        for library, seconds in found.items():
-            ratio = "" if library == OURS else f"**{median(seconds) / median(found[OURS]):.1f}×**"
-            lines.append([case, what, library, spread(seconds), ratio])
-    if lines:
-        parts.append(table(["", "", "", unit, "times gpuload's"], lines, 3, described))
-    counts = {
-        (run["case"], run["library"], what): count for run in runs for what, count in run.get("counts", {}).items()
-    }
-    if counts:
-        lines = [[case, library, what, f"{count:,}"] for (case, library, what), count in counts.items()]
-        parts.append(table(["", "", "", ""], lines, 3))
-    return "\n\n".join([*parts, circumstances(described, (run["versions"] for run in runs))])
 
 
 def _check(case: str, runs: Sequence[Mapping[str, Any]]) -> None:
