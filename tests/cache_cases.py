@@ -37,3 +37,11 @@ def same(warm: gpuload.PromptDataset, cold: gpuload.PromptDataset, checked: bool
 
 def entries(folder: Path) -> list[Path]:
     return sorted(folder.glob("*"))
+
+
+def flip_a_bit(entry: Path) -> None:
+    """Changes a bit in the middle of an entry, which is another file then: the old one may be mapped."""
+    data = bytearray(entry.read_bytes())
+    data[len(data) // 2] ^= 1
+    entry.unlink()
+    entry.write_bytes(data)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuload.core.arrow import as_arrow, as_numpy, as_scalar, without_nulls
+from gpuload.core.arrow import as_arrow, as_numpy, as_scalar, fill_null
 from gpuload.demo_data import demo_files
 from gpuload.sources.types import json_type
 
@@ -83,10 +83,10 @@ def test_numpy_arrays(kind: str, count: int) -> None:
 
 def test_nulls() -> None:
     some = as_arrow([None, "a"], pa.large_string())
-    assert without_nulls(some, "b").to_pylist() == ["b", "a"]
-    assert without_nulls(some[1:], "b").to_pylist() == ["a"]
-    assert without_nulls(as_arrow([True, None], pa.bool_()), False).to_pylist() == [True, False]
-    assert without_nulls(as_arrow(np.arange(2, dtype=np.int32)), -1).type == pa.int32()
+    assert fill_null(some, "b").to_pylist() == ["b", "a"]
+    assert fill_null(some[1:], "b").to_pylist() == ["a"]
+    assert fill_null(as_arrow([True, None], pa.bool_()), False).to_pylist() == [True, False]
+    assert fill_null(as_arrow(np.arange(2, dtype=np.int32)), -1).type == pa.int32()
 
 
 JSON = st.recursive(

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from automodel_cases import CHATS, TOOL, assistant, chat, mask_by_lengths, system, user, write_rows
+from cache_cases import flip_a_bit
 from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
@@ -342,10 +343,7 @@ def test_a_second_start_finds_the_rows(
     first = dataset_module.AutomodelChatDataset(rows, qwen, gpuload=given)
     (entry,) = (warm_cache.parent / "store" if store == "disk" else warm_cache).glob("*.arrow")
     if damage:
-        data = bytearray(entry.read_bytes())
-        data[len(data) // 2] ^= 1
-        entry.unlink()
-        entry.write_bytes(data)
+        flip_a_bit(entry)
     caplog.clear()
     second = dataset_module.AutomodelChatDataset(rows, qwen, gpuload=given)
     assert made == [len(CHATS)] * (1 + damage)

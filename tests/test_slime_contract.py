@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import slime_cases
+from cache_cases import flip_a_bit
 from slime_cases import arguments, generate_rollout, rows, stand_in, without_integration, write
 
 from gpuload.cache.token_store import DiskTokens
@@ -372,10 +373,7 @@ def test_a_second_start_finds_conversations(
     first = integration.DataSource(args)
     (entry,) = (warm_cache.parent / "store" if store == "disk" else warm_cache).glob("*.arrow")
     if damage:
-        data = bytearray(entry.read_bytes())
-        data[len(data) // 2] ^= 1
-        entry.unlink()
-        entry.write_bytes(data)
+        flip_a_bit(entry)
     second = integration.DataSource(args)
     assert made == [12] * (1 + damage)
     assert type(second.dataset._columns.conversations) is (DiskTokens if store == "disk" else Ragged)

@@ -57,7 +57,7 @@ def as_numpy(array: pa.Array | pa.ChunkedArray) -> np.ndarray[Any, Any]:
     return np.frombuffer(data, f"{letter}{kind.bit_width // 8}")[low:high]
 
 
-def without_nulls(array: Any, value: Any) -> Any:
+def fill_null(array: Any, value: Any) -> Any:
     """`pc.fill_null(array, value)`; the array itself if no value is null."""
     return array.fill_null(as_scalar(value, array.type)) if array.null_count else array
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.core.arrays import Array, offsets_of, ranges
-from gpuload.core.arrow import as_arrow, as_numpy, without_nulls
+from gpuload.core.arrow import as_arrow, as_numpy, fill_null
 from gpuload.engines.protocol import TextColumn, TextOperations
 from gpuload.sources.types import as_json, is_list, is_messages, is_text
 from gpuload.template.program import TEXT, Shape
@@ -313,7 +313,7 @@ def _field(values: pa.Array, present: Array) -> tuple[Array, TextColumn | None, 
         return np.zeros(len(values), np.int64), None, ""
     kinds = np.where(valid, OTHER, NULL)
     if is_list(kind):
-        lengths = as_numpy(without_nulls(pc.list_value_length(values), -1))
+        lengths = as_numpy(fill_null(pc.list_value_length(values), -1))
         kinds[valid & (lengths == 0)] = EMPTY
     return kinds, None, type_name(kind)
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.core.arrays import Array, Ragged, offsets_of
-from gpuload.core.arrow import as_arrow, as_numpy, as_scalar, without_nulls
+from gpuload.core.arrow import as_arrow, as_numpy, as_scalar, fill_null
 from gpuload.core.memory import garbage_collection_paused
 from gpuload.engines.conversations import joined
 from gpuload.engines.host.engine import HostEngine
@@ -379,4 +379,4 @@ def with_eos(text: pa.Array | pa.ChunkedArray, eos: str) -> Any:
 
 def filled(text: pa.LargeStringArray) -> pa.LargeStringArray:
     """Texts with empty ones for nulls."""
-    return without_nulls(text, "")
+    return fill_null(text, "")

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gpuload.core.arrow import as_arrow, as_numpy, without_nulls
+from gpuload.core.arrow import as_arrow, as_numpy, fill_null
 from gpuload.reference.reference import Reference
 
 Form = Literal["NFC", "NFD", "NFKC", "NFKD"]
@@ -93,7 +93,7 @@ class RiskFinder:
         """
         found: dict[int, None] = {}
         for texts, rows in _texts(prompts, np.arange(len(prompts))) if self._forms else ():
-            wide = np.flatnonzero(~as_numpy(without_nulls(pc.string_is_ascii(texts), True)))
+            wide = np.flatnonzero(~as_numpy(fill_null(pc.string_is_ascii(texts), True)))
             for start in range(0, len(wide), _SEARCHED_ROWS):
                 if over() or len(found) >= most:
                     return list(found)
@@ -154,7 +154,7 @@ def _pattern_of(characters: Set[str]) -> str:
 
 
 def _matches(texts: pa.LargeStringArray, pattern: str) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    return as_numpy(without_nulls(pc.match_substring_regex(texts, pattern), False))
+    return as_numpy(fill_null(pc.match_substring_regex(texts, pattern), False))
 
 
 def _texts(column: pa.Array, rows: Ints) -> Iterator[tuple[pa.LargeStringArray, Ints]]:

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gpuload.core.arrow import as_numpy, without_nulls
+from gpuload.core.arrow import as_numpy, fill_null
 from gpuload.sources.types import is_text
 
 
@@ -67,16 +67,16 @@ class ColumnDigest:
             for field, child in zip(kind, values.flatten(), strict=True):
                 self._add(f"{path}.{field.name!r}", child, start, end)
         elif pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-            lengths = without_nulls(pc.list_value_length(values), -1).cast(pa.int64())
+            lengths = fill_null(pc.list_value_length(values), -1).cast(pa.int64())
             self._feed(f"{path} list", as_numpy(lengths), start, end)
             self._add(f"{path}[]", values.flatten(), start, end)
         elif is_text(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
             name = f"{path} {'text' if is_text(kind) else 'binary'}"
-            lengths = without_nulls(pc.binary_length(values), -1).cast(pa.int64())
+            lengths = fill_null(pc.binary_length(values), -1).cast(pa.int64())
             self._feed(name, as_numpy(lengths), start, end)
             self._feed(f"{name} bytes", _characters(values.drop_null()), start, end)
         elif pa.types.is_boolean(kind):
-            self._feed(f"{path} bool", as_numpy(without_nulls(values.cast(pa.int8()), -1)), start, end)
+            self._feed(f"{path} bool", as_numpy(fill_null(values.cast(pa.int8()), -1)), start, end)
         elif pa.types.is_primitive(kind) or pa.types.is_decimal(kind):
             self._feed(f"{path} valid", valid, start, end)
             self._feed(f"{path} {kind}", _fixed_width(values.drop_null()), start, end)

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gpuload.core.arrow import as_numpy, without_nulls
+from gpuload.core.arrow import as_numpy, fill_null
 
 _SCALARS = int(pa.__version__.partition(".")[0]) < 25
 
@@ -66,7 +66,7 @@ def _dicts(array: pa.StructArray) -> list[Any] | None:
 
 def _lists(array: pa.ListArray) -> list[Any]:
     values = by_columns(array.flatten())  # without values that a null hides
-    ends = np.cumsum(as_numpy(without_nulls(pc.list_value_length(array), 0))).tolist()
+    ends = np.cumsum(as_numpy(fill_null(pc.list_value_length(array), 0))).tolist()
     starts = [0, *ends[:-1]]
     rows = [values[start:end] for start, end in zip(starts, ends, strict=True)] if ends else []
     return _with_nulls(rows, array)

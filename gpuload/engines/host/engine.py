@@ -11,7 +11,7 @@ import pyarrow as pa
 import torch
 
 from gpuload.core.arrays import Ragged
-from gpuload.core.arrow import without_nulls
+from gpuload.core.arrow import fill_null
 from gpuload.core.marks import with_loss
 from gpuload.engines.batches import BatchLayout
 from gpuload.engines.host.batches import HostBatches
@@ -138,7 +138,7 @@ class HostEngine:
             return text.tokenized(ids.take(text.order))
         if text.ids is not None:
             return text.tokenized(text.ids)
-        texts = without_nulls(text.text, "") if text.rejected else text.text
+        texts = fill_null(text.text, "") if text.rejected else text.text
         ids = self.ids(texts)
         if text.answers is not None:
             ids = with_loss(ids, self.spans.mask(texts, ids, *text.answers))

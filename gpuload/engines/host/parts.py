@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from gpuload.core.arrow import without_nulls
+from gpuload.core.arrow import fill_null
 from gpuload.engines.conversations import from_arrow, row_messages
 from gpuload.engines.host.render import Spans, write
 from gpuload.engines.host.texts import Bools, HostTexts, Ints
@@ -65,5 +65,5 @@ def message_parts(program: ChatProgram, prompts: pa.Array) -> Parts:
         found.append(np.stack([np.broadcast_to(each, segment.shape).ravel() for each in columns]))
     row, start, end, code = np.concatenate(found, axis=1)
     order = np.lexsort((start, row))
-    whole = without_nulls(text, "")
+    whole = fill_null(text, "")
     return Parts(whole, Spans(row[order], start[order], end[order]), code[order], tuple(names), known)

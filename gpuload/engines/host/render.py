@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.core.arrays import Ragged, offsets_of
-from gpuload.core.arrow import as_arrow, as_numpy, without_nulls
+from gpuload.core.arrow import as_arrow, as_numpy, fill_null
 from gpuload.engines.conversations import Conversations, from_arrow
 from gpuload.engines.host.sanitize import mark_column, reject_unplain
 from gpuload.engines.host.texts import Bytes, HostTexts, Ints, gather
@@ -70,7 +70,7 @@ class HostText(RenderedRows):
     @cached_property
     def sizes(self) -> Ints:
         """(n,) int64, bytes of the texts of each row, -1 where it was rejected."""
-        sizes = [as_numpy(without_nulls(pc.binary_length(each), 0)) for each in (self.text, *self.more)]
+        sizes = [as_numpy(fill_null(pc.binary_length(each), 0)) for each in (self.text, *self.more)]
         return np.where(as_numpy(self.text.is_null()), -1, np.sum(sizes, axis=0, dtype=np.int64))
 
     def tokenized(self, ids: Ragged) -> Tokenized:

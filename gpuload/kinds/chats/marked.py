@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gpuload.core.arrow import as_arrow, as_numpy, without_nulls
+from gpuload.core.arrow import as_arrow, as_numpy, fill_null
 from gpuload.sources.columns import to_python
 from gpuload.sources.read import Source, one_column
 from gpuload.sources.types import JSON_TYPE, fields_of
@@ -45,14 +45,14 @@ def _in_structs(column: pa.Array) -> tuple[str, ...]:
     for field, roles in _ASSISTANTS.items():
         if field in fields_of(column.type):
             role = pc.struct_field(messages, field).cast(pa.large_string())
-            ours |= as_numpy(without_nulls(pc.is_in(role, as_arrow(roles, pa.large_string())), False))
+            ours |= as_numpy(fill_null(pc.is_in(role, as_arrow(roles, pa.large_string())), False))
     messages = messages.filter(as_arrow(ours))
     values = {key: pc.unique(pc.struct_field(messages, key)).to_pylist() for key in _fields(column.type)}
     return tuple(key for key, some in values.items() if any(is_likely_mark(key, value) for value in some))
 
 
 def _in_json(column: pa.Array) -> tuple[str, ...]:
-    rows = column.filter(without_nulls(pc.match_substring_regex(column.storage, _KEY), False))
+    rows = column.filter(fill_null(pc.match_substring_regex(column.storage, _KEY), False))
     for row in to_python(rows):
         marks = {key: value for message in _answers(row) for key, value in marks_of(message).items()}
         if found := tuple(key for key, value in marks.items() if is_likely_mark(key, value)):

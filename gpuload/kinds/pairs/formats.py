@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.core.arrays import common_prefix
-from gpuload.core.arrow import as_arrow, as_scalar, without_nulls
+from gpuload.core.arrow import as_arrow, as_scalar, fill_null
 from gpuload.core.options import Objective
 from gpuload.kinds.chats.formats import PLAIN_MESSAGES, sharegpt_turn
 from gpuload.kinds.chats.malformed import check_text
@@ -278,7 +278,7 @@ def _struct(parts: dict[str, Any], wrong: list[str | None] | None) -> pa.Array:
     for name, column in reversed(parts.items()):
         if not is_text(column.type):
             lengths = pc.list_value_length(column)
-            empty = without_nulls(pc.equal(lengths, as_scalar(0, lengths.type)), False)
+            empty = fill_null(pc.equal(lengths, as_scalar(0, lengths.type)), False)
             problem = pc.if_else(empty, as_scalar(f"{name} is an empty list", problem.type), problem)
         problem = pc.if_else(column.is_null(), as_scalar(f"{name} is null", problem.type), problem)
     return pa.StructArray.from_arrays([*parts.values(), problem], [*parts, "problem"])
