@@ -27,7 +27,8 @@ from tokenizers import Tokenizer
 from gpuload.core.arrays import Ragged
 from gpuload.engines.device import bpe, pretokenize
 from gpuload.engines.device.bpe import LONGEST, Merger
-from gpuload.engines.device.kernels import BLOCK, source
+from gpuload.engines.device.kernel_source import source
+from gpuload.engines.device.kernels import BLOCK
 from gpuload.engines.device.pretokenize import PreTokenizer, PreTokens
 from gpuload.tokenizer import fallback, hash_tables, merges
 from gpuload.tokenizer.compiled import CompiledTokenizer, compile_spec

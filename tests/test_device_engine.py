@@ -309,7 +309,7 @@ def test_auto_says_why_there_is_no_gpu_and_cuda_says_what_to_do(gsm8k: str, qwen
 @pytest.mark.parametrize(("build", "fork", "count", "device", "expected"), [
     (None, False, 0, "cuda", "built without CUDA"), ("13.0", True, 1, "cuda", "forked"),
     ("13.0", False, 0, "auto", "no NVIDIA GPU"), ("13.0", False, 2, "cuda:2", "there is no GPU 2"),
-    ("13.0", False, 1, "cuda", "cupy, pylibcudf, rmm is not installed: pip install"),
+    ("13.0", False, 1, "cuda", "cupy, rmm is not installed: pip install"),
 ])  # fmt: skip
 def test_reasons_why_a_gpu_is_unavailable(
     monkeypatch: pytest.MonkeyPatch, build: str | None, fork: bool, count: int, device: str, expected: str
@@ -480,7 +480,7 @@ def test_a_cudf_frame_is_used_zero_copy(qwen: Any, monkeypatch: pytest.MonkeyPat
     kernels = HostKernels()
     kernels.chunk_bytes = nbytes  # type: ignore[attr-defined]
 
-    reader = cuda.reader(kernels)  # type: ignore[arg-type]
+    reader = cuda.reader(kernels, [])  # type: ignore[arg-type]
     found = load_with(engine_on(kernels, reader), DataFrame(table, copied), qwen, max_prompt_length=64)
     monkeypatch.undo()
     assert copied == [["extra"]]

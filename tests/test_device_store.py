@@ -202,6 +202,7 @@ def test_auto_changes_to_host_memory_in_the_middle_of_a_load(
     size = 4 * int(expected.tokens.lengths[:128].sum())
     kernels = StrictKernels()
     kernels.ids_limit = size + (1 << 13)
+    kernels.chunk_bytes = 1 << 14
     kept: list[type] = []
     keep = DeviceEngine.keep
 

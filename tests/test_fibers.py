@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from simulator.host_kernels import COMPILER, build, launch, waiting_kernels
 
-from gpuload.engines.device.kernels import parsed
+from gpuload.engines.device.kernel_source import parsed
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 

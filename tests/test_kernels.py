@@ -22,7 +22,7 @@ from gpuload.dataset.pieces import tokens_of
 from gpuload.engines.batches import BatchLayout
 from gpuload.engines.device import texts as device_texts
 from gpuload.engines.device.batches import prepare_pad
-from gpuload.engines.device.kernels import signatures, source
+from gpuload.engines.device.kernel_source import signatures, source
 from gpuload.engines.device.store import Index
 from gpuload.engines.device.texts import DeviceTexts, gather, texts_to_device
 from gpuload.engines.host.batches import pad

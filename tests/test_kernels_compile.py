@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from gpuload.engines.device.kernels import BLOCK, signatures, source
+from gpuload.engines.device.kernel_source import signatures, source
+from gpuload.engines.device.kernels import BLOCK
 
 SHARED = {"sm_80": 164, "sm_90": 228, "sm_100": 228}
 """Shared memory of a multiprocessor in KiB; 1 KiB of it per block is the driver's."""

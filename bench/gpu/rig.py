@@ -23,7 +23,8 @@ from bench.gpu.section import MissingError, Task
 from gpuload import ChatDataset, PairDataset, load, load_chats, load_pairs
 from gpuload.core.arrays import Array
 from gpuload.engines.device import cuda
-from gpuload.engines.device.kernels import DeviceKernels, Kernels, signatures
+from gpuload.engines.device.kernel_source import signatures
+from gpuload.engines.device.kernels import DeviceKernels, Kernels
 from gpuload.kinds.prompts import PromptDataset
 from gpuload.reference.reference import Reference
 from gpuload.template import ChatProgram

@@ -61,6 +61,10 @@ class DeviceError(GpuloadError, RuntimeError):
     """The requested device is not available, does not work, or has run out of memory."""
 
 
+class ContextLostError(DeviceError):
+    """The GPU failed in a way after which nothing in the process can use it: the process must be started again."""
+
+
 class HostMemoryError(GpuloadError, MemoryError):
     """The host has too little memory for a load."""
 

@@ -350,6 +350,9 @@ class Engine(Protocol):
             compiled: whether the compiled template has rendered any row, as far as there is one.
         """
 
+    def lost(self) -> str | None:
+        """Why nothing in this process can use the engine's device any more, or None; asked after a failure."""
+
     def loading(self, nbytes: int | None = None) -> AbstractContextManager[Any]:
         """Surrounds the stages of one load: memory allocated inside is released at its end.
 

@@ -17,11 +17,12 @@ from gpuload.core.arrays import Array, Ragged, offsets_of, on_host
 from gpuload.core.errors import DeviceError
 from gpuload.core.marks import LOSS
 from gpuload.engines.conversations import from_arrow
-from gpuload.engines.device.engine import DeviceEngine, out_of_memory
+from gpuload.engines.device.engine import DeviceEngine
 from gpuload.engines.device.kernels import Kernels
 from gpuload.engines.device.render import DeviceText
 from gpuload.engines.device.store import Index
 from gpuload.engines.device.texts import gather
+from gpuload.engines.failures import out_of_memory
 from gpuload.engines.host.render import HostText
 from gpuload.engines.protocol import ArrowPrompts, Prompts, TextColumn, Tokenized
 from gpuload.kinds.training_engine import SAMPLE, TrainingEngine, add_by_reference, problems_in, rejected_in

@@ -28,7 +28,7 @@ from gpuload.cache.directory import tokens_directory
 from gpuload.cache.known_tokenizer import remember
 from gpuload.cache.store import TokenCache
 from gpuload.core.arrays import Ragged, RowNumbers, offsets_of, on_host
-from gpuload.core.errors import MORE_MEMORY, DeviceError, GpuloadError, HostMemoryError, MismatchError, NoRowsError
+from gpuload.core.errors import DeviceError, GpuloadError, MismatchError, NoRowsError
 from gpuload.core.files import cache_root, remove_orphans
 from gpuload.core.memory import NoRoomError
 from gpuload.core.options import Options, Store
@@ -37,6 +37,7 @@ from gpuload.dataset.origins import Origins
 from gpuload.dataset.report import Report
 from gpuload.dataset.rows import Loaded
 from gpuload.engines.choose import EngineBuilder
+from gpuload.engines.failures import explained, one_line
 from gpuload.engines.protocol import Engine
 from gpuload.pipeline.filter import all_dropped, filter_rows, without
 from gpuload.pipeline.keep_in_memory import InMemory, choose_keeper
@@ -223,13 +224,14 @@ def _run_on_device(job: Job[Dataset], build_engine: EngineBuilder, exact_only: b
     try:
         return _run(job, engine)
     except Exception as error:
-        about_the_data = isinstance(error, GpuloadError) and not isinstance(error, DeviceError)
-        if engine.name == "cpu" and isinstance(error, MemoryError) and not about_the_data:
-            raise HostMemoryError(f"out of memory while loading ({error}): {MORE_MEMORY}") from error
+        found = explained(engine, error)
+        final = isinstance(found, GpuloadError) and type(found) is not DeviceError
         exchanged = job.ranks is not None and job.ranks.exchanged  # the others have gone on
-        if job.options.device != "auto" or engine.name == "cpu" or about_the_data or exchanged:
-            raise
-        why = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+        if job.options.device != "auto" or engine.name == "cpu" or final or exchanged:
+            if found is error:
+                raise
+            raise found from error
+        why = one_line(found)
     warnings.warn(f"the GPU engine failed, falling back to the CPU ({why})", stacklevel=3)
     dataset = _run(job, engine.host)
     dataset.report.notes.append(f"no GPU is used: it failed ({why})")

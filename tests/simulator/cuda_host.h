@@ -4,6 +4,7 @@
 // Threads of a kernel that does not need fibers run one after the other. Those of the others are interrupted only at
 // atomics, fences, barriers and collectives. So atomics are plain reads and writes in both.
 #include <algorithm>
+#include <cstdlib>
 
 #define __global__
 #define __device__
@@ -53,6 +54,11 @@ template <class T> T atomicExch(T* at, std::common_type_t<T> value)
 template <class T> T atomicCAS(T* at, std::common_type_t<T> expected, std::common_type_t<T> value)
 {
     return fibers::atomic(at, [=](T old) { return old == expected ? value : old; });
+}
+
+inline void __trap()
+{
+    std::abort();
 }
 
 inline void __threadfence()

@@ -22,7 +22,8 @@ import numpy as np
 
 from gpuload.core.arrays import Array
 from gpuload.core.files import replacing
-from gpuload.engines.device.kernels import BLOCK, Kernels, Parameter, parsed, source
+from gpuload.engines.device.kernel_source import Parameter, parsed, source
+from gpuload.engines.device.kernels import BLOCK, Kernels
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 _C_TYPES = {

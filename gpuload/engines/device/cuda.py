@@ -50,14 +50,14 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-from gpuload.core.errors import DeviceError
+from gpuload.core.errors import DeviceError, GpuloadError
 from gpuload.core.options import TokensOn
 from gpuload.engines.device.cudf import can_read, chunks, slices
-from gpuload.engines.device.engine import DeviceEngine, Reader, zip_with_tables
+from gpuload.engines.device.engine import DeviceEngine, Reader, large_parts, zip_with_tables
 from gpuload.engines.device.kernels import DeviceKernels, Kernels, ThreadStreams
 from gpuload.engines.device.texts import DeviceTexts, texts_to_device
-from gpuload.engines.host.engine import arrow_parts
-from gpuload.engines.protocol import Prompts
+from gpuload.engines.failures import one_line
+from gpuload.engines.protocol import ArrowPrompts, Prompts
 from gpuload.reference.reference import Reference
 from gpuload.sources.read import Source
 
@@ -94,16 +94,15 @@ def unavailable_reason(device: str) -> str | None:
         return "torch finds no NVIDIA GPU or driver: check nvidia-smi and CUDA_VISIBLE_DEVICES"
     if (number := number_of(device)) >= count:
         return f"there is no GPU {number}: torch finds {count}"
-    missing = [name for name in ("cupy", "pylibcudf", "rmm") if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("cupy", "rmm") if importlib.util.find_spec(name) is None]
     if missing:
         return f"{', '.join(missing)} is not installed: {_INSTALL}"
     try:
-        importlib.import_module("pylibcudf")  # its libraries may be incompatible with torch's
         kernels = CudaKernels(number, 0)
         with kernels.loading():
             self_test(kernels)
     except Exception as error:
-        return f"GPU {number} does not work: {type(error).__name__}: {' '.join(str(error).split()):.200}"
+        return f"GPU {number} does not work: {one_line(error)}"
     return None
 
 
@@ -136,11 +135,30 @@ def cuda_engine(
     see `Options`."""
     number = number_of(device)
     kernels = CudaKernels(number, gpu_memory_limit)
-    return make(kernels, torch.device("cuda", number), reference, exact_only, reader(kernels), tokens_on)
+    why_not, notes = without_cudf(), list[str]()
+    if why_not:
+        notes.append(f"prompts are read by Arrow: {why_not}")
+    read = None if why_not else reader(kernels, notes)
+    return make(kernels, torch.device("cuda", number), reference, exact_only, read, tokens_on, notes=notes)
 
 
-def reader(kernels: "CudaKernels") -> Reader:
-    """Reads the prompt column into device memory where cuDF can, and the other columns into host memory."""
+def without_cudf() -> str | None:
+    """Why Arrow reads prompts instead of cuDF, or None. Loads cuDF's libraries, which may not fit those of torch."""
+    if importlib.util.find_spec("pylibcudf") is None:
+        return "pylibcudf is not installed"
+    try:
+        importlib.import_module("pylibcudf")
+    except Exception as error:
+        return f"pylibcudf cannot be imported ({one_line(error)})"
+    return None
+
+
+def reader(kernels: DeviceKernels, notes: list[str]) -> Reader:
+    """Reads the prompt column into device memory where cuDF can, and the other columns into host memory.
+
+    Args:
+        notes: gets a line for each source that cuDF cannot read although it should. Arrow then reads the rest of it.
+    """
 
     def read(source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, Prompts]]:
         kind = source.schema.field(prompt_key).type
@@ -149,11 +167,33 @@ def reader(kernels: "CudaKernels") -> Reader:
         elif source.parquet is not None and can_read(kind):
             parts = chunks(kernels, source.parquet, prompt_key, kind, kernels.chunk_bytes)
         else:
-            yield from arrow_parts(source, prompt_key)
+            yield from large_parts(source, prompt_key, kernels.chunk_bytes)
             return
-        yield from zip_with_tables(_on_device(kernels, parts), source, prompt_key, keep_prompts)
+        done = 0
+        try:
+            for table, prompts in zip_with_tables(_on_device(kernels, parts), source, prompt_key, keep_prompts):
+                done += table.num_rows
+                yield table, prompts
+        except (MemoryError, GpuloadError):
+            raise
+        except Exception as error:
+            if kernels.lost():
+                raise
+            notes.append(f"{source.name}: read by Arrow from row {done:,} on: cuDF cannot ({one_line(error)})")
+        else:
+            return
+        yield from _from_row(done, large_parts(source, prompt_key, kernels.chunk_bytes))
 
     return read
+
+
+def _from_row(first: int, parts: Iterator[tuple[pa.Table, ArrowPrompts]]) -> Iterator[tuple[pa.Table, ArrowPrompts]]:
+    """The same parts without the first rows."""
+    for table, prompts in parts:
+        skipped = min(first, table.num_rows)
+        first -= skipped
+        if skipped < table.num_rows:
+            yield table.slice(skipped), ArrowPrompts(prompts.column.slice(skipped))
 
 
 def _on_device(kernels: DeviceKernels, parts: Iterator[Any]) -> Iterator[Any]:
@@ -256,10 +296,12 @@ class CudaKernels(DeviceKernels):
             rmm.mr.set_per_device_resource(self._number, rmm.mr.LimitingResourceAdaptor(pool, limit))
 
         def remove() -> None:
-            with self.xp.cuda.Device(self._number):
-                self.xp.cuda.Device(self._number).synchronize()  # memory is freed in the order of its stream
-                self.xp.get_default_pinned_memory_pool().free_all_blocks()  # transfers were staged in it
-                rmm.mr.set_per_device_resource(self._number, before)
+            with self.xp.cuda.Device(self._number) as device:
+                try:
+                    device.synchronize()  # memory is freed in the order of its stream
+                    self.xp.get_default_pinned_memory_pool().free_all_blocks()  # transfers were staged in it
+                finally:  # also where nothing works any more: other libraries use RMM, too
+                    rmm.mr.set_per_device_resource(self._number, before)
 
         return limit, remove
 

@@ -5,7 +5,7 @@ kernels do not support, text goes to the host's encoder and its ids come back; t
 except reading (`cuda.py`) runs on any machine: the tests use kernels compiled for the host.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from itertools import islice
@@ -28,12 +28,14 @@ from gpuload.engines.device.render import DeviceText, render
 from gpuload.engines.device.spans import DeviceTokenSpans
 from gpuload.engines.device.store import DeviceStore, Segments, host_store, in_order, to_device
 from gpuload.engines.device.texts import DeviceTexts, gather
+from gpuload.engines.failures import out_of_memory
 from gpuload.engines.host.engine import HostEngine, arrow_parts
 from gpuload.engines.host.render import HostText
 from gpuload.engines.host.sanitize import can_be_marked, mark_column, unplain
 from gpuload.engines.protocol import ArrowPrompts, Prompts, Tokenized
 from gpuload.reference.control_tokens import END, START
 from gpuload.reference.reference import Reference
+from gpuload.sources.batches import decoded_bytes
 from gpuload.sources.read import Source, check_unchanged, other_columns
 from gpuload.sources.types import is_messages, is_text
 from gpuload.template.compiler import ChatProgram
@@ -55,6 +57,7 @@ class DeviceEngine:
         reader: reads prompts into device memory. None: Arrow reads, and the prompt column is copied over once.
         tokens_on: where the store of ids is.
         host_engine: the class of `host`.
+        notes: for the report; the reader may add to it.
 
     Attributes:
         host: the engine of the host that does what kernels cannot.
@@ -71,9 +74,10 @@ class DeviceEngine:
         reader: Reader | None = None,
         tokens_on: TokensOn = "auto",
         host_engine: type[HostEngine] = HostEngine,
+        notes: Sequence[str] = (),
     ):
         self.device = device
-        self._kernels, self._reader, self._tokens_on = kernels, reader, tokens_on
+        self._kernels, self._reader, self._tokens_on, self._read_notes = kernels, reader, tokens_on, notes
         self._on_device = tokens_on != "host"  # as long as ids fit
         self._segments: Segments | None = None
         self._ops = DeviceTexts(kernels)
@@ -118,14 +122,17 @@ class DeviceEngine:
         if not self._by_kernels:
             return self.host.notes
         read = ("control tokens are marked on the host: sanitize_control_tokens is set",)
-        marked = read if self._reference.sanitizes else ()
+        first = (*self._read_notes, *(read if self._reference.sanitizes else ()))
         if isinstance(self._compiled, CompiledTokenizer):
-            return marked
-        return (*marked, f"text is copied to the host, and its ids back: {self._compiled}", *self.host.notes)
+            return first
+        return (*first, f"text is copied to the host, and its ids back: {self._compiled}", *self.host.notes)
 
     @property
     def counts(self) -> dict[str, int]:
         return self.host.counts
+
+    def lost(self) -> str | None:
+        return self._kernels.lost()
 
     def loading(self, nbytes: int | None = None) -> AbstractContextManager[Any]:
         return self._kernels.loading()
@@ -134,7 +141,7 @@ class DeviceEngine:
         if not self._by_kernels:
             return self.host.read(source, prompt_key, keep_prompts)
         if self._reader is None or self._reference.sanitizes:  # control tokens are marked on the host
-            return arrow_parts(source, prompt_key)
+            return large_parts(source, prompt_key, self._kernels.chunk_bytes)
         return self._reader(source, prompt_key, keep_prompts)
 
     # -- render --------------------------------------------------------------------------------------------------------
@@ -280,11 +287,6 @@ class DeviceEngine:
         return DeviceBatches(self._kernels, store, layout, pad_id)
 
 
-def out_of_memory(stage: str) -> str:
-    """The message of a `DeviceError`."""
-    return f"out of GPU memory while {stage}: raise gpu_memory_limit, free GPU memory, or use device='cpu'"
-
-
 def take(kernels: Kernels, ids: Ragged, rows: Array) -> Ragged:
     """`Ragged.take` by one kernel.
 
@@ -300,6 +302,38 @@ def _gather_rows(kernels: Kernels, address: Array, length: Array) -> Ragged:
     offsets, data = gather(kernels, address, 4 * length)
     offsets //= 4
     return Ragged(data.view(np.int32), offsets)
+
+
+def large_parts(source: Source, prompt_key: str, nbytes: int) -> Iterator[tuple[pa.Table, ArrowPrompts]]:
+    """The rows of a source as Arrow reads them, joined: each part costs a device the same launches and waits.
+
+    Args:
+        nbytes: of prompts, about how large a part is at least, but `MOST_JOINED` suffices.
+    """
+    enough = min(nbytes, MOST_JOINED)
+    waiting: list[tuple[pa.Table, pa.Array]] = []
+    prompts_size = table_size = 0
+    for table, prompts in arrow_parts(source, prompt_key):
+        waiting.append((table, prompts.column))
+        prompts_size, table_size = prompts_size + decoded_bytes(prompts.column), table_size + table.nbytes
+        if prompts_size >= enough or table_size >= _SHARE_OF_PROMPTS * enough:
+            yield _joined(waiting)
+            waiting, prompts_size, table_size = [], 0, 0
+    if waiting:
+        yield _joined(waiting)
+
+
+MOST_JOINED = 64 << 20
+"""Bytes of prompts from which on a part of a load keeps a device busy."""
+
+_SHARE_OF_PROMPTS = 4  # tables that are so much larger than their prompts are not joined further: the host holds them
+
+
+def _joined(parts: list[tuple[pa.Table, pa.Array]]) -> tuple[pa.Table, ArrowPrompts]:
+    if len(parts) == 1:
+        return parts[0][0], ArrowPrompts(parts[0][1])
+    tables, columns = zip(*parts, strict=True)
+    return pa.concat_tables(tables), ArrowPrompts(pa.concat_arrays(columns))
 
 
 def zip_with_tables(

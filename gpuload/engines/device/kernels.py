@@ -6,18 +6,19 @@
 `tests/simulator/host_kernels.py` has another implementation, which compiles the same source for the host and runs it on
 NumPy arrays. With it, everything in an engine except reading can be tested without a GPU.
 
-A kernel cannot check its pointers: an argument of the wrong type silently reads or writes the wrong memory. So the
-parameters of all kernels are parsed from the source, and every launch checks its arguments against them.
+A kernel cannot check its pointers: an argument of the wrong type silently reads or writes the wrong memory. So every
+launch checks its arguments against the parameters in the source (`kernel_source.py`).
 """
 
-import re
+import os
+import sys
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import cache, lru_cache
-from importlib import resources
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ import numpy as np
 
 from gpuload.core.arrays import Array
 from gpuload.core.errors import DeviceError
+from gpuload.core.files import cache_root
+from gpuload.engines.device.kernel_source import Parameter, signatures, source
 
 if TYPE_CHECKING:
     import torch
@@ -36,69 +39,6 @@ threads that a multiprocessor can hold."""
 MOST_BLOCKS = 1 << 20
 """Maximum number of blocks of a launch. Kernels loop over their items with the grid as stride, so any number will
 do."""
-
-FILES = (
-    "common.cuh",
-    "text.cuh",
-    "scan.cuh",
-    "gather.cu",
-    "strings.cu",
-    "shapes.cu",
-    "pad.cu",
-    "pack.cu",
-    "pairs.cu",
-    "answers.cu",
-    "added.cu",
-    "nfc.cu",
-    "rewrite.cu",
-    "split.cu",
-    "words.cu",
-    "merges.cu",
-    "merges_long.cu",
-    "tiles.cu",
-    "ids.cu",
-)
-
-_TYPES = {"i64": np.int64, "u64": np.uint64, "int": np.int32, "u16": np.uint16, "u8": np.uint8, "bool": np.bool_}
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """One parameter of a kernel.
-
-    Attributes:
-        name: as in the source.
-        dtype: type of the number, or of the array's items.
-        is_array: whether the parameter is a pointer.
-    """
-
-    name: str
-    dtype: np.dtype[Any]
-    is_array: bool
-
-
-@cache
-def source() -> str:
-    """Return all kernels as one CUDA C++ source. `#line` makes compilers report the files' own line numbers."""
-    directory = resources.files("gpuload.engines.kernels")
-    return "".join(f'#line 1 "{name}"\n{(directory / name).read_text()}' for name in FILES)
-
-
-@cache
-def signatures() -> dict[str, tuple[Parameter, ...]]:
-    """Return the parameters of every kernel by its name."""
-    return parsed(source())
-
-
-def parsed(text: str) -> dict[str, tuple[Parameter, ...]]:
-    """Return the parameters of every kernel in a source by its name."""
-    kernels = re.findall(r'extern "C" __global__ void (\w+)\(([^)]*)\)', text)
-    return {name: tuple(map(_parameter, parameters.split(","))) for name, parameters in kernels}
-
-
-def _parameter(declaration: str) -> Parameter:
-    kind, pointer, name = re.fullmatch(r"\s*(?:const )?(\w+)\s*(\*?)\s*(\w+)\s*", declaration).groups()  # type: ignore[union-attr]
-    return Parameter(name, np.dtype(_TYPES[kind]), bool(pointer))
 
 
 class ThreadStreams:
@@ -134,6 +74,7 @@ class Kernels:
     Attributes:
         xp: the array module whose arrays the kernels take, NumPy or CuPy.
         device: torch's name of the device that holds these arrays.
+        chunk_bytes: about how large a chunk of prompts may be.
         ids_limit: bytes of device memory that are left for the store of ids during a load; None for any number.
         segment: SEGMENT of `tiles.cu`, the bytes of each thread.
         resident: number of threads for a launch whose number of items only the device knows: more than it can hold at
@@ -145,6 +86,7 @@ class Kernels:
     resident = 1 << 20
     device = "cpu"
     ids_limit: int | None = None
+    chunk_bytes = 256 << 20
 
     def current(self) -> AbstractContextManager[Any]:
         """Return a context in which the calling thread uses this device: on torch's current stream there, or in a load
@@ -183,6 +125,10 @@ class Kernels:
 
     def synchronize(self) -> None:
         """Wait for all work submitted to the current stream."""
+
+    def lost(self) -> str | None:
+        """Return why this process cannot use the device any more, or None. Waits for all of its work."""
+        return None
 
     def stream(self) -> Any:
         """Return the current stream as cuDF takes it; None for its default one."""
@@ -256,14 +202,56 @@ class Kernels:
         return BLOCK * items
 
 
+def load_cupy() -> ModuleType:
+    """Import CuPy. It makes a directory for machine code as soon as it is imported, in the user's home unless
+    `CUPY_CACHE_DIR` names another one: where that cannot be written, in gpuload's cache.
+
+    Raises:
+        DeviceError: CuPy is not installed, or cannot be imported.
+    """
+    if "cupy" not in sys.modules and "CUPY_CACHE_DIR" not in os.environ:
+        own = cache_root() / "cupy"
+        if not _writable(Path("~/.cupy").expanduser()):
+            os.environ["CUPY_CACHE_DIR"] = str(own) if _writable(own) else tempfile.mkdtemp(prefix="gpuload-cupy-")
+    try:
+        import cupy
+    except ImportError as error:
+        raise DeviceError(f"the GPU engine needs CuPy ({error}): pip install 'gpuload[cu13]' (or cu12)") from error
+    return cupy  # type: ignore[no-any-return]
+
+
+def _writable(directory: Path) -> bool:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return True
+    except OSError:
+        return False
+
+
 @cache
 def _functions(number: int) -> Callable[[str], Any]:
     """The kernels of a GPU by name, compiled once per process."""
-    import cupy
-
+    cupy = load_cupy()
     with cupy.cuda.Device(number):
-        module = cupy.RawModule(code=source(), options=("-std=c++17",))
+        module = cupy.RawModule(code=source(), options=("-std=c++17", *_DEBUG * waits_for_each()))
     return lru_cache(maxsize=None)(module.get_function)
+
+
+_DEBUG = ("-DGPULOAD_MOST_SPINS=100000000",)
+"""A thread that waits for another one gives up after seconds instead of never."""
+
+
+def waits_for_each() -> bool:
+    """Return whether `GPULOAD_SYNC=1` asks to wait for each launch, so that an error is that of the launch it names."""
+    return os.environ.get("GPULOAD_SYNC", "") not in ("", "0")
+
+
+def described(name: str, blocks: int, arguments: list[Any]) -> str:
+    """Return a launch in words: its size, numbers, and the dtypes and shapes of its arrays."""
+    pairs = zip(signatures()[name], arguments, strict=True)
+    words = [f"{p.name}={f'{p.dtype}{list(a.shape)}' if p.is_array else a}" for p, a in pairs]
+    return f"{blocks} blocks of {BLOCK} threads, {', '.join(words)}"
 
 
 class DeviceKernels(Kernels):
@@ -279,11 +267,7 @@ class DeviceKernels(Kernels):
     """
 
     def __init__(self, number: int) -> None:
-        try:
-            import cupy
-        except ImportError as error:
-            raise DeviceError("the GPU engine needs CuPy: pip install 'gpuload[cu13]' (or cu12)") from error
-        self.xp = cupy
+        self.xp = load_cupy()
         self._number, self.device = number, f"cuda:{number}"
         self._function = _functions(number)
         self._side: Any = None
@@ -334,6 +318,14 @@ class DeviceKernels(Kernels):
     def synchronize(self) -> None:
         self.xp.cuda.get_current_stream().synchronize()
 
+    def lost(self) -> str | None:
+        try:
+            with self.xp.cuda.Device(self._number) as device:
+                device.synchronize()
+        except self.xp.cuda.runtime.CUDARuntimeError as error:
+            return str(error)
+        return None
+
     def stream(self) -> Any:
         from rmm.pylibrmm.stream import Stream
 
@@ -341,6 +333,11 @@ class DeviceKernels(Kernels):
 
     def _launch(self, name: str, blocks: int, arguments: list[Any]) -> None:
         self._function(name)((blocks,), (BLOCK,), tuple(arguments))
+        if waits_for_each():
+            try:
+                self.synchronize()
+            except Exception as error:
+                raise DeviceError(f"kernel {name} failed ({error}): {described(name, blocks, arguments)}") from error
 
     def address(self, array: Array) -> int:
         return int(array.data.ptr)

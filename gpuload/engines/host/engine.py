@@ -121,6 +121,9 @@ class HostEngine:
         self._nbytes = nbytes
         return nullcontext()
 
+    def lost(self) -> None:
+        return None
+
     def read(self, source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, ArrowPrompts]]:
         if not self.by_prompt:
             self._begin()

@@ -1,13 +1,13 @@
-// Shared by all kernels. engines/device/kernels.py concatenates all files, this one first, and compiles them as one
+// Shared by all kernels. engines/device/kernel_source.py concatenates all files, this one first, and compiles them as one
 // source. There are no #includes, because CuPy caches machine code by its source and would not notice a change in an
 // included file.
 //
-// Rules, so that the same source also runs on the host (testing/host_kernels.py):
+// Rules, so that the same source also runs on the host (tests/simulator/host_kernels.py):
 //   - A kernel is `extern "C" __global__ void`. Its parameters are pointers and numbers of the types below; their
 //     declarations are parsed to check the arguments of every launch.
 //   - On the host, a kernel in which threads wait for each other (barriers, warp collectives) or that uses shared memory
-//     is much slower than one without, because each thread gets a stack of its own (testing/fibers.h). A loop that waits
-//     for memory contains an atomic, a fence or __nanosleep.
+//     is much slower than one without, because each thread gets a stack of its own (tests/simulator/fibers.h). A loop
+//     that waits for memory contains an atomic, a fence or __nanosleep.
 //   - Arrays in shared memory are declared one at a time: `__shared__ int sums[8];`
 //   - Every loop over items has the size of the grid as its stride, so any number of blocks gives the same result.
 //   - Items are counted in 64 bits: rows, bytes and grid strides can exceed 2^31.
@@ -24,6 +24,15 @@ typedef unsigned char u8;
 #define REJECTED (1 << 28)
 #define IDS (~(LOSS | CHOSEN | REJECTED))
 #define NO_LABEL (-100)     // the label of a token without loss, as in engines/host/packs.py
+
+// Counts the rounds in which a thread waits for another one. A build that bounds them stops the kernel with an error
+// where it would wait for ever.
+#ifdef GPULOAD_MOST_SPINS
+#define WAITED(rounds) \
+    if (++(rounds) > GPULOAD_MOST_SPINS) __trap()
+#else
+#define WAITED(rounds)
+#endif
 
 // Runs the body for items i = 0 ... n - 1, one thread per item.
 #define EACH_THREAD(i, n) \

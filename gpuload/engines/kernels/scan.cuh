@@ -11,8 +11,10 @@ __device__ __forceinline__ u64 sum_of_tiles_before(u64* state, i64 tile, u64 own
     for (i64 high = tile; high > 0; high -= 32) {
         const i64 other = high - 1 - lane;
         u64 found = other < 0 ? 2 : *(volatile u64*)(state + other);
+        [[maybe_unused]] int rounds = 0;
         while (__any_sync(ALL_LANES, !found)) {
             __nanosleep(20);
+            WAITED(rounds);
             found = other < 0 ? 2 : *(volatile u64*)(state + other);
         }
         const unsigned complete = __ballot_sync(ALL_LANES, (found & 2) != 0);

@@ -224,7 +224,11 @@ extern "C" __global__ void list_pretokens(
                 } while (!begun && --place - origin >= MOST_TOKEN);
                 if (!begun) {
                     volatile u64* carry = carries + number - 1;
-                    while (!*carry) __nanosleep(100);
+                    [[maybe_unused]] int rounds = 0;
+                    while (!*carry) {
+                        __nanosleep(100);
+                        WAITED(rounds);
+                    }
                     place = (int)(*carry >> 1);
                     begun = true;
                 }

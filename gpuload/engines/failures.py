@@ -1,0 +1,61 @@
+"""What the failure of an engine means to whoever waits for its load."""
+
+import gc
+import traceback
+
+from gpuload.core.errors import MORE_MEMORY, ContextLostError, DeviceError, GpuloadError, HostMemoryError
+from gpuload.engines.protocol import Engine
+
+
+def explained(engine: Engine, error: Exception) -> Exception:
+    """The error that the caller of a load should see; `error` itself where it says enough.
+
+    After the failure of a device, the memory of the failed load is given back, and the device is asked whether it still
+    works: an illegal access, say, destroys what the process has there, whoever reports it, and however late.
+
+    Returns:
+        ContextLostError: nothing in this process can use the device any more.
+        DeviceError: the device has too little memory.
+        HostMemoryError: the host has.
+        error: otherwise; a device still works, so another engine may go on.
+    """
+    if isinstance(error, GpuloadError) and not isinstance(error, DeviceError):
+        return error  # about the data
+    if engine.name == "cpu":
+        if isinstance(error, MemoryError):
+            return HostMemoryError(f"out of memory while loading ({error}): {MORE_MEMORY}")
+        return error
+    release(error)
+    if lost := engine.lost():
+        return ContextLostError(
+            f"context lost: {engine.device} failed ({one_line(error)}), and nothing in this process can use it any "
+            f"more ({lost}). Start the process again; with GPULOAD_SYNC=1 in the environment, the error names the "
+            "kernel. device='cpu' does without the GPU"
+        )
+    if isinstance(error, MemoryError):
+        return DeviceError(out_of_memory("loading"))
+    return error
+
+
+def out_of_memory(stage: str) -> str:
+    """The message of a `DeviceError`."""
+    return f"out of GPU memory while {stage}: raise gpu_memory_limit, free GPU memory, or use device='cpu'"
+
+
+def one_line(error: BaseException) -> str:
+    """The type of an error, and the beginning of what it says."""
+    return f"{type(error).__name__}: {' '.join(str(error).split()):.300}".rstrip(": ")
+
+
+def release(error: BaseException) -> None:
+    """Forgets the local variables of the functions that an error has left: arrays of a failed load would otherwise keep
+    their memory for as long as the error, or a cycle of objects that it belongs to, exists."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)  # those that still run are left alone
+            waiting += [one.__cause__, one.__context__]
+    gc.collect()

@@ -1,0 +1,286 @@
+"""What a load does when a device fails: it says so, gives memory back, and goes on only where that is possible."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from simulator import engine_on, load_chats_with, load_pairs_with, load_with
+from simulator.host_kernels import COMPILER, HostKernels
+
+import gpuload
+from gpuload.core.errors import ContextLostError, DeviceError
+from gpuload.core.options import Options
+from gpuload.engines.conversations import Conversations, from_arrow
+from gpuload.engines.device import cuda
+from gpuload.engines.device import engine as device_engine
+from gpuload.engines.device.engine import DeviceEngine, large_parts
+from gpuload.engines.device.kernels import DeviceKernels
+from gpuload.engines.device.texts import DeviceTexts
+from gpuload.sources.open import open_sources
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+OPTIONS: dict[str, Any] = {"max_prompt_length": 512, "max_samples": 40}
+
+
+class Failing(HostKernels):
+    """Kernels of which one raises an error.
+
+    Args:
+        kernel: its name.
+        error: what it raises.
+        lost: what a probe of the context says afterwards.
+    """
+
+    def __init__(self, kernel: str, error: Exception, lost: str | None = None) -> None:
+        self.kernel, self.error, self.broken = kernel, error, lost
+
+    def _launch(self, name: str, blocks: int, arguments: list[Any]) -> None:
+        if name == self.kernel:
+            raise self.error
+        super()._launch(name, blocks, arguments)
+
+    def lost(self) -> str | None:
+        return self.broken
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+@pytest.mark.parametrize("error", [RuntimeError("an illegal memory access"), MemoryError("std::bad_alloc")])
+def test_a_lost_context_ends_the_load_whatever_the_device(gsm8k: str, qwen: Any, device: Any, error: Exception) -> None:
+    kernels = Failing("copy_pieces", error, "cudaErrorIllegalAddress")
+    with pytest.raises(
+        ContextLostError, match="context lost: cpu failed .*nothing in this process.*IllegalAddress"
+    ) as found:
+        load_with(engine_on(kernels), gsm8k, qwen, device=device, **OPTIONS)
+    assert "GPULOAD_SYNC=1" in str(found.value)
+
+
+@pytest.mark.parametrize("kernel", ["copy_pieces", "list_pretokens", "write_ids"])
+def test_a_bare_memory_error_says_what_to_do(gsm8k: str, qwen: Any, kernel: str) -> None:
+    kernels = Failing(kernel, MemoryError("std::bad_alloc"))
+    with pytest.raises(DeviceError, match="out of GPU memory while .*: raise gpu_memory_limit"):
+        load_with(engine_on(kernels), gsm8k, qwen, device="cuda", **OPTIONS)
+    with pytest.warns(UserWarning, match="falling back to the CPU .DeviceError: out of GPU memory"):
+        found = load_with(engine_on(kernels), gsm8k, qwen, **OPTIONS)
+    assert found.tokens.to_lists() == gpuload.load(gsm8k, qwen, device="cpu", **OPTIONS).tokens.to_lists()
+
+
+def test_memory_runs_out_where_a_load_reads_or_fetches(gsm8k: str, qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any) -> Any:
+        raise MemoryError("std::bad_alloc")
+
+    for name in ("fetch", "read", "store", "keep"):
+        with monkeypatch.context() as patch:
+            patch.setattr(DeviceEngine, name, fail)
+            with pytest.raises(DeviceError, match="out of GPU memory while loading"):
+                load_with(engine_on(HostKernels()), gsm8k, qwen, device="cuda", verify="full", **OPTIONS)
+
+
+def test_chats_and_pairs_fail_the_same_way(qwen: Any) -> None:
+    chats = pa.table({"messages": [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]] * 9})
+    pairs = pa.table({"prompt": ["a"] * 9, "chosen": ["b"] * 9, "rejected": ["c"] * 9})
+    broken = Failing("copy_pieces", RuntimeError("a fault"), "cudaErrorAssert")
+    for load, table in ((load_chats_with, chats), (load_pairs_with, pairs)):
+        try:
+            load(broken, table, qwen)
+        except ContextLostError as error:
+            assert "cudaErrorAssert" in str(error)  # noqa: PT017
+        else:  # texts are rendered and encoded on the host: nothing was launched
+            assert load is load_pairs_with
+
+
+def test_a_failed_load_gives_its_memory_back_before_the_cpu_takes_over(
+    gsm8k: str, qwen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    def fail(self: DeviceEngine, text: Any) -> Any:
+        array = np.zeros(1000)
+        array_in_a_cycle = [array]
+        array_in_a_cycle.append(array_in_a_cycle)  # type: ignore[arg-type]
+        held.append(weakref.ref(array))
+        raise RuntimeError("a kernel failed")
+
+    def described(engine: Any, error: BaseException) -> Exception:
+        found = explained(engine, error)  # type: ignore[arg-type]
+        alive.append(sum(one() is not None for one in held))
+        return found
+
+    from gpuload.pipeline import run
+
+    explained = run.explained
+    monkeypatch.setattr(run, "explained", described)
+    monkeypatch.setattr(DeviceEngine, "encode", fail)
+    gc.disable()
+    try:
+        with pytest.warns(UserWarning, match="falling back"):
+            load_with(engine_on(HostKernels()), gsm8k, qwen, **OPTIONS)
+    finally:
+        gc.enable()
+    assert held
+    assert alive == [0]
+
+
+def test_rmm_gets_its_resource_back_even_if_nothing_works_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    resources = {0: "the user's"}
+
+    class Adaptor:
+        def __init__(self, *arguments: Any, **settings: Any) -> None: ...
+
+    resource = SimpleNamespace(
+        get_per_device_resource=resources.get,
+        set_per_device_resource=resources.__setitem__,
+        CudaAsyncMemoryResource=Adaptor,
+        LimitingResourceAdaptor=Adaptor,
+    )
+    monkeypatch.setitem(sys.modules, "rmm", SimpleNamespace(mr=resource))
+
+    class Device:
+        def __init__(self, number: int) -> None: ...
+
+        def __enter__(self) -> Device:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def synchronize(self) -> None:
+            raise RuntimeError("cudaErrorIllegalAddress")
+
+    kernels: Any = object.__new__(cuda.CudaKernels)
+    kernels.xp, kernels._number, kernels._limit = SimpleNamespace(cuda=SimpleNamespace(Device=Device)), 0, 1 << 30
+    with pytest.raises(RuntimeError, match="IllegalAddress"), cuda.Pools().use(0, kernels._install_pool):
+        assert isinstance(resources[0], Adaptor)
+    assert resources == {0: "the user's"}
+
+
+class Driver:
+    """As much of CuPy as a launch needs, on a GPU whose kernels fail when they are waited for."""
+
+    class CUDARuntimeError(RuntimeError): ...
+
+    def __init__(self, fails: bool) -> None:
+        runtime = SimpleNamespace(CUDARuntimeError=self.CUDARuntimeError)
+        stream = SimpleNamespace(synchronize=self._wait)
+        self.fails, self.waits, self.ndarray, self.__name__ = fails, 0, np.ndarray, "numpy"
+        self.cuda = SimpleNamespace(runtime=runtime, get_current_stream=lambda: stream, Device=lambda number: self)
+
+    def __enter__(self) -> Driver:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def synchronize(self) -> None:
+        self._wait()
+
+    def _wait(self) -> None:
+        self.waits += 1
+        if self.fails:
+            raise self.CUDARuntimeError("cudaErrorIllegalAddress: an illegal memory access")
+
+
+def driven(fails: bool) -> Any:
+    kernels: Any = object.__new__(DeviceKernels)
+    kernels.xp, kernels._number = Driver(fails), 0
+    kernels._function = lambda name: lambda grid, block, arguments: None
+    return kernels
+
+
+def test_an_error_is_that_of_the_launch_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = (3, np.zeros(3, np.int64), np.zeros(4, np.int64), 0, 9, np.zeros(9, np.uint8))
+    kernels = driven(fails=True)
+    kernels.run("copy_pieces", 80, *arguments)
+    assert kernels.xp.waits == 0, "launches are not waited for"
+    monkeypatch.setenv("GPULOAD_SYNC", "1")
+    with pytest.raises(
+        DeviceError, match=r"kernel copy_pieces failed \(cudaErrorIllegalAddress.*1 blocks of 256 thr.*uint8\[9\]"
+    ):
+        kernels.run("copy_pieces", 80, *arguments)
+    driven(fails=False).run("copy_pieces", 80, *arguments)
+
+
+def test_the_context_is_asked_whether_it_works() -> None:
+    assert driven(fails=False).lost() is None
+    assert "IllegalAddress" in driven(fails=True).lost()
+
+
+def test_cupy_is_imported_where_the_home_directory_cannot_be_written(tmp_path: Path) -> None:
+    pytest.importorskip("cupy")
+    code = "import os; from gpuload.engines.device.kernels import load_cupy; load_cupy()"
+    code += "; print(os.environ['CUPY_CACHE_DIR'])"
+    blocked = tmp_path / "a file"
+    blocked.touch()
+    about = {name: value for name, value in os.environ.items() if name not in ("CUPY_CACHE_DIR", "XDG_CACHE_HOME")}
+    for cache in (tmp_path / "cache", blocked / "cache"):
+        about |= {"HOME": str(blocked / "home"), "GPULOAD_CACHE": str(cache)}
+        done = subprocess.run([sys.executable, "-c", code], env=about, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert (done.stdout.strip() == str(cache / "cupy")) == (cache.parent == tmp_path)
+
+
+def failing_chunks(rows: int, error: Exception) -> Any:
+    """As `cudf.chunks`, but fails behind some rows."""
+
+    def chunks(kernels: Any, path: str, column: str, kind: pa.DataType, nbytes: int) -> Iterator[Conversations]:
+        import pyarrow.parquet as pq
+
+        values = pq.read_table(path, columns=[column]).column(column).combine_chunks()
+        if rows:
+            yield from_arrow(DeviceTexts(kernels), values.slice(0, rows))
+        raise error
+
+    return chunks
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5000, 7473])
+def test_a_file_that_cudf_cannot_read_is_read_by_arrow(
+    gsm8k: str, qwen: Any, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    kernels, notes = HostKernels(), list[str]()
+    total = open_sources(gsm8k, Options(max_prompt_length=512))[0].num_rows
+    rows = min(rows, total)
+    monkeypatch.setattr(cuda, "chunks", failing_chunks(rows, RuntimeError("CUDF failure: unsupported page")))
+
+    def engine(options: Any, reference: Any, exact_only: bool = False) -> DeviceEngine:
+        read = cuda.reader(kernels, notes)  # type: ignore[arg-type]
+        import torch
+
+        return DeviceEngine(kernels, torch.device("cpu"), reference, exact_only, read, notes=notes)
+
+    found = load_with(engine, gsm8k, qwen, max_prompt_length=512)
+    expected = gpuload.load(gsm8k, qwen, max_prompt_length=512, device="cpu")
+    assert found.tokens.to_lists() == expected.tokens.to_lists()
+    assert found.columns.equals(expected.columns)
+    assert f"read by Arrow from row {rows:,} on: cuDF cannot (RuntimeError: CUDF failure: unsupported page)" in str(
+        found.report
+    )
+
+
+def test_without_cudf_arrow_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pylibcudf", None)
+    assert cuda.without_cudf() is not None
+
+
+def test_small_parts_are_joined_for_a_device(gsm8k: str, qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = [[{"role": "user", "content": "x" * 50}]]
+    (source,) = open_sources(
+        pa.table({"prompt": messages * 100_000, "n": range(100_000)}), Options(max_prompt_length=512)
+    )
+    parts = list(large_parts(source, "prompt", 1 << 30))
+    assert [len(prompts) for _, prompts in parts] == [100_000]
+    monkeypatch.setattr(device_engine, "MOST_JOINED", 1 << 20)
+    parts = list(large_parts(source, "prompt", 1 << 30))
+    assert 2 < len(parts) < 13, "8,192 rows at a time would be 13 parts"
+    assert [n for table, _ in parts for n in table.column("n").to_pylist()] == list(range(100_000))
+    assert sum(len(prompts) for _, prompts in parts) == 100_000
