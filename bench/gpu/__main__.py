@@ -30,6 +30,8 @@ from gpuload.demo_data import demo_files
 
 SECTIONS = {
     "machine": Section(checks.machine, 60, "Machine"),
+    "sanitizer": Section(checks.sanitizer, 160, "compute-sanitizer"),
+    "tests": Section(checks.tests, 250, "Tests marked gpu"),
     "loads": Section(exact.loads, 120, "Exactness: loads by both engines"),
     "tables": Section(tokens.tables, 90, "Compilation of tokenizers"),
     "tokens": Section(exact.tokens, 120, "Exactness: ids compared with `tokenizers`"),
@@ -46,8 +48,6 @@ SECTIONS = {
     "first_batch": Section(loads.first_batch, 150, "Parquet to the first batch"),
     "waits": Section(training.waits, 60, "What a training step waits for its batch"),
     "others": Section(loads.others, 120, "Other loaders"),
-    "sanitizer": Section(checks.sanitizer, 160, "compute-sanitizer"),
-    "tests": Section(checks.tests, 250, "Tests marked gpu"),
 }
 _LEAST = 5.0  # seconds that must be left to start a section
 _REHEARSAL_ROWS = 120

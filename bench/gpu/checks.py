@@ -222,8 +222,8 @@ def verdict(code: int, output: str) -> dict[str, Any]:
 
 
 def _counts(output: str) -> dict[str, Any]:
-    found = re.search(r"^(\d+) rows, (\d+) launches of (\d+) kernels$", output, re.MULTILINE)
-    return dict(zip(("rows", "launches", "kernels"), map(int, found.groups()), strict=True)) if found else {}
+    found = re.search(r"^(\d+) cases, (\d+) launches of (\d+) kernels$", output, re.MULTILINE)
+    return dict(zip(("cases", "launches", "kernels"), map(int, found.groups()), strict=True)) if found else {}
 
 
 def tests(task: Task, facts: Facts) -> None:

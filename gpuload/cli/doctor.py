@@ -47,6 +47,11 @@ def _print(*lines: str) -> None:
     print(*lines, sep="\n", flush=True)
 
 
+def versions() -> dict[str, str]:
+    """The installed packages that matter, with their versions."""
+    return {name: version for name in _PACKAGES if (version := _version(name))}
+
+
 def _version(package: str) -> str | None:
     for name in (package, *_DISTRIBUTIONS.get(package, ())):
         try:

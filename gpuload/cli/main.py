@@ -129,6 +129,15 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "--require", choices=["cpu", "cuda"], help="test only this engine; exit status 1 if it does not work"
     )
+    doctor.add_argument(
+        "--gpu",
+        nargs="?",
+        type=int,
+        const=0,
+        metavar="N",
+        help="test GPU N (0) step by step instead, each in a process of its own, up to the first that fails",
+    )
+    doctor.add_argument("--gpu-step", help=argparse.SUPPRESS)  # one of the steps, in this process
     doctor.set_defaults(run=_doctor, parser=doctor)
 
     demo = commands.add_parser("demo", help="load the shipped dataset, and compare with tokenizing row by row")
@@ -321,6 +330,10 @@ def _export(given: argparse.Namespace, more: dict[str, Any]) -> int:
 def _doctor(given: argparse.Namespace) -> int:
     from gpuload.cli.doctor import diagnose
 
+    if given.gpu is not None:
+        from gpuload.cli.ladder import climb, run_here
+
+        return run_here(given.gpu_step, given.gpu) if given.gpu_step else climb(given.gpu)
     return diagnose(given.require)
 
 

@@ -131,6 +131,19 @@ def replacing(path: Path) -> Iterator[Path]:
         directory.remove()
 
 
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds the lock of a file, which is made if it is missing. Waits for other processes that hold it.
+
+    Raises:
+        OSError: the file cannot be written, or there are no locks.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        _lock(file, wait=True)
+        yield
+
+
 def exchanged(one: Path, other: Path) -> bool:
     """Exchanges two directories in one step. False if the system or the file system has no such step.
 

@@ -56,6 +56,7 @@ from gpuload.engines.device.cudf import can_read, chunks, slices
 from gpuload.engines.device.engine import DeviceEngine, Reader, large_parts, zip_with_tables
 from gpuload.engines.device.kernels import DeviceKernels, Kernels, ThreadStreams
 from gpuload.engines.device.texts import DeviceTexts, texts_to_device
+from gpuload.engines.device.verdict import distrust
 from gpuload.engines.failures import one_line
 from gpuload.engines.protocol import ArrowPrompts, Prompts
 from gpuload.reference.reference import Reference
@@ -98,6 +99,8 @@ def unavailable_reason(device: str) -> str | None:
     if missing:
         return f"{', '.join(missing)} is not installed: {_INSTALL}"
     try:
+        if wrong := distrust(number):
+            return f"GPU {number} is not trusted: {wrong}"
         kernels = CudaKernels(number, 0)
         with kernels.loading():
             self_test(kernels)

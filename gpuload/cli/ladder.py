@@ -1,0 +1,266 @@
+"""`gpuload doctor --gpu`: everything that a load on a GPU needs, from the driver to whole loads, step by step. Each
+step is a process of its own with a limit of time, and the first that fails says what to report.
+"""
+
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gpuload.cli.doctor import versions
+from gpuload.core.errors import MismatchError
+from gpuload.core.files import cache_root
+from gpuload.engines.device import verdict
+
+_SIZE = 1 << 20  # bytes, or items, of the data that steps copy
+
+
+def climb(number: int) -> int:
+    """Runs all steps on a GPU, up to the first that fails, and prints what each found.
+
+    Returns:
+        0, or 1 if a step failed.
+    """
+    for name, (_, limit) in STEPS.items():
+        started = time.perf_counter()
+        done = verdict.run_step(name, number, limit)
+        print(f"{name:9} {'FAILED' if done.failure else 'works'} ({time.perf_counter() - started:.1f} s)")
+        print("".join(f"    {line}\n" for line in done.output.splitlines()), end="", flush=True)
+        if done.failure:
+            print(f"    {done.failure}\n\nPlease report this output. device='cpu' does without the GPU", flush=True)
+            return 1
+    return 0
+
+
+def run_here(name: str, number: int) -> int:
+    """Runs one step in this process. Prints what it finds; the last line of standard error says why it failed."""
+    try:
+        STEPS[name][0](number)
+    except Exception as error:
+        print(f"{type(error).__name__}: {' '.join(str(error).split()):.1000}", file=sys.stderr)
+        return 1
+    return 0
+
+
+# -- the steps -------------------------------------------------------------------------------------------------------
+
+
+def _environment(number: int) -> None:
+    print(f"Python {platform.python_version()}, {platform.platform()}, {os.cpu_count()} cores")
+    print(", ".join(f"{name} {version}" for name, version in versions().items()))
+    for name in ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "CUPY_CACHE_DIR", "LD_LIBRARY_PATH"):
+        if name in os.environ:
+            print(f"{name}={os.environ[name]}")
+    for place in (Path.home(), cache_root()):
+        print(f"{place}: {'can' if os.access(place, os.W_OK) else 'cannot'} be written")
+    if shutil.which("nvidia-smi") is None:
+        print("nvidia-smi is not on the PATH")
+    import torch
+
+    if torch.version.cuda is None:
+        raise RuntimeError(f"torch {torch.__version__} was built without CUDA: install a CUDA build of torch")
+    if not torch.cuda.device_count():
+        raise RuntimeError("torch finds no NVIDIA GPU or driver: check nvidia-smi and CUDA_VISIBLE_DEVICES")
+    if number >= torch.cuda.device_count():
+        raise RuntimeError(f"there is no GPU {number}: torch finds {torch.cuda.device_count()}")
+
+
+def _context(number: int) -> None:
+    kernels = _kernels(number)
+    runtime = kernels.xp.cuda.runtime
+    for name, value in verdict.described(number).items():
+        print(f"{name}: {value}")
+    # cudaDevAttrMemoryPoolsSupported and cudaDevAttrCanUseHostPointerForRegisteredMem
+    print(f"memory pools: {runtime.deviceGetAttribute(115, number)}")
+    print(f"pinned memory at the host's addresses: {runtime.deviceGetAttribute(91, number)}")
+    free, total = runtime.memGetInfo()
+    print(f"{free >> 20:,} of {total >> 20:,} MiB free")
+    with kernels.loading():  # the pool of RMM
+        check_copies(kernels.xp)
+    check_copies(kernels.xp)
+
+
+def check_copies(xp: Any) -> None:
+    """Copies bytes to an array module's device and back."""
+    data = np.random.default_rng(0).integers(0, 256, _SIZE, np.uint8)
+    _expect("copied bytes", _host(xp.asarray(data)), data)
+
+
+def _arrays(number: int) -> None:
+    kernels = _kernels(number)
+    with kernels.current():
+        check_arrays(kernels.xp)
+
+
+def check_arrays(xp: Any) -> None:
+    """Compares what the engine calls of an array module with NumPy."""
+    chance = np.random.default_rng(0)
+    numbers, few = chance.integers(0, 1000, 10_007), chance.integers(0, 50, 10_007)
+    flags, floor = few > 25, np.sort(numbers)
+    given: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+        "cumsum": (lambda m, a: m.cumsum(a), (numbers,)),
+        "cumsum into an array": (lambda m, a: _cumsum_into(m, a), (numbers,)),
+        "flatnonzero": (lambda m, a: m.flatnonzero(a), (flags,)),
+        "unique": (lambda m, a: m.concatenate(m.unique(a, return_index=True, return_inverse=True)), (few,)),
+        "searchsorted": (lambda m, a, b: m.searchsorted(a, b, side="right"), (floor, numbers)),
+        "where": (lambda m, a, b: m.where(a, b, -1), (flags, numbers)),
+        "minimum": (lambda m, a, b: m.minimum(a, b), (numbers, few)),
+        "diff": (lambda m, a: m.diff(a), (numbers,)),
+        "argsort": (lambda m, a: m.argsort(a, kind="stable"), (few,)),
+        "take": (lambda m, a, b: a[b], (numbers, few)),
+        "assign": (lambda m, a, b: _assigned(a.copy(), b), (numbers, flags)),
+        "unpackbits": (lambda m, a: m.unpackbits(a.astype(np.uint8), bitorder="little"), (few,)),
+        "count_nonzero": (lambda m, a: m.asarray(m.count_nonzero(a)), (flags,)),
+        "or in place": (lambda m, a: _marked(a.astype(np.int32)), (numbers,)),
+        "view": (lambda m, a: a.view(np.uint8), (numbers,)),
+    }
+    for name, (call, arrays) in given.items():
+        _expect(name, _host(call(xp, *map(xp.asarray, arrays))), call(np, *arrays))
+    print(f"{len(given)} functions as in NumPy")
+
+
+def _cumsum_into(m: Any, array: Any) -> Any:
+    made = m.zeros(len(array) + 1, np.int64)
+    m.cumsum(array, out=made[1:])
+    return made
+
+
+def _assigned(array: Any, flags: Any) -> Any:
+    array[flags] = -7
+    return array
+
+
+def _marked(array: Any) -> Any:
+    array |= 1 << 30
+    return array
+
+
+def _compile(number: int) -> None:
+    from gpuload.engines.device.kernel_source import signatures
+
+    started = time.perf_counter()
+    kernels = _kernels(number)
+    with kernels.current():
+        for name in signatures():
+            kernels._function(name)
+    print(f"{len(signatures())} kernels in {time.perf_counter() - started:.1f} s")
+
+
+def _known_answers(number: int) -> None:
+    from gpuload.cli.known_answers import wrong_answers
+
+    found = []
+    for name, wrong in wrong_answers(_kernels(number)):
+        print(f"{name}: {wrong or 'right'}", flush=True)
+        found += [f"{name}: {wrong}"] * bool(wrong)
+    if found:
+        raise MismatchError("; ".join(found))
+
+
+def _torch(number: int) -> None:
+    import torch
+
+    kernels = _kernels(number)
+    with kernels.current():
+        tensor, array = kernels.tensor(3, 1000)
+        array[...] = 7
+        if tensor.data_ptr() != kernels.address(array):
+            raise MismatchError("a tensor does not share the memory of its array")
+        _expect("a tensor that an array has filled", tensor.cpu().numpy(), np.full((3, 1000), 7))
+    side = torch.cuda.Stream(number)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(side), kernels.current():
+        _, array = kernels.tensor(_SIZE)
+        array[...] = 5
+        doubled = torch.utils.dlpack.from_dlpack(array) * 2
+    torch.cuda.current_stream(number).wait_stream(side)
+    _expect("work on a stream of torch", doubled.cpu().numpy(), np.full(_SIZE, 10))
+    from gpuload.core.arrays import Ragged
+    from gpuload.engines.device.store import DeviceStore, host_store
+
+    rows = host_store([Ragged.from_lists([[1, 2], [3], []])], None)
+    pinned = DeviceStore(kernels, kernels.pinned(rows.values) + 4 * rows.offsets[:-1], rows.lengths, [rows.values])
+    if pinned.take(np.array([1, 0])).to_lists() != [[3], [1, 2]]:
+        raise MismatchError("kernels read wrong values from pinned memory of the host")
+
+
+def _cudf(number: int) -> None:
+    from gpuload.engines.device.cuda import reader, without_cudf
+
+    if why_not := without_cudf():
+        print(f"not used, Arrow reads: {why_not}")
+        return
+    from gpuload.core.options import Options
+    from gpuload.demo_data import demo_files
+    from gpuload.engines.conversations import Conversations
+    from gpuload.sources.open import open_sources
+
+    kernels, notes = _kernels(number), list[str]()
+    (source,) = open_sources(demo_files()[0], Options(max_prompt_length=512))
+    with kernels.loading():
+        rows = 0
+        for table, prompts in reader(kernels, notes)(source, "prompt", True):
+            if not isinstance(prompts, Conversations) or notes:
+                raise RuntimeError("; ".join(notes) or "Arrow was used")
+            some = np.arange(0, len(prompts), max(1, len(prompts) // 100))
+            column = table.column("prompt").combine_chunks()
+            if not prompts.fetch(some).equals(column.take(some.tolist())):
+                raise MismatchError("cuDF and Arrow read different prompts")
+            rows += len(prompts)
+    print(f"{rows:,} rows as Arrow reads them")
+
+
+def _pipeline(number: int) -> None:
+    import gpuload
+    from gpuload.cli.selftest import check_engine
+    from gpuload.demo_data import demo_files
+    from gpuload.engines.device.cuda import cuda_engine
+
+    outcome = check_engine(lambda reference: cuda_engine(reference, f"cuda:{number}"))
+    for stage, seconds in outcome.seconds.items():
+        print(f"{stage}: {seconds:.3f} s")
+    if outcome.failure:
+        raise MismatchError(": ".join(outcome.failure))
+    file, tokenizer = demo_files()
+    options: dict[str, Any] = {"max_prompt_length": 128, "token_cache": False, "progress": False}
+    expected = gpuload.load(file, tokenizer, device="cpu", **options)
+    for tokens_on in ("device", "host"):
+        found = gpuload.load(file, tokenizer, device=f"cuda:{number}", tokens_on=tokens_on, **options)
+        _expect("ids", found.tokens.values, expected.tokens.values)
+        for one, other in zip(found.loader(64, seed=1), expected.loader(64, seed=1), strict=True):
+            for key in ("input_ids", "attention_mask", "position_ids"):
+                _expect(f"{key} of a batch", one[key].cpu().numpy(), other[key].numpy())
+        print(f"{len(found):,} rows and all their batches, ids in memory of the {tokens_on}")
+
+
+def _kernels(number: int) -> Any:
+    from gpuload.engines.device.cuda import CudaKernels
+
+    return CudaKernels(number, 0)
+
+
+def _host(array: Any) -> np.ndarray[Any, Any]:
+    return np.asarray(array.get() if hasattr(array, "get") else array)
+
+
+def _expect(what: str, found: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> None:
+    if found.dtype != expected.dtype or not np.array_equal(found, expected):
+        raise MismatchError(f"{what}: wrong results")
+
+
+STEPS: dict[str, tuple[Callable[[int], None], float]] = {
+    "machine": (_environment, 60),
+    "context": (_context, 120),
+    "arrays": (_arrays, 300),
+    "compile": (_compile, 300),
+    "kernels": (_known_answers, verdict.LIMIT),
+    "torch": (_torch, 120),
+    "cudf": (_cudf, 120),
+    "loads": (_pipeline, 300),
+}
+"""Name → what a step does with a GPU's number, and its limit in seconds."""

@@ -1,0 +1,188 @@
+"""`gpuload doctor --gpu`: known answers of all kernels, and steps that stop at the first failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from simulator.host_kernels import COMPILER, HostKernels
+from tiers import core
+
+from gpuload.cli import known_answers, ladder
+from gpuload.cli.main import main
+from gpuload.engines.device import cuda, verdict
+from gpuload.engines.device.kernel_source import signatures
+from gpuload.engines.device.verdict import Step, distrust
+
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+
+class Watched(HostKernels):
+    """Kernels of the host that note which are launched, and skip one."""
+
+    def __init__(self, skipped: str = "") -> None:
+        self.launched: set[str] = set()
+        self.skipped = skipped
+
+    def _launch(self, name: str, blocks: int, arguments: list[Any]) -> None:
+        self.launched.add(name)
+        if name != self.skipped:
+            super()._launch(name, blocks, arguments)
+
+
+@needs_compiler
+def test_every_kernel_has_a_known_answer() -> None:
+    kernels = Watched()
+    assert [(name, wrong) for name, wrong in known_answers.wrong_answers(kernels) if wrong] == []
+    assert kernels.launched == set(signatures())
+
+
+@needs_compiler
+@pytest.mark.parametrize("kernel", core(sorted(signatures()), "common_ids", "find", "merge_long", "pack", "split"))
+def test_a_kernel_that_does_nothing_is_noticed(kernel: str) -> None:
+    """In a process of its own: the numbers that are missing are addresses and sizes of other kernels."""
+    known_answers._chat_tokenizer()
+    process = os.fork()
+    if not process:
+        signal.alarm(60)
+        wrong = any(wrong for _, wrong in known_answers.wrong_answers(Watched(kernel)))
+        os._exit(7 if wrong else 0)
+    _, status = os.waitpid(process, 0)
+    assert status != 0
+    assert not os.WIFEXITED(status) or os.WEXITSTATUS(status) == 7
+
+
+def test_functions_of_the_array_module_are_compared() -> None:
+    ladder.check_arrays(np)
+    ladder.check_copies(np)
+
+    class Wrong:
+        def __getattr__(self, name: str) -> Any:
+            return (lambda array: np.diff(array) + 1) if name == "diff" else getattr(np, name)
+
+    with pytest.raises(ladder.MismatchError, match="diff: wrong results"):
+        ladder.check_arrays(Wrong())
+
+
+def test_the_ladder_stops_at_the_first_failure(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def run(name: str, number: int, limit: float) -> Step:
+        asked.append((name, number))
+        return Step("a line\nanother", "ended by signal 11, behind: another" if name == "arrays" else "")
+
+    monkeypatch.setattr(verdict, "run_step", run)
+    assert main(["doctor", "--gpu", "3"]) == 1
+    assert asked == [("machine", 3), ("context", 3), ("arrays", 3)]
+    found = capsys.readouterr().out
+    assert "context   works" in found
+    assert "arrays    FAILED" in found
+    assert "    another\n    ended by signal 11, behind: another\n\nPlease report" in found
+    monkeypatch.setattr(verdict, "run_step", lambda *_: Step("", ""))
+    assert main(["doctor", "--gpu"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "failure"),
+    [
+        ("print('first', flush=True); import time; time.sleep(60)", "stopped after 3 s, behind: first"),
+        ("print('first', flush=True); import os; os.abort()", "ended by signal 6, behind: first"),
+        ("import sys; print('last words', file=sys.stderr); sys.exit(1)", "last words"),
+        ("print('fine')", ""),
+    ],
+)
+def test_a_step_that_hangs_crashes_or_fails(monkeypatch: pytest.MonkeyPatch, code: str, failure: str) -> None:
+    run = subprocess.run
+
+    def replaced(command: list[str], **settings: Any) -> Any:
+        assert command[1:] == ["-m", "gpuload", "doctor", "--gpu", "0", "--gpu-step", "kernels"]
+        assert settings["env"]["GPULOAD_SYNC"] == "1"
+        return run([sys.executable, "-c", code], **settings)
+
+    monkeypatch.setattr(subprocess, "run", replaced)
+    assert verdict.run_step("kernels", 0, 3 if failure.startswith("stopped") else 60).failure == failure
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+    """A GPU as `described` describes it, whose verdicts are in a new directory."""
+    about = {"gpu": "H", "compute_mode": 0, "driver": 13000, "source": "s"}
+    monkeypatch.setenv("GPULOAD_CACHE", str(tmp_path))
+    monkeypatch.setattr(verdict, "described", lambda number: about)
+    return about
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, failure: str) -> list[str]:
+    runs: list[str] = []
+
+    def run(name: str, number: int, limit: float) -> Step:
+        runs.append(name)
+        return Step("", failure)
+
+    monkeypatch.setattr(verdict, "run_step", run)
+    return runs
+
+
+@pytest.mark.parametrize("failure", ["", "wrong ids"])
+def test_a_verdict_serves_later_loads_until_something_changes(
+    monkeypatch: pytest.MonkeyPatch, machine: dict[str, Any], failure: str
+) -> None:
+    runs = counted(monkeypatch, failure)
+    threads = [threading.Thread(target=distrust, args=(0,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = distrust(0)
+    assert runs == ["kernels"], "of several loads at once, one asks"
+    assert (found is None) == (not failure)
+    assert failure in (found or "")
+    machine["driver"] = 13010
+    distrust(0)
+    assert runs == ["kernels"] * 2
+
+
+def test_where_there_is_no_verdict(
+    monkeypatch: pytest.MonkeyPatch, machine: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    runs = counted(monkeypatch, "")
+    machine["compute_mode"] = 3
+    assert distrust(0) is None
+    assert not runs
+    assert "exclusive-process mode" in caplog.text
+    machine["compute_mode"] = 0
+    monkeypatch.setenv("GPULOAD_GPU_CHECK", "off")
+    assert distrust(0) is None
+    assert not runs
+    monkeypatch.delenv("GPULOAD_GPU_CHECK")
+    distrust(0)
+    (path,) = (tmp_path / "gpu").glob("*.json")
+    path.write_text("{")  # damaged
+    distrust(0)
+    assert len(runs) == 2
+    assert json.loads(path.read_text()) == {"wrong": ""}
+    blocked = tmp_path / "file"
+    blocked.touch()
+    monkeypatch.setenv("GPULOAD_CACHE", str(blocked))
+    assert distrust(0) is None, "a cache that cannot be written does not stop a load"
+
+
+def test_a_gpu_that_is_not_trusted_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(cuda, "distrust", lambda number: "its kernels do not return known answers (x)")
+    assert cuda.unavailable_reason("cuda:0") == "GPU 0 is not trusted: its kernels do not return known answers (x)"
