@@ -218,16 +218,61 @@ def test_other_settings_than_those_of_the_ids_are_an_error(chats_file: str, qwen
         _ = made[0]
 
 
-def test_tools_and_other_contents_fall_back(
-    chats_file: str, tmp_path: Path, qwen_folder: str, caplog: pytest.LogCaptureFixture
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in "fg"]
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"n": 1}}}
+ANSWERED = [turn("user", "q"), turn("assistant", "", tool_calls=[CALL]), turn("tool", "1"), turn("assistant", "1.")]
+
+
+@pytest.mark.parametrize("preserving", [False, True])
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_single_rows_that_nemo_rl_tokenizes(
+    preserving: bool, store: str, tmp_path: Path, qwen_folder: str, warm_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Tools of single rows are rendered with the others; rows that cannot be, and parts, are NeMo-RL's: only they."""
     parts = [turn("user", [{"type": "text", "text": "Hi"}]), turn("assistant", [{"type": "text", "text": "a"}])]
-    for number, (row, why) in enumerate(
-        [({"messages": CHATS[0], "tools": [{"name": "f"}]}, "rows have tools"), ({"messages": parts}, "is not text")]
-    ):
-        path = tmp_path / f"{number}.jsonl"
-        path.write_text(json.dumps(row) + "\n")
-        name = "gpuload.integrations.nemo_rl.ChatDataset"
-        made = setup_sft(name, str(path), {"name": qwen_folder}, (True, True, False), 99)
-        assert type(made.dataset).__name__ != "NemoConversations"
-        assert why in caplog.text
+    rows: list[dict[str, Any]] = [{"messages": chat} for chat in CHATS * 8]
+    rows[5]["tools"] = TOOLS
+    rows[11] = {"messages": ANSWERED, "tools": TOOLS[:1]}
+    rows[17]["messages"] = [turn("raise", "x"), turn("assistant", "y")]
+    others = {17: "no"}
+    if preserving:  # JSON of Hugging Face's dataset has one type for all contents
+        rows[23]["messages"] = parts
+        others[23] = "the content of a message is not text"
+    path = tmp_path / "mixed" / "train.jsonl"
+    path.parent.mkdir()
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    template = get_tokenizer({"name": qwen_folder}).chat_template
+    reject = "{% for m in messages if m.role == 'raise' %}{{ raise_exception('no') }}{% endfor %}"
+    section = {"name": qwen_folder, "chat_template": reject + template}
+    switches, more = (True, True, False), {"use_preserving_dataset": preserving}
+    stock = setup_sft("openai_format", str(path), section, switches, 4096, **more)
+    usable = [row for row in range(len(rows)) if row != 17]
+    for _ in range(2):
+        caplog.clear()
+        caplog.set_level("INFO")
+        ours = setup_sft(
+            "gpuload.integrations.nemo_rl.ChatDataset",
+            str(path),
+            section,
+            switches,
+            4096,
+            gpuload={"store": store},
+            **more,
+        )
+        assert ours.dataset.fallback == others
+        assert [comparable(ours[row]) for row in usable] == [comparable(stock[row]) for row in usable]
+        for dataset in (stock, ours):
+            with pytest.raises(Exception, match="no"):
+                _ = dataset[17]
+    assert "gpuload: rows are from the cache" in caplog.messages
+
+
+def test_rows_that_nemo_rl_tokenizes_all(tmp_path: Path, qwen_folder: str, caplog: pytest.LogCaptureFixture) -> None:
+    parts = [turn("user", [{"type": "text", "text": "Hi"}]), turn("assistant", [{"type": "text", "text": "a"}])]
+    path = tmp_path / "parts.jsonl"
+    path.write_text(json.dumps({"messages": parts}) + "\n")
+    name = "gpuload.integrations.nemo_rl.ChatDataset"
+    made = setup_sft(name, str(path), {"name": qwen_folder}, (True, True, False), 99)
+    assert type(made.dataset).__name__ != "NemoConversations"
+    assert "falls back to NeMo-RL for" in caplog.text
+    assert "is not text" in caplog.text

@@ -2,28 +2,48 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
+import os
+import pickle
 import sys
 from collections.abc import Iterator, Sequence
+from datetime import date
 from functools import partial
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
+from cache_cases import flip_a_bit
 from datasets import Dataset
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from tiers import examples
 
-from gpuload.core.errors import DataError, OptionError
+from gpuload.cache.token_store import DiskTokens
+from gpuload.core.arrays import Ragged
+from gpuload.core.errors import DataError, OptionError, StoreError
 from gpuload.integrations.comparison import comparable
 from gpuload.integrations.known_code import digest
+from gpuload.integrations.messages import cache as message_cache
+from gpuload.integrations.messages.cache import StoredRows
+from gpuload.integrations.messages.rows import SharedRows
 from gpuload.integrations.nemo_rl import conversations
-from gpuload.integrations.nemo_rl.conversations import ConversationProcessor, MessageSettings, tokenized_conversations
+from gpuload.integrations.nemo_rl.conversations import (
+    ConversationProcessor,
+    FormattedChats,
+    MessageSettings,
+    NemoConversations,
+    templates_of,
+    tokenized_conversations,
+)
 from gpuload.integrations.nemo_rl.rows import identity, tokenized
+from gpuload.sources.columns import Columns
 
 PIECES = ["a", " ", "\n", "é", "è", "你", "👋", "<|im_end|>", "<|im_start|>"]
 TEXT = st.lists(st.sampled_from(PIECES), max_size=8).map("".join)
@@ -55,6 +75,10 @@ def sft_processor(
 ) -> dict[str, Any]:  # fmt: skip
     """A row as NeMo-RL's processor for SFT makes it."""
     log, before, chat = [], "", row["messages"]
+    if spec is not None and spec.prompt:
+        first = next((k for k, message in enumerate(chat) if message["role"] == "user"), 0)
+        text = spec.prompt.format(chat[first]["content"])
+        chat = [*chat[:first], {"role": "user", "content": text}, *chat[first + 1 :]]
     for k, message in enumerate(chat):
         generates = add_generation_prompt and message["role"] in ("user", "tool")
         more = {} if row.get("tools") is None else {"tools": row["tools"]}
@@ -273,7 +297,7 @@ def test_messages_are_those_of_the_processor(
     tokenizer = get_tokenizer({"name": qwen_folder})
     tokenizer.chat_template, tokenizer.bos_token = template or tokenizer.chat_template, bos
     named = dict(zip(SWITCHES, switches, strict=True))
-    made = tokenized_conversations(chats, "task", tokenizer, {}, MessageSettings(**named), None)
+    made = conversations_of(chats, tokenizer, MessageSettings(**named))
     process = ConversationProcessor(identity(tokenizer), MessageSettings(**named))
     for row, chat in enumerate(chats):
         for limit in (7, 4096):
@@ -281,11 +305,17 @@ def test_messages_are_those_of_the_processor(
             assert comparable(process(made[row], None, tokenizer, limit, row, **named)) == comparable(expected)
 
 
+def conversations_of(chats: Any, tokenizer: Any, settings: MessageSettings) -> NemoConversations:
+    rows, columns = tokenized_conversations(chats, tokenizer, templates_of(tokenizer, {}), settings, {}, {})
+    stored = StoredRows(rows.ids, rows.fallback, columns=Columns([columns]))
+    return NemoConversations.of(stored, chats, chats, "task", None)
+
+
 def test_conversations_are_loaded_in_parts(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     chats = [[{"role": "user", "content": f"{row} {k}"} for k in range(row % 4 + 1)] for row in range(30)]
-    whole = tokenized_conversations(chats, "task", qwen, {}, MessageSettings(), None)
+    whole = conversations_of(chats, qwen, MessageSettings())
     monkeypatch.setattr(conversations, "_AT_ONCE", 7)
-    parts = tokenized_conversations(chats, "task", qwen, {}, MessageSettings(), None)
+    parts = conversations_of(chats, qwen, MessageSettings())
     assert [comparable(parts[row]) for row in range(30)] == [comparable(whole[row]) for row in range(30)]
 
 
@@ -355,9 +385,7 @@ def test_rows_that_nemo_rl_tokenizes_itself(
     assert "dropped 1 of 27 rows with max_input_seq_length=200 tokens or more" in caplog.text
     numbers = [row for row in range(27) if row != 14]
     assert dataset.dataset.numbers.tolist() == numbers
-    assert np.setdiff1d(np.arange(26), dataset.dataset.tokenized).tolist() == [
-        numbers.index(row) for row in (3, 25, 26)
-    ]
+    assert np.setdiff1d(numbers, dataset.dataset.tokenized).tolist() == [3, 25, 26]
     for place, row in enumerate(numbers[:-1]):
         expected = sft_processor(rows[row], None, tokenizer, 99, place)
         assert comparable(dataset.processor(dataset.dataset[place], None, tokenizer, 99, place)) == comparable(expected)
@@ -365,3 +393,259 @@ def test_rows_that_nemo_rl_tokenizes_itself(
         dataset.processor(dataset.dataset[25], None, tokenizer, 99, 25)
     assert loaded(rows[-1:]).processor is sft_processor
     assert "falls back to NeMo-RL for task: no" in caplog.messages[-1]
+
+
+# -- SFT: the cache ----------------------------------------------------------------------------------------------------
+
+CHATS = [[{"role": "user", "content": t}, {"role": "assistant", "content": f"a {n}"}] for n, t in enumerate(TEXTS * 5)]
+
+
+def chat_rows() -> list[Any]:
+    rows = [{"messages": chat, "task_name": "task", "tools": None} for chat in CHATS]
+    rows[2] = {**rows[2], "tools": TOOLS}
+    rows[4] = {**rows[4], "messages": []}  # NeMo-RL's own
+    rows[6] = {**rows[6], "messages": [{"role": "user", "content": "q", "name": "x"}, *CHATS[6][1:]]}
+    return rows
+
+
+@pytest.fixture
+def start(module: Any, qwen_folder: str, warm_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """start(rows, limit=99, store="disk") → a dataset of these rows; `start.made` counts the conversations made."""
+    tokenizer = get_tokenizer({"name": qwen_folder})
+    own = tokenizer.chat_template
+
+    def started(
+        rows: list[Any], *, prompt: str | None = None, template: str | None = None, limit: int | None = None,
+        switches: dict[str, bool] | None = None, **gpuload: Any,
+    ) -> Any:  # fmt: skip
+        monkeypatch.setattr(ChatStandIn, "__init__", lambda self, data_path, **settings: vars(self).update(
+            dataset=rows, task_name="task", chosen=module.STOCK["sft_processor"]))  # fmt: skip
+        spec = SimpleNamespace(prompt=prompt)
+        monkeypatch.setattr(ChatStandIn, "set_task_spec", lambda self, config: setattr(self, "task_spec", spec))
+        tokenizer.chat_template = template or own
+        dataset = module.NemoChatDataset(
+            data_path="x",
+            tokenizer={"name": qwen_folder},
+            max_input_seq_length=limit,
+            gpuload=gpuload,
+            **switches or {},
+        )
+        dataset.set_task_spec({})
+        dataset.set_processor()
+        return dataset
+
+    def counted(chats: Any, *given: Any) -> Any:
+        started.made.append(len(chats))  # type: ignore[attr-defined]
+        return tokenized_conversations(chats, *given)
+
+    started.made, started.tokenizer = [], tokenizer  # type: ignore[attr-defined]
+    monkeypatch.setitem(module.STOCK, "get_tokenizer", lambda section: tokenizer)
+    monkeypatch.setattr(module, "tokenized_conversations", counted)
+    return started
+
+
+def rows_of(dataset: Any, tokenizer: Any, **switches: bool) -> list[Any]:
+    """All rows but the one for which NeMo-RL raises an error."""
+    numbers = [place for place, number in enumerate(dataset.dataset.numbers.tolist()) if number != 4]
+    spec = dataset.task_spec
+    return [comparable(dataset.processor(dataset.dataset[k], spec, tokenizer, 4096, k, **switches)) for k in numbers]
+
+
+def expected_of(rows: list[Any], tokenizer: Any, **switches: bool) -> list[Any]:
+    return [
+        comparable(sft_processor(row, None, tokenizer, 4096, k, **switches)) for k, row in enumerate(rows) if k != 4
+    ]
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+@pytest.mark.parametrize("damage", [None, ".arrow", ".columns", "no columns"])
+def test_a_second_start_finds_ids_and_texts(
+    store: str, damage: str | None, start: Any, warm_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows, folder = chat_rows(), warm_cache.parent / "store" if store == "disk" else warm_cache
+    first = start(rows, store=store)
+    entry, columns = sorted(folder.glob("*.*"))
+    assert (entry.suffix, columns) == (".arrow", entry.with_suffix(".columns"))
+    if damage == "no columns":
+        columns.unlink()
+    elif damage:
+        flip_a_bit(entry.with_suffix(damage))
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        second = start(rows, store=store)
+    assert start.made == [25] * (1 + bool(damage))
+    assert ("gpuload: rows are from the cache" in caplog.messages) == (not damage)
+    assert sorted(folder.glob("*.*")) == [entry, columns]
+    assert type(second.dataset.ids) is (DiskTokens if store == "disk" else SharedRows)
+    assert type(second.dataset.chats) is (FormattedChats if store == "disk" else list)
+    expected = expected_of(rows, start.tokenizer)
+    assert rows_of(first, start.tokenizer) == rows_of(second, start.tokenizer) == expected
+    # As the workers of a DataLoader get it.
+    second.dataset = pickle.loads(pickle.dumps(second.dataset))
+    assert rows_of(second, start.tokenizer) == expected
+    assert dict(second.dataset.fallback) == {4: "the content of a message is not text"}
+    start(rows, store=store)
+    assert len(start.made) == 1 + bool(damage)
+    assert rows_of(start(rows, token_cache=False, store=store), start.tokenizer) == expected
+    assert len(start.made) == 2 + bool(damage)
+
+
+def test_rows_without_a_place_in_the_cache_are_removed_with_the_dataset(start: Any, warm_cache: Path) -> None:
+    folder = warm_cache.parent / "store"
+    dataset = start(chat_rows(), token_cache=False, store="disk")
+    assert {path.suffix for path in folder.rglob("*.columns")} == {".columns"}
+    del dataset
+    gc.collect()
+    assert list(folder.glob("*")) == list(warm_cache.glob("*")) == []
+
+
+def test_a_store_on_disk_takes_the_entry_of_the_token_cache(start: Any, warm_cache: Path) -> None:
+    rows = chat_rows()
+    start(rows)
+    dataset = start(rows, store="disk")
+    assert start.made == [25]
+    assert list(warm_cache.glob("*")) == []
+    assert rows_of(dataset, start.tokenizer) == expected_of(rows, start.tokenizer)
+    assert rows_of(start(rows), start.tokenizer) == expected_of(rows, start.tokenizer)
+    assert start.made == [25]
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_another_limit_finds_the_same_rows(store: str, start: Any) -> None:
+    rows = chat_rows()
+    start(rows, store=store)
+    lengths = [row["length"] for row in expected_of(rows, start.tokenizer)]
+    found = start(rows, limit=max(lengths), store=store)
+    assert start.made == [25]
+    kept = [row for row in expected_of(rows, start.tokenizer) if row["length"] < max(lengths)]
+    assert [{**row, "idx": 0} for row in rows_of(found, start.tokenizer)] == [{**row, "idx": 0} for row in kept]
+
+
+@pytest.mark.parametrize(
+    "other", ["messages", "fields", "tools", "own row", "prompt", "template", "tokenizer", "switch", "eos", "code"]
+)
+def test_other_conditions_are_not_found(
+    other: str, start: Any, module: Any, warm_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, config, tokenizer = chat_rows(), dict[str, Any](), start.tokenizer
+    start(rows)
+    if other == "messages":
+        rows[3] = {**rows[3], "messages": [{"role": "user", "content": "another"}, *CHATS[3][1:]]}
+    elif other == "fields":
+        rows[3] = {**rows[3], "messages": [{**CHATS[3][0], "name": "me"}, *CHATS[3][1:]]}
+    elif other == "tools":
+        rows[3] = {**rows[3], "tools": TOOLS[:1]}
+    elif other == "own row":
+        rows[4] = chat_rows()[3]
+    elif other == "prompt":
+        config = {"prompt": "Solve: {}"}
+    elif other == "template":
+        config = {"template": tokenizer.chat_template + "!"}
+    elif other == "tokenizer":
+        tokenizer.add_tokens(["ng l"])
+    elif other == "switch":
+        config = {"switches": {"add_generation_prompt": True}}
+    elif other == "eos":
+        tokenizer.eos_token = "<|endoftext|>"
+    else:
+        monkeypatch.setattr(message_cache, "digest", lambda function: "another")
+    for _ in range(2):
+        found = start(rows, **config)
+        assert start.made == [25, 25]
+        assert type(found.processor) is ConversationProcessor
+        assert rows_of(found, tokenizer, **config.get("switches", {})) == [
+            comparable(sft_processor(row, found.task_spec, tokenizer, 4096, k, **config.get("switches", {})))
+            for k, row in enumerate(rows)
+            if k != 4
+        ]
+    assert len(list(warm_cache.glob("*.columns"))) == len(list(warm_cache.glob("*.arrow"))) == 2
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+@pytest.mark.parametrize("wrong", ["ids", "texts", "sizes"])
+def test_an_entry_that_differs_from_nemo_rl_is_made_again(
+    wrong: str, store: str, start: Any, warm_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, add = chat_rows(), message_cache.RowCache.add
+
+    def added(self: Any, ids: Ragged, others: Any, rendering: Any, columns: pa.Table) -> None:
+        if wrong == "ids":
+            ids = Ragged(ids.values ^ 1, ids.offsets)
+        else:
+            values = columns[wrong].chunk(0)
+            turned = values.values.take(pa.array(np.arange(len(values.values))[::-1]))
+            turned = pa.LargeListArray.from_arrays(values.offsets, turned)
+            columns = columns.set_column(columns.schema.get_field_index(wrong), wrong, turned)
+        add(self, ids, others, rendering, columns)
+
+    monkeypatch.setattr(message_cache.RowCache, "add", added)
+    start(rows, store=store)
+    monkeypatch.setattr(message_cache.RowCache, "add", add)
+    found = start(rows, store=store)
+    assert start.made == [25, 25]
+    assert rows_of(found, start.tokenizer) == expected_of(rows, start.tokenizer)
+    start(rows, store=store)
+    assert start.made == [25, 25]
+
+
+def test_rows_that_differ_from_nemo_rl_do_not_become_an_entry(
+    start: Any, module: Any, warm_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other(row: Any, *given: Any, **named: Any) -> Any:
+        return sft_processor(row, *given, **named) | {"length": 0}
+
+    monkeypatch.setitem(module.STOCK, "sft_processor", other)
+    for store in ("memory", "disk"):
+        assert start(chat_rows(), store=store).processor is other
+    assert list(warm_cache.glob("*")) == list((warm_cache.parent / "store").glob("*")) == []
+
+
+def test_a_bound_of_the_cache_counts_texts(start: Any, warm_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dataset = start(chat_rows())
+    bytes_of_ids = dataset.dataset.ids.values.nbytes + dataset.dataset.ids.starts.nbytes
+    for path in warm_cache.glob("*"):
+        path.unlink()
+    with caplog.at_level(logging.INFO):
+        start(chat_rows(), token_cache_bytes=bytes_of_ids + 1)
+    assert f"gpuload: tokens are not cached: they would exceed token_cache_bytes={bytes_of_ids + 1}" in (
+        message.replace(",", "") for message in caplog.messages
+    )
+    assert list(warm_cache.glob("*")) == []
+
+
+def test_a_full_disk(start: Any, warm_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr("gpuload.cache.column_file.ColumnWriter.close", full)
+    expected = expected_of(chat_rows(), start.tokenizer)
+    assert rows_of(start(chat_rows(), store="memory"), start.tokenizer) == expected
+    with pytest.raises(StoreError, match="the disk is full"):
+        start(chat_rows(), store="disk")
+    assert list(warm_cache.glob("*")) == list((warm_cache.parent / "store").glob("*")) == []
+
+
+def test_values_that_are_not_json_are_nemo_rls(start: Any, caplog: pytest.LogCaptureFixture) -> None:
+    rows = chat_rows()
+    rows[3] = {**rows[3], "messages": [{**CHATS[3][0], "at": date(2026, 1, 2)}, *CHATS[3][1:]]}
+    for _ in range(2):
+        assert rows_of(start(rows), start.tokenizer) == expected_of(rows, start.tokenizer)
+    assert "a value has the type date, which JSON has not" in caplog.text
+    assert start.made == [25]
+
+
+def test_options_that_have_no_effect(
+    start: Any, module: Any, qwen_folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    start(chat_rows(), device="cpu", store="memory")
+    assert (
+        "gpuload: data.train.gpuload.device='cpu' has no effect: messages for SFT are tokenized on the CPU"
+        in caplog.text
+    )
+    assert "gpuload.store" not in caplog.text
+    caplog.clear()
+    dataset = module.NemoPromptDataset(data_path="x", tokenizer={"name": qwen_folder}, gpuload={"store": "memory"})
+    vars(dataset).update(dataset=StandIn("x").dataset, val_dataset=None, chosen=processor)
+    StandIn.set_task_spec(dataset, {"processor": "default"})
+    dataset.set_processor()
+    assert "data.train.gpuload.store='memory' has no effect: prompts are in memory, with their texts" in caplog.text

@@ -6,9 +6,12 @@ verified.
 
 Checksums of everything but the ids are compared when a file is opened. Those of the ids, which are nearly all of it,
 can be left until they are used.
+
+An entry may have columns: a `ColumnFile` beside it with the same rows and key. Without that file it is as good as none.
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,8 @@ import numpy as np
 import pyarrow as pa
 
 from gpuload.cache.block_file import BlockFile, BlockWriter
+from gpuload.cache.column_file import ColumnFile, ColumnWriter
+from gpuload.cache.directory import COLUMNS
 from gpuload.cache.faults import missing
 from gpuload.core.arrays import Ragged, RowNumbers, offsets_of, on_host
 from gpuload.core.errors import StoreError
@@ -39,10 +44,13 @@ class Entry(BlockFile):
         values: the whole file as int32.
         verified: how the rows were compared with the tokenizer.
         compared: how many rows were compared.
+        columns: what rows have beside ids; None if that is nothing.
     """
 
     def __init__(self, path: Path, memory: pa.Buffer, facts: Mapping[str, Any]):
         super().__init__(path, memory, facts)
+        beside = path.with_suffix(COLUMNS)
+        self.columns = ColumnFile.again(beside, self.key, self.num_rows) if facts["columns"] else None
         self.parts = [self._part(first) for first in range(0, len(self.starts), _BLOCKS)]
         self.first_rows: RowNumbers = offsets_of(np.array([len(part) for part in self.parts], np.int64))
         self.values = np.frombuffer(memory, np.int32, memory.size // 4)
@@ -71,14 +79,22 @@ class Entry(BlockFile):
             counts=known["counts"],
         )
 
+    @property
+    def paths(self) -> list[Path]:
+        """Its files."""
+        return [self.path] if self.columns is None else [self.path, self.columns.path]
+
     def check_ids(self) -> None:
-        """Compares all ids with their checksums.
+        """Compares all ids, and columns, with their checksums.
 
         Raises:
             StoreError: some have been damaged.
         """
         for number in range(_IDS, len(self.starts), _BLOCKS):
             self.block(number)
+        if self.columns is not None:
+            for number in range(len(self.columns.starts)):
+                self.columns.block(number)
 
     def read(self, source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, Tokenized]]:
         """As an engine's `read`, with ids instead of prompts."""
@@ -182,11 +198,21 @@ class EntryWriter(BlockWriter):
     def __init__(self, directory: Path, key: str, source: str, name: str | None = None):
         super().__init__(directory / (name or key), key, source)
         self._compared = 0
+        self._columns: ColumnWriter | None = None
 
-    def write(self, tokens: Tokenized, compared: int) -> None:
-        """Appends rows, of which `compared` were compared with the tokenizer."""
+    def write(self, tokens: Tokenized, compared: int, columns: pa.Table | None = None) -> None:
+        """Appends rows.
+
+        Args:
+            tokens: of n rows.
+            compared: how many of them were compared with the tokenizer.
+            columns: n rows of what else they have: always or never.
+        """
         if not len(tokens):
             return
+        if columns is not None:
+            self._columns = self._columns or ColumnWriter(self.path.with_suffix(COLUMNS), self.key, self._source)
+            self._columns.add(columns, len(tokens), {})
         facts = {
             "rejected": tokens.rejected,
             "compiled": tokens.compiled_rows,
@@ -204,4 +230,21 @@ class EntryWriter(BlockWriter):
 
     def close(self, verified: Verify) -> None:
         """Completes the file, once it has all rows."""
-        self._finish(verified=verified, compared=self._compared)
+        if self._columns is not None:
+            self._columns.close()
+        self._finish(verified=verified, compared=self._compared, columns=self._columns is not None)
+
+    def discard(self) -> None:
+        if self._columns is not None:
+            self._columns.discard()
+        super().discard()
+
+    def move(self, path: Path) -> None:
+        """Renames the complete file, after that of its columns: no entry is without them.
+
+        Raises:
+            OSError: they cannot be renamed.
+        """
+        if self._columns is not None:
+            os.replace(self._columns.path, path.with_suffix(COLUMNS))
+        os.replace(self.path, path)

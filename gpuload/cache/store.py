@@ -22,7 +22,15 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from gpuload.cache.directory import IDS, default_bound, digests_directory, evict, store_directory, tokens_directory
+from gpuload.cache.directory import (
+    COLUMNS,
+    IDS,
+    default_bound,
+    digests_directory,
+    evict,
+    store_directory,
+    tokens_directory,
+)
 from gpuload.cache.entry import Entry, EntryWriter, is_verified, read_entry
 from gpuload.cache.key import decides_ids, entry_key, uncacheable_reason
 from gpuload.cache.known_files import known_digest
@@ -110,10 +118,11 @@ class TokenCache:
         if entry is None or not is_verified(entry.verified, self._options.verify):
             self._keys[source.name] = key
             return None
-        with suppress(OSError):
-            self._in_use.add(path)
-            self._found_bytes += path.stat().st_size
-            os.utime(path)  # the time of the last use, for `evict`
+        for file in entry.paths:
+            with suppress(OSError):
+                self._in_use.add(file)
+                self._found_bytes += file.stat().st_size
+                os.utime(file)  # the time of the last use, for `evict`
         return None if self._options.return_full_prompt else entry  # entries have no texts
 
     def content(self, source: Source, names: Sequence[str]) -> bytes:
@@ -128,25 +137,34 @@ class TokenCache:
         """The key of the entry that a source can get, after `find`; None if its ids are not cached."""
         return self._keys.get(source.name)
 
-    def write(self, number: int, source: Source, rows: RowNumbers, tokens: Tokenized, compared: int) -> None:
+    def write(
+        self,
+        number: int,
+        source: Source,
+        rows: RowNumbers,
+        tokens: Tokenized,
+        compared: int,
+        columns: pa.Table | None = None,
+    ) -> None:
         """Writes rows of a source, whose tokens were made by this load.
 
         Args:
             number: of the source.
             rows: (n,) their numbers in its file.
-            tokens: of these rows.
-            compared: how many of them were compared with the tokenizer.
+            tokens, compared, columns: of these rows, see `EntryWriter`.
         """
         if self._stopped or source.name not in self._keys:
             return
         started = time.perf_counter()
         try:
-            self._write(number, source, rows, tokens, compared)
+            self._write(number, source, rows, tokens, compared, columns)
         except OSError as error:
             self._stop(f"{self.directory}: {error.strerror or error}")
         self.seconds["write"] += time.perf_counter() - started
 
-    def _write(self, number: int, source: Source, rows: RowNumbers, tokens: Tokenized, compared: int) -> None:
+    def _write(
+        self, number: int, source: Source, rows: RowNumbers, tokens: Tokenized, compared: int, columns: pa.Table | None
+    ) -> None:
         if self._unfinished is None:
             self._unfinished = PartialDirectory(self.directory)
         if number not in self._writers:
@@ -160,11 +178,12 @@ class TokenCache:
             return
         if self._bound is None:
             self._bound = self._options.token_cache_bytes or default_bound(self.directory)
-        if self._found_bytes + self._written_bytes + tokens.ids.nbytes > self._bound:
+        nbytes = tokens.ids.nbytes + (0 if columns is None else columns.nbytes)
+        if self._found_bytes + self._written_bytes + nbytes > self._bound:
             self._stop(f"they would exceed token_cache_bytes={self._bound:,}")
             return
-        writer.write(tokens, compared)
-        self._written_bytes += tokens.ids.nbytes
+        writer.write(tokens, compared, columns)
+        self._written_bytes += nbytes
         if writer.rows == source.num_rows:
             writer.close(self._options.verify)
 
@@ -185,7 +204,8 @@ class TokenCache:
             self.check(source)
         try:
             for number, writer in complete:
-                self._in_use.add(self.accept(sources[number], writer))
+                path = self.accept(sources[number], writer)
+                self._in_use |= {path, path.with_suffix(COLUMNS)}
         except OSError as error:
             self._stop(f"{self.directory}: {error.strerror or error}")
         self.discard()
@@ -214,7 +234,7 @@ class TokenCache:
             OSError: it cannot be moved.
         """
         path = self.directory / f"{writer.key}{IDS}"
-        os.replace(writer.path, path)
+        writer.move(path)
         self.written.append(source.name)
         return path
 
@@ -246,5 +266,7 @@ class TokenCache:
         if self._in_place and cached.exists():
             with suppress(OSError):
                 self._stores.mkdir(parents=True, exist_ok=True)
-                os.replace(cached, stored)
+                for file, place in ((cached.with_suffix(COLUMNS), stored.with_suffix(COLUMNS)), (cached, stored)):
+                    if file.exists():
+                        os.replace(file, place)
         return stored if stored.exists() else cached

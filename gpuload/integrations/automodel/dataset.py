@@ -11,18 +11,15 @@ a private part of Automodel has moved. The sample has rows of every shape if Aut
 """
 
 import copy
-import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 from nemo_automodel.components.datasets.llm import ChatDataset as StockDataset
 
 from gpuload.cache.token_store import DiskTokens
@@ -43,11 +40,11 @@ from gpuload.integrations.core import (
     settings_under,
 )
 from gpuload.integrations.known_code import change
-from gpuload.integrations.messages.cache import RowCache, Rule, row_of
-from gpuload.integrations.messages.rows import MessageRows
+from gpuload.integrations.messages.cache import RowCache, Rule, identified
+from gpuload.integrations.messages.rows import MessageRows, SharedRows, row_of, shared
 from gpuload.kinds.chats.formats import messages_column
 from gpuload.reference.reference import Reference
-from gpuload.sources.types import as_json, json_text
+from gpuload.sources.types import as_json
 
 STOCK, PROBLEM = imported(NAMES)
 
@@ -62,51 +59,6 @@ _WHOLE = (False, "do_not_truncate")
 _UNPADDED = (False, True, "do_not_pad", "longest")  # a dataset has no batches, so "longest" is the row's own length
 
 logger = logging.getLogger("gpuload.integrations.automodel")
-
-
-@dataclass(frozen=True)
-class _TokenizedRows:
-    """The rows that are tokenized. Tensors go to the workers of a DataLoader through shared memory.
-
-    Attributes:
-        starts: (n + 1,) where the rows begin; those that Automodel prepares have no ids.
-        ids: (starts[-1],) int32.
-        labels: (starts[-1],) int32, -100 for ids without loss.
-    """
-
-    starts: torch.Tensor
-    ids: torch.Tensor
-    labels: torch.Tensor
-
-    @cached_property
-    def arrays(self) -> tuple[np.ndarray[Any, Any], ...]:
-        """The same three without a copy, as NumPy's arrays: reading a few values of them is several times as fast."""
-        return tuple(part.numpy() for part in (self.starts, self.ids, self.labels))
-
-    def __getstate__(self) -> dict[str, torch.Tensor]:
-        return {name: each for name, each in vars(self).items() if name != "arrays"}  # which would be copied
-
-    def row(self, number: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """The ids and labels of a row; empty if Automodel prepares it."""
-        starts, ids, labels = self.arrays
-        start, end = starts[number : number + 2].tolist()
-        return ids[start:end], labels[start:end]
-
-
-@dataclass(frozen=True)
-class _MappedRows:
-    """The same rows in a file, which each process maps by itself.
-
-    Attributes:
-        tokens: n rows of ids with a bit for loss.
-    """
-
-    tokens: DiskTokens
-
-    def row(self, number: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """As of `_TokenizedRows`."""
-        tokens = row_of(self.tokens, number)
-        return tokens & IDS, _labels_of(tokens)
 
 
 class AutomodelChatDataset(StockDataset):  # type: ignore[misc]
@@ -124,7 +76,7 @@ class AutomodelChatDataset(StockDataset):  # type: ignore[misc]
     def __init__(self, path_or_dataset_id: Any, tokenizer: Any, *, gpuload: Any = None, **settings: Any) -> None:
         options = settings_under("dataset.gpuload", gpuload, OPTIONS)
         super().__init__(path_or_dataset_id, tokenizer, **settings)
-        self._rows: _TokenizedRows | _MappedRows | None = None
+        self._rows: SharedRows | DiskTokens | None = None
         self._name = f"{path_or_dataset_id!s:.200}"
         self._pads_with_eos = self.pad_token_id == self.tokenizer.eos_token_id  # slow to ask for each row
         why = _unsupported(self)
@@ -145,9 +97,10 @@ class AutomodelChatDataset(StockDataset):  # type: ignore[misc]
         """A row as Automodel makes it of ids and mask; None if it has to do that itself."""
         if self._rows is None:
             return None
-        ids, labels = self._rows.row(idx % len(self))
-        if not len(ids):
+        tokens = row_of(self._rows, idx % len(self))
+        if not len(tokens):
             return None
+        ids, labels = tokens & IDS, np.where(tokens & LOSS, tokens & IDS, IGNORED)
         if self.truncation in _TRUNCATED and len(ids) > self.seq_length:
             if self.tokenizer.truncation_side != "right":
                 return None
@@ -194,7 +147,9 @@ class AutomodelChatDataset(StockDataset):  # type: ignore[misc]
     def _tokenize(self, options: dict[str, Any]) -> str | None:
         """Fill `_rows`. Returns why Automodel has to prepare all rows; None if it need not."""
         others: dict[int, str] = {}
-        chats, content, nbytes = _identified(self._chats(others), others)
+        chats, content, nbytes = identified(
+            self._chats(others), lambda chat: (chat.row, [chat.messages, chat.tools]), others
+        )
         tokenizer = _plain(self.tokenizer)
         blocks = STOCK["GENERATION_REGEX"].search(self.tokenizer.chat_template) is not None
         functions = [StockDataset.__getitem__]
@@ -219,7 +174,7 @@ class AutomodelChatDataset(StockDataset):  # type: ignore[misc]
                     return why
                 cache.add(joined.ids, joined.fallback, joined.rendering)
                 rows = cache.finish()
-                self._rows = _rows_of(rows.ids)
+                self._rows = shared(rows.ids)
             cache.log(logger, rows)
         return None
 
@@ -254,7 +209,7 @@ class AutomodelChatDataset(StockDataset):  # type: ignore[misc]
             made: the ids of all rows, with a bit for loss.
             others: rows that Automodel has to prepare.
         """
-        self._rows = _rows_of(made)
+        self._rows = shared(made)
         log_own_rows(logger, "Automodel", Counter(others.values()), len(self))
         there = np.flatnonzero(made.lengths)
         if not len(there):
@@ -269,40 +224,6 @@ class AutomodelChatDataset(StockDataset):  # type: ignore[misc]
             sample, _ = covering_rows(lambda: [table])
         theirs = super().__getitem__
         return compare(there[sample].tolist(), self._prepared, theirs, changed, logger=logger, trainer="Automodel")
-
-
-def _identified(chats: Iterable[Chat], others: dict[int, str]) -> tuple[list[Chat], bytes, int]:
-    """The conversations that are JSON, which templates need; a digest of all rows; and about how many bytes they are.
-
-    Args:
-        others: row → why it cannot be tokenized by columns; filled here.
-    """
-    found, digest, nbytes = [], hashlib.blake2b(digest_size=16), 0
-    for chat in chats:
-        try:
-            text = json_text([chat.row, chat.messages, chat.tools]).encode()
-        except TypeError as error:
-            others[chat.row] = str(error)
-            continue
-        found.append(chat)
-        digest.update(text)
-        nbytes += len(text)
-    digest.update(repr(sorted(others.items())).encode(errors="backslashreplace"))
-    return found, digest.digest(), nbytes
-
-
-def _rows_of(ids: Ragged | DiskTokens) -> _TokenizedRows | _MappedRows:
-    """Rows of ids with a bit for loss, in memory or in a mapped file."""
-    if isinstance(ids, DiskTokens):
-        return _MappedRows(ids)
-    labels = _labels_of(ids.values)
-    parts = (ids.offsets, ids.values & IDS, labels)
-    return _TokenizedRows(*(torch.from_numpy(np.ascontiguousarray(part)) for part in parts))
-
-
-def _labels_of(tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """int32 labels of ids with a bit for loss."""
-    return np.where(tokens & LOSS, tokens & IDS, IGNORED).astype(np.int32)
 
 
 def _unsupported(dataset: AutomodelChatDataset) -> str | None:

@@ -4,8 +4,8 @@
     add       rows that were made, in order
     finish    once a sample of them is equal to the trainer's: now they are an entry of the cache
 
-All rows of a dataset are one entry, whatever files they come from. With `store="disk"`, the entry is used in place, and
-ids are not in memory at any time; an entry that cannot be identified belongs to the dataset and is removed with it.
+All rows of a dataset are one entry, whatever files they come from; what rows have beside ids are its columns. With
+`store="disk"`, the entry is used in place; one that cannot be identified belongs to the dataset and is removed with it.
 
 The key has the digests of the trainer's functions that are replaced, because a rule that is exact for them may not be
 for others; and the sample is compared at each start, whether the rows were made or found.
@@ -14,15 +14,16 @@ for others; and the sample is compared at each start, whether the rows were made
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import pyarrow as pa
 
+from gpuload.cache.column_file import columns_of
 from gpuload.cache.directory import make_room
 from gpuload.cache.entry import Entry, EntryWriter
 from gpuload.cache.faults import not_written
@@ -37,7 +38,11 @@ from gpuload.engines.protocol import RowCounts, Tokenized
 from gpuload.integrations.known_code import digest
 from gpuload.pipeline.keep_on_disk import choose_disk
 from gpuload.reference.reference import Reference
+from gpuload.sources.columns import Columns
 from gpuload.sources.read import Source
+from gpuload.sources.types import json_text
+
+_Item = TypeVar("_Item")
 
 _ROW_BYTES = 32  # offsets and sizes of a row
 
@@ -52,6 +57,7 @@ class StoredRows:
         others: row → why the trainer's own function has to prepare it.
         rendering: how the texts of the rows were rendered, when they were made.
         counts: what else the trainer's rule has counted, by name.
+        columns: n rows of what they have beside ids, in memory or in a mapped file.
         found: whether an earlier start has made them.
     """
 
@@ -59,6 +65,7 @@ class StoredRows:
     others: dict[int, str] = field(default_factory=dict)
     rendering: RowCounts = field(default_factory=RowCounts)
     counts: Counter[str] = field(default_factory=Counter)
+    columns: Columns = field(default_factory=lambda: Columns([]))
     found: bool = False
 
     def count(self, part: Tokenized, first: int) -> None:
@@ -68,14 +75,29 @@ class StoredRows:
         self.counts.update(part.counts)
 
 
-def row_of(ids: Ragged | DiskTokens, row: int) -> np.ndarray[Any, Any]:
-    """The ids of one row, with bits.
+def identified(
+    items: Iterable[_Item], about: Callable[[_Item], tuple[int, Any]], others: dict[int, str]
+) -> tuple[list[_Item], bytes, int]:
+    """The rows that are JSON, which templates need; a digest of all rows; and about how many bytes they are.
 
-    Raises:
-        StoreError: they have been damaged.
+    Args:
+        items: rows in memory, in any form.
+        about: an item → the number of its row, and all that its ids are made of.
+        others: row → why it cannot be tokenized by columns; filled here.
     """
-    found: np.ndarray[Any, Any] = ids[row] if isinstance(ids, Ragged) else ids.take(np.array([row])).values
-    return found
+    found, digest, nbytes = [], hashlib.blake2b(digest_size=16), 0
+    for item in items:
+        row, value = about(item)
+        try:
+            text = json_text([row, value]).encode()
+        except TypeError as error:
+            others[row] = str(error)
+            continue
+        found.append(item)
+        digest.update(text)
+        nbytes += len(text)
+    digest.update(repr(sorted(others.items())).encode(errors="backslashreplace"))
+    return found, digest.digest(), nbytes
 
 
 @dataclass(frozen=True)
@@ -114,7 +136,7 @@ class RowCache:
         rule: see `Rule`.
         name: of the data, for lists of what is cached.
         rows: n, how many there are.
-        nbytes: about how many bytes their texts have; their ids take about as many.
+        nbytes: about how many bytes their ids and columns take: ids as many as their texts.
         content: digest of everything that rows are made of. `TokenCache.content` remembers that of a file. It is
             computed again before rows become an entry, and must be the same.
 
@@ -149,7 +171,8 @@ class RowCache:
             content=lambda *_: hashlib.blake2b(content(self._cache) + identity, digest_size=16).digest(),
             decoded_bytes=lambda _: nbytes,
         )
-        self._made, self._parts, self._num_rows = StoredRows(Ragged.from_lists([])), list[Ragged](), 0
+        self._made, self._num_rows = StoredRows(Ragged.from_lists([])), 0
+        self._parts, self._tables = list[Ragged](), list[pa.Table]()
         self._unfinished: Unfinished | None = None
         self._writer: EntryWriter | None = None
         self._look_up(rows > 0 and choose_disk(options, [self._source], None))
@@ -216,16 +239,24 @@ class RowCache:
         if why is None:
             return found
         self._notes.append(f"rows from the cache are made again: {why}")
-        with suppress(OSError):
-            self._entry.path.unlink(missing_ok=True)
+        for path in self._entry.paths:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
         self._look_up(self._on_disk)
         return None
 
-    def add(self, ids: Ragged, others: Mapping[int, str], rendering: RowCounts, **counts: int) -> None:
+    def add(
+        self,
+        ids: Ragged,
+        others: Mapping[int, str],
+        rendering: RowCounts,
+        columns: pa.Table | None = None,
+        **counts: int,
+    ) -> None:
         """Appends rows.
 
         Args:
-            ids, others, rendering, counts: of these rows, see `StoredRows`.
+            ids, others, rendering, columns, counts: of these rows, see `StoredRows`. Columns are given always or never.
 
         Raises:
             StoreError: they cannot be written to a store on disk.
@@ -242,22 +273,23 @@ class RowCache:
         )
         numbers = np.arange(self._num_rows, self._num_rows + len(ids))
         if self._on_disk:
-            self._write(part)
+            self._write(part, columns)
         else:
             if len(ids):
-                self._cache.write(0, self._source, numbers, part, 0)
+                self._cache.write(0, self._source, numbers, part, 0, columns)
             self._parts.append(ids)
+            self._tables += [] if columns is None else [columns]
             self._made.count(part, self._num_rows)
         self._num_rows += len(ids)
 
-    def _write(self, part: Tokenized) -> None:
+    def _write(self, part: Tokenized, columns: pa.Table | None) -> None:
         """Appends rows to the file of a store on disk."""
         try:
             if self._writer is None:
                 self._unfinished = Unfinished(self._cache.directory)
                 key = self._cache.key_of(self._source) or "rows"
                 self._writer = EntryWriter(self._unfinished.path, key, self._source.name)
-            self._writer.write(part, 0)
+            self._writer.write(part, 0, columns)
         except OSError as error:
             raise self._not_written(error) from error
 
@@ -271,7 +303,7 @@ class RowCache:
         if self._on_disk:
             return self._stored(self._closed())
         self._cache.finish([self._source], trusted=True)
-        self._made.ids = Ragged.concatenate(self._parts)
+        self._made.ids, self._made.columns = Ragged.concatenate(self._parts), Columns(self._tables)
         return self._made
 
     def _closed(self) -> Entry:
@@ -292,7 +324,7 @@ class RowCache:
         """The rows of an entry: in memory, or in place.
 
         Raises:
-            StoreError: ids that are copied to memory have been damaged.
+            StoreError: what is copied to memory has been damaged.
         """
         lengths = np.concatenate([np.zeros(0, np.int64), *(part.ids.lengths for part in entry.parts)])
         owner = None
@@ -300,6 +332,10 @@ class RowCache:
             owner, self._unfinished = self._unfinished, None
         tokens = DiskTokens([entry], np.arange(len(lengths)), lengths, owner)
         rows = StoredRows(tokens if self._on_disk else tokens.to_host())
+        if (file := entry.columns) is not None and self._on_disk:
+            rows.columns = columns_of([file], np.arange(len(lengths)))
+        elif file is not None:
+            rows.columns = Columns(file.table(number) for number in range(len(file.parts)))
         for first, part in zip(entry.first_rows.tolist(), entry.parts, strict=False):
             rows.count(part, first)
         return rows

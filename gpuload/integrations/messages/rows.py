@@ -3,11 +3,14 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
+import torch
 
+from gpuload.cache.token_store import DiskTokens
 from gpuload.core.arrays import Ragged, RowNumbers, offsets_of
 from gpuload.core.marks import with_loss
 from gpuload.engines.host.render import HostText
@@ -66,6 +69,57 @@ class MessageRows:
             made.rendering.add_counts(part.rendering)
             first += len(part.ids)
         return made
+
+
+@dataclass(frozen=True)
+class SharedRows:
+    """n rows of ids in memory, as tensors: they go to the workers of a DataLoader through shared memory.
+
+    Attributes:
+        starts: (n + 1,) int64, where the rows begin.
+        values: (starts[-1],) int32 ids, with a bit for loss.
+    """
+
+    starts: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def of(cls, ids: Ragged) -> "SharedRows":
+        """The same rows, without a copy if they are arrays that can be written to."""
+        return cls(*(torch.from_numpy(np.require(each, requirements=["C", "W"])) for each in (ids.offsets, ids.values)))
+
+    @cached_property
+    def _rows(self) -> Ragged:
+        """The same without a copy: reading a few values of arrays is several times as fast."""
+        return Ragged(self.values.numpy(), self.starts.numpy())
+
+    def __getstate__(self) -> dict[str, torch.Tensor]:
+        return {"starts": self.starts, "values": self.values}  # arrays would be copied
+
+    @property
+    def lengths(self) -> RowNumbers:
+        """(n,) how many ids rows have."""
+        lengths: RowNumbers = self._rows.lengths
+        return lengths
+
+    def __getitem__(self, row: int) -> np.ndarray[Any, Any]:
+        found: np.ndarray[Any, Any] = self._rows[row]
+        return found
+
+
+def shared(ids: Ragged | DiskTokens) -> SharedRows | DiskTokens:
+    """The same rows in a form that workers of a DataLoader share: in shared memory, or in a file that each maps."""
+    return SharedRows.of(ids) if isinstance(ids, Ragged) else ids
+
+
+def row_of(ids: Ragged | SharedRows | DiskTokens, row: int) -> np.ndarray[Any, Any]:
+    """The ids of one row, with bits.
+
+    Raises:
+        StoreError: they have been damaged.
+    """
+    found: np.ndarray[Any, Any] = ids.take(np.array([row])).values if isinstance(ids, DiskTokens) else ids[row]
+    return found
 
 
 def without(ids: Ragged, rows: Iterable[int]) -> Ragged:

@@ -5,9 +5,8 @@ is the message's own text, which is encoded by itself. Here all beginnings of ma
 column, and all these texts are encoded as one.
 """
 
-import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,14 +14,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
+from gpuload.cache.token_store import DiskTokens
 from gpuload.core.arrays import Ragged, RowNumbers, common_prefixes, offsets_of
 from gpuload.core.errors import DataError, OptionError, TokenizerError
+from gpuload.engines.host.render import HostText
 from gpuload.engines.host.texts import gather
 from gpuload.integrations.core import runs
-from gpuload.integrations.messages.rows import each_part
+from gpuload.integrations.messages.cache import StoredRows
+from gpuload.integrations.messages.rows import MessageRows, SharedRows, each_part, row_of, shared
 from gpuload.integrations.messages.templates import Arguments, Templates, render
 from gpuload.integrations.nemo_rl.rows import check_tokenizer
 from gpuload.kinds.chats.formats import messages_column
+from gpuload.sources.columns import Columns
 
 _AT_ONCE = 20_000
 """Messages whose beginnings one thread renders at a time: a conversation is written once for each of its messages."""
@@ -45,34 +48,56 @@ class MessageSettings:
 
 @dataclass(frozen=True)
 class NemoConversations:
-    """A map-style dataset of n conversations with m messages in all.
+    """A map-style dataset of n conversations, of the N that were read.
 
     Attributes:
         task_name: of all rows.
-        numbers: (n,) int64, their rows in the data that was read.
-        first: (n + 1,) int64, number of the first message of each row.
-        starts: (m + 1,) int64, where the ids of messages begin.
-        ids: (starts[-1],) int32.
-        texts: (m,) what the template makes of messages.
-        messages: (m,) as they were read.
-        fallback: number of a row that has no messages here, because NeMo-RL tokenizes it → why.
-        raw: number of such a row → the row as it was read.
+        numbers: (n,) int64, which of the N rows it has.
+        ids: N rows, the ids of all messages one after the other; none for rows that NeMo-RL tokenizes.
+        columns: N rows: `texts`, what the template makes of messages, and `sizes`, how many ids each of them has.
+        chats: (N,) the messages as NeMo-RL renders them.
+        raw: (N,) the rows as they were read.
+        fallback: number of a row that NeMo-RL tokenizes → why.
     """
 
     task_name: str
     numbers: torch.Tensor
-    first: torch.Tensor
-    starts: torch.Tensor
-    ids: torch.Tensor
-    texts: pa.LargeStringArray
-    messages: Sequence[Mapping[str, Any]]
+    ids: SharedRows | DiskTokens
+    columns: Columns
+    chats: "Sequence[Any] | FormattedChats"
+    raw: Sequence[Any]
     fallback: Mapping[int, str]
-    raw: Mapping[int, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        rows: StoredRows,
+        chats: "Sequence[Any] | FormattedChats",
+        raw: Sequence[Any],
+        task_name: str,
+        limit: int | None,
+    ) -> "NemoConversations":
+        """Those of fewer than `limit` tokens, and those that NeMo-RL tokenizes.
+
+        Args:
+            rows: N rows, with columns.
+            limit: None to drop none.
+
+        Raises:
+            DataError: all conversations were dropped.
+        """
+        lengths = rows.ids.lengths
+        kept = np.ones(len(lengths), bool) if limit is None else lengths < limit
+        kept[list(rows.others)] = True
+        if not kept.any():
+            raise DataError(f"all {len(lengths):,} conversations have {limit} tokens or more: raise the limit")
+        numbers = torch.from_numpy(np.flatnonzero(kept))
+        return cls(task_name, numbers, shared(rows.ids), rows.columns, chats, raw, rows.others)
 
     @property
     def tokenized(self) -> RowNumbers:
-        """The rows here that NeMo-RL does not tokenize."""
-        return np.flatnonzero(np.diff(self.first.numpy()))
+        """The numbers of the rows here that NeMo-RL does not tokenize."""
+        return np.setdiff1d(self.numbers.numpy(), list(self.fallback))
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -80,99 +105,112 @@ class NemoConversations:
     def __getitem__(self, idx: int) -> dict[str, Any]:
         if not -len(self) <= idx < len(self):
             raise IndexError(f"row {idx} of {len(self)}")
-        low, high = self.first[idx % len(self) :][:2].tolist()
-        if low == high:
-            return self.raw[int(self.numbers[idx])]  # type: ignore[no-any-return]
-        starts = self.starts[low : high + 1].tolist()
+        number = int(self.numbers[idx])
+        if number in self.fallback:
+            return self.raw[number]  # type: ignore[no-any-return]
+        table, place = self.columns.place(number)
+        (row,) = table.slice(place, 1).to_pylist()
         # Converted once for the row. Not parts of one tensor: each would be pickled with the ids of the whole row.
-        ids = self.ids[starts[0] : starts[-1]].numpy().astype(np.int64)
-        parts = [
-            torch.from_numpy(ids[start - starts[0] : end - starts[0]]) for start, end in itertools.pairwise(starts)
-        ]
-        texts = self.texts.slice(low, high - low).to_pylist()
+        ids = row_of(self.ids, number).astype(np.int64)
+        parts = [torch.from_numpy(part) for part in np.split(ids, np.cumsum(row["sizes"])[:-1])]
         log = [
             {**message, "content": text, "token_ids": part}
-            for message, text, part in zip(self.messages[low:high], texts, parts, strict=True)
+            for message, text, part in zip(self.chats[number], row["texts"], parts, strict=True)
         ]
         return {"task_name": self.task_name, "messages": log}
 
 
-def tokenized_conversations(
-    chats: Sequence[Sequence[Mapping[str, Any]]],
-    task_name: str,
-    tokenizer: Any,
-    template_kwargs: Mapping[str, Any],
-    settings: MessageSettings,
-    limit: int | None,
-    tools: Mapping[int, Any] | None = None,
-    others: Mapping[int, Any] | None = None,
-) -> NemoConversations:
-    """Tokenize conversations by columns, and drop those of `limit` tokens or more.
+@dataclass(frozen=True)
+class FormattedChats:
+    """The messages of rows, made when they are asked for: with a store on disk, none stay in memory.
 
-    Args:
-        chats: n conversations.
-        task_name: of all rows.
-        tokenizer: a transformers tokenizer.
-        template_kwargs: constants for the chat template.
-        settings: NeMo-RL's.
-        limit: None to drop none.
-        tools: row → its tools; others have none.
-        others: row → why NeMo-RL has to tokenize it.
+    Attributes:
+        rows: as NeMo-RL has read them.
+        others: rows that NeMo-RL has to tokenize.
+        prompt: formats the first message of the user; None if it stays as it is.
+    """
+
+    rows: Sequence[Any]
+    others: Container[int]
+    prompt: str | None
+
+    def __getitem__(self, row: int) -> Any:
+        return self.formatted(row, self.rows[row]["messages"])
+
+    def formatted(self, row: int, chat: list[Any]) -> list[Any]:
+        """The messages of a row, of which `chat` are as they were read."""
+        if not self.prompt or row in self.others:
+            return chat
+        first = next((k for k, message in enumerate(chat) if message["role"] == "user"), 0)
+        # As in NeMo-RL, it has role and content only.
+        message = {"role": "user", "content": self.prompt.format(chat[first]["content"])}
+        return [*chat[:first], message, *chat[first + 1 :]]
+
+
+def templates_of(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> Templates:
+    """The tokenizer with its template and constants for it.
 
     Raises:
-        DataError: all conversations were dropped.
         TokenizerError: as for `gpuload.load`, or the tokenizer encodes texts in its own way.
     """
     templates = Templates(tokenizer, template_kwargs)
     if not templates.encodes_rendered_text:
         raise TokenizerError("the tokenizer class or apply_chat_template_kwargs change how texts are encoded")
-    fallback = dict(others or {})
-    rows = np.setdiff1d(np.arange(len(chats)), list(fallback))
-    sizes = np.array([0 if row in fallback else len(chat) for row, chat in enumerate(chats)], np.int64)
+    return templates
 
-    def made(part: Sequence[int]) -> tuple[pa.LargeStringArray, Ragged]:
-        given = [{} if (own := (tools or {}).get(row)) is None else {"tools": own} for row in part]
-        turns = [chats[row] for row in part]
-        texts, failed = _texts(turns, given, templates, settings.add_generation_prompt)
-        fallback.update((part[row], why) for row, why in failed.items())
-        texts = _with_ends(texts, offsets_of(sizes[part]), tokenizer, settings)
-        return texts, templates.ids(texts)
+
+def tokenized_conversations(
+    chats: Sequence[Sequence[Mapping[str, Any]]],
+    tokenizer: Any,
+    templates: Templates,
+    settings: MessageSettings,
+    tools: Mapping[int, Any],
+    others: Mapping[int, str],
+) -> tuple[MessageRows, pa.Table]:
+    """Tokenize conversations by columns.
+
+    Args:
+        chats: n conversations.
+        tokenizer: a transformers tokenizer.
+        templates: the same with its template.
+        settings: NeMo-RL's.
+        tools: row → its tools; others have none.
+        others: row → why NeMo-RL has to tokenize it.
+
+    Returns:
+        n rows of ids, and their columns: see `NemoConversations`.
+    """
+    rows = np.setdiff1d(np.arange(len(chats)), list(others))
+    sizes = np.array([0 if row in others else len(chat) for row, chat in enumerate(chats)], np.int64)
+
+    def made(part: Sequence[int]) -> tuple[MessageRows, pa.LargeStringArray, RowNumbers]:
+        given = [{} if (own := tools.get(row)) is None else {"tools": own} for row in part]
+        turns, first = [chats[row] for row in part], offsets_of(sizes[part])
+        texts, rendered, failed = _texts(turns, given, templates, settings.add_generation_prompt)
+        texts = _with_ends(texts, first, tokenizer, settings)
+        ids = templates.ids(texts)
+        return MessageRows.of(Ragged(ids.values, ids.offsets[first]), failed, rendered), texts, ids.lengths
 
     parts = each_part(made, runs(rows.tolist(), sizes[rows], _AT_ONCE))
-    texts = pa.concat_arrays([pa.array([], pa.large_string()), *(text for text, _ in parts)])
-    ids = Ragged.concatenate([part for _, part in parts])
-    kept = np.ones(len(chats), bool)
-    if limit is not None:
-        kept = np.diff(ids.offsets[offsets_of(sizes)]) < limit
-    kept[list(fallback)] = True
-    if not kept.any():
-        raise DataError(f"all {len(chats):,} conversations have {limit} tokens or more: raise the limit")
-    has_messages = kept.copy()
-    has_messages[list(fallback)] = False
-    messages = [message for row in rows.tolist() for message in chats[row]]
-    here = np.flatnonzero(np.repeat(has_messages, sizes))
-    if len(here) < len(messages):
-        ids, texts, messages = ids.take(here), texts.take(pa.array(here)), [messages[k] for k in here.tolist()]
-    return NemoConversations(
-        task_name,
-        torch.from_numpy(np.flatnonzero(kept)),
-        torch.from_numpy(offsets_of(np.where(has_messages, sizes, 0)[kept])),
-        torch.from_numpy(np.array(ids.offsets)),
-        torch.from_numpy(np.array(ids.values)),
-        texts,
-        messages,
-        fallback,
-    )
+    joined = MessageRows.joined([part for part, _, _ in parts], rows, others)
+    texts = pa.concat_arrays([pa.array([], pa.large_string()), *(text for _, text, _ in parts)])
+    lengths = pa.array(np.concatenate([np.zeros(0, np.int64), *(each for _, _, each in parts)]).astype(np.int32))
+    there = np.ones(len(chats), bool)
+    there[list(joined.fallback)] = False
+    here = pa.array(np.repeat(there, sizes))
+    first = pa.array(offsets_of(np.where(there, sizes, 0)), pa.int64())
+    columns = {"texts": texts.filter(here), "sizes": lengths.filter(here)}
+    return joined, pa.table({name: pa.LargeListArray.from_arrays(first, each) for name, each in columns.items()})
 
 
 def _texts(
     chats: Sequence[Any], given: Sequence[Arguments], templates: Templates, generates: bool
-) -> tuple[pa.LargeStringArray, dict[int, str]]:
+) -> tuple[pa.LargeStringArray, HostText, dict[int, str]]:
     """The rule "difference of texts", of NeMo-RL's `get_formatted_message_log`.
 
     Returns:
-        (m,) the texts of the messages: of each beginning without what the one before begins with. And the conversations
-        of which one cannot be rendered → why.
+        (m,) the texts of the messages: of each beginning without what the one before begins with. The beginnings. And
+        the conversations of which one cannot be rendered → why.
     """
     row = np.repeat(np.arange(len(chats)), [len(chat) for chat in chats])
     beginnings = [chat[: k + 1] for chat in chats for k in range(len(chat))]
@@ -188,7 +226,7 @@ def _texts(
     begin = offsets[:-1] + np.where(same_row, _shared(data, offsets), 0)
     made_offsets, made = gather(data, begin, offsets[1:], np.arange(len(whole)))
     texts = pa.LargeStringArray.from_buffers(len(whole), pa.py_buffer(made_offsets), pa.py_buffer(made))
-    return texts, {int(row[number]): why for number, why in rendered.rejected.items()}
+    return texts, rendered, {int(row[number]): why for number, why in rendered.rejected.items()}
 
 
 def _shared(data: np.ndarray[Any, Any], offsets: RowNumbers) -> RowNumbers:

@@ -4,22 +4,26 @@
     2. `set_processor`, which it calls last, tokenizes all rows by columns and drops those that are too long.
     3. NeMo-RL's processor makes a sample of the rows itself, and they must be equal.
 
+For SFT, ids and texts of an earlier start are found in the token cache, and compared as if they had been made.
+
 Two of its processors are replaced: that for problems with an answer, and that for SFT. With others, NeMo-RL prepares
 all rows; also if a part of it has moved. The sample has rows of every shape if the processor's code is not known.
 """
 
 import logging
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
 from nemo_rl.data.datasets.response_datasets import OpenAIFormatDataset, ResponseDataset
 
+from gpuload.cache.token_store import DiskTokens
 from gpuload.core.errors import OptionError, TokenizerError
-from gpuload.core.options import NO_LIMIT, plain
+from gpuload.core.options import NO_LIMIT, Options, plain
 from gpuload.integrations.comparison import compare, covering_rows, spread
 from gpuload.integrations.core import (
+    LOAD_OPTIONS,
     check_switches,
     imported,
     log_fallback,
@@ -29,20 +33,27 @@ from gpuload.integrations.core import (
     settings_under,
 )
 from gpuload.integrations.known_code import change
+from gpuload.integrations.messages.cache import RowCache, Rule, StoredRows, identified
 from gpuload.integrations.nemo_rl.contract import KNOWN, NAMES
 from gpuload.integrations.nemo_rl.conversations import (
     ConversationProcessor,
+    FormattedChats,
     MessageSettings,
     NemoConversations,
+    templates_of,
     tokenized_conversations,
 )
 from gpuload.integrations.nemo_rl.rows import PromptProcessor, TokenizedPrompts, identity, tokenized
 from gpuload.kinds.chats.formats import messages_column
+from gpuload.sources.columns import Columns
 
 STOCK, PROBLEM = imported(NAMES)
 
-OPTIONS = ("device", "gpu_memory_limit", "verify", "progress")
+OPTIONS = (*LOAD_OPTIONS, "store")
 """Keys of the section `gpuload`, options of `gpuload.load`."""
+
+_OF_ROWS = ("token_cache", "token_cache_bytes", "store")
+"""Those for messages of SFT; the others are for prompts."""
 
 _MESSAGES = ("add_bos", "add_eos", "add_generation_prompt")
 
@@ -92,9 +103,13 @@ class _TokenizedOnce:
         if why is not None:
             log_fallback(logger, f"NeMo-RL for {self.task_name}", why)
             return
-        if self._is_sft:
-            ignored = {f"data.train.gpuload.{name}": value for name, value in self._options.items()}
-            log_ignored(logger, ignored, "messages for SFT are tokenized on the CPU, and compared with NeMo-RL's")
+        ignored = {
+            f"data.train.gpuload.{name}": value
+            for name, value in self._options.items()
+            if (name in _OF_ROWS) != self._is_sft
+        }
+        why = "messages for SFT are tokenized on the CPU, and compared with NeMo-RL's"
+        log_ignored(logger, ignored, why if self._is_sft else "prompts are in memory, with their texts")
         self.dataset, self.val_dataset = made
         self.processor = self._processor()
 
@@ -118,14 +133,9 @@ class _TokenizedOnce:
         """The rows of a dataset; or why NeMo-RL has to tokenize them; None for None."""
         if rows is None:
             return None
-        chats = [row["messages"] for row in rows]
         kwargs = self._tokenizer.get("chat_template_kwargs") or {}
         plainly = STOCK["get_tokenizer"]({**self._tokenizer, "chat_template_kwargs": None})
-        made: _Made | str
-        if self._is_sft:
-            made = self._conversations(rows, chats, plainly, kwargs)
-        else:
-            made = self._prompts(chats, plainly, kwargs)
+        made = (self._conversations if self._is_sft else self._prompts)(rows, plainly, kwargs)
         if isinstance(made, str):
             return made
         if dropped := len(rows) - len(made):
@@ -135,9 +145,10 @@ class _TokenizedOnce:
                 f"{len(rows):,}",
                 self._limit,
             )
-        return self._difference(rows, chats, made) or made
+        return made
 
-    def _prompts(self, chats: list[Any], tokenizer: Any, kwargs: Any) -> TokenizedPrompts | str:
+    def _prompts(self, rows: Any, tokenizer: Any, kwargs: Any) -> TokenizedPrompts | str:
+        chats = [row["messages"] for row in rows]
         problems, answers = ([chat[k]["content"] for chat in chats] for k in (0, 1))
         if not all(isinstance(problem, str) for problem in problems):
             return "the content of a message is not text"
@@ -145,27 +156,60 @@ class _TokenizedOnce:
         system = [{"role": "system", "content": spec.system_prompt}] if spec.system_prompt else []
         texts = [spec.prompt.format(problem) for problem in problems] if spec.prompt else problems
         conversations = [[*system, {"role": "user", "content": text}] for text in texts]
-        return tokenized(conversations, answers, self.task_name, tokenizer, kwargs, self._limit, self._options)
+        options = {name: value for name, value in self._options.items() if name not in _OF_ROWS}
+        made = tokenized(conversations, answers, self.task_name, tokenizer, kwargs, self._limit, options)
+        return self._difference(rows, chats, made) or made
 
-    def _conversations(self, rows: Any, chats: list[Any], tokenizer: Any, kwargs: Any) -> NemoConversations | str:
-        tools = {row: own for row, each in enumerate(rows) if (own := each.get("tools")) is not None}
-        others = {row: why for row, chat in enumerate(chats) if (why := _problem(chat, tools.get(row)))}
-        if prompt := self.task_spec.prompt:
-            chats = [chat if row in others else _with_prompt(chat, prompt) for row, chat in enumerate(chats)]
-        made = tokenized_conversations(
-            chats, self.task_name, tokenizer, kwargs, self._messages, self._limit, tools, others
-        )
-        reasons = Counter(made.fallback.values())
-        if not len(made.tokenized):
-            return ", ".join(reasons)
-        log_own_rows(logger, "NeMo-RL", reasons, len(rows))
-        return replace(made, raw={number: rows[number] for number in made.fallback})
+    def _conversations(self, rows: Any, tokenizer: Any, kwargs: Any) -> NemoConversations | str:
+        chats, tools, others = list[Any](), dict[int, Any](), dict[int, str]()
+        for number, row in enumerate(rows):
+            chats.append(row["messages"])
+            if (own := row.get("tools")) is not None:
+                tools[number] = own
+            if why := _problem(chats[-1], own):
+                others[number] = why
+        later = FormattedChats(rows, others, self.task_spec.prompt)
+        chats = [later.formatted(row, chat) for row, chat in enumerate(chats)]
+        given = [row for row in range(len(chats)) if row not in others]
+        _, content, nbytes = identified(given, lambda row: (row, [chats[row], tools.get(row)]), others)
+        templates = templates_of(tokenizer, kwargs)
+
+        def held(stored: StoredRows, chats: Sequence[Any] | FormattedChats) -> NemoConversations:
+            return NemoConversations.of(stored, chats, rows, self.task_name, self._limit)
+
+        def differs(stored: StoredRows) -> str | None:
+            made = held(stored, chats)
+            if not len(made.tokenized):
+                return ", ".join(Counter(made.fallback.values()))
+            return self._difference(rows, chats, made)
+
+        settings = {**vars(self._messages), "bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
+        with RowCache(
+            Options.parse({name: value for name, value in self._options.items() if name in _OF_ROWS}),
+            templates.default.reference,
+            Rule(release_of("nemo_rl", "NeMo-RL"), [STOCK["sft_processor"]], settings),
+            name=self.task_name,
+            rows=len(chats),
+            nbytes=2 * nbytes,  # ids, and texts
+            content=lambda _: content,
+        ) as cache:
+            stored = cache.find(differs)
+            if stored is None:
+                made, columns = tokenized_conversations(chats, tokenizer, templates, self._messages, tools, others)
+                why = differs(StoredRows(made.ids, made.fallback, columns=Columns([columns])))
+                if why is not None:
+                    return why
+                cache.add(made.ids, made.fallback, made.rendering, columns)
+                stored = cache.finish()
+            cache.log(logger, stored)
+        log_own_rows(logger, "NeMo-RL", Counter(stored.others.values()), len(chats))
+        return held(stored, later if isinstance(stored.ids, DiskTokens) else chats)
 
     def _difference(self, rows: Any, chats: list[Any], made: _Made) -> str | None:
         """Which row of a sample differs from NeMo-RL's."""
         changed = change(release_of("nemo_rl", "NeMo-RL"), KNOWN, self.processor)
         numbers = made.numbers.numpy()
-        there = numbers[made.tokenized] if isinstance(made, NemoConversations) else numbers
+        there = made.tokenized if isinstance(made, NemoConversations) else numbers
         sample = spread(len(there), _SAMPLE)
         if changed is not None:
             table = pa.table({"messages": messages_column([chats[number] for number in there.tolist()])})
@@ -192,11 +236,12 @@ class NemoPromptDataset(_TokenizedOnce, ResponseDataset):  # type: ignore[misc]
             in the section `data`.
         tokenizer: the section `policy.tokenizer`.
         max_input_seq_length: rows of this many tokens or more are dropped; None keeps them.
-        gpuload: options of `gpuload.load`: `device`, `gpu_memory_limit`, `verify` and `progress`. They have no effect
-            for SFT, whose messages are tokenized on the CPU.
+        gpuload: options of `gpuload.load`: `device`, `gpu_memory_limit`, `verify` and `progress`, which have no effect
+            for SFT, whose messages are tokenized on the CPU; `token_cache`, `token_cache_bytes` and `store` for SFT.
 
     Raises:
         OptionError: an unknown key in `gpuload`, or an invalid value.
+        StoreError: a store on disk is asked for, and there is too little space for it, or it cannot be written.
     """
 
     def __init__(
@@ -220,9 +265,11 @@ class NemoChatDataset(_TokenizedOnce, OpenAIFormatDataset):  # type: ignore[misc
             section `data`.
         tokenizer: the section `policy.tokenizer`.
         max_input_seq_length: conversations of this many tokens or more are dropped; None keeps them.
+        gpuload: options of `gpuload.load`: `token_cache`, `token_cache_bytes` and `store`.
 
     Raises:
-        OptionError: an invalid value.
+        OptionError: an unknown key in `gpuload`, or an invalid value.
+        StoreError: a store on disk is asked for, and there is too little space for it, or it cannot be written.
     """
 
     val_dataset = None
@@ -232,13 +279,6 @@ class NemoChatDataset(_TokenizedOnce, OpenAIFormatDataset):  # type: ignore[misc
     ) -> None:
         self._configure(tokenizer, max_input_seq_length, settings.pop("gpuload", None), settings)
         super().__init__(data_path, **settings)
-
-
-def _with_prompt(chat: list[Any], prompt: str) -> list[Any]:
-    """A conversation whose first message of the user is formatted, as by NeMo-RL: it has role and content only."""
-    first = next((k for k, message in enumerate(chat) if message["role"] == "user"), 0)
-    message = {"role": "user", "content": prompt.format(chat[first]["content"])}
-    return [*chat[:first], message, *chat[first + 1 :]]
 
 
 def _problem(chat: Any, tools: Any) -> str | None:

@@ -32,7 +32,8 @@ from gpuload.core.options import Options
 from gpuload.integrations.comparison import compare, covering_rows, spread
 from gpuload.integrations.core import are_messages, imported, release_of, unless_unsupported
 from gpuload.integrations.known_code import change
-from gpuload.integrations.messages.cache import RowCache, Rule, row_of
+from gpuload.integrations.messages.cache import RowCache, Rule
+from gpuload.integrations.messages.rows import row_of
 from gpuload.integrations.slime.contract import KNOWN, SFT_NAMES
 from gpuload.integrations.slime.reading import check_labels, check_tools, open_rows
 from gpuload.integrations.slime.samples import SampleColumns, SampleDataset, set_conversation

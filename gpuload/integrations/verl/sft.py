@@ -35,7 +35,8 @@ from gpuload.core.options import Options, plain
 from gpuload.engines.protocol import ArrowPrompts
 from gpuload.integrations.comparison import spread
 from gpuload.integrations.core import log_fallback, release_of
-from gpuload.integrations.messages.cache import RowCache, Rule, StoredRows, row_of
+from gpuload.integrations.messages.cache import RowCache, Rule, StoredRows
+from gpuload.integrations.messages.rows import row_of
 from gpuload.integrations.verl.contract import difference, stock_methods, system_and_generation_prompt
 from gpuload.integrations.verl.settings import Settings
 from gpuload.integrations.verl.sft_store import (
