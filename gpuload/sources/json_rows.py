@@ -36,6 +36,9 @@ def json_table(name: str, content: bytes) -> tuple[pa.Table, int]:
     return pa.table({each: _column_of(each, rows) for each in names}), len(rows)
 
 
+_AS_TEXT = frozenset(("tools",))
+"""Columns that nothing reads but templates, row by row, as Python objects: a type of Arrow would only take time."""
+
 _Row = tuple[dict[str, Any], dict[str, str] | None]
 """An object, and the JSON texts of its values, if they are known."""
 
@@ -115,8 +118,7 @@ def _behind(text: str, at: int) -> int:
 def _column_of(name: str, rows: list[_Row]) -> pa.Array:
     """The values of all rows, null where a row has none."""
     values = [row.get(name) for row, _ in rows]
-    column = _arrow_column(values)
-    if column is not None:
+    if name not in _AS_TEXT and (column := _arrow_column(values)) is not None:
         return column
     texts = [
         value if value is None else json_text(value) if of_row is None else of_row[name]

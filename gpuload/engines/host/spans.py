@@ -301,7 +301,7 @@ class _Search:
 
 
 class _Sums:
-    """Sums of the (t,) lengths of tokens: those before each block are kept, as few of those before tokens are needed."""
+    """Sums of the (t,) lengths of tokens: those before each block are kept, as few others are needed."""
 
     def __init__(self, lengths: Ids) -> None:
         self.lengths = lengths
