@@ -95,8 +95,13 @@ def _of_objects(values: Sequence[Any], kind: pa.DataType) -> pa.Array | None:
         return pa.py_buffer(offsets if wide else offsets.astype(np.int32))
 
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        wide = pa.types.is_large_string(kind)
+        if types <= {str} and (whole := "".join(filter(None, values))).isascii():  # as many bytes as characters
+            return made(
+                bounds([value or "" for value in values] if mask else values, wide), pa.py_buffer(whole.encode())
+            )
         texts = [b"" if value is None else str.encode(value) for value in values]
-        return made(bounds(texts, pa.types.is_large_string(kind)), pa.py_buffer(b"".join(texts)))
+        return made(bounds(texts, wide), pa.py_buffer(b"".join(texts)))
     if pa.types.is_large_binary(kind) and types <= {bytes}:
         texts = [value or b"" for value in values]
         return made(bounds(texts, True), pa.py_buffer(b"".join(texts)))

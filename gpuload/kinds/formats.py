@@ -185,16 +185,28 @@ class _MadeColumn:
 def _with_own_arguments(prompts: pa.Array, columns: Mapping[str, pa.Array]) -> pa.Array:
     """Prompts with the arguments of their rows: dicts, for those that have any."""
     nothing = [None] * len(prompts)
-    tools, kwargs = (to_python(columns[name]) if name in columns else nothing for name in (TOOLS, KWARGS))
+    kwargs = to_python(columns[KWARGS]) if KWARGS in columns else nothing
+    kwargs = [_from_text(KWARGS, each) or None for each in kwargs]
+    given = columns.get(TOOLS)
+    if given is not None and given.type == JSON_TYPE and prompts.type == JSON_TYPE:
+        texts = given.storage.to_pylist()
+        if all(each is None or each[:1] == "[" for each in texts):  # lists, whose texts need not be read
+            tools = [None if each is None else _Written(each) for each in texts]
+            if (joined := _joined_texts(prompts, tools, kwargs)) is not None:
+                return joined
+    tools = nothing if given is None else to_python(given)
     known: dict[str, Any] = {}  # tools as JSON text, which is often the same in many rows
     tools = [known.setdefault(each, _tools(each)) if isinstance(each, str) else _tools(each) for each in tools]
-    kwargs = [_from_text(KWARGS, each) or None for each in kwargs]
     if all(each is None for each in (*tools, *kwargs)):
         return prompts
     if prompts.type == JSON_TYPE and (joined := _joined_texts(prompts, tools, kwargs)) is not None:
         return joined
     rows = zip(to_python(prompts), tools, kwargs, strict=True)
     return as_json([_with_own(*row) for row in rows])
+
+
+class _Written(str):
+    """JSON text of a value."""
 
 
 def _joined_texts(prompts: pa.Array, tools: Sequence[Any], kwargs: Sequence[Any]) -> pa.Array | None:
@@ -204,6 +216,8 @@ def _joined_texts(prompts: pa.Array, tools: Sequence[Any], kwargs: Sequence[Any]
     known: dict[int, str] = {}
 
     def written(value: Any) -> str:  # once for each object
+        if type(value) is _Written:
+            return value
         if id(value) not in known:
             known[id(value)] = json_text(value)
         return known[id(value)]

@@ -230,14 +230,14 @@ class TrainingEngine(HostEngine):
         """As `_row`, without transformers; or why that is not possible."""
         own = own_arguments(row)
         tools = own.pop(TOOLS, None)
-        programs = self._programs.get(_key(own)) if own else (self.program, self.prompting)
-        if programs is None or not isinstance(tools, list | None) or self._reference.sanitizes:
+        programs = self._programs.get(_key(own)) if own else None
+        if (own and programs is None) or not isinstance(tools, list | None) or self._reference.sanitizes:
             return ByReference(why_by_row(row))
-        program, prompting = programs
+        program = programs[0] if programs else self.program
         start, *ends = _parts(row)
         wanted = [(program, start + end) for end in ends] or [(program, start)]
         if ends and self._reference.prompts_alone:
-            wanted.append((prompting, start))
+            wanted.append((programs[1] if programs else self.prompting, start))
         made = []
         for program, messages in wanted:
             found = program.render_row(messages, tools)

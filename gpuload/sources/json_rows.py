@@ -8,7 +8,7 @@ Arrow's types is kept as JSON text (`arrow.json`) and decoded on access.
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pyarrow as pa
@@ -35,6 +35,9 @@ def json_table(name: str, content: bytes) -> tuple[pa.Table, int]:
     names = list(dict.fromkeys(key for row, _ in rows for key in row))
     return pa.table({each: _column_of(each, rows) for each in names}), len(rows)
 
+
+_AS_TEXT = frozenset(("tools",))
+"""Columns that nothing reads but templates, row by row, as Python objects: a type of Arrow would only take time."""
 
 _Row = tuple[dict[str, Any], dict[str, str] | None]
 """An object, and the JSON texts of its values, if they are known."""
@@ -115,8 +118,7 @@ def _behind(text: str, at: int) -> int:
 def _column_of(name: str, rows: list[_Row]) -> pa.Array:
     """The values of all rows, null where a row has none."""
     values = [row.get(name) for row, _ in rows]
-    column = _arrow_column(values)
-    if column is not None:
+    if name not in _AS_TEXT and (column := _arrow_column(values)) is not None:
         return column
     texts = [
         value if value is None else json_text(value) if of_row is None else of_row[name]
@@ -129,33 +131,16 @@ def _column_of(name: str, rows: list[_Row]) -> pa.Array:
     return pa.ExtensionArray.from_storage(JSON_TYPE, encoded)
 
 
-def _same_keys(values: Iterable[Any], known: dict[Any, Any]) -> bool:
-    """Whether objects in the same place of all values have the same keys, in the same order. If not, no type of Arrow
-    keeps them, and none is tried: that takes ten times as long as to look.
-
-    Args:
-        known: what was seen so far: under None the keys of objects, under each key what is there, and under () what is
-            in lists.
-    """
-    for value in values:
-        if type(value) is dict:
-            if list(value) != known.setdefault(None, list(value)):
-                return False
-            for key, each in value.items():
-                if type(each) in (dict, list) and not _same_keys((each,), known.setdefault(key, {})):
-                    return False
-        elif type(value) is list and not _same_keys(value, known.setdefault((), {})):
-            return False
-    return True
-
-
 def _arrow_column(values: list[Any]) -> pa.Array | None:
-    """Values with a type of Arrow, if that changes nothing: no missing key, no 1 to 1.0, no order of keys."""
+    """Values with a type of Arrow, if that changes nothing: no missing key, no 1 to 1.0, no order of keys.
+
+    Where there are numbers, all values are compared."""
     try:
-        # None: no type has all of them, or one that turns 1 into 1.0.
-        if not _same_keys(values, {}) or (kind := json_type(values)) is None:
+        if (kind := json_type(values)) is None:
             return None
         column = as_arrow(values, kind)
+        if _is_kept(kind):
+            return column
         slices = range(0, len(values), BATCH_ROWS)  # the text of all values would be as large as the file
         if all(
             json.dumps(column.slice(at, BATCH_ROWS).to_pylist()) == json.dumps(values[at : at + BATCH_ROWS])
@@ -165,3 +150,12 @@ def _arrow_column(values: list[Any]) -> pa.Array | None:
     except (pa.ArrowException, ValueError, TypeError, OverflowError, RecursionError):
         pass
     return None
+
+
+def _is_kept(kind: pa.DataType) -> bool:
+    """Whether Arrow has just the values that JSON has, in objects with the same keys."""
+    if pa.types.is_list(kind):
+        return _is_kept(kind.value_type)
+    if pa.types.is_struct(kind):
+        return all(_is_kept(field.type) for field in kind)
+    return bool(pa.types.is_string(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind))

@@ -1,5 +1,6 @@
 """Which Arrow types can hold prompts: strings, and lists of messages."""
 
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -25,19 +26,21 @@ def as_json(values: Sequence[Any]) -> pa.Array:
 
 def json_type(values: Sequence[Any]) -> pa.DataType | None:
     """The type that pyarrow would infer for values that were JSON, without importing pandas; None if they have no type
-    in common. Fields are in the order in which they first occur."""
+    in common, or objects in the same place have not the same keys in the same order, which no type keeps."""
     (*types,) = set(map(type, values)) - {type(None)}
     if not types:
         return pa.null()
     if len(types) > 1:
         return None
     if types[0] is list:
-        inner = json_type([item for value in values if value for item in value])
+        inner = json_type(list(itertools.chain.from_iterable(filter(None, values))))
         return None if inner is None else pa.list_(inner)
     if types[0] is dict:
         rows = [value for value in values if value is not None]
-        names = dict.fromkeys(name for row in rows for name in row)
-        fields = {name: json_type([row.get(name) for row in rows]) for name in names}
+        names, *others = set(map(tuple, rows))
+        if others:
+            return None
+        fields = {name: json_type([row[name] for row in rows]) for name in names}
         return None if None in fields.values() else pa.struct(list(fields.items()))
     return {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}.get(types[0])
 

@@ -17,6 +17,7 @@ the text, and its bytes if the tokenizer may have normalized them. All other row
 which knows its offsets.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gpuload.core.arrays import Ragged, offsets_of
+from gpuload.core.arrays import Ragged, offsets_of, ranges
 from gpuload.core.arrow import as_arrow, as_numpy
 from gpuload.core.errors import TokenizerError
 from gpuload.engines.host.acceptance import acceptance_texts
@@ -34,6 +35,8 @@ from gpuload.tokenizer.token_bytes import TokenBytes, token_bytes
 
 _ROWS = 256
 """Texts that the tokenizer encodes at a time: their encodings take hundreds of bytes per token."""
+
+_BLOCK = 16  # tokens whose lengths are summed
 
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.int64]
@@ -204,21 +207,21 @@ class _Search:
         """
         table = self._table
         data, offsets, at = self._with_spaces(text, rows, at)
-        fast, ends, shift = self._end_to_end(text, data, offsets, ids)
+        fast, sums = self._end_to_end(text, data, offsets, ids)
         length = offsets[rows + 1] - offsets[rows]
         inside = np.flatnonzero(fast[rows] & (at >= 0) & (at < length))
         byte = (offsets[rows] + at)[inside]
         for _ in range(3):  # to the first byte of the character
             byte -= (data[byte] & 0xC0) == 0x80
-        byte -= shift[rows[inside]]
-        token = np.searchsorted(ends, byte, side="right") - 1
+        byte -= (offsets[:-1] - sums.before(ids.offsets[:-1]))[rows[inside]]
+        token, begin = sums.token_at(byte)
         number = token - ids.offsets[rows[inside]]
         # Only spaces are trimmed, and a space is in one token, so no other token can have the character.
         leading = table.leading[ids.values[token]]
         if table.keeps_first:
             leading[(number == 0) & (leading == 1)] = 0
-        trimmed = byte < ends[token] + leading
-        trimmed |= byte >= ends[token + 1] - table.trailing[ids.values[token]]
+        trimmed = byte < begin + leading
+        trimmed |= byte >= begin + self._lengths[ids.values[token]] - table.trailing[ids.values[token]]
         found = np.full(len(rows), -1, np.int64)
         found[inside] = np.where(trimmed, -1, number)
         return fast, found
@@ -237,9 +240,11 @@ class _Search:
             counted over all texts. Those of tokens are meaningful only in these texts; elsewhere tokens are empty.
         """
         data, offsets, at = self._with_spaces(text, np.tile(rows, 2), np.concatenate([start, end]))
-        fast, ends, shift = self._end_to_end(text, data, offsets, ids)
+        fast, sums = self._end_to_end(text, data, offsets, ids)
         first, last = np.split(offsets[np.tile(rows, 2)] + at, 2)
-        begin, stop = (part + np.repeat(shift, ids.lengths) for part in (ends[:-1], ends[1:]))
+        ends = offsets_of(sums.lengths)
+        shift = np.repeat(offsets[:-1] - ends[ids.offsets[:-1]], ids.lengths)
+        begin, stop = (part + shift for part in (ends[:-1], ends[1:]))
         return fast, (begin, np.where(np.repeat(fast, ids.lengths), stop, begin)), (first, last)
 
     def _with_spaces(self, text: pa.LargeStringArray, rows: Numbers, at: Numbers) -> tuple[Bytes, Numbers, Numbers]:
@@ -256,7 +261,7 @@ class _Search:
 
     def _end_to_end(
         self, text: pa.LargeStringArray, data: Bytes, offsets: Numbers, ids: Ragged
-    ) -> tuple[npt.NDArray[np.bool_], Numbers, Numbers]:
+    ) -> tuple[npt.NDArray[np.bool_], "_Sums"]:
         """Whether the tokens of each row lie end to end in its text.
 
         Args:
@@ -264,21 +269,21 @@ class _Search:
             data, offsets: from `_with_spaces`.
 
         Returns:
-            (n,) bool; `ends`, where each token begins if all tokens of all rows lie end to end, and the end of the last
-            one; and (n,) what has to be added to that for its place in `data`.
+            (n,) bool, and the lengths of all tokens.
         """
         lengths = self._lengths[ids.values]
-        ends = offsets_of(lengths)
-        shift = offsets[:-1] - ends[ids.offsets[:-1]]
-        fast = ends[ids.offsets[1:]] - ends[ids.offsets[:-1]] == np.diff(offsets)
+        sums = _Sums(lengths)
+        fast = np.diff(sums.before(ids.offsets)) == np.diff(offsets)
         fast[_rows_of(np.flatnonzero(lengths == 0), ids)] = False  # none of the tokenizer's tokens
         if self._table.nfc:
-            changeable = fast & ~as_numpy(pc.string_is_ascii(text))
-            token = np.flatnonzero(np.repeat(changeable, ids.lengths))
-            place = ends[token] + np.repeat(shift[changeable], ids.lengths[changeable])
+            changeable = np.flatnonzero(fast & ~as_numpy(pc.string_is_ascii(text)))
+            bounds = offsets_of(ids.lengths[changeable])
+            token = ranges(ids.offsets[changeable], np.diff(bounds), bounds)
+            ends = offsets_of(lengths[token])
+            place = ends[:-1] + np.repeat(offsets[changeable] - ends[bounds[:-1]], np.diff(bounds))
             different = self._different(data, ids.values[token], lengths[token], place)
             fast[_rows_of(token[different], ids)] = False
-        return fast, ends, shift
+        return fast, sums
 
     def _different(self, data: Bytes, ids: Ids, lengths: Ids, place: Numbers) -> Numbers:
         """The numbers of the tokens that are not the bytes at their places."""
@@ -293,6 +298,39 @@ class _Search:
             more = left > 8
             token, begin, left, place = token[more], begin[more], left[more], place[more]
         return np.concatenate(wrong)
+
+
+class _Sums:
+    """Sums of the (t,) lengths of tokens: those before each block are kept, as few others are needed."""
+
+    def __init__(self, lengths: Ids) -> None:
+        self.lengths = lengths
+        whole = len(lengths) // _BLOCK * _BLOCK
+        blocks = lengths[:whole].reshape(-1, _BLOCK).sum(axis=1, dtype=np.int64)
+        self._before = offsets_of(np.append(blocks, lengths[whole:].sum(dtype=np.int64)))
+
+    def before(self, token: Numbers) -> Numbers:
+        """(k,) numbers of tokens, up to t → the sum of the lengths before each."""
+        block, inside = np.divmod(token, _BLOCK)
+        sums: Numbers = sum((np.where(at < inside, part, 0) for at, part in self._parts(block)), self._before[block])
+        return sums
+
+    def token_at(self, byte: Numbers) -> tuple[Numbers, Numbers]:
+        """(k,) bytes → the last token that begins there or before, and where it begins."""
+        block = np.searchsorted(self._before[:-1], byte, side="right") - 1
+        token, begin, end = block * _BLOCK, self._before[block], self._before[block]
+        for _, part in self._parts(block):
+            end = end + part
+            token += end <= byte
+            begin = np.where(end <= byte, end, begin)
+        return token, begin
+
+    def _parts(self, block: Numbers) -> Iterator[tuple[int, Ids]]:
+        """(k,) blocks → (k,) the lengths of their first tokens, of their second ones …, 0 behind the last token."""
+        lengths = self.lengths if len(self.lengths) else np.zeros(1, np.int32)
+        for at in range(_BLOCK):
+            token = block * _BLOCK + at
+            yield at, np.where(token < len(self.lengths), lengths.take(token, mode="clip"), 0)
 
 
 def _rows_of(token: Numbers, ids: Ragged) -> Numbers:
