@@ -2,7 +2,6 @@
 
 import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +28,20 @@ from gpuload.tokenizer.spec import UnsupportedError
 FOLDER = os.environ.get(beside.VARIABLE) or str(Path(__file__).parents[1] / ".venv-tokenizers1")
 
 USED = {
-    "NFKC", "NFD", "Lowercase", "Replace", "Prepend", "Strip", "NFC and Lowercase", "Digits", "Digits in runs", "literal",
-    "ByteLevel, no regex", "two regexes", "no pre-tokenizer", "bytes, NFKC", "bytes, Strip", "bytes, collapsed spaces",
-    "bytes, nothing else", "bytes, ignore_merges", "Metaspace _", "Metaspace and Replace", "Unigram", "Unigram, bytes",
-    "WordPiece",
+    "NFC and Lowercase", "Digits", "Digits in runs", "literal", "ByteLevel, no regex", "two regexes",
+    "no pre-tokenizer", "bytes, NFKC", "bytes, collapsed spaces", "bytes, nothing else", "bytes, ignore_merges",
+    "Metaspace and Replace", "Unigram", "Unigram, bytes", "WordPiece",
 }  # fmt: skip
 """Variants whose added tokens have no flags: those of the others are not compared."""
 
 
 @pytest.fixture
-def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def folder(monkeypatch: pytest.MonkeyPatch) -> str:
     """That of 1.0, named by the variable."""
     if not os.path.isdir(f"{FOLDER}/tokenizers"):
         pytest.skip("needs tokenizers 1.0: make tokenizers1-test")
     monkeypatch.setenv(beside.VARIABLE, FOLDER)
-    yield FOLDER
+    return FOLDER
 
 
 def same(backend: Tokenizer | Any, some: list[str]) -> HostEncoder:
@@ -87,9 +85,7 @@ def beside_name(folder: str) -> str:
     return info.name.removesuffix(".dist-info").replace("-", " ")
 
 
-@pytest.mark.parametrize(
-    "name", core(sorted(VARIANTS), "NFKC", "Digits", "Unigram", "WordPiece", "Metaspace first True")
-)
+@pytest.mark.parametrize("name", core(sorted(VARIANTS), "Digits", "Unigram", "Metaspace first True"))
 def test_every_variant(name: str, folder: str) -> None:
     backend = VARIANTS[name]()
     contents = [token.content for token in backend.get_added_tokens_decoder().values()]
@@ -103,17 +99,19 @@ def test_what_it_encodes_otherwise_the_installed_version_encodes(folder: str, mo
     for backend in (word_piece(), byte_level(split_stages(Digits(True)))):
         assert same(backend, some).name.startswith("tokenizers 1.")
     monkeypatch.setattr(encode, "texts_with_unassigned", lambda *_: encode.np.zeros(0, int))
-    with pytest.raises(AssertionError, match="2e43"):
+    with pytest.raises(AssertionError, match="\u2e43"):
         same(word_piece(), some)
 
 
 _NORMALIZERS = {
     "none": None, "NFC": NFC(), "NFD": NFD(), "NFKC": NFKC(), "NFKD": normalizers.NFKD(), "lower": Lowercase(),
     "accents": normalizers.Sequence([NFD(), StripAccents()]), "strip": Strip(), "prepend": Prepend("x"),
-    "a": Replace("a", "bb"), "space": Replace(" ", "▁"), "BERT": BertNormalizer(), "cased": BertNormalizer(lowercase=False),
+    "a": Replace("a", "bb"), "space": Replace(" ", "▁"), "BERT": BertNormalizer(),
+    "cased": BertNormalizer(lowercase=False),
 }  # fmt: skip
 _BYTES = {
-    "digits": lambda: split_stages(Digits(True), use_regex=True), "runs": lambda: split_stages(Digits(False), use_regex=True),
+    "digits": lambda: split_stages(Digits(True), use_regex=True),
+    "runs": lambda: split_stages(Digits(False), use_regex=True),
     "one": lambda: split_stages(), "literal": lambda: split_stages(pre_tokenizers.Split(" ", "merged_with_previous")),
     "words": lambda: split_stages(WhitespaceSplit()),
 }  # fmt: skip
@@ -206,7 +204,7 @@ def test_a_load(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(encode, "LEAST_BESIDE", 0)
     prompts = [f"Question {number}: is \u00e9 = e\u0301 in a\u2e43b?" for number in range(500)]
     pq.write_table(pa.table({"prompt": prompts}), tmp_path / "prompts.parquet")
-    tokenizer = AutoTokenizer.from_pretrained(SHARED / "tokenizers" / "bert-base-uncased")
+    tokenizer = AutoTokenizer.from_pretrained(SHARED / "tokenizers" / "bert-base-uncased", pad_token="[PAD]")
     found = gpuload.load(str(tmp_path / "prompts.parquet"), tokenizer, chat_template=None, device="cpu", verify="full")
     assert "tokenizers 1." in found.report.engine
     assert found.tokens.to_lists() == [tokenizer(text, add_special_tokens=False)["input_ids"] for text in prompts]
