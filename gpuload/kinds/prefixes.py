@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from gpuload.core.arrays import Ragged
+from gpuload.core.backends import added_tokens
 from gpuload.engines.host.encode import needs_itself
 from gpuload.engines.host.texts import gather
 from gpuload.reference.reference import Reference
@@ -32,7 +33,7 @@ def cutting_tokens(reference: Reference, texts: Sequence[str]) -> tuple[bytes, .
     backend = reference.backend
     if backend is None or needs_itself(reference) or reference.sanitizes:
         return ()
-    tokens = [token for token in backend.get_added_tokens_decoder().values() if not token.normalized]
+    tokens = [token for token in added_tokens(backend).values() if not token.normalized]
     return tuple(
         token.content.encode()
         for token in tokens

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.core.arrow import as_arrow, as_numpy, fill_null
+from gpuload.core.backends import state
 from gpuload.reference.reference import Reference
 
 Form = Literal["NFC", "NFD", "NFKC", "NFKD"]
@@ -56,7 +57,7 @@ class RiskFinder:
 
     def __init__(self, reference: Reference):
         backend = reference.backend
-        forms = re.findall(r"NFK?[CD]", str(backend.normalizer)) if backend is not None else []
+        forms = re.findall(r"'type': '(NFK?[CD])'", str(state(backend, "normalizer"))) if backend is not None else []
         self._forms = cast(list[Form], sorted(set(forms)))
         added = _prefixes(reference.special_texts())
         self._patterns = [*_PATTERNS, *([added] if added else [])]

@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, Self
 
+from gpuload.core.backends import serialized, stored_pad_token
 from gpuload.core.errors import TokenizerError
 from gpuload.core.memory import room_to_encode
 from gpuload.core.options import is_template, template_source
@@ -158,8 +159,7 @@ class Reference:
     @cached_property
     def model_json(self) -> str:
         """The backend as the text of a tokenizer.json: several megabytes, made once."""
-        backend: Any = self.backend
-        return str(backend.to_str())
+        return serialized(self.backend)
 
     @property
     def encodes_rendered_text(self) -> bool:
@@ -351,8 +351,7 @@ def _load(tokenizer: Any, trust_remote_code: bool) -> Any:
     if type(tokenizer).__module__.split(".")[0] == "tokenizers":
         from transformers import PreTrainedTokenizerFast
 
-        padding = tokenizer.padding or {}
-        return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=padding.get("pad_token"))
+        return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=stored_pad_token(tokenizer))
     if not isinstance(tokenizer, _base_class()):
         raise TokenizerError(
             f"tokenizer has the unsupported type {type(tokenizer).__name__}: pass a path, a hub id, a transformers "

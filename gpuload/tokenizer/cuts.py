@@ -26,12 +26,12 @@ left is the same without it. The only atom that looks ahead, of white space, is 
 another alternative has matched.
 """
 
-import json
 import string
 from typing import Any
 
 import numpy as np
 
+from gpuload.core.backends import added_tokens, state
 from gpuload.tokenizer.gigatoken import ONE_STAGE
 from gpuload.tokenizer.spec import Split, UnsupportedError, normalizes_to_nfc, stages_of
 
@@ -68,13 +68,13 @@ def cut_table(backend: Any) -> Bools:
     Raises:
         UnsupportedError: no such places are known for this tokenizer.
     """
-    nfc = normalizes_to_nfc(_state(backend.normalizer))
-    stages, prefix_space = stages_of(_state(backend.pre_tokenizer))
+    nfc = normalizes_to_nfc(state(backend, "normalizer"))
+    stages, prefix_space = stages_of(state(backend, "pre_tokenizer"))
     stage = stages[0] if len(stages) == 1 else None
     if prefix_space or not isinstance(stage, Split) or stage.keep == "gaps" or stage.pattern not in ONE_STAGE:
         raise UnsupportedError("it is not known where texts can be cut for this pre-tokenizer")
     table = _table(lines=r"\s*[\r\n]" in stage.pattern)
-    for token in backend.get_added_tokens_decoder().values():
+    for token in added_tokens(backend).values():
         if token.lstrip or token.rstrip or token.single_word:
             raise UnsupportedError(f"the added token {token.content!r} depends on what is around it")
         if nfc and token.normalized and not token.content.isascii():
@@ -107,11 +107,6 @@ def cut_places(table: Bools, data: Bytes, offsets: Places) -> Places:
         cut[wide[white]] = False
     cut[offsets - low] = True
     return np.flatnonzero(cut) + low
-
-
-def _state(part: Any) -> Any:
-    """A part of a tokenizer as it is in a tokenizer.json. (The whole of that would take a tenth of a second.)"""
-    return None if part is None else json.loads(part.__getstate__())
 
 
 def _table(lines: bool) -> Bools:

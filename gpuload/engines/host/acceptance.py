@@ -9,6 +9,7 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
+from gpuload.core.backends import added_tokens
 from gpuload.reference.reference import Reference
 from gpuload.tokenizer.spec import WHITE_SPACE
 
@@ -39,8 +40,7 @@ _LETTERS = ["b", "7", "_", "-", "\u00e9", "\u4f60", "\u0301", "\u0338", "\u0663"
 
 def acceptance_texts(reference: Reference) -> list[str]:
     """The texts for a tokenizer."""
-    backend: Any = reference.backend
-    added = [token for token in backend.get_added_tokens_decoder().values() if token.content]
+    added = [token for token in added_tokens(reference.backend).values() if token.content]
     return [*_GENERAL, *added_token_texts(added)]
 
 

@@ -1,11 +1,12 @@
 """Encoding on the host: a column of text → token ids, by the fastest encoder that is exact for this tokenizer.
 
-Four encoders, tried in this order:
+Five encoders, tried in this order:
 
 1. gigatoken, which reads Arrow's buffers zero-copy and returns one flat array of ids;
-2. the `tokenizers` object inside the tokenizer, for each different word of the texts once (`words.py`);
-3. the same object, for whole texts, in batches;
-4. the tokenizer itself, text by text (slow tokenizers, and classes that override how text is encoded).
+2. `tokenizers` 1.0 beside the installed one, where there is one (`gpuload.tokenizer.beside`);
+3. the `tokenizers` object inside the tokenizer, for each different word of the texts once (`words.py`);
+4. the same object, for whole texts, in batches;
+5. the tokenizer itself, text by text (slow tokenizers, and classes that override how text is encoded).
 
 Building gigatoken takes half a second, in which no other thread has the interpreter lock. So words come first for
 little data. Both are used only for configurations for which they are known to be exact (`gpuload.tokenizer.gigatoken`,
@@ -21,7 +22,7 @@ import unicodedata
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from importlib.metadata import version
 from typing import Any
 
@@ -31,12 +32,14 @@ import pyarrow.compute as pc
 
 from gpuload.core.arrays import Ragged, offsets_of
 from gpuload.core.arrow import as_arrow, as_numpy
+from gpuload.core.backends import Encode, added_tokens, batch_encoder, is_reworked, why_not_plain
 from gpuload.core.memory import room_to_encode
 from gpuload.engines.host.acceptance import acceptance_texts
 from gpuload.engines.host.texts import Bytes, Ints
 from gpuload.engines.host.words import by_words, encode_joined, separator_of, text_buffers
 from gpuload.reference.reference import Reference
 from gpuload.reference.template_call import first_line
+from gpuload.tokenizer.beside import contested, not_known_equal, opened, version_beside
 from gpuload.tokenizer.cuts import cut_table
 from gpuload.tokenizer.gigatoken import needs_nfc_text, not_known_exact
 from gpuload.tokenizer.nfc import normalized_otherwise
@@ -46,6 +49,9 @@ _CHECK_ARGUMENTS = frozenset(("BloomTokenizerFast", "CodeGenTokenizerFast", "Coh
 
 MOST_BY_WORDS = 8 << 20
 """Bytes of prompts up to which a load encodes words rather than build gigatoken."""
+
+LEAST_BESIDE = 1 << 20
+"""Bytes of prompts up to which opening a tokenizer in `tokenizers` 1.0 takes longer than encoding them."""
 
 _CALL_BYTES = 1 << 22  # of texts that tokenizers encodes in one call; a text that is longer is on its own
 
@@ -81,8 +87,7 @@ def host_encoder(reference: Reference, nbytes: int | None = None) -> HostEncoder
     unused: list[str] = []
     texts = acceptance_texts(reference)
     expected = reference.encode_many(texts)
-    few = nbytes is not None and nbytes <= MOST_BY_WORDS
-    for make in (*((_words, _gigatoken) if few else (_gigatoken, _words)), _tokenizers):
+    for make in _makers(reference, nbytes):
         name = make.__name__.strip("_")
         try:
             encoder = make(reference)
@@ -95,6 +100,16 @@ def host_encoder(reference: Reference, nbytes: int | None = None) -> HostEncoder
             return HostEncoder(encoder.name, _guarded(encoder, by_itself), tuple(unused))
         unused.append(f"{name}: differs from the tokenizer on {min(wrong, key=len)!r:.60}")
     return HostEncoder(by_itself.name, by_itself.encode, tuple(unused))
+
+
+def _makers(reference: Reference, nbytes: int | None) -> tuple[Callable[[Reference], HostEncoder], ...]:
+    """What makes encoders, in the order in which they are tried."""
+    if is_reworked(reference.backend):  # as fast as the others, which are compared with 0.2x only
+        return (_tokenizers,)
+    beside = (_tokenizers1,) if version_beside() and (nbytes is None or nbytes > LEAST_BESIDE) else ()
+    if nbytes is not None and nbytes <= MOST_BY_WORDS:
+        return (_words, _gigatoken, *beside, _tokenizers)
+    return (_gigatoken, *beside, _words, _tokenizers)
 
 
 def _guarded(encoder: HostEncoder, by_itself: HostEncoder) -> Callable[[pa.LargeStringArray], Ragged]:
@@ -125,11 +140,9 @@ def needs_itself(reference: Reference) -> str | None:
         own = getattr(type(tokenizer), method, None)
         if own is not getattr(PreTrainedTokenizerFast, method, None) and not _only_checks_arguments(own):
             return f"{type(tokenizer).__name__} overrides {method}"
-    if getattr(tokenizer, "split_special_tokens", False) or backend.encode_special_tokens:
+    if getattr(tokenizer, "split_special_tokens", False):
         return "split_special_tokens is set"
-    if getattr(backend.model, "dropout", None):
-        return "the model has dropout: its ids are random"
-    return None
+    return why_not_plain(backend)
 
 
 def _only_checks_arguments(method: Any) -> bool:
@@ -181,7 +194,7 @@ def _gigatoken(reference: Reference) -> HostEncoder:
 
     backend: Any = reference.backend
     composes = backend.normalizer is not None and backend.normalizer.normalize_str("e\u0301") == "\u00e9"
-    nfc_only = composes and needs_nfc_text(backend.get_added_tokens_decoder().values())
+    nfc_only = composes and needs_nfc_text(added_tokens(backend).values())
     contested = normalized_otherwise() if composes else ()
     by_tokenizers = _tokenizers(reference).encode
 
@@ -190,17 +203,39 @@ def _gigatoken(reference: Reference) -> HostEncoder:
             return Ragged.from_lists([])
         offsets, chars = text_buffers(text)
         ids = encode_all(chars, offsets)
-        # Contested rows are encoded by tokenizers, and put back into their places.
+        # Contested rows are encoded by tokenizers, and put into their places.
         rows = texts_with_unassigned(chars, offsets, contested)
         if nfc_only:
             rows = np.union1d(rows, _not_nfc(text))
-        if not len(rows):
-            return ids
-        order = np.arange(len(text))
-        order[rows] = len(text) + np.arange(len(rows))
-        return Ragged.concatenate([ids, by_tokenizers(text.take(as_arrow(rows)))]).take(order)
+        return _with_rows(ids, rows, by_tokenizers(text.take(as_arrow(rows)))) if len(rows) else ids
 
     return HostEncoder(f"gigatoken {version('gigatoken')}", encode)
+
+
+def _with_rows(ids: Ragged, rows: Ints, others: Ragged) -> Ragged:
+    """Ids with some of the rows replaced by others."""
+    order = np.arange(len(ids))
+    order[rows] = len(ids) + np.arange(len(rows))
+    return Ragged.concatenate([ids, others]).take(order)
+
+
+def _tokenizers1(reference: Reference) -> HostEncoder:
+    if reason := not_known_equal(reference.model_json):
+        raise ValueError(reason)
+    here = _tokenizers(reference)
+    there = batch_encoder(opened(reference.model_json), lambda: reference.model_json)
+    versions = f"{here.name} {version_beside()}"
+    differing = contested(
+        reference.model_json, versions, batch_encoder(reference.backend, lambda: reference.model_json), there
+    )
+    encode_all = in_calls(there)
+
+    def encode(text: pa.LargeStringArray) -> Ragged:
+        offsets, chars = text_buffers(text)
+        ids, rows = encode_all(text), texts_with_unassigned(chars, offsets, differing)
+        return _with_rows(ids, rows, here.encode(text.take(as_arrow(rows)))) if len(rows) else ids
+
+    return HostEncoder(str(version_beside()), encode)
 
 
 def _not_nfc(text: pa.LargeStringArray) -> Ints:
@@ -213,7 +248,7 @@ def _not_nfc(text: pa.LargeStringArray) -> Ints:
 def _words(reference: Reference) -> HostEncoder:
     backend: Any = reference.backend
     table, whole = cut_table(backend), _tokenizers(reference)
-    added = backend.get_added_tokens_decoder()
+    added = added_tokens(backend)
 
     def encode(words: pa.LargeStringArray) -> Ragged:
         separator = separator_of(added, words)
@@ -223,16 +258,12 @@ def _words(reference: Reference) -> HostEncoder:
 
 
 def _tokenizers(reference: Reference) -> HostEncoder:
-    from tokenizers import Tokenizer
+    encode_all = batch_encoder(reference.backend, lambda: reference.model_json)
+    return HostEncoder(f"tokenizers {version('tokenizers')}", in_calls(encode_all))
 
-    backend: Any = reference.backend
-    if backend.truncation is not None or backend.padding is not None:
-        # Settings stored in the backend, which `apply_chat_template` does not use.
-        backend = Tokenizer.from_str(reference.model_json)
-        backend.no_truncation()
-        backend.no_padding()
 
-    encode_all = partial(backend.encode_batch_fast, add_special_tokens=False)
+def in_calls(encode_all: Encode) -> Callable[[pa.LargeStringArray], Ragged]:
+    """Encodes a column of text in calls of some megabytes."""
 
     def encode(text: pa.LargeStringArray) -> Ragged:
         sizes = as_numpy(pc.binary_length(text))
@@ -241,9 +272,8 @@ def _tokenizers(reference: Reference) -> HostEncoder:
             # Its results take some 30 times as much memory as the text, until they are converted.
             high = max(low + 1, int(np.searchsorted(offsets, offsets[low] + _CALL_BYTES, side="right")) - 1)
             with room_to_encode(int(sizes[low:high].max())):
-                rows = _without_panic(encode_all, text.slice(low, high - low).to_pylist())
-                parts.append(Ragged.from_lists([row.ids for row in rows]))
+                parts.append(_without_panic(encode_all, text.slice(low, high - low).to_pylist()))
             low = high
         return Ragged.concatenate(parts)
 
-    return HostEncoder(f"tokenizers {version('tokenizers')}", encode)
+    return encode
