@@ -4,8 +4,9 @@
     DIR/train.parquet                      the same rows
     DIR/gpuload.json                       the fingerprint, options and report of each split
 
-Each record batch is written to both files before the next one is made, so memory is bounded. Everything is written into
-a temporary directory next to DIR, which is renamed at the end. One that is overwritten is removed after that.
+Record batches are written before more are made, so memory is bounded: to the store one by one, to parquet as many as
+make a row group. Everything is written into a temporary directory next to DIR, which is renamed at the end. One that is
+overwritten is removed after that.
 """
 
 import hashlib
@@ -29,8 +30,10 @@ from gpuload.core.errors import DataError, ExportError, GpuloadError, OptionErro
 from gpuload.core.files import PartialDirectory, exchanged
 from gpuload.kinds.chats.dataset import ChatDataset
 from gpuload.kinds.pairs.dataset import PairDataset
+from gpuload.sources.footer import LEAST_GROUP_BYTES, rows_of_group
 
 _ABOUT = "gpuload.json"
+_PAGE_BYTES = 1 << 20
 
 
 def save_to_disk(
@@ -200,17 +203,26 @@ def _write_rows(
     written = 0
     with ExitStack() as stack:
         file = stack.enter_context(open(store, "wb"))
-        writers = (
-            stack.enter_context(pa.ipc.new_stream(file, schema)),
-            stack.enter_context(pq.ParquetWriter(parquet, schema, compression="zstd")),
-        )
+        stream = stack.enter_context(pa.ipc.new_stream(file, schema))
+        groups = stack.enter_context(pq.ParquetWriter(parquet, schema, compression="zstd", data_page_size=_PAGE_BYTES))
         disable = None if progress is None else not progress  # None: unless standard error is a terminal
         bar = tqdm(desc=f"writing {parquet.name}", unit=" rows", unit_scale=True, disable=disable, leave=False)
         stack.enter_context(bar)
+        waiting: list[pa.Table] = []
         for batch in reader:
-            table = pa.Table.from_batches([batch]).cast(schema)
-            for writer in writers:
-                writer.write_table(table)
-            written += table.num_rows
-            bar.update(table.num_rows)
+            waiting.append(pa.Table.from_batches([batch]).cast(schema))
+            stream.write_table(waiting[-1])
+            written += batch.num_rows
+            bar.update(batch.num_rows)
+            if sum(table.nbytes for table in waiting) >= LEAST_GROUP_BYTES:
+                _write_groups(groups, waiting)
+        _write_groups(groups, waiting)
     return written
+
+
+def _write_groups(writer: pq.ParquetWriter, waiting: list[pa.Table]) -> None:
+    """Writes some tables as one row group, or, if they are larger than one should be, as several, and forgets them."""
+    if waiting:
+        table = pa.concat_tables(waiting)
+        waiting.clear()
+        writer.write_table(table, rows_of_group(table.num_rows, table.nbytes))

@@ -24,6 +24,7 @@ from gpuload.cli.main import main
 from gpuload.core import files as files_module
 from gpuload.core.errors import DataError, ExportError, GpuloadError, OptionError
 from gpuload.dataset import arrow as row_reader
+from gpuload.sources import footer
 
 datasets = pytest.importorskip("datasets", reason="the format is that of datasets")
 trl = pytest.importorskip("trl", reason="TRL is the reference of these tests")
@@ -76,6 +77,25 @@ def test_rows_are_those_of_the_dataset(chats: gpuload.ChatDataset, tmp_path: Pat
     assert about["splits"]["train"]["rows"] == len(chats) == ROWS
     assert about["splits"]["train"]["fingerprint"] == chats.fingerprint
     assert about["splits"]["train"]["report"]["rows_kept"] == ROWS
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "groups"),
+    [(64 << 20, 128 << 20, [ROWS]), (1, 1 << 20, [9] * 5), (1, 400, [1] * ROWS), (12_000, 1 << 20, [18, 18, 9])],
+)
+def test_row_groups_are_of_a_size(
+    qwen: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: int, most: int, groups: list[int]
+) -> None:
+    """Batches are joined until they are large enough, and one that is too large is divided."""
+    monkeypatch.setattr(row_reader, "_ROWS", 9)
+    monkeypatch.setattr(export, "LEAST_GROUP_BYTES", least)
+    monkeypatch.setattr(footer, "_MOST_GROUP_BYTES", most)
+    messages = [{"role": "user", "content": "question " * 5}, {"role": "assistant", "content": "answer " * 60}]
+    table = pa.table({"messages": [messages] * ROWS, "n": range(ROWS)})
+    gpuload.save_to_disk({"train": gpuload.load_chats(table, qwen)}, tmp_path / "sft")
+    file = pq.ParquetFile(tmp_path / "sft" / "train.parquet")
+    assert [file.metadata.row_group(k).num_rows for k in range(file.num_row_groups)] == groups
+    assert file.read()["n"].to_pylist() == list(range(ROWS))
 
 
 @pytest.mark.parametrize("overlong", ["keep_start", "keep_end"])

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from conftest import MESSAGES, user
 from hypothesis import given
@@ -35,6 +36,7 @@ from gpuload.inspect.statistics import sample_rows, statistics_of
 from gpuload.inspect.tokens import SampleRow, TokenReader, pair_of, visible, visible_text
 from gpuload.pipeline.run import run
 from gpuload.reference.reference import Reference
+from gpuload.sources import footer
 
 Chat = list[dict[str, Any]]
 
@@ -248,6 +250,24 @@ def test_numbers_of_pairs(qwen: Any, qwen_folder: str, tmp_path: Path, capsys: p
 
 
 @shared
+def test_a_large_file_of_one_row_group_is_named_with_the_way_to_rewrite_it(
+    qwen_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(footer, "_MOST_GROUP_BYTES", 1000)
+    table = pa.table({"prompt": [f"{n} " * 20 for n in range(100)]})
+    pq.write_table(table, "train.parquet")
+    pq.write_table(table.slice(0, 2), "small.parquet")
+    main(["inspect", "train.parquet", "small.parquet", "--tokenizer", qwen_folder])
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "row group" in line]
+    assert "train.parquet: one row group of 0 MB" in line
+    (rewrite,) = re.findall(r"pq\.write_table\(.*row_group_size=\d+\)", line)
+    eval(rewrite)
+    assert pq.read_table("new.parquet").equals(table)
+    main(["inspect", "new.parquet", "--tokenizer", qwen_folder])
+    assert "row group" not in capsys.readouterr().out
+
+
 def test_longer_rows_and_rows_without_roles_are_counted(qwen_folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     file = SHARED / "datasets" / "chats_and_pairs" / "glaive_toolcall_en_demo.json"
     assert main(["inspect", str(file), "--tokenizer", qwen_folder]) == 0

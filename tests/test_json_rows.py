@@ -1,17 +1,28 @@
 """JSON and JSON lines as columns: every value is the one that `json.loads` returns."""
 
+import hashlib
+import io
 import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
 
 from gpuload.core.errors import SourceError
+from gpuload.sources import json_columns, json_rows
 from gpuload.sources.columns import to_python
-from gpuload.sources.json_rows import json_table
-from gpuload.sources.types import JSON_TYPE
+from gpuload.sources.fetch import SourceFile
+from gpuload.sources.json_columns import JsonColumns
+from gpuload.sources.read import check_unchanged, open_file
+from gpuload.sources.types import JSON_TYPE, json_type
 
 texts = st.text(st.characters(codec="utf-8"), max_size=6) | st.sampled_from(['"', "\\", "\n", "\u2028", "é", "{", "]"])
 values = st.recursive(
@@ -22,9 +33,18 @@ values = st.recursive(
 objects = st.lists(st.dictionaries(st.sampled_from("abc") | texts, values, max_size=4), max_size=5)
 
 
+def table_of(content: bytes) -> tuple[pa.Table, int]:
+    """The columns and the number of rows."""
+    columns = JsonColumns("file", io.BytesIO(content))
+    (table,) = columns.tables(None)  # type: ignore[arg-type]  # all rows are held
+    assert table.schema.equals(columns.schema)
+    assert columns.nbytes == len(content)
+    return table, columns.rows
+
+
 def read(content: bytes) -> list[dict[str, Any]]:
     """The rows, with the columns that they have."""
-    table, rows = json_table("file", content)
+    table, rows = table_of(content)
     columns = {name: to_python(table[name].combine_chunks()) for name in table.schema.names}
     return [{name: column[row] for name, column in columns.items()} for row in range(rows)]
 
@@ -48,14 +68,14 @@ def test_what_is_not_json_is_an_error(line: str) -> None:
     with pytest.raises(json.JSONDecodeError) as expected:
         json.loads(line)
     with pytest.raises(SourceError) as found:
-        json_table("file", f'{{"a": 1}}\n{line}'.encode())
+        table_of(f'{{"a": 1}}\n{line}'.encode())
     assert str(found.value) == f"file, line 2: not valid JSON: {expected.value}"
 
 
 @pytest.mark.parametrize("line", ["[1]", '"a"', "1", "null"])
 def test_what_is_no_object_is_an_error(line: str) -> None:
     with pytest.raises(SourceError, match="file, line 2: expected an object with the row's columns, not"):
-        json_table("file", f"{{}}\n{line}".encode())
+        table_of(f"{{}}\n{line}".encode())
 
 
 def test_special_values() -> None:
@@ -78,6 +98,222 @@ def test_special_values() -> None:
     ],
 )
 def test_arrow_has_what_it_does_not_change(cells: list[Any], typed: bool) -> None:
-    table, _ = json_table("file", "\n".join(json.dumps({"a": cell}) for cell in cells).encode())
+    table, _ = table_of("\n".join(json.dumps({"a": cell}) for cell in cells).encode())
     assert (table.schema.field("a").type != JSON_TYPE) == typed
     assert to_python(table["a"].combine_chunks()) == cells
+
+
+# -- in pieces -------------------------------------------------------------------------------------------------------
+
+cells = st.one_of(
+    st.none(),
+    st.integers(-3, 3) | st.floats(width=16) | texts,
+    st.lists(st.none() | st.integers(0, 2), max_size=2),
+    st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": texts | st.none()}), max_size=2),
+    st.sampled_from(
+        [{}, {"x": None}, {"x": [], "y": 1}, {"y": 1, "x": []}, {"x": [{"z": 1.5}]}, [[]], [["a"]], 2**70, True]
+    ),
+    values,
+)
+columns_of_one_kind = st.one_of(
+    st.lists(st.none() | st.integers(0, 5), max_size=12),
+    st.lists(st.none() | st.lists(st.none() | texts, max_size=2), max_size=12),
+    st.lists(st.none() | st.fixed_dictionaries({"a": st.none() | st.lists(st.floats(), max_size=2)}), max_size=12),
+    st.lists(st.none() | st.just({}), max_size=12),
+    st.lists(cells, max_size=12),
+)
+
+
+def as_one_column(values: list[Any]) -> tuple[pa.DataType, list[str | None]]:
+    """The definition: a type of Arrow if it changes no value of any row, otherwise JSON; and the values as JSON."""
+    written = [json.dumps(value) for value in values]
+    kind = json_type(values)
+    if kind is not None:
+        try:
+            if [json.dumps(value) for value in pa.array(values, kind).to_pylist()] == written:
+                return kind, written
+        except (pa.ArrowException, ValueError, OverflowError):
+            pass
+    return JSON_TYPE, written
+
+
+@given(
+    data=st.tuples(columns_of_one_kind, columns_of_one_kind),
+    missing=st.sets(st.tuples(st.integers(0, 11), st.integers(0, 1))),
+    size=st.integers(1, 200),
+    blanks=st.sampled_from(["\n", "\r\n", "\n\n \t\n"]),
+    bom=st.booleans(),
+    held=st.sampled_from([0, 300, 1 << 30]),
+    ascii=st.booleans(),
+)
+@examples(500)
+def test_pieces_are_as_the_whole(
+    data: tuple[list[Any], list[Any]],
+    missing: set[tuple[int, int]],
+    size: int,
+    blanks: str,
+    bom: bool,
+    held: int,
+    ascii: bool,
+) -> None:
+    count = max(map(len, data))
+    rows = [
+        {
+            name: column[row]
+            for k, (name, column) in enumerate(zip("ab", data, strict=True))
+            if row < len(column) and (row, k) not in missing
+        }
+        for row in range(count)
+    ]
+    lines = [json.dumps(row, ensure_ascii=ascii) for row in rows]
+    for is_array in (False, True):
+        text = "[" + f",{blanks}".join(lines) + "]" if is_array else blanks.join(lines)
+        content = b"\xef\xbb\xbf" * bom + text.encode()
+        whole, number = table_of(content)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(json_rows, "PIECE_BYTES", size)
+            patch.setattr(json_columns, "HELD_BYTES", held)
+            found = JsonColumns("file", io.BytesIO(content))
+        assert (found.rows, found.digest, found.nbytes) == (number, hashlib.sha256(content).digest(), len(content))
+        assert number == count
+        assert found.schema.equals(whole.schema)
+        table = pa.concat_tables(found.tables(Reopened(content)))  # type: ignore[arg-type]
+        table.validate(full=True)
+        for name in found.schema.names:
+            kind, expected = as_one_column([row.get(name) for row in rows])
+            assert found.schema.field(name).type == kind
+            column = table[name].combine_chunks()
+            assert [json.dumps(value) for value in to_python(column)] == expected
+            if kind == JSON_TYPE:  # the texts are those of the file
+                assert column.storage.to_pylist() == whole[name].combine_chunks().storage.to_pylist()
+                assert column.storage.to_pylist() == [
+                    json.dumps(row[name], ensure_ascii=ascii or is_array) if row.get(name) is not None else None
+                    for row in rows
+                ]
+
+
+class Reopened:
+    """A file that can be read again."""
+
+    def __init__(self, content: bytes):
+        self._content = content
+
+    @contextmanager
+    def open(self) -> Iterator[io.BytesIO]:
+        yield io.BytesIO(self._content)
+
+
+@given(
+    parts=st.lists(
+        st.sampled_from(
+            [
+                '{"a": 1}',
+                '{"a": [1',
+                "2]}",
+                "[1]",
+                '"',
+                ",",
+                "{}",
+                "]",
+                "[",
+                '{"a": "x',
+                'y"}',
+                "nul",
+                "\x0b",
+                "\ufeff{}",
+            ]
+        ),
+        max_size=6,
+    ),
+    between=st.sampled_from(["\n", ",", ", \n"]),
+    is_array=st.booleans(),
+    size=st.integers(1, 40),
+)
+@examples(500)
+def test_errors_are_those_of_the_rows(parts: list[str], between: str, is_array: bool, size: int) -> None:
+    content = between.join(parts)
+    content = f"[{content}]" if is_array else content
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_rows, "PIECE_BYTES", size)
+        try:
+            rows = read(content.encode())
+            error = None
+        except SourceError as raised:
+            error = str(raised)
+    expected, invalid = rows_one_by_one(content)
+    odd = next(((place, row) for place, row in expected if not isinstance(row, dict)), None)
+    if invalid or odd:
+        assert error == (
+            f"file{invalid}"
+            if odd is None or invalid
+            else f"file, {odd[0]}: expected an object with the row's columns, not {odd[1]!r:.60}"
+        )
+        return
+    assert error is None
+    assert [json.dumps(row.get("a")) for row in rows] == [json.dumps(row.get("a")) for _, row in expected]
+
+
+def rows_one_by_one(content: str) -> tuple[list[tuple[str, Any]], str]:
+    """The rows of a file and where they are, and what is not valid JSON."""
+    rows, where = [], ""
+    try:
+        if content.strip().startswith("["):
+            return [(f"item {k}", row) for k, row in enumerate(json.loads(content.encode()))], ""
+        for k, line in enumerate(content.encode().split(b"\n"), 1):
+            if line.strip():
+                where = f", line {k}"
+                rows.append((f"line {k}", json.loads(line)))
+    except ValueError as error:
+        return rows, f"{where}: not valid JSON: {error}"
+    return rows, ""
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16-le", "utf-32-le"])
+@pytest.mark.parametrize("size", [3, 1 << 22])
+def test_encodings_of_arrays(encoding: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_rows, "PIECE_BYTES", size)
+    content = json.dumps([{"a": "é\u2028,"}, {"a": "\U0001f600"}], ensure_ascii=False).encode(encoding)
+    assert json.loads(content) == read(content)
+
+
+@pytest.mark.parametrize("content", ['{{"a": 1}}\n{}{{"a": "\ud800"}}', '[{{"a": 1}}, {}{{"a": "\ud800"}}]'])
+def test_lone_surrogates_are_escaped_in_all_pieces(content: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded = content.format("").encode(errors="surrogatepass")
+    expected = table_of(encoded)[0]["a"].combine_chunks().storage.to_pylist()
+    assert expected == ["1", '"\\ud800"']
+    monkeypatch.setattr(json_rows, "PIECE_BYTES", 9)
+    assert table_of(encoded)[0]["a"].combine_chunks().storage.to_pylist() == expected
+
+
+def test_memory_is_that_of_the_columns(tmp_path: Path) -> None:
+    """Python objects of a whole file take several times as much."""
+    path = tmp_path / "data.jsonl"
+    row = json.dumps({"messages": [{"role": "user", "content": "a b"}] * 12, "n": 1.5})
+    path.write_text(f"{row}\n" * 40_000)
+    program = f"""
+import resource
+from gpuload.sources.fetch import SourceFile
+from gpuload.sources.read import open_file
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+source = open_file(SourceFile({str(path)!r}, "data.jsonl", "json"))
+assert sum(table.num_rows for table in source.batches()) == source.num_rows == 40_000
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10)
+"""
+    peak = int(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stdout)
+    assert peak < 3.5 * path.stat().st_size
+
+
+@pytest.mark.parametrize("change", [True, False])
+def test_a_large_file_is_read_again(change: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_columns, "HELD_BYTES", 0)
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"a": 1, "b": [1, "x"]}\n' * 3)
+    source = open_file(SourceFile(str(path), "data.jsonl", "json"))
+    if change:
+        path.write_text('{"a": 1\n')
+        with pytest.raises(SourceError, match="the file was changed while it was loaded"):
+            list(source.batches())
+    else:
+        (table,) = source.batches()
+        assert table["a"].to_pylist() == [1] * 3
+        check_unchanged([source])

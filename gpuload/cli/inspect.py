@@ -17,6 +17,7 @@ from gpuload.inspect.statistics import statistics_of
 from gpuload.inspect.text import as_text
 from gpuload.pipeline.run import run
 from gpuload.reference.reference import Reference
+from gpuload.sources.footer import single_group
 from gpuload.sources.open import open_sources
 from gpuload.template.compiler import ChatProgram
 from gpuload.template.program import TEXT
@@ -39,7 +40,10 @@ def inspect_files(files: Sequence[str], tokenizer: Any, *, html: str | None = No
         pyplot()
         _check_page(Path(html))
     job = open_data(list(files), tokenizer, **options)
-    found = statistics_of(job, run(job), with_samples=html is not None)
+    dataset = run(job)
+    remarks = (single_group(source.parquet, source.name) for source in job.sources if source.parquet)
+    dataset.report.notes += filter(None, remarks)
+    found = statistics_of(job, dataset, with_samples=html is not None)
     print(printable(as_text(found)))
     if html:
         try:

@@ -10,6 +10,11 @@ import pyarrow.parquet as pq
 
 from gpuload.sources.types import is_list
 
+LEAST_GROUP_BYTES, _MOST_GROUP_BYTES = 64 << 20, 128 << 20
+"""Of a row group's values, before they are compressed. Threads, and the blocks of a GPU, decode row groups side
+by side, so a file should have several; smaller ones cost more to open and to start than they save (arXiv 2602.17335).
+"""
+
 _SLACK = 128  # old writers understate a column chunk's size by up to this many bytes, its dictionary's header
 
 
@@ -54,6 +59,28 @@ def decoded_size(metadata: pq.FileMetaData, names: Collection[str] | None) -> in
         return sum(chunk.total_uncompressed_size for chunk in chunks if _is_of(chunk, names))
     except UnicodeDecodeError:  # of a column chunk's name; reading the rows will raise the proper error
         return 0
+
+
+def rows_of_group(rows: int, nbytes: int) -> int:
+    """How many rows a row group should have, if so many rows have so many bytes: all, or an equal part of them."""
+    return max(1, -(-rows // max(1, -(-nbytes // _MOST_GROUP_BYTES))))
+
+
+def single_group(path: str, name: str) -> str | None:
+    """A remark about a large parquet file that is one row group, with the way to rewrite it; None for other files.
+
+    Args:
+        name: of the file as the user gave it.
+    """
+    metadata = pq.read_metadata(path)
+    size = decoded_size(metadata, None)
+    if metadata.num_row_groups != 1 or (rows := rows_of_group(metadata.num_rows, size)) == metadata.num_rows:
+        return None
+    return (
+        f"{name}: one row group of {size / 1e6:,.0f} MB, which a single thread has to decode: rewrite the file with "
+        f"several, pq.write_table(pq.read_table({name!r}), 'new.parquet', row_group_size={rows}) with "
+        "import pyarrow.parquet as pq"
+    )
 
 
 def _is_of(chunk: Any, names: Collection[str]) -> bool:

@@ -1,72 +1,205 @@
-"""JSON arrays and JSON lines, as columns.
-
-JSON has no schema, so reading it must not invent one: Arrow would give every struct the union of all rows' keys, and a
-template that prints `tool_calls` would print the nulls too. A column whose values change on a round trip through
-Arrow's types is kept as JSON text (`arrow.json`) and decoded on access.
-"""
+"""JSON arrays and JSON lines, parsed piece by piece: the rows as Python objects, never those of a whole file."""
 
 import codecs
 import json
 import re
-from collections.abc import Callable
-from typing import Any
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import chain
+from typing import Any, BinaryIO
 
-import pyarrow as pa
-
-from gpuload.core.arrow import as_arrow
 from gpuload.core.errors import SourceError
-from gpuload.core.memory import garbage_collection_paused
-from gpuload.sources.batches import BATCH_ROWS
-from gpuload.sources.types import JSON_TYPE, as_json, json_text, json_type
+
+PIECE_BYTES = 1 << 22
+
+Row = dict[str, Any]
+Texts = dict[str, str] | None
+"""The JSON texts of an object's values, if they are known."""
+
+_MARK = uuid.uuid4().hex  # a text that no file has
 
 
-@garbage_collection_paused()
-def json_table(name: str, content: bytes) -> tuple[pa.Table, int]:
-    """The columns of a file, and the number of its rows.
+@dataclass(frozen=True)
+class JsonPiece:
+    """Some consecutive rows.
+
+    Attributes:
+        rows: they.
+        texts: those of their values.
+        start, nbytes: where their lines are in the file; 0 bytes for a piece of an array.
+    """
+
+    rows: list[Row]
+    texts: Callable[[], list[Texts]]
+    start: int = 0
+    nbytes: int = 0
+
+
+class UnclearError(Exception):
+    """An array that must be parsed as a whole: it is not valid, or not in UTF-8."""
+
+
+def pieces_of(name: str, blocks: Iterator[bytes], whole: bool, with_texts: Callable[[], bool]) -> Iterator[JsonPiece]:
+    """The rows of a file, in order.
 
     Args:
         name: of the file, for messages.
+        blocks: its bytes.
+        whole: parse an array as a whole.
+        with_texts: whether the texts of the next piece will be needed, so that it need not be parsed twice for them.
 
     Raises:
-        SourceError: it is not JSON, or a row is not an object.
+        SourceError: it is not JSON; or, after the last piece, a row is not an object.
         RecursionError: it is nested too deeply.
+        UnclearError: it is an array for which `whole` is needed.
     """
-    rows = _parse(name, content)
-    names = list(dict.fromkeys(key for row, _ in rows for key in row))
-    return pa.table({each: _column_of(each, rows) for each in names}), len(rows)
+    head = next(blocks, b"")
+    while (len(head) < 4 or not head.strip()) and (block := next(blocks, b"")):  # what the first bytes are decides
+        head += block
+    start = len(head) - len(head := head.removeprefix(codecs.BOM_UTF8))
+    is_array = head.lstrip()[:1] == b"["
+    found = _arrays(name, head, blocks, whole) if is_array else _lines(name, chain([head], blocks), start, with_texts)
+    odd, count = "", 0
+    for piece, places in found:
+        number = next((at for at, row in enumerate(piece.rows) if type(row) is not dict), None)
+        if number is not None and not odd:
+            place = f"item {count + number}" if is_array else f"line {places()[number]}"
+            odd = f"{name}, {place}: expected an object with the row's columns, not {piece.rows[number]!r:.60}"
+        count += len(piece.rows)
+        if not odd:
+            yield piece
+    if odd:
+        raise SourceError(odd)
 
 
-_AS_TEXT = frozenset(("tools",))
-"""Columns that nothing reads but templates, row by row, as Python objects: a type of Arrow would only take time."""
-
-_Row = tuple[dict[str, Any], dict[str, str] | None]
-"""An object, and the JSON texts of its values, if they are known."""
+_Pieces = Iterator[tuple[JsonPiece, Callable[[], list[int]]]]
+"""Pieces, with the numbers of the lines of their rows."""
 
 
-def _parse(name: str, content: bytes) -> list[_Row]:
-    """The objects of a JSON array, or of JSON lines."""
-    content = content.removeprefix(codecs.BOM_UTF8)
-    if content.lstrip()[:1] == b"[":
+def _lines(name: str, blocks: Iterable[bytes], start: int, with_texts: Callable[[], bool]) -> _Pieces:
+    number, waiting = 1, list[bytes]()
+    for block in blocks:
+        cut = block.rfind(b"\n") + 1
+        waiting.append(block[:cut])
+        if cut:
+            lines, waiting = b"".join(waiting), []
+            yield _piece(name, lines, start, number, with_texts())
+            start, number = start + len(lines), number + lines.count(b"\n")
+        waiting.append(block[cut:])
+    yield _piece(name, b"".join(waiting), start, number, with_texts())
+
+
+def _piece(
+    name: str, lines: bytes, start: int, number: int, with_texts: bool
+) -> tuple[JsonPiece, Callable[[], list[int]]]:
+    def places() -> list[int]:
+        return [at for at, line in enumerate(lines.split(b"\n"), number) if line.strip()]
+
+    @cache
+    def found() -> list[tuple[Row, Texts]]:
+        return rows_with_texts(name, lines, number)
+
+    rows = None if with_texts else _joined_rows(lines)
+    if rows is None:
+        rows = [row for row, _ in found()]
+    return JsonPiece(rows, lambda: [texts for _, texts in found()], start, len(lines)), places
+
+
+def _joined_rows(lines: bytes) -> list[Any] | None:
+    """The values of all lines, parsed in one call, which takes a fraction of the time of one call for each; None if
+    each line must be looked at.
+
+    A mark between any two lines shows that each of them is one value: no line has the mark, and a value that goes on in
+    the next line swallows it.
+    """
+    found = [line for line in lines.split(b"\n") if line.strip()]
+    between = f',"{_MARK}",'.encode()
+    try:
+        values = json.loads((b"[" + between.join(found) + b"]").decode("utf-8", "surrogatepass"))
+    except (ValueError, RecursionError):
+        return None
+    if len(values) != max(0, 2 * len(found) - 1) or not all(each == _MARK for each in values[1::2]):
+        return None
+    return list(values[::2])
+
+
+def rows_with_texts(name: str, lines: bytes, number: int) -> list[tuple[Row, Texts]]:
+    """The values of all lines that are not blank.
+
+    Args:
+        number: of the first line.
+
+    Raises:
+        SourceError: a line is not valid JSON.
+    """
+    rows = []
+    for at, line in enumerate(lines.split(b"\n"), number):
+        if line.strip():
+            try:
+                rows.append(_members(line) or (json.loads(line), None))
+            except ValueError as error:
+                raise SourceError(f"{name}, line {at}: not valid JSON: {error}") from error
+            except RecursionError as error:
+                raise SourceError(f"{name}, line {at}: JSON that is nested too deeply: flatten it") from error
+    return rows
+
+
+def _arrays(name: str, head: bytes, blocks: Iterator[bytes], whole: bool) -> _Pieces:
+    if whole:
         try:
-            rows: list[Any] = [(row, None) for row in json.loads(content)]
+            parts: Iterable[list[Any]] = [json.loads(b"".join([head, *blocks]))]
         except ValueError as error:
             raise SourceError(f"{name}: not valid JSON: {error}") from error
-        where = [f"item {i}" for i in range(len(rows))]
     else:
-        rows, where = [], []
-        for number, line in enumerate(content.split(b"\n"), 1):
-            if line.strip():
-                try:
-                    rows.append(_members(line) or (json.loads(line), None))
-                except ValueError as error:
-                    raise SourceError(f"{name}, line {number}: not valid JSON: {error}") from error
-                except RecursionError as error:
-                    raise SourceError(f"{name}, line {number}: JSON that is nested too deeply: flatten it") from error
-                where.append(f"line {number}")
-    for (row, _), place in zip(rows, where, strict=True):
-        if not isinstance(row, dict):
-            raise SourceError(f"{name}, {place}: expected an object with the row's columns, not {row!r:.60}")
-    return rows
+        parts = _items(head, blocks)
+    for items in parts:
+        yield JsonPiece(items, partial(list[Texts], [None] * len(items))), list[int]
+
+
+def _items(head: bytes, blocks: Iterator[bytes]) -> Iterator[list[Any]]:
+    """The items of an array, those of some blocks at a time.
+
+    Raises:
+        UnclearError: it is not valid, or not in UTF-8.
+    """
+    if json.detect_encoding(head) != "utf-8":
+        raise UnclearError
+    text, waiting, found = "", [head.lstrip()[1:]], 0
+    try:
+        for block in blocks:
+            waiting.append(block)
+            if sum(map(len, waiting)) < len(text):  # an item of many blocks is not begun again with each of them
+                continue
+            known = b"".join(waiting)
+            cut = known.rfind(b",") + 1  # not inside of a character
+            text, waiting = text + known[:cut].decode("utf-8", "surrogatepass"), [known[cut:]]
+            items, at = _whole_items(text)
+            text, found = text[at:], found + len(items)
+            yield items
+        rest = json.loads("[" + text + b"".join(waiting).decode("utf-8", "surrogatepass"))
+    except ValueError as error:
+        raise UnclearError from error
+    if found and not rest:  # a comma in front of the end
+        raise UnclearError
+    yield rest
+
+
+def _whole_items(text: str) -> tuple[list[Any], int]:
+    """The items at the beginning of a text that have a comma behind them, and the place behind the last comma."""
+    items, at = [], 0
+    try:
+        while True:
+            value, end = _scan(text, _behind(text, at))
+            end = _behind(text, end)
+            if text[end : end + 1] != ",":
+                break
+            items.append(value)
+            at = end + 1
+    except (ValueError, StopIteration):  # the item goes on in the next block, or is not valid
+        pass
+    return items, at
 
 
 # As `json.loads` is built of them: text and the place of a value → the value, and the place behind it.
@@ -75,7 +208,7 @@ _scan_string: Callable[[str, int, bool], tuple[str, int]] = vars(json.decoder)["
 _space = re.compile(r"[ \t\n\r]*").match
 
 
-def _members(line: bytes) -> _Row | None:
+def _members(line: bytes) -> tuple[Row, Texts] | None:
     """An object with the texts of its values, which need not be written again then; None if `json.loads` must say what
     the line is."""
     values: dict[str, Any] = {}
@@ -115,47 +248,8 @@ def _behind(text: str, at: int) -> int:
     return found.end()
 
 
-def _column_of(name: str, rows: list[_Row]) -> pa.Array:
-    """The values of all rows, null where a row has none."""
-    values = [row.get(name) for row, _ in rows]
-    if name not in _AS_TEXT and (column := _arrow_column(values)) is not None:
-        return column
-    texts = [
-        value if value is None else json_text(value) if of_row is None else of_row[name]
-        for value, (_, of_row) in zip(values, rows, strict=True)
-    ]
-    try:
-        encoded = as_arrow(texts, pa.large_string())
-    except UnicodeEncodeError:  # lone surrogates, which JSON text can escape
-        return as_json(values)
-    return pa.ExtensionArray.from_storage(JSON_TYPE, encoded)
-
-
-def _arrow_column(values: list[Any]) -> pa.Array | None:
-    """Values with a type of Arrow, if that changes nothing: no missing key, no 1 to 1.0, no order of keys.
-
-    Where there are numbers, all values are compared."""
-    try:
-        if (kind := json_type(values)) is None:
-            return None
-        column = as_arrow(values, kind)
-        if _is_kept(kind):
-            return column
-        slices = range(0, len(values), BATCH_ROWS)  # the text of all values would be as large as the file
-        if all(
-            json.dumps(column.slice(at, BATCH_ROWS).to_pylist()) == json.dumps(values[at : at + BATCH_ROWS])
-            for at in slices
-        ):
-            return column
-    except (pa.ArrowException, ValueError, TypeError, OverflowError, RecursionError):
-        pass
-    return None
-
-
-def _is_kept(kind: pa.DataType) -> bool:
-    """Whether Arrow has just the values that JSON has, in objects with the same keys."""
-    if pa.types.is_list(kind):
-        return _is_kept(kind.value_type)
-    if pa.types.is_struct(kind):
-        return all(_is_kept(field.type) for field in kind)
-    return bool(pa.types.is_string(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind))
+def read_blocks(raw: BinaryIO, digest: Any) -> Iterator[bytes]:
+    """The bytes of a file, which a digest gets, too."""
+    while block := raw.read(PIECE_BYTES):
+        digest.update(block)
+        yield block

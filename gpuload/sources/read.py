@@ -1,6 +1,6 @@
 """Local files and frames in memory → Arrow tables of some thousand rows.
 
-Parquet is read row group by row group, Arrow part by part, JSON as a whole.
+Parquet is read row group by row group, Arrow part by part, JSON piece by piece.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from gpuload.sources.arrow_files import mapped_table
 from gpuload.sources.batches import BATCH_ROWS, bounded, read_row_group
 from gpuload.sources.fetch import SourceFile
 from gpuload.sources.footer import check_names, column_digest, damage_of, decoded_size, read_footer
-from gpuload.sources.json_rows import json_table
+from gpuload.sources.json_columns import JsonColumns
 from gpuload.sources.local import LocalFile, opened
 from gpuload.sources.parallel import in_order, row_group_parts
 from gpuload.sources.remote import RemoteFile
@@ -81,7 +81,7 @@ def check_unchanged(sources: Iterable[Source]) -> None:
 def open_file(
     file: SourceFile, index_columns: bool = False, groups: range | None = None, only: str | None = None
 ) -> Source:
-    """Opens one file: reads the metadata of a parquet or Arrow file, parses the whole of a JSON file.
+    """Opens one file: reads the metadata of a parquet or Arrow file, parses a JSON file piece by piece.
 
     Args:
         index_columns: include the columns in which pandas stored a frame's index.
@@ -109,7 +109,7 @@ def open_frame(frame: Any, name: str) -> Source:
         table.num_rows,
         table.nbytes,
         table.schema,
-        lambda: _slices(table, name),
+        lambda: _slices([table], name),
         f"{table.num_rows} {table.nbytes} ".encode() + _first_rows(table),
         decoded_bytes=partial(_bytes_of, table),
     )
@@ -120,7 +120,7 @@ def _open_cudf(frame: Any, name: str) -> Source:
         return slices(frame if hidden is None else frame.drop(columns=[hidden]))
 
     def slices(shown: Any) -> Iterator[pa.Table]:
-        return _slices(shown.to_arrow(preserve_index=False), name)
+        return _slices([shown.to_arrow(preserve_index=False)], name)
 
     sample = frame.head(64).to_arrow(preserve_index=False)
     nbytes = int(frame.memory_usage(index=False, deep=True).sum())
@@ -241,8 +241,9 @@ def _first_rows(table: pa.Table) -> bytes:
         return bytes(sink.getvalue())
 
 
-def _slices(table: pa.Table, name: str) -> Iterator[pa.Table]:
-    return bounded((table.slice(start, BATCH_ROWS) for start in range(0, table.num_rows, BATCH_ROWS)), name)
+def _slices(tables: Iterable[pa.Table], name: str) -> Iterator[pa.Table]:
+    firsts = ((table, first) for table in tables for first in range(0, table.num_rows, BATCH_ROWS))
+    return bounded((table.slice(first, BATCH_ROWS) for table, first in firsts), name)
 
 
 # -- parquet ---------------------------------------------------------------------------------------------------------
@@ -331,9 +332,8 @@ def _index_columns(schema: pa.Schema) -> set[str]:
 
 def _open_json(file: SourceFile) -> Source:
     try:
-        with opened(file) as (_, raw):
-            content = raw.read()
-        table, rows = json_table(file.name, content)
+        with opened(file) as (local, raw):
+            columns = JsonColumns(file.name, raw)
     except SourceError:
         raise
     except OSError as error:
@@ -342,16 +342,16 @@ def _open_json(file: SourceFile) -> Source:
         raise SourceError(f"{file.name}: JSON that is nested too deeply: flatten it") from error
     except MemoryError as error:
         raise HostMemoryError(f"{file.name}: out of memory while reading ({error}): {MORE_MEMORY}") from error
-    digest = hashlib.sha256(content).digest()
     return Source(
         file.name,
-        rows,
-        len(content),
-        table.schema,
-        lambda: _slices(table, file.name),
-        digest,
-        content=lambda *names: digest,
-        decoded_bytes=partial(_bytes_of, table),
+        columns.rows,
+        columns.nbytes,
+        columns.schema,
+        lambda: _slices(columns.tables(local), file.name),
+        columns.digest,
+        content=lambda *names: columns.digest,
+        decoded_bytes=columns.bytes_of,
+        file=None if columns.held else local,
         parsed=True,
     )
 

@@ -1,0 +1,260 @@
+"""JSON as columns.
+
+JSON has no schema, so reading it must not invent one: Arrow would give every struct the union of all rows' keys, and a
+template that prints `tool_calls` would print the nulls too. A column whose values change on a round trip through
+Arrow's types is kept as JSON text (`arrow.json`) and decoded on access.
+
+A file is read piece by piece, and each piece becomes Arrow at once, because Python objects take several times the
+memory. What a column is made of, all rows decide: a later piece may have another type, or keys that the first one
+lacks. So pieces get the type of the whole column at the end, and pieces whose values turn out to be JSON text are read
+again. Of a large file, the types are kept only, and each piece is read again for its rows.
+"""
+
+import hashlib
+import json
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+
+from gpuload.core.arrow import as_arrow
+from gpuload.core.errors import SourceError
+from gpuload.core.memory import garbage_collection_paused
+from gpuload.sources.columns import to_python
+from gpuload.sources.json_rows import JsonPiece, Texts, UnclearError, pieces_of, read_blocks, rows_with_texts
+from gpuload.sources.local import LocalFile
+from gpuload.sources.remote import RemoteFile, changed
+from gpuload.sources.types import JSON_TYPE, as_json, json_text, json_type
+
+_AS_TEXT = frozenset(("tools",))
+"""Columns that nothing reads but templates, row by row, as Python objects: a type of Arrow would only take time."""
+
+HELD_BYTES = 1 << 30
+"""Of the columns of a file that are kept in memory."""
+
+
+@dataclass
+class _Column:
+    """What is known of a column.
+
+    Attributes:
+        kind: the type of all values so far; None if no type of Arrow keeps them.
+        escaped: whether texts have lone surrogates, so that JSON must be written again.
+        nbytes: of its values.
+    """
+
+    kind: pa.DataType | None
+    escaped: bool = False
+    nbytes: int = 0
+
+
+@dataclass
+class _Kept:
+    """The rows of a piece.
+
+    Attributes:
+        arrays: their columns, as they were made; None if they are not kept.
+        start, nbytes: of their lines.
+    """
+
+    rows: int
+    arrays: dict[str, Any] | None
+    start: int
+    nbytes: int
+
+
+class JsonColumns:
+    """The columns of a file.
+
+    Args:
+        name: of the file, for messages.
+        raw: the file, open.
+
+    Attributes:
+        rows: number of rows.
+        nbytes: of the file.
+        digest: of its bytes.
+        schema: its columns, in the order in which they first occur.
+        held: whether all of them are in memory, and the file is not read again.
+
+    Raises:
+        SourceError: it is not JSON, or a row is not an object.
+        RecursionError: it is nested too deeply.
+    """
+
+    @garbage_collection_paused()
+    def __init__(self, name: str, raw: BinaryIO):
+        self._name = name
+        try:
+            self._read(raw, whole=False)
+        except UnclearError:
+            raw.seek(0)
+            self._read(raw, whole=True)
+        self.held = all(part.arrays is not None for part in self._parts)
+        types = {each: JSON_TYPE if column.kind is None else column.kind for each, column in self._columns.items()}
+        self.schema = pa.schema(list(types.items()))
+        self._tables = [None if part.arrays is None else self._table(part, raw) for part in self._parts]
+        for part in self._parts:
+            part.arrays = None
+
+    def _read(self, raw: BinaryIO, whole: bool) -> None:
+        self._columns: dict[str, _Column] = {}
+        self._parts: list[_Kept] = []
+        self.nbytes, digest, size = 0, hashlib.sha256(), 0
+
+        def with_texts() -> bool:
+            return any(column.kind is None for column in self._columns.values())
+
+        for piece in pieces_of(self._name, read_blocks(raw, digest), whole, with_texts):
+            arrays = self._arrays(piece)
+            size += sum(array.nbytes for array in arrays.values())
+            for each, array in arrays.items():
+                self._columns[each].nbytes += array.nbytes
+            kept = arrays if size <= HELD_BYTES or not piece.nbytes else None
+            self._parts.append(_Kept(len(piece.rows), kept, piece.start, piece.nbytes))
+            del piece, arrays  # before the next one is parsed
+        self.nbytes, self.digest = raw.tell(), digest.digest()
+        self.rows = sum(part.rows for part in self._parts)
+
+    def bytes_of(self, names: Collection[str] | None) -> int:
+        """About how many bytes the values of some columns have; None for all."""
+        return sum(column.nbytes for name, column in self._columns.items() if names is None or name in names)
+
+    def tables(self, file: LocalFile | RemoteFile) -> Iterator[pa.Table]:
+        """All rows, in order, in one table if they are held.
+
+        Raises:
+            SourceError: the file was changed.
+        """
+        if self.held:
+            yield pa.concat_tables(self._tables)
+            return
+        try:
+            with file.open() as raw:
+                for part, table in zip(self._parts, self._tables, strict=True):
+                    yield self._again(part, raw) if table is None else table
+        except (SourceError, ValueError, pa.ArrowException) as error:
+            raise changed(self._name) from error  # the same bytes could be read before
+
+    def _arrays(self, piece: JsonPiece) -> dict[str, Any]:
+        """The columns of a piece, with the types that its rows alone have, as far as no earlier row decides."""
+        arrays: dict[str, Any] = {}
+        texts: list[Texts] | None = None
+        for name in dict.fromkeys(chain.from_iterable(piece.rows)):
+            column = self._columns.setdefault(name, _Column(None if name in _AS_TEXT else pa.null()))
+            values = [row.get(name) for row in piece.rows]
+            arrays[name] = _typed(column, values)
+            if arrays[name] is None:
+                texts = texts or piece.texts()
+                arrays[name] = _as_text(column, name, values, texts)
+        return arrays
+
+    def _table(self, part: _Kept, raw: BinaryIO) -> pa.Table:
+        """The columns of a part, with the types of the whole file."""
+        assert part.arrays is not None
+        made = {}
+        for name, column in self._columns.items():
+            array = part.arrays.get(name, pa.nulls(part.rows))
+            if column.kind is not None:
+                made[name] = _widened(array, column.kind)
+            elif column.escaped or pa.types.is_null(array.type):
+                made[name] = as_json(to_python(array))
+            elif array.type == JSON_TYPE:
+                made[name] = array
+            elif part.nbytes:  # the texts as they are in the file
+                return self._again(part, raw)
+            else:
+                made[name] = as_json(to_python(array))
+        return pa.table(made, self.schema)
+
+    @garbage_collection_paused()
+    def _again(self, part: _Kept, raw: BinaryIO) -> pa.Table:
+        """The same, of a part of JSON lines that is read again."""
+        raw.seek(part.start)
+        found = rows_with_texts(self._name, raw.read(part.nbytes), 1)
+        rows, texts = [row for row, _ in found], [of_row for _, of_row in found]
+        made = {}
+        for name, column in self._columns.items():
+            values = [row.get(name) for row in rows]
+            if column.kind is None:
+                made[name] = _as_text(column, name, values, texts)
+            else:
+                made[name] = as_arrow(values, column.kind)
+        return pa.table(made, self.schema)
+
+
+def _as_text(column: _Column, name: str, values: list[Any], texts: list[Texts]) -> pa.Array:
+    """(n,) values as JSON, null where a row has none: as it is in the file, if it is known."""
+    if not column.escaped:
+        try:
+            encoded = [
+                value if value is None else json_text(value) if of_row is None else of_row[name]
+                for value, of_row in zip(values, texts, strict=True)
+            ]
+            return pa.ExtensionArray.from_storage(JSON_TYPE, as_arrow(encoded, pa.large_string()))
+        except UnicodeEncodeError:  # lone surrogates, which JSON text can escape
+            column.escaped = True
+    return as_json(values)
+
+
+def _typed(column: _Column, values: list[Any]) -> Any:
+    """(n,) values with a type of Arrow, if that changes nothing in this and the earlier pieces: no missing key, no 1 to
+    1.0, no order of keys. None otherwise, for this and all later pieces."""
+    try:
+        # None: no type has all of them, or one that turns 1 into 1.0.
+        if column.kind is not None and (kind := json_type(values)) is not None:
+            column.kind = _common(column.kind, kind)
+            if column.kind is not None:
+                array = as_arrow(values, kind)
+                if _is_kept(kind):
+                    return array
+                found = array.to_pylist()
+                # Equal values of one type, whose keys have one order, are the same; but NaN does not equal itself.
+                if found == values or json.dumps(found) == json.dumps(values):
+                    return array
+    except (pa.ArrowException, ValueError, TypeError, OverflowError, RecursionError):
+        pass
+    column.kind = None
+    return None
+
+
+def _common(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    """What `json_type` returns for the values of both types; None if they have no type in common, or objects in the same
+    place other keys."""
+    if one == other or pa.types.is_null(other):
+        return one
+    if pa.types.is_null(one):
+        return other
+    if pa.types.is_list(one) and pa.types.is_list(other):
+        inner = _common(one.value_type, other.value_type)
+        return None if inner is None else pa.list_(inner)
+    if pa.types.is_struct(one) and pa.types.is_struct(other) and one.names == other.names:
+        fields = {a.name: _common(a.type, b.type) for a, b in zip(one, other, strict=True)}
+        return None if None in fields.values() else pa.struct(list(fields.items()))
+    return None
+
+
+def _widened(array: Any, kind: pa.DataType) -> Any:
+    """The same values with a type in which nulls have become another one."""
+    if array.type == kind:
+        return array
+    if isinstance(array, pa.ChunkedArray):
+        return pa.chunked_array([_widened(chunk, kind) for chunk in array.chunks], kind)
+    if pa.types.is_null(array.type):
+        return pa.nulls(len(array), kind)
+    if pa.types.is_list(kind):
+        parts, buffers = [_widened(array.values, kind.value_type)], array.buffers()[:2]
+    else:
+        parts, buffers = [_widened(array.field(i), kind[i].type) for i in range(len(kind))], array.buffers()[:1]
+    return pa.Array.from_buffers(kind, len(array), buffers, offset=array.offset, children=parts)
+
+
+def _is_kept(kind: pa.DataType) -> bool:
+    """Whether Arrow has just the values that JSON has, in objects with the same keys."""
+    if pa.types.is_list(kind):
+        return _is_kept(kind.value_type)
+    if pa.types.is_struct(kind):
+        return all(_is_kept(field.type) for field in kind)
+    return bool(pa.types.is_string(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind))
