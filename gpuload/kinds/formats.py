@@ -191,8 +191,8 @@ def _with_own_arguments(prompts: pa.Array, columns: Mapping[str, pa.Array]) -> p
     if given is not None and given.type == JSON_TYPE and prompts.type == JSON_TYPE:
         texts = given.storage.to_pylist()
         if all(each is None or each[:1] == "[" for each in texts):  # lists, whose texts need not be read
-            tools = [None if each is None else _Written(each) for each in texts]
-            if (joined := _joined_texts(prompts, tools, kwargs)) is not None:
+            written = [None if each is None else _Written(each) for each in texts]
+            if (joined := _joined_texts(prompts, written, kwargs)) is not None:
                 return joined
     tools = nothing if given is None else to_python(given)
     known: dict[str, Any] = {}  # tools as JSON text, which is often the same in many rows

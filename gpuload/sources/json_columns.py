@@ -221,8 +221,8 @@ def _typed(column: _Column, values: list[Any]) -> Any:
 
 
 def _common(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """What `json_type` returns for the values of both types; None if they have no type in common, or objects in the same
-    place other keys."""
+    """What `json_type` returns for the values of both types; None if they have no type in common, or objects in the
+    same place other keys."""
     if one == other or pa.types.is_null(other):
         return one
     if pa.types.is_null(one):

@@ -1,5 +1,6 @@
 """SFTDataset compared with verl's own class, row by row: keys, dtypes, values and errors."""
 
+import logging
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ pytest.importorskip("verl.utils.dataset")
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from processor_cases import QWEN_VL, qwen_vl
 from sft_cases import (
     CONVERSATIONS,
     LONG,
@@ -212,6 +214,41 @@ def test_fallback_to_verl(write: Any, qwen: Any, with_template: Any) -> None:
     with_types = with_template(None)
     with_types.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
     assert compare(write({"messages": [*CONVERSATIONS, CONVERSATIONS[5]]}), with_types, LONG).report is None
+
+
+def test_text_with_a_processor(write: Any, with_template: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Positions have four rows. verl's method makes a row with a token that stands for an image, or raises."""
+    processor = qwen_vl(with_template(QWEN_VL))
+    seen = conversation("<|image_pad|>", "I see nothing")
+    tools = [TOOLS[:1] if number % 2 else None for number in range(20)]
+    file = write({"messages": [*CONVERSATIONS, seen]})
+    with caplog.at_level(logging.WARNING):
+        for config in (LONG, {"max_length": 60, "truncation": "left"}, {"max_length": 60, "truncation": "right"}):
+            dataset = compare(file, processor.tokenizer, config, processor=processor)
+            assert dataset.report is not None
+            own = "1 rows tokenized by verl's method" in dataset.report  # transformers 5.23 raises an error
+            assert own != (len(CONVERSATIONS) in raising_rows(dataset))
+        assert dataset[0]["position_ids"].shape == (4, 60)
+        with_tools = write({"messages": [CONVERSATIONS[0]] * 20, "tools": tools}, "tools.parquet")
+        assert compare(with_tools, processor.tokenizer, LONG, processor=processor).report is not None
+    assert "Qwen2VLProcessor is a processor; 12 rows prepared by both are equal: used" in caplog.text
+
+
+@pytest.mark.parametrize("template", [None, NEEDS_USER, REMOVES_THINKING])
+def test_templates_with_a_processor(write: Any, with_template: Any, template: str | None) -> None:
+    """Some have no result for messages in parts, so all rows raise an error."""
+    processor = qwen_vl(with_template(template or QWEN_VL))
+    processor.chat_template = template or QWEN_VL.replace("content['text']", "content['text'] | trim | upper")
+    compare(write({"messages": CONVERSATIONS}), processor.tokenizer, LONG, processor=processor)
+
+
+def test_processors_that_verl_calls_itself(write: Any, with_template: Any, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = with_template(None)
+    processor = qwen_vl(tokenizer)
+    tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    file = write({"messages": CONVERSATIONS})
+    assert compare(file, tokenizer, LONG, processor=processor).report is None
+    assert "the processor also returns token_type_ids" in caplog.text
 
 
 def test_missing_column_and_invalid_settings(write: Any, qwen: Any) -> None:

@@ -59,7 +59,13 @@ def _tokenized(objective: Objective, call: Call, table: pa.Table) -> tuple[pa.Ta
         table = columns_with_eos(table, answers, call.tokenizer.eos_token)
     else:
         read += {"tools"} & set(table.column_names)
-    loaded = load_pairs(table.select(read), call.tokenizer, objective=objective, max_length=NO_LIMIT)
+    loaded = load_pairs(
+        table.select(read),
+        call.tokenizer,
+        objective=objective,
+        max_length=NO_LIMIT,
+        chat_template=call.chat_template,
+    )
     if objective == "rm" and "prompt" in names:  # TRL puts them in front of the answers
         for name in answers:
             place = table.schema.get_field_index(name)

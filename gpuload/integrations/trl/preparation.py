@@ -19,13 +19,19 @@ import pyarrow as pa
 from datasets import Dataset
 from datasets.fingerprint import Hasher
 from datasets.table import InMemoryTable
-from transformers import PreTrainedTokenizerBase
 from trl.trainer.utils import global_then_local_main_first
 
 from gpuload.core.errors import DataError, GpuloadError
 from gpuload.integrations.comparison import compare, covering_rows, spread
 from gpuload.integrations.core import log_ignored, unless_unsupported
-from gpuload.integrations.trl.columns import picked
+from gpuload.integrations.processors import (
+    difference_of_ids,
+    processor_change,
+    processor_problem,
+    template_of,
+    tokenizer_of,
+)
+from gpuload.integrations.trl.columns import picked, ragged_of
 from gpuload.kinds.chats.dataset import ChatDataset
 from gpuload.kinds.pairs.dataset import PairDataset
 
@@ -59,8 +65,17 @@ class Call:
         return self.given["args"]
 
     @property
-    def tokenizer(self) -> Any:
+    def processor(self) -> Any:
+        """The tokenizer, or the processor that it is a part of."""
         return self.given["processing_class"]
+
+    @property
+    def tokenizer(self) -> Any:
+        return tokenizer_of(self.processor)
+
+    @property
+    def chat_template(self) -> str:
+        return template_of(self.processor, getattr(self.trainer, "chat_template", None))
 
     @property
     def name(self) -> str:
@@ -126,15 +141,20 @@ def _prepared(call: Call, steps: Steps) -> Any:
         DataError: TRL has to prepare it.
     """
     why = _unsupported(call) or steps.unsupported(call, call.given["dataset"].features.arrow_schema)
-    if why is None and call.change is not None:
-        why = _difference(call, steps)
+    change = call.change or processor_change(call.processor)
+    if why is None and change is not None:
+        why = _difference(call, steps, change)
     if why is not None:
         raise DataError(why)
     return _by_columns(call, steps)
 
 
-def _difference(call: Call, steps: Steps) -> str | None:
-    """How rows of every shape, prepared in both ways, differ."""
+def _difference(call: Call, steps: Steps, change: str) -> str | None:
+    """How rows of every shape, prepared in both ways, differ.
+
+    Args:
+        change: why they are compared.
+    """
     dataset, args = call.given["dataset"], copy.copy(call.args)
     numbers, _ = covering_rows(lambda: dataset.with_format("arrow").iter(10_000))
     args.dataset_num_proc = None
@@ -144,7 +164,7 @@ def _difference(call: Call, steps: Steps) -> str | None:
         return made.column_names, made.features, made.with_format("arrow")[:].cast(made.features.arrow_schema)
 
     return compare(
-        [few], lambda few: parts(_by_columns(few, steps)), lambda few: parts(few.by_trl()), call.change,
+        [few], lambda few: parts(_by_columns(few, steps)), lambda few: parts(few.by_trl()), change,
         logger=logger, trainer="TRL", rows=len(numbers), differs=f"{len(numbers)} rows prepared by both differ",
     )  # fmt: skip
 
@@ -198,6 +218,9 @@ def _made(call: Call, steps: Steps, dataset: Any, rows: list[int], expected: Any
     schema = features.arrow_schema
     try:
         table, loaded = steps.tokenized(call, dataset.with_format("arrow")[:])
+        for name in _MADE & set(table.column_names):
+            if why := difference_of_ids(call.processor, ragged_of(table[name]), name in ("input_ids", "prompt_ids")):
+                return why
         found = steps.completed(call, picked(table, rows), 1)
         if unknown := sorted(set(names) - set(found.column_names)):
             return f"TRL makes a column {unknown[0]}"
@@ -250,8 +273,8 @@ def _unsupported(call: Call) -> str | None:
         return "it has no rows"
     if dataset.format["type"] is not None or set(dataset.format["columns"]) != columns:
         return "it has a format or a transform"
-    if not isinstance(call.tokenizer, PreTrainedTokenizerBase):
-        return f"{type(call.tokenizer).__name__} is a processor, not a tokenizer"
+    if problem := processor_problem(call.processor):
+        return problem
     if made := sorted(columns & _MADE):
         return f"it is tokenized already: it has a column {made[0]}"
     if found := sorted(columns & {"image", "images", "chat_template_kwargs"}):

@@ -64,7 +64,7 @@ def _tokenized(call: Call, table: pa.Table) -> tuple[pa.Table, ChatDataset]:
         format={"prompt": "prompt-completion"}.get(rows.column_names[0], rows.column_names[0]),
         loss_on=loss_on,
         max_length=NO_LIMIT,
-        chat_template=call.trainer.chat_template or "default",
+        chat_template=call.chat_template,
         store="memory",
     )
     tokens = whole(table, loaded)

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from gpuload.integrations.comparison import comparable, compare, covering_rows
 from gpuload.integrations.core import imported, release_of
 from gpuload.integrations.known_code import Table, change, problem
+from gpuload.integrations.processors import adds_special_tokens, processor_problem
 from gpuload.sources.read import Source
 
 logger = logging.getLogger("gpuload.integrations.verl")
@@ -108,7 +109,12 @@ def stock_methods(stock: type) -> list[Any]:
 
 
 def difference(
-    own: type, stock: type, sources: Sequence[Source], given: Sequence[Any], ignored: Collection[str] = ()
+    own: type,
+    stock: type,
+    sources: Sequence[Source],
+    given: Sequence[Any],
+    ignored: Collection[str] = (),
+    special: str | None = None,
 ) -> str | None:
     """Why a class may have other rows than verl's; None if verl's code is known, or rows of every shape are equal.
 
@@ -117,8 +123,9 @@ def difference(
         sources: the files that are loaded.
         given: further arguments of both classes.
         ignored: keys of rows that differ on purpose.
+        special: why they are compared although the code is known.
     """
-    changed = change(release_of("verl", "verl"), KNOWN, *stock_methods(stock))
+    changed = change(release_of("verl", "verl"), KNOWN, *stock_methods(stock)) or special
     if changed is None:
         return None
     compared = type(own.__name__, (own,), {"is_compared": True})
@@ -163,3 +170,33 @@ def system_and_generation_prompt(tokenizer: Any, kwargs: Mapping[str, Any]) -> t
     used = kwargs if len(inspect.signature(extract).parameters) > 1 else {}
     prompts: tuple[list[int], list[int]] = extract(tokenizer, **used)
     return prompts
+
+
+def template_problem(tokenizer: Any, processor: Any, kwargs: Mapping[str, Any]) -> str | None:
+    """Why messages cannot be rendered and encoded by columns as verl's SFT dataset does it; None if they can.
+
+    Args:
+        processor: instead of the tokenizer; or None.
+        kwargs: verl's `apply_chat_template_kwargs`.
+    """
+    for name, value in kwargs.items():
+        if not isinstance(value, str | int | float | None):
+            return f"apply_chat_template_kwargs.{name} is of type {type(value).__name__}"
+    given, content = tokenizer, "x"
+    if processor is not None:
+        given, content = processor, [{"type": "text", "text": "x"}]
+        if problem := processor_problem(processor):
+            return problem
+        if adds_special_tokens(processor):
+            return f"{type(processor).__name__} adds special tokens to messages that do not begin with one"
+    try:
+        messages = [{"role": "user", "content": content}]
+        probe = given.apply_chat_template(messages, tokenize=True, return_dict=True, **kwargs)
+    except Exception as error:
+        return f"the chat template does not render a message: {error!s:.200}"
+    further = sorted(set(probe) - {"input_ids", "attention_mask", "mm_token_type_ids"})  # verl removes the last one
+    return (
+        f"the {'tokenizer' if processor is None else 'processor'} also returns {', '.join(further)}"
+        if further
+        else None
+    )

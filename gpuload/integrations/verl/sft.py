@@ -30,14 +30,15 @@ from verl.utils.py_functional import convert_nested_value_to_list_recursive
 from gpuload.cache.token_store import DiskTokens
 from gpuload.core.arrays import Ragged, RowNumbers, offsets_of
 from gpuload.core.errors import GpuloadError, PromptTooLongError
-from gpuload.core.marks import LOSS
+from gpuload.core.marks import LOSS, split
 from gpuload.core.options import Options, plain
 from gpuload.engines.protocol import ArrowPrompts
 from gpuload.integrations.comparison import spread
 from gpuload.integrations.core import log_fallback, release_of
 from gpuload.integrations.messages.cache import RowCache, Rule, StoredRows
 from gpuload.integrations.messages.rows import row_of
-from gpuload.integrations.verl.contract import difference, stock_methods, system_and_generation_prompt
+from gpuload.integrations.processors import media_rows, processor_change, template_of, tokenizer_of
+from gpuload.integrations.verl.contract import difference, stock_methods, system_and_generation_prompt, template_problem
 from gpuload.integrations.verl.settings import Settings
 from gpuload.integrations.verl.sft_store import (
     RejectedRows,
@@ -72,8 +73,8 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
 
     Under `data.gpuload`, `verify` sets how many rows are compared with verl's method: a "sample", all ("full") or none
     ("off"). `token_cache` keeps the ids for the next start, which compares a sample of them; `store` says whether they
-    are in memory or on disk. With a processor, or with columns of images or videos, the dataset falls back to verl's
-    class.
+    are in memory or on disk. With columns of images or videos, the dataset falls back to verl's class. With a processor
+    for which verl has four rows of positions, `position_ids` is (4, L).
 
     Attributes:
         report: what was done, in one line; None if the dataset falls back to verl's class.
@@ -110,7 +111,8 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
         reason = self._unsupported_reason(sources)
         if reason is None and not self.is_compared:
             given = self.tokenizer, self._config, self.processor
-            reason = difference(SFTDataset, MultiTurnSFTDataset, sources, given)
+            special = processor_change(self.processor)
+            reason = difference(SFTDataset, MultiTurnSFTDataset, sources, given, special=special)
         if reason is None:
             self.system_prompt, self.generation_prompt = system_and_generation_prompt(
                 self.tokenizer, self.apply_chat_template_kwargs
@@ -123,8 +125,6 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
 
     def _unsupported_reason(self, sources: Sequence[Source]) -> str | None:
         """Why the dataset must fall back to verl's class, or None."""
-        if self.processor is not None:
-            return "there is a processor"
         for source in sources:
             check_prompt_column(source, self.messages_key)
             for key in (self.image_key, self.video_key):
@@ -135,20 +135,7 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
                 return f"{source.name}: column {self.messages_key!r} holds {kind}, not messages"
             if "role" not in [field.name for field in kind.value_type]:
                 return f"{source.name}: messages have no role"
-        return self._unsupported_template_reason()
-
-    def _unsupported_template_reason(self) -> str | None:
-        for name, value in self.apply_chat_template_kwargs.items():
-            if not isinstance(value, str | int | float | None):
-                return f"apply_chat_template_kwargs.{name} is of type {type(value).__name__}"
-        try:
-            probe = self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": "x"}], tokenize=True, return_dict=True, **self.apply_chat_template_kwargs
-            )
-        except Exception as error:
-            return f"the chat template does not render a message: {error!s:.200}"
-        further = sorted(set(probe) - {"input_ids", "attention_mask"})
-        return f"the tokenizer also returns {', '.join(further)}" if further else None
+        return template_problem(self.tokenizer, self.processor, self.apply_chat_template_kwargs)
 
     def _tokenize(self, sources: Sequence[Source], started: float) -> str | None:
         """Tokenize all rows.
@@ -220,9 +207,10 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
         return row_cache(options, reference, rule, sources, keys, self._places)
 
     def _conversation_tokenizer(self) -> ConversationTokenizer:
+        kwargs = dict(plain(self.apply_chat_template_kwargs))
         return ConversationTokenizer(
-            self.tokenizer,
-            plain(self.apply_chat_template_kwargs),
+            tokenizer_of(self.processor or self.tokenizer),
+            kwargs | {"chat_template": template_of(self.processor or self.tokenizer, kwargs.get("chat_template"))},
             len(self.system_prompt),
             len(self.generation_prompt),
             self.ignore_input_ids_mismatch,
@@ -246,7 +234,10 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
         else:
             thinking = [bool(value) for value in thinking]
         assert isinstance(batch.prompts, ArrowPrompts)
-        return tokenizer.tokenize(batch.prompts.column, tools, thinking, rejected)
+        made = tokenizer.tokenize(batch.prompts.column, tools, thinking, rejected)
+        found = media_rows(self.processor, split(made.ids)[0])
+        made.fallback |= dict.fromkeys(found, "a token stands for an image")
+        return made
 
     # -- verl's own method ---------------------------------------------------------------------------------------------
 
@@ -381,6 +372,9 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
             pad_mode=self.pad_mode,
             truncation=self.truncation,
             pad_token_id=self.tokenizer.pad_token_id,
+            planes=4
+            if "Qwen2VLImageProcessor" in type(getattr(self.processor, "image_processor", None)).__name__
+            else 0,
         )
 
 

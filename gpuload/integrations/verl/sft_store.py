@@ -160,6 +160,11 @@ def summary(rows: StoredRows, places: RowPlaces, seconds: float, notes: Sequence
     return "; ".join([*parts, *notes])
 
 
+def planes_of(processor: Any) -> int:
+    """How many rows of positions verl makes with a processor; 0 if positions are one row, without another dimension."""
+    return 4 if "Qwen2VLImageProcessor" in type(getattr(processor, "image_processor", None)).__name__ else 0
+
+
 def shape_row(
     ids: npt.NDArray[np.int32],
     *,
@@ -167,6 +172,7 @@ def shape_row(
     pad_mode: str,
     truncation: str,
     pad_token_id: int | None,
+    planes: int = 0,
 ) -> dict[str, torch.Tensor]:
     """Pad or truncate a conversation as verl's SFT dataset does.
 
@@ -177,9 +183,11 @@ def shape_row(
         truncation: "left" removes tokens from the start, but only with `pad_mode="right"`; any other value removes
             them from the end.
         pad_token_id: None for 0.
+        planes: of positions, with which models of Qwen's vision family count text and three axes of images.
 
     Returns:
-        int64 tensors (L,): `input_ids`, `position_ids`, `loss_mask`, and `attention_mask` with `pad_mode="right"`.
+        int64 tensors (L,): `input_ids`, `position_ids`, `loss_mask`, and `attention_mask` with `pad_mode="right"`. With
+        planes, `position_ids` is (planes, L).
     """
     from_start = pad_mode == "right" and truncation == "left"
     skipped = max(0, len(ids) - max_length) if from_start else 0
@@ -195,5 +203,5 @@ def shape_row(
     row = {"input_ids": input_ids}
     if pad_mode == "right":
         row["attention_mask"] = (np.arange(length) < count).astype(np.int64)
-    row |= {"position_ids": position_ids, "loss_mask": loss_mask}
+    row |= {"position_ids": np.tile(position_ids, (planes, 1)) if planes else position_ids, "loss_mask": loss_mask}
     return {key: torch.from_numpy(values) for key, values in row.items()}
