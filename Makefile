@@ -12,6 +12,7 @@
 # make ray-test  Ray Data on clusters of three nodes on this machine, processes of which are killed, in a separate environment
 # make browser-test  the page of gpuload inspect in headless Chromium, which has to be installed
 # make transformers4-test  the tests with transformers 4.57.6, in a separate environment
+# make tokenizers1-test  the encoder of tokenizers 1.0, which is installed into a folder of its own, and the core on objects of it
 # make exact      every row of ../shared with the kernels of ten tokenizers, on the host; 74 variants of tokenizers
 # make damage     100 loads killed while they fill the token cache, and 1,000 damaged parquet files
 # make bench      measure against verl 0.9.1 and others (python -m bench); records in bench/results/
@@ -23,7 +24,7 @@ PART ?=
 SEED := $(or $(SEED),$(shell date +%s))
 
 .PHONY: demo test test-all checks tests browser-test transformers4-test docs verl-test verl-matrix trl-matrix ray-test trainers-test automodel-test
-.PHONY: llamafactory-test axolotl-test slime-test nemo-rl-test exact damage bench verl-env clean
+.PHONY: tokenizers1-test llamafactory-test axolotl-test slime-test nemo-rl-test exact damage bench verl-env clean
 
 demo: .venv/installed
 	$(BIN)/gpuload demo
@@ -50,6 +51,14 @@ browser-test: .venv/installed-dev
 
 transformers4-test: .venv-transformers4/installed
 	.venv-transformers4/bin/python -m pytest -n auto
+
+# Not in the second run: tests that name another encoder or ask the object of 0.23, and other processes, which have that.
+tokenizers1-test: export GPULOAD_TOKENIZERS1 = $(CURDIR)/.venv-tokenizers1
+tokenizers1-test: .venv/installed-dev .venv-tokenizers1/installed
+	PART=all $(BIN)/python -m pytest -n auto tests/test_beside.py
+	$(BIN)/python -m pytest -n auto -p on_tokenizers1 tests/test_acceptance.py tests/test_cache.py tests/test_chat_loaders.py \
+		tests/test_chats.py tests/test_exact.py tests/test_pairs.py tests/test_prompts.py tests/test_tokenizers.py \
+		-k "not gigatoken and not every_code_point and not test_kinds and not differs and not side_by_side and not start_together"
 
 docs: .venv/installed-dev
 	$(BIN)/python docs/build.py
@@ -121,6 +130,10 @@ bench: .venv/installed-dev .venv-verl/installed
 	test -x .venv-automodel/bin/python || $(PYTHON) -m venv .venv-automodel
 	.venv-automodel/bin/python -m pip install -q -c constraints.txt -e '.[dev]'
 	.venv-automodel/bin/python -m pip install -q --no-deps nemo_automodel==0.7.0 transformers==5.18.0
+	touch $@
+
+.venv-tokenizers1/installed: .venv/installed
+	$(BIN)/python -m pip install -q --no-deps --target .venv-tokenizers1 tokenizers==1.0.0rc3
 	touch $@
 
 .venv-ray/installed: pyproject.toml constraints.txt

@@ -4,6 +4,9 @@ Each run is a process of its own, after the imports of torch and transformers an
 imports is in its seconds, that of pandas is not in those of the other. Row by row means a frame of pandas, and
 `apply_chat_template` for each row, to filter by length. gpuload is measured without anything on disk, not even what it
 keeps of a tokenizer; again with that; and with the ids of the same rows cached.
+
+If GPULOAD_TOKENIZERS1 names a folder with `tokenizers` 1.0, the rows are also rendered by transformers and encoded by
+1.0, with which transformers 5 does not import: what is left to gain once it does. That is compared by CPU time.
 """
 
 import argparse
@@ -13,6 +16,8 @@ import shlex
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +28,7 @@ from bench import documents
 from bench.data import SHARED, find_tokenizer
 from bench.environment import commit, machine, versions
 from bench.process import run_command
-from bench.startup_table import RECORD, startup_table
+from bench.startup_table import BY_ROW, BY_ROW_1, RECORD, startup_table, tokenizers1_table
 from gpuload.demo_data import demo_files
 
 _ROWS = (500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 150_000)
@@ -69,34 +74,46 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
 
     tokenizer = AutoTokenizer.from_pretrained(task["tokenizer"])
     tokenizer("x")
-    if task["contender"] == "row by row":
-        started = time.perf_counter()
+    if task["contender"] in (BY_ROW, BY_ROW_1):
+        length_of = _length_of(tokenizer, task["contender"])
+        started, cpu = time.perf_counter(), time.process_time()
         frame = pd.read_parquet(task["file"])
-        lengths = [
-            len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
-            for prompt in frame["prompt"]
-        ]
+        lengths = [length_of(prompt) for prompt in frame["prompt"]]
         kept = frame[[length <= _LIMIT for length in lengths]]
         return {
             "seconds": time.perf_counter() - started,
+            "cpu_seconds": time.process_time() - cpu,
             "rows": len(kept),
             "tokens": sum(length for length in lengths if length <= _LIMIT),
         }
-    started = time.perf_counter()
+    started, cpu = time.perf_counter(), time.process_time()
     import gpuload
 
     options = {"max_prompt_length": _LIMIT, "cache_dir": task["cache"], "progress": False, "device": "cpu"}
     found = gpuload.load(task["file"], tokenizer, **options)
-    seconds = time.perf_counter() - started
+    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu
     assert not found.report.check.mismatches
     return {
         "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
         "rows": len(found),
         "tokens": len(found.tokens.values),
         "text_bytes": found.report.text_bytes,
         "engine": found.report.engine,
         "cached": bool(found.report.from_cache),
     }
+
+
+def _length_of(tokenizer: Any, contender: str) -> Callable[[Any], int]:
+    """How many ids a prompt has."""
+    if contender == BY_ROW:
+        return lambda prompt: len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+    from gpuload.tokenizer.beside import opened
+
+    encode = partial(opened(tokenizer.backend_tokenizer.to_str()).encode, add_special_tokens=False)
+    return lambda prompt: len(
+        encode(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)).ids
+    )
 
 
 def main() -> None:
@@ -133,6 +150,8 @@ def main() -> None:
         RECORD.write_text(json.dumps(record, indent=1) + "\n")
         documents.write(RECORD)
     print(startup_table(record))
+    if os.environ.get("GPULOAD_TOKENIZERS1"):
+        print(tokenizers1_table(record))
 
 
 def _runs(file: str, tokenizer: str, by_row: bool, repeats: int, directory: Path) -> dict[str, list[Any]]:
@@ -141,7 +160,8 @@ def _runs(file: str, tokenizer: str, by_row: bool, repeats: int, directory: Path
     for run in range(repeats):
         caches = directory / f"caches-{Path(file).stem}-{run}"
         # The second load knows the tokenizer; a third one has the ids of the same rows.
-        for contender in (*["row by row"] * by_row, "first", "known tokenizer", "cached"):
+        by_rows = (BY_ROW, *([BY_ROW_1] if os.environ.get("GPULOAD_TOKENIZERS1") else []))
+        for contender in (*(by_rows if by_row else ()), "first", "known tokenizer", "cached"):
             if contender == "known tokenizer":
                 for ids in (caches / "tokens").glob("*"):
                     ids.unlink()

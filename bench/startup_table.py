@@ -10,6 +10,24 @@ from bench.report import table
 RECORD = ROOT / "bench" / "results" / "scale" / "startup.json"
 
 
+BY_ROW, BY_ROW_1 = "row by row", "row by row, tokenizers 1.0"
+
+
+def tokenizers1_table(record: dict[str, Any]) -> str:
+    """Seconds of CPU time with `tokenizers` 1.0 row by row, and without it, for the numbers of rows that have both."""
+    lines = []
+    for name, sizes in record["datasets"].items():
+        for rows, found in sizes.items():
+            if BY_ROW_1 in found:
+                old, new, first, known = (
+                    median(run["cpu_seconds"] for run in found[each])
+                    for each in (BY_ROW, BY_ROW_1, "first", "known tokenizer")
+                )
+                seconds = (f"{number(each)} s" for each in (old, new, first, known))
+                lines.append([name, f"{int(rows):,}", *seconds, f"{number(new / first)}×", f"{number(new / known)}×"])
+    return table(["prompts", "rows", BY_ROW, "with 1.0", "first load", "known", "1.0 to first", "to known"], lines)
+
+
 def startup_table(record: dict[str, Any]) -> str:
     """The table of a record."""
     lines = []

@@ -7,7 +7,8 @@ again.
     def n7(row, r, out, trail):
         if r[0] + 1 < len(row['messages']):
             r[0] += 1
-            k = kind_of(row['messages'][r[0]].get('role', MISSING))
+            v = row['messages'][r[0]].get('role', MISSING)
+            k = kinds(type(v)) or kind_of(v)
             if k == 'text':
                 if row['messages'][r[0]]['role'] == 'user':
                     out('<|im_start|>user\\n')
@@ -30,6 +31,7 @@ from gpuload.template.automaton.built import expression
 from gpuload.template.automaton.nodes import (
     DICTSORT,
     ITEMS,
+    KINDS,
     MISSING,
     Affine,
     Atom,
@@ -71,9 +73,9 @@ class Functions:
         self._constants: list[Any] = []
         self._inside: dict[int, int] = {}  # node → the function that it is in
         self._globals: dict[str, Any] = {
-            "kind_of": kind_of, "MISSING": MISSING, "items": _items, "dictsort": do_dictsort, "tojson": _fast(tojson),
-            "C": self._constants, "BlockStart": BlockStart, "Generated": GeneratedText, "Content": Content,
-            "Unknown": Unknown,
+            "kinds": KINDS.get, "kind_of": kind_of, "MISSING": MISSING, "items": _items, "dictsort": do_dictsort,
+            "tojson": _fast(tojson), "C": self._constants, "BlockStart": BlockStart, "Generated": GeneratedText,
+            "Content": Content, "Unknown": Unknown,
         }  # fmt: skip
         self._inside[0] = 0
         self.changed([0])
@@ -178,7 +180,8 @@ class _Lines:
     def _branch(self, name: str, parts: Sequence[Any], following: Mapping[Any, int], depth: int) -> int | None:
         """Writes all answers of a branch but the last one; returns the node of that."""
         if name == "kind":
-            self._line(depth, f"k = {self._kind(parts[0])}")
+            self._line(depth, f"v = {self._looked_up(parts[0])}")
+            self._line(depth, "k = kinds(type(v)) or kind_of(v)")  # mostly without a call of Python
             for answer, number in following.items():
                 self._line(depth, f"if k == {answer!r}:")
                 self._node(number, depth + 1)
@@ -218,14 +221,11 @@ class _Lines:
         self._of._constants.append(value)
         return f"C[{len(self._of._constants) - 1}]"
 
-    def _kind(self, place: Place) -> str:
+    def _looked_up(self, place: Place) -> str:
+        """The expression for what is at a place, or `MISSING`."""
         *before, last = place
         inside = self._place(tuple(before))
-        return (
-            f"kind_of({inside}.get({last!r}, MISSING))"
-            if isinstance(last, str)
-            else f"kind_of({inside}[{self._step(last)}])"
-        )
+        return f"{inside}.get({last!r}, MISSING)" if isinstance(last, str) else f"{inside}[{self._step(last)}]"
 
     def _step(self, at: Any) -> str:
         return self._number(at) if isinstance(at, Affine) else repr(at)

@@ -118,12 +118,12 @@ class Automaton:
 MISSING = object()
 """What is where nothing is."""
 
-_KINDS = {dict: "mapping", list: "list", str: "text", int: "int", float: "float", type(None): "none"}
+KINDS = {dict: "mapping", list: "list", str: "text", int: "int", float: "float", type(None): "none"}
 
 
 def kind_of(value: Any) -> str:
     """What a value of a conversation is, in one word; "other" if it is not plain data."""
-    if (kind := _KINDS.get(type(value))) is not None:
+    if (kind := KINDS.get(type(value))) is not None:
         return kind
     if value is True or value is False:
         return "true" if value else "false"

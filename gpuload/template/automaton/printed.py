@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -66,14 +67,14 @@ def parts_of(messages: Sequence[Mapping[str, Any]], out: Sequence[str]) -> tuple
 
 def blocks_of(out: Sequence[str]) -> list[tuple[int, int]]:
     """Start and end of each `{% generation %}` block, in characters."""
+    kinds = list(map(type, out))
+    places = list(itertools.accumulate(map(len, out), initial=0))
     blocks: list[tuple[int, int]] = []
-    begun, at = -1, 0
-    for text in out:
-        kind = type(text)
-        if begun >= 0 and kind is not GeneratedText:
-            blocks.append((begun, at))
-            begun = -1
-        if kind is BlockStart:
-            begun = at
-        at += len(text)
-    return blocks if begun < 0 else [*blocks, (begun, at)]
+    at = 0
+    for _ in range(kinds.count(BlockStart)):
+        begun = kinds.index(BlockStart, at)
+        at = begun + 1
+        while at < len(kinds) and kinds[at] is GeneratedText:
+            at += 1
+        blocks.append((places[begun], places[at]))
+    return blocks
