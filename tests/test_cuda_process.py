@@ -200,9 +200,28 @@ def test_host_memory_is_pinned_in_place_until_it_is_freed() -> None:
             raise RuntimeError("already registered")
         pinned[address] = nbytes
 
-    runtime = SimpleNamespace(hostRegister=register, hostUnregister=pinned.pop, CUDARuntimeError=RuntimeError)
+    waits: list[int] = []
+
+    def unregister(address: int) -> None:
+        assert waits, "a batch may still read this memory"
+        waits.pop()
+        del pinned[address]
+
+    class Device:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def synchronize(self) -> None:
+            waits.append(self.number)
+
+    runtime = SimpleNamespace(hostRegister=register, hostUnregister=unregister, CUDARuntimeError=RuntimeError)
     kernels: Any = object.__new__(DeviceKernels)
-    kernels.xp = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+    kernels.xp, kernels._number = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime, Device=Device)), 0
     rows = [host_store([Ragged.from_lists([[1, 2], [3]])], None) for _ in range(2)]
     addresses = [kernels.pinned(some.values) for some in rows]
     assert pinned == dict.fromkeys(addresses, 12)

@@ -186,3 +186,23 @@ def test_a_gpu_that_is_not_trusted_is_not_used(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(cuda, "distrust", lambda number: "its kernels do not return known answers (x)")
     assert cuda.unavailable_reason("cuda:0") == "GPU 0 is not trusted: its kernels do not return known answers (x)"
+
+
+def test_a_process_tests_a_gpu_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    asked: list[int] = []
+
+    def wrong(number: int) -> str:
+        asked.append(number)
+        return "x"
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(cuda, "distrust", wrong)
+    monkeypatch.setattr(cuda, "_WORKING", {0})
+    assert cuda.unavailable_reason("cuda:0") is None
+    assert "x" in str(cuda.unavailable_reason("cuda:1"))
+    assert asked == [1]

@@ -98,15 +98,22 @@ def unavailable_reason(device: str) -> str | None:
     missing = [name for name in ("cupy", "rmm") if importlib.util.find_spec(name) is None]
     if missing:
         return f"{', '.join(missing)} is not installed: {_INSTALL}"
+    if number in _WORKING:
+        return None
     try:
         if wrong := distrust(number):
             return f"GPU {number} is not trusted: {wrong}"
         kernels = CudaKernels(number, 0)
         with kernels.loading():
             self_test(kernels)
+        _WORKING.add(number)
     except Exception as error:
         return f"GPU {number} does not work: {one_line(error)}"
     return None
+
+
+_WORKING: set[int] = set()
+"""The GPUs that this process has tested. A forked process does not come this far."""
 
 
 def _has_gpu() -> bool:

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import cache, lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -247,6 +247,16 @@ def waits_for_each() -> bool:
     return os.environ.get("GPULOAD_SYNC", "") not in ("", "0")
 
 
+def _unpin(xp: Any, number: int, address: int) -> None:
+    """Unpin host memory that is about to be freed. A batch that nobody waited for, because its loader was left early,
+    may still read it."""
+    runtime = xp.cuda.runtime
+    with suppress(runtime.CUDARuntimeError):  # of a context that is lost, or gone with the process
+        with xp.cuda.Device(number) as device:
+            device.synchronize()
+        runtime.hostUnregister(address)
+
+
 def described(name: str, blocks: int, arguments: list[Any]) -> str:
     """Return a launch in words: its size, numbers, and the dtypes and shapes of its arrays."""
     pairs = zip(signatures()[name], arguments, strict=True)
@@ -311,7 +321,7 @@ class DeviceKernels(Kernels):
             raise DeviceError(
                 f"cannot pin {array.nbytes:,} bytes of host memory ({error}): set tokens_on='device'"
             ) from error
-        weakref.finalize(array, runtime.hostUnregister, address)
+        weakref.finalize(array, _unpin, self.xp, self._number, address)
         # Pinned memory has the same address on host and device (unified virtual addressing).
         return address
 
