@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
 
+from gpuload.cache.token_store import DiskTokens
 from gpuload.core.arrays import Ragged
 from gpuload.core.errors import OptionError
 from gpuload.core.marks import LOSS, split
@@ -350,7 +351,7 @@ def test_a_second_start_finds_the_rows(
     expected = [StockChatDataset.__getitem__(second, row) for row in range(len(CHATS))]
     others = [message for message in caplog.messages if "itself, when they are read" in message]
     assert [first[row] for row in range(len(CHATS))] == [second[row] for row in range(len(CHATS))] == expected
-    assert (type(second._rows) is dataset_module._MappedRows) == (store == "disk")
+    assert (type(second._rows) is DiskTokens) == (store == "disk")
     second._rows = pickle.loads(pickle.dumps(second._rows))
     assert [second[row] for row in range(len(CHATS))] == expected
     third = dataset_module.AutomodelChatDataset(rows, qwen, gpuload={"token_cache": False})

@@ -251,6 +251,31 @@ def test_sft_of_rows_with_their_own_tools(kind: str, place: str, tmp_path: Path,
     assert check_sft(path, qwen_folder, loss_mask_type=kind, tool_key=key) == []
 
 
+@pytest.mark.parametrize("kind", ["qwen", "qwen3_5", "distill_qwen"])
+def test_sft_of_single_rows_that_differ(
+    kind: str, tmp_path: Path, qwen_folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One row with tools and one that cannot be rendered: only the second one is slime's."""
+    given = conversations(40)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    given[3]["metadata"]["tools"] = [tool]
+    given[7]["prompt"] = [{"role": "user", "content": None}]
+    args = arguments(
+        write(tmp_path / "a.parquet", given), qwen_folder, apply_chat_template=False, n_samples_per_prompt=1,
+        loss_mask_type=kind, rollout_function_path="gpuload.integrations.slime.sft_rollout",
+    )  # fmt: skip
+    samples = DataSource(args).get_samples(40)
+    assert "gpuload: 1 of 40 conversations are tokenized by slime, at each step" in caplog.messages
+    generator = MultiTurnLossMaskGenerator(AutoTokenizer.from_pretrained(qwen_folder), kind)
+    for number, (sample,) in enumerate(samples):
+        if number == 7:
+            assert sample.tokens == []
+            continue
+        ids, mask = generator.get_loss_mask(sample.prompt, sample.metadata.get("tools"))
+        assert sample.tokens == ids
+        assert sample.loss_mask == mask[-sample.response_length :]
+
+
 def test_sft_of_rows_without_markers(tmp_path: Path, qwen_folder: str, caplog: pytest.LogCaptureFixture) -> None:
     path = write(tmp_path / "a.parquet", conversations(16))
     tokenizer = AutoTokenizer.from_pretrained(qwen_folder)
