@@ -139,15 +139,15 @@ def test_marks_of_other_roles_mean_nothing(qwen: Any) -> None:
         ({"train": True, "weight": 0}, "the marks of message 1 contradict each other: train is True, weight is 0"),
         (
             {"loss": "no"},
-            "loss of message 1 is 'no': a mark is true, false, 1 or 0: correct it, or pass loss_on='assistant' to ignore marks",
+            f"loss of message 1 is 'no': a mark is true, false, 1 or 0{REMEDY}",
         ),
         (
             {"loss_mask": [1]},
-            "loss_mask of message 1 is [1]: a mark is true, false, 1 or 0: correct it, or pass loss_on='assistant' to ignore marks",
+            f"loss_mask of message 1 is [1]: a mark is true, false, 1 or 0{REMEDY}",
         ),
         (
             {"train": 0.5},
-            "train of message 1 is 0.5: a mark is true, false, 1 or 0: correct it, or pass loss_on='assistant' to ignore marks",
+            f"train of message 1 is 0.5: a mark is true, false, 1 or 0{REMEDY}",
         ),
         *(
             (

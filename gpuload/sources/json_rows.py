@@ -28,7 +28,7 @@ def json_table(name: str, content: bytes) -> tuple[pa.Table, int]:
         name: of the file, for messages.
 
     Raises:
-        SourceError: it is not JSON, or a row is not an object.
+        SourceError: it is not JSON, not UTF-8, or a row is not an object.
         RecursionError: it is nested too deeply.
     """
     rows = _parse(name, content)
@@ -43,6 +43,12 @@ _Row = tuple[dict[str, Any], dict[str, str] | None]
 def _parse(name: str, content: bytes) -> list[_Row]:
     """The objects of a JSON array, or of JSON lines."""
     content = content.removeprefix(codecs.BOM_UTF8)
+    if (encoding := json.detect_encoding(content[:4])) != "utf-8":
+        encoding = encoding[:6].upper()
+        raise SourceError(
+            f"{name}: the file is {encoding} text, and JSON is read as UTF-8: convert it with "
+            f"iconv -f {encoding} -t UTF-8"
+        )
     if content.lstrip()[:1] == b"[":
         try:
             rows: list[Any] = [(row, None) for row in json.loads(content)]
