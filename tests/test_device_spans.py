@@ -65,7 +65,7 @@ def on_device(kernels: StreamKernels, reference: Reference, rows: Rows) -> tuple
         kernels=kernels,
         offsets=array(offsets_of(np.array([len(one) for one in raw], np.int64))),
         data=array(np.frombuffer(b"".join(raw), np.uint8)),
-        answers=DeviceSpans(array(first), array(start.copy()), array(end.copy())),
+        answers=DeviceSpans(array(first), array(start.copy()), array(end.copy()), array(np.full(len(start), LOSS))),
     )
     return text, to_device(kernels, Ragged.from_lists(reference.encode_many([one for one, _ in rows])))
 

@@ -26,6 +26,8 @@ QWEN3 = (TEMPLATES / "qwen3_training.jinja").read_text()
 
 Chat = list[dict[str, Any]]
 
+REMEDY = ": correct it, or pass loss_on='assistant' to ignore marks"
+
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": "why"}}}
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 
@@ -135,11 +137,29 @@ def test_marks_of_other_roles_mean_nothing(qwen: Any) -> None:
     ("marks", "reason"),
     [
         ({"train": True, "weight": 0}, "the marks of message 1 contradict each other: train is True, weight is 0"),
-        ({"loss": "no"}, "loss of message 1 is 'no': a mark is true, false, 1 or 0"),
-        ({"loss_mask": [1]}, "loss_mask of message 1 is [1]: a mark is true, false, 1 or 0"),
-        ({"train": 0.5}, "train of message 1 is 0.5: a mark is true, false, 1 or 0"),
-        ({"weight": 2}, "weight of message 1 is 2: weights other than 0 and 1 are not supported"),
-        ({"weight": float("nan")}, "weight of message 1 is nan: weights other than 0 and 1 are not supported"),
+        (
+            {"loss": "no"},
+            f"loss of message 1 is 'no': a mark is true, false, 1 or 0{REMEDY}",
+        ),
+        (
+            {"loss_mask": [1]},
+            f"loss_mask of message 1 is [1]: a mark is true, false, 1 or 0{REMEDY}",
+        ),
+        (
+            {"train": 0.5},
+            f"train of message 1 is 0.5: a mark is true, false, 1 or 0{REMEDY}",
+        ),
+        *(
+            (
+                {"weight": value},
+                f"weight of message 1 is {value!r}: a weight is 0 or a positive number of float32{REMEDY}",
+            )
+            for value in (-1, float("nan"), float("inf"), 1e39, 1e-60, "0.5")
+        ),
+        (
+            {"weight": 0.5, "train": False},
+            "the marks of message 1 contradict each other: train is False, weight is 0.5",
+        ),
     ],
     ids=str,
 )
@@ -158,11 +178,6 @@ def test_texts_as_marks_in_columns(qwen: Any) -> None:
     chats = [[user("Hi"), answer("Hello!", loss=loss)] for loss in (None, "1")]
     found = gpuload.load_chats(pa.table({"messages": pa.array(chats, kind)}), qwen, loss_on="marked")
     assert found.report.rejected == {"loss of message 1 is a text or a list: a mark is true, false, 1 or 0": 1}
-
-
-def test_weights_are_not_ignored(qwen: Any) -> None:
-    with pytest.raises(NoRowsError, match="weight of message 1 is 0.5: weights other than 0 and 1 are not supported"):
-        load_json([{"messages": [user("Hi"), answer("Hello!", weight=0.5)]}], qwen)
 
 
 @pytest.mark.parametrize("name", core(["qwen3", "qwen2_5", "deepseekv3", "glm4moe", "gptoss_training"], "qwen3"))
@@ -270,7 +285,7 @@ def test_answers_belong_to_messages() -> None:
     texts = [(0, 0), (10, 1), (20, 3), (40, 5)]  # where texts begin, and their messages
     ours = [False, True, True, True, False, True]
     loss = [True, False, True, True, True, False]
-    assert spans_with_loss([(10, 15), (16, 18), (19, 25), (40, 41)], texts, loss, ours) == [(16, 18), (19, 25)]
+    assert list(spans_with_loss([(10, 15), (16, 18), (19, 25), (40, 41)], texts, loss, ours)) == [(16, 18), (19, 25)]
     with pytest.raises(UnknownAnswersError, match="whose answer"):
         spans_with_loss([(10, 12), (13, 14), (16, 18)], texts, loss, ours)
     with pytest.raises(UnknownAnswersError, match="one answer"):
@@ -278,5 +293,5 @@ def test_answers_belong_to_messages() -> None:
     draw = random.Random(0)
     for _ in range(50):  # all or none, whatever the template does
         some = [(at, at + 1) for at in sorted(draw.sample(range(45), 6))]
-        assert spans_with_loss(some, texts, [True] * 6, ours) == some
-        assert spans_with_loss(some, texts, [False] * 6, ours) == []
+        assert list(spans_with_loss(some, texts, [True] * 6, ours)) == some
+        assert spans_with_loss(some, texts, [False] * 6, ours) == {}

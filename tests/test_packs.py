@@ -33,7 +33,7 @@ def rows_of(lengths: Any, seed: int = 0, dtype: Any = np.uint8) -> tuple[Ragged,
     """Rows of random ids, and a loss mask."""
     offsets = offsets_of(np.asarray(lengths, np.int64))
     chance = np.random.default_rng(seed)
-    ids = chance.integers(0, 2**28, offsets[-1], np.int32)  # the bits above are those of `core.marks`
+    ids = chance.integers(0, 2**21, offsets[-1], np.int32)  # the bits above are those of `core.marks`
     return Ragged(ids, offsets), chance.integers(0, 2, offsets[-1]).astype(dtype)
 
 

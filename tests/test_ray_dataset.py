@@ -193,6 +193,24 @@ def test_chats_with_marks_and_nulls(cluster: Any, tmp_path: Path, qwen_folder: s
     assert found.select(["input_ids", "labels"]).equals(expected.to_arrow(columns=[]).read_all())
 
 
+def test_chats_with_weights(cluster: Any, tmp_path: Path, qwen_folder: str) -> None:
+    """The weights are those of all files, in each worker and in batches."""
+    chats = [
+        [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a b" * n, "weight": n % 20 / 8}]
+        for n in range(1, 60)
+    ]
+    file = str(tmp_path / "chats.parquet")
+    pq.write_table(pa.table({"messages": chats}), file, row_group_size=20)
+    expected = gpuload.load_chats(file, qwen_folder, device="cpu")
+    dataset = read_chats(file, qwen_folder, device="cpu", rows_per_task=20)
+    found = rows_of(dataset).select(["input_ids", "labels", "loss_weight"])
+    assert found.equals(expected.to_arrow(columns=[]).read_all())
+    batches = dataset.iter_torch_batches(batch_size=25, collate_fn=collate_fn(dataset))
+    for batch, wanted in zip(batches, expected.loader(25), strict=True):
+        assert "loss_weight" in batch
+        same_batch(batch, wanted)
+
+
 @pytest.mark.parametrize("objective", ["dpo", "rm"])
 def test_pairs_are_those_of_load_pairs(cluster: Any, tmp_path: Path, qwen_folder: str, objective: Any) -> None:
     file = str(tmp_path / "pairs.parquet")

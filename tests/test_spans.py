@@ -70,6 +70,10 @@ def as_transformers(tokenizer: Any, text: str, spans: Spans) -> list[int]:
     return mask
 
 
+def ones(spans: Any) -> Any:
+    return np.ones(len(spans), np.int32)
+
+
 def masks(reference: Reference, spans: TokenSpans, rows: Sequence[tuple[str, Spans]]) -> list[list[int]]:
     """The masks of all rows in one call."""
     if not rows:
@@ -83,8 +87,8 @@ def masks(reference: Reference, spans: TokenSpans, rows: Sequence[tuple[str, Spa
     number, start, end = np.array(edges, np.int64).reshape(-1, 3).T
     # A slice, whose buffers have more than its own bytes.
     text = pa.array(["before \u4f60", *(text for text, _ in rows), "after"], pa.large_string())[1:-1]
-    mask = spans.mask(text, ids, number, start, end)
-    assert mask.dtype == np.bool_
+    mask = spans.bits(text, ids, number, start, end, ones(number))
+    assert mask.dtype == np.int32
     return [part.astype(int).tolist() for part in np.split(mask, ids.offsets[1:-1])]
 
 
@@ -384,7 +388,7 @@ def test_long_tokens_are_compared_to_their_last_byte(again: list[str], word: str
     for change in range(len(word)):
         del again[:]
         text = f"{word[:change]}#{word[change + 1 :]}\u00e9"
-        spans.mask(pa.array([text], pa.large_string()), ids, *np.array([[0], [0], [1]]))
+        spans.bits(pa.array([text], pa.large_string()), ids, *np.array([[0], [0], [1]]), ones([0]))
         assert again == [text]
 
 
@@ -413,7 +417,12 @@ def test_ids_that_are_not_those_of_the_text_are_noticed(again: list[str]) -> Non
     del again[:]
     number, start, end = np.array([[0], [4], [7]])
     ids = Ragged.from_lists([reference.encode(other)])
-    assert spans.mask(pa.array([text], pa.large_string()), ids, number, start, end).tolist() == [0, 1, 0, 0]
+    assert spans.bits(pa.array([text], pa.large_string()), ids, number, start, end, ones(number)).tolist() == [
+        0,
+        1,
+        0,
+        0,
+    ]
     assert again == [text]
 
     entry = "\u0120\u4f60"  # not in the alphabet, so no text becomes this entry
@@ -423,7 +432,7 @@ def test_ids_that_are_not_those_of_the_text_are_noticed(again: list[str]) -> Non
     assert spans.slow is None
     del again[:]
     ids = Ragged.from_lists([[*reference.encode(text), 10_000]])
-    spans.mask(pa.array([text], pa.large_string()), ids, number, start, end)
+    spans.bits(pa.array([text], pa.large_string()), ids, number, start, end, ones(number))
     assert again == [text]
 
 
@@ -433,7 +442,7 @@ def test_marks_stay_in_their_rows() -> None:
     ids = Ragged.from_lists([reference.encode("One two"), [1, 2]])
     number, start, end = np.array([[0], [4], [18]])
     text = pa.array([WORDS, "x y"], pa.large_string())
-    assert spans.mask(text, ids, number, start, end).tolist() == [0, 1, 0, 0]
+    assert spans.bits(text, ids, number, start, end, ones(number)).tolist() == [0, 1, 0, 0]
 
 
 def test_a_search_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -479,7 +488,7 @@ def any_of(name: str) -> tuple[Reference, TokenSpans]:
 def test_no_rows_and_no_spans() -> None:
     reference, spans = real("shipped")
     none = np.zeros(0, np.int64)
-    assert len(spans.mask(pa.array([], pa.large_string()), Ragged.from_lists([]), none, none, none)) == 0
+    assert len(spans.bits(pa.array([], pa.large_string()), Ragged.from_lists([]), none, none, none, ones(none))) == 0
     assert masks(reference, spans, [("", []), ("One", []), ("", [])]) == [[], [0], []]
 
 

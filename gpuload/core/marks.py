@@ -7,6 +7,7 @@ of a pair it belongs, travels in the same number: in bits that no id reaches. Wh
     LOSS       an answer, or the completion of a prompt
     CHOSEN     what only the chosen sequence of a pair has
     REJECTED   what only the rejected one has
+    WEIGHT     the number of the weight of its loss, in the list of a dataset; 0 for the weight 1
 
 A pair is one row: what both sequences begin with, then the rest of the chosen one, then the rest of the rejected one.
 So its prompt is stored once.
@@ -16,6 +17,8 @@ So its prompt is stored once.
 The two sequences may share less than a prompt: `CHOSEN` or `REJECTED` without `LOSS` is then the end of a prompt that
 is encoded otherwise in one of them. Pairs for reward models have no prompts, and share as many ids as they can.
 """
+
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +34,32 @@ CHOSEN = np.int32(1 << 29)
 REJECTED = np.int32(1 << 28)
 """The bit of tokens that only the rejected sequence of a pair has."""
 
-IDS = ~(LOSS | CHOSEN | REJECTED)
+_WEIGHT_SHIFT, MOST_WEIGHTS = 21, 127
+"""Ids have fewer than 2^21 values, and 7 bits are left. A dataset has at most so many weights other than 0 and 1."""
+
+WEIGHT = np.int32(MOST_WEIGHTS << _WEIGHT_SHIFT)
+
+IDS = np.int32((1 << _WEIGHT_SHIFT) - 1)
+"""The bits of ids."""
+
+
+def loss_bits(number: Array | int) -> Any:
+    """The bits of tokens with loss, int32.
+
+    Args:
+        number: of its weight: 0 for the weight 1, otherwise its place in the list of weights, counted from 1.
+    """
+    return LOSS | np.int32(1 << _WEIGHT_SHIFT) * number
+
+
+def loss_weights(tokens: Ragged, table: Array) -> np.ndarray[Any, Any]:
+    """The weight of the loss of each token, float32, 0 where there is none.
+
+    Args:
+        tokens: with their bits.
+        table: float32, the weight of each number.
+    """
+    return np.where(tokens.values & LOSS, table[(tokens.values & WEIGHT) >> _WEIGHT_SHIFT], np.float32(0))
 
 
 def with_loss(ids: Ragged, mask: Array) -> Ragged:

@@ -5,6 +5,7 @@ the collators of these trainers pad every column that they find, or fail on it: 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -28,6 +29,24 @@ PAIRS: Sequence[Trainer] = ("trl", "llamafactory")
 """Trainers that read pairs for DPO."""
 
 _TYPES = {"input_ids": pa.int32(), "labels": pa.int32(), "attention_mask": pa.int8(), "loss_mask": pa.int8()}
+_TYPES |= {"loss_weight": pa.float32()}
+
+
+def columns_of(trainer: Trainer, weighted: bool) -> Sequence[str]:
+    """The columns of rows for SFT.
+
+    Args:
+        weighted: whether the loss of tokens has weights.
+
+    Raises:
+        OptionError: the trainer does not read weights.
+    """
+    if weighted and trainer != "trl":
+        raise OptionError(
+            f"trainer={trainer!r}: the messages have weights other than 0 and 1, which {trainer} cannot use with "
+            "loss_on='marked': load them with loss_on='assistant' to ignore marks, or use the weights 0 and 1"
+        )
+    return (*CHATS[trainer], "loss_weight") if weighted else CHATS[trainer]
 
 
 def fields(names: Sequence[str], prefix: str = "") -> list[pa.Field]:
@@ -39,15 +58,19 @@ def fields(names: Sequence[str], prefix: str = "") -> list[pa.Field]:
     return [pa.field(prefix + name, pa.list_(_TYPES[name])) for name in names]
 
 
-def arrays(names: Sequence[str], ids: Ragged, loss: Ragged, offsets: RowNumbers) -> list[pa.ListArray]:
+def arrays(
+    names: Sequence[str], ids: Ragged, loss: Ragged, offsets: RowNumbers, weights: np.ndarray | None = None
+) -> list[pa.ListArray]:
     """The values of these columns.
 
     Args:
         ids: int32.
         loss: one bool for each of them.
         offsets: (m + 1,) where the lists of m rows begin in the values of both.
+        weights: float32, the weight of each one's loss, if that is among the columns.
     """
-    made: dict[str, Callable[[], np.ndarray]] = {
+    made: dict[str, Callable[[], Any]] = {
+        "loss_weight": lambda: weights,
         "input_ids": lambda: ids.values,
         "labels": lambda: np.where(loss.values, ids.values, np.int32(IGNORED)),
         "attention_mask": lambda: np.ones(len(ids.values), np.int8),

@@ -17,10 +17,13 @@ class BatchLayout:
     Attributes:
         side: "left" or "right", where rows are filled up.
         planes: names of tensors: `input_ids`, `attention_mask`, and, in this order, some of `OTHER_PLANES`.
+        weights: if the loss of tokens has weights, the weight of each number (`core.marks`); batches then have a
+            `loss_weight`. Packed ones, too.
     """
 
     side: Literal["left", "right"]
     planes: tuple[str, ...]
+    weights: tuple[float, ...] = ()
 
 
 OTHER_PLANES = ("position_ids", "labels", "completion_mask")
@@ -45,7 +48,8 @@ class Batches(Protocol):
         Returns:
             The planes of the layout, each int64 (B, width). `input_ids` has the padding token where `attention_mask`
             is 0; `position_ids` are clip(cumsum(attention_mask) - 1, 0); `labels` are the ids, and -100 in the padding
-            and for tokens without loss; `completion_mask` is 1 for those with loss.
+            and for tokens without loss; `completion_mask` is 1 for those with loss. With weights also `loss_weight`,
+            float32 (B, width): that of the token's loss, and 0 where there is none.
         """
 
     def packed(self, pieces: Plan, tokens: Callable[[], Ragged]) -> dict[str, Any]:

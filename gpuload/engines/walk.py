@@ -27,6 +27,7 @@ from gpuload.sources.columns import to_python
 from gpuload.sources.types import is_plain
 from gpuload.template.automaton.rows import RenderedRow
 from gpuload.template.compiler import FEW_ROWS, FEWEST_ROWS, FREE_LEAVES, ChatProgram
+from gpuload.template.loss_marks import Answer
 from gpuload.template.program import (
     Branch,
     ByReference,
@@ -56,7 +57,7 @@ class Walk:
         prompts: the same.
         paths: each path that rows take, with their ascending numbers.
         texts: row → the text of a row that was rendered by itself, UTF-8.
-        answers: row → start and end of each part with loss in that text, in bytes; empty if the program has none.
+        answers: row → each part with loss in that text, in bytes; empty if the program has none.
         rejected: row → why no prompt can be made of it.
         by_reference: row → why it was given to transformers.
         reason_seconds: reason → the time that its rows took.
@@ -70,7 +71,7 @@ class Walk:
         self._answers: dict[Predicate, Array] = {}
         self.paths: list[tuple[Path, Array]] = []
         self.texts: dict[int, bytes] = {}
-        self.answers: dict[int, list[tuple[int, int]]] = {}
+        self.answers: dict[int, list[Answer]] = {}
         found = group(prompts)
         self.rejected = found.rejected
         by_reference = {row: why for row, why in found.by_reference.items() if row not in found.rejected}

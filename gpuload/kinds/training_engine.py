@@ -22,7 +22,7 @@ from gpuload.core.memory import garbage_collection_paused
 from gpuload.engines.conversations import joined
 from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.host.prompts import BY_PROMPT, MARKED_BY_ROW, attempt, render_column, render_messages, render_rows
-from gpuload.engines.host.render import HostText, MixedText, Spans
+from gpuload.engines.host.render import AnswerSpans, HostText, MixedText
 from gpuload.engines.protocol import Prompts, RenderedRows, Tokenized, add_seconds
 from gpuload.kinds.prefixes import cut, cutting_tokens, divided
 from gpuload.kinds.training_reference import KWARGS, TOOLS, TrainingReference, answers_in, messages_in, own_arguments
@@ -30,6 +30,7 @@ from gpuload.sources.columns import to_python
 from gpuload.sources.types import JSON_TYPE, is_messages, is_plain, is_text
 from gpuload.template.automaton.rows import RenderedRow
 from gpuload.template.compiler import FEWEST_ROWS, ChatProgram
+from gpuload.template.loss_marks import Answer
 from gpuload.template.program import ByReference
 
 SAMPLE = 8  # texts that are searched for the tokens that a template writes
@@ -192,7 +193,7 @@ class TrainingEngine(HostEngine):
         made: list[list[str]] = []
         if plain:
             self._compile_for(rows)
-        spans: dict[int, list[tuple[int, int]]] = {}
+        spans: dict[int, list[Answer]] = {}
         for number, row in enumerate(rows):
             found = self._compiled(row) if plain else ByReference(why_by_row(row))
             if isinstance(found, ByReference):
@@ -207,7 +208,7 @@ class TrainingEngine(HostEngine):
         return HostText(
             text=first,
             more=more,
-            answers=None if self.program.answers is None else Spans.of_rows(spans),
+            answers=None if self.program.answers is None else AnswerSpans.of_rows(spans),
             rejected=rejected,
             by_reference=by_reference,
             reason_seconds=seconds,
@@ -226,7 +227,7 @@ class TrainingEngine(HostEngine):
                 answers = None if self.program.answers is None else self.program.answers.with_call(call)
                 self._programs[key] = ChatProgram(call, answers), ChatProgram(prompting)
 
-    def _compiled(self, row: Any) -> tuple[list[str], list[tuple[int, int]]] | ByReference:
+    def _compiled(self, row: Any) -> tuple[list[str], list[Answer]] | ByReference:
         """As `_row`, without transformers; or why that is not possible."""
         own = own_arguments(row)
         tools = own.pop(TOOLS, None)
@@ -249,7 +250,7 @@ class TrainingEngine(HostEngine):
         except UnicodeEncodeError as error:
             return ByReference(str(error))
 
-    def _row(self, row: Any) -> tuple[list[str], list[tuple[int, int]]]:
+    def _row(self, row: Any) -> tuple[list[str], list[Answer]]:
         """The texts of a row, and where the answers are in the first of them, in bytes."""
         texts, answers = encodable(self._reference.texts(row)), self.program.answers
         if answers is None:

@@ -9,6 +9,9 @@ from typing import Any
 
 from gpuload.core.errors import TokenizerError
 
+MOST_IDS = 1 << 21
+"""Ids are below; the bits above are for what else is known of a token (`core.marks`)."""
+
 _LARGE = 1000  # tokens; more are a vocabulary, and need not be read
 _FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "tiktoken.model")  # of any class
 
@@ -17,8 +20,12 @@ def check_vocabulary(tokenizer: Any) -> None:
     """Check that a transformers tokenizer has a vocabulary.
 
     Raises:
-        TokenizerError: it has none, and there is no file of one where it comes from.
+        TokenizerError: it has none, and there is no file of one where it comes from; or an id is too large.
     """
+    if (largest := max([len(tokenizer) - 1, *tokenizer.added_tokens_decoder])) >= MOST_IDS:
+        raise TokenizerError(
+            f"the tokenizer has the id {largest:,}, and ids up to {MOST_IDS - 1:,} are supported: use another tokenizer"
+        )
     if tokenizer.vocab_size > _LARGE:
         return
     # transformers adds the mark of a space, or another single token, to the vocabularies of some classes.

@@ -51,7 +51,7 @@ def pieces_of(name: str, blocks: Iterator[bytes], whole: bool, with_texts: Calla
         with_texts: whether the texts of the next piece will be needed, so that it need not be parsed twice for them.
 
     Raises:
-        SourceError: it is not JSON; or, after the last piece, a row is not an object.
+        SourceError: it is not JSON, or not UTF-8; or, after the last piece, a row is not an object.
         RecursionError: it is nested too deeply.
         UnclearError: it is an array for which `whole` is needed.
     """
@@ -60,6 +60,12 @@ def pieces_of(name: str, blocks: Iterator[bytes], whole: bool, with_texts: Calla
         head += block
     start = len(head) - len(head := head.removeprefix(codecs.BOM_UTF8))
     is_array = head.lstrip()[:1] == b"["
+    if not is_array and (encoding := json.detect_encoding(head[:4])) != "utf-8":
+        encoding = encoding[:6].upper()
+        raise SourceError(
+            f"{name}: the file is {encoding} text, and JSON is read as UTF-8: convert it with "
+            f"iconv -f {encoding} -t UTF-8"
+        )
     found = _arrays(name, head, blocks, whole) if is_array else _lines(name, chain([head], blocks), start, with_texts)
     odd, count = "", 0
     for piece, places in found:

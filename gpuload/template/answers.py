@@ -43,7 +43,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpuload.reference.template_call import TemplateCall, rejection
-from gpuload.template.loss_marks import has_loss, mark_problem, shape_problem, spans_with_loss
+from gpuload.template.loss_marks import Answer, mark_problem, shape_problem, spans_with_loss, weights_of
 from gpuload.template.marks import CALLS, Render, UnknownAnswersError, taken_apart
 from gpuload.template.program import ByReference, Path, Ref, Rejected, Segment, Shape
 from gpuload.template.turns import End, Turns, is_inside
@@ -250,13 +250,15 @@ class Answers:
         call: tokenizer, template and constants.
         loss_on: "assistant" for all answers, "last" for those of the last message of an assistant, "marked" for those
             that have loss as their messages say (`loss_marks.py`).
+        weights: other than 0 and 1, that messages may have.
 
     Raises:
         TokenizerError: the answers of this template are unknown.
     """
 
-    def __init__(self, call: TemplateCall, loss_on: str) -> None:
+    def __init__(self, call: TemplateCall, loss_on: str, weights: Sequence[float] = ()) -> None:
         self._call, self._text, self.loss_on = call, call.text(), loss_on
+        self._number = {1.0: 0} | {weight: number for number, weight in enumerate(weights, 1)}
         self._known: dict[str, Turns | None] = {}  # for each template: with tools, transformers may choose another one
         _ = self._turns
 
@@ -300,7 +302,7 @@ class Answers:
         render: Render | None = None,
         blocks: list[tuple[int, int]] | None = None,
         parts: tuple[Path, dict[Ref, str]] | None = None,
-    ) -> list[tuple[int, int]]:
+    ) -> list[Answer]:
         """The parts with loss of one conversation.
 
         Args:
@@ -312,17 +314,17 @@ class Answers:
                 roles and contents.
 
         Returns:
-            Start and end of each, in characters.
+            Start and end of each, in characters, and the number of its weight if that is not 1.
 
         Raises:
             UnknownAnswersError: they are unknown.
         """
-        turns, loss = self._turns, has_loss(messages) if self.loss_on == "marked" else []
-        every = self.loss_on != "last" and all(loss)
+        turns, loss = self._turns, weights_of(messages) if self.loss_on == "marked" else []
+        every = self.loss_on != "last" and all(weight == 1 for weight in loss)
         if turns is None:
             spans = self._blocks(messages, text) if blocks is None else blocks
             if every:
-                return spans
+                return list(spans)
         path, texts, others = (*parts, []) if parts else taken_apart(render or self._call.render, messages, text)
         roles = [message.get("role") for message in messages]
         if turns is not None:
@@ -333,14 +335,20 @@ class Answers:
         if turns is not None:
             spans = [(places[first], places[end]) for first, end in path.generated or ()]
         if every:
-            return spans
+            return list(spans)
         begins = [(place, s.message) for place, s in zip(places, path.segments, strict=False) if isinstance(s, Ref)]
         if self.loss_on == "marked":
             ours = [role == "assistant" if turns is None else turns.is_answer(role) for role in roles]
-            return spans_with_loss(spans, begins, loss, ours)
+            found = spans_with_loss(spans, begins, loss, ours)
+            return [span if weight == 1 else (*span, self._number_of(weight)) for span, weight in found.items()]
         last = _last_assistant(roles)
         begin = next((place for place, message in begins if message == last), None)
-        return spans[-1:] if begin is None else [span for span in spans if span[1] > begin]
+        return [*spans[-1:]] if begin is None else [span for span in spans if span[1] > begin]
+
+    def _number_of(self, weight: float) -> int:
+        if weight not in self._number:
+            raise UnknownAnswersError(f"no message had the weight {weight} when the files were opened: load them again")
+        return self._number[weight]
 
     def _blocks(self, messages: Sequence[Any], text: str) -> list[tuple[int, int]]:
         rendered, spans = self._call.blocks(messages)
@@ -348,20 +356,20 @@ class Answers:
             raise UnknownAnswersError("the template is not deterministic")
         return spans
 
-    def in_bytes(self, messages: Sequence[Any], text: str, **known: Any) -> list[tuple[int, int]]:
+    def in_bytes(self, messages: Sequence[Any], text: str, **known: Any) -> list[Answer]:
         """As `of_text`, in bytes."""
         return spans_in_bytes(text, self.of_text(messages, text, **known))
 
 
-def spans_in_bytes(text: str, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def spans_in_bytes(text: str, spans: Sequence[Answer]) -> list[Answer]:
     """Start and end of parts of a text in bytes, given in characters."""
     if text.isascii():
         return list(spans)
     found, before = {0: 0}, 0
-    for place in sorted({place for span in spans for place in span}):
+    for place in sorted({place for span in spans for place in span[:2]}):
         found[place] = found[before] + len(text[before:place].encode())
         before = place
-    return [(found[start], found[end]) for start, end in spans]
+    return [(found[span[0]], found[span[1]], *span[2:]) for span in spans]
 
 
 def _check_others(others: Sequence[str], turns: Turns) -> None:

@@ -30,6 +30,7 @@ _C_TYPES = {
     "int64": "long long",
     "uint64": "unsigned long long",
     "int32": "int",
+    "float32": "float",
     "uint16": "unsigned short",
     "uint8": "unsigned char",
     "bool": "bool",

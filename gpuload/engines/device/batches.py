@@ -59,7 +59,7 @@ class DeviceBatches:
 
     @cached_property
     def _pack(self) -> Callable[..., None]:
-        return prepare_pack(self._kernels, self._readable.index)
+        return prepare_pack(self._kernels, self._readable.index, self._layout.weights)
 
     @property
     def _on_host(self) -> HostBatches:
@@ -91,13 +91,14 @@ class DeviceBatches:
     def packed(self, pieces: Plan, tokens: Callable[[], Ragged]) -> dict[str, Any]:
         if self._elsewhere:
             return self._on_host.packed(pieces, tokens)
+        weights = self._layout.weights
         with self._kernels.current():
             if self._on_disk:
                 rows = Ragged(tokens().values, offsets_of(pieces.lengths))  # one of each piece
                 plan = replace(pieces, rows=np.arange(len(rows)), first=np.zeros(len(rows), np.int64))
                 with copied(self._kernels, rows) as index:
-                    return packed(self._kernels, prepare_pack(self._kernels, index), plan)
-            return packed(self._kernels, self._pack, pieces)
+                    return packed(self._kernels, prepare_pack(self._kernels, index, weights), plan, bool(weights))
+            return packed(self._kernels, self._pack, pieces, bool(weights))
 
     def ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same batches, each of them made while the consumer works on the one before it."""
@@ -142,7 +143,9 @@ def prepare_pad(kernels: Kernels, index: Index, layout: BatchLayout, pad_id: int
         For `pad`. The caller keeps the memory that the addresses point into.
     """
     planes = sum(1 << number for number, name in enumerate(OTHER_PLANES) if name in layout.planes)
-    return kernels.prepare("pad", index.address, pad_id, layout.side == "left", planes)
+    planes += bool(layout.weights) << len(OTHER_PLANES)
+    weights = kernels.xp.asarray(np.array(layout.weights, np.float32))
+    return kernels.prepare("pad", index.address, pad_id, layout.side == "left", planes, weights)
 
 
 def pad(
@@ -156,12 +159,15 @@ def pad(
         width: columns of the batch, at least as many as the longest sequence has tokens.
 
     Returns:
-        The planes of the layout, each int64 (B, width), written in order of the current stream. They are views of one
-        tensor.
+        The planes of the layout, each int64 (B, width), and `loss_weight`, float32, written in order of the current
+        stream. They are views of one tensor.
     """
-    count = len(plan)
-    made, array = kernels.tensor(len(layout.planes), count, width)
+    count, cells = len(plan), len(plan) * width
+    size = len(layout.planes) * cells
+    made, array = kernels.tensor(size + (-(-cells // 2) if layout.weights else 0))
     # One transfer for the whole batch.
     piece = kernels.xp.asarray(np.concatenate([offsets_of(plan.lengths), plan.rows, plan.first, plan.offsets]))
     launch(kernels.blocks(count if width else 0), count, len(plan.rows), piece, width, array)
-    return dict(zip(layout.planes, made.unbind(0), strict=True))
+    planes = made[:size].view(len(layout.planes), count, width).unbind(0)
+    weight = {"loss_weight": made[size:].view(torch.float32)[:cells].view(count, width)} if layout.weights else {}
+    return {**dict(zip(layout.planes, planes, strict=True)), **weight}

@@ -31,6 +31,7 @@ FILES = (
 )
 
 _TYPES = {"i64": np.int64, "u64": np.uint64, "int": np.int32, "u16": np.uint16, "u8": np.uint8, "bool": np.bool_}
+_TYPES |= {"float": np.float32}
 
 
 @dataclass(frozen=True)

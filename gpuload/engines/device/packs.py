@@ -3,7 +3,7 @@
 The plan is in host memory. A batch needs one small copy to the device, of where its pieces are, and one launch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,33 +16,37 @@ from gpuload.engines.host.packs import as_batch
 from gpuload.packing import Plan
 
 
-def prepare_pack(kernels: Kernels, index: Index) -> Callable[..., None]:
+def prepare_pack(kernels: Kernels, index: Index, weights: Sequence[float] = ()) -> Callable[..., None]:
     """Prepares the launch of the kernel that gathers pieces of rows.
 
     Args:
         index: all rows, with the bits of `gpuload.core.marks`, where the device can read them.
+        weights: those of the `BatchLayout`.
 
     Returns:
         For `packed`. The caller keeps the memory that the addresses point into.
     """
-    return kernels.prepare("pack", index.address)
+    table = kernels.xp.asarray(np.array(weights, np.float32))
+    return kernels.prepare("pack", index.address, bool(weights), table)
 
 
-def packed(kernels: Kernels, launch: Callable[..., None], pieces: Plan) -> dict[str, Any]:
+def packed(kernels: Kernels, launch: Callable[..., None], pieces: Plan, weighted: bool = False) -> dict[str, Any]:
     """Makes one flat row of some packs.
 
     Args:
         launch: from `prepare_pack`.
         pieces: of these packs, of rows of the store.
+        weighted: whether the launch has weights.
 
     Returns:
         As `engines.host.packs.packed`, written in order of the current stream. The tensors are views of one tensor.
     """
     offsets = offsets_of(pieces.lengths)
     count, tokens = len(pieces.rows), int(offsets[-1])
-    # int64 ids, labels and positions, then the int32 arrays, of two items per int64.
-    made, array = kernels.tensor(3 * tokens + -(-(tokens + count + 1) // 2))
+    # int64 ids, labels and positions, then the arrays of four bytes, of two items per int64.
+    made, array = kernels.tensor(3 * tokens + -(-((1 + weighted) * tokens + count + 1) // 2))
     piece = kernels.xp.asarray(np.concatenate([offsets, pieces.rows, pieces.first]))
     launch(kernels.threads(tokens + 1), count, piece, tokens, array)
-    number, bounds, _ = made[3 * tokens :].view(torch.int32).tensor_split((tokens, tokens + count + 1))
-    return as_batch(made[: 3 * tokens].view(3, 1, tokens).unbind(0), number[None], bounds, pieces)
+    number, bounds, rest = made[3 * tokens :].view(torch.int32).tensor_split((tokens, tokens + count + 1))
+    weight = rest[:tokens].view(torch.float32)[None] if weighted else None
+    return as_batch(made[: 3 * tokens].view(3, 1, tokens).unbind(0), number[None], bounds, pieces, weight)

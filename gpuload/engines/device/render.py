@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from gpuload.core.arrays import Array, Ragged, offsets_of, on_host
+from gpuload.core.marks import LOSS, loss_bits
 from gpuload.engines.conversations import Conversations
 from gpuload.engines.device.kernels import Kernels
 from gpuload.engines.device.texts import gather, texts_to_device
@@ -38,11 +39,13 @@ class DeviceSpans:
         first: (n + 1,) int64: those of text i are the parts first[i] to first[i + 1] - 1.
         start: int64, where each part begins, in bytes of the text.
         end: int64.
+        bits: int32, those of its tokens (`core.marks`).
     """
 
     first: Array
     start: Array
     end: Array
+    bits: Array
 
 
 @dataclass(kw_only=True, eq=False)
@@ -110,7 +113,7 @@ class DeviceText(RenderedRows):
         answers = [part.answers for part in parts if part.answers is not None]
         if answers:
             counts = xp.concatenate([xp.diff(some.first) for some in answers])
-            edges = (xp.concatenate([getattr(some, name) for some in answers]) for name in ("start", "end"))
+            edges = (xp.concatenate([getattr(some, name) for some in answers]) for name in ("start", "end", "bits"))
             whole.answers = DeviceSpans(offsets_of(counts), *edges)
         rows = 0
         for part in parts:
@@ -161,17 +164,17 @@ def _write(kernels: Kernels, walk: Walk, with_answers: bool) -> tuple[Array, Arr
     offsets, data = gather(kernels, address, size)
     if not with_answers:
         return offsets[bounds], data, None
-    start, end = xp.empty(answers, np.int64), xp.empty(answers, np.int64)
+    start, end, bits = xp.empty(answers, np.int64), xp.empty(answers, np.int64), xp.empty(answers, np.int32)
     kernels.run(
         "lay_answers", kernels.threads(rows), rows, bounds, first, first_span, table.spans_to_device(), offsets, start,
-        end,
+        end, bits,
     )  # fmt: skip
-    return offsets[bounds], data, DeviceSpans(first, start, end)
+    return offsets[bounds], data, DeviceSpans(first, start, end, bits)
 
 
 class _SegmentTable:
     """The segments of all paths and rendered texts, as the kernel `lay_pieces` reads them: four int64 each. And their
-    answers, as `lay_answers` reads them: the numbers of two segments in the path.
+    answers, as `lay_answers` reads them: the numbers of two segments in the path, and the bits of the tokens.
 
     A literal is (address, length, 0, 0). A text of a message is (address of the column's bytes, number of the message
     in its row, address of the column's starts, address of its lengths). A text that transformers rendered is several
@@ -181,7 +184,7 @@ class _SegmentTable:
     def __init__(self, kernels: Kernels, walk: Walk) -> None:
         self._kernels, self._walk = kernels, walk
         self._entries: list[tuple[int, int, int, int]] = []
-        self._spans: list[tuple[int, int]] = []
+        self._spans: list[tuple[int, int, int]] = []
         self._ends: list[tuple[int, int]] = [(0, 0)]  # of each run: how many entries and spans there are after it
         literals = {part: 0 for path, _ in walk.paths for part in path.segments if isinstance(part, str)}
         self._literals = {part: number for number, part in enumerate(literals)}
@@ -197,17 +200,17 @@ class _SegmentTable:
                 self._entries.append(self._text(part))
             else:
                 self._add_bytes(self._literals[part])
-        self._add_run(path.generated or ())
+        self._add_run([(start, end, int(LOSS)) for start, end in path.generated or ()])
 
     def add_texts(self) -> None:
         """Adds the texts that transformers rendered, a run each."""
         for number, row in enumerate(self._walk.texts, len(self._literals)):
             spans = self._walk.answers.get(row, [])
-            cuts = sorted({0, self._length[number], *(edge for span in spans for edge in span)})
+            cuts = sorted({0, self._length[number], *(edge for span in spans for edge in span[:2])})
             for low, high in itertools.pairwise(cuts):
                 self._add_bytes(number, low, high)
             at = {cut: segment for segment, cut in enumerate(cuts)}
-            self._add_run([(at[start], at[end]) for start, end in spans])
+            self._add_run([(at[start], at[end], int(loss_bits(*number or [0]))) for start, end, *number in spans])
 
     def runs(self) -> Array:
         """(4, runs + 1) int64: first entry, number of entries, first span and number of spans of each run, and of an
@@ -221,10 +224,10 @@ class _SegmentTable:
         return self._kernels.xp.asarray(np.array(self._entries, np.int64).reshape(-1, 4))
 
     def spans_to_device(self) -> Array:
-        """(spans, 2) int64."""
-        return self._kernels.xp.asarray(np.array(self._spans, np.int64).reshape(-1, 2))
+        """(spans, 3) int64."""
+        return self._kernels.xp.asarray(np.array(self._spans, np.int64).reshape(-1, 3))
 
-    def _add_run(self, spans: Sequence[tuple[int, int]]) -> None:
+    def _add_run(self, spans: Sequence[tuple[int, int, int]]) -> None:
         """Ends a run of entries. Its spans are sorted by where they begin."""
         self._spans += sorted(spans)
         self._ends.append((len(self._entries), len(self._spans)))

@@ -17,7 +17,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.core.arrays import Array, Ragged, offsets_of, on_host, ranges
-from gpuload.core.marks import LOSS
 from gpuload.engines.device.kernels import Kernels
 from gpuload.engines.device.render import DeviceText
 from gpuload.engines.device.texts import DeviceTexts
@@ -91,8 +90,9 @@ class DeviceTokenSpans:
         )  # fmt: skip
         self._by_host(text, ids, xp.flatnonzero(marked & ~exact) + low)
         kernels.run(
-            "mark_answers", kernels.warps(rows), rows, first, answers.start, answers.end, begin, ids_offsets, places,
-            offsets, text.data, table.leading, table.trailing, table.keeps_first, exact, ids.values,
+            "mark_answers", kernels.warps(rows), rows, first, answers.start, answers.end, answers.bits, begin,
+            ids_offsets, places, offsets, text.data, table.leading, table.trailing, table.keeps_first, exact,
+            ids.values,
         )  # fmt: skip
 
     def _by_host(self, text: DeviceText, ids: Ragged, rows: Array) -> None:
@@ -103,15 +103,16 @@ class DeviceTokenSpans:
         answers, xp, at = text.answers, self._kernels.xp, on_host(rows)
         assert answers is not None
         texts = DeviceTexts(self._kernels).bytes_at(text.column, at.tolist())
-        first, start, end, offsets = map(on_host, (answers.first, answers.start, answers.end, ids.offsets))
+        first, start, end, bits = map(on_host, (answers.first, answers.start, answers.end, answers.bits))
+        offsets = on_host(ids.offsets)
         counts, lengths = (bounds[at + 1] - bounds[at] for bounds in (first, offsets))
         own_offsets = offsets_of(lengths)
         answer, token = ranges(first[at], counts, offsets_of(counts)), ranges(offsets[at], lengths, own_offsets)
         own = Ragged(on_host(ids.values[xp.asarray(token)]), own_offsets)
         column = pa.array([raw.decode() for raw in texts], pa.large_string())
-        mask = self._host.mask(column, own, np.repeat(np.arange(len(at)), counts), start[answer], end[answer])
-        marked, values = xp.asarray(token[mask]), ids.values
-        values[marked] |= LOSS
+        rows = np.repeat(np.arange(len(at)), counts)
+        found, values = self._host.bits(column, own, rows, start[answer], end[answer], bits[answer]), ids.values
+        values[xp.asarray(token[found != 0])] |= xp.asarray(found[found != 0])
 
 
 def _to_device(kernels: Kernels, table: TokenBytes) -> _Table:

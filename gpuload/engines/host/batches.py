@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from gpuload.core.arrays import Ragged
-from gpuload.core.marks import split
+from gpuload.core.marks import loss_weights, split
 from gpuload.engines.batches import BatchLayout
 from gpuload.engines.host.packs import IGNORED, packed
 from gpuload.packing import Plan
@@ -29,9 +29,8 @@ class HostBatches:
     def __call__(self, plan: Plan, rows: Callable[[], Ragged], width: int) -> dict[str, torch.Tensor]:
         return pad(rows(), width, self.layout, self.pad_id)
 
-    @staticmethod
-    def packed(pieces: Plan, tokens: Callable[[], Ragged]) -> dict[str, Any]:
-        return packed(tokens(), pieces)
+    def packed(self, pieces: Plan, tokens: Callable[[], Ragged]) -> dict[str, Any]:
+        return packed(tokens(), pieces, self.layout.weights)
 
     @staticmethod
     def ahead(batches: Iterator[Any]) -> Iterator[Any]:
@@ -48,7 +47,7 @@ def pad(tokens: Ragged, width: int, layout: BatchLayout, pad_id: int) -> dict[st
         pad_id: fills rows up.
 
     Returns:
-        The tensors of the layout, each int64 (B, width).
+        The tensors of the layout, each int64 (B, width), and `loss_weight`, float32.
     """
     ids, loss = split(tokens)
     positions, lengths = np.arange(width)[None], ids.lengths[:, None]
@@ -58,8 +57,8 @@ def pad(tokens: Ragged, width: int, layout: BatchLayout, pad_id: int) -> dict[st
     else:
         mask = positions < lengths
 
-    def filled(values: Any, fill: int) -> np.ndarray[Any, Any]:
-        made = np.full(mask.shape, fill, np.int64)
+    def filled(values: Any, fill: int, dtype: type = np.int64) -> np.ndarray[Any, Any]:
+        made = np.full(mask.shape, fill, dtype)
         made[mask] = values  # row-major order of the mask is the order of the flat values
         return made
 
@@ -69,5 +68,7 @@ def pad(tokens: Ragged, width: int, layout: BatchLayout, pad_id: int) -> dict[st
         "position_ids": lambda: positions * mask,
         "labels": lambda: filled(np.where(loss.values, ids.values, IGNORED), IGNORED),
         "completion_mask": lambda: filled(loss.values, 0),
+        "loss_weight": lambda: filled(loss_weights(tokens, np.array(layout.weights, np.float32)), 0, np.float32),
     }
-    return {name: torch.from_numpy(make[name]()) for name in layout.planes}
+    names = (*layout.planes, *(("loss_weight",) if layout.weights else ()))
+    return {name: torch.from_numpy(make[name]()) for name in names}

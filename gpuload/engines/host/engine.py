@@ -12,7 +12,6 @@ import torch
 
 from gpuload.core.arrays import Ragged
 from gpuload.core.arrow import fill_null
-from gpuload.core.marks import with_loss
 from gpuload.engines.batches import BatchLayout
 from gpuload.engines.host.batches import HostBatches
 from gpuload.engines.host.encode import HostEncoder, host_encoder, needs_itself
@@ -144,7 +143,7 @@ class HostEngine:
         texts = fill_null(text.text, "") if text.rejected else text.text
         ids = self.ids(texts)
         if text.answers is not None:
-            ids = with_loss(ids, self.spans.mask(texts, ids, *text.answers))
+            ids = Ragged(ids.values | self.spans.bits(texts, ids, *text.answers), ids.offsets)
         return text.tokenized(ids)
 
     def ids(self, text: pa.LargeStringArray) -> Ragged:

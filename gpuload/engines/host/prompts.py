@@ -17,7 +17,7 @@ from gpuload.core.arrays import Ragged
 from gpuload.core.arrow import as_arrow, as_numpy
 from gpuload.core.memory import garbage_collection_paused
 from gpuload.engines.conversations import from_rows, messages_of_users
-from gpuload.engines.host.render import HostText, Spans, render, render_conversations
+from gpuload.engines.host.render import AnswerSpans, HostText, render, render_conversations
 from gpuload.engines.host.sanitize import can_be_marked, reject_unplain, with_control_tokens
 from gpuload.engines.host.texts import HostTexts
 from gpuload.reference.reference import Reference, messages_of
@@ -110,7 +110,7 @@ def render_rows(
     answers = None
     if program is not None and (find := program.answers) is not None and not with_ids:
         spans = each(lambda pair: find.in_bytes(messages_of(pair[0]), pair[1]), list(zip(values, texts, strict=True)))
-        answers = Spans.of_rows({row: some for row, some in enumerate(spans) if some is not None})
+        answers = AnswerSpans.of_rows({row: some for row, some in enumerate(spans) if some is not None})
     texts = each(lambda text: text.encode(), texts)
     text = pc.cast(as_arrow(texts, pa.large_binary()), pa.large_string())
     if reference.sanitizes and not with_ids:

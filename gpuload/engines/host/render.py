@@ -7,7 +7,7 @@ gets a number in one table of slices, a row becomes a list of such numbers, and 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -15,12 +15,14 @@ import pyarrow.compute as pc
 
 from gpuload.core.arrays import Ragged, offsets_of
 from gpuload.core.arrow import as_arrow, as_numpy, fill_null
+from gpuload.core.marks import LOSS, loss_bits
 from gpuload.engines.conversations import Conversations, from_arrow
 from gpuload.engines.host.sanitize import mark_column, reject_unplain
 from gpuload.engines.host.texts import Bytes, HostTexts, Ints, gather
 from gpuload.engines.protocol import RenderedRows, TextColumn, Tokenized, add_seconds
 from gpuload.engines.walk import Operations, Walk
 from gpuload.template.compiler import ChatProgram
+from gpuload.template.loss_marks import Answer
 
 MOST_BYTES = 1 << 28
 """A column is rendered in slices of about this much text, which bounds the memory needed besides the result."""
@@ -39,11 +41,26 @@ class Spans(NamedTuple):
     start: Ints
     end: Ints
 
+
+class AnswerSpans(NamedTuple):
+    """k parts of n texts that have loss, in order; those of one text do not overlap.
+
+    Attributes:
+        rows, start, end: as of `Spans`.
+        bits: (k,) int32, those of their tokens (`core.marks`).
+    """
+
+    rows: Ints
+    start: Ints
+    end: Ints
+    bits: np.ndarray[Any, np.dtype[np.int32]]
+
     @classmethod
-    def of_rows(cls, parts: Mapping[int, Sequence[tuple[int, int]]]) -> "Spans":
+    def of_rows(cls, parts: Mapping[int, Sequence[Answer]]) -> "AnswerSpans":
         """The parts of some texts by their numbers, which are ascending."""
-        triples = [(row, *part) for row, some in parts.items() for part in some]
-        return cls(*np.array(triples, np.int64).reshape(-1, 3).T)
+        found = [(row, start, end, *(number or [0])) for row, some in parts.items() for start, end, *number in some]
+        rows, start, end, number = np.array(found, np.int64).reshape(-1, 4).T
+        return cls(rows, start, end, loss_bits(number.astype(np.int32)))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -62,7 +79,7 @@ class HostText(RenderedRows):
     more: list[pa.LargeStringArray] = field(default_factory=list)
     by_template: bool = True
     ids: Ragged | None = None
-    answers: Spans | None = None
+    answers: AnswerSpans | None = None
 
     def __len__(self) -> int:
         return len(self.text)
@@ -138,10 +155,10 @@ def render(program: ChatProgram, prompts: pa.Array | pa.ChunkedArray) -> HostTex
     for part in parts:
         whole.add(part, rows)
         if part.answers is not None:
-            answers.append(Spans(part.answers.rows + rows, part.answers.start, part.answers.end))
+            answers.append(part.answers._replace(rows=part.answers.rows + rows))
         rows += len(part)
     if answers:
-        whole.answers = Spans(*map(np.concatenate, zip(*answers, strict=True)))
+        whole.answers = AnswerSpans(*map(np.concatenate, zip(*answers, strict=True)))
     return whole
 
 
@@ -223,23 +240,24 @@ def write(walk: Walk) -> tuple[pa.LargeStringArray, Ints, Ints]:
     return text, bounds, offsets
 
 
-def _answers(walk: Walk, bounds: Ints, offsets: Ints) -> Spans:
+def _answers(walk: Walk, bounds: Ints, offsets: Ints) -> AnswerSpans:
     """Where the answers of all rows are.
 
     Args:
         bounds, offsets: from `write`.
     """
-    rows, start, end = [], [], []
+    rows, start, end, bits = [], [], [], []
     for path, some in walk.paths:
         spans = np.array(path.generated, np.int64).reshape(-1, 2)
         place = offsets[bounds[some][:, None, None] + spans] - offsets[bounds[some]][:, None, None]
         rows.append(np.repeat(some, len(spans)))
         start.append(place[:, :, 0].ravel())
         end.append(place[:, :, 1].ravel())
-    by_reference = Spans.of_rows(walk.answers)
-    found = [np.concatenate([*parts, rest]) for parts, rest in zip((rows, start, end), by_reference, strict=True)]
+        bits.append(np.full(len(some) * len(spans), LOSS))
+    by_reference = AnswerSpans.of_rows(walk.answers)
+    found = [np.concatenate([*parts, rest]) for parts, rest in zip((rows, start, end, bits), by_reference, strict=True)]
     order = np.lexsort((found[1], found[0]))
-    return Spans(*(parts[order] for parts in found))
+    return AnswerSpans(*(parts[order] for parts in found))
 
 
 class _Slices:

@@ -79,9 +79,15 @@ class TokenSpans:
         self.slow = f"offsets of the tokenizer itself: {reason}" if reason else None
         self.encoded_again = 0
 
-    def mask(
-        self, text: pa.LargeStringArray, ids: Ragged, rows: Numbers, start: Numbers, end: Numbers
-    ) -> npt.NDArray[np.bool_]:
+    def bits(
+        self,
+        text: pa.LargeStringArray,
+        ids: Ragged,
+        rows: Numbers,
+        start: Numbers,
+        end: Numbers,
+        bits: npt.NDArray[np.int32],
+    ) -> npt.NDArray[np.int32]:
         """Marks the tokens of k spans.
 
         Args:
@@ -90,12 +96,13 @@ class TokenSpans:
             rows: (k,) the text of each span, ascending.
             start: (k,) where each span begins, in bytes of the text's UTF-8; ascending within a text.
             end: (k,) where it ends. Spans begin and end between two characters, and do not overlap.
+            bits: (k,) what the tokens of each span get.
 
         Returns:
-            (len(ids.values),) true for the tokens of spans.
+            (len(ids.values),) the bits of each token, 0 outside of spans. A token of two spans has those of the first.
         """
         if not len(rows):
-            return np.zeros(len(ids.values), np.bool_)
+            return np.zeros(len(ids.values), np.int32)
         first, last = np.full((2, len(rows)), -1, np.int64)
         if self._search:
             found = self._search.tokens(text, ids, np.tile(rows, 2), np.concatenate([start, end - 1]))
@@ -107,7 +114,7 @@ class TokenSpans:
             self.encoded_again += len(np.unique(rows[others]))
             where = np.concatenate([start[others], end[others] - 1])
             first[others], last[others] = np.split(self._by_offsets(text, np.tile(rows[others], 2), where), 2)
-        return _mark(ids, rows, first, last, empty=end == 0)
+        return _mark(ids, rows, first, last, bits, empty=end == 0)
 
     def owners(
         self, text: pa.LargeStringArray, ids: Ragged, rows: Numbers, start: Numbers, end: Numbers
@@ -117,7 +124,7 @@ class TokenSpans:
         A token has the bytes from which it was made; where tokens do not lie end to end, those of its offsets.
 
         Args:
-            text, ids, rows, start, end: as for `mask`.
+            text, ids, rows, start, end: as for `bits`.
 
         Returns:
             (len(ids.values),) int64, the number of the span, -1 where a token has no byte of any. And (n,) bool, false
@@ -373,14 +380,20 @@ def _first_touched(begin: Numbers, stop: Numbers, first: Numbers, last: Numbers)
 
 
 def _mark(
-    ids: Ragged, rows: Numbers, first: Numbers, last: Numbers, empty: npt.NDArray[np.bool_]
-) -> npt.NDArray[np.bool_]:
+    ids: Ragged,
+    rows: Numbers,
+    first: Numbers,
+    last: Numbers,
+    bits: npt.NDArray[np.int32],
+    empty: npt.NDArray[np.bool_],
+) -> npt.NDArray[np.int32]:
     """transformers' loop over spans.
 
     Args:
         ids: n rows of ids.
         rows: (k,) the row of each span, ascending.
         first, last: (k,) the tokens of its first and last character, -1 for None.
+        bits: (k,) for its tokens.
         empty: (k,) spans that mark nothing: the empty ones at the start of a text.
     """
     lengths = ids.lengths[rows]
@@ -390,11 +403,11 @@ def _mark(
     # Never into the next row, whatever the ids.
     end = ids.offsets[rows] + np.minimum(np.where(last > 0, last + 1, lengths), lengths)
     marks = (none[1:] == of_row) & ~empty & (begin < end)
-    begin, end = begin[marks], end[marks]
+    begin, end, bits = begin[marks], end[marks], bits[marks]
     begin[1:] = np.maximum(begin[1:], np.maximum.accumulate(end)[:-1])  # two spans may share a token
     end = np.maximum(begin, end)
     edges = np.stack([begin, end], axis=1).ravel()
-    inside: npt.NDArray[np.bool_] = np.repeat(
-        np.arange(len(edges) + 1) % 2 == 1, np.diff(edges, prepend=0, append=len(ids.values))
-    )
-    return inside
+    of_edges = np.zeros(len(edges) + 1, np.int32)
+    of_edges[1::2] = bits
+    found: npt.NDArray[np.int32] = np.repeat(of_edges, np.diff(edges, prepend=0, append=len(ids.values)))
+    return found

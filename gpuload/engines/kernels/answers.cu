@@ -4,17 +4,19 @@
 //
 // Row r of `rows` has the pieces bounds[r] to bounds[r + 1] - 1 (gather.cu) and the answers first[r] to first[r + 1] - 1.
 // Piece p begins at byte offsets[p] of all texts. The answers are described by as many entries of `table`, beginning with
-// entry number[r]: the piece of the row with which an answer begins, and the one before which it ends.
+// entry number[r]: the piece of the row with which an answer begins, the one before which it ends, and the bits of its
+// tokens.
 extern "C" __global__ void lay_answers(
     i64 rows, const i64* bounds, const i64* first, const i64* number, const i64* table, const i64* offsets, i64* start,
-    i64* end)
+    i64* end, int* bits)
 {
     EACH_THREAD(row, rows) {
         const i64* piece = offsets + bounds[row];
-        const i64* entry = table + 2 * number[row];
-        for (i64 answer = first[row]; answer < first[row + 1]; answer++, entry += 2) {
+        const i64* entry = table + 3 * number[row];
+        for (i64 answer = first[row]; answer < first[row + 1]; answer++, entry += 3) {
             start[answer] = piece[entry[0]] - piece[0];
             end[answer] = piece[entry[1]] - piece[0];
+            bits[answer] = (int)entry[2];
         }
     }
 }
@@ -59,17 +61,17 @@ __device__ __forceinline__ i64 token_of(
     return place < places[token] + before || place >= places[token + 1] - trailing[id] ? -1 : token;
 }
 
-// Marks the tokens of answers with the bit LOSS, in the texts for which match_tokens has left exact[r]. One warp per text;
+// Marks the tokens of answers with their bits, in the texts for which match_tokens has left exact[r]. One warp per text;
 // its lanes share the marking.
 //
 // The answers of text r are first[r] to first[r + 1] - 1, in order; they begin at start[i] and end before end[i], in bytes
-// of the text. Texts and tokens are as for match_tokens, trimmed spaces as for token_of. The rules are those of
+// of the text; their tokens get bits[i], and those of two answers the bits of the first. Texts and tokens are as for match_tokens, trimmed spaces as for token_of. The rules are those of
 // engines/host/spans.py: an answer has the tokens from that of its first character to that of its last one. If the first
 // has none, this answer and all later ones of the text have no tokens; if the last has none, or token 0, the answer has all
 // tokens to the end of the text. An answer that ends at byte 0 has none.
 extern "C" __global__ void mark_answers(
-    i64 texts, const i64* first, const i64* start, const i64* end, i64 begin, const i64* ids_offsets, const i64* places,
-    const i64* offsets, const u8* data, const int* leading, const int* trailing, int keeps_first, const bool* exact,
+    i64 texts, const i64* first, const i64* start, const i64* end, const int* bits, i64 begin, const i64* ids_offsets,
+    const i64* places, const i64* offsets, const u8* data, const int* leading, const int* trailing, int keeps_first, const bool* exact,
     int* ids)
 {
     EACH_WARP(text, texts) {
@@ -77,6 +79,7 @@ extern "C" __global__ void mark_answers(
         const i64* place = places + (ids_offsets[text] - begin);
         if (!exact[text] || count == 0) continue;
         int* own = ids + ids_offsets[text];
+        i64 marked = 0;  // all tokens before have been marked, or have no loss
         for (i64 i = first[text]; i < first[text + 1]; i++) {
             if (end[i] == 0) continue;
             i64 edges[2];
@@ -86,7 +89,9 @@ extern "C" __global__ void mark_answers(
                     keeps_first);
             if (edges[0] < 0) break;
             const i64 last = edges[1] > 0 ? edges[1] : count - 1;
-            for (i64 token = edges[0] + lane; token <= last; token += 32) own[token] |= LOSS;
+            const i64 next = edges[0] < marked ? marked : edges[0];
+            for (i64 token = next + lane; token <= last; token += 32) own[token] |= bits[i];
+            marked = last < marked ? marked : last + 1;
         }
     }
 }

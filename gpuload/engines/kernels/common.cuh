@@ -22,7 +22,8 @@ typedef unsigned char u8;
 #define LOSS (1 << 30)      // the bits of ids, as in core/marks.py: the token has loss,
 #define CHOSEN (1 << 29)    // or only one sequence of a pair has it
 #define REJECTED (1 << 28)
-#define IDS (~(LOSS | CHOSEN | REJECTED))
+#define WEIGHT(bits) ((bits) >> 21 & 127)  // the number of the weight of its loss
+#define IDS ((1 << 21) - 1)
 #define NO_LABEL (-100)     // the label of a token without loss, as in engines/host/packs.py
 
 // Counts the rounds in which a thread waits for another one. A build that bounds them stops the kernel with an error

@@ -2,6 +2,7 @@
 //   i64 (3, tokens)   ids, labels and positions
 //   int (tokens)      the piece of each token
 //   int (pieces + 1)  where each piece begins, and the end of the last one
+//   float (tokens)    if `weighted`: the weight of each label's loss, from `weights` by its number; 0 for NO_LABEL
 // one after the other, in this order.
 //
 // `piece` has three parts too: offset[pieces + 1], row[pieces] and first[pieces]. Piece p are the tokens offset[p] to
@@ -13,13 +14,15 @@
 // One thread per token, so that neighboring threads write neighboring tokens, however long the pieces are, and one for the
 // last bound. 28 bytes are written for 4 read: the kernel is bound by the bandwidth of these writes. The threads of a
 // warp are mostly in the same piece, so their binary searches read the same few offsets, from cache.
-extern "C" __global__ void pack(const i64* address, i64 pieces, const i64* piece, i64 tokens, i64* out)
+extern "C" __global__ void pack(
+    const i64* address, int weighted, const float* weights, i64 pieces, const i64* piece, i64 tokens, i64* out)
 {
     const i64* offset = piece;
     const i64* row = piece + pieces + 1;
     const i64* first = row + pieces;
     int* number = (int*)(out + 3 * tokens);
     int* bounds = number + tokens;
+    float* weight = (float*)(bounds + pieces + 1);
     EACH_THREAD(at, tokens + 1) {
         if (at == tokens) {  // the end of the last piece
             bounds[pieces] = (int)at;
@@ -37,7 +40,9 @@ extern "C" __global__ void pack(const i64* address, i64 pieces, const i64* piece
         const int found = ((const int*)address[row[p]])[first[p] + position];
         const i64 id = found & IDS;
         out[at] = id;
-        out[tokens + at] = position > 0 && (found & LOSS) ? id : NO_LABEL;
+        const bool learned = position > 0 && (found & LOSS);
+        out[tokens + at] = learned ? id : NO_LABEL;
+        if (weighted) weight[at] = learned ? weights[WEIGHT(found)] : 0;
         out[2 * tokens + at] = position;
         number[at] = p;
         if (position == 0) bounds[p] = (int)at;

@@ -7,11 +7,13 @@
 //
 // `out` is i64 (k, B, width): ids without bits, `pad_id` in the padding; mask; and those planes that are named: positions
 // (1), 0 in the padding; labels (2), the id if it has the bit LOSS, and NO_LABEL otherwise; whether it has that bit (4).
+// With 8, float (B, width) follows: the weight of the loss, from `weights` by its number, and 0 where there is no loss.
 //
 // One block per sequence, one thread per column, so that neighboring threads write neighboring ids. 8 * k bytes are
 // written for 4 read: the kernel is bound by the bandwidth of these writes.
 extern "C" __global__ void pad(
-    const i64* address, i64 pad_id, int left, int planes, i64 batch, i64 pieces, const i64* piece, i64 width, i64* out)
+    const i64* address, i64 pad_id, int left, int planes, const float* weights, i64 batch, i64 pieces, const i64* piece,
+    i64 width, i64* out)
 {
     const i64 plane = batch * width;
     const i64* offset = piece;
@@ -43,7 +45,14 @@ extern "C" __global__ void pad(
                 *cell = found & LOSS ? id : NO_LABEL;
                 cell += plane;
             }
-            if (planes & 4) *cell = (found & LOSS) != 0;
+            if (planes & 4) {
+                *cell = (found & LOSS) != 0;
+                cell += plane;
+            }
+            if (planes & 8) {
+                float* weight = (float*)(cell - (b * width + column)) + b * width + column;
+                *weight = found & LOSS ? weights[WEIGHT(found)] : 0;
+            }
         }
     }
 }

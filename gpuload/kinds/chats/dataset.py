@@ -11,12 +11,12 @@ import pyarrow as pa
 from gpuload.core.arrays import Ragged
 from gpuload.core.errors import OptionError
 from gpuload.core.lazy import LazyDict
-from gpuload.core.marks import split
+from gpuload.core.marks import loss_weights, split
 from gpuload.core.options import Padding, Trainer
 from gpuload.dataset.arrow import lists, row_reader
 from gpuload.dataset.loader import PackLoader, PromptLoader
-from gpuload.dataset.rows import Made, Numbers, Rows, Values
-from gpuload.dataset.trainer_columns import CHATS, arrays, check_columns, fields
+from gpuload.dataset.rows import Loaded, Made, Numbers, Rows, Values
+from gpuload.dataset.trainer_columns import CHATS, arrays, check_columns, columns_of, fields
 from gpuload.engines.batches import BatchLayout
 from gpuload.engines.host.packs import IGNORED
 from gpuload.packing import Plan, batch_rows, pack
@@ -33,6 +33,8 @@ class ChatDataset(Rows):
 
     - `input_ids`: the token ids, a list of int.
     - `labels`: the same, and -100 for tokens without loss.
+    - `loss_weight`: if messages have weights other than 0 and 1, the weight of each token's loss, and 0 for tokens
+      without loss, a list of float.
     - Every other column of the files, as Python objects.
 
     `batch` and `loader` give tensors `(B, L)` on the load's device instead, padded on the right.
@@ -43,6 +45,10 @@ class ChatDataset(Rows):
         pad_token_id: The token that rows are padded with.
         passed_through: The other columns, one table per file schema.
     """
+
+    def __init__(self, loaded: Loaded, layout: BatchLayout):
+        super().__init__(loaded, layout)
+        self._weights = np.array(layout.weights, np.float32)
 
     def __repr__(self) -> str:
         columns = "".join(f", {name}" for name in self.passed_through.names)
@@ -61,14 +67,26 @@ class ChatDataset(Rows):
         return split(self._store.to_host())[1]
 
     @property
+    def loss_weights(self) -> Ragged:
+        """The weight of the loss of each of these ids: `values`, float32, 0 for ids without loss; and `offsets`."""
+        tokens = self._store.to_host()
+        return Ragged(self._weight_of(tokens), tokens.offsets)
+
+    def _weight_of(self, tokens: Ragged) -> np.ndarray[Any, Any]:
+        return loss_weights(tokens, self._weights if len(self._weights) else np.ones(1, np.float32))
+
+    @property
     def loss_tokens(self) -> int:
         """Number of tokens with loss."""
         return int(self._sizes[1].sum())
 
     def _lists(self, numbers: Numbers, columns: Made) -> dict[str, Sequence[Any]]:
-        ids, loss = split(self._tokens(self._plan(numbers)))
-        labels = Ragged(np.where(loss.values, ids.values, IGNORED), ids.offsets)
-        return {"input_ids": ids.to_lists(), "labels": labels.to_lists()}
+        tokens = self._tokens(self._plan(numbers))
+        ids, loss = split(tokens)
+        made = {"input_ids": ids, "labels": Ragged(np.where(loss.values, ids.values, IGNORED), ids.offsets)}
+        if len(self._weights):
+            made["loss_weight"] = Ragged(self._weight_of(tokens), ids.offsets)
+        return {name: values.to_lists() for name, values in made.items()}
 
     def batch(self, rows: Sequence[int] | np.ndarray[Any, Any], padding: Padding = "longest") -> LazyDict:
         """Return a batch of B rows.
@@ -81,7 +99,8 @@ class ChatDataset(Rows):
         Returns:
             A mapping: `input_ids`, `attention_mask`, `position_ids` and `labels`, int64 tensors `(B, L)` padded on the
             right, and an object array `(B,)` for each other column, made when it is first read. Labels of padding and
-            of tokens without loss are -100.
+            of tokens without loss are -100. If messages have weights other than 0 and 1, also `loss_weight`, float32
+            `(B, L)`, 0 where the label is -100.
 
         Raises:
             IndexError: A row number is out of range.
@@ -117,7 +136,8 @@ class ChatDataset(Rows):
         Returns:
             The loader. A flat batch of T tokens has `input_ids`, `labels` and `position_ids`, int64 `(1, T)`, positions
             and `seq_idx`, int32 `(1, T)`, counted per row, and int32 `cu_seq_lens_q` and `cu_seq_lens_k` with
-            `max_length_q` and `max_length_k`, as flash attention takes them. The first label of each row is -100.
+            `max_length_q` and `max_length_k`, as flash attention takes them. The first label of each row is -100. If
+            messages have weights other than 0 and 1, also `loss_weight`, float32 `(1, T)`, 0 where the label is -100.
 
         Raises:
             OptionError: A value is invalid, or `drop_last` leaves no batch.
@@ -185,27 +205,29 @@ class ChatDataset(Rows):
 
         Returns:
             The batches. For `"trl"`: `input_ids` and `labels`, lists of int32, with -100 as label of tokens without
-            loss, and the other columns; a pack has `seq_lengths` too, the number of tokens of each of its pieces. For
+            loss, and the other columns; a pack has `seq_lengths` too, the number of tokens of each of its pieces. If
+            messages have weights other than 0 and 1, `loss_weight` follows, lists of float32, which is not TRL's. For
             `"llamafactory"` and `"axolotl"`: `input_ids`, `attention_mask` (int8) and `labels`. For `"skyrl"` and
             `"areal"`: `input_ids` and `loss_mask` (int8), which is 0 for the first token of each row.
 
         Raises:
-            OptionError: A value is invalid.
+            OptionError: A value is invalid, or messages have weights that the trainer does not read.
             DataError: Files have other types in a column, and no type has all of its values.
         """
         check_columns(trainer, list(CHATS), columns)
+        own = columns_of(trainer, weighted=len(self._weights) > 0)
         if packing is None:
             if pack_length is not None:
                 raise OptionError("pack_length is for packs: pass packing too")
             plan = self._plan(np.arange(len(self)))
-            names, own = columns if trainer == "trl" else [], CHATS[trainer]
+            names = columns if trainer == "trl" else []
             return row_reader(plan.tokens, fields(own), partial(self._arrays, own, plan), self.passed_through, names)
         if trainer != "trl":
             raise OptionError(f"packing={packing!r}: packs are for TRL; {trainer} packs rows itself")
         if columns:
             raise OptionError(f"columns={list(columns)!r}: a pack has several rows, so it has none of their columns")
         size = self.options.max_prompt_length if pack_length is None else pack_length
-        plan, own = self._packs(size, packing, 0), CHATS["trl"]
+        plan = self._packs(size, packing, 0)
 
         def make(packs: Numbers) -> list[pa.Array]:
             # Labels are those of the rows, also for the first token of a piece: TRL's collator ignores it.
@@ -218,7 +240,8 @@ class ChatDataset(Rows):
     def _arrays(self, names: Sequence[str], plan: Plan, packs: Numbers) -> list[pa.Array]:
         """The tokens of some packs, in some columns: one list for each of them."""
         tokens = self._tokens(plan.take(packs))
-        return arrays(names, *split(tokens), tokens.offsets)
+        weights = self._weight_of(tokens) if len(self._weights) else None
+        return arrays(names, *split(tokens), tokens.offsets, weights)
 
     @cached_property
     def _kept(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

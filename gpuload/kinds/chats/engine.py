@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from gpuload.core.arrays import Array, Ragged, appended, common_prefixes, stretches
-from gpuload.core.marks import with_loss
+from gpuload.core.marks import LOSS, with_loss
 from gpuload.engines.host.prompts import render_rows
 from gpuload.engines.host.render import HostText
 from gpuload.kinds.chats.reference import ChatReference
@@ -45,11 +45,11 @@ class ChatEngine(TrainingEngine):
         answers = text.by_template and self.program.answers is not None
         if self._reference.loss_on == "all" or (prompt is None and not answers):
             return with_loss(whole, np.ones(len(whole.values), bool))
-        mask = np.ones(len(whole.values), bool)
+        bits = np.full(len(whole.values), LOSS)
         if answers:
             if text.answers is None:
                 return whole
-            mask = self.spans.mask(filled(text.text), whole, *text.answers)
+            bits = self.spans.bits(filled(text.text), whole, *text.answers)
         if prompt is not None:
-            mask = mask & stretches(prompt, whole.lengths - prompt)
-        return with_loss(whole, mask)
+            bits = bits * stretches(prompt, whole.lengths - prompt)
+        return Ragged(whole.values | bits, whole.offsets)

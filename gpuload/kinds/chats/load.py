@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 import pyarrow as pa
@@ -11,18 +11,19 @@ import pyarrow.compute as pc
 from gpuload.core.arrays import Array, Ragged, RowNumbers, array_module, on_host
 from gpuload.core.errors import DataError, GpuloadError, OptionError
 from gpuload.core.keywords import ChatKeywords, takes
-from gpuload.core.marks import loss_tokens, with_loss
+from gpuload.core.marks import loss_bits, loss_tokens, with_loss
 from gpuload.core.options import BOOLEAN, COLUMN, LossOn, Options, check_fields, check_format, or_none
-from gpuload.dataset.arrow import INT32_LIST, ragged
+from gpuload.dataset.arrow import ragged
 from gpuload.dataset.report import Report
 from gpuload.dataset.rows import Loaded
+from gpuload.dataset.trainer_columns import columns_of, fields
 from gpuload.engines.choose import choose_engine
 from gpuload.engines.host.packs import IGNORED
 from gpuload.engines.protocol import Engine
 from gpuload.kinds.chats.dataset import LAYOUT, ChatDataset
 from gpuload.kinds.chats.engine import ChatEngine
 from gpuload.kinds.chats.formats import FORMATS, find_format, is_plain, with_marks
-from gpuload.kinds.chats.marked import marks_in
+from gpuload.kinds.chats.marked import marks_in, weights_in
 from gpuload.kinds.chats.reference import ChatReference
 from gpuload.kinds.formats import LABELS, Format, as_prompts, one_format
 from gpuload.kinds.training_device import DeviceTrainingEngine
@@ -56,6 +57,7 @@ class ChatKind(MessageOptions, Kind[ChatDataset]):
     Attributes:
         format, messages_key, loss_on: as for `load_chats`; after `resolve`, what was found and chosen.
         marks: the keys of messages for which `resolve` has chosen "marked".
+        weights: of the loss, other than 0 and 1, that `resolve` has found in messages; ascending.
     """
 
     name = "chats"
@@ -63,8 +65,11 @@ class ChatKind(MessageOptions, Kind[ChatDataset]):
     messages_key: str | None = None
     loss_on: LossOn | None = None
     marks: tuple[str, ...] = ()
+    weights: tuple[float, ...] = ()
 
-    fields: ClassVar[tuple[pa.Field, ...]] = (pa.field("input_ids", INT32_LIST), pa.field("labels", INT32_LIST))
+    @property
+    def fields(self) -> tuple[pa.Field, ...]:
+        return tuple(fields(columns_of("trl", weighted=bool(self.weights))))
 
     def __post_init__(self) -> None:
         check_format(self.format, [each.name for each in FORMATS])
@@ -86,7 +91,9 @@ class ChatKind(MessageOptions, Kind[ChatDataset]):
         if wanted not in _CHOICES[found]:
             choices = ", ".join(map(repr, _CHOICES[found]))
             raise OptionError(f"loss_on={wanted!r}: data in the format {found} has no such part: use one of {choices}")
-        return replace(self, format=found, loss_on=wanted, marks=marks), filled, options
+        columns = [(source, name) for source in filled for name in self._found_in(source).columns]
+        weights = weights_in(columns) if wanted == "marked" else ()
+        return replace(self, format=found, loss_on=wanted, marks=marks, weights=weights), filled, options
 
     def _marks_in(self, sources: Sequence[Source]) -> tuple[str, ...]:
         """The keys that say which answers have loss, in the first part of the data that has any."""
@@ -121,7 +128,7 @@ class ChatKind(MessageOptions, Kind[ChatDataset]):
 
     def reference(self, tokenizer: Any, options: Options) -> ChatReference:
         assert self.loss_on is not None
-        return ChatReference(tokenizer, self.loss_on, **self.of_messages(), **options.of_tokenizer())
+        return ChatReference(tokenizer, self.loss_on, self.weights, **self.of_messages(), **options.of_tokenizer())
 
     def column(self, source: Source, options: Options, reference: Any) -> Source:
         found = self._found_in(source)
@@ -155,14 +162,23 @@ class ChatKind(MessageOptions, Kind[ChatDataset]):
         return None
 
     def from_arrow(self, table: pa.Table) -> Ragged:
-        return with_loss(ragged(table, "input_ids"), ragged(table, "labels").values != IGNORED)
+        tokens = with_loss(ragged(table, "input_ids"), ragged(table, "labels").values != IGNORED)
+        if not self.weights:
+            return tokens
+        weights = ragged(table, "loss_weight").values
+        number = np.searchsorted(self.weights, weights) + 1  # 0 and 1 are not among them
+        bits = loss_bits(np.where((weights == 0) | (weights == 1), 0, number).astype(np.int32))
+        return Ragged(tokens.values | np.where(weights == 0, 0, bits), tokens.offsets)
 
     def dataset(self, loaded: Loaded) -> ChatDataset:
         loaded.report.notes[:0] = [f"format: {self.format}, loss on {self.loss_on}", *self.changes()]
         if self.marks:
             keys = ", ".join(self.marks)
             loaded.report.notes.insert(1, f"messages say which answers have loss ({keys}): loss_on='assistant' for all")
-        return ChatDataset(loaded, LAYOUT)
+        if self.weights:
+            some = ", ".join(f"{weight:g}" for weight in self.weights[:8]) + ", ..." * (len(self.weights) > 8)
+            loaded.report.notes.append(f"the loss of answers has weights ({some}): batches have a loss_weight")
+        return ChatDataset(loaded, replace(LAYOUT, weights=(1.0, *self.weights) if self.weights else ()))
 
 
 @takes(ChatKeywords, Options, TrainingDefaults, ChatKind)

@@ -1,6 +1,6 @@
-"""Whether data says itself which answers have loss: `loss_on` becomes "marked" then."""
+"""Whether data says itself which answers have loss: `loss_on` becomes "marked" then. And which weights it has."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,15 +8,21 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.core.arrow import as_arrow, as_numpy, fill_null
+from gpuload.core.errors import DataError
+from gpuload.core.marks import MOST_WEIGHTS
 from gpuload.sources.columns import to_python
 from gpuload.sources.read import Source, one_column
 from gpuload.sources.types import JSON_TYPE, fields_of
-from gpuload.template.loss_marks import KEYS, is_likely_mark, marks_of
+from gpuload.template.loss_marks import KEYS, OTHERS, is_likely_mark, marks_of, weight_of
 
 _ASSISTANTS = {"role": ("assistant",), "from": ("gpt", "assistant", "function_call")}
 """Field with the role of a message → the roles of an assistant."""
 
 _KEY = '"(' + "|".join(KEYS) + r')"\s*:'
+_WEIGHT = r'"weight"\s*:\s*([2-9]|[01][0-9]|[01]\.0*[1-9]|[01](\.[0-9]*)?[eE])'  # a number that is neither 0 nor 1
+
+_NEVER = (*OTHERS, "human", "observation")
+"""Roles, under any of the names of `_ASSISTANTS`, whose messages are never answers."""
 
 
 def marks_in(source: Source, name: str) -> tuple[str, ...]:
@@ -29,6 +35,52 @@ def marks_in(source: Source, name: str) -> tuple[str, ...]:
         return ()
     chunks = (chunk for column in one_column(source, name) for chunk in column.chunks)
     return next(filter(None, map(_in_json if kind == JSON_TYPE else _in_structs, chunks)), ())
+
+
+def weights_in(columns: Sequence[tuple[Source, str]]) -> tuple[float, ...]:
+    """The weights of answers other than 0 and 1, as float32, ascending.
+
+    A column whose type has no weights is not read.
+
+    Args:
+        columns: sources, and the name of the column with messages in each.
+
+    Raises:
+        DataError: there are more than tokens can have.
+    """
+    found: set[float] = set()
+    for source, name in columns:
+        kind = source.schema.field(name).type
+        if kind != JSON_TYPE and "weight" not in _fields(kind):
+            continue
+        values = _weights_in_json if kind == JSON_TYPE else _weights_in_structs
+        for column in one_column(source, name):
+            for chunk in column.chunks:
+                found |= {weight for value in values(chunk) if (weight := weight_of(value)) not in (None, 1)}
+        if len(found) > MOST_WEIGHTS:
+            raise DataError(
+                f"{source.name}: messages have more than {MOST_WEIGHTS} different weights other than 0 and 1: round "
+                "them, or pass loss_on='assistant' to ignore marks"
+            )
+    return tuple(sorted(found))
+
+
+def _weights_in_structs(column: pa.Array) -> list[Any]:
+    messages = column.flatten()
+    other = np.ones(len(messages), bool)
+    for field in _ASSISTANTS:
+        if field in fields_of(column.type):
+            role = pc.struct_field(messages, field).cast(pa.large_string())
+            other &= as_numpy(pc.is_in(role, as_arrow(_NEVER, pa.large_string())))
+    values: list[Any] = pc.unique(pc.struct_field(messages.filter(as_arrow(~other)), "weight")).to_pylist()
+    return values
+
+
+def _weights_in_json(column: pa.Array) -> Iterator[Any]:
+    for row in to_python(column.filter(fill_null(pc.match_substring_regex(column.storage, _WEIGHT), False))):
+        for message in row if isinstance(row, list) else ():
+            if isinstance(message, dict) and not {message.get(field) for field in _ASSISTANTS} <= {*_NEVER}:
+                yield message.get("weight")
 
 
 def _fields(kind: pa.DataType) -> list[str]:

@@ -3,13 +3,13 @@
 A completion begins where its ids first differ from those of the prompt alone.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from gpuload.core.arrays import common_prefix
 from gpuload.core.errors import OptionError, TokenizerError
-from gpuload.core.marks import LOSS
+from gpuload.core.marks import IDS, LOSS, loss_bits
 from gpuload.core.options import LossOn
 from gpuload.kinds.chats.malformed import problem_in
 from gpuload.kinds.training_reference import TrainingReference, messages_in, own_arguments, own_problem
@@ -26,15 +26,16 @@ class ChatReference(TrainingReference):
         tokenizer, **settings: as for `Reference`.
         loss_on: which tokens have loss: those of all answers ("assistant"), of the last one ("last"), of those that
             messages say ("marked"), of the completion or "all".
+        weights: of the loss, other than 0 and 1, that messages may have.
 
     Raises:
         OptionError: as for `Reference`; or control tokens are to be sanitized.
         TokenizerError: as for `Reference`; or the tokenizer encodes conversations in its own way.
     """
 
-    def __init__(self, tokenizer: Any, loss_on: LossOn, **settings: Any):
+    def __init__(self, tokenizer: Any, loss_on: LossOn, weights: Sequence[float] = (), **settings: Any):
         super().__init__(tokenizer, **settings)
-        self.loss_on = loss_on
+        self.loss_on, self.weights = loss_on, weights
         if self.sanitizes:
             raise OptionError(
                 "apply_chat_template_kwargs.sanitize_control_tokens is not supported by load_chats, because "
@@ -48,7 +49,9 @@ class ChatReference(TrainingReference):
 
     @cached_property
     def answers(self) -> Answers | None:
-        return Answers(self.call, self.loss_on) if self.loss_on in ("assistant", "last", "marked") else None
+        if self.loss_on not in ("assistant", "last", "marked"):
+            return None
+        return Answers(self.call, self.loss_on, self.weights)
 
     def problem(self, prompt: Any) -> str | None:
         if reason := problem_in(prompt):
@@ -95,21 +98,21 @@ class ChatReference(TrainingReference):
         try:
             return self.ids(prompt), found
         except UnknownAnswersError:
-            expected, found = ([token & ~int(LOSS) for token in ids] for ids in (self._ids(prompt, None), found))
+            expected, found = ([token & int(IDS) for token in ids] for ids in (self._ids(prompt, None), found))
             return expected, found
 
     def _completion(self, prompt: Any, completion: Any, own: Mapping[str, Any], answers: Answers | None) -> list[int]:
         if isinstance(prompt, str):
             alone = list(self.tokenizer(prompt)["input_ids"])
             ids = list(self.tokenizer(prompt + self.with_eos(completion))["input_ids"])
-            bits = [True] * len(ids)
+            bits = [int(LOSS)] * len(ids)
         else:
             alone = self.call_with(own, prompt_only=True).ids(prompt)
             marked = self._messages(prompt + completion, own, answers)
-            ids = [token & ~int(LOSS) for token in marked]
-            bits = [bool(token & int(LOSS)) or answers is None for token in marked]
+            ids = [token & int(IDS) for token in marked]
+            bits = [int(LOSS) if answers is None else token & ~int(IDS) for token in marked]
         first = 0 if self.loss_on == "all" else common_prefix(alone, ids)
-        return [token | int(LOSS) if k >= first and bits[k] else token for k, token in enumerate(ids)]
+        return [token | bits[k] if k >= first else token for k, token in enumerate(ids)]
 
     def _messages(self, messages: list[dict[str, Any]], own: Mapping[str, Any], answers: Answers | None) -> list[int]:
         """As transformers computes `return_assistant_tokens_mask` from the answers' places in the text."""
@@ -119,13 +122,14 @@ class ChatReference(TrainingReference):
         ids = list(encoded["input_ids"])
         if answers is None:
             return [token | int(LOSS) for token in ids] if self.loss_on == "all" else ids
-        for start, end in answers.with_call(call).of_text(messages, text):
+        for start, end, *number in answers.with_call(call).of_text(messages, text):
             first, last = encoded.char_to_token(start), encoded.char_to_token(end - 1)
             if first is None:
                 break
             for at in range(first, last + 1 if last else len(ids)):
-                ids[at] |= int(LOSS)
+                ids[at] |= 0 if ids[at] & int(LOSS) else int(loss_bits(*number or [0]))
         return ids
 
     def fingerprint(self) -> str:
-        return f"{super().fingerprint()} loss on {self.loss_on}"
+        weights = f", weights {', '.join(map(str, self.weights))}" if self.weights else ""
+        return f"{super().fingerprint()} loss on {self.loss_on}{weights}"

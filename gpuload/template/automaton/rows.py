@@ -32,6 +32,7 @@ from gpuload.template.automaton.functions import Functions
 from gpuload.template.automaton.nodes import Automaton
 from gpuload.template.automaton.printed import blocks_of, parts_of
 from gpuload.template.automaton.recorder import NotDeterministicError, Recorder
+from gpuload.template.loss_marks import Answer
 from gpuload.template.marks import UnknownAnswersError
 from gpuload.template.probe import ADVERSARIAL
 from gpuload.template.program import ByReference, Rejected
@@ -64,7 +65,7 @@ class RenderedRow(NamedTuple):
     """A row's text, and start and end of each part with loss, in bytes; no parts if nobody asks."""
 
     text: str
-    answers: list[tuple[int, int]]
+    answers: list[Answer]
 
 
 @dataclass
