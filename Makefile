@@ -7,7 +7,7 @@
 # make verl-matrix  the same with each supported version of verl: 0.7.1, 0.8.0, 0.9.0 and 0.9.1
 # make trl-matrix  the integration with TRL, with the other releases that it knows: 1.14.2 and 1.15.0
 # make trainers-test  the integrations and stores for other trainers, with their own code, each in an environment of its own:
-#                 make automodel-test, llamafactory-test, axolotl-test; and those of which there is only a repository, where
+#                 make automodel-test, llamafactory-test, axolotl-test, megatron-test, torchtitan-test; and those of which there is only a repository, where
 #                 SLIME_REPO, NEMO_RL_REPO, SKYRL_REPO and AREAL_REPO name checkouts
 # make ray-test  Ray Data on clusters of three nodes on this machine, processes of which are killed, in a separate environment
 # make browser-test  the page of gpuload inspect in headless Chromium, which has to be installed
@@ -24,7 +24,8 @@ PART ?=
 SEED := $(or $(SEED),$(shell date +%s))
 
 .PHONY: demo test test-all checks tests browser-test transformers4-test docs verl-test verl-matrix trl-matrix ray-test trainers-test automodel-test
-.PHONY: tokenizers1-test llamafactory-test axolotl-test slime-test nemo-rl-test exact damage bench verl-env clean
+.PHONY: tokenizers1-test llamafactory-test axolotl-test megatron-test torchtitan-test slime-test nemo-rl-test exact damage bench
+.PHONY: verl-env clean
 
 demo: .venv/installed
 	$(BIN)/gpuload demo
@@ -75,11 +76,20 @@ verl-test: .venv-verl/installed
 ray-test: .venv-ray/installed
 	.venv-ray/bin/python -m pytest tests/test_ray_*.py tests/test_shared_store.py
 
-trainers-test: automodel-test llamafactory-test axolotl-test $(if $(SLIME_REPO),slime-test) \
+trainers-test: automodel-test llamafactory-test axolotl-test megatron-test torchtitan-test $(if $(SLIME_REPO),slime-test) \
 	$(if $(NEMO_RL_REPO),nemo-rl-test)
 
 llamafactory-test: .venv-llamafactory/installed
 	PYTHONPATH=$(CURDIR) .venv-llamafactory/bin/python -m pytest tests/trainers/test_llamafactory.py
+
+# With MEGATRON_REPO, a checkout of Megatron-LM, also against its SFT dataset.
+megatron-test: .venv-megatron/installed
+	PYTHONPATH=$(CURDIR) .venv-megatron/bin/python -m pytest tests/trainers/test_megatron.py
+
+# With TORCHTITAN_REPO, a checkout of torchtitan, its loader of today as well.
+torchtitan-test: .venv-torchtitan/installed
+	PYTHONPATH=$(CURDIR) .venv-torchtitan/bin/python -m pytest tests/trainers/test_torchtitan.py
+	$(if $(TORCHTITAN_REPO),PYTHONPATH=$(CURDIR):$(TORCHTITAN_REPO) .venv-torchtitan/bin/python -m pytest tests/trainers/test_torchtitan.py)
 
 # SkyRL and AReaL are tested in the same environment.
 axolotl-test: .venv-axolotl/installed
@@ -175,6 +185,20 @@ verl-env: .venv-verl/installed
 	test -x .venv-axolotl/bin/python || $(PYTHON) -m venv .venv-axolotl
 	.venv-axolotl/bin/python -m pip install -q -r bench/trainers/axolotl-requirements.txt
 	.venv-axolotl/bin/python -m pip install -q --no-deps axolotl==0.18.0
+	touch $@
+
+# Without the dependencies of both, most of which are for GPUs.
+.venv-megatron/installed: pyproject.toml constraints.txt
+	test -x .venv-megatron/bin/python || $(PYTHON) -m venv .venv-megatron
+	.venv-megatron/bin/python -m pip install -q -c constraints.txt -e '.[dev]'
+	.venv-megatron/bin/python -m pip install -q --no-deps megatron-core==0.16.1
+	touch $@
+
+.venv-torchtitan/installed: pyproject.toml constraints.txt
+	test -x .venv-torchtitan/bin/python || $(PYTHON) -m venv .venv-torchtitan
+	.venv-torchtitan/bin/python -m pip install -q -c constraints.txt -e '.[dev]'
+	.venv-torchtitan/bin/python -m pip install -q tyro grain torchdata spmd_types
+	.venv-torchtitan/bin/python -m pip install -q --no-deps torchtitan==0.3.0
 	touch $@
 
 clean:

@@ -4,6 +4,8 @@
     DIR/train.parquet                      the same rows
     DIR/gpuload.json                       the fingerprint, options and report of each split
 
+or for Megatron-core, its indexed datasets (`dataset/indexed.py`) and `gpuload.json`.
+
 Record batches are written before more are made, so memory is bounded: to the store one by one, to parquet as many as
 make a row group. Everything is written into a temporary directory next to DIR, which is renamed at the end. One that is
 overwritten is removed after that.
@@ -28,8 +30,11 @@ from tqdm import tqdm
 from gpuload._version import __version__
 from gpuload.core.errors import DataError, ExportError, GpuloadError, OptionError
 from gpuload.core.files import PartialDirectory, exchanged
+from gpuload.dataset.indexed import write_packs, write_rows
 from gpuload.kinds.chats.dataset import ChatDataset
 from gpuload.kinds.pairs.dataset import PairDataset
+from gpuload.packing import pack
+from gpuload.packing.packs import Packing
 from gpuload.sources.footer import LEAST_GROUP_BYTES, rows_of_group
 
 _ABOUT = "gpuload.json"
@@ -66,10 +71,13 @@ def save_to_disk(
         progress: Show a progress bar; None shows it in a terminal.
         **options: Of the datasets' `to_arrow`: `trainer`, whose columns the rows have (`"trl"`, `"llamafactory"`,
             `"axolotl"`, `"skyrl"` or `"areal"`); `columns`; `packing` and `pack_length`, of a `ChatDataset`.
+            `trainer="megatron"` writes Megatron-core's indexed datasets instead: for each split `NAME.bin` and
+            `NAME.idx`, int32 ids, and `NAME-loss-mask.*`, uint8; with `packing` also `NAME-packs.idx`, where a document
+            is a pack of sequences in the same `NAME.bin`, and its masks.
 
     Raises:
         OptionError: A value is invalid, or the directory exists.
-        DataError: A column has a type that `datasets` does not have.
+        DataError: A column has a type that `datasets` does not have, or a split for Megatron-core has no tokens.
         ExportError: The directory cannot be written; no file of it remains.
         GpuloadError: The package `datasets` is not installed.
     """
@@ -84,7 +92,13 @@ def save_to_disk(
         partial = PartialDirectory(place.parent)
         try:
             made = partial.path / "made"
-            _write(splits, made, datasets, progress, options)
+            made.mkdir()
+            if options.get("trainer") == "megatron":
+                about = _write_indexed(splits, made, progress, **options)
+            else:
+                about = _write(splits, made, datasets, progress, options)
+            content = {"gpuload": __version__, "options": dict(options), "splits": about}
+            (made / _ABOUT).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
             _put(made, place, overwrite)
         finally:
             partial.remove()
@@ -147,7 +161,7 @@ def _write(
     datasets: Any,
     progress: bool | None,
     options: Mapping[str, Any],
-) -> None:
+) -> dict[str, dict[str, Any]]:
     readers = {name: dataset.to_arrow(**options) for name, dataset in splits.items()}
     schemas = {name: features_of(reader.schema, datasets).arrow_schema for name, reader in readers.items()}
     digests = {name: _digest(dataset.fingerprint, options) for name, dataset in splits.items()}
@@ -156,9 +170,41 @@ def _write(
     for name, reader in readers.items():
         (file,) = (made / name).glob("*.arrow")
         rows = _write_rows(reader, schemas[name], file, made / f"{name}.parquet", progress)
-        about[name] = {"rows": rows, "fingerprint": splits[name].fingerprint, "report": asdict(splits[name].report)}
-    content = {"gpuload": __version__, "options": dict(options), "splits": about}
-    (made / _ABOUT).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        about[name] = _about(splits[name], rows)
+    return about
+
+
+def _write_indexed(
+    splits: Mapping[str, ChatDataset | PairDataset],
+    made: Path,
+    progress: bool | None,
+    packing: Packing | None = None,
+    pack_length: int | None = None,
+    **options: Any,
+) -> dict[str, dict[str, Any]]:
+    if packing is None and pack_length is not None:
+        options["pack_length"] = pack_length  # which is an error
+    readers = {name: dataset.to_arrow(**options) for name, dataset in splits.items()}
+    about = {}
+    for name, reader in readers.items():
+        with _bar(name, progress) as bar:
+            lengths = write_rows(reader, made / name, bar.update)
+        about[name] = _about(splits[name], len(lengths))
+        if packing is not None:
+            size = splits[name].options.max_prompt_length if pack_length is None else pack_length
+            plan = pack(lengths, size, packing)
+            write_packs(made / name, lengths, plan)
+            about[name] |= {"packs": len(plan), "pack_length": size}
+    return about
+
+
+def _about(dataset: ChatDataset | PairDataset, rows: int) -> dict[str, Any]:
+    return {"rows": rows, "fingerprint": dataset.fingerprint, "report": asdict(dataset.report)}
+
+
+def _bar(name: str, progress: bool | None) -> Any:
+    disable = None if progress is None else not progress  # None: unless standard error is a terminal
+    return tqdm(desc=f"writing {name}", unit=" rows", unit_scale=True, disable=disable, leave=False)
 
 
 def _digest(*parts: Any) -> str:
@@ -205,9 +251,7 @@ def _write_rows(
         file = stack.enter_context(open(store, "wb"))
         stream = stack.enter_context(pa.ipc.new_stream(file, schema))
         groups = stack.enter_context(pq.ParquetWriter(parquet, schema, compression="zstd", data_page_size=_PAGE_BYTES))
-        disable = None if progress is None else not progress  # None: unless standard error is a terminal
-        bar = tqdm(desc=f"writing {parquet.name}", unit=" rows", unit_scale=True, disable=disable, leave=False)
-        stack.enter_context(bar)
+        bar = stack.enter_context(_bar(parquet.name, progress))
         waiting: list[pa.Table] = []
         for batch in reader:
             waiting.append(pa.Table.from_batches([batch]).cast(schema))

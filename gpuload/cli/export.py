@@ -13,7 +13,7 @@ from gpuload.kinds.pairs.load import load_pairs
 
 KINDS: dict[str, tuple[Callable[..., Any], dict[str, Any], Sequence[str]]] = {
     "sft": (load_chats, {}, list(CHATS)),
-    "packed": (load_chats, {"packing": "bfd"}, ["trl"]),
+    "packed": (load_chats, {"packing": "bfd"}, ["trl", "megatron"]),
     "rm": (partial(load_pairs, objective="rm"), {}, ["trl"]),
     "dpo": (partial(load_pairs, objective="dpo"), {}, PAIRS),
 }

@@ -185,8 +185,9 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         "--export",
         nargs=2,
         metavar=("KIND", "DIR"),
-        help="also write data for a trainer to DIR, as a store of Hugging Face datasets and as parquet; KIND is sft "
-        "(conversations or texts with labels), packed (packs of them), rm or dpo (pairs of answers)",
+        help="also write data for a trainer to DIR, as a store of Hugging Face datasets and as parquet, or as what "
+        "--for names reads; KIND is sft (conversations or texts with labels), packed (packs of them), rm or dpo (pairs "
+        "of answers)",
     )
     # Without defaults: an argument that was given without --export is an error.
     group = parser.add_argument_group("arguments of --export", argument_default=argparse.SUPPRESS)
@@ -194,7 +195,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         "--for",
         dest="trainer",
         metavar="TRAINER",
-        help="whose columns the rows have: trl (the default), llamafactory, axolotl, skyrl or areal",
+        help="whose columns the rows have: trl (the default), llamafactory, axolotl, skyrl, areal or megatron",
     )
     group.add_argument(
         "--split",

@@ -22,6 +22,7 @@ CHATS: Mapping[Trainer, Sequence[str]] = {
     "axolotl": ("input_ids", "attention_mask", "labels"),
     "skyrl": ("input_ids", "loss_mask"),
     "areal": ("input_ids", "loss_mask"),
+    "megatron": ("input_ids", "loss_mask"),
 }
 """Trainer → its columns of rows for SFT."""
 

@@ -60,8 +60,7 @@ def pieces_of(name: str, blocks: Iterator[bytes], whole: bool, with_texts: Calla
         head += block
     start = len(head) - len(head := head.removeprefix(codecs.BOM_UTF8))
     is_array = head.lstrip()[:1] == b"["
-    if not is_array and (encoding := json.detect_encoding(head[:4])) != "utf-8":
-        encoding = encoding[:6].upper()
+    if not is_array and not (encoding := json.detect_encoding(head[:4])[:6].upper()).startswith("UTF-8"):
         raise SourceError(
             f"{name}: the file is {encoding} text, and JSON is read as UTF-8: convert it with "
             f"iconv -f {encoding} -t UTF-8"

@@ -207,8 +207,8 @@ class ChatDataset(Rows):
             The batches. For `"trl"`: `input_ids` and `labels`, lists of int32, with -100 as label of tokens without
             loss, and the other columns; a pack has `seq_lengths` too, the number of tokens of each of its pieces. If
             messages have weights other than 0 and 1, `loss_weight` follows, lists of float32, which is not TRL's. For
-            `"llamafactory"` and `"axolotl"`: `input_ids`, `attention_mask` (int8) and `labels`. For `"skyrl"` and
-            `"areal"`: `input_ids` and `loss_mask` (int8), which is 0 for the first token of each row.
+            `"llamafactory"` and `"axolotl"`: `input_ids`, `attention_mask` (int8) and `labels`. For `"skyrl"`,
+            `"areal"` and `"megatron"`: `input_ids` and `loss_mask` (int8), which is 0 for the first token of each row.
 
         Raises:
             OptionError: A value is invalid, or messages have weights that the trainer does not read.
@@ -223,7 +223,10 @@ class ChatDataset(Rows):
             names = columns if trainer == "trl" else []
             return row_reader(plan.tokens, fields(own), partial(self._arrays, own, plan), self.passed_through, names)
         if trainer != "trl":
-            raise OptionError(f"packing={packing!r}: packs are for TRL; {trainer} packs rows itself")
+            own_packs = (
+                "has indexes of packs, which save_to_disk writes" if trainer == "megatron" else "packs rows itself"
+            )
+            raise OptionError(f"packing={packing!r}: packs are for TRL; {trainer} {own_packs}")
         if columns:
             raise OptionError(f"columns={list(columns)!r}: a pack has several rows, so it has none of their columns")
         size = self.options.max_prompt_length if pack_length is None else pack_length
