@@ -133,21 +133,25 @@ class Columns:
         stored = self._index[rows]
         part_of = np.searchsorted(self._starts, stored, side="right") - 1
         by_part = np.argsort(part_of, kind="stable")
-        numbers, firsts = np.unique(part_of[by_part], return_index=True)
-        found: dict[int, tuple[list[np.ndarray[Any, Any]], list[pa.Table]]] = {}
+        part_of = part_of[by_part]
+        places = stored[by_part] - self._starts[part_of]
+        firsts = np.flatnonzero(np.diff(part_of, prepend=-1))
         bounds = np.append(firsts, len(by_part)).tolist()
-        for number, (first, end) in zip(numbers.tolist(), itertools.pairwise(bounds), strict=True):
-            slots = by_part[first:end]
-            part, places = self._parts[number], stored[slots] - self._starts[number]
-            there = set(self._schemas[number].names)
-            part = part.select([name for name in names if name in there])
-            some, tables = found.setdefault(self._kinds[number], ([], []))
-            some.append(slots)
-            if len(places) <= _FEW:
-                tables += [part.slice(place, 1) for place in places.tolist()]
+        # Of each kind of schema: its columns among the names, the places of its rows among the given ones, the rows.
+        found: dict[int, tuple[list[str], list[np.ndarray[Any, Any]], list[pa.Table]]] = {}
+        for number, (first, end) in zip(part_of[firsts].tolist(), itertools.pairwise(bounds), strict=True):
+            kind = self._kinds[number]
+            if kind not in found:
+                there = set(self._schemas[number].names)
+                found[kind] = ([name for name in names if name in there], [], [])
+            shown, some, tables = found[kind]
+            part = self._parts[number].select(shown)
+            some.append(by_part[first:end])
+            if end - first <= _FEW:
+                tables += [part.slice(place, 1) for place in places[first:end].tolist()]
             else:
-                tables.append(part.take(as_arrow(places)))
-        for some, tables in found.values():
+                tables.append(part.take(as_arrow(places[first:end])))
+        for _, some, tables in found.values():
             whole = tables[0] if len(tables) == 1 else pa.concat_tables(tables).combine_chunks()
             yield np.concatenate(some), whole
 
