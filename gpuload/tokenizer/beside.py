@@ -31,7 +31,9 @@ VARIABLE = "GPULOAD_TOKENIZERS1"
 
 _NAME = "gpuload_tokenizers1"
 _VERSION = 1  # of the rules
-_CONTEXT = "a{0}b {0}{0}1{0}\u0301!{0}\n'{0}q\u0301{0}\u0316"  # next to letters, digits, symbols, spaces and marks
+_CONTEXT = (
+    "a{0}b {0}{0}1{0}\u0301!{0}'s\n'{0}q\u0301{0}\u0316{0}12345"  # next to letters, digits, symbols, spaces and marks
+)
 
 # Without added tokens that have flags, in all combinations. Other kinds of parts were not compared.
 _MODELS = frozenset(("BPE", "Unigram", "WordPiece"))
