@@ -187,3 +187,68 @@ def test_fields_that_only_one_part_has(tokenizer: Any, monkeypatch: pytest.Monke
     assert ids
     for column in ids:
         assert list(found[column]) == list(expected[column])
+
+
+SHAREGPT = [
+    {
+        "conversations": [
+            {"from": message["role"], "value": message["content"], "w": 1} for message in row["messages"]
+        ],
+        "n": row["n"],
+    }
+    for row in MESSAGES
+]
+WITH_TEXT = [row | {"text": f"text {row['n']}"} for row in MESSAGES]
+
+
+@pytest.mark.parametrize(
+    ("rows", "function"),
+    [
+        (SHAREGPT, None),
+        (WITH_TEXT, None),
+        ([row | {"text": "t"} for row in COMPLETIONS], None),
+        (
+            [{"question": row["prompt"], "answer": row["completion"]} for row in PLAIN],
+            lambda row: row["question"] + "!",
+        ),
+        (TEXTS, lambda row: row["text"].upper()),
+        (MESSAGES, lambda row: str(row["n"])),
+    ],
+)
+@pytest.mark.parametrize("settings", [{}, {"max_length": 30}])
+def test_data_that_becomes_text_or_messages(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture, rows: Any, function: Any, settings: Any
+) -> None:
+    equal(*both("SFTTrainer", unhashed(rows), tokenizer, False, function, **settings))
+    assert ours_said(caplog) == []
+
+
+def test_sharegpt_with_loss_on_answers(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    equal(*both("SFTTrainer", unhashed(SHAREGPT), tokenizer, False, None, assistant_only_loss=True))
+    assert ours_said(caplog) == []
+
+
+def templated(rows: Any) -> Any:
+    flags = [True, False, None]
+    return [row | {"chat_template_kwargs": {"enable_thinking": flags[n % 3]}} for n, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "settings"),
+    [
+        ("SFTTrainer", MESSAGES, {}),
+        ("SFTTrainer", TOOLS, {}),
+        ("SFTTrainer", COMPLETIONS, {"trainer_completion_only_loss": True}),
+        ("DPOTrainer", PAIRS, {}),
+        ("RewardTrainer", PAIRS, {}),
+        ("KTOTrainer", LABELED, {"trainer_desirable_weight": 2.0}),
+    ],
+)
+def test_rows_with_arguments_of_the_template(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture, name: str, rows: Any, settings: Any
+) -> None:
+    rows = templated(rows)
+    more = (False, None) if name == "SFTTrainer" else ()
+    found, expected = both(name, unhashed(rows), tokenizer, *more, **settings)
+    equal(found, expected)
+    assert ours_said(caplog) == ["gpuload: rows have chat_template_kwargs; 45 rows prepared by both are equal: used"]

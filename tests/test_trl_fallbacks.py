@@ -40,9 +40,10 @@ def structured(message: Row) -> Row:
     return {"role": message["role"], "content": [{"type": "text", "text": message["content"]}]}
 
 
-TURNS = [{"conversations": [{"from": "user", "value": "Hi"}, {"from": "assistant", "value": "Hello"}]}]
+NO_TURNS = [{"conversations": [{"from": "user", "content": "Hi"}]}]
+TWO_TEXTS = [{"prompt": "a", "completion": "b", "n": 1, "text": "c"}]
 STRUCTURED = [{"messages": [structured(message) for message in row["messages"]]} for row in MESSAGES]
-TEMPLATED = [row | {"chat_template_kwargs": {"a": 1}} for row in MESSAGES]
+TEMPLATED = [row | {"chat_template_kwargs": {"tools": [{"name": "f"}]}} for row in MESSAGES]
 FORMATTED = datasets.Dataset.from_list(MESSAGES).with_format("numpy")
 CHOSEN = datasets.Dataset.from_list(MESSAGES).with_format(None, columns=["messages"])
 STREAM = datasets.Dataset.from_list(MESSAGES).to_iterable_dataset()
@@ -63,10 +64,10 @@ BOTH_MASKS = "assistant_only_loss without completion_only_loss is not supported 
         ("it is tokenized already: it has a column input_ids", [{"input_ids": [1, 2]}], PLAIN, {}),
         ("messages are neither texts nor messages with text", STRUCTURED, PLAIN, {}),
         ("a column image is not supported", [row | {"image": "x"} for row in TEXTS], PLAIN, {}),
-        ("formatting_func is set", TEXTS, (False, lambda row: row["text"] + "!"), {}),
-        ("its columns are conversations", TURNS, PLAIN, {}),
+        ("its columns are conversations", NO_TURNS, PLAIN, {}),
+        ("its columns are prompt, completion, n, text", TWO_TEXTS, PLAIN, {}),
         ("its columns are messages, prompt", [{"messages": chat(n), "prompt": chat(n)} for n in range(9)], PLAIN, {}),
-        ("a column chat_template_kwargs is not supported", TEMPLATED, PLAIN, {}),
+        ("chat_template_kwargs has tools", TEMPLATED, PLAIN, {}),
         (BOTH_MASKS, COMPLETIONS, PLAIN, {"assistant_only_loss": True}),
         ("packing needs max_length", MESSAGES, (True, None), {}),
         ("precompute_ref_log_probs needs the dataset in a file", PAIRS, "DPO", {"precompute_ref_log_probs": True}),

@@ -80,7 +80,7 @@ TRAINERS = {
 }
 
 NAMES = {
-    "trl.data_utils": ("extract_prompt", "pack_dataset", "unpair_preference_dataset"),
+    "trl.data_utils": ("extract_prompt", "maybe_convert_to_chatml", "pack_dataset", "unpair_preference_dataset"),
     "trl.trainer.utils": ("global_then_local_main_first",),
     **{trainer.module: (trainer.collator,) for trainer in TRAINERS.values()},
 }

@@ -11,7 +11,7 @@ from trl.data_utils import extract_prompt, unpair_preference_dataset
 from gpuload.core.options import NO_LIMIT, Objective
 from gpuload.integrations.core import are_messages
 from gpuload.integrations.trl.columns import column_of, columns_with_eos, partners, prefixed, ragged_of
-from gpuload.integrations.trl.preparation import Call, Steps, joined, logger, whole
+from gpuload.integrations.trl.preparation import OWN_ARGUMENTS, Call, Steps, joined, logger, whole
 from gpuload.kinds.pairs.dataset import PairDataset
 from gpuload.kinds.pairs.load import load_pairs
 from gpuload.sources.types import is_text
@@ -58,7 +58,7 @@ def _tokenized(objective: Objective, call: Call, table: pa.Table) -> tuple[pa.Ta
     if is_text(table.schema.field(answers[0]).type):
         table = columns_with_eos(table, answers, call.tokenizer.eos_token)
     else:
-        read += {"tools"} & set(table.column_names)
+        read += OWN_ARGUMENTS & set(table.column_names)
     loaded = load_pairs(
         table.select(read),
         call.tokenizer,

@@ -13,12 +13,14 @@ import copy
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 import pyarrow as pa
 from datasets import Dataset
 from datasets.fingerprint import Hasher
 from datasets.table import InMemoryTable
+from transformers import PreTrainedTokenizerBase
 from trl.trainer.utils import global_then_local_main_first
 
 from gpuload.core.errors import DataError, GpuloadError
@@ -34,6 +36,9 @@ from gpuload.integrations.processors import (
 from gpuload.integrations.trl.columns import picked, ragged_of
 from gpuload.kinds.chats.dataset import ChatDataset
 from gpuload.kinds.pairs.dataset import PairDataset
+
+OWN_ARGUMENTS = frozenset({"tools", "chat_template_kwargs"})
+"""Columns with arguments of the template."""
 
 _SAMPLE = 16
 _MADE = frozenset(
@@ -142,6 +147,8 @@ def _prepared(call: Call, steps: Steps) -> Any:
     """
     why = _unsupported(call) or steps.unsupported(call, call.given["dataset"].features.arrow_schema)
     change = call.change or processor_change(call.processor)
+    if "chat_template_kwargs" in call.given["dataset"].column_names:
+        change = change or "rows have chat_template_kwargs"
     if why is None and change is not None:
         why = _difference(call, steps, change)
     if why is not None:
@@ -277,6 +284,12 @@ def _unsupported(call: Call) -> str | None:
         return problem
     if made := sorted(columns & _MADE):
         return f"it is tokenized already: it has a column {made[0]}"
-    if found := sorted(columns & {"image", "images", "chat_template_kwargs"}):
+    if found := sorted(columns & {"image", "images"}):
         return f"a column {found[0]} is not supported"
+    if "chat_template_kwargs" in columns:
+        kind = dataset.features.arrow_schema.field("chat_template_kwargs").type
+        names = {field.name for field in kind} if pa.types.is_struct(kind) else set()
+        taken = sorted(names & set(signature(PreTrainedTokenizerBase.apply_chat_template).parameters))
+        if taken or not names:
+            return f"chat_template_kwargs has {taken[0] if taken else 'no keys'}"
     return None

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from trl.data_utils import pack_dataset
+from trl.data_utils import maybe_convert_to_chatml, pack_dataset
 
 from gpuload.core.arrays import Ragged, count_in_rows
 from gpuload.core.options import NO_LIMIT, LossOn
@@ -13,23 +13,23 @@ from gpuload.dataset.arrow import lists as list_array
 from gpuload.engines.host.packs import IGNORED
 from gpuload.integrations.core import are_messages
 from gpuload.integrations.trl.columns import SIDES, column_of, columns_with_eos, ragged_of
-from gpuload.integrations.trl.preparation import Call, Steps, joined, whole
+from gpuload.integrations.trl.preparation import OWN_ARGUMENTS, Call, Steps, joined, whole
 from gpuload.kinds.chats.dataset import ChatDataset
 from gpuload.kinds.chats.load import load_chats
-from gpuload.sources.types import is_text
+from gpuload.sources.types import is_list, is_text
 
 _TOKENS = ["input_ids", "labels"]
+_RENAMED = {"from": "role", "value": "content"}
 
 
 def _unsupported(call: Call, schema: pa.Schema) -> str | None:
     args = call.args
-    if call.given["formatting_func"] is not None:
-        return "formatting_func is set"
+    schema = _explicit_schema(call, schema)
     if call.given["packing"] and args.max_length is None:
         return "packing needs max_length"
     if args.truncation_mode not in SIDES:
         return f"truncation_mode={args.truncation_mode!r} is not supported"
-    names = _columns(call, schema.names)
+    names = _columns(call, schema)
     if not names:
         return f"its columns are {', '.join(schema.names)}"
     kinds = [schema.field(name).type for name in names]
@@ -40,16 +40,51 @@ def _unsupported(call: Call, schema: pa.Schema) -> str | None:
     return None
 
 
-def _columns(call: Call, names: list[str]) -> list[str]:
+def _columns(call: Call, schema: pa.Schema) -> list[str]:
     """The columns that TRL tokenizes; none if that is not clear."""
     text = call.args.dataset_text_field
-    found = {"prompt", "completion", "messages", "conversations", "chosen", "rejected", text} & set(names)
-    choices = [["messages"], ["prompt", "completion"], [text]]
-    return next((choice for choice in choices if set(choice) == found), [])
+    found = {"prompt", "completion", "messages", "conversations", "chosen", "rejected"} & set(schema.names)
+    choices = [["messages"], ["prompt", "completion"], []]
+    names = next((choice for choice in choices if set(choice) == found), None)
+    if names is None or text not in schema.names:
+        return names or []
+    if not names:
+        return [text]
+    # TRL leaves a text next to messages as it is; next to other texts, it gets the EOS token instead of them.
+    return names if all(are_messages(schema.field(name).type) for name in names) else []
+
+
+def _explicit_schema(call: Call, schema: pa.Schema) -> pa.Schema:
+    """The columns that `_explicit` will make."""
+    if call.given["formatting_func"] is not None:
+        schema = pa.schema([each for each in schema if each.name != "text"]).append(pa.field("text", pa.string()))
+    if _is_sharegpt(schema):
+        kind = schema.field("conversations").type.value_type
+        message = pa.struct([(_RENAMED.get(each.name, each.name), each.type) for each in kind])
+        schema = schema.remove(schema.get_field_index("conversations")).append(pa.field("messages", pa.list_(message)))
+    return schema
+
+
+def _is_sharegpt(schema: pa.Schema) -> bool:
+    kind = schema.field("conversations").type if "conversations" in schema.names else pa.null()
+    names = {each.name for each in kind.value_type} if is_list(kind) and pa.types.is_struct(kind.value_type) else set()
+    return names >= set(_RENAMED) and not names & set(_RENAMED.values()) and "messages" not in schema.names
+
+
+def _explicit(call: Call, dataset: Any) -> Any:
+    """Rows with the text that the user's function makes, or messages, by TRL's function: both row by row."""
+    settings, function = {"num_proc": call.args.dataset_num_proc}, call.given["formatting_func"]
+    if function is not None:
+        text = f"Applying formatting function to {call.name} dataset"
+        dataset = dataset.map(lambda row: {"text": function(row)}, desc=text, **settings)
+    if _is_sharegpt(dataset.features.arrow_schema):
+        text = f"Converting {call.name} dataset to ChatML"
+        dataset = dataset.map(maybe_convert_to_chatml, remove_columns="conversations", desc=text, **settings)
+    return dataset
 
 
 def _tokenized(call: Call, table: pa.Table) -> tuple[pa.Table, ChatDataset]:
-    names = _columns(call, table.column_names)
+    names = _columns(call, table.schema)
     loss_on: LossOn = "completion" if len(names) == 2 else "all"
     if call.args.assistant_only_loss:
         loss_on = "assistant"
@@ -57,7 +92,7 @@ def _tokenized(call: Call, table: pa.Table) -> tuple[pa.Table, ChatDataset]:
         table = columns_with_eos(table, names[-1:], call.tokenizer.eos_token)
         rows = table.select(names).rename_columns(names if len(names) == 2 else ["text"])
     else:
-        rows = table.select([*names, *({"tools"} & set(table.column_names))])
+        rows = table.select([*names, *(OWN_ARGUMENTS & set(table.column_names))])
     loaded = load_chats(
         rows,
         call.tokenizer,
@@ -109,10 +144,10 @@ def _packed(call: Call, dataset: Any) -> Any:
 
 SFT = Steps(
     unsupported=_unsupported,
-    explicit=lambda call, dataset: dataset,
+    explicit=_explicit,
     tokenized=_tokenized,
     finished=_finished,
     completed=lambda call, table, processes: table,
     packed=_packed,
-    sampled={"packing": False},
+    sampled={"packing": False, "formatting_func": None},
 )

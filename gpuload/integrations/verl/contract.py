@@ -182,7 +182,7 @@ def template_problem(tokenizer: Any, processor: Any, kwargs: Mapping[str, Any]) 
     for name, value in kwargs.items():
         if not isinstance(value, str | int | float | None):
             return f"apply_chat_template_kwargs.{name} is of type {type(value).__name__}"
-    given: Any = tokenizer
+    given = tokenizer
     content: Any = "x"
     if processor is not None:
         given, content = processor, [{"type": "text", "text": "x"}]
