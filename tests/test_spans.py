@@ -27,6 +27,7 @@ from gpuload.core.errors import TokenizerError
 from gpuload.demo_data import demo_files
 from gpuload.engines.host import spans as module
 from gpuload.engines.host.spans import TokenSpans
+from gpuload.engines.host.token_search import TokenSearch
 from gpuload.reference.reference import Reference
 from gpuload.reference.template_call import TemplateCall
 
@@ -451,8 +452,8 @@ def test_a_search_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> N
         found[found == 3] = 2
         return fast, found
 
-    tokens = module._Search.tokens
-    monkeypatch.setattr(module._Search, "tokens", nearly)
+    tokens = TokenSearch.tokens
+    monkeypatch.setattr(TokenSearch, "tokens", nearly)
     reference, spans = made_up(byte_level())
     assert "offsets of the tokenizer itself: differs on" in (spans.slow or "")
     check(reference, spans, rows_of(reference, 8, 50))
