@@ -69,7 +69,10 @@ sys.meta_path.insert(0, OldModules())  # first: files of an earlier version may 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        from gpuload.core.memory import garbage_collection_paused
+
+        with garbage_collection_paused():  # with torch and transformers imported, one takes longer than these modules
+            return getattr(importlib.import_module(_HOMES[name]), name)
     if (module := f"{__name__}.{name}") in MOVED:
         return importlib.import_module(module)
     raise AttributeError(f"module 'gpuload' has no attribute {name!r}")
