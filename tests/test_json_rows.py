@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tiers import examples
 
 from gpuload.core.errors import SourceError
+from gpuload.pipeline import nulls
 from gpuload.sources import json_columns, json_rows
 from gpuload.sources.columns import to_python
 from gpuload.sources.fetch import SourceFile
@@ -316,4 +317,5 @@ def test_a_large_file_is_read_again(change: bool, tmp_path: Path, monkeypatch: p
     else:
         (table,) = source.batches()
         assert table["a"].to_pylist() == [1] * 3
+        assert not nulls._may_have_nulls(source)  # none that are due to Arrow, though a column is of JSON
         check_unchanged([source])

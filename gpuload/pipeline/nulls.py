@@ -88,11 +88,8 @@ class NullFinder:
 
 
 def _may_have_nulls(source: Source) -> bool:
-    """Whether values in messages may have nulls that are due to Arrow. Of all sources, only JSON files have a digest
-    and no file to read from: they are in memory."""
-    if source.content is not None and source.file is None:
-        return False
-    return any(kind == JSON_TYPE or _is_deep(kind) for kind in source.schema.types)
+    """Whether values in messages may have nulls that are due to Arrow, which those of JSON files have not."""
+    return not source.parsed and any(kind == JSON_TYPE or _is_deep(kind) for kind in source.schema.types)
 
 
 def _is_deep(kind: pa.DataType) -> bool:
