@@ -44,10 +44,9 @@ def _parse(name: str, content: bytes) -> list[_Row]:
     """The objects of a JSON array, or of JSON lines."""
     content = content.removeprefix(codecs.BOM_UTF8)
     if (encoding := json.detect_encoding(content[:4])) != "utf-8":
-        encoding = encoding[:6].upper()
+        found = encoding[:6].upper()
         raise SourceError(
-            f"{name}: the file is {encoding} text, and JSON is read as UTF-8: convert it with "
-            f"iconv -f {encoding} -t UTF-8"
+            f"{name}: the file is {found} text, and JSON is read as UTF-8: convert it with iconv -f {found} -t UTF-8"
         )
     if content.lstrip()[:1] == b"[":
         try:
