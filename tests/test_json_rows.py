@@ -79,6 +79,15 @@ def test_what_is_no_object_is_an_error(line: str) -> None:
         table_of(f"{{}}\n{line}".encode())
 
 
+@pytest.mark.parametrize("encoding", ["UTF-16", "UTF-32"])
+@pytest.mark.parametrize("mark", [True, False])
+@pytest.mark.parametrize("text", ['[{"a": 1}]', '{"a": 1}\n{"a": 2}'])
+def test_other_encodings_are_named(encoding: str, mark: bool, text: str) -> None:
+    content = text.encode(encoding if mark else f"{encoding}-le")
+    with pytest.raises(SourceError, match=f"x: the file is {encoding} text, .* iconv -f {encoding} -t UTF-8"):
+        json_table("x", content)
+
+
 def test_special_values() -> None:
     content = b'{"a": [{"x": 1, "x": 2}, {}]}\n{"a": [{"y": "\\ud800"}]}\n{"a": [NaN, 1e999]}'
     found = [row["a"] for row in read(content)]

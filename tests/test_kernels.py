@@ -17,7 +17,7 @@ from simulator.host_kernels import COMPILER, HostKernels
 from tiers import exhaustive
 
 from gpuload.core.arrays import Ragged, offsets_of
-from gpuload.core.marks import CHOSEN, LOSS, REJECTED, split, with_loss
+from gpuload.core.marks import CHOSEN, IDS, LOSS, REJECTED, split, with_loss
 from gpuload.dataset.pieces import tokens_of
 from gpuload.engines.batches import BatchLayout
 from gpuload.engines.device import texts as device_texts
@@ -232,7 +232,7 @@ def test_batches_are_padded_and_truncated_as_on_the_cpu(count: int, keep: Any, w
 def test_labelled_batches_are_padded_as_on_the_cpu(count: int, width: int, limit: int, keep: Any) -> None:
     limit, chance = min(limit, width), np.random.default_rng(width)
     offsets = offsets_of(chance.integers(0, 40, 50))
-    ids = Ragged(chance.integers(0, REJECTED, offsets[-1], np.int32), offsets)
+    ids = Ragged(chance.integers(0, 1 + IDS, offsets[-1], np.int32), offsets)
     store = with_loss(ids, chance.integers(0, 2, offsets[-1]).astype(bool))
     rows = chance.integers(0, 50, count)
     plan = whole_rows(rows, store.lengths[rows]).truncated(limit, keep)
@@ -262,7 +262,7 @@ def test_packs_are_gathered_as_on_the_cpu(count: int, longest: int) -> None:
     chance = np.random.default_rng(count)
     lengths = chance.integers(1, 400, 50)
     offsets = offsets_of(lengths)
-    store = Ragged(chance.integers(0, REJECTED, offsets[-1], np.int32), offsets)
+    store = Ragged(chance.integers(0, 1 + IDS, offsets[-1], np.int32), offsets)
     mask = chance.integers(0, 2, offsets[-1], np.uint8)
     rows = chance.integers(0, 50, count)
     first = chance.integers(0, lengths[rows])
@@ -274,7 +274,7 @@ def test_packs_are_gathered_as_on_the_cpu(count: int, longest: int) -> None:
     out = poisoned(3 * tokens + (tokens + count + 2) // 2 + 3, np.int64)
     marked = with_loss(store, mask)
     address = KERNELS.address(marked.values) + 4 * offsets[:-1]
-    KERNELS.run("pack", tokens + 1, address, count, piece, tokens, out)
+    KERNELS.run("pack", tokens + 1, address, False, np.zeros(0, np.float32), count, piece, tokens, out)
     expected = packed(tokens_of(marked, plan), plan)
     planes, numbers = out[: 3 * tokens].reshape(3, tokens), out[3 * tokens :].view(np.int32)
     for plane, name in zip(planes, ("input_ids", "labels", "position_ids"), strict=True):

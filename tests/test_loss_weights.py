@@ -136,9 +136,9 @@ def test_batches_stores_and_the_cache(qwen: Any, file: str, warm_cache: Path, st
     for found in (first, again, pickle.loads(pickle.dumps(first))):
         assert of_rows(found) == of_rows(gpuload.load_chats(file, qwen))
         check_batches(found)
-    short = gpuload.load_chats(file, qwen, max_length=20, overlong="keep_start")
+    short = gpuload.load_chats(file, qwen, max_length=45, overlong="keep_start")
     assert len(short) > 3
-    assert {tuple(row) for row in of_rows(short)} <= {tuple(row[:20]) for row in of_rows(first)}
+    assert {tuple(row) for row in of_rows(short)} <= {tuple(row[:45]) for row in of_rows(first)}
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
