@@ -135,11 +135,11 @@ def test_loss_masks_begin_with_0(rows: list[list[bool]]) -> None:
 def test_stores_of_two_trainers_have_different_fingerprints(qwen: Any, tmp_path: Path) -> None:
     """`datasets` caches what is made of a dataset under its fingerprint."""
     chats = chats_of(qwen)
-    found = set()
-    for trainer in CHATS:
+    found, stores = set(), set(CHATS) - {"megatron"}
+    for trainer in stores:
         gpuload.save_to_disk({"train": chats}, tmp_path / trainer, trainer=trainer)
         found.add(opened(tmp_path / trainer)["train"]._fingerprint)
-    assert len(found) == len(CHATS)
+    assert len(found) == len(stores)
 
 
 def test_invalid_arguments(qwen: Any, tmp_path: Path) -> None:

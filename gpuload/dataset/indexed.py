@@ -12,9 +12,10 @@ a pack, and its sequences are pieces of rows.
 """
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +25,10 @@ from gpuload.core.arrow import as_numpy
 from gpuload.core.errors import DataError
 from gpuload.packing import Plan
 
-_FILES = {"input_ids": ("", np.dtype("<i4"), 4), "loss_mask": ("-loss-mask", np.dtype("u1"), 1)}
+_FILES: Mapping[str, tuple[str, np.dtype[Any], int]] = {
+    "input_ids": ("", np.dtype("<i4"), 4),
+    "loss_mask": ("-loss-mask", np.dtype("u1"), 1),
+}
 """Column → what follows the prefix of its files, the type of its values, and the type's code."""
 
 
