@@ -84,8 +84,8 @@ def test_what_is_no_object_is_an_error(line: str) -> None:
 @pytest.mark.parametrize("text", ['[{"a": 1}]', '{"a": 1}\n{"a": 2}'])
 def test_other_encodings_are_named(encoding: str, mark: bool, text: str) -> None:
     content = text.encode(encoding if mark else f"{encoding}-le")
-    with pytest.raises(SourceError, match=f"x: the file is {encoding} text, .* iconv -f {encoding} -t UTF-8"):
-        json_table("x", content)
+    with pytest.raises(SourceError, match=f"file: the file is {encoding} text, .* iconv -f {encoding} -t UTF-8"):
+        table_of(content)
 
 
 def test_special_values() -> None:
