@@ -38,7 +38,7 @@ class JsonPiece:
 
 
 class UnclearError(Exception):
-    """An array that must be parsed as a whole, because it is not valid."""
+    """An array that must be parsed as a whole: it is not valid, or not in UTF-8."""
 
 
 def pieces_of(name: str, blocks: Iterator[bytes], whole: bool, with_texts: Callable[[], bool]) -> Iterator[JsonPiece]:
@@ -60,7 +60,7 @@ def pieces_of(name: str, blocks: Iterator[bytes], whole: bool, with_texts: Calla
         head += block
     start = len(head) - len(head := head.removeprefix(codecs.BOM_UTF8))
     is_array = head.lstrip()[:1] == b"["
-    if not (encoding := json.detect_encoding(head[:4])[:6].upper()).startswith("UTF-8"):
+    if not is_array and not (encoding := json.detect_encoding(head[:4])[:6].upper()).startswith("UTF-8"):
         raise SourceError(
             f"{name}: the file is {encoding} text, and JSON is read as UTF-8: convert it with "
             f"iconv -f {encoding} -t UTF-8"
@@ -167,8 +167,10 @@ def _items(head: bytes, blocks: Iterator[bytes]) -> Iterator[list[Any]]:
     """The items of an array, those of some blocks at a time.
 
     Raises:
-        UnclearError: it is not valid.
+        UnclearError: it is not valid, or not in UTF-8.
     """
+    if json.detect_encoding(head) != "utf-8":
+        raise UnclearError
     text, waiting, found = "", [head.lstrip()[1:]], 0
     try:
         for block in blocks:
