@@ -111,7 +111,7 @@ def test_texts_that_are_left_to_the_host(
     seen: list[str] = []
     mask = TokenSpans.mask
     monkeypatch.setattr(
-        TokenSpans, "mask", lambda self, text, *more: (seen.extend(text.to_pylist()), mask(self, text, *more))[1]
+        TokenSpans, "bits", lambda self, text, *more: (seen.extend(text.to_pylist()), mask(self, text, *more))[1]
     )
     check(reference, spans, [(text, [(2, 4)] if text else []) for text in [*kept, *left, *kept]])
     assert seen == left
