@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -52,6 +53,7 @@ def test_a_kernel_that_does_nothing_is_noticed(kernel: str) -> None:
     known_answers._chat_tokenizer()
     process = os.fork()
     if not process:
+        faulthandler.disable()  # it may end by a signal
         signal.alarm(60)
         wrong = any(wrong for _, wrong in known_answers.wrong_answers(Watched(kernel)))
         os._exit(7 if wrong else 0)
