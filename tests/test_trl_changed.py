@@ -143,5 +143,5 @@ def test_what_is_not_supported_is_not_compared(
     tokenizer: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preparation, "_difference", None)
-    prepared(ours.SFTTrainer, trl.SFTConfig, TEXTS, tokenizer, False, lambda row: row["text"])
-    assert said(caplog) == ["gpuload: falls back to TRL for the train dataset: formatting_func is set"]
+    prepared(ours.SFTTrainer, trl.SFTConfig, [row | {"image": "x"} for row in TEXTS], tokenizer, False, None)
+    assert said(caplog) == ["gpuload: falls back to TRL for the train dataset: a column image is not supported"]
