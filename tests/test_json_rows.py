@@ -331,3 +331,10 @@ def test_a_large_file_is_read_again(change: bool, tmp_path: Path, monkeypatch: p
         assert table["a"].to_pylist() == [1] * 3
         assert not nulls._may_have_nulls(source)  # none that are due to Arrow, though a column is of JSON
         check_unchanged([source])
+
+
+def test_tools_stay_the_text_that_they_are() -> None:
+    tools = '[ {"type":"function", "function": {"name": "f"}} ]'
+    table, _ = table_of(f'{{"tools": {tools}, "a": [{{"b": "c"}}]}}'.encode())
+    assert table["tools"].combine_chunks().storage.to_pylist() == [tools]
+    assert table.schema.field("a").type != JSON_TYPE
