@@ -56,7 +56,7 @@ transformers4-test: .venv-transformers4/installed
 # Not in the second run: tests that name another encoder or ask the object of 0.23, and other processes, which have that.
 tokenizers1-test: export GPULOAD_TOKENIZERS1 = $(CURDIR)/.venv-tokenizers1
 tokenizers1-test: .venv/installed-dev .venv-tokenizers1/installed
-	PART=all $(BIN)/python -m pytest -n auto tests/test_beside.py
+	PART=all $(BIN)/python -m pytest -n auto tests/test_tokenizers1.py
 	$(BIN)/python -m pytest -n auto -p on_tokenizers1 tests/test_acceptance.py tests/test_cache.py tests/test_chat_loaders.py \
 		tests/test_chats.py tests/test_exact.py tests/test_pairs.py tests/test_prompts.py tests/test_tokenizers.py \
 		-k "not gigatoken and not every_code_point and not test_kinds and not differs and not side_by_side and not start_together"

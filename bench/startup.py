@@ -108,7 +108,7 @@ def _length_of(tokenizer: Any, contender: str) -> Callable[[Any], int]:
     """How many ids a prompt has."""
     if contender == BY_ROW:
         return lambda prompt: len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
-    from gpuload.tokenizer.beside import opened
+    from gpuload.tokenizer.tokenizers1 import opened
 
     encode = partial(opened(tokenizer.backend_tokenizer.to_str()).encode, add_special_tokens=False)
     return lambda prompt: len(

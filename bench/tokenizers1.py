@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from bench.data import SHARED
 from bench.report import table
 from gpuload.core.backends import batch_encoder
-from gpuload.tokenizer import beside
+from gpuload.tokenizer import tokenizers1
 
 _PER_FILE = 400
 _RANDOM = 3_000
@@ -61,7 +61,7 @@ def compare(file: Path, texts: list[list[str]]) -> list[str]:
     old.no_padding()
     model_json = old.to_str()
     try:
-        new = beside.opened(model_json)
+        new = tokenizers1.opened(model_json)
     except ValueError as error:
         return [file.parent.name, f"refused: {error!s:.60}", "", "", "", ""]
     encoders = [batch_encoder(each, old.to_str) for each in (old, new)]
@@ -88,7 +88,8 @@ def main() -> None:
     files = sorted((SHARED / "tokenizers").glob("*/tokenizer.json"))
     lines = [compare(file, texts) for file in files]
     print(table(["tokenizer", "real", "random", "with newer code points", "MB/s, installed", "1.0"], lines))
-    print(f"\n{beside.version_beside()}; load average {os.getloadavg()[0]:.1f}; MB/s of CPU time, all cores together.")
+    load = f"load average {os.getloadavg()[0]:.1f}"
+    print(f"\n{tokenizers1.tokenizers1_version()}; {load}; MB/s of CPU time, all cores together.")
 
 
 if __name__ == "__main__":

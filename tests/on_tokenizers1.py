@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpuload.reference.reference import Reference
-from gpuload.tokenizer import beside
+from gpuload.tokenizer import tokenizers1
 
 
 def _reworked(self: Reference) -> Any | None:
@@ -18,7 +18,7 @@ def _reworked(self: Reference) -> Any | None:
     if inner is None or inner.encode_special_tokens:
         return inner
     try:
-        return beside.opened(inner.to_str())
+        return tokenizers1.opened(inner.to_str())
     except ValueError:
         return inner
 

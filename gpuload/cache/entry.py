@@ -7,7 +7,7 @@ verified.
 Checksums of everything but the ids are compared when a file is opened. Those of the ids, which are nearly all of it,
 can be left until they are used.
 
-An entry may have columns: a `ColumnFile` beside it with the same rows and key. Without that file it is as good as none.
+An entry may have columns: a `ColumnFile` next to it with the same rows and key. Without that file it is not used.
 """
 
 import json
@@ -44,13 +44,13 @@ class Entry(BlockFile):
         values: the whole file as int32.
         verified: how the rows were compared with the tokenizer.
         compared: how many rows were compared.
-        columns: what rows have beside ids; None if that is nothing.
+        columns: what rows have in addition to ids; None if that is nothing.
     """
 
     def __init__(self, path: Path, memory: pa.Buffer, facts: Mapping[str, Any]):
         super().__init__(path, memory, facts)
-        beside = path.with_suffix(COLUMNS)
-        self.columns = ColumnFile.again(beside, self.key, self.num_rows) if facts["columns"] else None
+        columns = path.with_suffix(COLUMNS)
+        self.columns = ColumnFile.again(columns, self.key, self.num_rows) if facts["columns"] else None
         self.parts = [self._part(first) for first in range(0, len(self.starts), _BLOCKS)]
         self.first_rows: RowNumbers = offsets_of(np.array([len(part) for part in self.parts], np.int64))
         self.values = np.frombuffer(memory, np.int32, memory.size // 4)

@@ -13,7 +13,7 @@ from gpuload.core.options import Options
 from gpuload.engines.host.encode import needs_itself
 from gpuload.reference.reference import Reference
 from gpuload.reference.volatile import Clock, dates, volatile_reason
-from gpuload.tokenizer.beside import version_beside
+from gpuload.tokenizer.tokenizers1 import tokenizers1_version
 
 _PACKAGES = ("gigatoken", "jinja2", "pyarrow", "tokenizers", "transformers")
 
@@ -55,8 +55,8 @@ def decides_ids(reference: Reference, options: Options, clock: Clock | None) -> 
 
 def package_versions() -> list[Any]:
     """The versions of everything that makes ids."""
-    beside = version_beside()
-    return [*_all_versions(version, own_code, _PACKAGES), *([beside] if beside else [])]
+    further = tokenizers1_version()
+    return [*_all_versions(version, own_code, _PACKAGES), *([further] if further else [])]
 
 
 @cache

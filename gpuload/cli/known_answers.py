@@ -22,6 +22,7 @@ from gpuload.engines.device.engine import DeviceEngine
 from gpuload.engines.device.kernels import Kernels
 from gpuload.engines.device.store import Index
 from gpuload.engines.device.texts import BOUNDS_ONLY, DeviceTexts, texts_to_device
+from gpuload.engines.failures import one_line
 from gpuload.engines.host.engine import HostEngine
 from gpuload.kinds.chats.engine import ChatEngine
 from gpuload.kinds.chats.load import ChatKind
@@ -84,7 +85,7 @@ def wrong_answers(kernels: Kernels) -> Iterator[tuple[str, str | None]]:
         try:
             case(kernels)
         except Exception as error:  # whatever a kernel does
-            yield name, f"{type(error).__name__}: {' '.join(str(error).split()):.500}"
+            yield name, one_line(error)
         else:
             yield name, None
 

@@ -50,7 +50,7 @@ def write_rows(reader: pa.RecordBatchReader, prefix: Path, progress: Callable[[i
     lengths = [np.zeros(0, np.int64)]
     with ExitStack() as stack:
         files = {
-            name: stack.enter_context(_beside(prefix, f"{more}.bin").open("wb")) for name, (more, *_) in _FILES.items()
+            name: stack.enter_context(_sibling(prefix, f"{more}.bin").open("wb")) for name, (more, *_) in _FILES.items()
         }
         for batch in reader:
             for name, (_, kind, _) in _FILES.items():
@@ -75,9 +75,9 @@ def write_packs(prefix: Path, lengths: RowNumbers, plan: Plan) -> None:
     Raises:
         OSError: the files cannot be written.
     """
-    packs = _beside(prefix, "-packs")
+    packs = _sibling(prefix, "-packs")
     for more, *_ in _FILES.values():
-        _beside(packs, f"{more}.bin").symlink_to(f"{prefix.name}{more}.bin")
+        _sibling(packs, f"{more}.bin").symlink_to(f"{prefix.name}{more}.bin")
     _write_index(packs, plan.lengths, offsets_of(lengths)[plan.rows] + plan.first, plan.offsets)
 
 
@@ -89,12 +89,12 @@ def _write_index(prefix: Path, lengths: RowNumbers, begins: RowNumbers, document
         documents: (m + 1,) the first sequence of each document, and n.
     """
     for more, kind, code in _FILES.values():
-        with _beside(prefix, f"{more}.idx").open("wb") as file:
+        with _sibling(prefix, f"{more}.idx").open("wb") as file:
             file.write(struct.pack("<9sQBQQ", b"MMIDIDX", 1, code, len(lengths), len(documents)))
             file.write(lengths.astype("<i4").data)
             file.write((begins * kind.itemsize).astype("<i8").data)
             file.write(documents.astype("<i8").data)
 
 
-def _beside(prefix: Path, more: str) -> Path:
+def _sibling(prefix: Path, more: str) -> Path:
     return prefix.with_name(prefix.name + more)

@@ -1,7 +1,7 @@
 """Tables that bring text into Unicode's normal form C (NFC), after Unicode Standard Annex 15.
 
 NFC decomposes a text, puts combining marks into canonical order, and composes. Most text is in NFC already, and almost
-all other text differs by one of three changes, which the kernels make (`nfc.cu`):
+all other text differs by one of three changes, which the kernels make (`normal_form.cu`):
 
 - a code point that never occurs in NFC is replaced by its own normal form;
 - a mark is composed with the letter before it: `e` followed by an acute accent becomes é. Some marks are vowel signs or

@@ -20,7 +20,7 @@ FILES = (
     "pairs.cu",
     "answers.cu",
     "added.cu",
-    "nfc.cu",
+    "normal_form.cu",
     "rewrite.cu",
     "split.cu",
     "words.cu",

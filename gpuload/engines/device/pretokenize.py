@@ -8,7 +8,7 @@ Other tokenizers need passes over all text before that kernel, and so does text 
 
     1. one mark per byte says what begins there; at first, texts          (`kernels/text.cuh`)
     2. added tokens that are not normalized are found and marked          (`kernels/added.cu`)
-    3. text between them is brought into NFC; some texts fall back        (`kernels/nfc.cu`)
+    3. text between them is brought into NFC; some texts fall back        (`kernels/normal_form.cu`)
     4. added tokens that are normalized are found and marked; then text
        is rewritten: a space is prepended, spaces are replaced            (`kernels/rewrite.cu`)
     5. text between added tokens is split by all stages but the last,

@@ -3,7 +3,7 @@
 Five encoders, tried in this order:
 
 1. gigatoken, which reads Arrow's buffers zero-copy and returns one flat array of ids;
-2. `tokenizers` 1.0 beside the installed one, where there is one (`gpuload.tokenizer.beside`);
+2. `tokenizers` 1.0 next to the installed one, where there is one (`gpuload.tokenizer.tokenizers1`);
 3. the `tokenizers` object inside the tokenizer, for each different word of the texts once (`words.py`);
 4. the same object, for whole texts, in batches;
 5. the tokenizer itself, text by text (slow tokenizers, and classes that override how text is encoded).
@@ -39,10 +39,10 @@ from gpuload.engines.host.texts import Bytes, Ints
 from gpuload.engines.host.words import by_words, encode_joined, separator_of, text_buffers
 from gpuload.reference.reference import Reference
 from gpuload.reference.template_call import first_line
-from gpuload.tokenizer.beside import contested, not_known_equal, opened, version_beside
 from gpuload.tokenizer.cuts import cut_table
 from gpuload.tokenizer.gigatoken import needs_nfc_text, not_known_exact
 from gpuload.tokenizer.nfc import normalized_otherwise
+from gpuload.tokenizer.tokenizers1 import differing_code_points, not_known_equal, opened, tokenizers1_version
 from gpuload.tokenizer.unassigned import texts_with_unassigned
 
 _CHECK_ARGUMENTS = frozenset(("BloomTokenizerFast", "CodeGenTokenizerFast", "CohereTokenizerFast", "GPT2TokenizerFast"))
@@ -50,7 +50,7 @@ _CHECK_ARGUMENTS = frozenset(("BloomTokenizerFast", "CodeGenTokenizerFast", "Coh
 MOST_BY_WORDS = 8 << 20
 """Bytes of prompts up to which a load encodes words rather than build gigatoken."""
 
-LEAST_BESIDE = 1 << 20
+LEAST_TOKENIZERS1 = 1 << 20
 """Bytes of prompts up to which opening a tokenizer in `tokenizers` 1.0 takes longer than encoding them."""
 
 _CALL_BYTES = 1 << 22  # of texts that tokenizers encodes in one call; a text that is longer is on its own
@@ -106,10 +106,10 @@ def _makers(reference: Reference, nbytes: int | None) -> tuple[Callable[[Referen
     """What makes encoders, in the order in which they are tried."""
     if is_reworked(reference.backend):  # as fast as the others, which are compared with 0.2x only
         return (_tokenizers,)
-    beside = (_tokenizers1,) if version_beside() and (nbytes is None or nbytes > LEAST_BESIDE) else ()
+    further = (_tokenizers1,) if tokenizers1_version() and (nbytes is None or nbytes > LEAST_TOKENIZERS1) else ()
     if nbytes is not None and nbytes <= MOST_BY_WORDS:
-        return (_words, _gigatoken, *beside, _tokenizers)
-    return (_gigatoken, *beside, _words, _tokenizers)
+        return (_words, _gigatoken, *further, _tokenizers)
+    return (_gigatoken, *further, _words, _tokenizers)
 
 
 def _guarded(encoder: HostEncoder, by_itself: HostEncoder) -> Callable[[pa.LargeStringArray], Ragged]:
@@ -224,8 +224,8 @@ def _tokenizers1(reference: Reference) -> HostEncoder:
         raise ValueError(reason)
     here = _tokenizers(reference)
     there = batch_encoder(opened(reference.model_json), lambda: reference.model_json)
-    versions = f"{here.name} {version_beside()}"
-    differing = contested(
+    versions = f"{here.name} {tokenizers1_version()}"
+    differing = differing_code_points(
         reference.model_json, versions, batch_encoder(reference.backend, lambda: reference.model_json), there
     )
     encode_all = in_calls(there)
@@ -235,7 +235,7 @@ def _tokenizers1(reference: Reference) -> HostEncoder:
         ids, rows = encode_all(text), texts_with_unassigned(chars, offsets, differing)
         return _with_rows(ids, rows, here.encode(text.take(as_arrow(rows)))) if len(rows) else ids
 
-    return HostEncoder(str(version_beside()), encode)
+    return HostEncoder(str(tokenizers1_version()), encode)
 
 
 def _not_nfc(text: pa.LargeStringArray) -> Ints:

@@ -91,7 +91,7 @@ __device__ __forceinline__ bool restarts_at(const Tile& tile, int at, int classe
 }
 
 // Whether the code point at `at`, in shared memory and with the given NFC value, may be changed by NFC or make its text
-// fall back. nfc.cu does this exactly. Here, a mark must be sorted, follow at most one other mark, and if it composes
+// fall back. normal_form.cu does this exactly. Here, a mark must be sorted, follow at most one other mark, and if it composes
 // with some characters, then not with the one before it, which is not a mark.
 __device__ __forceinline__ bool may_change(const Tile& tile, const NfcText& tables, int at, int value)
 {

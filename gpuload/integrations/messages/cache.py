@@ -4,8 +4,9 @@
     add       rows that were made, in order
     finish    once a sample of them is equal to the trainer's: now they are an entry of the cache
 
-All rows of a dataset are one entry, whatever files they come from; what rows have beside ids are its columns. With
-`store="disk"`, the entry is used in place; one that cannot be identified belongs to the dataset and is removed with it.
+All rows of a dataset are one entry, whatever files they come from; what rows have in addition to ids are its columns.
+With `store="disk"`, the entry is used in place; one that cannot be identified belongs to the dataset and is removed
+with it.
 
 The key has the digests of the trainer's functions that are replaced, because a rule that is exact for them may not be
 for others; and the sample is compared at each start, whether the rows were made or found.
@@ -57,7 +58,7 @@ class StoredRows:
         others: row → why the trainer's own function has to prepare it.
         rendering: how the texts of the rows were rendered, when they were made.
         counts: what else the trainer's rule has counted, by name.
-        columns: n rows of what they have beside ids, in memory or in a mapped file.
+        columns: n rows of what they have in addition to ids, in memory or in a mapped file.
         found: whether an earlier start has made them.
     """
 

@@ -1,13 +1,13 @@
-"""`tokenizers` 1.0, as an encoder beside the version that transformers needs.
+"""`tokenizers` 1.0, as an encoder next to the version that transformers needs.
 
 transformers 5 does not import with 1.0. So 1.0 is installed into a folder of its own, which an environment variable
 names, and imported under another name; without the variable, nothing here is reached. It encodes some ten times as fast
 as 0.23, and is for tokenizers that gigatoken is not known to encode exactly.
 
-It is used only for configurations that this module lists, and that tests/test_beside.py compares with 0.23. On some
-code points the two always differ, as their parts are built for different versions of Unicode: 0.23's NFC for 9.0, the
-punctuation of its BertNormalizer for another one. Both libraries are asked which these are: once for each tokenizer, by
-encoding every code point in one context. What a text with one of them becomes, 0.23 says.
+It is used only for configurations that this module lists, and that tests/test_tokenizers1.py compares with 0.23. On
+some code points the two always differ, as their parts are built for different versions of Unicode: 0.23's NFC for 9.0,
+the punctuation of its BertNormalizer for another one. Both libraries are asked which these are: once for each
+tokenizer, by encoding every code point in one context. What a text with one of them becomes, 0.23 says.
 """
 
 import importlib.util
@@ -57,7 +57,7 @@ _PRE_TOKENIZERS = frozenset(
 )
 
 
-def version_beside() -> str | None:
+def tokenizers1_version() -> str | None:
     """The name and the version of what the variable's folder has; None if it is not set."""
     folder = os.environ.get(VARIABLE)
     if not folder:
@@ -75,7 +75,7 @@ def _library() -> ModuleType:
     if _NAME in sys.modules:
         return sys.modules[_NAME]
     folder = Path(os.environ[VARIABLE]) / "tokenizers"
-    if not (version_beside() or "").startswith("tokenizers 1."):
+    if not (tokenizers1_version() or "").startswith("tokenizers 1."):
         raise ImportError(
             f"{VARIABLE}={folder.parent}: no tokenizers 1.x there: pip install --no-deps --target {folder.parent} "
             "tokenizers==1.0.0rc3"
@@ -142,27 +142,27 @@ def _steps(part: Mapping[str, Any] | None) -> Iterable[Mapping[str, Any]]:
         yield part
 
 
-def contested(model_json: str, versions: str, here: Encode, beside: Encode) -> tuple[int, ...]:
+def differing_code_points(model_json: str, versions: str, here: Encode, there: Encode) -> tuple[int, ...]:
     """The code points of Unicode 14 on which the two differ for a tokenizer: some seconds, cached on disk.
 
     Args:
         model_json: the result of `to_str` of 0.2x.
         versions: of both.
-        here, beside: the encoders of 0.2x and of 1.0.
+        here, there: the encoders of 0.2x and of 1.0.
 
     Raises:
         ValueError: they differ on ASCII.
     """
     found = cached(
-        "beside", f"{_VERSION} {versions} {model_digest(model_json)}", partial(_ask, here=here, beside=beside)
+        "tokenizers1", f"{_VERSION} {versions} {model_digest(model_json)}", partial(_ask, here=here, there=there)
     )
     if len(found["code_points"]) and found["code_points"].min() < 0x80:
         raise ValueError(f"differs on {chr(found['code_points'].min())!r}")
     return tuple(sorted({*found["code_points"].tolist(), *normalized_otherwise()}))
 
 
-def _ask(here: Encode, beside: Encode) -> dict[str, Any]:
+def _ask(here: Encode, there: Encode) -> dict[str, Any]:
     characters = asked_characters()
     texts = [_CONTEXT.format(character) for character in characters]
-    pairs = zip(characters, here(texts).to_lists(), beside(texts).to_lists(), strict=True)
+    pairs = zip(characters, here(texts).to_lists(), there(texts).to_lists(), strict=True)
     return {"code_points": np.array([ord(character) for character, one, other in pairs if one != other], np.int64)}

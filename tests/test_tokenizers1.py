@@ -1,4 +1,4 @@
-"""`tokenizers` 1.0 beside the installed version: used only where it returns the same ids."""
+"""`tokenizers` 1.0 next to the installed version: used only where it returns the same ids."""
 
 import os
 import random
@@ -21,11 +21,11 @@ from gpuload.core import backends
 from gpuload.engines.host import encode
 from gpuload.engines.host.encode import HostEncoder, host_encoder
 from gpuload.reference.reference import Reference
-from gpuload.tokenizer import beside
+from gpuload.tokenizer import tokenizers1
 from gpuload.tokenizer.cuts import cut_table
 from gpuload.tokenizer.spec import UnsupportedError
 
-FOLDER = os.environ.get(beside.VARIABLE) or str(Path(__file__).parents[1] / ".venv-tokenizers1")
+FOLDER = os.environ.get(tokenizers1.VARIABLE) or str(Path(__file__).parents[1] / ".venv-tokenizers1")
 
 USED = {
     "NFC and Lowercase", "Digits", "Digits in runs", "literal", "ByteLevel, no regex", "two regexes",
@@ -40,7 +40,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> str:
     """That of 1.0, named by the variable."""
     if not os.path.isdir(f"{FOLDER}/tokenizers"):
         pytest.skip("needs tokenizers 1.0: make tokenizers1-test")
-    monkeypatch.setenv(beside.VARIABLE, FOLDER)
+    monkeypatch.setenv(tokenizers1.VARIABLE, FOLDER)
     return FOLDER
 
 
@@ -58,29 +58,29 @@ def same(backend: Tokenizer | Any, some: list[str]) -> HostEncoder:
 
 
 def test_without_the_variable_nothing_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(beside.VARIABLE, raising=False)
+    monkeypatch.delenv(tokenizers1.VARIABLE, raising=False)
     monkeypatch.setattr(encode, "opened", None)
     encoder = same(unigram(), texts(1, 10, []))
     assert not any("tokenizers1" in reason for reason in encoder.unused)
-    assert not any("beside" in str(part) for part in package_versions())
+    assert not any("tokenizers 1" in str(part) for part in package_versions())
 
 
 def test_a_folder_without_it_is_said_and_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(beside.VARIABLE, str(tmp_path))
-    monkeypatch.delitem(beside.sys.modules, beside._NAME, raising=False)
+    monkeypatch.setenv(tokenizers1.VARIABLE, str(tmp_path))
+    monkeypatch.delitem(tokenizers1.sys.modules, tokenizers1._NAME, raising=False)
     encoder = same(unigram(), texts(1, 10, []))
     assert encoder.name.startswith("tokenizers 0.")
     (reason,) = (reason for reason in encoder.unused if reason.startswith("tokenizers1"))
-    assert f"{beside.VARIABLE}={tmp_path}: no tokenizers 1.x there: pip install --no-deps --target" in reason
+    assert f"{tokenizers1.VARIABLE}={tmp_path}: no tokenizers 1.x there: pip install --no-deps --target" in reason
 
 
 def test_it_is_part_of_the_cache_key(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with_it = package_versions()
-    monkeypatch.delenv(beside.VARIABLE)
-    assert [*package_versions(), beside_name(folder)] == with_it
+    monkeypatch.delenv(tokenizers1.VARIABLE)
+    assert [*package_versions(), folder_version(folder)] == with_it
 
 
-def beside_name(folder: str) -> str:
+def folder_version(folder: str) -> str:
     (info,) = Path(folder).glob("tokenizers-*.dist-info")
     return info.name.removesuffix(".dist-info").replace("-", " ")
 
@@ -165,9 +165,9 @@ def test_combinations_of_parts(seed: int, folder: str) -> None:
     ],
 )
 def test_what_is_not_known_to_be_equal(added: AddedToken, pre: Any, reason: str) -> None:
-    assert reason in str(beside.not_known_equal(unigram(added=(added,), pre_tokenizer=pre).to_str()))
+    assert reason in str(tokenizers1.not_known_equal(unigram(added=(added,), pre_tokenizer=pre).to_str()))
     nmt = unigram(normalizer=normalizers.Sequence([NFC(), normalizers.Nmt()])).to_str()
-    assert "Nmt was not compared" in str(beside.not_known_equal(nmt))
+    assert "Nmt was not compared" in str(tokenizers1.not_known_equal(nmt))
 
 
 def test_ascii_that_differs_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +175,7 @@ def test_ascii_that_differs_is_an_error(tmp_path: Path, monkeypatch: pytest.Monk
     one = unigram()
     here = backends.batch_encoder(one, one.to_str)
     with pytest.raises(ValueError, match="differs on"):
-        beside.contested(one.to_str(), "", here, lambda some: here([text.upper() for text in some]))
+        tokenizers1.differing_code_points(one.to_str(), "", here, lambda some: here([text.upper() for text in some]))
 
 
 @shared
@@ -201,7 +201,7 @@ def test_real_tokenizers(name: str, folder: str) -> None:
 
 @shared
 def test_a_load(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encode, "LEAST_BESIDE", 0)
+    monkeypatch.setattr(encode, "LEAST_TOKENIZERS1", 0)
     prompts = [f"Question {number}: is \u00e9 = e\u0301 in a\u2e43b?" for number in range(500)]
     pq.write_table(pa.table({"prompt": prompts}), tmp_path / "prompts.parquet")
     tokenizer = AutoTokenizer.from_pretrained(SHARED / "tokenizers" / "bert-base-uncased", pad_token="[PAD]")
@@ -214,7 +214,7 @@ def test_a_load(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_an_object_of_version_1(name: str, folder: str) -> None:
     """What gpuload asks of an object has the same answers, whichever version it is of."""
     old = VARIANTS[name]()
-    new = beside.opened(old.to_str())
+    new = tokenizers1.opened(old.to_str())
     assert (backends.is_reworked(old), backends.is_reworked(new)) == (False, True)
     flags = ("content", "normalized", "lstrip", "rstrip", "single_word", "special")
     tokens = [
@@ -238,13 +238,13 @@ def test_an_object_of_version_1(name: str, folder: str) -> None:
 
 
 def _module() -> Any:
-    return beside.sys.modules[beside._NAME]
+    return tokenizers1.sys.modules[tokenizers1._NAME]
 
 
 def test_a_tokenizer_with_an_object_of_version_1(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is encoded by that object, whatever else could encode it: the others are compared with 0.2x."""
     reference = Reference(PreTrainedTokenizerFast(tokenizer_object=byte_level()), chat_template=None)
-    reworked = beside.opened(reference.model_json)
+    reworked = tokenizers1.opened(reference.model_json)
     monkeypatch.setattr(Reference, "backend", property(lambda self: reworked))
     encoder = host_encoder(reference)
     assert encoder.name.startswith("tokenizers ")
