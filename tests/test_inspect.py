@@ -249,7 +249,6 @@ def test_numbers_of_pairs(qwen: Any, qwen_folder: str, tmp_path: Path, capsys: p
         assert capsys.readouterr().out.endswith(end)
 
 
-@shared
 def test_a_large_file_of_one_row_group_is_named_with_the_way_to_rewrite_it(
     qwen_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -268,6 +267,7 @@ def test_a_large_file_of_one_row_group_is_named_with_the_way_to_rewrite_it(
     assert "row group" not in capsys.readouterr().out
 
 
+@shared
 def test_longer_rows_and_rows_without_roles_are_counted(qwen_folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     file = SHARED / "datasets" / "chats_and_pairs" / "glaive_toolcall_en_demo.json"
     assert main(["inspect", str(file), "--tokenizer", qwen_folder]) == 0
