@@ -36,8 +36,6 @@ def _unsupported(objective: Objective, call: Call, schema: pa.Schema) -> str | N
     kinds = [schema.field(name).type for name in (*({"prompt"} & names), *answers)]
     if not (all(map(are_messages, kinds)) or all(map(is_text, kinds))):
         return "prompts and answers are neither all text nor all messages with text"
-    if getattr(call.args, "precompute_ref_log_probs", False):
-        return "precompute_ref_log_probs needs the dataset in a file"
     return None
 
 

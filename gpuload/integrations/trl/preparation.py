@@ -5,6 +5,8 @@
     3. `load_chats` or `load_pairs` tokenizes all rows. Those of the sample must equal TRL's.
     4. Rows are truncated, dropped, packed and shuffled as the configuration says.
 
+What step 3 makes of a dataset in files is written to a file too, and mapped by the other ranks and at the next start.
+
 The steps that differ between trainers are in `Steps`. A dataset that one of them does not support is prepared by TRL.
 If the code of `_prepare_dataset` is not known, rows of every shape are prepared in both ways first, with all steps.
 """
@@ -14,6 +16,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -34,6 +37,7 @@ from gpuload.integrations.processors import (
     tokenizer_of,
 )
 from gpuload.integrations.trl.columns import picked, ragged_of
+from gpuload.integrations.trl.prepared_files import file_of, read, write
 from gpuload.kinds.chats.dataset import ChatDataset
 from gpuload.kinds.pairs.dataset import PairDataset
 
@@ -179,7 +183,7 @@ def _difference(call: Call, steps: Steps, change: str) -> str | None:
 def _few(dataset: Any, rows: list[int]) -> Any:
     """Some rows, as a copy in memory: TRL's steps would write those of a file to the cache of datasets."""
     table = dataset.select(rows).with_format("arrow")[:]
-    return _Unnamed.of(dataset_of(table, dataset, dataset.features, "sample"))
+    return _Unnamed.of(dataset_of(InMemoryTable(table), dataset, dataset.features, "sample"))
 
 
 def _by_columns(call: Call, steps: Steps) -> Any:
@@ -219,37 +223,68 @@ def _made(call: Call, steps: Steps, dataset: Any, rows: list[int], expected: Any
 
     Args:
         rows: of the sample.
-        expected: the sample as TRL prepares it.
+        expected: the sample as TRL prepares it, also where a file is found: all ranks wait for each other in it.
     """
-    names, features, args = expected.column_names, expected.features, call.args
+    names, features = expected.column_names, expected.features
     schema = features.arrow_schema
+    file = file_of(call, dataset)
+    if file is not None and (found := read(file, schema)) is not None:
+        logger.info("gpuload: the %s dataset is mapped from %s", call.name, file)
+        return steps.packed(call, dataset_of(found, dataset, features, file.stem))
     try:
-        table, loaded = steps.tokenized(call, dataset.with_format("arrow")[:])
-        for name in _MADE & set(table.column_names):
-            if why := difference_of_ids(call.processor, ragged_of(table[name]), name in ("input_ids", "prompt_ids")):
-                return why
-        found = steps.completed(call, picked(table, rows), 1)
-        if unknown := sorted(set(names) - set(found.column_names)):
-            return f"TRL makes a column {unknown[0]}"
-        if not found.select(names).cast(schema).equals(expected.with_format("arrow")[:].cast(schema)):
-            return "its rows of a sample differ from those of load_chats and load_pairs"
+        table, loaded = _tokenized(call, steps, dataset, rows, expected)
         table = steps.finished(call, table)
-        table = steps.completed(call, table, args.dataset_num_proc or 1).select(names).cast(schema)
+        table = steps.completed(call, table, call.args.dataset_num_proc or 1).select(names).cast(schema)
     except (GpuloadError, pa.ArrowException) as error:
         return str(error)
-    about = [dataset._fingerprint, loaded.fingerprint, args.max_length, getattr(args, "truncation_mode", None), names]
-    return steps.packed(call, dataset_of(table, dataset, features, Hasher.hash(about)))
+    limits = [call.args.max_length, getattr(call.args, "truncation_mode", None)]
+    name = file.stem if file else Hasher.hash([dataset._fingerprint, loaded.fingerprint, *limits, names])
+    return steps.packed(call, dataset_of(_stored(call, table, file), dataset, features, name))
 
 
-def dataset_of(table: pa.Table, like: Any, features: Any, fingerprint: str) -> Any:
+def _tokenized(
+    call: Call, steps: Steps, dataset: Any, rows: list[int], expected: Any
+) -> tuple[pa.Table, ChatDataset | PairDataset]:
+    """All rows with their tokens, and what has tokenized them.
+
+    Raises:
+        DataError: they are not what TRL makes.
+    """
+    table, loaded = steps.tokenized(call, dataset.with_format("arrow")[:])
+    for name in _MADE & set(table.column_names):
+        if why := difference_of_ids(call.processor, ragged_of(table[name]), name in ("input_ids", "prompt_ids")):
+            raise DataError(why)
+    names, schema = expected.column_names, expected.features.arrow_schema
+    found = steps.completed(call, picked(table, rows), 1)
+    if unknown := sorted(set(names) - set(found.column_names)):
+        raise DataError(f"TRL makes a column {unknown[0]}")
+    if not found.select(names).cast(schema).equals(expected.with_format("arrow")[:].cast(schema)):
+        raise DataError("its rows of a sample differ from those of load_chats and load_pairs")
+    return table, loaded
+
+
+def _stored(call: Call, table: pa.Table, file: Path | None) -> Any:
+    """A table of `datasets`: mapped from a file that is written here, or in memory."""
+    try:
+        if file is not None and len(table):
+            write(table, file)
+            if (mapped := read(file, table.schema)) is not None:
+                return mapped
+    except OSError as error:
+        logger.warning("gpuload: the %s dataset is in memory: %s cannot be written: %s", call.name, file, error)
+    return InMemoryTable(table)
+
+
+def dataset_of(table: Any, like: Any, features: Any, fingerprint: str) -> Any:
     """A dataset over a table, without copying it.
 
     Args:
+        table: of `datasets`.
         like: the dataset that it is made of.
     """
     info = like.info.copy()
     info.features = features
-    return Dataset(InMemoryTable(table), info=info, split=like.split, fingerprint=fingerprint)
+    return Dataset(table, info=info, split=like.split, fingerprint=fingerprint)
 
 
 def whole(table: pa.Table, loaded: ChatDataset | PairDataset) -> pa.Table:

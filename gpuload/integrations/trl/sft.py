@@ -12,7 +12,7 @@ from gpuload.core.options import NO_LIMIT, LossOn
 from gpuload.dataset.arrow import lists as list_array
 from gpuload.engines.host.packs import IGNORED
 from gpuload.integrations.core import are_messages
-from gpuload.integrations.trl.columns import SIDES, column_of, columns_with_eos, ragged_of
+from gpuload.integrations.trl.columns import SIDES, column_of, columns_with_eos, prefixed, ragged_of
 from gpuload.integrations.trl.preparation import OWN_ARGUMENTS, Call, Steps, joined, whole
 from gpuload.kinds.chats.dataset import ChatDataset
 from gpuload.kinds.chats.load import load_chats
@@ -35,8 +35,6 @@ def _unsupported(call: Call, schema: pa.Schema) -> str | None:
     kinds = [schema.field(name).type for name in names]
     if not (all(map(are_messages, kinds)) or (all(map(is_text, kinds)) and names != ["messages"])):
         return f"{' and '.join(names)} are neither texts nor messages with text"
-    if args.assistant_only_loss and names != ["messages"] and not call.trainer.completion_only_loss:
-        return "assistant_only_loss without completion_only_loss is not supported for prompts with completions"
     return None
 
 
@@ -93,23 +91,33 @@ def _tokenized(call: Call, table: pa.Table) -> tuple[pa.Table, ChatDataset]:
         rows = table.select(names).rename_columns(names if len(names) == 2 else ["text"])
     else:
         rows = table.select([*names, *(OWN_ARGUMENTS & set(table.column_names))])
-    loaded = load_chats(
+    if len(names) == 1 or call.trainer.completion_only_loss:
+        loaded = _loaded(call, rows, rows.column_names[0], loss_on)
+        return joined(table, whole(table, loaded)), loaded
+    # TRL keeps the mask of completions that it does not use, as a column.
+    loaded = _loaded(call, rows, "prompt", "completion")
+    tokens = whole(table, loaded)
+    ids, labels = tokens["input_ids"], ragged_of(tokens["labels"])
+    mask = column_of(Ragged((labels.values != IGNORED).astype(np.int32), labels.offsets))
+    if loss_on == "assistant":  # also on the answers in prompts: a row is one conversation
+        rows = rows.append_column("messages", prefixed(rows["prompt"], rows["completion"])).drop_columns(names)
+        loaded = _loaded(call, rows, "messages", loss_on)
+        tokens = whole(table, loaded)
+    else:
+        tokens = pa.table({"input_ids": ids, "labels": ids})
+    return joined(table, tokens.append_column("completion_mask", mask)), loaded
+
+
+def _loaded(call: Call, rows: pa.Table, column: str, loss_on: LossOn) -> ChatDataset:
+    return load_chats(
         rows,
         call.tokenizer,
-        format={"prompt": "prompt-completion"}.get(rows.column_names[0], rows.column_names[0]),
+        format={"prompt": "prompt-completion"}.get(column, column),
         loss_on=loss_on,
         max_length=NO_LIMIT,
         chat_template=call.chat_template,
         store="memory",
     )
-    tokens = whole(table, loaded)
-    if loss_on == "completion" and not call.trainer.completion_only_loss:
-        # TRL keeps the mask that it does not use, as a column.
-        labels = ragged_of(tokens["labels"])
-        mask = column_of(Ragged((labels.values != IGNORED).astype(np.int32), labels.offsets))
-        ids = tokens["input_ids"]
-        tokens = pa.table({"input_ids": ids, "labels": ids, "completion_mask": mask})
-    return joined(table, tokens), loaded
 
 
 def _finished(call: Call, table: pa.Table) -> pa.Table:
