@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from tokenizer_cases import small_tokenizer  # noqa: E402
 from trl_cases import LABELED, MESSAGES, PAIRS, equal, prepared  # noqa: E402
 
 from gpuload.integrations import trl as ours  # noqa: E402
-from gpuload.integrations.trl import prepared_files, sft  # noqa: E402
+from gpuload.integrations.trl import sft  # noqa: E402
 from gpuload.kinds.chats.load import load_chats  # noqa: E402
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
@@ -85,7 +84,7 @@ def test_another_setting_is_another_file(tokenizer: Any, tmp_path: Path, loads: 
         found = sft_data(in_file(MESSAGES, tmp_path), tokenizer, **settings)
         equal(found, sft_data(MESSAGES, tokenizer, trl, **settings))
     equal(sft_data(in_file(MESSAGES, tmp_path), other), sft_data(MESSAGES, other, trl))
-    shuffled = {"shuffle_dataset": True, "seed": 3}  # the rows of the first one, in another order
+    shuffled: dict[str, Any] = {"shuffle_dataset": True, "seed": 3}  # the rows of the first one, in another order
     equal(sft_data(in_file(MESSAGES, tmp_path), tokenizer, **shuffled), sft_data(MESSAGES, tokenizer, trl, **shuffled))
     assert len(written(tmp_path)) == len(loads) == len(changes) + 1
     rows = [*MESSAGES[1:], MESSAGES[0]]
@@ -130,7 +129,7 @@ def test_rows_stay_in_memory_where_no_file_can_be(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(prepared_files.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     equal(sft_data(in_file(MESSAGES, tmp_path), tokenizer), expected)
     assert "the train dataset is in memory" in caplog.text
     assert "No space left on device" in caplog.text
@@ -155,7 +154,7 @@ def one_rank(folder: Path) -> None:
     import torch
     from test_trl_training import trained
 
-    settings = {"ddp_backend": "gloo", "precompute_ref_log_probs": True}
+    settings: dict[str, Any] = {"ddp_backend": "gloo", "precompute_ref_log_probs": True}
     found, losses = trained(ours, "DPOTrainer", in_file(PAIRS, folder), folder, **settings)
     expected, theirs = trained(trl, "DPOTrainer", in_file(PAIRS, folder), folder, **settings)
     same = losses == theirs and list(found) == list(expected) and len(found.cache_files) == 2

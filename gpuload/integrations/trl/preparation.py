@@ -251,15 +251,16 @@ def _tokenized(
         DataError: they are not what TRL makes.
     """
     table, loaded = steps.tokenized(call, dataset.with_format("arrow")[:])
+    names, schema, why = expected.column_names, expected.features.arrow_schema, None
     for name in _MADE & set(table.column_names):
-        if why := difference_of_ids(call.processor, ragged_of(table[name]), name in ("input_ids", "prompt_ids")):
-            raise DataError(why)
-    names, schema = expected.column_names, expected.features.arrow_schema
+        why = why or difference_of_ids(call.processor, ragged_of(table[name]), name in ("input_ids", "prompt_ids"))
     found = steps.completed(call, picked(table, rows), 1)
     if unknown := sorted(set(names) - set(found.column_names)):
-        raise DataError(f"TRL makes a column {unknown[0]}")
-    if not found.select(names).cast(schema).equals(expected.with_format("arrow")[:].cast(schema)):
-        raise DataError("its rows of a sample differ from those of load_chats and load_pairs")
+        why = f"TRL makes a column {unknown[0]}"
+    elif not found.select(names).cast(schema).equals(expected.with_format("arrow")[:].cast(schema)):
+        why = why or "its rows of a sample differ from those of load_chats and load_pairs"
+    if why is not None:
+        raise DataError(why)
     return table, loaded
 
 
