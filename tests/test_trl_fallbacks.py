@@ -46,7 +46,6 @@ STRUCTURED = [{"messages": [structured(message) for message in row["messages"]]}
 TEMPLATED = [row | {"chat_template_kwargs": {"tools": [{"name": "f"}]}} for row in MESSAGES]
 FORMATTED = datasets.Dataset.from_list(MESSAGES).with_format("numpy")
 CHOSEN = datasets.Dataset.from_list(MESSAGES).with_format(None, columns=["messages"])
-STREAM = datasets.Dataset.from_list(MESSAGES).to_iterable_dataset()
 TRANSFORMED = datasets.Dataset.from_list(MESSAGES).with_transform(lambda rows: rows)
 
 
@@ -56,7 +55,6 @@ MIXED = "prompts and answers are neither all text nor all messages with text"
 @pytest.mark.parametrize(
     ("why", "rows", "more", "settings"),
     [
-        ("it is read as a stream", STREAM, PLAIN, {}),
         ("it has a format or a transform", FORMATTED, PLAIN, {}),
         ("it has a format or a transform", CHOSEN, PLAIN, {}),
         ("it has a format or a transform", TRANSFORMED, PLAIN, {}),

@@ -13,9 +13,7 @@ If the code of `_prepare_dataset` is not known, rows of every shape are prepared
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from inspect import signature
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,98 +21,22 @@ import pyarrow as pa
 from datasets import Dataset
 from datasets.fingerprint import Hasher
 from datasets.table import InMemoryTable
-from transformers import PreTrainedTokenizerBase
 from trl.trainer.utils import global_then_local_main_first
 
 from gpuload.core.errors import DataError, GpuloadError
 from gpuload.integrations.comparison import compare, covering_rows, spread
 from gpuload.integrations.core import log_ignored, unless_unsupported
-from gpuload.integrations.processors import (
-    difference_of_ids,
-    processor_change,
-    processor_problem,
-    template_of,
-    tokenizer_of,
-)
-from gpuload.integrations.trl.columns import picked, ragged_of
+from gpuload.integrations.processors import processor_change
+from gpuload.integrations.trl.columns import picked
 from gpuload.integrations.trl.prepared_files import file_of, read, write
+from gpuload.integrations.trl.steps import Call, Steps, processor_difference, unsupported_columns
+from gpuload.integrations.trl.streams import prepare_stream
 from gpuload.kinds.chats.dataset import ChatDataset
 from gpuload.kinds.pairs.dataset import PairDataset
 
-OWN_ARGUMENTS = frozenset({"tools", "chat_template_kwargs"})
-"""Columns with arguments of the template."""
-
 _SAMPLE = 16
-_MADE = frozenset(
-    "input_ids labels assistant_masks completion_mask prompt_ids chosen_ids rejected_ids completion_ids "
-    "KL_completion_ids chosen_input_ids rejected_input_ids".split()
-)
 
 logger = logging.getLogger("gpuload.integrations.trl")
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call of `_prepare_dataset`.
-
-    Attributes:
-        trainer: whose method is called.
-        stock: the method of TRL's class.
-        given: parameter → argument.
-        change: that its code is not known, from `known_code.change`; None if it is.
-    """
-
-    trainer: Any
-    stock: Callable[..., Any]
-    given: Mapping[str, Any]
-    change: str | None = None
-
-    @property
-    def args(self) -> Any:
-        return self.given["args"]
-
-    @property
-    def processor(self) -> Any:
-        """The tokenizer, or the processor that it is a part of."""
-        return self.given["processing_class"]
-
-    @property
-    def tokenizer(self) -> Any:
-        return tokenizer_of(self.processor)
-
-    @property
-    def chat_template(self) -> str:
-        return template_of(self.processor, getattr(self.trainer, "chat_template", None))
-
-    @property
-    def name(self) -> str:
-        return str(self.given["dataset_name"])
-
-    def by_trl(self, **changed: Any) -> Any:
-        return self.stock(**{**self.given, **changed})
-
-
-@dataclass(frozen=True)
-class Steps:
-    """How a trainer's data is prepared.
-
-    Attributes:
-        unsupported: call, types of the columns → why TRL has to prepare the data; None if it need not.
-        explicit: call, dataset → the dataset whose rows are tokenized.
-        tokenized: call, n rows → the same rows with their tokens, and what has tokenized them.
-        finished: call, rows with tokens → those that are kept, truncated.
-        completed: call, kept rows, number of processes that TRL would use → with the columns that depend on other rows.
-        packed: call, dataset → what is trained on.
-        sampled: arguments that TRL gets for the sample.
-    """
-
-    unsupported: Callable[[Call, pa.Schema], str | None]
-    explicit: Callable[[Call, Any], Any]
-    tokenized: Callable[[Call, pa.Table], tuple[pa.Table, ChatDataset | PairDataset]]
-    finished: Callable[[Call, pa.Table], pa.Table]
-    completed: Callable[[Call, pa.Table, int], pa.Table]
-    packed: Callable[[Call, Any], Any]
-    sampled: Mapping[str, Any]
 
 
 class _Unnamed(Dataset):  # type: ignore[misc]
@@ -149,10 +71,14 @@ def _prepared(call: Call, steps: Steps) -> Any:
     Raises:
         DataError: TRL has to prepare it.
     """
-    why = _unsupported(call) or steps.unsupported(call, call.given["dataset"].features.arrow_schema)
+    dataset = call.given["dataset"]
     change = call.change or processor_change(call.processor)
-    if "chat_template_kwargs" in call.given["dataset"].column_names:
+    if call.is_stream:
+        return prepare_stream(call, steps, change)
+    if "chat_template_kwargs" in dataset.column_names:
         change = change or "rows have chat_template_kwargs"
+    schema = dataset.features.arrow_schema
+    why = _unsupported(dataset) or unsupported_columns(call, schema) or steps.unsupported(call, schema)
     if why is None and change is not None:
         why = _difference(call, steps, change)
     if why is not None:
@@ -251,9 +177,8 @@ def _tokenized(
         DataError: they are not what TRL makes.
     """
     table, loaded = steps.tokenized(call, dataset.with_format("arrow")[:])
-    names, schema, why = expected.column_names, expected.features.arrow_schema, None
-    for name in _MADE & set(table.column_names):
-        why = why or difference_of_ids(call.processor, ragged_of(table[name]), name in ("input_ids", "prompt_ids"))
+    names, schema = expected.column_names, expected.features.arrow_schema
+    why = processor_difference(call, table)
     found = steps.completed(call, picked(table, rows), 1)
     if unknown := sorted(set(names) - set(found.column_names)):
         why = f"TRL makes a column {unknown[0]}"
@@ -288,44 +213,11 @@ def dataset_of(table: Any, like: Any, features: Any, fingerprint: str) -> Any:
     return Dataset(table, info=info, split=like.split, fingerprint=fingerprint)
 
 
-def whole(table: pa.Table, loaded: ChatDataset | PairDataset) -> pa.Table:
-    """The tokens of all rows.
-
-    Raises:
-        DataError: rows were dropped, which TRL keeps or raises an error for.
-    """
-    if len(loaded) < len(table):
-        reason, count = max(loaded.report.rejected.items(), key=lambda item: item[1])
-        raise DataError(f"{count:,} of {len(table):,} rows cannot be tokenized: {reason}")
-    return loaded.to_arrow(columns=[]).read_all()
-
-
-def joined(table: pa.Table, tokens: pa.Table) -> pa.Table:
-    """Rows with their tokens."""
-    for name in tokens.column_names:
-        table = table.append_column(name, tokens[name])
-    return table
-
-
-def _unsupported(call: Call) -> str | None:
-    dataset = call.given["dataset"]
+def _unsupported(dataset: Any) -> str | None:
     if not isinstance(dataset, Dataset):
-        return "it is read as a stream"
-    columns = set(dataset.column_names)
+        return f"it is a {type(dataset).__name__}"
     if not len(dataset):
         return "it has no rows"
-    if dataset.format["type"] is not None or set(dataset.format["columns"]) != columns:
+    if dataset.format["type"] is not None or set(dataset.format["columns"]) != set(dataset.column_names):
         return "it has a format or a transform"
-    if problem := processor_problem(call.processor):
-        return problem
-    if made := sorted(columns & _MADE):
-        return f"it is tokenized already: it has a column {made[0]}"
-    if found := sorted(columns & {"image", "images"}):
-        return f"a column {found[0]} is not supported"
-    if "chat_template_kwargs" in columns:
-        kind = dataset.features.arrow_schema.field("chat_template_kwargs").type
-        names = {field.name for field in kind} if pa.types.is_struct(kind) else set()
-        taken = sorted(names & set(signature(PreTrainedTokenizerBase.apply_chat_template).parameters))
-        if taken or not names:
-            return f"chat_template_kwargs has {taken[0] if taken else 'no keys'}"
     return None

@@ -29,7 +29,7 @@ def file_of(call: Any, dataset: Any) -> Path | None:
     be cached, or nothing identifies what is made.
 
     Args:
-        call: see `preparation.Call`.
+        call: see `steps.Call`.
         dataset: with explicit prompts.
     """
     files = dataset.cache_files

@@ -13,7 +13,8 @@ from gpuload.dataset.arrow import lists as list_array
 from gpuload.engines.host.packs import IGNORED
 from gpuload.integrations.core import are_messages
 from gpuload.integrations.trl.columns import SIDES, column_of, columns_with_eos, prefixed, ragged_of
-from gpuload.integrations.trl.preparation import OWN_ARGUMENTS, Call, Steps, joined, whole
+from gpuload.integrations.trl.steps import OWN_ARGUMENTS, Call, Steps, joined, whole
+from gpuload.integrations.trl.streams import schema_of
 from gpuload.kinds.chats.dataset import ChatDataset
 from gpuload.kinds.chats.load import load_chats
 from gpuload.sources.types import is_list, is_text
@@ -71,13 +72,12 @@ def _is_sharegpt(schema: pa.Schema) -> bool:
 
 def _explicit(call: Call, dataset: Any) -> Any:
     """Rows with the text that the user's function makes, or messages, by TRL's function: both row by row."""
-    settings, function = {"num_proc": call.args.dataset_num_proc}, call.given["formatting_func"]
+    function = call.given["formatting_func"]
     if function is not None:
-        text = f"Applying formatting function to {call.name} dataset"
-        dataset = dataset.map(lambda row: {"text": function(row)}, desc=text, **settings)
-    if _is_sharegpt(dataset.features.arrow_schema):
-        text = f"Converting {call.name} dataset to ChatML"
-        dataset = dataset.map(maybe_convert_to_chatml, remove_columns="conversations", desc=text, **settings)
+        dataset = dataset.map(lambda row: {"text": function(row)}, **call.of_map("Applying formatting function to"))
+    if _is_sharegpt(schema_of(dataset)):
+        settings = call.of_map("Converting to ChatML: the")
+        dataset = dataset.map(maybe_convert_to_chatml, remove_columns="conversations", **settings)
     return dataset
 
 
@@ -145,8 +145,7 @@ def _packed(call: Call, dataset: Any) -> Any:
         dataset = dataset.select_columns(_TOKENS)
         if args.shuffle_dataset:
             dataset = dataset.shuffle(seed=args.seed)
-        settings = {"num_proc": args.dataset_num_proc, "desc": f"Packing {call.name} dataset"}
-        dataset = pack_dataset(dataset, args.max_length, args.packing_strategy, settings)
+        dataset = pack_dataset(dataset, args.max_length, args.packing_strategy, call.of_map("Packing"))
     return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
 
 
@@ -158,4 +157,5 @@ SFT = Steps(
     completed=lambda call, table, processes: table,
     packed=_packed,
     sampled={"packing": False, "formatting_func": None},
+    streams=True,
 )
