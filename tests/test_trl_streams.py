@@ -160,7 +160,7 @@ def test_messages_with_other_keys(tokenizer: Any, caplog: pytest.LogCaptureFixtu
 
 
 def test_a_row_that_trl_rejects(tokenizer: Any) -> None:
-    rows = [*MESSAGES[:30], {"messages": MESSAGES[0]["messages"][:1], "source": "", "n": 0}]
+    rows = [*MESSAGES[:30], {"messages": chat(0)[:1], "source": "", "n": 0}]
     settings = {"assistant_only_loss": True, "trainer_chat_template": QWEN3}
     errors = []
     for each in both("SFTTrainer", stream_of(rows), tokenizer, False, None, **settings):
