@@ -66,6 +66,7 @@ def _tokenized(objective: Objective, call: Call, table: pa.Table) -> tuple[pa.Ta
         objective=objective,
         max_length=NO_LIMIT,
         chat_template=call.chat_template,
+        token_cache=not call.is_stream,  # its key takes longer than a batch
     )
     if objective == "rm" and "prompt" in names and not call.is_stream:  # TRL puts them in front of the answers
         for name in answers:

@@ -116,6 +116,7 @@ def _loaded(call: Call, rows: pa.Table, column: str, loss_on: LossOn) -> ChatDat
         loss_on=loss_on,
         max_length=NO_LIMIT,
         chat_template=call.chat_template,
+        token_cache=not call.is_stream,  # its key takes longer than a batch
         store="memory",
     )
 
