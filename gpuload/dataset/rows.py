@@ -59,7 +59,7 @@ class Loaded:
     options: Options
     pad_token_id: int
     report: Report
-    about: Fingerprint
+    about: Fingerprint | LazyDict
 
 
 class Rows(torch.utils.data.Dataset[Row]):
@@ -123,7 +123,7 @@ class Rows(torch.utils.data.Dataset[Row]):
 
         It is computed once, when it is first needed, at about a gigabyte of ids and columns per second.
         """
-        return self._about | {"tokens": token_digest(self._store), "columns": self.passed_through.digests()}
+        return dict(self._about) | {"tokens": token_digest(self._store), "columns": self.passed_through.digests()}
 
     @property
     def columns(self) -> pa.Table:

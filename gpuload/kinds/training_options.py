@@ -1,4 +1,4 @@
-"""The options of data to train on, as those of the pipeline."""
+"""The options of data to train on, as those of the pipeline, and the engine that they name."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -6,6 +6,9 @@ from typing import Any
 
 from gpuload.core.errors import OptionError
 from gpuload.core.options import POSITIVE, Normalize, Options, Overlong, check_fields, nearest
+from gpuload.engines.choose import choose_engine
+from gpuload.engines.host.engine import HostEngine
+from gpuload.engines.protocol import Engine
 
 _TRUNCATION = {"drop": "error", "keep_start": "right", "keep_end": "left"}
 """What becomes of longer rows → the option `truncation` of `load`."""
@@ -74,3 +77,14 @@ def training_options(given: Mapping[str, Any], prompt_key: str, own: Collection[
             "truncation": _TRUNCATION[limits.overlong],
         }
     )
+
+
+def training_engine(options: Options, reference: Any, exact_only: bool, on_host: type[HostEngine]) -> Engine:
+    """The engine of a load of data to train on. For the arguments see `choose_engine`."""
+
+    def on_device(*given: Any, **more: Any) -> Engine:
+        from gpuload.kinds.training_device import DeviceTrainingEngine
+
+        return DeviceTrainingEngine(*given, **more)
+
+    return choose_engine(options, reference, exact_only, on_host, on_device)

@@ -17,7 +17,6 @@ from gpuload.dataset.arrow import ragged
 from gpuload.dataset.report import Report
 from gpuload.dataset.rows import Loaded
 from gpuload.dataset.trainer_columns import columns_of, fields
-from gpuload.engines.choose import choose_engine
 from gpuload.engines.host.packs import IGNORED
 from gpuload.engines.protocol import Engine
 from gpuload.kinds.chats.dataset import LAYOUT, ChatDataset
@@ -26,8 +25,13 @@ from gpuload.kinds.chats.formats import FORMATS, find_format, is_plain, with_mar
 from gpuload.kinds.chats.marked import marks_in, weights_in
 from gpuload.kinds.chats.reference import ChatReference
 from gpuload.kinds.formats import LABELS, Format, as_prompts, one_format
-from gpuload.kinds.training_device import DeviceTrainingEngine
-from gpuload.kinds.training_options import OF_MESSAGES, MessageOptions, TrainingDefaults, training_options
+from gpuload.kinds.training_options import (
+    OF_MESSAGES,
+    MessageOptions,
+    TrainingDefaults,
+    training_engine,
+    training_options,
+)
 from gpuload.pipeline.kind import Kind
 from gpuload.pipeline.run import load_given
 from gpuload.sources.columns import to_python
@@ -136,7 +140,7 @@ class ChatKind(MessageOptions, Kind[ChatDataset]):
         return as_prompts(source, found, options.prompt_key, reference)
 
     def engine(self, options: Options, reference: Any, exact_only: bool) -> Engine:
-        return choose_engine(options, reference, exact_only, ChatEngine, DeviceTrainingEngine)
+        return training_engine(options, reference, exact_only, ChatEngine)
 
     def sizes(self, tokens: Ragged) -> Array:
         """(2, n): tokens of each row, and those that have loss."""
