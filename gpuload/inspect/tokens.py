@@ -4,7 +4,6 @@ A row is a list of named token sequences: one for a prompt or a conversation, se
 """
 
 import functools
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,10 +13,10 @@ from gpuload.core.arrays import Ragged, common_prefix
 from gpuload.core.marks import CHOSEN, LOSS, REJECTED, sequence, split, with_loss
 from gpuload.inspect.roles import UNKNOWN, Codes
 from gpuload.reference.reference import Reference
-from gpuload.tokenizer.token_bytes import TokenBytes, token_bytes
-
-_ARROWS = {"\n": "⏎", "\t": "→", " ": "·", "\r": "␍"}
-_HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Zs")
+from gpuload.tokenizer.visible import Pieces
+from gpuload.tokenizer.visible import shown as shown
+from gpuload.tokenizer.visible import visible as visible
+from gpuload.tokenizer.visible import visible_text as visible_text
 
 
 @dataclass(frozen=True)
@@ -107,11 +106,9 @@ class TokenReader:
     """
 
     def __init__(self, reference: Reference):
-        self._tokenizer = reference.tokenizer
-        table = token_bytes(reference.model_json) if reference.backend is not None else ""
-        self._table: TokenBytes | None = None if isinstance(table, str) else table
-        self._added = {*self._tokenizer.get_added_vocab().values(), *self._tokenizer.all_special_ids}
-        self.piece = functools.cache(self._piece)
+        tokenizer = reference.tokenizer
+        self._added = {*tokenizer.get_added_vocab().values(), *tokenizer.all_special_ids}
+        self.piece = functools.cache(Pieces(tokenizer, reference.model_json if reference.backend is not None else None))
 
     def sequence(
         self,
@@ -143,16 +140,6 @@ class TokenReader:
 
         parts = shown_ranges(len(ids), most, around)
         return TokenSequence(name, len(ids), [(part.start, list(map(described, part))) for part in parts])
-
-    def _piece(self, token: int) -> bytes:
-        """The bytes of a token; those of its name in the vocabulary where tokens have no bytes of their own."""
-        table = self._table
-        if table is not None and token < len(table.offsets) - 1:
-            piece = table.data[table.offsets[token] : table.offsets[token + 1]].tobytes()
-            if piece:
-                return piece.replace(table.space.encode(), b" ")
-        name = self._tokenizer.convert_ids_to_tokens(token)
-        return str(name).encode(errors="surrogatepass") if name is not None else b""
 
 
 def pair_of(reader: TokenReader, ids: Sequence[int], most: int | None) -> list[TokenSequence]:
@@ -200,48 +187,3 @@ def with_loss_bits(ids: Ragged, row: int, loss: Ragged | None) -> list[int]:
     """The ids of one row, with a bit where they have loss."""
     some: list[int] = (ids[row] if loss is None else ids[row] | loss[row] * LOSS).tolist()
     return some
-
-
-def visible(piece: bytes) -> list[tuple[str, bool]]:
-    """Text in which everything can be seen.
-
-    White space is shown by marks (· ⏎ → ␍), other control and format characters by their code point, and bytes that are
-    no character, or only a part of one, in hexadecimal.
-
-    Args:
-        piece: UTF-8, or a part of it.
-
-    Returns:
-        Parts of the text, and whether each is such a mark.
-    """
-    text = piece.decode(errors="surrogateescape")
-    parts: list[tuple[str, bool]] = []
-    for character in text:
-        mark = _mark_of(character)
-        shown = character if mark is None else mark
-        if parts and parts[-1][1] == (mark is not None):
-            parts[-1] = parts[-1][0] + shown, parts[-1][1]
-        else:
-            parts.append((shown, mark is not None))
-    return parts
-
-
-def shown(text: str) -> str:
-    """A text with its spaces and line breaks; other characters that cannot be seen are marked."""
-    lines = [visible(line.encode(errors="surrogatepass")) for line in text.split("\n")]
-    return "\n".join("".join(part.replace("·", " ") if mark else part for part, mark in line) for line in lines)
-
-
-def visible_text(piece: bytes) -> str:
-    """`visible`, as one string."""
-    return "".join(part for part, _ in visible(piece))
-
-
-def _mark_of(character: str) -> str | None:
-    if character in _ARROWS:
-        return _ARROWS[character]
-    if 0xDC80 <= ord(character) <= 0xDCFF:  # surrogateescape: a byte that is no text
-        return f"⟨{ord(character) - 0xDC00:02X}⟩"
-    if unicodedata.category(character) in _HIDDEN:
-        return f"⟨U+{ord(character):04X}⟩"
-    return None
