@@ -46,24 +46,35 @@ class TokenSequence:
         name: "prompt", "conversation", "chosen" or "rejected".
         length: number of all its tokens.
         parts: consecutive tokens that are shown, and the number of the first of them; ascending.
+        first, last: if only some of the tokens are looked at, the first of them, and the one behind them.
     """
 
     name: str
     length: int
     parts: Sequence[tuple[int, Sequence[Token]]]
+    first: int = 0
+    last: int | None = None
 
     @property
     def tokens(self) -> list[Token]:
         """All tokens that are shown."""
         return [token for _, tokens in self.parts for token in tokens]
 
+    def between(self, first: int, last: int) -> "TokenSequence":
+        """Some of the tokens: those from `first` up to `last`."""
+        parts = [
+            (max(start, first), tokens[max(0, first - start) : max(0, last - start)])
+            for start, tokens in self.parts
+            if start < last and start + len(tokens) > first
+        ]
+        return TokenSequence(self.name, self.length, parts, first, min(last, self.length))
+
     @property
     def gaps(self) -> list[int]:
         """How many tokens are not shown before each part, and after the last one."""
-        ends = [0, *(start + len(tokens) for start, tokens in self.parts)]
-        return [
-            start - end for start, end in zip([*(start for start, _ in self.parts), self.length], ends, strict=True)
-        ]
+        ends = [self.first, *(start + len(tokens) for start, tokens in self.parts)]
+        last = self.length if self.last is None else self.last
+        return [start - end for start, end in zip([*(start for start, _ in self.parts), last], ends, strict=True)]
 
 
 @dataclass(frozen=True)
