@@ -284,7 +284,6 @@ def test_a_chat_template_of_inspect_and_show(
 def test_a_page_that_cannot_be_written_is_an_error_before_the_load(
     gsm8k: str, qwen_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib")
     for page, message in (
         (tmp_path / "none" / "x.html", "no such directory: "),
         (tmp_path, "a directory: name a file"),

@@ -66,6 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="show the compiled chat template instead, for the conversations in the files or, without files, for "
         "common ones",
     )
+    inspect.add_argument("--limit", type=int, metavar="N", help="also list rows that N tokens as limit would drop")
     inspect.add_argument("--html", metavar="FILE", help="also write an HTML page with plots and some rows")
     inspect.set_defaults(run=_inspect, parser=inspect)
 
@@ -226,7 +227,9 @@ def _inspect(given: argparse.Namespace) -> int:
         return 0
     if not given.files:
         given.parser.error("no files given")
-    inspect_files(given.files, given.tokenizer, html=given.html, max_samples=given.max_samples, **_data(given))
+    inspect_files(
+        given.files, given.tokenizer, html=given.html, limit=given.limit, max_samples=given.max_samples, **_data(given)
+    )
     return 0
 
 

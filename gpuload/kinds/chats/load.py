@@ -193,6 +193,14 @@ def load_chats(files: Any, tokenizer: Any = None, /, **options: Unpack[ChatKeywo
     `{% generation %}` blocks the mask is that of `return_assistant_tokens_mask=True`; for other templates it has the
     answers of assistants, see `gpuload.template.answers`.
 
+    Examples:
+        >>> import gpuload, pyarrow as pa
+        >>> from gpuload.demo_data import demo_files
+        >>> messages = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+        >>> chats = gpuload.load_chats(pa.table({"messages": [messages]}), demo_files()[1])
+        >>> chats
+        ChatDataset(1 rows, 37 tokens, 4 with loss)
+
     Args:
         files: as for `load`.
         tokenizer: as for `load`.
