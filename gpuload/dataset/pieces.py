@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gpuload.core.arrays import Ragged, RowNumbers, chunks_of, from_chunks, offsets_of, ranges
-from gpuload.core.marks import IDS, LOSS
+from gpuload.core.marks import CHOSEN, REJECTED
 from gpuload.engines.protocol import TokenStore
 from gpuload.packing import Plan
 
@@ -17,7 +17,8 @@ _CHUNK = 1 << 22  # tokens that are copied at a time
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """n sequences of stored pairs; a `protocol.TokenStore`. Their tokens have no bit of a pair.
+    """n sequences of stored pairs, or rows of stored conversations; a `protocol.TokenStore`. Their tokens have no bit
+    of a pair.
 
     Attributes:
         pairs: the store.
@@ -36,7 +37,7 @@ class Sequences:
 
     def take(self, rows: RowNumbers) -> Ragged:
         found = tokens_of(self.pairs, self.plan.take(rows))
-        return Ragged(found.values & (IDS | LOSS), found.offsets)
+        return Ragged(found.values & ~(CHOSEN | REJECTED), found.offsets)
 
     def chunks(self) -> Iterator[np.ndarray[Any, Any]]:
         return chunks_of(self.take, self.lengths, _CHUNK)
