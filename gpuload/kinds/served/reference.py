@@ -5,7 +5,7 @@ ids(P), ids(A)   F = ids(P + A). If F starts with ids(P), the rest are the answe
 S                ids of P and A; rows are made of them by `ServedRows.of`
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -51,7 +51,7 @@ class ServedReference(ChatReference):
         self.serving_template = None if serving_template is None else self._template(serving_template)
 
     @property
-    def serving(self) -> TemplateCall:
+    def prompting(self) -> TemplateCall:
         """How prompts are rendered."""
         template = self.call.template if self.serving_template is None else self.serving_template
         return replace(self.call, template=template, add_generation_prompt=True)
@@ -64,20 +64,25 @@ class ServedReference(ChatReference):
     @property
     def template_text(self) -> str:
         own = super().template_text
-        return own if self.serving_template is None else f"{own}\n{self.serving.text()}"
+        return own if self.serving_template is None else f"{own}\n{self.prompting.text()}"
 
     @cached_property
     def writer(self) -> TurnWriter:
         """Finds the turns of rows without arguments of their own."""
-        return TurnWriter(self.call, self.serving, self.missing_reasoning, self.thinking)
+        return TurnWriter(self.call, self.prompting, self.missing_reasoning, self.thinking)
 
-    def writer_of(self, own: Mapping[str, Any]) -> TurnWriter:
-        """Finds the turns of rows with arguments of their own."""
-        if not own:
+    def writer_of(
+        self, own: Mapping[str, Any], render: Callable[[TemplateCall, Sequence[Any]], str] | None = None
+    ) -> TurnWriter:
+        """Finds the turns of rows with arguments of their own.
+
+        Args:
+            render: see `TurnWriter`.
+        """
+        if not own and render is None:
             return self.writer
-        call = self.call_with(own)
-        serving = replace(call, template=self.serving.template, add_generation_prompt=True)
-        return TurnWriter(call, serving, self.missing_reasoning, self.thinking, self.writer.stops)
+        calls = self.call_with(own), self.call_with(own, prompt_only=True)
+        return TurnWriter(*calls, self.missing_reasoning, self.thinking, self.writer.stops, render)
 
     @cached_property
     def blocks(self) -> bool:
@@ -88,7 +93,7 @@ class ServedReference(ChatReference):
     def clock_stopped(self) -> Iterator[Clock | None]:
         with ExitStack() as stack:
             clock = stack.enter_context(self.call.clock_stopped())
-            own = stack.enter_context(self.serving.clock_stopped()) if self.serving_template is not None else None
+            own = stack.enter_context(self.prompting.clock_stopped()) if self.serving_template is not None else None
             yield clock or own
 
     def wanted(self, prompt: Any) -> tuple[list[Any], dict[int, float]]:
@@ -147,7 +152,7 @@ class ServedReference(ChatReference):
         counts = ServedRows().counts
         for number, turn in turns.items():
             if not isinstance(turn, int):
-                loss = self._loss_in(turn, messages, call)
+                loss = self.loss_in(turn, messages, call)
                 answer, merged = self._answer(turn, loss, self.bits_of(wanted[number]))
                 if answer.bits.any():
                     learned.append(answer)
@@ -161,7 +166,7 @@ class ServedReference(ChatReference):
         made.reasons, made.counts = reasons, counts
         return made
 
-    def _loss_in(self, turn: Turn, messages: Sequence[Any], call: TemplateCall) -> list[tuple[int, int]]:
+    def loss_in(self, turn: Turn, messages: Sequence[Any], call: TemplateCall) -> list[tuple[int, int]]:
         """Which parts of an answer have loss, in its characters: `{% generation %}` blocks only narrow it."""
         if not self.blocks or turn.start is None:
             return [(0, len(turn.answer))]

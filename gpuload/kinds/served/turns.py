@@ -17,7 +17,7 @@ Nothing here is fast. Verification and tests compare with it.
 
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -51,7 +51,7 @@ THINKING = (
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Fields of messages with reasoning."""
 
-_SWITCHES = ("enable_thinking", "thinking")  # arguments of templates that are false for prompts without thinking
+SWITCHES = ("enable_thinking", "thinking")  # arguments of templates that are false for prompts without thinking
 _STOPS = ("<|eom_id|>", "<|eot_id|>", "<|call|>", "<|return|>")  # some are written next to calls of tools only
 _FILLER = "\ue000"
 
@@ -89,6 +89,7 @@ class TurnWriter:
         missing_reasoning: as for `load_chats`.
         thinking: the literals that open and close the reasoning, white space included; None if nobody has said so.
         stops: stop tokens, if they were found before.
+        render: renders messages; None for transformers.
     """
 
     def __init__(
@@ -98,10 +99,12 @@ class TurnWriter:
         missing_reasoning: MissingReasoning = "prompt",
         thinking: tuple[str, str] | None = None,
         stops: re.Pattern[str] | None = None,
+        render: Callable[[TemplateCall, Sequence[Any]], str] | None = None,
     ):
         self._call, self._serving = call, serving
         self._missing, self._thinking = missing_reasoning, thinking
         self._stops = stops
+        self._render = render or (lambda call, messages: call.render(messages))
         own = ((thinking[0].strip(), thinking[1].strip()),) if thinking else ()
         self.pairs = (*own, *THINKING)
 
@@ -114,31 +117,33 @@ class TurnWriter:
         return self._stops
 
     @cached_property
-    def switches(self) -> list[dict[str, bool]]:
-        """Arguments of the template for a prompt without thinking."""
-        text = self._serving.text()
-        return [{name: False} for name in _SWITCHES if name in text and name not in self._serving.kwargs]
+    def switches(self) -> list[tuple[TemplateCall, TemplateCall]]:
+        """How prompts and whole conversations are rendered without thinking."""
+        text, calls = self._serving.text(), (self._serving, self._call)
+        names = [name for name in SWITCHES if name in text and name not in self._serving.kwargs]
+        found = [[replace(call, kwargs={**call.kwargs, name: False}) for call in calls] for name in names]
+        return [(serving, call) for serving, call in found]
 
-    def turn(
-        self, messages: Sequence[Mapping[str, Any]], number: int, prompt: str | None = None, rendered: str | None = None
-    ) -> Turn | int:
+    def turn(self, messages: Sequence[Mapping[str, Any]], number: int) -> Turn | int:
         """One turn, or the number of the reason why it is not learned.
 
         Args:
             messages: of the conversation.
             number: of the message with the answer.
-            prompt, rendered: P and R, if they were rendered before.
         """
         try:
-            prompt = self._serving.render(messages[:number]) if prompt is None else prompt
-            rendered = self._call.render(messages[: number + 1]) if rendered is None else rendered
+            prompt = self._render(self._serving, messages[:number])
+            rendered = self._render(self._call, messages[: number + 1])
         except Exception:
             return FAILS
         message = messages[number]
-        found = self._continued(messages, number, prompt, rendered) or self._opened(message, prompt, rendered)
-        if isinstance(found, int) or found is None:
-            return OTHER if found is None else found
-        start, answer = found
+        start: int | None = len(prompt)
+        answer: Any = rendered[len(prompt) :]
+        if not rendered.startswith(prompt):
+            found = self._opened(message, prompt, rendered)
+            if isinstance(found, int):
+                return found
+            start, answer = found
         without = False
         if self._missing != "learn" and self._thinks_nothing(prompt, answer) and not has_reasoning(message, self.pairs):
             if self._missing == "skip":
@@ -146,7 +151,8 @@ class TurnWriter:
             other = self._without_thinking(messages, number, rendered)
             if other is None:
                 return NO_SWITCH
-            (prompt, rendered, start, answer), without = other, True
+            prompt, rendered = other
+            start, answer, without = len(prompt), rendered[len(prompt) :], True
         if not answer.strip():
             return NOTHING
         answer, stopped = self._stopped(messages, number, rendered, start, answer)
@@ -156,14 +162,8 @@ class TurnWriter:
         lost = bool(reasoning) and reasoning.strip() not in answer
         return Turn(number, prompt, answer, start, rendered, without, lost, stopped)
 
-    def _continued(
-        self, messages: Sequence[Mapping[str, Any]], number: int, prompt: str, rendered: str
-    ) -> tuple[int | None, str] | None:
-        """Case (a)."""
-        return (len(prompt), rendered[len(prompt) :]) if rendered.startswith(prompt) else None
-
-    def _opened(self, message: Mapping[str, Any], prompt: str, rendered: str) -> tuple[int | None, str] | int | None:
-        """Case (b)."""
+    def _opened(self, message: Mapping[str, Any], prompt: str, rendered: str) -> tuple[int | None, str] | int:
+        """Case (b): where the answer begins in R, and its text; or why the turn is not learned."""
         opened = prompt.rstrip()
         for literal, close in self.pairs:
             base = opened.removesuffix(literal)
@@ -179,7 +179,7 @@ class TurnWriter:
             reasoning = reasoning_of(message, (literal, close)).strip()
             close = self._thinking[1]
             return None, reasoning + close + (rest.lstrip() if close[-1:].isspace() else rest)
-        return None
+        return OTHER
 
     def _thinks_nothing(self, prompt: str, answer: str) -> bool:
         """Whether an answer has, or closes, a thinking block with nothing in it."""
@@ -194,16 +194,20 @@ class TurnWriter:
 
     def _without_thinking(
         self, messages: Sequence[Mapping[str, Any]], number: int, rendered: str
-    ) -> tuple[str, str, int, str] | None:
-        """Prompt, R, and place and text of the answer behind the template's prompt without thinking."""
-        for switch in self.switches:
+    ) -> tuple[str, str] | None:
+        """P by the template's prompt without thinking, and R: as it is, or rendered in the same way."""
+
+        def fits(prompt: str, text: str) -> bool:
+            return text.startswith(prompt) and not self._thinks_nothing(prompt, text[len(prompt) :])
+
+        for serving, call in self.switches:
             try:
-                prompt = replace(self._serving, kwargs={**self._serving.kwargs, **switch}).render(messages[:number])
-                other = replace(self._call, kwargs={**self._call.kwargs, **switch})
-                for text in (rendered, other.render(messages[: number + 1])):
-                    answer = text[len(prompt) :]
-                    if text.startswith(prompt) and not self._thinks_nothing(prompt, answer):
-                        return prompt, text, len(prompt), answer
+                prompt = self._render(serving, messages[:number])
+                if fits(prompt, rendered):
+                    return prompt, rendered
+                other = self._render(call, messages[: number + 1])
+                if fits(prompt, other):
+                    return prompt, other
             except Exception:
                 continue
         return None
@@ -219,7 +223,7 @@ class TurnWriter:
         if not any(self.stops.search(text) for text in texts):
             return answer[: found.end()], True
         masked = _masked(messages[number], self.stops)
-        other = self._call.render([*messages[:number], masked])
+        other = self._render(self._call, [*messages[:number], masked])
         if start is None or len(other) != len(rendered):
             return None, False
         if any(one != two and two != _FILLER for one, two in zip(rendered, other, strict=True)):
