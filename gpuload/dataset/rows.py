@@ -13,7 +13,7 @@ import torch
 
 from gpuload.core.arrays import Ragged, row_number, row_numbers
 from gpuload.core.errors import OptionError, PromptTooLongError
-from gpuload.core.lazy import Later
+from gpuload.core.lazy import Later, LazyDict
 from gpuload.core.options import Options, Padding, nearest
 from gpuload.core.workers import prepare_worker
 from gpuload.dataset.batch import RowBatch
