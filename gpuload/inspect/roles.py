@@ -133,8 +133,8 @@ class RoleFinder:
             except Exception:  # dropped, or rendered in a way of its own
                 continue
             known[row] = True
-            codes = [names.index(role) if role in names else names.append(role) or len(names) - 1 for *_, role in found]
-            spans += [np.array([[row, start, end, code]]) for (start, end, _), code in zip(found, codes, strict=True)]
+            names += [role for *_, role in found if role not in names]  # one name twice does no harm
+            spans += [np.array([[row, start, end, names.index(role)]]) for start, end, role in found]
         every = np.concatenate([np.zeros((0, 4), np.int64), *spans])
         every = every[np.lexsort((every[:, 1], every[:, 0]))]
         row, start, end, role = every.T
