@@ -20,7 +20,8 @@ PAGE = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
 CLASSES = [name for name, kind in vars(errors).items() if isinstance(kind, type) and kind.__module__ == errors.__name__]
 
 spec = importlib.util.spec_from_file_location("build", DOCS / "build.py")
-assert spec and spec.loader
+assert spec is not None
+assert spec.loader is not None
 build = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(build)
 
