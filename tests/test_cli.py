@@ -23,7 +23,11 @@ from gpuload.engines.device import cuda
 from gpuload.engines.host.engine import HostEngine
 
 
-def test_inspect(gsm8k: str, qwen: Any, qwen_folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_inspect(
+    gsm8k: str, qwen: Any, qwen_folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("COLUMNS", "1000")
     page = tmp_path / "page.html"
     assert main(["inspect", gsm8k, "--tokenizer", qwen_folder, "--max-samples", "500", "--html", str(page)]) == 0
     shown = capsys.readouterr().out
