@@ -133,7 +133,7 @@ class RoleFinder:
             except Exception:  # dropped, or rendered in a way of its own
                 continue
             known[row] = True
-            names += [role for *_, role in found if role not in names]  # one name twice does no harm
+            names += [role for role in dict.fromkeys(role for *_, role in found) if role not in names]
             spans += [np.array([[row, start, end, names.index(role)]]) for start, end, role in found]
         every = np.concatenate([np.zeros((0, 4), np.int64), *spans])
         every = every[np.lexsort((every[:, 1], every[:, 0]))]
