@@ -2,19 +2,28 @@
 
 import ast
 import doctest
+import importlib.util
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
+import gpuload
 from gpuload.core import errors
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGE = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
 CLASSES = [name for name, kind in vars(errors).items() if isinstance(kind, type) and kind.__module__ == errors.__name__]
+
+spec = importlib.util.spec_from_file_location("build", DOCS / "build.py")
+assert spec is not None
+assert spec.loader is not None
+build = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(build)
 
 PLACEHOLDER = r"<[\w -]+>"  # on the page, for a value in a message; unlike `<role, content>`
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -119,6 +128,22 @@ def test_named_files_exist(file: str) -> None:
     linked = [link for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", text) if "headline" not in link]
     assert named + linked
     assert [name for name in named + linked if not (ROOT / name).exists()] == []
+
+
+def test_every_message_has_an_anchor_of_its_own() -> None:
+    anchors = re.findall(r'<a class="headerlink" id="([\w-]+)" href="#\1">', build.anchored(PAGE))
+    assert len(anchors) == len(set(anchors)) == len(re.findall(r"^`.+`.*\n:   ", PAGE, re.MULTILINE)) > 80
+
+
+def test_the_site_and_the_package_have_the_same_version() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert version == gpuload.__version__
+    assert f"copyright: gpuload {version} " in (ROOT / "mkdocs.yml").read_text()
+    assert re.search(
+        rf"^## {re.escape(version)} \((\d{{4}}-\d\d-\d\d|unreleased)\)$",
+        (ROOT / "CHANGELOG.md").read_text(),
+        re.MULTILINE,
+    )
 
 
 def test_the_site_loads_nothing_from_other_servers() -> None:

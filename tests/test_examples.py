@@ -13,13 +13,12 @@ import pytest
 import gpuload
 from gpuload.demo_data import demo_files
 
-# Public modules: each has examples.
+PACKAGE = Path(gpuload.__file__).parent
+# Those of integrations need the trainers.
 MODULES = [
-    *("gpuload.core.arrays", "gpuload.core.errors", "gpuload.core.lazy", "gpuload.core.options"),
-    *("gpuload.dataset.batch", "gpuload.dataset.loader", "gpuload.dataset.readable", "gpuload.dataset.report"),
-    *("gpuload.dataset.rows", "gpuload.demo_data", "gpuload.export", "gpuload.kinds.chats.dataset"),
-    *("gpuload.kinds.chats.load", "gpuload.kinds.pairs.dataset", "gpuload.kinds.pairs.load", "gpuload.kinds.prompts"),
-    *("gpuload.packing.packs", "gpuload.packing.plan", "gpuload.packing.row_batches"),
+    ".".join(("gpuload", *file.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+    for file in sorted(PACKAGE.rglob("*.py"))
+    if "    >>> " in file.read_text(encoding="utf-8") and "integrations" not in file.parts
 ]
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 NOT_FOR_USERS = {"ahead", "of_tokenizer"}

@@ -41,7 +41,7 @@ def inspect_files(
     if limit is not None and limit < 1:
         raise OptionError(f"--limit {limit}: expected an integer > 0")
     if html:  # errors come before the work
-        _check_page(Path(html))
+        check_page(Path(html))
     job = open_data(list(files), tokenizer, **options)
     dataset = run(job)
     remarks = (single_group(source.parquet, source.name) for source in job.sources if source.parquet)
@@ -56,7 +56,7 @@ def inspect_files(
         print(printable(f"\nwrote {html}"))
 
 
-def _check_page(page: Path) -> None:
+def check_page(page: Path) -> None:
     if not page.parent.is_dir():
         raise OptionError(f"--html {page}: no such directory: {page.parent}")
     if page.is_dir():

@@ -117,7 +117,9 @@ class Readable(ABC):
 
     def _tokenizer(self, caller: str) -> Reference:
         if self._reference is None:
-            raise GpuloadError(f"{caller}: a dataset in another process has no tokenizer: call it where it was loaded")
+            raise GpuloadError(
+                f"{caller}: a copy, or a dataset in another process, has no tokenizer: call it where it was loaded"
+            )
         return self._reference
 
     def __getstate__(self) -> dict[str, Any]:

@@ -12,16 +12,16 @@ def findings(found: Statistics) -> list[str]:
         report.check.mismatches
     )
     reasons = sorted(report.rejected.items(), key=lambda item: -item[1])
-    made += [f"{count:,} of {report.rows_read:,} rows are dropped: {why}." for why, count in reasons[:_MOST_REASONS]]
+    made += [f"{count:,} of {rows(report.rows_read)} dropped: {why}." for why, count in reasons[:_MOST_REASONS]]
     if len(reasons) > _MOST_REASONS:
         made.append(f"{len(reasons) - _MOST_REASONS:,} more reasons for dropped rows are in the table.")
     made.append(suggestion(found))
     if found.equal_pairs:
-        made.append(f"In {found.equal_pairs:,} pairs chosen equals rejected: nothing is learned from them.")
+        made.append(f"Nothing is learned from {rows(found.equal_pairs)} in which chosen equals rejected.")
     if report.control_rows and not report.sanitized:
-        made.append(f"{report.control_rows:,} rows have the text of control tokens, which becomes control tokens.")
+        made.append(f"Text of control tokens in messages becomes control tokens, in {rows(report.control_rows)}.")
     if report.rows_by_reference:
-        made.append(f"{report.rows_by_reference:,} rows are rendered one by one by transformers, which is slow.")
+        made.append(f"transformers renders {rows(report.rows_by_reference)} one by one, which is slow.")
     return made
 
 
@@ -38,8 +38,13 @@ def suggestion(found: Statistics) -> str:
 def kept(group: LengthGroup, limit: int) -> str:
     """What one limit does: "160 keeps 99.3%, drops 62 rows and pads 35% of a batch"."""
     share, dropped = group.within(limit), len(group.lengths) - group.count(limit)
-    return f"{limit:,} keeps {100 * share:.1f}%, drops {dropped:,} rows and pads {_pads(group, limit)}"
+    return f"{limit:,} keeps {100 * share:.1f}%, drops {rows(dropped)} and pads {_pads(group, limit)}"
 
 
 def _pads(group: LengthGroup, limit: int) -> str:
     return f"{100 * group.padding(limit):.0f}% of a batch"
+
+
+def rows(count: int) -> str:
+    """So many rows, in words."""
+    return f"{count:,} row{'s' * (count != 1)}"
