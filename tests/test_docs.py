@@ -21,6 +21,7 @@ CLASSES = [name for name, kind in vars(errors).items() if isinstance(kind, type)
 MODULES = [
     *("gpuload.core.arrays", "gpuload.core.errors", "gpuload.core.options"),
     *("gpuload.dataset.loader", "gpuload.kinds.prompts", "gpuload.kinds.chats.dataset", "gpuload.export"),
+    *("gpuload.inspect.checks.findings", "gpuload.inspect.checks.run"),
     *("gpuload.demo_data", "gpuload.packing.plan", "gpuload.packing.packs", "gpuload.packing.row_batches"),
 ]
 PLACEHOLDER = r"<[\w -]+>"  # on the page, for a value in a message; unlike `<role, content>`

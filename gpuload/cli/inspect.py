@@ -38,7 +38,7 @@ def inspect_files(files: Sequence[str], tokenizer: Any, *, html: str | None = No
     """
     if html:  # errors come before the work
         pyplot()
-        _check_page(Path(html))
+        check_page(Path(html))
     job = open_data(list(files), tokenizer, **options)
     dataset = run(job)
     remarks = (single_group(source.parquet, source.name) for source in job.sources if source.parquet)
@@ -53,7 +53,7 @@ def inspect_files(files: Sequence[str], tokenizer: Any, *, html: str | None = No
         print(printable(f"\nwrote {html}"))
 
 
-def _check_page(page: Path) -> None:
+def check_page(page: Path) -> None:
     if not page.parent.is_dir():
         raise OptionError(f"--html {page}: no such directory: {page.parent}")
     if page.is_dir():

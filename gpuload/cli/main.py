@@ -1,4 +1,4 @@
-"""The command line: inspect · show · prepare · cache · doctor · demo."""
+"""The command line: inspect · show · check · prepare · cache · doctor · demo."""
 
 import argparse
 import os
@@ -78,22 +78,37 @@ def build_parser() -> argparse.ArgumentParser:
     _add_conversations(show)
     show.set_defaults(run=_show, parser=show)
 
+    check = commands.add_parser("check", help="look for what would spoil a training run; exit status 1 on errors")
+    _add_files(check)
+    check.add_argument("--tokenizer", required=True, help="path or hub id")
+    check.add_argument(
+        "--for",
+        dest="trainer",
+        choices=["verl", "trl", "slime", "nemo-rl"],
+        help="print the configuration of this trainer (default: of gpuload in Python)",
+    )
+    check.add_argument(
+        "--against", nargs="+", metavar="FILE", help="files that must not have the same prompts, such as training data"
+    )
+    check.add_argument("--limit", type=int, metavar="N", help="the most tokens of a row (default: no limit)")
+    check.add_argument(
+        "--overlong", default="drop", choices=["drop", "keep_start", "keep_end"], help="what becomes of longer rows"
+    )
+    check.add_argument("--json", dest="as_json", action="store_true", help="print the findings as JSON")
+    check.add_argument("--html", metavar="FILE", help="also write an HTML page")
+    _add_kind(check)
+    _add_prompts(check)
+    _add_conversations(check)
+    _add_training(check)
+    check.set_defaults(run=_check, parser=check)
+
     prepare = commands.add_parser("prepare", help="tokenize files now, and cache the tokens for later loads")
     _add_files(prepare)
     prepare.add_argument("--tokenizer", help="path or hub id")
     _add_kind(prepare)
     _add_prompts(prepare)
     _add_conversations(prepare)
-    prepare.add_argument("--format", metavar="NAME", help="of chats or pairs, as load_chats and load_pairs have it")
-    prepare.add_argument("--loss-on", metavar="PART", help="of chats: assistant, last, marked, completion or all")
-    prepare.add_argument("--drop-nulls", action="store_true", help="of chats and pairs: remove keys that are null")
-    prepare.add_argument(
-        "--normalize-messages",
-        metavar="MODE",
-        help="of chats and pairs: auto makes contents that are null, and arguments of tool calls that are text, what "
-        "most templates take",
-    )
-    prepare.add_argument("--template-kwargs", metavar="JSON", default="{}", help="constants for the chat template")
+    _add_training(prepare)
     prepare.add_argument(
         "--verify",
         default="sample",
@@ -180,6 +195,19 @@ def _add_conversations(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--messages-key", metavar="KEY", help="column with messages or texts, if it has another name")
 
 
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--format", metavar="NAME", help="of chats or pairs, as load_chats and load_pairs have it")
+    parser.add_argument("--loss-on", metavar="PART", help="of chats: assistant, last, marked, completion or all")
+    parser.add_argument("--drop-nulls", action="store_true", help="of chats and pairs: remove keys that are null")
+    parser.add_argument(
+        "--normalize-messages",
+        metavar="MODE",
+        help="of chats and pairs: auto makes contents that are null, and arguments of tool calls that are text, what "
+        "most templates take",
+    )
+    parser.add_argument("--template-kwargs", metavar="JSON", default="{}", help="constants for the chat template")
+
+
 def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--export",
@@ -241,6 +269,18 @@ def _data(given: argparse.Namespace) -> dict[str, Any]:
     """What is said of the data, as for `open_data`."""
     names = ("kind", "prompt_key", "messages_key")
     return {name: getattr(given, name) for name in names} | {"chat_template": _template(given)}
+
+
+def _check(given: argparse.Namespace) -> int:
+    from gpuload.cli.check import check_files
+    from gpuload.cli.prepare import template_kwargs
+
+    if not given.files:
+        given.parser.error("no files given")
+    names = ("trainer", "against", "limit", "overlong", "as_json", "html", *_TRAINING)
+    more = {name: getattr(given, name) for name in names} | _data(given)
+    more["apply_chat_template_kwargs"] = template_kwargs(given.template_kwargs)
+    return check_files(given.files, given.tokenizer, **more)
 
 
 def _template(given: argparse.Namespace) -> str | None:
