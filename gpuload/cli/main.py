@@ -1,4 +1,4 @@
-"""The command line: inspect · show · check · prepare · cache · doctor · demo."""
+"""The command line: inspect · show · check · diff · prepare · cache · doctor · demo."""
 
 import argparse
 import os
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpuload._version import __version__
+from gpuload.cli.checking import add_commands
 from gpuload.cli.output import arguments_of, as_arguments, printable
 from gpuload.core.errors import GpuloadError
 
@@ -78,29 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_conversations(show)
     show.set_defaults(run=_show, parser=show)
 
-    check = commands.add_parser("check", help="look for what would spoil a training run; exit status 1 on errors")
-    _add_files(check)
-    check.add_argument("--tokenizer", required=True, help="path or hub id")
-    check.add_argument(
-        "--for",
-        dest="trainer",
-        choices=["verl", "trl", "slime", "nemo-rl"],
-        help="print the configuration of this trainer (default: of gpuload in Python)",
-    )
-    check.add_argument(
-        "--against", nargs="+", metavar="FILE", help="files that must not have the same prompts, such as training data"
-    )
-    check.add_argument("--limit", type=int, metavar="N", help="the most tokens of a row (default: no limit)")
-    check.add_argument(
-        "--overlong", default="drop", choices=["drop", "keep_start", "keep_end"], help="what becomes of longer rows"
-    )
-    check.add_argument("--json", dest="as_json", action="store_true", help="print the findings as JSON")
-    check.add_argument("--html", metavar="FILE", help="also write an HTML page")
-    _add_kind(check)
-    _add_prompts(check)
-    _add_conversations(check)
-    _add_training(check)
-    check.set_defaults(run=_check, parser=check)
+    add_commands(commands, _add_rows, _rows)
 
     prepare = commands.add_parser("prepare", help="tokenize files now, and cache the tokens for later loads")
     _add_files(prepare)
@@ -208,6 +187,15 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--template-kwargs", metavar="JSON", default="{}", help="constants for the chat template")
 
 
+def _add_rows(parser: argparse.ArgumentParser) -> None:
+    _add_files(parser)
+    parser.add_argument("--tokenizer", required=True, help="path or hub id")
+    _add_kind(parser)
+    _add_prompts(parser)
+    _add_conversations(parser)
+    _add_training(parser)
+
+
 def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--export",
@@ -271,16 +259,12 @@ def _data(given: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(given, name) for name in names} | {"chat_template": _template(given)}
 
 
-def _check(given: argparse.Namespace) -> int:
-    from gpuload.cli.check import check_files
+def _rows(given: argparse.Namespace) -> dict[str, Any]:
+    """What is said of data to train on, as for `open_data`."""
     from gpuload.cli.prepare import template_kwargs
 
-    if not given.files:
-        given.parser.error("no files given")
-    names = ("trainer", "against", "limit", "overlong", "as_json", "html", *_TRAINING)
-    more = {name: getattr(given, name) for name in names} | _data(given)
-    more["apply_chat_template_kwargs"] = template_kwargs(given.template_kwargs)
-    return check_files(given.files, given.tokenizer, **more)
+    more = {"apply_chat_template_kwargs": template_kwargs(given.template_kwargs)}
+    return {name: getattr(given, name) for name in _TRAINING} | _data(given) | more
 
 
 def _template(given: argparse.Namespace) -> str | None:
