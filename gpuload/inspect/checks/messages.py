@@ -89,7 +89,7 @@ class FlatMessages:
         found: RowMask = (self.part > PROMPT_PART) | ((self.part == 0) & (number >= last[self.row]))
         return found
 
-    def joined(self, mask: RowMask, roles: bool, separator: str = "\n") -> pa.LargeStringArray:
+    def joined(self, mask: RowMask, roles: bool) -> pa.LargeStringArray:
         """(n,) the texts of some messages of each row.
 
         Args:
@@ -99,9 +99,17 @@ class FlatMessages:
         texts = self.text
         if roles:
             texts = pc.binary_join_element_wise(self.role, texts, as_scalar("\n", _TEXT_TYPE))
+        return self._by_row(texts, mask)
+
+    @property
+    def shapes(self) -> pa.LargeStringArray:
+        """(n,) the roles of the messages of each row."""
+        return self._by_row(self.role, np.ones(len(self), np.bool_))
+
+    def _by_row(self, texts: pa.LargeStringArray, mask: RowMask) -> pa.LargeStringArray:
         offsets = offsets_of(np.bincount(self.row[mask], minlength=self.count))
         some = pa.LargeListArray.from_arrays(as_arrow(offsets), texts.filter(as_arrow(mask)))
-        return pc.binary_join(some, as_scalar(separator, _TEXT_TYPE))
+        return pc.binary_join(some, as_scalar("\n", _TEXT_TYPE))
 
 
 def flat_messages(column: pa.Array) -> FlatMessages:

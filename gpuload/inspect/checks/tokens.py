@@ -6,15 +6,16 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.core.arrays import Ragged
 from gpuload.core.arrow import as_arrow, as_numpy, fill_null
 from gpuload.core.marks import IDS, LOSS, loss_tokens
 from gpuload.inspect.checks.findings import RowMask
-from gpuload.inspect.checks.messages import NONE
+from gpuload.inspect.checks.messages import NONE, FlatMessages
 from gpuload.inspect.checks.rows import CheckedRows, Hit
-from gpuload.inspect.roles import TEMPLATE, UNKNOWN, RoleFinder
+from gpuload.inspect.roles import TEMPLATE, RoleFinder
 from gpuload.inspect.tokens import TokenReader, visible_text
 from gpuload.reference.reference import Reference
 
@@ -119,13 +120,10 @@ class TokenChecks:
             inside = ahead < tokens.offsets[row + 1]
             ahead = np.minimum(ahead, max(len(ids) - 1, 0))
             behind |= inside & ~loss[ahead] & self._special[ids[ahead]]
-        made = []
-        for wrong in (~learned & ~behind, ~learned & behind):
-            found = np.full(len(tokens), -1)
-            some = np.flatnonzero(wrong)[::-1]  # the first one stays
-            found[row[some]] = at[some] - tokens.offsets[row[some]]
-            made.append(found)
-        return made[0], made[1]
+        marked = np.zeros((2, len(ids)), np.bool_)
+        marked[0, at[~learned & ~behind]] = True
+        marked[1, at[~learned & behind]] = True
+        return _first_places(marked[0], tokens), _first_places(marked[1], tokens)
 
     def _inserted(self, rows: CheckedRows) -> Hit:
         """Rows with text of the template that is learned in front of a text of a message: neither control tokens, nor
@@ -133,9 +131,25 @@ class TokenChecks:
         to write something: there, only empty thinking blocks count."""
         (tokens,), messages = rows.tokens, rows.messages
         ids, loss = Ragged(tokens.values & IDS, tokens.offsets), (tokens.values & LOSS) != 0
-        codes = self._codes(rows, ids)
+        places = _first_places(self._empty_thinking(rows, ids, loss), tokens)
         more = messages.rows_of((messages.arguments != NONE) | as_numpy(messages.reasoning.is_valid()))
-        codes[np.repeat(more, ids.lengths)] = UNKNOWN
+        left = (ids.lengths > 0) & (places < 0) & ~more
+        # A template inserts text by the roles of messages: all rows are searched only if some with these roles have it.
+        for some in (left & _some_of_each_shape(messages, left), left):
+            at = np.flatnonzero(some)
+            if not len(at):
+                break
+            part = tokens.filter(some)
+            found = _first_places(self._inserted_text(rows.column.take(as_arrow(at)), part), part)
+            places[at] = found
+            if not (found >= 0).any():
+                break
+        return Hit("inserted text learned", places >= 0, lambda row: self._around(tokens, row, int(places[row])))
+
+    def _inserted_text(self, column: pa.Array, tokens: Ragged) -> RowMask:
+        """Which tokens are learned text of the template in front of a text of a message."""
+        ids, loss = Ragged(tokens.values & IDS, tokens.offsets), (tokens.values & LOSS) != 0
+        codes = self._finder.codes(column, ids)
         # Stretches of tokens with one role and either with or without loss.
         change = np.ones(len(codes) + 1, np.bool_)
         change[1:-1] = (codes[1:] != codes[:-1]) | (loss[1:] != loss[:-1])
@@ -150,32 +164,18 @@ class TokenChecks:
         for token in np.unique(ids.values[inserted]).tolist():
             if not self._reader.piece(token).strip() or self._control[token]:
                 inserted &= ids.values != token
-        inserted |= self._empty_thinking(rows, ids, loss, codes == UNKNOWN)
-        at = np.flatnonzero(inserted)[::-1]
-        places = np.full(len(tokens), -1)
-        row = np.searchsorted(tokens.offsets, at, side="right") - 1
-        places[row] = at - tokens.offsets[row]
-        return Hit("inserted text learned", places >= 0, lambda row: self._around(tokens, row, int(places[row])))
+        return inserted
 
-    def _codes(self, rows: CheckedRows, ids: Ragged) -> npt.NDArray[np.int64]:
-        """The roles of all tokens; those of rows without tokens are not asked for."""
-        valid = ids.lengths > 0
-        if not valid.any():
-            return np.zeros(0, np.int64)
-        return self._finder.codes(rows.column.filter(as_arrow(valid)), ids.filter(valid))
-
-    def _empty_thinking(
-        self, rows: CheckedRows, ids: Ragged, loss: npt.NDArray[np.bool_], where: npt.NDArray[np.bool_]
-    ) -> npt.NDArray[np.bool_]:
-        """Which tokens with loss are those of empty thinking blocks, in rows whose roles are unknown and whose messages
-        have no such block."""
+    def _empty_thinking(self, rows: CheckedRows, ids: Ragged, loss: RowMask) -> RowMask:
+        """Which tokens with loss are the first ones of empty thinking blocks, in rows whose messages have no such
+        block."""
         found = np.zeros(len(loss), np.bool_)
-        if not where.any():
+        texts = rows.texts[0].filter(as_arrow(_matches(rows.texts[0], _THINKING)))
+        if not len(texts):
             return found
-        own: RowMask = rows.messages.rows_of(_matches(rows.messages.text, _THINKING))
-        texts = rows.texts[0].filter(as_arrow(~own & _matches(rows.texts[0], _THINKING)))
         blocks = set(pc.struct_field(pc.extract_regex(texts, f"(?P<block>{_THINKING})"), "block").to_pylist())
-        allowed = loss & where & np.repeat(~own, ids.lengths)
+        own = rows.messages.rows_of(_matches(rows.messages.text, _THINKING))
+        allowed = loss & np.repeat(~own, ids.lengths)
         for block in blocks:
             wanted = self._reference.encode(block)
             wanted = wanted[1:-1] if len(wanted) > 3 else wanted  # characters next to it may be in the same tokens
@@ -184,6 +184,30 @@ class TokenChecks:
                 places = places[(ids.values[places + step] == token) & allowed[places + step]]
             found[places] = True
         return found
+
+
+_OF_EACH_SHAPE = 16  # rows that are searched first
+
+
+def _some_of_each_shape(messages: FlatMessages, rows: RowMask) -> RowMask:
+    """(n,) bool: the first ones of some rows with each sequence of roles."""
+    shape = as_numpy(messages.shapes.dictionary_encode().indices)
+    some = np.flatnonzero(rows)
+    some = some[np.argsort(shape[some], kind="stable")]
+    begin = np.flatnonzero(np.diff(shape[some], prepend=-1))
+    number = np.arange(len(some)) - np.repeat(begin, np.diff(begin, append=len(some)))
+    chosen = np.zeros(len(rows), np.bool_)
+    chosen[some[number < _OF_EACH_SHAPE]] = True
+    return chosen
+
+
+def _first_places(marked: RowMask, tokens: Ragged) -> npt.NDArray[np.int64]:
+    """(n,) the place of the first marked token of each row, -1 if there is none."""
+    at = np.flatnonzero(marked)[::-1]
+    places = np.full(len(tokens), -1)
+    row = np.searchsorted(tokens.offsets, at, side="right") - 1
+    places[row] = at - tokens.offsets[row]
+    return places
 
 
 def _of_ids(ids: Iterable[int]) -> npt.NDArray[np.bool_]:
