@@ -405,7 +405,7 @@ def test_levels() -> None:
         ({"trainer": "nemo"}, "trainer='nemo': expected one of 'verl', 'trl', 'slime', 'nemo-rl'"),
         ({"limit": 0}, "limit=0: expected an integer > 0, or None"),
         ({"limit": 5, "overlong": "cut"}, "overlong='cut': expected one of"),
-        ({"overlong": "keep_end"}, "overlong='keep_end': pass limit, too"),
+        ({"overlong": "keep_end"}, "overlong='keep_end': pass limit=..., too"),
         ({"loss_on": "user"}, "loss_on"),
         ({"nonsense": 1}, "unknown option nonsense"),
     ],

@@ -8,6 +8,7 @@ from typing import Any
 
 from gpuload.cli.output import printable
 from gpuload.cli.show import uses_color
+from gpuload.core.errors import GpuloadError
 from gpuload.inspect.data import open_data
 from gpuload.inspect.diff import ChangedRow, Difference, DiffPiece, difference
 from gpuload.inspect.tokens import visible_text
@@ -38,8 +39,12 @@ def diff_files(
     Returns:
         The exit status: 1 if a row changes.
     """
-    jobs = [open_data(list(files), each, **more) for each, more in ((tokenizer, options), (against, against_options))]
-    found = difference(jobs[0], jobs[1], 0 if as_json else most)
+    job = open_data(list(files), tokenizer, **options)
+    try:
+        other = open_data(list(files), against, **against_options)
+    except GpuloadError as error:  # the same option has another name on this side
+        raise type(error)(str(error).replace("chat_template=", "against_template=")) from error
+    found = difference(job, other, 0 if as_json else most)
     if as_json:
         print(json.dumps(found.to_dict()))
     else:

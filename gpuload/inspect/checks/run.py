@@ -136,7 +136,7 @@ def checked(
     if limit is not None and not POSITIVE.holds(limit):
         raise OptionError(f"limit={limit!r}: expected an integer > 0, or None")
     if limit is None and overlong != "drop":
-        raise OptionError(f"overlong={overlong!r}: pass limit, too: without one, no row is too long")
+        raise OptionError(f"overlong={overlong!r}: pass limit=..., too: without one, no row is too long")
     job = open_data(files, tokenizer, **options)
     others = None if against is None else _against(against, job, options)
     run = _Pass(job, trainer, limit, overlong, grams=others is not None or len(job.sources) > 1)
