@@ -43,16 +43,17 @@ def test_equal_rows(qwen: Any) -> None:
 
 def test_templates_that_differ_in_few_rows() -> None:
     one = small_tokenizer(PLAIN)
-    changes = "{% if m.role == 'user' %}{{ m.content | replace('7', 'seven') }}{% else %}{{ m.content }}{% endif %}"
+    changed = "{{ m.content | replace('Is it seven', 'Is it 7') }}"  # which is in no text that gpuload renders to learn
+    changes = f"{{% if m.role == 'user' %}}{changed}{{% else %}}{{{{ m.content }}}}{{% endif %}}"
     other = small_tokenizer(PLAIN.replace("{{ m.content }}", changes))
-    rows = [chat(f"Is it {n}?", "Yes, " + "surely " * 9) for n in range(10)]
+    rows = [chat("Is it seven?" if n == 7 else f"Is it {n}?", "Yes, " + "surely " * 9) for n in range(10)]
     found = compared(rows, one, other)
     assert found.changed == [7]
     assert (found.loss_only, found.dropped, found.renumbered) == (0, [0, 0], 0)
-    more = len(one.encode("seven", add_special_tokens=False)) - 1
-    assert found.tokens[1] == found.tokens[0] + more
+    less = len(one.encode("seven", add_special_tokens=False)) - 1
+    assert found.tokens[1] == found.tokens[0] - less
     (pieces,) = in_words(found)
-    assert [each for each in pieces if each[0] != "same"] == [("removed", "7"), ("added", "seven")]
+    assert [each for each in pieces if each[0] != "same"] == [("removed", "seven"), ("added", "7")]
     assert found.shown[0].place.endswith(" row 7")
     # All tokens are shown but the omitted ones, and these are counted.
     (((_, shown),),) = [row.sequences for row in found.shown]

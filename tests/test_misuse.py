@@ -1,7 +1,7 @@
 """Misuse of gpuload: each example in the folder `misuse` gives the error that it says.
 
 An example is a few lines of Python, or a command line, and ends with a comment: the class of the error, or `exit` and
-the status of the command, and its message, in which `...` stands for anything. They run in a directory with these files:
+the status of the command, and its message, in which `...` stands for anything. They run in a directory with:
 
     prompts.parquet, chats.jsonl, pairs.jsonl, labels.jsonl    data as it should be, of each kind
     questions.jsonl                                            prompts in a column `question`
