@@ -114,6 +114,13 @@ def commands() -> str:
     return "\n".join(sections)
 
 
+def checks() -> str:
+    """The checks of `gpuload check`, with their thresholds."""
+    from gpuload.inspect.checks.findings import thresholds
+
+    return thresholds()
+
+
 # -- pages from elsewhere --------------------------------------------------------------------------------------------
 
 
@@ -128,7 +135,7 @@ def containers() -> str:
 
 
 GENERATORS: dict[str, Callable[[], str]] = {
-    made.__name__: made for made in (options, verl_settings, commands, contributing, containers)
+    made.__name__: made for made in (options, verl_settings, commands, checks, contributing, containers)
 }
 
 

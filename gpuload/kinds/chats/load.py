@@ -52,7 +52,7 @@ _CHOICES: dict[str, tuple[LossOn, ...]] = {
 }
 """What can have loss in data of each format; the first is the default."""
 
-_LABELED = ("messages", "sharegpt", "prompt-completion", "alpaca")
+LABELED = ("messages", "sharegpt", "prompt-completion", "alpaca")
 """Formats that data for KTO may have, too."""
 
 _GOOD, _BAD = (1, "1", "1.0", "true"), (0, "0", "0.0", "false")
@@ -128,7 +128,7 @@ class ChatKind(MessageOptions, ServedOptions, Kind[ChatDataset]):
                     "format= to train on the other columns as they are"
                 )
         name = one_format({source.name: self._found_in(source).name for source in sources})
-        if self.format is None and name in _LABELED and (found := _label_of(sources)):
+        if self.format is None and name in LABELED and (found := label_of(sources)):
             source, label = found
             kind = source.schema.field(label).type
             steps = ["make columns prompt and completion"] if name == "alpaca" else []
@@ -253,7 +253,7 @@ def load_chats(files: Any, tokenizer: Any = None, /, **options: Unpack[ChatKeywo
     return load_given(ChatKind, files, tokenizer, options)
 
 
-def _label_of(sources: Sequence[Source]) -> tuple[Source, str] | None:
+def label_of(sources: Sequence[Source]) -> tuple[Source, str] | None:
     """The first source with a column that says whether the answer of a row is a good one, and the column.
 
     `kto_tag` has no other meaning, and a boolean `label` hardly any. A `label` of another type may as well be the
@@ -269,7 +269,7 @@ def _label_of(sources: Sequence[Source]) -> tuple[Source, str] | None:
     seen: set[bool | None] = set()
     for source, name in unclear:
         for column in one_column(source, name):
-            seen |= set(map(_is_good, _distinct(column)))
+            seen |= set(map(is_good, _distinct(column)))
             if None in seen:
                 return None
     return unclear[0] if seen == {True, False} else None
@@ -285,7 +285,7 @@ def _distinct(column: pa.ChunkedArray) -> list[Any]:
     return list(to_python(pc.unique(values.drop_null())))
 
 
-def _is_good(value: Any) -> bool | None:
+def is_good(value: Any) -> bool | None:
     """The truth value that a label stands for; None if it is something else."""
     value = value.lower() if isinstance(value, str) else value
     return True if value in _GOOD else False if value in _BAD else None
