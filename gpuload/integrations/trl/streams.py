@@ -78,8 +78,7 @@ class _BatchSteps:
             if not self._told:
                 log_fallback(logger, f"TRL for some rows of the {self._call.name} dataset", str(error))
             self._told = True
-        names = list(batch)
-        self._rows.given = [dict(zip(names, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+        self._rows.given = rows_of(batch)
         found = list(self._theirs)
         return {name: [row.get(name) for row in found] for name in dict.fromkeys(name for row in found for name in row)}
 
