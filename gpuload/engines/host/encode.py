@@ -41,7 +41,6 @@ from gpuload.reference.reference import Reference
 from gpuload.reference.template_call import first_line
 from gpuload.tokenizer.cuts import cut_table
 from gpuload.tokenizer.gigatoken import needs_nfc_text, not_known_exact
-from gpuload.tokenizer.nfc import normalized_otherwise
 from gpuload.tokenizer.tokenizers1 import differing_code_points, not_known_equal, opened, tokenizers1_version
 from gpuload.tokenizer.unassigned import texts_with_unassigned
 
@@ -176,6 +175,8 @@ def _without_panic(function: Callable[[Any], Any], argument: Any) -> Any:
 
 def _gigatoken(reference: Reference) -> HostEncoder:
     import awkward
+
+    from gpuload.tokenizer.nfc import normalized_otherwise
 
     reason = not_known_exact(reference.model_json)
     if reason:
