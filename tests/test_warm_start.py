@@ -72,7 +72,7 @@ for name, path, options in json.loads(sys.argv[2]):
 
 
 def test_a_warm_start_of_rows_to_train_on_opens_no_tokenizer(
-    settled: str, write: Callable[..., str], warm_cache: Path
+    settled: str, qwen: Any, write: Callable[..., str], warm_cache: Path
 ) -> None:
     """Calls of ShareGPT are converted as the template expects them, which only the tokenizer knows."""
     chat = [*user("a"), {"role": "assistant", "content": "b"}]
@@ -85,6 +85,8 @@ def test_a_warm_start_of_rows_to_train_on_opens_no_tokenizer(
         ("load_chats", messages, {"loss_on": "last"}),
         ("load_chats", messages, {"drop_nulls": True, "normalize_messages": "auto"}),
         ("load_chats", messages, {"store": "disk"}),
+        ("load_chats", messages, {"turns": "served"}),
+        ("load_chats", messages, {"turns": "served", "serving_template": qwen.chat_template}),
         ("load_chats", calls, {}),
         *(("load_pairs", write(pairs, "pairs.parquet"), {"objective": objective}) for objective in ("dpo", "rm")),
     ]

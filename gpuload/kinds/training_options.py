@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpuload.core.errors import OptionError
-from gpuload.core.options import POSITIVE, Normalize, Options, Overlong, check_fields, nearest
+from gpuload.core.options import POSITIVE, Normalize, Options, Overlong, check_fields, check_of_loaders, nearest
 from gpuload.engines.choose import choose_engine
 from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.protocol import Engine
@@ -65,6 +65,7 @@ def training_options(given: Mapping[str, Any], prompt_key: str, own: Collection[
     options = set(Options.__dataclass_fields__) - _REPLACED - {"return_raw_chat", "return_full_prompt"}
     known = {*own, "max_length", "overlong", *options}
     if unknown := sorted(set(given) - known):
+        check_of_loaders(unknown)
         raise OptionError(f"unknown option {unknown[0]}{nearest(unknown[0], known)}")
     limits = TrainingDefaults(**{name: given[name] for name in ("max_length", "overlong") if name in given})
     check_fields(limits, {"max_length": POSITIVE})

@@ -289,7 +289,9 @@ def _run(job: Job[Dataset], engine: Engine) -> Dataset:
         numbers if order is None else numbers[order], starts, np.array([source.first_row for source in sources])
     )
     pad_id = job.reference.pad_token_id
-    return job.kind.dataset(Loaded(store, sizes, columns, origins, engine, options, pad_id, report, about))
+    return job.kind.dataset(
+        Loaded(store, sizes, columns, origins, engine, options, pad_id, report, about, job.reference)
+    )
 
 
 def _prompt_bytes(sources: Sequence[Source], wanted: RowNumbers | None, options: Options) -> int:

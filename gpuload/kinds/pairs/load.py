@@ -170,6 +170,13 @@ def load_pairs(files: Any, tokenizer: Any = None, /, **options: Unpack[PairKeywo
     The ids of a sequence are those of `tokenizer.apply_chat_template(prompt + completion)`. A completion begins where
     they first differ from those of the prompt with a generation prompt; for DPO, where either sequence first does.
 
+    Examples:
+        >>> import gpuload, pyarrow as pa
+        >>> from gpuload.demo_data import demo_files
+        >>> pairs = pa.table({"prompt": ["1 + 1 ="], "chosen": [" 2"], "rejected": [" 3"]})
+        >>> gpuload.load_pairs(pairs, demo_files()[1])[0]
+        {'prompt_ids': [16, 488, 220, 16, 284], 'chosen_ids': [220, 17, 151645], 'rejected_ids': [220, 18, 151645]}
+
     Args:
         files: as for `load`.
         tokenizer: as for `load`.
