@@ -124,6 +124,18 @@ class HostEngine:
         self._nbytes = nbytes
         return nullcontext()
 
+    def again(self) -> bool:
+        """Prepares for another load with the same tokenizer, whose vocabulary may be another one: see `kept.py`.
+
+        Returns:
+            Whether that is possible.
+        """
+        with self._lock:
+            if self._spans is not None:
+                self._spans.kept = True
+            building = self._building
+        return building is not None and building.done() and building.exception() is None and building.result().live
+
     def lost(self) -> None:
         return None
 
