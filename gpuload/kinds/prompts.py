@@ -91,7 +91,7 @@ class PromptKind(Kind["PromptDataset"]):
         return self, list(sources), options
 
     def reference(self, tokenizer: Any, options: Options) -> Reference:
-        return open_known(tokenizer, options, partial(reference_of, tokenizer, options))
+        return open_known(tokenizer, options)
 
     def column(self, source: Source, options: Options, reference: Reference) -> Source:
         return source

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from gpuload.cache.known_tokenizer import open_known
 from gpuload.core.arrays import Array, Ragged, RowNumbers, array_module, on_host
 from gpuload.core.errors import DataError, GpuloadError, OptionError
 from gpuload.core.keywords import ChatKeywords, takes
@@ -39,6 +40,7 @@ from gpuload.kinds.training_options import (
 )
 from gpuload.pipeline.kind import Kind
 from gpuload.pipeline.run import load_given
+from gpuload.reference.reference import Reference
 from gpuload.sources.columns import to_python
 from gpuload.sources.read import Source, one_column
 from gpuload.template.marks import UnknownAnswersError
@@ -145,12 +147,11 @@ class ChatKind(MessageOptions, ServedOptions, Kind[ChatDataset]):
     def _found_in(self, source: Source) -> Format:
         return find_format(source.schema, source.name, self.format, self.messages_key)
 
-    def reference(self, tokenizer: Any, options: Options) -> ChatReference:
-        assert self.loss_on is not None
+    def reference(self, tokenizer: Any, options: Options) -> Reference:
+        own = {"loss_on": self.loss_on, "weights": self.weights, **self.of_messages()}
         if self.as_served:
-            own = {**self.of_turns(), **self.of_messages(), **options.of_tokenizer()}
-            return ServedReference(tokenizer, self.loss_on, self.weights, **own)
-        return ChatReference(tokenizer, self.loss_on, self.weights, **self.of_messages(), **options.of_tokenizer())
+            return open_known(tokenizer, options, ServedReference, **own, **self.of_turns())
+        return open_known(tokenizer, options, ChatReference, **own)
 
     def column(self, source: Source, options: Options, reference: Any) -> Source:
         found = self._found_in(source)

@@ -205,6 +205,7 @@ class ServedReference(ChatReference):
         token = str(self.tokenizer.eos_token or "")
         return token if token and len(self.encode(token)) == 1 else ""
 
-    def fingerprint(self) -> str:
+    @property
+    def variant(self) -> str:
         served = repr((self.missing_reasoning, self.serving_template, self.thinking))
-        return f"{super().fingerprint()} as served {served}"
+        return f"{super().variant} as served {served}"
