@@ -86,6 +86,8 @@ class ServedEngine(HostEngine):
     def __init__(self, reference: Any, exact_only: bool = False, notes: tuple[str, ...] = ()):
         super().__init__(reference, exact_only, notes)
         self._by_call: dict[str, ChatProgram] = {}
+        self._calls = reference.call, reference.prompting
+        self._known: dict[int, ChatProgram | None] = {}  # of `_calls`, by their ids
         self._given_kwargs: list[dict[str, Any]] = []  # arguments of many rows
         self._tails: dict[str, tuple[int, ...]] = {}
 
@@ -141,7 +143,8 @@ class ServedEngine(HostEngine):
         """
         reference, own = self._reference, own_arguments(row)
         messages, wanted = reference.wanted(row)
-        call, tools = reference.call_with(own), own.get(TOOLS)
+        calls = self._calls if not own else (reference.call_with(own), reference.call_with(own, prompt_only=True))
+        call, tools = calls[0], own.get(TOOLS)
         if not isinstance(tools, list | None):
             why_not.append(why_by_row(row))
 
@@ -157,7 +160,7 @@ class ServedEngine(HostEngine):
                 why_not.extend([why_by_row(row)] if messages else [])
             return call.render(messages)
 
-        writer = reference.writer_of(own, render)
+        writer = reference.writer_of(calls, render)
         made = TextTurns({}, wanted, messages, call)
         for number in wanted:
             turn = writer.turn(messages, number)
@@ -175,6 +178,10 @@ class ServedEngine(HostEngine):
 
     def _program_of(self, call: TemplateCall) -> ChatProgram | None:
         """The template of a call, compiled; None if too few rows have its arguments."""
+        if any(call is each for each in self._calls):
+            if id(call) not in self._known:
+                self._known[id(call)] = ChatProgram(call)
+            return self._known[id(call)]
         switch = {name: value for name, value in call.kwargs.items() if name in SWITCHES and value is False}
         kwargs = {name: value for name, value in call.kwargs.items() if name not in switch}
         common = [self._reference.call.kwargs, *self._given_kwargs]
@@ -241,16 +248,17 @@ class ServedEngine(HostEngine):
         tails: list[tuple[int, ...]] = []
         spans: list[tuple[int, int, int, int]] = []  # row, begin, end and bits of what has loss
         usable = [True] * len(found)
-        sizes = [[(len(t.prompt.encode()), len((t.prompt + t.answer).encode())) for t, *_ in c.answers] for c in found]
         for at, each in enumerate(found):
-            for (turn, row, loss), (begin, end) in zip(each.answers, sizes[at], strict=True):
+            for turn, row, loss in each.answers:
+                begin = _bytes(turn.prompt)
+                end = begin + _bytes(turn.answer)
                 tail = self._tail(turn)
                 usable[at] &= tail is not None
                 tails.append(tail or ())
                 places.append((int(first[at]) + row, begin, end))
                 bits = self._reference.bits_of(each.wanted[turn.number])
                 for low, high in loss:
-                    inside, until = (begin + len(turn.answer[:k].encode()) for k in (low, high))
+                    inside, until = (begin + _bytes(turn.answer[:k]) for k in (low, high))
                     spans.append((int(first[at]) + row, inside, until, bits))
         of, begins, stops = np.array(places, np.int64).reshape(-1, 3).T
         starts, ends = np.split(self.spans.beginning(rows, ids, np.tile(of, 2), np.concatenate([begins, stops])), 2)
@@ -296,6 +304,10 @@ class ServedEngine(HostEngine):
         cuts = tuple(token.decode() for token in cutting_tokens(reference, texts))
         longer = [token for token in cuts if any(one != token and one.startswith(token) for one in special)]
         return cuts, tuple(token for token in cuts if token not in longer)
+
+
+def _bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
 
 
 def _maximal(texts: Sequence[str]) -> list[int]:

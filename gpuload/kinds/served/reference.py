@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -72,17 +72,22 @@ class ServedReference(ChatReference):
         return TurnWriter(self.call, self.prompting, self.missing_reasoning, self.thinking)
 
     def writer_of(
-        self, own: Mapping[str, Any], render: Callable[[TemplateCall, Sequence[Any]], str] | None = None
+        self,
+        calls: tuple[TemplateCall, TemplateCall],
+        render: Callable[[TemplateCall, Sequence[Any]], str] | None = None,
     ) -> TurnWriter:
-        """Finds the turns of rows with arguments of their own.
+        """Finds the turns of rows.
 
         Args:
+            calls: how conversations and prompts are rendered.
             render: see `TurnWriter`.
         """
-        if not own and render is None:
-            return self.writer
-        calls = self.call_with(own), self.call_with(own, prompt_only=True)
         return TurnWriter(*calls, self.missing_reasoning, self.thinking, self.writer.stops, render)
+
+    def at(self, instant: Any) -> Self:
+        other = super().at(instant)
+        other.__dict__.pop("writer", None)  # it has the other time of day
+        return other
 
     @cached_property
     def blocks(self) -> bool:
@@ -128,9 +133,10 @@ class ServedReference(ChatReference):
         """The rows of one conversation."""
         messages, wanted = self.wanted(prompt)
         own = own_arguments(prompt)
-        writer = self.writer_of(own)
+        calls = self.call_with(own), self.call_with(own, prompt_only=True)
+        writer = self.writer_of(calls) if own else self.writer
         return self.rows_of_turns(
-            {number: writer.turn(messages, number) for number in wanted}, wanted, messages, self.call_with(own)
+            {number: writer.turn(messages, number) for number in wanted}, wanted, messages, calls[0]
         )
 
     def rows_of_turns(

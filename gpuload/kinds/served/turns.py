@@ -54,6 +54,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 SWITCHES = ("enable_thinking", "thinking")  # arguments of templates that are false for prompts without thinking
 _STOPS = ("<|eom_id|>", "<|eot_id|>", "<|call|>", "<|return|>")  # some are written next to calls of tools only
 _FILLER = "\ue000"
+_NEAR = 256  # characters around the place where an answer begins
 
 
 @dataclass(frozen=True)
@@ -183,9 +184,9 @@ class TurnWriter:
 
     def _thinks_nothing(self, prompt: str, answer: str) -> bool:
         """Whether an answer has, or closes, a thinking block with nothing in it."""
+        end, start = prompt[-_NEAR:].rstrip(), answer[:_NEAR].lstrip()  # blocks with more white space are not empty
         for literal, close in self.pairs:
-            opened = prompt.rstrip().endswith(literal)
-            text = answer.lstrip()
+            opened, text = end.endswith(literal), start
             if not opened and text.startswith(literal):
                 text, opened = text[len(literal) :].lstrip(), True
             if opened:
