@@ -1,8 +1,8 @@
 """Rows as served, compared with one row per conversation: `python -m bench.served`.
 
-Conversations of 2, 5 and 20 turns, without and with reasoning, with a template that keeps its history (Qwen2.5's, of the
-shipped tokenizer) and with Qwen3's, which does not. Each way loads the same file in a process of its own, after imports
-and with the tokenizer open, twice: the second load is what is measured, in seconds of CPU and of time.
+Conversations of 2, 5 and 20 turns, without and with reasoning, with a template that keeps its history (Qwen2.5's, of
+the shipped tokenizer) and with Qwen3's, which does not. Each way loads the same file in a process of its own, after
+imports and with the tokenizer open, twice: the second load is what is measured, in seconds of CPU and of time.
 """
 
 import argparse
@@ -96,11 +96,9 @@ def main() -> None:
                 last = found["served"][-1]
                 more = last["tokens"] / found["conversation"][-1]["tokens"]
                 memory = " → ".join(f"{runs[-1]['memory']:,.0f}" for runs in found.values())
-                print(
-                    f"| {case} | {turns} | {rows:,} | {last['rows']:,} | {last['tokens']:,} ({more:.2f}×) | {one:.2f} | "
-                    f"{other:.2f} | {other / one:.2f}× | {other / one / more:.2f}× | {memory} |",
-                    flush=True,
-                )
+                sizes = f"{rows:,} | {last['rows']:,} | {last['tokens']:,} ({more:.2f}×)"
+                seconds = f"{one:.2f} | {other:.2f} | {other / one:.2f}× | {other / one / more:.2f}×"
+                print(f"| {case} | {turns} | {sizes} | {seconds} | {memory} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -13,7 +14,9 @@ from template_cases import TEMPLATES
 from tiers import exhaustive, shared
 
 import gpuload
+from gpuload.cli.main import main
 from gpuload.core.errors import DataError, NoRowsError, OptionError
+from gpuload.kinds.served.columns import ColumnFinder
 from gpuload.kinds.served.reference import ServedReference
 
 # Like Qwen3: reasoning of earlier turns is not written, and the last answer has a thinking block.
@@ -297,6 +300,18 @@ def test_from_the_cache(qwen_folder: str, warm_cache: Path, tmp_path: Path, stor
     assert not other.report.from_cache
 
 
+def test_the_command_exports_rows_as_served(qwen_folder: str, tmp_path: Path) -> None:
+    file, store = tmp_path / "x.jsonl", tmp_path / "store"
+    file.write_text(json.dumps({"messages": MESSAGES}) + "\n")
+    (tmp_path / "t.jinja").write_text(STRIPPING)
+    arguments = ["prepare", str(file), "--tokenizer", qwen_folder, "--chat-template", str(tmp_path / "t.jinja")]
+    assert main([*arguments, "--turns", "served", "--export", "sft", str(store), "--for", "llamafactory"]) == 0
+    made = datasets.load_from_disk(str(store))["train"]
+    assert made["labels"] == [row["labels"] for row in load(qwen_folder, [MESSAGES], chat_template=STRIPPING)[:]]
+    with pytest.raises(SystemExit):
+        main([*arguments, "--turns", "served", "--export", "dpo", str(store)])
+
+
 def test_samples_are_of_conversations(qwen: Any) -> None:
     data = load(qwen, [MESSAGES] * 5, chat_template=STRIPPING, max_samples=2)
     assert data.take(["conversation"])["conversation"] == [0, 0, 1, 1]
@@ -391,6 +406,38 @@ def test_random_conversations(qwen: Any, template: str | None) -> None:
         if own:
             found += check_by_explosion(qwen, template, messages, own)
     assert found > 100
+
+
+@pytest.mark.parametrize("loss_on", ["assistant", "last", "last_turn"])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_conversations_of_few_shapes_are_made_by_columns(
+    qwen: Any, loss_on: Any, as_json: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng, texts = random.Random(3), ("yes", "", " a b ", "\n\nno", "中文", "x<|im_end|>y", "12 + 3", "é\n")
+    conversations = []
+    for _ in range(200):
+        roles = ["system"] * rng.randint(0, 1) + ["user", "assistant"] * rng.randint(1, 4)
+        conversations.append([{"role": role, "content": rng.choice(texts)} for role in roles])
+    made: list[int] = []
+    monkeypatch.setattr(ColumnFinder, "find", _counting(ColumnFinder.find, made))
+    if as_json:
+        data = load(qwen, conversations, loss_on=loss_on, verify="full")
+    else:
+        table = pa.table({"messages": conversations})
+        data = gpuload.load_chats(table, qwen, turns="served", loss_on=loss_on, verify="full", progress=False)
+    assert not data.report.check.mismatches
+    assert sum(made) == sum(not any("<|im_end|>" in m["content"] for m in each) for each in conversations)
+    assert set(data.take(["conversation"])["conversation"]) == set(range(200))
+    assert any("merge with the prompt" in what for what in data.report.counts)
+
+
+def _counting(find: Any, made: list[int]) -> Any:
+    def counted(self: Any, column: Any) -> Any:
+        found = find(self, column)
+        made.append(0 if found is None else len(found.rows))
+        return found
+
+    return counted
 
 
 @shared
