@@ -121,7 +121,7 @@ bench: .venv/installed-dev .venv-verl/installed
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[html]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e .
 	touch $@
 
 .venv/installed-dev: .venv/installed

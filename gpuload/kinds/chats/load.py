@@ -17,7 +17,6 @@ from gpuload.dataset.arrow import ragged
 from gpuload.dataset.report import Report
 from gpuload.dataset.rows import Loaded
 from gpuload.dataset.trainer_columns import columns_of, fields
-from gpuload.engines.choose import choose_engine
 from gpuload.engines.host.packs import IGNORED
 from gpuload.engines.protocol import Engine
 from gpuload.kinds.chats.dataset import LAYOUT, ChatDataset
@@ -31,8 +30,13 @@ from gpuload.kinds.served.options import LOSS_ON, OF_SERVED, ServedOptions, chec
 from gpuload.kinds.served.reference import ServedReference
 from gpuload.kinds.served.rows import served_rows, useless_conversations
 from gpuload.kinds.served.stored import served_sizes
-from gpuload.kinds.training_device import DeviceTrainingEngine
-from gpuload.kinds.training_options import OF_MESSAGES, MessageOptions, TrainingDefaults, training_options
+from gpuload.kinds.training_options import (
+    OF_MESSAGES,
+    MessageOptions,
+    TrainingDefaults,
+    training_engine,
+    training_options,
+)
 from gpuload.pipeline.kind import Kind
 from gpuload.pipeline.run import load_given
 from gpuload.sources.columns import to_python
@@ -48,7 +52,7 @@ _CHOICES: dict[str, tuple[LossOn, ...]] = {
 }
 """What can have loss in data of each format; the first is the default."""
 
-_LABELED = ("messages", "sharegpt", "prompt-completion", "alpaca")
+LABELED = ("messages", "sharegpt", "prompt-completion", "alpaca")
 """Formats that data for KTO may have, too."""
 
 _GOOD, _BAD = (1, "1", "1.0", "true"), (0, "0", "0.0", "false")
@@ -124,7 +128,7 @@ class ChatKind(MessageOptions, ServedOptions, Kind[ChatDataset]):
                     "format= to train on the other columns as they are"
                 )
         name = one_format({source.name: self._found_in(source).name for source in sources})
-        if self.format is None and name in _LABELED and (found := _label_of(sources)):
+        if self.format is None and name in LABELED and (found := label_of(sources)):
             source, label = found
             kind = source.schema.field(label).type
             steps = ["make columns prompt and completion"] if name == "alpaca" else []
@@ -156,7 +160,7 @@ class ChatKind(MessageOptions, ServedOptions, Kind[ChatDataset]):
     def engine(self, options: Options, reference: Any, exact_only: bool) -> Engine:
         if self.as_served:
             return ServedEngine(reference, exact_only)
-        return choose_engine(options, reference, exact_only, ChatEngine, DeviceTrainingEngine)
+        return training_engine(options, reference, exact_only, ChatEngine)
 
     def sizes(self, tokens: Ragged) -> Array:
         """(2, n): tokens of each row, and those that have loss; of conversations see `served_sizes`."""
@@ -220,6 +224,14 @@ def load_chats(files: Any, tokenizer: Any = None, /, **options: Unpack[ChatKeywo
     `{% generation %}` blocks the mask is that of `return_assistant_tokens_mask=True`; for other templates it has the
     answers of assistants, see `gpuload.template.answers`.
 
+    Examples:
+        >>> import gpuload, pyarrow as pa
+        >>> from gpuload.demo_data import demo_files
+        >>> messages = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+        >>> chats = gpuload.load_chats(pa.table({"messages": [messages]}), demo_files()[1])
+        >>> chats
+        ChatDataset(1 rows, 37 tokens, 4 with loss)
+
     Args:
         files: as for `load`.
         tokenizer: as for `load`.
@@ -241,7 +253,7 @@ def load_chats(files: Any, tokenizer: Any = None, /, **options: Unpack[ChatKeywo
     return load_given(ChatKind, files, tokenizer, options)
 
 
-def _label_of(sources: Sequence[Source]) -> tuple[Source, str] | None:
+def label_of(sources: Sequence[Source]) -> tuple[Source, str] | None:
     """The first source with a column that says whether the answer of a row is a good one, and the column.
 
     `kto_tag` has no other meaning, and a boolean `label` hardly any. A `label` of another type may as well be the
@@ -257,7 +269,7 @@ def _label_of(sources: Sequence[Source]) -> tuple[Source, str] | None:
     seen: set[bool | None] = set()
     for source, name in unclear:
         for column in one_column(source, name):
-            seen |= set(map(_is_good, _distinct(column)))
+            seen |= set(map(is_good, _distinct(column)))
             if None in seen:
                 return None
     return unclear[0] if seen == {True, False} else None
@@ -273,7 +285,7 @@ def _distinct(column: pa.ChunkedArray) -> list[Any]:
     return list(to_python(pc.unique(values.drop_null())))
 
 
-def _is_good(value: Any) -> bool | None:
+def is_good(value: Any) -> bool | None:
     """The truth value that a label stands for; None if it is something else."""
     value = value.lower() if isinstance(value, str) else value
     return True if value in _GOOD else False if value in _BAD else None

@@ -8,7 +8,7 @@ import numpy as np
 
 from gpuload.core.arrays import Ragged, RowNumbers, count_in_rows, offsets_of
 from gpuload.core.errors import NoRowsError
-from gpuload.core.marks import LOSS
+from gpuload.core.marks import IDS, LOSS, WEIGHT
 from gpuload.core.options import Options
 from gpuload.dataset.pieces import Sequences
 from gpuload.dataset.rows import Loaded
@@ -34,7 +34,7 @@ def served_rows(loaded: Loaded) -> Loaded:
     kept = np.flatnonzero(lengths * (lengths <= limit))
     last = _last_rows(headers)
     rows, begin, lengths = headers.conversation[kept], headers.begin[kept], lengths[kept]
-    tokens = Sequences(loaded.tokens, whole_rows(rows, lengths, begin))
+    tokens = Sequences(loaded.tokens, whole_rows(rows, lengths, begin), IDS | LOSS | WEIGHT)
     if not len(kept):
         raise NoRowsError("all rows as served were dropped", report)
     loss = _loss(tokens)
