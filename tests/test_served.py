@@ -70,6 +70,12 @@ BLOCKS = """
 {% endif -%}
 """
 
+# Neither the beginning of an answer nor its end is in the block.
+INSIDE = BLOCKS.replace(
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}",
+    "{{ 'so: ' }}{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>",
+)
+
 MESSAGES = [
     {"role": "user", "content": "2+2?"},
     {"role": "assistant", "content": "4.", "reasoning_content": "two and two"},
@@ -344,6 +350,13 @@ def random_conversation(rng: random.Random) -> list[dict[str, Any]]:
     return messages
 
 
+def conversation_of_few_shapes(rng: random.Random) -> list[dict[str, Any]]:
+    """Some turns with texts only: many of such conversations take few paths through a template."""
+    texts = ("yes", "", " a b ", "\n\nno", "中文", "x<|im_end|>y", "12 + 3", "é\n", "<think>\nr\n</think>\n\nz")
+    roles = ["system"] * rng.randint(0, 1) + ["user", "assistant"] * rng.randint(1, 4)
+    return [{"role": role, "content": rng.choice(texts)} for role in roles]
+
+
 def check_by_explosion(tokenizer: Any, template: str | None, messages: list[Any], rows: list[Any]) -> int:
     """Compares the rows of a conversation with prompts and answers that are made turn by turn.
 
@@ -351,18 +364,7 @@ def check_by_explosion(tokenizer: Any, template: str | None, messages: list[Any]
         How many answers have loss.
     """
     call = {"chat_template": template} if template else {}
-    learned: dict[tuple[int, ...], tuple[int, ...]] = {}
-    sequences = []
-    for row in rows:
-        ids, labels = row["input_ids"], row["labels"]
-        sequences.append(tuple(ids))
-        starts = [k for k, label in enumerate(labels) if label != -100 and (not k or labels[k - 1] == -100)]
-        for start in starts:
-            end = next((k for k in range(start, len(ids)) if labels[k] == -100), len(ids))
-            assert labels[start:end] == ids[start:end]
-            assert tuple(ids[:start]) not in learned  # an answer is learned once
-            learned[tuple(ids[:start])] = tuple(ids[start:end])
-    prompts = {}
+    prompts = set()
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -372,16 +374,32 @@ def check_by_explosion(tokenizer: Any, template: str | None, messages: list[Any]
                 text = tokenizer.apply_chat_template(
                     messages[:number], add_generation_prompt=True, tokenize=False, **more
                 )
-                prompts[tuple(tokenizer(text, add_special_tokens=False)["input_ids"])] = number
+                prompts.add(tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
             except Exception:
                 continue
-    assert set(learned) <= set(prompts)  # nothing is learned behind anything but a prompt of inference
+    blocks = has_blocks(template or "")  # they may leave out the beginning and the end of an answer, and parts of it
+    learned: dict[tuple[int, ...], list[int]] = {}  # prompt → tokens with loss
+    sequences = []
+    for row in rows:
+        ids, labels = row["input_ids"], row["labels"]
+        assert all(label in (-100, token) for token, label in zip(ids, labels, strict=True))
+        sequences.append(tuple(ids))
+        own: dict[tuple[int, ...], list[int]] = {}
+        for start in (k for k, label in enumerate(labels) if label != -100 and (not k or labels[k - 1] == -100)):
+            end = next((k for k in range(start, len(ids)) if labels[k] == -100), len(ids))
+            before = tuple(ids[:start])
+            if blocks:
+                before = max((each for each in prompts if before[: len(each)] == each), key=len)
+            assert blocks or before not in own
+            own[before] = [*own.get(before, []), *ids[start:end]]
+        assert not set(own) & set(learned)  # an answer is learned once
+        learned |= own
+    assert set(learned) <= prompts  # nothing is learned behind anything but a prompt of inference
     assert len(set(sequences)) == len(sequences)
     for one in sequences:  # the fewest rows: none is the beginning of another one
         assert not any(other != one and other[: len(one)] == one for other in sequences)
         ends = [len(prompt) + len(answer) for prompt, answer in learned.items() if one[: len(prompt)] == prompt]
-        # And none goes on behind its last answer, of which blocks may leave out the end.
-        assert len(one) in ends or has_blocks(template or "")
+        assert blocks or len(one) in ends  # and none goes on behind its last answer
     return len(learned)
 
 
@@ -393,7 +411,7 @@ def reference_rows(tokenizer: Any, template: str | None, messages: list[Any], **
     return [{"input_ids": ids.tolist(), "labels": np.where(loss, ids, -100).tolist()} for ids, loss in split]
 
 
-@pytest.mark.parametrize("template", [None, STRIPPING, BLOCKS])
+@pytest.mark.parametrize("template", [None, STRIPPING, BLOCKS, INSIDE])
 def test_random_conversations(qwen: Any, template: str | None) -> None:
     rng = random.Random(7)
     conversations = [random_conversation(rng) for _ in range(60)]
@@ -415,11 +433,8 @@ def test_random_conversations(qwen: Any, template: str | None) -> None:
 def test_conversations_of_few_shapes_are_made_by_columns(
     qwen: Any, loss_on: Any, as_json: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rng, texts = random.Random(3), ("yes", "", " a b ", "\n\nno", "中文", "x<|im_end|>y", "12 + 3", "é\n")
-    conversations = []
-    for _ in range(200):
-        roles = ["system"] * rng.randint(0, 1) + ["user", "assistant"] * rng.randint(1, 4)
-        conversations.append([{"role": role, "content": rng.choice(texts)} for role in roles])
+    rng = random.Random(3)
+    conversations = [conversation_of_few_shapes(rng) for _ in range(200)]
     made: list[int] = []
     monkeypatch.setattr(ColumnFinder, "find", _counting(ColumnFinder.find, made))
     if as_json:
@@ -449,7 +464,8 @@ def test_random_conversations_of_all_templates(name: str, qwen: Any) -> None:
     tokenizer, template = TEMPLATES[name]
     tokenizer = qwen if name.startswith("trl/") else tokenizer
     rng = random.Random(name)
-    conversations = [random_conversation(rng) for _ in range(30)]
+    plain = [conversation_of_few_shapes(rng) for _ in range(30)]
+    conversations = [random_conversation(rng) for _ in range(30)] + plain
     expected = []
     for number, messages in enumerate(conversations):
         own = reference_rows(tokenizer, template, messages)
