@@ -16,8 +16,10 @@ from tiers import exhaustive, shared
 import gpuload
 from gpuload.cli.main import main
 from gpuload.core.errors import DataError, NoRowsError, OptionError, TokenizerError
+from gpuload.kinds.served import rewrites
 from gpuload.kinds.served.columns import ColumnFinder
 from gpuload.kinds.served.reference import ServedReference
+from gpuload.kinds.served.rewrites import RewriteFinder
 from gpuload.template.answers import has_blocks
 
 # Like Qwen3: reasoning of earlier turns is not written, and the last answer has a thinking block.
@@ -326,6 +328,44 @@ def test_samples_are_of_conversations(qwen: Any) -> None:
     numbers = drawn.take(["conversation"])["conversation"]
     assert len(set(numbers)) == 3
     assert numbers[::2] == numbers[1::2]
+
+
+@pytest.mark.parametrize(
+    ("template", "answers", "options", "said"),
+    [
+        (STRIPPING, 2, {}, "9 of 9 conversations in a sample"),
+        (STRIPPING, 1, {}, ""),  # there is no history
+        (STRIPPING, 2, {"loss_on": "last"}, ""),
+        (STRIPPING, 2, {"verify": "off"}, ""),
+        (STRIPPING, 2, {"turns": "served"}, ""),
+        (BLOCKS, 2, {}, ""),
+        (OPENING, 1, {}, "9 of 9 conversations in a sample"),  # the opened block is not there
+    ],
+)
+def test_the_report_says_that_history_is_rewritten(
+    qwen: Any, template: str, answers: int, options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rewrites, "_SECONDS", 60)
+    table = pa.table({"messages": [[{k: m[k] for k in ("role", "content")} for m in MESSAGES[: 2 * answers]]] * 9})
+    data = gpuload.load_chats(table, qwen, chat_template=template, progress=False, **options)
+    notes = [note for note in data.report.notes if "turns='served'" in note]
+    assert [note.partition(" have answers")[0] for note in notes] == [said] * bool(said)
+
+
+def test_conversations_are_looked_at_where_the_template_may_rewrite_history(qwen: Any, monkeypatch: Any) -> None:
+    looked: list[bool | None] = []
+    differs = RewriteFinder._differs
+
+    def counted(*given: Any, **more: Any) -> bool | None:
+        looked.append(differs(*given, **more))
+        return looked[-1]
+
+    monkeypatch.setattr(RewriteFinder, "_differs", counted)
+    table = pa.table({"messages": [MESSAGES] * 500})
+    for template, least, most in ((STRIPPING, 5, 35), (None, 3, 3)):  # otherwise, only the probes
+        looked.clear()
+        gpuload.load_chats(table, qwen, chat_template=template or qwen.chat_template, progress=False)
+        assert least <= len(looked) <= most
 
 
 # -- compared with a naive explosion ---------------------------------------------------------------------------------

@@ -102,20 +102,8 @@ class ServedReference(ChatReference):
             yield clock or own
 
     def wanted(self, prompt: Any) -> tuple[list[Any], dict[int, float]]:
-        """The messages of a row, and which of them are to be learned: number → weight of the loss."""
-        first = 0
-        if isinstance(prompt, dict) and "prompt" in prompt:
-            messages, first = prompt["prompt"] + prompt["completion"], len(prompt["prompt"])
-        else:
-            messages = prompt["messages"] if isinstance(prompt, dict) else prompt
-        weights = weights_of(messages) if self.loss_on == "marked" else [1.0] * len(messages)
-        wanted = [k for k, message in enumerate(messages) if k >= first and message.get("role") == "assistant"]
-        if self.loss_on == "last":
-            wanted = wanted[-1:]
-        elif self.loss_on == "last_turn":
-            users = [k for k, message in enumerate(messages) if message.get("role") == "user"]
-            wanted = [k for k in wanted if not users or k > users[-1]]
-        return messages, {k: weights[k] for k in wanted if weights[k]}
+        """The messages of a row, and which of them are to be learned, see `wanted_in`."""
+        return wanted_in(prompt, self.loss_on)
 
     def bits_of(self, weight: float) -> int:
         """The bits of tokens with loss of some weight."""
@@ -214,3 +202,20 @@ class ServedReference(ChatReference):
     def fingerprint(self) -> str:
         served = repr((self.missing_reasoning, self.serving_template, self.thinking))
         return f"{super().fingerprint()} as served {served}"
+
+
+def wanted_in(prompt: Any, loss_on: LossOn) -> tuple[list[Any], dict[int, float]]:
+    """The messages of a row, and which of them are to be learned: number → weight of the loss."""
+    first = 0
+    if isinstance(prompt, dict) and "prompt" in prompt:
+        messages, first = prompt["prompt"] + prompt["completion"], len(prompt["prompt"])
+    else:
+        messages = prompt["messages"] if isinstance(prompt, dict) else prompt
+    weights = weights_of(messages) if loss_on == "marked" else [1.0] * len(messages)
+    wanted = [k for k, message in enumerate(messages) if k >= first and message.get("role") == "assistant"]
+    if loss_on == "last":
+        wanted = wanted[-1:]
+    elif loss_on == "last_turn":
+        users = [k for k, message in enumerate(messages) if message.get("role") == "user"]
+        wanted = [k for k in wanted if not users or k > users[-1]]
+    return messages, {k: weights[k] for k in wanted if weights[k]}
