@@ -368,6 +368,45 @@ def test_conversations_are_looked_at_where_the_template_may_rewrite_history(qwen
         assert least <= len(looked) <= most
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+def test_prompts_of_all_turns(qwen: Any, as_json: bool, tmp_path: Path) -> None:
+    messages = [{key: m[key] for key in ("role", "content")} for m in MESSAGES]
+    rows: list[Any] = [[*messages, messages[0]], None, [], messages[1:2], messages, [*messages[1:2], *messages[:2]]]
+    if as_json:
+        data: Any = str(tmp_path / "x.jsonl")
+        lines = (json.dumps({"prompt": row, "id": k, "turn": "own"}) for k, row in enumerate(rows))
+        Path(data).write_text("\n".join(lines))
+    else:
+        data = pa.table({"prompt": rows, "id": range(len(rows)), "turn": ["own"] * len(rows)})
+    options: dict[str, Any] = {"chat_template": STRIPPING, "max_prompt_length": 500, "progress": False}
+    prompts = gpuload.load(data, qwen, turns="served", **options)
+
+    def ids_of(prompt: Any) -> Any:
+        return qwen.apply_chat_template(prompt, add_generation_prompt=True, chat_template=STRIPPING)["input_ids"]
+
+    expected = [
+        (k, number, ids_of(row[:number]))
+        for k, row in enumerate(rows)
+        for number in range(1, len(row or ()) + 1)
+        if (row[number]["role"] == "assistant" if number < len(row) else row[-1]["role"] == "user")
+    ]
+    columns = [prompts.columns[name].to_pylist() for name in ("conversation", "turn")]
+    assert list(zip(*columns, prompts.tokens.to_lists(), strict=True)) == expected
+    assert prompts.columns["id"].to_pylist() == columns[0]
+    assert prompts.report.rejected == {"prompt is null": 1, "prompt is an empty list": 2}
+    for given, why in (({"prompt": ["text"]}, "has texts"), ({"prompt": [messages]}, "use one of")):
+        with pytest.raises(OptionError, match=why):
+            gpuload.load(pa.table(given), qwen, turns="served" if "texts" in why else "all")
+
+
+def test_conversations_of_several_files_have_numbers_of_their_own(qwen: Any, tmp_path: Path) -> None:
+    for name in "ac":
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": MESSAGES}) + "\n")
+    files = [str(tmp_path / f"{name}.jsonl") for name in "ac"]
+    prompts = gpuload.load(files, qwen, turns="served", progress=False)
+    assert prompts.take(["conversation", "turn"]) == {"conversation": [0, 0, 1, 1], "turn": [1, 3, 1, 3]}
+
+
 # -- compared with a naive explosion ---------------------------------------------------------------------------------
 
 
