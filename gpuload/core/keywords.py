@@ -130,6 +130,13 @@ class PromptKeywords(LoadKeywords, total=False):
     """Add the rendered text to each row, as `full_prompts`."""
 
 
+class LoadPromptsKeywords(PromptKeywords, total=False):
+    """What `load` takes of its own."""
+
+    turns: TurnsMode
+    """`"conversation"`: one prompt for each row. `"served"`: the prompts of all turns, see docs/served.md."""
+
+
 class TrainingKeywords(LoadKeywords, total=False):
     """What loads of data to train on take."""
 

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, Unpack, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -12,8 +12,9 @@ import torch
 
 from gpuload.cache.known_tokenizer import open_known
 from gpuload.core.arrays import Array, Ragged
-from gpuload.core.keywords import PromptKeywords, takes
-from gpuload.core.options import Options, Padding
+from gpuload.core.errors import OptionError
+from gpuload.core.keywords import LoadPromptsKeywords, takes
+from gpuload.core.options import Options, Padding, TurnsMode
 from gpuload.dataset.arrow import INT32_LIST, lists, names_of, ragged, row_reader
 from gpuload.dataset.batch import RowBatch
 from gpuload.dataset.loader import PromptLoader
@@ -22,6 +23,8 @@ from gpuload.dataset.rows import Loaded, Made, Numbers, Rows, Values, object_arr
 from gpuload.engines.batches import BatchLayout
 from gpuload.engines.choose import choose_engine
 from gpuload.engines.protocol import Engine
+from gpuload.kinds.served.options import ServedOptions
+from gpuload.kinds.served.prompts import prompts_of_turns
 from gpuload.packing.plan import whole_rows
 from gpuload.pipeline.kind import Kind
 from gpuload.pipeline.run import load_given
@@ -35,8 +38,8 @@ LAYOUT = BatchLayout("left", ("input_ids", "attention_mask", "position_ids"))
 _KEYS = frozenset(("input_ids", "attention_mask", "position_ids", "raw_prompt_ids", "index"))
 
 
-@takes(PromptKeywords, Options, others="verl_keys")
-def load(files: Any, tokenizer: Any = None, /, **options: Unpack[PromptKeywords]) -> "PromptDataset":
+@takes(LoadPromptsKeywords, Options, ServedOptions, others="verl_keys")
+def load(files: Any, tokenizer: Any = None, /, **options: Unpack[LoadPromptsKeywords]) -> "PromptDataset":
     """Loads prompts as exact token batches.
 
     Every row has the tokens that `tokenizer.apply_chat_template(messages, add_generation_prompt=True)` returns for it.
@@ -46,7 +49,7 @@ def load(files: Any, tokenizer: Any = None, /, **options: Unpack[PromptKeywords]
             list of them; or a frame in memory: `pyarrow.Table`, `pandas.DataFrame`, `datasets.Dataset` or
             `cudf.DataFrame`.
         tokenizer: a path, a hub id, a transformers tokenizer or a `tokenizers.Tokenizer`; also as a keyword.
-        **options: see `PromptKeywords`. Other keys of verl's `data:` section are ignored.
+        **options: see `LoadPromptsKeywords`. Other keys of verl's `data:` section are ignored.
 
     Returns:
         The rows that were kept, with their tokens and all other columns.
@@ -73,21 +76,31 @@ def load(files: Any, tokenizer: Any = None, /, **options: Unpack[PromptKeywords]
 
 @dataclass(frozen=True)
 class PromptKind(Kind["PromptDataset"]):
-    """Prompts, one text per row."""
+    """Prompts, one text per row.
+
+    Attributes:
+        turns: as for `load`.
+    """
 
     name = "prompts"
     limit_name = "max_prompt_length"
+    turns: TurnsMode = "conversation"
     fields: ClassVar[tuple[pa.Field, ...]] = FIELDS
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> tuple["PromptKind", Options]:
-        return cls(), Options.parse(given)
+        turns = given.get("turns", cls.turns)
+        if turns not in get_args(TurnsMode):
+            raise OptionError(f"turns={turns!r}: use one of {', '.join(map(repr, get_args(TurnsMode)))}")
+        return cls(turns), Options.parse({name: value for name, value in given.items() if name != "turns"})
 
     def resolve(self, sources: Sequence[Source], options: Options) -> tuple["PromptKind", list[Source], Options]:
         for source in sources:
             if source.num_rows:
                 check_prompts(source, options.prompt_key)
         warn_of_replaced({name for source in sources for name in source.schema.names}, options)
+        if self.turns == "served":
+            sources = prompts_of_turns(sources, options.prompt_key)
         return self, list(sources), options
 
     def reference(self, tokenizer: Any, options: Options) -> Reference:
