@@ -38,6 +38,14 @@ def options() -> str:
     return _table(Options, described(PromptKeywords))
 
 
+def image_options() -> str:
+    """Those of `gpuload.load` with a processor."""
+    from gpuload.core.keywords import ImageKeywords, described
+    from gpuload.kinds.images.options import ImageOptions
+
+    return _table(ImageOptions, described(ImageKeywords))
+
+
 def verl_settings() -> str:
     """The keys of `data.gpuload` in verl's configuration."""
     from gpuload.core.keywords import PromptKeywords, described
@@ -112,7 +120,7 @@ def containers() -> str:
 
 
 GENERATORS: dict[str, Callable[[], str]] = {
-    made.__name__: made for made in (options, verl_settings, commands, contributing, containers)
+    made.__name__: made for made in (options, image_options, verl_settings, commands, contributing, containers)
 }
 
 

@@ -12,8 +12,8 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Mapping
-from typing import Any, TypedDict, TypeVar, get_type_hints
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
 from gpuload.core.options import LossOn, Normalize, Objective, Overlong, Store, TokensOn, Truncation, Verify
 
@@ -117,6 +117,31 @@ class PromptKeywords(LoadKeywords, total=False):
 
     return_full_prompt: bool
     """Add the rendered text to each row, as `full_prompts`."""
+
+
+class ImageKeywords(PromptKeywords, total=False):
+    """What `load` takes in addition if it is given a processor."""
+
+    image_key: str
+    """Column with the images of each row: a list of `{bytes, path}`, of bytes, of paths or of `data:` URLs, or one of
+    them."""
+
+    mm_processor_kwargs: Mapping[str, Any] | None
+    """Further arguments of the processor's calls, such as `{"size": {...}}`."""
+
+    image_loader: Literal["transpose", "pil"]
+    """`"transpose"`: images are turned as their EXIF orientation says, as `transformers` and `datasets` do; `"pil"`:
+    they are not."""
+
+    check_media: Literal["header", "tail", "decode"]
+    """How far images are looked at: their `"header"` alone; also the mark at the end of the file, without which they
+    are decoded (`"tail"`); or all are decoded (`"decode"`)."""
+
+    media_roots: Sequence[str]
+    """Directories from which files of images may be read, besides that of the data."""
+
+    max_image_pixels: int
+    """Pixels of an image above which its row is rejected."""
 
 
 class TrainingKeywords(LoadKeywords, total=False):

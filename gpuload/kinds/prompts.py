@@ -1,5 +1,6 @@
 """Prompts: data for GRPO and PPO. load(), and its result."""
 
+import importlib
 import warnings
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 
 from gpuload.cache.known_tokenizer import open_known
 from gpuload.core.arrays import Array, Ragged
-from gpuload.core.keywords import PromptKeywords, takes
+from gpuload.core.keywords import ImageKeywords, takes
 from gpuload.core.lazy import LazyDict
 from gpuload.core.options import Options, Padding
 from gpuload.dataset.arrow import INT32_LIST, lists, ragged, row_reader
@@ -21,6 +22,7 @@ from gpuload.dataset.rows import Loaded, Made, Numbers, Rows, Values, object_arr
 from gpuload.engines.batches import BatchLayout
 from gpuload.engines.choose import choose_engine
 from gpuload.engines.protocol import Engine
+from gpuload.kinds.images.options import ImageOptions, check_no_processor
 from gpuload.pipeline.kind import Kind
 from gpuload.pipeline.run import load_given
 from gpuload.reference.reference import Reference, messages_of
@@ -33,8 +35,8 @@ LAYOUT = BatchLayout("left", ("input_ids", "attention_mask", "position_ids"))
 _KEYS = frozenset(("input_ids", "attention_mask", "position_ids", "raw_prompt_ids", "index"))
 
 
-@takes(PromptKeywords, Options, others="verl_keys")
-def load(files: Any, tokenizer: Any = None, /, **options: Unpack[PromptKeywords]) -> "PromptDataset":
+@takes(ImageKeywords, Options, ImageOptions, others="verl_keys")
+def load(files: Any, tokenizer: Any = None, /, **options: Unpack[ImageKeywords]) -> "PromptDataset":
     """Loads prompts as exact token batches.
 
     Every row has the tokens that `tokenizer.apply_chat_template(messages, add_generation_prompt=True)` returns for it.
@@ -43,8 +45,9 @@ def load(files: Any, tokenizer: Any = None, /, **options: Unpack[PromptKeywords]
         files: a path, glob, directory or URL (s3, gs, hf, hdfs, http, ...) of .parquet, .json or .jsonl files, or a
             list of them; or a frame in memory: `pyarrow.Table`, `pandas.DataFrame`, `datasets.Dataset` or
             `cudf.DataFrame`.
-        tokenizer: a path, a hub id, a transformers tokenizer or a `tokenizers.Tokenizer`; also as a keyword.
-        **options: see `PromptKeywords`. Other keys of verl's `data:` section are ignored.
+        tokenizer: a path, a hub id, a transformers tokenizer or a `tokenizers.Tokenizer`; also as a keyword. For
+            prompts with images, a processor of transformers.
+        **options: see `ImageKeywords`. Other keys of verl's `data:` section are ignored.
 
     Returns:
         The rows that were kept, with their tokens and all other columns.
@@ -66,6 +69,12 @@ def load(files: Any, tokenizer: Any = None, /, **options: Unpack[PromptKeywords]
         >>> prompts.batch([0, 1])["input_ids"].shape
         torch.Size([2, 512])
     """
+    given = options.get("tokenizer") if tokenizer is None else tokenizer
+    if any(each.__name__ == "ProcessorMixin" for each in type(given).__mro__):
+        # By its name: that module builds on this one.
+        kind: type[PromptKind] = importlib.import_module("gpuload.kinds.images.load").ImagePromptKind
+        return load_given(kind, files, tokenizer, options)
+    check_no_processor(options)
     return load_given(PromptKind, files, tokenizer, options)
 
 
