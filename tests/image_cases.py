@@ -41,14 +41,16 @@ def tokenizer(**named: str) -> Any:
 def _build(name: str, image_processor: str, tokens: dict[str, str], /, template: str | None = None, **more: Any) -> Any:
     own = tokenizer(**tokens)
     images = without_torchvision(image_processor)(**more.pop("images", {}))
-    placeholder = tokens.get("boi_token") if name.startswith("Gemma3") else None
+    placeholder = tokens.get("boi_token") if name == "Gemma3Processor" else None
     placeholder = placeholder or tokens.get("image_token", "<image>")
     more["chat_template"] = template or PARTS % placeholder
-    if name == "ChameleonProcessor":  # whose template is that of its tokenizer
-        own.chat_template = more.pop("chat_template")
+    given = more.pop("chat_template") if name == "ChameleonProcessor" else None  # which takes none
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ProcessorMixin, "check_argument_for_proper_class", lambda *_: None)
-        return getattr(transformers, name)(image_processor=images, tokenizer=own, **more)
+        made = getattr(transformers, name)(image_processor=images, tokenizer=own, **more)
+    if given is not None:
+        made.chat_template = given
+    return made
 
 
 QWEN = {
@@ -188,7 +190,6 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "paddleocr_vl": lambda: _build(
         "PaddleOCRVLProcessor", "PaddleOCRVLImageProcessor", {"image_token": "<|IMAGE_PLACEHOLDER|>"}
     ),
-    "hunyuan_vl": lambda: _build("HunYuanVLProcessor", "HunYuanVLImageProcessor", {"image_token": "<img>"}),
     "exaone4_5": lambda: _build("Exaone4_5_Processor", "Qwen2VLImageProcessor", QWEN),
     "lightonocr": lambda: _build(
         "LightOnOcrProcessor",

@@ -1,6 +1,8 @@
 """Prompts with images: exactly what the processor makes of decoded images, for many classes of processors."""
 
+import gc
 import io
+import pickle
 import random
 import struct
 import zlib
@@ -19,6 +21,7 @@ from tiers import core, exhaustive
 
 import gpuload
 from gpuload.core.errors import DataError, NoRowsError, OptionError
+from gpuload.kinds.images import engine
 from gpuload.kinds.images.engine import ImageEngine
 from gpuload.kinds.images.options import ImageOptions
 from gpuload.kinds.images.reference import ImageReference
@@ -28,7 +31,7 @@ from gpuload.media.rule import ImageRule, same
 
 # The processors that are exact by a rule; the others are run row by row.
 BY_RULE = (
-    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "llava_onevision", "idefics2", "idefics3", "gemma3"),
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "llava_onevision", "idefics3", "gemma3"),
     *("gemma3_pan_and_scan", "gemma4", "gemma3n", "aria", "aya_vision", "ernie4_5_vl", "internvl", "janus", "glm4v"),
     *("glm46v", "video_llama_3", "deepseek_vl", "deepseek_ocr2", "granite_docling", "paddleocr_vl", "exaone4_5"),
 )
@@ -408,11 +411,11 @@ def test_verification_uses_decoded_images(qwen: Any, monkeypatch: pytest.MonkeyP
     assert [row["raw_prompt_ids"] for row in again] == [row["raw_prompt_ids"] for row in prompts]
 
 
-def _trusting(engine: Any) -> Any:
+def _trusting(given: Any) -> Any:
     """A rule that no gate has seen."""
-    if not engine._exact_only and engine._rule is None:
-        engine._rule = ImageRule(engine._reference.processor, {})
-    return engine._rule
+    if not given._exact_only and given._rule is None:
+        given._rule = ImageRule(given._reference.processor, {})
+    return given._rule
 
 
 def test_a_rule_that_differs_is_not_used(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,6 +425,7 @@ def test_a_rule_that_differs_is_not_used(qwen: Any, monkeypatch: pytest.MonkeyPa
         "of",
         lambda self, sizes: [e._replace(core=np.append(e.core, e.core[-1])) for e in right(self, sizes)],
     )
+    monkeypatch.setattr(engine, "_rules", {})
     assert ImageEngine(ImageReference(qwen, ImageOptions())).rule is None
 
 
@@ -433,6 +437,69 @@ def test_arguments_of_the_processor(qwen: Any) -> None:
         text = qwen.apply_chat_template(user(content), add_generation_prompt=True, tokenize=False)
         made = qwen(text=[text], images=[Image.open(io.BytesIO(data)).convert("RGB") for data in files], **kwargs)
         assert row["raw_prompt_ids"] == list(made["input_ids"][0])
+
+
+# -- pixels ----------------------------------------------------------------------------------------------------------
+
+
+def made_of(processor: Any, rows: Sequence[Any]) -> Any:
+    """What the processor makes of the images of a batch."""
+    opened = [[Image.open(io.BytesIO(data)).convert("RGB") for data in files] for _, _, files in rows if files]
+    text = [processor.image_token * len(images) for images in opened]
+    return processor(text=text, images=opened, return_tensors="pt", padding=True)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "llava_next"])
+def test_inputs_of_batches_are_those_of_the_processor(name: str) -> None:
+    processor, rows = processor_named(name), rows_of(9)
+    prompts = load(table_of(rows), processor, media="inputs")
+    batch, wanted = prompts.batch(range(len(rows))), made_of(processor, rows)
+    assert batch["pixel_values"].equal(wanted["pixel_values"])
+    batches = list(prompts.loader(2))
+    assert len(batches) == 3
+    for number, each in enumerate(batches):
+        assert each["pixel_values"].equal(made_of(processor, rows[2 * number : 2 * number + 2])["pixel_values"])
+        assert each["input_ids"].equal(batch["input_ids"][2 * number : 2 * number + 2])
+    assert prompts[1]["multi_modal_inputs"]["pixel_values"].equal(made_of(processor, rows[1:2])["pixel_values"])
+    assert prompts[4]["multi_modal_inputs"] == {}
+
+
+def test_decoded_images_in_rows(qwen: Any, tmp_path: Path) -> None:
+    rows = rows_of(10)
+    pq.write_table(table_of(rows), tmp_path / "rows.parquet")
+    prompts = load(str(tmp_path / "rows.parquet"), qwen, media="pil", cache_dir=str(tmp_path / "cache"))
+    again = pickle.loads(pickle.dumps(prompts))
+    for row, other, (_, _, files) in zip(prompts, again, rows, strict=True):
+        wanted = [Image.open(io.BytesIO(data)).convert("RGB").tobytes() for data in files]
+        assert [each.tobytes() for each in row["images"]] == [each.tobytes() for each in other["images"]] == wanted
+    assert [each.size for each in prompts.images(1)] == [each.size for each in prompts[1]["images"]]
+    assert list((tmp_path / "cache" / "media").iterdir())
+    del prompts, row
+    gc.collect()
+    assert not list((tmp_path / "cache" / "media").iterdir())
+
+
+def test_images_that_have_changed_are_errors(qwen: Any, tmp_path: Path) -> None:
+    for name in ("a.png", "b.png", "c.png"):
+        picture(50, 70).save(tmp_path / name)
+    pq.write_table(
+        pa.table({"prompt": ["<image>"] * 3, "images": [["a.png"], ["b.png"], ["c.png"]]}), tmp_path / "x.parquet"
+    )
+    prompts = load(str(tmp_path / "x.parquet"), qwen, media="inputs")
+    picture(70, 50).save(tmp_path / "a.png")
+    (tmp_path / "b.png").unlink()
+    with pytest.raises(DataError, match=r"x.parquet row 0: image 0 has changed since the load"):
+        prompts.batch([0])
+    with pytest.raises(DataError, match=r"x.parquet row 1: image 0 cannot be read any more"):
+        prompts.batch([1])
+    with pytest.raises(DataError, match="Load again"):
+        next(iter(prompts.loader(3)))
+    assert "pixel_values" in prompts.batch([2])
+
+
+def test_no_images_are_kept_by_default(qwen: Any) -> None:
+    with pytest.raises(OptionError, match="load with media='pil'"):
+        load(table_of(rows_of(11)), qwen).images(0)
 
 
 def test_options(qwen: Any) -> None:

@@ -133,6 +133,11 @@ class ImageKeywords(PromptKeywords, total=False):
     """`"transpose"`: images are turned as their EXIF orientation says, as `transformers` and `datasets` do; `"pil"`:
     they are not."""
 
+    media: Literal["reference", "pil", "inputs"]
+    """What rows and batches have of images: a `"reference"`; the decoded images, as `"pil"` objects; or also the
+    processor's `"inputs"` of the model, such as `pixel_values`. Then bytes of images in parquet or JSON are copied to a
+    file in `cache_dir`, which is removed with the dataset."""
+
     check_media: Literal["header", "tail", "decode"]
     """How far images are looked at: their `"header"` alone; also the mark at the end of the file, without which they
     are decoded (`"tail"`); or all are decoded (`"decode"`)."""

@@ -62,8 +62,7 @@ def read_header(
     found = Header(image.height, image.width, str(image.format))
     turned = False
     if transpose and _may_be_turned(found.format, view):
-        image, whole = (image, True) if whole else (_parsed(view), True)
-        turned = _is_turned(image)
+        turned = _is_turned(image if whole or found.format == "JPEG" else _parsed(view))
     if check == "decode" or found.format not in _SIZED or (check == "tail" and not _has_end(found.format, view)):
         height, width = _decoded_size(view, transpose)
         return Header(height, width, found.format)

@@ -24,11 +24,10 @@ Ids = np.ndarray[Any, np.dtype[np.int32]]
 
 _PROBES: tuple[Size, ...] = (
     (56, 56), (64, 96), (96, 64), (200, 300), (31, 250), (250, 31), (128, 512), (336, 336), (448, 300), (90, 333),
-    (600, 450), (768, 1024),
+    (600, 450),
 )  # fmt: skip
 _FEWEST_PROBES = 10
 _PAIRS: tuple[tuple[Size, ...], ...] = (((64, 96), (96, 64)), ((200, 300), (31, 250), (64, 96)), ((336, 336),) * 2)
-_OWN = 4  # sizes of the data that are probed besides: extremes
 
 
 class Expansion(NamedTuple):
@@ -80,6 +79,7 @@ class ImageRule:
         self.token = self._run.token
         self._known: dict[tuple[Size, ...], list[Expansion]] = {}
         self._errors: dict[tuple[Size, ...], str] = {}
+        self._cores: dict[int, Ids] = {}  # by what is counted: few, where there are many sizes
         self._form: _Form | None = None
         self._grids: _Grids | None = None
         self._looked = False
@@ -196,7 +196,10 @@ class ImageRule:
             extras = grids.extras(size, count)
             if extras is None or count + form.more < 1:
                 continue  # a dry run will show
-            core = np.concatenate([head, np.full(count + form.more, form.token, np.int32), tail])
+            core = self._cores.get(count)
+            if core is None:
+                core = np.concatenate([head, np.full(count + form.more, form.token, np.int32), tail])
+                self._cores[count] = core
             self._known[(size,)] = [Expansion(form.before, form.after, core, extras)]
 
 
@@ -298,6 +301,5 @@ def _form_of(found: Expansion, count: int | None) -> _Form | None:
 
 
 def _extremes(sizes: Sequence[Size]) -> list[Size]:
-    """The smallest, the largest, the widest and the highest."""
-    keys = (lambda s: s[0] * s[1], lambda s: -s[0] * s[1], lambda s: s[0] / s[1], lambda s: s[1] / s[0])
-    return [min(sizes, key=key) for key in keys][:_OWN]
+    """The largest, and the one with the most extreme ratio."""
+    return [max(sizes, key=lambda s: s[0] * s[1]), max(sizes, key=lambda s: max(s) / min(s))]

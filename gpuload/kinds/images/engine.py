@@ -20,9 +20,17 @@ from gpuload.kinds.images.prompts import ImagePrompts, prompt_of, read_prompts, 
 from gpuload.kinds.images.reference import ImageReference
 from gpuload.media.dry_run import NotUnderstoodError
 from gpuload.media.rule import Expansion, ImageRule
+from gpuload.media.spool import Spool
 from gpuload.reference.template_call import first_line
 from gpuload.sources.columns import to_python
 from gpuload.sources.read import Source
+
+_Found = tuple[ImageRule | None, str | None, tuple[str, tuple[int, ...]] | None]
+"""A rule, or why there is none; and see `ImageFacts.type_ids`."""
+
+_MOST_RULES = 4
+_ruling = threading.RLock()
+_rules: dict[Any, _Found] = {}  # of the last processors, for the next load of the same process
 
 ROW_BY_ROW = "the processor is run on each of them"
 
@@ -52,25 +60,37 @@ class ImageEngine(HostEngine):
         self._rule: ImageRule | None = None
         self._why: str | None = "the load is made again by it" if exact_only else None
         self._sought = exact_only
-        self._ruling = threading.RLock()
+        self._ruling = _ruling
         self._by_processor = 0
+        self.spool: Spool | None = None
         self.type_ids: tuple[str, tuple[int, ...]] | None = None
+
+    @property
+    def reference(self) -> ImageReference:
+        return self._reference
 
     @property
     def rule(self) -> ImageRule | None:
         """The rule of the processor; None if it is run row by row. Found and checked when it is first needed."""
         with self._ruling:
             if not self._sought:
-                self._sought = True
-                try:
-                    rule = ImageRule(self._reference.processor, self._reference.images.mm_processor_kwargs)
-                    self._why = difference(self, rule)
-                    self._rule = rule if self._why is None else None
-                    self.type_ids = None if self._why else type_ids(self._reference, rule.token)
-                except Exception as error:
-                    understood = isinstance(error, NotUnderstoodError)
-                    self._why = str(error) if understood else f"a dry run fails: {first_line(error):.160}"
+                self._sought, key = True, self._reference.key_of_rule()
+                found = _rules.get(key) or self._find_rule()
+                _rules[key] = found
+                while len(_rules) > _MOST_RULES:
+                    _rules.pop(next(iter(_rules)), None)
+                self._rule, self._why, self.type_ids = found
             return self._rule
+
+    def _find_rule(self) -> _Found:
+        try:
+            rule = ImageRule(self._reference.processor, self._reference.images.mm_processor_kwargs)
+            if why := difference(self, rule):
+                return None, why, None
+            return rule, None, type_ids(self._reference, rule.token)
+        except Exception as error:
+            understood = isinstance(error, NotUnderstoodError)
+            return None, str(error) if understood else f"a dry run fails: {first_line(error):.160}", None
 
     @property
     def by_prompt(self) -> bool:
@@ -89,8 +109,11 @@ class ImageEngine(HostEngine):
         return {ROW_BY_ROW: self._by_processor} if self._by_processor else {}
 
     def read(self, source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, ArrowPrompts]]:
+        if self._nbytes is not None:  # of whole rows; an encoder for much text would take longer to build than to use
+            whole, prompts = source.decoded_bytes(None), source.decoded_bytes((prompt_key,))
+            self._nbytes = self._nbytes * prompts // max(1, whole)
         self._begin()
-        return read_prompts(source, prompt_key, self._reference.images)
+        return read_prompts(source, prompt_key, self._reference.images, self.spool)
 
     def render(self, prompts: Prompts) -> HostText:
         assert isinstance(prompts, ImagePrompts)

@@ -7,14 +7,17 @@ from typing import Any
 import numpy as np
 
 from gpuload.core.errors import OptionError
+from gpuload.core.files import cache_root
 from gpuload.core.options import Options
 from gpuload.dataset.rows import Loaded
 from gpuload.engines.protocol import Engine
 from gpuload.kinds.images.dataset import ImageFacts, ImagePromptDataset
 from gpuload.kinds.images.engine import ImageEngine
 from gpuload.kinds.images.options import NAMES, ImageOptions
+from gpuload.kinds.images.pixels import Pixels
 from gpuload.kinds.images.reference import ImageReference
 from gpuload.kinds.prompts import PromptKind
+from gpuload.media.spool import Spool
 from gpuload.reference.reference import Reference
 from gpuload.sources.read import Source
 
@@ -54,14 +57,22 @@ class ImagePromptKind(PromptKind):
         return ImageReference(tokenizer, self.images, **options.of_tokenizer())
 
     def engine(self, options: Options, reference: Any, exact_only: bool) -> Engine:
-        return ImageEngine(reference, exact_only)
+        engine = ImageEngine(reference, exact_only)
+        if self.images.media != "reference":
+            engine.spool = Spool(cache_root(options.cache_dir) / "media")
+        return engine
 
     def dataset(self, loaded: Loaded) -> ImagePromptDataset:
         engine: Any = loaded.engine
         columns, key = loaded.columns, self.images.image_key
         rows = columns.take(np.arange(len(columns)), [key])[key]
         sizes = {tuple((image["height"], image["width"]) for image in row or []) for row in rows}
-        return ImagePromptDataset(loaded, facts_of(engine, key, sizes))
+        pixels = None
+        if engine.spool is not None:
+            engine.spool.finish()
+            processor, kwargs = engine.reference.processor, self.images.mm_processor_kwargs
+            pixels = Pixels(processor, kwargs, self.images.turns, engine.spool)
+        return ImagePromptDataset(loaded, facts_of(engine, key, sizes), self.images.media, pixels)
 
 
 def facts_of(engine: ImageEngine, key: str, sizes: set[tuple[tuple[int, int], ...]]) -> ImageFacts:

@@ -10,6 +10,7 @@ from gpuload.core.options import COLUMN, POSITIVE, Must, check_fields, plain
 from gpuload.media.headers import MOST_PIXELS, CheckMedia
 
 ImageLoader = Literal["transpose", "pil"]
+Deliver = Literal["reference", "pil", "inputs"]
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class ImageOptions:
     image_key: str = "images"
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     image_loader: ImageLoader = "transpose"
+    media: Deliver = "reference"
     check_media: CheckMedia = "tail"
     media_roots: Sequence[str] = ()
     max_image_pixels: int = MOST_PIXELS

@@ -18,12 +18,22 @@ from gpuload.kinds.images.options import ImageOptions
 from gpuload.media.arrow import values_of
 from gpuload.media.headers import Header, ImageError, read_header
 from gpuload.media.references import Media, Places, as_list, media_of
+from gpuload.media.spool import Spool
 from gpuload.sources.columns import to_python
 from gpuload.sources.read import Source
 from gpuload.sources.types import JSON_TYPE, is_text
 
-REFERENCE = pa.struct({"height": pa.int32(), "width": pa.int32(), "format": pa.string(), "path": pa.string()})
-"""What rows have in the place of an image."""
+REFERENCE = pa.struct(
+    {
+        "height": pa.int32(),
+        "width": pa.int32(),
+        "format": pa.string(),
+        "path": pa.string(),
+        "offset": pa.int64(),
+        "nbytes": pa.int64(),
+    }
+)
+"""What rows have in the place of an image. The last two are of its bytes in the spool; null if they are not there."""
 
 _IMAGE = pa.struct(
     {"batch": pa.int64(), "at": pa.int64(), "height": pa.int32(), "width": pa.int32(), "problem": pa.string()}
@@ -64,8 +74,14 @@ class ImagePrompts(ArrowPrompts):
         return ImagePrompts(self.column.take(as_arrow(rows)), self.held)
 
 
-def read_prompts(source: Source, prompt_key: str, options: ImageOptions) -> Iterator[tuple[pa.Table, ImagePrompts]]:
-    """The rows of a source, part by part; in the column of images, references to them."""
+def read_prompts(
+    source: Source, prompt_key: str, options: ImageOptions, spool: Spool | None = None
+) -> Iterator[tuple[pa.Table, ImagePrompts]]:
+    """The rows of a source, part by part; in the column of images, references to them.
+
+    Args:
+        spool: takes the bytes of images.
+    """
     places = Places(folder_of(source), tuple(map(os.fspath, options.media_roots)))
     for table in source.batches():
         prompts = table.column(prompt_key).combine_chunks()
@@ -79,7 +95,7 @@ def read_prompts(source: Source, prompt_key: str, options: ImageOptions) -> Iter
         _held[held.number] = held
         name, prompts = (JSON, prompts.storage) if prompts.type == JSON_TYPE else (PROMPT, prompts)
         column = pa.StructArray.from_arrays([prompts, _arrow(images, held)], [name, "images"])
-        references = as_arrow([[each.reference() for each in row] for row in images], pa.list_(REFERENCE))
+        references = as_arrow([[each.reference(spool) for each in row] for row in images], pa.list_(REFERENCE))
         if options.image_key in names:
             table = table.set_column(names.index(options.image_key), options.image_key, references)
         else:
@@ -107,10 +123,13 @@ class FoundImage:
     header: Header | None
     problem: str | None
 
-    def reference(self) -> dict[str, Any]:
+    def reference(self, spool: Spool | None) -> dict[str, Any]:
         """What a row has in its place."""
         height, width, kind = self.header or (None, None, None)
-        return {"height": height, "width": width, "format": kind, "path": self.media.path}
+        found = {"height": height, "width": width, "format": kind, "path": self.media.path}
+        if spool is not None and self.header is not None and self.media.data is not None:
+            found |= {"offset": spool.add(self.media.data), "nbytes": len(self.media.data)}
+        return found
 
 
 def found_images(prompt: Any, given: Any, places: Places, options: ImageOptions) -> list[FoundImage]:

@@ -61,15 +61,16 @@ class ImageReference(Reference):
         images = [decode(each.read(), self.images.turns) for each in media_of_row(row)]
         return ids_of(call(self.processor, self.render(row), images, self.images.mm_processor_kwargs))
 
+    def key_of_rule(self) -> tuple[Any, ...]:
+        """Identifies what stands for images of any size: code and settings of the processor and of its tokenizer."""
+        parts = (self.processor, self.tokenizer, getattr(self.processor, "image_processor", None))
+        own = [id(value) for part in parts for value in vars(part).values() if callable(value)] if all(parts) else []
+        return (*map(type, parts), *own, self.fingerprint())
+
     def fingerprint(self) -> str:
         return (
             f"{super().fingerprint()} {type(self.processor).__name__} {self.processor.to_json_string()} {self.images}"
         )
-
-
-def is_processor(given: Any) -> bool:
-    """Whether an object is a processor of transformers; asked without importing it."""
-    return any(kind.__name__ == "ProcessorMixin" for kind in type(given).__mro__)
 
 
 def _template(processor: Any, given: Any) -> Any:
