@@ -89,6 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if file.name == headline.RECORD.name:
         text = headline.headline_table(record)
         headline.plot(record, file.with_suffix(".svg"))
+        headline.plot(record, file.with_name(f"{file.stem}-dark.svg"), dark=True)
     written = documents.write(file)
     print(f"\n{text}\n\nwritten to {', '.join([str(chosen.output), *written])}")
     return 0

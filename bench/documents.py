@@ -52,6 +52,8 @@ def _section(name: str, render: Callable[[Any, Any], str]) -> Callable[[dict[str
 
 
 TABLES = (
+    Embedded("README.md", "outcome", headline.RECORD, headline.outcome),
+    Embedded("docs/index.md", "outcome", headline.RECORD, headline.outcome),
     Embedded("README.md", "headline", headline.RECORD, headline.headline_table),
     Embedded("docs/sft.md", "chats", _SFT, _section("chats", chats_table)),
     Embedded("docs/sft.md", "packing", _SFT, _section("packing", packing_tables)),

@@ -15,7 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -30,12 +30,27 @@ GENERATED = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
 # -- tables of options -----------------------------------------------------------------------------------------------
 
 
+GROUPS = {
+    "Data": "prompt_key max_samples shuffle seed return_raw_chat return_full_prompt",
+    "Length": "max_prompt_length filter_overlong_prompts truncation",
+    "Template and tokenizer": "chat_template apply_chat_template_kwargs pad_token_id trust_remote_code",
+    "Cache and memory": "cache_dir token_cache token_cache_bytes store remote_timeout",
+    "Device and ranks": "device tokens_on gpu_memory_limit distributed",
+    "Checks and progress": "verify strict progress",
+}
+"""What an option of a load is about → the options."""
+
+
 def options() -> str:
-    """The options of `gpuload.load`."""
+    """The options of `gpuload.load`, by what they are about."""
     from gpuload import Options
     from gpuload.core.keywords import PromptKeywords, described
 
-    return _table(Options, described(PromptKeywords))
+    grouped = [name for names in GROUPS.values() for name in names.split()]
+    assert sorted(grouped) == sorted(field.name for field in dataclasses.fields(Options)), "GROUPS lacks options"
+    meanings = described(PromptKeywords)
+    parts = [f"## {title}\n\n{_entries(Options, meanings, names.split())}" for title, names in GROUPS.items()]
+    return "\n\n".join(parts)
 
 
 def image_options() -> str:
@@ -43,7 +58,7 @@ def image_options() -> str:
     from gpuload.core.keywords import ImageKeywords, described
     from gpuload.kinds.images.options import ImageOptions
 
-    return _table(ImageOptions, described(ImageKeywords))
+    return _entries(ImageOptions, described(ImageKeywords), [field.name for field in dataclasses.fields(ImageOptions)])
 
 
 def verl_settings() -> str:
@@ -51,16 +66,17 @@ def verl_settings() -> str:
     from gpuload.core.keywords import PromptKeywords, described
     from gpuload.integrations.verl.settings import Settings
 
-    return _table(Settings, {**attributes(Settings), **described(PromptKeywords)})
+    meanings = {**attributes(Settings), **described(PromptKeywords)}
+    return _entries(Settings, meanings, [field.name for field in dataclasses.fields(Settings)])
 
 
-def _table(options: type[Any], meanings: Mapping[str, str]) -> str:
-    """A table of a dataclass: its fields, with what each of them means."""
-    lines = ["| option | type | default | meaning |", "|---|---|---|---|"]
-    for field in dataclasses.fields(options):
-        cells = [f"`{field.name}`", _type(field.type), f"`{_default(field)}`", meanings[field.name]]
-        lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
-    return "\n".join(lines)
+def _entries(options: type[Any], meanings: Mapping[str, str], names: Sequence[str]) -> str:
+    """Fields of a dataclass as a list of definitions, which a narrow screen can show: type, default, meaning."""
+    fields = {field.name: field for field in dataclasses.fields(options)}
+    return "\n\n".join(
+        f"**`{name}`** · {_type(fields[name].type)} · default `{_default(fields[name])}`\n:   {meanings[name]}"
+        for name in names
+    )
 
 
 def attributes(documented: type[Any]) -> dict[str, str]:
@@ -106,6 +122,13 @@ def commands() -> str:
     return "\n".join(sections)
 
 
+def checks() -> str:
+    """The checks of `gpuload check`, with their thresholds."""
+    from gpuload.inspect.checks.findings import thresholds
+
+    return thresholds()
+
+
 # -- pages from elsewhere --------------------------------------------------------------------------------------------
 
 
@@ -120,7 +143,7 @@ def containers() -> str:
 
 
 GENERATORS: dict[str, Callable[[], str]] = {
-    made.__name__: made for made in (options, image_options, verl_settings, commands, contributing, containers)
+    made.__name__: made for made in (options, image_options, verl_settings, commands, checks, contributing, containers)
 }
 
 
@@ -133,7 +156,23 @@ def stage(pages: Path = PAGES, staging: Path = STAGING) -> None:
     shutil.copytree(pages, staging, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     for page in staging.rglob("*.md"):
         text = page.read_text(encoding="utf-8")
-        page.write_text(GENERATED.sub(lambda found: GENERATORS[found[1]](), text), encoding="utf-8")
+        text = GENERATED.sub(lambda found: GENERATORS[found[1]](), text)
+        page.write_text(anchored(text) if page.name == "troubleshooting.md" else text, encoding="utf-8")
+
+
+def anchored(page: str) -> str:
+    """The page of troubleshooting with an anchor for each message, made of its first words."""
+    seen: set[str] = set()
+
+    def with_anchor(found: re.Match[str]) -> str:
+        words = re.findall(r"[a-z]+", re.sub(r"<[^>]*>", " ", found[1].partition("`, `")[0]).lower())
+        name = "-".join(words[:8])
+        while name in seen:
+            name += "-2"
+        seen.add(name)
+        return f'<a class="headerlink" id="{name}" href="#{name}">¶</a> {found[0]}'
+
+    return re.sub(r"^(`.+`.*)\n(?=:   )", with_anchor, page, flags=re.MULTILINE)
 
 
 def build() -> int:

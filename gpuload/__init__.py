@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from gpuload.core.options import Options
     from gpuload.dataset.loader import PromptLoader
     from gpuload.export import save_to_disk
+    from gpuload.inspect.checks.findings import Finding
+    from gpuload.inspect.checks.run import check
     from gpuload.kinds.chats.dataset import ChatDataset
     from gpuload.kinds.chats.load import load_chats
     from gpuload.kinds.pairs.dataset import PairDataset
@@ -38,15 +40,19 @@ _HOMES = {
     "Options": "gpuload.core.options",
     "GpuloadError": "gpuload.core.errors",
     "save_to_disk": "gpuload.export",
+    "check": "gpuload.inspect.checks.run",
+    "Finding": "gpuload.inspect.checks.findings",
 }
 
 __all__ = [
     "ChatDataset",
+    "Finding",
     "GpuloadError",
     "Options",
     "PairDataset",
     "PromptDataset",
     "PromptLoader",
+    "check",
     "collate_fn",
     "load",
     "load_chats",

@@ -87,7 +87,7 @@ class Page:
         """Presses a key, such as Enter, where the focus is."""
         for kind in ("keyDown", "keyUp"):
             text = {"text": "\r"} if key == "Enter" and kind == "keyDown" else {}
-            code = {"Enter": 13, "Tab": 9}[key]
+            code = {"Enter": 13, "Tab": 9, "End": 35, "Home": 36}[key]
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text)
 
     def picture(self, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -38,9 +39,14 @@ def tokenizer(**named: str) -> Any:
     return made
 
 
+def image_processor_named(name: str) -> Any:
+    """The class that needs torchvision in runs with `-p on_torchvision`, in others the one that needs only PIL."""
+    return getattr(transformers, name) if "torchvision" in sys.modules else without_torchvision(name)
+
+
 def _build(name: str, image_processor: str, tokens: dict[str, str], /, template: str | None = None, **more: Any) -> Any:
     own = tokenizer(**tokens)
-    images = without_torchvision(image_processor)(**more.pop("images", {}))
+    images = image_processor_named(image_processor)(**more.pop("images", {}))
     placeholder = tokens.get("boi_token") if name == "Gemma3Processor" else None
     placeholder = placeholder or tokens.get("image_token", "<image>")
     more["chat_template"] = template or PARTS % placeholder

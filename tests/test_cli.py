@@ -23,7 +23,11 @@ from gpuload.engines.device import cuda
 from gpuload.engines.host.engine import HostEngine
 
 
-def test_inspect(gsm8k: str, qwen: Any, qwen_folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_inspect(
+    gsm8k: str, qwen: Any, qwen_folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("COLUMNS", "1000")
     page = tmp_path / "page.html"
     assert main(["inspect", gsm8k, "--tokenizer", qwen_folder, "--max-samples", "500", "--html", str(page)]) == 0
     shown = capsys.readouterr().out
@@ -37,7 +41,7 @@ def test_inspect(gsm8k: str, qwen: Any, qwen_folder: str, capsys: pytest.Capture
     histogram = re.findall(r"^ +[\d,]+ - +[\d,]+ +([\d,]+) #*$", shown, re.MULTILINE)
     assert sum(int(count.replace(",", "")) for count in histogram) == 500
     stays = shown[shown.index("rows kept with") :].splitlines()
-    limits, shares = stays[0].split()[4:], stays[1].split()[2:]
+    limits, shares = stays[1].split(), stays[2].split()[2:]
     for limit, share in zip(limits, shares, strict=True):
         assert share == f"{100 * (lengths <= int(limit)).mean():.1f}%"
     assert "500 rows read" in page.read_text()
@@ -284,7 +288,6 @@ def test_a_chat_template_of_inspect_and_show(
 def test_a_page_that_cannot_be_written_is_an_error_before_the_load(
     gsm8k: str, qwen_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib")
     for page, message in (
         (tmp_path / "none" / "x.html", "no such directory: "),
         (tmp_path, "a directory: name a file"),

@@ -23,7 +23,7 @@ from gpuload.core.arrays import Ragged
 from gpuload.core.errors import DataError, DeviceError
 from gpuload.core.options import Options
 from gpuload.engines.conversations import Conversations, from_arrow, from_texts
-from gpuload.engines.device import cuda, cudf
+from gpuload.engines.device import cuda, cudf, present
 from gpuload.engines.device import engine as device
 from gpuload.engines.device.batches import pad, prepare_pad
 from gpuload.engines.device.encode import LEAST_CHUNK, DeviceEncoder
@@ -315,7 +315,7 @@ def test_reasons_why_a_gpu_is_unavailable(
     monkeypatch: pytest.MonkeyPatch, build: str | None, fork: bool, count: int, device: str, expected: str
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", build)
-    monkeypatch.setattr(cuda, "_has_gpu", lambda: True)
+    monkeypatch.setattr(present, "_has_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: fork)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: None)
@@ -324,7 +324,7 @@ def test_reasons_why_a_gpu_is_unavailable(
 
 def test_without_a_gpu_no_build_of_torch_is_recommended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(cuda, "_has_gpu", lambda: False)
+    monkeypatch.setattr(present, "_has_gpu", lambda: False)
     assert cuda.unavailable_reason("auto") == "this machine has no NVIDIA GPU"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 FILES = ["docker/Dockerfile", "docker/Dockerfile.cpu"]
@@ -49,6 +52,84 @@ def test_a_normal_user_runs_it(file: str) -> None:
 def test_the_doctor_looks_after_its_engine(file: str, engine: str) -> None:
     (check,) = [rest for name, rest in instructions(file) if name == "HEALTHCHECK"]
     assert json.loads(check.partition("CMD ")[2]) == ["gpuload", "doctor", "--require", engine]
+
+
+KNOWN = set("ARG CMD COPY ENV FROM HEALTHCHECK RUN USER WORKDIR".split())
+EXEC_FORM = {"CMD", "ENTRYPOINT"}
+
+
+def shell_of(command: str) -> str:
+    """A RUN line without its mounts."""
+    return re.sub(r"--mount=\S+\s+", "", command)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_files_pass_the_lint(file: str) -> None:
+    lines = instructions(file)
+    assert {name for name, _ in lines} <= KNOWN
+    assert lines[0][0] in ("ARG", "FROM")
+    assert sum(name == "CMD" for name, _ in lines) == 1
+    set_before: set[str] = set()
+    for name, rest in lines:
+        if name == "FROM":
+            image = rest.split()[0]
+            image = defaults(file)[image[2:-1]] if image.startswith("${") else image
+            assert re.search(r":[\w.-]*\d", image), f"{image}: no version"
+            set_before = set()
+        elif name in EXEC_FORM:
+            assert isinstance(json.loads(rest), list)
+        elif name == "RUN":
+            done = subprocess.run(["bash", "-n", "-c", shell_of(rest)], capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            if "apt-get install" in rest:
+                assert "apt-get update" in rest
+                assert "--no-install-recommends" in rest
+                assert "rm -rf /var/lib/apt/lists/*" in rest
+            if re.search(r"\bpip (install|wheel)", rest):
+                assert "--no-cache-dir" in rest or "PIP_NO_CACHE_DIR" in set_before
+        elif name == "ENV":
+            set_before |= {pair.partition("=")[0] for pair in rest.split()}
+    used = set(re.findall(r"\$\{(\w+)", "\n".join(rest for _, rest in lines)))
+    assert used <= defaults(file).keys() | {"PATH"}
+
+
+def test_scripts_are_shell() -> None:
+    for script in (*sorted((ROOT / "docker").glob("*.sh")), *sorted((ROOT / ".ci").iterdir())):
+        done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_what_run_lines_install_exists(file: str) -> None:
+    """Without a network: packages of Debian as far as apt knows them here, and targets of make."""
+    for name, rest in instructions(file):
+        if name != "RUN":
+            continue
+        for command in re.split(r"&&|;", shell_of(rest)):
+            words = command.split()
+            if words[:2] == ["apt-get", "install"] and shutil.which("apt-cache"):
+                names = [word for word in words[2:] if not word.startswith("-")]
+                assert names
+                known = subprocess.run(["apt-cache", "pkgnames"], capture_output=True, text=True).stdout.split()
+                assert len(known) < 10_000 or set(names) <= set(known)
+            if words[:1] == ["make"]:
+                targets = re.findall(r"^([\w./-]+(?: [\w./-]+)*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+                assert set(words[1:]) <= {each for line in targets for each in line.split()}
+
+
+def test_extras_take_the_tested_versions() -> None:
+    tested = dict(
+        line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if re.match(r"[\w.-]+==", line)
+    )
+    tested = {canonicalize_name(name): version for name, version in tested.items()}
+    checked = set()
+    extras = {name: needs for name, needs in PROJECT["optional-dependencies"].items() if name != "verl"}  # own versions
+    for needs in (PROJECT["dependencies"], *extras.values()):
+        for need in map(Requirement, needs):
+            if (version := tested.get(canonicalize_name(need.name))) is not None:
+                assert need.specifier.contains(version), need
+                checked.add(need.name)
+    assert checked >= {"torch", "transformers", "pylibcudf-cu13", "cupy-cuda13x", "trl"}
 
 
 def test_extras_exist() -> None:

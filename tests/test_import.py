@@ -90,6 +90,8 @@ def test_names() -> None:
         "collate_fn",
         "GpuloadError",
         "save_to_disk",
+        "check",
+        "Finding",
     }
     for name in dir(gpuload):
         assert getattr(gpuload, name).__name__ == name

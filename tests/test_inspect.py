@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -30,9 +31,12 @@ from gpuload.core.arrays import Ragged, common_prefix
 from gpuload.core.errors import DataError, OptionError
 from gpuload.core.marks import LOSS, paired, with_loss_from
 from gpuload.dataset.loader import PackLoader
+from gpuload.dataset.report import Report
 from gpuload.inspect.data import encode_row, open_data
+from gpuload.inspect.findings import suggestion
 from gpuload.inspect.roles import UNKNOWN, RoleFinder
-from gpuload.inspect.statistics import sample_rows, statistics_of
+from gpuload.inspect.searched import message_spans
+from gpuload.inspect.statistics import LengthGroup, Statistics, sample_rows, statistics_of
 from gpuload.inspect.tokens import SampleRow, TokenReader, pair_of, visible, visible_text
 from gpuload.pipeline.run import run
 from gpuload.reference.reference import Reference
@@ -93,14 +97,46 @@ def test_roles_of_any_conversation(qwen: Any, rows: list[Chat]) -> None:
     assert found == [roles_by_offsets(qwen, row) for row in rows]
 
 
-def test_roles_of_rows_by_reference_are_unknown(qwen: Any) -> None:
+def test_messages_of_rows_by_reference_are_searched_for(qwen: Any) -> None:
     template = (
         "{% for m in messages %}{{ m.content }}{% if m.role == 'tool' %}{{ m.content | length }}{% endif %}{% endfor %}"
     )
     reference = Reference(qwen, chat_template=template)
     rows = [user("one"), [{"role": "tool", "content": "two, three"}]]
     ids = [reference.ids(row) for row in rows]
-    assert found_roles(pa.array(rows, MESSAGES), ids, RoleFinder(reference)) == [["user"], ["unknown"] * len(ids[1])]
+    found = found_roles(pa.array(rows, MESSAGES), ids, RoleFinder(reference))
+    assert found == [["user"], ["tool"] * 3 + ["template"] * (len(ids[1]) - 3)]
+
+
+def test_roles_of_calls_and_results(qwen: Any) -> None:
+    """Calls are their message's; a result that was in the call before it is still the tool's."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "text": 'a "b"\n'}}}
+    messages = [
+        *user("user"),
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "add"},
+        {"role": "assistant", "content": "user\u00e9"},
+    ]
+    text = qwen.apply_chat_template(messages, tokenize=False)
+    data = text.encode()
+    found = [(data[start:end].decode(), role) for start, end, role in message_spans(messages, text)]
+    assert found == [
+        ("user", "user"), ('add", "arguments": {"a": 1, "text": "a \\"b\\"', "assistant"), ("add", "tool"),
+        ("user\u00e9", "assistant"),
+    ]  # fmt: skip
+    assert data.index(b"assistant\n") < message_spans(messages, text)[1][0]
+
+
+TEXTS = st.lists(TEXT, min_size=1, max_size=6)
+
+
+@given(texts=TEXTS)
+def test_spans_are_in_order_whatever_the_texts_are(qwen: Any, texts: list[str]) -> None:
+    messages = chat(*texts)
+    text = qwen.apply_chat_template(messages, tokenize=False)
+    spans = message_spans(messages, text)
+    assert all(0 <= start < end <= len(text.encode()) for start, end, _ in spans)
+    assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
 
 
 def with_bos(qwen: Any) -> Any:
@@ -254,6 +290,7 @@ def test_a_large_file_of_one_row_group_is_named_with_the_way_to_rewrite_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(footer, "_MOST_GROUP_BYTES", 1000)
+    monkeypatch.setenv("COLUMNS", "1000")
     table = pa.table({"prompt": [f"{n} " * 20 for n in range(100)]})
     pq.write_table(table, "train.parquet")
     pq.write_table(table.slice(0, 2), "small.parquet")
@@ -273,7 +310,50 @@ def test_longer_rows_and_rows_without_roles_are_counted(qwen_folder: str, capsys
     assert main(["inspect", str(file), "--tokenizer", qwen_folder]) == 0
     text = capsys.readouterr().out
     assert re.search(r"pack_length=2048 +\d+ +[\d.]+% +1$", text, re.MULTILINE)
-    assert "300 rows whose roles are unknown are not counted" in text
+    assert re.search(r"^  tool +6,003 +\d\.\d% +0$", text, re.MULTILINE)
+    assert "unknown" not in text
+
+
+def test_lines_have_the_width_of_the_terminal(
+    gsm8k: str, qwen_folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["inspect", gsm8k, "--tokenizer", qwen_folder, "--max-samples", "900", "--limit", "150"]
+    printed = {}
+    for columns in ("80", "120"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert main(command) == 0
+        printed[columns] = capsys.readouterr().out
+        assert max(len(line) for line in printed[columns].splitlines() if gsm8k not in line) <= int(columns)
+    assert "p25" in printed["120"]
+    assert "p25" not in printed["80"]
+    first, *lines = printed["80"].partition("\nmax_prompt_length=150 keeps ")[2].splitlines()
+    share, dropped = re.match(r"([\d.]+)%, drops (\d+) rows", first).groups()  # type: ignore[union-attr]
+    over = (gpuload.load(gsm8k, qwen_folder, max_samples=900, progress=False).lengths > 150).sum()
+    assert int(dropped) == over > 20
+    assert float(share) == round(100 * (1 - over / 900), 1)
+    assert len(lines) == 21
+    assert lines[-1] == f"  and {over - 20} more rows"
+    assert main([*command[:-1], "0"]) == 1
+
+
+def test_no_heading_is_empty(qwen_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": "one"}) + "\n")
+    assert main(["inspect", str(file), "--tokenizer", qwen_folder]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert not [line for line, after in zip(lines, [*lines[1:], ""], strict=True) if line[:1].isalpha() and not after]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "limits"),
+    [([1], [8]), ([100, 130, 151, 235], [160, 240]), ([5, 5, 5000], [8, 5120]), ([2000] * 99 + [9000], [2048, 9216])],
+)
+def test_limits_are_near_the_lengths(lengths: list[int], limits: list[int]) -> None:
+    group = LengthGroup("all", np.sort(np.array(lengths)), None)
+    found = Statistics("prompts", Report([], 1), [], [group], "file", [], 0, (), None, [])
+    assert found.limits() == limits
+    assert f"={limits[-1]:,} keeps all rows" in suggestion(found) or f"; {limits[-1]:,} keeps all" in suggestion(found)
+    assert group.padding(limits[-1]) == 1 - sum(lengths) / (len(lengths) * limits[-1])
 
 
 def test_rows_to_show() -> None:
@@ -281,7 +361,7 @@ def test_rows_to_show() -> None:
     chosen = sample_rows(lengths)
     assert {int(lengths[row]) for row, why in chosen.items() if why == "longest"} == {99, 98, 97}
     assert {int(lengths[row]) for row, why in chosen.items() if why == "shortest"} == {0, 1, 2}
-    assert Counter(chosen.values()) == {"longest": 3, "shortest": 3, "random": 6}
+    assert Counter(chosen.values()) == {"longest": 3, "shortest": 3, "random": 14}
     assert sample_rows(lengths) == chosen
     assert [sorted(sample_rows(np.arange(n))) for n in (1, 2, 7)] == [[0], [0, 1], [0, 1, 2, 3, 4, 5, 6]]
 

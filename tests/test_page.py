@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from dataclasses import replace
@@ -19,8 +20,6 @@ from gpuload.inspect.page import page_of
 from gpuload.inspect.plots import DASHES, FEW
 from gpuload.inspect.statistics import LengthGroup, Statistics
 from gpuload.inspect.tokens import SampleRow, Token, TokenSequence, shown, visible_text
-
-pytest.importorskip("matplotlib", reason="plots need matplotlib")
 
 VOID = {"meta", "br", "wbr", "img", "link", "input", "hr"}
 
@@ -179,6 +178,27 @@ def test_plots_have_the_colors_of_the_theme(page: str) -> None:
     for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
         assert not re.findall(r"#[0-9a-f]{6}\b|font-family", svg)
     assert page.count("var(--series-0)") >= 2
+
+
+def test_findings_come_first_and_the_slider_is_exact(page: str, found: Statistics) -> None:
+    assert page.index('class="findings"') < page.index('id="limit"') < page.index("<article")
+    assert page.index("<article") < page.index("Lengths in tokens")
+    assert "keeps all rows" in page[page.index('class="findings"') :][:2000]
+    (points,) = [json.loads(str(value)) for _, name, value in Reader(page).attributes if name == "data-points"]
+    lengths = found.groups[0].lengths
+    for limit, rows, tokens in points:
+        assert (rows, tokens) == ((lengths <= limit).sum(), lengths[lengths <= limit].sum())
+    assert {limit for limit, *_ in points} >= set(found.limits())
+
+
+def test_what_pairs_share_is_shown_once(found: Statistics) -> None:
+    tokens = [Token(k, str(k).encode(), "user", None, False) for k in range(22)]
+    ends = (("chosen", 20), ("rejected", 21))
+    pair = [TokenSequence(name, 21, [(0, [*tokens[:20], tokens[last]])]) for name, last in ends]
+    page = page_of(replace(found, samples=[SampleRow("random", "file", 1, pair)]), "t")
+    assert [text for _, _, text in Reader(page).tokens] == [*map(str, range(20)), "20", "21"]
+    assert "Both begin with the same 20 tokens" in page
+    assert "not shown" not in page
 
 
 def test_pages_of_prompts(gsm8k: str, qwen_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from page_cases import HOSTILE, write_page, write_pairs
 
 pytestmark = pytest.mark.browser
 
-TABLE = "document.querySelectorAll('table.sortable')[0]"
+TABLE = "document.querySelector('[aria-label=\"Lengths in tokens\"] table')"
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_browser_has_both_themes(browser: Page, file: Path, dark: bool) -> None:
     assert browser.problems == []
 
 
-@pytest.mark.parametrize("width", [320, 390, 1200])
+@pytest.mark.parametrize("width", [320, 390, 1200, 1920])
 def test_browser_shows_no_more_than_the_width(browser: Page, file: Path, width: int) -> None:
     browser.load(file, width=width)
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
@@ -142,6 +142,64 @@ def test_browser_shows_pairs_next_to_each_other(browser: Page, qwen: Any, tmp_pa
     counts = browser.evaluate(marked)
     assert counts.count(0) == 1
     assert set(counts) <= {0, 1, 2}
+    assert browser.problems == []
+
+
+def test_browser_tries_a_limit(page: Page) -> None:
+    def read(name: str) -> str:
+        return str(page.evaluate(f"document.getElementById('at-{name}').textContent"))
+
+    assert not page.evaluate("document.getElementById('limit').hidden")
+    before, place = read("limit"), page.evaluate("document.getElementById('at').getAttribute('d')")
+    assert int(read("dropped").replace(",", "")) <= 1
+    page.evaluate("document.getElementById('slider').focus()")
+    page.press("Home")
+    assert page.evaluate("document.getElementById('at').getAttribute('d')") != place
+    assert int(read("limit").replace(",", "")) < int(before.replace(",", ""))
+    kept, dropped = int(read("rows").split()[0]), int(read("dropped"))
+    assert 0 < kept < dropped
+    page.press("End")
+    assert (int(read("rows").split()[0]), read("dropped")) == (kept + dropped, "0")
+    assert read("padding").endswith("%")
+
+
+def test_browser_searches_rows(page: Page) -> None:
+    shown = "[...document.querySelectorAll('article.row')].filter(row => row.offsetHeight).length"
+
+    def search(text: str) -> None:
+        page.evaluate(
+            f"(() => {{ const box = document.getElementById('search'); box.value = {text!r}; "
+            "box.dispatchEvent(new Event('input')); })()"
+        )
+
+    every = page.evaluate(shown)
+    search("RIGHT to left")
+    some = page.evaluate(shown)
+    assert 0 < some < every
+    assert page.evaluate("document.getElementById('found').textContent") == f"{some} of {every} rows"
+    search("nowhere in the data")
+    assert page.evaluate(shown) == 0
+    search("")
+    assert page.evaluate(shown) == every
+
+
+def test_browser_opens_long_rows(browser: Page, file: Path) -> None:
+    browser.load(file, width=320)
+    page = browser
+    button = "[...document.querySelectorAll('.more')].find(button => !button.hidden)"
+    height = f"{button}.closest('article').querySelector('.tokens').clientHeight"
+    before = page.evaluate(height)
+    page.evaluate(f"{button}.click()")
+    assert page.evaluate(height) > before
+    assert page.evaluate(f"{button}.getAttribute('aria-expanded')") == "true"
+    page.evaluate(f"{button}.click()")
+    assert page.evaluate(height) == before
+
+
+def test_browser_uses_wide_screens(browser: Page, file: Path) -> None:
+    browser.load(file, width=1920)
+    right = "Math.max(...[...document.querySelectorAll('article.row')].map(row => row.getBoundingClientRect().right))"
+    assert browser.evaluate(right) > 1600
     assert browser.problems == []
 
 

@@ -223,6 +223,7 @@ def test_an_object_of_version_1(name: str, folder: str) -> None:
     ]
     assert tokens[0] == tokens[1]
     assert '"added_tokens":' in backends.serialized(new)
+    assert backends.serialized(old) == old.to_str()
     if name == "shipped":
         assert backends.state(old, "normalizer") == backends.state(new, "normalizer") == {"type": "NFC"}
         with pytest.raises(UnsupportedError):  # its pre-tokenizers are written in another way

@@ -34,6 +34,7 @@ from trl_cases import (  # noqa: E402
 from gpuload.integrations import trl as ours  # noqa: E402
 from gpuload.pipeline.verify import Verifier  # noqa: E402
 
+TOOL_COMPLETIONS = [row | {"tools": tools["tools"]} for row, tools in zip(COMPLETIONS, TOOLS, strict=True)]
 QWEN3 = (Path(trl.__file__).parent / "chat_templates" / "qwen3_training.jinja").read_text()
 
 
@@ -66,6 +67,8 @@ def both(name: str, rows: Any, tokenizer: Any, *more: Any, **settings: Any) -> t
             COMPLETIONS,
             {"trainer_completion_only_loss": True, "assistant_only_loss": True, "trainer_chat_template": QWEN3},
         ),
+        (COMPLETIONS, {"assistant_only_loss": True, "trainer_chat_template": QWEN3}),
+        (TOOL_COMPLETIONS, {"assistant_only_loss": True, "trainer_chat_template": QWEN3}),
         (TEXTS, {}),
         (PLAIN, {}),
         (PLAIN, {"trainer_completion_only_loss": True}),

@@ -46,18 +46,15 @@ STRUCTURED = [{"messages": [structured(message) for message in row["messages"]]}
 TEMPLATED = [row | {"chat_template_kwargs": {"tools": [{"name": "f"}]}} for row in MESSAGES]
 FORMATTED = datasets.Dataset.from_list(MESSAGES).with_format("numpy")
 CHOSEN = datasets.Dataset.from_list(MESSAGES).with_format(None, columns=["messages"])
-STREAM = datasets.Dataset.from_list(MESSAGES).to_iterable_dataset()
 TRANSFORMED = datasets.Dataset.from_list(MESSAGES).with_transform(lambda rows: rows)
 
 
 MIXED = "prompts and answers are neither all text nor all messages with text"
-BOTH_MASKS = "assistant_only_loss without completion_only_loss is not supported for prompts with completions"
 
 
 @pytest.mark.parametrize(
     ("why", "rows", "more", "settings"),
     [
-        ("it is read as a stream", STREAM, PLAIN, {}),
         ("it has a format or a transform", FORMATTED, PLAIN, {}),
         ("it has a format or a transform", CHOSEN, PLAIN, {}),
         ("it has a format or a transform", TRANSFORMED, PLAIN, {}),
@@ -68,9 +65,7 @@ BOTH_MASKS = "assistant_only_loss without completion_only_loss is not supported 
         ("its columns are prompt, completion, n, text", TWO_TEXTS, PLAIN, {}),
         ("its columns are messages, prompt", [{"messages": chat(n), "prompt": chat(n)} for n in range(9)], PLAIN, {}),
         ("chat_template_kwargs has tools", TEMPLATED, PLAIN, {}),
-        (BOTH_MASKS, COMPLETIONS, PLAIN, {"assistant_only_loss": True}),
         ("packing needs max_length", MESSAGES, (True, None), {}),
-        ("precompute_ref_log_probs needs the dataset in a file", PAIRS, "DPO", {"precompute_ref_log_probs": True}),
         (MIXED, [row | {"prompt": "one"} for row in PAIRS], "DPO", {}),
         ("it has no column rejected", [{"chosen": row["chosen"]} for row in PAIRS], "Reward", {}),
         ("it has a column messages too", [row | {"messages": "x"} for row in LABELED], "KTO", {}),

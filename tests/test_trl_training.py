@@ -48,6 +48,9 @@ CASES: list[tuple[str, Any, dict[str, Any]]] = [
     ("DPOTrainer", PAIRS, {"max_length": 80}),
     ("RewardTrainer", PAIRS, {}),
     ("KTOTrainer", LABELED, {}),
+    ("DPOTrainer", PAIRS, {"precompute_ref_log_probs": True}),
+    ("KTOTrainer", LABELED, {"precompute_ref_log_probs": True}),
+    ("SFTTrainer", COMPLETIONS, {"assistant_only_loss": True, "completion_only_loss": False}),
     ("SFTTrainer", MESSAGES, {"packing": True, "packing_strategy": "bfd", "max_length": 64}),
     ("SFTTrainer", MESSAGES, {"packing": True, "packing_strategy": "wrapped", "max_length": 64}),
     ("SFTTrainer", MESSAGES, {}),
@@ -60,7 +63,7 @@ CASES: list[tuple[str, Any, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "rows", "settings"), core(CASES, *CASES[:5]))
+@pytest.mark.parametrize(("name", "rows", "settings"), core(CASES, *CASES[:8]))
 def test_losses_of_five_steps(
     caplog: pytest.LogCaptureFixture, tmp_path: Path, name: str, rows: Any, settings: dict[str, Any]
 ) -> None:

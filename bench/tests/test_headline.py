@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from bench import ROOT, documents
 from bench.__main__ import main, parse
-from bench.cpu.headline import EPOCHS, RECORD, headline_page, headline_table, plot
+from bench.cpu.headline import EPOCHS, RECORD, cells, headline_page, headline_table, outcome, plot
 from bench.cpu.load import (
     BASELINE,
     BATCH,
@@ -195,6 +196,16 @@ def test_plot_shows_every_contender(tmp_path: Path) -> None:
     assert all(title in first for title in ("start, cold", "start, cached", "an epoch's batches"))
     plot(record(), tmp_path / "plot.svg")
     assert (tmp_path / "plot.svg").read_text() == first
+    plot(record(), tmp_path / "dark.svg", dark=True)
+    assert (tmp_path / "dark.svg").read_text() != first
+    assert "#1d1f23" not in (tmp_path / "dark.svg").read_text()
+
+
+def test_the_first_sentence_has_the_seconds_of_the_record() -> None:
+    text, found = outcome(json.loads(RECORD.read_text())), cells(json.loads(RECORD.read_text()))
+    ours, verl = (statistics.median(found[name][0]) for name in (IN_VERL, VERL_2))
+    assert f"in {ours:.1f} seconds instead of {verl:.0f}:" in text
+    assert text in (ROOT / "README.md").read_text()
 
 
 def test_contenders_must_keep_the_same_rows(gsm8k: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ class MappedColumns(Columns):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Where parts begin is in the files: one that was made again since has the same rows, but maybe in other parts.
-        return columns_of, (self.files, self._index)
+        return columns_of, (self.files, self._index), {"_made": self._made, "names": self.names}
 
 
 class Tables(Sequence[pa.Table]):

@@ -39,7 +39,7 @@ def uncacheable_reason(reference: Reference, clock: Clock | None) -> str | None:
     for name, value in (("tools", call.tools), *call.kwargs.items()):
         if not is_plain(value):
             return f"{name} is not plain data"
-    return volatile_reason(call.text(), clock)
+    return volatile_reason(reference.template_text, clock)
 
 
 _METHODS = ("apply_chat_template", "get_chat_template", "__call__", "_encode_plus")

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ class KnownReference(Reference):
         facts: what is remembered.
         open_tokenizer: opens it.
     """
+
+    by_name = True
 
     def __init__(self, facts: Mapping[str, Any], open_tokenizer: Callable[[], Reference]):
         self._facts, self._open = facts, open_tokenizer
@@ -64,6 +66,9 @@ class KnownReference(Reference):
 
     def fingerprint(self) -> str:
         return str(self._facts["fingerprint"])
+
+    def fingerprint_later(self) -> Callable[[], str]:
+        return partial(str, self._facts["fingerprint"])
 
     def clock_stopped(self) -> AbstractContextManager[Clock | None]:
         return nullcontext()  # the template does not tell the time

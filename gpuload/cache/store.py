@@ -45,6 +45,10 @@ from gpuload.reference.volatile import Clock
 from gpuload.sources.read import Source
 from gpuload.sources.remote import changed
 
+LEAST_BYTES = 4 << 20
+"""Bytes of prompts from which a load caches ids if the tokenizer is an object, which takes a tenth of a second to
+identify: more than encoding this much text. One that is given by name is not even opened where all ids are found."""
+
 
 class TokenCache:
     """The cache from the point of view of one load.

@@ -12,7 +12,6 @@ from gpuload.core.options import Options
 from gpuload.engines.host.prompts import render_column
 from gpuload.inspect.data import open_data
 from gpuload.inspect.page import page_of
-from gpuload.inspect.plots import pyplot
 from gpuload.inspect.statistics import statistics_of
 from gpuload.inspect.text import as_text
 from gpuload.pipeline.run import run
@@ -25,26 +24,30 @@ from gpuload.template.program import TEXT
 _COMMON_ROLES = (("user",), ("system", "user"), ("user", "assistant", "user"), ("user", "assistant"))
 
 
-def inspect_files(files: Sequence[str], tokenizer: Any, *, html: str | None = None, **options: Any) -> None:
+def inspect_files(
+    files: Sequence[str], tokenizer: Any, *, html: str | None = None, limit: int | None = None, **options: Any
+) -> None:
     """Prints rows, columns and types, lengths, and how many rows each limit keeps; of chats also tokens per role and
     with loss, and how they fill packs.
 
     Args:
-        html: also write a page with plots and some rows to this file; needs matplotlib.
+        html: also write a page with plots and some rows to this file.
+        limit: also list the rows that it would drop.
         **options: as for `open_data`.
 
     Raises:
         OptionError: the page cannot be written there.
     """
+    if limit is not None and limit < 1:
+        raise OptionError(f"--limit {limit}: expected an integer > 0")
     if html:  # errors come before the work
-        pyplot()
-        _check_page(Path(html))
+        check_page(Path(html))
     job = open_data(list(files), tokenizer, **options)
     dataset = run(job)
     remarks = (single_group(source.parquet, source.name) for source in job.sources if source.parquet)
     dataset.report.notes += filter(None, remarks)
-    found = statistics_of(job, dataset, with_samples=html is not None)
-    print(printable(as_text(found)))
+    found = statistics_of(job, dataset, html is not None, limit)
+    print(printable(as_text(found, limit)))
     if html:
         try:
             Path(html).write_text(page_of(found, job.reference.name), encoding="utf-8")
@@ -53,7 +56,7 @@ def inspect_files(files: Sequence[str], tokenizer: Any, *, html: str | None = No
         print(printable(f"\nwrote {html}"))
 
 
-def _check_page(page: Path) -> None:
+def check_page(page: Path) -> None:
     if not page.parent.is_dir():
         raise OptionError(f"--html {page}: no such directory: {page.parent}")
     if page.is_dir():

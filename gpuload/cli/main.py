@@ -1,4 +1,4 @@
-"""The command line: inspect · show · prepare · cache · doctor · demo."""
+"""The command line: inspect · show · check · diff · prepare · cache · doctor · demo."""
 
 import argparse
 import os
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpuload._version import __version__
+from gpuload.cli.checking import add_commands
 from gpuload.cli.output import arguments_of, as_arguments, printable
 from gpuload.core.errors import GpuloadError
 
@@ -66,6 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="show the compiled chat template instead, for the conversations in the files or, without files, for "
         "common ones",
     )
+    inspect.add_argument("--limit", type=int, metavar="N", help="also list rows that N tokens as limit would drop")
     inspect.add_argument("--html", metavar="FILE", help="also write an HTML page with plots and some rows")
     inspect.set_defaults(run=_inspect, parser=inspect)
 
@@ -78,22 +80,15 @@ def build_parser() -> argparse.ArgumentParser:
     _add_conversations(show)
     show.set_defaults(run=_show, parser=show)
 
+    add_commands(commands, _add_rows, _rows)
+
     prepare = commands.add_parser("prepare", help="tokenize files now, and cache the tokens for later loads")
     _add_files(prepare)
     prepare.add_argument("--tokenizer", help="path or hub id")
     _add_kind(prepare)
     _add_prompts(prepare)
     _add_conversations(prepare)
-    prepare.add_argument("--format", metavar="NAME", help="of chats or pairs, as load_chats and load_pairs have it")
-    prepare.add_argument("--loss-on", metavar="PART", help="of chats: assistant, last, marked, completion or all")
-    prepare.add_argument("--drop-nulls", action="store_true", help="of chats and pairs: remove keys that are null")
-    prepare.add_argument(
-        "--normalize-messages",
-        metavar="MODE",
-        help="of chats and pairs: auto makes contents that are null, and arguments of tool calls that are text, what "
-        "most templates take",
-    )
-    prepare.add_argument("--template-kwargs", metavar="JSON", default="{}", help="constants for the chat template")
+    _add_training(prepare)
     prepare.add_argument(
         "--verify",
         default="sample",
@@ -180,6 +175,28 @@ def _add_conversations(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--messages-key", metavar="KEY", help="column with messages or texts, if it has another name")
 
 
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--format", metavar="NAME", help="of chats or pairs, as load_chats and load_pairs have it")
+    parser.add_argument("--loss-on", metavar="PART", help="of chats: assistant, last, marked, completion or all")
+    parser.add_argument("--drop-nulls", action="store_true", help="of chats and pairs: remove keys that are null")
+    parser.add_argument(
+        "--normalize-messages",
+        metavar="MODE",
+        help="of chats and pairs: auto makes contents that are null, and arguments of tool calls that are text, what "
+        "most templates take",
+    )
+    parser.add_argument("--template-kwargs", metavar="JSON", default="{}", help="constants for the chat template")
+
+
+def _add_rows(parser: argparse.ArgumentParser) -> None:
+    _add_files(parser)
+    parser.add_argument("--tokenizer", required=True, help="path or hub id")
+    _add_kind(parser)
+    _add_prompts(parser)
+    _add_conversations(parser)
+    _add_training(parser)
+
+
 def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--export",
@@ -226,7 +243,9 @@ def _inspect(given: argparse.Namespace) -> int:
         return 0
     if not given.files:
         given.parser.error("no files given")
-    inspect_files(given.files, given.tokenizer, html=given.html, max_samples=given.max_samples, **_data(given))
+    inspect_files(
+        given.files, given.tokenizer, html=given.html, limit=given.limit, max_samples=given.max_samples, **_data(given)
+    )
     return 0
 
 
@@ -241,6 +260,14 @@ def _data(given: argparse.Namespace) -> dict[str, Any]:
     """What is said of the data, as for `open_data`."""
     names = ("kind", "prompt_key", "messages_key")
     return {name: getattr(given, name) for name in names} | {"chat_template": _template(given)}
+
+
+def _rows(given: argparse.Namespace) -> dict[str, Any]:
+    """What is said of data to train on, as for `open_data`."""
+    from gpuload.cli.prepare import template_kwargs
+
+    more = {"apply_chat_template_kwargs": template_kwargs(given.template_kwargs)}
+    return {name: getattr(given, name) for name in _TRAINING} | _data(given) | more
 
 
 def _template(given: argparse.Namespace) -> str | None:

@@ -15,7 +15,18 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
-from gpuload.core.options import LossOn, Normalize, Objective, Overlong, Store, TokensOn, Truncation, Verify
+from gpuload.core.options import (
+    LossOn,
+    MissingReasoning,
+    Normalize,
+    Objective,
+    Overlong,
+    Store,
+    TokensOn,
+    Truncation,
+    TurnsMode,
+    Verify,
+)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -181,7 +192,24 @@ class ChatKeywords(TrainingKeywords, total=False):
     """The tokens with loss: those of the answers of the `"assistant"`, of the `"last"` answer, of the answers that
     messages have `"marked"` (`loss`, `train`, `weight` ...), of the `"completion"`, or `"all"`. None: as messages say
     if they have such marks; else of answers for conversations, of the completion for prompt-completion, all for
-    texts."""
+    texts. With `turns="served"`, `"last_turn"` are the answers after the last message of a user."""
+
+    turns: TurnsMode
+    """`"conversation"`: one row for each conversation. `"served"`: the fewest rows in which each answer stands behind
+    the prompt that inference would have, see docs/served.md."""
+
+    missing_reasoning: MissingReasoning
+    """With `turns="served"`, for answers without reasoning before which the template writes an empty thinking block:
+    `"prompt"` puts them behind the template's prompt without thinking, `"learn"` learns the block, and `"skip"` does
+    not learn these answers."""
+
+    serving_template: str | os.PathLike[str] | None
+    """With `turns="served"`, the template of prompts, if inference has another one than training: a name, a text, or
+    the path of a `.jinja` file."""
+
+    thinking: tuple[str, str] | None
+    """With `turns="served"`, the texts that open and close reasoning, for templates whose prompts open a thinking block
+    that they do not write with an answer: `("<think>\\n", "\\n</think>\\n\\n")`."""
 
 
 class PairKeywords(TrainingKeywords, total=False):

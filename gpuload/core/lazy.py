@@ -55,4 +55,4 @@ class LazyDict(UserDict[str, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled as values: what makes them may need a GPU."""
-        return LazyDict, (dict(self),)
+        return type(self), (dict(self),)

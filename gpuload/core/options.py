@@ -20,7 +20,9 @@ from gpuload.core.errors import OptionError
 Truncation = Literal["error", "left", "right", "middle"]
 Verify = Literal["sample", "full", "off"]
 Padding = Literal["max_length", "longest"]
-LossOn = Literal["assistant", "last", "completion", "all", "marked"]
+LossOn = Literal["assistant", "last", "last_turn", "completion", "all", "marked"]
+TurnsMode = Literal["conversation", "served"]
+MissingReasoning = Literal["prompt", "learn", "skip"]
 Normalize = Literal["auto"]
 Objective = Literal["dpo", "rm", "kto"]
 Trainer = Literal["trl", "llamafactory", "axolotl", "skyrl", "areal", "megatron"]
@@ -41,6 +43,10 @@ _IGNORED = frozenset(
     "need_tools_kwargs chat_template_func".split()
 )
 
+_OF_LOADERS = frozenset(
+    "batch_size rank world_size drop_last padding packing pack_length max_tokens padded group_by_length".split()
+)
+
 # Arguments of `apply_chat_template` that are not variables of the template and would change the type or shape of its
 # result: the loader sets them.
 _SET_BY_LOADER = {
@@ -58,11 +64,6 @@ _SET_BY_LOADER = {
 @dataclass(frozen=True)
 class Options:
     """The keyword arguments of `gpuload.load`.
-
-    Examples:
-        >>> from gpuload import Options
-        >>> Options.parse({"max_prompt_length": 2048, "train_batch_size": 256}).max_prompt_length
-        2048
 
     What each of them means is said once, in `gpuload.core.keywords`.
     """
@@ -97,6 +98,11 @@ class Options:
     def parse(given: Mapping[str, Any]) -> "Options":
         """Validate keyword arguments, or a trainer's `data:` section.
 
+        Examples:
+            >>> from gpuload import Options
+            >>> Options.parse({"max_prompt_length": 2048, "train_batch_size": 256}).max_prompt_length
+            2048
+
         Args:
             given: A dict or an OmegaConf mapping.
 
@@ -109,6 +115,7 @@ class Options:
         known = {f.name for f in dataclasses.fields(Options)}
         unknown = sorted(set(given) - known - _IGNORED)
         if unknown:
+            check_of_loaders(unknown)
             raise OptionError(
                 f"unknown option{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}{nearest(unknown[0], known)}"
             )
@@ -247,6 +254,20 @@ def check_format(given: Any, names: Sequence[str]) -> None:
     """
     if given is not None and given not in names:
         raise OptionError(f"format={given!r}{nearest(str(given), set(names))}")
+
+
+def check_of_loaders(names: Sequence[str]) -> None:
+    """Checks names that are not those of options of a load.
+
+    Raises:
+        OptionError: one is an option of `loader`.
+    """
+    for name in names:
+        if name in _OF_LOADERS:
+            raise OptionError(
+                f"{name} is an option of batches, not of a load: remove it, and pass it to .loader({name}=...) of the "
+                "dataset that is returned"
+            )
 
 
 def nearest(name: str, known: set[str]) -> str:

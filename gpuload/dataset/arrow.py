@@ -1,6 +1,6 @@
 """Rows of a dataset as Arrow record batches of bounded size, made one after the other."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -58,6 +58,11 @@ def row_reader(
 
     schema = pa.schema([*fields, *passed])
     return pa.RecordBatchReader.from_batches(schema, batches())
+
+
+def names_of(fields: Iterable[pa.Field], others: Columns) -> list[str]:
+    """The names of the columns of `row_reader`, with all other columns."""
+    return list(dict.fromkeys([*(field.name for field in fields), *others.names]))
 
 
 def parts(tokens: RowNumbers) -> Iterator[RowNumbers]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from gpuload.core.arrays import offsets_of
+from gpuload.core.lazy import Later, LazyDict
 from gpuload.core.options import Options
 from gpuload.engines.protocol import TokenStore
 from gpuload.reference.reference import Reference
@@ -23,7 +24,7 @@ _WITHOUT_EFFECT = frozenset(
 )
 
 
-def fingerprint(sources: Sequence[Source], reference: Reference | None, options: Options) -> Fingerprint:
+def fingerprint(sources: Sequence[Source], reference: Reference | None, options: Options) -> LazyDict:
     """Makes the fingerprint of a dataset, except for its tokens.
 
     Args:
@@ -36,16 +37,19 @@ def fingerprint(sources: Sequence[Source], reference: Reference | None, options:
         and `columns` (name → digest of the values), which decide: files that were rewritten, renamed or moved make no
         difference as long as every row is the same. The other parts say what changed.
     """
+    # As the tokenizer is now: it may change later.
+    tokenizer = Later(reference.fingerprint_later()) if reference else None
     names = [f"{number}: {os.path.basename(source.name)}" for number, source in enumerate(sources)]
-    return {
+    parts = {
         "files": {name: _digest(source.identity) for name, source in zip(names, sources, strict=True)},
-        "tokenizer": reference.fingerprint() if reference else None,
+        "tokenizer": tokenizer,
         "options": {
             field.name: _plain(getattr(options, field.name))
             for field in dataclasses.fields(options)
             if field.name not in _WITHOUT_EFFECT
         },
     }
+    return LazyDict(parts)
 
 
 def token_digest(tokens: TokenStore) -> str:

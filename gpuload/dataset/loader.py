@@ -81,6 +81,11 @@ class Loader(ABC):
         batch_size, world_size, drop_last = (self._settings[name] for name in _SHARES)
         return count_batches(self._total(self.epoch), batch_size, world_size, drop_last)
 
+    def __repr__(self) -> str:
+        settings = {**self._settings, "rank": self._rank, "epoch": self.epoch}
+        shown = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        return f"{type(self).__name__}({len(self):,} batches, {shown})"
+
     def __iter__(self) -> Iterator[Any]:
         if self._position and not self._resuming:  # an epoch left by `break` is not continued
             self.epoch, self._position = self.epoch + 1, 0
@@ -96,6 +101,12 @@ class Loader(ABC):
     def set_epoch(self, epoch: int) -> None:
         """Start the next `iter()` at the beginning of the given epoch.
 
+        Examples:
+            >>> loader = prompts.loader(batch_size=50)
+            >>> loader.set_epoch(3)
+            >>> loader.epoch
+            3
+
         Args:
             epoch: Number of the epoch, from 0.
 
@@ -107,6 +118,11 @@ class Loader(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of this loader, for `load_state_dict`.
+
+        Examples:
+            >>> state = prompts.loader(batch_size=50).state_dict()
+            >>> state["epoch"], state["position"]
+            (0, 0)
 
         Returns:
             A dict of plain data (picklable, JSON-serializable): `version`, `epoch`, `position` (how many rows or packs
@@ -123,6 +139,10 @@ class Loader(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume: the next `iter()` continues with what followed when `state` was saved.
+
+        Examples:
+            >>> loader = prompts.loader(batch_size=50)
+            >>> loader.load_state_dict(prompts.loader(batch_size=50).state_dict())
 
         `world_size` and `batch_size` may differ from those of the saved loader. All ranks together then yield exactly
         the rest of the epoch, divided among the new ranks and batches from its first row or pack on.
@@ -161,6 +181,8 @@ class PromptLoader(Loader):
         >>> file, tokenizer = demo_files()
         >>> prompts = gpuload.load(file, tokenizer, max_samples=100)
         >>> loader = prompts.loader(batch_size=32, shuffle=True, seed=0)
+        >>> loader  # doctest: +ELLIPSIS
+        PromptLoader(4 batches, batch_size=32, shuffle=True, seed=0, ..., padding='max_length')
         >>> [tuple(batch["input_ids"].shape) for batch in loader]
         [(32, 1024), (32, 1024), (32, 1024), (4, 1024)]
 
@@ -217,6 +239,9 @@ class PromptLoader(Loader):
             "drop_last": bool(drop_last),
         }
         super().__init__(dataset, settings, rank)
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, padding={self._padding!r})"
 
     def _total(self, epoch: int) -> int:
         return len(self._dataset)
@@ -280,7 +305,12 @@ class PackLoader(Loader):
         super().__init__(dataset, divided | dict(settings), rank)
 
     def plan(self) -> Plan:
-        """Return the plan of the current epoch."""
+        """Return the plan of the current epoch.
+
+        Examples:
+            >>> len(chats.loader(batch_size=1, packing="bfd").plan())
+            1
+        """
         return self._plan_of(self.epoch)
 
     def _plan_of(self, epoch: int) -> Plan:

@@ -11,21 +11,24 @@ from gpuload.core.arrays import Ragged, RowNumbers, chunks_of, from_chunks, offs
 from gpuload.core.marks import IDS, LOSS
 from gpuload.engines.protocol import TokenStore
 from gpuload.packing import Plan
+from gpuload.packing.plan import whole_rows
 
 _CHUNK = 1 << 22  # tokens that are copied at a time
 
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """n sequences of stored pairs; a `protocol.TokenStore`. Their tokens have no bit of a pair.
+    """n sequences that are made of the rows of a store; a `protocol.TokenStore`.
 
     Attributes:
-        pairs: the store.
+        store: the store.
         plan: of its rows; each pack is a sequence.
+        bits: what is kept of its tokens (`gpuload.core.marks`): of the sequences of pairs, no bit of a pair.
     """
 
-    pairs: TokenStore
+    store: TokenStore
     plan: Plan
+    bits: np.int32 = IDS | LOSS
 
     def __len__(self) -> int:
         return len(self.plan)
@@ -35,8 +38,8 @@ class Sequences:
         return self.plan.tokens
 
     def take(self, rows: RowNumbers) -> Ragged:
-        found = tokens_of(self.pairs, self.plan.take(rows))
-        return Ragged(found.values & (IDS | LOSS), found.offsets)
+        found = tokens_of(self.store, self.plan.take(rows))
+        return Ragged(found.values & self.bits, found.offsets)
 
     def chunks(self) -> Iterator[np.ndarray[Any, Any]]:
         return chunks_of(self.take, self.lengths, _CHUNK)
@@ -48,7 +51,17 @@ class Sequences:
 
 def stored(store: TokenStore) -> TokenStore:
     """The store that has the tokens of a store."""
-    return store.pairs if isinstance(store, Sequences) else store
+    return store.store if isinstance(store, Sequences) else store
+
+
+def some_of(store: TokenStore, rows: RowNumbers) -> TokenStore:
+    """Some rows of a store, which are copied when they are used.
+
+    Args:
+        rows: (k,) their numbers, in the order of the result.
+    """
+    bits = store.bits if isinstance(store, Sequences) else np.int32(-1)
+    return Sequences(stored(store), in_store(store, whole_rows(rows, store.lengths[rows])), bits)
 
 
 def in_store(store: TokenStore, plan: Plan) -> Plan:

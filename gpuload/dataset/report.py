@@ -1,7 +1,10 @@
 """The report of a load, for people: rows, reasons, seconds, verification."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from gpuload.dataset.notebook import lines_html
 
 _EXAMPLES = 5
 _MOST_REJECTED = 1 / 5  # of the rows; beyond, a warning is given
@@ -165,6 +168,21 @@ class Report:
         self.notes += [note for note in other.notes if note not in self.notes]
         for mine, theirs in ((self.from_cache, other.from_cache), (self.into_cache, other.into_cache)):
             mine[:] = [name for name in self.files if name in mine or name in theirs]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all numbers and names as plain data that JSON can hold: the attributes by their names.
+
+        Examples:
+            >>> prompts.report.to_dict()["rows_kept"]
+            100
+        """
+        return asdict(self)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return lines_html(str(self))
 
     def reasons(self) -> str:
         """The reasons for rejected rows, one line each, the most frequent first."""

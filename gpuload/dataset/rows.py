@@ -1,10 +1,11 @@
 """Rows: what the datasets of all kinds have in common. Rows as dicts, batches by one gather, and the other columns."""
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from typing import Any, overload
+from typing import Any, Self, overload
 
 import numpy as np
 import pyarrow as pa
@@ -15,14 +16,17 @@ from gpuload.core.errors import OptionError, PromptTooLongError
 from gpuload.core.lazy import Later, LazyDict
 from gpuload.core.options import Options, Padding, nearest
 from gpuload.core.workers import prepare_worker
+from gpuload.dataset.batch import RowBatch
 from gpuload.dataset.fingerprint import Fingerprint, token_digest
 from gpuload.dataset.loader import PromptLoader
 from gpuload.dataset.origins import Origins
-from gpuload.dataset.pieces import in_store, stored, tokens_of
+from gpuload.dataset.pieces import in_store, some_of, stored, tokens_of
+from gpuload.dataset.readable import Readable
 from gpuload.dataset.report import Report
 from gpuload.engines.batches import BatchLayout
 from gpuload.engines.protocol import Engine, TokenStore
 from gpuload.packing.plan import Plan, whole_rows
+from gpuload.reference.reference import Reference
 from gpuload.sources.columns import Columns
 
 Row = dict[str, Any]
@@ -49,6 +53,7 @@ class Loaded:
         pad_token_id: fills rows of batches up.
         report: what the load did.
         about: identifies files, tokenizer and options.
+        reference: the tokenizer; None where nobody needs it any more.
     """
 
     tokens: TokenStore
@@ -59,10 +64,11 @@ class Loaded:
     options: Options
     pad_token_id: int
     report: Report
-    about: Fingerprint
+    about: Fingerprint | LazyDict
+    reference: Reference | None = None
 
 
-class Rows(torch.utils.data.Dataset[Row]):
+class Rows(Readable, torch.utils.data.Dataset[Row]):
     """Tokenized rows, and the other columns of their files: what prompts, chats and pairs have in common.
 
     Attributes:
@@ -82,6 +88,7 @@ class Rows(torch.utils.data.Dataset[Row]):
         self._about = loaded.about
         self.passed_through = loaded.columns
         self._origins = loaded.origins
+        self._reference = loaded.reference
         self._batches = loaded.engine.batches(stored(loaded.tokens), layout, loaded.pad_token_id)
 
     def __len__(self) -> int:
@@ -93,7 +100,7 @@ class Rows(torch.utils.data.Dataset[Row]):
         """The ids of all rows, without padding: flat `values`, int32, and `offsets`, int64 `(n + 1,)`, on the host."""
 
     @abstractmethod
-    def batch(self, rows: Sequence[int] | np.ndarray[Any, Any], padding: Padding = ...) -> LazyDict:
+    def batch(self, rows: Sequence[int] | np.ndarray[Any, Any], padding: Padding = ...) -> RowBatch:
         """A batch of B rows: tensors, and object arrays of the other columns."""
 
     @abstractmethod
@@ -123,7 +130,7 @@ class Rows(torch.utils.data.Dataset[Row]):
 
         It is computed once, when it is first needed, at about a gigabyte of ids and columns per second.
         """
-        return self._about | {"tokens": token_digest(self._store), "columns": self.passed_through.digests()}
+        return dict(self._about) | {"tokens": token_digest(self._store), "columns": self.passed_through.digests()}
 
     @property
     def columns(self) -> pa.Table:
@@ -136,6 +143,9 @@ class Rows(torch.utils.data.Dataset[Row]):
 
     def to_cudf(self) -> Any:
         """Return all rows as a `cudf.DataFrame`, with the columns of `to_arrow`.
+
+        Examples:
+            >>> prompts.to_cudf()  # doctest: +SKIP
 
         Raises:
             DeviceError: cuDF is not installed, or there are more tokens than a cuDF list column can hold.
@@ -150,8 +160,35 @@ class Rows(torch.utils.data.Dataset[Row]):
         """Names and types of the pass-through columns; the type is that in the first file with the column."""
         return self.passed_through.schema()
 
+    def select(self, rows: Any) -> Self:
+        """Return a dataset of some rows. No tokens are copied; the report stays that of the whole load.
+
+        Examples:
+            >>> some = prompts.select([7, 3])
+            >>> len(some), some.origin(0)[1]
+            (2, 7)
+
+        Args:
+            rows: Row numbers in their new order, or a slice; negative numbers count from the end.
+
+        Raises:
+            IndexError: A row number is out of range.
+        """
+        numbers = row_numbers(rows, len(self))
+        chosen = object.__new__(type(self))
+        cached = [name for name, kind in inspect.getmembers_static(type(self)) if isinstance(kind, cached_property)]
+        chosen.__dict__ = {name: value for name, value in self.__dict__.items() if name not in cached}
+        chosen._store, chosen._sizes = some_of(self._store, numbers), self._sizes[:, numbers]
+        chosen._lengths = self._lengths[numbers]
+        chosen.passed_through, chosen._origins = self.passed_through.select(numbers), self._origins.select(numbers)
+        return chosen
+
     def take(self, names: Sequence[str], rows: Sequence[int] | None = None) -> dict[str, list[Any]]:
         """Return pass-through columns as Python objects, without making tensors.
+
+        Examples:
+            >>> prompts.take(["data_source"], rows=[0, 1])
+            {'data_source': ['openai/gsm8k', 'openai/gsm8k']}
 
         Args:
             names: Column names.
@@ -175,6 +212,11 @@ class Rows(torch.utils.data.Dataset[Row]):
 
     def origin(self, row: int) -> tuple[str, int]:
         """Return where a row comes from.
+
+        Examples:
+            >>> file, row = prompts.origin(5)
+            >>> Path(file).name, row
+            ('gsm8k.parquet', 5)
 
         Args:
             row: Row number in this dataset.
@@ -237,12 +279,12 @@ class Rows(torch.utils.data.Dataset[Row]):
         """Yield the same batches, some of them prepared ahead where that hides latency. For `PromptLoader`."""
         return self._batches.ahead(batches)
 
-    def _batch(self, rows: Any, padding: Padding) -> LazyDict:
+    def _batch(self, rows: Any, padding: Padding) -> RowBatch:
         """A batch of rows: tensors, and object arrays that are made when they are first read."""
         numbers = self._check(rows)
         columns = self._columns(numbers)
         taken = {**columns, **self._tensors(numbers, padding, columns)}
-        return LazyDict({name: _lazy(value) for name, value in taken.items()})
+        return RowBatch({name: _lazy(value) for name, value in taken.items()})
 
     def _loader(self, batch_size: int, settings: dict[str, Any]) -> PromptLoader:
         """A loader of batches of rows; shuffled as the load was told to, if nothing else is said."""

@@ -10,17 +10,21 @@ from dataclasses import dataclass
 from importlib import resources
 
 import jinja2
+import numpy as np
 from markupsafe import Markup
 
 from gpuload import __version__
 from gpuload.dataset.report import Report
 from gpuload.inspect import plots
-from gpuload.inspect.statistics import PERCENTILES, Statistics
+from gpuload.inspect.findings import findings
+from gpuload.inspect.statistics import PERCENTILES, Lengths, Statistics
 from gpuload.inspect.tokens import SampleRow, Token, TokenSequence, shown, visible
 
 _MOST_TEXT = 240  # characters of a name, a type or a reason
 _MOST_BYTES = 256  # of a token
 _MOST_LINES = 200  # of a table
+_MOST_POINTS = 500  # of the limits that the slider has
+_LEAST_SHARED = 8  # tokens
 _ROLES = {"template": 0, "system": 1, "user": 2, "prompt": 2, "text": 2, "assistant": 3, "completion": 3, "tool": 4}
 _OTHER_ROLE = 5
 
@@ -60,14 +64,19 @@ def page_of(found: Statistics, tokenizer: str) -> str:
         found: what it shows, with rows.
         tokenizer: its name.
     """
-    groups = found.groups[: plots.FEW]
+    groups, everything = found.groups[: plots.FEW], found.groups[0]
+    dropped = _dropped(found.report)
     report = found.report
     return _template().render(
         title=_some(report.files),
         version=__version__,
         facts=_facts(found, tokenizer),
         report="\n".join(map(clipped, str(report).split("\n")[:_MOST_LINES])),
+        findings=[clipped(each) for each in findings(found)],
+        dropped=dropped,
         tables=_tables(found),
+        points=_points(everything.lengths, found.limits()),
+        limit=found.limit_near(99),
         histograms=[(clipped(group.name), Markup(plots.histogram(groups, at))) for at, group in enumerate(groups)],
         longest_shown=plots.longest_shown(groups),
         kept=Markup(plots.kept_by_limit(groups)),
@@ -88,6 +97,7 @@ def _template() -> jinja2.Template:
     )
     environment.filters |= {"clipped": clipped, "number": "{:,}".format}
     environment.globals |= {
+        "collapsed": collapsed,
         "boxes": boxes,
         "role_class": role_class,
         "is_number": lambda cell: isinstance(cell, Number),
@@ -111,6 +121,14 @@ def boxes(sequence: TokenSequence, differs_at: int | None) -> Markup:
     made += [_gap(sequence.gaps[-1])] * bool(sequence.gaps[-1])
     # Lines break between tokens, and within one only if it is longer than a line.
     return Markup("<wbr>").join(made)
+
+
+def collapsed(row: SampleRow) -> tuple[TokenSequence | None, Sequence[TokenSequence]]:
+    """What both sequences of a pair begin with, if that is much, and the rest of each; or nothing, and all of them."""
+    at = row.difference
+    if at is None or at < _LEAST_SHARED:
+        return None, row.sequences
+    return row.sequences[0].between(0, at), [each.between(at, each.length) for each in row.sequences]
 
 
 def _gap(count: int) -> Markup:
@@ -174,9 +192,18 @@ def _tables(found: Statistics) -> list[PageTable]:
         PageTable(f"Rows kept by {found.limit_name}", [named, "rows", *(f"{limit:,}" for limit in limits)], kept),
     ]
     tables += _role_tables(found)
-    tables += _dropped(found.report)
     columns: list[Line] = [[clipped(name), clipped(kind)] for name, kind in found.columns[:_MOST_LINES]]
     return [*tables, *[PageTable("Columns", ["column", "type"], columns)] * bool(columns)]
+
+
+def _points(lengths: Lengths, limits: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Limits for the slider, each with the rows and tokens within it: exact for each of them."""
+    different = np.unique(lengths)
+    some = different[np.unique(np.linspace(0, len(different) - 1, _MOST_POINTS).astype(int))]
+    values = np.unique(np.concatenate([some, np.array(limits, np.int64)]))
+    rows = np.searchsorted(lengths, values, side="right")
+    tokens = np.append(0, np.cumsum(lengths))[rows]
+    return list(zip(values.tolist(), rows.tolist(), tokens.tolist(), strict=True))
 
 
 def _role_tables(found: Statistics) -> list[PageTable]:

@@ -1,18 +1,10 @@
-"""Plots of lengths as SVG elements for a page, in the colors of its theme.
+"""Plots of lengths as SVG elements for a page: text in its muted color, series in the colors of its theme."""
 
-matplotlib draws them in placeholder colors, which are then replaced with CSS: text and axes with the muted color of the
-page, and series with its variables. So the same plot is legible in light and dark. Names of sources are written by the
-page, and not by matplotlib, which would take `$` for mathematics and lacks glyphs for most scripts.
-"""
-
-import io
-import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from math import ceil, floor, log2
 
 import numpy as np
 
-from gpuload.core.errors import GpuloadError
 from gpuload.inspect.statistics import LengthGroup
 
 FEW = 8
@@ -21,24 +13,12 @@ FEW = 8
 DASHES = ("", "4 1.5", "1.2 1.2", "7 2 1.5 2", "10 3", "4 1.5 1.2 1.5", "2.5 1", "12 2 2 2")
 """Dashes of the lines of groups, in widths of the line: they can be told apart without color."""
 
-_MUTED = "#040506"
-_SERIES = [f"#0a0b{number:02x}" for number in range(FEW)]
+_BINS = 40
 
 
-def pyplot() -> Any:
-    """matplotlib's, which draws without a screen.
-
-    Raises:
-        GpuloadError: it is not installed.
-    """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise GpuloadError("--html needs matplotlib: pip install 'gpuload[html]'") from error
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    return pyplot
+def longest_shown(groups: Sequence[LengthGroup]) -> int:
+    """Up to which length histograms go, in tokens."""
+    return max(1, int(np.percentile(groups[0].lengths, 99)))
 
 
 def histogram(groups: Sequence[LengthGroup], number: int) -> str:
@@ -48,68 +28,67 @@ def histogram(groups: Sequence[LengthGroup], number: int) -> str:
         groups: the first one is all rows.
         number: of the group.
     """
-    draw, top = pyplot(), longest_shown(groups)
-    with draw.rc_context(_settings(f"histogram {number}")):
-        figure, axis = draw.subplots(figsize=(4.2, 1.7), layout="constrained")
-        lengths = groups[number].lengths
-        axis.hist(lengths[lengths <= top], bins=np.linspace(0, top, min(40, top) + 1), color=_SERIES[number])
-        axis.set_xlim(0, top)
-        axis.xaxis.set_major_locator(draw.MaxNLocator(4, integer=True))
-        axis.yaxis.set_major_locator(draw.MaxNLocator(3, integer=True))
-        axis.xaxis.set_major_formatter("{x:,.0f}")
-        axis.yaxis.set_major_formatter("{x:,.0f}")
-        return _svg(draw, figure, axis)
-
-
-def longest_shown(groups: Sequence[LengthGroup]) -> int:
-    """Up to which length histograms go, in tokens."""
-    return max(1, int(np.percentile(groups[0].lengths, 99)))
+    top, lengths = longest_shown(groups), groups[number].lengths
+    counts, edges = np.histogram(lengths[lengths <= top], np.linspace(0, top, min(_BINS, top) + 1))
+    left, right, low, high = 38, 312, 100, 8  # of the plot, in a view of 320 by 122
+    most = max(1, int(counts.max()))
+    bars = [
+        f"M{left + (right - left) * start / top:.1f} {low}V{low - (low - high) * count / most:.1f}"
+        f"H{left + (right - left) * end / top:.1f}V{low}Z"
+        for count, start, end in zip(counts.tolist(), edges, edges[1:], strict=False)
+        if count
+    ]
+    ticks = [_text(left + (right - left) * at / top, 117, at, "middle") for at in _ticks(top)]
+    ticks += [_text(left - 6, low - (low - high) * at / most + 4, at, "end") for at in _ticks(most, 3) if at]
+    return _svg(320, 122, [f'<path d="{"".join(bars)}" fill="var(--series-{number})"/>', *ticks])
 
 
 def kept_by_limit(groups: Sequence[LengthGroup]) -> str:
-    """Which share of the rows of each group is within a limit."""
-    draw = pyplot()
-    with draw.rc_context(_settings("kept by limit")):
-        figure, axis = draw.subplots(figsize=(8.2, 3.2), layout="constrained")
-        for number, group in reversed(list(enumerate(groups[:FEW]))):
-            places = np.unique(np.linspace(0, len(group.lengths) - 1, 300).astype(int))
-            dashes = [float(part) for part in DASHES[number].split()]
-            axis.plot(
-                np.maximum(group.lengths[places], 1),
-                (places + 1) / len(group.lengths),
-                color=_SERIES[number],
-                linewidth=1.6 if number else 2.2,
-                linestyle=(0, dashes) if dashes else "-",
-            )
-        axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_formatter("{x:,.0f}")
-        axis.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.0f}%")
-        axis.set_ylim(0, 1.03)
-        axis.grid(axis="y", color=_MUTED, alpha=0.25, linewidth=0.6)
-        return _svg(draw, figure, axis)
+    """Which share of the rows of each group is within a limit, with a line that marks one limit."""
+    left, right, low, high = 44, 690, 226, 14  # in a view of 720 by 250
+    least = max(1, min(int(group.lengths[0]) for group in groups))
+    first, last = floor(log2(least)), max(floor(log2(least)) + 1, ceil(log2(max(int(groups[0].lengths[-1]), 2))))
+
+    def x(length: float) -> float:
+        return left + (right - left) * (log2(max(length, least)) - first) / (last - first)
+
+    parts = []
+    for share in (0, 0.25, 0.5, 0.75, 1):
+        y = low - (low - high) * share
+        parts.append(
+            f'<path d="M{left} {y:g}H{right}" stroke="var(--line)"/>{_text(left - 6, y + 4, share, "end", True)}'
+        )
+    step = ceil((last - first + 1) / 11)
+    parts += [_text(x(2**power), 245, 2**power, "middle") for power in range(first, last + 1, step)]
+    for number, group in reversed(list(enumerate(groups[:FEW]))):
+        places = np.unique(np.linspace(0, len(group.lengths) - 1, 300).astype(int)).tolist()
+        points = " ".join(
+            f"{x(int(group.lengths[at])):.1f},{low - (low - high) * (at + 1) / len(group.lengths):.1f}" for at in places
+        )
+        width = 1.6 if number else 2.4
+        dashes = " ".join(f"{float(part) * width:g}" for part in DASHES[number].split())
+        parts.append(
+            f'<polyline points="{points}" fill="none" stroke="var(--series-{number})" stroke-width="{width}"'
+            + (f' stroke-dasharray="{dashes}"' if dashes else "")
+            + "/>"
+        )
+    scale = f'data-left="{left}" data-right="{right}" data-first="{first}" data-last="{last}"'
+    parts.append(f'<path id="at" {scale} data-high="{high}" data-low="{low}" stroke="var(--diff)" stroke-width="1.5"/>')
+    return _svg(720, 250, parts)
 
 
-def _settings(salt: str) -> dict[str, Any]:
-    return {
-        "svg.fonttype": "none",
-        "svg.hashsalt": salt,  # ids that are always the same, and different in each plot
-        "axes.edgecolor": _MUTED,
-        "xtick.color": _MUTED,
-        "ytick.color": _MUTED,
-        "font.size": 11,
-    }
+def _ticks(top: int, most: int = 4) -> list[int]:
+    """Round numbers from 0 to `top`."""
+    size = 10 ** (len(str(top)) - 1)
+    steps = (size * factor / 100 for factor in (10, 20, 25, 50, 100, 200, 500))
+    step = next(step for step in steps if step * most >= top)
+    return list(range(0, top + 1, max(1, ceil(step))))
 
 
-def _svg(draw: Any, figure: Any, axis: Any) -> str:
-    """The figure as an element of a page: without XML's head and matplotlib's styles, in the colors of the page."""
-    axis.spines[["top", "right", "left"]].set_visible(False)
-    axis.tick_params(which="both", length=0)
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    draw.close(figure)
-    text = buffer.getvalue()
-    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    text = re.sub(r" font-family: [^;\"]*;", "", text)
-    text = re.sub(r'<svg [^>]*?viewBox="([^"]+)"[^>]*>', r'<svg viewBox="\1" aria-hidden="true">', text, count=1)
-    colors = {_MUTED: "var(--muted)"} | {color: f"var(--series-{number})" for number, color in enumerate(_SERIES)}
-    return re.sub("|".join(colors), lambda found: colors[found[0]], text)
+def _text(x: float, y: float, value: float, anchor: str, share: bool = False) -> str:
+    text = f"{100 * value:.0f}%" if share else f"{value:,}"
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{text}</text>'
+
+
+def _svg(width: int, height: int, parts: Iterable[str]) -> str:
+    return f'<svg viewBox="0 0 {width} {height}" aria-hidden="true">{"".join(parts)}</svg>'

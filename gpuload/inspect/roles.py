@@ -2,7 +2,8 @@
 
 A token belongs to the first message of which it has a byte, see `engines/host/parts.py`; all other tokens are the
 template's, and so are special tokens that a tokenizer adds to plain text. Texts and completions in text have the roles
-`text`, `prompt` and `completion`. Roles are unknown in rows that transformers renders.
+`text`, `prompt` and `completion`. In rows of other shapes, such as those with calls of tools, messages are searched for
+(`searched.py`).
 """
 
 from contextlib import suppress
@@ -20,14 +21,20 @@ from gpuload.engines.conversations import messages_of_users
 from gpuload.engines.host.parts import Parts, message_parts
 from gpuload.engines.host.render import Spans
 from gpuload.engines.host.spans import TokenSpans
+from gpuload.inspect.searched import message_spans
 from gpuload.kinds.chats.reference import ChatReference
 from gpuload.kinds.training_engine import with_eos
-from gpuload.reference.reference import Reference
+from gpuload.kinds.training_reference import messages_in
+from gpuload.reference.reference import Reference, messages_of
+from gpuload.sources.columns import to_python
 from gpuload.sources.types import is_messages, is_text
 from gpuload.template.compiler import ChatProgram
 
 TEMPLATE, UNKNOWN = 0, -1
 """Codes of tokens that come from no message, and of those of which it is unknown."""
+
+_MOST_SEARCHED = 5_000
+"""In so many rows messages are searched for; transformers renders each of them."""
 
 Codes = npt.NDArray[np.int64]
 
@@ -47,6 +54,7 @@ class RoleFinder:
         self._reference = reference
         self._program = ChatProgram(reference.call)
         self._spans: TokenSpans | None = None
+        self._rows_searched = 0
         if reference.encodes_rendered_text:
             with suppress(TokenizerError):  # no offsets
                 self._spans = TokenSpans(reference)
@@ -61,9 +69,11 @@ class RoleFinder:
         Returns:
             (len(ids.values),) int64.
         """
-        parts = None if self._spans is None else self._parts(column)
-        if self._spans is None or parts is None:
+        if self._spans is None:
             return np.full(len(ids.values), UNKNOWN)
+        parts = self._parts(column)
+        if parts is None or not parts.known.all():
+            parts = self._searched(column, parts)
         codes = np.full(len(ids.values), TEMPLATE)
         inside = self._own(ids) if self._is_plain(column.type) else np.ones(len(codes), np.bool_)
         counted = offsets_of(inside)
@@ -105,6 +115,30 @@ class RoleFinder:
         if not all(map(is_messages, parts)):
             return None
         return message_parts(self._program, column)
+
+    def _searched(self, column: pa.Array, parts: Parts | None) -> Parts:
+        """The same, with what a search finds in rows whose parts are unknown: in the first ones, it takes long."""
+        known = np.zeros(len(column), np.bool_) if parts is None else parts.known.copy()
+        texts = [""] * len(column) if parts is None else parts.text.to_pylist()
+        names = [] if parts is None else list(parts.roles)
+        spans = [] if parts is None else [np.stack([*parts.spans, parts.role], axis=1)]
+        some = np.flatnonzero(~known)[: max(0, _MOST_SEARCHED - self._rows_searched)]
+        self._rows_searched += len(some)
+        for row in some.tolist():
+            value = to_python(column.slice(row, 1))[0]
+            messages = messages_in(value)
+            try:
+                texts[row] = self._reference.render(value)
+                found = message_spans(messages_of(messages), texts[row])
+            except Exception:  # dropped, or rendered in a way of its own
+                continue
+            known[row] = True
+            names += [role for role in dict.fromkeys(role for *_, role in found) if role not in names]
+            spans += [np.array([[row, start, end, names.index(role)]]) for start, end, role in found]
+        every = np.concatenate([np.zeros((0, 4), np.int64), *spans])
+        every = every[np.lexsort((every[:, 1], every[:, 0]))]
+        row, start, end, role = every.T
+        return Parts(pa.array(texts, pa.large_string()), Spans(row, start, end), role, tuple(names), known)
 
     def _with_eos(self, texts: pa.LargeStringArray) -> pa.LargeStringArray:
         return with_eos(texts, self._reference.eos) if isinstance(self._reference, ChatReference) else texts

@@ -22,10 +22,11 @@ from gpuload.sources.read import with_prompts
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
 
-_LIMITS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+_LIMITS_NEAR = (50, 75, 95, 99, 100)  # percentiles
 _PACK_SIZES = (2048, 4096, 8192, 16384)
 _GROUPS = 20
-_EXTREMES, _RANDOM = 3, 6  # rows to show: so many of the longest and of the shortest ones, and at random
+_EXTREMES, _RANDOM = 3, 14  # rows to show: so many of the longest and of the shortest ones, and at random
+_MOST_OVER = 20  # rows over a limit that are listed
 _MOST_TOKENS = 600  # of one row to show
 
 Lengths = npt.NDArray[np.int64]
@@ -45,12 +46,21 @@ class LengthGroup:
     lengths: Lengths
     loss: int | None
 
-    def percentiles(self) -> list[int]:
-        return [int(value) for value in np.percentile(self.lengths, PERCENTILES, method="nearest")]
+    def percentiles(self, wanted: Sequence[int] = PERCENTILES) -> list[int]:
+        return [int(value) for value in np.percentile(self.lengths, wanted, method="nearest")]
 
     def within(self, limit: int) -> float:
         """The share of rows of at most `limit` tokens, 0 to 1."""
-        return float(np.searchsorted(self.lengths, limit, side="right")) / len(self.lengths)
+        return self.count(limit) / len(self.lengths)
+
+    def count(self, limit: int) -> int:
+        """Rows of at most `limit` tokens."""
+        return int(np.searchsorted(self.lengths, limit, side="right"))
+
+    def padding(self, limit: int) -> float:
+        """The share of padding if the rows within a limit are padded to it, 0 to 1."""
+        rows = self.count(limit)
+        return 1 - int(self.lengths[:rows].sum()) / (rows * limit) if rows else 0.0
 
 
 @dataclass(frozen=True)
@@ -94,6 +104,7 @@ class Statistics:
         fill: for several sizes of packs; only for chats.
         equal_pairs: number of pairs whose chosen equals rejected; None if there are no pairs.
         samples: rows to show.
+        over: the longest rows over a limit that was asked for: tokens, file, number.
     """
 
     kind: KindName
@@ -106,22 +117,30 @@ class Statistics:
     fill: Sequence[Fill]
     equal_pairs: int | None
     samples: Sequence[SampleRow]
+    over: Sequence[tuple[int, str, int]] = ()
 
     @property
     def limit_name(self) -> str:
         return self.report.limit_name
 
     def limits(self) -> list[int]:
-        """Limits of tokens that are worth a look: up to twice the longest row."""
-        return [limit for limit in _LIMITS if limit < self.groups[0].lengths[-1] * 2] or [_LIMITS[0]]
+        """Limits of tokens that are worth a look: near some percentiles, up to the longest row."""
+        return sorted({self.limit_near(percentile) for percentile in _LIMITS_NEAR})
+
+    def limit_near(self, percentile: int) -> int:
+        """A round number of tokens, a multiple of 8 or more, from that of a percentile of all rows on."""
+        length = int(np.percentile(self.groups[0].lengths, percentile, method="higher"))
+        step = max(8, 1 << max(0, length.bit_length() - 4))
+        return max(1, -(-length // step)) * step
 
 
-def statistics_of(job: Job[Any], dataset: Rows, with_samples: bool) -> Statistics:
+def statistics_of(job: Job[Any], dataset: Rows, with_samples: bool, limit: int | None = None) -> Statistics:
     """Counts, in a second pass over the files for the roles of tokens.
 
     Args:
         dataset: what `run` made of the job.
         with_samples: also choose rows to show. Prompts need no second pass without them.
+        limit: list the longest rows over it.
     """
     chosen = sample_rows(dataset.lengths) if with_samples else {}
     loss: Lengths | None = None
@@ -151,7 +170,14 @@ def statistics_of(job: Job[Any], dataset: Rows, with_samples: bool) -> Statistic
         [_fill(dataset.lengths, size) for size in _PACK_SIZES] if job.kind.name == "chats" else (),
         equal,
         samples,
+        [] if limit is None else _over(dataset, limit),
     )
+
+
+def _over(dataset: Rows, limit: int) -> list[tuple[int, str, int]]:
+    lengths = dataset.lengths
+    order = np.argsort(-lengths, kind="stable")[: min(_MOST_OVER, int((lengths > limit).sum()))]
+    return [(int(lengths[row]), *dataset.origin(row)) for row in order.tolist()]
 
 
 def pair_tokens(parts: Ragged) -> list[RoleTokens]:

@@ -1,40 +1,76 @@
 """The numbers of a dataset as text."""
 
+import shutil
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from gpuload.inspect.findings import findings, kept
 from gpuload.inspect.statistics import PERCENTILES, Lengths, Statistics
 from gpuload.inspect.tokens import shown
 
+_NO_TERMINAL = 1000  # columns of a file or a pipe
+_SHORT = (0, 50, 95, 99, 100)
+"""The percentiles that are printed where a line is too short for all."""
 
-def as_text(found: Statistics) -> str:
-    """What `gpuload inspect` prints."""
+
+def as_text(found: Statistics, limit: int | None = None) -> str:
+    """What `gpuload inspect` prints, in lines of the width of the terminal.
+
+    Args:
+        limit: also list the rows that it would drop.
+    """
+    columns = max(60, shutil.get_terminal_size((_NO_TERMINAL, 24)).columns)
     groups, limits = found.groups, found.limits()
-    width = min(32, max(len(shown(group.name)) for group in groups))
+    percentiles = PERCENTILES if columns >= 12 + 8 + 9 * len(PERCENTILES) + 10 else _SHORT
+    most = columns - 13 - 9 * max(len(percentiles), len(limits))
+    width = min(32, most, max(len(shown(group.name)) for group in groups))
     title = {"prompts": "prompt lengths", "chats": "row lengths", "pairs": "longer sequences"}[found.kind]
-    lines = [str(found.report), "", "columns"]
-    lines += [f"  {shown(name):20} {shown(kind):.90}" for name, kind in found.columns]
-    lines += ["", _heading(f"{title} in tokens", width) + _row([f"p{value}" for value in PERCENTILES])]
+    lines = [line for each in findings(found) for line in _wrapped(f"- {each}", columns, 2)]
+    lines += ["", *(part for line in str(found.report).split("\n") for part in _wrapped(line, columns, 13))]
+    if found.columns:
+        lines += ["", "columns"]
+        lines += [f"  {shown(name):20} {shown(kind)}"[:columns] for name, kind in found.columns]
+    lines += ["", *_heading(f"{title} in tokens", width, _row([f"p{value}" for value in percentiles]))]
     lines += [
-        f"  {shown(group.name):{width}.{width}} {len(group.lengths):>9,} " + _row(group.percentiles())
+        f"  {shown(group.name):{width}.{width}} {len(group.lengths):>9,} " + _row(group.percentiles(percentiles))
         for group in groups
     ]
-    lines += ["", "histogram", *_histogram(found.groups[0].lengths)]
-    lines += ["", _heading(f"rows kept with {found.limit_name}", width) + _row(limits)]
+    lines += ["", "histogram", *_histogram(found.groups[0].lengths, columns)]
+    lines += ["", *_heading(f"rows kept with {found.limit_name}", width, _row(limits))]
     for group in groups:
         kept = [f"{100 * group.within(limit):.1f}%" for limit in limits]
         lines.append(f"  {shown(group.name):{width}.{width}} {len(group.lengths):>9,} " + _row(kept))
     lines += _roles(found) + _loss(found, width) + _packs(found)
     if found.equal_pairs is not None:
         lines += ["", f"pairs whose chosen equals rejected: {found.equal_pairs:,}"]
+    if limit is not None:
+        lines += ["", *_dropped(found, limit)]
     return "\n".join(lines)
 
 
-def _heading(text: str, width: int) -> str:
-    """A line above a table whose numbers begin behind a name of `width` characters and a count."""
-    return f"{text:{width + 13}}"
+def _heading(text: str, width: int, numbers: str) -> list[str]:
+    """What is above a table whose numbers begin behind a name of `width` characters and a count: a line, or two."""
+    if len(text) <= width + 12:
+        return [f"{text:{width + 13}}{numbers}"]
+    return [text, " " * (width + 13) + numbers]
+
+
+def _wrapped(line: str, columns: int, indent: int) -> list[str]:
+    """A line in parts that are no wider than the terminal, if its words allow that."""
+    if len(line) <= columns:
+        return [line]
+    return textwrap.wrap(line, columns, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _dropped(found: Statistics, limit: int) -> list[str]:
+    """What a limit does, and the first rows that it would drop, the longest first."""
+    lines = [f"{found.limit_name}={kept(found.groups[0], limit)}"]
+    lines += [f"  {tokens:>9,} tokens  {shown(file)} row {row}" for tokens, file, row in found.over]
+    more = len(found.groups[0].lengths) - found.groups[0].count(limit) - len(found.over)
+    return [*lines, *[f"  and {more:,} more rows"] * (more > 0)]
 
 
 def _roles(found: Statistics) -> list[str]:
@@ -78,9 +114,9 @@ def _row(values: Sequence[Any], width: int = 8) -> str:
     return " ".join(f"{value:>{width}}" for value in values)
 
 
-def _histogram(lengths: Lengths) -> list[str]:
+def _histogram(lengths: Lengths, columns: int) -> list[str]:
     counts, edges = bins(lengths)
-    scale = 50 / max(1, counts.max())
+    scale = min(50, columns - 32) / max(1, counts.max())
     return [
         f"  {int(low):>8,} - {int(high) - 1:>8,} {count:>9,} {'#' * int(np.ceil(count * scale))}"
         for low, high, count in zip(edges, edges[1:], counts, strict=False)

@@ -4,7 +4,6 @@ A row is a list of named token sequences: one for a prompt or a conversation, se
 """
 
 import functools
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,10 +13,10 @@ from gpuload.core.arrays import Ragged, common_prefix
 from gpuload.core.marks import CHOSEN, LOSS, REJECTED, sequence, split, with_loss
 from gpuload.inspect.roles import UNKNOWN, Codes
 from gpuload.reference.reference import Reference
-from gpuload.tokenizer.token_bytes import TokenBytes, token_bytes
-
-_ARROWS = {"\n": "⏎", "\t": "→", " ": "·", "\r": "␍"}
-_HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Zs")
+from gpuload.tokenizer.visible import Pieces
+from gpuload.tokenizer.visible import shown as shown
+from gpuload.tokenizer.visible import visible as visible
+from gpuload.tokenizer.visible import visible_text as visible_text
 
 
 @dataclass(frozen=True)
@@ -47,24 +46,35 @@ class TokenSequence:
         name: "prompt", "conversation", "chosen" or "rejected".
         length: number of all its tokens.
         parts: consecutive tokens that are shown, and the number of the first of them; ascending.
+        first, last: if only some of the tokens are looked at, the first of them, and the one behind them.
     """
 
     name: str
     length: int
     parts: Sequence[tuple[int, Sequence[Token]]]
+    first: int = 0
+    last: int | None = None
 
     @property
     def tokens(self) -> list[Token]:
         """All tokens that are shown."""
         return [token for _, tokens in self.parts for token in tokens]
 
+    def between(self, first: int, last: int) -> "TokenSequence":
+        """Some of the tokens: those from `first` up to `last`."""
+        parts = [
+            (max(start, first), tokens[max(0, first - start) : max(0, last - start)])
+            for start, tokens in self.parts
+            if start < last and start + len(tokens) > first
+        ]
+        return TokenSequence(self.name, self.length, parts, first, min(last, self.length))
+
     @property
     def gaps(self) -> list[int]:
         """How many tokens are not shown before each part, and after the last one."""
-        ends = [0, *(start + len(tokens) for start, tokens in self.parts)]
-        return [
-            start - end for start, end in zip([*(start for start, _ in self.parts), self.length], ends, strict=True)
-        ]
+        ends = [self.first, *(start + len(tokens) for start, tokens in self.parts)]
+        last = self.length if self.last is None else self.last
+        return [start - end for start, end in zip([*(start for start, _ in self.parts), last], ends, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -107,11 +117,9 @@ class TokenReader:
     """
 
     def __init__(self, reference: Reference):
-        self._tokenizer = reference.tokenizer
-        table = token_bytes(reference.model_json) if reference.backend is not None else ""
-        self._table: TokenBytes | None = None if isinstance(table, str) else table
-        self._added = {*self._tokenizer.get_added_vocab().values(), *self._tokenizer.all_special_ids}
-        self.piece = functools.cache(self._piece)
+        tokenizer = reference.tokenizer
+        self._added = {*tokenizer.get_added_vocab().values(), *tokenizer.all_special_ids}
+        self.piece = functools.cache(Pieces(tokenizer, reference.model_json if reference.backend is not None else None))
 
     def sequence(
         self,
@@ -143,16 +151,6 @@ class TokenReader:
 
         parts = shown_ranges(len(ids), most, around)
         return TokenSequence(name, len(ids), [(part.start, list(map(described, part))) for part in parts])
-
-    def _piece(self, token: int) -> bytes:
-        """The bytes of a token; those of its name in the vocabulary where tokens have no bytes of their own."""
-        table = self._table
-        if table is not None and token < len(table.offsets) - 1:
-            piece = table.data[table.offsets[token] : table.offsets[token + 1]].tobytes()
-            if piece:
-                return piece.replace(table.space.encode(), b" ")
-        name = self._tokenizer.convert_ids_to_tokens(token)
-        return str(name).encode(errors="surrogatepass") if name is not None else b""
 
 
 def pair_of(reader: TokenReader, ids: Sequence[int], most: int | None) -> list[TokenSequence]:
@@ -200,48 +198,3 @@ def with_loss_bits(ids: Ragged, row: int, loss: Ragged | None) -> list[int]:
     """The ids of one row, with a bit where they have loss."""
     some: list[int] = (ids[row] if loss is None else ids[row] | loss[row] * LOSS).tolist()
     return some
-
-
-def visible(piece: bytes) -> list[tuple[str, bool]]:
-    """Text in which everything can be seen.
-
-    White space is shown by marks (· ⏎ → ␍), other control and format characters by their code point, and bytes that are
-    no character, or only a part of one, in hexadecimal.
-
-    Args:
-        piece: UTF-8, or a part of it.
-
-    Returns:
-        Parts of the text, and whether each is such a mark.
-    """
-    text = piece.decode(errors="surrogateescape")
-    parts: list[tuple[str, bool]] = []
-    for character in text:
-        mark = _mark_of(character)
-        shown = character if mark is None else mark
-        if parts and parts[-1][1] == (mark is not None):
-            parts[-1] = parts[-1][0] + shown, parts[-1][1]
-        else:
-            parts.append((shown, mark is not None))
-    return parts
-
-
-def shown(text: str) -> str:
-    """A text with its spaces and line breaks; other characters that cannot be seen are marked."""
-    lines = [visible(line.encode(errors="surrogatepass")) for line in text.split("\n")]
-    return "\n".join("".join(part.replace("·", " ") if mark else part for part, mark in line) for line in lines)
-
-
-def visible_text(piece: bytes) -> str:
-    """`visible`, as one string."""
-    return "".join(part for part, _ in visible(piece))
-
-
-def _mark_of(character: str) -> str | None:
-    if character in _ARROWS:
-        return _ARROWS[character]
-    if 0xDC80 <= ord(character) <= 0xDCFF:  # surrogateescape: a byte that is no text
-        return f"⟨{ord(character) - 0xDC00:02X}⟩"
-    if unicodedata.category(character) in _HIDDEN:
-        return f"⟨U+{ord(character):04X}⟩"
-    return None

@@ -89,6 +89,16 @@ def _call(call: Any) -> Any:
 def takes_objects(call: TemplateCall) -> bool:
     """Whether a template prints the arguments of tool calls that are objects, or takes no tool calls at all. Otherwise
     it takes them as JSON text only: it fails with objects, or prints them as Python does."""
+    objects, text = argument_forms(call)
+    return objects or not text
+
+
+def argument_forms(call: TemplateCall, exactly: bool = False) -> tuple[bool, bool]:
+    """Whether a template prints the arguments of tool calls that are objects, and those that are JSON text.
+
+    Args:
+        exactly: text counts only if it is printed as it is, not as a text inside of JSON.
+    """
     arguments = {"x": secrets.token_hex(8)}  # not in the list of tools: only a template that writes calls prints it
     function = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
     answered = [{"role": "tool", "name": "f", "tool_call_id": "abcdefghi", "content": "r"}]
@@ -102,11 +112,11 @@ def takes_objects(call: TemplateCall) -> bool:
         except Exception:
             return ""
 
-    as_text = False
+    as_text, printed = False, json.dumps(arguments)
     for tools in (call.tools, [{"type": "function", "function": function}]):
         for count in range(len(answered) + 1):
-            one, other = (text(given, tools, answered[:count]) for given in (arguments, json.dumps(arguments)))
+            one, other = (text(given, tools, answered[:count]) for given in (arguments, printed))
+            as_text = as_text or (printed if exactly else arguments["x"]) in other
             if arguments["x"] in one and str(arguments) not in one:
-                return True
-            as_text = as_text or arguments["x"] in other
-    return not as_text
+                return True, as_text
+    return False, as_text

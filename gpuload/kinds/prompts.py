@@ -14,15 +14,17 @@ import torch
 from gpuload.cache.known_tokenizer import open_known
 from gpuload.core.arrays import Array, Ragged
 from gpuload.core.keywords import ImageKeywords, takes
-from gpuload.core.lazy import LazyDict
 from gpuload.core.options import Options, Padding
-from gpuload.dataset.arrow import INT32_LIST, lists, ragged, row_reader
+from gpuload.dataset.arrow import INT32_LIST, lists, names_of, ragged, row_reader
+from gpuload.dataset.batch import RowBatch
 from gpuload.dataset.loader import PromptLoader
+from gpuload.dataset.pieces import stored
 from gpuload.dataset.rows import Loaded, Made, Numbers, Rows, Values, object_array
 from gpuload.engines.batches import BatchLayout
 from gpuload.engines.choose import choose_engine
 from gpuload.engines.protocol import Engine
 from gpuload.kinds.images.options import ImageOptions, check_no_processor
+from gpuload.packing.plan import whole_rows
 from gpuload.pipeline.kind import Kind
 from gpuload.pipeline.run import load_given
 from gpuload.reference.reference import Reference, messages_of
@@ -164,8 +166,19 @@ class PromptDataset(Rows):
         """
         return self._store.to_host()
 
+    @property
+    def column_names(self) -> list[str]:
+        return names_of(FIELDS, self.passed_through)
+
+    def _parts(self, numbers: Numbers) -> dict[str, Ragged]:
+        return {"prompt": self._tokens(whole_rows(numbers, self._lengths[numbers]))}
+
     def to_arrow(self, *, columns: Sequence[str] | None = None) -> pa.RecordBatchReader:
         """Return all rows as Arrow record batches, which are made one after the other.
+
+        Examples:
+            >>> prompts.to_arrow(columns=["ability"]).read_all().column_names
+            ['raw_prompt_ids', 'ability']
 
         Args:
             columns: Which other columns of the files to add; None for all.
@@ -187,6 +200,9 @@ class PromptDataset(Rows):
     def to_cudf(self) -> Any:
         """Return all rows as a `cudf.DataFrame`.
 
+        Examples:
+            >>> prompts.to_cudf()  # doctest: +SKIP
+
         Returns:
             The pass-through columns, and the column `raw_prompt_ids`, list of int32.
 
@@ -196,9 +212,10 @@ class PromptDataset(Rows):
         """
         from gpuload.engines.device.cudf import frame_of
 
-        return frame_of(self.columns, self._store)
+        # Rows that were selected are made of pieces of the store.
+        return frame_of(self.columns, self._store) if stored(self._store) is self._store else super().to_cudf()
 
-    def batch(self, rows: Sequence[int] | np.ndarray[Any, Any], padding: Padding = "max_length") -> LazyDict:
+    def batch(self, rows: Sequence[int] | np.ndarray[Any, Any], padding: Padding = "max_length") -> RowBatch:
         """Return a batch of B rows.
 
         Examples:
@@ -230,6 +247,10 @@ class PromptDataset(Rows):
 
     def loader(self, batch_size: int, **settings: Any) -> PromptLoader:
         """Return an iterable over batches, with a state that can be saved and restored.
+
+        Examples:
+            >>> len(prompts.loader(batch_size=32, shuffle=True, seed=0))
+            4
 
         Args:
             batch_size: Rows per batch.

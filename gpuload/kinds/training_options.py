@@ -1,11 +1,14 @@
-"""The options of data to train on, as those of the pipeline."""
+"""The options of data to train on, as those of the pipeline, and the engine that they name."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from gpuload.core.errors import OptionError
-from gpuload.core.options import POSITIVE, Normalize, Options, Overlong, check_fields, nearest
+from gpuload.core.options import POSITIVE, Normalize, Options, Overlong, check_fields, check_of_loaders, nearest
+from gpuload.engines.choose import choose_engine
+from gpuload.engines.host.engine import HostEngine
+from gpuload.engines.protocol import Engine
 
 _TRUNCATION = {"drop": "error", "keep_start": "right", "keep_end": "left"}
 """What becomes of longer rows → the option `truncation` of `load`."""
@@ -62,6 +65,7 @@ def training_options(given: Mapping[str, Any], prompt_key: str, own: Collection[
     options = set(Options.__dataclass_fields__) - _REPLACED - {"return_raw_chat", "return_full_prompt"}
     known = {*own, "max_length", "overlong", *options}
     if unknown := sorted(set(given) - known):
+        check_of_loaders(unknown)
         raise OptionError(f"unknown option {unknown[0]}{nearest(unknown[0], known)}")
     limits = TrainingDefaults(**{name: given[name] for name in ("max_length", "overlong") if name in given})
     check_fields(limits, {"max_length": POSITIVE})
@@ -74,3 +78,14 @@ def training_options(given: Mapping[str, Any], prompt_key: str, own: Collection[
             "truncation": _TRUNCATION[limits.overlong],
         }
     )
+
+
+def training_engine(options: Options, reference: Any, exact_only: bool, on_host: type[HostEngine]) -> Engine:
+    """The engine of a load of data to train on. For the arguments see `choose_engine`."""
+
+    def on_device(*given: Any, **more: Any) -> Engine:
+        from gpuload.kinds.training_device import DeviceTrainingEngine
+
+        return DeviceTrainingEngine(*given, **more)
+
+    return choose_engine(options, reference, exact_only, on_host, on_device)

@@ -108,9 +108,9 @@ class TrainingReference(Reference):
             )
         return str(self.tokenizer.eos_token)
 
-    def fingerprint(self) -> str:
-        changes = " without nulls" * self.drop_nulls + " normalized" * (self.normalize_messages is not None)
-        return super().fingerprint() + changes
+    @property
+    def variant(self) -> str:
+        return " without nulls" * self.drop_nulls + " normalized" * (self.normalize_messages is not None)
 
     def with_eos(self, text: str) -> str:
         return text if text.endswith(self.eos) else text + self.eos

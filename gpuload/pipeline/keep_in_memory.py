@@ -5,12 +5,14 @@ keeps them on disk.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from threading import Lock
 
 import numpy as np
 import pyarrow as pa
 
+from gpuload.cache import store
 from gpuload.cache.store import TokenCache
 from gpuload.core.arrays import RowNumbers
 from gpuload.core.errors import StoreError
@@ -18,7 +20,7 @@ from gpuload.core.options import Options
 from gpuload.dataset.report import Report
 from gpuload.engines.protocol import Engine, TokenStore
 from gpuload.pipeline.filter import Mask, kept_columns
-from gpuload.pipeline.keep_on_disk import OnDisk, choose_disk
+from gpuload.pipeline.keep_on_disk import OnDisk, choose_disk, row_bytes
 from gpuload.pipeline.ranks import KeptRows, Ranks
 from gpuload.pipeline.stream import Encoded, Parts
 from gpuload.reference.reference import Reference
@@ -144,4 +146,6 @@ def choose_keeper(
             if options.store != "auto":
                 raise
             report.notes.append(f"ids and columns are in memory, although they may take most of it: {error}")
-    return InMemory(sources, engine, TokenCache(options, reference, clock), options, report.sanitized)
+    pays = reference.by_name or row_bytes(sources, wanted, (options.prompt_key,)) >= store.LEAST_BYTES
+    cache = TokenCache(options if pays else replace(options, token_cache=False), reference, clock)
+    return InMemory(sources, engine, cache, options, report.sanitized)

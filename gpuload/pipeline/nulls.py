@@ -31,13 +31,16 @@ class NullFinder:
     Args:
         mode: "sample": at most some rows of a load, and a tenth of a second; "full": all rows; "off": none.
         reference: the tokenizer.
+
+    Attributes:
+        printed: in how many of the rows that were looked at the template prints nulls.
     """
 
     def __init__(self, mode: Verify, reference: Reference):
         self._all, self._reference = mode == "full", reference
         self._on = mode != "off" and reference.uses_template and reference.keeps_nulls
         self._left, self._seconds = _ROWS, _SECONDS
-        self._looked = self._printed = 0
+        self._looked = self.printed = 0
         self._example = ""
 
     def look(self, source: Source, numbers: RowNumbers, prompts: Prompts, sizes: RowNumbers) -> None:
@@ -63,7 +66,7 @@ class NullFinder:
             self._left -= 1
             self._looked += 1
             if self._prints_nulls(prompt):
-                self._printed += 1
+                self.printed += 1
                 self._example = self._example or f"{source.name} row {numbers[row]}"
             if not self._all and time.thread_time() - began > self._seconds:
                 break
@@ -81,9 +84,9 @@ class NullFinder:
     @property
     def notes(self) -> list[str]:
         """For the report: what was found."""
-        if not self._printed:
+        if not self.printed:
             return []
-        rows = f"{self._printed:,} of {self._looked:,} rows with nulls in nested fields that were looked at"
+        rows = f"{self.printed:,} of {self._looked:,} rows with nulls in nested fields that were looked at"
         return [f"the template prints these nulls in {rows}, for example {self._example}: drop_nulls=True removes them"]
 
 

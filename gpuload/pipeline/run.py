@@ -12,11 +12,12 @@ Reading, rendering and encoding of successive batches overlap (`stream.py`).
 """
 
 import os
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic
@@ -189,9 +190,11 @@ def run(job: Job[Dataset], build_engine: EngineBuilder | None = None) -> Dataset
 def _shared(job: Job[Dataset], ranks: Ranks) -> Job[Dataset]:
     """The same work, shared with the other ranks."""
     reference, options = job.reference, job.options
-    about = fingerprint(job.sources, reference, options)
-    given = {"the list of files": [(os.path.basename(source.name), source.num_rows) for source in job.sources]}
-    given |= {"the tokenizer's fingerprint": about["tokenizer"], **about["options"]}
+    given: dict[str, Any] = {
+        "the list of files": [(os.path.basename(source.name), source.num_rows) for source in job.sources]
+    }
+    given |= {"the tokenizer's fingerprint": reference.fingerprint()}
+    given |= fingerprint(job.sources, None, options)["options"]
     store: Store = "disk" if choose_disk(options, job.sources, job.wanted) else "memory"
     wanted, instant, store = ranks.agree(given, (job.wanted, reference.call.instant, store))
     if store == "disk" and options.store == "auto" and not ranks.all(fits_on_disk(options, job.sources, wanted)):
@@ -253,10 +256,7 @@ def _run(job: Job[Dataset], engine: Engine) -> Dataset:
         clock = stack.enter_context(job.reference.clock_stopped())
         kept = choose_keeper(sources, wanted, engine, job.reference, clock, options, report)
         stack.callback(kept.discard)
-        # Now, because the tokenizer may change later; in a thread, because describing it takes a tenth of a second.
-        about = stack.enter_context(ThreadPoolExecutor(1, "fingerprint")).submit(
-            fingerprint, sources, job.reference, options
-        )
+        about = fingerprint(sources, job.reference, options)
         bar = stack.enter_context(_progress_bar(num_rows, options.progress))
         for batch in _encoded(job, wanted, engine, kept, verifier, report.seconds, stack):
             job.check()
@@ -266,7 +266,8 @@ def _run(job: Job[Dataset], engine: Engine) -> Dataset:
             lengths = job.kind.limited(batch.sizes)
             keep = filter_rows(batch, lengths, source.name, report, options, job.keep_rejected, useless)
             kept.add(batch, keep, starts[batch.source] + batch.rows - source.first_row)
-            bar.update(len(keep))
+            if bar is not None:
+                bar.update(len(keep))
         check_unchanged(sources)
         kept.complete(trusted=not verifier.check.mismatches)
         _describe(report, engine, kept.cache, verifier)
@@ -288,7 +289,9 @@ def _run(job: Job[Dataset], engine: Engine) -> Dataset:
         numbers if order is None else numbers[order], starts, np.array([source.first_row for source in sources])
     )
     pad_id = job.reference.pad_token_id
-    return job.kind.dataset(Loaded(store, sizes, columns, origins, engine, options, pad_id, report, about.result()))
+    return job.kind.dataset(
+        Loaded(store, sizes, columns, origins, engine, options, pad_id, report, about, job.reference)
+    )
 
 
 def _prompt_bytes(sources: Sequence[Source], wanted: RowNumbers | None, options: Options) -> int:
@@ -369,5 +372,7 @@ def _describe(report: Report, engine: Engine, cache: TokenCache, verifier: Verif
 
 
 def _progress_bar(total: int, progress: bool | None) -> Any:
-    disable = None if progress is None else not progress  # None: a bar if standard error is a terminal
-    return tqdm(total=total, desc="prompts", unit=" rows", unit_scale=True, disable=disable, leave=False)
+    shown = getattr(sys.stderr, "isatty", bool)() if progress is None else progress
+    if not shown:  # one that is disabled would make a lock of processes all the same: a hundredth of a second
+        return nullcontext()
+    return tqdm(total=total, desc="prompts", unit=" rows", unit_scale=True, disable=False, leave=False)

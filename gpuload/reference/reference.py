@@ -10,13 +10,13 @@ import inspect
 import json
 import multiprocessing
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Self
 
-from gpuload.core.backends import serialized, stored_pad_token
+from gpuload.core.backends import snapshot, stored_pad_token
 from gpuload.core.errors import TokenizerError
 from gpuload.core.memory import room_to_encode
 from gpuload.core.options import is_template, template_source
@@ -47,6 +47,7 @@ class Reference:
     Attributes:
         tokenizer: the transformers tokenizer.
         name: its path or hub id, or the name of its class.
+        by_name: whether it was given by its path or hub id.
         uses_template: whether prompts are rendered.
         call: how prompts are rendered: template, tools and other constants.
 
@@ -69,6 +70,7 @@ class Reference:
             # A forked process inherits the locks of its parent's threads but not the threads: with this variable set to
             # true, tokenizers would wait for them forever.
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        self.by_name = isinstance(tokenizer, str | os.PathLike)
         self.tokenizer = _load(tokenizer, trust_remote_code)
         check_vocabulary(self.tokenizer)
         self.name = getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
@@ -157,9 +159,13 @@ class Reference:
         return getattr(self.tokenizer, "backend_tokenizer", None)
 
     @cached_property
+    def _snapshot(self) -> Callable[[], str]:
+        return snapshot(self.backend)
+
+    @cached_property
     def model_json(self) -> str:
         """The backend as the text of a tokenizer.json: several megabytes, made once."""
-        return serialized(self.backend)
+        return self._snapshot()
 
     @property
     def encodes_rendered_text(self) -> bool:
@@ -233,23 +239,40 @@ class Reference:
 
     def fingerprint(self) -> str:
         """Identifies the tokenizer: model, added tokens, template and its constants."""
-        slow = self.backend is None
-        # The JSON begins with the padding and truncation of the last call, which do not identify the tokenizer.
-        model = (
-            json.dumps(sorted(self.tokenizer.get_vocab().items()))
-            if slow
-            else self.model_json.partition('"added_tokens":')[2]
-        )
-        call = self.call
-        kind = type(self.tokenizer)
+        _ = self._model_digest  # kept
+        return self.fingerprint_later()()
+
+    def fingerprint_later(self) -> Callable[[], str]:
+        """What makes the fingerprint of the tokenizer as it is now: a tenth of a second, if nobody has asked before."""
+        call, kind = self.call, type(self.tokenizer)
         rest = [kind.__module__, kind.__qualname__, self.tokenizer.chat_template, self.uses_template]
         rest += [self.tokenizer.special_tokens_map]  # variables of the template, which the backend may not know
         rest += [call.template, call.tools, call.kwargs, call.add_generation_prompt]
         if self.sanitizes:
             rest += [call.control.texts]
-        digest = hashlib.blake2b(model.encode(errors="backslashreplace"), digest_size=12)
-        digest.update(repr(rest).encode(errors="backslashreplace"))
-        return digest.hexdigest()
+        made = self.backend is None or "_model_digest" in vars(self)
+        return partial(_fingerprint, self._model_digest if made else self._snapshot, repr(rest), self.variant)
+
+    @property
+    def variant(self) -> str:
+        """What else decides the ids, in words: the end of the fingerprint."""
+        return ""
+
+    @cached_property
+    def _model_digest(self) -> bytes:
+        slow = self.backend is None
+        return _digest_of(json.dumps(sorted(self.tokenizer.get_vocab().items())) if slow else self.model_json)
+
+
+def _fingerprint(model: bytes | Callable[[], str], rest: str, variant: str) -> str:
+    digest = model if isinstance(model, bytes) else _digest_of(model())
+    return hashlib.blake2b(digest + rest.encode(errors="backslashreplace"), digest_size=12).hexdigest() + variant
+
+
+def _digest_of(model: str) -> bytes:
+    # An object of `tokenizers` 1.0 begins with the padding and truncation of the last call, which identify nothing.
+    text = model.partition('"added_tokens":')[2] or model
+    return hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=12).digest()
 
 
 _PLAIN = (str, list, dict, bool, int, float)

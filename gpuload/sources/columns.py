@@ -9,7 +9,7 @@ import copy
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -71,6 +71,7 @@ class Columns:
         self._kinds = [next(n for n, kind in enumerate(kinds) if kind.equals(schema)) for schema in schemas]
         self._starts = np.cumsum([0, *counts])
         self._index = np.arange(self._starts[-1]) if index is None else index
+        self._made: dict[str, np.ndarray[Any, Any]] = {}  # columns of numbers that no file has
         self.names = list(dict.fromkeys(name for schema in schemas for name in schema.names))
 
     def __len__(self) -> int:
@@ -92,6 +93,7 @@ class Columns:
         """
         names = self.names if names is None else names
         taken: dict[str, list[Any]] = {name: [None] * len(rows) for name in names}
+        taken |= {name: self._made[name][rows].tolist() for name in names if name in self._made}
         for slots, picked in self._picked(rows, names):
             in_order = len(slots) == len(rows) and bool(np.all(np.diff(slots) > 0))
             places = slots.tolist()
@@ -124,7 +126,8 @@ class Columns:
             # A table without columns does not know how many rows it has.
             nulls = {schema.names[0]: pa.nulls(len(some), schema.field(0).type)}
             tables.append(picked if picked.num_columns else pa.table(nulls))
-        return pa.concat_tables(tables, promote_options="permissive").take(as_arrow(np.argsort(np.concatenate(slots))))
+        taken = pa.concat_tables(tables, promote_options="permissive").take(as_arrow(np.argsort(np.concatenate(slots))))
+        return self._with_made(taken, {name: self._made[name][rows] for name in schema.names if name in self._made})
 
     def _picked(
         self, rows: np.ndarray[Any, Any], names: Sequence[str]
@@ -142,7 +145,7 @@ class Columns:
         for number, (first, end) in zip(part_of[firsts].tolist(), itertools.pairwise(bounds), strict=True):
             kind = self._kinds[number]
             if kind not in found:
-                there = set(self._schemas[number].names)
+                there = set(self._schemas[number].names) - self._made.keys()
                 found[kind] = ([name for name in names if name in there], [], [])
             shown, some, tables = found[kind]
             part = self._parts[number].select(shown)
@@ -159,7 +162,24 @@ class Columns:
         """(m,) row numbers → those rows, over the same tables."""
         selected = copy.copy(self)
         selected._index = self._index[rows]
+        selected._made = {name: values[rows] for name, values in self._made.items()}
         return selected
+
+    def with_columns(self, made: Mapping[str, np.ndarray[Any, Any]]) -> Self:
+        """The same rows with further columns of (n,) int64 numbers. They hide columns of files with these names."""
+        other = copy.copy(self)
+        other._made = {**self._made, **made}
+        other.names = list(dict.fromkeys([*self.names, *made]))
+        return other
+
+    @staticmethod
+    def _with_made(table: pa.Table, made: Mapping[str, np.ndarray[Any, Any]]) -> pa.Table:
+        """A table with columns of numbers in place of those with their names, or at its end."""
+        for name, values in made.items():
+            at = table.schema.get_field_index(name)
+            numbers = as_arrow(values)
+            table = table.append_column(name, numbers) if at < 0 else table.set_column(at, name, numbers)
+        return table
 
     def digests(self) -> dict[str, str]:
         """Column name → digest of its values and of the order of the rows, in 24 hexadecimal digits."""
@@ -167,7 +187,9 @@ class Columns:
         served = self._index if bool(np.all(np.diff(self._index) > 0)) else np.unique(self._index)
         order = np.searchsorted(served, self._index).astype(np.int64).tobytes()
         digests = column_digests(self._served(served))
-        return {name: hashlib.sha256(digest + order).hexdigest()[:24] for name, digest in digests.items()}
+        found = {name: hashlib.sha256(digest + order).hexdigest()[:24] for name, digest in digests.items()}
+        made = {name: hashlib.sha256(np.ascontiguousarray(each).data) for name, each in self._made.items()}
+        return found | {name: digest.hexdigest()[:24] for name, digest in made.items()}
 
     def _served(self, rows: np.ndarray[Any, Any]) -> Iterator[tuple[int, pa.Table]]:
         """Some rows, given in ascending order, as tables with the number of their first row among them."""
@@ -182,22 +204,24 @@ class Columns:
         Raises:
             DataError: a column's types have no common type that keeps all values; `take` returns them unchanged.
         """
-        if not self.names:
-            return pa.table({})
+        names = [name for name in self.names if name not in self._made]
+        if not names:
+            return self._with_made(pa.table({}), self._made)
         counts = np.diff(self._starts).tolist()
         # A table without columns does not know how many rows it has.
         tables = [
-            part if part.num_columns else pa.table({self.names[0]: pa.nulls(count)})
+            part if part.num_columns else pa.table({names[0]: pa.nulls(count)})
             for part, count in zip(self._parts, counts, strict=True)
         ]
         try:
-            merged = pa.concat_tables(tables, promote_options="permissive").select(self.names)
+            merged = pa.concat_tables(tables, promote_options="permissive").select(names)
         except pa.ArrowException as error:
             raise DataError(
                 f"the files' columns have no common Arrow type ({error}): access rows with dataset[i] instead"
             ) from error
         whole = len(self._index) == merged.num_rows and bool(np.all(np.diff(self._index) == 1))
-        return merged if whole else merged.take(as_arrow(self._index))
+        merged = merged if whole else merged.take(as_arrow(self._index))
+        return self._with_made(merged, self._made).select(self.names)
 
     def promoted_schema(self, names: Sequence[str]) -> pa.Schema:
         """Some columns, with types promoted where files differ.
@@ -207,6 +231,9 @@ class Columns:
         """
         fields = []
         for name in names:
+            if name in self._made:
+                fields.append(pa.field(name, pa.int64()))
+                continue
             found = [pa.schema([schema.field(name)]) for schema in self._schemas if name in schema.names]
             try:
                 fields.append(pa.unify_schemas(found, promote_options="permissive").field(0))
@@ -219,6 +246,7 @@ class Columns:
     def schema(self) -> pa.Schema:
         """The columns with the types of the first file that has them."""
         fields = {field.name: field for schema in reversed(self._schemas) for field in schema}
+        fields |= {name: pa.field(name, pa.int64()) for name in self._made}
         return pa.schema([fields[name] for name in self.names])
 
 

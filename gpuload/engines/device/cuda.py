@@ -35,10 +35,8 @@ The limit of the pool counts memory in use. What one stream has freed may not be
 for a moment the pool can hold more.
 """
 
-import glob
 import importlib
 import importlib.util
-import os
 import sys
 import threading
 from collections import Counter
@@ -55,6 +53,7 @@ from gpuload.core.options import TokensOn
 from gpuload.engines.device.cudf import can_read, chunks, slices
 from gpuload.engines.device.engine import DeviceEngine, Reader, large_parts, zip_with_tables
 from gpuload.engines.device.kernels import DeviceKernels, Kernels, ThreadStreams
+from gpuload.engines.device.present import absent_reason, number_of
 from gpuload.engines.device.texts import DeviceTexts, texts_to_device
 from gpuload.engines.device.verdict import distrust
 from gpuload.engines.failures import one_line
@@ -67,34 +66,11 @@ _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation, for which CuPy has no name in P
 _INSTALL = "pip install 'gpuload[cu13]' (or cu12)"
 
 
-def number_of(device: str) -> int:
-    """The number of the GPU that "auto", "cuda" or "cuda:N" names.
-
-    Without a number it is torch's current one. Before torch has initialized CUDA, a launcher's `LOCAL_RANK` says which
-    GPU the process is about to use, unless the process sees fewer GPUs: then each has been given its own.
-    """
-    _, _, number = device.partition(":")
-    if number:
-        return int(number)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return torch.cuda.current_device()
-    rank = os.environ.get("LOCAL_RANK", "")
-    return int(rank) if rank.isdigit() and int(rank) < torch.cuda.device_count() else 0
-
-
 def unavailable_reason(device: str) -> str | None:
     """Why this process cannot use that GPU, or None. CUDA is initialized last, and only if it is likely to work."""
-    if torch.version.cuda is None:
-        if not _has_gpu():
-            return "this machine has no NVIDIA GPU"
-        return f"torch {torch.__version__} was built without CUDA: install a CUDA build of torch"
-    if torch.cuda._is_in_bad_fork():
-        return "this process was forked from one that had initialized CUDA: use the 'spawn' start method"
-    count = torch.cuda.device_count()
-    if not count:
-        return "torch finds no NVIDIA GPU or driver: check nvidia-smi and CUDA_VISIBLE_DEVICES"
-    if (number := number_of(device)) >= count:
-        return f"there is no GPU {number}: torch finds {count}"
+    if reason := absent_reason(device):
+        return reason
+    number = number_of(device)
     missing = [name for name in ("cupy", "rmm") if importlib.util.find_spec(name) is None]
     if missing:
         return f"{', '.join(missing)} is not installed: {_INSTALL}"
@@ -114,11 +90,6 @@ def unavailable_reason(device: str) -> str | None:
 
 _WORKING: set[int] = set()
 """The GPUs that this process has tested. A forked process does not come this far."""
-
-
-def _has_gpu() -> bool:
-    """Whether a driver has made devices, as in Linux and in its subsystem of Windows; without any library."""
-    return bool(glob.glob("/dev/nvidia[0-9]*")) or os.path.exists("/dev/dxg")
 
 
 def self_test(kernels: Kernels) -> None:

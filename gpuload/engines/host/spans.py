@@ -110,6 +110,26 @@ class TokenSpans:
             first[others], last[others] = np.split(self._by_offsets(text, np.tile(rows[others], 2), where), 2)
         return _mark(ids, rows, first, last, bits, empty=end == 0)
 
+    def beginning(self, text: pa.LargeStringArray, ids: Ragged, rows: Numbers, at: Numbers) -> Numbers:
+        """Finds the tokens that begin at some bytes, where tokens lie end to end.
+
+        Args:
+            text, ids: as for `bits`.
+            rows, at: (k,) texts, and bytes in them, between two characters.
+
+        Returns:
+            (k,) int64, the number of the token, that behind the last one for the end of a text; -1 where no token
+            begins, or nothing is known.
+        """
+        if not self._search or not len(rows):
+            return np.full(len(rows), -1, np.int64)
+        fast, found = self._search.tokens(text, ids, np.tile(rows, 2), np.concatenate([at, at - 1]))
+        here, before = np.split(found, 2)
+        last = (here < 0) & (before == ids.lengths[rows] - 1)
+        here = np.where(last, ids.lengths[rows], here)
+        begins = fast[rows] & (here >= 0) & ((before == here - 1) | (at == 0))
+        return np.where(begins, here, -1)
+
     def owners(
         self, text: pa.LargeStringArray, ids: Ragged, rows: Numbers, start: Numbers, end: Numbers
     ) -> tuple[Numbers, npt.NDArray[np.bool_]]:

@@ -1,5 +1,6 @@
 """Data of TRL's trainers for preferences: `DPOTrainer`, `RewardTrainer` and `KTOTrainer`."""
 
+import logging
 from functools import partial
 from typing import Any
 
@@ -11,10 +12,13 @@ from trl.data_utils import extract_prompt, unpair_preference_dataset
 from gpuload.core.options import NO_LIMIT, Objective
 from gpuload.integrations.core import are_messages
 from gpuload.integrations.trl.columns import column_of, columns_with_eos, partners, prefixed, ragged_of
-from gpuload.integrations.trl.preparation import OWN_ARGUMENTS, Call, Steps, joined, logger, whole
+from gpuload.integrations.trl.steps import OWN_ARGUMENTS, Call, Steps, joined, whole
+from gpuload.integrations.trl.streams import schema_of
 from gpuload.kinds.pairs.dataset import PairDataset
 from gpuload.kinds.pairs.load import load_pairs
 from gpuload.sources.types import is_text
+
+logger = logging.getLogger("gpuload.integrations.trl")
 
 _TOKENS = {
     "dpo": ["prompt_ids", "chosen_ids", "rejected_ids"],
@@ -36,18 +40,15 @@ def _unsupported(objective: Objective, call: Call, schema: pa.Schema) -> str | N
     kinds = [schema.field(name).type for name in (*({"prompt"} & names), *answers)]
     if not (all(map(are_messages, kinds)) or all(map(is_text, kinds))):
         return "prompts and answers are neither all text nor all messages with text"
-    if getattr(call.args, "precompute_ref_log_probs", False):
-        return "precompute_ref_log_probs needs the dataset in a file"
     return None
 
 
 def _explicit(objective: Objective, call: Call, dataset: Any) -> Any:
     """Rows with prompts; for KTO, with one answer each. TRL's functions do this row by row."""
-    settings = {"num_proc": call.args.dataset_num_proc}
-    if objective != "rm" and "prompt" not in dataset.column_names:
-        dataset = dataset.map(extract_prompt, desc=f"Extracting prompt from {call.name} dataset", **settings)
+    if objective != "rm" and "prompt" not in schema_of(dataset).names:
+        dataset = dataset.map(extract_prompt, **call.of_map("Extracting prompt from"))
     if objective == "kto" and "chosen" in dataset.column_names:
-        dataset = unpair_preference_dataset(dataset, desc=f"Unpairing {call.name} dataset", **settings)
+        dataset = unpair_preference_dataset(dataset, **call.of_map("Unpairing"))
     return dataset
 
 
@@ -65,8 +66,9 @@ def _tokenized(objective: Objective, call: Call, table: pa.Table) -> tuple[pa.Ta
         objective=objective,
         max_length=NO_LIMIT,
         chat_template=call.chat_template,
+        token_cache=not call.is_stream,  # its key takes longer than a batch
     )
-    if objective == "rm" and "prompt" in names:  # TRL puts them in front of the answers
+    if objective == "rm" and "prompt" in names and not call.is_stream:  # TRL puts them in front of the answers
         for name in answers:
             place = table.schema.get_field_index(name)
             table = table.set_column(place, name, prefixed(table["prompt"], table[name]))
@@ -118,6 +120,7 @@ def _steps(objective: Objective) -> Steps:
         completed=_with_kl if objective == "kto" else lambda call, table, processes: table,
         packed=_balanced if objective == "kto" else lambda call, dataset: dataset,
         sampled={},
+        streams=objective != "kto",
     )
 
 

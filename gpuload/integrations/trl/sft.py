@@ -12,8 +12,9 @@ from gpuload.core.options import NO_LIMIT, LossOn
 from gpuload.dataset.arrow import lists as list_array
 from gpuload.engines.host.packs import IGNORED
 from gpuload.integrations.core import are_messages
-from gpuload.integrations.trl.columns import SIDES, column_of, columns_with_eos, ragged_of
-from gpuload.integrations.trl.preparation import OWN_ARGUMENTS, Call, Steps, joined, whole
+from gpuload.integrations.trl.columns import SIDES, column_of, columns_with_eos, prefixed, ragged_of
+from gpuload.integrations.trl.steps import OWN_ARGUMENTS, Call, Steps, joined, whole
+from gpuload.integrations.trl.streams import schema_of
 from gpuload.kinds.chats.dataset import ChatDataset
 from gpuload.kinds.chats.load import load_chats
 from gpuload.sources.types import is_list, is_text
@@ -35,8 +36,6 @@ def _unsupported(call: Call, schema: pa.Schema) -> str | None:
     kinds = [schema.field(name).type for name in names]
     if not (all(map(are_messages, kinds)) or (all(map(is_text, kinds)) and names != ["messages"])):
         return f"{' and '.join(names)} are neither texts nor messages with text"
-    if args.assistant_only_loss and names != ["messages"] and not call.trainer.completion_only_loss:
-        return "assistant_only_loss without completion_only_loss is not supported for prompts with completions"
     return None
 
 
@@ -73,13 +72,12 @@ def _is_sharegpt(schema: pa.Schema) -> bool:
 
 def _explicit(call: Call, dataset: Any) -> Any:
     """Rows with the text that the user's function makes, or messages, by TRL's function: both row by row."""
-    settings, function = {"num_proc": call.args.dataset_num_proc}, call.given["formatting_func"]
+    function = call.given["formatting_func"]
     if function is not None:
-        text = f"Applying formatting function to {call.name} dataset"
-        dataset = dataset.map(lambda row: {"text": function(row)}, desc=text, **settings)
-    if _is_sharegpt(dataset.features.arrow_schema):
-        text = f"Converting {call.name} dataset to ChatML"
-        dataset = dataset.map(maybe_convert_to_chatml, remove_columns="conversations", desc=text, **settings)
+        dataset = dataset.map(lambda row: {"text": function(row)}, **call.of_map("Applying formatting function to"))
+    if _is_sharegpt(schema_of(dataset)):
+        settings = call.of_map("Converting to ChatML: the")
+        dataset = dataset.map(maybe_convert_to_chatml, remove_columns="conversations", **settings)
     return dataset
 
 
@@ -93,23 +91,34 @@ def _tokenized(call: Call, table: pa.Table) -> tuple[pa.Table, ChatDataset]:
         rows = table.select(names).rename_columns(names if len(names) == 2 else ["text"])
     else:
         rows = table.select([*names, *(OWN_ARGUMENTS & set(table.column_names))])
-    loaded = load_chats(
+    if len(names) == 1 or call.trainer.completion_only_loss:
+        loaded = _loaded(call, rows, rows.column_names[0], loss_on)
+        return joined(table, whole(table, loaded)), loaded
+    # TRL keeps the mask of completions that it does not use, as a column.
+    loaded = _loaded(call, rows, "prompt", "completion")
+    tokens = whole(table, loaded)
+    ids, labels = tokens["input_ids"], ragged_of(tokens["labels"])
+    mask = column_of(Ragged((labels.values != IGNORED).astype(np.int32), labels.offsets))
+    if loss_on == "assistant":  # also on the answers in prompts: a row is one conversation
+        rows = rows.append_column("messages", prefixed(rows["prompt"], rows["completion"])).drop_columns(names)
+        loaded = _loaded(call, rows, "messages", loss_on)
+        tokens = whole(table, loaded)
+    else:
+        tokens = pa.table({"input_ids": ids, "labels": ids})
+    return joined(table, tokens.append_column("completion_mask", mask)), loaded
+
+
+def _loaded(call: Call, rows: pa.Table, column: str, loss_on: LossOn) -> ChatDataset:
+    return load_chats(
         rows,
         call.tokenizer,
-        format={"prompt": "prompt-completion"}.get(rows.column_names[0], rows.column_names[0]),
+        format={"prompt": "prompt-completion"}.get(column, column),
         loss_on=loss_on,
         max_length=NO_LIMIT,
         chat_template=call.chat_template,
+        token_cache=not call.is_stream,  # its key takes longer than a batch
         store="memory",
     )
-    tokens = whole(table, loaded)
-    if loss_on == "completion" and not call.trainer.completion_only_loss:
-        # TRL keeps the mask that it does not use, as a column.
-        labels = ragged_of(tokens["labels"])
-        mask = column_of(Ragged((labels.values != IGNORED).astype(np.int32), labels.offsets))
-        ids = tokens["input_ids"]
-        tokens = pa.table({"input_ids": ids, "labels": ids, "completion_mask": mask})
-    return joined(table, tokens), loaded
 
 
 def _finished(call: Call, table: pa.Table) -> pa.Table:
@@ -137,8 +146,7 @@ def _packed(call: Call, dataset: Any) -> Any:
         dataset = dataset.select_columns(_TOKENS)
         if args.shuffle_dataset:
             dataset = dataset.shuffle(seed=args.seed)
-        settings = {"num_proc": args.dataset_num_proc, "desc": f"Packing {call.name} dataset"}
-        dataset = pack_dataset(dataset, args.max_length, args.packing_strategy, settings)
+        dataset = pack_dataset(dataset, args.max_length, args.packing_strategy, call.of_map("Packing"))
     return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
 
 
@@ -150,4 +158,5 @@ SFT = Steps(
     completed=lambda call, table, processes: table,
     packed=_packed,
     sampled={"packing": False, "formatting_func": None},
+    streams=True,
 )

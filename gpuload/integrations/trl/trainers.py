@@ -32,7 +32,8 @@ for _problem in dict.fromkeys(PROBLEMS.values()):
 if len(PROBLEMS) < len(TRAINERS):
     from gpuload.integrations.trl import preference, sft
     from gpuload.integrations.trl.batches import use_flat_batches
-    from gpuload.integrations.trl.preparation import Call, prepare
+    from gpuload.integrations.trl.preparation import prepare
+    from gpuload.integrations.trl.steps import Call
 
 
 def _construct(trainer: Any, name: str, stock: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:

@@ -229,7 +229,7 @@ def _load_untokenized(request: LoadRequest, sources: list[Source], started: floa
         f"{files}: {len(columns):,} of {total:,} rows read in {time.perf_counter() - started:.2f} s. No prompts were "
         "tokenized, because filter_overlong_prompts and gpuload.reuse_ids are off"
     )
-    identity = fingerprint(sources, None, request.options)
+    identity = dict(fingerprint(sources, None, request.options))
     identity["tokens"] = None if wanted is None else hashlib.sha256(np.ascontiguousarray(wanted).data).hexdigest()
     identity["columns"] = columns.digests()
     return LoadedRows(ArrowRows(columns, _column_names(sources), owner=owner), report, identity)

@@ -10,10 +10,10 @@ import pyarrow as pa
 
 from gpuload.core.arrays import Ragged
 from gpuload.core.errors import OptionError
-from gpuload.core.lazy import LazyDict
 from gpuload.core.marks import loss_weights, split
 from gpuload.core.options import Padding, Trainer
-from gpuload.dataset.arrow import lists, row_reader
+from gpuload.dataset.arrow import lists, names_of, row_reader
+from gpuload.dataset.batch import RowBatch
 from gpuload.dataset.loader import PackLoader, PromptLoader
 from gpuload.dataset.rows import Loaded, Made, Numbers, Rows, Values
 from gpuload.dataset.trainer_columns import CHATS, arrays, check_columns, columns_of, fields
@@ -21,6 +21,7 @@ from gpuload.engines.batches import BatchLayout
 from gpuload.engines.host.packs import IGNORED
 from gpuload.packing import Plan, batch_rows, pack
 from gpuload.packing.packs import Packing
+from gpuload.packing.plan import whole_rows
 from gpuload.sources.columns import Columns
 
 LAYOUT = BatchLayout("right", ("input_ids", "attention_mask", "position_ids", "labels"))
@@ -62,6 +63,13 @@ class ChatDataset(Rows):
         return split(self._store.to_host())[0]
 
     @property
+    def column_names(self) -> list[str]:
+        return names_of(fields(columns_of("trl", weighted=len(self._weights) > 0)), self.passed_through)
+
+    def _parts(self, numbers: Numbers) -> dict[str, Ragged]:
+        return {"conversation": self._tokens(whole_rows(numbers, self._lengths[numbers]))}
+
+    @property
     def loss_mask(self) -> Ragged:
         """Which of these ids have loss: `values`, bool, and the same `offsets`."""
         return split(self._store.to_host())[1]
@@ -88,8 +96,13 @@ class ChatDataset(Rows):
             made["loss_weight"] = Ragged(self._weight_of(tokens), ids.offsets)
         return {name: values.to_lists() for name, values in made.items()}
 
-    def batch(self, rows: Sequence[int] | np.ndarray[Any, Any], padding: Padding = "longest") -> LazyDict:
+    def batch(self, rows: Sequence[int] | np.ndarray[Any, Any], padding: Padding = "longest") -> RowBatch:
         """Return a batch of B rows.
+
+        Examples:
+            >>> chats.batch([0, 1])["labels"]
+            tensor([[ 19789,   4244, 151645],
+                    [   603,   151645,   -100]])
 
         Args:
             rows: Row numbers `(B,)`; negative numbers count from the end.
@@ -119,6 +132,10 @@ class ChatDataset(Rows):
         **settings: Any,
     ) -> PromptLoader | PackLoader:
         """Return an iterable over batches, with a state that can be saved and restored.
+
+        Examples:
+            >>> len(chats.loader(batch_size=1))
+            2
 
         Args:
             batch_size: Rows per batch; with `packing`, packs per batch.
@@ -260,11 +277,11 @@ class ChatDataset(Rows):
         first, lengths = self._kept
         return _moved(batch_rows(lengths, epoch=epoch, **settings), first)
 
-    def _flat(self, plan: Plan, packs: Any) -> dict[str, Any]:
+    def _flat(self, plan: Plan, packs: Any) -> RowBatch:
         pieces = plan.take(packs)
-        return self._batches.packed(pieces, partial(self._tokens, pieces))
+        return RowBatch(self._batches.packed(pieces, partial(self._tokens, pieces)))
 
-    def _padded_pack(self, plan: Plan, packs: Any) -> LazyDict:
+    def _padded_pack(self, plan: Plan, packs: Any) -> RowBatch:
         return self.batch(plan.take(packs).rows)
 
     def _tensors(self, numbers: Numbers, padding: Padding, columns: Made) -> Mapping[str, Values]:

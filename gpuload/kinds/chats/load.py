@@ -17,7 +17,6 @@ from gpuload.dataset.arrow import ragged
 from gpuload.dataset.report import Report
 from gpuload.dataset.rows import Loaded
 from gpuload.dataset.trainer_columns import columns_of, fields
-from gpuload.engines.choose import choose_engine
 from gpuload.engines.host.packs import IGNORED
 from gpuload.engines.protocol import Engine
 from gpuload.kinds.chats.dataset import LAYOUT, ChatDataset
@@ -26,8 +25,18 @@ from gpuload.kinds.chats.formats import FORMATS, find_format, is_plain, with_mar
 from gpuload.kinds.chats.marked import marks_in, weights_in
 from gpuload.kinds.chats.reference import ChatReference
 from gpuload.kinds.formats import LABELS, Format, as_prompts, one_format
-from gpuload.kinds.training_device import DeviceTrainingEngine
-from gpuload.kinds.training_options import OF_MESSAGES, MessageOptions, TrainingDefaults, training_options
+from gpuload.kinds.served.engine import ServedEngine
+from gpuload.kinds.served.options import LOSS_ON, OF_SERVED, ServedOptions, check_limits
+from gpuload.kinds.served.reference import ServedReference
+from gpuload.kinds.served.rows import served_rows, useless_conversations
+from gpuload.kinds.served.stored import served_sizes
+from gpuload.kinds.training_options import (
+    OF_MESSAGES,
+    MessageOptions,
+    TrainingDefaults,
+    training_engine,
+    training_options,
+)
 from gpuload.pipeline.kind import Kind
 from gpuload.pipeline.run import load_given
 from gpuload.sources.columns import to_python
@@ -43,7 +52,7 @@ _CHOICES: dict[str, tuple[LossOn, ...]] = {
 }
 """What can have loss in data of each format; the first is the default."""
 
-_LABELED = ("messages", "sharegpt", "prompt-completion", "alpaca")
+LABELED = ("messages", "sharegpt", "prompt-completion", "alpaca")
 """Formats that data for KTO may have, too."""
 
 _GOOD, _BAD = (1, "1", "1.0", "true"), (0, "0", "0.0", "false")
@@ -51,8 +60,9 @@ _GOOD, _BAD = (1, "1", "1.0", "true"), (0, "0", "0.0", "false")
 
 
 @dataclass(frozen=True)
-class ChatKind(MessageOptions, Kind[ChatDataset]):
-    """Conversations and other texts to train on, with a loss mask.
+class ChatKind(MessageOptions, ServedOptions, Kind[ChatDataset]):
+    """Conversations and other texts to train on, with a loss mask. With `turns="served"`, a row of the load is a
+    conversation with all of its rows (`kinds/served/stored.py`), which become rows at its end.
 
     Attributes:
         format, messages_key, loss_on: as for `load_chats`; after `resolve`, what was found and chosen.
@@ -74,22 +84,31 @@ class ChatKind(MessageOptions, Kind[ChatDataset]):
     def __post_init__(self) -> None:
         check_format(self.format, [each.name for each in FORMATS])
         check_fields(self, {"messages_key": or_none(COLUMN), "drop_nulls": BOOLEAN})
+        self.check_turns()
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> tuple["ChatKind", Options]:
-        names = ("format", "messages_key", "loss_on", *OF_MESSAGES)
+        names = ("format", "messages_key", "loss_on", *OF_MESSAGES, *OF_SERVED)
         kind = cls(**{name: given[name] for name in names if name in given})
-        return kind, training_options(given, kind.messages_key or "messages", names)
+        options = training_options(given, kind.messages_key or "messages", names)
+        if kind.as_served:
+            check_limits(options)
+        return kind, options
 
     def resolve(self, sources: Sequence[Source], options: Options) -> tuple["ChatKind", list[Source], Options]:
         filled = [source for source in sources if source.num_rows]
         found = self._format_of(filled)
         if all(is_plain(found, source.schema) for source in filled):
             options = replace(options, chat_template=None)
-        marks = () if self.loss_on or "marked" not in _CHOICES[found] else self._marks_in(filled)
-        wanted = self.loss_on or ("marked" if marks else _CHOICES[found][0])
-        if wanted not in _CHOICES[found]:
-            choices = ", ".join(map(repr, _CHOICES[found]))
+        if self.as_served and (found not in LOSS_ON or options.chat_template is None):
+            raise OptionError(
+                f"turns='served' is for conversations: data in the format {found} is text that no template renders"
+            )
+        possible = (LOSS_ON if self.as_served else _CHOICES)[found]
+        marks = () if self.loss_on or "marked" not in possible else self._marks_in(filled)
+        wanted = self.loss_on or ("marked" if marks else possible[0])
+        if wanted not in possible:
+            choices = ", ".join(map(repr, possible))
             raise OptionError(f"loss_on={wanted!r}: data in the format {found} has no such part: use one of {choices}")
         columns = [(source, name) for source in filled for name in self._found_in(source).columns]
         weights = weights_in(columns) if wanted == "marked" else ()
@@ -109,7 +128,7 @@ class ChatKind(MessageOptions, Kind[ChatDataset]):
                     "format= to train on the other columns as they are"
                 )
         name = one_format({source.name: self._found_in(source).name for source in sources})
-        if self.format is None and name in _LABELED and (found := _label_of(sources)):
+        if self.format is None and name in LABELED and (found := label_of(sources)):
             source, label = found
             kind = source.schema.field(label).type
             steps = ["make columns prompt and completion"] if name == "alpaca" else []
@@ -128,6 +147,9 @@ class ChatKind(MessageOptions, Kind[ChatDataset]):
 
     def reference(self, tokenizer: Any, options: Options) -> ChatReference:
         assert self.loss_on is not None
+        if self.as_served:
+            own = {**self.of_turns(), **self.of_messages(), **options.of_tokenizer()}
+            return ServedReference(tokenizer, self.loss_on, self.weights, **own)
         return ChatReference(tokenizer, self.loss_on, self.weights, **self.of_messages(), **options.of_tokenizer())
 
     def column(self, source: Source, options: Options, reference: Any) -> Source:
@@ -136,14 +158,25 @@ class ChatKind(MessageOptions, Kind[ChatDataset]):
         return as_prompts(source, found, options.prompt_key, reference)
 
     def engine(self, options: Options, reference: Any, exact_only: bool) -> Engine:
-        return choose_engine(options, reference, exact_only, ChatEngine, DeviceTrainingEngine)
+        if self.as_served:
+            return ServedEngine(reference, exact_only)
+        return training_engine(options, reference, exact_only, ChatEngine)
 
     def sizes(self, tokens: Ragged) -> Array:
-        """(2, n): tokens of each row, and those that have loss."""
+        """(2, n): tokens of each row, and those that have loss; of conversations see `served_sizes`."""
+        if self.as_served:
+            return served_sizes(tokens)
         return array_module(tokens.values).stack([tokens.lengths, loss_tokens(tokens)])
+
+    def limited(self, sizes: RowNumbers) -> RowNumbers:
+        """(n,) tokens of each row; those of the shortest row of a conversation, whose others are dropped later."""
+        tokens: RowNumbers = sizes[2 if self.as_served else 0]
+        return tokens
 
     def useless(self, sizes: RowNumbers, tokens: Ragged, options: Options) -> dict[int, str]:
         """The rows of which no token would be learned."""
+        if self.as_served:
+            return useless_conversations(tokens, options)
         reasons = {}
         limit = options.max_prompt_length
         if not options.filter_overlong_prompts and np.any(sizes[0] > limit):
@@ -178,6 +211,8 @@ class ChatKind(MessageOptions, Kind[ChatDataset]):
         if self.weights:
             some = ", ".join(f"{weight:g}" for weight in self.weights[:8]) + ", ..." * (len(self.weights) > 8)
             loaded.report.notes.append(f"the loss of answers has weights ({some}): batches have a loss_weight")
+        if self.as_served:
+            loaded = served_rows(loaded)
         return ChatDataset(loaded, replace(LAYOUT, weights=(1.0, *self.weights) if self.weights else ()))
 
 
@@ -188,6 +223,14 @@ def load_chats(files: Any, tokenizer: Any = None, /, **options: Unpack[ChatKeywo
     The ids of a conversation are those of `tokenizer.apply_chat_template(messages)`. For a template with
     `{% generation %}` blocks the mask is that of `return_assistant_tokens_mask=True`; for other templates it has the
     answers of assistants, see `gpuload.template.answers`.
+
+    Examples:
+        >>> import gpuload, pyarrow as pa
+        >>> from gpuload.demo_data import demo_files
+        >>> messages = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+        >>> chats = gpuload.load_chats(pa.table({"messages": [messages]}), demo_files()[1])
+        >>> chats
+        ChatDataset(1 rows, 37 tokens, 4 with loss)
 
     Args:
         files: as for `load`.
@@ -210,7 +253,7 @@ def load_chats(files: Any, tokenizer: Any = None, /, **options: Unpack[ChatKeywo
     return load_given(ChatKind, files, tokenizer, options)
 
 
-def _label_of(sources: Sequence[Source]) -> tuple[Source, str] | None:
+def label_of(sources: Sequence[Source]) -> tuple[Source, str] | None:
     """The first source with a column that says whether the answer of a row is a good one, and the column.
 
     `kto_tag` has no other meaning, and a boolean `label` hardly any. A `label` of another type may as well be the
@@ -226,7 +269,7 @@ def _label_of(sources: Sequence[Source]) -> tuple[Source, str] | None:
     seen: set[bool | None] = set()
     for source, name in unclear:
         for column in one_column(source, name):
-            seen |= set(map(_is_good, _distinct(column)))
+            seen |= set(map(is_good, _distinct(column)))
             if None in seen:
                 return None
     return unclear[0] if seen == {True, False} else None
@@ -242,7 +285,7 @@ def _distinct(column: pa.ChunkedArray) -> list[Any]:
     return list(to_python(pc.unique(values.drop_null())))
 
 
-def _is_good(value: Any) -> bool | None:
+def is_good(value: Any) -> bool | None:
     """The truth value that a label stands for; None if it is something else."""
     value = value.lower() if isinstance(value, str) else value
     return True if value in _GOOD else False if value in _BAD else None

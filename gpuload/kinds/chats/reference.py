@@ -130,6 +130,7 @@ class ChatReference(TrainingReference):
                 ids[at] |= 0 if ids[at] & int(LOSS) else int(loss_bits(*number or [0]))
         return ids
 
-    def fingerprint(self) -> str:
+    @property
+    def variant(self) -> str:
         weights = f", weights {', '.join(map(str, self.weights))}" if self.weights else ""
-        return f"{super().fingerprint()} loss on {self.loss_on}{weights}"
+        return f"{super().variant} loss on {self.loss_on}{weights}"

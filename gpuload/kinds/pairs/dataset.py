@@ -2,19 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
 import torch
 
-from gpuload.core.arrays import Ragged, selected
+from gpuload.core.arrays import Ragged, row_numbers, selected
 from gpuload.core.arrow import as_arrow
 from gpuload.core.errors import OptionError
-from gpuload.core.lazy import LazyDict
 from gpuload.core.marks import split
 from gpuload.core.options import Objective, Padding, Trainer, Truncation
-from gpuload.dataset.arrow import INT32_LIST, lists, row_reader
+from gpuload.dataset.arrow import INT32_LIST, lists, names_of, row_reader
+from gpuload.dataset.batch import RowBatch
 from gpuload.dataset.loader import PromptLoader
 from gpuload.dataset.rows import Loaded, Made, Numbers, Rows, Values
 from gpuload.dataset.trainer_columns import CHATS, PAIRS, arrays, check_columns, fields
@@ -85,6 +85,22 @@ class PairDataset(Rows):
         return split(self._store.to_host())[0]
 
     @property
+    def column_names(self) -> list[str]:
+        return names_of(pair_fields(self.objective), self.passed_through)
+
+    def _parts(self, numbers: Numbers) -> dict[str, Ragged]:
+        whole = self._sequences(numbers)
+        whole.pop("KL_completion", None)  # of another row
+        return {name: self._tokens(plan) for name, plan in whole.items()}
+
+    def select(self, rows: Any) -> Self:
+        chosen, numbers = super().select(rows), row_numbers(rows, len(self))
+        chosen.sizes = PairSizes(*chosen._sizes)
+        chosen._lengths = chosen.sizes.longer
+        chosen._given_labels = None if self._given_labels is None else self._given_labels[numbers]
+        return chosen
+
+    @property
     def parts(self) -> Ragged:
         """The same ids with their bits, see `gpuload.core.marks`."""
         return self._store.to_host()
@@ -101,8 +117,12 @@ class PairDataset(Rows):
         made: dict[str, Sequence[Any]] = {name: ids.to_lists() for name, ids in self._ids(numbers).items()}
         return made | {"label": self.labels[numbers].tolist()} if self.objective == "kto" else made
 
-    def batch(self, rows: Sequence[int] | Numbers, padding: Padding = "longest") -> LazyDict:
+    def batch(self, rows: Sequence[int] | Numbers, padding: Padding = "longest") -> RowBatch:
         """Return a batch of B rows.
+
+        Examples:
+            >>> tuple(pairs.batch([0], padding="longest")["input_ids"].shape)  # chosen and rejected
+            (2, 8)
 
         Args:
             rows: Row numbers `(B,)`; negative numbers count from the end.
@@ -126,6 +146,10 @@ class PairDataset(Rows):
     def loader(self, batch_size: int, **settings: Any) -> PromptLoader:
         """Return an iterable over batches, with a state that can be saved and restored.
 
+        Examples:
+            >>> len(pairs.loader(batch_size=1))
+            1
+
         Args:
             batch_size: Rows per batch.
             **settings: `shuffle`, `seed`, `rank`, `world_size`, `drop_last` and `padding`; see `PromptLoader`.
@@ -141,6 +165,10 @@ class PairDataset(Rows):
 
     def to_arrow(self, *, columns: Sequence[str] | None = None, trainer: Trainer = "trl") -> pa.RecordBatchReader:
         """Return all rows as Arrow record batches, which are made one after the other.
+
+        Examples:
+            >>> pairs.to_arrow().schema.names
+            ['prompt_ids', 'chosen_ids', 'rejected_ids']
 
         Args:
             columns: Which other columns of the files to add; None for all. `margin` is always added for `"rm"`.

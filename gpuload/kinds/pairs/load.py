@@ -15,7 +15,6 @@ from gpuload.core.options import BOOLEAN, COLUMN, POSITIVE, Objective, Options, 
 from gpuload.dataset.arrow import ragged
 from gpuload.dataset.pieces import Sequences
 from gpuload.dataset.rows import Loaded
-from gpuload.engines.choose import choose_engine
 from gpuload.engines.protocol import Engine
 from gpuload.kinds.formats import Format, as_prompts, one_format
 from gpuload.kinds.pairs.dataset import PairDataset, pair_fields
@@ -23,8 +22,13 @@ from gpuload.kinds.pairs.engine import PairEngine
 from gpuload.kinds.pairs.formats import FORMATS, MARGIN, find_pair_format, label_column
 from gpuload.kinds.pairs.reference import PairReference
 from gpuload.kinds.pairs.sizes import PairSizes, useless_sequences
-from gpuload.kinds.training_device import DeviceTrainingEngine
-from gpuload.kinds.training_options import OF_MESSAGES, MessageOptions, TrainingDefaults, training_options
+from gpuload.kinds.training_options import (
+    OF_MESSAGES,
+    MessageOptions,
+    TrainingDefaults,
+    training_engine,
+    training_options,
+)
 from gpuload.packing import Plan
 from gpuload.pipeline.kind import Kind
 from gpuload.pipeline.run import load_given
@@ -111,7 +115,7 @@ class PairKind(MessageOptions, Kind[PairDataset]):
         return as_prompts(source, self._found_in(source), options.prompt_key, reference)
 
     def engine(self, options: Options, reference: Any, exact_only: bool) -> Engine:
-        return choose_engine(options, reference, exact_only, PairEngine, DeviceTrainingEngine)
+        return training_engine(options, reference, exact_only, PairEngine)
 
     def sizes(self, tokens: Ragged) -> Array:
         """(6, n): see `PairSizes`."""
@@ -163,6 +167,13 @@ def load_pairs(files: Any, tokenizer: Any = None, /, **options: Unpack[PairKeywo
 
     The ids of a sequence are those of `tokenizer.apply_chat_template(prompt + completion)`. A completion begins where
     they first differ from those of the prompt with a generation prompt; for DPO, where either sequence first does.
+
+    Examples:
+        >>> import gpuload, pyarrow as pa
+        >>> from gpuload.demo_data import demo_files
+        >>> pairs = pa.table({"prompt": ["1 + 1 ="], "chosen": [" 2"], "rejected": [" 3"]})
+        >>> gpuload.load_pairs(pairs, demo_files()[1])[0]
+        {'prompt_ids': [16, 488, 220, 16, 284], 'chosen_ids': [220, 17, 151645], 'rejected_ids': [220, 18, 151645]}
 
     Args:
         files: as for `load`.

@@ -80,8 +80,9 @@ class PairReference(TrainingReference):
         marked = [_with_bit(ids, int(LOSS), begin) for ids, begin in zip(whole, begins, strict=True)]
         return marked[0] if len(marked) == 1 else _paired(marked, shared)
 
-    def fingerprint(self) -> str:
-        return f"{super().fingerprint()} for {self.objective}"
+    @property
+    def variant(self) -> str:
+        return f"{super().variant} for {self.objective}"
 
 
 def _with_bit(ids: list[int], bit: int, begin: int) -> list[int]:

@@ -1,0 +1,97 @@
+"""`gpuload check`: what would spoil a training run, as text, as JSON and as a page."""
+
+import json
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gpuload.cli.inspect import check_page
+from gpuload.cli.output import printable
+from gpuload.cli.show import uses_color
+from gpuload.core.errors import OptionError
+from gpuload.inspect.checks.findings import Finding
+from gpuload.inspect.checks.lines import kept_by, lines_for, suggested_limit
+from gpuload.inspect.checks.page import page_of_findings, some_rows, verdict
+from gpuload.inspect.checks.run import Checked, CheckedTrainer, checked
+
+_COLORS = {"error": 31, "warning": 33, "info": 36, "ok": 32}
+_WIDEST, _ROWS = 100, 8
+
+
+def check_files(
+    files: Sequence[str],
+    tokenizer: Any,
+    *,
+    trainer: CheckedTrainer | None = None,
+    limit: int | None = None,
+    as_json: bool = False,
+    html: str | None = None,
+    **options: Any,
+) -> int:
+    """Prints what was found.
+
+    Args:
+        as_json: a list of findings instead of text.
+        html: also write a page to this file.
+        trainer, limit, **options: as for `gpuload.check`.
+
+    Returns:
+        The exit status: 1 if there are errors.
+    """
+    if html:  # errors come before the work
+        check_page(Path(html))
+    found = checked(list(files), tokenizer, trainer=trainer, limit=limit, **options)
+    if as_json:
+        print(json.dumps([each.to_dict() for each in found.findings], indent=2))
+    else:
+        width = min(shutil.get_terminal_size().columns, _WIDEST)
+        print(findings_as_text(found, trainer, limit, width, uses_color(sys.stdout)))
+    if html:
+        try:
+            Path(html).write_text(page_of_findings(found, trainer, limit), encoding="utf-8")
+        except OSError as error:
+            raise OptionError(f"--html {html}: cannot be written: {error.strerror or error}") from error
+        print(printable(f"wrote {html}"), file=sys.stderr if as_json else sys.stdout)
+    return int(any(each.level == "error" for each in found.findings))
+
+
+def findings_as_text(
+    found: Checked, trainer: CheckedTrainer | None, limit: int | None, width: int, color: bool = False
+) -> str:
+    """What is printed.
+
+    Args:
+        width: of the terminal; only lines to paste may be longer.
+    """
+
+    def colored(text: str, level: str) -> str:
+        return f"\033[{_COLORS[level]}m{text}\033[0m" if color else text
+
+    files = found.files[0] if len(found.files) == 1 else f"{len(found.files)} files"
+    lines = _wrapped(f"{files}: {found.rows:,} rows of {found.kind}, {verdict(found)}", width, "")
+    for each in found.findings:
+        name, *rest = _of_finding(each, width)
+        lines += ["", colored(each.level, each.level) + name.removeprefix(each.level), *rest]
+    if found.passed:
+        lines += ["", colored("not found", "ok"), *_wrapped(", ".join(found.passed), width)]
+    kept = kept_by(found, limit or suggested_limit(found))
+    lines += ["", *_wrapped(f"for {trainer or 'Python'}; {kept}:", width, "")]
+    return "\n".join([*lines, *(f"  {printable(line)}" for line in lines_for(found, trainer, limit))])
+
+
+def _of_finding(finding: Finding, width: int) -> list[str]:
+    lines = _wrapped(f"{finding.level}  {finding.check}: {finding.counted}", width, "")
+    lines += _wrapped(finding.example, width)
+    if len(finding.rows) > 1:
+        lines += _wrapped(f"rows {some_rows(finding.rows, _ROWS)}", width)
+    return lines + _wrapped(f"→ {finding.remedy}", width)
+
+
+def _wrapped(text: str, width: int, indent: str = "  ") -> list[str]:
+    """Lines of at most some characters."""
+    return textwrap.wrap(
+        printable(text.replace("\n", " ")), width, initial_indent=indent, subsequent_indent=indent or "  "
+    )

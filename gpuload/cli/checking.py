@@ -1,0 +1,88 @@
+"""The arguments of `gpuload check` and `gpuload diff`."""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+RowsOf = Callable[[argparse.Namespace], dict[str, Any]]
+
+
+def add_commands(commands: Any, add_rows: Callable[[argparse.ArgumentParser], None], rows_of: RowsOf) -> None:
+    """Adds both commands.
+
+    Args:
+        commands: of the parser.
+        add_rows: adds the arguments that name files, a tokenizer and what is in the files.
+        rows_of: parsed arguments → what they say of the files, as for `open_data`.
+    """
+    check = commands.add_parser("check", help="look for what would spoil a training run; exit status 1 on errors")
+    add_rows(check)
+    check.add_argument(
+        "--for",
+        dest="trainer",
+        choices=["verl", "trl", "slime", "nemo-rl"],
+        help="print the configuration of this trainer (default: of gpuload in Python)",
+    )
+    check.add_argument(
+        "--against", nargs="+", metavar="FILE", help="files that must not have the same prompts, such as training data"
+    )
+    check.add_argument("--limit", type=int, metavar="N", help="the most tokens of a row (default: no limit)")
+    check.add_argument(
+        "--overlong", default="drop", choices=["drop", "keep_start", "keep_end"], help="what becomes of longer rows"
+    )
+    check.add_argument("--json", dest="as_json", action="store_true", help="print the findings as JSON")
+    check.add_argument("--html", metavar="FILE", help="also write an HTML page")
+    check.set_defaults(run=partial(_check, rows_of), parser=check)
+
+    diff = commands.add_parser(
+        "diff", help="compare what two tokenizers or templates make of the same rows; exit status 1 if rows change"
+    )
+    add_rows(diff)
+    diff.add_argument("--against-tokenizer", metavar="NAME", help="the other one (default: the same)")
+    diff.add_argument(
+        "--against-template", metavar="FILE", help="the other template, a .jinja file or a name (default: the same)"
+    )
+    diff.add_argument(
+        "--against-template-kwargs", metavar="JSON", help="constants for the other template (default: the same)"
+    )
+    diff.add_argument("--rows", type=int, default=5, metavar="N", help="changed rows that are shown (5)")
+    diff.add_argument("--json", dest="as_json", action="store_true", help="print counts and numbers of rows as JSON")
+    diff.set_defaults(run=partial(_diff, rows_of), parser=diff)
+
+
+def _check(rows_of: RowsOf, given: argparse.Namespace) -> int:
+    from gpuload.cli.check import check_files
+
+    if not given.files:
+        given.parser.error("no files given")
+    names = ("trainer", "against", "limit", "overlong", "as_json", "html")
+    return check_files(given.files, given.tokenizer, **{name: getattr(given, name) for name in names}, **rows_of(given))
+
+
+def _diff(rows_of: RowsOf, given: argparse.Namespace) -> int:
+    from gpuload.cli.diff import diff_files
+    from gpuload.cli.prepare import template_kwargs
+
+    others = (given.against_tokenizer, given.against_template, given.against_template_kwargs)
+    if not given.files:
+        given.parser.error("no files given")
+    if all(each is None for each in others):
+        given.parser.error("pass --against-tokenizer, --against-template or --against-template-kwargs")
+    if given.no_template and any(others[1:]):
+        given.parser.error("--no-template excludes --against-template and --against-template-kwargs")
+    ours = rows_of(given)
+    theirs = dict(ours)
+    if given.against_template is not None:
+        theirs["chat_template"] = given.against_template
+    if given.against_template_kwargs is not None:
+        theirs["apply_chat_template_kwargs"] = template_kwargs(given.against_template_kwargs)
+    return diff_files(
+        given.files,
+        given.tokenizer,
+        given.against_tokenizer or given.tokenizer,
+        options=ours,
+        against_options=theirs,
+        most=given.rows,
+        as_json=given.as_json,
+    )

@@ -1,0 +1,109 @@
+"""`gpuload diff`: what another tokenizer or template makes of the same rows."""
+
+import json
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gpuload.cli.output import printable
+from gpuload.cli.show import uses_color
+from gpuload.core.errors import GpuloadError
+from gpuload.inspect.data import open_data
+from gpuload.inspect.diff import ChangedRow, Difference, DiffPiece, difference
+from gpuload.inspect.tokens import visible_text
+
+_MARKS = {"same": " ", "removed": "-", "added": "+"}
+_COLORS = {"removed": 31, "added": 32}
+_WIDEST = 120
+
+
+def diff_files(
+    files: Sequence[str],
+    tokenizer: Any,
+    against: Any,
+    *,
+    options: Mapping[str, Any],
+    against_options: Mapping[str, Any],
+    most: int = 5,
+    as_json: bool = False,
+) -> int:
+    """Prints how the tokens of rows change.
+
+    Args:
+        against: the other tokenizer.
+        options, against_options: of each, as for `open_data`.
+        most: how many changed rows are shown.
+        as_json: counts and numbers of rows as JSON instead.
+
+    Returns:
+        The exit status: 1 if a row changes.
+    """
+    job = open_data(list(files), tokenizer, **options)
+    try:
+        other = open_data(list(files), against, **against_options)
+    except GpuloadError as error:  # the same option has another name on this side
+        raise type(error)(str(error).replace("chat_template=", "against_template=")) from error
+    found = difference(job, other, 0 if as_json else most)
+    if as_json:
+        print(json.dumps(found.to_dict()))
+    else:
+        width = min(shutil.get_terminal_size().columns, _WIDEST)
+        print(difference_as_text(found, width, uses_color(sys.stdout)))
+    return int(bool(found.changed))
+
+
+def difference_as_text(found: Difference, width: int, color: bool = False) -> str:
+    """What is printed: counts, then the first changed rows.
+
+    Args:
+        width: of the terminal.
+    """
+    ours, theirs = found.tokens
+    share = f" ({(theirs - ours) / ours:+.1%})" if ours and ours != theirs else ""
+    lines = [
+        f"{len(found.changed):,} of {found.rows:,} rows change, {found.rows - len(found.changed):,} do not",
+        f"  tokens       {ours:,} → {theirs:,}{share}",
+    ]
+    if found.renumbered:
+        lines.append(f"  vocabulary   {found.renumbered:,} tokens have another id, or none, in the first one")
+    if found.loss_only:
+        lines.append(f"  loss         {found.loss_only:,} rows change in their loss only")
+    if any(found.dropped):
+        lines.append(
+            f"  dropped      {found.dropped[0]:,} rows by the first only, {found.dropped[1]:,} by the other only"
+        )
+    for row in found.shown:
+        lines += ["", *_of_row(row, width, color)]
+    if left := len(found.changed) - len(found.shown):
+        lines += ["", f"{left:,} more rows change: --rows shows more of them, --json lists all"]
+    return "\n".join(lines)
+
+
+def _of_row(row: ChangedRow, width: int, color: bool) -> list[str]:
+    if any(row.reasons):
+        texts = [f"dropped: {reason}" if reason else "kept" for reason in row.reasons]
+        return [printable(row.place), *(printable(f"{mark} {text}") for mark, text in zip("-+", texts, strict=True))]
+    lines = [printable(f"{row.place}: {row.lengths[0]:,} → {row.lengths[1]:,} tokens")]
+    for name, pieces in row.sequences:
+        lines += [f"{name}:"] * bool(name)
+        for piece in pieces:
+            lines += _of_piece(piece, width, color)
+    return lines
+
+
+def _of_piece(piece: DiffPiece, width: int, color: bool) -> list[str]:
+    lines = [f"  … {piece.omitted:,} equal tokens …"] * bool(piece.omitted)
+    start = f"{_MARKS[piece.side]} {'loss ' if piece.loss else ''}"
+    line = start
+    made = []
+    for token in piece.tokens:
+        text = f"[{visible_text(token)}]"
+        if len(line) + len(text) > width and line != start:
+            made.append(line)
+            line = start
+        line += text
+    made += [line] * bool(piece.tokens)
+    if color and piece.side in _COLORS:
+        made = [f"\033[{_COLORS[piece.side]}m{each}\033[0m" for each in made]
+    return lines + made

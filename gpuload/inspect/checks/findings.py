@@ -1,0 +1,231 @@
+"""What `gpuload check` finds, and from which share of the rows it is a warning or an error."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from gpuload.core.errors import OptionError
+
+Level = Literal["error", "warning", "info"]
+
+LEVELS: tuple[Level, ...] = ("error", "warning", "info")
+
+RowMask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class CheckRule:
+    """One check.
+
+    Attributes:
+        about: what it finds.
+        remedy: what to do.
+        error, warning: the share of the rows from which a finding has this level, 0 for a single row; None for never.
+            Below both, it is an info.
+    """
+
+    about: str
+    remedy: str
+    error: float | None = None
+    warning: float | None = 0.0
+
+    def level(self, count: int, rows: int) -> Level:
+        """The level of a finding.
+
+        Args:
+            count: in how many rows.
+            rows: of how many.
+        """
+        share = count / max(rows, 1)
+        if self.error is not None and share >= self.error:
+            return "error"
+        return "warning" if self.warning is not None and share >= self.warning else "info"
+
+
+RULES: Mapping[str, CheckRule] = {
+    "no loss": CheckRule(
+        "rows of which no token is learned",
+        "remove these rows, or end each conversation with an answer; loss_on= chooses which messages are learned",
+        error=0.01,
+    ),
+    "all loss": CheckRule(
+        "conversations of which every token is learned, prompts included",
+        "put {% generation %} only around answers in the chat template, or choose the learned part with loss_on=",
+        error=0.01,
+    ),
+    "answer cut": CheckRule(
+        "answers with no end token behind them: cut by the limit, or by a template that writes none",
+        "raise the limit, or use a template that ends each answer with a special token: the model learns to stop there",
+        error=0.5,
+    ),
+    "end not learned": CheckRule(
+        "answers whose end token has no loss: the model does not learn to stop",
+        "put the end token inside of {% generation %}, or use a template without such blocks",
+        error=0.5,
+    ),
+    "inserted text learned": CheckRule(
+        "text with loss that the template inserts in front of an answer, such as an empty thinking block",
+        "use a template that does not insert it, add the reasoning to the data, or leave the text out of "
+        "{% generation %}",
+    ),
+    "reasoning dropped": CheckRule(
+        "reasoning of a last answer that the template does not print; an info for reasoning of earlier turns alone",
+        "use a template that prints reasoning_content, or write the reasoning into the content as the template expects",
+    ),
+    "double BOS": CheckRule(
+        "rows that begin with two BOS tokens",
+        "remove the BOS token from the texts or from the template: the tokenizer adds one",
+        error=0.0,
+    ),
+    "control tokens": CheckRule(
+        "messages with the text of a special token, which becomes that token",
+        "remove the text; for prompts, sanitize_control_tokens in apply_chat_template_kwargs encodes it as plain text",
+    ),
+    "arguments as text": CheckRule(
+        "tool calls with arguments as JSON text, where the template prints objects: they are quoted twice",
+        "normalize_messages='auto' makes objects of them",
+        error=0.01,
+    ),
+    "arguments as objects": CheckRule(
+        "tool calls with arguments as objects, where the template takes JSON text: they are printed as Python prints "
+        "them",
+        "write the arguments with json.dumps, or use another template",
+        error=0.01,
+    ),
+    "null printed": CheckRule(
+        "messages without content, or nested fields without a value, that the template prints as None or null",
+        "normalize_messages='auto' makes empty texts of missing contents, and drop_nulls=True removes nested nulls",
+        error=0.01,
+    ),
+    "unknown roles": CheckRule(
+        "messages with a role other than system, developer, user, assistant, tool and function",
+        "rename the roles to those of the template: what it makes of others is not known",
+    ),
+    "KTO labels": CheckRule(
+        "answers that a column labels as bad, in data for SFT: they would be learned as good ones",
+        "use load_pairs and a trainer for KTO, or remove the rows",
+        error=0.0,
+    ),
+    "media": CheckRule(
+        "rows that have another number of placeholders than of images, videos or audios",
+        "write one placeholder for each, or one part of the content",
+        error=0.0,
+    ),
+    "rows dropped": CheckRule(
+        "rows of which the template or the format makes nothing",
+        "correct these rows, or use a template that takes them",
+        error=0.2,
+    ),
+    "tokens differ": CheckRule(
+        "rows whose tokens differ from the tokenizer's: a load would use the tokenizer itself",
+        "report the tokenizer; gpuload falls back to it, which is slow",
+        error=0.0,
+    ),
+    "empty prompts": CheckRule("rows whose prompt is empty", "remove these rows"),
+    "duplicate rows": CheckRule(
+        "rows with the prompt and the answers of an earlier row",
+        "remove the duplicates: they count several times",
+        warning=0.02,
+    ),
+    "duplicate prompts": CheckRule(
+        "prompts that an earlier row has, too; only an info for rows with other answers",
+        "remove the duplicates: they count several times",
+        warning=0.02,
+    ),
+    "equal pairs": CheckRule("pairs whose chosen answer equals the rejected one", "remove these rows"),
+    "over the limit": CheckRule(
+        "rows with more tokens than the limit",
+        "raise the limit, or shorten the rows: trainers drop or cut them",
+        error=0.2,
+        warning=0.01,
+    ),
+    "also elsewhere": CheckRule(
+        "prompts that another file has, too: those of --against, or another one of the files",
+        "remove the rows from one of the files: a test set that is trained on measures nothing",
+        error=0.01,
+    ),
+    "overlap elsewhere": CheckRule(
+        "prompts of which half of the 8-grams are in one prompt of another file",
+        "look at both prompts: they may be the same question in other words",
+    ),
+    "one row group": CheckRule(
+        "large parquet files that are one row group, which a single thread has to decode",
+        "rewrite the file with several row groups",
+        warning=None,
+    ),
+}
+"""Name → check, in the order in which findings of one level are shown."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that `gpuload.check` has found.
+
+    Attributes:
+        check: its name, see the page on `gpuload check`.
+        level: `"error"`, `"warning"` or `"info"`.
+        rows: numbers of the rows, counted over all files, as `gpuload show --row` takes them; empty where a finding is
+            about files.
+        count: in how many rows, or files.
+        example: the first place, and what was found there.
+        remedy: what to do.
+    """
+
+    check: str
+    level: Level
+    rows: list[int] = field(repr=False)
+    count: int
+    example: str
+    remedy: str
+
+    @property
+    def counted(self) -> str:
+        """How many rows or files, in words."""
+        what = "file" if self.check == "one row group" else "row"
+        return f"{self.count:,} {what}{'s' * (self.count != 1)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The finding as `gpuload check --json` prints it.
+
+        Examples:
+            >>> Finding("double BOS", "error", [3], 1, "train.jsonl row 3", "remove one").to_dict()["rows"]
+            [3]
+        """
+        return asdict(self)
+
+
+def in_order(found: list[Finding]) -> list[Finding]:
+    """Findings as they are shown: errors first, then in the order of the rules."""
+    names = list(RULES)
+    return sorted(found, key=lambda each: (LEVELS.index(each.level), names.index(each.check)))
+
+
+def thresholds() -> str:
+    """The rules as a table in Markdown."""
+    lines = ["| check | finds | error | warning | remedy |", "|---|---|---|---|---|"]
+    for name, rule in RULES.items():
+        shares = [_share(rule.error), "" if rule.warning is None else _share(rule.warning)]
+        if rule.error == 0.0:
+            shares[1] = ""
+        cells = [f"`{name}`", rule.about, *shares, rule.remedy]
+        lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def _share(share: float | None) -> str:
+    if share is None:
+        return ""
+    return f"from {share:.0%}" if share else "one row"
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Checks the value of an option.
+
+    Raises:
+        OptionError: it is none of the choices.
+    """
+    if value is not None and value not in choices:
+        raise OptionError(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}")

@@ -1,0 +1,290 @@
+"""The messages of rows as columns: one entry for each message, whatever form the rows have."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from gpuload.core.arrays import offsets_of
+from gpuload.core.arrow import as_arrow, as_numpy, as_scalar, fill_null
+from gpuload.inspect.checks.findings import RowMask
+from gpuload.sources.columns import to_python
+from gpuload.sources.types import JSON_TYPE, fields_of, is_messages, is_text
+
+PARTS = ("messages", "text", "prompt", "completion", "chosen", "rejected")
+"""What a row may consist of. A row that is a text or messages has one part of that name."""
+
+TEXT_PART, PROMPT_PART = PARTS.index("text"), PARTS.index("prompt")
+
+NONE, TEXT, OBJECT = 0, 1, 2
+"""What the arguments of a message's tool calls are."""
+
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_IN_TEXT = r"(?s)<think>(?P<inside>.*?\S.*?)</think>"
+_TEXT_TYPE = pa.large_string()
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class FlatMessages:
+    """k messages of n rows, those of a row one after the other.
+
+    Attributes:
+        count: n.
+        row: (k,) int64, the row of each.
+        part: (k,) int64, the part of the row, as an index into `PARTS`.
+        role: (k,) large_string; empty for texts and for messages without a role.
+        text: (k,) large_string, the content, or the texts of its parts; empty where there is none.
+        null: (k,) bool, the content is null.
+        reasoning: (k,) large_string, null where there is none.
+        arguments: (k,) int64, `NONE`, `TEXT` or `OBJECT`.
+        media: (k, 3) int64, how many parts of the content are images, videos and audios.
+    """
+
+    count: int
+    row: Ints
+    part: Ints
+    role: pa.LargeStringArray
+    text: pa.LargeStringArray
+    null: RowMask
+    reasoning: pa.LargeStringArray
+    arguments: Ints
+    media: Ints
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def rows_of(self, mask: RowMask) -> RowMask:
+        """(n,) bool: the rows of some messages.
+
+        Args:
+            mask: (k,) bool.
+        """
+        found = np.zeros(self.count, np.bool_)
+        found[self.row[mask]] = True
+        return found
+
+    def has_role(self, *roles: str) -> RowMask:
+        """(k,) bool: which messages have one of some roles."""
+        found: RowMask = as_numpy(pc.is_in(self.role, as_arrow(list(roles), _TEXT_TYPE)))
+        return found
+
+    def is_answer(self, prompts: bool) -> RowMask:
+        """(k,) bool: completions, and in a conversation its last answer and what follows it.
+
+        Args:
+            prompts: the rows are prompts, which have no answers.
+        """
+        if prompts:
+            return np.zeros(len(self), np.bool_)
+        number = np.arange(len(self))
+        last = np.full(self.count, len(self))
+        ours = (self.part == PARTS.index("messages")) & self.has_role("assistant")
+        last[self.row[ours]] = number[ours]  # ascending: the last one stays
+        found: RowMask = (self.part > PROMPT_PART) | ((self.part == 0) & (number >= last[self.row]))
+        return found
+
+    def joined(self, mask: RowMask, roles: bool) -> pa.LargeStringArray:
+        """(n,) the texts of some messages of each row.
+
+        Args:
+            mask: (k,) bool, which messages.
+            roles: each text begins with the role and a line break.
+        """
+        texts = self.text
+        if roles:
+            texts = pc.binary_join_element_wise(self.role, texts, as_scalar("\n", _TEXT_TYPE))
+        return self._by_row(texts, mask)
+
+    @property
+    def shapes(self) -> pa.LargeStringArray:
+        """(n,) the roles of the messages of each row."""
+        return self._by_row(self.role, np.ones(len(self), np.bool_))
+
+    def _by_row(self, texts: pa.LargeStringArray, mask: RowMask) -> pa.LargeStringArray:
+        offsets = offsets_of(np.bincount(self.row[mask], minlength=self.count))
+        some = pa.LargeListArray.from_arrays(as_arrow(offsets), texts.filter(as_arrow(mask)))
+        return pc.binary_join(some, as_scalar("\n", _TEXT_TYPE))
+
+
+def flat_messages(column: pa.Array) -> FlatMessages:
+    """The messages of n rows.
+
+    Args:
+        column: (n,) texts, messages, structs of them by the names of `PARTS`, or any of these as JSON.
+    """
+    found = [_by_columns(part, number) for number, part in _parts_of(column)] if column.type != JSON_TYPE else [None]
+    made = [each for each in found if each is not None]
+    if len(made) < len(found):
+        return _by_rows(_readable(column))
+    return _in_order(made) if len(made) > 1 else made[0]
+
+
+def _parts_of(column: pa.Array) -> Iterator[tuple[int, pa.Array]]:
+    kind = column.type
+    if pa.types.is_struct(kind):
+        for name in PARTS:
+            if kind.get_field_index(name) >= 0:
+                yield PARTS.index(name), column.field(name)
+    else:
+        yield (TEXT_PART if is_text(kind) else 0), column
+
+
+def _by_columns(column: pa.Array, part: int) -> FlatMessages | None:
+    """The messages of one part; None if they have more than roles and texts."""
+    count = len(column)
+    if is_text(column.type):
+        rows = np.arange(count)
+        nothing = pa.nulls(count, _TEXT_TYPE)
+        texts = fill_null(column.cast(_TEXT_TYPE), "")
+        return _made(count, rows, part, fill_null(nothing, ""), texts, as_numpy(column.is_null()), nothing)
+    if not is_messages(column.type):
+        return None
+    names = fields_of(column.type)
+    lengths = as_numpy(fill_null(pc.list_value_length(column), 0)).astype(np.int64)
+    messages = column.flatten()
+    if {"role", "content"} - names or not all(is_text(messages.type.field(name).type) for name in ("role", "content")):
+        return None
+    columns = {name: messages.field(name) for name in names}
+    if "tool_calls" in names and columns["tool_calls"].null_count < len(messages):
+        return None
+    reasoning = pa.nulls(len(messages), _TEXT_TYPE)
+    for name in _REASONING:
+        if name in names and is_text(columns[name].type):
+            reasoning = pc.coalesce(reasoning, columns[name].cast(_TEXT_TYPE))
+    content = columns["content"].cast(_TEXT_TYPE)
+    inside = pc.struct_field(pc.extract_regex(content, _IN_TEXT), "inside")
+    if part != PROMPT_PART and inside.null_count < len(inside):
+        ours = pc.equal(columns["role"].cast(_TEXT_TYPE), as_scalar("assistant", _TEXT_TYPE))
+        reasoning = pc.coalesce(reasoning, pc.if_else(ours, inside, as_scalar(None, _TEXT_TYPE)))
+    role = fill_null(columns["role"].cast(_TEXT_TYPE), "")
+    rows = np.repeat(np.arange(count), lengths)
+    return _made(count, rows, part, role, fill_null(content, ""), as_numpy(content.is_null()), reasoning)
+
+
+def _made(count: int, rows: Ints, part: int, role: Any, text: Any, null: RowMask, reasoning: Any) -> FlatMessages:
+    nothing = np.zeros(len(rows), np.int64)
+    return FlatMessages(
+        count, rows, nothing + part, role, text, null, reasoning, nothing, np.zeros((len(rows), 3), np.int64)
+    )
+
+
+def _in_order(parts: list[FlatMessages]) -> FlatMessages:
+    """The messages of all parts, by row."""
+    order = np.argsort(np.concatenate([each.row for each in parts]), kind="stable")
+    joined: dict[str, Any] = {}
+    for field in fields(FlatMessages)[1:]:
+        values = [getattr(each, field.name) for each in parts]
+        if isinstance(values[0], pa.Array):
+            joined[field.name] = pa.concat_arrays(values).take(as_arrow(order))
+        else:
+            joined[field.name] = np.concatenate(values)[order]
+    return FlatMessages(parts[0].count, **joined)
+
+
+# -- row by row ------------------------------------------------------------------------------------------------------
+
+
+class _Builder:
+    def __init__(self) -> None:
+        self.lists: dict[str, list[Any]] = {
+            name: [] for name in ("row", "part", "role", "text", "null", "reasoning", "arguments", "media")
+        }
+
+    def add(self, row: int, part: int, message: Any) -> None:
+        reasoning: str | None = None
+        if isinstance(message, str) or not isinstance(message, dict):
+            content, role, arguments = message, "", NONE
+        else:
+            content, role = message.get("content"), _text_in(message, "role") or ""
+            arguments = _arguments(message.get("tool_calls"))
+            reasoning = next(filter(None, (_text_in(message, name) for name in _REASONING)), None)
+        text, media = _text_of(content)
+        if reasoning is None and role == "assistant" and "<think>" in text:
+            found = text.partition("<think>")[2].partition("</think>")
+            reasoning = found[0] if found[1] and found[0].strip() else None
+        values = (row, part, role, text, content is None, reasoning, arguments, media)
+        for into, value in zip(self.lists.values(), values, strict=True):
+            into.append(value)
+
+    def finish(self, count: int) -> FlatMessages:
+        lists = self.lists
+        numbers = {name: np.array(lists[name], np.int64) for name in ("row", "part", "arguments")}
+        texts = {name: _as_texts(lists[name]) for name in ("role", "text", "reasoning")}
+        media = np.array(lists["media"], np.int64).reshape(-1, 3)
+        return FlatMessages(count=count, null=np.array(lists["null"], np.bool_), media=media, **numbers, **texts)
+
+
+def _as_texts(values: list[str | None]) -> pa.LargeStringArray:
+    try:
+        return as_arrow(values, _TEXT_TYPE)
+    except UnicodeEncodeError:  # lone surrogates, whose rows are dropped
+        return as_arrow([v if v is None else v.encode(errors="replace").decode() for v in values], _TEXT_TYPE)
+
+
+def _readable(column: pa.Array) -> list[Any]:
+    """Rows as Python objects; None for those that have none, which are dropped."""
+    try:
+        return to_python(column)
+    except MemoryError:
+        raise
+    except Exception:
+        rows: list[Any] = []
+        for row in range(len(column)):
+            try:
+                rows += to_python(column.slice(row, 1))
+            except Exception:
+                rows.append(None)
+        return rows
+
+
+def _by_rows(rows: list[Any]) -> FlatMessages:
+    made = _Builder()
+    for number, row in enumerate(rows):
+        parts = row if isinstance(row, dict) else {"messages": row}
+        for part, name in enumerate(PARTS):
+            value = parts.get(name)
+            if isinstance(value, str):
+                made.add(number, TEXT_PART if name == "messages" else part, value)
+            for message in value if isinstance(value, list) else ():
+                made.add(number, part, message)
+    return made.finish(len(rows))
+
+
+_MEDIA = ("image", "video", "audio")
+
+
+def _text_of(content: Any) -> tuple[str, tuple[int, int, int]]:
+    """The text of a content, and how many of its parts are images, videos and audios."""
+    if isinstance(content, str):
+        return content, (0, 0, 0)
+    texts, kinds = [], []
+    for part in content if isinstance(content, list) else ():
+        if isinstance(part, dict):
+            kinds.append(str(part.get("type")).removesuffix("_url").removeprefix("input_"))
+            texts.append(str(part["text"]) if isinstance(part.get("text"), str) else "")
+        elif isinstance(part, str):
+            texts.append(part)
+    return "".join(texts), (kinds.count("image"), kinds.count("video"), kinds.count("audio"))
+
+
+def _text_in(message: dict[str, Any], name: str) -> str | None:
+    value = message.get(name)
+    return value if isinstance(value, str) else None
+
+
+def _arguments(calls: Any) -> int:
+    """What the arguments of tool calls are."""
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function", call) if isinstance(call, dict) else None
+        given = function.get("arguments") if isinstance(function, dict) else None
+        if isinstance(given, str):
+            return TEXT
+        if isinstance(given, dict):
+            return OBJECT
+    return NONE

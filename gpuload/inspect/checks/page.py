@@ -1,0 +1,54 @@
+"""The page of `gpuload check --html`: one file that loads nothing, made of `page.html`."""
+
+import functools
+from collections.abc import Sequence
+from importlib import resources
+
+import jinja2
+
+from gpuload import __version__
+from gpuload.inspect.checks.lines import kept_by, lines_for, suggested_limit
+from gpuload.inspect.checks.run import Checked, CheckedTrainer
+from gpuload.inspect.page import clipped
+
+_ROWS = 20  # numbers of rows that are shown of a finding
+
+
+def page_of_findings(found: Checked, trainer: CheckedTrainer | None, limit: int | None) -> str:
+    """The page.
+
+    Args:
+        trainer, limit: as for `lines_for`.
+    """
+    return _template().render(
+        found=found,
+        version=__version__,
+        title=", ".join(map(clipped, found.files[:3])) + (" …" if len(found.files) > 3 else ""),
+        tokenizer=clipped(found.tokenizer.rstrip("/").rpartition("/")[2]),
+        verdict=verdict(found),
+        trainer=trainer or "Python",
+        kept=kept_by(found, limit or suggested_limit(found)),
+        lines="\n".join(lines_for(found, trainer, limit)),
+    )
+
+
+def verdict(found: Checked) -> str:
+    """How many errors and warnings there are, in words."""
+    counts = {level: sum(each.level == level for each in found.findings) for level in ("error", "warning")}
+    words = [f"{count} {level}{'s' * (count > 1)}" for level, count in counts.items() if count]
+    return " and ".join(words) or "nothing to worry about"
+
+
+def some_rows(rows: Sequence[int], most: int = _ROWS) -> str:
+    """The numbers of the first rows of a finding."""
+    return ", ".join(map(str, rows[:most])) + (", …" if len(rows) > most else "")
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    environment.filters |= {"clipped": clipped, "number": "{:,}".format}
+    environment.globals |= {"some_rows": some_rows}
+    return environment.from_string(resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8"))

@@ -1,0 +1,108 @@
+"""What checks get, and what they return: some rows of the data, and which of them have a problem."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from gpuload.core.arrays import Ragged
+from gpuload.inspect.checks.findings import RULES, Finding, Level, RowMask
+from gpuload.inspect.checks.messages import FlatMessages
+
+
+@dataclass(frozen=True, eq=False)
+class CheckedRows:
+    """n rows of a file.
+
+    Attributes:
+        first: the number of the first of them, over all files.
+        table: their columns as they are in the file, but for those that the prompts are made of.
+        column: (n,) what each row is made of.
+        texts: (n,) rendered texts, one column or several; null where a row was rejected.
+        tokens: n rows of tokens with their loss; two columns for pairs, chosen and rejected.
+        rejected: row → why nothing is made of it.
+        useless: row → why nothing is learned of it.
+        messages: those of the rows.
+        cut: (n,) bool, rows that a limit has shortened; None if no row is.
+        equal: (n,) bool, pairs of two equal answers; None if the rows are no pairs.
+    """
+
+    first: int
+    table: pa.Table
+    column: pa.Array
+    texts: list[pa.LargeStringArray]
+    tokens: list[Ragged]
+    rejected: Mapping[int, str]
+    useless: Mapping[int, str]
+    messages: FlatMessages
+    equal: RowMask | None = None
+    cut: RowMask | None = None
+
+
+class Hit(NamedTuple):
+    """Rows that a check has found.
+
+    Attributes:
+        check: its name.
+        rows: (n,) bool.
+        detail: the number of a row → what was found in it.
+        level: instead of the one that the number of rows has; None for that one.
+    """
+
+    check: str
+    rows: RowMask
+    detail: Callable[[int], str]
+    level: Level | None = None
+
+
+class Collected:
+    """The rows that checks have found so far.
+
+    Args:
+        place: number of a row, over all files → its file and its number there, as text.
+    """
+
+    def __init__(self, place: Callable[[int], str]):
+        self._place = place
+        self._rows: dict[tuple[str, Level | None], list[Any]] = {}
+        self._examples: dict[tuple[str, Level | None], str] = {}
+        self._notes: list[tuple[str, int, str]] = []
+
+    def add(self, hit: Hit, first: int) -> None:
+        """Adds some rows.
+
+        Args:
+            first: the number, over all files, of row 0 of the hit.
+        """
+        found = np.flatnonzero(hit.rows)
+        if not len(found):
+            return
+        key = (hit.check, hit.level)
+        self._rows.setdefault(key, []).append(found + first)
+        if key not in self._examples:
+            row = int(found[0])
+            detail = hit.detail(row)
+            self._examples[key] = f"{self._place(row + first)}{f': {detail}' if detail else ''}"
+
+    def note(self, check: str, count: int, example: str) -> None:
+        """Adds rows whose numbers are not known."""
+        self._notes.append((check, count, example))
+
+    def findings(self, total: int) -> list[Finding]:
+        """What was found.
+
+        Args:
+            total: the number of all rows.
+        """
+        made = [
+            Finding(check, RULES[check].level(count, total), [], count, example, RULES[check].remedy)
+            for check, count, example in self._notes
+        ]
+        for key, parts in self._rows.items():
+            check, level = key
+            rows, rule = np.concatenate(parts).tolist(), RULES[check]
+            level = level or rule.level(len(rows), total)
+            made.append(Finding(check, level, rows, len(rows), self._examples[key], rule.remedy))
+        return made

@@ -1,0 +1,302 @@
+"""`gpuload.check`: one pass over the data, and what was found in it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from gpuload.core.arrays import Ragged
+from gpuload.core.errors import OptionError
+from gpuload.core.marks import CHOSEN, REJECTED, loss_tokens, sequence
+from gpuload.core.options import POSITIVE, LossOn, Normalize, Overlong, Truncation
+from gpuload.engines.protocol import ArrowPrompts
+from gpuload.inspect.checks.findings import RULES, Finding, RowMask, check_choice, in_order
+from gpuload.inspect.checks.messages import flat_messages
+from gpuload.inspect.checks.prompts import PromptTable, duplicates, elsewhere, empty_prompts
+from gpuload.inspect.checks.rows import CheckedRows, Collected, Hit
+from gpuload.inspect.checks.texts import TextChecks
+from gpuload.inspect.checks.tokens import TokenChecks
+from gpuload.inspect.data import KindName, open_data
+from gpuload.kinds.chats.load import LABELED, ChatKind, label_of
+from gpuload.kinds.pairs.sizes import PairSizes
+from gpuload.pipeline.filter import without
+from gpuload.pipeline.run import Job
+from gpuload.pipeline.verify import Verifier
+from gpuload.sources.columns import invalid_rows
+from gpuload.sources.footer import single_group
+from gpuload.sources.read import Source, check_unchanged, with_prompts
+
+CheckedTrainer = Literal["verl", "trl", "slime", "nemo-rl"]
+
+_SIDES: dict[str, Truncation] = {"keep_start": "right", "keep_end": "left"}
+
+
+@dataclass(frozen=True, eq=False)
+class Checked:
+    """What a check has found.
+
+    Attributes:
+        findings: errors first.
+        files: the names of the files.
+        rows: how many rows there are.
+        kind: "prompts", "chats" or "pairs".
+        loss_on: what is learned, in chats.
+        lengths: (m,) int64, the tokens of rows that have any, ascending.
+        tokenizer: its name.
+        prompt_key: the column with prompts, or with messages.
+    """
+
+    findings: list[Finding]
+    files: list[str]
+    rows: int
+    kind: KindName
+    loss_on: str | None
+    lengths: np.ndarray[Any, np.dtype[np.int64]]
+    tokenizer: str
+    prompt_key: str
+
+    @property
+    def passed(self) -> list[str]:
+        """The names of the checks that found nothing."""
+        found = {each.check for each in self.findings}
+        return [name for name in RULES if name not in found]
+
+
+def check(
+    files: Any,
+    tokenizer: Any,
+    *,
+    against: Any = None,
+    trainer: CheckedTrainer | None = None,
+    limit: int | None = None,
+    overlong: Overlong = "drop",
+    kind: KindName | None = None,
+    prompt_key: str = "prompt",
+    messages_key: str | None = None,
+    format: str | None = None,
+    loss_on: LossOn | None = None,
+    drop_nulls: bool = False,
+    normalize_messages: Normalize | None = None,
+    **options: Any,
+) -> list[Finding]:
+    """Look for what would spoil a training run: in the data, and in what tokenizer and template make of it.
+
+    Examples:
+        >>> import gpuload, pyarrow as pa
+        >>> from gpuload.demo_data import demo_files
+        >>> _, tokenizer = demo_files()
+        >>> one, other = ({"role": "user", "content": text} for text in ("Who?", "Why?"))
+        >>> chats = pa.table({"messages": [[one], [other, {"role": "assistant", "content": "So."}]]})
+        >>> for found in gpuload.check(chats, tokenizer):
+        ...     print(found.level, found.check, found.rows)
+        error no loss [0]
+
+    Args:
+        files: As for `load`.
+        tokenizer: As for `load`.
+        against: Files, as for `load`, that must not have the same prompts: the training data of a test set.
+        trainer: For which trainer: `"verl"`, `"trl"`, `"slime"` or `"nemo-rl"`; TRL inserts placeholders of images.
+        limit: The most tokens of a row; None for no limit.
+        overlong: What becomes of longer rows: `"drop"`, `"keep_start"` or `"keep_end"`.
+        kind: What the files hold: `"prompts"`, `"chats"` or `"pairs"`; None finds it by their columns.
+        prompt_key: The column with prompts.
+        messages_key: As for `load_chats`.
+        format: As for `load_chats` and `load_pairs`.
+        loss_on: As for `load_chats`.
+        drop_nulls: As for `load_chats`.
+        normalize_messages: As for `load_chats`.
+        **options: Further options of a load, such as `chat_template` and `apply_chat_template_kwargs`.
+
+    Returns:
+        What was found, errors first. Nothing is found in good data.
+
+    Raises:
+        GpuloadError: As for `load` and `load_chats`, if the files cannot be read at all, or an option is invalid.
+    """
+    given: dict[str, Any] = {"kind": kind, "prompt_key": prompt_key, "messages_key": messages_key, "format": format}
+    given |= {"loss_on": loss_on, "drop_nulls": drop_nulls, "normalize_messages": normalize_messages, **options}
+    return checked(files, tokenizer, against=against, trainer=trainer, limit=limit, overlong=overlong, **given).findings
+
+
+def checked(
+    files: Any,
+    tokenizer: Any,
+    *,
+    against: Any = None,
+    trainer: CheckedTrainer | None = None,
+    limit: int | None = None,
+    overlong: Overlong = "drop",
+    **options: Any,
+) -> Checked:
+    """As `check`, with what else a page shows."""
+    check_choice("trainer", trainer, get_args(CheckedTrainer))
+    check_choice("overlong", overlong, get_args(Overlong))
+    if limit is not None and not POSITIVE.holds(limit):
+        raise OptionError(f"limit={limit!r}: expected an integer > 0, or None")
+    if limit is None and overlong != "drop":
+        raise OptionError(f"overlong={overlong!r}: pass limit=..., too: without one, no row is too long")
+    job = open_data(files, tokenizer, **options)
+    others = None if against is None else _against(against, job, options)
+    run = _Pass(job, trainer, limit, overlong, grams=others is not None or len(job.sources) > 1)
+    run.over_all_rows()
+    if others is not None:
+        run.compare(*others)
+    findings = [*run.collected.findings(run.total), *_single_groups(job.sources)]
+    names = [source.name for source in job.sources]
+    lengths = np.sort(np.concatenate(run.lengths)) if run.lengths else np.zeros(0, np.int64)
+    learned = getattr(job.kind, "loss_on", None)
+    key = job.options.prompt_key
+    return Checked(in_order(findings), names, run.total, job.kind.name, learned, lengths, job.reference.name, key)
+
+
+class _Pass:
+    """One pass over the rows of a job."""
+
+    def __init__(self, job: Job[Any], trainer: str | None, limit: int | None, overlong: Overlong, grams: bool):
+        self.job, self._limit, self._side = job, limit, _SIDES.get(overlong)
+        self.total = sum(source.num_rows for source in job.sources)
+        self.place = places_of(job.sources, short=True)
+        kind = job.kind
+        learned = getattr(kind, "loss_on", None)
+        labeled = label_of(job.sources) if isinstance(kind, ChatKind) and kind.format in LABELED else None
+        self._texts = TextChecks(job.reference, labeled[1] if labeled else None, trainer == "trl")
+        self._tokens = TokenChecks(job.reference, kind.name, everything_learned=learned == "all")
+        self._table = PromptTable(kind.name == "prompts", grams)
+        self._verifier = Verifier(job.options.verify, job.reference, self.total)
+        self.collected = Collected(self.place)
+        self.lengths: list[Any] = []
+
+    def over_all_rows(self) -> None:
+        job = self.job
+        engine = job.kind.engine(replace(job.options, device="cpu"), job.reference, False)
+        with ExitStack() as stack:
+            stack.enter_context(engine.loading())
+            stack.enter_context(job.reference.clock_stopped())
+            first = 0
+            for number, source in enumerate(job.sources):
+                for rows in self._read(source, first, engine):
+                    for hit in self._hits(rows):
+                        self.collected.add(hit, rows.first)
+                    self._table.add(rows.messages, number, _has_media(rows))
+                first += source.num_rows
+        check_unchanged(job.sources)
+        self._verified()
+        for hit in duplicates(self._table, self.place):
+            self.collected.add(hit, 0)
+        if len(job.sources) > 1:
+            for hit in elsewhere(self._table, None, self.place, self.place):
+                self.collected.add(hit, 0)
+
+    def compare(self, others: PromptTable, place: Callable[[int], str]) -> None:
+        """Looks for prompts of other data."""
+        for hit in elsewhere(self._table, others, self.place, place):
+            self.collected.add(hit, 0)
+
+    def _read(self, source: Source, first: int, engine: Any) -> Iterator[CheckedRows]:
+        job, key = self.job, self.job.options.prompt_key
+        begin = first
+        for table, column in with_prompts(source, key):
+            prompts = ArrowPrompts(column)
+            text = engine.render(prompts)
+            made = engine.encode(text)
+            numbers = np.arange(first - begin, first - begin + len(column))
+            self._verifier.compare(source.name, numbers, prompts, text, made.ids.take)
+            self._verifier.nulls.look(source, numbers, prompts, text.sizes)
+            sizes = job.kind.sizes(made.ids)
+            rejected = {**made.rejected, **invalid_rows(without(table, key))}
+            useless = job.kind.useless(sizes, made.ids, job.options)
+            texts, messages = [text.text, *text.more], flat_messages(column)
+            equal = PairSizes(*sizes).equal > 0 if job.kind.name == "pairs" else None
+            tokens = self._sequences(made.ids)
+            yield CheckedRows(first, table, column, texts, tokens, rejected, useless, messages, equal)
+            first += len(column)
+
+    def _sequences(self, ids: Ragged) -> list[Ragged]:
+        if self.job.kind.name == "pairs":
+            return [sequence(ids, REJECTED), sequence(ids, CHOSEN)]
+        return [ids]
+
+    def _hits(self, rows: CheckedRows) -> Iterator[Hit]:
+        lengths = np.max([tokens.lengths for tokens in rows.tokens], axis=0)
+        self.lengths.append(lengths[lengths > 0])
+        if self._limit is not None:
+            over = lengths > self._limit
+            yield Hit("over the limit", over, lambda row: f"{lengths[row]:,} tokens, and the limit is {self._limit:,}")
+            rows, cut = self._cut(rows)
+            if cut is not None:
+                yield cut
+        yield from self._texts.of(rows)
+        yield from self._tokens.of(rows)
+        yield empty_prompts(rows, self.job.kind.name == "prompts")
+        if rows.equal is not None:
+            yield Hit("equal pairs", rows.equal & (lengths > 0), lambda row: "")
+
+    def _cut(self, rows: CheckedRows) -> tuple[CheckedRows, Hit | None]:
+        """Rows with tokens as they are with the limit, and those of which no token with loss remains."""
+        limit = self._limit
+        assert limit is not None
+        if self._side is None:
+            return rows, None
+        tokens = [each.truncate(limit, self._side) for each in rows.tokens]
+        if self.job.kind.name == "prompts":
+            return replace(rows, tokens=tokens), None
+        cut = np.any([each.lengths > limit for each in rows.tokens], axis=0)
+        both = zip(tokens, rows.tokens, strict=True)
+        lost = np.any([(loss_tokens(one) == 0) & (loss_tokens(all_of) > 0) for one, all_of in both], axis=0)
+        why = f"no token with loss is within the limit of {limit:,}"
+        return replace(rows, tokens=tokens, cut=cut), Hit("no loss", lost, lambda row: why)
+
+    def _verified(self) -> None:
+        found = self._verifier
+        if found.check.mismatches:
+            self.collected.note("tokens differ", len(found.check.mismatches), found.check.mismatches[0])
+        for note in found.nulls.notes:
+            self.collected.note("null printed", found.nulls.printed, note)
+
+
+def _has_media(rows: CheckedRows) -> RowMask:
+    """(n,) bool: rows with images, videos or audios, whose texts alone do not say what is asked."""
+    found = rows.messages.rows_of(rows.messages.media.sum(axis=1) > 0)
+    for name in ("image", "images", "video", "videos", "audio", "audios"):
+        if name in rows.table.schema.names:
+            found |= np.asarray(rows.table.column(name).is_valid())
+    return found
+
+
+def _against(files: Any, job: Job[Any], options: dict[str, Any]) -> tuple[PromptTable, Callable[[int], str]]:
+    """The prompts of other data, of whatever kind, and the places of its rows."""
+    tokenizer = job.reference.tokenizer
+    kept = ("prompt_key", "messages_key", "chat_template", "apply_chat_template_kwargs", "cache_dir", "remote_timeout")
+    other = open_data(files, tokenizer, **{name: options[name] for name in kept if name in options})
+    table = PromptTable(other.kind.name == "prompts", grams=True)
+    for number, source in enumerate(other.sources):
+        for _, column in with_prompts(source, other.options.prompt_key):
+            table.add(flat_messages(column), number)
+    return table, places_of(other.sources)
+
+
+def places_of(sources: Sequence[Source], short: bool = False) -> Callable[[int], str]:
+    """The number of a row, over all sources → its file and its number there, as text.
+
+    Args:
+        short: leave out the name of a single file.
+    """
+    starts = np.cumsum([0, *(source.num_rows for source in sources)])
+
+    def place(row: int) -> str:
+        file = int(np.searchsorted(starts, row, side="right")) - 1
+        name = "" if short and len(sources) == 1 else f"{sources[file].name} "
+        return f"{name}row {row - int(starts[file])}"
+
+    return place
+
+
+def _single_groups(sources: Sequence[Source]) -> Iterator[Finding]:
+    files = [(getattr(source.file, "path", None), source.name) for source in sources]
+    found = [note for path, name in files if path and path.endswith(".parquet") if (note := single_group(path, name))]
+    if found:
+        rule = RULES["one row group"]
+        example, _, remedy = found[0].partition(": rewrite")
+        yield Finding("one row group", "info", [], len(found), example, f"rewrite{remedy}" if remedy else rule.remedy)

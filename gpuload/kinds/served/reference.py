@@ -1,0 +1,210 @@
+"""The tokenizer of a load of rows as served: what it makes of a conversation. The definition of every token.
+
+ids(P), ids(A)   F = ids(P + A). If F starts with ids(P), the rest are the answer's; otherwise both are encoded by
+                 themselves, the answer as what follows a special token
+S                ids of P and A; rows are made of them by `ServedRows.of`
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from gpuload.core.marks import loss_bits
+from gpuload.core.options import LossOn, MissingReasoning
+from gpuload.kinds.chats.reference import ChatReference
+from gpuload.kinds.served.stored import LOST, MERGED, WITHOUT_THINKING, LearnedAnswer, ServedRows
+from gpuload.kinds.served.turns import NO_BLOCK, Turn, TurnWriter
+from gpuload.kinds.training_reference import own_arguments
+from gpuload.reference.template_call import TemplateCall
+from gpuload.reference.volatile import Clock
+from gpuload.template.answers import has_blocks
+from gpuload.template.loss_marks import weights_of
+
+
+class ServedReference(ChatReference):
+    """As `ChatReference`; the ids of a conversation are those of its rows, as they are stored (`stored.py`).
+
+    Args:
+        tokenizer, loss_on, weights, **settings: as for `ChatReference`.
+        missing_reasoning, serving_template, thinking: as for `load_chats`.
+
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        loss_on: LossOn,
+        weights: Sequence[float] = (),
+        *,
+        missing_reasoning: MissingReasoning = "prompt",
+        serving_template: str | None = None,
+        thinking: tuple[str, str] | None = None,
+        **settings: Any,
+    ):
+        super().__init__(tokenizer, loss_on, weights, **settings)
+        assert self.uses_template
+        self.missing_reasoning, self.thinking = missing_reasoning, thinking
+        self.serving_template = None if serving_template is None else self._template(serving_template)
+
+    @property
+    def prompting(self) -> TemplateCall:
+        """How prompts are rendered."""
+        template = self.call.template if self.serving_template is None else self.serving_template
+        return replace(self.call, template=template, add_generation_prompt=True)
+
+    @property
+    def answers(self) -> None:
+        """Rendering need not find answers: they begin behind prompts."""
+        return None
+
+    @property
+    def template_text(self) -> str:
+        own = super().template_text
+        return own if self.serving_template is None else f"{own}\n{self.prompting.text()}"
+
+    @cached_property
+    def writer(self) -> TurnWriter:
+        """Finds the turns of rows without arguments of their own."""
+        return TurnWriter(self.call, self.prompting, self.missing_reasoning, self.thinking)
+
+    def writer_of(
+        self, own: Mapping[str, Any], render: Callable[[TemplateCall, Sequence[Any]], str] | None = None
+    ) -> TurnWriter:
+        """Finds the turns of rows with arguments of their own.
+
+        Args:
+            render: see `TurnWriter`.
+        """
+        if not own and render is None:
+            return self.writer
+        calls = self.call_with(own), self.call_with(own, prompt_only=True)
+        return TurnWriter(*calls, self.missing_reasoning, self.thinking, self.writer.stops, render)
+
+    @cached_property
+    def blocks(self) -> bool:
+        """Whether the template says which parts of an answer are learned."""
+        return has_blocks(self.call.text())
+
+    @contextmanager
+    def clock_stopped(self) -> Iterator[Clock | None]:
+        with ExitStack() as stack:
+            clock = stack.enter_context(self.call.clock_stopped())
+            own = stack.enter_context(self.prompting.clock_stopped()) if self.serving_template is not None else None
+            yield clock or own
+
+    def wanted(self, prompt: Any) -> tuple[list[Any], dict[int, float]]:
+        """The messages of a row, and which of them are to be learned: number → weight of the loss."""
+        first = 0
+        if isinstance(prompt, dict) and "prompt" in prompt:
+            messages, first = prompt["prompt"] + prompt["completion"], len(prompt["prompt"])
+        else:
+            messages = prompt["messages"] if isinstance(prompt, dict) else prompt
+        weights = weights_of(messages) if self.loss_on == "marked" else [1.0] * len(messages)
+        wanted = [k for k, message in enumerate(messages) if k >= first and message.get("role") == "assistant"]
+        if self.loss_on == "last":
+            wanted = wanted[-1:]
+        elif self.loss_on == "last_turn":
+            users = [k for k, message in enumerate(messages) if message.get("role") == "user"]
+            wanted = [k for k in wanted if not users or k > users[-1]]
+        return messages, {k: weights[k] for k in wanted if weights[k]}
+
+    def bits_of(self, weight: float) -> int:
+        """The bits of tokens with loss of some weight."""
+        number = 0 if weight == 1 else int(np.searchsorted(self.weights, weight)) + 1
+        return int(loss_bits(number))
+
+    def ids(self, prompt: Any) -> list[int]:
+        """The rows of one conversation, as they are stored."""
+        if isinstance(prompt, str):
+            raise ValueError("the row is text, not a conversation")
+        found: list[int] = self.rows_of(prompt).words().tolist()
+        return found
+
+    def rows_of(self, prompt: Any) -> ServedRows:
+        """The rows of one conversation."""
+        messages, wanted = self.wanted(prompt)
+        own = own_arguments(prompt)
+        writer = self.writer_of(own)
+        return self.rows_of_turns(
+            {number: writer.turn(messages, number) for number in wanted}, wanted, messages, self.call_with(own)
+        )
+
+    def rows_of_turns(
+        self,
+        turns: Mapping[int, Turn | int],
+        wanted: Mapping[int, float],
+        messages: Sequence[Any],
+        call: TemplateCall,
+    ) -> ServedRows:
+        """The rows of the turns of one conversation.
+
+        Args:
+            turns: number of a message → its turn, or why it is not learned.
+            wanted: number of a message → weight of the loss.
+            messages, call: of the conversation, for templates with blocks.
+        """
+        learned: list[LearnedAnswer] = []
+        reasons: dict[int, int] = {}
+        counts = ServedRows().counts
+        for number, turn in turns.items():
+            if not isinstance(turn, int):
+                loss = self.loss_in(turn, messages, call)
+                answer, merged = self._answer(turn, loss, self.bits_of(wanted[number]))
+                if answer.bits.any():
+                    learned.append(answer)
+                    counts[LOST] += turn.lost
+                    counts[MERGED] += merged
+                    counts[WITHOUT_THINKING] += turn.without_thinking
+                    continue
+                turn = NO_BLOCK
+            reasons[turn] = reasons.get(turn, 0) + 1
+        made = ServedRows.of(learned)
+        made.reasons, made.counts = reasons, counts
+        return made
+
+    def loss_in(self, turn: Turn, messages: Sequence[Any], call: TemplateCall) -> list[tuple[int, int]]:
+        """Which parts of an answer have loss, in its characters: `{% generation %}` blocks only narrow it."""
+        if not self.blocks or turn.start is None:
+            return [(0, len(turn.answer))]
+        text, blocks = call.blocks(messages[: turn.number + 1])
+        if text != turn.rendered:
+            return []
+        found = [(max(start - turn.start, 0), min(end - turn.start, len(turn.answer))) for start, end in blocks]
+        return [(start, end) for start, end in found if start < end]
+
+    def _answer(self, turn: Turn, loss: Sequence[tuple[int, int]], bits: int) -> tuple[LearnedAnswer, bool]:
+        """An answer behind its prompt as ids, and whether both were encoded by themselves."""
+        prompt = self.encode(turn.prompt)
+        encoded = self.tokenizer(turn.prompt + turn.answer, add_special_tokens=False)
+        ids, begin, shift = list(encoded["input_ids"]), len(prompt), len(turn.prompt)
+        merged = ids[:begin] != prompt
+        if merged:
+            before = self.anchor
+            encoded = self.tokenizer(before + turn.answer, add_special_tokens=False)
+            skipped = len(self.encode(before)) if before else 0
+            answer, shift = list(encoded["input_ids"])[skipped:], len(before)
+            ids, begin = prompt + answer, len(prompt)
+        found = np.zeros(len(ids) - begin, np.int32)
+        if loss == [(0, len(turn.answer))]:
+            found[:] = bits
+        else:
+            first = begin if not merged else skipped
+            for start, end in loss:
+                low, high = encoded.char_to_token(shift + start), encoded.char_to_token(shift + end - 1)
+                if low is not None:
+                    found[max(low - first, 0) : len(found) if high is None else high + 1 - first] = bits
+        return LearnedAnswer(turn.number, np.array(ids, np.int32), begin, found), merged
+
+    @cached_property
+    def anchor(self) -> str:
+        """A special token behind which text is encoded as in the middle of another text; empty if there is none."""
+        token = str(self.tokenizer.eos_token or "")
+        return token if token and len(self.encode(token)) == 1 else ""
+
+    def fingerprint(self) -> str:
+        served = repr((self.missing_reasoning, self.serving_template, self.thinking))
+        return f"{super().fingerprint()} as served {served}"

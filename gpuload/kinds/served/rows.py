@@ -1,0 +1,115 @@
+"""The rows as served of loaded conversations, as the rows of a dataset."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from gpuload.core.arrays import Ragged, RowNumbers, count_in_rows, offsets_of
+from gpuload.core.errors import NoRowsError
+from gpuload.core.marks import IDS, LOSS, WEIGHT
+from gpuload.core.options import Options
+from gpuload.dataset.pieces import Sequences
+from gpuload.dataset.rows import Loaded
+from gpuload.engines.protocol import TokenStore
+from gpuload.kinds.served.stored import COUNTS, Headers, headers_of
+from gpuload.kinds.served.turns import REASONS
+from gpuload.packing.plan import whole_rows
+
+_CHUNK = 1 << 12  # conversations that are read at a time
+
+
+def served_rows(loaded: Loaded) -> Loaded:
+    """What was loaded, with one row for each row as served, and what became of turns in its report.
+
+    Longer rows are dropped, or end behind their last answer that is within the limit.
+    """
+    headers = headers_of(_parts(loaded.tokens))
+    lengths = headers.rows[:, 0].copy()
+    limit, report = loaded.options.max_prompt_length, loaded.report
+    overlong = lengths > limit
+    if not loaded.options.filter_overlong_prompts:
+        lengths = np.where(overlong, within(headers, limit), lengths)
+    kept = np.flatnonzero(lengths * (lengths <= limit))
+    last = _last_rows(headers)
+    rows, begin, lengths = headers.conversation[kept], headers.begin[kept], lengths[kept]
+    tokens = Sequences(loaded.tokens, whole_rows(rows, lengths, begin), IDS | LOSS | WEIGHT)
+    if not len(kept):
+        raise NoRowsError("all rows as served were dropped", report)
+    loss = _loss(tokens)
+    columns = loaded.columns.select(rows).with_columns(
+        {"conversation": loaded.origins.numbers[rows], "turn": headers.rows[kept, 1]}
+    )
+    counts = {
+        "conversations": len(headers.size),
+        "rows as served": len(kept),
+        "tokens of rows that only forks need": int(lengths[~last[kept]].sum()),
+        "tokens learned behind prompts that one row per conversation lacks": int(loss[~last[kept]].sum()),
+        "answers learned": len(headers.answers),
+        "rows as served over the limit": int(overlong.sum()),
+    }
+    report.counts |= {name: count for name, count in counts.items() if count}
+    for number, why in enumerate(REASONS):
+        if count := int(headers.reasons[headers.reasons[:, 0] == number, 1].sum()):
+            report.counts[f"turns not learned: {why}"] = count
+    report.counts |= {name: int(count) for name, count in zip(COUNTS, headers.counts.sum(0), strict=True) if count}
+    report.tokens, report.shortest, report.longest = int(lengths.sum()), int(lengths.min()), int(lengths.max())
+    return replace(
+        loaded,
+        tokens=tokens,
+        sizes=np.stack([lengths, loss]),
+        columns=columns,
+        origins=loaded.origins.select(rows),
+    )
+
+
+def within(headers: Headers, limit: int) -> RowNumbers:
+    """(r,) where the last answer ends that is learned in each row and within a limit; 0 if there is none."""
+    row = headers.row_offsets[np.repeat(np.arange(len(headers.size)), np.diff(headers.answer_offsets))]
+    row = row + headers.answers[:, 0]
+    end = headers.answers[:, 2]
+    found = np.zeros(len(headers.rows), np.int64)
+    np.maximum.at(found, row[end <= limit], end[end <= limit])
+    return found
+
+
+def useless_conversations(stored: Ragged, options: Options) -> dict[int, str]:
+    """The conversations of which nothing would be learned, or with `strict` less than they say: row → why."""
+    headers, found = Headers.of(stored), {}
+    limit, counts = options.max_prompt_length, np.diff(headers.row_offsets)
+    if not options.filter_overlong_prompts:
+        fits = offsets_of(within(headers, limit) > 0)[headers.row_offsets]
+        why = f"no answer ends within max_length={limit}"
+        found = dict.fromkeys(np.flatnonzero((counts > 0) & (np.diff(fits) == 0)).tolist(), why)
+    if options.strict:
+        found |= dict.fromkeys(np.flatnonzero(headers.counts[:, 0]).tolist(), f"it has {COUNTS[0]}")
+    for row in np.flatnonzero((counts == 0) & (stored.lengths > 0)).tolist():
+        reasons = headers.reasons[headers.reason_offsets[row] : headers.reason_offsets[row + 1]]
+        most = int(reasons[reasons[:, 1].argmax(), 0]) if len(reasons) else -1
+        found[row] = f"no turn is learned: {REASONS[most] if len(reasons) else 'there is no answer of an assistant'}"
+    return found
+
+
+def _parts(store: TokenStore) -> Iterator[Ragged]:
+    if isinstance(store, Ragged):
+        yield store.to_host()
+        return
+    for low in range(0, len(store), _CHUNK):
+        yield store.take(np.arange(low, min(low + _CHUNK, len(store))))
+
+
+def _last_rows(headers: Headers) -> np.ndarray[Any, Any]:
+    """(r,) whether a row ends with the last answer of its conversation that is learned."""
+    last = np.zeros(len(headers.rows), bool)
+    last[headers.row_offsets[1:][np.diff(headers.row_offsets) > 0] - 1] = True
+    return last
+
+
+def _loss(tokens: Sequences) -> RowNumbers:
+    """(r,) tokens with loss of each row."""
+    found = []
+    for low in range(0, len(tokens), _CHUNK):
+        some = tokens.take(np.arange(low, min(low + _CHUNK, len(tokens))))
+        found.append(count_in_rows((some.values & LOSS) != 0, some.offsets))
+    return np.concatenate(found)

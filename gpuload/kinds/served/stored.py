@@ -1,0 +1,188 @@
+"""A conversation as rows as served, in one row of a store.
+
+Caches, filters and stores take one row per conversation. So its rows are stored end to end, behind a header that says
+where each begins. The header is of the same type as tokens:
+
+    size of the header, rows, answers, reasons, counts (COUNTS)
+    of each row      its length, the number of the message that it ends with
+    of each answer   its row, its first token and its end there, its message
+    of each reason   its number (turns.REASONS), how many turns are not learned for it
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from gpuload.core.arrays import Array, Ragged, RowNumbers, count_in_rows, offsets_of, ranges
+from gpuload.core.marks import LOSS
+
+COUNTS = (
+    "answers whose reasoning the template does not write",
+    "answers that would merge with the prompt: ids of both parts, one after the other",
+    "answers without reasoning, behind the template's prompt without thinking",
+)
+"""What is counted of a conversation's answers."""
+
+LOST, MERGED, WITHOUT_THINKING = range(len(COUNTS))
+
+_FIXED = 4 + len(COUNTS)
+
+Ids = np.ndarray[Any, np.dtype[np.int32]]
+
+
+@dataclass(frozen=True)
+class LearnedAnswer:
+    """An answer and what is before it: S, as ids.
+
+    Attributes:
+        number: of its message.
+        ids: of prompt and answer, without bits.
+        begin: how many of them are the prompt's.
+        bits: of each token from `begin` on.
+    """
+
+    number: int
+    ids: Ids
+    begin: int
+    bits: Ids
+
+
+@dataclass
+class ServedRows:
+    """The rows of a conversation.
+
+    Attributes:
+        rows: ids with their bits, and the number of the message that each ends with.
+        answers: row, begin, end and message of each.
+        reasons: number of a reason → turns that are not learned for it.
+        counts: see `COUNTS`.
+    """
+
+    rows: list[tuple[Ids, int]] = field(default_factory=list)
+    answers: list[tuple[int, int, int, int]] = field(default_factory=list)
+    reasons: dict[int, int] = field(default_factory=dict)
+    counts: list[int] = field(default_factory=lambda: [0] * len(COUNTS))
+
+    @classmethod
+    def of(cls, answers: Sequence[LearnedAnswer]) -> "ServedRows":
+        """The fewest rows that have each answer behind its prompt: those that are not the beginning of another one.
+        Each answer is learned in the first of them that begins with it."""
+        made = cls()
+        texts = [one.ids.tobytes() for one in answers]
+        # A row need not be written if another one begins with it; of equal ones the first is written.
+        kept = [
+            k
+            for k, own in enumerate(texts)
+            if not any(other.startswith(own) and (len(other) > len(own) or j < k) for j, other in enumerate(texts))
+        ]
+        whole = [answers[k].ids.copy() for k in kept]
+        for one, own in zip(answers, texts, strict=True):
+            row, end = next(k for k, at in enumerate(kept) if texts[at].startswith(own)), len(one.ids)
+            free = (whole[row][one.begin : end] & LOSS) == 0
+            whole[row][one.begin : end] |= np.where(free, one.bits, 0)
+            made.answers.append((row, one.begin, end, one.number))
+        made.rows = [(ids, answers[k].number) for ids, k in zip(whole, kept, strict=True)]
+        return made
+
+    def words(self) -> Ids:
+        """The conversation as it is stored."""
+        reasons = sorted(self.reasons.items())
+        header = [0, len(self.rows), len(self.answers), len(reasons), *self.counts]
+        for ids, number in self.rows:
+            header += [len(ids), number]
+        for answer in self.answers:
+            header += answer
+        for reason in reasons:
+            header += reason
+        header[0] = len(header)
+        return np.concatenate([np.array(header, np.int32), *(ids for ids, _ in self.rows)])
+
+
+@dataclass(frozen=True, eq=False)
+class Headers:
+    """What the headers of n conversations say.
+
+    Attributes:
+        size: (n,) of each header.
+        rows: (r, 2) length and last message of each row, those of a conversation one after the other.
+        row_offsets: (n + 1,) which of them are those of a conversation.
+        answers: (a, 4) row in its conversation, first token, end, and message of each answer.
+        answer_offsets: (n + 1,) which of them are those of a conversation.
+        reasons: (q, 2) number of a reason, and turns.
+        reason_offsets: (n + 1,) which of them are those of a conversation.
+        counts: (n, len(COUNTS)).
+    """
+
+    size: RowNumbers
+    rows: RowNumbers
+    row_offsets: RowNumbers
+    answers: RowNumbers
+    answer_offsets: RowNumbers
+    reasons: RowNumbers
+    reason_offsets: RowNumbers
+    counts: RowNumbers
+
+    @classmethod
+    def of(cls, stored: Ragged) -> "Headers":
+        """Those of conversations in host memory; a row without anything counts as one without rows."""
+        values, some = stored.values, stored.lengths > 0
+        fixed = np.zeros((len(stored), _FIXED), np.int64)
+        fixed[some] = values[stored.offsets[:-1][some][:, None] + np.arange(_FIXED)]
+        begin: RowNumbers = stored.offsets[:-1] + _FIXED
+        found: list[RowNumbers] = []
+        for column, width in ((1, 2), (2, 4), (3, 2)):
+            count = fixed[:, column]
+            offsets = offsets_of(count * width)
+            rows = values[ranges(begin, count * width, offsets)].astype(np.int64)
+            found += [rows.reshape(-1, width), offsets_of(count)]
+            begin = begin + count * width
+        rows, row_offsets, answers, answer_offsets, reasons, reason_offsets = found
+        sizes, counts = fixed[:, 0], fixed[:, 4:]
+        return cls(sizes, rows, row_offsets, answers, answer_offsets, reasons, reason_offsets, counts)
+
+    @classmethod
+    def joined(cls, parts: Iterable["Headers"]) -> "Headers":
+        """Those of several parts, one after the other."""
+        some = list(parts)
+        made = {}
+        for name in cls.__dataclass_fields__:
+            values = [getattr(each, name) for each in some]
+            if name.endswith("_offsets"):
+                made[name] = offsets_of(np.concatenate([np.zeros(0, np.int64), *map(np.diff, values)]))
+            else:
+                made[name] = np.concatenate(values)
+        return cls(**made)
+
+    @property
+    def begin(self) -> RowNumbers:
+        """(r,) where each row begins in what is stored of its conversation."""
+        lengths = self.rows[:, 0]
+        before = offsets_of(lengths)
+        first = before[self.row_offsets[:-1]]
+        begin: RowNumbers = before[:-1] - np.repeat(first - self.size, np.diff(self.row_offsets))
+        return begin
+
+    @property
+    def conversation(self) -> RowNumbers:
+        """(r,) of which conversation each row is."""
+        return np.repeat(np.arange(len(self.size)), np.diff(self.row_offsets))
+
+
+def headers_of(chunks: Iterator[Ragged]) -> Headers:
+    """The headers of conversations, part by part."""
+    return Headers.joined(map(Headers.of, chunks))
+
+
+def served_sizes(stored: Ragged) -> Array:
+    """(4, n): what is stored of each conversation, its tokens with loss, those of its shortest row, and its rows."""
+    headers = Headers.of(stored)
+    lengths, rows = headers.rows[:, 0], np.diff(headers.row_offsets)
+    shortest = np.zeros(len(rows), np.int64)
+    some = rows > 0
+    if some.any():
+        shortest[some] = np.minimum.reduceat(lengths, headers.row_offsets[:-1][some])
+    body = stored.positions >= np.repeat(headers.size, stored.lengths)
+    loss = count_in_rows(body & ((stored.values & LOSS) != 0), stored.offsets)
+    return np.stack([stored.lengths, loss, shortest, rows])

@@ -1,0 +1,312 @@
+"""What inference would have seen: prompt and answer of each turn of a conversation, as text. The definition, row-wise.
+
+For the assistant's message t of a conversation:
+
+    P   render(messages[:t], add_generation_prompt=True), the prompt
+    R   render(messages[:t + 1], add_generation_prompt=False)
+    A   the answer: what the model would have had to write behind P to say the same
+
+    (a) R starts with P. A is the rest, up to and with the first stop token that the template writes. Without one, A is
+        all of the rest.
+    (b) P ends with an opened thinking block, and without it is what R starts with. A is the reasoning, the closing
+        literal and the rest of R.
+    (c) Otherwise nothing is known about the answer, and the turn is not learned.
+
+Nothing here is fast. Verification and tests compare with it.
+"""
+
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from gpuload.core.options import MissingReasoning
+from gpuload.reference.template_call import TemplateCall
+
+REASONS = (
+    "the prompt is not what the template writes before the answer",
+    "the template rejects the prompt, or the conversation up to the answer",
+    "the prompt opens a thinking block that the template does not write with the answer: pass thinking=(open, close)",
+    "the answer has no reasoning, and the template has no prompt without thinking that is written before it",
+    "the answer has no reasoning (missing_reasoning='skip')",
+    "the text of the answer has a stop token, and the template changes that text",
+    "the template writes nothing for the answer",
+    "no token of the answer is in a {% generation %} block",
+)
+"""Why a turn is not learned. Stored tokens have the number: new reasons come last."""
+
+OTHER, FAILS, OPENED, NO_SWITCH, SKIPPED, STOP_IN_TEXT, NOTHING, NO_BLOCK = range(len(REASONS))
+
+THINKING = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|channel>thought", "<channel|>"),
+)
+"""Literals with which templates open and close the reasoning of an answer."""
+
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Fields of messages with reasoning."""
+
+SWITCHES = ("enable_thinking", "thinking")  # arguments of templates that are false for prompts without thinking
+_STOPS = ("<|eom_id|>", "<|eot_id|>", "<|call|>", "<|return|>")  # some are written next to calls of tools only
+_FILLER = "\ue000"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn as inference would have it.
+
+    Attributes:
+        number: of the message with the answer.
+        prompt, answer: P and A.
+        start: the place of `answer` in R, in characters; None if it is not a part of R.
+        rendered: R.
+        without_thinking: P is that of the template's switch for prompts without thinking.
+        lost: the message has reasoning that A lacks.
+        stopped: A ends with a stop token.
+    """
+
+    number: int
+    prompt: str
+    answer: str
+    start: int | None
+    rendered: str
+    without_thinking: bool = False
+    lost: bool = False
+    stopped: bool = True
+
+
+class TurnWriter:
+    """Finds the turns of a conversation.
+
+    Args:
+        call: how whole conversations are rendered.
+        serving: how prompts are rendered; with generation prompt.
+        missing_reasoning: as for `load_chats`.
+        thinking: the literals that open and close the reasoning, white space included; None if nobody has said so.
+        stops: stop tokens, if they were found before.
+        render: renders messages; None for transformers.
+    """
+
+    def __init__(
+        self,
+        call: TemplateCall,
+        serving: TemplateCall,
+        missing_reasoning: MissingReasoning = "prompt",
+        thinking: tuple[str, str] | None = None,
+        stops: re.Pattern[str] | None = None,
+        render: Callable[[TemplateCall, Sequence[Any]], str] | None = None,
+    ):
+        self._call, self._serving = call, serving
+        self._missing, self._thinking = missing_reasoning, thinking
+        self._stops = stops
+        self._render = render or (lambda call, messages: call.render(messages))
+        own = ((thinking[0].strip(), thinking[1].strip()),) if thinking else ()
+        self.pairs = (*own, *THINKING)
+
+    @cached_property
+    def stops(self) -> re.Pattern[str]:
+        """Finds stop tokens."""
+        if self._stops is None:
+            tokens = sorted(stop_tokens(self._call), key=len, reverse=True)
+            return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+        return self._stops
+
+    @cached_property
+    def switches(self) -> list[tuple[TemplateCall, TemplateCall]]:
+        """How prompts and whole conversations are rendered without thinking."""
+        text, calls = self._serving.text(), (self._serving, self._call)
+        names = [name for name in SWITCHES if name in text and name not in self._serving.kwargs]
+        found = [[replace(call, kwargs={**call.kwargs, name: False}) for call in calls] for name in names]
+        return [(serving, call) for serving, call in found]
+
+    def turn(self, messages: Sequence[Mapping[str, Any]], number: int) -> Turn | int:
+        """One turn, or the number of the reason why it is not learned.
+
+        Args:
+            messages: of the conversation.
+            number: of the message with the answer.
+        """
+        try:
+            prompt = self._render(self._serving, messages[:number])
+            rendered = self._render(self._call, messages[: number + 1])
+        except Exception:
+            return FAILS
+        message = messages[number]
+        start: int | None = len(prompt)
+        answer: Any = rendered[len(prompt) :]
+        if not rendered.startswith(prompt):
+            found = self._opened(message, prompt, rendered)
+            if isinstance(found, int):
+                return found
+            start, answer = found
+        without = False
+        if self._missing != "learn" and self._thinks_nothing(prompt, answer) and not has_reasoning(message, self.pairs):
+            if self._missing == "skip":
+                return SKIPPED
+            other = self._without_thinking(messages, number, rendered)
+            if other is None:
+                return NO_SWITCH
+            prompt, rendered = other
+            start, answer, without = len(prompt), rendered[len(prompt) :], True
+        if not answer.strip():
+            return NOTHING
+        answer, stopped = self._stopped(messages, number, rendered, start, answer)
+        if answer is None:
+            return STOP_IN_TEXT
+        reasoning = field_with_reasoning(message)
+        lost = bool(reasoning) and reasoning.strip() not in answer
+        return Turn(number, prompt, answer, start, rendered, without, lost, stopped)
+
+    def _opened(self, message: Mapping[str, Any], prompt: str, rendered: str) -> tuple[int | None, str] | int:
+        """Case (b): where the answer begins in R, and its text; or why the turn is not learned."""
+        opened = prompt.rstrip()
+        for literal, close in self.pairs:
+            base = opened.removesuffix(literal)
+            if base == opened or not rendered.startswith(base):
+                continue
+            rest = rendered[len(base) :]
+            inside = rest.lstrip()
+            if inside.startswith(literal):  # with other white space behind it
+                inside = inside[len(literal) :].lstrip()
+                return len(rendered) - len(inside), inside
+            if self._thinking is None or self._thinking[0].strip() != literal:
+                return OPENED
+            reasoning = reasoning_of(message, (literal, close)).strip()
+            close = self._thinking[1]
+            return None, reasoning + close + (rest.lstrip() if close[-1:].isspace() else rest)
+        return OTHER
+
+    def _thinks_nothing(self, prompt: str, answer: str) -> bool:
+        """Whether an answer has, or closes, a thinking block with nothing in it."""
+        for literal, close in self.pairs:
+            opened = prompt.rstrip().endswith(literal)
+            text = answer.lstrip()
+            if not opened and text.startswith(literal):
+                text, opened = text[len(literal) :].lstrip(), True
+            if opened:
+                return text.startswith(close)
+        return False
+
+    def _without_thinking(
+        self, messages: Sequence[Mapping[str, Any]], number: int, rendered: str
+    ) -> tuple[str, str] | None:
+        """P by the template's prompt without thinking, and R: as it is, or rendered in the same way."""
+
+        def fits(prompt: str, text: str) -> bool:
+            return text.startswith(prompt) and not self._thinks_nothing(prompt, text[len(prompt) :])
+
+        for serving, call in self.switches:
+            try:
+                prompt = self._render(serving, messages[:number])
+                if fits(prompt, rendered):
+                    return prompt, rendered
+                other = self._render(call, messages[: number + 1])
+                if fits(prompt, other):
+                    return prompt, other
+            except Exception:
+                continue
+        return None
+
+    def _stopped(
+        self, messages: Sequence[Mapping[str, Any]], number: int, rendered: str, start: int | None, answer: str
+    ) -> tuple[Any, bool]:
+        """An answer up to the first stop token that the template writes, and whether there is one. None: unknown."""
+        found = self.stops.search(answer)
+        if found is None:
+            return answer, False
+        texts = list(texts_in(messages[number]))
+        if not any(self.stops.search(text) for text in texts):
+            return answer[: found.end()], True
+        masked = _masked(messages[number], self.stops)
+        other = self._render(self._call, [*messages[:number], masked])
+        if start is None or len(other) != len(rendered):
+            return None, False
+        if any(one != two and two != _FILLER for one, two in zip(rendered, other, strict=True)):
+            return None, False
+        found = self.stops.search(other, start)
+        return (answer, False) if found is None else (rendered[start : found.end()], True)
+
+
+def stop_tokens(call: TemplateCall) -> set[str]:
+    """The tokens with which a template ends answers: the tokenizer's EOS token, and those that it writes behind short
+    ones, with a call of a tool and without."""
+    added = {str(token) for token in call.tokenizer.get_added_vocab()}
+    template = call.text()
+    found = {token for token in _STOPS if token in added and token in template}
+    if call.tokenizer.eos_token:
+        found.add(str(call.tokenizer.eos_token))
+    pattern = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or "(?!)")
+    for tail in _tails(call, [lambda mark: mark, lambda mark: [{"type": "text", "text": mark}]]):
+        if token := pattern.search(tail):
+            found.add(token[0])
+            break
+    function = {"name": "f", "arguments": {}}
+    calls = [lambda mark: {"x": mark}, lambda mark: f'{{"x": "{mark}"}}']
+    for tail in _tails(call, [lambda mark, make=make: [function | {"arguments": make(mark)}] for make in calls], True):
+        tokens = pattern.findall(tail)
+        found |= set(tokens[-1:]) if not found.intersection(tokens) else set()
+        break
+    return found
+
+
+def _tails(call: TemplateCall, makes: Sequence[Any], calls: bool = False) -> Iterator[str]:
+    """What a template writes behind the text of an answer, or behind that of a call."""
+    for make in makes:
+        mark = f"text {secrets.token_hex(8)}"
+        answer: dict[str, Any] = {"role": "assistant", "content": "" if calls else make(mark)}
+        if calls:
+            answer["tool_calls"] = [{"type": "function", "id": "call00001", "function": each} for each in make(mark)]
+        question: Any = "q" if calls or isinstance(answer["content"], str) else [{"type": "text", "text": "q"}]
+        try:
+            text = call.render([{"role": "user", "content": question}, answer])
+        except Exception:
+            continue
+        if mark in text:
+            yield text.rpartition(mark)[2]
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """All texts in plain data."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield str(name)
+            yield from texts_in(item)
+    elif isinstance(value, Sequence):
+        for item in value:
+            yield from texts_in(item)
+
+
+def _masked(value: Any, stops: re.Pattern[str]) -> Any:
+    """Plain data with something else of the same length in place of stop tokens."""
+    if isinstance(value, str):
+        return stops.sub(lambda found: _FILLER * len(found[0]), value)
+    if isinstance(value, Mapping):
+        return {name: _masked(item, stops) for name, item in value.items()}
+    return [_masked(item, stops) for item in value] if isinstance(value, list) else value
+
+
+def field_with_reasoning(message: Mapping[str, Any]) -> str:
+    """The reasoning in a field of its own; empty if there is none."""
+    return next((value for name in REASONING if isinstance(value := message.get(name), str) and value.strip()), "")
+
+
+def reasoning_of(message: Mapping[str, Any], pair: tuple[str, str]) -> str:
+    """The reasoning of a message: that in a field of its own, or that in its text."""
+    text = "".join(texts_in(message.get("content")))
+    inside = text.partition(pair[0])[2].partition(pair[1]) if pair[0] in text else text.partition(pair[1])
+    return field_with_reasoning(message) or (inside[0] if inside[1] else "")
+
+
+def has_reasoning(message: Mapping[str, Any], pairs: Sequence[tuple[str, str]]) -> bool:
+    """Whether a message says itself what its reasoning is, be it nothing."""
+    if field_with_reasoning(message):
+        return True
+    texts = list(texts_in(message.get("content")))
+    return any(literal in text for text in texts for pair in pairs for literal in pair)

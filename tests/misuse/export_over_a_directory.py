@@ -1,0 +1,8 @@
+"""A directory that is there, and was not made by gpuload."""
+
+import gpuload
+
+chats = gpuload.load_chats("chats.jsonl", "tokenizer")
+gpuload.save_to_disk({"train": chats}, "tokenizer")
+
+# OptionError: .../tokenizer exists: choose another directory, or overwrite it (overwrite=True, --overwrite)

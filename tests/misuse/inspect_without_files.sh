@@ -1,0 +1,3 @@
+# No files.
+gpuload inspect --tokenizer tokenizer
+# exit 2: gpuload inspect: error: no files given

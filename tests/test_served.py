@@ -1,0 +1,407 @@
+"""Rows as served: each answer behind the prompt that inference would have. Compared with a naive explosion."""
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from template_cases import TEMPLATES
+from tiers import exhaustive, shared
+
+import gpuload
+from gpuload.core.errors import DataError, NoRowsError, OptionError
+from gpuload.kinds.served.reference import ServedReference
+
+# Like Qwen3: reasoning of earlier turns is not written, and the last answer has a thinking block.
+STRIPPING = """
+{%- set ns = namespace(last=-1) -%}
+{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}
+{%- for m in messages -%}
+<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' and loop.index0 > ns.last -%}
+<think>
+{{ m.reasoning_content or '' }}
+</think>
+
+{% endif -%}
+{{ m.content }}
+{%- for call in m.tool_calls or [] %}
+<tool_call>{{ call.function | tojson }}</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking -%}
+<think>
+
+</think>
+
+{% endif -%}
+{%- endif -%}
+"""
+
+OPENING = """
+{%- for m in messages -%}
+<|im_start|>{{ m.role }}
+{{ m.content.split('</think>')[-1] }}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+<think>
+{% endif -%}
+"""
+
+BLOCKS = """
+{%- for m in messages -%}
+<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' -%}
+{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}
+{% else %}{{ m.content }}<|im_end|>
+{% endif -%}
+{% endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}
+"""
+
+MESSAGES = [
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "4.", "reasoning_content": "two and two"},
+    {"role": "user", "content": "Sure?"},
+    {"role": "assistant", "content": "Yes.", "reasoning_content": "check"},
+]
+
+
+def load(tokenizer: Any, rows: Sequence[Any], **options: Any) -> Any:
+    """Rows of a frame, with `messages` if they are lists."""
+    rows = [row if isinstance(row, dict) else {"messages": row} for row in rows]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    path = options.pop("path", None)
+    if path is None:
+        from gpuload.sources.types import as_json
+
+        nested = any(isinstance(row.get(name), list) for row in rows for name in names)
+        table = pa.table(
+            {
+                name: as_json([row.get(name) for row in rows])
+                if any(isinstance(row.get(name), list | dict) for row in rows)
+                else [row.get(name) for row in rows]
+                for name in names
+            }
+        )
+        assert nested or names == ["text"]
+        return gpuload.load_chats(table, tokenizer, turns="served", progress=False, **options)
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return gpuload.load_chats(str(path), tokenizer, turns="served", progress=False, **options)
+
+
+def shown(tokenizer: Any, data: Any) -> list[tuple[int, int, str, str]]:
+    """Conversation, turn, text and learned text of each row."""
+    found = []
+    for row in data[:]:
+        learned = [label for label in row["labels"] if label != -100]
+        found.append((row["conversation"], row["turn"], tokenizer.decode(row["input_ids"]), tokenizer.decode(learned)))
+    return found
+
+
+def test_reasoning_is_learned_in_the_turn_that_has_it(qwen: Any) -> None:
+    data = load(qwen, [MESSAGES], chat_template=STRIPPING)
+    user = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    first = "<think>\ntwo and two\n</think>\n\n4.<|im_end|>"
+    more = "4.<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+    second = "<think>\ncheck\n</think>\n\nYes.<|im_end|>"
+    assert shown(qwen, data) == [(0, 1, user + first, first), (0, 3, user + more + second, second)]
+
+
+def test_a_template_that_keeps_the_history_gives_one_row(qwen: Any) -> None:
+    messages = [{k: m[k] for k in ("role", "content")} for m in MESSAGES]
+    data = load(qwen, [messages])
+    text = qwen.apply_chat_template(messages, tokenize=False)
+    assert shown(qwen, data) == [(0, 3, text.removesuffix("\n"), "4.<|im_end|>Yes.<|im_end|>")]
+    assert data.report.counts["answers learned"] == 2
+    assert "tokens of rows that only forks need" not in data.report.counts
+
+
+def test_without_reasoning_the_prompt_is_that_without_thinking(qwen: Any) -> None:
+    messages = [{k: m[k] for k in ("role", "content")} for m in MESSAGES[:2]]
+    empty, answer = "<think>\n\n</think>\n\n", "4.<|im_end|>"
+    learned = {
+        choice: shown(qwen, load(qwen, [messages], chat_template=STRIPPING, missing_reasoning=choice))[0][3]
+        for choice in ("prompt", "learn")
+    }
+    assert learned == {"prompt": answer, "learn": empty + answer}
+    with pytest.raises(NoRowsError, match="missing_reasoning='skip'"):
+        load(qwen, [messages], chat_template=STRIPPING, missing_reasoning="skip")
+    no_switch = STRIPPING.replace("enable_thinking", "other")
+    with pytest.raises(NoRowsError, match="no prompt without thinking"):
+        load(qwen, [messages], chat_template=no_switch)
+
+
+def test_a_prompt_that_opens_a_thinking_block(qwen: Any) -> None:
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "<think>\nwhy\n</think>\n\na"}]
+    with pytest.raises(NoRowsError, match="pass thinking="):
+        load(qwen, [messages], chat_template=OPENING)
+    data = load(qwen, [messages], chat_template=OPENING, thinking=("<think>\n", "\n</think>\n\n"))
+    prompt = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    assert shown(qwen, data) == [(0, 1, prompt + "why\n</think>\n\na<|im_end|>", "why\n</think>\n\na<|im_end|>")]
+
+
+def test_the_text_of_an_answer_does_not_stop_it(qwen: Any) -> None:
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a<|im_end|>b"}]
+    assert shown(qwen, load(qwen, [messages]))[0][3] == "a<|im_end|>b<|im_end|>"
+
+
+def test_an_answer_that_merges_with_the_prompt(qwen: Any) -> None:
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "\n\na"}]
+    data = load(qwen, [messages])
+    prompt = qwen.apply_chat_template(messages[:1], add_generation_prompt=True)["input_ids"]
+    answer = qwen("\n\na<|im_end|>", add_special_tokens=False)["input_ids"]
+    assert data[0]["input_ids"] == prompt + answer
+    assert data[0]["labels"] == [-100] * len(prompt) + answer
+    assert any("merge with the prompt" in what for what in data.report.counts)
+
+
+def test_blocks_narrow_what_is_learned(qwen: Any) -> None:
+    template = BLOCKS.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+    for text, learned in ((BLOCKS, "4.<|im_end|>Yes.<|im_end|>"), (template, "4.Yes.")):
+        assert shown(qwen, load(qwen, [MESSAGES], chat_template=text))[0][3] == learned
+
+
+def test_prompts_of_another_template(qwen: Any) -> None:
+    plain = STRIPPING.replace("loop.index0 > ns.last", "true")  # keeps all reasoning, as templates for training do
+    assert len(load(qwen, [MESSAGES], chat_template=plain)) == 1
+    data = load(qwen, [MESSAGES], chat_template=plain, serving_template=STRIPPING)
+    assert [row[1] for row in shown(qwen, data)] == [1]
+    assert [what for what in data.report.counts if what.startswith("turns not learned")]
+
+
+@pytest.mark.parametrize(
+    ("loss_on", "turns"),
+    [("assistant", [1, 3, 5]), ("last", [5]), ("last_turn", [3, 5]), ("marked", [1, 5])],
+)
+def test_which_answers_have_loss(qwen: Any, loss_on: Any, turns: list[int]) -> None:
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "1", "train": True},
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": "3", "train": False},
+        {"role": "tool", "content": "c"},
+        {"role": "assistant", "content": "5", "train": True},
+    ]
+    (row,) = shown(qwen, load(qwen, [messages], loss_on=loss_on))
+    assert row[3] == "".join(f"{turn}<|im_end|>" for turn in turns)
+    assert row[1] == turns[-1]
+
+
+def test_completions_have_loss(qwen: Any) -> None:
+    row = {"prompt": MESSAGES[:3], "completion": MESSAGES[3:]}
+    (found,) = shown(qwen, load(qwen, [row]))
+    assert found[3] == "Yes.<|im_end|>"
+
+
+def test_weights_of_answers(qwen: Any) -> None:
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "1", "weight": 0.25},
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": "3"},
+    ]
+    weights = [w for w in load(qwen, [messages])[0]["loss_weight"] if w]
+    assert weights == [0.25, 0.25, 1.0, 1.0]
+
+
+def test_long_rows_end_behind_their_last_answer(qwen: Any) -> None:
+    messages = [{k: m[k] for k in ("role", "content")} for m in MESSAGES]
+    whole = load(qwen, [messages])
+    size = len(whole[0]["input_ids"])
+    with pytest.raises(NoRowsError, match="max_length"):
+        load(qwen, [messages], max_length=size - 1)
+    (row,) = shown(qwen, load(qwen, [messages], max_length=size - 1, overlong="keep_start"))
+    assert row[2].endswith("4.<|im_end|>")
+    assert row[3] == "4.<|im_end|>"
+    with pytest.raises(NoRowsError, match="no answer ends within max_length=8"):
+        load(qwen, [messages], max_length=8, overlong="keep_start")
+
+
+def test_a_long_row_does_not_take_the_others_with_it(qwen: Any) -> None:
+    data = load(qwen, [MESSAGES], chat_template=STRIPPING)
+    first, second = data.lengths
+    assert first < second
+    kept = load(qwen, [MESSAGES], chat_template=STRIPPING, max_length=int(first))
+    assert kept.lengths.tolist() == [first]
+    assert kept.report.counts["rows as served over the limit"] == 1
+
+
+def test_wrong_options(qwen: Any) -> None:
+    for options, why in (
+        ({"loss_on": "all"}, "no such part"),
+        ({"overlong": "keep_end"}, "keep_start"),
+        ({"device": "cuda"}, "made on the CPU"),
+        ({"thinking": "<think>"}, "open and close"),
+        ({"missing_reasoning": "x"}, "missing_reasoning"),
+        ({"chat_template": None}, "turns='served'"),
+    ):
+        with pytest.raises(OptionError, match=why):
+            load(qwen, [MESSAGES], **options)
+    with pytest.raises(OptionError, match="turns='served'"):
+        load(qwen, [{"text": "x"}])
+    for options in ({"missing_reasoning": "learn"}, {"serving_template": "{{ x }}"}, {"loss_on": "last_turn"}):
+        with pytest.raises(OptionError, match="turns='served'|no such part"):
+            gpuload.load_chats(pa.table({"messages": [[{"role": "user", "content": "q"}]]}), qwen, **options)
+
+
+def test_lost_reasoning_is_an_error_with_strict(qwen: Any) -> None:
+    data = load(qwen, [MESSAGES])
+    assert data.report.counts["answers whose reasoning the template does not write"] == 2
+    with pytest.raises(DataError, match="reasoning the template does not write"):
+        load(qwen, [MESSAGES], strict=True)
+
+
+def test_rows_of_which_nothing_can_be_made_take_no_others(qwen: Any) -> None:
+    rows = [MESSAGES, [], None, [{"role": "user", "content": "q"}], [{"role": "assistant"}], MESSAGES]
+    data = load(qwen, rows, chat_template=STRIPPING)
+    assert [row[:2] for row in shown(qwen, data)] == [(0, 1), (0, 3), (5, 1), (5, 3)]
+    assert data.report.rows_rejected == 4
+    assert "no turn is learned: there is no answer of an assistant" in data.report.rejected
+
+
+def test_columns_batches_packs_and_arrow(qwen: Any, tmp_path: Path) -> None:
+    rows = [{"messages": MESSAGES, "id": k, "turn": "own"} for k in range(5)]
+    data = load(qwen, rows, chat_template=STRIPPING)
+    assert data.take(["id"])["id"] == [k for k in range(5) for _ in range(2)]
+    assert data.columns["turn"].to_pylist() == [1, 3] * 5  # the name is that of rows as served
+    batch = data.batch([3, 0])
+    assert batch["conversation"].tolist() == [1, 0]
+    assert batch["labels"][0][batch["labels"][0] != -100].tolist() == [t for t in data[3]["labels"] if t != -100]
+    table = data.to_arrow().read_all()
+    assert table["labels"].to_pylist() == [row["labels"] for row in data[:]]
+    assert table["conversation"].to_pylist() == [k for k in range(5) for _ in range(2)]
+    packs = [pack["input_ids"] for pack in data.loader(1, packing="bfd", pack_length=256)]
+    assert sum(pack.numel() for pack in packs) == int(data.lengths.sum())
+    assert data.origin(3) == (data.report.files[0], 1)
+    gpuload.save_to_disk({"train": data}, str(tmp_path / "store"))
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_from_the_cache(qwen_folder: str, warm_cache: Path, tmp_path: Path, store: Any) -> None:
+    rows = [{"messages": MESSAGES, "id": k} for k in range(5)]
+    options: dict[str, Any] = {"path": tmp_path / "x.jsonl", "chat_template": STRIPPING, "store": store}
+    made, again = (load(qwen_folder, rows, **options) for _ in range(2))
+    assert again.report.from_cache
+    assert made[:] == again[:]
+    assert len(made) == 10
+    assert made.report.counts == again.report.counts
+    other = load(qwen_folder, rows, **options, missing_reasoning="learn")
+    assert not other.report.from_cache
+
+
+def test_samples_are_of_conversations(qwen: Any) -> None:
+    data = load(qwen, [MESSAGES] * 5, chat_template=STRIPPING, max_samples=2)
+    assert data.take(["conversation"])["conversation"] == [0, 0, 1, 1]
+    drawn = load(qwen, [MESSAGES] * 5, chat_template=STRIPPING, max_samples=3, shuffle=True, seed=1)
+    numbers = drawn.take(["conversation"])["conversation"]
+    assert len(set(numbers)) == 3
+    assert numbers[::2] == numbers[1::2]
+
+
+# -- compared with a naive explosion ---------------------------------------------------------------------------------
+
+
+def random_conversation(rng: random.Random) -> list[dict[str, Any]]:
+    """Some turns, with reasoning, calls of tools, and contents that are empty or begin with white space."""
+    texts = ("yes", "", "\n\nno", " a b ", "<think>\nwell\n</think>\n\nso", "中文", "x<|im_end|>", "12 + 3", "it's\n")
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "s"}] if rng.random() < 0.2 else []
+    for _ in range(rng.randint(1, 4)):
+        messages.append({"role": "user", "content": rng.choice(texts[:1] + texts[2:])})
+        for _ in range(rng.choice((1, 1, 1, 2))):
+            answer: dict[str, Any] = {"role": "assistant", "content": rng.choice(texts)}
+            if rng.random() < 0.5:
+                answer["reasoning_content"] = rng.choice(("why not", "hm\n\nok", ""))
+            if rng.random() < 0.3:
+                function = {"name": "f", "arguments": {"x": rng.choice(texts)}}
+                answer["tool_calls"] = [{"type": "function", "id": "call00001", "function": function}]
+                messages += [answer, {"role": "tool", "name": "f", "tool_call_id": "call00001", "content": "r"}]
+            else:
+                messages.append(answer)
+    return messages
+
+
+def check_by_explosion(tokenizer: Any, template: str | None, messages: list[Any], rows: list[Any]) -> int:
+    """Compares the rows of a conversation with prompts and answers that are made turn by turn.
+
+    Returns:
+        How many answers have loss.
+    """
+    call = {"chat_template": template} if template else {}
+    learned: dict[tuple[int, ...], tuple[int, ...]] = {}
+    sequences = []
+    for row in rows:
+        ids, labels = row["input_ids"], row["labels"]
+        sequences.append(tuple(ids))
+        starts = [k for k, label in enumerate(labels) if label != -100 and (not k or labels[k - 1] == -100)]
+        for start in starts:
+            end = next((k for k in range(start, len(ids)) if labels[k] == -100), len(ids))
+            assert labels[start:end] == ids[start:end]
+            assert tuple(ids[:start]) not in learned  # an answer is learned once
+            learned[tuple(ids[:start])] = tuple(ids[start:end])
+    prompts = {}
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        for switch in ({}, {"enable_thinking": False}, {"thinking": False}):
+            try:
+                more = {**call, **switch}
+                text = tokenizer.apply_chat_template(
+                    messages[:number], add_generation_prompt=True, tokenize=False, **more
+                )
+                prompts[tuple(tokenizer(text, add_special_tokens=False)["input_ids"])] = number
+            except Exception:
+                continue
+    assert set(learned) <= set(prompts)  # nothing is learned behind anything but a prompt of inference
+    assert len(set(sequences)) == len(sequences)
+    for one in sequences:  # the fewest rows: none is the beginning of another one
+        assert not any(other != one and other[: len(one)] == one for other in sequences)
+        ends = [len(prompt) + len(answer) for prompt, answer in learned.items() if one[: len(prompt)] == prompt]
+        assert len(one) in ends  # and none goes on behind its last answer
+    return len(learned)
+
+
+def reference_rows(tokenizer: Any, template: str | None, messages: list[Any], **options: Any) -> list[Any]:
+    """The rows of one conversation by the plain reference."""
+    own = {"chat_template": template} if template else {}
+    made = ServedReference(tokenizer, "assistant", **own, **options).rows_of(messages)
+    split = [(ids & ((1 << 21) - 1), ids & (1 << 30)) for ids, _ in made.rows]
+    return [{"input_ids": ids.tolist(), "labels": np.where(loss, ids, -100).tolist()} for ids, loss in split]
+
+
+@pytest.mark.parametrize("template", [None, STRIPPING, BLOCKS])
+def test_random_conversations(qwen: Any, template: str | None) -> None:
+    rng = random.Random(7)
+    conversations = [random_conversation(rng) for _ in range(60)]
+    options = {"chat_template": template} if template else {}
+    data = load(qwen, conversations, verify="full", **options)
+    assert not data.report.check.mismatches
+    rows = data[:]
+    found = 0
+    for number, messages in enumerate(conversations):
+        own = [row for row in rows if row["conversation"] == number]
+        assert [{k: row[k] for k in ("input_ids", "labels")} for row in own] == reference_rows(qwen, template, messages)
+        if own:
+            found += check_by_explosion(qwen, template, messages, own)
+    assert found > 100
+
+
+@shared
+@exhaustive
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+def test_random_conversations_of_all_templates(name: str, qwen: Any) -> None:
+    tokenizer, template = TEMPLATES[name]
+    tokenizer = qwen if name.startswith("trl/") else tokenizer
+    rng = random.Random(name)
+    conversations = [random_conversation(rng) for _ in range(30)]
+    for messages in conversations:
+        own = reference_rows(tokenizer, template, messages)
+        if own:
+            check_by_explosion(tokenizer, template, messages, own)
