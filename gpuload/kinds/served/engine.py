@@ -28,14 +28,14 @@ from gpuload.core.arrow import as_arrow
 from gpuload.core.errors import TokenizerError
 from gpuload.core.memory import garbage_collection_paused
 from gpuload.engines.host.engine import HostEngine
-from gpuload.engines.host.prompts import BY_PROMPT, attempt, render_rows
+from gpuload.engines.host.prompts import BY_PROMPT, attempt, encodable, render_rows
 from gpuload.engines.host.render import HostText
 from gpuload.engines.protocol import Prompts, Tokenized, add_seconds
 from gpuload.kinds.prefixes import cutting_tokens
 from gpuload.kinds.served.reference import ServedReference
 from gpuload.kinds.served.stored import LOST, WITHOUT_THINKING, ServedRows
 from gpuload.kinds.served.turns import NO_BLOCK, SWITCHES, Turn
-from gpuload.kinds.training_engine import encodable, why_by_row
+from gpuload.kinds.training_engine import why_by_row
 from gpuload.kinds.training_reference import KWARGS, TOOLS, own_arguments
 from gpuload.reference.template_call import TemplateCall
 from gpuload.sources.columns import to_python
@@ -165,7 +165,7 @@ class ServedEngine(HostEngine):
             made.turns[number] = turn if loss or isinstance(turn, int) else NO_BLOCK
             if not isinstance(turn, int) and loss:
                 made.answers.append((turn, 0, loss))
-        texts = encodable([turn.prompt + turn.answer for turn, *_ in made.answers])
+        texts = [encodable(turn.prompt + turn.answer) for turn, *_ in made.answers]
         kept = _maximal(texts)
         made.rows = [(texts[k], made.answers[k][0].number) for k in kept]
         for at, (turn, _, loss) in enumerate(made.answers):
