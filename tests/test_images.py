@@ -2,11 +2,12 @@
 
 import gc
 import io
+import os
 import pickle
 import random
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from gpuload.kinds.images import engine
 from gpuload.kinds.images.engine import ImageEngine
 from gpuload.kinds.images.options import ImageOptions
 from gpuload.kinds.images.reference import ImageReference
-from gpuload.media.headers import ImageError, decode, read_header
+from gpuload.media.headers import ImageError, decode, read_header, sample_of
 from gpuload.media.references import Places, media_of
 from gpuload.media.rule import ImageRule, same
 
@@ -247,6 +248,80 @@ def test_paths_are_read_below_the_directory_of_the_data_only(tmp_path: Path, qwe
     assert allowed.origins[:, 1].tolist() == [0, 1, 2, 3, 4]
 
 
+def test_errors_name_file_row_image_and_path(tmp_path: Path, qwen: Any) -> None:
+    picture(50, 70).save(tmp_path / "a.png")
+    (tmp_path / "b.png").write_bytes((tmp_path / "a.png").read_bytes()[:60])
+    pq.write_table(pa.table({"prompt": ["<image><image>"], "images": [["a.png", "b.png"]]}), tmp_path / "x.parquet")
+    with pytest.raises(DataError, match=r"x\.parquet row 0: image 1 \('/.*b\.png'\): PNG of 70 x 50 pixels: "):
+        load(str(tmp_path / "x.parquet"), qwen, strict=True)
+
+
+def test_urls_are_not_opened(tmp_path: Path, qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import json
+    import socket
+
+    def refuse(*given: Any, **more: Any) -> Any:
+        raise AssertionError("a connection")
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    urls = ["http://169.254.169.254/a.png", "https://example.org/a.png", "ftp://example.org/a.png", "s3://b/a.png"]
+    rows = [{"prompt": user([{"type": "image_url", "image_url": {"url": url}}])} for url in urls]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": user("a")}]))
+    prompts = load(str(tmp_path / "x.jsonl"), qwen)
+    assert prompts.origins[:, 1].tolist() == [4]
+    assert str(prompts.report).count("URLs of images are not fetched, download them before") == len(urls)
+
+
+def test_values_that_are_no_references(tmp_path: Path) -> None:
+    nested: Any = "a.png"
+    for _ in range(20_000):
+        nested = {"image": nested}
+    values = [
+        *(
+            "a\0b",
+            "http://[x",
+            "file://[x/a.png",
+            "file:///etc/passwd",
+            "/etc/passwd",
+            "~",
+            ".",
+            "",
+            "x" * 5000,
+            nested,
+        ),
+        *({"bytes": "text"}, {"bytes": [1, 2]}, {"bytes": 7}, {"image": ["a.png"]}, [], 1.5, "data:", "data:,x", b""),
+        *("data:image/png;base64,***", {"base64": 7}, {"path": None, "url": "//host/share/a.png"}, "/proc/self/mem"),
+    ]
+    for value in values:
+        with pytest.raises(ImageError):
+            read_header(media_of(value, Places(str(tmp_path))).open())
+
+
+def test_of_files_only_the_beginning_and_the_end_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    picture(3000, 2000).effect_spread(20).save(tmp_path / "a.jpg", quality=95)
+    read, right = [], os.pread
+
+    def counted(*given: Any) -> bytes:
+        read.append(right(*given))
+        return read[-1]
+
+    monkeypatch.setattr(os, "pread", counted)
+    found = media_of("a.jpg", Places(str(tmp_path))).open()
+    assert read_header(found)[:2] == (2000, 3000)
+    assert sum(map(len, read)) < 10_000 < len(found)
+    sample_of(found)
+    assert sum(map(len, read)) < 25_000
+
+
+def test_files_that_are_too_large_for_an_image_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open(tmp_path / "a.png", "wb") as file:
+        file.truncate(1 << 34)  # without blocks on the disk
+    monkeypatch.setattr(os, "pread", None)
+    with pytest.raises(ImageError, match="it has 17,179,869,184 bytes, more than an image of max_image_pixels="):
+        read_header(media_of("a.png", Places(str(tmp_path))).open())
+
+
 def test_forms_of_references(tmp_path: Path) -> None:
     import base64
 
@@ -315,7 +390,7 @@ def test_rows_with_wrong_numbers_of_images_are_rejected(qwen: Any) -> None:
 
 def test_errors_name_the_image(qwen: Any) -> None:
     data = encoded(picture(300, 90), "JPEG")
-    with pytest.raises(DataError, match="row 0: image 1: it cannot be decoded"):
+    with pytest.raises(DataError, match="row 0: image 1: JPEG of 90 x 300 pixels: it cannot be decoded"):
         load(table_of([("<image><image>", [], [data, data[:-40]])]), qwen, strict=True)
     with pytest.raises(NoRowsError, match="image 0: it is no image that Pillow reads"):
         load(table_of([("<image>", [], [b"GIF is not this"])]), qwen)
@@ -429,6 +504,23 @@ def test_a_rule_that_differs_is_not_used(qwen: Any, monkeypatch: pytest.MonkeyPa
     assert ImageEngine(ImageReference(qwen, ImageOptions())).rule is None
 
 
+def test_a_rule_is_found_once_for_a_processor_that_does_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    processor, found, right = BUILDERS["qwen2_5_vl"](), [], ImageEngine._find_rule
+    monkeypatch.setattr(ImageEngine, "_find_rule", lambda self: (found.append(self), right(self))[1])
+    changes: list[Callable[[], Any]] = [
+        lambda: None,
+        lambda: setattr(processor.image_processor, "size", {"shortest_edge": 3136, "longest_edge": 40_000}),
+        lambda: processor.tokenizer.add_tokens(["<|new|>"]),
+        lambda: setattr(processor.tokenizer.backend_tokenizer, "normalizer", None),
+        lambda: setattr(processor, "image_token", "<|vision_pad|>"),
+    ]
+    for number, change in enumerate(changes):
+        change()
+        for _ in range(2):
+            assert ImageEngine(ImageReference(processor, ImageOptions())).rule is not None or number == 4
+            assert len(found) == number + 1
+
+
 def test_arguments_of_the_processor(qwen: Any) -> None:
     kwargs = {"size": {"shortest_edge": 28 * 28 * 100, "longest_edge": 28 * 28 * 120}}
     rows = [(text, content, files) for text, content, files in rows_of(7) if files]
@@ -486,15 +578,18 @@ def test_images_that_have_changed_are_errors(qwen: Any, tmp_path: Path) -> None:
         pa.table({"prompt": ["<image>"] * 3, "images": [["a.png"], ["b.png"], ["c.png"]]}), tmp_path / "x.parquet"
     )
     prompts = load(str(tmp_path / "x.parquet"), qwen, media="inputs")
-    picture(70, 50).save(tmp_path / "a.png")
+    picture(50, 70).transpose(Image.Transpose.ROTATE_180).save(tmp_path / "a.png")
     (tmp_path / "b.png").unlink()
-    with pytest.raises(DataError, match=r"x.parquet row 0: image 0 has changed since the load"):
+    with pytest.raises(DataError, match=r"x.parquet row 0: image 0 \('/.*/a.png'\) has changed since the load"):
         prompts.batch([0])
-    with pytest.raises(DataError, match=r"x.parquet row 1: image 0 cannot be read any more"):
+    with pytest.raises(DataError, match=r"x.parquet row 1: image 0 \('/.*/b.png'\) cannot be read any more"):
         prompts.batch([1])
     with pytest.raises(DataError, match="Load again"):
         next(iter(prompts.loader(3)))
     assert "pixel_values" in prompts.batch([2])
+    (tmp_path / "b.png").symlink_to("c.png")
+    with pytest.raises(DataError, match="cannot be read any more"):
+        prompts.batch([1])
 
 
 def test_no_images_are_kept_by_default(qwen: Any) -> None:

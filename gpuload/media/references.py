@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 from urllib.request import url2pathname
 
-from gpuload.media.headers import ImageError
+from gpuload.media.headers import FileBytes, ImageError
 
 _NESTED = ("image", "image_url", "url", "path", "base64")
 
@@ -63,8 +63,8 @@ class Media:
     data: bytes | memoryview | None = None
     path: str | None = None
 
-    def read(self) -> bytes | memoryview:
-        """Its bytes.
+    def open(self) -> memoryview | bytes | FileBytes:
+        """Its bytes, which are not read yet if they are in a file.
 
         Raises:
             ImageError: the file cannot be read.
@@ -73,10 +73,17 @@ class Media:
             return self.data
         assert self.path is not None
         try:
-            with open(self.path, "rb") as file:
-                return file.read()
+            return FileBytes(self.path)
         except OSError as error:
-            raise ImageError(f"{self.path!r} cannot be read ({error.strerror})") from error
+            raise ImageError(f"the file cannot be read ({error.strerror})") from error
+
+    def read(self) -> memoryview | bytes:
+        """Its bytes.
+
+        Raises:
+            ImageError: the file cannot be read.
+        """
+        return self.open()[:]
 
 
 def media_of(value: Any, places: Places) -> Media:
@@ -89,6 +96,15 @@ def media_of(value: Any, places: Places) -> Media:
     Raises:
         ImageError: it means no image that can be read here.
     """
+    try:
+        return _media_of(value, places)
+    except ImageError:
+        raise
+    except (RecursionError, TypeError, ValueError) as error:  # nested without end; of paths and URLs that are none
+        raise ImageError(f"it is no reference to an image ({error!s:.80})") from None
+
+
+def _media_of(value: Any, places: Places) -> Media:
     if isinstance(value, bytes | bytearray | memoryview):
         return Media(data=memoryview(value))
     if isinstance(value, str):
@@ -99,7 +115,7 @@ def media_of(value: Any, places: Places) -> Media:
         for name in _NESTED:
             if value.get(name) is not None:
                 given = f"data:;base64,{value[name]}" if name == "base64" else value[name]
-                return media_of(given, places)
+                return _media_of(given, places)
         raise ImageError(f"it has neither bytes nor a path, but the fields {', '.join(map(str, value)) or 'none'}")
     if value is None:
         raise ImageError("it is null")

@@ -9,7 +9,7 @@ from typing import Any
 
 from gpuload.core.errors import DataError
 from gpuload.media.dry_run import image_token_of
-from gpuload.media.headers import ImageError, decode
+from gpuload.media.headers import ImageError, decode, sample_of
 from gpuload.media.references import Media
 from gpuload.media.spool import Spool
 
@@ -62,17 +62,14 @@ class Pixels:
         try:
             if reference["offset"] is None:
                 data: Any = Media(path=reference["path"]).read()
+                if len(data) != reference["nbytes"] or sample_of(data) != reference["sample"]:
+                    raise DataError(f"{place} ({reference['path']!r}) has changed since the load. Load again")
             else:
                 data = self._spool.read(reference["offset"], reference["nbytes"])
-            image = decode(data, self._turns)
+            return decode(data, self._turns)
         except (ImageError, OSError) as error:
-            raise DataError(f"{place} cannot be read any more: {error}") from error
-        if (image.height, image.width) != (reference["height"], reference["width"]):
-            raise DataError(
-                f"{place} has changed since the load: it has {image.height} x {image.width} pixels, and had "
-                f"{reference['height']} x {reference['width']}. Load again"
-            )
-        return image
+            name = "" if reference["path"] is None else f" ({reference['path']!r})"
+            raise DataError(f"{place}{name} cannot be read any more: {error}") from error
 
 
 _deferring = threading.local()

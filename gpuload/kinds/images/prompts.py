@@ -16,7 +16,7 @@ from gpuload.engines.protocol import ArrowPrompts
 from gpuload.kinds.images.messages import images_of
 from gpuload.kinds.images.options import ImageOptions
 from gpuload.media.arrow import values_of
-from gpuload.media.headers import Header, ImageError, read_header
+from gpuload.media.headers import Header, ImageError, read_header, sample_of
 from gpuload.media.references import Media, Places, as_list, media_of
 from gpuload.media.spool import Spool
 from gpuload.sources.columns import to_python
@@ -31,9 +31,11 @@ REFERENCE = pa.struct(
         "path": pa.string(),
         "offset": pa.int64(),
         "nbytes": pa.int64(),
+        "sample": pa.int64(),
     }
 )
-"""What rows have in the place of an image. The last two are of its bytes in the spool; null if they are not there."""
+"""What rows have in the place of an image. The last three are of its bytes, if they will be read again: where they are
+in the spool, null for a file of its own; how many; and a checksum of some of them, of a file of its own."""
 
 _IMAGE = pa.struct(
     {"batch": pa.int64(), "at": pa.int64(), "height": pa.int32(), "width": pa.int32(), "problem": pa.string()}
@@ -89,7 +91,7 @@ def read_prompts(
         names = table.schema.names
         given: list[Any] = [None] * table.num_rows
         if options.image_key in names:
-            given = values_of(table.column(options.image_key).combine_chunks())
+            given = [value for chunk in table.column(options.image_key).chunks for value in values_of(chunk)]
         images = [found_images(*row, places, options) for row in zip(_python(prompts), given, strict=True)]
         held = HeldImages([each.media for row in images for each in row])
         _held[held.number] = held
@@ -117,16 +119,20 @@ class FoundImage:
     Attributes:
         header: None if it cannot be used.
         problem: why.
+        nbytes, sample: of a file that will be read again, see `REFERENCE`.
     """
 
     media: Media
     header: Header | None
     problem: str | None
+    nbytes: int | None = None
+    sample: int | None = None
 
     def reference(self, spool: Spool | None) -> dict[str, Any]:
         """What a row has in its place."""
         height, width, kind = self.header or (None, None, None)
         found = {"height": height, "width": width, "format": kind, "path": self.media.path}
+        found |= {"nbytes": self.nbytes, "sample": self.sample}
         if spool is not None and self.header is not None and self.media.data is not None:
             found |= {"offset": spool.add(self.media.data), "nbytes": len(self.media.data)}
         return found
@@ -142,10 +148,13 @@ def found_images(prompt: Any, given: Any, places: Places, options: ImageOptions)
         media = Media(b"")
         try:
             media = media_of(value, places)
-            header = read_header(media.read(), options.turns, options.max_image_pixels, options.check_media)
-            found.append(FoundImage(media, header, None))
+            data = media.open()
+            header = read_header(data, options.turns, options.max_image_pixels, options.check_media)
+            again = media.data is None and options.media != "reference"
+            found.append(FoundImage(media, header, None, *((len(data), sample_of(data)) if again else ())))
         except ImageError as error:
-            found.append(FoundImage(media, None, f"image {number}: {error}"))
+            name = "" if media.path is None else f" ({media.path!r})"
+            found.append(FoundImage(media, None, f"image {number}{name}: {error}"))
     return found
 
 
