@@ -194,7 +194,7 @@ def test_other_columns_are_part_of_the_data(
 
     state = load(["AAA", "CCC"]).loader(1).state_dict()
     load(["AAA", "CCC"]).loader(1).load_state_dict(json.loads(json.dumps(state)))
-    with pytest.raises(ResumeError, match="columns: reward_model has other values\. Load"):
+    with pytest.raises(ResumeError, match=r"columns: reward_model has other values\. Load"):
         load(["AAA", answer]).loader(1).load_state_dict(state)
     prompts = gpuload.load(write({"prompt": [user("a"), user("b")], "new": [1, 2], "same": [1, 2]}), qwen)
     with pytest.raises(ResumeError, match="columns: reward_model is missing now; columns: new is new"):
