@@ -41,7 +41,7 @@ class ServedOptions:
         template = self.serving_template
         return {
             "missing_reasoning": self.missing_reasoning,
-            "serving_template": None if template is None else template_source(template),
+            "serving_template": None if template is None else template_source(template, "serving_template"),
             "thinking": None if self.thinking is None else tuple(self.thinking),
         }
 
