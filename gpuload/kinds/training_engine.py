@@ -36,10 +36,8 @@ from gpuload.kinds.prefixes import cut, cutting_tokens, divided
 from gpuload.kinds.training_reference import KWARGS, TOOLS, TrainingReference, answers_in, messages_in, own_arguments
 from gpuload.sources.columns import to_python
 from gpuload.sources.types import JSON_TYPE, is_messages, is_plain, is_text
-from gpuload.template.automaton.rows import RenderedRow
 from gpuload.template.compiler import FEWEST_ROWS, ChatProgram
-from gpuload.template.loss_marks import Answer
-from gpuload.template.program import ByReference
+from gpuload.template.program import Answer, ByReference, RenderedRow
 
 SAMPLE = 8  # texts that are searched for the tokens that a template writes
 _MOST_PROGRAMS = 32  # different arguments of rows for which the template is compiled

@@ -45,9 +45,8 @@ from gpuload.kinds.training_reference import KWARGS, TOOLS, own_arguments
 from gpuload.reference.template_call import TemplateCall
 from gpuload.sources.columns import to_python
 from gpuload.sources.types import JSON_TYPE, is_messages, is_plain
-from gpuload.template.automaton.rows import RenderedRow
 from gpuload.template.compiler import FEWEST_ROWS, ChatProgram
-from gpuload.template.program import ByReference
+from gpuload.template.program import ByReference, RenderedRow
 
 _MOST_KWARGS = 32  # different arguments of rows for which the template is compiled
 _TAIL = 512  # characters at the end of a prompt in which its last special token is looked for
