@@ -607,6 +607,11 @@ def test_options(qwen: Any) -> None:
             load(table, qwen, **option)
     with pytest.raises(OptionError, match="pass a processor"):
         load(table, qwen.tokenizer, media_roots=[])
+    with pytest.raises(OptionError, match="unknown option image_keys: did you mean image_key"):
+        load(table, qwen, image_keys="images")
+    with pytest.raises(DataError, match="no column 'imagess' with images: did you mean images"):
+        load(table, qwen, image_key="imagess")
+    assert len(load(table, qwen, video_key="videos")) == table.num_rows  # of verl's configuration
     with pytest.raises(OptionError, match="image_key"):
         load(table, qwen, image_key="prompt")
 
