@@ -21,6 +21,7 @@ from gpuload.core.errors import DataError
 from gpuload.kinds.chats.load import ChatKind
 from gpuload.kinds.images.options import ImageOptions
 from gpuload.kinds.pairs.load import PairKind
+from gpuload.kinds.served.options import ServedOptions
 
 PROMPT_KEYS = ("prompt", "messages", "question", "problem")
 # A template for tokenizers that have none, so that they can be held to the same contract.
@@ -45,6 +46,7 @@ def test_the_signature_of_load_is_that_of_its_options() -> None:
     """`help` shows every option with its type, its default and its meaning."""
     parameters = inspect.signature(gpuload.load).parameters
     both = {field.name: of for of in (gpuload.Options, ImageOptions) for field in dataclasses.fields(of)}
+    both["turns"] = ServedOptions
     options = {name: of.__dataclass_fields__[name] for name, of in both.items()}
     assert {*parameters} == {"files", "tokenizer", *options, "verl_keys"}
     for name, field in options.items():

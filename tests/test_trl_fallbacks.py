@@ -112,15 +112,15 @@ def test_a_row_that_cannot_be_tokenized(tokenizer: Any, caplog: pytest.LogCaptur
 def test_rows_that_differ_from_those_of_trl(
     tokenizer: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    def chats(*given: Any, **named: Any) -> Any:
-        return gpuload.load_chats(*given, **named | {"loss_on": "last"})
+    def chats(kind: Any, table: Any, tokenizer: Any, options: dict[str, Any], engines: Any) -> Any:
+        return gpuload.load_chats(table, tokenizer, **options | {"loss_on": "last"})
 
-    def pairs(table: Any, *given: Any, **named: Any) -> Any:
+    def pairs(kind: Any, table: Any, tokenizer: Any, options: dict[str, Any], engines: Any) -> Any:
         turned = [{"chosen": "rejected", "rejected": "chosen"}.get(name, name) for name in table.column_names]
-        return gpuload.load_pairs(table.rename_columns(turned), *given, **named)
+        return gpuload.load_pairs(table.rename_columns(turned), tokenizer, **options)
 
-    monkeypatch.setattr(sft, "load_chats", chats)
-    monkeypatch.setattr(preference, "load_pairs", pairs)
+    monkeypatch.setattr(sft, "load_given", chats)
+    monkeypatch.setattr(preference, "load_given", pairs)
     rows, more = (MESSAGES, PLAIN) if name == "SFTTrainer" else (PAIRS, ())
     equal(*(result_of(kind, name, rows, tokenizer, *more) for kind in (ours, trl)))
     assert "its rows of a sample differ from those of load_chats and load_pairs" in caplog.text

@@ -19,7 +19,7 @@ from trl_cases import LABELED, MESSAGES, PAIRS, equal, prepared  # noqa: E402
 
 from gpuload.integrations import trl as ours  # noqa: E402
 from gpuload.integrations.trl import sft  # noqa: E402
-from gpuload.kinds.chats.load import load_chats  # noqa: E402
+from gpuload.pipeline.run import load_given  # noqa: E402
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 QWEN3 = (TEMPLATES / "qwen3_training.jinja").read_text()
@@ -32,14 +32,14 @@ def tokenizer() -> Any:
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows each call of `load_chats` gets."""
+    """How many rows each load gets."""
     found: list[int] = []
 
-    def counted(table: Any, *given: Any, **named: Any) -> Any:
+    def counted(kind: Any, table: Any, *given: Any) -> Any:
         found.append(len(table))
-        return load_chats(table, *given, **named)
+        return load_given(kind, table, *given)
 
-    monkeypatch.setattr(sft, "load_chats", counted)
+    monkeypatch.setattr(sft, "load_given", counted)
     return found
 
 

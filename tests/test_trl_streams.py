@@ -11,7 +11,7 @@ import pytest
 datasets = pytest.importorskip("datasets", reason="TRL's data are of this package")
 trl = pytest.importorskip("trl", reason="TRL is the reference of these tests")
 import torch  # noqa: E402
-from tokenizer_cases import small_tokenizer  # noqa: E402
+from tokenizer_cases import WORDS, small_tokenizer  # noqa: E402
 from trl_cases import (  # noqa: E402
     COMPLETIONS,
     IMPLICIT,
@@ -28,6 +28,7 @@ from trl_cases import (  # noqa: E402
 
 from gpuload.integrations import trl as ours  # noqa: E402
 from gpuload.integrations.trl import streams  # noqa: E402
+from gpuload.kinds.training_options import training_engine  # noqa: E402
 
 QWEN3 = (Path(trl.__file__).parent / "chat_templates" / "qwen3_training.jinja").read_text()
 SHAREGPT = [
@@ -123,6 +124,34 @@ def test_preference_data(
     found, expected = both(name, stream_of(rows), tokenizer, **settings)
     assert list(found) == list(expected)
     assert not said(caplog)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "more", "settings"),
+    [
+        ("SFTTrainer", MESSAGES, (False, None), {}),
+        ("SFTTrainer", MESSAGES, (False, None), {"assistant_only_loss": True, "trainer_chat_template": QWEN3}),
+        ("SFTTrainer", COMPLETIONS, (False, None), {"trainer_completion_only_loss": True}),
+        ("DPOTrainer", PAIRS, (), {}),
+    ],
+)
+def test_all_batches_have_one_engine(
+    name: str, rows: Any, more: Any, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a tokenizer that changes meanwhile changes the batches that follow, as it does for TRL."""
+    built: list[Any] = []
+    monkeypatch.setattr(streams, "training_engine", lambda *given, **named: built.append(0) or build(*given, **named))
+    build = training_engine
+    tokenizer = small_tokenizer(QWEN3)
+    found, expected = both(name, stream_of(rows), tokenizer, *more, **settings)
+    found, expected = iter(found), iter(expected)
+    assert [next(found) for _ in range(30)] == [next(expected) for _ in range(30)]
+    assert len(built) == 1
+    tokenizer.add_tokens([word for word in WORDS if len(word) > 3])
+    rest = list(expected)
+    assert list(found) == rest
+    assert rest
+    assert len(built) == 2
 
 
 def test_a_stream_is_resumed_where_it_was(tokenizer: Any) -> None:

@@ -59,6 +59,56 @@ def test_a_warm_start_opens_no_tokenizer(
         assert from_cache == [path]
 
 
+WARM_TRAINING = """
+import sys, json
+import gpuload
+from gpuload.cache import known_tokenizer
+
+known_tokenizer.SETTLED = -1e9
+for name, path, options in json.loads(sys.argv[2]):
+    rows = getattr(gpuload, name)(path, sys.argv[1], **options)
+    print(json.dumps(["transformers" in sys.modules, len(rows), rows.fingerprint, rows.report.from_cache]))
+"""
+
+
+def test_a_warm_start_of_rows_to_train_on_opens_no_tokenizer(
+    settled: str, qwen: Any, write: Callable[..., str], warm_cache: Path
+) -> None:
+    """Calls of ShareGPT are converted as the template expects them, which only the tokenizer knows."""
+    chat = [*user("a"), {"role": "assistant", "content": "b"}]
+    turns = [("human", "a"), ("function_call", '{"name": "f", "arguments": {}}'), ("observation", "1"), ("gpt", "b")]
+    messages = write({"messages": [chat] * 3, "n": [1, 2, 3]}, "messages.parquet")
+    calls = write({"conversations": [[{"from": who, "value": text} for who, text in turns]] * 3}, "calls.parquet")
+    pairs = {"prompt": [chat[:1]] * 3, "chosen": [chat[1:]] * 3, "rejected": [user("c")] * 3}
+    cases: list[tuple[str, str, dict[str, Any]]] = [
+        ("load_chats", messages, {}),
+        ("load_chats", messages, {"loss_on": "last"}),
+        ("load_chats", messages, {"drop_nulls": True, "normalize_messages": "auto"}),
+        ("load_chats", messages, {"store": "disk"}),
+        ("load_chats", messages, {"turns": "served"}),
+        ("load_chats", messages, {"turns": "served", "serving_template": qwen.chat_template}),
+        ("load_chats", calls, {}),
+        *(("load_pairs", write(pairs, "pairs.parquet"), {"objective": objective}) for objective in ("dpo", "rm")),
+    ]
+    cold = [getattr(gpuload, name)(path, settled, **options) for name, path, options in cases]
+    arguments = [sys.executable, "-c", WARM_TRAINING, settled, json.dumps(cases)]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for (_, path, options), line, rows in zip(cases, done.stdout.splitlines(), cold, strict=True):
+        assert json.loads(line) == [False, len(rows), rows.fingerprint, [path]], options
+
+
+def test_a_known_tokenizer_is_opened_for_new_chats(settled: str, write: Callable[..., str], warm_cache: Path) -> None:
+    chats = [[*user(text), {"role": "assistant", "content": text * 3}] for text in ("a", "b", "c", "d")]
+    files = [write({"messages": some}, name) for name, some in (("1.parquet", chats[:2]), ("2.parquet", chats[2:]))]
+    gpuload.load_chats(files[0], settled, loss_on="last")
+    found = gpuload.load_chats(files, settled, loss_on="last")
+    assert (found.report.from_cache, found.report.into_cache) == (files[:1], files[1:])
+    expected = gpuload.load_chats(files, settled, loss_on="last", token_cache=False)
+    assert found.fingerprint == expected.fingerprint
+    assert not found.report.check.mismatches
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from gpuload.cache.directory import digests_directory
 from gpuload.cache.key import is_plain, package_versions, uncacheable_reason
@@ -27,18 +27,23 @@ class KnownReference(Reference):
     """A `Reference` that opens the tokenizer when something is asked that is not remembered.
 
     The constructor of `Reference` would open it. What that sets is remembered, or taken from an opened one when it is
-    first asked for.
+    first asked for. `known_kind` mixes this class into other kinds of references.
 
     Args:
-        facts: what is remembered.
         open_tokenizer: opens it.
+        **own: what the constructor of this kind of reference keeps of its own arguments.
     """
 
     by_name = True
 
-    def __init__(self, facts: Mapping[str, Any], open_tokenizer: Callable[[], Reference]):
-        self._facts, self._open = facts, open_tokenizer
-        self.name, self.uses_template = facts["name"], facts["uses_template"]
+    def __init__(self, open_tokenizer: Callable[[], Reference], **own: Any):
+        self._open = open_tokenizer
+        vars(self).update(own)
+
+    def know(self, facts: Mapping[str, Any]) -> Self:
+        """The same, with what is remembered."""
+        self._facts, self.name, self.uses_template = facts, facts["name"], facts["uses_template"]
+        return self
 
     @cached_property
     def _opened(self) -> Reference:
@@ -74,26 +79,33 @@ class KnownReference(Reference):
         return nullcontext()  # the template does not tell the time
 
 
-def open_known(tokenizer: Any, options: Options, open_tokenizer: Callable[[], Reference]) -> Reference:
+def known_kind(kind: type[Reference]) -> type[KnownReference]:
+    """`KnownReference` for a kind of references."""
+    return KnownReference if kind is Reference else type(f"Known{kind.__name__}", (KnownReference, kind), {})
+
+
+def open_known(tokenizer: Any, options: Options, kind: type[Reference] = Reference, **own: Any) -> Reference:
     """The tokenizer of a load; one that is remembered is opened when it is needed.
 
     Args:
         tokenizer: as for `load`.
         options: of the load.
-        open_tokenizer: opens it.
+        kind: what it is opened as.
+        **own: what this kind takes in addition, and keeps under the same names.
     """
-    path = _facts_path(tokenizer, options)
+    open_tokenizer = partial(kind, tokenizer, **own, **options.of_tokenizer())
+    known = known_kind(kind)(open_tokenizer, **own)
+    path = _facts_path(tokenizer, options, kind, known.variant)
     facts = read_facts(path) if path is not None else None
-    return open_tokenizer() if facts is None else KnownReference(facts, open_tokenizer)
+    return open_tokenizer() if facts is None else known.know(facts)
 
 
 def remember(tokenizer: Any, options: Options, reference: Reference) -> None:
-    """Remembers a tokenizer of prompts for the next load, after it was used. Those of other kinds of data make other
-    ids, and have other fingerprints."""
-    if type(reference) is not Reference or uncacheable_reason(reference, None) is not None:
+    """Remembers a tokenizer for the next load, after it was used."""
+    if isinstance(reference, KnownReference) or uncacheable_reason(reference, None) is not None:
         return
     template = reference.template_text
-    path = _facts_path(tokenizer, options)
+    path = _facts_path(tokenizer, options, type(reference), reference.variant)
     if path is None or contains_randomness(template) or tells_time(template):
         return
     names = ("name", "uses_template", "template_text", "pad_token_id", "sanitizes")
@@ -102,7 +114,7 @@ def remember(tokenizer: Any, options: Options, reference: Reference) -> None:
         write_facts(path, facts)
 
 
-def _facts_path(tokenizer: Any, options: Options) -> Path | None:
+def _facts_path(tokenizer: Any, options: Options, kind: type[Reference], variant: str) -> Path | None:
     """Where the facts of a tokenizer are; None if it is not one whose files decide everything."""
     if not isinstance(tokenizer, str | os.PathLike) or options.trust_remote_code or not options.token_cache:
         return None
@@ -118,6 +130,7 @@ def _facts_path(tokenizer: Any, options: Options) -> Path | None:
     if latest / 1e9 + SETTLED > time.time():
         return None
     template = options.chat_template if options.chat_template is None else str(options.chat_template)
-    given_as = [str(given.absolute()), states, template, dict(options.apply_chat_template_kwargs), options.pad_token_id]
+    as_what = [kind.__qualname__, variant, template, dict(options.apply_chat_template_kwargs), options.pad_token_id]
+    given_as = [str(given.absolute()), states, *as_what]
     digest = hashlib.blake2b(repr([given_as, package_versions()]).encode(errors="backslashreplace"), digest_size=16)
     return digests_directory(options.cache_dir) / f"{digest.hexdigest()}.tokenizer.json"

@@ -130,7 +130,14 @@ class PromptKeywords(LoadKeywords, total=False):
     """Add the rendered text to each row, as `full_prompts`."""
 
 
-class ImageKeywords(PromptKeywords, total=False):
+class LoadPromptsKeywords(PromptKeywords, total=False):
+    """What `load` takes of its own."""
+
+    turns: TurnsMode
+    """`"conversation"`: one prompt for each row. `"served"`: the prompts of all turns, see docs/served.md."""
+
+
+class ImageKeywords(LoadPromptsKeywords, total=False):
     """What `load` takes in addition if it is given a processor."""
 
     image_key: str

@@ -119,7 +119,7 @@ def as_prompts(source: Source, found: Format, key: str, reference: TrainingRefer
         batches=made.batches,
         parquet=None,
         frame=None,
-        without=None,
+        without=made.without,
         content=source.content and made.digest,
         form=made.form,
         decoded_bytes=made.decoded_bytes,
@@ -146,8 +146,17 @@ class _MadeColumn:
         for table in self.source.batches():
             columns = {name: _whole(table.column(name)) for name in self.used + self.kept}
             prompts = converted(self._made, columns)
-            rest = table.drop_columns([name for name in table.schema.names if name in (*self.used, self.key)])
-            yield rest.append_column(self.key, prompts)
+            yield self._rest(table).append_column(self.key, prompts)
+
+    def without(self, name: str | None) -> Iterator[pa.Table]:
+        """The other columns, for a caller that has the ids: nothing is converted, which may need the tokenizer."""
+        if name != self.key:
+            return self.batches()
+        source, hidden = self.source, self.used[0]
+        return map(self._rest, source.batches() if source.without is None else source.without(hidden))
+
+    def _rest(self, table: pa.Table) -> pa.Table:
+        return table.drop_columns([name for name in table.schema.names if name in (*self.used, self.key)])
 
     def _made(self, columns: Mapping[str, Any]) -> pa.Array:
         for column in columns.values():

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, Unpack, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -13,8 +13,9 @@ import torch
 
 from gpuload.cache.known_tokenizer import open_known
 from gpuload.core.arrays import Array, Ragged
+from gpuload.core.errors import OptionError
 from gpuload.core.keywords import ImageKeywords, takes
-from gpuload.core.options import Options, Padding
+from gpuload.core.options import Options, Padding, TurnsMode
 from gpuload.dataset.arrow import INT32_LIST, lists, names_of, ragged, row_reader
 from gpuload.dataset.batch import RowBatch
 from gpuload.dataset.loader import PromptLoader
@@ -24,6 +25,8 @@ from gpuload.engines.batches import BatchLayout
 from gpuload.engines.choose import choose_engine
 from gpuload.engines.protocol import Engine
 from gpuload.kinds.images.options import ImageOptions, check_no_processor
+from gpuload.kinds.served.options import ServedOptions
+from gpuload.kinds.served.prompts import prompts_of_turns
 from gpuload.packing.plan import whole_rows
 from gpuload.pipeline.kind import Kind
 from gpuload.pipeline.run import load_given
@@ -37,7 +40,7 @@ LAYOUT = BatchLayout("left", ("input_ids", "attention_mask", "position_ids"))
 _KEYS = frozenset(("input_ids", "attention_mask", "position_ids", "raw_prompt_ids", "index"))
 
 
-@takes(ImageKeywords, Options, ImageOptions, others="verl_keys")
+@takes(ImageKeywords, Options, ServedOptions, ImageOptions, others="verl_keys")
 def load(files: Any, tokenizer: Any = None, /, **options: Unpack[ImageKeywords]) -> "PromptDataset":
     """Loads prompts as exact token batches.
 
@@ -82,25 +85,35 @@ def load(files: Any, tokenizer: Any = None, /, **options: Unpack[ImageKeywords])
 
 @dataclass(frozen=True)
 class PromptKind(Kind["PromptDataset"]):
-    """Prompts, one text per row."""
+    """Prompts, one text per row.
+
+    Attributes:
+        turns: as for `load`.
+    """
 
     name = "prompts"
     limit_name = "max_prompt_length"
+    turns: TurnsMode = "conversation"
     fields: ClassVar[tuple[pa.Field, ...]] = FIELDS
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> tuple["PromptKind", Options]:
-        return cls(), Options.parse(given)
+        turns = given.get("turns", cls.turns)
+        if turns not in get_args(TurnsMode):
+            raise OptionError(f"turns={turns!r}: use one of {', '.join(map(repr, get_args(TurnsMode)))}")
+        return cls(turns), Options.parse({name: value for name, value in given.items() if name != "turns"})
 
     def resolve(self, sources: Sequence[Source], options: Options) -> tuple["PromptKind", list[Source], Options]:
         for source in sources:
             if source.num_rows:
                 check_prompts(source, options.prompt_key)
         warn_of_replaced({name for source in sources for name in source.schema.names}, options)
+        if self.turns == "served":
+            sources = prompts_of_turns(sources, options.prompt_key)
         return self, list(sources), options
 
     def reference(self, tokenizer: Any, options: Options) -> Reference:
-        return open_known(tokenizer, options, partial(reference_of, tokenizer, options))
+        return open_known(tokenizer, options)
 
     def column(self, source: Source, options: Options, reference: Reference) -> Source:
         return source

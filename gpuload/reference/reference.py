@@ -244,14 +244,18 @@ class Reference:
 
     def fingerprint_later(self) -> Callable[[], str]:
         """What makes the fingerprint of the tokenizer as it is now: a tenth of a second, if nobody has asked before."""
+        made = self.backend is None or "_model_digest" in vars(self)
+        return partial(_fingerprint, self._model_digest if made else self._snapshot, self.settings(), self.variant)
+
+    def settings(self) -> str:
+        """What identifies the tokenizer apart from its backend."""
         call, kind = self.call, type(self.tokenizer)
         rest = [kind.__module__, kind.__qualname__, self.tokenizer.chat_template, self.uses_template]
         rest += [self.tokenizer.special_tokens_map]  # variables of the template, which the backend may not know
         rest += [call.template, call.tools, call.kwargs, call.add_generation_prompt]
         if self.sanitizes:
             rest += [call.control.texts]
-        made = self.backend is None or "_model_digest" in vars(self)
-        return partial(_fingerprint, self._model_digest if made else self._snapshot, repr(rest), self.variant)
+        return repr(rest)
 
     @property
     def variant(self) -> str:

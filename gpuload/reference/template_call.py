@@ -161,7 +161,7 @@ class TemplateCall:
         if self.sanitizes:
             return ControlTokens(self.tokenizer, self.tokenizer._get_control_tokens(self.text()))
         try:
-            literals = _literals(self.text())
+            literals, _ = _examined(self.text())
         except Exception:  # no template, or none that can be parsed
             literals = ""
         return ControlTokens(self.tokenizer, added_control_tokens(self.tokenizer, literals))
@@ -201,7 +201,7 @@ class TemplateCall:
         Raises:
             ValueError: the tokenizer has no such template.
         """
-        return _syntax_error(self.text())
+        return _examined(self.text())[1]
 
     def not_compilable_reason(self) -> str | None:
         """Return why this call cannot be compiled at all, or None.
@@ -292,19 +292,26 @@ class TemplateCall:
 
 
 @lru_cache
-def _syntax_error(template: str) -> str | None:
+def _examined(template: str) -> tuple[str, str | None]:
+    """The text and the string constants of a template, separated by null characters, as transformers collects them; and
+    its error, if it has one."""
     environment = vendor_environment()
     if environment is None:
-        return None
+        return template, None
     # Compiling evaluates constant expressions, which have no limits. It does not evaluate operators that are
     # intercepted and filters that need the context.
     environment.intercepted_binops = frozenset(environment.binop_table)
     environment.filters = dict.fromkeys(environment.filters, jinja2.pass_context(lambda *_: ""))
+    literals = ""
     try:
-        environment.compile(environment.parse(template), raw=True)
+        tree = environment.parse(template)
+        found = {node.data for node in tree.find_all(jinja2.nodes.TemplateData)}
+        found |= {node.value for node in tree.find_all(jinja2.nodes.Const) if isinstance(node.value, str)}
+        literals = "\0".join(found)
+        environment.compile(tree, raw=True)
     except jinja2.TemplateSyntaxError as error:
-        return f"line {error.lineno}: {error.message}"
-    return None
+        return literals, f"line {error.lineno}: {error.message}"
+    return literals, None
 
 
 def _characters(value: Any) -> int:
@@ -351,17 +358,6 @@ def vendor_environment() -> ImmutableSandboxedEnvironment | None:
         return None
     environment = getattr(compiled, "environment", None)
     return environment if type(environment) is ImmutableSandboxedEnvironment else None
-
-
-def _literals(template: str) -> str:
-    """The text and the string constants of a template, separated by null characters, as transformers collects them."""
-    environment = vendor_environment()
-    if environment is None:
-        return template
-    tree = environment.parse(template)
-    found = {node.data for node in tree.find_all(jinja2.nodes.TemplateData)}
-    found |= {node.value for node in tree.find_all(jinja2.nodes.Const) if isinstance(node.value, str)}
-    return "\0".join(found)
 
 
 def rejection(error: Exception) -> str:

@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 
 from gpuload.core.backends import Encode
-from gpuload.tokenizer.nfc import asked_characters, normalized_otherwise
 from gpuload.tokenizer.tables import cached, model_digest
 
 VARIABLE = "GPULOAD_TOKENIZERS1"
@@ -153,6 +152,8 @@ def differing_code_points(model_json: str, versions: str, here: Encode, there: E
     Raises:
         ValueError: they differ on ASCII.
     """
+    from gpuload.tokenizer.nfc import normalized_otherwise
+
     found = cached(
         "tokenizers1", f"{_VERSION} {versions} {model_digest(model_json)}", partial(_ask, here=here, there=there)
     )
@@ -162,6 +163,8 @@ def differing_code_points(model_json: str, versions: str, here: Encode, there: E
 
 
 def _ask(here: Encode, there: Encode) -> dict[str, Any]:
+    from gpuload.tokenizer.nfc import asked_characters
+
     characters = asked_characters()
     texts = [_CONTEXT.format(character) for character in characters]
     pairs = zip(characters, here(texts).to_lists(), there(texts).to_lists(), strict=True)

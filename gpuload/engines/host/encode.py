@@ -32,7 +32,7 @@ import pyarrow.compute as pc
 
 from gpuload.core.arrays import Ragged, offsets_of
 from gpuload.core.arrow import as_arrow, as_numpy
-from gpuload.core.backends import Encode, added_tokens, batch_encoder, is_reworked, why_not_plain
+from gpuload.core.backends import Encode, added_tokens, batch_encoder, is_reworked, settings, why_not_plain
 from gpuload.core.memory import room_to_encode
 from gpuload.engines.host.acceptance import acceptance_texts
 from gpuload.engines.host.texts import Bytes, Ints
@@ -41,7 +41,6 @@ from gpuload.reference.reference import Reference
 from gpuload.reference.template_call import first_line
 from gpuload.tokenizer.cuts import cut_table
 from gpuload.tokenizer.gigatoken import needs_nfc_text, not_known_exact
-from gpuload.tokenizer.nfc import normalized_otherwise
 from gpuload.tokenizer.tokenizers1 import differing_code_points, not_known_equal, opened, tokenizers1_version
 from gpuload.tokenizer.unassigned import texts_with_unassigned
 
@@ -64,11 +63,14 @@ class HostEncoder:
         name: for the report.
         encode: (n,) large_string without nulls → n rows of ids, without adding special tokens.
         unused: why faster encoders are not used for this tokenizer.
+        live: whether it asks the tokenizer's own object for ids, so that another vocabulary is no reason to make
+            another encoder. Then the object neither truncates nor pads.
     """
 
     name: str
     encode: Callable[[pa.LargeStringArray], Ragged]
     unused: tuple[str, ...] = ()
+    live: bool = False
 
 
 def host_encoder(reference: Reference, nbytes: int | None = None) -> HostEncoder:
@@ -97,7 +99,7 @@ def host_encoder(reference: Reference, nbytes: int | None = None) -> HostEncoder
             continue
         wrong = [text for i, text in enumerate(texts) if found[i].tolist() != expected[i]]
         if not wrong:
-            return HostEncoder(encoder.name, _guarded(encoder, by_itself), tuple(unused))
+            return HostEncoder(encoder.name, _guarded(encoder, by_itself), tuple(unused), encoder.live)
         unused.append(f"{name}: differs from the tokenizer on {min(wrong, key=len)!r:.60}")
     return HostEncoder(by_itself.name, by_itself.encode, tuple(unused))
 
@@ -177,6 +179,8 @@ def _without_panic(function: Callable[[Any], Any], argument: Any) -> Any:
 def _gigatoken(reference: Reference) -> HostEncoder:
     import awkward
 
+    from gpuload.tokenizer.nfc import normalized_otherwise
+
     reason = not_known_exact(reference.model_json)
     if reason:
         raise ValueError(reason)
@@ -254,12 +258,13 @@ def _words(reference: Reference) -> HostEncoder:
         separator = separator_of(added, words)
         return whole.encode(words) if separator is None else encode_joined(words, separator, whole.encode)
 
-    return HostEncoder(f"{whole.name}, each different word once", by_words(table, encode))
+    return HostEncoder(f"{whole.name}, each different word once", by_words(table, encode), live=whole.live)
 
 
 def _tokenizers(reference: Reference) -> HostEncoder:
     encode_all = batch_encoder(reference.backend, lambda: reference.model_json)
-    return HostEncoder(f"tokenizers {version('tokenizers')}", in_calls(encode_all))
+    live = settings(reference.backend) is not None
+    return HostEncoder(f"tokenizers {version('tokenizers')}", in_calls(encode_all), live=live)
 
 
 def in_calls(encode_all: Encode) -> Callable[[pa.LargeStringArray], Ragged]:

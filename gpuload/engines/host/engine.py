@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,11 +18,13 @@ from gpuload.engines.host.encode import HostEncoder, host_encoder, needs_itself
 from gpuload.engines.host.prompts import BY_PROMPT, render_column, render_rows
 from gpuload.engines.host.render import HostText, MixedText
 from gpuload.engines.host.sanitize import encode_marked
-from gpuload.engines.host.spans import TokenSpans
 from gpuload.engines.protocol import ArrowPrompts, Prompts, Tokenized
 from gpuload.reference.reference import Reference
 from gpuload.sources.read import Source, with_prompts
 from gpuload.template.compiler import ChatProgram
+
+if TYPE_CHECKING:
+    from gpuload.engines.host.spans import TokenSpans
 
 
 def arrow_parts(source: Source, prompt_key: str) -> Iterator[tuple[pa.Table, ArrowPrompts]]:
@@ -85,7 +87,9 @@ class HostEngine:
         return self._begin().result()
 
     @property
-    def spans(self) -> TokenSpans:
+    def spans(self) -> "TokenSpans":
+        from gpuload.engines.host.spans import TokenSpans  # only data to train on needs them
+
         with self._lock:
             self._spans = self._spans or TokenSpans(self._reference)
             return self._spans
@@ -119,6 +123,18 @@ class HostEngine:
     def loading(self, nbytes: int | None = None) -> AbstractContextManager[Any]:
         self._nbytes = nbytes
         return nullcontext()
+
+    def again(self) -> bool:
+        """Prepares for another load with the same tokenizer, whose vocabulary may be another one: see `kept.py`.
+
+        Returns:
+            Whether that is possible.
+        """
+        with self._lock:
+            if self._spans is not None:
+                self._spans.kept = True
+            building = self._building
+        return building is not None and building.done() and building.exception() is None and building.result().live
 
     def lost(self) -> None:
         return None

@@ -17,6 +17,7 @@ the text, and its bytes if the tokenizer may have normalized them. All other row
 which knows its offsets.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,13 @@ import pyarrow.compute as pc
 
 from gpuload.core.arrays import Ragged, offsets_of
 from gpuload.core.arrow import as_arrow, as_numpy
+from gpuload.core.backends import serialized
 from gpuload.core.errors import TokenizerError
 from gpuload.engines.host.acceptance import acceptance_texts
 from gpuload.engines.host.encode import needs_itself
 from gpuload.engines.host.token_search import Numbers, TokenSearch
 from gpuload.reference.reference import Reference
-from gpuload.tokenizer.token_bytes import TokenBytes, token_bytes
+from gpuload.tokenizer.token_bytes import token_bytes
 
 _ROWS = 256
 """Texts that the tokenizer encodes at a time: their encodings take hundreds of bytes per token."""
@@ -47,6 +49,7 @@ class TokenSpans:
         slow: for the report, why the tokenizer encodes every text again for its offsets; None if it encodes only those
             whose tokens do not lie end to end.
         table: the bytes of its tokens, where they lie end to end in most texts; None otherwise.
+        kept: whether an earlier load has made the table, with which the entries of ids are then compared.
         encoded_again: how many texts it has encoded again so far.
 
     Raises:
@@ -54,24 +57,23 @@ class TokenSpans:
     """
 
     def __init__(self, reference: Reference):
-        self._tokenizer = reference.tokenizer
+        self._reference, self._tokenizer = reference, reference.tokenizer
         if not getattr(self._encode(["a"]), "encodings", None):
             raise TokenizerError(
                 f"tokenizer {reference.name} has no offsets, which loss masks need, because "
                 f"{type(self._tokenizer).__name__} is a slow tokenizer: use a fast one, which has a tokenizer.json"
             )
-        self._search: TokenSearch | None = None
-        self.table: TokenBytes | None = None
-        table = needs_itself(reference) or token_bytes(reference.model_json)
-        if isinstance(table, str):
-            reason: str | None = table
-        else:
-            search = TokenSearch(table)
-            reason = self._difference(search, reference)
-            if reason is None:
-                self._search, self.table = search, table
-        self.slow = f"offsets of the tokenizer itself: {reason}" if reason else None
+        self.kept = False
         self.encoded_again = 0
+        self._read_table(lambda: reference.model_json)
+
+    def _read_table(self, model_json: Callable[[], str]) -> None:
+        table = needs_itself(self._reference) or token_bytes(model_json())
+        search = None if isinstance(table, str) else TokenSearch(table)
+        reason = table if search is None else self._difference(search, self._reference)
+        self._search = None if reason else search
+        self.table = None if reason or isinstance(table, str) else table
+        self.slow = f"offsets of the tokenizer itself: {reason}" if reason else None
 
     def bits(
         self,
@@ -98,6 +100,8 @@ class TokenSpans:
         if not len(rows):
             return np.zeros(len(ids.values), np.int32)
         first, last = np.full((2, len(rows)), -1, np.int64)
+        if self._search and self.kept and not self._search.has_entries(self._tokenizer.backend_tokenizer, ids):
+            self._read_table(lambda: serialized(self._tokenizer.backend_tokenizer))
         if self._search:
             found = self._search.tokens(text, ids, np.tile(rows, 2), np.concatenate([start, end - 1]))
             fast, (first, last) = found[0], np.split(found[1], 2)

@@ -1,6 +1,7 @@
 """Where the tokens of texts are that lie end to end: sums of token lengths, for all rows at once."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -9,6 +10,8 @@ import pyarrow.compute as pc
 
 from gpuload.core.arrays import Ragged, offsets_of, ranges
 from gpuload.core.arrow import as_numpy
+from gpuload.core.backends import added_tokens
+from gpuload.tokenizer.spec import byte_letters
 from gpuload.tokenizer.token_bytes import TokenBytes
 
 _BLOCK = 16  # tokens whose lengths are summed
@@ -31,6 +34,23 @@ class TokenSearch:
         self._words = _words_of(table.data)
         self._first = self._words[table.offsets[:-1]]  # the first eight bytes of each token, and which of them it has
         self._used = _FIRST_BYTES[np.minimum(self._lengths, 8)]
+
+    def has_entries(self, backend: Any, ids: Ragged) -> bool:
+        """Whether a tokenizer with ByteLevel's alphabet still has those entries for some ids that the table is of."""
+        used = np.zeros(max(len(self._lengths), int(ids.values.max(initial=-1)) + 1), np.bool_)
+        used[ids.values] = True
+        letters, model, added = byte_letters(), backend.model, added_tokens(backend)
+        if any(model.token_to_id(letter) is None for letter in letters) or used[len(self._lengths) :].any():
+            return False
+        data, offsets = self._table.data.tobytes(), self._table.offsets.tolist()
+        for number in np.flatnonzero(used).tolist():
+            token, entry = data[offsets[number] : offsets[number + 1]], model.id_to_token(number)
+            if number in added:
+                if token != added[number].content.encode() or entry not in (None, added[number].content):
+                    return False
+            elif entry != "".join([letters[byte] for byte in token]):
+                return False
+        return True
 
     def tokens(
         self, text: pa.LargeStringArray, ids: Ragged, rows: Numbers, at: Numbers

@@ -15,7 +15,9 @@ from gpuload.integrations.trl.columns import column_of, columns_with_eos, partne
 from gpuload.integrations.trl.steps import OWN_ARGUMENTS, Call, Steps, joined, whole
 from gpuload.integrations.trl.streams import schema_of
 from gpuload.kinds.pairs.dataset import PairDataset
-from gpuload.kinds.pairs.load import load_pairs
+from gpuload.kinds.pairs.engine import PairEngine
+from gpuload.kinds.pairs.load import PairKind
+from gpuload.pipeline.run import load_given
 from gpuload.sources.types import is_text
 
 logger = logging.getLogger("gpuload.integrations.trl")
@@ -60,14 +62,13 @@ def _tokenized(objective: Objective, call: Call, table: pa.Table) -> tuple[pa.Ta
         table = columns_with_eos(table, answers, call.tokenizer.eos_token)
     else:
         read += OWN_ARGUMENTS & set(table.column_names)
-    loaded = load_pairs(
-        table.select(read),
-        call.tokenizer,
-        objective=objective,
-        max_length=NO_LIMIT,
-        chat_template=call.chat_template,
-        token_cache=not call.is_stream,  # its key takes longer than a batch
-    )
+    options = {
+        "objective": objective,
+        "max_length": NO_LIMIT,
+        "chat_template": call.chat_template,
+        "token_cache": not call.is_stream,  # its key takes longer than a batch
+    }
+    loaded = load_given(PairKind, table.select(read), call.tokenizer, options, call.engines)
     if objective == "rm" and "prompt" in names and not call.is_stream:  # TRL puts them in front of the answers
         for name in answers:
             place = table.schema.get_field_index(name)
@@ -119,6 +120,7 @@ def _steps(objective: Objective) -> Steps:
         finished=partial(_finished, objective),
         completed=_with_kl if objective == "kto" else lambda call, table, processes: table,
         packed=_balanced if objective == "kto" else lambda call, dataset: dataset,
+        engine=PairEngine,
         sampled={},
         streams=objective != "kto",
     )

@@ -16,7 +16,9 @@ from gpuload.integrations.trl.columns import SIDES, column_of, columns_with_eos,
 from gpuload.integrations.trl.steps import OWN_ARGUMENTS, Call, Steps, joined, whole
 from gpuload.integrations.trl.streams import schema_of
 from gpuload.kinds.chats.dataset import ChatDataset
-from gpuload.kinds.chats.load import load_chats
+from gpuload.kinds.chats.engine import ChatEngine
+from gpuload.kinds.chats.load import ChatKind
+from gpuload.pipeline.run import load_given
 from gpuload.sources.types import is_list, is_text
 
 _TOKENS = ["input_ids", "labels"]
@@ -109,16 +111,15 @@ def _tokenized(call: Call, table: pa.Table) -> tuple[pa.Table, ChatDataset]:
 
 
 def _loaded(call: Call, rows: pa.Table, column: str, loss_on: LossOn) -> ChatDataset:
-    return load_chats(
-        rows,
-        call.tokenizer,
-        format={"prompt": "prompt-completion"}.get(column, column),
-        loss_on=loss_on,
-        max_length=NO_LIMIT,
-        chat_template=call.chat_template,
-        token_cache=not call.is_stream,  # its key takes longer than a batch
-        store="memory",
-    )
+    options = {
+        "format": {"prompt": "prompt-completion"}.get(column, column),
+        "loss_on": loss_on,
+        "max_length": NO_LIMIT,
+        "chat_template": call.chat_template,
+        "token_cache": not call.is_stream,  # its key takes longer than a batch
+        "store": "memory",
+    }
+    return load_given(ChatKind, rows, call.tokenizer, options, call.engines)
 
 
 def _finished(call: Call, table: pa.Table) -> pa.Table:
@@ -157,6 +158,7 @@ SFT = Steps(
     finished=_finished,
     completed=lambda call, table, processes: table,
     packed=_packed,
+    engine=ChatEngine,
     sampled={"packing": False, "formatting_func": None},
     streams=True,
 )

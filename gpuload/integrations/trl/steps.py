@@ -10,6 +10,8 @@ from datasets import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from gpuload.core.errors import DataError
+from gpuload.engines.choose import EngineBuilder
+from gpuload.engines.host.engine import HostEngine
 from gpuload.integrations.processors import difference_of_ids, processor_problem, template_of, tokenizer_of
 from gpuload.integrations.trl.columns import ragged_of
 from gpuload.kinds.chats.dataset import ChatDataset
@@ -33,12 +35,14 @@ class Call:
         stock: the method of TRL's class.
         given: parameter → argument.
         change: that its code is not known, from `known_code.change`; None if it is.
+        engines: builds the engines of its loads; None if they build their own.
     """
 
     trainer: Any
     stock: Callable[..., Any]
     given: Mapping[str, Any]
     change: str | None = None
+    engines: EngineBuilder | None = None
 
     @property
     def args(self) -> Any:
@@ -90,6 +94,7 @@ class Steps:
         finished: call, rows with tokens → those that are kept, truncated.
         completed: call, kept rows, number of processes that TRL would use → with the columns that depend on other rows.
         packed: call, dataset → what is trained on.
+        engine: the class of the host's engine.
         sampled: arguments that TRL gets for the sample.
         streams: whether rows depend on nothing but themselves, so that a stream can be prepared batch by batch.
     """
@@ -100,6 +105,7 @@ class Steps:
     finished: Callable[[Call, pa.Table], pa.Table]
     completed: Callable[[Call, pa.Table, int], pa.Table]
     packed: Callable[[Call, Any], Any]
+    engine: type[HostEngine]
     sampled: Mapping[str, Any]
     streams: bool
 

@@ -11,6 +11,7 @@ import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -18,9 +19,11 @@ import pyarrow as pa
 from datasets import Dataset, IterableDataset
 
 from gpuload.core.errors import DataError, GpuloadError
+from gpuload.engines.kept import KeptEngine
 from gpuload.integrations.comparison import ROWS, compare
 from gpuload.integrations.core import log_fallback
 from gpuload.integrations.trl.steps import Call, Steps, processor_difference, unsupported_columns
+from gpuload.kinds.training_options import training_engine
 
 _BATCH = 1_000
 """Rows that are tokenized together, as in a `map` of `datasets`."""
@@ -127,7 +130,8 @@ def prepare_stream(call: Call, steps: Steps, change: str | None) -> Any:
     if call.given.get("packing"):
         plain.max_length = None  # TRL does not truncate what it packs
     given = {**call.given, **steps.sampled, "args": plain, "dataset": stream}
-    prepared = _BatchSteps(replace(call, given=given), steps, sample)
+    engines = KeptEngine(partial(training_engine, on_host=steps.engine))
+    prepared = _BatchSteps(replace(call, given=given, engines=engines), steps, sample)
     names = list(sample[0])
     why = compare(
         [{name: [row.get(name) for row in sample] for name in names}],

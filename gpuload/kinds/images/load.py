@@ -40,17 +40,18 @@ class ImagePromptKind(PromptKind):
             if get_close_matches(name, NAMES, 1, 0.65):  # of others, `Options` says what is near
                 raise OptionError(f"unknown option {name}{nearest(name, set(NAMES))}")
         images = ImageOptions.parse(given)
-        options = Options.parse({name: value for name, value in given.items() if name not in NAMES})
+        base, options = super().parse({name: value for name, value in given.items() if name not in NAMES})
         wrong = {
+            "turns": base.turns != "conversation",
             "device": options.device != "auto" and options.device != "cpu",
             "distributed": options.distributed,
             "store": options.store == "disk",
             "truncation": options.truncation != "error",
         }
         if named := [name for name, is_wrong in wrong.items() if is_wrong]:
-            value = getattr(options, named[0])
+            value = base.turns if named[0] == "turns" else getattr(options, named[0])
             raise OptionError(f"{named[0]}={value!r} is not supported for prompts with images: remove it")
-        return cls(images), replace(options, device="cpu", store="memory", token_cache=False)
+        return cls(images=images), replace(options, device="cpu", store="memory", token_cache=False)
 
     def resolve(self, sources: Sequence[Source], options: Options) -> tuple["ImagePromptKind", list[Source], Options]:
         _, found, options = super().resolve(sources, options)

@@ -7,6 +7,7 @@ from typing import Any, Unpack
 import numpy as np
 import pyarrow as pa
 
+from gpuload.cache.known_tokenizer import open_known
 from gpuload.core.arrays import Array, Ragged, RowNumbers, appended
 from gpuload.core.errors import DataError
 from gpuload.core.keywords import PairKeywords, takes
@@ -32,6 +33,7 @@ from gpuload.kinds.training_options import (
 from gpuload.packing import Plan
 from gpuload.pipeline.kind import Kind
 from gpuload.pipeline.run import load_given
+from gpuload.reference.reference import Reference
 from gpuload.sources.read import Source
 from gpuload.sources.types import is_text
 
@@ -108,8 +110,8 @@ class PairKind(MessageOptions, Kind[PairDataset]):
         assert self.objective is not None  # after `resolve`
         return self.objective
 
-    def reference(self, tokenizer: Any, options: Options) -> PairReference:
-        return PairReference(tokenizer, self._objective, **self.of_messages(), **options.of_tokenizer())
+    def reference(self, tokenizer: Any, options: Options) -> Reference:
+        return open_known(tokenizer, options, PairReference, objective=self._objective, **self.of_messages())
 
     def column(self, source: Source, options: Options, reference: Any) -> Source:
         return as_prompts(source, self._found_in(source), options.prompt_key, reference)
