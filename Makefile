@@ -62,9 +62,8 @@ tokenizers1-test: .venv/installed-dev .venv-tokenizers1/installed
 		tests/test_chats.py tests/test_exact.py tests/test_pairs.py tests/test_prompts.py tests/test_tokenizers.py \
 		-k "not gigatoken and not every_code_point and not test_kinds and not differs and not side_by_side and not start_together"
 
-images-test: export GPULOAD_TORCHVISION = $(CURDIR)/.venv-images
 images-test: .venv/installed-dev .venv-images/installed
-	PART=all $(BIN)/python -m pytest -n auto -p on_torchvision tests/test_images.py
+	PART=all PYTHONPATH=$(CURDIR)/.venv-images $(BIN)/python -m pytest -n auto -p on_torchvision tests/test_images.py
 
 docs: .venv/installed-dev
 	$(BIN)/python docs/build.py

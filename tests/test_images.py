@@ -21,7 +21,7 @@ from PIL import Image, ImageOps
 from tiers import core, exhaustive
 
 import gpuload
-from gpuload.core.errors import DataError, NoRowsError, OptionError
+from gpuload.core.errors import DataError, NoRowsError, OptionError, TokenizerError
 from gpuload.kinds.images import engine
 from gpuload.kinds.images.engine import ImageEngine
 from gpuload.kinds.images.options import ImageOptions
@@ -605,8 +605,17 @@ def test_options(qwen: Any) -> None:
     for option in ({"image_loader": "x"}, {"check_media": "x"}, {"max_image_pixels": 0}, {"media_roots": 3}):
         with pytest.raises(OptionError):
             load(table, qwen, **option)
+    others = ((gpuload.load_chats, ("messages",)), (gpuload.load_pairs, ("chosen", "rejected")))
+    for other, names in others:
+        with pytest.raises(TokenizerError, match=r"such as processor\.tokenizer: only gpuload\.load takes processors"):
+            other(pa.table({name: [user("a")] for name in names}), qwen)
     with pytest.raises(OptionError, match="pass a processor"):
         load(table, qwen.tokenizer, media_roots=[])
+    with pytest.raises(OptionError, match="unknown option image_keys: did you mean image_key"):
+        load(table, qwen, image_keys="images")
+    with pytest.raises(DataError, match="no column 'imagess' with images: did you mean images"):
+        load(table, qwen, image_key="imagess")
+    assert len(load(table, qwen, video_key="videos")) == table.num_rows  # of verl's configuration
     with pytest.raises(OptionError, match="image_key"):
         load(table, qwen, image_key="prompt")
 

@@ -35,7 +35,7 @@ NO_LIMIT = 2**31 - 1
 
 # Keys of verl 0.9.1's `data:` section (trainer/config/data/legacy_data.yaml) that do not concern how prompts are read,
 # rendered and tokenized.
-_IGNORED = frozenset(
+IGNORED = frozenset(
     "tokenizer use_shm train_files val_files train_max_samples val_max_samples reward_fn_key max_response_length "
     "train_batch_size gen_batch_size val_batch_size tool_config_path function_tool_path return_raw_input_ids "
     "dataloader_num_workers image_patch_size validation_shuffle filter_overlong_prompts_workers image_key video_key "
@@ -113,7 +113,7 @@ class Options:
             OptionError: A key is unknown (the message names the nearest known one), or a value is invalid.
         """
         known = {f.name for f in dataclasses.fields(Options)}
-        unknown = sorted(set(given) - known - _IGNORED)
+        unknown = sorted(set(given) - known - IGNORED)
         if unknown:
             check_of_loaders(unknown)
             raise OptionError(

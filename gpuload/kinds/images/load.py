@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
 
-from gpuload.core.errors import OptionError
+from gpuload.core.errors import DataError, OptionError
 from gpuload.core.files import cache_root
-from gpuload.core.options import Options
+from gpuload.core.options import IGNORED, Options, nearest
 from gpuload.dataset.rows import Loaded
 from gpuload.engines.protocol import Engine
 from gpuload.kinds.images.dataset import ImageFacts, ImagePromptDataset
@@ -34,6 +35,10 @@ class ImagePromptKind(PromptKind):
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> tuple["ImagePromptKind", Options]:
+        unknown = given.keys() - IGNORED - {*NAMES, *Options.__dataclass_fields__}
+        for name in sorted(unknown):
+            if get_close_matches(name, NAMES, 1, 0.65):  # of others, `Options` says what is near
+                raise OptionError(f"unknown option {name}{nearest(name, set(NAMES))}")
         images = ImageOptions.parse(given)
         base, options = super().parse({name: value for name, value in given.items() if name not in NAMES})
         wrong = {
@@ -52,6 +57,13 @@ class ImagePromptKind(PromptKind):
         _, found, options = super().resolve(sources, options)
         if self.images.image_key == options.prompt_key:
             raise OptionError(f"image_key={self.images.image_key!r} is the column of prompts: pass the one with images")
+        if self.images.image_key != ImageOptions.image_key:  # by default, images may be in messages
+            names = {name for source in sources for name in source.schema.names}
+            if self.images.image_key not in names:
+                raise DataError(
+                    f"{sources[0].name}: no column {self.images.image_key!r} with images"
+                    f"{nearest(self.images.image_key, names)}"
+                )
         return self, found, options
 
     def reference(self, tokenizer: Any, options: Options) -> Reference:
