@@ -44,7 +44,7 @@ def test_the_signature_of_load_is_that_of_its_options() -> None:
     """`help` shows every option with its type, its default and its meaning."""
     parameters = inspect.signature(gpuload.load).parameters
     options = {field.name: field for field in dataclasses.fields(gpuload.Options)}
-    assert {*parameters} == {"files", "tokenizer", *options, "verl_keys"}
+    assert {*parameters} == {"files", "tokenizer", "turns", *options, "verl_keys"}
     for name, field in options.items():
         found, expected = parameters[name], get_type_hints(gpuload.Options)[name]
         if field.default is dataclasses.MISSING:  # made for each load: {}
