@@ -61,10 +61,14 @@ class ServedEngine(HostEngine):
     def __init__(self, reference: Any, exact_only: bool = False, notes: tuple[str, ...] = ()):
         super().__init__(reference, exact_only, notes)
         self._by_call: dict[str, ChatProgram] = {}
-        self._calls = reference.call, reference.prompting
         self._known: dict[int, ChatProgram | None] = {}  # of `_calls`, by their ids
         self._given_kwargs: list[dict[str, Any]] = []  # arguments of many rows
         self._tails: dict[str, tuple[int, ...]] = {}
+
+    @cached_property
+    def _calls(self) -> tuple[TemplateCall, TemplateCall]:
+        """How the template is called for conversations, and for prompts; a cached tokenizer is not opened for them."""
+        return self._reference.call, self._reference.prompting
 
     @cached_property
     def by_prompt(self) -> bool:
