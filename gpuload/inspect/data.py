@@ -77,7 +77,8 @@ def open_data(
 
 def kind_of(source: Source, prompt_key: str, messages_key: str | None = None) -> KindName:
     """What a file holds, by its columns: pairs if it has chosen and rejected completions; else prompts if it has their
-    column and no completions; else chats if it has a format of theirs; else prompts, whose column is missing."""
+    column and no completions; else chats if it has a format of theirs, or their column; else prompts, whose column is
+    missing."""
     if {PairKind.chosen_key, PairKind.rejected_key} <= set(source.schema.names):
         return "pairs"
     if messages_key is not None:
@@ -87,7 +88,7 @@ def kind_of(source: Source, prompt_key: str, messages_key: str | None = None) ->
     try:
         find_format(source.schema, source.name)
     except DataError:
-        return "prompts"
+        return "chats" if {"messages", "conversations"} & set(source.schema.names) else "prompts"
     return "chats"
 
 

@@ -18,7 +18,7 @@ from gpuload.kinds.training_reference import KWARGS, TOOLS, TrainingReference
 from gpuload.sources.columns import to_python
 from gpuload.sources.nulls import column_without_nulls
 from gpuload.sources.read import Source
-from gpuload.sources.types import JSON_TYPE, as_json, json_text
+from gpuload.sources.types import JSON_TYPE, as_json, is_list, json_text
 
 LABELS = ("label", "kto_tag")
 """Columns that say whether an answer is a good one, in data for KTO; the first one that there is."""
@@ -71,11 +71,18 @@ def find_among(candidates: Sequence[Format], schema: pa.Schema, where: str, name
     wanted = f"format={name!r}" if name else "a known format"
     described = ", ".join(f"{field.name} ({field.type!s:.80})" for field in schema)
     missing = [column for column in closest.columns if column not in names]
+    if empty := [column for column in closest.columns if column in names and _is_empty(schema.field(column).type)]:
+        raise DataError(f"{where}: column {empty[0]!r} is null or empty in all rows: there is nothing to load")
     why = f" ({' and '.join(missing)} missing)" if missing else " of another type"
     raise DataError(
         f"{where}: not {wanted}. The columns are {described}; the closest format is {closest.name}, which has "
         f"{' and '.join(closest.columns)}{why}: {remedy}"
     )
+
+
+def _is_empty(kind: pa.DataType) -> bool:
+    """Whether a type says that no row has a value, as of JSON with nothing but nulls and empty lists."""
+    return pa.types.is_null(kind) or (is_list(kind) and _is_empty(kind.value_type))
 
 
 def one_format(found: Mapping[str, str]) -> str:
