@@ -24,7 +24,7 @@ MOVED = {
     "gpuload.errors": "gpuload.core.errors",
     "gpuload.fingerprint": "gpuload.dataset.fingerprint",
     "gpuload.lazy": "gpuload.core.lazy",
-    "gpuload.load": "gpuload.kinds.prompts",
+    "gpuload.load": "gpuload.kinds.load",
     "gpuload.loader": "gpuload.dataset.loader",
     "gpuload.loss": "gpuload.core.marks",
     "gpuload.options": "gpuload.core.options",

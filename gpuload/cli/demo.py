@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import torch
 
 from gpuload.demo_data import demo_files
-from gpuload.kinds.prompts import PromptDataset, collate_fn, load
+from gpuload.kinds.load import load
+from gpuload.kinds.prompts import PromptDataset, collate_fn
 
 _LIMIT = 512
 _BATCH = 256

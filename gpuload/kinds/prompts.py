@@ -1,11 +1,10 @@
-"""Prompts: data for GRPO and PPO. load(), and its result."""
+"""Prompts: data for GRPO and PPO."""
 
-import importlib
 import warnings
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, ClassVar, Unpack, get_args
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +13,6 @@ import torch
 from gpuload.cache.known_tokenizer import open_known
 from gpuload.core.arrays import Array, Ragged
 from gpuload.core.errors import OptionError
-from gpuload.core.keywords import ImageKeywords, takes
 from gpuload.core.options import Options, Padding, TurnsMode
 from gpuload.dataset.arrow import INT32_LIST, lists, names_of, ragged, row_reader
 from gpuload.dataset.batch import RowBatch
@@ -24,12 +22,9 @@ from gpuload.dataset.rows import Loaded, Made, Numbers, Rows, Values, object_arr
 from gpuload.engines.batches import BatchLayout
 from gpuload.engines.choose import choose_engine
 from gpuload.engines.protocol import Engine
-from gpuload.kinds.images.options import ImageOptions, check_no_processor
-from gpuload.kinds.served.options import ServedOptions
 from gpuload.kinds.served.prompts import prompts_of_turns
 from gpuload.packing.plan import whole_rows
 from gpuload.pipeline.kind import Kind
-from gpuload.pipeline.run import load_given
 from gpuload.reference.reference import Reference, messages_of
 from gpuload.sources.read import Source, check_prompts
 
@@ -38,49 +33,6 @@ FIELDS = (pa.field("raw_prompt_ids", INT32_LIST),)
 LAYOUT = BatchLayout("left", ("input_ids", "attention_mask", "position_ids"))
 
 _KEYS = frozenset(("input_ids", "attention_mask", "position_ids", "raw_prompt_ids", "index"))
-
-
-@takes(ImageKeywords, Options, ServedOptions, ImageOptions, others="verl_keys")
-def load(files: Any, tokenizer: Any = None, /, **options: Unpack[ImageKeywords]) -> "PromptDataset":
-    """Loads prompts as exact token batches.
-
-    Every row has the tokens that `tokenizer.apply_chat_template(messages, add_generation_prompt=True)` returns for it.
-
-    Args:
-        files: a path, glob, directory or URL (s3, gs, hf, hdfs, http, ...) of .parquet, .json or .jsonl files, or a
-            list of them; or a frame in memory: `pyarrow.Table`, `pandas.DataFrame`, `datasets.Dataset` or
-            `cudf.DataFrame`.
-        tokenizer: a path, a hub id, a transformers tokenizer or a `tokenizers.Tokenizer`; also as a keyword. For
-            prompts with images, a processor of transformers.
-        **options: see `ImageKeywords`. Other keys of verl's `data:` section are ignored.
-
-    Returns:
-        The rows that were kept, with their tokens and all other columns.
-
-    Raises:
-        OptionError: an unknown option or an invalid value.
-        SourceError: a file that cannot be found, downloaded or read.
-        DataError: no prompt column, or no rows left.
-        TokenizerError: a tokenizer that cannot be loaded, or has no chat template or padding token.
-        DeviceError: the device is not available, or has too little memory.
-        HostMemoryError: the host has too little memory.
-        StoreError: the store on disk cannot be written.
-        MismatchError: with `strict=True`, a token differs from the tokenizer's.
-
-    Examples:
-        >>> import gpuload
-        >>> from gpuload.demo_data import demo_files
-        >>> prompts = gpuload.load(*demo_files(), max_prompt_length=512, max_samples=8)
-        >>> prompts.batch([0, 1])["input_ids"].shape
-        torch.Size([2, 512])
-    """
-    given = options.get("tokenizer") if tokenizer is None else tokenizer
-    if any(each.__name__ == "ProcessorMixin" for each in type(given).__mro__):
-        # By its name: that module builds on this one.
-        kind: type[PromptKind] = importlib.import_module("gpuload.kinds.images.load").ImagePromptKind
-        return load_given(kind, files, tokenizer, options)
-    check_no_processor(options)
-    return load_given(PromptKind, files, tokenizer, options)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from gpuload.core.errors import DataError, OptionError
 from gpuload.core.options import NO_LIMIT
 from gpuload.kinds.chats.formats import messages_column
-from gpuload.kinds.prompts import load
+from gpuload.kinds.load import load
 
 
 @dataclass(frozen=True)

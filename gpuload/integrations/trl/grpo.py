@@ -5,7 +5,7 @@ from typing import Any
 from gpuload.core.errors import DataError, GpuloadError
 from gpuload.export import features_of
 from gpuload.integrations.core import are_messages
-from gpuload.kinds.prompts import load
+from gpuload.kinds.load import load
 
 
 def prompts(files: Any, tokenizer: Any, max_prompt_length: int, **options: Any) -> Any:

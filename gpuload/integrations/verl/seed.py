@@ -21,7 +21,8 @@ from gpuload.core.options import Options, plain
 from gpuload.dataset.fingerprint import difference
 from gpuload.dataset.rows import Row
 from gpuload.integrations.verl.settings import Settings
-from gpuload.kinds.prompts import PromptDataset, load
+from gpuload.kinds.load import load
+from gpuload.kinds.prompts import PromptDataset
 
 _OPTION_NAMES = frozenset(field.name for field in dataclasses.fields(Options))
 
