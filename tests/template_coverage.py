@@ -22,8 +22,8 @@ from test_template_automaton import conversation, tool
 
 from gpuload.demo_data import demo_files
 from gpuload.reference.template_call import TemplateCall, rejection
-from gpuload.template.automaton.rows import RenderedRow, RowRenderer
-from gpuload.template.program import ByReference, Rejected
+from gpuload.template.automaton.rows import RowRenderer
+from gpuload.template.program import ByReference, Rejected, RenderedRow
 from gpuload.template.symbol import NotCompilableError
 
 ROWS, MOST_ROWS = 60, 300

@@ -80,6 +80,10 @@ CUT = (
     "\n{% endfor %}"
 )
 PRINTS_NONE = BLOCKS.replace("{{ m.content }}{% end", "{{ m.content if m.content is string else 'None' }}{% end")
+# As DeepSeek's, which prints calls without a content only.
+LEAVES_OUT_CALLS = BLOCKS.replace(
+    "{{ m.content }}{% end", "{{ m.content if m.content is string else m.tool_calls }}{% end"
+)
 CASES: dict[str, tuple[str, list[Any], dict[str, Any]]] = {
     "no loss": ("error", [user("Nobody answers"), user("Nor here")], {}),
     "all loss": ("error", [chat("q")], {"chat_template": WHOLE}),
@@ -92,6 +96,12 @@ CASES: dict[str, tuple[str, list[Any], dict[str, Any]]] = {
         "error",
         [[*chat("q", "", tool_calls=[{"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}])]],
         {},
+    ),
+    "calls dropped": (
+        "error",
+        [chat("q", text, tool_calls=[{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}])
+         for text in ("", "Calling.")],
+        {"chat_template": LEAVES_OUT_CALLS},
     ),
     "null printed": (
         "error",

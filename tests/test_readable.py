@@ -125,7 +125,7 @@ def test_reports_are_tables_and_data(prompts: Any) -> None:
     about = json.loads(json.dumps(prompts.report.to_dict()))
     assert (about["rows_kept"], about["check"]["mismatches"]) == (40, [])
     html = prompts.report._repr_html_()
-    for name in ("tokens", "seconds", "verified"):
+    for name in ("tokens", "engine", "verified"):
         assert f">{name}</td>" in html
 
 

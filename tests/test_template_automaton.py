@@ -24,9 +24,9 @@ from gpuload.template.answers import Answers
 from gpuload.template.automaton.environment import LONGEST_TEXT
 from gpuload.template.automaton.functions import Functions
 from gpuload.template.automaton.recorder import Recorder
-from gpuload.template.automaton.rows import RenderedRow, RowRenderer, row_renderer
+from gpuload.template.automaton.rows import RowRenderer, row_renderer
 from gpuload.template.automaton.values import Text
-from gpuload.template.program import ByReference, Rejected
+from gpuload.template.program import ByReference, Rejected, RenderedRow
 
 TEXTS = [
     "hello", " world\n", "", " a b ", "</think>", "x<think>\ny</think>\n\nz", "<tool_response>q</tool_response>", "é漢",

@@ -76,7 +76,9 @@ def _diff(rows_of: RowsOf, given: argparse.Namespace) -> int:
     if given.against_template is not None:
         theirs["chat_template"] = given.against_template
     if given.against_template_kwargs is not None:
-        theirs["apply_chat_template_kwargs"] = template_kwargs(given.against_template_kwargs)
+        theirs["apply_chat_template_kwargs"] = template_kwargs(
+            given.against_template_kwargs, "--against-template-kwargs"
+        )
     return diff_files(
         given.files,
         given.tokenizer,

@@ -11,16 +11,22 @@ from gpuload.pipeline.run import run
 from gpuload.sources.urls import is_url, without_secrets
 
 
-def template_kwargs(text: str) -> Any:
-    """The argument `--template-kwargs`: `apply_chat_template_kwargs` as JSON.
+def template_kwargs(text: str, argument: str = "--template-kwargs") -> Any:
+    """`apply_chat_template_kwargs` as JSON.
+
+    Args:
+        argument: the argument that it is given as.
 
     Raises:
-        OptionError: it is not valid JSON.
+        OptionError: it is no JSON object.
     """
     try:
-        return json.loads(text)
+        given = json.loads(text)
     except ValueError as error:
-        raise OptionError(f"--template-kwargs {text!r}: not valid JSON: {error}") from error
+        raise OptionError(f"{argument} {text!r}: not valid JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise OptionError(f'{argument} {text!r}: expected a JSON object, such as {{"enable_thinking": false}}')
+    return given
 
 
 def prepare_files(files: Sequence[str], tokenizer: Any, **options: Any) -> None:

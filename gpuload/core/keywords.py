@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
 from gpuload.core.options import (
+    History,
     LossOn,
     MissingReasoning,
     Normalize,
@@ -217,6 +218,10 @@ class ChatKeywords(TrainingKeywords, total=False):
     thinking: tuple[str, str] | None
     """With `turns="served"`, the texts that open and close reasoning, for templates whose prompts open a thinking block
     that they do not write with an answer: `("<think>\\n", "\\n</think>\\n\\n")`."""
+
+    history: History
+    """With `turns="served"`, the ids of earlier answers with `token_ids` in prompts: `"rendered"`, those of their text;
+    or `"sampled"`, theirs."""
 
 
 class PairKeywords(TrainingKeywords, total=False):

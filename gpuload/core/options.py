@@ -23,6 +23,7 @@ Padding = Literal["max_length", "longest"]
 LossOn = Literal["assistant", "last", "last_turn", "completion", "all", "marked"]
 TurnsMode = Literal["conversation", "served"]
 MissingReasoning = Literal["prompt", "learn", "skip"]
+History = Literal["rendered", "sampled"]
 Normalize = Literal["auto"]
 Objective = Literal["dpo", "rm", "kto"]
 Trainer = Literal["trl", "llamafactory", "axolotl", "skyrl", "areal", "megatron"]
@@ -221,10 +222,11 @@ def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
             raise OptionError(f"apply_chat_template_kwargs.{key} is set by the loader: {remedy or 'remove it'}")
 
 
-def template_source(template: str | os.PathLike[str]) -> str:
+def template_source(template: str | os.PathLike[str], option: str = "chat_template") -> str:
     """Reads a chat template that is given as a file.
 
     Args:
+        option: the option that it is given as.
         template: a path: any `PathLike`, or a string that ends in `.jinja`; any other string is returned unchanged.
 
     Raises:
@@ -236,9 +238,9 @@ def template_source(template: str | os.PathLike[str]) -> str:
     try:
         return Path(path).expanduser().read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise OptionError(f"chat_template={path!r}: no such file: check the path") from None
+        raise OptionError(f"{option}={path!r}: no such file: check the path") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"chat_template={path!r}: cannot read the file: {error}") from error
+        raise OptionError(f"{option}={path!r}: cannot read the file: {error}") from error
 
 
 def is_template(text: str) -> bool:

@@ -1,7 +1,6 @@
 """Datasets, batches and reports as notebooks show them: small tables, in which everything from the data is escaped."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from html import escape
 from typing import Any
 
 import numpy as np
@@ -80,4 +79,6 @@ def token_lines(pieces: Sequence[bytes], loss: "np.ndarray[Any, Any] | None") ->
 
 def _cell(value: Any) -> str:
     text = str(value)
+    from html import escape  # a list of all entities comes with it
+
     return escape(shown(text if len(text) <= _MOST * 4 else f"{text[: _MOST * 4]}…"))

@@ -9,6 +9,7 @@ from gpuload.dataset.notebook import lines_html
 _EXAMPLES = 5
 _MOST_REJECTED = 1 / 5  # of the rows; beyond, a warning is given
 _MUCH = 1 / 10  # of the time of rendering
+_LEAST_WORK = 1.0  # seconds; below, most of them are what any number of rows takes
 
 OF_REASON = "by transformers, because "
 """`Report.seconds` has the time of rows that transformers rendered under this and the reason: a part of "render"."""
@@ -43,7 +44,7 @@ class Check:
         self.shapes, self.shapes_not_compared = len(shapes), len(shapes) - sum(shapes.values())
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Report:
     """What a load did; `print(prompts.report)` shows it.
 
@@ -193,11 +194,10 @@ class Report:
 
     def __str__(self) -> str:
         files = self.files[0] if len(self.files) == 1 else f"{len(self.files)} files"
-        total = self.seconds.get("total", 0.0)
         dropped = self.rows_read - self.rows_kept
         what = "dropped" if self.overlong_dropped else "kept, to be truncated"
         lines = [
-            f"{files}: {self.rows_read:,} rows read, {self.rows_kept:,} kept, {dropped:,} dropped",
+            f"{files}: {self.rows_read:,} rows read, {self.rows_kept:,} kept, {dropped:,} dropped{self._waited()}",
         ]
         if self.overlong:
             lines.append(
@@ -212,8 +212,7 @@ class Report:
             )
         lines += [
             f"  bytes      {megabytes(self.source_bytes)} in files, {megabytes(self.text_bytes)} of rendered text",
-            f"  seconds    {self._seconds()}",
-            f"  speed      {self.rows_read / total if total else 0:,.0f} rows/s",
+            *([f"  speed      {self.rows_read / self._work:,.0f} rows/s"] if self._work >= _LEAST_WORK else []),
             f"  engine     {self.engine}",
             *self._by_reference(),
             *self._fallback(),
@@ -229,13 +228,22 @@ class Report:
     def _is_stage(name: str) -> bool:
         return name != "total" and not name.startswith(OF_REASON)
 
-    def _seconds(self) -> str:
-        """The total first; then the stages that follow one another, and those that overlap."""
+    @property
+    def _work(self) -> float:
+        """Seconds of the load after files and tokenizer were opened."""
+        return self.seconds.get("total", 0.0) - self.seconds.get("open", 0.0)
+
+    def _waited(self) -> str:
+        """What the caller waited for: first the opening, then the work, with its stages, of which some may overlap."""
+        if "total" not in self.seconds:
+            return ""
         stages = {name: f"{name} {value:.2f}" for name, value in self.seconds.items() if self._is_stage(name)}
+        start = [f"start {self.seconds['open']:.2f} s"] if stages.pop("open", None) else []
         alone = [text for name, text in stages.items() if name not in self.overlapping]
         overlapping = [text for name, text in stages.items() if name in self.overlapping]
-        parts = [f"total {self.seconds.get('total', 0.0):.2f}", *alone]
-        return ", ".join(parts) + ("; overlapping: " + ", ".join(overlapping) if overlapping else "")
+        parts = [*alone, *([f"stages overlap: {', '.join(overlapping)}"] if overlapping else [])]
+        work = f"load {self._work:.2f} s" + (f" ({', '.join(parts)})" if parts else "")
+        return f"; {', '.join([*start, work])}"
 
     def _share(self, why: str) -> str:
         """The share of the time of rendering that the rows with one of several reasons took."""

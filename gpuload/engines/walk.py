@@ -25,10 +25,9 @@ from gpuload.reference.reference import problem
 from gpuload.reference.template_call import rejection
 from gpuload.sources.columns import to_python
 from gpuload.sources.types import is_plain
-from gpuload.template.automaton.rows import RenderedRow
 from gpuload.template.compiler import FEW_ROWS, FEWEST_ROWS, FREE_LEAVES, ChatProgram
-from gpuload.template.loss_marks import Answer
 from gpuload.template.program import (
+    Answer,
     Branch,
     ByReference,
     Leaf,
@@ -37,6 +36,7 @@ from gpuload.template.program import (
     Predicate,
     Ref,
     Rejected,
+    RenderedRow,
     Shape,
 )
 

@@ -35,14 +35,14 @@ def as_text(found: Statistics, limit: int | None = None) -> str:
         lines += [f"  {shown(name):20} {shown(kind)}"[:columns] for name, kind in found.columns]
     lines += ["", *_heading(f"{title} in tokens", width, _row([f"p{value}" for value in percentiles]))]
     lines += [
-        f"  {shown(group.name):{width}.{width}} {len(group.lengths):>9,} " + _row(group.percentiles(percentiles))
+        f"  {_name(group.name, width):{width}} {len(group.lengths):>9,} " + _row(group.percentiles(percentiles))
         for group in groups
     ]
     lines += ["", "histogram", *_histogram(found.groups[0].lengths, columns)]
     lines += ["", *_heading(f"rows kept with {found.limit_name}", width, _row(limits))]
     for group in groups:
         kept = [f"{100 * group.within(limit):.1f}%" for limit in limits]
-        lines.append(f"  {shown(group.name):{width}.{width}} {len(group.lengths):>9,} " + _row(kept))
+        lines.append(f"  {_name(group.name, width):{width}} {len(group.lengths):>9,} " + _row(kept))
     lines += _roles(found) + _loss(found, width) + _packs(found)
     if found.equal_pairs is not None:
         lines += ["", f"pairs whose chosen equals rejected: {found.equal_pairs:,}"]
@@ -56,6 +56,12 @@ def _heading(text: str, width: int, numbers: str) -> list[str]:
     if len(text) <= width + 12:
         return [f"{text:{width + 13}}{numbers}"]
     return [text, " " * (width + 13) + numbers]
+
+
+def _name(text: str, width: int) -> str:
+    """A name of at most `width` characters: files of one directory differ at the end."""
+    text = shown(text)
+    return text if len(text) <= width else f"…{text[1 - width :]}"
 
 
 def _wrapped(line: str, columns: int, indent: int) -> list[str]:
@@ -96,7 +102,7 @@ def _loss(found: Statistics, width: int) -> list[str]:
         assert group.loss is not None
         total = int(group.lengths.sum())
         share = f"{100 * group.loss / total:.1f}%"
-        lines.append(f"  {shown(group.name):{width}.{width}} {group.loss:>13,} of {total:>13,} {share:>8}")
+        lines.append(f"  {_name(group.name, width):{width}} {group.loss:>13,} of {total:>13,} {share:>8}")
     return lines
 
 

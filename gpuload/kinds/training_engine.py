@@ -36,10 +36,8 @@ from gpuload.kinds.prefixes import cut, cutting_tokens, divided
 from gpuload.kinds.training_reference import KWARGS, TOOLS, TrainingReference, answers_in, messages_in, own_arguments
 from gpuload.sources.columns import to_python
 from gpuload.sources.types import JSON_TYPE, is_messages, is_plain, is_text
-from gpuload.template.automaton.rows import RenderedRow
 from gpuload.template.compiler import FEWEST_ROWS, ChatProgram
-from gpuload.template.loss_marks import Answer
-from gpuload.template.program import ByReference
+from gpuload.template.program import Answer, ByReference, RenderedRow
 
 SAMPLE = 8  # texts that are searched for the tokens that a template writes
 _MOST_PROGRAMS = 32  # different arguments of rows for which the template is compiled
@@ -161,7 +159,7 @@ class TrainingEngine(HostEngine):
             form = "texts" if isinstance(parts[0], str) else "messages"
             if form == "messages" and (own_arguments(row) or self._reference.sanitizes):
                 form = "one by one"
-            if form != "texts" or attempt(rejected, number, encodable, self._given(row)):
+            if form != "texts" or attempt(rejected, number, _all_encodable, self._given(row)):
                 forms.setdefault((form, len(parts)), []).append(number)
         made: list[tuple[list[int], HostText]] = []
         for (form, _), numbers in forms.items():
@@ -254,13 +252,13 @@ class TrainingEngine(HostEngine):
                 return found if isinstance(found, ByReference) else ByReference(why_by_row(row))
             made.append(found)
         try:
-            return [encodable(each.text) for each in made], made[0].answers
+            return _all_encodable([each.text for each in made]), made[0].answers
         except UnicodeEncodeError as error:
             return ByReference(str(error))
 
     def _row(self, row: Any) -> tuple[list[str], list[Answer]]:
         """The texts of a row, and where the answers are in the first of them, in bytes."""
-        texts, answers = [encodable(text) for text in self._reference.texts(row)], self.program.answers
+        texts, answers = _all_encodable(self._reference.texts(row)), self.program.answers
         if answers is None:
             return texts, []
         call = self._reference.call_with(own_arguments(row))
@@ -382,3 +380,8 @@ def with_eos(text: pa.Array | pa.ChunkedArray, eos: str) -> Any:
 def filled(text: pa.LargeStringArray) -> pa.LargeStringArray:
     """Texts with empty ones for nulls."""
     return fill_null(text, "")
+
+
+def _all_encodable(texts: Sequence[str]) -> list[str]:
+    """The same texts, if UTF-8 can encode all of them."""
+    return [encodable(text) for text in texts]

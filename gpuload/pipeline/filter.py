@@ -51,7 +51,9 @@ def filter_rows(
     for row, reason in sorted(rejected.items()):
         place = f"{source} row {batch.rows[row]}"
         if options.strict:
-            raise DataError(f"{place}: {reason}. With strict=False, such rows are dropped and counted")
+            raise DataError(
+                f"{place}: {reason}. With strict=False, such rows are counted, and dropped if they are of no use"
+            )
         report.reject(place, reason)
         keep[row] = False
     overlong = keep & (lengths > report.max_prompt_length)

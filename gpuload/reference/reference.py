@@ -124,6 +124,8 @@ class Reference:
                 "of one as chat_template=..., or chat_template=None if the prompts are plain strings"
             ) from error
         if wrong is not None:
+            if self.call.template is not None and is_template(self.call.template):
+                raise TokenizerError(f"chat_template=...: {wrong}: correct the template")
             raise TokenizerError(f"chat template of {self.name}, {wrong}: correct the template")
 
     @cached_property

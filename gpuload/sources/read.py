@@ -1,7 +1,4 @@
-"""Local files and frames in memory → Arrow tables of some thousand rows.
-
-Parquet is read row group by row group, Arrow part by part, JSON piece by piece.
-"""
+"""Local files and frames in memory → Arrow tables of some thousand rows, by row groups, parts or pieces of JSON."""
 
 import hashlib
 import os
@@ -19,7 +16,6 @@ from gpuload.sources.arrow_files import mapped_table
 from gpuload.sources.batches import BATCH_ROWS, bounded, read_row_group
 from gpuload.sources.fetch import SourceFile
 from gpuload.sources.footer import check_names, column_digest, damage_of, decoded_size, read_footer
-from gpuload.sources.json_columns import JsonColumns
 from gpuload.sources.local import LocalFile, opened
 from gpuload.sources.parallel import in_order, row_group_parts
 from gpuload.sources.remote import RemoteFile
@@ -323,14 +319,16 @@ def parquet_file(source: Any, **more: Any) -> pq.ParquetFile:
 
 def _index_columns(schema: pa.Schema) -> set[str]:
     """The columns in which pandas stored a frame's index. They are not data; pandas does not return them as columns."""
-    metadata = schema.pandas_metadata or {}
-    return {name for name in metadata.get("index_columns", []) if isinstance(name, str)} & set(schema.names)
+    index = (schema.pandas_metadata or {}).get("index_columns", [])
+    return {name for name in index if isinstance(name, str)} & set(schema.names)
 
 
 # -- JSON ------------------------------------------------------------------------------------------------------------
 
 
 def _open_json(file: SourceFile) -> Source:
+    from gpuload.sources.json_columns import JsonColumns
+
     try:
         with opened(file) as (local, raw):
             columns = JsonColumns(file.name, raw)

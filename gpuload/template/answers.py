@@ -43,9 +43,9 @@ from dataclasses import replace
 from typing import Any
 
 from gpuload.reference.template_call import TemplateCall, rejection
-from gpuload.template.loss_marks import Answer, mark_problem, shape_problem, spans_with_loss, weights_of
+from gpuload.template.loss_marks import mark_problem, shape_problem, spans_with_loss, weights_of
 from gpuload.template.marks import CALLS, Render, UnknownAnswersError, taken_apart
-from gpuload.template.program import ByReference, Path, Ref, Rejected, Segment, Shape
+from gpuload.template.program import Answer, ByReference, Path, Ref, Rejected, Segment, Shape
 from gpuload.template.turns import End, Turns, is_inside
 
 _BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")

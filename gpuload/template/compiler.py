@@ -9,15 +9,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpuload.reference.template_call import TemplateCall
-from gpuload.template.answers import Answers
-from gpuload.template.automaton.rows import RenderedRow, RowRenderer, row_renderer
 from gpuload.template.probe import FAILED
-from gpuload.template.program import TEXT, ByReference, Rejected, Shape, Tree, describe_shape, describe_tree
+from gpuload.template.program import (
+    TEXT,
+    ByReference,
+    Rejected,
+    RenderedRow,
+    Shape,
+    Tree,
+    describe_shape,
+    describe_tree,
+)
 from gpuload.template.symbol import NotCompilableError
 from gpuload.template.trace import Texts, Tracer
+
+if TYPE_CHECKING:
+    from gpuload.template.answers import Answers
+    from gpuload.template.automaton.rows import RowRenderer
 
 FREE_LEAVES = 32
 MOST_LEAVES = 4096
@@ -99,11 +110,13 @@ class ChatProgram:
     def takes_any_shape(self) -> bool:
         """Whether single rows are rendered without transformers, whatever their shapes."""
         rows = self._renderer(False)
-        return isinstance(rows, RowRenderer) and not rows.wrong
+        return not isinstance(rows, ByReference) and not rows.wrong
 
     def _renderer(self, own_tools: bool) -> RowRenderer | ByReference:
         """What renders single rows, with tools of their own or without; or why nothing does."""
         if own_tools not in self._rows:
+            from gpuload.template.automaton.rows import row_renderer  # few loads of prompts need it
+
             with self.lock, self.call.clock_stopped():
                 try:
                     self._rows[own_tools] = row_renderer(self.call, self.answers, own_tools)

@@ -22,9 +22,6 @@ import numpy as np
 from gpuload.template.marks import UnknownAnswersError
 from gpuload.template.program import Shape
 
-Answer = tuple[int, int] | tuple[int, int, int]
-"""Start and end of a part with loss, and the number of its weight (`core.marks`) if that is not 1."""
-
 KEYS = ("loss", "loss_mask", "step_loss_mask", "train", "training", "weight")
 
 OTHERS = ("system", "developer", "user", "tool", "function", None)

@@ -88,3 +88,28 @@ def _probe(kind: str, role: str, style: str, as_text: bool) -> Probe:
 def between(text: str, one: str, other: str) -> str:
     """What is between two marks."""
     return text.partition(one)[2].partition(other)[0]
+
+
+def leaves_out_calls(call: TemplateCall, content: str | None) -> bool:
+    """Whether a template prints nothing of a tool call, as templates without tools do, and some next to a content.
+
+    Args:
+        call: template and constants.
+        content: of the message with the call.
+    """
+    mark, rendered = f"text {secrets.token_hex(8)}", False
+    for as_text in (False, True):
+        given: Any = {"x": mark}
+        function = {"name": "f", "arguments": json.dumps(given) if as_text else given}
+        calls = [{"id": _CALL_ID, "type": "function", "function": function}]
+        made = {"role": "assistant", "content": content, "tool_calls": calls}
+        result = {"role": "tool", "content": "r", "name": "f", "tool_call_id": _CALL_ID}
+        for results in ([], [result]):
+            try:
+                text = call.render([{"role": "user", "content": "q"}, made, *results])
+            except Exception:  # of a template that knows calls
+                continue
+            if mark in text:
+                return False
+            rendered = True
+    return rendered

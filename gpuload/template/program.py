@@ -18,12 +18,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 TEXT = "\0text"
 """Marks a field of a `Shape` whose value is free text."""
 
 EMPTY_LIST = "\0[]"
 """Marks a field of a `Shape` whose value is an empty list."""
+
+Answer = tuple[int, int] | tuple[int, int, int]
+"""Start and end of a part with loss, and the number of its weight (`core.marks`) if that is not 1."""
+
+
+class RenderedRow(NamedTuple):
+    """A row's text, and start and end of each part with loss, in bytes; no parts if nobody asks."""
+
+    text: str
+    answers: list[Answer]
+
 
 Shape = tuple[tuple[tuple[str, str | None], ...], ...]
 """One tuple per message: its fields in order, as (name, value) with the role, None, `TEXT` or `EMPTY_LIST` as value."""

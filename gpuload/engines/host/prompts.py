@@ -25,9 +25,8 @@ from gpuload.reference.reference import Reference, messages_of
 from gpuload.reference.template_call import rejection
 from gpuload.sources.columns import to_python
 from gpuload.sources.types import JSON_TYPE, is_list, is_plain, is_text
-from gpuload.template.automaton.rows import RenderedRow
 from gpuload.template.compiler import ChatProgram
-from gpuload.template.program import ByReference
+from gpuload.template.program import ByReference, RenderedRow
 
 
 @garbage_collection_paused()

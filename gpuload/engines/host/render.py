@@ -22,7 +22,7 @@ from gpuload.engines.host.texts import Bytes, HostTexts, Ints, gather
 from gpuload.engines.protocol import RenderedRows, TextColumn, Tokenized, add_seconds
 from gpuload.engines.walk import Operations, Walk
 from gpuload.template.compiler import ChatProgram
-from gpuload.template.loss_marks import Answer
+from gpuload.template.program import Answer
 
 MOST_BYTES = 1 << 28
 """A column is rendered in slices of about this much text, which bounds the memory needed besides the result."""

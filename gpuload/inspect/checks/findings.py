@@ -75,6 +75,11 @@ RULES: Mapping[str, CheckRule] = {
         "reasoning of a last answer that the template does not print; an info for reasoning of earlier turns alone",
         "use a template that prints reasoning_content, or write the reasoning into the content as the template expects",
     ),
+    "calls dropped": CheckRule(
+        "answers with tool calls that the template does not print: the model learns to end its turn instead",
+        "use a template with tools; some print calls only where the content is null",
+        error=0.01,
+    ),
     "answers rewritten": CheckRule(
         "conversations with answers that inference would not have behind the same prompt, because the template "
         "rewrites history; looked up in a sample",

@@ -19,6 +19,7 @@ from gpuload.kinds.normalize import argument_forms
 from gpuload.reference.reference import Reference
 from gpuload.sources.columns import to_python
 from gpuload.sources.types import JSON_TYPE, is_list
+from gpuload.template.probes import leaves_out_calls
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 _COLUMNS = (("image", "images"), ("video", "videos"), ("audio", "audios"))
@@ -95,8 +96,15 @@ class TextChecks:
         return argument_forms(self._reference.call, exactly=True)
 
     def _arguments(self, messages: FlatMessages) -> Iterator[Hit]:
-        if not (messages.arguments != NONE).any():
+        calling = messages.arguments != NONE
+        if not calling.any():
             return
+        some = as_numpy(pc.binary_length(messages.text)) > 0
+        left_out = np.zeros(len(messages), np.bool_)
+        for content, those in ((None, messages.null), ("", ~messages.null & ~some), ("a", ~messages.null & some)):
+            if (those & calling).any() and leaves_out_calls(self._reference.call, content):
+                left_out |= those & calling
+        yield Hit("calls dropped", messages.rows_of(left_out), lambda row: "the template prints nothing of a tool call")
         objects, text = self._forms
         if objects and not text:
             found = messages.arguments == TEXT

@@ -24,6 +24,7 @@ from gpuload.engines.conversations import Conversations
 from gpuload.engines.host.render import write
 from gpuload.engines.shapes import group
 from gpuload.engines.walk import Walk
+from gpuload.kinds.served.sampled import PROMPT_IDS, TOKEN_IDS
 from gpuload.kinds.served.turns import REASONING
 from gpuload.sources.columns import to_python
 from gpuload.template.compiler import FEWEST_ROWS, FREE_LEAVES, ChatProgram
@@ -151,7 +152,8 @@ class ColumnFinder:
         """Row and number of each message with an answer, of rows that may be made here; ascending."""
         nothing = np.zeros(0, np.int64)
         role = next((one for one in column.fields if one.name == "role" and one.texts is not None), None)
-        if role is None or role.texts is None or not len(column):
+        sampled = any(one.name in (TOKEN_IDS, PROMPT_IDS) for one in column.fields)
+        if role is None or role.texts is None or not len(column) or sampled:
             return nothing, nothing
         found = group(column)
         usable = np.ones(len(column), bool)

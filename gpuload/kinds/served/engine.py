@@ -37,6 +37,7 @@ from gpuload.engines.protocol import Prompts, Tokenized, add_seconds
 from gpuload.kinds.prefixes import cutting_tokens
 from gpuload.kinds.served.columns import ColumnFinder, ColumnTurns
 from gpuload.kinds.served.reference import ServedReference
+from gpuload.kinds.served.sampled import is_sampled
 from gpuload.kinds.served.stored import LOST, WITHOUT_THINKING, ServedRows, single_rows
 from gpuload.kinds.served.texts import ServedText, TextTurns, byte_count, joined_rows, maximal
 from gpuload.kinds.served.turns import NO_BLOCK, SWITCHES, Turn
@@ -45,9 +46,8 @@ from gpuload.kinds.training_reference import KWARGS, TOOLS, own_arguments
 from gpuload.reference.template_call import TemplateCall
 from gpuload.sources.columns import to_python
 from gpuload.sources.types import JSON_TYPE, is_messages, is_plain
-from gpuload.template.automaton.rows import RenderedRow
 from gpuload.template.compiler import FEWEST_ROWS, ChatProgram
-from gpuload.template.program import ByReference
+from gpuload.template.program import ByReference, RenderedRow
 
 _MOST_KWARGS = 32  # different arguments of rows for which the template is compiled
 _TAIL = 512  # characters at the end of a prompt in which its last special token is looked for
@@ -184,6 +184,10 @@ class ServedEngine(HostEngine):
 
         writer = reference.writer_of(calls, render)
         made = TextTurns({}, wanted, messages, call)
+        if is_sampled(messages):
+            why_not.append("messages have token_ids")
+            made.sampled = row
+            return made
         for number in wanted:
             turn = writer.turn(messages, number)
             loss = [] if isinstance(turn, int) else reference.loss_in(turn, messages, call)
@@ -238,7 +242,9 @@ class ServedEngine(HostEngine):
         ids = self.ids(rows) if len(rows) else Ragged.from_lists([])
         marked, words = self._marked(found, first, rows, ids), []
         for each, low, answers in zip(found, first[:-1].tolist(), marked, strict=True):
-            if answers is None:
+            if each.sampled is not None:
+                made = self._reference.rows_of(each.sampled)
+            elif answers is None:
                 made = self._reference.rows_of_turns(each.turns, each.wanted, each.messages, each.call)
             else:
                 made = ServedRows([(ids[low + k], number) for k, (_, number) in enumerate(each.rows)], answers)

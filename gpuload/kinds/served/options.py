@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpuload.core.errors import OptionError
-from gpuload.core.options import LossOn, MissingReasoning, Options, TurnsMode, template_source
+from gpuload.core.options import History, LossOn, MissingReasoning, Options, TurnsMode, template_source
 
-OF_SERVED = ("turns", "missing_reasoning", "serving_template", "thinking")
+OF_SERVED = ("turns", "missing_reasoning", "serving_template", "thinking", "history")
 """Names of these options."""
 
 LOSS_ON: dict[str, tuple[LossOn, ...]] = {
@@ -23,13 +23,14 @@ class ServedOptions:
     """How conversations become rows.
 
     Attributes:
-        turns, missing_reasoning, serving_template, thinking: as for `load_chats`.
+        turns, missing_reasoning, serving_template, thinking, history: as for `load_chats`.
     """
 
     turns: TurnsMode = "conversation"
     missing_reasoning: MissingReasoning = "prompt"
     serving_template: str | None = None
     thinking: tuple[str, str] | None = None
+    history: History = "rendered"
 
     @property
     def as_served(self) -> bool:
@@ -41,7 +42,8 @@ class ServedOptions:
         template = self.serving_template
         return {
             "missing_reasoning": self.missing_reasoning,
-            "serving_template": None if template is None else template_source(template),
+            "serving_template": None if template is None else template_source(template, "serving_template"),
+            "history": self.history,
             "thinking": None if self.thinking is None else tuple(self.thinking),
         }
 

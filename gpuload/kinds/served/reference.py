@@ -14,11 +14,12 @@ from typing import Any, Self
 import numpy as np
 
 from gpuload.core.marks import loss_bits
-from gpuload.core.options import LossOn, MissingReasoning
+from gpuload.core.options import History, LossOn, MissingReasoning
 from gpuload.kinds.chats.reference import ChatReference
+from gpuload.kinds.served.sampled import is_sampled, rows_of_sampled, sampled_problem
 from gpuload.kinds.served.stored import LOST, MERGED, WITHOUT_THINKING, LearnedAnswer, ServedRows
 from gpuload.kinds.served.turns import NO_BLOCK, Turn, TurnWriter
-from gpuload.kinds.training_reference import own_arguments
+from gpuload.kinds.training_reference import messages_in, own_arguments
 from gpuload.reference.template_call import TemplateCall
 from gpuload.reference.volatile import Clock
 from gpuload.template.answers import has_blocks
@@ -30,7 +31,7 @@ class ServedReference(ChatReference):
 
     Args:
         tokenizer, loss_on, weights, **settings: as for `ChatReference`.
-        missing_reasoning, serving_template, thinking: as for `load_chats`.
+        missing_reasoning, serving_template, thinking, history: as for `load_chats`.
 
     """
 
@@ -43,11 +44,12 @@ class ServedReference(ChatReference):
         missing_reasoning: MissingReasoning = "prompt",
         serving_template: str | None = None,
         thinking: tuple[str, str] | None = None,
+        history: History = "rendered",
         **settings: Any,
     ):
         super().__init__(tokenizer, loss_on, weights, **settings)
         assert self.uses_template
-        self.missing_reasoning, self.thinking = missing_reasoning, thinking
+        self.missing_reasoning, self.thinking, self.history = missing_reasoning, thinking, history
         self.serving_template = None if serving_template is None else self._template(serving_template)
 
     @property
@@ -110,6 +112,11 @@ class ServedReference(ChatReference):
         number = 0 if weight == 1 else int(np.searchsorted(self.weights, weight)) + 1
         return int(loss_bits(number))
 
+    def problem(self, prompt: Any) -> str | None:
+        if (reason := super().problem(prompt)) or not is_sampled(messages := messages_in(prompt)):
+            return reason
+        return sampled_problem(messages, len(self.tokenizer))
+
     def ids(self, prompt: Any) -> list[int]:
         """The rows of one conversation, as they are stored."""
         if isinstance(prompt, str):
@@ -123,6 +130,8 @@ class ServedReference(ChatReference):
         own = own_arguments(prompt)
         calls = self.call_with(own), self.call_with(own, prompt_only=True)
         writer = self.writer_of(calls) if own else self.writer
+        if is_sampled(messages):
+            return rows_of_sampled(self, calls, writer, messages, wanted)
         return self.rows_of_turns(
             {number: writer.turn(messages, number) for number in wanted}, wanted, messages, calls[0]
         )
@@ -147,7 +156,7 @@ class ServedReference(ChatReference):
         for number, turn in turns.items():
             if not isinstance(turn, int):
                 loss = self.loss_in(turn, messages, call)
-                answer, merged = self._answer(turn, loss, self.bits_of(wanted[number]))
+                answer, merged = self.answer(turn, loss, self.bits_of(wanted[number]))
                 if answer.bits.any():
                     learned.append(answer)
                     counts[LOST] += turn.lost
@@ -170,7 +179,7 @@ class ServedReference(ChatReference):
         found = [(max(start - turn.start, 0), min(end - turn.start, len(turn.answer))) for start, end in blocks]
         return [(start, end) for start, end in found if start < end]
 
-    def _answer(self, turn: Turn, loss: Sequence[tuple[int, int]], bits: int) -> tuple[LearnedAnswer, bool]:
+    def answer(self, turn: Turn, loss: Sequence[tuple[int, int]], bits: int) -> tuple[LearnedAnswer, bool]:
         """An answer behind its prompt as ids, and whether both were encoded by themselves."""
         prompt = self.encode(turn.prompt)
         encoded = self.tokenizer(turn.prompt + turn.answer, add_special_tokens=False)
@@ -193,6 +202,11 @@ class ServedReference(ChatReference):
                     found[max(low - first, 0) : len(found) if high is None else high + 1 - first] = bits
         return LearnedAnswer(turn.number, np.array(ids, np.int32), begin, found), merged
 
+    def encode_behind(self, text: str) -> list[int]:
+        """The ids of text behind a special token."""
+        before = self.anchor
+        return self.encode(before + text)[len(self.encode(before)) if before else 0 :]
+
     @cached_property
     def anchor(self) -> str:
         """A special token behind which text is encoded as in the middle of another text; empty if there is none."""
@@ -201,7 +215,7 @@ class ServedReference(ChatReference):
 
     @property
     def variant(self) -> str:
-        served = repr((self.missing_reasoning, self.serving_template, self.thinking))
+        served = repr((self.missing_reasoning, self.serving_template, self.thinking, self.history))
         return f"{super().variant} as served {served}"
 
 

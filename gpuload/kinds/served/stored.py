@@ -22,10 +22,12 @@ COUNTS = (
     "answers whose reasoning the template does not write",
     "answers that would merge with the prompt: ids of both parts, one after the other",
     "answers without reasoning, behind the template's prompt without thinking",
+    "answers with token_ids that are not those of their text",
+    "prompts in which the template rewrites answers with token_ids: ids of their text",
 )
 """What is counted of a conversation's answers."""
 
-LOST, MERGED, WITHOUT_THINKING = range(len(COUNTS))
+LOST, MERGED, WITHOUT_THINKING, RESAMPLED, REWRITTEN = range(len(COUNTS))
 
 _FIXED = 4 + len(COUNTS)
 

@@ -24,6 +24,7 @@ class TextTurns:
         wanted, messages, call: as for `ServedReference.rows_of_turns`.
         rows: the texts of its rows, and the message with which each ends.
         answers: of each learned turn, its row and what has loss in it, in characters of the answer.
+        sampled: the row, if it has ids of its own (`sampled.py`); then there are no rows and answers here.
     """
 
     turns: dict[int, Turn | int]
@@ -32,6 +33,7 @@ class TextTurns:
     call: TemplateCall
     rows: list[tuple[str, int]] = field(default_factory=list)
     answers: list[tuple[Turn, int, list[tuple[int, int]]]] = field(default_factory=list)
+    sampled: Any = None
 
 
 @dataclass(kw_only=True, eq=False)

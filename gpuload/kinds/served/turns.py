@@ -34,10 +34,11 @@ REASONS = (
     "the text of the answer has a stop token, and the template changes that text",
     "the template writes nothing for the answer",
     "no token of the answer is in a {% generation %} block",
+    "its prompt_token_ids are not those of the prompt",
 )
 """Why a turn is not learned. Stored tokens have the number: new reasons come last."""
 
-OTHER, FAILS, OPENED, NO_SWITCH, SKIPPED, STOP_IN_TEXT, NOTHING, NO_BLOCK = range(len(REASONS))
+OTHER, FAILS, OPENED, NO_SWITCH, SKIPPED, STOP_IN_TEXT, NOTHING, NO_BLOCK, OTHER_IDS = range(len(REASONS))
 
 THINKING = (
     ("<think>", "</think>"),

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 
@@ -32,10 +32,9 @@ from gpuload.template.automaton.functions import Functions
 from gpuload.template.automaton.nodes import Automaton
 from gpuload.template.automaton.printed import blocks_of, parts_of
 from gpuload.template.automaton.recorder import NotDeterministicError, Recorder
-from gpuload.template.loss_marks import Answer
 from gpuload.template.marks import UnknownAnswersError
 from gpuload.template.probe import ADVERSARIAL
-from gpuload.template.program import ByReference, Rejected
+from gpuload.template.program import ByReference, Rejected, RenderedRow
 from gpuload.template.sandbox import Meter
 from gpuload.template.symbol import NotCompilableError
 from gpuload.template.trace import MOST_SECONDS, MOST_STEPS
@@ -59,13 +58,6 @@ _BEGIN, _END = -1, -2
 
 Row = dict[str, Any]
 """The variables of the template that differ from row to row."""
-
-
-class RenderedRow(NamedTuple):
-    """A row's text, and start and end of each part with loss, in bytes; no parts if nobody asks."""
-
-    text: str
-    answers: list[Answer]
 
 
 @dataclass

@@ -1,0 +1,147 @@
+"""Conversations whose answers come with the ids that were sampled: `token_ids` of messages. Row-wise, as in `turns.py`.
+
+The ids of such an answer are these, whatever its text would be encoded as, and no stop token is added. Its prompt is
+P, also where the template does not write P before the answer.
+
+history="rendered"   the ids of a prompt are those of its text, as for a chat API
+history="sampled"    a prompt that begins with P and the text of an earlier sampled answer has that answer's ids, and
+                     those of what the template writes behind it
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from gpuload.core.options import History
+from gpuload.kinds.served.stored import LOST, MERGED, RESAMPLED, REWRITTEN, WITHOUT_THINKING, LearnedAnswer, ServedRows
+from gpuload.kinds.served.turns import FAILS, NOTHING, OTHER_IDS, Turn, TurnWriter
+from gpuload.reference.template_call import TemplateCall
+
+TOKEN_IDS, PROMPT_IDS = "token_ids", "prompt_token_ids"
+
+
+def is_sampled(messages: Any) -> bool:
+    """Whether a message of a conversation has ids of its own."""
+    return isinstance(messages, list) and any(
+        isinstance(each, dict) and (each.get(TOKEN_IDS) is not None or each.get(PROMPT_IDS) is not None)
+        for each in messages
+    )
+
+
+def sampled_problem(messages: Any, size: int) -> str | None:
+    """Why ids of messages cannot be used; None if they can.
+
+    Args:
+        size: of the vocabulary.
+    """
+    for number, message in enumerate(messages):
+        for name in (TOKEN_IDS, PROMPT_IDS):
+            ids = message.get(name)
+            plain = isinstance(ids, list) and all(isinstance(each, int) and 0 <= each < size for each in ids)
+            if ids is not None and not plain:
+                return f"{name} of message {number} is not a list of ids from 0 to {size - 1}"
+            if ids is not None and message.get("role") != "assistant":
+                return f"message {number} has {name}, and its role is not assistant"
+    return None
+
+
+class Encoding(Protocol):
+    """What a `ServedReference` does for this."""
+
+    history: History
+
+    def encode(self, text: str) -> list[int]: ...
+    def encode_behind(self, text: str) -> list[int]: ...
+    def answer(self, turn: Turn, loss: Sequence[tuple[int, int]], bits: int) -> tuple[LearnedAnswer, bool]: ...
+    def bits_of(self, weight: float) -> int: ...
+
+
+class _Sampled:
+    """Makes the rows of one conversation. For the arguments see `rows_of_sampled`."""
+
+    def __init__(self, reference: Encoding, writer: TurnWriter, serving: TemplateCall, messages: Sequence[Any]):
+        self._reference, self._writer, self._serving, self._messages = reference, writer, serving, messages
+        self._known: list[tuple[str, list[int]]] = []  # texts up to sampled answers, and their ids
+        self.counts = ServedRows().counts
+
+    def answer(self, number: int, bits: int) -> LearnedAnswer | int:
+        """An answer with loss, or the number of the reason why it has none; what is learned of it is known later."""
+        reference, message = self._reference, self._messages[number]
+        turn = self._writer.turn(self._messages, number)
+        given = message.get(TOKEN_IDS)
+        if given is None:
+            return turn if isinstance(turn, int) else self._rendered(turn, message, bits)
+        try:
+            text = self._serving.render(self._messages[:number])
+        except Exception:
+            return FAILS
+        prompt = self._ids_of(text)
+        if message.get(PROMPT_IDS) not in (None, prompt):
+            return OTHER_IDS
+        ids = prompt + given
+        if isinstance(turn, Turn) and turn.prompt == text:
+            rendered = reference.answer(turn, [(0, len(turn.answer))], bits)[0]
+            self.counts[RESAMPLED] += rendered.ids[rendered.begin :].tolist() != given
+            whole = text + turn.answer
+            *_, stop = (len(turn.answer), *(found.start() for found in self._writer.stops.finditer(turn.answer)))
+            if turn.stopped and given[-1:] != reference.encode(turn.answer[stop:]):
+                whole = text + turn.answer[:stop]  # the template's stop token follows, without loss
+            self._known.append((whole, ids))
+        if not given:
+            return NOTHING
+        return LearnedAnswer(number, np.array(ids, np.int32), len(prompt), np.full(len(given), bits, np.int32))
+
+    def _rendered(self, turn: Turn, message: Mapping[str, Any], bits: int) -> LearnedAnswer | int:
+        """An answer without ids of its own."""
+        reference = self._reference
+        prompt = self._ids_of(turn.prompt)
+        if message.get(PROMPT_IDS) not in (None, prompt):
+            return OTHER_IDS
+        answer, merged = reference.answer(turn, [(0, len(turn.answer))], bits)
+        for which, counted in ((LOST, turn.lost), (MERGED, merged), (WITHOUT_THINKING, turn.without_thinking)):
+            self.counts[which] += counted
+        if answer.ids[: answer.begin].tolist() == prompt:
+            return answer
+        ids = answer.ids[answer.begin :]
+        return LearnedAnswer(turn.number, np.array([*prompt, *ids], np.int32), len(prompt), answer.bits)
+
+    def _ids_of(self, prompt: str) -> list[int]:
+        if self._reference.history == "sampled" and self._known:
+            for text, ids in reversed(self._known):
+                if prompt.startswith(text):
+                    return ids + self._reference.encode_behind(prompt[len(text) :])
+            self.counts[REWRITTEN] += 1
+        return self._reference.encode(prompt)
+
+
+def rows_of_sampled(
+    reference: Encoding,
+    calls: tuple[TemplateCall, TemplateCall],
+    writer: TurnWriter,
+    messages: Sequence[Any],
+    wanted: Mapping[int, float],
+) -> ServedRows:
+    """The rows of a conversation with sampled ids.
+
+    Args:
+        calls: how conversations and prompts are rendered.
+        writer: of these calls.
+        messages, wanted: see `wanted_in`.
+    """
+    made = _Sampled(reference, writer, calls[1], messages)
+    learned: list[LearnedAnswer] = []
+    reasons: dict[int, int] = {}
+    for number, message in enumerate(messages):
+        if message.get("role") != "assistant" or not (number in wanted or message.get(TOKEN_IDS) is not None):
+            continue
+        found = made.answer(number, reference.bits_of(wanted.get(number, 1.0)))
+        if number not in wanted:
+            continue
+        if isinstance(found, int):
+            reasons[found] = reasons.get(found, 0) + 1
+        else:
+            learned.append(found)
+    rows = ServedRows.of(learned)
+    rows.reasons, rows.counts = reasons, made.counts
+    return rows

@@ -1,0 +1,149 @@
+"""Rows as served of answers with the ids that were sampled."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from test_served import STRIPPING, load, random_conversation
+
+import gpuload
+from gpuload.core.errors import OptionError
+from gpuload.kinds.served.reference import ServedReference
+
+QUESTION, STOP = {"role": "user", "content": "Well?"}, "<|im_end|>"
+
+
+def split_up(tokenizer: Any, text: str) -> list[int]:
+    """The ids of the characters of a text, which are others than those of the text."""
+    return [token for character in text for token in tokenizer.encode(character, add_special_tokens=False)]
+
+
+def conversation(tokenizer: Any, *answers: str, stop: str = STOP) -> list[dict[str, Any]]:
+    """Answers with ids that the tokenizer would not choose."""
+    end = tokenizer.encode(stop, add_special_tokens=False) if stop else []
+    ids = [split_up(tokenizer, answer) + end for answer in answers]
+    pairs = zip(answers, ids, strict=True)
+    return [m for text, own in pairs for m in (QUESTION, {"role": "assistant", "content": text, "token_ids": own})]
+
+
+def made(tokenizer: Any, rows: list[Any], as_json: bool = True, **options: Any) -> Any:
+    if as_json:
+        return load(tokenizer, rows, verify="full", **options)
+    return gpuload.load_chats(pa.table({"messages": rows}), tokenizer, turns="served", verify="full", **options)
+
+
+def learned(row: dict[str, Any]) -> list[int]:
+    return [label for label in row["labels"] if label != -100]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_sampled_ids_are_learned_and_are_in_later_prompts_if_asked_for(qwen: Any, as_json: bool) -> None:
+    messages = conversation(qwen, "forty two", "certainly")
+    first, second = messages[1]["token_ids"], messages[3]["token_ids"]
+    plain = [{key: m[key] for key in ("role", "content")} for m in messages]
+    prompts = [qwen.apply_chat_template(plain[:k], add_generation_prompt=True)["input_ids"] for k in (1, 3)]
+
+    rendered = made(qwen, [messages] * 9, as_json)
+    assert [row["input_ids"] for row in rendered[:2]] == [prompts[0] + first, prompts[1] + second]
+    assert [learned(row) for row in rendered[:2]] == [first, second]
+    assert rendered.report.counts["answers with token_ids that are not those of their text"] == 18
+
+    sampled = made(qwen, [messages] * 9, as_json, history="sampled")
+    text = qwen.apply_chat_template(plain[:3], add_generation_prompt=True, tokenize=False)
+    rest = qwen.encode(text.rpartition("forty two" + STOP)[2], add_special_tokens=False)
+    assert [row["input_ids"] for row in sampled[:]] == [prompts[0] + first + rest + second] * 9
+    assert learned(sampled[0]) == first + second
+    assert not rendered.report.check.mismatches + sampled.report.check.mismatches
+
+
+@pytest.mark.parametrize("template", [None, STRIPPING])
+def test_random_conversations_with_the_ids_of_their_texts(qwen: Any, template: str | None) -> None:
+    rng, own, with_ids = random.Random(5), {"chat_template": template} if template else {}, 0
+    plain = ServedReference(qwen, "assistant", **own)
+    others = [ServedReference(qwen, "assistant", history=history, **own) for history in ("rendered", "sampled")]
+    for _ in range(60):
+        messages = random_conversation(rng)
+        given = [*messages]
+        for number, message in enumerate(messages):
+            turn = plain.writer.turn(messages, number) if message["role"] == "assistant" else 0
+            if not isinstance(turn, int) and turn.stopped and not turn.without_thinking and rng.random() < 0.7:
+                answer, merged = plain.answer(turn, [(0, len(turn.answer))], 1)
+                if not merged:  # with the prompt: no later prompt has these ids
+                    given[number] = {**message, "token_ids": answer.ids[answer.begin :].tolist()}
+                    with_ids += 1
+        expected = [(ids.tolist(), number) for ids, number in plain.rows_of(messages).rows]
+        for other in others:
+            assert [(ids.tolist(), number) for ids, number in other.rows_of(given).rows] == expected
+    assert with_ids > 20
+
+
+def test_ids_without_a_stop_token_get_none_with_loss(qwen: Any) -> None:
+    messages = conversation(qwen, "forty two", "certainly", stop="")
+    row = made(qwen, [messages], history="sampled")[0]
+    assert learned(row) == messages[1]["token_ids"] + messages[3]["token_ids"]
+    assert qwen.decode(row["input_ids"]).count("forty two" + STOP) == 1
+
+
+def test_ids_that_are_those_of_the_text_change_nothing(qwen: Any) -> None:
+    plain = [{key: m[key] for key in ("role", "content")} for m in conversation(qwen, "forty two", "certainly")]
+    own = [
+        {**m, "token_ids": qwen.encode(m["content"] + STOP, add_special_tokens=False)} if m["role"] != "user" else m
+        for m in plain
+    ]
+    expected = made(qwen, [plain])[:]
+    for history in ("rendered", "sampled"):
+        data = made(qwen, [own], history=history)
+        assert data[:] == expected
+        assert not any("token_ids" in what for what in data.report.counts)
+
+
+def test_history_that_the_template_rewrites_is_tokenized_again(qwen: Any) -> None:
+    messages = conversation(qwen, "forty two", "certainly")
+    for message in messages[1::2]:
+        message["reasoning_content"] = "hm"
+    data = made(qwen, [messages], history="sampled", chat_template=STRIPPING)
+    assert [learned(row) for row in data[:]] == [messages[1]["token_ids"], messages[3]["token_ids"]]
+    plain = [{key: m[key] for key in ("role", "content")} for m in messages]
+    prompt = qwen.apply_chat_template(plain[:3], add_generation_prompt=True, chat_template=STRIPPING)["input_ids"]
+    assert data[1]["input_ids"][: len(prompt)] == prompt
+    assert data.report.counts["prompts in which the template rewrites answers with token_ids: ids of their text"] == 1
+
+
+def test_the_prompt_must_be_the_one_that_was_sampled_behind(qwen: Any) -> None:
+    messages = conversation(qwen, "forty two", "certainly")
+    prompt = qwen.apply_chat_template(messages[:1], add_generation_prompt=True)["input_ids"]
+    messages[1]["prompt_token_ids"] = prompt
+    assert len(made(qwen, [messages])) == 2
+    messages[1]["prompt_token_ids"] = prompt[:-1]
+    data = made(qwen, [messages])
+    assert [learned(row) for row in data[:]] == [messages[3]["token_ids"]]
+    assert data.report.counts["turns not learned: its prompt_token_ids are not those of the prompt"] == 1
+
+
+def test_ids_that_are_none(qwen: Any) -> None:
+    good, size = conversation(qwen, "forty two"), len(qwen)
+    bad = [[QUESTION, {**good[1], "token_ids": ids}] for ids in (["a"], "12", [size], [-1], {})]
+    data = made(qwen, [good, *bad, [{**QUESTION, "token_ids": [1]}, good[1]], [QUESTION, {**good[1], "token_ids": []}]])
+    assert len(data) == 1
+    assert data.report.rejected == {
+        f"token_ids of message 1 is not a list of ids from 0 to {size - 1}": 5,
+        "message 0 has token_ids, and its role is not assistant": 1,
+        "no turn is learned: the template writes nothing for the answer": 1,
+    }
+
+
+def test_loss_weights_caches_and_options(qwen: Any, qwen_folder: str, warm_cache: Path, tmp_path: Path) -> None:
+    messages = conversation(qwen, "forty two", "certainly")
+    messages[1]["weight"] = 0
+    rows = [{"messages": messages}] * 3
+    options: dict[str, Any] = {"path": tmp_path / "x.jsonl"}
+    found = [load(qwen_folder, rows, **options, history="sampled") for _ in range(2)]
+    assert [learned(row) for row in found[0][:]] == [messages[3]["token_ids"]] * 3
+    assert found[1].report.from_cache
+    assert found[0][:] == found[1][:] != load(qwen_folder, rows, **options)[:]
+    with pytest.raises(OptionError, match="history"):
+        load(qwen, [messages], history="x")
+    with pytest.raises(OptionError, match="turns='served'"):
+        gpuload.load_chats(pa.table({"messages": [messages]}), qwen, history="sampled")
