@@ -244,6 +244,12 @@ def exif(orientation: int) -> Any:
     return made
 
 
+XMP = (
+    b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#">'
+    b'<rdf:Description xmlns:tiff="http://ns.adobe.com/tiff/1.0/" tiff:Orientation="6"/></rdf:RDF></x:xmpmeta>'
+)
+
+
 def encodings(width: int = 90, height: int = 61) -> Iterator[tuple[str, bytes]]:
     """The files of an image in many encodings, by their names."""
     for mode in ("RGB", "L", "CMYK"):
@@ -269,4 +275,8 @@ def encodings(width: int = 90, height: int = 61) -> Iterator[tuple[str, bytes]]:
     yield "tiff", encoded(picture(width, height), "TIFF")
     yield "tiff turned", encoded(picture(width, height), "TIFF", exif=exif(6))
     yield "ppm", encoded(picture(width, height), "PPM")
+    for format in ("JPEG", "WEBP"):
+        yield f"{format.lower()} turned by XMP", encoded(picture(width, height), format, xmp=XMP)
+    yield "mpo", encoded(picture(width, height), "MPO", save_all=True, append_images=[picture(width, height)])
+    yield "gif long comment", encoded(picture(width, height, "P"), "GIF", comment=b"x" * 30000)
     yield "jpeg large metadata", encoded(picture(width, height), "JPEG", exif=exif(6), comment=b"x" * 65000)

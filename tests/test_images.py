@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from image_cases import BUILDERS, encoded, encodings, picture
-from PIL import Image, ImageOps
+from PIL import Image, ImageFile, ImageOps
 from tiers import core, exhaustive
 
 import gpuload
@@ -26,7 +26,7 @@ from gpuload.kinds.images import engine
 from gpuload.kinds.images.engine import ImageEngine
 from gpuload.kinds.images.options import ImageOptions
 from gpuload.kinds.images.reference import ImageReference
-from gpuload.media.headers import ImageError, decode, read_header, sample_of
+from gpuload.media.headers import FileBytes, ImageError, decode, read_header, sample_of
 from gpuload.media.references import Places, media_of
 from gpuload.media.rule import ImageRule, same
 
@@ -202,6 +202,32 @@ def test_truncated_files_are_found(format: str) -> None:
 def test_files_with_something_behind_their_end_are_decoded_and_kept() -> None:
     for format in ("JPEG", "PNG"):
         assert read_header(encoded(picture(30, 20), format) + b"\0\0\0")[:2] == (20, 30)
+
+
+@pytest.mark.parametrize("load_truncated", [False, True])
+def test_sizes_of_damaged_files_are_those_of_decoded_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load_truncated: bool
+) -> None:
+    """Whatever is in a file: if it can be decoded, the header has its size, or it is refused."""
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", load_truncated)
+    rng, files, compared = random.Random(load_truncated), [data for _, data in encodings(40, 31)], 0
+    for _ in range(800):
+        data = bytearray(rng.choice(files))
+        at = rng.randrange(min(len(data), 400))
+        if kind := rng.randrange(4):
+            data[at : at + rng.randrange(3)] = rng.randbytes(kind)
+        else:
+            del data[rng.randrange(len(data)) :]
+        (tmp_path / "file").write_bytes(data)
+        try:
+            found = [read_header(each, most_pixels=10**6) for each in (data, FileBytes(str(tmp_path / "file")))]
+            image = decode(data)
+        except ImageError:
+            continue
+        assert found[0] == found[1]
+        assert (image.height, image.width) == found[0][:2], data.hex()
+        compared += 1
+    assert compared > 200
 
 
 def test_flipped_bits_are_found_by_decoding() -> None:
