@@ -13,6 +13,7 @@
 # make browser-test  the page of gpuload inspect in headless Chromium, which has to be installed
 # make transformers4-test  the tests with transformers 4.57.6, in a separate environment
 # make tokenizers1-test  the encoder of tokenizers 1.0, which is installed into a folder of its own, and the core on objects of it
+# make images-test  processors of images that need torchvision, which is installed into a folder of its own
 # make exact      every row of ../shared with the kernels of ten tokenizers, on the host; 74 variants of tokenizers
 # make damage     100 loads killed while they fill the token cache, and 1,000 damaged parquet files
 # make bench      measure against verl 0.9.1 and others (python -m bench); records in bench/results/
@@ -24,7 +25,7 @@ PART ?=
 SEED := $(or $(SEED),$(shell date +%s))
 
 .PHONY: demo test test-all checks tests browser-test transformers4-test docs verl-test verl-matrix trl-matrix ray-test trainers-test automodel-test
-.PHONY: tokenizers1-test llamafactory-test axolotl-test megatron-test torchtitan-test slime-test nemo-rl-test exact damage bench
+.PHONY: images-test tokenizers1-test llamafactory-test axolotl-test megatron-test torchtitan-test slime-test nemo-rl-test exact damage bench
 .PHONY: verl-env clean
 
 demo: .venv/installed
@@ -60,6 +61,10 @@ tokenizers1-test: .venv/installed-dev .venv-tokenizers1/installed
 	$(BIN)/python -m pytest -n auto -p on_tokenizers1 tests/test_acceptance.py tests/test_cache.py tests/test_chat_loaders.py \
 		tests/test_chats.py tests/test_exact.py tests/test_pairs.py tests/test_prompts.py tests/test_tokenizers.py \
 		-k "not gigatoken and not every_code_point and not test_kinds and not differs and not side_by_side and not start_together"
+
+images-test: export GPULOAD_TORCHVISION = $(CURDIR)/.venv-images
+images-test: .venv/installed-dev .venv-images/installed
+	PART=all $(BIN)/python -m pytest -n auto -p on_torchvision tests/test_images.py
 
 docs: .venv/installed-dev
 	$(BIN)/python docs/build.py
@@ -144,6 +149,11 @@ bench: .venv/installed-dev .venv-verl/installed
 
 .venv-tokenizers1/installed: .venv/installed
 	$(BIN)/python -m pip install -q --no-deps --target .venv-tokenizers1 tokenizers==1.0.0rc3
+	touch $@
+
+# The torchvision that fits the torch of constraints.txt.
+.venv-images/installed: .venv/installed
+	$(BIN)/python -m pip install -q --no-deps --target .venv-images torchvision==0.28.0
 	touch $@
 
 .venv-ray/installed: pyproject.toml constraints.txt

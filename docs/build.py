@@ -53,6 +53,14 @@ def options() -> str:
     return "\n\n".join(parts)
 
 
+def image_options() -> str:
+    """Those of `gpuload.load` with a processor."""
+    from gpuload.core.keywords import ImageKeywords, described
+    from gpuload.kinds.images.options import ImageOptions
+
+    return _entries(ImageOptions, described(ImageKeywords), [field.name for field in dataclasses.fields(ImageOptions)])
+
+
 def verl_settings() -> str:
     """The keys of `data.gpuload` in verl's configuration."""
     from gpuload.core.keywords import PromptKeywords, described
@@ -135,7 +143,7 @@ def containers() -> str:
 
 
 GENERATORS: dict[str, Callable[[], str]] = {
-    made.__name__: made for made in (options, verl_settings, commands, checks, contributing, containers)
+    made.__name__: made for made in (options, image_options, verl_settings, commands, checks, contributing, containers)
 }
 
 

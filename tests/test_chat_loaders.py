@@ -100,6 +100,31 @@ def test_groups_of_similar_lengths_resume_with_the_same_number_of_ranks(chats: g
         chats.loader(**budget, shuffle=True, seed=0, world_size=2).load_state_dict(loader.state_dict())
 
 
+def test_a_state_fits_loaders_of_its_own_mode_only(chats: gpuload.ChatDataset) -> None:
+    """Positions in packs are none in rows. All settings of a padded loader are also those of the others."""
+    modes: list[dict[str, Any]] = [
+        {"batch_size": 2},
+        {"batch_size": 2, "packing": "bfd", "pack_length": 256},
+        {"batch_size": 2, "packing": "wrapped", "pack_length": 256},
+        {"max_tokens": 300},
+        {"max_tokens": 300, "padded": False},
+        {"batch_size": 2, "group_by_length": True},
+    ]
+    for saved, other in itertools.product(modes, modes):
+        state = chats.loader(**saved, shuffle=True, seed=0).state_dict()
+        loader = chats.loader(**other, shuffle=True, seed=0)
+        if saved is other:
+            loader.load_state_dict(state)
+        else:
+            with pytest.raises(ResumeError, match=r"other settings: .*Make the loader with those"):
+                loader.load_state_dict(state)
+
+
+def test_a_loader_of_nothing(chats: gpuload.ChatDataset) -> None:
+    with pytest.raises(OptionError, match="there is no batch: the dataset has no rows"):
+        chats.select([]).loader(batch_size=2)
+
+
 def test_batches_by_token_budget(chats: gpuload.ChatDataset) -> None:
     seen: list[int] = []
     for batch in chats.loader(max_tokens=300, shuffle=True, seed=0):

@@ -106,6 +106,20 @@ CASES: dict[str, tuple[str, list[Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+def test_a_template_that_rewrites_history(qwen: Any) -> None:
+    template = """{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant
+{% if loop.last %}{{ m.reasoning_content }}{% endif %}{{ m.content }}<|im_end|>
+{% else %}<|im_start|>user
+{{ m.content }}<|im_end|>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+    rows = [[*chat(f"{n}?", f"No, {n}.", reasoning_content="Well. "), *chat("Sure?", "Yes.")] for n in range(8)]
+    hit = found({"messages": rows}, qwen, chat_template=template)["answers rewritten"]
+    assert (hit.level, hit.count) == ("info", 8)
+    assert hit.example.startswith("8 of 8 conversations in a sample")
+    assert "answers rewritten" not in found({"messages": rows}, qwen)
+
+
 @pytest.mark.parametrize("form", ["json", "parquet"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_defect_is_found(qwen: Any, tmp_path: Path, name: str, form: str) -> None:

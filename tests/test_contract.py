@@ -19,7 +19,9 @@ from tiers import SHARED, name_of, shared, shared_files, shared_tokenizers, with
 import gpuload
 from gpuload.core.errors import DataError
 from gpuload.kinds.chats.load import ChatKind
+from gpuload.kinds.images.options import ImageOptions
 from gpuload.kinds.pairs.load import PairKind
+from gpuload.kinds.served.options import ServedOptions
 
 PROMPT_KEYS = ("prompt", "messages", "question", "problem")
 # A template for tokenizers that have none, so that they can be held to the same contract.
@@ -43,10 +45,12 @@ def assert_same(prompts: gpuload.PromptDataset, oracle: RowWise, rows: Any = Non
 def test_the_signature_of_load_is_that_of_its_options() -> None:
     """`help` shows every option with its type, its default and its meaning."""
     parameters = inspect.signature(gpuload.load).parameters
-    options = {field.name: field for field in dataclasses.fields(gpuload.Options)}
+    both = {field.name: of for of in (gpuload.Options, ImageOptions) for field in dataclasses.fields(of)}
+    both["turns"] = ServedOptions
+    options = {name: of.__dataclass_fields__[name] for name, of in both.items()}
     assert {*parameters} == {"files", "tokenizer", *options, "verl_keys"}
     for name, field in options.items():
-        found, expected = parameters[name], get_type_hints(gpuload.Options)[name]
+        found, expected = parameters[name], get_type_hints(both[name])[name]
         if field.default is dataclasses.MISSING:  # made for each load: {}
             assert (found.default, found.annotation) == (None, expected | None)
         else:

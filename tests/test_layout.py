@@ -16,6 +16,7 @@ MOST_LINES = 400
 FLOORS = [
     {"core"},
     {"packing", "demo_data", "sources", "reference", "tokenizer"},
+    {"media"},
     {"template"},
     {"engines"},
     {"cache", "dataset"},

@@ -80,6 +80,30 @@ def test_pieces_are_rendered_with_their_own_arguments(qwen: Any, count: int) -> 
     assert (kept, number.tolist()) == ([templates.default], [0])
 
 
+def test_pieces_with_tools_that_few_others_have(qwen: Any) -> None:
+    """They need no template of their own: the compiled one without tools renders each with its tools."""
+    own = [[TOOLS[row % 3] | {"description": f"tool {row}"}, *TOOLS[: row % 2]] for row in range(40)]
+    arguments = [{"tools": tools, "add_generation_prompt": row % 2 == 0} for row, tools in enumerate(own)]
+    templates = Templates(qwen)
+    pieces = column(*("suatt"[: row % 5 + 1] for row in range(40)))
+    text = render(pieces, *templates.choose(arguments))
+    assert text.text.to_pylist() == [
+        qwen.apply_chat_template(chat, tokenize=False, **some)
+        for chat, some in zip(pieces.to_pylist(), arguments, strict=True)
+    ]
+    assert text.compiled_rows == 40
+
+
+def test_pieces_with_tools_that_a_template_rejects(qwen: Any) -> None:
+    template = "{% if messages[0].role == 'tool' %}{{ raise_exception('no') }}{% endif %}{{ tools }}"
+    templates = Templates(qwen, {"chat_template": template})
+    for _ in range(2):
+        pieces = column(*"ut" * 20)
+        text = render(pieces, *templates.choose([{"tools": [TOOLS[0] | {"n": row}]} for row in range(40)]))
+        assert text.rejected == dict.fromkeys(range(1, 40, 2), "no")
+        assert [row for row, each in enumerate(text.text.to_pylist()) if each] == list(range(0, 40, 2))
+
+
 def test_pieces_that_a_template_rejects_have_no_ids(qwen: Any) -> None:
     template = "{% if messages[0].role == 'tool' %}{{ raise_exception('no') }}{% endif %}{{ messages[0].content }}"
     templates = Templates(qwen, {"chat_template": template})

@@ -217,3 +217,17 @@ def test_pages_of_prompts(gsm8k: str, qwen_folder: str, tmp_path: Path, capsys: 
     # The seconds of the report differ; rows and plots do not.
     second = file.read_text(encoding="utf-8")
     assert first.partition("<h2>Report</h2>")[0] == second.partition("<h2>Report</h2>")[0]
+
+
+def test_dropped_rows_are_shown_as_the_file_has_them(
+    qwen_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = [{"role": "user", "content": "hi <b>there\u202e"}, {"role": "assistant", "content": "yes"}]
+    rows = [{"messages": turns}, {"messages": None}, {"messages": turns[:1]}, {"messages": turns[:1]}]
+    (file := tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert main(["inspect", str(file), "--tokenizer", qwen_folder, "--html", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    first, second = re.findall(r"<h3>Dropped</h3>.*?</article>", page, re.DOTALL)
+    assert all(part in first for part in ("row 2<", "no token has loss", "hi &lt;b&gt;there⟨U+202E⟩&#34;"))
+    assert all(part in second for part in ("row 1<", "&#34;messages&#34;: null"))
+    assert "and one for each reason to drop rows" in page

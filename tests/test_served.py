@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -13,8 +14,13 @@ from template_cases import TEMPLATES
 from tiers import exhaustive, shared
 
 import gpuload
-from gpuload.core.errors import DataError, NoRowsError, OptionError
+from gpuload.cli.main import main
+from gpuload.core.errors import DataError, NoRowsError, OptionError, TokenizerError
+from gpuload.kinds.served import rewrites
+from gpuload.kinds.served.columns import ColumnFinder
 from gpuload.kinds.served.reference import ServedReference
+from gpuload.kinds.served.rewrites import RewriteFinder
+from gpuload.template.answers import has_blocks
 
 # Like Qwen3: reasoning of earlier turns is not written, and the last answer has a thinking block.
 STRIPPING = """
@@ -65,6 +71,12 @@ BLOCKS = """
 {%- if add_generation_prompt -%}<|im_start|>assistant
 {% endif -%}
 """
+
+# Neither the beginning of an answer nor its end is in the block.
+INSIDE = BLOCKS.replace(
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}",
+    "{{ 'so: ' }}{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>",
+)
 
 MESSAGES = [
     {"role": "user", "content": "2+2?"},
@@ -297,6 +309,18 @@ def test_from_the_cache(qwen_folder: str, warm_cache: Path, tmp_path: Path, stor
     assert not other.report.from_cache
 
 
+def test_the_command_exports_rows_as_served(qwen_folder: str, tmp_path: Path) -> None:
+    file, store = tmp_path / "x.jsonl", tmp_path / "store"
+    file.write_text(json.dumps({"messages": MESSAGES}) + "\n")
+    (tmp_path / "t.jinja").write_text(STRIPPING)
+    arguments = ["prepare", str(file), "--tokenizer", qwen_folder, "--chat-template", str(tmp_path / "t.jinja")]
+    assert main([*arguments, "--turns", "served", "--export", "sft", str(store), "--for", "llamafactory"]) == 0
+    made = datasets.load_from_disk(str(store))["train"]
+    assert made["labels"] == [row["labels"] for row in load(qwen_folder, [MESSAGES], chat_template=STRIPPING)[:]]
+    with pytest.raises(SystemExit):
+        main([*arguments, "--turns", "served", "--export", "dpo", str(store)])
+
+
 def test_samples_are_of_conversations(qwen: Any) -> None:
     data = load(qwen, [MESSAGES] * 5, chat_template=STRIPPING, max_samples=2)
     assert data.take(["conversation"])["conversation"] == [0, 0, 1, 1]
@@ -304,6 +328,83 @@ def test_samples_are_of_conversations(qwen: Any) -> None:
     numbers = drawn.take(["conversation"])["conversation"]
     assert len(set(numbers)) == 3
     assert numbers[::2] == numbers[1::2]
+
+
+@pytest.mark.parametrize(
+    ("template", "answers", "options", "said"),
+    [
+        (STRIPPING, 2, {}, "9 of 9 conversations in a sample"),
+        (STRIPPING, 1, {}, ""),  # there is no history
+        (STRIPPING, 2, {"loss_on": "last"}, ""),
+        (STRIPPING, 2, {"verify": "off"}, ""),
+        (STRIPPING, 2, {"turns": "served"}, ""),
+        (BLOCKS, 2, {}, ""),
+        (OPENING, 1, {}, "9 of 9 conversations in a sample"),  # the opened block is not there
+    ],
+)
+def test_the_report_says_that_history_is_rewritten(
+    qwen: Any, template: str, answers: int, options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rewrites, "_SECONDS", 60)
+    table = pa.table({"messages": [[{k: m[k] for k in ("role", "content")} for m in MESSAGES[: 2 * answers]]] * 9})
+    data = gpuload.load_chats(table, qwen, chat_template=template, progress=False, **options)
+    notes = [note for note in data.report.notes if "turns='served'" in note]
+    assert [note.partition(" have answers")[0] for note in notes] == [said] * bool(said)
+
+
+def test_conversations_are_looked_at_where_the_template_may_rewrite_history(qwen: Any, monkeypatch: Any) -> None:
+    looked: list[bool | None] = []
+    differs = RewriteFinder._differs
+
+    def counted(*given: Any, **more: Any) -> bool | None:
+        looked.append(differs(*given, **more))
+        return looked[-1]
+
+    monkeypatch.setattr(RewriteFinder, "_differs", counted)
+    table = pa.table({"messages": [MESSAGES] * 500})
+    for template, least, most in ((STRIPPING, 5, 35), (None, 3, 3)):  # otherwise, only the probes
+        looked.clear()
+        gpuload.load_chats(table, qwen, chat_template=template or qwen.chat_template, progress=False)
+        assert least <= len(looked) <= most
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_prompts_of_all_turns(qwen: Any, as_json: bool, tmp_path: Path) -> None:
+    messages = [{key: m[key] for key in ("role", "content")} for m in MESSAGES]
+    rows: list[Any] = [[*messages, messages[0]], None, [], messages[1:2], messages, [*messages[1:2], *messages[:2]]]
+    if as_json:
+        data: Any = str(tmp_path / "x.jsonl")
+        lines = (json.dumps({"prompt": row, "id": k, "turn": "own"}) for k, row in enumerate(rows))
+        Path(data).write_text("\n".join(lines))
+    else:
+        data = pa.table({"prompt": rows, "id": range(len(rows)), "turn": ["own"] * len(rows)})
+    options: dict[str, Any] = {"chat_template": STRIPPING, "max_prompt_length": 500, "progress": False}
+    prompts = gpuload.load(data, qwen, turns="served", **options)
+
+    def ids_of(prompt: Any) -> Any:
+        return qwen.apply_chat_template(prompt, add_generation_prompt=True, chat_template=STRIPPING)["input_ids"]
+
+    expected = [
+        (k, number, ids_of(row[:number]))
+        for k, row in enumerate(rows)
+        for number in range(1, len(row or ()) + 1)
+        if (row[number]["role"] == "assistant" if number < len(row) else row[-1]["role"] == "user")
+    ]
+    columns = [prompts.columns[name].to_pylist() for name in ("conversation", "turn")]
+    assert list(zip(*columns, prompts.tokens.to_lists(), strict=True)) == expected
+    assert prompts.columns["id"].to_pylist() == columns[0]
+    assert prompts.report.rejected == {"prompt is null": 1, "prompt is an empty list": 2}
+    for given, why in (({"prompt": ["text"]}, "has texts"), ({"prompt": [messages]}, "use one of")):
+        with pytest.raises(OptionError, match=why):
+            gpuload.load(pa.table(given), qwen, turns="served" if "texts" in why else "all")
+
+
+def test_conversations_of_several_files_have_numbers_of_their_own(qwen: Any, tmp_path: Path) -> None:
+    for name in "ac":
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": MESSAGES}) + "\n")
+    files = [str(tmp_path / f"{name}.jsonl") for name in "ac"]
+    prompts = gpuload.load(files, qwen, turns="served", progress=False)
+    assert prompts.take(["conversation", "turn"]) == {"conversation": [0, 0, 1, 1], "turn": [1, 3, 1, 3]}
 
 
 # -- compared with a naive explosion ---------------------------------------------------------------------------------
@@ -328,6 +429,13 @@ def random_conversation(rng: random.Random) -> list[dict[str, Any]]:
     return messages
 
 
+def conversation_of_few_shapes(rng: random.Random) -> list[dict[str, Any]]:
+    """Some turns with texts only: many of such conversations take few paths through a template."""
+    texts = ("yes", "", " a b ", "\n\nno", "中文", "x<|im_end|>y", "12 + 3", "é\n", "<think>\nr\n</think>\n\nz")
+    roles = ["system"] * rng.randint(0, 1) + ["user", "assistant"] * rng.randint(1, 4)
+    return [{"role": role, "content": rng.choice(texts)} for role in roles]
+
+
 def check_by_explosion(tokenizer: Any, template: str | None, messages: list[Any], rows: list[Any]) -> int:
     """Compares the rows of a conversation with prompts and answers that are made turn by turn.
 
@@ -335,18 +443,7 @@ def check_by_explosion(tokenizer: Any, template: str | None, messages: list[Any]
         How many answers have loss.
     """
     call = {"chat_template": template} if template else {}
-    learned: dict[tuple[int, ...], tuple[int, ...]] = {}
-    sequences = []
-    for row in rows:
-        ids, labels = row["input_ids"], row["labels"]
-        sequences.append(tuple(ids))
-        starts = [k for k, label in enumerate(labels) if label != -100 and (not k or labels[k - 1] == -100)]
-        for start in starts:
-            end = next((k for k in range(start, len(ids)) if labels[k] == -100), len(ids))
-            assert labels[start:end] == ids[start:end]
-            assert tuple(ids[:start]) not in learned  # an answer is learned once
-            learned[tuple(ids[:start])] = tuple(ids[start:end])
-    prompts = {}
+    prompts = set()
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -356,15 +453,32 @@ def check_by_explosion(tokenizer: Any, template: str | None, messages: list[Any]
                 text = tokenizer.apply_chat_template(
                     messages[:number], add_generation_prompt=True, tokenize=False, **more
                 )
-                prompts[tuple(tokenizer(text, add_special_tokens=False)["input_ids"])] = number
+                prompts.add(tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
             except Exception:
                 continue
-    assert set(learned) <= set(prompts)  # nothing is learned behind anything but a prompt of inference
+    blocks = has_blocks(template or "")  # they may leave out the beginning and the end of an answer, and parts of it
+    learned: dict[tuple[int, ...], list[int]] = {}  # prompt → tokens with loss
+    sequences = []
+    for row in rows:
+        ids, labels = row["input_ids"], row["labels"]
+        assert all(label in (-100, token) for token, label in zip(ids, labels, strict=True))
+        sequences.append(tuple(ids))
+        own: dict[tuple[int, ...], list[int]] = {}
+        for start in (k for k, label in enumerate(labels) if label != -100 and (not k or labels[k - 1] == -100)):
+            end = next((k for k in range(start, len(ids)) if labels[k] == -100), len(ids))
+            before = tuple(ids[:start])
+            if blocks:
+                before = max((each for each in prompts if before[: len(each)] == each), key=len)
+            assert blocks or before not in own
+            own[before] = [*own.get(before, []), *ids[start:end]]
+        assert not set(own) & set(learned)  # an answer is learned once
+        learned |= own
+    assert set(learned) <= prompts  # nothing is learned behind anything but a prompt of inference
     assert len(set(sequences)) == len(sequences)
     for one in sequences:  # the fewest rows: none is the beginning of another one
         assert not any(other != one and other[: len(one)] == one for other in sequences)
         ends = [len(prompt) + len(answer) for prompt, answer in learned.items() if one[: len(prompt)] == prompt]
-        assert len(one) in ends  # and none goes on behind its last answer
+        assert blocks or len(one) in ends  # and none goes on behind its last answer
     return len(learned)
 
 
@@ -376,7 +490,7 @@ def reference_rows(tokenizer: Any, template: str | None, messages: list[Any], **
     return [{"input_ids": ids.tolist(), "labels": np.where(loss, ids, -100).tolist()} for ids, loss in split]
 
 
-@pytest.mark.parametrize("template", [None, STRIPPING, BLOCKS])
+@pytest.mark.parametrize("template", [None, STRIPPING, BLOCKS, INSIDE])
 def test_random_conversations(qwen: Any, template: str | None) -> None:
     rng = random.Random(7)
     conversations = [random_conversation(rng) for _ in range(60)]
@@ -393,6 +507,35 @@ def test_random_conversations(qwen: Any, template: str | None) -> None:
     assert found > 100
 
 
+@pytest.mark.parametrize("loss_on", ["assistant", "last", "last_turn"])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_conversations_of_few_shapes_are_made_by_columns(
+    qwen: Any, loss_on: Any, as_json: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(3)
+    conversations = [conversation_of_few_shapes(rng) for _ in range(200)]
+    made: list[int] = []
+    monkeypatch.setattr(ColumnFinder, "find", _counting(ColumnFinder.find, made))
+    if as_json:
+        data = load(qwen, conversations, loss_on=loss_on, verify="full")
+    else:
+        table = pa.table({"messages": conversations})
+        data = gpuload.load_chats(table, qwen, turns="served", loss_on=loss_on, verify="full", progress=False)
+    assert not data.report.check.mismatches
+    assert sum(made) == sum(not any("<|im_end|>" in m["content"] for m in each) for each in conversations)
+    assert set(data.take(["conversation"])["conversation"]) == set(range(200))
+    assert any("merge with the prompt" in what for what in data.report.counts)
+
+
+def _counting(find: Any, made: list[int]) -> Any:
+    def counted(self: Any, column: Any) -> Any:
+        found = find(self, column)
+        made.append(0 if found is None else len(found.rows))
+        return found
+
+    return counted
+
+
 @shared
 @exhaustive
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
@@ -400,8 +543,18 @@ def test_random_conversations_of_all_templates(name: str, qwen: Any) -> None:
     tokenizer, template = TEMPLATES[name]
     tokenizer = qwen if name.startswith("trl/") else tokenizer
     rng = random.Random(name)
-    conversations = [random_conversation(rng) for _ in range(30)]
-    for messages in conversations:
+    plain = [conversation_of_few_shapes(rng) for _ in range(30)]
+    conversations = [random_conversation(rng) for _ in range(30)] + plain
+    expected = []
+    for number, messages in enumerate(conversations):
         own = reference_rows(tokenizer, template, messages)
         if own:
             check_by_explosion(tokenizer, template, messages, own)
+            expected += [(number, row) for row in own]
+    if not expected:
+        with pytest.raises((NoRowsError, TokenizerError)):
+            load(tokenizer, conversations, chat_template=template)
+        return
+    data = load(tokenizer, conversations, chat_template=template, max_length=100_000, verify="off")
+    found = [(row["conversation"], {key: row[key] for key in ("input_ids", "labels")}) for row in data[:]]
+    assert found == expected

@@ -222,11 +222,12 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--max-length", type=int, metavar="N", help="limit of a row, or of a pack, in tokens (4096)")
     group.add_argument("--overlong", metavar="MODE", help="longer rows: drop (the default), keep_start or keep_end")
+    group.add_argument("--turns", metavar="MODE", help="of sft and packed: served makes rows as inference sees them")
     group.add_argument("--columns", metavar="A,B", help="other columns to write, for trl (all; packs have none)")
     group.add_argument("--overwrite", action="store_true", help="replace DIR, if it was written by this command")
 
 
-_EXPORT_ONLY = ("trainer", "split", "max_length", "overlong", "columns", "overwrite")
+_EXPORT_ONLY = ("trainer", "split", "max_length", "overlong", "turns", "columns", "overwrite")
 _TRAINING = ("format", "loss_on", "messages_key", "drop_nulls", "normalize_messages")
 
 
@@ -330,8 +331,8 @@ def _export(given: argparse.Namespace, more: dict[str, Any]) -> int:
     if given.kind is not None:
         given.parser.error("--as is not for --export, whose KIND says what the files hold")
     more |= {name: value for name in (*_TRAINING, "chat_template") if (value := getattr(given, name))}
-    if kind in ("rm", "dpo") and {"loss_on", "messages_key"} & more.keys():
-        given.parser.error("--loss-on and --messages-key are for sft and packed")
+    if kind in ("rm", "dpo") and {"loss_on", "messages_key", "turns"} & more.keys():
+        given.parser.error("--loss-on, --messages-key and --turns are for sft and packed")
     splits = {"train": given.files} if given.files else {}
     for split in more.pop("split", []):
         name, equals, files = split.partition("=")

@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Mapping
 
 _HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
-_OPTION = re.compile(r"\b([a-z_]+)=(?:('[^']*'|\"[^\"]*\")|([A-Za-z0-9_.]+)|)")
+_OPTION = re.compile(r"\b([a-z_]+)=(?:('[^']*'|\"[^\"]*\")|(-?[A-Za-z0-9_.]+)|)")
 
 
 def printable(text: str) -> str:

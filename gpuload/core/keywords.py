@@ -12,8 +12,8 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Mapping
-from typing import Any, TypedDict, TypeVar, get_type_hints
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
 from gpuload.core.options import (
     LossOn,
@@ -128,6 +128,43 @@ class PromptKeywords(LoadKeywords, total=False):
 
     return_full_prompt: bool
     """Add the rendered text to each row, as `full_prompts`."""
+
+
+class LoadPromptsKeywords(PromptKeywords, total=False):
+    """What `load` takes of its own."""
+
+    turns: TurnsMode
+    """`"conversation"`: one prompt for each row. `"served"`: the prompts of all turns, see docs/served.md."""
+
+
+class ImageKeywords(LoadPromptsKeywords, total=False):
+    """What `load` takes in addition if it is given a processor."""
+
+    image_key: str
+    """Column with the images of each row: a list of `{bytes, path}`, of bytes, of paths or of `data:` URLs, or one of
+    them."""
+
+    mm_processor_kwargs: Mapping[str, Any] | None
+    """Further arguments of the processor's calls, such as `{"size": {...}}`."""
+
+    image_loader: Literal["transpose", "pil"]
+    """`"transpose"`: images are turned as their EXIF orientation says, as `transformers` and `datasets` do; `"pil"`:
+    they are not."""
+
+    media: Literal["reference", "pil", "inputs"]
+    """What rows and batches have of images: a `"reference"`; the decoded images, as `"pil"` objects; or also the
+    processor's `"inputs"` of the model, such as `pixel_values`. Then bytes of images in parquet or JSON are copied to a
+    file in `cache_dir`, which is removed with the dataset."""
+
+    check_media: Literal["header", "tail", "decode"]
+    """How far images are looked at: their `"header"` alone; also the mark at the end of the file, without which they
+    are decoded (`"tail"`); or all are decoded (`"decode"`)."""
+
+    media_roots: Sequence[str]
+    """Directories from which files of images may be read, besides that of the data."""
+
+    max_image_pixels: int
+    """Pixels of an image above which its row is rejected."""
 
 
 class TrainingKeywords(LoadKeywords, total=False):

@@ -85,7 +85,9 @@ def difference(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str | No
                 found.append(f"{part}: {key} {change}")
     if saved.get("tokenizer") != current["tokenizer"]:
         found.append("tokenizer: another one, or another chat template")
-    return "; ".join(found) or "the tokens differ although files, tokenizer and options are the same"
+    return "; ".join(found) or (
+        "the tokens differ although files, tokenizer and options are the same: other rows may have been selected"
+    )
 
 
 def _digest(*parts: Any) -> str:

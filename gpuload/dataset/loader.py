@@ -25,6 +25,14 @@ _SHARES = ("batch_size", "world_size", "drop_last")
 _DIVISION = ("batch_size", "world_size")  # settings that divide an order among batches and ranks, and do not change it
 
 
+class _NotSet:
+    def __repr__(self) -> str:
+        return "not set"
+
+
+_NOT_SET = _NotSet()
+
+
 class Data(Protocol):
     """The part of `PromptDataset` that a loader uses."""
 
@@ -63,6 +71,8 @@ class Loader(ABC):
         self._position = 0  # rows or packs of this epoch that all ranks have yielded so far
         self._resuming = False
         if len(self) == 0:
+            if not len(dataset):
+                raise OptionError("there is no batch: the dataset has no rows")
             raise OptionError(
                 f"drop_last leaves no batch: {len(dataset)} rows, world_size={settings['world_size']}, "
                 f"batch_size={settings['batch_size']}"
@@ -156,15 +166,21 @@ class Loader(ABC):
         """
         settings, fingerprint = _checked_state(state)
         changed = [
-            f"{name} was {settings.get(name)!r}, is {value!r}"
-            for name, value in self._settings.items()
-            if settings.get(name) != value and name not in _DIVISION
+            f"{name} was {settings.get(name, _NOT_SET)!r}, is {self._settings.get(name, _NOT_SET)!r}"
+            for name in dict.fromkeys([*self._settings, *settings])  # those of packs are not those of rows
+            if settings.get(name, _NOT_SET) != self._settings.get(name, _NOT_SET) and name not in _DIVISION
         ]
         if changed:
-            raise ResumeError(f"the state was saved by a loader with other settings: {'; '.join(changed)}")
+            raise ResumeError(
+                f"the state was saved by a loader with other settings: {'; '.join(changed)}. Make the loader with "
+                "those, or begin an epoch with set_epoch()"
+            )
         differs = difference(fingerprint, self._dataset.fingerprint)
         if differs:
-            raise ResumeError(f"the state was saved for other data: {differs}")
+            raise ResumeError(
+                f"the state was saved for other data: {differs}. Load what was loaded then, or begin an epoch with "
+                "set_epoch()"
+            )
         epoch = int(state["epoch"])
         position = _position_of(state, self._total(epoch), self._unit)
         self.epoch, self._position, self._resuming = epoch, position, True

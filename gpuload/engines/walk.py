@@ -52,6 +52,7 @@ class Walk:
     Args:
         program: the compiled template.
         prompts: n conversations.
+        controls: look for the text of control tokens.
 
     Attributes:
         prompts: the same.
@@ -64,8 +65,8 @@ class Walk:
         control_rows: how many rows contain the text of a control token.
     """
 
-    def __init__(self, program: ChatProgram, prompts: Conversations) -> None:
-        self.prompts = prompts
+    def __init__(self, program: ChatProgram, prompts: Conversations, controls: bool = True) -> None:
+        self.prompts, self._controls = prompts, controls
         self._program, self._ops = program, prompts.ops
         self._columns: dict[tuple[str, Operations], TextColumn] = {}
         self._answers: dict[Predicate, Array] = {}
@@ -160,7 +161,7 @@ class Walk:
 
     def _find_control_tokens(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """(n,) bool in host memory: rows with the text of a control token in a field of text."""
-        prompts, tokens = self.prompts, self._program.call.control.texts
+        prompts, tokens = self.prompts, self._program.call.control.texts if self._controls else ()
         xp = self._ops.xp
         messages = xp.zeros(len(prompts.present), bool)
         for field in prompts.fields if tokens else ():

@@ -21,6 +21,7 @@ from gpuload.inspect.statistics import PERCENTILES, Lengths, Statistics
 from gpuload.inspect.tokens import SampleRow, Token, TokenSequence, shown, visible
 
 _MOST_TEXT = 240  # characters of a name, a type or a reason
+_MOST_ROW = 4000  # of a row as its file has it
 _MOST_BYTES = 256  # of a token
 _MOST_LINES = 200  # of a table
 _MOST_POINTS = 500  # of the limits that the slider has
@@ -95,7 +96,7 @@ def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    environment.filters |= {"clipped": clipped, "number": "{:,}".format}
+    environment.filters |= {"clipped": clipped, "as_lines": as_lines, "number": "{:,}".format}
     environment.globals |= {
         "collapsed": collapsed,
         "boxes": boxes,
@@ -262,3 +263,9 @@ def _some(names: Sequence[str]) -> str:
 def clipped(text: str) -> str:
     """A text of a bounded length, in which everything can be seen but spaces are spaces."""
     return shown(text if len(text) <= _MOST_TEXT else f"{text[: _MOST_TEXT - 1]}…")
+
+
+def as_lines(text: str) -> str:
+    """The lines of a text of a bounded length, in which everything can be seen but spaces are spaces."""
+    text = text if len(text) <= _MOST_ROW else f"{text[: _MOST_ROW - 1]}…"
+    return "\n".join(map(shown, text.split("\n")))

@@ -1,5 +1,6 @@
 """The numbers of a dataset: lengths, tokens per role, how packs would be filled."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from gpuload.core.arrays import Ragged, count_in_rows
 from gpuload.core.marks import CHOSEN, LOSS, REJECTED
 from gpuload.dataset.report import Report
 from gpuload.dataset.rows import Rows
-from gpuload.inspect.data import KindName
+from gpuload.inspect.data import KindName, one_row
 from gpuload.inspect.roles import UNKNOWN, Codes, RoleFinder
 from gpuload.inspect.tokens import SampleRow, TokenReader, pair_of, with_loss_bits
 from gpuload.kinds.chats.dataset import ChatDataset
@@ -26,6 +27,7 @@ _LIMITS_NEAR = (50, 75, 95, 99, 100)  # percentiles
 _PACK_SIZES = (2048, 4096, 8192, 16384)
 _GROUPS = 20
 _EXTREMES, _RANDOM = 3, 14  # rows to show: so many of the longest and of the shortest ones, and at random
+_REASONS = 6  # to drop rows, of which a row is shown
 _MOST_OVER = 20  # rows over a limit that are listed
 _MOST_TOKENS = 600  # of one row to show
 
@@ -158,6 +160,8 @@ def statistics_of(job: Job[Any], dataset: Rows, with_samples: bool, limit: int |
         if mask is not None:
             loss = count_in_rows(mask.values, mask.offsets)
             roles, unknown = counted.tokens(), counted.rows_unknown
+    if with_samples:
+        samples += _dropped(job, dataset.report)
     by, names = _sources(dataset)
     return Statistics(
         job.kind.name,
@@ -272,6 +276,19 @@ def _sample_pairs(reader: TokenReader, dataset: PairDataset, chosen: dict[int, s
         SampleRow(about, *dataset.origin(row), pair_of(reader, dataset.parts[row].tolist(), _MOST_TOKENS))
         for row, about in chosen.items()
     ]
+
+
+def _dropped(job: Job[Any], report: Report) -> list[SampleRow]:
+    """A dropped row for each of the most frequent reasons, as its file has it."""
+    frequent = sorted(report.rejected, key=lambda reason: -report.rejected[reason])[:_REASONS]
+    sources = {source.name: source for source in job.sources}
+    made = []
+    for reason in frequent:
+        name, _, number = report.examples[reason][0].rpartition(" row ")
+        row = one_row(sources[name].batches(), int(number)).to_pylist()[0]
+        text = json.dumps(row, ensure_ascii=False, indent=2, default=repr)
+        made.append(SampleRow("dropped", name, int(number), [], reason, text))
+    return made
 
 
 def _sources(dataset: Rows) -> tuple[str, npt.NDArray[Any]]:

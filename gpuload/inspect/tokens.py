@@ -82,10 +82,11 @@ class SampleRow:
     """A row to be shown.
 
     Attributes:
-        about: why it is shown: "longest", "shortest" or "random"; or nothing.
+        about: why it is shown: "longest", "shortest", "random" or "dropped"; or nothing.
         file, number: where it comes from.
         sequences: its tokens.
         dropped: why a load drops it; None if it does not.
+        text: its columns as JSON, in the place of tokens.
     """
 
     about: str
@@ -93,6 +94,7 @@ class SampleRow:
     number: int
     sequences: Sequence[TokenSequence]
     dropped: str | None = None
+    text: str | None = None
 
     @property
     def difference(self) -> int | None:

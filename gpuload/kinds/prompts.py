@@ -1,10 +1,11 @@
 """Prompts: data for GRPO and PPO. load(), and its result."""
 
+import importlib
 import warnings
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, Unpack, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -12,8 +13,9 @@ import torch
 
 from gpuload.cache.known_tokenizer import open_known
 from gpuload.core.arrays import Array, Ragged
-from gpuload.core.keywords import PromptKeywords, takes
-from gpuload.core.options import Options, Padding
+from gpuload.core.errors import OptionError
+from gpuload.core.keywords import ImageKeywords, takes
+from gpuload.core.options import Options, Padding, TurnsMode
 from gpuload.dataset.arrow import INT32_LIST, lists, names_of, ragged, row_reader
 from gpuload.dataset.batch import RowBatch
 from gpuload.dataset.loader import PromptLoader
@@ -22,6 +24,9 @@ from gpuload.dataset.rows import Loaded, Made, Numbers, Rows, Values, object_arr
 from gpuload.engines.batches import BatchLayout
 from gpuload.engines.choose import choose_engine
 from gpuload.engines.protocol import Engine
+from gpuload.kinds.images.options import ImageOptions, check_no_processor
+from gpuload.kinds.served.options import ServedOptions
+from gpuload.kinds.served.prompts import prompts_of_turns
 from gpuload.packing.plan import whole_rows
 from gpuload.pipeline.kind import Kind
 from gpuload.pipeline.run import load_given
@@ -35,8 +40,8 @@ LAYOUT = BatchLayout("left", ("input_ids", "attention_mask", "position_ids"))
 _KEYS = frozenset(("input_ids", "attention_mask", "position_ids", "raw_prompt_ids", "index"))
 
 
-@takes(PromptKeywords, Options, others="verl_keys")
-def load(files: Any, tokenizer: Any = None, /, **options: Unpack[PromptKeywords]) -> "PromptDataset":
+@takes(ImageKeywords, Options, ServedOptions, ImageOptions, others="verl_keys")
+def load(files: Any, tokenizer: Any = None, /, **options: Unpack[ImageKeywords]) -> "PromptDataset":
     """Loads prompts as exact token batches.
 
     Every row has the tokens that `tokenizer.apply_chat_template(messages, add_generation_prompt=True)` returns for it.
@@ -45,8 +50,9 @@ def load(files: Any, tokenizer: Any = None, /, **options: Unpack[PromptKeywords]
         files: a path, glob, directory or URL (s3, gs, hf, hdfs, http, ...) of .parquet, .json or .jsonl files, or a
             list of them; or a frame in memory: `pyarrow.Table`, `pandas.DataFrame`, `datasets.Dataset` or
             `cudf.DataFrame`.
-        tokenizer: a path, a hub id, a transformers tokenizer or a `tokenizers.Tokenizer`; also as a keyword.
-        **options: see `PromptKeywords`. Other keys of verl's `data:` section are ignored.
+        tokenizer: a path, a hub id, a transformers tokenizer or a `tokenizers.Tokenizer`; also as a keyword. For
+            prompts with images, a processor of transformers.
+        **options: see `ImageKeywords`. Other keys of verl's `data:` section are ignored.
 
     Returns:
         The rows that were kept, with their tokens and all other columns.
@@ -68,26 +74,42 @@ def load(files: Any, tokenizer: Any = None, /, **options: Unpack[PromptKeywords]
         >>> prompts.batch([0, 1])["input_ids"].shape
         torch.Size([2, 512])
     """
+    given = options.get("tokenizer") if tokenizer is None else tokenizer
+    if any(each.__name__ == "ProcessorMixin" for each in type(given).__mro__):
+        # By its name: that module builds on this one.
+        kind: type[PromptKind] = importlib.import_module("gpuload.kinds.images.load").ImagePromptKind
+        return load_given(kind, files, tokenizer, options)
+    check_no_processor(options)
     return load_given(PromptKind, files, tokenizer, options)
 
 
 @dataclass(frozen=True)
 class PromptKind(Kind["PromptDataset"]):
-    """Prompts, one text per row."""
+    """Prompts, one text per row.
+
+    Attributes:
+        turns: as for `load`.
+    """
 
     name = "prompts"
     limit_name = "max_prompt_length"
+    turns: TurnsMode = "conversation"
     fields: ClassVar[tuple[pa.Field, ...]] = FIELDS
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> tuple["PromptKind", Options]:
-        return cls(), Options.parse(given)
+        turns = given.get("turns", cls.turns)
+        if turns not in get_args(TurnsMode):
+            raise OptionError(f"turns={turns!r}: use one of {', '.join(map(repr, get_args(TurnsMode)))}")
+        return cls(turns), Options.parse({name: value for name, value in given.items() if name != "turns"})
 
     def resolve(self, sources: Sequence[Source], options: Options) -> tuple["PromptKind", list[Source], Options]:
         for source in sources:
             if source.num_rows:
                 check_prompts(source, options.prompt_key)
         warn_of_replaced({name for source in sources for name in source.schema.names}, options)
+        if self.turns == "served":
+            sources = prompts_of_turns(sources, options.prompt_key)
         return self, list(sources), options
 
     def reference(self, tokenizer: Any, options: Options) -> Reference:

@@ -21,7 +21,15 @@ from gpuload.core.arrow import as_arrow, as_numpy, as_scalar, fill_null
 from gpuload.core.memory import garbage_collection_paused
 from gpuload.engines.conversations import joined
 from gpuload.engines.host.engine import HostEngine
-from gpuload.engines.host.prompts import BY_PROMPT, MARKED_BY_ROW, attempt, render_column, render_messages, render_rows
+from gpuload.engines.host.prompts import (
+    BY_PROMPT,
+    MARKED_BY_ROW,
+    attempt,
+    encodable,
+    render_column,
+    render_messages,
+    render_rows,
+)
 from gpuload.engines.host.render import AnswerSpans, HostText, MixedText
 from gpuload.engines.protocol import Prompts, RenderedRows, Tokenized, add_seconds
 from gpuload.kinds.prefixes import cut, cutting_tokens, divided
@@ -151,7 +159,7 @@ class TrainingEngine(HostEngine):
             form = "texts" if isinstance(parts[0], str) else "messages"
             if form == "messages" and (own_arguments(row) or self._reference.sanitizes):
                 form = "one by one"
-            if form != "texts" or attempt(rejected, number, encodable, self._given(row)):
+            if form != "texts" or attempt(rejected, number, _all_encodable, self._given(row)):
                 forms.setdefault((form, len(parts)), []).append(number)
         made: list[tuple[list[int], HostText]] = []
         for (form, _), numbers in forms.items():
@@ -244,13 +252,13 @@ class TrainingEngine(HostEngine):
                 return found if isinstance(found, ByReference) else ByReference(why_by_row(row))
             made.append(found)
         try:
-            return encodable([each.text for each in made]), made[0].answers
+            return _all_encodable([each.text for each in made]), made[0].answers
         except UnicodeEncodeError as error:
             return ByReference(str(error))
 
     def _row(self, row: Any) -> tuple[list[str], list[Answer]]:
         """The texts of a row, and where the answers are in the first of them, in bytes."""
-        texts, answers = encodable(self._reference.texts(row)), self.program.answers
+        texts, answers = _all_encodable(self._reference.texts(row)), self.program.answers
         if answers is None:
             return texts, []
         call = self._reference.call_with(own_arguments(row))
@@ -298,13 +306,6 @@ def _parts(row: Any) -> list[Any]:
     if not isinstance(row, dict) or "messages" in row:
         return [messages_in(row)]
     return [row[name] for name in ("prompt", *answers_in(row))]
-
-
-def encodable(texts: list[str]) -> list[str]:
-    """The same texts, if UTF-8 can encode them: a lone surrogate is an error of its row."""
-    for text in texts:
-        text.encode()
-    return texts
 
 
 def _combined(texts: Sequence[HostText]) -> HostText:
@@ -379,3 +380,8 @@ def with_eos(text: pa.Array | pa.ChunkedArray, eos: str) -> Any:
 def filled(text: pa.LargeStringArray) -> pa.LargeStringArray:
     """Texts with empty ones for nulls."""
     return fill_null(text, "")
+
+
+def _all_encodable(texts: Sequence[str]) -> list[str]:
+    """The same texts, if UTF-8 can encode all of them."""
+    return [encodable(text) for text in texts]

@@ -6,20 +6,44 @@ of, how the row is tokenized, which limit it has, and what the result is. The pi
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar
 
 import pyarrow as pa
 
 from gpuload.core.arrays import Array, Ragged, RowNumbers
 from gpuload.core.errors import GpuloadError
-from gpuload.core.options import Options
+from gpuload.core.options import Options, Verify
 from gpuload.dataset.report import Report
 from gpuload.dataset.rows import Loaded, Rows
-from gpuload.engines.protocol import Engine
+from gpuload.engines.protocol import Engine, Prompts
 from gpuload.reference.reference import Reference
 from gpuload.sources.read import Source
 
 Dataset = TypeVar("Dataset", bound=Rows, covariant=True)
+
+
+class Finder(Protocol):
+    """Looks at rows while they are verified, in the same thread, for remarks in the report."""
+
+    def look(self, source: Source, numbers: RowNumbers, prompts: Prompts, sizes: RowNumbers) -> None:
+        """Looks at some rows of a batch.
+
+        Args:
+            source: the rows' file.
+            numbers: (n,) row numbers in that file.
+            prompts: the n rows' prompts.
+            sizes: (n,) bytes of their texts, -1 for rows without a text.
+        """
+
+    @property
+    def notes(self) -> list[str]:
+        """For the report: what was found."""
+
+    found: int
+    """In how many rows."""
+
+    check: ClassVar[str]
+    """The check of `gpuload check` that says so."""
 
 
 class Kind(Generic[Dataset]):
@@ -110,6 +134,15 @@ class Kind(Generic[Dataset]):
             tokens: those rows, in host or device memory.
         """
         return {}
+
+    def finders(self, mode: Verify, reference: Any, rows: int) -> Sequence[Finder]:
+        """What looks at rows while they are verified.
+
+        Args:
+            mode: of the verification.
+            rows: how many rows there will be.
+        """
+        return ()
 
     def nothing_left(self, report: Report) -> GpuloadError | None:
         """The error for data of which no row is left, if this kind knows a better one than the list of reasons."""

@@ -6,7 +6,7 @@ thread that compares rows. JSON is not looked at: its nulls are there.
 
 import time
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -33,25 +33,20 @@ class NullFinder:
         reference: the tokenizer.
 
     Attributes:
-        printed: in how many of the rows that were looked at the template prints nulls.
+        found: in how many of the rows that were looked at the template prints nulls.
     """
+
+    check: ClassVar[str] = "null printed"
 
     def __init__(self, mode: Verify, reference: Reference):
         self._all, self._reference = mode == "full", reference
         self._on = mode != "off" and reference.uses_template and reference.keeps_nulls
         self._left, self._seconds = _ROWS, _SECONDS
-        self._looked = self.printed = 0
+        self._looked = self.found = 0
         self._example = ""
 
     def look(self, source: Source, numbers: RowNumbers, prompts: Prompts, sizes: RowNumbers) -> None:
-        """Looks at some rows of a batch.
-
-        Args:
-            source: the rows' file.
-            numbers: (n,) row numbers in that file.
-            prompts: the n rows' prompts.
-            sizes: (n,) bytes of their texts, -1 for rows without a text.
-        """
+        """See `Finder`."""
         if not self._on or not self._wants_more() or not _may_have_nulls(source):
             return
         began = time.thread_time()
@@ -66,7 +61,7 @@ class NullFinder:
             self._left -= 1
             self._looked += 1
             if self._prints_nulls(prompt):
-                self.printed += 1
+                self.found += 1
                 self._example = self._example or f"{source.name} row {numbers[row]}"
             if not self._all and time.thread_time() - began > self._seconds:
                 break
@@ -84,9 +79,9 @@ class NullFinder:
     @property
     def notes(self) -> list[str]:
         """For the report: what was found."""
-        if not self.printed:
+        if not self.found:
             return []
-        rows = f"{self.printed:,} of {self._looked:,} rows with nulls in nested fields that were looked at"
+        rows = f"{self.found:,} of {self._looked:,} rows with nulls in nested fields that were looked at"
         return [f"the template prints these nulls in {rows}, for example {self._example}: drop_nulls=True removes them"]
 
 

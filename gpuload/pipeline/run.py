@@ -32,7 +32,7 @@ from gpuload.core.arrays import Ragged, RowNumbers, offsets_of, on_host
 from gpuload.core.errors import DeviceError, GpuloadError, MismatchError, NoRowsError
 from gpuload.core.files import cache_root, remove_orphans
 from gpuload.core.memory import NoRoomError
-from gpuload.core.options import Options, Store
+from gpuload.core.options import Options, Store, Verify
 from gpuload.dataset.fingerprint import fingerprint
 from gpuload.dataset.origins import Origins
 from gpuload.dataset.report import Report
@@ -249,7 +249,11 @@ def _run(job: Job[Dataset], engine: Engine) -> Dataset:
     random = contains_randomness(job.reference.template_text)
     wanted, starts = job.to_read, offsets_of(np.array([source.num_rows for source in sources]))
     num_rows = int(starts[-1]) if wanted is None else len(wanted)
-    verifier = Verifier("off" if random else options.verify, job.reference, num_rows)
+    mode: Verify = "off" if random else options.verify
+    # One of several ranks that share the rows looks at a sample of its own: so it is said once.
+    looks = job.ranks is None or not job.ranks.rank
+    finders = job.kind.finders(mode, job.reference, num_rows) if looks else ()
+    verifier = Verifier(mode, job.reference, num_rows, finders)
     with ExitStack() as stack:
         stack.enter_context(engine.loading(_prompt_bytes(sources, wanted, options)))
         # A template that prints the date must print the same one for all rows.
@@ -342,7 +346,8 @@ def _encoded(
             fetch, name = partial(engine.fetch, batch.tokens.ids), job.sources[batch.source].name
             compared = verifier.compare(name, batch.rows, batch.rendered.prompts, batch.rendered.text, fetch)
             source, text = job.sources[batch.source], batch.rendered.text
-            verifier.nulls.look(source, batch.rows, batch.rendered.prompts, text.sizes)
+            for finder in verifier.finders:
+                finder.look(source, batch.rows, batch.rendered.prompts, text.sizes)
         if invalid is None:
             invalid = invalid_rows(without(batch.table, job.options.prompt_key))
         return replace(batch, compared=compared, invalid=invalid)
@@ -358,7 +363,7 @@ def _encoded(
 def _describe(report: Report, engine: Engine, cache: TokenCache, verifier: Verifier) -> None:
     """Records in the report what did the work."""
     report.check, report.counts = verifier.check, engine.counts
-    report.notes += verifier.nulls.notes
+    report.notes += [note for finder in verifier.finders for note in finder.notes]
     report.check.earlier = sum(entry.compared for entry in cache.found.values())
     report.cache, report.into_cache = str(cache.directory), cache.written
     report.from_cache = [name for name in report.files if name in cache.found]

@@ -19,7 +19,7 @@ its own, while later batches are rendered and encoded.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from gpuload.core.memory import room_to_encode
 from gpuload.core.options import Verify
 from gpuload.dataset.report import Check
 from gpuload.engines.protocol import ArrowPrompts, Prompts, RenderedText
+from gpuload.pipeline.kind import Finder
 from gpuload.pipeline.nulls import NullFinder
 from gpuload.pipeline.risk import RiskFinder, in_turn
 from gpuload.pipeline.shapes import Shapes, shapes_of
@@ -63,14 +64,15 @@ class Verifier:
         mode: "sample", "full" or "off".
         reference: the tokenizer.
         rows: how many rows there will be in all; batches share the sample by their size.
+        finders: what else looks at the rows.
 
     Attributes:
         check: the outcome so far.
-        nulls: looks for nulls that the template prints.
+        finders: what looks at the rows of batches, next to `compare`.
         shapes: number of a shape → whether a row of it was compared. Other processes have the same numbers.
     """
 
-    def __init__(self, mode: Verify, reference: Reference, rows: int):
+    def __init__(self, mode: Verify, reference: Reference, rows: int, finders: Sequence[Finder] = ()):
         self._mode = mode
         self._reference = reference
         self._total = rows
@@ -83,7 +85,7 @@ class Verifier:
         self._shapes: Shapes | None = None  # of the batch at hand
         self._began = self._spent = 0.0  # CPU time of the thread when this batch was begun; seconds before
         self.check = Check()
-        self.nulls = NullFinder(mode, reference)
+        self.finders: list[Finder] = [NullFinder(mode, reference), *finders]
         self.shapes: dict[int, bool] = {}
 
     def compare(

@@ -20,11 +20,13 @@ from gpuload.engines.conversations import from_rows, messages_of_users
 from gpuload.engines.host.render import AnswerSpans, HostText, render, render_conversations
 from gpuload.engines.host.sanitize import can_be_marked, reject_unplain, with_control_tokens
 from gpuload.engines.host.texts import HostTexts
+from gpuload.engines.protocol import add_seconds
 from gpuload.reference.reference import Reference, messages_of
 from gpuload.reference.template_call import rejection
 from gpuload.sources.columns import to_python
-from gpuload.sources.types import JSON_TYPE, is_list, is_text
+from gpuload.sources.types import JSON_TYPE, is_list, is_plain, is_text
 from gpuload.template.compiler import ChatProgram
+from gpuload.template.program import ByReference, RenderedRow
 
 
 @garbage_collection_paused()
@@ -126,6 +128,50 @@ def render_rows(
         reason_seconds={why: time.perf_counter() - started} if reference.uses_template else {},
         control_rows=sum(control.found_in(value) for row, value in enumerate(values) if row not in rejected),
     )
+
+
+def render_with_tools(
+    prompts: pa.Array, reference: Reference, program: ChatProgram, tools: list[dict[str, Any]]
+) -> HostText:
+    """Renders a column of prompts with tools that the compiled template does not have, row by row.
+
+    Args:
+        prompts: (n,) messages or JSON.
+        reference: with these tools; its tokenizer does not sanitize control tokens.
+        program: its compiled template without tools.
+        tools: those of these prompts.
+    """
+    rejected: dict[int, str] = {}
+    by_reference: dict[int, str] = {}
+    seconds: dict[str, float] = {}
+    texts: list[str | None] = []
+    plain = is_plain(prompts.type)
+    for row, value in enumerate(_python_rows(prompts, rejected)):
+        if row not in rejected and (why := reference.problem(value)):
+            rejected[row] = why
+        if row in rejected:
+            texts.append(None)
+            continue
+        messages = messages_of(value)
+        made = program.render_row(messages, tools) if plain else ByReference(MARKED_BY_ROW)
+        if isinstance(made, RenderedRow):
+            texts.append(made.text)
+            continue
+        started = time.perf_counter()
+        if isinstance(made, ByReference):  # otherwise it is rejected, and transformers says why
+            by_reference[row] = made.reason
+        texts.append(attempt(rejected, row, reference.render, value))
+        add_seconds(seconds, {by_reference[row]: time.perf_counter() - started} if row in by_reference else {})
+    texts = [None if text is None else attempt(rejected, row, encodable, text) for row, text in enumerate(texts)]
+    return HostText(
+        text=as_arrow(texts, pa.large_string()), rejected=rejected, by_reference=by_reference, reason_seconds=seconds
+    )
+
+
+def encodable(text: str) -> str:
+    """The same text, if UTF-8 can encode it: a lone surrogate is an error of its row."""
+    text.encode()
+    return text
 
 
 def _plain_text(prompts: pa.Array, reference: Reference) -> HostText:

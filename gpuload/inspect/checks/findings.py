@@ -75,6 +75,12 @@ RULES: Mapping[str, CheckRule] = {
         "reasoning of a last answer that the template does not print; an info for reasoning of earlier turns alone",
         "use a template that prints reasoning_content, or write the reasoning into the content as the template expects",
     ),
+    "answers rewritten": CheckRule(
+        "conversations with answers that inference would not have behind the same prompt, because the template "
+        "rewrites history; looked up in a sample",
+        "turns='served' makes rows in which each answer is behind the prompt that inference would have",
+        warning=None,
+    ),
     "double BOS": CheckRule(
         "rows that begin with two BOS tokens",
         "remove the BOS token from the texts or from the template: the tokenizer adds one",

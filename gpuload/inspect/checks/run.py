@@ -164,7 +164,8 @@ class _Pass:
         self._texts = TextChecks(job.reference, labeled[1] if labeled else None, trainer == "trl")
         self._tokens = TokenChecks(job.reference, kind.name, everything_learned=learned == "all")
         self._table = PromptTable(kind.name == "prompts", grams)
-        self._verifier = Verifier(job.options.verify, job.reference, self.total)
+        finders = kind.finders(job.options.verify, job.reference, self.total)
+        self._verifier = Verifier(job.options.verify, job.reference, self.total, finders)
         self.collected = Collected(self.place)
         self.lengths: list[Any] = []
 
@@ -203,7 +204,8 @@ class _Pass:
             made = engine.encode(text)
             numbers = np.arange(first - begin, first - begin + len(column))
             self._verifier.compare(source.name, numbers, prompts, text, made.ids.take)
-            self._verifier.nulls.look(source, numbers, prompts, text.sizes)
+            for finder in self._verifier.finders:
+                finder.look(source, numbers, prompts, text.sizes)
             sizes = job.kind.sizes(made.ids)
             rejected = {**made.rejected, **invalid_rows(without(table, key))}
             useless = job.kind.useless(sizes, made.ids, job.options)
@@ -252,8 +254,9 @@ class _Pass:
         found = self._verifier
         if found.check.mismatches:
             self.collected.note("tokens differ", len(found.check.mismatches), found.check.mismatches[0])
-        for note in found.nulls.notes:
-            self.collected.note("null printed", found.nulls.printed, note)
+        for finder in found.finders:
+            for note in finder.notes:
+                self.collected.note(finder.check, finder.found, note)
 
 
 def _has_media(rows: CheckedRows) -> RowMask:

@@ -1,7 +1,7 @@
 """Pieces of conversations as texts and ids: one chat template for each set of arguments, compiled where it pays.
 
 Tools and other arguments can differ in each row. They are constants of a compiled template, so each set of them is a
-template of its own.
+template of its own. Pieces whose tools few others have are rendered one by one, by the compiled template without tools.
 """
 
 import threading
@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from gpuload.core.arrays import Ragged, RowNumbers
 from gpuload.core.options import check_template_kwargs, plain
 from gpuload.engines.host.encode import HostEncoder, host_encoder
-from gpuload.engines.host.prompts import BY_PROMPT, render_column, render_rows
+from gpuload.engines.host.prompts import BY_PROMPT, render_column, render_rows, render_with_tools
 from gpuload.engines.host.render import HostText, MixedText
 from gpuload.reference.reference import Reference
 from gpuload.template import ChatProgram
@@ -36,6 +36,7 @@ class Template:
         tokenizer: a transformers tokenizer.
         arguments: of `apply_chat_template`; `chat_template` replaces the tokenizer's own.
         instant: the time of day that the template sees.
+        without_tools: the same without tools, if it has any.
 
     Attributes:
         reference: the tokenizer with these arguments.
@@ -46,33 +47,52 @@ class Template:
         TokenizerError: the tokenizer has no usable chat template.
     """
 
-    def __init__(self, tokenizer: Any, arguments: Arguments, instant: datetime):
-        self._given = tokenizer, arguments, instant
+    def __init__(
+        self, tokenizer: Any, arguments: Arguments, instant: datetime, without_tools: "Template | None" = None
+    ):
+        self._given, self._without_tools = (tokenizer, arguments, instant), without_tools
         kwargs = {"add_generation_prompt": False, **arguments}
         template = kwargs.pop("chat_template", None) or "default"
         kwargs = plain(kwargs)
         check_template_kwargs(kwargs)
         self.reference = Reference(tokenizer, chat_template=template, template_kwargs=kwargs).at(instant)
         self.program: ChatProgram | None = None
-        self._lock = threading.Lock()
+        self._lock, self._pieces = threading.Lock(), 0
+        self._beginning_with: dict[str, Template] = {}
+
+    def needed_by(self, pieces: int) -> None:
+        """Counts pieces that will be rendered, and compiles the template once there are enough."""
+        other = self._without_tools
+        if other is not None and self.program is None and pieces < COMPILE_MIN_ROWS:
+            return other.needed_by(pieces)
+        with self._lock:
+            self._pieces += pieces
+            if self.program is None and self._pieces >= COMPILE_MIN_ROWS:
+                self.program = ChatProgram(self.reference.call)
 
     def render(self, pieces: pa.Array) -> HostText:
         """Renders a column of conversations (n,); with their ids, if those are not the ids of the text."""
         with self.reference.call.clock_stopped():
             if not self.reference.encodes_rendered_text:
                 return render_rows(pieces, self.reference, with_ids=True, why=BY_PROMPT)
-            with self._lock:
-                if self.program is None and len(pieces) >= COMPILE_MIN_ROWS:
-                    self.program = ChatProgram(self.reference.call)
-            if self.program is None:
+            program, tools, other = self.program, None, self._without_tools
+            if program is None and other is not None:
+                program, tools = other.program, self.reference.call.tools
+            if program is None or not isinstance(tools, list | None):
                 why = f"fewer than {COMPILE_MIN_ROWS} rows of a batch have these tools"
                 return render_rows(pieces, self.reference, why=why)
-            return render_column(pieces, self.reference, self.program)
+            if tools is None:
+                return render_column(pieces, self.reference, program)
+            return render_with_tools(pieces, self.reference, program, tools)
 
     def beginning_with(self, text: str) -> "Template":
         """The same with further text of a template at the start."""
-        tokenizer, arguments, instant = self._given
-        return Template(tokenizer, {**arguments, "chat_template": text + self.reference.call.text()}, instant)
+        if text not in self._beginning_with:
+            tokenizer, arguments, instant = self._given
+            other = None if self._without_tools is None else self._without_tools.beginning_with(text)
+            longer = {**arguments, "chat_template": text + self.reference.call.text()}
+            self._beginning_with[text] = Template(tokenizer, longer, instant, other)
+        return self._beginning_with[text]
 
 
 class Templates:
@@ -101,10 +121,12 @@ class Templates:
         self.encodes_rendered_text = reference.encodes_rendered_text and not reference.sanitizes
 
     def _template(self, arguments: Arguments) -> Template:
-        key = repr(arguments)
+        key, other = repr(arguments), None
+        if arguments.get("tools") is not None:
+            other = self._template({name: value for name, value in arguments.items() if name != "tools"})
         with self._lock:
             if key not in self._made:
-                self._made[key] = Template(self._tokenizer, {**self._kwargs, **arguments}, self._instant)
+                self._made[key] = Template(self._tokenizer, {**self._kwargs, **arguments}, self._instant, other)
             return self._made[key]
 
     def choose(self, arguments: Sequence[Arguments]) -> tuple[list[Template], RowNumbers]:
@@ -145,6 +167,8 @@ def render(pieces: pa.Array, templates: Sequence[Template], number: RowNumbers) 
         number: (n,) which of the templates.
     """
     parts = []
+    for k, count in zip(*(each.tolist() for each in np.unique(number, return_counts=True)), strict=True):
+        templates[k].needed_by(count)
     for k in np.unique(number).tolist():
         rows = np.flatnonzero(number == k)
         part = pieces if len(rows) == len(pieces) else pieces.take(pa.array(rows))

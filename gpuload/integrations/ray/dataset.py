@@ -240,8 +240,8 @@ def _check_rows(kind: Kind[Any]) -> None:
             f"objective={kind.objective!r}: read_pairs makes rows for 'dpo' and 'rm'. For 'kto' a row has the "
             "completion of another one, so all rows have to be known: use load_pairs"
         )
-    if isinstance(kind, ChatKind) and kind.as_served:
-        raise OptionError("turns='served' is not made on a Ray cluster yet: use load_chats")
+    if getattr(kind, "turns", None) == "served":
+        raise OptionError("turns='served' is not made on a Ray cluster yet: use load or load_chats")
 
 
 def work_of(job: Job[Any], device: str, passed: pa.Schema) -> Work:

@@ -141,6 +141,7 @@ class ConversationTokenizer:
             found = self._after_empty_user(templates[k], pieces.take(pa.array(again[:_EXAMPLES])))
             if found is not None:
                 template, prefix[again] = found
+                template.needed_by(len(again))
                 _replace(text, again, template.render(pieces.take(pa.array(again))))
         return text, prefix
 

@@ -13,7 +13,7 @@ from gpuload.core.arrays import Array, Ragged, RowNumbers, array_module, on_host
 from gpuload.core.errors import DataError, GpuloadError, OptionError
 from gpuload.core.keywords import ChatKeywords, takes
 from gpuload.core.marks import loss_bits, loss_tokens, with_loss
-from gpuload.core.options import BOOLEAN, COLUMN, LossOn, Options, check_fields, check_format, or_none
+from gpuload.core.options import BOOLEAN, COLUMN, LossOn, Options, Verify, check_fields, check_format, or_none
 from gpuload.dataset.arrow import ragged
 from gpuload.dataset.report import Report
 from gpuload.dataset.rows import Loaded
@@ -29,6 +29,7 @@ from gpuload.kinds.formats import LABELS, Format, as_prompts, one_format
 from gpuload.kinds.served.engine import ServedEngine
 from gpuload.kinds.served.options import LOSS_ON, OF_SERVED, ServedOptions, check_limits
 from gpuload.kinds.served.reference import ServedReference
+from gpuload.kinds.served.rewrites import RewriteFinder
 from gpuload.kinds.served.rows import served_rows, useless_conversations
 from gpuload.kinds.served.stored import served_sizes
 from gpuload.kinds.training_options import (
@@ -38,7 +39,7 @@ from gpuload.kinds.training_options import (
     training_engine,
     training_options,
 )
-from gpuload.pipeline.kind import Kind
+from gpuload.pipeline.kind import Finder, Kind
 from gpuload.pipeline.run import load_given
 from gpuload.reference.reference import Reference
 from gpuload.sources.columns import to_python
@@ -187,6 +188,9 @@ class ChatKind(MessageOptions, ServedOptions, Kind[ChatDataset]):
         marked = " that is marked to have loss" if self.loss_on == "marked" else ""
         why = f"no token has loss: there is no answer of an assistant{marked}"
         return reasons | dict.fromkeys(np.flatnonzero(sizes[1] == 0).tolist(), why)
+
+    def finders(self, mode: Verify, reference: Any, rows: int) -> Sequence[Finder]:
+        return () if self.as_served else (RewriteFinder(mode, reference, rows),)
 
     def nothing_left(self, report: Report) -> GpuloadError | None:
         # Of rows without messages, nothing is known about the template.

@@ -16,7 +16,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -26,55 +26,30 @@ import pyarrow as pa
 from gpuload.core.arrays import Ragged, RowNumbers
 from gpuload.core.arrow import as_arrow
 from gpuload.core.errors import TokenizerError
+from gpuload.core.marks import LOSS
 from gpuload.core.memory import garbage_collection_paused
+from gpuload.engines.conversations import from_arrow, from_rows
 from gpuload.engines.host.engine import HostEngine
-from gpuload.engines.host.prompts import BY_PROMPT, attempt, render_rows
+from gpuload.engines.host.prompts import BY_PROMPT, attempt, encodable, render_rows
 from gpuload.engines.host.render import HostText
+from gpuload.engines.host.texts import HostTexts
 from gpuload.engines.protocol import Prompts, Tokenized, add_seconds
 from gpuload.kinds.prefixes import cutting_tokens
+from gpuload.kinds.served.columns import ColumnFinder, ColumnTurns
 from gpuload.kinds.served.reference import ServedReference
-from gpuload.kinds.served.stored import LOST, WITHOUT_THINKING, ServedRows
+from gpuload.kinds.served.stored import LOST, WITHOUT_THINKING, ServedRows, single_rows
+from gpuload.kinds.served.texts import ServedText, TextTurns, byte_count, joined_rows, maximal
 from gpuload.kinds.served.turns import NO_BLOCK, SWITCHES, Turn
-from gpuload.kinds.training_engine import encodable, why_by_row
+from gpuload.kinds.training_engine import why_by_row
 from gpuload.kinds.training_reference import KWARGS, TOOLS, own_arguments
 from gpuload.reference.template_call import TemplateCall
 from gpuload.sources.columns import to_python
-from gpuload.sources.types import is_plain
+from gpuload.sources.types import JSON_TYPE, is_messages, is_plain
 from gpuload.template.compiler import FEWEST_ROWS, ChatProgram
 from gpuload.template.program import ByReference, RenderedRow
 
 _MOST_KWARGS = 32  # different arguments of rows for which the template is compiled
 _TAIL = 512  # characters at the end of a prompt in which its last special token is looked for
-
-
-@dataclass(eq=False)
-class TextTurns:
-    """The turns of a conversation as text.
-
-    Attributes:
-        turns: number of a message → its turn, or why it is not learned.
-        wanted, messages, call: as for `ServedReference.rows_of_turns`.
-        rows: the texts of its rows, and the message with which each ends.
-        answers: of each learned turn, its row and what has loss in it, in characters of the answer.
-    """
-
-    turns: dict[int, Turn | int]
-    wanted: dict[int, float]
-    messages: Sequence[Any]
-    call: TemplateCall
-    rows: list[tuple[str, int]] = field(default_factory=list)
-    answers: list[tuple[Turn, int, list[tuple[int, int]]]] = field(default_factory=list)
-
-
-@dataclass(kw_only=True, eq=False)
-class ServedText(HostText):
-    """n conversations; a `protocol.RenderedText`.
-
-    Attributes:
-        conversations: row → its turns; rejected rows have none.
-    """
-
-    conversations: dict[int, TextTurns] = field(default_factory=dict)
 
 
 class ServedEngine(HostEngine):
@@ -85,8 +60,17 @@ class ServedEngine(HostEngine):
     def __init__(self, reference: Any, exact_only: bool = False, notes: tuple[str, ...] = ()):
         super().__init__(reference, exact_only, notes)
         self._by_call: dict[str, ChatProgram] = {}
+        self._both: tuple[TemplateCall, TemplateCall] | None = None
+        self._known: dict[int, ChatProgram | None] = {}  # of `_calls`, by their ids
         self._given_kwargs: list[dict[str, Any]] = []  # arguments of many rows
         self._tails: dict[str, tuple[int, ...]] = {}
+
+    @property
+    def _calls(self) -> tuple[TemplateCall, TemplateCall]:
+        """How conversations and prompts are rendered. Loads from the token cache do not open the tokenizer for that."""
+        with self._lock:
+            self._both = self._both or (self._reference.call, self._reference.prompting)
+            return self._both
 
     @cached_property
     def by_prompt(self) -> bool:
@@ -105,14 +89,17 @@ class ServedEngine(HostEngine):
         column: pa.Array = prompts.column  # type: ignore[attr-defined]
         if self.by_prompt:
             return render_rows(column, self._reference, self.program, with_ids=True, why=BY_PROMPT)
-        rows = to_python(column)
+        columns, rows = self._by_columns(column)
         rejected: dict[int, str] = {}
         reasons: dict[int, str] = {}
         seconds: dict[str, float] = {}
         found: dict[int, TextTurns] = {}
         self._count_kwargs(rows)
         plain = is_plain(column.type)
+        done = set() if columns is None else set(columns.rows.tolist())
         for number, row in enumerate(rows):
+            if number in done:
+                continue
             if why := self._reference.problem(row) or ("the row is text" if isinstance(row, str) else None):
                 rejected[number] = why
                 continue
@@ -123,14 +110,58 @@ class ServedEngine(HostEngine):
                 add_seconds(seconds, {why_not[0]: time.perf_counter() - started})
             if made is not None:
                 found[number] = made
-        texts = ["".join(text for text, _ in found[k].rows) if k in found else None for k in range(len(rows))]
+        texts = ["".join(text for text, _ in found[k].rows) if k in found else None for k in range(len(column))]
+        text = as_arrow(texts, pa.large_string())
+        if columns is not None:
+            order = np.arange(len(column))
+            order[columns.rows] = len(column) + np.arange(len(columns.rows))
+            text = pa.concat_arrays([text, columns.text]).take(as_arrow(order)) if found or rejected else columns.text
         return ServedText(
-            text=as_arrow(texts, pa.large_string()),
+            columns=columns,
+            given=column,
+            text=text,
             rejected=rejected,
             by_reference=reasons,
             reason_seconds=seconds,
             conversations=found,
         )
+
+    def _by_columns(self, column: pa.Array) -> tuple[ColumnTurns | None, Sequence[Any]]:
+        """The conversations of a column that can be made as a whole, and all of them as Python objects, if some are
+        left."""
+        rows = None
+        found = None
+        if self._finder is not None and column.type == JSON_TYPE:
+            rows = to_python(column)
+            other = {k: "" for k, row in enumerate(rows) if not isinstance(row, list) or self._reference.problem(row)}
+            found = self._finder.find(from_rows(HostTexts(), rows, other))
+        elif self._finder is not None and is_messages(column.type):
+            found = self._finder.find(from_arrow(HostTexts(), column))
+            if found is not None and len(found.rows) == len(column):
+                return found, ()
+        return found, to_python(column) if rows is None else rows
+
+    @cached_property
+    def _finder(self) -> ColumnFinder | None:
+        """None for templates that rewrite their history, and for data in which messages decide what is learned."""
+        reference = self._reference
+        loss_on, texts = reference.loss_on, ("a", "b", "c", "d")
+        if loss_on not in ("assistant", "last", "last_turn") or reference.blocks or self.program.not_compilable:
+            return None
+        roles = ("user", "assistant", "user", "assistant")
+        messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+        try:
+            turns = [reference.writer.turn(messages, number) for number in (1, 3)]
+        except Exception:
+            return None
+        whole = [turn.prompt + turn.answer for turn in turns if not isinstance(turn, int)]
+        if len(whole) < 2 or not whole[1].startswith(whole[0]):
+            return None
+        stops = reference.writer.stops
+        literals = [token for token in reference.special_texts() if token and stops.fullmatch(token)]
+        prompting = self._program_of(self._calls[1])
+        assert prompting is not None
+        return ColumnFinder(self.program, prompting, stops, literals, reference.writer.pairs, loss_on)
 
     def _turns(self, row: Any, why_not: list[str]) -> TextTurns:
         """The turns of one conversation.
@@ -140,7 +171,8 @@ class ServedEngine(HostEngine):
         """
         reference, own = self._reference, own_arguments(row)
         messages, wanted = reference.wanted(row)
-        call, tools = reference.call_with(own), own.get(TOOLS)
+        calls = self._calls if not own else (reference.call_with(own), reference.call_with(own, prompt_only=True))
+        call, tools = calls[0], own.get(TOOLS)
         if not isinstance(tools, list | None):
             why_not.append(why_by_row(row))
 
@@ -156,7 +188,7 @@ class ServedEngine(HostEngine):
                 why_not.extend([why_by_row(row)] if messages else [])
             return call.render(messages)
 
-        writer = reference.writer_of(own, render)
+        writer = reference.writer_of(calls, render)
         made = TextTurns({}, wanted, messages, call)
         for number in wanted:
             turn = writer.turn(messages, number)
@@ -164,8 +196,8 @@ class ServedEngine(HostEngine):
             made.turns[number] = turn if loss or isinstance(turn, int) else NO_BLOCK
             if not isinstance(turn, int) and loss:
                 made.answers.append((turn, 0, loss))
-        texts = encodable([turn.prompt + turn.answer for turn, *_ in made.answers])
-        kept = _maximal(texts)
+        texts = [encodable(turn.prompt + turn.answer) for turn, *_ in made.answers]
+        kept = maximal(texts)
         made.rows = [(texts[k], made.answers[k][0].number) for k in kept]
         for at, (turn, _, loss) in enumerate(made.answers):
             row = next(row for row, k in enumerate(kept) if texts[k].startswith(texts[at]))
@@ -174,6 +206,10 @@ class ServedEngine(HostEngine):
 
     def _program_of(self, call: TemplateCall) -> ChatProgram | None:
         """The template of a call, compiled; None if too few rows have its arguments."""
+        if any(call is each for each in self._calls):
+            if id(call) not in self._known:
+                self._known[id(call)] = ChatProgram(call)
+            return self._known[id(call)]
         switch = {name: value for name, value in call.kwargs.items() if name in SWITCHES and value is False}
         kwargs = {name: value for name, value in call.kwargs.items() if name not in switch}
         common = [self._reference.call.kwargs, *self._given_kwargs]
@@ -219,11 +255,51 @@ class ServedEngine(HostEngine):
                         made.counts[LOST] += turn.lost
                         made.counts[WITHOUT_THINKING] += turn.without_thinking
             words.append(made.words())
-        nothing = np.zeros(0, np.int32)
-        by_row = dict(zip(text.conversations, words, strict=True))
-        stored = [by_row.get(row, nothing) for row in range(len(text))]
-        offsets = np.cumsum([0, *map(len, stored)], dtype=np.int64)
-        return text.tokenized(Ragged(np.concatenate([nothing, *stored]), offsets))
+        stored = joined_rows(words)
+        numbers = np.array(list(text.conversations), np.int64)
+        if text.columns is not None:
+            columns, exact = self._of_columns(text.columns), {}
+            for at in np.flatnonzero(columns.lengths == 0).tolist():
+                (row,) = to_python(text.given.take(as_arrow(text.columns.rows[[at]])))  # type: ignore[union-attr]
+                exact[int(text.columns.rows[at])] = self._reference.rows_of(row).words()
+            stored = Ragged.concatenate([stored, columns, joined_rows(list(exact.values()))])
+            numbers = np.concatenate([numbers, text.columns.rows, np.array(list(exact), np.int64)])
+        if np.array_equal(numbers, np.arange(len(text))):
+            return text.tokenized(stored)
+        order = np.full(len(text), len(stored))
+        order[numbers] = np.arange(len(stored))
+        empty = Ragged(np.zeros(0, np.int32), np.zeros(2, np.int64))
+        return text.tokenized(Ragged.concatenate([stored, empty]).take(order))
+
+    def _of_columns(self, found: ColumnTurns) -> Ragged:
+        """What is stored of conversations with one row each; nothing where only the reference can encode them."""
+        _, closing = self._cutting
+        ids = self.ids(found.text)
+        counts = np.diff(found.answer_offsets)
+        of = np.repeat(np.arange(len(found.rows)), counts)
+        places = self.spans.beginning(found.text, ids, np.tile(of, 2), np.concatenate([found.begin, found.end]))
+        begin, end = np.split(places, 2)
+        same = np.zeros(len(of), bool)
+        for number, literal in enumerate(found.prompt_ends):
+            tail = self._tail_of(literal)
+            if tail is not None:
+                some = np.flatnonzero((found.prompt_end == number) & (begin >= len(tail)))
+                at = (ids.offsets[of[some]] + begin[some] - len(tail))[:, None] + np.arange(len(tail))
+                same[some] = (ids.values[at] == np.array(tail, ids.values.dtype)).all(axis=1)
+        good = same & (begin >= 0) & (end > begin)
+        good &= np.isin(ids.values[np.maximum(ids.offsets[of] + end - 1, 0)], self._ids_of(closing))
+        kept = np.zeros(len(found.rows), bool)
+        kept[counts > 0] = np.logical_and.reduceat(good, found.answer_offsets[:-1][counts > 0])
+        edges = np.zeros(len(ids.values) + 1, np.int8)
+        marked = good & kept[of]
+        edges[(ids.offsets[of] + begin)[marked]] = 1
+        edges[(ids.offsets[of] + end)[marked]] -= 1
+        values = ids.values | np.where(np.cumsum(edges[:-1], dtype=np.int8), LOSS, 0).astype(np.int32)
+        rows, answers = Ragged(values, ids.offsets), np.stack([0 * begin, begin, end, found.message], axis=1)
+        return single_rows(rows, found.number, found.answer_offsets, answers, kept)
+
+    def _ids_of(self, tokens: Sequence[str]) -> np.ndarray[Any, Any]:
+        return np.array([ids[0] for token in tokens if len(ids := self._reference.encode(token)) == 1], np.int64)
 
     def _marked(
         self, found: Sequence[TextTurns], first: RowNumbers, rows: pa.LargeStringArray, ids: Ragged
@@ -240,16 +316,17 @@ class ServedEngine(HostEngine):
         tails: list[tuple[int, ...]] = []
         spans: list[tuple[int, int, int, int]] = []  # row, begin, end and bits of what has loss
         usable = [True] * len(found)
-        sizes = [[(len(t.prompt.encode()), len((t.prompt + t.answer).encode())) for t, *_ in c.answers] for c in found]
         for at, each in enumerate(found):
-            for (turn, row, loss), (begin, end) in zip(each.answers, sizes[at], strict=True):
+            for turn, row, loss in each.answers:
+                begin = byte_count(turn.prompt)
+                end = begin + byte_count(turn.answer)
                 tail = self._tail(turn)
                 usable[at] &= tail is not None
                 tails.append(tail or ())
                 places.append((int(first[at]) + row, begin, end))
                 bits = self._reference.bits_of(each.wanted[turn.number])
                 for low, high in loss:
-                    inside, until = (begin + len(turn.answer[:k].encode()) for k in (low, high))
+                    inside, until = (begin + byte_count(turn.answer[:k]) for k in (low, high))
                     spans.append((int(first[at]) + row, inside, until, bits))
         of, begins, stops = np.array(places, np.int64).reshape(-1, 3).T
         starts, ends = np.split(self.spans.beginning(rows, ids, np.tile(of, 2), np.concatenate([begins, stops])), 2)
@@ -273,10 +350,13 @@ class ServedEngine(HostEngine):
     def _tail(self, turn: Turn) -> tuple[int, ...] | None:
         """The ids of the end of a prompt, from its last special token on; None if only the reference can encode the
         turn."""
-        cuts, closing = self._cutting
-        if not turn.stopped or not turn.answer.endswith(closing):
-            return None
-        end = turn.prompt[-_TAIL:]
+        _, closing = self._cutting
+        return self._tail_of(turn.prompt) if turn.stopped and turn.answer.endswith(closing) else None
+
+    def _tail_of(self, prompt: str) -> tuple[int, ...] | None:
+        """The ids of the end of a prompt, from its last special token on; None if it is not near."""
+        cuts, _ = self._cutting
+        end = prompt[-_TAIL:]
         place = max((end.rfind(token) for token in cuts), default=-1)
         if place < 0:
             return None
@@ -295,11 +375,3 @@ class ServedEngine(HostEngine):
         cuts = tuple(token.decode() for token in cutting_tokens(reference, texts))
         longer = [token for token in cuts if any(one != token and one.startswith(token) for one in special)]
         return cuts, tuple(token for token in cuts if token not in longer)
-
-
-def _maximal(texts: Sequence[str]) -> list[int]:
-    """The texts that no other one begins with, of equal ones the first: their numbers, ascending."""
-    order = sorted(range(len(texts)), key=lambda k: (texts[k], -k))
-    # Among texts in order, those that begin with one follow it directly.
-    found = [k for k, after in itertools.pairwise(order) if not texts[after].startswith(texts[k])]
-    return sorted(found + order[-1:])

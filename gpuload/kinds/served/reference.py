@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -72,17 +72,22 @@ class ServedReference(ChatReference):
         return TurnWriter(self.call, self.prompting, self.missing_reasoning, self.thinking)
 
     def writer_of(
-        self, own: Mapping[str, Any], render: Callable[[TemplateCall, Sequence[Any]], str] | None = None
+        self,
+        calls: tuple[TemplateCall, TemplateCall],
+        render: Callable[[TemplateCall, Sequence[Any]], str] | None = None,
     ) -> TurnWriter:
-        """Finds the turns of rows with arguments of their own.
+        """Finds the turns of rows.
 
         Args:
+            calls: how conversations and prompts are rendered.
             render: see `TurnWriter`.
         """
-        if not own and render is None:
-            return self.writer
-        calls = self.call_with(own), self.call_with(own, prompt_only=True)
         return TurnWriter(*calls, self.missing_reasoning, self.thinking, self.writer.stops, render)
+
+    def at(self, instant: Any) -> Self:
+        other = super().at(instant)
+        other.__dict__.pop("writer", None)  # it has the other time of day
+        return other
 
     @cached_property
     def blocks(self) -> bool:
@@ -97,20 +102,8 @@ class ServedReference(ChatReference):
             yield clock or own
 
     def wanted(self, prompt: Any) -> tuple[list[Any], dict[int, float]]:
-        """The messages of a row, and which of them are to be learned: number → weight of the loss."""
-        first = 0
-        if isinstance(prompt, dict) and "prompt" in prompt:
-            messages, first = prompt["prompt"] + prompt["completion"], len(prompt["prompt"])
-        else:
-            messages = prompt["messages"] if isinstance(prompt, dict) else prompt
-        weights = weights_of(messages) if self.loss_on == "marked" else [1.0] * len(messages)
-        wanted = [k for k, message in enumerate(messages) if k >= first and message.get("role") == "assistant"]
-        if self.loss_on == "last":
-            wanted = wanted[-1:]
-        elif self.loss_on == "last_turn":
-            users = [k for k, message in enumerate(messages) if message.get("role") == "user"]
-            wanted = [k for k in wanted if not users or k > users[-1]]
-        return messages, {k: weights[k] for k in wanted if weights[k]}
+        """The messages of a row, and which of them are to be learned, see `wanted_in`."""
+        return wanted_in(prompt, self.loss_on)
 
     def bits_of(self, weight: float) -> int:
         """The bits of tokens with loss of some weight."""
@@ -128,9 +121,10 @@ class ServedReference(ChatReference):
         """The rows of one conversation."""
         messages, wanted = self.wanted(prompt)
         own = own_arguments(prompt)
-        writer = self.writer_of(own)
+        calls = self.call_with(own), self.call_with(own, prompt_only=True)
+        writer = self.writer_of(calls) if own else self.writer
         return self.rows_of_turns(
-            {number: writer.turn(messages, number) for number in wanted}, wanted, messages, self.call_with(own)
+            {number: writer.turn(messages, number) for number in wanted}, wanted, messages, calls[0]
         )
 
     def rows_of_turns(
@@ -209,3 +203,20 @@ class ServedReference(ChatReference):
     def variant(self) -> str:
         served = repr((self.missing_reasoning, self.serving_template, self.thinking))
         return f"{super().variant} as served {served}"
+
+
+def wanted_in(prompt: Any, loss_on: LossOn) -> tuple[list[Any], dict[int, float]]:
+    """The messages of a row, and which of them are to be learned: number → weight of the loss."""
+    first = 0
+    if isinstance(prompt, dict) and "prompt" in prompt:
+        messages, first = prompt["prompt"] + prompt["completion"], len(prompt["prompt"])
+    else:
+        messages = prompt["messages"] if isinstance(prompt, dict) else prompt
+    weights = weights_of(messages) if loss_on == "marked" else [1.0] * len(messages)
+    wanted = [k for k, message in enumerate(messages) if k >= first and message.get("role") == "assistant"]
+    if loss_on == "last":
+        wanted = wanted[-1:]
+    elif loss_on == "last_turn":
+        users = [k for k, message in enumerate(messages) if message.get("role") == "user"]
+        wanted = [k for k in wanted if not users or k > users[-1]]
+    return messages, {k: weights[k] for k in wanted if weights[k]}

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuload.core.arrays import Array, Ragged, RowNumbers, count_in_rows, offsets_of, ranges
+from gpuload.core.arrays import Array, Ragged, RowNumbers, appended, count_in_rows, offsets_of, ranges
 from gpuload.core.marks import LOSS
 
 COUNTS = (
@@ -98,6 +98,36 @@ class ServedRows:
             header += reason
         header[0] = len(header)
         return np.concatenate([np.array(header, np.int32), *(ids for ids, _ in self.rows)])
+
+
+def single_rows(
+    tokens: Ragged,
+    number: RowNumbers,
+    answer_offsets: RowNumbers,
+    answers: RowNumbers,
+    kept: np.ndarray[Any, Any],
+) -> Ragged:
+    """What is stored of n conversations with one row each.
+
+    Args:
+        tokens: of the rows, with their bits.
+        number: (n,) the message that each ends with.
+        answer_offsets: (n + 1,) which answers are those of each.
+        answers: (a, 4) row, begin, end and message of each answer.
+        kept: (n,) bool; nothing is stored of the others.
+    """
+    counts = np.diff(answer_offsets)
+    size = (_FIXED + 2 + 4 * counts) * kept
+    offsets = offsets_of(size)
+    header = np.zeros(int(offsets[-1]), np.int32)
+    first = offsets[:-1][kept]
+    for at, values in enumerate((size, np.ones(len(size)), counts)):
+        header[first + at] = values[kept]
+    header[first + _FIXED], header[first + _FIXED + 1] = tokens.lengths[kept], number[kept]
+    words = 4 * counts * kept
+    header[ranges(offsets[:-1] + _FIXED + 2, words, offsets_of(words))] = answers[np.repeat(kept, counts)].ravel()
+    rows = Ragged(tokens.values[np.repeat(kept, tokens.lengths)], offsets_of(tokens.lengths * kept))
+    return appended(Ragged(header, offsets), rows)
 
 
 @dataclass(frozen=True, eq=False)

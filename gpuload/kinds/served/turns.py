@@ -54,6 +54,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 SWITCHES = ("enable_thinking", "thinking")  # arguments of templates that are false for prompts without thinking
 _STOPS = ("<|eom_id|>", "<|eot_id|>", "<|call|>", "<|return|>")  # some are written next to calls of tools only
 _FILLER = "\ue000"
+_NEAR = 256  # characters around the place where an answer begins
 
 
 @dataclass(frozen=True)
@@ -183,9 +184,9 @@ class TurnWriter:
 
     def _thinks_nothing(self, prompt: str, answer: str) -> bool:
         """Whether an answer has, or closes, a thinking block with nothing in it."""
+        end, start = prompt[-_NEAR:].rstrip(), answer[:_NEAR].lstrip()  # blocks with more white space are not empty
         for literal, close in self.pairs:
-            opened = prompt.rstrip().endswith(literal)
-            text = answer.lstrip()
+            opened, text = end.endswith(literal), start
             if not opened and text.startswith(literal):
                 text, opened = text[len(literal) :].lstrip(), True
             if opened:
@@ -240,15 +241,19 @@ def stop_tokens(call: TemplateCall) -> set[str]:
     found = {token for token in _STOPS if token in added and token in template}
     if call.tokenizer.eos_token:
         found.add(str(call.tokenizer.eos_token))
-    pattern = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or "(?!)")
+
+    def tokens_in(tail: str) -> list[str]:
+        some = sorted((token for token in added if token in tail), key=len, reverse=True)  # of thousands
+        return re.findall("|".join(map(re.escape, some)) or "(?!)", tail)
+
     for tail in _tails(call, [lambda mark: mark, lambda mark: [{"type": "text", "text": mark}]]):
-        if token := pattern.search(tail):
-            found.add(token[0])
+        if tokens := tokens_in(tail):
+            found.add(tokens[0])
             break
     function = {"name": "f", "arguments": {}}
     calls = [lambda mark: {"x": mark}, lambda mark: f'{{"x": "{mark}"}}']
     for tail in _tails(call, [lambda mark, make=make: [function | {"arguments": make(mark)}] for make in calls], True):
-        tokens = pattern.findall(tail)
+        tokens = tokens_in(tail)
         found |= set(tokens[-1:]) if not found.intersection(tokens) else set()
         break
     return found

@@ -1,0 +1,124 @@
+"""`python -m bench.images`: prompts with images of 1 MP in parquet, loaded and filtered, and the processor row by row.
+
+Both have the same Qwen2.5-VL processor, made from its classes with the shipped tokenizer. CPU time of this process, as
+seconds of one core; the rows of the baseline are a part of all, and their time is scaled. Ids are compared.
+"""
+
+import argparse
+import io
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import transformers
+from PIL import Image, ImageOps
+from transformers import AutoTokenizer, ProcessorMixin, Qwen2_5_VLProcessor
+
+import gpuload
+from gpuload.demo_data import demo_files
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}"
+    "{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LIMIT = 2048
+
+
+def qwen(image_processor: str) -> Any:
+    """A processor with the settings of Qwen2.5-VL."""
+    tokenizer = AutoTokenizer.from_pretrained(demo_files()[1])
+    names = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": names})
+    images = getattr(transformers, image_processor)(size={"shortest_edge": 3136, "longest_edge": 12845056})
+    with mock.patch.object(ProcessorMixin, "check_argument_for_proper_class", return_value=None):
+        return Qwen2_5_VLProcessor(images, tokenizer, None, TEMPLATE)
+
+
+def write(path: Path, rows: int, pixels: int) -> None:
+    """Rows with one JPEG each, whose sizes differ."""
+    chance, noise = random.Random(0), np.random.default_rng(0)
+    table = []
+    for number in range(rows):
+        width = chance.randint(int(pixels**0.5 * 0.75), int(pixels**0.5 * 1.3))
+        height = pixels // width
+        small = noise.integers(0, 255, (height // 16 + 2, width // 16 + 2, 3), dtype=np.uint8)
+        file = io.BytesIO()
+        Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC).save(file, "JPEG", quality=85)
+        text = f"<image>What is in picture {number}? " + "Think step by step. " * chance.randint(0, 20)
+        images = [{"bytes": file.getvalue(), "path": None}]
+        table.append({"prompt": [{"role": "user", "content": text}], "images": images})
+    pq.write_table(pa.Table.from_pylist(table), path, row_group_size=100)
+
+
+def row_by_row(path: Path, processor: Any, rows: int) -> list[list[int]]:
+    """The ids of the first rows that are not too long, made as trainers make them."""
+    found: list[list[int]] = []
+    for row in pq.ParquetFile(path).iter_batches(100):
+        for each in row.to_pylist():
+            if len(found) == rows:
+                return found
+            text = each["prompt"][0]["content"].removeprefix("<image>")
+            content = [{"type": "image"}, {"type": "text", "text": text}]
+            messages = [{"role": "user", "content": content}]
+            prompt = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            opened = [Image.open(io.BytesIO(image["bytes"])) for image in each["images"]]
+            images = [ImageOps.exif_transpose(image).convert("RGB") for image in opened]
+            found.append(list(processor(text=[prompt], images=images)["input_ids"][0]))
+    return found
+
+
+def timed(function: Callable[[], Any]) -> tuple[Any, float]:
+    """A result, and the seconds of CPU time of this process."""
+    started = time.process_time()
+    made = function()
+    return made, time.process_time() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1000)
+    parser.add_argument("--baseline-rows", type=int, default=100, help="of each repeat; their time is scaled")
+    parser.add_argument("--megapixels", type=float, default=1.0)
+    parser.add_argument("--repeats", type=int, default=3)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "images.parquet"
+        write(path, given.rows, int(given.megapixels * 1e6))
+        for name in ("Qwen2VLImageProcessorPil", "Qwen2VLImageProcessor"):
+            try:
+                processor = qwen(name)
+            except ImportError as error:
+                print(f"{name}: not measured ({str(error).strip().splitlines()[0]})")
+                continue
+            load = lambda: gpuload.load(str(path), processor, max_prompt_length=LIMIT, progress=False)  # noqa: B023, E731
+            times: dict[str, list[float]] = {"load": [], "row by row": []}
+            for _ in range(given.repeats):
+                prompts, seconds = timed(load)
+                times["load"].append(seconds)
+                wanted, seconds = timed(lambda: row_by_row(path, processor, given.baseline_rows))  # noqa: B023
+                times["row by row"].append(seconds * given.rows / len(wanted))
+            different = sum(
+                row["raw_prompt_ids"] != ids
+                for row, ids in zip(prompts[: len(wanted)], [ids for ids in wanted if len(ids) <= LIMIT], strict=False)
+            )
+            first, *others = times["load"]
+            fast, slow = median(others or [first]), median(times["row by row"])
+            print(
+                f"{name}: {given.rows:,} rows of {given.megapixels} MP: row by row {slow:.1f} s, load {fast:.2f} s "
+                f"({slow / fast:.0f} times), first load of the process {first:.2f} s ({slow / first:.0f} times); "
+                f"{different} of {len(wanted)} rows differ\n{prompts.report.engine}"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Prompts with images, for a processor of a vision model."""

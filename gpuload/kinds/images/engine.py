@@ -1,0 +1,247 @@
+"""The stages of a load with images on the host: rendered text, and ids in which images take the place of marks."""
+
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from gpuload.core.arrays import Ragged, offsets_of
+from gpuload.core.arrow import as_arrow
+from gpuload.engines.host.engine import HostEngine
+from gpuload.engines.host.prompts import attempt, render_messages, render_rows
+from gpuload.engines.host.render import HostText
+from gpuload.engines.protocol import ArrowPrompts, Prompts, Tokenized
+from gpuload.kinds.images.gate import difference, type_ids
+from gpuload.kinds.images.prompts import ImagePrompts, prompt_of, read_prompts, sizes_of
+from gpuload.kinds.images.reference import ImageReference
+from gpuload.media.dry_run import NotUnderstoodError
+from gpuload.media.rule import Expansion, ImageRule
+from gpuload.media.spool import Spool
+from gpuload.reference.template_call import first_line
+from gpuload.sources.columns import to_python
+from gpuload.sources.read import Source
+
+_Found = tuple[ImageRule | None, str | None, tuple[str, tuple[int, ...]] | None]
+"""A rule, or why there is none; and see `ImageFacts.type_ids`."""
+
+_MOST_RULES = 4
+_ruling = threading.RLock()
+_rules: dict[Any, _Found] = {}  # of the last processors, for the next load of the same process
+
+ROW_BY_ROW = "the processor is run on each of them"
+
+
+@dataclass(kw_only=True, eq=False)
+class ImageText(HostText):
+    """n rendered prompts with images.
+
+    Attributes:
+        rows: as the reference takes them.
+        images: what stands for the images of each row.
+        by_itself: rows that the processor must tokenize.
+    """
+
+    rows: list[Any]
+    images: list[list[Expansion]]
+    by_itself: list[int]
+
+
+class ImageEngine(HostEngine):
+    """The `Engine` of a load with images. For the arguments see `HostEngine`."""
+
+    _reference: ImageReference
+
+    def __init__(self, reference: Any, exact_only: bool = False, notes: tuple[str, ...] = ()):
+        super().__init__(reference, exact_only, notes)
+        self._rule: ImageRule | None = None
+        self._why: str | None = "the load is made again by it" if exact_only else None
+        self._sought = exact_only
+        self._ruling = _ruling
+        self._by_processor = 0
+        self.spool: Spool | None = None
+        self.type_ids: tuple[str, tuple[int, ...]] | None = None
+
+    @property
+    def reference(self) -> ImageReference:
+        return self._reference
+
+    @property
+    def rule(self) -> ImageRule | None:
+        """The rule of the processor; None if it is run row by row. Found and checked when it is first needed."""
+        with self._ruling:
+            if not self._sought:
+                self._sought, key = True, self._reference.key_of_rule()
+                found = _rules.get(key) or self._find_rule()
+                _rules[key] = found
+                while len(_rules) > _MOST_RULES:
+                    _rules.pop(next(iter(_rules)), None)
+                self._rule, self._why, self.type_ids = found
+            return self._rule
+
+    def _find_rule(self) -> _Found:
+        try:
+            rule = ImageRule(self._reference.processor, self._reference.images.mm_processor_kwargs)
+            if why := difference(self, rule):
+                return None, why, None
+            return rule, None, type_ids(self._reference, rule.token)
+        except Exception as error:
+            understood = isinstance(error, NotUnderstoodError)
+            return None, str(error) if understood else f"a dry run fails: {first_line(error):.160}", None
+
+    @property
+    def by_prompt(self) -> bool:
+        return super().by_prompt or self.rule is None
+
+    def describe(self, compiled: bool = True) -> str:
+        name = type(self._reference.processor).__name__
+        if self.by_prompt:
+            return f"cpu: {name} itself, row by row ({self._why or 'because of the template'})"
+        assert self._rule is not None
+        made = f"cpu: {self.rendering(compiled)}, encoded by {self.encoder.name}"
+        return f"{made}; images of {name} by {self._rule.rung}"
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {ROW_BY_ROW: self._by_processor} if self._by_processor else {}
+
+    def read(self, source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, ArrowPrompts]]:
+        if self._nbytes is not None:  # of whole rows; an encoder for much text would take longer to build than to use
+            whole, prompts = source.decoded_bytes(None), source.decoded_bytes((prompt_key,))
+            self._nbytes = self._nbytes * prompts // max(1, whole)
+        self._begin()
+        return read_prompts(source, prompt_key, self._reference.images, self.spool)
+
+    def render(self, prompts: Prompts) -> HostText:
+        assert isinstance(prompts, ImagePrompts)
+        if self.by_prompt:
+            return render_rows(prompts.column, self._reference, self.program, with_ids=True, why=ROW_BY_ROW)
+        rejected: dict[int, str] = {}
+        rows = to_python(prompts.column)
+        given: list[Any] = [None] * len(rows)
+        for number, row in enumerate(rows):
+            prompt = attempt(rejected, number, prompt_of, row)
+            if number in rejected:
+                continue
+            if why := self._reference.problem(row):
+                rejected[number] = why
+            elif self._reference.uses_template:
+                given[number] = self._reference.messages(prompt, bool(row["images"]))
+            else:
+                given[number] = prompt
+        if self._reference.uses_template:
+            text = render_messages(given, rejected, self.program)
+        else:
+            text = HostText(text=as_arrow(given, pa.large_string()), rejected=rejected)
+        return self._with_images(text, rows)
+
+    def _with_images(self, text: HostText, rows: list[Any]) -> ImageText:
+        """Rendered rows with what stands for their images; rejects rows that the processor would."""
+        rule = self._rule
+        assert rule is not None
+        texts: list[Any] = text.text.to_pylist()
+        sizes = [() if one is None else sizes_of(row) for one, row in zip(texts, rows, strict=True)]
+        images: list[list[Expansion]] = [[] for _ in texts]
+        rejected: dict[int, str] = {}
+        by_itself: list[int] = []
+        with self._ruling:
+            rule.learn({size for some in sizes for size in some})
+            for number, (one, some) in enumerate(zip(texts, sizes, strict=True)):
+                places = 0 if one is None else one.count(rule.token)
+                if places and not some:  # which versions of transformers take for text, or reject
+                    if attempt(rejected, number, self._reference.ids, rows[number]):
+                        by_itself.append(number)
+                elif places != len(some):
+                    rejected[number] = (
+                        f"its text has {places} times {rule.token}, but the row has {len(some)} "
+                        f"image{'s' * (len(some) != 1)}"
+                    )
+                elif some:
+                    try:
+                        images[number] = rule.of(some)
+                    except NotUnderstoodError:
+                        by_itself.append(number)
+                    except ValueError as error:
+                        rejected[number] = f"the processor rejects its images: {error}"
+        column = text.text
+        if rejected:
+            text.reject(rejected)
+            column = as_arrow([None if n in rejected else one for n, one in enumerate(texts)], pa.large_string())
+        return ImageText(text=column, rows=rows, images=images, by_itself=by_itself, **text.fates())
+
+    def encode(self, text: HostText) -> Tokenized:
+        if not isinstance(text, ImageText):
+            return super().encode(text)
+        made, wrong = self.spliced([one or "" for one in text.text.to_pylist()], text.images)
+        by_itself = sorted({*text.by_itself, *wrong})
+        for number in by_itself:
+            ids = attempt(text.rejected, number, self._reference.ids, text.rows[number])
+            made[number] = np.array(ids or [], np.int32)
+        self._by_processor += len(by_itself)
+        made = [row[:0] if number in text.rejected else row for number, row in enumerate(made)]
+        lengths = np.fromiter(map(len, made), np.int64, len(made))
+        return text.tokenized(Ragged(np.concatenate([np.zeros(0, np.int32), *made]), offsets_of(lengths)))
+
+    def spliced(self, texts: Sequence[str], images: Sequence[Sequence[Expansion]]) -> tuple[list[Any], list[int]]:
+        """Ids of n texts, in which the ids of images replace their marks.
+
+        Returns:
+            The ids, and the numbers of texts in which the marks are not unambiguous.
+        """
+        token, first, both = self._token_of_images()
+        marked = [self._marked(one, some, token) if some else one for one, some in zip(texts, images, strict=True)]
+        encoded = self.ids(as_arrow(marked, pa.large_string()))
+        made, wrong = [], []
+        for number, some in enumerate(images):
+            ids = encoded[number]
+            found = _replaced(ids, some) if some else ids
+            if found is None:
+                wrong.append(number)
+                found = ids[:0]
+            start, end = both if not first or not texts[number].startswith(first) else ((), ())
+            if start or end:
+                found = np.concatenate([np.array(start, np.int32), found, np.array(end, np.int32)])
+            made.append(found)
+        return made, wrong
+
+    def _token_of_images(self) -> tuple[str, str, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """What stands for an image in rendered text; the text of the first special token, and what a tokenizer adds
+        before and after a text without it."""
+        tokenizer = self._reference.tokenizer
+        with self._lock:
+            if not hasattr(self, "_added"):
+                plain, whole = (list(tokenizer("x", add_special_tokens=each)["input_ids"]) for each in (False, True))
+                at = next((k for k in range(len(whole)) if whole[k : k + len(plain)] == plain), 0)
+                self._added = (tuple(whole[:at]), tuple(whole[at + len(plain) :]))
+        return self._reference.processor.image_token, tokenizer.bos_token or "", self._added
+
+    def _marked(self, text: str, images: Sequence[Expansion], token: str) -> str:
+        """A text in which the marks of images stand in their places."""
+        marks = [each.before + self._mark(each.core) + each.after for each in images]
+        if all(mark == token for mark in marks):
+            return text
+        rest = iter(marks)
+        return re.sub(re.escape(token), lambda _: next(rest), text)
+
+    def _mark(self, core: np.ndarray[Any, Any]) -> str:
+        ends = [int(core[0])] if core[0] == core[-1] else [int(core[0]), int(core[-1])]
+        return "".join(self._reference.tokenizer.convert_ids_to_tokens(ends))
+
+
+def _replaced(ids: np.ndarray[Any, Any], images: Sequence[Expansion]) -> Any:
+    """The ids with those of images in the places of their marks; None if other text looks like a mark."""
+    firsts = np.array([each.core[0] for each in images])
+    at = np.flatnonzero(np.isin(ids, np.unique(firsts)))
+    if len(at) != len(images) or not np.array_equal(ids[at], firsts):
+        return None
+    parts, done = [], 0
+    for place, image in zip(at.tolist(), images, strict=True):
+        width = 1 if image.core[0] == image.core[-1] else 2
+        if width == 2 and (place + 1 >= len(ids) or ids[place + 1] != image.core[-1]):
+            return None
+        parts += [ids[done:place], image.core]
+        done = place + width
+    return np.concatenate([*parts, ids[done:]]).astype(np.int32)

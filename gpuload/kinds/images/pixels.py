@@ -1,0 +1,110 @@
+"""The images of rows, decoded and given to the processor, in threads."""
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from gpuload.core.errors import DataError
+from gpuload.media.dry_run import image_token_of
+from gpuload.media.headers import ImageError, decode, sample_of
+from gpuload.media.references import Media
+from gpuload.media.spool import Spool
+
+_MOST_THREADS = 16
+_MOST_AHEAD = 4  # batches
+_OF_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "special_tokens_mask")
+
+
+class Pixels:
+    """Images of rows, by the references in their columns.
+
+    Args:
+        processor: of transformers.
+        kwargs: further arguments of its calls.
+        turns: whether images are turned as their orientation says.
+        spool: has the bytes of those that are in the data itself.
+    """
+
+    def __init__(self, processor: Any, kwargs: Mapping[str, Any], turns: bool, spool: Spool):
+        self._processor, self._kwargs, self._turns, self._spool = processor, dict(kwargs), turns, spool
+
+    def images(self, rows: Sequence[Sequence[Any]], places: Sequence[str]) -> list[list[Any]]:
+        """The images of some rows, RGB.
+
+        Args:
+            rows: the references of each.
+            places: the file and the number of each, for messages.
+
+        Raises:
+            DataError: an image cannot be read any more, or has changed since the load.
+        """
+        given = [
+            (each, f"{place}: image {k}") for row, place in zip(rows, places, strict=True) for k, each in enumerate(row)
+        ]
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS, max(1, len(given))), "images") as threads:
+            found = iter(list(threads.map(lambda pair: self._image(*pair), given)))
+        return [[next(found) for _ in row] for row in rows]
+
+    def inputs(self, rows: Sequence[Sequence[Any]], places: Sequence[str]) -> dict[str, Any]:
+        """What the processor makes of the images of some rows, without what it makes of text: tensors."""
+        images = [some for some in self.images(rows, places) if some]
+        if not images:
+            return {}
+        token = image_token_of(self._processor)
+        text = [token * len(some) for some in images]
+        made = self._processor(text=text, images=images, return_tensors="pt", padding=True, **self._kwargs)
+        return {name: value for name, value in made.items() if name not in _OF_TEXT}
+
+    def _image(self, reference: Any, place: str) -> Any:
+        try:
+            if reference["offset"] is None:
+                data: Any = Media(path=reference["path"]).read()
+                if len(data) != reference["nbytes"] or sample_of(data) != reference["sample"]:
+                    raise DataError(f"{place} ({reference['path']!r}) has changed since the load. Load again")
+            else:
+                data = self._spool.read(reference["offset"], reference["nbytes"])
+            return decode(data, self._turns)
+        except (ImageError, OSError) as error:
+            name = "" if reference["path"] is None else f" ({reference['path']!r})"
+            raise DataError(f"{place}{name} cannot be read any more: {error}") from error
+
+
+_deferring = threading.local()
+
+
+def is_deferred() -> bool:
+    """Whether the batch that this thread makes is completed later, see `filled_ahead`."""
+    return bool(getattr(_deferring, "on", False))
+
+
+def filled_ahead(batches: Iterator[Any], fill: Callable[[Any], Any]) -> Iterator[Any]:
+    """The same batches, of which the next few are completed in threads while the consumer works on one.
+
+    Args:
+        batches: makes them without their pixels.
+        fill: adds these.
+    """
+    count = min(os.cpu_count() or 1, _MOST_AHEAD)
+    waiting: deque[Future[Any]] = deque()
+    with ThreadPoolExecutor(count, "pixels") as threads:
+        try:
+            while True:
+                while len(waiting) <= count and (batch := _next(batches)) is not None:
+                    waiting.append(threads.submit(fill, batch))
+                if not waiting:
+                    return
+                yield waiting.popleft().result()
+        finally:
+            for each in waiting:
+                each.cancel()
+
+
+def _next(batches: Iterator[Any]) -> Any:
+    _deferring.on = True
+    try:
+        return next(batches, None)
+    finally:
+        _deferring.on = False

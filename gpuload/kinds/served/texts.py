@@ -1,0 +1,68 @@
+"""The turns of conversations as text, between the stages of the engine for rows as served."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from gpuload.core.arrays import Ragged
+from gpuload.engines.host.render import HostText
+from gpuload.kinds.served.columns import ColumnTurns
+from gpuload.kinds.served.turns import Turn
+from gpuload.reference.template_call import TemplateCall
+
+
+@dataclass(eq=False)
+class TextTurns:
+    """The turns of a conversation as text.
+
+    Attributes:
+        turns: number of a message → its turn, or why it is not learned.
+        wanted, messages, call: as for `ServedReference.rows_of_turns`.
+        rows: the texts of its rows, and the message with which each ends.
+        answers: of each learned turn, its row and what has loss in it, in characters of the answer.
+    """
+
+    turns: dict[int, Turn | int]
+    wanted: dict[int, float]
+    messages: Sequence[Any]
+    call: TemplateCall
+    rows: list[tuple[str, int]] = field(default_factory=list)
+    answers: list[tuple[Turn, int, list[tuple[int, int]]]] = field(default_factory=list)
+
+
+@dataclass(kw_only=True, eq=False)
+class ServedText(HostText):
+    """n conversations; a `protocol.RenderedText`.
+
+    Attributes:
+        conversations: row → its turns; rejected rows have none, nor those in `columns`.
+        columns: conversations that were made by columns.
+        given: (n,) the conversations.
+    """
+
+    conversations: dict[int, TextTurns] = field(default_factory=dict)
+    columns: ColumnTurns | None = None
+    given: pa.Array | None = None
+
+
+def joined_rows(rows: Sequence[np.ndarray[Any, Any]]) -> Ragged:
+    """Arrays of ids as rows."""
+    values = np.concatenate([np.zeros(0, np.int32), *rows])
+    return Ragged(values, np.cumsum([0, *map(len, rows)], dtype=np.int64))
+
+
+def byte_count(text: str) -> int:
+    """The bytes of a text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def maximal(texts: Sequence[str]) -> list[int]:
+    """The texts that no other one begins with, of equal ones the first: their numbers, ascending."""
+    order = sorted(range(len(texts)), key=lambda k: (texts[k], -k))
+    # Among texts in order, those that begin with one follow it directly.
+    found = [k for k, after in itertools.pairwise(order) if not texts[after].startswith(texts[k])]
+    return sorted(found + order[-1:])

@@ -1,0 +1,1 @@
+"""Images of prompts: their sizes, and what a processor makes of sizes."""

@@ -1,0 +1,221 @@
+"""The size of an image from its header, as Pillow finds it: nothing is decoded.
+
+Pillow's own parsers are used, because the processor decodes with them: other libraries disagree about rotated, broken
+and unusual files. Traps that this module knows: Pillow decodes a PNG to look for its orientation, only warns of images
+that would take gigabytes, and reads the header of a file that ends in the middle.
+"""
+
+import io
+import os
+import struct
+import warnings
+import zlib
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+CheckMedia = Literal["header", "tail", "decode"]
+
+MOST_PIXELS = 178_956_970
+"""Pixels from which Pillow refuses an image as a decompression bomb."""
+
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF", "TGA", "ICO", "DIB")
+_BEGINNING = 1 << 13  # bytes that most headers fit into
+_BY_BEGINNING = ("JPEG", "PNG", "BMP", "GIF")  # whose header is at the beginning
+_BLOCK = 1 << 12
+_MOST_BYTES_OF_A_PIXEL, _MOST_METADATA = 8, 1 << 26  # of a file: nothing is read of one that is larger
+_ORIENTATION = 0x0112
+_TEXT_CHUNKS = (b"eXIf", b"iTXt", b"zTXt", b"tEXt")  # in which a PNG may have an orientation
+_SIZED = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # whose decoded size is that of the header, but for an orientation
+
+
+class ImageError(ValueError):
+    """Why an image cannot be used."""
+
+
+class Header(NamedTuple):
+    """What the header of an image says.
+
+    Attributes:
+        height, width: in pixels, of the image as it is decoded.
+        format: as Pillow names it.
+    """
+
+    height: int
+    width: int
+    format: str
+
+
+def read_header(
+    data: Any, transpose: bool = True, most_pixels: int = MOST_PIXELS, check: CheckMedia = "tail"
+) -> Header:
+    """The size of an encoded image.
+
+    Args:
+        data: the bytes of its file, a view of them, or `FileBytes`, of which as few are read as possible.
+        transpose: whether it will be turned as its EXIF orientation says.
+        most_pixels: of an image that is not refused.
+        check: "header" for its header only; "tail" to look for the mark at the end of the file, too, and decode images
+            without it; "decode" to decode all.
+
+    Raises:
+        ImageError: it is no image, of a format that is not read, too large or damaged.
+    """
+    view = data if isinstance(data, FileBytes) else memoryview(data)
+    if not len(view):
+        raise ImageError("it is empty")
+    if len(view) > most_pixels * _MOST_BYTES_OF_A_PIXEL + _MOST_METADATA:
+        raise ImageError(f"it has {len(view):,} bytes, more than an image of max_image_pixels={most_pixels:,} can have")
+    image, whole = _open(view, most_pixels)
+    found = Header(image.height, image.width, str(image.format))
+    turned = False
+    if transpose and _may_be_turned(found.format, view):
+        turned = _is_turned(image if whole or found.format == "JPEG" else _parsed(view))
+    if check == "decode" or found.format not in _SIZED or (check == "tail" and not _has_end(found.format, view)):
+        try:
+            decoded = decode(view, transpose)
+        except ImageError as error:
+            raise ImageError(f"{found.format} of {found.height} x {found.width} pixels: {error}") from error
+        return Header(decoded.height, decoded.width, found.format)
+    return Header(found.width, found.height, found.format) if turned else found
+
+
+class FileBytes:
+    """The bytes of a file, which are read when they are asked for.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: str):
+        # What was looked up is no link; if it is one now, somebody has replaced it.
+        self._file = open(path, "rb", buffering=0, opener=lambda p, flags: os.open(p, flags | os.O_NOFOLLOW))  # noqa: SIM115
+        self._size = os.fstat(self._file.fileno()).st_size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, part: slice) -> bytes:
+        start, stop, _ = part.indices(self._size)
+        try:
+            return os.pread(self._file.fileno(), max(0, stop - start), start)
+        except OSError as error:
+            raise ImageError(f"the file cannot be read ({error.strerror})") from error
+
+
+def sample_of(view: Any) -> int:
+    """A checksum of the beginning, the middle and the end of a file."""
+    middle = len(view) // 2
+    blocks = (view[:_BLOCK], view[middle : middle + _BLOCK], view[max(0, len(view) - _BLOCK) :])
+    return zlib.crc32(b"".join(map(bytes, blocks)), len(view) & 0xFFFFFFFF)
+
+
+def decode(data: Any, transpose: bool = True) -> Any:
+    """An image as the processor gets it: a `PIL.Image.Image`, RGB.
+
+    Args:
+        data, transpose: as for `read_header`.
+
+    Raises:
+        ImageError: it cannot be decoded.
+    """
+    from PIL import ImageOps
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            image = _parsed(data)
+            if transpose:
+                image = ImageOps.exif_transpose(image)
+            return image.convert("RGB")
+    except ImageError:
+        raise
+    except Exception as error:
+        raise ImageError(f"it cannot be decoded ({error!s:.120})") from error
+
+
+def _open(view: Any, most_pixels: int) -> tuple[Any, bool]:
+    """The image with its header read, and whether it has all of the file. Refuses what is too large."""
+    image, whole = None, len(view) <= _BEGINNING
+    if not whole:
+        try:
+            image = _parsed(view[:_BEGINNING])
+        except ImageError:
+            image = None
+        if image is not None and image.format not in _BY_BEGINNING:
+            image = None
+    if image is None:
+        image, whole = _parsed(view), True
+    width, height = image.size
+    if width * height > most_pixels:
+        raise ImageError(
+            f"it has {width:,} x {height:,} pixels, more than max_image_pixels={most_pixels:,}: a decompression bomb?"
+        )
+    if not width * height:
+        raise ImageError(f"it has {width} x {height} pixels")
+    return image, whole
+
+
+def _parsed(view: Any) -> Any:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of large images: there is a limit of our own
+            return Image.open(io.BytesIO(view[:]), formats=_formats())
+    except Image.DecompressionBombError as error:
+        raise ImageError(f"Pillow refuses it: {error!s:.160}") from None
+    except UnidentifiedImageError:
+        raise ImageError(f"it is no image that Pillow reads (it begins with {bytes(view[:8])!r})") from None
+    except Exception as error:
+        raise ImageError(f"its header cannot be read ({error!s:.120})") from error
+
+
+@cache
+def _formats() -> tuple[str, ...]:
+    """The raster formats that this Pillow reads. Others, such as EPS, would start programs."""
+    from PIL import Image
+
+    Image.init()
+    return tuple(name for name in _FORMATS if name in Image.OPEN)
+
+
+def _may_be_turned(name: str, view: Any) -> bool:
+    if name == "PNG":
+        return any(kind in _TEXT_CHUNKS for kind in _png_chunks(view))
+    return name not in ("GIF", "BMP")
+
+
+def _is_turned(image: Any) -> bool:
+    """Whether height and width are exchanged."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return image.getexif().get(_ORIENTATION) in (5, 6, 7, 8)
+    except Exception as error:
+        raise ImageError(f"its orientation cannot be read ({error!s:.120})") from error
+
+
+def _png_chunks(view: Any) -> list[bytes]:
+    """The types of all chunks of a PNG, as far as it is one."""
+    found, at = [], 8
+    while at + 8 <= len(view):
+        size, kind = struct.unpack(">I4s", view[at : at + 8])
+        found.append(kind)
+        at += 12 + size
+    return found
+
+
+def _has_end(name: str, view: Any) -> bool:
+    """Whether a file ends as its format does."""
+    if name == "JPEG":
+        return bytes(view[-2:]) == b"\xff\xd9"
+    if name == "PNG":
+        return bytes(view[-8:-4]) == b"IEND"
+    if name == "WEBP":
+        return int.from_bytes(view[4:8], "little") + 8 == len(view)
+    if name == "GIF":
+        return bytes(view[-1:]) == b";"
+    return False

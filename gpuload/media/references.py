@@ -1,0 +1,146 @@
+"""Where an image is: in the data itself, or in a file next to it.
+
+Datasets have images as `{"bytes": ..., "path": ...}` (Hugging Face), as paths, as `{"image": path}` or
+`{"image_url": {"url": "data:..."}}`. A path that data names is read only below the directory of the data, or below one
+of `media_roots`, after links are resolved: data must not read other files. Nothing is fetched from a network.
+"""
+
+import base64
+import binascii
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote, urlsplit
+from urllib.request import url2pathname
+
+from gpuload.media.headers import FileBytes, ImageError
+
+_NESTED = ("image", "image_url", "url", "path", "base64")
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where files of images may be.
+
+    Attributes:
+        folder: the directory of the data; None for frames in memory.
+        roots: further directories.
+    """
+
+    folder: str | None = None
+    roots: tuple[str, ...] = ()
+
+    def find(self, path: str) -> str:
+        """The file that a path names.
+
+        Raises:
+            ImageError: there is none, or it is elsewhere.
+        """
+        allowed = [os.path.realpath(each) for each in (self.folder, *self.roots) if each is not None]
+        if not allowed:
+            raise ImageError(f"{path!r}: data in memory has no directory: pass media_roots=[...]")
+        for root in allowed:
+            found = os.path.realpath(os.path.join(root, path))
+            inside = any(os.path.commonpath([found, each]) == each for each in allowed)
+            if inside and os.path.isfile(found):
+                return found
+        outside = os.path.realpath(os.path.join(allowed[0], path))
+        if not any(os.path.commonpath([outside, each]) == each for each in allowed):
+            raise ImageError(f"{path!r} is not below the directory of the data: pass media_roots=[...] to allow it")
+        raise ImageError(f"{path!r}: there is no such file")
+
+
+@dataclass(frozen=True)
+class Media:
+    """One image of a row.
+
+    Attributes:
+        data: its bytes; None if they are in a file.
+        path: that file, or the name that the data has for the bytes.
+    """
+
+    data: bytes | memoryview | None = None
+    path: str | None = None
+
+    def open(self) -> memoryview | bytes | FileBytes:
+        """Its bytes, which are not read yet if they are in a file.
+
+        Raises:
+            ImageError: the file cannot be read.
+        """
+        if self.data is not None:
+            return self.data
+        assert self.path is not None
+        try:
+            return FileBytes(self.path)
+        except OSError as error:
+            raise ImageError(f"the file cannot be read ({error.strerror})") from error
+
+    def read(self) -> memoryview | bytes:
+        """Its bytes.
+
+        Raises:
+            ImageError: the file cannot be read.
+        """
+        return self.open()[:]
+
+
+def media_of(value: Any, places: Places) -> Media:
+    """The image that a value of the data means.
+
+    Args:
+        value: bytes, a path, a `data:` URL, or an object that has one of them.
+        places: where files may be.
+
+    Raises:
+        ImageError: it means no image that can be read here.
+    """
+    try:
+        return _media_of(value, places)
+    except ImageError:
+        raise
+    except (RecursionError, TypeError, ValueError) as error:  # nested without end; of paths and URLs that are none
+        raise ImageError(f"it is no reference to an image ({error!s:.80})") from None
+
+
+def _media_of(value: Any, places: Places) -> Media:
+    if isinstance(value, bytes | bytearray | memoryview):
+        return Media(data=memoryview(value))
+    if isinstance(value, str):
+        return _of_text(value, places)
+    if isinstance(value, Mapping):
+        if value.get("bytes") is not None:
+            return Media(data=memoryview(value["bytes"]), path=value.get("path"))
+        for name in _NESTED:
+            if value.get(name) is not None:
+                given = f"data:;base64,{value[name]}" if name == "base64" else value[name]
+                return _media_of(given, places)
+        raise ImageError(f"it has neither bytes nor a path, but the fields {', '.join(map(str, value)) or 'none'}")
+    if value is None:
+        raise ImageError("it is null")
+    raise ImageError(f"it is of type {type(value).__name__}, not bytes or a path")
+
+
+def _of_text(text: str, places: Places) -> Media:
+    scheme = urlsplit(text[:64]).scheme.lower() if ":" in text[:64] else ""
+    if scheme == "data":
+        head, comma, body = text.partition(",")
+        if not comma or not head.endswith(";base64"):
+            raise ImageError("its data: URL is not base64")
+        try:
+            return Media(data=memoryview(base64.b64decode(body, validate=True)))
+        except binascii.Error as error:
+            raise ImageError(f"the base64 of its data: URL is wrong ({error})") from None
+    if scheme == "file":
+        return Media(path=places.find(url2pathname(unquote(urlsplit(text).path))))
+    if len(scheme) > 1 and "://" in text[:64]:
+        raise ImageError(f"{text[:80]!r} is a URL: URLs of images are not fetched, download them before")
+    return Media(path=places.find(text))
+
+
+def as_list(value: Any) -> Sequence[Any]:
+    """The images of a row, of which a column may have one or several."""
+    if value is None:
+        return []
+    return value if isinstance(value, list | tuple) else [value]
