@@ -327,6 +327,38 @@ def test_training_on_rows_as_on_what_trl_prepares(tmp_path: Path) -> None:
         assert losses == expected
 
 
+def test_training_on_rows_as_served(tmp_path: Path) -> None:
+    """TRL's trainer, with the exported rows and with rows that are made turn by turn."""
+    tokenizer = small_tokenizer(QWEN3.with_name("qwen3.jinja").read_text())
+    conversations = [
+        [
+            message
+            for turn in range(2)
+            for message in (
+                {"role": "user", "content": f"question {row} {turn}"},
+                {"role": "assistant", "content": f"answer {row}", "reasoning_content": f"because {turn}"},
+            )
+        ]
+        for row in range(5)
+    ]
+    by_hand = []
+    for messages in conversations:
+        for number in (1, 3):
+            prompt = tokenizer.apply_chat_template(messages[:number], add_generation_prompt=True, tokenize=False)
+            whole = tokenizer.apply_chat_template(messages[: number + 1], tokenize=False).removesuffix("\n")
+            first, ids = len(tokenizer(prompt)["input_ids"]), tokenizer(whole)["input_ids"]
+            by_hand.append({"input_ids": ids, "labels": [-100] * first + ids[first:]})
+    table = pa.table({"messages": conversations})
+    chats = gpuload.load_chats(table, tokenizer, turns="served", max_length=512)
+    gpuload.save_to_disk({"train": chats}, tmp_path / "sft")
+    own = datasets.load_from_disk(str(tmp_path / "sft"))["train"]
+    theirs, expected = trained(datasets.Dataset.from_list(by_hand), tmp_path, max_length=512)
+    ours, losses = trained(own, tmp_path, max_length=512)
+    assert list(ours["input_ids"]) == list(theirs["input_ids"]) == [row["input_ids"] for row in by_hand]
+    assert list(ours["labels"]) == list(theirs["labels"])
+    assert losses == expected
+
+
 @pytest.mark.parametrize("strategy", core(["bfd", "bfd_split"], "bfd_split"))
 def test_training_on_packs_as_on_what_trl_packs(tmp_path: Path, strategy: Any) -> None:
     raw, chats = to_train_on()

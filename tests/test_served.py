@@ -407,6 +407,18 @@ def test_conversations_of_several_files_have_numbers_of_their_own(qwen: Any, tmp
     assert prompts.take(["conversation", "turn"]) == {"conversation": [0, 0, 1, 1], "turn": [1, 3, 1, 3]}
 
 
+def test_prompts_of_all_turns_for_trl(qwen: Any) -> None:
+    pytest.importorskip("trl")
+    from gpuload.integrations.trl import prompts
+
+    messages = [{key: m[key] for key in ("role", "content")} for m in MESSAGES]
+    table = pa.table({"prompt": [messages] * 2})
+    plain, made = prompts(table, qwen, 200), prompts(table, qwen, 200, turns="served")
+    assert made["prompt"][:2] == [messages[:1], messages[:3]]
+    assert made.features["prompt"] == plain.features["prompt"]
+    assert made["turn"][:] == [1, 3] * 2
+
+
 # -- compared with a naive explosion ---------------------------------------------------------------------------------
 
 

@@ -75,7 +75,8 @@ def _of_lists(column: pa.Array) -> tuple[RowNumbers, RowNumbers, pa.Array]:
     begin = offsets_of(lengths)[:-1][row]
     found = messages.take(as_arrow(ranges(begin, count, offsets_of(count))))
     null = pc.is_null(column).take(as_arrow(row))
-    return row, count, pa.LargeListArray.from_arrays(as_arrow(offsets_of(count)), found, mask=null)
+    made = pa.LargeListArray.from_arrays(as_arrow(offsets_of(count)), found, mask=null)
+    return row, count, made.cast(column.type) if pa.types.is_list(column.type) else made
 
 
 def _prompts(lengths: RowNumbers, ours: np.ndarray[Any, Any]) -> tuple[RowNumbers, RowNumbers]:
