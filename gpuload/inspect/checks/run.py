@@ -12,11 +12,11 @@ from gpuload.core.errors import OptionError
 from gpuload.core.marks import CHOSEN, REJECTED, loss_tokens, sequence
 from gpuload.core.options import POSITIVE, LossOn, Normalize, Overlong, Truncation
 from gpuload.engines.protocol import ArrowPrompts
-from gpuload.inspect.checks.findings import RULES, Finding, RowMask, check_choice, in_order
+from gpuload.inspect.checks.findings import RULES, Finding, check_choice, in_order
 from gpuload.inspect.checks.messages import flat_messages
 from gpuload.inspect.checks.prompts import PromptTable, duplicates, elsewhere, empty_prompts
 from gpuload.inspect.checks.rows import CheckedRows, Collected, Hit
-from gpuload.inspect.checks.texts import TextChecks
+from gpuload.inspect.checks.texts import TextChecks, has_media
 from gpuload.inspect.checks.tokens import TokenChecks
 from gpuload.inspect.data import KindName, open_data
 from gpuload.kinds.chats.load import LABELED, ChatKind, label_of
@@ -180,7 +180,7 @@ class _Pass:
                 for rows in self._read(source, first, engine):
                     for hit in self._hits(rows):
                         self.collected.add(hit, rows.first)
-                    self._table.add(rows.messages, number, _has_media(rows))
+                    self._table.add(rows.messages, number, has_media(rows.messages, rows.table))
                 first += source.num_rows
         check_unchanged(job.sources)
         self._verified()
@@ -259,15 +259,6 @@ class _Pass:
                 self.collected.note(finder.check, finder.found, note)
 
 
-def _has_media(rows: CheckedRows) -> RowMask:
-    """(n,) bool: rows with images, videos or audios, whose texts alone do not say what is asked."""
-    found = rows.messages.rows_of(rows.messages.media.sum(axis=1) > 0)
-    for name in ("image", "images", "video", "videos", "audio", "audios"):
-        if name in rows.table.schema.names:
-            found |= np.asarray(rows.table.column(name).is_valid())
-    return found
-
-
 def _against(files: Any, job: Job[Any], options: dict[str, Any]) -> tuple[PromptTable, Callable[[int], str]]:
     """The prompts of other data, of whatever kind, and the places of its rows."""
     tokenizer = job.reference.tokenizer
@@ -275,8 +266,9 @@ def _against(files: Any, job: Job[Any], options: dict[str, Any]) -> tuple[Prompt
     other = open_data(files, tokenizer, **{name: options[name] for name in kept if name in options})
     table = PromptTable(other.kind.name == "prompts", grams=True)
     for number, source in enumerate(other.sources):
-        for _, column in with_prompts(source, other.options.prompt_key):
-            table.add(flat_messages(column), number)
+        for rest, column in with_prompts(source, other.options.prompt_key):
+            messages = flat_messages(column)
+            table.add(messages, number, has_media(messages, rest))
     return table, places_of(other.sources)
 
 
