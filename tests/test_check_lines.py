@@ -199,6 +199,19 @@ def test_no_lines_without_rows(qwen_folder: str, tmp_path: Path, capsys: pytest.
     assert capsys.readouterr().out.endswith("\n\nfor Python; no row can be loaded, so there is nothing to paste\n")
 
 
+def test_options_that_are_not_given_are_not_printed(
+    qwen_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = in_file(tmp_path / "a.jsonl", [alpaca(n) for n in range(3)])
+    for arguments, line in (
+        ((), f'"{qwen_folder}", loss_on="assistant", max_length=64,'),
+        (("--for", "trl"), f"{qwen_folder} --loss-on assistant --max-length 64 --export sft sft"),
+        (("--drop-nulls",), f'"{qwen_folder}", loss_on="assistant", drop_nulls=True, max_length=64,'),
+    ):
+        assert main(["check", file, "--tokenizer", qwen_folder, *arguments]) == 0
+        assert line in capsys.readouterr().out
+
+
 def test_data_for_kto(qwen_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = in_file(tmp_path / "a.jsonl", [{"messages": chat(n), "label": n % 2 == 0} for n in range(4)])
     with pytest.raises(DataError, match=r"data for KTO\. Commands do not read it; in Python, gpuload"):

@@ -179,7 +179,7 @@ def _own_options(job: Job[Any]) -> set[str]:
 
 
 def _is_given(name: str, value: Any) -> bool:
-    default = {each.name: each.default for each in fields(Options)}.get(name)
+    default = {each.name: each.default for each in fields(Options)}.get(name, False)
     return value != default if isinstance(value, bool | int | float) or name == "chat_template" else bool(value)
 
 
