@@ -218,7 +218,7 @@ def test_placeholders_and_images(qwen: Any, tmp_path: Path, form: str) -> None:
     rows = [{"prompt": user(text), "images": some} for text, some in zip(texts, images, strict=True)]
     hits = found(in_file(tmp_path, rows, form), qwen)
     assert (hits["media"].level, hits["media"].rows) == ("error", [3])
-    assert "1 placeholders, and 2 values in column 'images'" in hits["media"].example
+    assert "1 placeholder, and 2 values in column 'images'" in hits["media"].example
     rows[3]["prompt"] = user("TRL writes them")
     assert found(in_file(tmp_path, rows, form), qwen)["media"].rows == [3]
     assert "media" not in found(in_file(tmp_path, rows, form), qwen, trainer="trl")
@@ -298,6 +298,69 @@ def test_instructions_that_all_prompts_have_are_no_overlap(qwen: Any, tmp_path: 
     rows = [[{"prompt": user(f"{question(n, 10)} {rule}")} for n in range(start, start + 50)] for start in (10, 100)]
     files = [lines(tmp_path / f"{n}.jsonl", some) for n, some in enumerate(rows)]
     assert found(files, qwen) == {}
+
+
+# -- what is compared ------------------------------------------------------------------------------------------------
+
+
+def calling(value: int) -> dict[str, Any]:
+    return {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": value}}}]}
+
+
+def named(name: str) -> list[Any]:
+    return [{"type": "function", "function": {"name": name, "description": "", "parameters": {"type": "object"}}}]
+
+
+DIFFERENT: dict[str, list[dict[str, Any]]] = {
+    "reasoning": [{"messages": chat("q", "a", reasoning_content=text)} for text in ("One way.", "Another.")],
+    "calls": [{"messages": chat("q", "", **calling(n))} for n in (1, 2)],
+    "tools": [{"messages": chat("q"), "tools": named(name)} for name in ("f", "g")],
+    "tools as text": [{"messages": chat("q"), "tools": json.dumps(named(name))} for name in ("f", "g")],
+    "names": [{"messages": [{"role": "user", "content": "q", "name": n}, *chat("q")[1:]]} for n in ("Ann", "Bob")],
+    "marks": [{"messages": chat("q", "a", train=value)} for value in (True, False)],
+    "calls before": [{"messages": [*chat("q", "", **calling(n)), {"role": "tool", "content": "1"},
+                                   {"role": "assistant", "content": "So."}]} for n in (1, 2)],
+}  # fmt: skip
+SAME_PROMPT = {"reasoning", "calls", "marks"}
+
+
+@pytest.mark.parametrize("form", ["json", "parquet"])
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_rows_that_differ_in_more_than_their_texts(qwen: Any, tmp_path: Path, name: str, form: str) -> None:
+    rows = DIFFERENT[name] + [{"messages": each} for each in GOOD[:20]]
+    hits = found(in_file(tmp_path, rows, form), qwen)
+    assert "duplicate rows" not in hits
+    assert ("duplicate prompts" in hits) == (name in SAME_PROMPT)
+    hits = found(in_file(tmp_path, [*rows, rows[1]], form), qwen)
+    assert hits["duplicate rows"].rows == [22]
+
+
+@pytest.mark.parametrize("form", ["json", "parquet"])
+def test_a_column_of_no_images_hides_nothing(qwen: Any, tmp_path: Path, form: str) -> None:
+    rows: list[Any] = [{"messages": chat(question(n)), "images": []} for n in range(30)]
+    rows[29] = rows[3]
+    assert found(in_file(tmp_path, rows, form), qwen)["duplicate rows"].rows == [29]
+    (tmp_path / "train").mkdir()
+    train = in_file(tmp_path / "train", rows[:5], form)
+    assert found(in_file(tmp_path, rows[3:4] + rows[10:29], form), qwen, against=train)["also elsewhere"].rows == [0]
+
+
+def test_rows_with_images_are_not_compared_by_8_grams(qwen: Any, tmp_path: Path) -> None:
+    def written(name: str, start: str, images: list[str]) -> str:
+        return lines(tmp_path / name, [{"messages": chat(f"<image>{start} {question(1)}"), "images": images}])
+
+    train, test = written("a.jsonl", "one", ["a.png"]), written("b.jsonl", "other", ["b.png"])
+    assert found(test, qwen, against=train) == {}
+    assert found([test, train], qwen) == {}
+    no_image = lines(tmp_path / "c.jsonl", [{"messages": chat(f"third {question(1)}")}])
+    assert found(no_image, qwen, against=train) == {}
+    assert set(found(no_image, qwen, against=no_image)) == {"also elsewhere"}
+
+
+def test_dropped_rows_are_no_empty_prompts(qwen: Any, tmp_path: Path) -> None:
+    rows = [*GOOD, [{"role": "user", "content": None}, {"role": "assistant", "content": "a"}], chat("")]
+    hits = found(lines(tmp_path / "a.jsonl", rows), qwen)
+    assert {name: hit.rows for name, hit in hits.items()} == {"rows dropped": [40], "empty prompts": [41]}
 
 
 def test_a_single_row_group(qwen: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,11 +464,11 @@ def test_lines_to_paste(trainer: Any, kind: Any) -> None:
 def test_a_suggested_limit() -> None:
     def limit(*lengths: int) -> tuple[int, str]:
         made = Checked([], ["a"], 9, "chats", "assistant", np.sort(np.array(lengths, np.int64)), "t", "messages")
-        return suggested_limit(made), kept_by(made, suggested_limit(made))
+        return suggested_limit(made), kept_by(made, None, None)
 
     assert limit(*range(1, 101)) == (128, "a limit of 128 tokens keeps all rows")
     assert limit(*[100] * 1000, 100_000) == (128, "a limit of 128 tokens drops 1 row")
-    assert limit() == (64, "a limit of 64 tokens keeps all rows")
+    assert limit() == (64, "no row can be loaded, so there is nothing to paste")
 
 
 # -- levels, and what is wrong ---------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from gpuload.cli.output import printable
 from gpuload.cli.show import uses_color
 from gpuload.core.errors import OptionError
 from gpuload.inspect.checks.findings import Finding
-from gpuload.inspect.checks.lines import kept_by, lines_for, suggested_limit
+from gpuload.inspect.checks.lines import kept_by, lines_for
 from gpuload.inspect.checks.page import page_of_findings, some_rows, verdict
 from gpuload.inspect.checks.run import Checked, CheckedTrainer, checked
 
@@ -77,9 +77,10 @@ def findings_as_text(
         lines += ["", colored(each.level, each.level) + name.removeprefix(each.level), *rest]
     if found.passed:
         lines += ["", colored("not found", "ok"), *_wrapped(", ".join(found.passed), width)]
-    kept = kept_by(found, limit or suggested_limit(found))
-    lines += ["", *_wrapped(f"for {trainer or 'Python'}; {kept}:", width, "")]
-    return "\n".join([*lines, *(f"  {printable(line)}" for line in lines_for(found, trainer, limit))])
+    paste = lines_for(found, trainer, limit)
+    about = f"for {trainer or 'Python'}; {kept_by(found, trainer, limit)}{':' if paste else ''}"
+    lines += ["", *_wrapped(about, width, "")]
+    return "\n".join([*lines, *(f"  {printable(line)}" for line in paste)])
 
 
 def _of_finding(finding: Finding, width: int) -> list[str]:

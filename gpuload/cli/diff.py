@@ -8,7 +8,7 @@ from typing import Any
 
 from gpuload.cli.output import printable
 from gpuload.cli.show import uses_color
-from gpuload.core.errors import GpuloadError
+from gpuload.core.errors import GpuloadError, OptionError
 from gpuload.inspect.data import open_data
 from gpuload.inspect.diff import ChangedRow, Difference, DiffPiece, difference
 from gpuload.inspect.tokens import visible_text
@@ -39,6 +39,8 @@ def diff_files(
     Returns:
         The exit status: 1 if a row changes.
     """
+    if most < 0:
+        raise OptionError(f"--rows {most}: expected an integer >= 0")
     job = open_data(list(files), tokenizer, **options)
     try:
         other = open_data(list(files), against, **against_options)

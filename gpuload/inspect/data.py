@@ -12,7 +12,7 @@ from gpuload.core.options import NO_LIMIT, LossOn, Normalize, Options
 from gpuload.engines.protocol import ArrowPrompts
 from gpuload.kinds.chats.formats import find_format
 from gpuload.kinds.chats.load import ChatKind
-from gpuload.kinds.formats import one_format
+from gpuload.kinds.formats import label_in, one_format
 from gpuload.kinds.pairs.load import PairKind
 from gpuload.kinds.prompts import PromptKind
 from gpuload.pipeline.run import Job, open_job
@@ -64,6 +64,7 @@ def open_data(
         raise OptionError("--return-raw-chat is for prompts: rows to train on have no messages. Remove it")
     given = {"device": "auto" if trains else "cpu"} | given | {"filter_overlong_prompts": True}
     if kind == "pairs":
+        _check_no_completions(opened)
         pairs = PairKind("dpo", format, drop_nulls=drop_nulls, normalize_messages=normalize_messages)
         parsed = Options.parse({**given, "prompt_key": pairs.prompt_key, "store": "memory"})
         return open_job(pairs, opened, tokenizer, parsed, started)
@@ -73,6 +74,17 @@ def open_data(
     parsed = Options.parse({**given, "prompt_key": messages_key or "messages"})
     chats = ChatKind(format, messages_key, loss_on, drop_nulls=drop_nulls, normalize_messages=normalize_messages)
     return open_job(chats, opened, tokenizer, parsed, started)
+
+
+def _check_no_completions(sources: Sequence[Source]) -> None:
+    """Raises an error for single completions with labels: pairs for DPO are read here."""
+    for source in sources:
+        names, label = set(source.schema.names), label_in(source.schema)
+        if label is not None and not names & {PairKind.chosen_key, PairKind.rejected_key}:
+            raise DataError(
+                f"{source.name}: single answers with labels in the column {label!r}, which are data for KTO. Commands "
+                'do not read it; in Python, gpuload.load_pairs(..., objective="kto") does'
+            )
 
 
 def kind_of(source: Source, prompt_key: str, messages_key: str | None = None) -> KindName:

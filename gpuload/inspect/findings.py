@@ -47,4 +47,9 @@ def _pads(group: LengthGroup, limit: int) -> str:
 
 def rows(count: int) -> str:
     """So many rows, in words."""
-    return f"{count:,} row{'s' * (count != 1)}"
+    return counted(count, "row")
+
+
+def counted(count: int, what: str) -> str:
+    """So many things, in words: "1 row", "2,000 rows"."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

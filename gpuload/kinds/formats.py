@@ -133,6 +133,12 @@ def as_prompts(source: Source, found: Format, key: str, reference: TrainingRefer
     )
 
 
+def replaced_columns(source: Source) -> Sequence[str]:
+    """The columns of a file that `as_prompts` has replaced by one; none if it has returned the file as it is."""
+    made = getattr(source.batches, "__self__", None)
+    return made.used if isinstance(made, _MadeColumn) else ()
+
+
 @dataclass(frozen=True)
 class _MadeColumn:
     """What `as_prompts` makes of a source; for the fields see there.

@@ -117,7 +117,7 @@ RULES: Mapping[str, CheckRule] = {
     ),
     "KTO labels": CheckRule(
         "answers that a column labels as bad, in data for SFT: they would be learned as good ones",
-        "use load_pairs and a trainer for KTO, or remove the rows",
+        'use gpuload.load_pairs(..., objective="kto") in Python and a trainer for KTO, or remove the rows',
         error=0.0,
     ),
     "media": CheckRule(

@@ -1,5 +1,6 @@
 """The messages of rows as columns: one entry for each message, whatever form the rows have."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
@@ -44,6 +45,8 @@ class FlatMessages:
         reasoning: (k,) large_string, null where there is none.
         arguments: (k,) int64, `NONE`, `TEXT` or `OBJECT`.
         media: (k, 3) int64, how many parts of the content are images, videos and audios.
+        more: (k,) large_string, whatever else a template could print of the message, as JSON; empty if it has no more.
+        own: (n,) large_string, the tools of each row and other arguments of its template, as JSON; empty without any.
     """
 
     count: int
@@ -55,6 +58,8 @@ class FlatMessages:
     reasoning: pa.LargeStringArray
     arguments: Ints
     media: Ints
+    more: pa.LargeStringArray
+    own: pa.LargeStringArray
 
     def __len__(self) -> int:
         return len(self.row)
@@ -89,17 +94,19 @@ class FlatMessages:
         found: RowMask = (self.part > PROMPT_PART) | ((self.part == 0) & (number >= last[self.row]))
         return found
 
-    def joined(self, mask: RowMask, roles: bool) -> pa.LargeStringArray:
+    def texts_of(self, mask: RowMask) -> pa.LargeStringArray:
         """(n,) the texts of some messages of each row.
 
         Args:
             mask: (k,) bool, which messages.
-            roles: each text begins with the role and a line break.
         """
-        texts = self.text
-        if roles:
-            texts = pc.binary_join_element_wise(self.role, texts, as_scalar("\n", _TEXT_TYPE))
-        return self._by_row(texts, mask)
+        return self._by_row(self.text, mask)
+
+    def all_of(self, mask: RowMask) -> pa.LargeStringArray:
+        """(n,) everything that a template could print of some messages of each row, as for `texts_of`."""
+        line = as_scalar("\n", _TEXT_TYPE)
+        texts = self._by_row(pc.binary_join_element_wise(self.role, self.more, self.text, line), mask)
+        return pc.binary_join_element_wise(self.own, texts, line)
 
     @property
     def shapes(self) -> pa.LargeStringArray:
@@ -154,6 +161,7 @@ def _by_columns(column: pa.Array, part: int) -> FlatMessages | None:
     if "tool_calls" in names and columns["tool_calls"].null_count < len(messages):
         return None
     reasoning = pa.nulls(len(messages), _TEXT_TYPE)
+    more = _as_json([columns[name] for name in sorted(names - {"role", "content"})], len(messages))
     for name in _REASONING:
         if name in names and is_text(columns[name].type):
             reasoning = pc.coalesce(reasoning, columns[name].cast(_TEXT_TYPE))
@@ -164,27 +172,51 @@ def _by_columns(column: pa.Array, part: int) -> FlatMessages | None:
         reasoning = pc.coalesce(reasoning, pc.if_else(ours, inside, as_scalar(None, _TEXT_TYPE)))
     role = fill_null(columns["role"].cast(_TEXT_TYPE), "")
     rows = np.repeat(np.arange(count), lengths)
-    return _made(count, rows, part, role, fill_null(content, ""), as_numpy(content.is_null()), reasoning)
+    return _made(count, rows, part, role, fill_null(content, ""), as_numpy(content.is_null()), reasoning, more)
 
 
-def _made(count: int, rows: Ints, part: int, role: Any, text: Any, null: RowMask, reasoning: Any) -> FlatMessages:
-    nothing = np.zeros(len(rows), np.int64)
+def _made(
+    count: int, rows: Ints, part: int, role: Any, text: Any, null: RowMask, reasoning: Any, more: Any = None
+) -> FlatMessages:
+    nothing, media = np.zeros(len(rows), np.int64), np.zeros((len(rows), 3), np.int64)
+    more = _empty(len(rows)) if more is None else more
     return FlatMessages(
-        count, rows, nothing + part, role, text, null, reasoning, nothing, np.zeros((len(rows), 3), np.int64)
+        count, rows, nothing + part, role, text, null, reasoning, nothing, media, more, own=_empty(count)
     )
+
+
+def _empty(count: int) -> pa.LargeStringArray:
+    return fill_null(pa.nulls(count, _TEXT_TYPE), "")
+
+
+def _as_json(columns: list[pa.Array], count: int) -> pa.LargeStringArray:
+    """(count,) the values of some columns, one after the other; those of a column without values are left out."""
+    given = [each for each in columns if each.null_count < count]
+    texts = [
+        each.cast(_TEXT_TYPE) if is_text(each.type) else _as_texts([_written(value) for value in to_python(each)])
+        for each in given
+    ]
+    if not texts:
+        return _empty(count)
+    return pc.binary_join_element_wise(*(fill_null(each, "") for each in texts), as_scalar("\n", _TEXT_TYPE))
+
+
+def _written(value: Any) -> str | None:
+    """A value as JSON, whatever the order of its keys is; None for None."""
+    return None if value is None else json.dumps(value, sort_keys=True, default=str)
 
 
 def _in_order(parts: list[FlatMessages]) -> FlatMessages:
     """The messages of all parts, by row."""
     order = np.argsort(np.concatenate([each.row for each in parts]), kind="stable")
     joined: dict[str, Any] = {}
-    for field in fields(FlatMessages)[1:]:
+    for field in fields(FlatMessages)[1:-1]:
         values = [getattr(each, field.name) for each in parts]
         if isinstance(values[0], pa.Array):
             joined[field.name] = pa.concat_arrays(values).take(as_arrow(order))
         else:
             joined[field.name] = np.concatenate(values)[order]
-    return FlatMessages(parts[0].count, **joined)
+    return FlatMessages(parts[0].count, **joined, own=parts[0].own)
 
 
 # -- row by row ------------------------------------------------------------------------------------------------------
@@ -193,29 +225,36 @@ def _in_order(parts: list[FlatMessages]) -> FlatMessages:
 class _Builder:
     def __init__(self) -> None:
         self.lists: dict[str, list[Any]] = {
-            name: [] for name in ("row", "part", "role", "text", "null", "reasoning", "arguments", "media")
+            name: [] for name in ("row", "part", "role", "text", "null", "reasoning", "arguments", "media", "more")
         }
+        self.own: list[str | None] = []
 
     def add(self, row: int, part: int, message: Any) -> None:
         reasoning: str | None = None
+        others: dict[str, Any] = {}
         if isinstance(message, str) or not isinstance(message, dict):
             content, role, arguments = message, "", NONE
         else:
             content, role = message.get("content"), _text_in(message, "role") or ""
             arguments = _arguments(message.get("tool_calls"))
             reasoning = next(filter(None, (_text_in(message, name) for name in _REASONING)), None)
+            others = {k: v for k, v in message.items() if k not in ("role", "content") and v is not None}
+        if not isinstance(content, str | None):
+            others["content"] = content
         text, media = _text_of(content)
         if reasoning is None and role == "assistant" and "<think>" in text:
             found = text.partition("<think>")[2].partition("</think>")
             reasoning = found[0] if found[1] and found[0].strip() else None
-        values = (row, part, role, text, content is None, reasoning, arguments, media)
+        more = _written(others or None) or ""
+        values = (row, part, role, text, content is None, reasoning, arguments, media, more)
         for into, value in zip(self.lists.values(), values, strict=True):
             into.append(value)
 
     def finish(self, count: int) -> FlatMessages:
         lists = self.lists
         numbers = {name: np.array(lists[name], np.int64) for name in ("row", "part", "arguments")}
-        texts = {name: _as_texts(lists[name]) for name in ("role", "text", "reasoning")}
+        texts = {name: _as_texts(lists[name]) for name in ("role", "text", "reasoning", "more")}
+        texts["own"] = _as_texts(self.own)
         media = np.array(lists["media"], np.int64).reshape(-1, 3)
         return FlatMessages(count=count, null=np.array(lists["null"], np.bool_), media=media, **numbers, **texts)
 
@@ -247,6 +286,8 @@ def _by_rows(rows: list[Any]) -> FlatMessages:
     made = _Builder()
     for number, row in enumerate(rows):
         parts = row if isinstance(row, dict) else {"messages": row}
+        own = {name: value for name, value in parts.items() if name not in PARTS and value is not None}
+        made.own.append(_written(own or None) or "")
         for part, name in enumerate(PARTS):
             value = parts.get(name)
             if isinstance(value, str):

@@ -7,7 +7,7 @@ from importlib import resources
 import jinja2
 
 from gpuload import __version__
-from gpuload.inspect.checks.lines import kept_by, lines_for, suggested_limit
+from gpuload.inspect.checks.lines import kept_by, lines_for
 from gpuload.inspect.checks.run import Checked, CheckedTrainer
 from gpuload.inspect.page import clipped
 
@@ -27,7 +27,7 @@ def page_of_findings(found: Checked, trainer: CheckedTrainer | None, limit: int 
         tokenizer=clipped(found.tokenizer.rstrip("/").rpartition("/")[2]),
         verdict=verdict(found),
         trainer=trainer or "Python",
-        kept=kept_by(found, limit or suggested_limit(found)),
+        kept=kept_by(found, trainer, limit),
         lines="\n".join(lines_for(found, trainer, limit)),
     )
 

@@ -22,8 +22,8 @@ class PromptTable:
         prompts: their rows are prompts, which have no answers.
         grams: 8-grams are wanted, too.
         question: of each row, the digest of what the user says.
-        prompt: of everything in front of the answer, with roles.
-        whole: of everything.
+        prompt: of everything in front of the answer that a template could print, with roles and tools.
+        whole: of everything that a template could print.
         file: the number of its file.
         parts: the 8-grams of what users say.
     """
@@ -46,13 +46,14 @@ class PromptTable:
         ours = ~messages.is_answer(self.prompts)
         every = np.ones(len(messages), np.bool_)
         asked = ours & ~messages.has_role("system", "developer", "assistant", "tool", "function")
-        questions = messages.joined(asked, roles=False)
+        questions = messages.texts_of(asked)
         self.question.append(_marked(digests(questions), questions, excluded))
-        self.prompt.append(_marked(digests(messages.joined(ours, roles=True)), questions, excluded))
-        self.whole.append(_marked(digests(messages.joined(every, roles=True)), questions, excluded))
+        self.prompt.append(_marked(digests(messages.all_of(ours)), questions, excluded))
+        self.whole.append(_marked(digests(messages.all_of(every)), questions, excluded))
         self.file.append(np.full(messages.count, file))
         if self.grams:
-            self.parts.append(Grams.of(questions))
+            grams = Grams.of(questions)
+            self.parts.append(grams if excluded is None else grams.select(~excluded))
 
 
 _NOTHING = 0
@@ -69,7 +70,7 @@ def _blank(texts: pa.LargeStringArray) -> RowMask:
 
 
 def empty_prompts(rows: CheckedRows, prompts: bool) -> Hit:
-    """Rows whose prompt has no text, image or anything else.
+    """Rows that are not dropped, and whose prompt has no text, image or anything else.
 
     Args:
         prompts: the rows are prompts, which have no answers.
@@ -80,6 +81,7 @@ def empty_prompts(rows: CheckedRows, prompts: bool) -> Hit:
     written = said & (~_blank(messages.text) | messages.media.any(axis=1))
     has = np.zeros(messages.count, np.bool_)
     has[messages.row] = True
+    has[list(rows.rejected)] = False
     plain = messages.rows_of(messages.part == TEXT_PART) if not prompts else np.zeros(messages.count, np.bool_)
     alone = messages.rows_of(messages.part == PROMPT_PART)
     starts = ~messages.rows_of(said) & ~alone & ~plain  # an answer without a question

@@ -1,8 +1,8 @@
 """`gpuload.check`: one pass over the data, and what was found in it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -10,17 +10,19 @@ import numpy as np
 from gpuload.core.arrays import Ragged
 from gpuload.core.errors import OptionError
 from gpuload.core.marks import CHOSEN, REJECTED, loss_tokens, sequence
-from gpuload.core.options import POSITIVE, LossOn, Normalize, Overlong, Truncation
+from gpuload.core.options import POSITIVE, LossOn, Normalize, Options, Overlong, Truncation
 from gpuload.engines.protocol import ArrowPrompts
-from gpuload.inspect.checks.findings import RULES, Finding, RowMask, check_choice, in_order
+from gpuload.inspect.checks.findings import RULES, Finding, check_choice, in_order
 from gpuload.inspect.checks.messages import flat_messages
 from gpuload.inspect.checks.prompts import PromptTable, duplicates, elsewhere, empty_prompts
 from gpuload.inspect.checks.rows import CheckedRows, Collected, Hit
-from gpuload.inspect.checks.texts import TextChecks
+from gpuload.inspect.checks.texts import TextChecks, has_media
 from gpuload.inspect.checks.tokens import TokenChecks
 from gpuload.inspect.data import KindName, open_data
 from gpuload.kinds.chats.load import LABELED, ChatKind, label_of
+from gpuload.kinds.formats import replaced_columns
 from gpuload.kinds.pairs.sizes import PairSizes
+from gpuload.kinds.training_reference import TOOLS
 from gpuload.pipeline.filter import without
 from gpuload.pipeline.run import Job
 from gpuload.pipeline.verify import Verifier
@@ -43,9 +45,13 @@ class Checked:
         rows: how many rows there are.
         kind: "prompts", "chats" or "pairs".
         loss_on: what is learned, in chats.
-        lengths: (m,) int64, the tokens of rows that have any, ascending.
+        lengths: (m,) int64, the tokens of rows that a load without a limit keeps, ascending.
         tokenizer: its name.
         prompt_key: the column with prompts, or with messages.
+        format: of chats and pairs.
+        options: those that were given and are not defaults, as `load`, `load_chats` or `load_pairs` takes them.
+        overlong: what becomes of rows that are too long.
+        tools: the rows have a column of tools.
     """
 
     findings: list[Finding]
@@ -56,6 +62,10 @@ class Checked:
     lengths: np.ndarray[Any, np.dtype[np.int64]]
     tokenizer: str
     prompt_key: str
+    format: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    overlong: Overlong = "drop"
+    tools: bool = False
 
     @property
     def passed(self) -> list[str]:
@@ -146,9 +156,37 @@ def checked(
     findings = [*run.collected.findings(run.total), *_single_groups(job.sources)]
     names = [source.name for source in job.sources]
     lengths = np.sort(np.concatenate(run.lengths)) if run.lengths else np.zeros(0, np.int64)
-    learned = getattr(job.kind, "loss_on", None)
-    key = job.options.prompt_key
-    return Checked(in_order(findings), names, run.total, job.kind.name, learned, lengths, job.reference.name, key)
+    learned, found = getattr(job.kind, "loss_on", None), getattr(job.kind, "format", None)
+    key = options.get("messages_key") or _COLUMNS.get(found or "", job.options.prompt_key)
+    given = {name: options[name] for name in options if name in _own_options(job) and _is_given(name, options[name])}
+    if labeled_format(job):  # a load asks for it
+        given["format"] = found
+    tools = TOOLS in {name for source in job.sources for name in replaced_columns(source)}
+    known = (names, run.total, job.kind.name, learned, lengths, job.reference.name, key, found, given, overlong, tools)
+    return Checked(in_order(findings), *known)
+
+
+_COLUMNS = {"sharegpt": "conversations", "text": "text"}
+"""Format of chats → the column with the messages or the text, if it has another name than `messages`."""
+
+
+def _own_options(job: Job[Any]) -> set[str]:
+    """The options of a load that concern what is loaded of this kind."""
+    of_training = {"format", "drop_nulls", "normalize_messages"}
+    more = {"prompts": {"prompt_key"}, "pairs": of_training, "chats": of_training | {"messages_key", "loss_on"}}
+    known = {each.name for each in fields(Options)} - {"prompt_key", "max_prompt_length", "filter_overlong_prompts"}
+    return known | more[job.kind.name]
+
+
+def _is_given(name: str, value: Any) -> bool:
+    default = {each.name: each.default for each in fields(Options)}.get(name, False)
+    return value != default if isinstance(value, bool | int | float) or name == "chat_template" else bool(value)
+
+
+def labeled_format(job: Job[Any]) -> tuple[Source, str] | None:
+    """The column that says which answers of chats are good ones, and its source; None if there is none."""
+    kind = job.kind
+    return label_of(job.sources) if isinstance(kind, ChatKind) and kind.format in LABELED else None
 
 
 class _Pass:
@@ -160,7 +198,7 @@ class _Pass:
         self.place = places_of(job.sources, short=True)
         kind = job.kind
         learned = getattr(kind, "loss_on", None)
-        labeled = label_of(job.sources) if isinstance(kind, ChatKind) and kind.format in LABELED else None
+        labeled = labeled_format(job)
         self._texts = TextChecks(job.reference, labeled[1] if labeled else None, trainer == "trl")
         self._tokens = TokenChecks(job.reference, kind.name, everything_learned=learned == "all")
         self._table = PromptTable(kind.name == "prompts", grams)
@@ -180,7 +218,7 @@ class _Pass:
                 for rows in self._read(source, first, engine):
                     for hit in self._hits(rows):
                         self.collected.add(hit, rows.first)
-                    self._table.add(rows.messages, number, _has_media(rows))
+                    self._table.add(rows.messages, number, has_media(rows.messages, rows.table))
                 first += source.num_rows
         check_unchanged(job.sources)
         self._verified()
@@ -222,7 +260,9 @@ class _Pass:
 
     def _hits(self, rows: CheckedRows) -> Iterator[Hit]:
         lengths = np.max([tokens.lengths for tokens in rows.tokens], axis=0)
-        self.lengths.append(lengths[lengths > 0])
+        kept = lengths > 0
+        kept[list(rows.useless)] = False
+        self.lengths.append(lengths[kept])
         if self._limit is not None:
             over = lengths > self._limit
             yield Hit("over the limit", over, lambda row: f"{lengths[row]:,} tokens, and the limit is {self._limit:,}")
@@ -259,15 +299,6 @@ class _Pass:
                 self.collected.note(finder.check, finder.found, note)
 
 
-def _has_media(rows: CheckedRows) -> RowMask:
-    """(n,) bool: rows with images, videos or audios, whose texts alone do not say what is asked."""
-    found = rows.messages.rows_of(rows.messages.media.sum(axis=1) > 0)
-    for name in ("image", "images", "video", "videos", "audio", "audios"):
-        if name in rows.table.schema.names:
-            found |= np.asarray(rows.table.column(name).is_valid())
-    return found
-
-
 def _against(files: Any, job: Job[Any], options: dict[str, Any]) -> tuple[PromptTable, Callable[[int], str]]:
     """The prompts of other data, of whatever kind, and the places of its rows."""
     tokenizer = job.reference.tokenizer
@@ -275,8 +306,9 @@ def _against(files: Any, job: Job[Any], options: dict[str, Any]) -> tuple[Prompt
     other = open_data(files, tokenizer, **{name: options[name] for name in kept if name in options})
     table = PromptTable(other.kind.name == "prompts", grams=True)
     for number, source in enumerate(other.sources):
-        for _, column in with_prompts(source, other.options.prompt_key):
-            table.add(flat_messages(column), number)
+        for rest, column in with_prompts(source, other.options.prompt_key):
+            messages = flat_messages(column)
+            table.add(messages, number, has_media(messages, rest))
     return table, places_of(other.sources)
 
 

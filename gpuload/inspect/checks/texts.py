@@ -1,5 +1,6 @@
 """Checks of messages, and of what the template makes of them."""
 
+import itertools
 import re
 from collections.abc import Iterator
 from functools import cached_property
@@ -14,6 +15,7 @@ from gpuload.core.arrow import as_arrow, as_numpy, fill_null
 from gpuload.inspect.checks.findings import RowMask
 from gpuload.inspect.checks.messages import NONE, OBJECT, TEXT, TEXT_PART, FlatMessages
 from gpuload.inspect.checks.rows import CheckedRows, Hit
+from gpuload.inspect.findings import counted
 from gpuload.kinds.chats.load import is_good
 from gpuload.kinds.normalize import argument_forms
 from gpuload.reference.reference import Reference
@@ -176,9 +178,22 @@ class TextChecks:
                 wrong &= written > 0
 
             def detail(row: int, given: Any = given, written: Any = written, name: str = name) -> str:
-                return f"{written[row]} placeholders, and {given[row]} values in column {name!r}"
+                return f"{counted(written[row], 'placeholder')}, and {counted(given[row], 'value')} in column {name!r}"
 
             yield Hit("media", wrong, detail)
+
+
+def has_media(messages: FlatMessages, others: pa.Table) -> RowMask:
+    """(n,) bool: rows with images, videos or audios, whose texts alone do not say what is asked.
+
+    Args:
+        others: the other columns of the rows.
+    """
+    found = messages.rows_of(messages.media.sum(axis=1) > 0)
+    for name in itertools.chain(*_COLUMNS):
+        if name in others.schema.names:
+            found |= _counts(others.column(name).combine_chunks()) > 0
+    return found
 
 
 def _counts(column: pa.Array) -> npt.NDArray[np.int64]:
