@@ -13,7 +13,7 @@ import jinja2
 import numpy as np
 from markupsafe import Markup
 
-from gpuload import __version__
+from gpuload._version import __version__
 from gpuload.dataset.report import Report
 from gpuload.inspect import plots
 from gpuload.inspect.findings import findings

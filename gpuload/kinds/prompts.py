@@ -22,7 +22,6 @@ from gpuload.dataset.rows import Loaded, Made, Numbers, Rows, Values, object_arr
 from gpuload.engines.batches import BatchLayout
 from gpuload.engines.choose import choose_engine
 from gpuload.engines.protocol import Engine
-from gpuload.kinds.served.prompts import prompts_of_turns
 from gpuload.packing.plan import whole_rows
 from gpuload.pipeline.kind import Kind
 from gpuload.reference.reference import Reference, messages_of
@@ -61,6 +60,8 @@ class PromptKind(Kind["PromptDataset"]):
                 check_prompts(source, options.prompt_key)
         warn_of_replaced({name for source in sources for name in source.schema.names}, options)
         if self.turns == "served":
+            from gpuload.kinds.served.prompts import prompts_of_turns  # most loads do not need it
+
             sources = prompts_of_turns(sources, options.prompt_key)
         return self, list(sources), options
 

@@ -7,7 +7,7 @@ as well, and between these parts the texts, in a form that templates print.
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,7 +53,7 @@ class _Marks:
             else:
                 marked[name] = value
                 if name != "role":
-                    self.others += _strings(value)
+                    self.others += texts_in(value)
         return marked
 
     def _mark(self, number: int, text: str) -> str:
@@ -71,7 +71,7 @@ class _Marks:
             return [self._content(number, part) for part in content]
         if isinstance(content, dict) and "text" in content:
             return content | {"text": self._content(number, content["text"])}
-        self.others += _strings(content)
+        self.others += texts_in(content)
         return content
 
     def _calls(self, number: int, value: Any) -> Any:
@@ -89,7 +89,7 @@ class _Marks:
                 marked["name"] = self._mark(number, value["name"])
                 self.names.add(marked["name"])
             return marked
-        self.others += _strings(value)
+        self.others += texts_in(value)
         return value
 
     def _arguments(self, number: int, value: Any) -> Any:
@@ -117,17 +117,17 @@ class _Marks:
         )
 
 
-def _strings(value: Any) -> Iterator[str]:
-    """All strings in a value, keys included."""
+def texts_in(value: Any) -> Iterator[str]:
+    """All texts in plain data, keys included."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):
         for name, each in value.items():
             yield str(name)
-            yield from _strings(each)
-    elif isinstance(value, list | tuple):
+            yield from texts_in(each)
+    elif isinstance(value, Sequence):
         for each in value:
-            yield from _strings(each)
+            yield from texts_in(each)
 
 
 Render = Callable[[list[Any]], str]

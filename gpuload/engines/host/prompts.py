@@ -158,10 +158,10 @@ def render_with_tools(
             texts.append(made.text)
             continue
         started = time.perf_counter()
+        texts.append(attempt(rejected, row, reference.render, value))
         if isinstance(made, ByReference):  # otherwise it is rejected, and transformers says why
             by_reference[row] = made.reason
-        texts.append(attempt(rejected, row, reference.render, value))
-        add_seconds(seconds, {by_reference[row]: time.perf_counter() - started} if row in by_reference else {})
+            add_seconds(seconds, {made.reason: time.perf_counter() - started})
     texts = [None if text is None else attempt(rejected, row, encodable, text) for row, text in enumerate(texts)]
     return HostText(
         text=as_arrow(texts, pa.large_string()), rejected=rejected, by_reference=by_reference, reason_seconds=seconds

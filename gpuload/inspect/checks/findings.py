@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpuload.core.errors import OptionError
+from gpuload.inspect.findings import counted
 
 Level = Literal["error", "warning", "info"]
 
@@ -195,8 +196,7 @@ class Finding:
     @property
     def counted(self) -> str:
         """How many rows or files, in words."""
-        what = "file" if self.check == "one row group" else "row"
-        return f"{self.count:,} {what}{'s' * (self.count != 1)}"
+        return counted(self.count, "file" if self.check == "one row group" else "row")
 
     def to_dict(self) -> dict[str, Any]:
         """The finding as `gpuload check --json` prints it.

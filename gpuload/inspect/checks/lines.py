@@ -60,7 +60,7 @@ def _cuts(found: Checked, trainer: CheckedTrainer | None) -> bool:
 
 
 def lines_for(found: Checked, trainer: CheckedTrainer | None, limit: int | None) -> list[str]:
-    """The lines to paste; none if no row is left.
+    """The lines to paste; none if all rows are dropped.
 
     Args:
         trainer: None for Python.

@@ -6,7 +6,7 @@ from importlib import resources
 
 import jinja2
 
-from gpuload import __version__
+from gpuload._version import __version__
 from gpuload.inspect.checks.lines import kept_by, lines_for
 from gpuload.inspect.checks.run import Checked, CheckedTrainer
 from gpuload.inspect.page import clipped

@@ -5,8 +5,8 @@ literals and of texts of messages. Whether P is the beginning of R, where the an
 beginning of the whole conversation, is decided once for the three paths, whatever the texts are. Only the whole
 conversation is written.
 
-Everything else is left to others: answers that begin with a thinking block, texts with stop tokens, paths about which
-the literals do not decide.
+Everything else is made row by row (`engine.py`): answers that begin with a thinking block, texts with stop tokens, and
+paths about which the literals do not decide.
 """
 
 import re

@@ -32,8 +32,8 @@ def prompts_of_turns(sources: Sequence[Source], key: str) -> list[Source]:
     made, first = [], 0
     for source in sources:
         if source.num_rows:
-            tables = list(_exploded(source, key, first))
-            made.append(open_frame(pa.concat_tables(tables, promote_options="default"), f"{source.name}, by turns"))
+            tables = pa.concat_tables(_exploded(source, key, first), promote_options="default")
+            made.append(open_frame(tables, f"{source.name} (prompts of all turns)"))
         first += source.num_rows
     return made
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from gpuload.core.options import MissingReasoning
 from gpuload.reference.template_call import TemplateCall
+from gpuload.template.marks import texts_in
 
 REASONS = (
     "the prompt is not what the template writes before the answer",
@@ -274,19 +275,6 @@ def _tails(call: TemplateCall, makes: Sequence[Any], calls: bool = False) -> Ite
             continue
         if mark in text:
             yield text.rpartition(mark)[2]
-
-
-def texts_in(value: Any) -> Iterator[str]:
-    """All texts in plain data."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for name, item in value.items():
-            yield str(name)
-            yield from texts_in(item)
-    elif isinstance(value, Sequence):
-        for item in value:
-            yield from texts_in(item)
 
 
 def _masked(value: Any, stops: re.Pattern[str]) -> Any:
