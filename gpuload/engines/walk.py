@@ -10,8 +10,9 @@ The result, a list of paths with their rows, is the same for every engine. Writi
 """
 
 import time
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -41,6 +42,47 @@ from gpuload.template.program import (
 )
 
 Operations = tuple[Operation, ...]
+Source = tuple[str, tuple[Operation, ...]]
+"""A field of messages, and what is done to its texts."""
+
+Together = Callable[["Walk", Array], Array]
+
+
+class PrintedSegments(NamedTuple):
+    """A segment that k rows print.
+
+    Attributes:
+        rows: (k,) their numbers.
+        place: (k,) how many segments each has printed before.
+        source: a literal; or a field of messages, and what is done to its texts.
+        messages: (k,) of which message, by its number among all; nothing for a literal.
+        loss: "first" for the first text of a generation block, "more" for its others, empty outside.
+    """
+
+    rows: Array
+    place: Array
+    source: str | Source
+    messages: Array
+    loss: str
+
+
+@dataclass(eq=False)
+class Printed:
+    """What rows of a column print.
+
+    Attributes:
+        count: (n,) int64, how many segments each row has; 0 if it is not among the rows that reached the end.
+        parts: the segments, in any order.
+        rejected: row → why the template rejects it.
+        unknown: rows that took a way that is not known yet.
+        others: rows that only `RowRenderer` can render.
+    """
+
+    count: Array
+    parts: list[PrintedSegments]
+    rejected: dict[int, str]
+    unknown: Array
+    others: Array
 
 
 class Walk:
@@ -53,10 +95,12 @@ class Walk:
         program: the compiled template.
         prompts: n conversations.
         controls: look for the text of control tokens.
+        together: renders rows that share no tree, as far as that pays, and returns the others (`host/passes.py`).
 
     Attributes:
-        prompts: the same.
+        program, prompts: the same.
         paths: each path that rows take, with their ascending numbers.
+        printed: what rows print that went through the automaton together.
         texts: row → the text of a row that was rendered by itself, UTF-8.
         answers: row → each part with loss in that text, in bytes; empty if the program has none.
         rejected: row → why no prompt can be made of it.
@@ -65,12 +109,15 @@ class Walk:
         control_rows: how many rows contain the text of a control token.
     """
 
-    def __init__(self, program: ChatProgram, prompts: Conversations, controls: bool = True) -> None:
+    def __init__(
+        self, program: ChatProgram, prompts: Conversations, controls: bool = True, together: Together | None = None
+    ) -> None:
         self.prompts, self._controls = prompts, controls
-        self._program, self._ops = program, prompts.ops
+        self.program, self._ops = program, prompts.ops
         self._columns: dict[tuple[str, Operations], TextColumn] = {}
         self._answers: dict[Predicate, Array] = {}
         self.paths: list[tuple[Path, Array]] = []
+        self.printed: list[Printed] = []
         self.texts: dict[int, bytes] = {}
         self.answers: dict[int, list[Answer]] = {}
         found = group(prompts)
@@ -78,9 +125,10 @@ class Walk:
         by_reference = {row: why for row, why in found.by_reference.items() if row not in found.rejected}
         # Where nearly every row has another shape, trees do not pay.
         many = len(found.groups) > FREE_LEAVES and program.takes_any_shape
+        few: list[Array] = []
         for make_shape, rows in found.groups:
             if many and len(rows) < FEWEST_ROWS:
-                by_reference.update(dict.fromkeys(on_host(rows).tolist(), FEW_ROWS))
+                few.append(rows)
                 continue
             shape = make_shape()
             for leaf, some in self._leaves(shape, rows):
@@ -95,14 +143,19 @@ class Walk:
         self._with_control = self._find_control_tokens()
         self.by_reference: dict[int, str] = {}
         self.reason_seconds: dict[str, float] = {}
-        self._render_rows(dict(sorted(by_reference.items())))
+        if few:
+            alone = np.sort(on_host(self._ops.xp.concatenate(few)))
+            if together is not None:
+                alone = together(self, alone)
+            by_reference.update(dict.fromkeys(alone.tolist(), FEW_ROWS))
+        self.render_rows(dict(sorted(by_reference.items())))
         self.control_rows = int(self._with_control.sum())
 
     def fates(self) -> dict[str, Any]:
         """What became of the rows, as keyword arguments of a `RenderedRows`."""
         return {
             "rejected": dict(sorted(self.rejected.items())),
-            "by_reference": self.by_reference,
+            "by_reference": dict(sorted(self.by_reference.items())),
             "reason_seconds": self.reason_seconds,
             "control_rows": self.control_rows,
         }
@@ -119,7 +172,7 @@ class Walk:
 
     def _leaves(self, shape: Shape, rows: Array) -> Iterator[tuple[Leaf, Array]]:
         """Each leaf that rows of this shape reach, with the rows that reach it."""
-        tree = self._program.tree(shape)
+        tree = self.program.tree(shape)
         stack = [(0, rows)]
         while stack:
             at, rows = stack.pop()
@@ -130,16 +183,16 @@ class Walk:
                 yield ByReference(why_not), rows
             elif isinstance(node, Branch):
                 # The predicate is about one message of each row: its number counts from the row's first message.
-                yes = self._answer(node.predicate)[self.prompts.first[rows] + node.predicate.ref.message]
+                yes = self.answer(node.predicate)[self.prompts.first[rows] + node.predicate.ref.message]
                 stack += [(node.no, rows[~yes]), (node.yes, rows[yes])]
             elif node is not None:
                 yield node, rows
             else:
                 texts = self.prompts.texts(int(rows[0]), shape)
-                with self._program.lock:
-                    tree, why_not = self._program.tree(shape), None
+                with self.program.lock:
+                    tree, why_not = self.program.tree(shape), None
                     if tree.nodes[at] is None:  # another thread may have traced it meanwhile
-                        why_not = self._program.grow(tree, shape, texts, len(rows))
+                        why_not = self.program.grow(tree, shape, texts, len(rows))
                 if why_not is not None:
                     yield ByReference(why_not), rows
                 else:
@@ -151,7 +204,7 @@ class Walk:
         operations = [operation for ref in refs if isinstance(ref, Ref) for operation in ref.operations]
         return next((why for operation in operations if (why := self._ops.unsupported(operation))), None)
 
-    def _answer(self, predicate: Predicate) -> Array:
+    def answer(self, predicate: Predicate) -> Array:
         """(m,) bool: the predicate's answer for every message, whichever one it is about."""
         ref = predicate.ref
         key = Predicate(Ref(0, ref.field, ref.operations), predicate.test, predicate.value)
@@ -161,7 +214,7 @@ class Walk:
 
     def _find_control_tokens(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """(n,) bool in host memory: rows with the text of a control token in a field of text."""
-        prompts, tokens = self.prompts, self._program.call.control.texts if self._controls else ()
+        prompts, tokens = self.prompts, self.program.call.control.texts if self._controls else ()
         xp = self._ops.xp
         messages = xp.zeros(len(prompts.present), bool)
         for field in prompts.fields if tokens else ():
@@ -171,7 +224,7 @@ class Walk:
         # A message belongs to the row that it is counted from: after `take`, not every message is in a row.
         return on_host(counted[prompts.first + prompts.count] > counted[prompts.first]).copy()
 
-    def _render_rows(self, reasons: dict[int, str]) -> None:
+    def render_rows(self, reasons: dict[int, str]) -> None:
         """Renders rows one by one: by what is known of the template's loops, or else with transformers.
 
         Args:
@@ -179,7 +232,7 @@ class Walk:
         """
         if not reasons:
             return
-        program, plain = self._program, True
+        program, plain = self.program, True
         if self.prompts.objects is None:
             prompts = self.prompts.to_arrow(np.array(list(reasons), np.int64))
             plain, given = is_plain(prompts.type), _objects(prompts)
@@ -216,8 +269,8 @@ class Walk:
         """One conversation, rendered by transformers."""
         started = time.perf_counter()
         try:
-            text = self._program.render(messages, reason)
-            answers = self._program.answers
+            text = self.program.render(messages, reason)
+            answers = self.program.answers
             return RenderedRow(text, [] if answers is None else answers.in_bytes(messages, text))
         finally:
             add_seconds(self.reason_seconds, {reason: time.perf_counter() - started})

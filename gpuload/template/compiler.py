@@ -109,10 +109,10 @@ class ChatProgram:
     @property
     def takes_any_shape(self) -> bool:
         """Whether single rows are rendered without transformers, whatever their shapes."""
-        rows = self._renderer(False)
+        rows = self.renderer(False)
         return not isinstance(rows, ByReference) and not rows.wrong
 
-    def _renderer(self, own_tools: bool) -> RowRenderer | ByReference:
+    def renderer(self, own_tools: bool) -> RowRenderer | ByReference:
         """What renders single rows, with tools of their own or without; or why nothing does."""
         if own_tools not in self._rows:
             from gpuload.template.automaton.rows import row_renderer  # few loads of prompts need it
@@ -136,7 +136,7 @@ class ChatProgram:
         Returns:
             Its text with the parts that have loss; or why the template rejects it, or transformers must render it.
         """
-        rows = self._renderer(tools is not None)
+        rows = self.renderer(tools is not None)
         return rows if isinstance(rows, ByReference) else rows.render(messages, tools)
 
     def render(self, messages: Sequence[Any], reason: str) -> str:

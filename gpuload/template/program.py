@@ -49,7 +49,8 @@ class Operation:
         name: a method of `str`: `strip`, `lstrip`, `rstrip` (arguments: none for white space as Python defines it, or
             the characters), `removeprefix`, `removesuffix`, `replace` (old, new), `lower` or `upper`; or a cut at a
             separator: `before` and `after` its first occurrence, `before_last` and `after_last` its last one. A cut
-            returns a text without the separator unchanged.
+            returns a text without the separator unchanged. Automata also have `slice` (start and stop, each empty or a
+            number) and other methods of `str`.
         arguments: of the operation.
     """
 
@@ -76,6 +77,9 @@ def apply_operations(text: str, operations: Sequence[Operation]) -> str:
         cut = _CUTS.get(operation.name)
         if cut is not None:
             text = cut(text, operation.arguments[0])
+        elif operation.name == "slice":
+            start, stop = (int(end) if end else None for end in operation.arguments)
+            text = text[start:stop]
         else:
             text = getattr(text, operation.name)(*operation.arguments)
     return text

@@ -20,7 +20,7 @@ from gpuload.engines.conversations import Conversations, from_arrow
 from gpuload.engines.host.sanitize import mark_column, reject_unplain
 from gpuload.engines.host.texts import Bytes, HostTexts, Ints, gather
 from gpuload.engines.protocol import RenderedRows, TextColumn, Tokenized, add_seconds
-from gpuload.engines.walk import Operations, Walk
+from gpuload.engines.walk import Operations, PrintedSegments, Walk
 from gpuload.template.compiler import ChatProgram
 from gpuload.template.program import Answer
 
@@ -183,10 +183,16 @@ def _render(program: ChatProgram, prompts: pa.Array) -> HostText:
 
 def render_conversations(program: ChatProgram, column: Conversations) -> HostText:
     """Renders conversations that are in host memory. None of their control tokens is marked."""
-    walk = Walk(program, column)
+    walk = Walk(program, column, together=_together)
     text, bounds, offsets = write(walk)
     answers = None if program.answers is None else _answers(walk, bounds, offsets)
     return HostText(text=text, answers=answers, **walk.fates())
+
+
+def _together(walk: Walk, rows: Ints) -> Ints:
+    from gpuload.engines.host.passes import render_together  # few loads need it
+
+    return render_together(walk, rows)
 
 
 def write(walk: Walk) -> tuple[pa.LargeStringArray, Ints, Ints]:
@@ -202,7 +208,9 @@ def write(walk: Walk) -> tuple[pa.LargeStringArray, Ints, Ints]:
     """
     rows = len(walk.prompts)
     slices = _Slices()
+    printed = [part for found in walk.printed for part in found.parts]
     literals = {part: 0 for path, _ in walk.paths for part in path.segments if isinstance(part, str)}
+    literals |= {part.source: 0 for part in printed if isinstance(part.source, str)}
     slices.add(_joined(literal.encode() for literal in literals))
     literals = {literal: number for number, literal in enumerate(literals)}
     by_reference = slices.add(_joined(walk.texts.values())) + np.arange(len(walk.texts))
@@ -211,6 +219,8 @@ def write(walk: Walk) -> tuple[pa.LargeStringArray, Ints, Ints]:
     counts = np.zeros(rows, np.int64)
     for path, some in walk.paths:
         counts[some] = len(path.segments)
+    for found in walk.printed:
+        counts += found.count
     counts[_numbers(walk.texts)] = 1
     bounds = offsets_of(counts)
 
@@ -231,6 +241,15 @@ def write(walk: Walk) -> tuple[pa.LargeStringArray, Ints, Ints]:
             segments[bounds[some[0]] : bounds[some[-1] + 1]] = filled.ravel()
         else:
             segments[bounds[some][:, None] + np.arange(len(path.segments))] = filled
+
+    for part in printed:
+        if isinstance(part.source, str):
+            text: Any = literals[part.source]
+        else:
+            if part.source not in columns:
+                columns[part.source] = slices.add(walk.column(*part.source))
+            text = columns[part.source] + part.messages
+        segments[bounds[part.rows] + part.place] = text
 
     offsets, data = slices.gather(segments)
     valid = np.ones(rows, bool)
@@ -254,10 +273,29 @@ def _answers(walk: Walk, bounds: Ints, offsets: Ints) -> AnswerSpans:
         start.append(place[:, :, 0].ravel())
         end.append(place[:, :, 1].ravel())
         bits.append(np.full(len(some) * len(spans), LOSS))
+    for these in (_blocks(each.parts, bounds, offsets) for each in walk.printed):
+        for column, values in zip((rows, start, end), these, strict=True):
+            column.append(values)
+        bits.append(np.full(len(these.rows), LOSS))
     by_reference = AnswerSpans.of_rows(walk.answers)
     found = [np.concatenate([*parts, rest]) for parts, rest in zip((rows, start, end, bits), by_reference, strict=True)]
     order = np.lexsort((found[1], found[0]))
     return AnswerSpans(*(parts[order] for parts in found))
+
+
+def _blocks(parts: Sequence[PrintedSegments], bounds: Ints, offsets: Ints) -> Spans:
+    """Where generation blocks are: each from its first text to the last of those behind it that are in it."""
+    first, rows, more = [np.empty(0, np.int64)], [np.empty(0, np.int64)], np.zeros(len(offsets), bool)
+    for part in parts:
+        if part.loss == "first":
+            first.append(bounds[part.rows] + part.place)
+            rows.append(part.rows)
+        elif part.loss:
+            more[bounds[part.rows] + part.place] = True
+    begins, of_row = np.concatenate(first), np.concatenate(rows)
+    others = np.flatnonzero(~more)  # the last one is the end of all
+    ends = others[np.searchsorted(others, begins, side="right")]
+    return Spans(of_row, *(offsets[at] - offsets[bounds[of_row]] for at in (begins, ends)))
 
 
 class _Slices:

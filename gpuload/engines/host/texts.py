@@ -22,12 +22,13 @@ from gpuload.core.arrow import as_arrow, as_numpy
 from gpuload.engines.conversations import text_column
 from gpuload.engines.protocol import TextColumn
 from gpuload.template.probe import WHITE_SPACE
-from gpuload.template.program import Operation, Predicate
+from gpuload.template.program import Operation, Predicate, apply_operations
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Bytes = npt.NDArray[np.uint8]
 
+_CUTS = frozenset(("before", "after", "before_last", "after_last", "removeprefix", "removesuffix"))
 _BLOCK = 1 << 20  # bytes searched at a time: a block and its hits stay in the CPU's cache
 _STRIP_ROUNDS = 64
 _NEEDLES = 512  # strings in one regular expression
@@ -66,8 +67,11 @@ class HostTexts:
                 _strip(texts.data, start, end, characters, right=False)
             if name != "lstrip":
                 _strip(texts.data, start, end, characters, right=True)
-        elif name in ("replace", "lower", "upper"):
+        elif name in ("lower", "upper") or (name == "replace" and len(arguments) == 2):
             return _rewritten(texts, operation)
+        elif name not in _CUTS:  # others are rare: one text after the other
+            changed = [apply_operations(text, (operation,)) for text in _as_arrow(texts).to_pylist()]
+            return text_column(as_arrow(changed, pa.large_string()))
         else:
             mark = arguments[0].encode()
             if name in ("removeprefix", "removesuffix"):
@@ -78,11 +82,9 @@ class HostTexts:
             if name in ("before", "before_last", "removesuffix"):
                 end = end.copy()
                 end[hits] = at
-            elif name in ("after", "after_last", "removeprefix"):
+            else:
                 start = start.copy()
                 start[hits] = at + len(mark)
-            else:
-                raise ValueError(f"unknown operation {name!r}")
         return TextColumn(texts.data, start, end - start)
 
     def answer(self, texts: TextColumn, predicate: Predicate) -> Bools:
@@ -331,6 +333,11 @@ def _rewritten(column: TextColumn, operation: Operation) -> TextColumn:
         values = [getattr(text, operation.name)() for text in texts.filter(other).to_pylist()]
         changed = pc.replace_with_mask(changed, other, as_arrow(values, pa.large_string()))
     return text_column(changed)
+
+
+def characters(texts: TextColumn) -> Ints:
+    """(n,) how many characters each text has."""
+    return as_numpy(pc.utf8_length(_as_arrow(texts)))
 
 
 def gather(data: Bytes, start: Ints, end: Ints, which: Ints) -> tuple[Ints, Bytes]:

@@ -198,9 +198,7 @@ class Recorder:
                 positional = [each for name, each in source.arguments if name is None]
                 named = {name: each for name, each in source.arguments if name is not None}
                 text = str(self._tojson(self.value(source.value), *positional, **named))
-        for operation in operations:
-            text = operated(text, operation)
-        return str(text)
+        return str(apply_operations(text, operations))
 
     # -- loops -----------------------------------------------------------------------------------------------------
 
@@ -315,13 +313,6 @@ def holds_at(predicate: Predicate, recorder: Recorder) -> bool:
     ref = predicate.ref
     text = recorder.text(ref.message, ref.operations)  # type: ignore[arg-type]
     return holds(Predicate(Ref(0, ""), predicate.test, predicate.value), text)
-
-
-def operated(text: str, operation: Operation) -> str:
-    if operation.name != "slice":
-        return apply_operations(text, (operation,))
-    start, stop = (int(end) if end else None for end in operation.arguments)
-    return text[start:stop]
 
 
 def _form(place: Place) -> tuple[Any, ...]:

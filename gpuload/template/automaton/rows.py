@@ -52,9 +52,9 @@ MOST_KNOWN = 4
 
 _READ_BACK = "{{ [messages, tools] | tojson }}"
 _TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
-_REASONING = frozenset(("reasoning_content", "thinking", "reasoning"))
+REASONING = frozenset(("reasoning_content", "thinking", "reasoning"))
 _NO_WAY = "more paths through the template than are traced"
-_BEGIN, _END = -1, -2
+BEGIN, END = -1, -2
 
 Row = dict[str, Any]
 """The variables of the template that differ from row to row."""
@@ -125,6 +125,17 @@ class RowRenderer:
     @property
     def wrong(self) -> str | None:
         return self._progress.wrong
+
+    @property
+    def known(self) -> tuple[Automaton, set[tuple[int, int]]] | None:
+        """The automaton, and the pairs of nodes at which passes end, one after the other, in rows that were compared:
+        for engines that send many rows through it at once. None if rows need more than what is printed."""
+        whole = self._answers is None or (self._blocks and self._answers.loss_on == "assistant")
+        return (self._automaton, self._seen) if whole and not self.wrong else None
+
+    def count_rows(self, rows: int) -> None:
+        """Counts rows that an engine has rendered."""
+        self._progress.rows += rows
 
     @property
     def traces(self) -> int:
@@ -350,7 +361,7 @@ def prepared(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     its names. It is compared with transformers for each row that is traced."""
     rows: list[Any] = []
     for message in messages:
-        if None not in message.values() and _REASONING.isdisjoint(message):  # nearly all: nothing changes
+        if None not in message.values() and REASONING.isdisjoint(message):  # nearly all: nothing changes
             rows.append(message)
             continue
         given = {key: value for key, value in message.items() if value is not None}
@@ -360,7 +371,7 @@ def prepared(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _pairs(trail: Sequence[int]) -> set[tuple[int, int]]:
-    return set(itertools.pairwise((_BEGIN, *trail, _END)))
+    return set(itertools.pairwise((BEGIN, *trail, END)))
 
 
 def _around(automaton: Automaton) -> list[str]:

@@ -1,0 +1,176 @@
+"""Conversations of many shapes, which go through the automaton of a template together, are those of transformers."""
+
+import random
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from test_template_automaton import TEMPLATES, TEXTS
+from tiers import SHARED, core, shared, shared_tokenizers, with_shared
+
+from gpuload.engines.host import passes
+from gpuload.engines.host.passes import TogetherWalk
+from gpuload.engines.host.prompts import render_messages
+from gpuload.engines.host.render import render
+from gpuload.engines.walk import Printed
+from gpuload.reference.template_call import TemplateCall
+from gpuload.template.answers import Answers, has_blocks
+from gpuload.template.automaton.rows import RowRenderer, forget_templates
+from gpuload.template.compiler import ChatProgram
+
+FIELDS = pa.struct([(name, pa.string()) for name in ("role", "content", "name", "reasoning_content")])
+
+
+def text(draw: random.Random) -> str:
+    return "".join(draw.choice(TEXTS) for _ in range(draw.randint(0, 3)))
+
+
+def conversation(draw: random.Random, longest: int = 30) -> list[dict[str, Any]]:
+    """Roles in turn, and sometimes in any order; sometimes further fields."""
+    count, messages = draw.randint(1, longest), []
+    turns = ["user", "assistant"] * count
+    if draw.random() < 0.3:
+        turns.insert(0, "system")
+    for role in turns[:count]:
+        if draw.random() < 0.05:
+            role = draw.choice(["user", "assistant", "system", "tool", "developer"])
+        messages.append({"role": role, "content": text(draw)})
+        if draw.random() < 0.02:
+            messages[-1][draw.choice(["name", "reasoning_content"])] = text(draw)
+    return messages
+
+
+def expected(call: TemplateCall, answers: Answers | None, messages: Any) -> Any:
+    """Text and parts with loss; None if there are none."""
+    try:
+        text = call.render(messages)
+        return text, [] if answers is None else answers.in_bytes(messages, text)
+    except Exception:
+        return None
+
+
+def compared(call: TemplateCall, answers: Answers | None, rows: list[list[dict[str, Any]]]) -> int:
+    """Compares rows, as a column and as objects of JSON, with transformers; returns how many of the column went through
+    the automaton together."""
+    wanted = [expected(call, answers, messages) for messages in rows]
+    together = []
+    for objects in (True, False):
+        counts = Counted()
+        with counts:
+            program = ChatProgram(call, answers)
+            made = render_messages(rows, {}, program) if objects else render(program, pa.array(rows, pa.list_(FIELDS)))
+        together.append(counts.rows)
+        spans: dict[int, list[Any]] = {row: [] for row in range(len(rows))}
+        if made.answers is not None:
+            for row, start, end, _ in zip(*(each.tolist() for each in made.answers), strict=True):
+                spans[row].append((start, end))
+        for row, messages in enumerate(rows):
+            found = None if row in made.rejected else (made.text[row].as_py(), spans[row])
+            assert found == wanted[row], messages
+    return together[-1]
+
+
+class Counted:
+    """Counts the rows that go through together."""
+
+    def __enter__(self) -> None:
+        self.rows, self._original = 0, TogetherWalk.of
+        original = self._original
+
+        def of(passes: TogetherWalk, rows: Any) -> Printed:
+            found = original(passes, rows)
+            self.rows += int((found.count > 0).sum())
+            return found
+
+        TogetherWalk.of = of  # type: ignore[method-assign]
+
+    def __exit__(self, *_: object) -> None:
+        TogetherWalk.of = self._original  # type: ignore[method-assign]
+
+
+@pytest.fixture(autouse=True)
+def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that few rows go through together, too."""
+    monkeypatch.setattr(passes, "FEWEST_TOGETHER", 1)
+
+
+PLAIN = [name for name, template in TEMPLATES.items() if not has_blocks(template)]
+BLOCKS = [name for name, template in TEMPLATES.items() if has_blocks(template)]
+ROW_BY_ROW = ("gemma4", "diffusion_gemma", "muse_glimmer", "idefics3", "llava_next", "smolvlm", "llama3")
+"""Templates that look at single characters or split texts; the last one rejects all rows, because the tokenizer has no
+token for the beginning."""
+
+
+@pytest.mark.parametrize("name", core(PLAIN, "qwen2_5", "qwen3", "deepseekv3"))
+def test_rows_of_many_shapes(name: str, qwen: Any) -> None:
+    draw = random.Random(name)
+    rows = [conversation(draw) for _ in range(160)]
+    together = compared(TemplateCall(qwen, TEMPLATES[name]), None, rows)
+    assert together > 50 or name.startswith(ROW_BY_ROW)
+
+
+@pytest.mark.parametrize("name", core(BLOCKS, "qwen2_5_training"))
+def test_blocks_of_rows_of_many_shapes(name: str, qwen: Any) -> None:
+    draw = random.Random(name)
+    call = TemplateCall(qwen, TEMPLATES[name], add_generation_prompt=False)
+    rows = [conversation(draw) for _ in range(160)]
+    together = compared(call, Answers(call, "assistant"), rows)
+    assert together > 50 or name.startswith(ROW_BY_ROW)
+
+
+@shared
+@pytest.mark.parametrize("name", with_shared(shared_tokenizers))
+def test_rows_of_many_shapes_of_real_tokenizers(name: str) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(SHARED / "tokenizers" / name)
+    if tokenizer.chat_template is None:
+        pytest.skip("there is no chat template")
+    draw = random.Random(name)
+    compared(TemplateCall(tokenizer), None, [conversation(draw) for _ in range(160)])
+
+
+def test_rejected_rows_have_the_reasons_of_transformers(qwen: Any) -> None:
+    draw = random.Random(0)
+    template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+        "{{ m.role }}: {{ m.content | trim }}{% if not loop.last %}, {% endif %}{% endfor %}"
+    )
+    call = TemplateCall(qwen, template)
+    rows = [
+        [{"role": draw.choice(["user", "assistant"]), "content": text(draw)} for _ in range(draw.randint(1, 12))]
+        for _ in range(200)
+    ]
+    for row in rows[::3]:
+        row.append({"role": "tool", "content": ""})
+    assert compared(call, None, rows) > 50
+    made = render_messages(rows, {}, ChatProgram(call))
+    assert set(made.rejected) == set(range(0, 200, 3))
+    assert set(made.rejected.values()) == {"no tools here"}
+
+
+def test_what_was_not_compared_is_compared_first(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No row goes through before a row with the same passes, one after the other, was compared with transformers."""
+    compared_pairs: set[tuple[int, int]] = set()
+    original = RowRenderer._verify
+
+    def verify(self: RowRenderer, messages: Any, row: Any, made: Any, pairs: set[tuple[int, int]]) -> None:
+        original(self, messages, row, made, pairs)
+        compared_pairs.update(pairs)
+
+    through: list[tuple[int, int]] = []
+    end = TogetherWalk._pass_to
+
+    def pass_to(self: TogetherWalk, number: int, rows: Any) -> None:
+        before = self._last[rows].tolist()
+        end(self, number, rows)
+        through.extend((one, number) for one, row in zip(before, rows, strict=True) if not self._fresh[row])
+
+    monkeypatch.setattr(RowRenderer, "_verify", verify)
+    monkeypatch.setattr(TogetherWalk, "_pass_to", pass_to)
+    forget_templates()
+    draw = random.Random(1)
+    rows = [conversation(draw) for _ in range(200)]
+    assert compared(TemplateCall(qwen, TEMPLATES["qwen3"]), None, rows) > 50
+    assert through
+    assert set(through) <= compared_pairs
