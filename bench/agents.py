@@ -20,7 +20,7 @@ from bench.environment import commit, machine, versions
 from bench.process import run_command
 from gpuload.demo_data import demo_files
 
-_ROWS = 5_000
+_ROWS, _MORE_ROWS = 5_000, 40_000
 _WORDS = (
     "the flight was booked for two passengers and the refund is to be made within seven days of the request".split()
 )
@@ -61,15 +61,17 @@ def of_random_shape(draw: random.Random) -> dict[str, Any]:
 
 
 def write_datasets(directory: Path) -> dict[str, Path]:
-    """Write the datasets; real trajectories only where they are next to the repository."""
+    """Write the datasets; real trajectories, which are long, only where they are next to the repository."""
     made: dict[str, list[str]] = {}
     for name, make in (("with tools, 1 KB", with_tools), ("random shapes", of_random_shape)):
         draw = random.Random(0)
-        made[name] = [json.dumps(make(draw)) for _ in range(_ROWS)]
+        lines = [json.dumps(make(draw)) for _ in range(_MORE_ROWS)]
+        for count in (_ROWS, _MORE_ROWS):
+            made[f"{name}, {count:,} rows"] = lines[:count]
     real = SHARED / "datasets" / "agent_trajectories" / "tau_airline.jsonl"
     if real.exists():
         rows = [json.dumps({"messages": json.loads(line)["messages"]}) for line in real.read_text().splitlines()]
-        made["real trajectories, 16 KB"] = (rows * (_ROWS // len(rows) + 1))[:_ROWS]
+        made[f"real trajectories, 16 KB, {_ROWS:,} rows"] = (rows * (_ROWS // len(rows) + 1))[:_ROWS]
     files: dict[str, Path] = {}
     for name, lines in made.items():
         files[name] = directory / f"{len(files)}.jsonl"
@@ -124,7 +126,7 @@ def main() -> None:
         "versions": versions(),
         "repeats": given.repeats,
     }
-    record |= {"rows": _ROWS, "rows_by_row": given.rows_by_row, "datasets": {}}
+    record |= {"rows_by_row": given.rows_by_row, "datasets": {}}
     with tempfile.TemporaryDirectory() as directory:
         for name, file in write_datasets(Path(directory)).items():
             found: dict[str, list[Any]] = {"row by row": [], "gpuload": []}

@@ -13,9 +13,9 @@ def agents_table(record: dict[str, Any]) -> str:
     """The table of a record."""
     lines = []
     for name, found in record["datasets"].items():
-        by_row = [run["seconds"][0] * record["rows"] / run["rows"] for run in found["row by row"]]
-        first, second = ([run["seconds"][k] for run in found["gpuload"]] for k in (0, 1))
         run = found["gpuload"][0]
+        by_row = [each["seconds"][0] * run["read"] / each["rows"] for each in found["row by row"]]
+        first, second = ([each["seconds"][k] for each in found["gpuload"]] for k in (0, 1))
         share = f"{run['compiled'] / run['read']:.1%}"
         middle = [sorted(each)[len(each) // 2] for each in (by_row, first, second)]
         ratios = [f"{number(middle[0] / each)}×" for each in middle[1:]]
@@ -24,7 +24,7 @@ def agents_table(record: dict[str, Any]) -> str:
     about, few = record["machine"], record["rows_by_row"]
     by = record["versions"]
     note = (
-        f"Seconds for {record['rows']:,} conversations, from JSONL to ids and masks; row by row is measured on {few:,} "
+        f"Seconds from JSONL to ids and masks; row by row is measured on {few:,} "
         f"rows, and has no part that is the same for any number of rows. {runs_of(record['repeats'])} TRL's template "
         f"of Qwen2.5, transformers {by['transformers']}, tokenizers {by['tokenizers']}; {about['cores']} cores of "
         f"{about['cpu']}, load average at the start {about['load_average']}, {about['date']}, commit "

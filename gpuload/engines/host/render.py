@@ -293,8 +293,9 @@ def _blocks(parts: Sequence[PrintedSegments], bounds: Ints, offsets: Ints) -> Sp
         elif part.loss:
             more[bounds[part.rows] + part.place] = True
     begins, of_row = np.concatenate(first), np.concatenate(rows)
-    others = np.flatnonzero(~more)  # the last one is the end of all
-    ends = others[np.searchsorted(others, begins, side="right")]
+    ends = begins + 1
+    while (longer := np.flatnonzero(more[ends])).size:  # as often as the longest block has further texts
+        ends[longer] += 1
     return Spans(of_row, *(offsets[at] - offsets[bounds[of_row]] for at in (begins, ends)))
 
 
