@@ -57,10 +57,7 @@ def render_together(walk: Walk, rows: Ints) -> Ints:
         rows: (k,) their numbers, ascending.
     """
     renderer, few, alone = walk.program.renderer(False), FEWEST_ROWS, [rows[:0]]
-    while len(rows):
-        known = None if isinstance(renderer, ByReference) else renderer.known
-        if known is None:
-            break
+    while len(rows) and not isinstance(renderer, ByReference) and (known := renderer.known) is not None:
         found = TogetherWalk(*known, walk).of(rows)
         renderer.count_rows(int((found.count > 0).sum()))
         walk.printed.append(found)
@@ -337,7 +334,8 @@ class TogetherWalk:
         if len(kept) < len(rows):
             raise _AloneError
         if len(place) == 2:
-            return np.sum([kinds[messages] != NULL for kinds in self._kinds.values()], axis=0, dtype=np.int64)
+            present = [kinds[messages] != NULL for kinds in self._kinds.values()]
+            return np.asarray(np.sum(present, axis=0, dtype=np.int64))
         if (kinds := self._kinds.get(place[2])) is None:
             raise _AloneError
         if (kinds[messages] == EMPTY).all():
