@@ -27,7 +27,7 @@ PART = 16 << 10
 """Bytes of a part here, instead of `MOST_JOINED`: the numbers per part do not depend on it."""
 
 ROWS = 30  # of about 260 bytes, in a part
-OPTIONS = {"verify": "off", "token_cache": False, "progress": False}
+OPTIONS: dict[str, Any] = {"verify": "off", "token_cache": False, "progress": False}
 
 
 def table(rows: int) -> pa.Table:
@@ -127,8 +127,8 @@ def test_waits_and_launches_of_a_load(
         counts.append((parts[0], kernels.xp.waits, kernels.xp.launches))
     more, waited, launched = (b - a for a, b in zip(*counts, strict=True))
     per_gb = 10**9 / MOST_JOINED
-    print(f"{load.__name__} {form.__name__}: {counts}; {waited / more:.0f} waits and {launched / more:.0f} launches per "
-          f"part, {waited / more * per_gb:,.0f} and {launched / more * per_gb:,.0f} per GB")  # fmt: skip
+    each = waited / more, launched / more
+    print(load.__name__, form.__name__, f"{each} per part, {[round(one * per_gb) for one in each]} per GB")
     assert 3 <= more <= 6, "rows are joined to parts"
     assert waited <= waits * more
     assert launched <= launches * more
