@@ -1,11 +1,11 @@
 """`python -m bench.gpu_record`: exactness and speed on a GPU, in one record.
 
-python -m bench.gpu_record                        all sections, in at most nine minutes
-python -m bench.gpu_record --only tokens,encode   some sections; the record of the same day keeps the others
-python -m bench.gpu_record --rehearse             all sections without a GPU, on tiny data: tests the command
+python -m bench.gpu_record              sections in order, for at most nine minutes; again, those that the record lacks
+python -m bench.gpu_record --only tokens,encode    some sections; the record of the same day keeps the others
+python -m bench.gpu_record --rehearse   all sections without a GPU, on tiny data: tests the command
 
 Each section runs in a process of its own (section.py), and the record is written after each. A section that fails,
-hangs or lacks something is recorded as such, and the next one runs.
+hangs or lacks something is recorded as such, and the next one runs: the record is worth keeping all the same.
 """
 
 import argparse
@@ -17,36 +17,28 @@ import re
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bench import ROOT, environment, report
 from bench.data import first_rows
-from bench.gpu import chats, checks, exact, loads, stages, tokens, training
+from bench.gpu import checks, exact, loads, stages, tokens
 from bench.gpu.rig import tokenizer_of
-from bench.gpu.section import Facts, Section, Task, cuda_is_initialized, finish, run_section
+from bench.gpu.section import Section, Task, cuda_is_initialized, run_section
 from gpuload.demo_data import demo_files
 
 SECTIONS = {
-    "machine": Section(checks.machine, 60, "Machine"),
-    "sanitizer": Section(checks.sanitizer, 160, "compute-sanitizer"),
+    "sanitizer": Section(checks.sanitizer, 240, "compute-sanitizer"),
     "tests": Section(checks.tests, 250, "Tests marked gpu"),
-    "loads": Section(exact.loads, 120, "Exactness: loads by both engines"),
-    "tables": Section(tokens.tables, 90, "Compilation of tokenizers"),
-    "tokens": Section(exact.tokens, 120, "Exactness: ids compared with `tokenizers`"),
+    "ladder": Section(checks.climb, 400, "The steps of gpuload doctor --gpu"),
+    "loads": Section(exact.loads, 150, "Exactness: loads by both engines"),
+    "tokens": Section(exact.tokens, 150, "Exactness: ids compared with `tokenizers`"),
+    "first_batch": Section(loads.first_batch, 240, "Data to the first batch"),
+    "encode": Section(tokens.encode, 200, "Text to ids"),
     "batches": Section(stages.batches, 60, "Filter and batches"),
-    "chats": Section(chats.masks, 90, "Data for SFT: loss masks"),
-    "packs": Section(chats.packs, 60, "Data for SFT: packs and labels"),
-    "memory": Section(checks.memory, 60, "Memory after a load"),
-    "host_copies": Section(checks.host_copies, 60, "Copies while batches are drawn"),
-    "dlpack": Section(checks.dlpack, 30, "Batches in torch"),
     "read": Section(stages.read, 90, "Reading parquet"),
-    "render": Section(stages.rendering, 60, "Rendering"),
-    "encode": Section(tokens.encode, 180, "Text to ids"),
-    "counts": Section(tokens.counts, 90, "Waits and launches per chunk of text"),
-    "first_batch": Section(loads.first_batch, 150, "Parquet to the first batch"),
-    "waits": Section(training.waits, 60, "What a training step waits for its batch"),
+    "kernels": Section(loads.kernels, 120, "Kernels of whole loads"),
+    "waits": Section(loads.waits, 60, "What a training step waits for its batch"),
     "others": Section(loads.others, 120, "Other loaders"),
 }
 _LEAST = 5.0  # seconds that must be left to start a section
@@ -59,16 +51,13 @@ def parse(arguments: Sequence[str] | None, names: Sequence[str]) -> argparse.Nam
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_record", description="gpuload on a GPU, in one record.")
     parser.add_argument("--data", type=Path, metavar="DIR", help="parquet files in verl's format, subdirectories too")
     parser.add_argument("--tokenizers", type=Path, metavar="DIR", help="directory of transformers tokenizers")
-    parser.add_argument("--seconds", type=float, default=540, help="for all sections together (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=540, help="for this call (default: %(default)s)")
     parser.add_argument("--only", metavar="SECTIONS", help=f"of {','.join(names)}")
     parser.add_argument("--output", type=Path, metavar="DIR", help="default: bench/records")
-    parser.add_argument("--no-cudf", action="store_true", help="read with Arrow and copy prompts to the device")
-    parser.add_argument("--anew", action="store_true", help="start a new interpreter for each section, do not fork")
     parser.add_argument("--commit", help="commit of this code, if this is not a checkout")
     parser.add_argument("--rehearse", action="store_true", help="run kernels on the host, on tiny data; no rates")
     chosen = parser.parse_args(arguments)
-    chosen.sections = chosen.only.split(",") if chosen.only else list(names)
-    if unknown := set(chosen.sections) - set(names):
+    if unknown := set(chosen.only.split(",") if chosen.only else ()) - set(names):
         parser.error(f"--only: unknown section {', '.join(sorted(unknown))}: use {', '.join(names)}")
     for directory in (chosen.data, chosen.tokenizers):
         if directory is not None and not directory.is_dir():
@@ -82,10 +71,10 @@ def parse(arguments: Sequence[str] | None, names: Sequence[str]) -> argparse.Nam
 
 
 def main(arguments: Sequence[str] | None = None, sections: Mapping[str, Section] = SECTIONS) -> int:
-    """Make the record, section by section.
+    """Make the record, section by section, or go on with that of the same day.
 
     Returns:
-        0, or 1 if a section failed or found something wrong.
+        0, or 1 if a section of it failed, found something wrong, or is missing.
     """
     chosen = parse(arguments, list(sections))
     end = time.monotonic() + chosen.seconds
@@ -93,20 +82,22 @@ def main(arguments: Sequence[str] | None = None, sections: Mapping[str, Section]
     if gpu is None:
         raise SystemExit("nvidia-smi finds no GPU: --rehearse runs all sections without one, and records nothing")
     chosen.output.mkdir(parents=True, exist_ok=True)
-    file = chosen.output / f"{datetime.date.today()}-{_slug(gpu)}.json"
+    slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+    file = chosen.output / f"{datetime.date.today()}-{slug}.json"
     record: dict[str, Any] = {"rehearsal": chosen.rehearse, "gpu": gpu, "sections": {}}
-    if chosen.only and file.exists():
+    if file.exists():
         record = json.loads(file.read_text())
+    begun = {name for name, section in record["sections"].items() if section["status"] != "not begun"}
+    wanted = chosen.only.split(",") if chosen.only else [name for name in sections if name not in begun]
     with tempfile.TemporaryDirectory(prefix="gpuload-record-") as scratch:
         task = prepare(chosen, Path(scratch))
         _import_before_forks(task)
-        task = replace(task, new_interpreter=chosen.anew or cuda_is_initialized())
-        for name in (name for name in sections if name in chosen.sections):
+        for name in (name for name in sections if name in wanted):
             left = end - time.monotonic()
             about = {"at": environment.now(), "commit": chosen.commit or environment.commit()}
             about["title"] = sections[name].title or name
-            if left < _LEAST:
-                outcome: dict[str, Any] = {"status": "not begun", "why": "no time was left", "facts": {}}
+            if left < min(_LEAST if chosen.only or name == wanted[0] else sections[name].most / 2, sections[name].most):
+                outcome: dict[str, Any] = {"status": "not begun", "why": "run the command again", "facts": {}}
             else:
                 outcome = run_section(name, sections[name], task, left)
             found = record["sections"] | {name: about | outcome}
@@ -114,7 +105,7 @@ def main(arguments: Sequence[str] | None = None, sections: Mapping[str, Section]
             report.save(record, file, file.with_suffix(".md"), report.gpu_page(record, file.name))
             print(f"{name:12} {outcome['status']:9} {str(outcome.get('why', '')).strip()[-200:]}", flush=True)
     print(f"written to {file}")
-    return int(any(record["sections"][name]["status"] not in _GOOD for name in chosen.sections))
+    return int(any(record["sections"].get(name, {}).get("status") not in _GOOD for name in wanted))
 
 
 def prepare(chosen: argparse.Namespace, scratch: Path) -> Task:
@@ -127,18 +118,10 @@ def prepare(chosen: argparse.Namespace, scratch: Path) -> Task:
     found = sorted(chosen.tokenizers.glob("*/tokenizer*.json")) if chosen.tokenizers else []
     tokenizers = [shipped, *dict.fromkeys(str(path.parent) for path in found)]
     if not chosen.rehearse:
-        return Task(False, tuple(files), tuple(tokenizers), str(scratch), cudf=not chosen.no_cudf)
+        return Task(False, tuple(files), tuple(tokenizers), str(scratch))
     targets = ((path, scratch / Path(path).parent.name / Path(path).name) for path in files)
     samples = tuple(str(first_rows(path, _REHEARSAL_ROWS, target)) for path, target in targets)
     return Task(True, samples, (shipped,), str(scratch), (130,), 20_000, (8, 64))
-
-
-def section_in_new_interpreter(given: str) -> None:
-    """Run one section in this process, which was started for it by `section.run_section`."""
-    about = json.loads(given)
-    name, facts = about.pop("name"), Facts(Path(about.pop("file")), about.pop("seconds"))
-    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in about.items()}
-    finish(SECTIONS[name], Task(**fields), facts)
 
 
 def _import_before_forks(task: Task) -> None:
@@ -154,10 +137,8 @@ def _import_before_forks(task: Task) -> None:
     for directory in task.tokenizers:
         with contextlib.suppress(Exception):  # the sections report why
             tokenizer_of(directory)
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    if cuda_is_initialized():
+        raise SystemExit("an import has initialized CUDA, which forked processes cannot use then")
 
 
 if __name__ == "__main__":

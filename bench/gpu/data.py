@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from bench.gpu.section import MissingError, Task
+from gpuload.core.arrays import offsets_of
 from gpuload.core.files import replacing
 
 KINDS = {
@@ -49,6 +50,32 @@ def supported_prompts(task: Task) -> dict[str, pa.ListArray]:
     if not found:
         raise MissingError("no file with prompts of list<struct<role, content>>: pass --data")
     return found
+
+
+def answered(prompts: pa.ListArray) -> pa.ListArray:
+    """Return prompts as conversations: user and assistant take turns, and the last message is repeated as an answer."""
+    content = prompts.flatten().field("content")
+    lengths = np.diff(np.asarray(prompts.offsets))
+    bounds, starts = offsets_of(lengths), offsets_of(lengths + 1)
+    turn = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths + 1)
+    message = np.repeat(bounds[:-1], lengths + 1) + np.minimum(turn, np.repeat(lengths - 1, lengths + 1))
+    is_answer = (turn + np.repeat(lengths, lengths + 1)) % 2 == 0
+    roles = pa.array(["user", "assistant"]).take(pa.array(is_answer.astype(np.int8)))
+    structs = pa.StructArray.from_arrays([roles, content.take(pa.array(message))], ["role", "content"])
+    return pa.ListArray.from_arrays(pa.array(starts, pa.int32()), structs)
+
+
+def paired(prompts: pa.ListArray) -> pa.Table:
+    """Return prompts as preference data: the last message is the good answer, that of another row the bad one."""
+    content, last = prompts.flatten().field("content"), np.asarray(prompts.offsets)[1:] - 1
+    role, each = pa.repeat("assistant", len(last)), pa.array(np.arange(len(last) + 1), pa.int32())
+    chosen, rejected = (
+        pa.ListArray.from_arrays(
+            each, pa.StructArray.from_arrays([role, content.take(pa.array(at))], ["role", "content"])
+        )
+        for at in (last, np.roll(last, 1))
+    )
+    return pa.table({"prompt": prompts, "chosen": chosen, "rejected": rejected})
 
 
 def generated_file(task: Task, rows: int) -> str:

@@ -1,73 +1,95 @@
-"""Exactness: the device engine compared with the CPU engine, its encoder compared with `tokenizers`."""
+"""Exactness: loads by the device engine compared with the CPU engine's, its encoder compared with `tokenizers`."""
 
+import itertools
+import json
+import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 
-import gpuload
-from bench.gpu.data import flat, in_parts, messages
-from bench.gpu.rig import Rig, name_of, open_rig, tokenizer_of
+from bench import agents
+from bench.gpu.data import answered, flat, in_parts, messages, paired, supported_prompts
+from bench.gpu.rig import DEFAULTS, LOADS, Rig, name_of, open_rig, tokenizer_of
 from bench.gpu.section import Facts, MissingError, Task, WrongError
 from gpuload.core.arrays import Ragged, on_host
 from gpuload.core.errors import GpuloadError
-from gpuload.engines.device import cuda
 from gpuload.engines.device.encode import DeviceEncoder
-from gpuload.kinds.prompts import PromptDataset
 from gpuload.reference.reference import Reference
 from gpuload.tokenizer.compiled import CompiledTokenizer, compile_tokenizer
 
-_LIMIT = 512
-_ROWS = 257  # of a batch that is compared
+LIMIT = {"max_prompt_length": 512}
+_BATCHES = 4  # of each loader that is compared
 
 
 def loads(task: Task, facts: Facts) -> None:
-    """Load every file with both engines: ids, columns, rejected rows and batches must be equal."""
-    rig = open_rig(task)
-    cuda.self_test(rig.kernels)
-    tokenizer = tokenizer_of(task.tokenizers[0])
+    """Load every file as prompts, chats and pairs, and rows of agents, with both engines: all must be equal."""
+    rig, tokenizer = open_rig(task), tokenizer_of(task.tokenizers[0])
     for file in task.files:
-        if facts.seconds_left < 10:
-            facts(name_of(file), rows="not reached")
-            continue
-        try:
-            facts(name_of(file), **compared(rig, file, tokenizer))
-        except Exception as error:  # the other files are still compared
-            facts(name_of(file), same=False, why=brief(error))
+        _compare(facts, name_of(file), rig, "prompts", file, tokenizer, **LIMIT)
+    for file, prompts in supported_prompts(task).items():
+        chats = answered(prompts)
+        _compare(facts, f"{name_of(file)}, chats", rig, "chats", pa.table({"messages": chats}), tokenizer)
+        _compare(facts, f"{name_of(file)}, pairs", rig, "pairs", paired(prompts), tokenizer)
+    _compare(facts, "rows of agents", rig, "chats", agent_rows(task, min(5000, *task.rows)), tokenizer)
     _judge(facts, "same", False)
 
 
-def compared(rig: Rig, file: str, tokenizer: Any, **options: Any) -> dict[str, Any]:
-    """Return cells about one file: whether a load on the device equals a load on the CPU."""
-    defaults: dict[str, Any] = {"max_prompt_length": _LIMIT, "verify": "off", "progress": False, "token_cache": False}
-    options = defaults | options
+def agent_rows(task: Task, count: int) -> str:
+    """Write conversations with tools, calls and results, nearly all of another shape; return the file."""
+    draw, file = random.Random(0), Path(task.scratch) / f"agents-{count}.jsonl"
+    file.write_text("".join(json.dumps(agents.with_tools(draw)) + "\n" for _ in range(count)))
+    return str(file)
+
+
+def _compare(facts: Facts, row: str, rig: Rig, kind: str, data: Any, tokenizer: Any, **options: Any) -> None:
+    if facts.seconds_left < 10:
+        facts(row, rows="not reached")
+        return
     try:
-        expected = gpuload.load(file, tokenizer, device="cpu", **options)
+        facts(row, **compared(rig, kind, data, tokenizer, **options))
+    except Exception as error:  # the others are still compared
+        facts(row, same=False, why=brief(error))
+
+
+def compared(rig: Rig, kind: str, data: Any, tokenizer: Any, **options: Any) -> dict[str, Any]:
+    """Return cells about one load: whether that on the device equals that on the CPU."""
+    try:
+        expected = LOADS[kind](data, tokenizer, device="cpu", **DEFAULTS | options)
     except GpuloadError as error:
-        # A file that the CPU engine rejects must be rejected by the device engine with the same message.
+        # What the CPU engine rejects must be rejected by the device engine with the same message.
         try:
-            rig.load(file, tokenizer, **options)
+            rig.load(data, tokenizer, kind, **options)
         except GpuloadError as other:
             return {"rows": 0, "rejected": f"{error!s:.80}", "same": str(other) == str(error)}
         return {"rows": 0, "rejected": f"{error!s:.80}", "same": False}
-    found = rig.load(file, tokenizer, **options)
-    different = differing(found.tokens, expected.tokens)
-    cells: dict[str, Any] = {"rows": len(expected), "tokens": len(expected.tokens.values), "differing": different}
-    cells["rejected"] = sum(expected.report.rejected.values())
+    found = rig.load(data, tokenizer, kind, **options)
     same = {
+        "ids": found.fingerprint == expected.fingerprint,
         "rejections": found.report.rejected == expected.report.rejected,
         "columns": found.columns.equals(expected.columns),
-        "batches": same_batches(found, expected),
+        "batches": same_batches(found, expected, {}, *([{"packing": "bfd"}] if kind == "chats" else [])),
     }
-    return cells | {"same": not different and all(same.values())} | {k: False for k, v in same.items() if not v}
+    cells = {"rows": len(expected), "rejected": sum(expected.report.rejected.values()), "same": all(same.values())}
+    if kind != "pairs":
+        cells |= {"tokens": len(expected.tokens.values), "differing": differing(found.tokens, expected.tokens)}
+    return cells | {name: False for name, equal in same.items() if not equal}
 
 
-def same_batches(found: PromptDataset, expected: PromptDataset) -> bool:
-    """Return whether batches of both have equal tensors, on whatever device."""
-    rows = np.random.default_rng(0).integers(0, len(expected), min(_ROWS, len(expected)))
-    one, other = found.batch(rows), expected.batch(rows)
-    keys = ("input_ids", "attention_mask", "position_ids")
-    return all(torch.equal(one[key].cpu(), other[key]) for key in keys)
+def same_batches(found: Any, expected: Any, *settings: dict[str, Any]) -> bool:
+    """Return whether the first batches of both have equal tensors, on whatever device, with each of some settings."""
+    size = min(32, len(expected))
+    return all(
+        torch.equal(one[key].cpu(), value)
+        for some in settings
+        for one, other in itertools.islice(
+            zip(*(rows.loader(size, shuffle=True, seed=0, **some) for rows in (found, expected)), strict=True), _BATCHES
+        )
+        for key, value in other.items()
+        if isinstance(value, torch.Tensor)
+    )
 
 
 def differing(found: Ragged, expected: Ragged, skipped: Any = None) -> int:
@@ -141,19 +163,15 @@ def device_encoder(rig: Rig, directory: str) -> DeviceEncoder:
     Raises:
         MissingError: The tokenizer falls back to the host.
     """
-    compiled = compiled_for(directory)
+    try:
+        reference = Reference(tokenizer_of(directory), chat_template=None)
+        compiled: CompiledTokenizer | str = compile_tokenizer(reference.model_json)
+    except Exception as error:  # the other tokenizers are still compared
+        compiled = brief(error)
     if isinstance(compiled, str):
         raise MissingError(f"encoded on the host: {compiled}")
     with rig.kernels.current():
         return DeviceEncoder(rig.kernels, compiled)
-
-
-def compiled_for(directory: str) -> CompiledTokenizer | str:
-    """Return a compiled tokenizer, or why it cannot be compiled."""
-    try:
-        return compile_tokenizer(Reference(tokenizer_of(directory), chat_template=None).model_json)
-    except Exception as error:  # the other tokenizers are still compared
-        return brief(error)
 
 
 def brief(error: Exception) -> str:

@@ -1,167 +1,174 @@
-"""Parquet to the first batch: the device engine, the CPU engine, and other loaders."""
+"""Whole loads: data of each kind to the first batch, their kernels, the wait of a training step, and other loaders."""
 
-import multiprocessing
-import os
-import sys
+import statistics
 import time
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import pyarrow.compute as pc
+import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
-import gpuload
 from bench import VERL_PYTHON
-from bench.gpu.data import generated_file
-from bench.gpu.exact import differing
-from bench.gpu.rig import Rig, absent, name_of, open_rig, program_of, rates, tokenizer_of
+from bench.data import first_rows
+from bench.gpu.data import answered, generated_file, paired
+from bench.gpu.exact import agent_rows
+from bench.gpu.rig import DEFAULTS, LOADS, Rig, by_kernel, name_of, open_rig, rates, tokenizer_of
 from bench.gpu.section import Facts, Task, WrongError
-from bench.gpu.tokens import ENCODERS
 from bench.process import ContenderError, run_contender
-from gpuload.engines.host.render import render
-from gpuload.kinds.prompts import PromptDataset
+from gpuload.demo_data import demo_files
+from gpuload.engines.device import cuda
+
+STEP = 0.050
+"""Seconds of a training step."""
 
 _LIMIT = 1024
-_SAMPLE_SECONDS = 8.0
-_SHARE = 64  # rows per task of a process
-_MOST_ROWS = 12_000  # per process: more than it filters in that time
+_STEPS, _SIDE = 40, 4096
+_SAMPLE = 4_000  # rows of the loader that goes row by row
+
+
+def _data(task: Task) -> Iterator[tuple[str, str, Any]]:
+    """Yield name, kind and data of each load."""
+    for rows in task.rows:
+        yield f"prompts, {rows:,} rows", "prompts", generated_file(task, rows)
+    rows = min(task.rows)
+    prompts = pq.read_table(generated_file(task, rows), columns=["prompt"])["prompt"].combine_chunks()
+    yield f"chats, {rows:,} rows", "chats", pa.table({"messages": answered(prompts)})
+    yield f"pairs, {rows:,} rows", "pairs", paired(prompts)
+    yield f"rows of agents, {min(rows, 20_000):,} rows", "chats", agent_rows(task, min(rows, 20_000))
 
 
 def first_batch(task: Task, facts: Facts) -> None:
-    """Load a generated file of each size and draw the first batch of 256: twice on the device, once on the CPU."""
-    rig, directory = open_rig(task), task.tokenizers[0]
-    for rows in task.rows:
-        path = generated_file(task, rows)
-        by_device = None
-        for name, device in (("device, first time", True), ("device, again", True), ("CPU", False)):
-            label = f"{rows:,} rows, {name}"
+    """Load each kind of data and draw its first batch: twice on the device, once on the CPU. Compilation is apart."""
+    rig, tokenizer = open_rig(task), tokenizer_of(task.tokenizers[0])
+    _warm_up(rig, tokenizer, facts)
+    for name, kind, data in _data(task):
+        prints = set()
+        for how in ("device", "device, again", "CPU"):
             if facts.seconds_left < 20:
-                facts(label, why="not reached")
+                facts(f"{name}, {how}", why="not reached")
                 continue
-            cells, prompts = _first_batch(rig, path, directory, to_device=device)
-            facts(label, **cells)
-            if device:
-                by_device = prompts.tokens
-            elif by_device is not None:
-                facts(label, differing=differing(by_device, prompts.tokens))
-    if any(cells.get("differing") for cells in facts.rows.values()):
-        raise WrongError("the two engines make different ids")
+            cells, loaded = _first_batch(rig, kind, data, tokenizer, how != "CPU")
+            facts(f"{name}, {how}", **cells)
+            prints.add(str(loaded.fingerprint))
+            del loaded
+        if len(prints) > 1:
+            facts(name, same=False)
+    if wrong := [row for row, cells in facts.rows.items() if cells.get("same") is False]:
+        raise WrongError(f"the two engines make different ids: {', '.join(wrong)}")
 
 
-def _first_batch(rig: Rig, path: str, directory: str, to_device: bool) -> tuple[dict[str, Any], PromptDataset]:
-    rows = pq.read_metadata(path).num_rows
-    tokenizer = tokenizer_of(directory)
-    options: dict[str, Any] = {"max_prompt_length": _LIMIT, "progress": False, "token_cache": False}
+def _warm_up(rig: Rig, tokenizer: Any, facts: Facts) -> None:
+    """Measure what is compiled once per process or machine, before the clock of a load runs."""
+    file, _ = demo_files()
+    for name, work in (
+        ("compile gpuload's kernels", lambda: cuda.self_test(rig.kernels)),
+        ("a load of the shipped data: tables, template, CuPy's own kernels", lambda: _first(rig, file, tokenizer)),
+    ):
+        facts(name, **rig.timed(work, repeats=1, warm_up=False))
+
+
+def _first(rig: Rig, data: Any, tokenizer: Any) -> Any:
+    return next(iter(rig.load(data, tokenizer, max_prompt_length=_LIMIT).loader(16)))
+
+
+def _first_batch(rig: Rig, kind: str, data: Any, tokenizer: Any, to_device: bool) -> tuple[dict[str, Any], Any]:
+    options: dict[str, Any] = {"verify": "sample"} | ({"max_prompt_length": _LIMIT} if kind == "prompts" else {})
     started = time.perf_counter()
-    load = rig.load if to_device else partial(gpuload.load, device="cpu")
-    prompts = load(path, tokenizer, **options)
-    batch = next(iter(prompts.loader(min(256, len(prompts)), shuffle=True, seed=0)))
-    int(batch["input_ids"][0, -1])  # synchronizes
-    took = time.perf_counter() - started
-    report = prompts.report
-    cells: dict[str, Any] = {"rows": rows, "kept": len(prompts), "ids": len(prompts.tokens.values)}
-    cells |= {
-        "text_bytes": report.text_bytes,
-        "fallback": report.rows_fallback,
-        "compared": report.check.rows,
-        "engine": report.engine,
-    }
+    if to_device:
+        loaded = rig.load(data, tokenizer, kind, **options)
+    else:
+        loaded = LOADS[kind](data, tokenizer, device="cpu", **DEFAULTS | options)
+    batch = next(iter(loaded.loader(min(256, len(loaded)), shuffle=True, seed=0)))
+    int(next(value for value in batch.values() if isinstance(value, torch.Tensor)).flatten()[-1])  # synchronizes
+    took, report = time.perf_counter() - started, loaded.report
+    cells = {"rows": report.rows_read, "kept": len(loaded), "text_bytes": report.text_bytes}
+    cells |= {"fallback": report.rows_fallback, "compared": report.check.rows, "engine": report.engine}
     if rig.rehearsal:
-        return cells, prompts
+        return cells, loaded
     stages = {f"{stage}_seconds": seconds for stage, seconds in report.seconds.items() if stage != "total"}
-    return cells | rates(took, 0, rows) | stages, prompts
+    return cells | rates(took, report.text_bytes, report.rows_read) | stages, loaded
+
+
+def kernels(task: Task, facts: Facts) -> None:
+    """Record each kernel of a load of each kind, which Arrow reads."""
+    rig, tokenizer = open_rig(task), tokenizer_of(task.tokenizers[0])
+    for name, kind, data in list(_data(task))[1:] if len(task.rows) > 1 else _data(task):
+        options = {"max_prompt_length": _LIMIT} if kind == "prompts" else {}
+        with rig.launches() as recorded:
+            rig.load_here(data, tokenizer, kind, **options).batch(range(16))
+        for kernel, cells in by_kernel(recorded).items():
+            facts(f"{name}: {kernel}", **cells)
+
+
+def waits(task: Task, facts: Facts) -> None:
+    """Draw batches between steps of 50 ms: with ids in device and in host memory, tensors only and all values."""
+    rig, file, tokenizer = open_rig(task), generated_file(task, min(task.rows)), tokenizer_of(task.tokenizers[0])
+    step = _step(rig)
+    for tokens_on in ("device", "host"):
+        prompts = rig.load(file, tokenizer, max_prompt_length=_LIMIT, tokens_on=tokens_on)
+        loader = prompts.loader(min(256, len(prompts) // 4), shuffle=True, seed=0)
+        for values, read in (("tensors", len), ("all values", dict)):
+            facts(f"ids in {tokens_on} memory, {values}", **_waits(rig, iter(loader), read, step))
+
+
+def _waits(
+    rig: Rig, batches: Iterator[Any], read: Callable[[Any], Any], step: Callable[[torch.Tensor], Any]
+) -> dict[str, Any]:
+    """Take steps. The wait of a step is the time from the end of the one before until the device begins with it."""
+    step(next(batches)["input_ids"])
+    rig.kernels.synchronize()
+    found, ended = [], time.perf_counter()
+    for batch in islice(batches, _STEPS):
+        read(batch)
+        rig.kernels.synchronize()  # the batch is on the device
+        found.append(time.perf_counter() - ended)
+        step(batch["input_ids"])
+        rig.kernels.synchronize()
+        ended = time.perf_counter()
+    if rig.rehearsal:
+        return {"steps": len(found)}
+    wait = statistics.median(found)
+    return {"steps": len(found), "wait_seconds": wait, "longest_seconds": max(found), "share_of_step": wait / STEP}
+
+
+def _step(rig: Rig) -> Callable[[torch.Tensor], Any]:
+    """Work on the device that takes `STEP` and reads the batch; in a rehearsal, only the latter."""
+    if rig.rehearsal:
+        return torch.sum
+    one = torch.randn(_SIDE, _SIDE, device=rig.device, dtype=torch.bfloat16)
+
+    def multiply(times: int) -> None:
+        for _ in range(times):
+            torch.mm(one, one)
+
+    times = round(STEP / (rig.timed(lambda: multiply(10))["seconds"] / 10))
+
+    def step(ids: torch.Tensor) -> None:
+        ids.sum()
+        multiply(times)
+
+    return step
 
 
 def others(task: Task, facts: Facts) -> None:
-    """Measure loaders without a GPU: verl 0.9.1, the baseline row by row, and gigatoken alone on rendered text."""
-    path, cores = generated_file(task, min(task.rows)), len(os.sched_getaffinity(0))
-    rows = pq.read_metadata(path).num_rows
-    _by_rows(task, path, cores, rows, facts)
-    _by_gigatoken(task, path, facts)
-    _by_verl(task, path, cores, rows, facts)
-
-
-def _by_rows(task: Task, path: str, cores: int, rows: int, facts: Facts) -> None:
-    """Baseline: template and tokenizer row by row, one process per core, on as many rows as time allows."""
-    _shares.extend(_some(path, 40 if task.rehearsal else _MOST_ROWS * cores))
-    done = 0
-    with multiprocessing.get_context("fork").Pool(cores, _start, (task.tokenizers[0],)) as pool:
-        pool.map(len, [[]] * cores)  # waits until all processes have started
-        started = time.perf_counter()
-        for count in pool.imap_unordered(_filtered, range(len(_shares))):
-            done += count
-            if time.perf_counter() - started > _SAMPLE_SECONDS:
-                break
-        took = time.perf_counter() - started
-        pool.terminate()
-    _shares.clear()
-    label = f"baseline, row by row, {cores} processes"
-    facts(label, sample_rows=done, tokenizer=name_of(task.tokenizers[0]))
-    if task.rehearsal:
-        return
-    facts(label, **rates(took, 0, done))
-    if done < rows:
-        facts(label, extrapolated_to_rows=rows, extrapolated_seconds=took / done * rows)
-
-
-def _some(path: str, rows: int) -> Iterator[list[Any]]:
-    for batch in pq.ParquetFile(path).iter_batches(_SHARE, columns=["prompt"]):
-        if rows <= 0:
-            return
-        yield batch.column(0).slice(0, rows).to_pylist()
-        rows -= batch.num_rows
-
-
-_shares: list[list[Any]] = []  # inherited by forked processes, which are sent indices only
-_tokenizer: Any = None
-
-
-def _start(directory: str) -> None:
-    global _tokenizer
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _tokenizer = tokenizer_of(directory)
-
-
-def _filtered(share: int) -> int:
-    """Apply verl 0.1's filter to one share of rows and return their number."""
-    for prompt in _shares[share]:
-        ids = _tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-        _ = len(ids) <= _LIMIT
-    return len(_shares[share])
-
-
-def _by_gigatoken(task: Task, path: str, facts: Facts) -> None:
-    label = "gigatoken alone, rendered text to ids, all cores"
-    if why := absent(["gigatoken", "awkward"]):
-        facts(label, why=why)
-        return
-    directory = task.tokenizers[0]
-    column = pq.read_table(path, columns=["prompt"])["prompt"]
-    text = pc.fill_null(render(program_of(directory), column).text, "")
-    run, _ = ENCODERS["gigatoken"](tokenizer_of(directory).backend_tokenizer, text)
-    run()
-    size = int(pc.sum(pc.binary_length(text)).as_py())
-    facts(label, bytes=size, rows=len(text))
-    if not task.rehearsal:
-        started = time.perf_counter()
-        run()
-        facts(label, **rates(time.perf_counter() - started, size, len(text)))
-
-
-def _by_verl(task: Task, path: str, cores: int, rows: int, facts: Facts) -> None:
-    label = f"verl 0.9.1, {cores} workers"
-    python = str(VERL_PYTHON) if VERL_PYTHON.exists() else sys.executable
-    if task.rehearsal:
-        facts(label, why="not measured in a rehearsal")
-    elif python == sys.executable and (why := absent(["verl", "omegaconf", "datasets"])):
-        facts(label, why=f"{why}, and there is no .venv-verl; see the baseline")
-    else:
-        job = {"files": [path], "rows": rows, "tokenizer": task.tokenizers[0], "limit": _LIMIT, "workers": cores}
+    """Measure loaders without a GPU on this machine: verl 0.9.1, and template and tokenizer row by row on some rows."""
+    path = generated_file(task, min(task.rows))
+    few = str(first_rows(path, _SAMPLE, Path(task.scratch) / "few" / "few.parquet"))
+    for label, module, file, python in (
+        ("row by row, one process", "load_rowwise", few, None),
+        ("verl 0.9.1, 16 workers", "load_verl", path, str(VERL_PYTHON)),
+    ):
+        if task.rehearsal or (python and not VERL_PYTHON.exists()):
+            facts(label, why="not measured in a rehearsal" if task.rehearsal else "there is no .venv-verl")
+            continue
+        rows = pq.read_metadata(file).num_rows
+        job = {"files": [file], "rows": rows, "tokenizer": task.tokenizers[0], "limit": _LIMIT, "workers": 16}
         try:
-            answer = run_contender("load_verl", job, Path(task.scratch) / "verl", python)
+            answer = run_contender(module, job, Path(task.scratch) / module, *([python] if python else []))
         except ContenderError as error:
             facts(label, why=str(error)[-400:])
         else:
-            facts(label, rows=rows, kept=answer["rows_kept"], **rates(answer["seconds"], 0, rows))
+            facts(label, kept=answer["rows_kept"], data=name_of(file), rows=rows, **rates(answer["seconds"], 0, rows))

@@ -1,4 +1,4 @@
-"""Kernels, clock and `gpuload.load` of a GPU record.
+"""Kernels, clock and loads of a GPU record.
 
 A rehearsal uses kernels compiled for the host and no clock: it records counts only.
 """
@@ -8,8 +8,8 @@ import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,31 +19,25 @@ import torch
 from simulator import engine_on, load_chats_with, load_pairs_with, load_with
 from simulator.host_kernels import COMPILER, HostKernels
 
+import gpuload
 from bench.gpu.section import MissingError, Task
-from gpuload import ChatDataset, PairDataset, load, load_chats, load_pairs
 from gpuload.core.arrays import Array
 from gpuload.engines.device import cuda
-from gpuload.engines.device.kernel_source import signatures
-from gpuload.engines.device.kernels import DeviceKernels, Kernels
-from gpuload.kinds.prompts import PromptDataset
-from gpuload.reference.reference import Reference
-from gpuload.template import ChatProgram
+from gpuload.engines.device.kernels import Kernels
+
+LOADS: dict[str, Callable[..., Any]] = {
+    "prompts": gpuload.load,
+    "chats": gpuload.load_chats,
+    "pairs": gpuload.load_pairs,
+}
+DEFAULTS: dict[str, Any] = {"verify": "off", "progress": False, "token_cache": False}
+"""Of all loads: the token cache could have tokens of another engine."""
 
 
 def absent(names: Iterable[str]) -> str | None:
     """Return a sentence on the packages that are not installed, or None if all are."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     return f"{', '.join(missing)} not installed" if missing else None
-
-
-def cudf_missing() -> str | None:
-    """Return why cuDF cannot read on this machine, or None. Loads its libraries, which fails if versions clash."""
-    try:
-        import pylibcudf  # noqa: F401
-        import rmm  # noqa: F401
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0]:.200}"
-    return None
 
 
 @dataclass
@@ -53,14 +47,11 @@ class Launch:
     Attributes:
         name: Name of the kernel.
         nbytes: Bytes of its arrays, see `moved`.
-        arrays: Parameter → address of the array.
         events: CUDA events before and after it; empty in a rehearsal.
-        seconds: Time between the events.
     """
 
     name: str
     nbytes: int
-    arrays: dict[str, int]
     events: tuple[Any, ...] = ()
     seconds: float | None = None
 
@@ -73,37 +64,29 @@ class Rig:
         kernels: Kernels of the device.
         device: The device in torch.
         rehearsal: There is no GPU.
-        cudf: cuDF reads the files.
     """
 
     kernels: Kernels
     device: torch.device
     rehearsal: bool
-    cudf: bool = field(default=False)
 
-    def load(self, files: Any, tokenizer: Any, **options: Any) -> PromptDataset:
-        """Load with the device engine. Without cuDF, Arrow reads and the prompts are copied to the device.
+    @property
+    def cudf(self) -> bool:
+        """Whether cuDF reads parquet files."""
+        return not self.rehearsal and cuda.without_cudf() is None
 
-        The token cache is off: its tokens could be those of another engine.
-        """
-        options = {"token_cache": False} | options
-        if self.cudf:
-            return load(files, tokenizer, device="cuda", **options)
-        return load_with(engine_on(self.kernels), files, tokenizer, device="cpu", **options)
+    def load(self, files: Any, tokenizer: Any, kind: str = "prompts", **options: Any) -> Any:
+        """Load one of the kinds with the device engine; in a rehearsal as `load_here` does."""
+        if self.rehearsal:
+            return self.load_here(files, tokenizer, kind, **options)
+        return LOADS[kind](files, tokenizer, device="cuda", **DEFAULTS | options)
 
-    def load_chats(self, files: Any, tokenizer: Any, **options: Any) -> ChatDataset:
-        """As `load`, data for SFT."""
-        options = {"token_cache": False} | options
-        if self.cudf:
-            return load_chats(files, tokenizer, device="cuda", **options)
-        return load_chats_with(self.kernels, files, tokenizer, **options)
-
-    def load_pairs(self, files: Any, tokenizer: Any, **options: Any) -> PairDataset:
-        """As `load`, preference data."""
-        options = {"token_cache": False} | options
-        if self.cudf:
-            return load_pairs(files, tokenizer, device="cuda", **options)
-        return load_pairs_with(self.kernels, files, tokenizer, **options)
+    def load_here(self, files: Any, tokenizer: Any, kind: str = "prompts", **options: Any) -> Any:
+        """Load with the kernels of the rig, whose launches can be recorded. Arrow reads."""
+        options = DEFAULTS | options
+        if kind == "prompts":
+            return load_with(engine_on(self.kernels), files, tokenizer, **options)
+        return {"chats": load_chats_with, "pairs": load_pairs_with}[kind](self.kernels, files, tokenizer, **options)
 
     def timed(
         self, work: Callable[[], Any], nbytes: int = 0, rows: int = 0, repeats: int = 5, warm_up: bool = True
@@ -140,12 +123,8 @@ class Rig:
         launch_kernel = self.kernels._launch
 
         def recording(name: str, blocks: int, arguments: list[Any]) -> None:
-            arrays = {
-                parameter.name: self.kernels.address(argument)
-                for parameter, argument in zip(signatures()[name], arguments, strict=True)
-                if parameter.is_array
-            }
-            launch = Launch(name, moved(name, arguments), arrays, self._events())
+            event = None if self.rehearsal else self.kernels.xp.cuda.Event
+            launch = Launch(name, moved(name, arguments), (event(), event()) if event else ())
             recorded.append(launch)
             if launch.events:
                 launch.events[0].record()
@@ -160,46 +139,6 @@ class Rig:
                 launch.events[1].synchronize()
                 launch.seconds = self.kernels.xp.cuda.get_elapsed_time(*launch.events) / 1e3
 
-    def _events(self) -> tuple[Any, ...]:
-        return () if self.rehearsal else (self.kernels.xp.cuda.Event(), self.kernels.xp.cuda.Event())
-
-    def in_a_pool(self) -> AbstractContextManager[Any]:
-        """Allocate arrays within the block from a memory pool of CuPy instead of the pool of a load."""
-        if self.rehearsal:
-            return nullcontext()
-        allocator: AbstractContextManager[Any] = self.kernels.xp.cuda.using_allocator(
-            self.kernels.xp.cuda.MemoryPool().malloc
-        )
-        return allocator
-
-    def peak(self, work: Callable[[], Any]) -> int:
-        """Return the peak bytes of arrays that a piece of work allocates."""
-        if self.rehearsal:
-            import tracemalloc  # NumPy reports its allocations to it
-
-            tracemalloc.start()
-            try:
-                work()
-                return tracemalloc.get_traced_memory()[1]
-            finally:
-                tracemalloc.stop()
-
-        class Meter(self.kernels.xp.cuda.MemoryHook):  # type: ignore[name-defined,misc]
-            name = "peak"
-            held = most = 0
-
-            def malloc_postprocess(self, **about: Any) -> None:
-                self.held += about["mem_size"]
-                self.most = max(self.most, self.held)
-
-            def free_postprocess(self, **about: Any) -> None:
-                self.held -= about["mem_size"]
-
-        meter = Meter()
-        with self.in_a_pool(), meter:
-            work()
-        return int(meter.most)
-
 
 def open_rig(task: Task) -> Rig:
     """Open the GPU, or in a rehearsal the host.
@@ -213,12 +152,10 @@ def open_rig(task: Task) -> Rig:
         return Rig(HostKernels(), torch.device("cpu"), True)
     if torch.version.cuda is None or not torch.cuda.is_available():
         raise MissingError(f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, finds no GPU")
-    if why := absent(["cupy"]):
+    if why := absent(["cupy", "rmm"]):
         raise MissingError(why)
     device = torch.device("cuda", torch.cuda.current_device())
-    if not task.cudf or cudf_missing():
-        return Rig(DeviceKernels(device.index), device, False)
-    return Rig(cuda.CudaKernels(device.index, 0), device, False, cudf=True)
+    return Rig(cuda.CudaKernels(device.index, 0), device, False)
 
 
 def rates(seconds: float, nbytes: int = 0, rows: int = 0) -> dict[str, float]:
@@ -266,15 +203,6 @@ def tokenizer_of(directory: str) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(directory)
-
-
-def program_of(directory: str) -> ChatProgram:
-    """Compile a tokenizer's chat template.
-
-    Raises:
-        TokenizerError: It has no chat template.
-    """
-    return ChatProgram(Reference(tokenizer_of(directory)).call)
 
 
 def copy_bandwidth(rig: Rig, nbytes: int = 4 << 30) -> dict[str, Any]:

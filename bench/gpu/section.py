@@ -2,11 +2,9 @@
 
 After an illegal memory access every later CUDA call of the process fails, and a kernel that hangs never returns. So
 each section runs in a forked child with a time limit, and writes its facts while it works: a child that crashes or is
-stopped leaves the facts it had. A fork, because torch and transformers are then imported only once.
-
-A forked child has its parent's locks and none of its threads. The parent therefore initializes neither CUDA nor a
-thread pool, and does not import gigatoken, which encodes on one core only if it was imported before a fork. If an
-import has initialized CUDA anyway, each section gets a new interpreter, which takes some seconds more.
+stopped leaves the facts it had. A fork, because torch and transformers are then imported only once; the parent
+therefore initializes neither CUDA nor a thread pool, and does not import gigatoken, which encodes on one core only if
+it was imported before a fork.
 """
 
 import contextlib
@@ -17,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,8 +36,6 @@ class Task:
         rows: Rows of each generated parquet file.
         text_bytes: Bytes of each text for encoders.
         batch: Rows and width of batches.
-        cudf: Use cuDF if it is installed.
-        new_interpreter: Start a new interpreter for each section.
     """
 
     rehearsal: bool
@@ -49,8 +45,6 @@ class Task:
     rows: tuple[int, ...] = (300_000, 1_000_000)
     text_bytes: int = 512 << 20
     batch: tuple[int, int] = (1024, 2048)
-    cudf: bool = True
-    new_interpreter: bool = False
 
 
 class MissingError(Exception):
@@ -126,7 +120,7 @@ def run_section(name: str, section: Section, task: Task, seconds: float) -> dict
     found, log = (Path(task.scratch) / f"{name}{ending}" for ending in (".json", ".log"))
     found.unlink(missing_ok=True)
     started = time.monotonic()
-    code = run_forked(partial(_child, name, section, task, found, limit), limit, log)
+    code = run_forked(partial(_child, section, task, found, limit), limit, log)
     outcome: dict[str, Any] = json.loads(found.read_text()) if found.exists() else {"status": "stopped", "facts": {}}
     if outcome["status"] == "stopped":
         if code is None:
@@ -144,20 +138,11 @@ def cuda_is_initialized() -> bool:
     return False
 
 
-def finish(section: Section, task: Task, facts: Facts) -> None:
-    """Run a section in this process and write its outcome."""
-    faulthandler.enable()
-    facts.write(_outcome(section, task, facts))
-
-
-def _child(name: str, section: Section, task: Task, found: Path, seconds: float) -> None:
+def _child(section: Section, task: Task, found: Path, seconds: float) -> None:
     facts = Facts(found, seconds)
     facts.write({"status": "stopped"})
-    if task.new_interpreter:
-        given = json.dumps(asdict(task) | {"name": name, "file": str(found), "seconds": facts.seconds_left})
-        code = "import sys, bench.gpu.__main__ as record; record.section_in_new_interpreter(sys.argv[1])"
-        os.execv(sys.executable, [sys.executable, "-c", code, given])
-    finish(section, task, facts)
+    faulthandler.enable()
+    facts.write(_outcome(section, task, facts))
 
 
 def _outcome(section: Section, task: Task, facts: Facts) -> dict[str, Any]:

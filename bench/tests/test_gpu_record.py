@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,13 +23,16 @@ from tiers import exhaustive
 
 from bench import ROOT, environment
 from bench.gpu import __main__ as gpu_record
-from bench.gpu import checks, exact, stages, tokens
+from bench.gpu import checks, exact, loads, stages, tokens
 from bench.gpu.data import KINDS, flat, generated_file, texts
-from bench.gpu.rig import Rig, by_kernel
-from bench.gpu.section import Facts, MissingError, Task, WrongError
+from bench.gpu.rig import Rig
+from bench.gpu.section import Facts, MissingError, Section, Task, WrongError
 from bench.process import without_directories
 from bench.report import gpu_page
-from gpuload.engines.device.kernel_source import signatures
+from bench.tests.test_gpu import copies_of, too_much
+from gpuload.cli import ladder
+from gpuload.engines.device import verdict
+from gpuload.engines.device.verdict import Step
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
@@ -58,28 +60,21 @@ def test_a_rehearsal_goes_through_every_section_and_measures_nothing(tmp_path: P
         for row, cells in section["facts"].items():
             assert not [key for key in cells if any(rate in key for rate in RATES)], (name, row)
     assert all(section.get("why") for section in sections.values() if section["status"] == "missing")
-    assert (
-        sections["loads"]["facts"]["demo_data/gsm8k"] | {"rows": 120, "differing": 0, "same": True}
-        == (sections["loads"]["facts"]["demo_data/gsm8k"])
-    )
-    assert sections["batches"]["facts"]["a batch"]["bytes"] == 3 * 8 * 64 * 8
-    chats = sections["chats"]["facts"]
-    assert (
-        chats["demo_data/gsm8k, qwen2.5"] | {"rows": 120, "differing": 0, "batches": True}
-        == (chats["demo_data/gsm8k, qwen2.5"])
-    )
-    assert set(chats) > {
-        f"demo_data/gsm8k, qwen2.5: {name}" for name in ("lay_answers", "match_tokens", "mark_answers")
-    }
-    assert sections["packs"]["facts"]["pack, 8 × 64"]["bytes"] > 8 * 64 * 32 * 0.9
-    assert all(cells["same_memory"] for cells in sections["dlpack"]["facts"].values())
+    loads = sections["loads"]["facts"]
+    assert set(loads) == {"demo_data/gsm8k", "demo_data/gsm8k, chats", "demo_data/gsm8k, pairs", "rows of agents"}
+    assert all(cells["same"] and cells["rows"] >= 100 for cells in loads.values())
+    assert sections["batches"]["facts"]["a batch of prompts"]["bytes"] == 3 * 8 * 64 * 8
+    assert sections["batches"]["facts"]["a packed batch"]["bytes"] > 8 * 64 * 32 * 0.9
+    kernels = sections["kernels"]["facts"]
+    assert {name.rpartition(": ")[2] for name in kernels} > {"lay_answers", "match_tokens", "mark_answers", "lay_pairs"}
     assert (
         sections["tokens"]["facts"]["qwen2.5"] | {"rows": 120, "differing": 0, "fallback": 0}
         == (sections["tokens"]["facts"]["qwen2.5"])
     )
     assert sections["encode"]["facts"]["qwen2.5, short, device"]["differing"] == 0
-    assert sections["sanitizer"]["facts"]["memcheck"]["kernels"] == len(signatures())
+    assert sections["sanitizer"]["facts"]["known answers"]["output"].endswith(" cases are right")
     assert sections["tests"]["facts"]["tests marked gpu"]["collected"] >= 10
+    assert set(sections["ladder"]["facts"]) > set(ladder.STEPS)
     page = file.with_suffix(".md").read_text()
     assert "A rehearsal on the host" in page
     assert str(tmp_path) not in page
@@ -144,19 +139,29 @@ def test_a_failing_section_does_not_affect_others(tmp_path: Path) -> None:
     assert "**failed**: ZeroDivisionError: no" in page
 
 
-@exhaustive
-def test_a_section_can_run_in_a_new_interpreter(tmp_path: Path) -> None:
-    done = run("-m", "bench.gpu_record", "--rehearse", "--anew", "--only", "dlpack", "--output", str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    (file,) = tmp_path.glob("*.json")
-    sections = json.loads(file.read_text())["sections"]
-    assert all(cells["same_memory"] for cells in sections["dlpack"]["facts"].values())
+def test_a_call_goes_on_with_the_record_of_the_day(tmp_path: Path) -> None:
+    def section(name: str, status: str) -> Section:
+        def work(task: Task, facts: Facts) -> None:
+            facts("process", name=name)
+            if status == "wrong":
+                raise WrongError("differs")
 
+        return Section(work, 20)
 
-def test_a_section_without_time_left_is_recorded(tmp_path: Path) -> None:
-    assert gpu_record.main(["--rehearse", "--output", str(tmp_path), "--only", "dlpack", "--seconds", "1"]) == 1
+    sections = {
+        "first": section("first", "wrong"),
+        "second": section("second", "done"),
+        "last": section("last", "done"),
+    }
+    call = ["--rehearse", "--output", str(tmp_path)]
+    assert gpu_record.main([*call, "--only", "first"], sections) == 1
     (file,) = tmp_path.glob("*.json")
-    assert json.loads(file.read_text())["sections"]["dlpack"]["status"] == "not begun"
+    assert gpu_record.main([*call, "--seconds", "1"], sections) == 1
+    statuses = {name: each["status"] for name, each in json.loads(file.read_text())["sections"].items()}
+    assert statuses == {"first": "wrong", "second": "not begun", "last": "not begun"}
+    assert gpu_record.main(call, sections) == 0, "what was found before is not asked again"
+    statuses = {name: each["status"] for name, each in json.loads(file.read_text())["sections"].items()}
+    assert statuses == {"first": "wrong", "second": "done", "last": "done"}
 
 
 def test_no_record_is_made_without_a_gpu_and_no_rehearsal_in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,27 +184,18 @@ class Clock:
         pass
 
 
-class Hook:
-    """CuPy's memory hook, which NumPy does not call."""
-
-    def __enter__(self) -> None: ...
-    def __exit__(self, *error: object) -> None: ...
-
-
 @pytest.fixture
 def clocked(gsm8k: str, qwen_directory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
     """A task that is measured as on a GPU, with kernels on the host."""
     cuda = SimpleNamespace(
         Event=Clock,
-        MemoryHook=Hook,
-        MemoryPool=lambda: SimpleNamespace(malloc=None),
-        using_allocator=lambda malloc: nullcontext(),
         get_elapsed_time=lambda a, b: 1e3 * (b.at - a.at),
     )
     monkeypatch.setattr(np, "cuda", cuda, raising=False)
     rig = Rig(HostKernels(), torch.device("cpu"), rehearsal=False)
-    for module in (checks, exact, stages, tokens):
+    for module in (exact, loads, stages, tokens):
         monkeypatch.setattr(module, "open_rig", lambda task: rig)
+    monkeypatch.setattr(Rig, "load", Rig.load_here)
     monkeypatch.setattr(stages, "copy_bandwidth", lambda rig: {"gb_per_s": 1.0})
     return Task(False, (gsm8k,), (qwen_directory,), str(tmp_path), (200,), 5000, (8, 64))
 
@@ -207,20 +203,18 @@ def clocked(gsm8k: str, qwen_directory: str, tmp_path: Path, monkeypatch: pytest
 def test_measured_rates_are_bytes_and_rows_over_seconds(clocked: Task) -> None:
     facts = Facts()
     stages.batches(clocked, facts)
-    stages.rendering(clocked, facts)
+    loads.kernels(clocked, facts)
     tokens.encode(clocked, facts)
     measured = {row: cells for row, cells in facts.rows.items() if "seconds" in cells and "bytes" in cells}
-    assert {"qwen2.5", "qwen2.5: copy_pieces", "pad, 8 × 64", "a batch"} <= set(measured)
+    assert {"pairs, 200 rows: copy_pieces", "a batch of prompts: pad", "a packed batch", "a batch with labels"} <= set(
+        measured
+    )
     assert any(row.endswith("gigatoken") for row in measured)
     assert measured["qwen2.5, short, device"]["times_gigatoken"] > 0
-    kernels = [cells for row, cells in measured.items() if row.startswith("qwen2.5, short, device: ")]
-    *each, whole = kernels
-    assert whole["seconds"] == pytest.approx(sum(cells["seconds"] for cells in each))
-    assert whole["bytes"] == sum(cells["bytes"] for cells in each)
     for row, cells in measured.items():
         if "gb_per_s" in cells:
             assert cells["gb_per_s"] == pytest.approx(cells["bytes"] / cells["seconds"] / 1e9), row
-    batch = measured["a batch"]
+    batch = measured["a batch of prompts"]
     assert batch["times_the_copy"] == pytest.approx(batch["seconds"] / (batch["bytes"] / 1e9))
     assert all(cells.get("differing", 0) == 0 for cells in measured.values())
 
@@ -264,23 +258,34 @@ def test_copies_are_read_from_the_profilers_trace() -> None:
         return {"cat": kind, "name": name, "args": {"bytes": size}}
 
     pads, numbers = [event("kernel", "pad")] * 2, [event("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 512)] * 2
-    copies = checks.copies_of([*pads, *numbers, event("cpu_op", "aten::x")], 2)
-    assert copies == {"HtoD": {"copies": 2, "bytes": 1024, "largest": 512}}
-    assert checks.too_much(copies, 2, 64) is None
-    assert "HtoD" in str(checks.too_much(copies, 2, 4))
-    back = checks.copies_of([*pads, event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 4096)], 2)
-    assert "DtoH: 4,096 bytes" in str(checks.too_much(back, 2, 64))
+    copies = copies_of([*pads, *numbers, event("cpu_op", "aten::x")], 2)
+    assert copies == {"HtoD": 1024}
+    assert too_much(copies, 2, 64) is None
+    assert "HtoD" in str(too_much(copies, 2, 4))
+    back = copies_of([*pads, event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 4096)], 2)
+    assert "DtoH: 4,096 bytes" in str(too_much(back, 2, 64))
     with pytest.raises(MissingError, match="saw 0 kernels"):
-        checks.copies_of(numbers, 2)
+        copies_of(numbers, 2)
 
 
 def test_compute_sanitizer_is_trusted_only_if_the_run_came_to_its_end() -> None:
-    ran = "========= COMPUTE-SANITIZER\n10 cases, 39 launches of 26 kernels\n"
-    assert checks.verdict(0, ran) == {"cases": 10, "launches": 39, "kernels": 26, "clean": True}
-    assert checks.verdict(9, f"{ran}========= ERROR SUMMARY: 1 error")["clean"] is False
-    assert checks.verdict(0, "========= ERROR SUMMARY: 0 errors")["clean"] is False
+    ran = "========= COMPUTE-SANITIZER\n10 cases are right\n"
+    assert checks.judged(0, ran) == {"clean": True}
+    assert checks.judged(9, f"{ran}========= ERROR SUMMARY: 1 error")["clean"] is False
+    assert checks.judged(0, "========= ERROR SUMMARY: 0 errors")["clean"] is False
     with pytest.raises(MissingError, match="does not work here"):
-        checks.verdict(1, "Error: Device not supported")
+        checks.judged(1, "Error: Device not supported")
+
+
+def test_the_ladder_is_recorded_up_to_the_step_that_fails(clocked: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "open_rig", lambda task: SimpleNamespace(device=None))
+    monkeypatch.setattr(environment, "gpu", lambda device: {"name": "H"})
+    monkeypatch.setattr(verdict, "run_step", lambda name, *_: Step("7 kernels", "no" if name == "arrays" else ""))
+    facts = Facts()
+    with pytest.raises(WrongError, match="arrays: no"):
+        checks.climb(clocked, facts)
+    assert [row for row in facts.rows if row.startswith("doctor")][-1] == "doctor: arrays"
+    assert facts.rows["doctor: context"]["output"] == "7 kernels"
 
 
 def test_generated_files_have_the_requested_rows_and_no_two_rounds_are_equal(gsm8k: str, tmp_path: Path) -> None:
@@ -320,11 +325,3 @@ def test_pages_say_what_is_wrong_and_name_no_directories() -> None:
     assert without_directories(f'File "{ROOT}/bench/x.py" and "/some/where/else.py", 3 rows/s, a/b') == (
         'File "bench/x.py" and "else.py", 3 rows/s, a/b'
     )
-
-
-def test_bytes_of_a_launch_are_those_of_its_arrays() -> None:
-    rig = Rig(HostKernels(), torch.device("cpu"), rehearsal=True)
-    assert len(checks.pointers(rig)) == 3
-    with rig.launches() as recorded:
-        checks.pointers(rig)
-    assert by_kernel(recorded)["pad"] == {"launches": 1, "bytes": (4 * 100 + 2) * 8 + 3 * 100 * 64 * 8}

@@ -150,6 +150,9 @@ def _check_texts(kernels: Kernels) -> None:
                 predicate = Predicate(Ref(0), test, value)
                 found = on_host(ops.answer(column, predicate)).tolist()
                 _expect(f"{test} {value!r}", found, [holds(predicate, text) for text in _TEXTS])
+        needles = ["<|im_end|>", "</think>", "<L>", "é中", "x" * 290]
+        found = on_host(ops.contains_any(column, needles)).tolist()
+        _expect("control tokens", found, [any(needle in text for needle in needles) for text in _TEXTS])
         broken = texts_to_device(kernels, [b"a", b"\xff", "é".encode()[:1], "🙂".encode(), b"\xed\xa0\x80"])
         _expect("texts that are not UTF-8", on_host(ops.not_utf8(broken)).tolist(), [False, True, True, False, True])
         words = ["user", "tool", "user", "", "tool", "user"]

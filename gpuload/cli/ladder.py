@@ -8,17 +8,38 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from gpuload.cli import launches
 from gpuload.cli.doctor import versions
 from gpuload.core.errors import MismatchError
 from gpuload.core.files import cache_root
 from gpuload.engines.device import verdict
 
 _SIZE = 1 << 20  # bytes, or items, of the data that steps copy
+
+
+def run(number: int | None, step: str | None, directory: Path | None, kernel: str | None, replayed: Path | None) -> int:
+    """`gpuload doctor` with `--gpu` or `--replay`: the ladder, or what another option asks for.
+
+    Args:
+        number: `--gpu`. step: `--gpu-step`. directory: `--dump`. kernel: `--kernel`. replayed: `--replay`.
+
+    Returns:
+        0, or 1 if something is wrong.
+    """
+    if replayed:
+        return replay(replayed)
+    assert number is not None
+    if step == "dump" and directory:
+        return run_here(lambda: dump_here(number, directory, kernel))
+    if step:
+        return run_here(lambda: STEPS[step][0](number))
+    return dump(number, directory, kernel) if directory else climb(number)
 
 
 def climb(number: int) -> int:
@@ -38,10 +59,52 @@ def climb(number: int) -> int:
     return 0
 
 
-def run_here(name: str, number: int) -> int:
+def dump(number: int, directory: Path, kernel: str | None) -> int:
+    """Saves the launches of the first known answer that is wrong on a GPU, and repeats them on the host.
+
+    Args:
+        number: of the GPU.
+        directory: a new one.
+        kernel: whose launches; None for all.
+
+    Returns:
+        0, or 1 if something is wrong.
+    """
+    more = ["--dump", str(directory), *(["--kernel", kernel] if kernel else [])]
+    done = verdict.run_step("dump", number, 2 * verdict.LIMIT, *more)
+    print(done.output, end="", flush=True)
+    if not done.failure:
+        return 0
+    print(f"{done.failure}\n\nPlease report this output, with {directory}", flush=True)
+    if (directory / "about.json").exists():
+        replay(directory)
+    return 1
+
+
+def replay(directory: Path) -> int:
+    """Repeats launches that `dump` has saved. Returns 0, or 1 if one writes something else than on the GPU."""
+    return 0 if launches.replay(directory, partial(print, flush=True)) else 1
+
+
+def dump_here(number: int, directory: Path, kernel: str | None) -> None:
+    """`dump`, in this process. Without a memory pool: each array is an allocation by itself.
+
+    Raises:
+        MismatchError: an answer is wrong.
+    """
+    from gpuload.engines.device.kernels import DeviceKernels
+
+    kernels = DeviceKernels(number)
+    about = verdict.described(number) | versions()
+    if wrong := launches.save_wrong(kernels, launches.of_cupy(kernels), directory, kernel, about):
+        raise MismatchError(f"{wrong}: launches are in {directory}")
+    print("every known answer is right: nothing was saved")
+
+
+def run_here(work: Callable[[], None]) -> int:
     """Runs one step in this process. Prints what it finds; the last line of standard error says why it failed."""
     try:
-        STEPS[name][0](number)
+        work()
     except Exception as error:
         print(f"{type(error).__name__}: {' '.join(str(error).split()):.1000}", file=sys.stderr)
         return 1

@@ -5,6 +5,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from gpuload._version import __version__
@@ -132,6 +133,14 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="test GPU N (0) step by step instead, each in a process of its own, up to the first that fails",
     )
+    doctor.add_argument(
+        "--dump",
+        type=Path,
+        metavar="DIR",
+        help="with --gpu: save the launches of the first wrong answer in a new directory, and repeat them on the host",
+    )
+    doctor.add_argument("--kernel", metavar="NAME", help="with --dump: only launches of this kernel")
+    doctor.add_argument("--replay", type=Path, metavar="DIR", help="repeat saved launches on the host; needs no GPU")
     doctor.add_argument("--gpu-step", help=argparse.SUPPRESS)  # one of the steps, in this process
     doctor.set_defaults(run=_doctor, parser=doctor)
 
@@ -359,10 +368,12 @@ def _export(given: argparse.Namespace, more: dict[str, Any]) -> int:
 def _doctor(given: argparse.Namespace) -> int:
     from gpuload.cli.doctor import diagnose
 
-    if given.gpu is not None:
-        from gpuload.cli.ladder import climb, run_here
+    if (given.dump and given.gpu is None) or (given.kernel and not given.dump):
+        given.parser.error("--dump needs --gpu, and --kernel needs --dump")
+    if given.gpu is not None or given.replay:
+        from gpuload.cli import ladder
 
-        return run_here(given.gpu_step, given.gpu) if given.gpu_step else climb(given.gpu)
+        return ladder.run(given.gpu, given.gpu_step, given.dump, given.kernel, given.replay)
     return diagnose(given.require)
 
 

@@ -128,7 +128,7 @@ class StrictModule(ModuleType):
         self.ndarray = type("ndarray", (DeviceArray,), {"__module__": self.__name__})
         self.waits = self.launches = self.alive = self.peak = 0
         self._lock = threading.RLock()  # an array can be collected while the lock is held
-        self._known: set[int] = set()
+        self.known: dict[int, tuple[int, int]] = {}  # arrays that exist, by their id: address and bytes
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):
@@ -190,15 +190,15 @@ class StrictModule(ModuleType):
         if memory.base is not None:  # of a tensor, or of the host
             return
         with self._lock:
-            if id(memory) not in self._known:
-                self._known.add(id(memory))
+            if id(memory) not in self.known:
+                self.known[id(memory)] = memory.ctypes.data, memory.nbytes
                 weakref.finalize(memory, self._freed, id(memory), memory.nbytes)
                 self.alive += memory.nbytes
                 self.peak = max(self.peak, self.alive)
 
     def _freed(self, number: int, nbytes: int) -> None:
         with self._lock:
-            self._known.discard(number)
+            self.known.pop(number, None)
             self.alive -= nbytes
 
 

@@ -87,17 +87,11 @@ class DeviceTexts:
 
     def contains_any(self, texts: TextColumn, needles: Sequence[str]) -> Array:
         found = self.xp.zeros(len(texts), bool)
-        by_start: dict[bytes, list[bytes]] = {}
-        for needle in needles:
-            raw = needle.encode()
-            by_start.setdefault(raw[:2], []).append(raw)
-        for start, some in by_start.items():
-            at = self.xp.flatnonzero(self.find(texts, start)[0])
-            if not len(at):
-                continue
-            candidates = TextColumn(texts.data, texts.start[at], texts.length[at])
-            for raw in some:
-                found[at] |= self.find(candidates, raw)[0]
+        if raw := [needle.encode() for needle in needles]:
+            begins, bounds = np.zeros(256, bool), offsets_of(np.array([len(one) for one in raw]))
+            begins[[one[0] for one in raw]] = True
+            given = self.xp.asarray(begins), len(raw), self.xp.asarray(bounds), self._bytes(b"".join(raw))
+            self._run_parts("contains_any", texts, *given, found)
         return found
 
     def not_utf8(self, texts: TextColumn) -> Array:

@@ -111,15 +111,16 @@ class Step:
     failure: str
 
 
-def run_step(name: str, number: int, limit: float) -> Step:
+def run_step(name: str, number: int, limit: float, *more: str) -> Step:
     """Runs a step of `doctor --gpu` in a process of its own, in which each launch is waited for.
 
     Args:
         name: of the step.
         number: of the GPU.
         limit: seconds after which it is stopped.
+        *more: arguments of the command.
     """
-    command = [sys.executable, "-m", "gpuload", "doctor", "--gpu", str(number), "--gpu-step", name]
+    command = [sys.executable, "-m", "gpuload", "doctor", "--gpu", str(number), "--gpu-step", name, *more]
     about = os.environ | {"GPULOAD_SYNC": "1", "GPULOAD_GPU_CHECK": "off"}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False, env=about)

@@ -2,11 +2,11 @@
 // source. There are no #includes, because CuPy caches machine code by its source and would not notice a change in an
 // included file.
 //
-// Rules, so that the same source also runs on the host (tests/simulator/host_kernels.py):
+// Rules, so that the same source also runs on the host (engines/device/host_build.py):
 //   - A kernel is `extern "C" __global__ void`. Its parameters are pointers and numbers of the types below; their
 //     declarations are parsed to check the arguments of every launch.
 //   - On the host, a kernel in which threads wait for each other (barriers, warp collectives) or that uses shared memory
-//     is much slower than one without, because each thread gets a stack of its own (tests/simulator/fibers.h). A loop
+//     is much slower than one without, because each thread gets a stack of its own (fibers.h). A loop
 //     that waits for memory contains an atomic, a fence or __nanosleep.
 //   - Arrays in shared memory are declared one at a time: `__shared__ int sums[8];`
 //   - Every loop over items has the size of the grid as its stride, so any number of blocks gives the same result.

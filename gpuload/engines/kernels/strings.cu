@@ -40,6 +40,28 @@ extern "C" __global__ void find(
     }
 }
 
+// Sets found[i] if text i contains one of several needles: needle n is bytes bounds[n] to bounds[n + 1] - 1 of `needle`,
+// and begins[byte] says whether one begins with that byte. One warp per part, one lane per position.
+extern "C" __global__ void contains_any(
+    i64 parts, i64 step, const i64* first, i64 texts, const u8* data, const i64* start, const i64* length,
+    const bool* begins, int needles, const i64* bounds, const u8* needle, bool* found)
+{
+    EACH_WARP(part, parts) {
+        const i64 i = text_of_part(first, texts, parts, part), low = (part - first[i]) * step;
+        const i64 end = least(low + step, length[i]);
+        for (i64 k = low + lane; k < end; k += 32) {
+            const u8* at = data + start[i] + k;
+            if (!begins[*at]) continue;
+            for (int n = 0; n < needles; n++) {
+                const i64 size = bounds[n + 1] - bounds[n];
+                i64 same = 0;
+                while (same < size && k + same < length[i] && at[same] == needle[bounds[n] + same]) same++;
+                if (same == size) found[i] = true;
+            }
+        }
+    }
+}
+
 // answer[i]: whether text i starts (`at_end`: ends) with `affix`; with `whole`, whether it is equal to it. One thread
 // per text: affixes are short.
 extern "C" __global__ void has_affix(

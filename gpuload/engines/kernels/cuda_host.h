@@ -1,5 +1,5 @@
 // The part of CUDA C++ that the kernels use, for a host compiler: qualifiers, grid indices, atomics, bit functions and
-// vector types. host_kernels.py puts fibers.h, with barriers, collectives and shared memory, behind the grid indices.
+// vector types. host_build.py puts fibers.h, with barriers, collectives and shared memory, behind the grid indices.
 //
 // Threads of a kernel that does not need fibers run one after the other. Those of the others are interrupted only at
 // atomics, fences, barriers and collectives. So atomics are plain reads and writes in both.
