@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from gpuload.inspect.checks.findings import Finding
     from gpuload.inspect.checks.run import check
     from gpuload.kinds.chats.dataset import ChatDataset
-    from gpuload.kinds.chats.load import load_chats
     from gpuload.kinds.load import load
+    from gpuload.kinds.load_chats import load_chats
     from gpuload.kinds.pairs.dataset import PairDataset
     from gpuload.kinds.pairs.load import load_pairs
     from gpuload.kinds.prompts import PromptDataset, collate_fn
 
 _HOMES = {
     "load": "gpuload.kinds.load",
-    "load_chats": "gpuload.kinds.chats.load",
+    "load_chats": "gpuload.kinds.load_chats",
     "load_pairs": "gpuload.kinds.pairs.load",
     "ChatDataset": "gpuload.kinds.chats.dataset",
     "PairDataset": "gpuload.kinds.pairs.dataset",

@@ -138,8 +138,8 @@ class LoadPromptsKeywords(PromptKeywords, total=False):
     """`"conversation"`: one prompt for each row. `"served"`: the prompts of all turns, see docs/served.md."""
 
 
-class ImageKeywords(LoadPromptsKeywords, total=False):
-    """What `load` takes in addition if it is given a processor."""
+class MediaKeywords(TypedDict, total=False):
+    """What `load` and `load_chats` take in addition if they are given a processor."""
 
     image_key: str
     """Column with the images of each row: a list of `{bytes, path}`, of bytes, of paths or of `data:` URLs, or one of
@@ -166,6 +166,10 @@ class ImageKeywords(LoadPromptsKeywords, total=False):
 
     max_image_pixels: int
     """Pixels of an image above which its row is rejected."""
+
+
+class ImageKeywords(LoadPromptsKeywords, MediaKeywords, total=False):
+    """What `load` takes, also with a processor."""
 
 
 class TrainingKeywords(LoadKeywords, total=False):
@@ -222,6 +226,10 @@ class ChatKeywords(TrainingKeywords, total=False):
     history: History
     """With `turns="served"`, the ids of earlier answers with `token_ids` in prompts: `"rendered"`, those of their text;
     or `"sampled"`, theirs."""
+
+
+class LoadChatsKeywords(ChatKeywords, MediaKeywords, total=False):
+    """What `load_chats` takes, also with a processor."""
 
 
 class PairKeywords(TrainingKeywords, total=False):

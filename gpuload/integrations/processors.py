@@ -12,14 +12,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from gpuload.core.arrays import Ragged, count_in_rows
-
-_AS_PARTS = (
-    "{%- set parts_ = namespace(of=[]) -%}{%- for message_ in messages -%}"
-    "{%- if message_.content is string -%}{%- set parts_.of = parts_.of + "
-    "[dict(message_, content=[{'type': 'text', 'text': message_.content}])] -%}"
-    "{%- else -%}{%- set parts_.of = parts_.of + [message_] -%}{%- endif -%}"
-    "{%- endfor -%}{%- set messages = parts_.of %}\n"  # transformers renders without the newline after a block
-)
+from gpuload.kinds.images.messages import AS_PARTS
 
 
 def tokenizer_of(processor: Any) -> Any:
@@ -37,7 +30,7 @@ def template_of(processor: Any, chat_template: str | None = None) -> str:
         return chat_template or "default"
     own = processor.chat_template
     named = own if isinstance(own, Mapping) else {"default": own}
-    return _AS_PARTS + (named.get(chat_template or "default", chat_template) or "")
+    return AS_PARTS + (named.get(chat_template or "default", chat_template) or "")
 
 
 def processor_change(processor: Any) -> str | None:

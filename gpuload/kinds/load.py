@@ -4,7 +4,7 @@ from typing import Any, Unpack
 
 from gpuload.core.keywords import ImageKeywords, takes
 from gpuload.core.options import Options
-from gpuload.kinds.images.options import ImageOptions, check_no_processor
+from gpuload.kinds.images.options import ImageOptions, check_no_processor, is_processor
 from gpuload.kinds.prompts import PromptDataset, PromptKind
 from gpuload.kinds.served.options import ServedOptions
 from gpuload.pipeline.run import load_given
@@ -45,7 +45,7 @@ def load(files: Any, tokenizer: Any = None, /, **options: Unpack[ImageKeywords])
         torch.Size([2, 512])
     """
     given = options.get("tokenizer") if tokenizer is None else tokenizer
-    if any(each.__name__ == "ProcessorMixin" for each in type(given).__mro__):
+    if is_processor(given):
         from gpuload.kinds.images.load import ImagePromptKind  # only for processors
 
         return load_given(ImagePromptKind, files, tokenizer, options)

@@ -385,6 +385,6 @@ def _load(tokenizer: Any, trust_remote_code: bool) -> Any:
         raise TokenizerError(
             f"tokenizer has the unsupported type {type(tokenizer).__name__}: pass a path, a hub id, a transformers "
             "tokenizer or a tokenizers.Tokenizer"
-            + (", such as processor.tokenizer: only gpuload.load takes processors" * hasattr(tokenizer, "tokenizer"))
+            + (", such as processor.tokenizer: load and load_chats take processors" * hasattr(tokenizer, "tokenizer"))
         )
     return tokenizer

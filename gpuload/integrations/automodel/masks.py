@@ -22,7 +22,7 @@ from gpuload.core.options import NO_LIMIT, LossOn
 from gpuload.integrations.core import runs
 from gpuload.integrations.messages.rows import MessageRows
 from gpuload.kinds.chats.formats import messages_column
-from gpuload.kinds.chats.load import load_chats
+from gpuload.kinds.load_chats import load_chats
 from gpuload.sources.types import as_json
 
 _AT_ONCE = 200_000

@@ -10,7 +10,7 @@ import torch
 
 from gpuload.core.errors import OptionError, ResumeError
 from gpuload.engines.host.packs import IGNORED
-from gpuload.kinds.chats.load import load_chats
+from gpuload.kinds.load_chats import load_chats
 from gpuload.packing.packs import Packing
 
 try:

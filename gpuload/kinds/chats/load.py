@@ -1,8 +1,8 @@
-"""load_chats(): data for SFT, by the stages of `load`."""
+"""The kind of `load_chats`: data for SFT, by the stages of `load`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -11,7 +11,6 @@ import pyarrow.compute as pc
 from gpuload.cache.known_tokenizer import open_known
 from gpuload.core.arrays import Array, Ragged, RowNumbers, array_module, on_host
 from gpuload.core.errors import DataError, GpuloadError, OptionError
-from gpuload.core.keywords import ChatKeywords, takes
 from gpuload.core.marks import loss_bits, loss_tokens, with_loss
 from gpuload.core.options import BOOLEAN, COLUMN, LossOn, Options, Verify, check_fields, check_format, or_none
 from gpuload.dataset.arrow import ragged
@@ -35,12 +34,10 @@ from gpuload.kinds.served.stored import served_sizes
 from gpuload.kinds.training_options import (
     OF_MESSAGES,
     MessageOptions,
-    TrainingDefaults,
     training_engine,
     training_options,
 )
 from gpuload.pipeline.kind import Finder, Kind
-from gpuload.pipeline.run import load_given
 from gpuload.reference.reference import Reference
 from gpuload.sources.columns import to_python
 from gpuload.sources.read import Source, one_column
@@ -218,44 +215,11 @@ class ChatKind(MessageOptions, ServedOptions, Kind[ChatDataset]):
             loaded.report.notes.append(f"the loss of answers has weights ({some}): batches have a loss_weight")
         if self.as_served:
             loaded = served_rows(loaded)
-        return ChatDataset(loaded, replace(LAYOUT, weights=(1.0, *self.weights) if self.weights else ()))
+        return self.rows(loaded, (1.0, *self.weights) if self.weights else ())
 
-
-@takes(ChatKeywords, Options, TrainingDefaults, ChatKind)
-def load_chats(files: Any, tokenizer: Any = None, /, **options: Unpack[ChatKeywords]) -> ChatDataset:
-    """Loads data for SFT as exact tokens, with a loss mask.
-
-    The ids of a conversation are those of `tokenizer.apply_chat_template(messages)`. For a template with
-    `{% generation %}` blocks the mask is that of `return_assistant_tokens_mask=True`; for other templates it has the
-    answers of assistants, see `gpuload.template.answers`.
-
-    Examples:
-        >>> import gpuload, pyarrow as pa
-        >>> from gpuload.demo_data import demo_files
-        >>> messages = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
-        >>> chats = gpuload.load_chats(pa.table({"messages": [messages]}), demo_files()[1])
-        >>> chats
-        ChatDataset(1 rows, 37 tokens, 4 with loss)
-
-    Args:
-        files: as for `load`.
-        tokenizer: as for `load`.
-        **options: see `ChatKeywords`.
-
-    Returns:
-        The rows that were kept, with tokens, loss mask and all other columns.
-
-    Raises:
-        OptionError: an unknown option or an invalid value.
-        SourceError: a file that cannot be found, downloaded or read.
-        DataError: a file with another format, or no rows left.
-        TokenizerError: as for `load`; or it is unknown where an answer begins in what the template renders.
-        DeviceError: the device is not available, or has too little memory.
-        HostMemoryError: the host has too little memory.
-        StoreError: the store on disk cannot be written.
-        MismatchError: with `strict=True`, a token or its loss differs from the tokenizer's.
-    """
-    return load_given(ChatKind, files, tokenizer, options)
+    def rows(self, loaded: Loaded, weights: tuple[float, ...]) -> ChatDataset:
+        """The dataset, whose batches have these weights of the loss."""
+        return ChatDataset(loaded, replace(LAYOUT, weights=weights))
 
 
 def label_of(sources: Sequence[Source]) -> tuple[Source, str] | None:

@@ -9,9 +9,9 @@ import torch
 
 from gpuload.core.errors import DataError, OptionError
 from gpuload.core.options import Padding
-from gpuload.dataset.rows import Loaded, Made, Numbers, Values
+from gpuload.dataset.rows import Loaded, Made, Numbers, Rows, Values
 from gpuload.engines.batches import BatchLayout
-from gpuload.kinds.images.options import Deliver
+from gpuload.kinds.images.options import ImageOptions
 from gpuload.kinds.images.pixels import Pixels, filled_ahead, is_deferred
 from gpuload.kinds.prompts import PromptDataset
 
@@ -49,10 +49,8 @@ class ImageFacts:
         return [self.of_size[size][name] for size in sizes]
 
 
-class ImagePromptDataset(PromptDataset):
-    """Tokenized prompts with images. Made by `gpuload.load` with a processor.
-
-    As a `PromptDataset`, with these differences:
+class ImageRows(Rows):
+    """Tokenized rows with images. Compared with rows without:
 
     - `input_ids` have the ids of images in their places, as `processor.apply_chat_template(..., tokenize=True)`.
     - The column of images has a reference for each image: a dict of `height`, `width`, `format` and `path`; with
@@ -65,9 +63,11 @@ class ImagePromptDataset(PromptDataset):
       Rows have it as `multi_modal_inputs`, a dict. A loader makes that of the next batches in threads.
     """
 
-    def __init__(self, loaded: Loaded, facts: ImageFacts, media: Deliver = "reference", pixels: Pixels | None = None):
-        super().__init__(loaded, LAYOUT)
-        self._facts, self._media, self._pixels = facts, media, pixels
+    def __init__(
+        self, loaded: Loaded, layout: BatchLayout, facts: ImageFacts, images: ImageOptions, pixels: Pixels | None
+    ):
+        super().__init__(loaded, layout)
+        self._facts, self._media, self._pixels = facts, images.media, pixels
 
     def images(self, row: int) -> list[Any]:
         """Return the decoded images of a row, as the processor gets them.
@@ -89,7 +89,7 @@ class ImagePromptDataset(PromptDataset):
         return filled_ahead(batches, self._fill) if self._media == "inputs" else super().ahead(batches)
 
     def _lists(self, numbers: Numbers, columns: Made) -> dict[str, Sequence[Any]]:
-        made = dict(super()._lists(numbers, columns))
+        made = dict(super()._lists(numbers, columns))  # type: ignore[safe-super]
         references = self._references(numbers)
         made |= {name: self._of_rows(name, references) for name in self._facts.names}
         if self._media == "inputs":
@@ -99,18 +99,24 @@ class ImagePromptDataset(PromptDataset):
         return made
 
     def _tensors(self, numbers: Numbers, padding: Padding, columns: Made) -> Mapping[str, Values]:
-        made = dict(super()._tensors(numbers, padding, columns))
-        if self._facts.type_ids is not None:
-            name, ids = self._facts.type_ids
-            given, mask = made["input_ids"], made["attention_mask"]
-            assert isinstance(given, torch.Tensor)
-            assert isinstance(mask, torch.Tensor)
-            made[name] = torch.isin(given, torch.tensor(ids)) * mask
-        return made
+        made = dict(super()._tensors(numbers, padding, columns))  # type: ignore[safe-super]
+        given, mask = made["input_ids"], made["attention_mask"]
+        assert isinstance(given, torch.Tensor)
+        assert isinstance(mask, torch.Tensor)
+        return made | self._type_ids(given, mask)
+
+    def _type_ids(self, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Which tokens stand for images, under the name that the processor has for it; if it has one."""
+        if self._facts.type_ids is None:
+            return {}
+        name, wanted = self._facts.type_ids
+        return {name: torch.isin(ids, torch.tensor(wanted)) * mask}
 
     def _batch(self, rows: Any, padding: Padding) -> Any:
-        batch = super()._batch(rows, padding)
-        numbers = self._check(rows)
+        return self._with_images(super()._batch(rows, padding), self._check(rows))
+
+    def _with_images(self, batch: Any, numbers: Numbers) -> Any:
+        """Adds to a batch what it has of the images of its rows; the pixels later, where that is deferred."""
         references = self._references(numbers)
         for name in self._facts.names:
             batch[name] = torch.cat([self._no_rows(name), *self._of_rows(name, references)])
@@ -176,3 +182,10 @@ class ImagePromptDataset(PromptDataset):
         yield from self._facts.of_size.values()
         for each in self._facts.of_row.values():
             yield from each
+
+
+class ImagePromptDataset(ImageRows, PromptDataset):
+    """Tokenized prompts with images: see `ImageRows`. Made by `gpuload.load` with a processor."""
+
+    def __init__(self, loaded: Loaded, facts: ImageFacts, images: ImageOptions, pixels: Pixels | None = None):
+        super().__init__(loaded, LAYOUT, facts, images, pixels)

@@ -2,7 +2,7 @@
 
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +13,11 @@ from gpuload.core.arrays import Ragged, offsets_of
 from gpuload.core.arrow import as_arrow
 from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.host.prompts import attempt, render_messages, render_rows
-from gpuload.engines.host.render import HostText
+from gpuload.engines.host.render import HostText, MixedText
 from gpuload.engines.protocol import ArrowPrompts, Prompts, Tokenized
 from gpuload.kinds.images.gate import difference, type_ids
-from gpuload.kinds.images.prompts import ImagePrompts, prompt_of, read_prompts, sizes_of
-from gpuload.kinds.images.reference import ImageReference
+from gpuload.kinds.images.prompts import ImagePrompts, read_prompts, sizes_of
+from gpuload.kinds.images.reference import ProcessorReference
 from gpuload.media.dry_run import NotUnderstoodError
 from gpuload.media.rule import Expansion, ImageRule
 from gpuload.media.spool import Spool
@@ -32,6 +32,8 @@ _MOST_RULES = 4
 _ruling = threading.RLock()
 _rules: dict[Any, _Found] = {}  # of the last processors, for the next load of the same process
 
+Bits = Callable[[Sequence[str], pa.LargeStringArray, Ragged], tuple[np.ndarray[Any, np.dtype[np.int32]], np.int32]]
+
 ROW_BY_ROW = "the processor is run on each of them"
 
 
@@ -41,19 +43,19 @@ class ImageText(HostText):
 
     Attributes:
         rows: as the reference takes them.
-        images: what stands for the images of each row.
+        images: what stands for the images of each row, in `text` and in each column of `more`.
         by_itself: rows that the processor must tokenize.
     """
 
     rows: list[Any]
-    images: list[list[Expansion]]
+    images: list[list[list[Expansion]]]
     by_itself: list[int]
 
 
 class ImageEngine(HostEngine):
     """The `Engine` of a load with images. For the arguments see `HostEngine`."""
 
-    _reference: ImageReference
+    _reference: ProcessorReference
 
     def __init__(self, reference: Any, exact_only: bool = False, notes: tuple[str, ...] = ()):
         super().__init__(reference, exact_only, notes)
@@ -66,7 +68,7 @@ class ImageEngine(HostEngine):
         self.type_ids: tuple[str, tuple[int, ...]] | None = None
 
     @property
-    def reference(self) -> ImageReference:
+    def reference(self) -> ProcessorReference:
         return self._reference
 
     @property
@@ -123,28 +125,34 @@ class ImageEngine(HostEngine):
         rows = to_python(prompts.column)
         given: list[Any] = [None] * len(rows)
         for number, row in enumerate(rows):
-            prompt = attempt(rejected, number, prompt_of, row)
-            if number in rejected:
-                continue
-            if why := self._reference.problem(row):
+            if why := attempt(rejected, number, self._reference.problem, row):
                 rejected[number] = why
-            elif self._reference.uses_template:
-                given[number] = self._reference.messages(prompt, bool(row["images"]))
-            else:
-                given[number] = prompt
+            elif number not in rejected:
+                given[number] = self._reference.given(row)
+        parts = []
+        for numbers, text in self._rendered(given, rejected):
+            parts.append((numbers, self._with_images(text, [rows[number] for number in numbers])))
+        return MixedText.of(parts)
+
+    def _rendered(self, rows: list[Any], rejected: dict[int, str]) -> list[tuple[Sequence[int], HostText]]:
+        """Renders rows: the numbers of some, which are ascending, and their texts.
+
+        Args:
+            rows: what the template gets of each.
+            rejected: row → why there is no text of it.
+        """
         if self._reference.uses_template:
-            text = render_messages(given, rejected, self.program)
-        else:
-            text = HostText(text=as_arrow(given, pa.large_string()), rejected=rejected)
-        return self._with_images(text, rows)
+            return [(range(len(rows)), render_messages(rows, rejected, self.program))]
+        return [(range(len(rows)), HostText(text=as_arrow(rows, pa.large_string()), rejected=rejected))]
 
     def _with_images(self, text: HostText, rows: list[Any]) -> ImageText:
         """Rendered rows with what stands for their images; rejects rows that the processor would."""
         rule = self._rule
         assert rule is not None
-        texts: list[Any] = text.text.to_pylist()
+        columns: list[list[Any]] = [each.to_pylist() for each in (text.text, *text.more)]
+        texts = columns[0]
         sizes = [() if one is None else sizes_of(row) for one, row in zip(texts, rows, strict=True)]
-        images: list[list[Expansion]] = [[] for _ in texts]
+        images: list[list[list[Expansion]]] = [[[] for _ in texts] for _ in columns]
         rejected: dict[int, str] = {}
         by_itself: list[int] = []
         with self._ruling:
@@ -161,21 +169,33 @@ class ImageEngine(HostEngine):
                     )
                 elif some:
                     try:
-                        images[number] = rule.of(some)
+                        for column, each in zip(columns, images, strict=True):
+                            each[number] = rule.of(some[: column[number].count(rule.token)])
                     except NotUnderstoodError:
                         by_itself.append(number)
                     except ValueError as error:
                         rejected[number] = f"the processor rejects its images: {error}"
-        column = text.text
+        column, more = text.text, text.more
         if rejected:
             text.reject(rejected)
-            column = as_arrow([None if n in rejected else one for n, one in enumerate(texts)], pa.large_string())
-        return ImageText(text=column, rows=rows, images=images, by_itself=by_itself, **text.fates())
+            column, *more = (
+                as_arrow([None if n in rejected else one for n, one in enumerate(some)], pa.large_string())
+                for some in columns
+            )
+        return ImageText(
+            text=column,
+            more=more,
+            answers=text.answers,
+            rows=rows,
+            images=images,
+            by_itself=by_itself,
+            **text.fates(),
+        )
 
     def encode(self, text: HostText) -> Tokenized:
         if not isinstance(text, ImageText):
             return super().encode(text)
-        made, wrong = self.spliced([one or "" for one in text.text.to_pylist()], text.images)
+        made, wrong = self.tokens_of(text)
         by_itself = sorted({*text.by_itself, *wrong})
         for number in by_itself:
             ids = attempt(text.rejected, number, self._reference.ids, text.rows[number])
@@ -185,29 +205,43 @@ class ImageEngine(HostEngine):
         lengths = np.fromiter(map(len, made), np.int64, len(made))
         return text.tokenized(Ragged(np.concatenate([np.zeros(0, np.int32), *made]), offsets_of(lengths)))
 
-    def spliced(self, texts: Sequence[str], images: Sequence[Sequence[Expansion]]) -> tuple[list[Any], list[int]]:
+    def tokens_of(self, text: ImageText) -> tuple[list[Any], list[int]]:
+        """The tokens of rows, and the numbers of rows in which the marks of images are not unambiguous."""
+        return self.spliced([one or "" for one in text.text.to_pylist()], text.images[0])
+
+    def spliced(
+        self, texts: Sequence[str], images: Sequence[Sequence[Expansion]], bits: Bits | None = None
+    ) -> tuple[list[Any], list[int]]:
         """Ids of n texts, in which the ids of images replace their marks.
+
+        Args:
+            bits: marked texts, what stands for images in them and their ids → the bits of each id, and bits of ids that
+                are added around them; None: no bits. Ids of images have none.
 
         Returns:
             The ids, and the numbers of texts in which the marks are not unambiguous.
         """
-        token, first, both = self._token_of_images()
+        token, first, both = self.token_of_images()
         marked = [self._marked(one, some, token) if some else one for one, some in zip(texts, images, strict=True)]
-        encoded = self.ids(as_arrow(marked, pa.large_string()))
+        column = as_arrow(marked, pa.large_string())
+        encoded = self.ids(column)
+        tokens, around = encoded, np.int32(0)
+        if bits is not None:
+            own, around = bits(texts, column, encoded)
+            tokens = Ragged(encoded.values | own, encoded.offsets)
         made, wrong = [], []
         for number, some in enumerate(images):
-            ids = encoded[number]
-            found = _replaced(ids, some) if some else ids
+            found = _replaced(encoded[number], some, tokens[number]) if some else tokens[number]
             if found is None:
                 wrong.append(number)
-                found = ids[:0]
+                found = encoded[number][:0]
             start, end = both if not first or not texts[number].startswith(first) else ((), ())
             if start or end:
-                found = np.concatenate([np.array(start, np.int32), found, np.array(end, np.int32)])
+                found = np.concatenate([np.array(start, np.int32) | around, found, np.array(end, np.int32) | around])
             made.append(found)
         return made, wrong
 
-    def _token_of_images(self) -> tuple[str, str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    def token_of_images(self) -> tuple[str, str, tuple[tuple[int, ...], tuple[int, ...]]]:
         """What stands for an image in rendered text; the text of the first special token, and what a tokenizer adds
         before and after a text without it."""
         tokenizer = self._reference.tokenizer
@@ -231,8 +265,12 @@ class ImageEngine(HostEngine):
         return "".join(self._reference.tokenizer.convert_ids_to_tokens(ends))
 
 
-def _replaced(ids: np.ndarray[Any, Any], images: Sequence[Expansion]) -> Any:
-    """The ids with those of images in the places of their marks; None if other text looks like a mark."""
+def _replaced(ids: np.ndarray[Any, Any], images: Sequence[Expansion], tokens: np.ndarray[Any, Any]) -> Any:
+    """Tokens with the ids of images in the places of their marks; None if other text looks like a mark.
+
+    Args:
+        tokens: the ids with their bits.
+    """
     firsts = np.array([each.core[0] for each in images])
     at = np.flatnonzero(np.isin(ids, np.unique(firsts)))
     if len(at) != len(images) or not np.array_equal(ids[at], firsts):
@@ -242,6 +280,6 @@ def _replaced(ids: np.ndarray[Any, Any], images: Sequence[Expansion]) -> Any:
         width = 1 if image.core[0] == image.core[-1] else 2
         if width == 2 and (place + 1 >= len(ids) or ids[place + 1] != image.core[-1]):
             return None
-        parts += [ids[done:place], image.core]
+        parts += [tokens[done:place], image.core]
         done = place + width
-    return np.concatenate([*parts, ids[done:]]).astype(np.int32)
+    return np.concatenate([*parts, tokens[done:]]).astype(np.int32)

@@ -1,20 +1,18 @@
-"""The kind of `gpuload.load` with a processor."""
+"""The kind of `gpuload.load` with a processor, and what it has in common with that of `load_chats`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
 
-from gpuload.core.errors import DataError, OptionError
 from gpuload.core.files import cache_root
-from gpuload.core.options import IGNORED, Options, nearest
+from gpuload.core.options import IGNORED, Options
 from gpuload.dataset.rows import Loaded
 from gpuload.engines.protocol import Engine
 from gpuload.kinds.images.dataset import ImageFacts, ImagePromptDataset
 from gpuload.kinds.images.engine import ImageEngine
-from gpuload.kinds.images.options import NAMES, ImageOptions
+from gpuload.kinds.images.options import NAMES, ImageOptions, check_supported
 from gpuload.kinds.images.pixels import Pixels
 from gpuload.kinds.images.reference import ImageReference
 from gpuload.kinds.prompts import PromptKind
@@ -35,57 +33,49 @@ class ImagePromptKind(PromptKind):
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> tuple["ImagePromptKind", Options]:
-        unknown = given.keys() - IGNORED - {*NAMES, *Options.__dataclass_fields__}
-        for name in sorted(unknown):
-            if get_close_matches(name, NAMES, 1, 0.65):  # of others, `Options` says what is near
-                raise OptionError(f"unknown option {name}{nearest(name, set(NAMES))}")
-        images = ImageOptions.parse(given)
+        images = ImageOptions.parse(given, {*IGNORED, *Options.__dataclass_fields__})
         base, options = super().parse({name: value for name, value in given.items() if name not in NAMES})
-        wrong = {
-            "turns": base.turns != "conversation",
-            "device": options.device != "auto" and options.device != "cpu",
-            "distributed": options.distributed,
-            "store": options.store == "disk",
-            "truncation": options.truncation != "error",
-        }
-        if named := [name for name, is_wrong in wrong.items() if is_wrong]:
-            value = base.turns if named[0] == "turns" else getattr(options, named[0])
-            raise OptionError(f"{named[0]}={value!r} is not supported for prompts with images: remove it")
-        return cls(images=images), replace(options, device="cpu", store="memory", token_cache=False)
+        check_supported(options, {}, turns=base.turns != "conversation" and base.turns)
+        return cls(images=images), without_stores(options)
 
     def resolve(self, sources: Sequence[Source], options: Options) -> tuple["ImagePromptKind", list[Source], Options]:
         _, found, options = super().resolve(sources, options)
-        if self.images.image_key == options.prompt_key:
-            raise OptionError(f"image_key={self.images.image_key!r} is the column of prompts: pass the one with images")
-        if self.images.image_key != ImageOptions.image_key:  # by default, images may be in messages
-            names = {name for source in sources for name in source.schema.names}
-            if self.images.image_key not in names:
-                raise DataError(
-                    f"{sources[0].name}: no column {self.images.image_key!r} with images"
-                    f"{nearest(self.images.image_key, names)}"
-                )
+        self.images.check_column(sources, options.prompt_key)
         return self, found, options
 
     def reference(self, tokenizer: Any, options: Options) -> Reference:
         return ImageReference(tokenizer, self.images, **options.of_tokenizer())
 
     def engine(self, options: Options, reference: Any, exact_only: bool) -> Engine:
-        engine = ImageEngine(reference, exact_only)
-        if self.images.media != "reference":
-            engine.spool = Spool(cache_root(options.cache_dir) / "media")
-        return engine
+        return with_spool(ImageEngine(reference, exact_only), self.images, options)
 
     def dataset(self, loaded: Loaded) -> ImagePromptDataset:
-        engine: Any = loaded.engine
-        columns, key = loaded.columns, self.images.image_key
-        rows = columns.take(np.arange(len(columns)), [key])[key]
-        sizes = {tuple((image["height"], image["width"]) for image in row or []) for row in rows}
-        pixels = None
-        if engine.spool is not None:
-            engine.spool.finish()
-            processor, kwargs = engine.reference.processor, self.images.mm_processor_kwargs
-            pixels = Pixels(processor, kwargs, self.images.turns, engine.spool)
-        return ImagePromptDataset(loaded, facts_of(engine, key, sizes), self.images.media, pixels)
+        return ImagePromptDataset(loaded, *facts_and_pixels(loaded, self.images))
+
+
+def without_stores(options: Options) -> Options:
+    """Options of a load on the host, whose result is in memory, and not cached."""
+    return replace(options, device="cpu", store="memory", token_cache=False)
+
+
+def with_spool(engine: ImageEngine, images: ImageOptions, options: Options) -> ImageEngine:
+    """An engine that keeps the bytes of images where they will be needed again."""
+    if images.media != "reference":
+        engine.spool = Spool(cache_root(options.cache_dir) / "media")
+    return engine
+
+
+def facts_and_pixels(loaded: Loaded, images: ImageOptions) -> tuple[ImageFacts, ImageOptions, Pixels | None]:
+    """What batches need to know of the images of rows, how much they have of them, and what makes that."""
+    engine: Any = loaded.engine
+    columns, key = loaded.columns, images.image_key
+    rows = columns.take(np.arange(len(columns)), [key])[key]
+    sizes = {tuple((image["height"], image["width"]) for image in row or []) for row in rows}
+    pixels = None
+    if engine.spool is not None:
+        engine.spool.finish()
+        pixels = Pixels(engine.reference.processor, images.mm_processor_kwargs, images.turns, engine.spool)
+    return facts_of(engine, key, sizes), images, pixels
 
 
 def facts_of(engine: ImageEngine, key: str, sizes: set[tuple[tuple[int, int], ...]]) -> ImageFacts:

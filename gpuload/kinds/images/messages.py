@@ -16,6 +16,16 @@ _IMAGE_TYPES = ("image", "image_url", "input_image")
 _SPLIT = re.compile(f"({re.escape(MARK)})")
 
 
+AS_PARTS = (
+    "{%- set parts_ = namespace(of=[]) -%}{%- for message_ in messages -%}"
+    "{%- if message_.content is string -%}{%- set parts_.of = parts_.of + "
+    "[dict(message_, content=[{'type': 'text', 'text': message_.content}])] -%}"
+    "{%- else -%}{%- set parts_.of = parts_.of + [message_] -%}{%- endif -%}"
+    "{%- endfor -%}{%- set messages = parts_.of %}\n"  # transformers renders without the newline after a block
+)
+"""The beginning of a template that makes one part of each content that is text."""
+
+
 def images_of(prompt: Any, column: Sequence[Any]) -> tuple[list[Any], str | None]:
     """The images of a row in the order of their places, and what is wrong with their number.
 

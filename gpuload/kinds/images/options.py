@@ -1,13 +1,15 @@
 """The options of a load with images."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any, Literal
 
-from gpuload.core.errors import OptionError
-from gpuload.core.options import COLUMN, POSITIVE, Must, check_fields, plain
+from gpuload.core.errors import DataError, OptionError
+from gpuload.core.options import COLUMN, POSITIVE, Must, Options, check_fields, nearest, plain
 from gpuload.media.headers import MOST_PIXELS, CheckMedia
+from gpuload.sources.read import Source
 
 ImageLoader = Literal["transpose", "pil"]
 Deliver = Literal["reference", "pil", "inputs"]
@@ -26,12 +28,18 @@ class ImageOptions:
     max_image_pixels: int = MOST_PIXELS
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any]) -> "ImageOptions":
+    def parse(cls, given: Mapping[str, Any], others: Collection[str]) -> "ImageOptions":
         """The options among the keyword arguments of a load.
 
+        Args:
+            others: names of its other options.
+
         Raises:
-            OptionError: a value is invalid.
+            OptionError: a value is invalid, or an unknown name is like one of these.
         """
+        for name in sorted(given.keys() - {*NAMES, *others}):
+            if get_close_matches(name, NAMES, 1, 0.65):  # of others, the other options say what is near
+                raise OptionError(f"unknown option {name}{nearest(name, set(NAMES))}")
         values = {name: plain(given[name]) for name in NAMES if name in given}
         if values.get("mm_processor_kwargs", {}) is None:
             del values["mm_processor_kwargs"]
@@ -47,21 +55,68 @@ class ImageOptions:
         """Whether images are turned as their EXIF orientation says."""
         return self.image_loader == "transpose"
 
+    def check_column(self, sources: Sequence[Source], prompt_key: str) -> None:
+        """Checks that there is a column of images, if the user has named one.
+
+        Raises:
+            OptionError: it is the column of prompts.
+            DataError: there is none.
+        """
+        if self.image_key == prompt_key:
+            raise OptionError(f"image_key={self.image_key!r} is the column of prompts: pass the one with images")
+        if self.image_key == ImageOptions.image_key:  # by default, images may be in messages
+            return
+        names = {name for source in sources for name in source.schema.names}
+        if self.image_key not in names:
+            near = nearest(self.image_key, names)
+            raise DataError(f"{sources[0].name}: no column {self.image_key!r} with images{near}")
+
+
+def is_processor(given: Any) -> bool:
+    """Whether what was given in the place of a tokenizer is a processor of transformers, which is not imported here."""
+    return any(each.__name__ == "ProcessorMixin" for each in type(given).__mro__)
+
+
+def check_supported(options: Options, names: Mapping[str, str], **own: Any) -> None:
+    """Checks that a load with images has none of the options that it does not support.
+
+    Args:
+        names: option of the pipeline → how the user calls it, where that differs.
+        own: name → value of further options that are not supported.
+
+    Raises:
+        OptionError: it has one.
+    """
+    wrong = {
+        **own,
+        "device": options.device not in ("auto", "cpu") and options.device,
+        "distributed": options.distributed,
+        "store": options.store == "disk" and options.store,
+        "truncation": options.truncation != "error" and options.truncation,
+    }
+    for name, value in wrong.items():
+        if value:
+            told = names.get(name, f"{name}={value!r}")
+            raise OptionError(f"{told} is not supported for data with images: remove it")
+
 
 NAMES = tuple(ImageOptions.__dataclass_fields__)
 
-_OF_VERL = ("image_key", "mm_processor_kwargs")  # keys of verl's `data:` section, which may be given for any data
+_OF_VERL = ("image_key", "mm_processor_kwargs")
 
 
-def check_no_processor(given: Mapping[str, Any]) -> None:
+def check_no_processor(given: Mapping[str, Any], ignored: Sequence[str] = _OF_VERL) -> None:
     """Checks the options of a load without a processor.
+
+    Args:
+        ignored: names that may be given for any data; by default keys of verl's `data:` section.
 
     Raises:
         OptionError: one of them is for prompts with images.
     """
-    if wrong := [name for name in NAMES if name in given and name not in _OF_VERL]:
+    if wrong := [name for name in NAMES if name in given and name not in ignored]:
         raise OptionError(
-            f"{wrong[0]} is for prompts with images: pass a processor (AutoProcessor.from_pretrained) in the place of "
+            f"{wrong[0]} is for data with images: pass a processor (AutoProcessor.from_pretrained) in the place of "
             "the tokenizer, or remove it"
         )
 

@@ -15,6 +15,7 @@ from gpuload.core.arrow import as_arrow
 from gpuload.engines.protocol import ArrowPrompts
 from gpuload.kinds.images.messages import images_of
 from gpuload.kinds.images.options import ImageOptions
+from gpuload.kinds.training_reference import messages_in
 from gpuload.media.arrow import values_of
 from gpuload.media.headers import Header, ImageError, read_header, sample_of
 from gpuload.media.references import Media, Places, as_list, media_of
@@ -140,7 +141,7 @@ class FoundImage:
 
 def found_images(prompt: Any, given: Any, places: Places, options: ImageOptions) -> list[FoundImage]:
     """The images of a row, with their sizes. A wrong number of them is the problem of the first."""
-    values, wrong = images_of(prompt, as_list(given))
+    values, wrong = images_of(messages_in(prompt), as_list(given))
     if wrong is not None:
         return [FoundImage(Media(b""), None, wrong)]
     found = []

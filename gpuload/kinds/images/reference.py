@@ -11,15 +11,16 @@ from gpuload.kinds.images.prompts import media_of_row, problem_of_images, prompt
 from gpuload.media.dry_run import call, ids_of
 from gpuload.media.headers import decode
 from gpuload.reference.reference import Reference
+from gpuload.reference.template_call import TemplateCall
 
 
-class ImageReference(Reference):
-    """A processor: what its `apply_chat_template` makes of messages with images.
+class ProcessorReference(Reference):
+    """A processor in the place of a tokenizer.
 
     Args:
         processor: of transformers.
         images: the options about images.
-        others: of a `Reference`.
+        others: of the `Reference` that this class is mixed into.
     """
 
     def __init__(self, processor: Any, images: ImageOptions, **others: Any):
@@ -31,36 +32,30 @@ class ImageReference(Reference):
         super().__init__(tokenizer, chat_template=_template(processor, given), **others)
         self.name = getattr(tokenizer, "name_or_path", "") or type(processor).__name__
 
-    def messages(self, prompt: Any, with_images: bool) -> list[dict[str, Any]]:
-        """The messages of a row as its template gets them."""
-        return as_parts(prompt, with_images)
+    def given(self, row: Any) -> Any:
+        """What the template gets of a row of the column of `ImagePrompts`."""
+        raise NotImplementedError
 
-    def problem(self, row: Any) -> str | None:
-        prompt = prompt_of(row)
-        found = super().problem(prompt) or problem_of_parts(prompt)
-        if found is None and not self.uses_template and not isinstance(prompt, str):
-            found = "chat_template=None expects plain strings, but this prompt is a list of messages"
-        return found or problem_of_images(row)
-
-    def render(self, row: Any) -> str:
-        """The text of a row, with a placeholder for each image."""
-        prompt = prompt_of(row)
-        if not self.uses_template:
-            return str(prompt)
+    def text_of(self, messages: Any, call: TemplateCall) -> str:
+        """Rendered messages, with a placeholder for each image."""
         return str(
             self.processor.apply_chat_template(
-                self.messages(prompt, bool(row["images"])),
-                chat_template=self.call.text(),
-                tools=None if self.call.tools is None else list(self.call.tools),
-                add_generation_prompt=self.call.add_generation_prompt,
+                messages,
+                chat_template=call.text(),
+                tools=None if call.tools is None else list(call.tools),
+                add_generation_prompt=call.add_generation_prompt,
                 tokenize=False,
-                **self.call.kwargs,
+                **call.kwargs,
             )
         )
 
-    def ids(self, row: Any) -> list[int]:
-        images = [decode(each.read(), self.images.turns) for each in media_of_row(row)]
-        return ids_of(call(self.processor, self.render(row), images, self.images.mm_processor_kwargs))
+    def images_of(self, row: Any) -> list[Any]:
+        """The decoded images of a row."""
+        return [decode(each.read(), self.images.turns) for each in media_of_row(row)]
+
+    def ids_of_text(self, text: str, images: list[Any]) -> list[int]:
+        """What the processor makes of a rendered text."""
+        return ids_of(call(self.processor, text, images, self.images.mm_processor_kwargs))
 
     def key_of_rule(self) -> tuple[Any, ...]:
         """Identifies what stands for images of any size: the objects, as long as they live, and what can be changed of
@@ -84,6 +79,29 @@ class ImageReference(Reference):
         return (
             f"{super().fingerprint()} {type(self.processor).__name__} {self.processor.to_json_string()} {self.images}"
         )
+
+
+class ImageReference(ProcessorReference):
+    """What the `apply_chat_template` of a processor makes of messages with images."""
+
+    def given(self, row: Any) -> Any:
+        prompt = prompt_of(row)
+        return as_parts(prompt, bool(row["images"])) if self.uses_template else prompt
+
+    def problem(self, row: Any) -> str | None:
+        prompt = prompt_of(row)
+        found = super().problem(prompt) or problem_of_parts(prompt)
+        if found is None and not self.uses_template and not isinstance(prompt, str):
+            found = "chat_template=None expects plain strings, but this prompt is a list of messages"
+        return found or problem_of_images(row)
+
+    def render(self, row: Any) -> str:
+        """The text of a row, with a placeholder for each image."""
+        given = self.given(row)
+        return self.text_of(given, self.call) if self.uses_template else str(given)
+
+    def ids(self, row: Any) -> list[int]:
+        return self.ids_of_text(self.render(row), self.images_of(row))
 
 
 class _Same:
