@@ -8,6 +8,7 @@ from typing import Any
 
 import trl
 
+from gpuload.core.errors import OptionError
 from gpuload.integrations.core import imported, release_of
 from gpuload.integrations.known_code import change
 from gpuload.integrations.trl.contract import KNOWN, NAMES, TRAINERS, contract_problem
@@ -33,21 +34,41 @@ if len(PROBLEMS) < len(TRAINERS):
     from gpuload.integrations.trl import preference, sft
     from gpuload.integrations.trl.batches import use_flat_batches
     from gpuload.integrations.trl.preparation import prepare
+    from gpuload.integrations.trl.served import prepare_served, served_options
     from gpuload.integrations.trl.steps import Call
 
 
 def _construct(trainer: Any, name: str, stock: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
     stock(*given, **named)
+    if name == "SFTTrainer" and _served(trainer.args, PROBLEMS.get(name)) and not hasattr(trainer, "_as_served"):
+        raise OptionError("dataset_kwargs: turns='served' is for texts, and TRL's collator prepares data with images")
     if name not in PROBLEMS and inspect.signature(stock).bind(*given, **named).arguments.get("data_collator") is None:
         use_flat_batches(trainer)
 
 
+def _served(args: Any, problem: str | None) -> dict[str, Any]:
+    """The options of `dataset_kwargs` for rows as served, which TRL does not know.
+
+    Raises:
+        OptionError: one is wrong, or the installed TRL has to prepare its datasets itself.
+    """
+    if problem is None:
+        return served_options(args)
+    if "turns" in (getattr(args, "dataset_kwargs", None) or {}):
+        raise OptionError(f"dataset_kwargs: turns is not possible: {RELEASE} prepares datasets itself: {problem}")
+    return {}
+
+
 def _prepare(trainer: Any, name: str, stock: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    arguments = inspect.signature(stock).bind(*given, **named).arguments
+    served = _served(arguments.get("args"), PROBLEMS.get(name)) if name == "SFTTrainer" else {}
     if name in PROBLEMS:
         return stock(*given, **named)
     steps = {"SFT": sft.SFT, "DPO": preference.DPO, "Reward": preference.RM, "KTO": preference.KTO}
-    arguments = inspect.signature(stock).bind(*given, **named).arguments
     call = Call(trainer, stock, arguments, change(RELEASE, KNOWN, stock))
+    if served:
+        trainer._as_served = True
+        return prepare_served(call, steps["SFT"], served)
     return prepare(call, steps[name.removesuffix("Trainer")])
 
 

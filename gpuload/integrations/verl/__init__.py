@@ -2,8 +2,8 @@
 
     data.custom_cls.path=pkg://gpuload.integrations.verl data.custom_cls.name=RLHFDataset
 
-The classes are imported on first access, so that `SeedRLHFDataset` can be used without verl. The others are verl's own
-classes if they cannot replace those of the installed verl: a line in the log says why.
+The classes are imported on first access, so that `SeedRLHFDataset` and `ServedSFTDataset` can be used without verl. The
+others are verl's own classes if they cannot replace those of the installed verl: a line in the log says why.
 """
 
 import importlib
@@ -17,16 +17,19 @@ if TYPE_CHECKING:
     from gpuload.integrations.verl.agent_loop import SingleTurnAgentLoop, ToolAgentLoop
     from gpuload.integrations.verl.rlhf import RLHFDataset
     from gpuload.integrations.verl.seed import SeedRLHFDataset
+    from gpuload.integrations.verl.served import ServedSFTDataset
     from gpuload.integrations.verl.sft import SFTDataset
 
-__all__ = ["RLHFDataset", "SFTDataset", "SeedRLHFDataset", "SingleTurnAgentLoop", "ToolAgentLoop"]
+__all__ = ["RLHFDataset", "SFTDataset", "SeedRLHFDataset", "ServedSFTDataset", "SingleTurnAgentLoop", "ToolAgentLoop"]
 
+_WITHOUT_VERL = ("SeedRLHFDataset", "ServedSFTDataset")
 _own, __dir__ = lazy_names(
     __name__,
     {
         "RLHFDataset": ".rlhf",
         "SFTDataset": ".sft",
         "SeedRLHFDataset": ".seed",
+        "ServedSFTDataset": ".served",
         "SingleTurnAgentLoop": ".agent_loop",
         "ToolAgentLoop": ".agent_loop",
     },
@@ -34,7 +37,7 @@ _own, __dir__ = lazy_names(
 
 
 def __getattr__(name: str) -> Any:
-    return _class_of(name) if name in __all__ and name != "SeedRLHFDataset" else _own(name)
+    return _class_of(name) if name in __all__ and name not in _WITHOUT_VERL else _own(name)
 
 
 @cache

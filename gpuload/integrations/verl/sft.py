@@ -43,6 +43,7 @@ from gpuload.integrations.verl.settings import Settings
 from gpuload.integrations.verl.sft_store import (
     RejectedRows,
     RowPlaces,
+    planes_of,
     read_conversations,
     row_cache,
     shape_row,
@@ -372,9 +373,7 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
             pad_mode=self.pad_mode,
             truncation=self.truncation,
             pad_token_id=self.tokenizer.pad_token_id,
-            planes=4
-            if "Qwen2VLImageProcessor" in type(getattr(self.processor, "image_processor", None)).__name__
-            else 0,
+            planes=planes_of(self.processor),
         )
 
 

@@ -1,0 +1,184 @@
+"""ServedSFTDataset: rows as served (docs/served.md) for verl's SFT trainer.
+
+    data.custom_cls.path=pkg://gpuload.integrations.verl data.custom_cls.name=ServedSFTDataset
+
+Ids and masks are those of `load_chats(turns="served")`; verl has no such rows, so nothing falls back to its class, and
+nothing of verl is used. The shape of a row is that of verl's MultiTurnSFTDataset.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from torch.utils.data import Dataset
+
+from gpuload.core.errors import DataError, OptionError, PromptTooLongError
+from gpuload.core.marks import split
+from gpuload.core.options import NO_LIMIT, plain
+from gpuload.integrations.core import LOAD_OPTIONS, settings_under
+from gpuload.integrations.processors import difference_of_ids, processor_problem, template_of, tokenizer_of
+from gpuload.integrations.verl.sft_store import planes_of, shape_row
+from gpuload.kinds.chats.load import load_chats
+from gpuload.kinds.served.options import OF_SERVED
+from gpuload.sources.fetch import resolve
+from gpuload.sources.read import Source, open_file, with_prompts
+
+logger = logging.getLogger(__name__)
+
+_KEYS = (*LOAD_OPTIONS, "store", "loss_on", "drop_nulls", *OF_SERVED[1:])
+
+
+class ServedSFTDataset(Dataset[dict[str, Any]]):
+    """Conversations for SFT, each answer behind the prompt that inference would have.
+
+    Takes the arguments and the `data:` section of verl's MultiTurnSFTDataset. It has a row for each row as served, most
+    often more than one per conversation: `max_samples` counts conversations, `len` and the trainer's epochs rows. A row
+    has the keys, shapes and types of verl's:
+
+        input_ids, position_ids, loss_mask   int64 (L,)
+        attention_mask                       int64 (L,), with `pad_mode="right"`
+
+    Under `data.gpuload` are `missing_reasoning`, `thinking`, `serving_template`, `history`, `loss_on`, `drop_nulls` and
+    the other options of `load_chats` that `SFTDataset` takes. `truncation="right"` ends rows behind their last answer
+    within `max_length`, and drops rows without one.
+
+    Attributes:
+        report: what the load did; print it.
+
+    Raises:
+        OptionError: an unknown key under `data.gpuload`, an invalid value, or `truncation="left"`.
+        SourceError: a file that cannot be found or read.
+        DataError: a file without the column of messages, or no rows left.
+        PromptTooLongError: a row is longer than `max_length`, with `truncation="error"`.
+    """
+
+    def __init__(
+        self,
+        parquet_files: str | Sequence[str],
+        tokenizer: Any,
+        config: Any,
+        processor: Any = None,
+        max_samples: int = -1,
+    ):
+        config = config or {}
+        self.max_length, self.pad_mode = int(config.get("max_length", 1024)), config.get("pad_mode", "right")
+        self.truncation = config.get("truncation", "error")
+        check_shape(self.pad_mode, self.truncation)
+        if processor is not None and (why := processor_problem(processor)):
+            raise OptionError(f"rows as served for verl: {why}")
+        self.tokenizer = tokenizer_of(processor or tokenizer)
+        self._planes = planes_of(processor)
+        kwargs = dict(plain(config.get("apply_chat_template_kwargs") or {}))
+        messages = config.get("messages_key", "messages")
+        files = [parquet_files] if isinstance(parquet_files, str) else list(parquet_files)
+        names = {config.get("tools_key", "tools"): "tools"}
+        thinking = config.get("enable_thinking_key", "enable_thinking")
+        media = (config.get("image_key", "images"), config.get("video_key", "videos"))
+        data = renamed(files, messages, names, thinking, media)
+        default = config.get("enable_thinking_default")
+        by_row = isinstance(data, pa.Table) and "chat_template_kwargs" in data.column_names
+        if default is not None and default != "none" and not by_row:  # verl's own configuration says "none"
+            kwargs.setdefault("enable_thinking", bool(default))
+        cut = self.truncation == "right"
+        options = settings_under("data.gpuload", config.get("gpuload"), _KEYS) | {
+            "turns": "served",
+            "messages_key": messages,
+            "format": "messages",
+            "max_length": self.max_length if cut else NO_LIMIT,
+            "overlong": "keep_start" if cut else "drop",
+            "max_samples": max_samples,
+            "shuffle": bool(config.get("shuffle", False)),
+            "seed": config.get("seed"),
+            "cache_dir": config.get("cache_dir") or None,
+            "chat_template": template_of(processor or tokenizer, kwargs.pop("chat_template", None)),
+            "apply_chat_template_kwargs": kwargs,
+        }
+        loaded = load_chats(data, self.tokenizer, **options)
+        if "loss_weight" in loaded.column_names:
+            raise OptionError("messages have weights, which verl's loss does not take: use 0 and 1")
+        self._rows = loaded.token_store
+        self.report = loaded.report
+        lengths = np.asarray(self._rows.lengths)
+        if not cut and (longer := np.flatnonzero(lengths > self.max_length)).size:
+            name, row = loaded.origin(int(longer[0]))
+            raise PromptTooLongError(
+                f"{len(longer):,} of {len(lengths):,} rows as served, such as row {row} of {name}, have up "
+                f"to {int(lengths.max())} tokens, more than max_length={self.max_length}: raise it, or set truncation "
+                "to 'right', which ends rows behind their last answer"
+            )
+        if processor is not None and (why := difference_of_ids(processor, split(self._rows.to_host())[0], True)):
+            raise OptionError(f"rows as served for verl: {why}")
+        logger.info("gpuload: %s", self.report)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        if not -len(self) <= item < len(self):
+            raise IndexError(f"index {item} is out of range for a dataset with {len(self)} rows")
+        return shape_row(
+            self._rows.take(np.array([item % len(self)])).values,
+            max_length=self.max_length,
+            pad_mode=self.pad_mode,
+            truncation=self.truncation,
+            pad_token_id=self.tokenizer.pad_token_id,
+            planes=self._planes,
+        )
+
+
+def check_shape(pad_mode: Any, truncation: Any) -> None:
+    """Checks how rows are padded and truncated.
+
+    Raises:
+        OptionError: a value is unknown, or not possible with rows as served.
+    """
+    if pad_mode not in ("right", "no_padding"):
+        raise OptionError(f"data.pad_mode={pad_mode!r}: expected right or no_padding")
+    if truncation == "left":
+        raise OptionError(
+            "data.truncation=left is not possible with rows as served, because no answer would be behind its whole "
+            "prompt: use error or right"
+        )
+    if truncation not in ("error", "right"):
+        raise OptionError(f"data.truncation={truncation!r}: expected error or right")
+
+
+def renamed(
+    files: Sequence[str], messages: str, names: dict[str, str], thinking: str, media: Sequence[str]
+) -> list[str] | pa.Table:
+    """Files with verl's columns as `load_chats` reads them: themselves, or a table with columns `tools` and
+    `chat_template_kwargs`.
+
+    Args:
+        messages: the column of messages.
+        names: column → its name for `load_chats`.
+        thinking: the column that says whether a row is rendered with `enable_thinking`.
+        media: columns with images and videos.
+
+    Raises:
+        OptionError: there are columns with images or videos.
+        DataError: the column `thinking` has no booleans.
+    """
+    sources = [open_file(file) for file in resolve(files)]
+    found = {name for source in sources for name in source.schema.names}
+    if images := sorted(found & set(media)):
+        raise OptionError(f"column {images[0]!r} has images or videos: rows as served are for texts")
+    if thinking not in found and all(name == new or name not in found for name, new in names.items()):
+        return list(files)
+    tables = [_table(source, messages, names, thinking) for source in sources]
+    return pa.concat_tables(tables, promote_options="permissive")
+
+
+def _table(source: Source, messages: str, names: dict[str, str], thinking: str) -> pa.Table:
+    table = pa.concat_tables([table for table, _ in with_prompts(source, messages)], promote_options="permissive")
+    table = table.select([name for name in table.column_names if name not in names.values() or name in names])
+    table = table.rename_columns([names.get(name, name) for name in table.column_names])
+    if thinking in table.column_names:
+        column = table[thinking].combine_chunks()
+        if not pa.types.is_boolean(column.type):
+            raise DataError(f"{source.name}: column {thinking!r} holds {column.type}: convert it to booleans")
+        kwargs = pa.StructArray.from_arrays([column], ["enable_thinking"], mask=column.is_null())
+        table = table.drop_columns([thinking]).append_column("chat_template_kwargs", kwargs)
+    return table
