@@ -12,9 +12,9 @@ from trl.data_utils import extract_prompt, unpair_preference_dataset
 from gpuload.core.options import NO_LIMIT, Objective
 from gpuload.integrations.core import are_messages
 from gpuload.integrations.trl.columns import column_of, columns_with_eos, partners, prefixed, ragged_of
-from gpuload.integrations.trl.steps import OF_OTHER_ROWS, OWN_ARGUMENTS, Call, Steps, joined, whole
+from gpuload.integrations.trl.steps import OWN_ARGUMENTS, Call, Steps, joined, whole
 from gpuload.integrations.trl.streams import schema_of
-from gpuload.kinds.pairs.dataset import PairDataset
+from gpuload.kinds.pairs.dataset import OF_OTHER_ROWS, PairDataset
 from gpuload.kinds.pairs.engine import PairEngine
 from gpuload.kinds.pairs.load import PairKind
 from gpuload.pipeline.run import load_given

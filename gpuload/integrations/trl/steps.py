@@ -15,12 +15,10 @@ from gpuload.engines.host.engine import HostEngine
 from gpuload.integrations.processors import difference_of_ids, processor_problem, template_of, tokenizer_of
 from gpuload.integrations.trl.columns import ragged_of
 from gpuload.kinds.chats.dataset import ChatDataset
-from gpuload.kinds.pairs.dataset import PairDataset
+from gpuload.kinds.pairs.dataset import OF_OTHER_ROWS, PairDataset
 
 OWN_ARGUMENTS = frozenset({"tools", "chat_template_kwargs"})
 """Columns with arguments of the template."""
-
-OF_OTHER_ROWS = "KL_completion_ids"
 
 MADE = frozenset(
     "input_ids labels assistant_masks completion_mask prompt_ids chosen_ids rejected_ids completion_ids "

@@ -23,7 +23,8 @@ from gpuload.core.errors import DataError, GpuloadError
 from gpuload.engines.kept import KeptEngine
 from gpuload.integrations.comparison import ROWS, compare
 from gpuload.integrations.core import log_fallback
-from gpuload.integrations.trl.steps import OF_OTHER_ROWS, Call, Steps, processor_difference, unsupported_columns
+from gpuload.integrations.trl.steps import Call, Steps, processor_difference, unsupported_columns
+from gpuload.kinds.pairs.dataset import OF_OTHER_ROWS
 from gpuload.kinds.training_options import training_engine
 
 _BATCH = 1_000
