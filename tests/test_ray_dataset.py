@@ -1,6 +1,7 @@
 """read_prompts(), read_chats() and read_pairs() on a Ray cluster of three nodes: rows, order, batches and report are
 those of `load`."""
 
+import inspect
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ pytest.importorskip("ray.data", reason="Ray is not installed: make ray-test")
 
 import gpuload
 from gpuload.core.errors import DataError, DeviceError, OptionError, PromptTooLongError, SourceError
+from gpuload.core.keywords import LoadKeywords, WorkerKeywords
 from gpuload.integrations.ray import collate_fn, read_chats, read_pairs, read_prompts, report
 from tests.ray_cases import cluster_of, origins, rows_of, split_file
 from tests.test_pairs import EXPLICIT as PAIRS
@@ -229,6 +231,74 @@ def test_pairs_are_those_of_load_pairs(cluster: Any, tmp_path: Path, qwen_folder
         same_batch(batch, each)
 
 
+@pytest.mark.parametrize("source", ["labels", "tags", "pairs"])
+def test_kto_rows_are_those_of_load_pairs(
+    cluster: Any, tmp_path: Path, qwen_folder: str, source: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Single answers, of which the files say which are good ones, and pairs; with rows that are dropped."""
+    file, name = str(tmp_path / "rows.parquet"), {"labels": "label", "tags": "kto_tag"}.get(source)
+    rows = [{**PAIRS[n % len(PAIRS)], "n": n} for n in range(90)]
+    if name is not None:
+        rows = [
+            {"prompt": row["prompt"], "completion": row["chosen"], "n": row["n"], name: row["n"] % 3 == 0}
+            for row in rows
+        ]
+    pq.write_table(pa.Table.from_pylist(rows), file, row_group_size=30)
+    options: dict[str, Any] = {"device": "cpu", "max_length": 34} | ({} if name else {"objective": "kto"})
+    dataset = read_pairs(file, qwen_folder, rows_per_task=30, **options)
+    found = rows_of(dataset)
+    assert "KL_completion_ids" not in found.schema.names
+    # Pairs become single completions task by task: all good ones of its rows, then the others.
+    parts = [gpuload.load_pairs(pq.read_table(file).slice(k, 30), qwen_folder, **options) for k in (0, 30, 60)]
+    tables = [each.to_arrow().read_all().drop_columns("KL_completion_ids") for each in parts]
+    wanted = pa.concat_tables(tables)
+    assert found.select(wanted.schema.names).to_pylist() == wanted.to_pylist()
+    whole = gpuload.load_pairs(file, qwen_folder, **options)
+    assert len(whole) == len(found) < 90 * (1 + (name is None))
+    names = ["prompt_ids", "completion_ids", "label", "n"]
+    if name is not None:
+        same_rows(found, whole)
+    assert sorted(map(repr, found.select(names).to_pylist())) == sorted(
+        map(repr, whole.to_arrow().read_all().select(names).to_pylist())
+    )
+    assert report(dataset).rows_kept == len(found)
+    # Completions are exchanged in the groups of a batch, as TRL's trainer does it.
+    for batch in dataset.iter_torch_batches(batch_size=16, collate_fn=collate_fn(dataset)):
+        numbers = [row for start in range(0, len(batch["n"]), 8) for row in group_of(start, len(batch["n"]))]
+        answers = [answer_of(batch, row) for row in range(len(numbers))]
+        assert [answer_of(batch, row, "KL_") for row in range(len(numbers))] == [answers[row] for row in numbers]
+        assert batch["label"].dtype == torch.bool
+    if name is not None:  # in the order of the files, batches are those of `load_pairs`
+        batches = dataset.iter_torch_batches(batch_size=16, collate_fn=collate_fn(dataset))
+        for batch, each in zip(batches, whole.loader(16), strict=True):
+            same_batch(batch, each)
+    assert not [each for each in recwarn if "are replaced" in str(each.message)]
+
+
+def group_of(start: int, count: int) -> list[int]:
+    """The rows whose completions the rows of a group have."""
+    rows = list(range(start, min(start + 8, count)))
+    return [rows[-1], *rows[:-1]]
+
+
+def answer_of(batch: Any, row: int, prefix: str = "") -> list[int]:
+    ids, mask = batch[f"{prefix}input_ids"][row], batch[f"{prefix}completion_mask"][row]
+    return ids[mask.bool()].tolist()
+
+
+def test_all_three_have_one_signature() -> None:
+    """What all loads and all workers take has one name, one default and one place in the three of them."""
+    signatures = [inspect.signature(each).parameters for each in (read_prompts, read_chats, read_pairs)]
+    own = [WorkerKeywords, LoadKeywords]
+    shared = [name for name in signatures[0] if any(name in each.__annotations__ for each in own)]
+    assert {"concurrency", "device", "verify", "apply_chat_template_kwargs", "max_samples"} <= set(shared)
+    for each in signatures:
+        assert list(each)[:2] == ["files", "tokenizer"]
+        assert [name for name in each if name in shared] == shared
+    for name in ["files", "tokenizer", *shared]:
+        assert len({str(each[name]) for each in signatures}) == 1, name
+
+
 def test_what_cannot_be_done_is_an_error_at_once(
     cluster: Any, few: list[str], qwen_folder: str, tmp_path: Path, write: Callable[..., str]
 ) -> None:
@@ -254,8 +324,6 @@ def test_what_cannot_be_done_is_an_error_at_once(
         read_prompts([one, other], qwen_folder)
     with pytest.raises(OptionError, match="unknown option max_lenght: did you mean max_length"):
         read_chats(few, qwen_folder, max_lenght=3)
-    with pytest.raises(OptionError, match="use load_pairs"):
-        read_pairs(few, qwen_folder, objective="kto")
     with pytest.raises(OptionError, match="padding='no'"):
         collate_fn(read_prompts(one, qwen_folder, chat_template=None), "no")  # type: ignore[arg-type]
 

@@ -198,6 +198,18 @@ def test_a_batch_that_differs_from_the_first_one_of_trl(
     ]
 
 
+def test_each_set_of_columns_is_compared_once() -> None:
+    """Such as those of a dataset to evaluate that has margins, which the one for training has not."""
+    for kind in (FlatRM, FlatDPO, FlatKTO):
+        collator, stock = kind(pad_token_id=7), kind.__bases__[1](pad_token_id=7)
+        for seed in (0, 1, 0, 1):
+            dataset = data_for(kind, seed, 3, 1)
+            for keys in ([1, 5], [3, 2, 9]):
+                equal(collator(FlatDataset.of(dataset).__getitems__(keys)), stock(dataset.__getitems__(keys)))
+        assert collator.trusted is True
+        assert sorted(collator.counts.values()) == [2, 2]  # rows of the first batches, which TRL has made, too
+
+
 def test_a_collator_that_is_not_known(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(batches, "KNOWN", {})
     dataset = data_for(FlatSFT, 1, 3, 1)

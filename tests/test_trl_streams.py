@@ -16,6 +16,7 @@ from trl_cases import (  # noqa: E402
     COMPLETIONS,
     IMPLICIT,
     LABELED,
+    LABELED_TEXTS,
     MESSAGES,
     PAIRS,
     PLAIN,
@@ -133,6 +134,7 @@ def test_preference_data(
         ("SFTTrainer", MESSAGES, (False, None), {"assistant_only_loss": True, "trainer_chat_template": QWEN3}),
         ("SFTTrainer", COMPLETIONS, (False, None), {"trainer_completion_only_loss": True}),
         ("DPOTrainer", PAIRS, (), {}),
+        ("KTOTrainer", LABELED, (), {"per_device_train_batch_size": 1}),
     ],
 )
 def test_all_batches_have_one_engine(
@@ -154,27 +156,44 @@ def test_all_batches_have_one_engine(
     assert len(built) == 2
 
 
-def test_a_stream_is_resumed_where_it_was(tokenizer: Any) -> None:
-    found, expected = both("SFTTrainer", stream_of(MESSAGES), tokenizer, False, None)
-    rows = list(expected)
-    for stop in (0, 3, 10, 17, len(rows) - 1):
+ONE_OF_EACH: list[tuple[str, Any, tuple[Any, ...]]] = [
+    ("SFTTrainer", MESSAGES, (False, None)),
+    ("DPOTrainer", PAIRS, ()),
+    ("RewardTrainer", PAIRS, ()),
+    ("KTOTrainer", LABELED, ()),
+]
+
+
+@pytest.mark.parametrize(("name", "rows", "more"), ONE_OF_EACH)
+def test_a_stream_is_resumed_where_it_was(tokenizer: Any, name: str, rows: Any, more: Any) -> None:
+    def streams_of_both() -> Any:
+        return both(name, stream_of(rows), tokenizer, *more)
+
+    found, expected = streams_of_both()
+    whole = list(expected)
+    for stop in (0, 3, 10, 17, len(whole) - 1):
         position = iter(found)
-        assert [next(position) for _ in range(stop)] == rows[:stop]
+        assert [next(position) for _ in range(stop)] == whole[:stop]
         state = json.loads(json.dumps(found.state_dict()))
-        again, _ = both("SFTTrainer", stream_of(MESSAGES), tokenizer, False, None)
+        again, theirs = streams_of_both()
         again.load_state_dict(state)
-        assert list(again) == rows[stop:]
+        assert list(again) == whole[stop:]
+        position = iter(theirs)
+        assert [next(position) for _ in range(stop)] == whole[:stop]
+        again, theirs_again = streams_of_both()
+        theirs_again.load_state_dict(json.loads(json.dumps(theirs.state_dict())))
+        assert list(theirs_again) == whole[stop:]
 
 
-def test_workers_share_a_stream(tokenizer: Any) -> None:
-    found, expected = both("SFTTrainer", stream_of(MESSAGES), tokenizer, False, None)
-    first: list[Any] = []
-    second: list[Any] = []
-    for each, ids in zip((found, expected), (first, second), strict=True):
-        for batch in torch.utils.data.DataLoader(each, 4, num_workers=2, collate_fn=list):
-            ids += [row["input_ids"] for row in batch]
-    assert sorted(first) == sorted(second)
-    assert len(first) == len(MESSAGES)
+@pytest.mark.parametrize(("name", "rows", "more"), ONE_OF_EACH)
+def test_workers_share_a_stream(tokenizer: Any, name: str, rows: Any, more: Any) -> None:
+    def read(stream: Any) -> list[str]:
+        loader = torch.utils.data.DataLoader(stream, 4, num_workers=2, collate_fn=list)
+        return sorted(repr(row) for batch in loader for row in batch)
+
+    found, expected = (read(each) for each in both(name, stream_of(rows), tokenizer, *more))
+    assert found == expected
+    assert len(found) == len(rows)
 
 
 def test_messages_with_other_keys(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -214,11 +233,32 @@ def test_streams_that_trl_prepares_itself(
     assert said(caplog) == [f"gpuload: falls back to TRL for the train dataset: {why}"]
 
 
-def test_kto(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Each row gets the completion of another one."""
-    found, expected = both("KTOTrainer", stream_of(LABELED), tokenizer)
+@pytest.mark.parametrize("make", [stream_of, untyped])
+@pytest.mark.parametrize("rows", [LABELED, LABELED_TEXTS, PAIRS, IMPLICIT])
+@pytest.mark.parametrize("settings", [{"per_device_train_batch_size": 4}, {"max_length": 40}])
+def test_kto(tokenizer: Any, caplog: pytest.LogCaptureFixture, rows: Any, settings: dict[str, Any], make: Any) -> None:
+    """Each row gets the completion of another one, which may be of another batch of the stream."""
+    found, expected = both("KTOTrainer", make(rows), tokenizer, **settings)
+    found, expected = list(found), list(expected)
+    assert found == expected
+    assert [list(row) for row in found] == [list(row) for row in expected]
+    assert 5 < len(expected) <= 2 * len(rows)
+    assert not said(caplog)
+
+
+def test_kto_without_completions_of_other_rows(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    found, expected = both("KTOTrainer", stream_of(LABELED), tokenizer, trainer_calculate_KL=False)
     assert list(found) == list(expected)
-    assert said(caplog) == ["gpuload: falls back to TRL for the train dataset: it is read as a stream"]
+    assert not said(caplog)
+
+
+def test_kto_with_a_batch_that_trl_prepares(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Its rows get the completions of rows that were tokenized by columns, and the reverse."""
+    rows = json.loads(json.dumps(LABELED))
+    rows[25]["prompt"][0]["reasoning_content"] = "because"
+    found, expected = both("KTOTrainer", untyped(rows), tokenizer, per_device_train_batch_size=7)
+    assert list(found) == list(expected)
+    assert len(said(caplog)) == 1
 
 
 def test_rows_that_differ_from_those_of_trl(

@@ -16,10 +16,12 @@ from transformers import Qwen2ForCausalLM, Qwen2ForSequenceClassification
 datasets = pytest.importorskip("datasets", reason="TRL's data are of this package")
 trl = pytest.importorskip("trl", reason="TRL is the reference of these tests")
 from export_cases import five_steps, one_thread, small_model  # noqa: E402
+from test_trl_files import in_file  # noqa: E402
 from tokenizer_cases import small_tokenizer  # noqa: E402
 from trl_cases import COMPLETIONS, IMPLICIT_TEXTS, LABELED, MESSAGES, PAIRS, PLAIN, TEXTS  # noqa: E402
 
 from gpuload.integrations import trl as ours  # noqa: E402
+from gpuload.integrations.trl import batches  # noqa: E402
 from gpuload.integrations.trl.rows import FlatDataset  # noqa: E402
 
 QWEN3 = (Path(trl.__file__).parent / "chat_templates" / "qwen3_training.jinja").read_text()
@@ -57,6 +59,8 @@ CASES: list[tuple[str, Any, dict[str, Any]]] = [
     ("SFTTrainer", COMPLETIONS, {"max_length": 60}),
     ("SFTTrainer", TEXTS, {"padding_free": True, "max_length": None}),
     ("SFTTrainer", PLAIN, {"dataloader_num_workers": 1, "remove_unused_columns": False}),
+    ("SFTTrainer", MESSAGES, {"padding_free": True, "packing": True, "packing_strategy": "wrapped", "max_length": 64}),
+    ("DPOTrainer", PAIRS, {"padding_free": True}),  # which TRL 1.16 replaces by padding
     ("DPOTrainer", IMPLICIT_TEXTS, {}),
     ("RewardTrainer", IMPLICIT_TEXTS, {"center_rewards_coefficient": 0.01}),
     ("KTOTrainer", PAIRS, {"max_length": 90, "loss_type": "apo_zero_unpaired"}),
@@ -72,6 +76,26 @@ def test_losses_of_five_steps(
     assert losses == theirs
     assert list(data) == list(expected)
     assert isinstance(data, FlatDataset)
+    assert not [line.message for line in caplog.records if "falls back" in line.message]
+
+
+STREAMS: list[tuple[str, Any]] = [
+    ("KTOTrainer", LABELED),
+    ("SFTTrainer", MESSAGES),
+    ("DPOTrainer", PAIRS),
+    ("RewardTrainer", PAIRS),
+]
+
+
+@pytest.mark.parametrize(("name", "rows"), core(STREAMS, *STREAMS[:1]))
+def test_losses_of_a_stream(caplog: pytest.LogCaptureFixture, tmp_path: Path, name: str, rows: Any) -> None:
+    def five(kind: Any) -> Any:
+        stream = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=3)
+        data, losses = trained(kind, name, stream, tmp_path)
+        assert isinstance(data, datasets.IterableDataset)
+        return list(data), losses
+
+    assert five(ours) == five(trl)
     assert not [line.message for line in caplog.records if "falls back" in line.message]
 
 
@@ -98,6 +122,63 @@ def test_losses_of_an_evaluation(tmp_path: Path) -> None:
     assert losses == expected
     assert set(losses) == {"eval_a_loss", "eval_b_loss", "later"}
     assert all(isinstance(dataset, FlatDataset) for dataset in made.eval_dataset.values())
+
+
+@pytest.mark.parametrize(("name", "rows"), [("DPOTrainer", PAIRS), ("KTOTrainer", LABELED)])
+def test_log_probabilities_of_the_reference_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, rows: Any
+) -> None:
+    """Batches for them are made from flat ids, and the second start, which maps the dataset, finds them, as TRL's."""
+    passes: list[Any] = []
+
+    def counted(self: Any, model: Any, batch: Any) -> Any:
+        passes.append(batch)
+        return computed(self, model, batch)
+
+    def ours_or_theirs(kind: Any, folder: Path) -> Any:
+        settings = {"precompute_ref_log_probs": True, "precompute_ref_batch_size": 8}
+        return trained(kind, name, in_file(rows, folder), tmp_path, **settings)
+
+    stock = getattr(trl, name)
+    computed = stock.compute_ref_log_probs
+    monkeypatch.setattr(stock, "compute_ref_log_probs", counted)
+    expected, losses = ours_or_theirs(trl, tmp_path / "theirs")
+    theirs = len(passes)
+    lists: list[int] = []
+    made = batches._Flat._stock
+    monkeypatch.setattr(batches._Flat, "_stock", lambda self, rows: lists.append(len(rows)) or made(self, rows))
+    for start in range(2):
+        passes.clear()
+        lists.clear()
+        found, ours_losses = ours_or_theirs(ours, tmp_path / "ours")
+        assert isinstance(found, FlatDataset)
+        assert list(found) == list(expected)
+        assert ours_losses == losses
+        assert len(passes) == (0 if start else theirs)
+        assert lists == ([2] if start else [8, 2])  # the first batch of each pass
+
+
+def test_a_dataset_to_evaluate_with_the_reference_model(tmp_path: Path) -> None:
+    """That is given to `evaluate` before the first step, with columns that others lack."""
+    rows = [datasets.Dataset.from_list(IMPLICIT_TEXTS).select(range(k, k + 9)) for k in (0, 9, 18)]
+    rows[0] = rows[0].remove_columns("margin")
+
+    def evaluated(kind: Any, name: str) -> Any:
+        tokenizer = small_tokenizer(QWEN3)
+        config = getattr(trl, name.replace("Trainer", "Config"))
+        more = {"precompute_ref_log_probs": True} if name == "DPOTrainer" else {}
+        args = config(output_dir=str(tmp_path), report_to=[], bf16=False, use_cpu=True, max_steps=2, **more)
+        model = small_model(Qwen2ForCausalLM if more else Qwen2ForSequenceClassification, tokenizer)
+        made = getattr(kind, name)(
+            model, args=args, train_dataset=rows[0], eval_dataset=rows[1], processing_class=tokenizer
+        )
+        with one_thread():
+            losses = [made.evaluate(rows[2])["eval_loss"], made.evaluate()["eval_loss"]]
+            made.train()
+            return [*losses, made.evaluate()["eval_loss"], [entry.get("loss") for entry in made.state.log_history]]
+
+    for name in ("DPOTrainer", "RewardTrainer"):
+        assert evaluated(ours, name) == evaluated(trl, name)
 
 
 def test_a_collator_of_the_user_gets_lists(tmp_path: Path) -> None:

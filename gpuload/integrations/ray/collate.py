@@ -17,6 +17,7 @@ from gpuload.dataset.report import Report
 from gpuload.dataset.rows import Loaded, prompt_too_long
 from gpuload.integrations.ray.dataset import about_dataset
 from gpuload.integrations.ray.worker import ORIGIN
+from gpuload.kinds.pairs.dataset import LABEL
 from gpuload.pipeline.kind import Kind
 from gpuload.sources.columns import Columns
 
@@ -75,7 +76,7 @@ class Collate(ArrowBatchCollateFn):  # type: ignore[misc]
             number = int(np.argmax(lengths > limit))
             origin = origins[number].as_py()
             raise prompt_too_long(f"{self._files[origin['file']]} row {origin['row']}", int(lengths[number]), limit)
-        own = {*(field.name for field in kind.fields), ORIGIN.name}
+        own = {*(field.name for field in kind.fields), ORIGIN.name} - {LABEL}  # which batches are made of
         columns = Columns([batch.select([name for name in batch.schema.names if name not in own])])
         rows = np.arange(len(ids))
         loaded = Loaded(

@@ -26,6 +26,7 @@ from gpuload.integrations.ray.parts import FilePart, all_parts, open_files
 from gpuload.integrations.ray.reports import merged, start_keeper
 from gpuload.integrations.ray.worker import ORIGIN, TokenizingActor, Work
 from gpuload.kinds.chats.load import ChatKind
+from gpuload.kinds.pairs.dataset import LABEL, OF_OTHER_ROWS
 from gpuload.kinds.pairs.load import PairKind
 from gpuload.kinds.prompts import PromptKind
 from gpuload.kinds.training_options import TrainingDefaults
@@ -42,7 +43,7 @@ class About:
     """What is known of a dataset that was made here, without executing it.
 
     Attributes:
-        kind: of its rows.
+        kind: of its rows, in which pairs may have become single completions.
         options: of the load.
         pad_token_id: the padding token.
         empty: a report with the names and bytes of the files.
@@ -107,7 +108,7 @@ def read_chats(files: Any, tokenizer: Any = None, /, **options: Unpack[ReadChats
 
 @takes(ReadPairsKeywords, Options, TrainingDefaults, PairKind, Scale)
 def read_pairs(files: Any, tokenizer: Any = None, /, **options: Unpack[ReadPairsKeywords]) -> "Dataset":
-    """Reads preference data as a Ray Data dataset, for "dpo" or "rm": rows for "kto" have completions of other rows.
+    """Reads preference data as a Ray Data dataset.
 
     Args:
         files: as for `read_prompts`.
@@ -116,7 +117,9 @@ def read_pairs(files: Any, tokenizer: Any = None, /, **options: Unpack[ReadPairs
 
     Returns:
         A dataset with the columns of `PairDataset.to_arrow`: `prompt_ids` (for "dpo"), `chosen_ids` and `rejected_ids`
-        (lists of int32), all other columns of the files, and `origin`.
+        (lists of int32), all other columns of the files, and `origin`. For "kto" `prompt_ids`, `completion_ids` and
+        `label`: completions of other rows are those of a batch, which `collate_fn` makes. Pairs become single
+        completions in runs of 1,000 rows of a task.
 
     Raises:
         GpuloadError: as for `read_prompts` and `gpuload.load_pairs`.
@@ -219,7 +222,8 @@ def _read(kind: type[Kind[Any]], files: Any, tokenizer: Any, given: Mapping[str,
     reports = start_keeper()
     dataset = mapped(parts, TokenizingActor, (work, reports), workers)
     empty = replace(job, sources=sources).report()
-    _ABOUT[dataset] = About(job.kind, job.options, job.reference.pad_token_id, empty, parts, reports)
+    kind_of_rows = replace(job.kind, paired=False) if isinstance(job.kind, PairKind) and job.kind.unpairs else job.kind
+    _ABOUT[dataset] = About(kind_of_rows, job.options, job.reference.pad_token_id, empty, parts, reports)
     return dataset
 
 
@@ -235,11 +239,6 @@ def _passed_through(job: Job[Any]) -> pa.Schema:
 
 def _check_rows(kind: Kind[Any]) -> None:
     """Raises an error for rows that cannot be made part by part."""
-    if isinstance(kind, PairKind) and kind.objective == "kto":
-        raise OptionError(
-            f"objective={kind.objective!r}: read_pairs makes rows for 'dpo' and 'rm'. For 'kto' a row has the "
-            "completion of another one, so all rows have to be known: use load_pairs"
-        )
     if getattr(kind, "turns", None) == "served":
         raise OptionError("turns='served' is not made on a Ray cluster yet: use load or load_chats")
 
@@ -253,9 +252,9 @@ def work_of(job: Job[Any], device: str, passed: pa.Schema) -> Work:
         passed: the columns that are passed through.
     """
     kind, reference, options = job.kind, job.reference, job.options
-    own = [*kind.fields, ORIGIN]
+    own = [*(field for field in kind.fields if field.name != OF_OTHER_ROWS), ORIGIN]
     names = {field.name for field in own}
-    if replaced := sorted(names & set(passed.names)):
+    if replaced := sorted((names - {LABEL}) & set(passed.names)):
         warnings.warn(
             f"gpuload: columns {', '.join(replaced)} are replaced: rows have columns with these names. Rename these "
             "columns if you need them",

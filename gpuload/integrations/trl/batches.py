@@ -1,12 +1,13 @@
 """TRL's collators for `FlatRows`: the same batches, padded from flat ids.
 
 They replace TRL's own collators, never one that the user passes. Rows that are not `FlatRows`, that are empty, or that
-have null values fall back to TRL's method. So does everything if the first batch, which is made in both ways, differs;
-if the collator's code is not known, batches of 64 rows are made in both ways.
+have null values fall back to TRL's method. So does everything if the first batch of some columns, which is made in both
+ways, differs; if the collator's code is not known, batches of 64 rows are made in both ways.
 """
 
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,17 +37,23 @@ def use_flat_batches(trainer: Any) -> None:
     """Gives a trainer with TRL's own collator one for `FlatRows`, and datasets that have them."""
     stock = trainer.data_collator
     kind = {flat.__bases__[1]: flat for flat in (FlatSFT, FlatDPO, FlatRM, FlatKTO)}.get(type(stock))
-    if kind is None:
+    if kind is None and not isinstance(stock, _Flat):
         return
     if ORDER_PROBLEM:
         log_fallback(logger, "TRL's collator", ORDER_PROBLEM)
         return
-    trainer.data_collator = kind(**{field.name: getattr(stock, field.name) for field in dataclasses.fields(stock)})
+    if kind is not None:
+        trainer.data_collator = kind(**{field.name: getattr(stock, field.name) for field in dataclasses.fields(stock)})
     trainer.train_dataset, held_out = FlatDataset.of(trainer.train_dataset), trainer.eval_dataset
     if isinstance(held_out, dict):
         trainer.eval_dataset = {name: FlatDataset.of(dataset) for name, dataset in held_out.items()}
     else:
         trainer.eval_dataset = FlatDataset.of(held_out)
+
+
+def as_collated(trainer: Any, dataset: Any) -> Any:
+    """A dataset that has the rows which the trainer's collator takes."""
+    return FlatDataset.of(dataset) if isinstance(getattr(trainer, "data_collator", None), _Flat) else dataset
 
 
 def padded(rows: Ragged, fill: int, multiple: int | None) -> torch.Tensor:
@@ -71,36 +78,42 @@ class _Flat:
     """A collator that makes batches of `FlatRows` itself, and others as the class after it."""
 
     trusted = True
-    compared = 0  # rows of the batches that were made in both ways
-    needed = 1  # how many there must be
-    names: frozenset[str] = frozenset()  # of the values of a batch
+
+    @property
+    def _agreed(self) -> "dict[frozenset[str], frozenset[str]]":
+        """Columns of rows → values of a batch, which was made in both ways: TRL before 1.16 has no bounds of sequences
+        in a batch without padding."""
+        agreed: dict[frozenset[str], frozenset[str]] = vars(self).setdefault("agreed", {})
+        return agreed
 
     def torch_call(self, examples: Any) -> Batch:
         made = self.flat(examples) if self.trusted and isinstance(examples, FlatRows) else None
-        if made is not None and self.compared >= self.needed:
-            return self._named(made)
-        expected: Batch = super().torch_call(list(examples))  # type: ignore[misc]
-        if made is not None:
-            self._compare(made, expected, len(examples))
-        return expected
+        if made is None:
+            return self._stock(examples)
+        if (names := self._agreed.get(examples.names)) is None:
+            return self._compared(made, examples)
+        return {name: value for name, value in made.items() if name in names}
 
-    def _compare(self, made: Batch, expected: Batch, rows: int) -> None:
+    def _stock(self, examples: Any) -> Batch:
+        made: Batch = super().torch_call(list(examples))  # type: ignore[misc]
+        return made
+
+    def _compared(self, made: Batch, examples: FlatRows) -> Batch:
+        """TRL's batch, with which ours is compared: with enough rows of these columns, TRL makes no more of them."""
+        expected = self._stock(examples)
         changed = change(release_of("trl", "TRL"), KNOWN, super().torch_call)  # type: ignore[misc]
-        if changed is not None:
-            self.needed = ROWS
-        self.compared += rows
-        self.names = frozenset(expected)
-        made = self._named(made)
+        counts: Counter[frozenset[str]] = vars(self).setdefault("counts", Counter())
+        counts[examples.names] += len(examples)
+        made = {name: value for name, value in made.items() if name in expected}
         self.trusted = list(made) == list(expected) and comparable(made) == comparable(expected)
         if not self.trusted:
             difference = "the first batch differs from its batch"
             log_fallback(logger, "TRL's collator", f"{changed}, and a batch differs" if changed else difference)
-        elif changed is not None and self.compared >= self.needed:
-            log_equal(logger, changed, self.compared)
-
-    def _named(self, made: Batch) -> Batch:
-        """TRL before 1.16 has no bounds of sequences in a batch without padding."""
-        return {name: value for name, value in made.items() if name in self.names}
+        elif changed is None or counts[examples.names] >= ROWS:
+            self._agreed[examples.names] = frozenset(expected)
+            if changed is not None:
+                log_equal(logger, changed, counts[examples.names])
+        return expected
 
     def flat(self, rows: FlatRows) -> Batch | None:
         """The batch, or None for rows that TRL has to collate."""

@@ -14,7 +14,7 @@ from gpuload.integrations.core import are_messages
 from gpuload.integrations.trl.columns import column_of, columns_with_eos, partners, prefixed, ragged_of
 from gpuload.integrations.trl.steps import OWN_ARGUMENTS, Call, Steps, joined, whole
 from gpuload.integrations.trl.streams import schema_of
-from gpuload.kinds.pairs.dataset import PairDataset
+from gpuload.kinds.pairs.dataset import OF_OTHER_ROWS, PairDataset
 from gpuload.kinds.pairs.engine import PairEngine
 from gpuload.kinds.pairs.load import PairKind
 from gpuload.pipeline.run import load_given
@@ -49,7 +49,7 @@ def _explicit(objective: Objective, call: Call, dataset: Any) -> Any:
     """Rows with prompts; for KTO, with one answer each. TRL's functions do this row by row."""
     if objective != "rm" and "prompt" not in schema_of(dataset).names:
         dataset = dataset.map(extract_prompt, **call.of_map("Extracting prompt from"))
-    if objective == "kto" and "chosen" in dataset.column_names:
+    if objective == "kto" and "chosen" in schema_of(dataset).names:
         dataset = unpair_preference_dataset(dataset, **call.of_map("Unpairing"))
     return dataset
 
@@ -94,11 +94,21 @@ def _with_kl(call: Call, table: pa.Table, processes: int) -> pa.Table:
     if not call.trainer.calculate_KL:
         return table
     others = partners(len(table), call.args.per_device_train_batch_size, max(1, min(processes, len(table))))
-    return table.append_column("KL_completion_ids", column_of(ragged_of(table["completion_ids"]).take(others)))
+    return table.append_column(OF_OTHER_ROWS, column_of(ragged_of(table["completion_ids"]).take(others)))
+
+
+def _with_others(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Rows of a stream, each with the completion of the row before it, and the first with the last one."""
+    completions = rows["completion_ids"]
+    return rows | {OF_OTHER_ROWS: completions[-1:] + completions[:-1]}
 
 
 def _balanced(call: Call, dataset: Any) -> Any:
-    """Warns of weights that do not balance the labels, as TRL does for the rows that are trained on."""
+    """Warns of weights that do not balance the labels, as TRL does for the rows that are trained on. Rows of a stream,
+    which cannot be counted, get the completions of other rows, if the loss needs them."""
+    if call.is_stream:
+        size = call.args.per_device_train_batch_size
+        return dataset.map(_with_others, batched=True, batch_size=size) if call.trainer.calculate_KL else dataset
     desirable = int(np.sum(dataset.with_format("numpy")["label"][:]))
     counts = max(desirable, 1), max(len(dataset) - desirable, 1)
     weights = call.trainer.desirable_weight, call.trainer.undesirable_weight
@@ -122,7 +132,6 @@ def _steps(objective: Objective) -> Steps:
         packed=_balanced if objective == "kto" else lambda call, dataset: dataset,
         engine=PairEngine,
         sampled={},
-        streams=objective != "kto",
     )
 
 

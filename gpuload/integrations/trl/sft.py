@@ -160,5 +160,4 @@ SFT = Steps(
     packed=_packed,
     engine=ChatEngine,
     sampled={"packing": False, "formatting_func": None},
-    streams=True,
 )

@@ -15,15 +15,15 @@ from gpuload.engines.host.engine import HostEngine
 from gpuload.integrations.processors import difference_of_ids, processor_problem, template_of, tokenizer_of
 from gpuload.integrations.trl.columns import ragged_of
 from gpuload.kinds.chats.dataset import ChatDataset
-from gpuload.kinds.pairs.dataset import PairDataset
+from gpuload.kinds.pairs.dataset import OF_OTHER_ROWS, PairDataset
 
 OWN_ARGUMENTS = frozenset({"tools", "chat_template_kwargs"})
 """Columns with arguments of the template."""
 
 MADE = frozenset(
     "input_ids labels assistant_masks completion_mask prompt_ids chosen_ids rejected_ids completion_ids "
-    "KL_completion_ids chosen_input_ids rejected_input_ids".split()
-)
+    "chosen_input_ids rejected_input_ids".split()
+) | {OF_OTHER_ROWS}
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,11 @@ class Steps:
         explicit: call, dataset → the dataset whose rows are tokenized.
         tokenized: call, n rows → the same rows with their tokens, and what has tokenized them.
         finished: call, rows with tokens → those that are kept, truncated.
-        completed: call, kept rows, number of processes that TRL would use → with the columns that depend on other rows.
-        packed: call, dataset → what is trained on.
+        completed: call, kept rows of a dataset, number of processes that TRL would use → with the columns that depend
+            on other rows.
+        packed: call, dataset → what is trained on: packs, or rows of a stream with what depends on other rows.
         engine: the class of the host's engine.
         sampled: arguments that TRL gets for the sample.
-        streams: whether rows depend on nothing but themselves, so that a stream can be prepared batch by batch.
     """
 
     unsupported: Callable[[Call, pa.Schema], str | None]
@@ -107,7 +107,6 @@ class Steps:
     packed: Callable[[Call, Any], Any]
     engine: type[HostEngine]
     sampled: Mapping[str, Any]
-    streams: bool
 
 
 def whole(table: pa.Table, loaded: ChatDataset | PairDataset) -> pa.Table:

@@ -3,6 +3,7 @@
     1. The first rows are prepared by TRL and by columns. They must be equal.
     2. The stream maps batches: each becomes a table, and takes the steps of a dataset.
     3. A batch that no table has exactly, or in which a row cannot be tokenized, is given to TRL's own stream.
+    4. What depends on other rows, such as packs, is made of the rows that are kept.
 
 Like those of TRL, streams are read lazily, can be resumed (`state_dict`), and are split among workers and ranks.
 """
@@ -23,6 +24,7 @@ from gpuload.engines.kept import KeptEngine
 from gpuload.integrations.comparison import ROWS, compare
 from gpuload.integrations.core import log_fallback
 from gpuload.integrations.trl.steps import Call, Steps, processor_difference, unsupported_columns
+from gpuload.kinds.pairs.dataset import OF_OTHER_ROWS
 from gpuload.kinds.training_options import training_engine
 
 _BATCH = 1_000
@@ -62,7 +64,7 @@ class _BatchSteps:
         sample: the first rows.
 
     Attributes:
-        expected: these rows as TRL prepares them.
+        expected: these rows as TRL prepares them, without the column that depends on other rows.
     """
 
     def __init__(self, call: Call, steps: Steps, sample: Sequence[Row]):
@@ -70,7 +72,7 @@ class _BatchSteps:
         # Made here, where all ranks are: TRL lets them wait for each other when it is called.
         self._rows = _GivenRows(sample)
         self._theirs = call.by_trl(dataset=IterableDataset.from_generator(self._rows))
-        self.expected = list(self._theirs)
+        self.expected = [{name: row[name] for name in row if name != OF_OTHER_ROWS} for row in self._theirs]
         self._names = list(self.expected[0]) if self.expected else []
         self._told = False
 
@@ -83,7 +85,8 @@ class _BatchSteps:
             self._told = True
         self._rows.given = rows_of(batch)
         found = list(self._theirs)
-        return {name: [row.get(name) for row in found] for name in dict.fromkeys(name for row in found for name in row)}
+        names = dict.fromkeys(name for row in found for name in row if name != OF_OTHER_ROWS)
+        return {name: [row.get(name) for row in found] for name in names}
 
     def by_columns(self, batch: Columns) -> Columns:
         """The rows, tokenized by columns.
@@ -112,9 +115,7 @@ def prepare_stream(call: Call, steps: Steps, change: str | None) -> Any:
     Raises:
         DataError: TRL has to prepare it.
     """
-    why = None if steps.streams else "it is read as a stream"
-    if call.given["dataset"]._formatting is not None:
-        why = "it has a format"
+    why = None if call.given["dataset"]._formatting is None else "it has a format"
     if why is not None:
         raise DataError(why)
     stream = steps.explicit(call, call.given["dataset"])

@@ -4,6 +4,7 @@ import functools
 import inspect
 import sys
 import warnings
+from contextlib import suppress
 from typing import Any
 
 import trl
@@ -32,17 +33,21 @@ for _problem in dict.fromkeys(PROBLEMS.values()):
     warnings.warn(f"gpuload: {RELEASE} prepares the datasets of {_named} itself: {_problem}", stacklevel=2)
 if len(PROBLEMS) < len(TRAINERS):
     from gpuload.integrations.trl import preference, sft
-    from gpuload.integrations.trl.batches import use_flat_batches
+    from gpuload.integrations.trl.batches import as_collated, use_flat_batches
     from gpuload.integrations.trl.preparation import prepare
     from gpuload.integrations.trl.served import prepare_served, served_options
     from gpuload.integrations.trl.steps import Call
 
 
 def _construct(trainer: Any, name: str, stock: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+    trainer.has_flat_batches = False
+    with suppress(TypeError):  # which TRL raises, too
+        arguments = inspect.signature(stock).bind(*given, **named).arguments
+        trainer.has_flat_batches = name not in PROBLEMS and arguments.get("data_collator") is None
     stock(*given, **named)
     if name == "SFTTrainer" and _served(trainer.args, PROBLEMS.get(name)) and not hasattr(trainer, "_as_served"):
         raise OptionError("dataset_kwargs: turns='served' is for texts, and TRL's collator prepares data with images")
-    if name not in PROBLEMS and inspect.signature(stock).bind(*given, **named).arguments.get("data_collator") is None:
+    if trainer.has_flat_batches:
         use_flat_batches(trainer)
 
 
@@ -68,8 +73,17 @@ def _prepare(trainer: Any, name: str, stock: Any, given: tuple[Any, ...], named:
     call = Call(trainer, stock, arguments, change(RELEASE, KNOWN, stock))
     if served:
         trainer._as_served = True
-        return prepare_served(call, steps["SFT"], served)
-    return prepare(call, steps[name.removesuffix("Trainer")])
+        return as_collated(trainer, prepare_served(call, steps["SFT"], served))
+    # Also datasets that `evaluate` gets.
+    return as_collated(trainer, prepare(call, steps[name.removesuffix("Trainer")]))
+
+
+def _precompute(trainer: Any, stock: Any, dataset: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """A dataset with the reference model's log probabilities, by TRL's method, which makes batches of the dataset."""
+    if not trainer.has_flat_batches:
+        return stock(dataset, *given, **named)
+    use_flat_batches(trainer)
+    return as_collated(trainer, stock(as_collated(trainer, dataset), *given, **named))
 
 
 class SFTTrainer(trl.SFTTrainer):  # type: ignore[misc]
@@ -91,6 +105,9 @@ class DPOTrainer(trl.DPOTrainer):  # type: ignore[misc]
     def _prepare_dataset(self, *given: Any, **named: Any) -> Any:
         return _prepare(self, "DPOTrainer", super()._prepare_dataset, given, named)
 
+    def _precompute_ref_logps(self, dataset: Any, *given: Any, **named: Any) -> Any:
+        return _precompute(self, super()._precompute_ref_logps, dataset, given, named)
+
 
 class RewardTrainer(trl.RewardTrainer):  # type: ignore[misc]
     """TRL's `RewardTrainer`. Pairs are tokenized by columns."""
@@ -110,6 +127,9 @@ class KTOTrainer(trl.KTOTrainer):  # type: ignore[misc]
 
     def _prepare_dataset(self, *given: Any, **named: Any) -> Any:
         return _prepare(self, "KTOTrainer", super()._prepare_dataset, given, named)
+
+    def _precompute_ref_logps(self, dataset: Any, *given: Any, **named: Any) -> Any:
+        return _precompute(self, super()._precompute_ref_logps, dataset, given, named)
 
 
 for _kind in (SFTTrainer, DPOTrainer, RewardTrainer, KTOTrainer):  # `help` and editors show TRL's arguments

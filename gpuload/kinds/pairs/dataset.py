@@ -26,16 +26,22 @@ from gpuload.packing.plan import Plan, whole_rows
 
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
+OF_OTHER_ROWS = "KL_completion_ids"
+"""The column of rows for `"kto"` that is made of other rows: the completion of another one."""
+
+LABEL = "label"
+"""The column of rows for `"kto"` that says whether their completion is a good one."""
+
 
 def pair_fields(objective: Objective) -> tuple[pa.Field, ...]:
     """The columns of rows as Arrow that are made of tokens."""
     names = {
         "dpo": ("prompt_ids", "chosen_ids", "rejected_ids"),
         "rm": ("chosen_ids", "rejected_ids"),
-        "kto": ("prompt_ids", "completion_ids", "KL_completion_ids"),
+        "kto": ("prompt_ids", "completion_ids", OF_OTHER_ROWS),
     }
     lists = tuple(pa.field(name, INT32_LIST) for name in names[objective])
-    return (*lists, pa.field("label", pa.bool_())) if objective == "kto" else lists
+    return (*lists, pa.field(LABEL, pa.bool_())) if objective == "kto" else lists
 
 
 def layout_of(objective: Objective | None) -> BatchLayout:

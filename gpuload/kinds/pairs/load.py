@@ -141,6 +141,9 @@ class PairKind(MessageOptions, Kind[PairDataset]):
         return {row: why for each in reversed(found) for row, why in each.items()}
 
     def from_arrow(self, table: pa.Table) -> Ragged:
+        if self.objective == "kto":
+            completions = ragged(table, "completion_ids")
+            return appended(ragged(table, "prompt_ids"), Ragged(completions.values | LOSS, completions.offsets))
         chosen, rejected = (ragged(table, name) for name in ("chosen_ids", "rejected_ids"))
         if self.objective == "rm":
             return paired(chosen, rejected, np.zeros(len(chosen), np.int64))
