@@ -20,7 +20,7 @@ from gpuload.core.options import NO_LIMIT, plain
 from gpuload.integrations.core import LOAD_OPTIONS, settings_under
 from gpuload.integrations.processors import difference_of_ids, processor_problem, template_of, tokenizer_of
 from gpuload.integrations.verl.sft_store import planes_of, shape_row
-from gpuload.kinds.chats.load import load_chats
+from gpuload.kinds.load_chats import load_chats
 from gpuload.kinds.served.options import OF_SERVED
 from gpuload.sources.fetch import resolve
 from gpuload.sources.read import Source, open_file, with_prompts
