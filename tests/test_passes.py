@@ -5,7 +5,9 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from template_cases import assert_same, column, small_tokenizer
 from test_template_automaton import TEMPLATES, TEXTS
+from test_template_random import CONTENTS, MACROS, grown
 from tiers import SHARED, core, shared, shared_tokenizers, with_shared
 
 from gpuload.engines.host import passes
@@ -14,6 +16,7 @@ from gpuload.engines.host.prompts import render_messages
 from gpuload.engines.host.render import render
 from gpuload.engines.walk import Printed
 from gpuload.reference.template_call import TemplateCall
+from gpuload.template import compile
 from gpuload.template.answers import Answers, has_blocks
 from gpuload.template.automaton.rows import RowRenderer, forget_templates
 from gpuload.template.compiler import ChatProgram
@@ -174,3 +177,23 @@ def test_what_was_not_compared_is_compared_first(qwen: Any, monkeypatch: pytest.
     assert compared(TemplateCall(qwen, TEMPLATES["qwen3"]), None, rows) > 50
     assert through
     assert set(through) <= compared_pairs
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_templates(seed: int) -> None:
+    draw = random.Random(seed)
+    ends = ["message.role == 'user'", "loop.last", "'a' in message.content", "message.content | length > 2"]
+    for _ in range(2):
+        body = "".join(grown(draw, "B", draw.randint(1, 3)) for _ in range(2))
+        body = body.replace("messages[-1]", draw.choice(["message", "messages[loop.index0 - 1]", "messages[-1]"]))
+        body += f"{{% if {draw.choice(ends)} %}}{grown(draw, 'B', 2)}{{% endif %}}"
+        template = f"{MACROS}{{% for message in messages %}}{body}{{% endfor %}}{grown(draw, 'B', 2)}"
+        roles = ["user", "assistant", "system"]
+        rows = column(
+            [
+                [{"role": draw.choice(roles), "content": draw.choice(CONTENTS)} for _ in range(draw.randint(1, 7))]
+                for _ in range(100)
+            ]
+        )
+        made = render(compile(small_tokenizer(), chat_template=template), rows)
+        assert_same(made, rows, small_tokenizer(), chat_template=template, add_generation_prompt=True)
