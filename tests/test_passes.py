@@ -1,6 +1,7 @@
 """Conversations of many shapes, which go through the automaton of a template together, are those of transformers."""
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pyarrow as pa
@@ -10,6 +11,7 @@ from test_template_automaton import TEMPLATES, TEXTS
 from test_template_random import CONTENTS, MACROS, grown
 from tiers import SHARED, core, shared, shared_tokenizers, with_shared
 
+from gpuload.core.errors import TokenizerError
 from gpuload.engines.host import passes
 from gpuload.engines.host.passes import TogetherWalk
 from gpuload.engines.host.prompts import render_messages
@@ -28,16 +30,25 @@ def text(draw: random.Random) -> str:
     return "".join(draw.choice(TEXTS) for _ in range(draw.randint(0, 3)))
 
 
-def conversation(draw: random.Random, longest: int = 30) -> list[dict[str, Any]]:
+def filled(draw: random.Random) -> str:
+    """A text that is not empty, without reasoning: answers in others are found row by row."""
+    return draw.choice(["hello", " a é漢 b\n", "</s>", "None", "<|im_end|>", "[INST] x"]) + text(draw).replace(
+        "think>", ""
+    )
+
+
+def conversation(
+    draw: random.Random, longest: int = 30, texts: Callable[[random.Random], str] = text
+) -> list[dict[str, Any]]:
     """Roles in turn, and sometimes in any order; sometimes further fields."""
-    count, messages = draw.randint(1, longest), []
+    count, messages = draw.randint(1, 30), []
     turns = ["user", "assistant"] * count
     if draw.random() < 0.3:
         turns.insert(0, "system")
     for role in turns[:count]:
         if draw.random() < 0.05:
             role = draw.choice(["user", "assistant", "system", "tool", "developer"])
-        messages.append({"role": role, "content": text(draw)})
+        messages.append({"role": role, "content": texts(draw)})
         if draw.random() < 0.02:
             messages[-1][draw.choice(["name", "reasoning_content"])] = text(draw)
     return messages
@@ -110,6 +121,19 @@ def test_rows_of_many_shapes(name: str, qwen: Any) -> None:
     rows = [conversation(draw) for _ in range(160)]
     together = compared(TemplateCall(qwen, TEMPLATES[name]), None, rows)
     assert together > 50 or name.startswith(ROW_BY_ROW)
+
+
+@pytest.mark.parametrize("name", core(PLAIN, "qwen2_5", "qwen3", "llama3_1"))
+def test_answers_of_rows_of_many_shapes(name: str, qwen: Any) -> None:
+    draw = random.Random(name)
+    call = TemplateCall(qwen, TEMPLATES[name], add_generation_prompt=False)
+    try:
+        answers = Answers(call, "assistant")
+    except TokenizerError:
+        return
+    rows = [conversation(draw, texts=text if draw.random() < 0.1 else filled) for _ in range(160)]
+    together = compared(call, answers, rows)
+    assert together > 40 or name.startswith((*ROW_BY_ROW, "cohere2", "gemma"))
 
 
 @pytest.mark.parametrize("name", core(BLOCKS, "qwen2_5_training"))

@@ -65,6 +65,29 @@ class PrintedSegments(NamedTuple):
     messages: Array
     loss: str
 
+    def of(self, kept: Array) -> "PrintedSegments":
+        """What some of the rows print: (k,) bool."""
+        messages = self.messages if isinstance(self.source, str) else self.messages[kept]
+        return self._replace(rows=self.rows[kept], place=self.place[kept], messages=messages)
+
+
+class Learned(NamedTuple):
+    """k parts of rows that have loss: from some bytes behind the beginning of a segment to some bytes behind that of
+    another one.
+
+    Attributes:
+        rows: (k,) their numbers.
+        begin: (k,) how many segments of the row are before the first one.
+        begin_bytes: (k,) where in it the part begins.
+        end, end_bytes: (k,) the same for its end.
+    """
+
+    rows: Array
+    begin: Array
+    begin_bytes: Array
+    end: Array
+    end_bytes: Array
+
 
 @dataclass(eq=False)
 class Printed:
@@ -76,6 +99,7 @@ class Printed:
         rejected: row → why the template rejects it.
         unknown: rows that took a way that is not known yet.
         others: rows that only `RowRenderer` can render.
+        learned: what has loss; None if nobody asks.
     """
 
     count: Array
@@ -83,6 +107,7 @@ class Printed:
     rejected: dict[int, str]
     unknown: Array
     others: Array
+    learned: Learned | None = None
 
 
 class Walk:

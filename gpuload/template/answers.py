@@ -86,12 +86,9 @@ def with_answers(path: Path, roles: Sequence[str | None], turns: Turns, calling:
         opened, place = begun is not None, (before, hidden, after)
         if hidden or before == after:
             cuts = _cuts(literal, opened, place, roles, ours, turns, calling)
-        else:  # nothing but the literal and the roles around it decides
-            sides = (False if k is None else roles[k] for k in (before, after))
-            key = (literal, opened, *sides, after is None and before in calling)
-            if (known := turns.cuts.get(key)) is None:
-                known = turns.cuts[key] = _cuts(literal, opened, place, roles, ours, turns, calling)
-            cuts = known
+        else:
+            first, second = (False if k is None else roles[k] for k in (before, after))
+            cuts = cuts_between(literal, opened, (first, second), after is None and before in calling, turns)
         for cut in cuts:
             segments += [literal[at:cut]] if cut > at else []
             at = cut
@@ -107,6 +104,29 @@ def with_answers(path: Path, roles: Sequence[str | None], turns: Turns, calling:
     if begun is not None and len(segments) > begun:
         generated.append((begun, len(segments)))
     return Path(tuple(segments), tuple(generated))
+
+
+def cuts_between(
+    literal: str, opened: bool, sides: tuple[str | bool | None, ...], calling: bool, turns: Turns
+) -> list[int]:
+    """Where answers begin and end, in turn, in the literals between the texts of two messages that follow each other.
+
+    Args:
+        opened: whether an answer is open before them.
+        sides: the roles of the two messages; False at the beginning and at the end.
+        calling: whether the first one has an answer without a text, and is the last one.
+
+    Raises:
+        UnknownAnswersError: an assistant's text is in no answer, or another text in one.
+    """
+    key = (literal, opened, *sides, calling)
+    if (known := turns.cuts.get(key)) is None:
+        roles = [None if role is True else role or None for role in sides if role is not False]
+        before, after = None if sides[0] is False else 0, None if sides[1] is False else len(roles) - 1
+        ours = [turns.is_answer(role) for role in roles]
+        place = (before, range(0), after)
+        known = turns.cuts[key] = _cuts(literal, opened, place, roles, ours, turns, {0} if calling else ())
+    return known
 
 
 def _gaps(path: Path) -> Iterator[tuple[str, Ref | None]]:
@@ -260,10 +280,11 @@ class Answers:
         self._call, self._text, self.loss_on = call, call.text(), loss_on
         self._number = {1.0: 0} | {weight: number for number, weight in enumerate(weights, 1)}
         self._known: dict[str, Turns | None] = {}  # for each template: with tools, transformers may choose another one
-        _ = self._turns
+        _ = self.turns
 
     @property
-    def _turns(self) -> Turns | None:
+    def turns(self) -> Turns | None:
+        """How the template writes the turns of an assistant; None if it has `{% generation %}` blocks."""
         text = self._text
         if text not in self._known:
             self._known[text] = None if has_blocks(text) else Turns(self._call)
@@ -284,7 +305,7 @@ class Answers:
         roles = [dict(message).get("role") for message in shape]
         if self.loss_on == "marked" and (why_not := shape_problem(shape)):
             return Rejected(why_not)
-        if turns := self._turns:
+        if turns := self.turns:
             try:
                 path = with_answers(path, roles, turns)
             except UnknownAnswersError as error:
@@ -319,7 +340,7 @@ class Answers:
         Raises:
             UnknownAnswersError: they are unknown.
         """
-        turns, loss = self._turns, weights_of(messages) if self.loss_on == "marked" else []
+        turns, loss = self.turns, weights_of(messages) if self.loss_on == "marked" else []
         every = self.loss_on != "last" and all(weight == 1 for weight in loss)
         if turns is None:
             spans = self._blocks(messages, text) if blocks is None else blocks

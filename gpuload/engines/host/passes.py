@@ -15,19 +15,21 @@ for `RowRenderer`, which goes through the same automaton row by row.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gpuload.engines.conversations import EMPTY, NULL, OTHER, TEXTS
+from gpuload.engines.host.learned import learned_in_blocks, learned_in_texts
 from gpuload.engines.host.texts import Bools, Ints, characters
 from gpuload.engines.walk import Printed, PrintedSegments, Source, Walk
 from gpuload.template.automaton.nodes import Affine, Automaton, Place, TextSource
 from gpuload.template.automaton.rows import BEGIN, END, REASONING
 from gpuload.template.compiler import FEW_ROWS, FEWEST_ROWS
 from gpuload.template.program import ByReference, Operation, Predicate, Ref, holds
+from gpuload.template.turns import Turns
 
 Answer = str | npt.NDArray[Any]
 
@@ -79,9 +81,10 @@ class TogetherWalk:
     """
 
     def __init__(self, automaton: Automaton, seen: set[tuple[int, int]], walk: Walk) -> None:
-        self._nodes, self._heads, self._seen = automaton.nodes, automaton.heads, seen
+        self._nodes, self._heads, self._seen = automaton.nodes, set(automaton.heads.values()), seen
         self._walk, self._column = walk, walk.prompts
-        self._blocks = walk.program.answers is not None
+        self._answers = walk.program.answers
+        self._blocks = self._answers is not None and self._answers.turns is None
         self._kinds: dict[str, Ints] = {one.name: one.kind for one in self._column.fields}
         self._numbers: dict[Any, Ints] = {}
         self._texts: dict[Any, _Texts] = {}
@@ -104,7 +107,6 @@ class TogetherWalk:
         """
         renamed = self._with_reasoning(rows)
         self._others.append(rows[renamed])
-        heads = set(self._heads.values())
         waiting = {0: [rows[~renamed]]}
         while waiting:
             head = next(iter(waiting))  # the one at which rows have been for longest
@@ -117,18 +119,26 @@ class TogetherWalk:
                 number, some = steps.pop()
                 if not len(some):
                     continue
-                if number in heads:
+                if number in self._heads:
                     waiting.setdefault(number, []).append(some)
                 else:
                     steps += self._step(number, some)
         whole = np.zeros(len(self._count), bool)
         whole[_all(self._done)] = True
-        parts = []
-        for rows, place, source, messages, loss in self._parts:
-            kept = whole[rows]
-            some = messages if isinstance(source, str) else messages[kept]
-            parts.append(PrintedSegments(rows[kept], place[kept], source, some, loss))
-        return Printed(np.where(whole, self._count, 0), parts, self._rejected, _all(self._unknown), _all(self._others))
+        parts = [each.of(whole[each.rows]) for each in self._parts]
+        printed = Printed(
+            np.where(whole, self._count, 0), parts, self._rejected, _all(self._unknown), _all(self._others)
+        )
+        return printed if self._answers is None else self._with_answers(printed, self._answers.turns)
+
+    def _with_answers(self, printed: Printed, turns: Turns | None) -> Printed:
+        """The same with what has loss, without the rows of which that is not known."""
+        if turns is None:
+            return replace(printed, learned=learned_in_blocks(printed.parts, printed.count))
+        learned, others = learned_in_texts(turns, self._walk, printed.parts, printed.count)
+        printed.count[others] = 0
+        parts = [each.of(printed.count[each.rows] > 0) for each in printed.parts]
+        return replace(printed, parts=parts, others=_all([printed.others, others]), learned=learned)
 
     def _with_reasoning(self, rows: Ints) -> Bools:
         """(k,) bool: rows with reasoning, which the template sees under several names."""
@@ -148,7 +158,15 @@ class TogetherWalk:
         try:
             match name:
                 case "emit":
-                    rows = self._emit(parts[0], parts[1], parts[2] if self._blocks else "", rows)
+                    source, operations, loss = parts
+                    loss = loss if self._blocks else ""
+                    while (
+                        isinstance(source, str)
+                        and not loss
+                        and (more := self._literal(node.next.get(None))) is not None
+                    ):
+                        source, node = source + more, self._nodes[node.next[None]]
+                    rows = self._emit(source, operations, loss, rows)
                 case "enter":
                     self._register(parts[0])[rows] = -1
                 case "save":
@@ -167,7 +185,19 @@ class TogetherWalk:
         except _AloneError:
             self._others.append(rows)
             return []
+        if None not in node.next:  # another thread is about to add it
+            self._unknown.append(rows)
+            return []
         return [(node.next[None], rows)]
+
+    def _literal(self, number: int | None) -> str | None:
+        """What a node prints, if it is a literal outside of generation blocks, and no pass begins there."""
+        if number is None or number in self._heads:
+            return None
+        match self._nodes[number].instruction:
+            case ("emit", str() as literal, _, loss) if not (loss and self._blocks):
+                return literal
+        return None
 
     def _parted(self, following: Mapping[Any, int], rows: Ints, answers: Answer) -> list[tuple[int, Ints]]:
         """Where rows go on by their answers."""
@@ -188,7 +218,7 @@ class TogetherWalk:
         if name == "kind":
             return self._kind(parts[0], rows)
         if name == "ask":
-            return self._asked(parts[0], rows)
+            return self._question(parts[0], rows)
         if name == "compare":
             number = self._number(parts[1], rows)
             return rows, number < 0 if parts[0] == "<" else number == 0
@@ -216,7 +246,7 @@ class TogetherWalk:
         self._others.append(rows[~plain])
         return rows[plain], _WORDS[found[plain]]
 
-    def _asked(self, predicate: Predicate, rows: Ints) -> tuple[Ints, Answer]:
+    def _question(self, predicate: Predicate, rows: Ints) -> tuple[Ints, Answer]:
         source, operations = predicate.ref.message, predicate.ref.operations
         assert isinstance(source, TextSource)
         if source.kind == "register" and not operations:

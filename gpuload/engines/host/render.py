@@ -20,7 +20,7 @@ from gpuload.engines.conversations import Conversations, from_arrow
 from gpuload.engines.host.sanitize import mark_column, reject_unplain
 from gpuload.engines.host.texts import Bytes, HostTexts, Ints, gather
 from gpuload.engines.protocol import RenderedRows, TextColumn, Tokenized, add_seconds
-from gpuload.engines.walk import Operations, PrintedSegments, Walk
+from gpuload.engines.walk import Operations, Walk
 from gpuload.template.compiler import ChatProgram
 from gpuload.template.program import Answer
 
@@ -273,30 +273,18 @@ def _answers(walk: Walk, bounds: Ints, offsets: Ints) -> AnswerSpans:
         start.append(place[:, :, 0].ravel())
         end.append(place[:, :, 1].ravel())
         bits.append(np.full(len(some) * len(spans), LOSS))
-    for these in (_blocks(each.parts, bounds, offsets) for each in walk.printed):
-        for column, values in zip((rows, start, end), these, strict=True):
-            column.append(values)
-        bits.append(np.full(len(these.rows), LOSS))
+    for learned in (each.learned for each in walk.printed if each.learned is not None):
+        first = bounds[learned.rows]
+        ends = (offsets[first + learned.begin] + learned.begin_bytes, offsets[first + learned.end] + learned.end_bytes)
+        some = ends[0] < ends[1]
+        rows.append(learned.rows[some])
+        start.append((ends[0] - offsets[first])[some])
+        end.append((ends[1] - offsets[first])[some])
+        bits.append(np.full(int(some.sum()), LOSS))
     by_reference = AnswerSpans.of_rows(walk.answers)
     found = [np.concatenate([*parts, rest]) for parts, rest in zip((rows, start, end, bits), by_reference, strict=True)]
     order = np.lexsort((found[1], found[0]))
     return AnswerSpans(*(parts[order] for parts in found))
-
-
-def _blocks(parts: Sequence[PrintedSegments], bounds: Ints, offsets: Ints) -> Spans:
-    """Where generation blocks are: each from its first text to the last of those behind it that are in it."""
-    first, rows, more = [np.empty(0, np.int64)], [np.empty(0, np.int64)], np.zeros(len(offsets), bool)
-    for part in parts:
-        if part.loss == "first":
-            first.append(bounds[part.rows] + part.place)
-            rows.append(part.rows)
-        elif part.loss:
-            more[bounds[part.rows] + part.place] = True
-    begins, of_row = np.concatenate(first), np.concatenate(rows)
-    ends = begins + 1
-    while (longer := np.flatnonzero(more[ends])).size:  # as often as the longest block has further texts
-        ends[longer] += 1
-    return Spans(of_row, *(offsets[at] - offsets[bounds[of_row]] for at in (begins, ends)))
 
 
 class _Slices:

@@ -70,7 +70,7 @@ class HostTexts:
         elif name in ("lower", "upper") or (name == "replace" and len(arguments) == 2):
             return _rewritten(texts, operation)
         elif name not in _CUTS:  # others are rare: one text after the other
-            changed = [apply_operations(text, (operation,)) for text in _as_arrow(texts).to_pylist()]
+            changed = [apply_operations(text, (operation,)) for text in as_arrow_texts(texts).to_pylist()]
             return text_column(as_arrow(changed, pa.large_string()))
         else:
             mark = arguments[0].encode()
@@ -112,7 +112,7 @@ class HostTexts:
         for needle in needles:
             by_start.setdefault(needle[0], []).append(re.escape(needle))
         # Arrow's regular expressions search for a first byte that all alternatives share at memory speed.
-        column = _as_arrow(texts).cast(pa.large_binary()) if by_start else None
+        column = as_arrow_texts(texts).cast(pa.large_binary()) if by_start else None
         for some in by_start.values():
             for low in range(0, len(some), _NEEDLES):
                 hits = pc.match_substring_regex(column, "|".join(some[low : low + _NEEDLES]))
@@ -133,7 +133,7 @@ class HostTexts:
     @staticmethod
     def distinct(texts: TextColumn) -> tuple[Ints, Ints, Bools]:
         # Arrow compares the bytes themselves, so that no text is ever in a wrong group.
-        encoded = pc.dictionary_encode(_as_arrow(texts).cast(pa.large_binary()))
+        encoded = pc.dictionary_encode(as_arrow_texts(texts).cast(pa.large_binary()))
         group = as_numpy(encoded.indices).astype(np.int64)
         example = np.zeros(len(encoded.dictionary), np.int64)
         example[group[::-1]] = np.arange(len(texts))[::-1]  # the last assignment wins: each group's first text
@@ -243,7 +243,7 @@ def _is_utf8(texts: TextColumn) -> bool:
     return True
 
 
-def _as_arrow(texts: TextColumn) -> pa.LargeStringArray:
+def as_arrow_texts(texts: TextColumn) -> pa.LargeStringArray:
     """The texts as an Arrow array: a view where they follow each other without gaps, else a copy."""
     end = texts.start + texts.length
     if len(texts) and bool((texts.start[1:] == end[:-1]).all()):
@@ -321,7 +321,7 @@ def _strip(data: Bytes, start: Ints, end: Ints, characters: str, *, right: bool)
 
 
 def _rewritten(column: TextColumn, operation: Operation) -> TextColumn:
-    texts = _as_arrow(column)
+    texts = as_arrow_texts(column)
     if operation.name == "replace":
         old, new = operation.arguments
         return text_column(pc.replace_substring(texts, old, new))
@@ -337,7 +337,7 @@ def _rewritten(column: TextColumn, operation: Operation) -> TextColumn:
 
 def characters(texts: TextColumn) -> Ints:
     """(n,) how many characters each text has."""
-    return as_numpy(pc.utf8_length(_as_arrow(texts)))
+    return as_numpy(pc.utf8_length(as_arrow_texts(texts)))
 
 
 def gather(data: Bytes, start: Ints, end: Ints, which: Ints) -> tuple[Ints, Bytes]:

@@ -130,7 +130,7 @@ class RowRenderer:
     def known(self) -> tuple[Automaton, set[tuple[int, int]]] | None:
         """The automaton, and the pairs of nodes at which passes end, one after the other, in rows that were compared:
         for engines that send many rows through it at once. None if rows need more than what is printed."""
-        whole = self._answers is None or (self._blocks and self._answers.loss_on == "assistant")
+        whole = self._answers is None or self._answers.loss_on == "assistant"
         return (self._automaton, self._seen) if whole and not self.wrong else None
 
     def count_rows(self, rows: int) -> None:
