@@ -109,22 +109,17 @@ def with_answers(path: Path, roles: Sequence[str | None], turns: Turns, calling:
 def cuts_between(
     literal: str, opened: bool, sides: tuple[str | bool | None, ...], calling: bool, turns: Turns
 ) -> list[int]:
-    """Where answers begin and end, in turn, in the literals between the texts of two messages that follow each other.
+    """`_cuts` of the literals between the texts of two messages that follow each other.
 
     Args:
-        opened: whether an answer is open before them.
         sides: the roles of the two messages; False at the beginning and at the end.
         calling: whether the first one has an answer without a text, and is the last one.
-
-    Raises:
-        UnknownAnswersError: an assistant's text is in no answer, or another text in one.
     """
     key = (literal, opened, *sides, calling)
     if (known := turns.cuts.get(key)) is None:
-        roles = [None if role is True else role or None for role in sides if role is not False]
-        before, after = None if sides[0] is False else 0, None if sides[1] is False else len(roles) - 1
+        roles: list[Any] = [role for role in sides if role is not False]
+        place = (None if sides[0] is False else 0, range(0), None if sides[1] is False else len(roles) - 1)
         ours = [turns.is_answer(role) for role in roles]
-        place = (before, range(0), after)
         known = turns.cuts[key] = _cuts(literal, opened, place, roles, ours, turns, {0} if calling else ())
     return known
 

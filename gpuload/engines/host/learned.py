@@ -76,7 +76,7 @@ def learned_in_texts(turns: Turns, walk: Walk, parts: Sequence[PrintedSegments],
         The parts with loss of some rows, and the other ones of those that print something.
     """
     rows = np.flatnonzero(count)
-    pieces = _Pieces(walk, parts, count)
+    pieces = _PrintedRows(walk, parts, count)
     plain = pieces.plain(rows)
     found = rows[plain]
     gaps = pieces.gaps(found)
@@ -87,7 +87,7 @@ def learned_in_texts(turns: Turns, walk: Walk, parts: Sequence[PrintedSegments],
     return Learned(*(each[kept] for each in learned)), np.concatenate([rows[~plain], found[~known]])
 
 
-class _Pieces:
+class _PrintedRows:
     """What rows print, segment by segment.
 
     Attributes:

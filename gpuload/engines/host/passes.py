@@ -9,9 +9,9 @@ Rows of one shape share a tree (`walk.py`). Where nearly every row has another s
     3. rows meet again where passes begin, so that a column takes as many steps as its longest row has passes, times
        what a pass asks; for few rows they do not pay
 
-Rows come out with what they print, segment by segment. Rows that reach a node where no row has been, two passes that
-were not compared with transformers one after the other, or anything that is not a number, or a text of a message, are
-for `RowRenderer`, which goes through the same automaton row by row.
+Rows come out with what they print, segment by segment. Those that reach a node where no row has been, take two passes
+that were not compared one after the other, or need more than numbers and texts of messages, are for `RowRenderer`,
+which goes through the same automaton row by row.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,8 +27,7 @@ from gpuload.engines.host.texts import Bools, Ints, characters
 from gpuload.engines.walk import Printed, PrintedSegments, Source, Walk
 from gpuload.template.automaton.nodes import Affine, Automaton, Place, TextSource
 from gpuload.template.automaton.rows import BEGIN, END, REASONING
-from gpuload.template.compiler import FEW_ROWS, FEWEST_ROWS
-from gpuload.template.program import ByReference, Operation, Predicate, Ref, holds
+from gpuload.template.program import Operation, Predicate, Ref, holds
 from gpuload.template.turns import Turns
 
 Answer = str | npt.NDArray[Any]
@@ -47,28 +46,6 @@ class _Texts:
 
     messages: Ints
     sources: Ints
-
-
-def render_together(walk: Walk, rows: Ints) -> Ints:
-    """Sends rows through the automaton, which adds to `walk.printed`; returns those to be rendered one by one.
-
-    What the automaton does not know yet, it learns from some of the rows that take such a way, which are rendered one
-    by one: more of them each time.
-
-    Args:
-        rows: (k,) their numbers, ascending.
-    """
-    renderer, few, alone = walk.program.renderer(False), FEWEST_ROWS, [rows[:0]]
-    while len(rows) and not isinstance(renderer, ByReference) and (known := renderer.known) is not None:
-        found = TogetherWalk(*known, walk).of(rows)
-        renderer.count_rows(int((found.count > 0).sum()))
-        walk.printed.append(found)
-        walk.rejected.update(found.rejected)
-        alone.append(found.others)
-        some, rows = found.unknown[:few], found.unknown[few:]
-        walk.render_rows(dict.fromkeys(some.tolist(), FEW_ROWS))
-        few *= 2
-    return np.concatenate([*alone, rows])
 
 
 class TogetherWalk:
@@ -250,14 +227,10 @@ class TogetherWalk:
         source, operations = predicate.ref.message, predicate.ref.operations
         assert isinstance(source, TextSource)
         if source.kind == "register" and not operations:
-            register = self._texts_in(source.value)
             answers = np.full(len(rows), holds(Predicate(Ref(0), predicate.test, predicate.value), ""))
-            messages, sources = register.messages[rows], register.sources[rows]
-            for (field, done), number in self._sources.items():
-                here = (messages >= 0) & (sources == number)
-                if here.any():
-                    found = self._walk.answer(Predicate(Ref(0, field, done), predicate.test, predicate.value))
-                    answers[here] = found[messages[here]]
+            for (field, done), here, messages in self._registered(source.value, rows):
+                found = self._walk.answer(Predicate(Ref(0, field, done), predicate.test, predicate.value))
+                answers[here] = found[messages]
             return rows, answers
         rows, messages, (field, operations) = self._text(source, operations, rows)
         return rows, self._walk.answer(Predicate(Ref(0, field, operations), predicate.test, predicate.value))[messages]
@@ -271,14 +244,10 @@ class TogetherWalk:
             rows, messages, found = self._text(source, operations, rows)
             self._print(rows, found, messages, loss)
             return rows
-        register = self._texts_in(source.value)
         if operations or loss:
             raise _AloneError
-        messages, sources = register.messages[rows], register.sources[rows]
-        for known, number in self._sources.items():
-            here = (messages >= 0) & (sources == number)
-            if here.any():
-                self._print(rows[here], known, messages[here], loss)
+        for found, here, messages in self._registered(source.value, rows):
+            self._print(rows[here], found, messages, loss)
         return rows
 
     def _print(self, rows: Ints, source: str | Source, messages: Ints, loss: str) -> None:
@@ -327,6 +296,14 @@ class TogetherWalk:
         if name not in self._numbers:
             self._numbers[name] = np.zeros(len(self._count), np.int64)
         return self._numbers[name]
+
+    def _registered(self, name: Any, rows: Ints) -> list[tuple[Source, Bools, Ints]]:
+        """The texts that a register has of some rows, those that are not empty: by source, which rows, and of which
+        messages."""
+        texts = self._texts_in(name)
+        messages, sources = texts.messages[rows], texts.sources[rows]
+        found = [(source, (messages >= 0) & (sources == number)) for source, number in self._sources.items()]
+        return [(source, here, messages[here]) for source, here in found if here.any()]
 
     def _texts_in(self, name: Any) -> _Texts:
         if name not in self._texts:

@@ -21,8 +21,8 @@ from gpuload.engines.host.sanitize import mark_column, reject_unplain
 from gpuload.engines.host.texts import Bytes, HostTexts, Ints, gather
 from gpuload.engines.protocol import RenderedRows, TextColumn, Tokenized, add_seconds
 from gpuload.engines.walk import Operations, Walk
-from gpuload.template.compiler import ChatProgram
-from gpuload.template.program import Answer
+from gpuload.template.compiler import FEW_ROWS, FEWEST_ROWS, ChatProgram
+from gpuload.template.program import Answer, ByReference
 
 MOST_BYTES = 1 << 28
 """A column is rendered in slices of about this much text, which bounds the memory needed besides the result."""
@@ -190,9 +190,27 @@ def render_conversations(program: ChatProgram, column: Conversations) -> HostTex
 
 
 def _together(walk: Walk, rows: Ints) -> Ints:
-    from gpuload.engines.host.passes import render_together  # few loads need it
+    """Sends rows through the automaton, which adds to `walk.printed`; returns those to be rendered one by one.
 
-    return render_together(walk, rows)
+    What the automaton does not know yet, it learns from some of the rows that take such a way, which are rendered one
+    by one: more of them each time.
+
+    Args:
+        rows: (k,) their numbers, ascending.
+    """
+    from gpuload.engines.host.passes import TogetherWalk  # few loads need it
+
+    renderer, few, alone = walk.program.renderer(False), FEWEST_ROWS, [rows[:0]]
+    while len(rows) and not isinstance(renderer, ByReference) and (known := renderer.known) is not None:
+        found = TogetherWalk(*known, walk).of(rows)
+        renderer.count_rows(int((found.count > 0).sum()))
+        walk.printed.append(found)
+        walk.rejected.update(found.rejected)
+        alone.append(found.others)
+        some, rows = found.unknown[:few], found.unknown[few:]
+        walk.render_rows(dict.fromkeys(some.tolist(), FEW_ROWS))
+        few *= 2
+    return np.concatenate([*alone, rows])
 
 
 def write(walk: Walk) -> tuple[pa.LargeStringArray, Ints, Ints]:
