@@ -53,6 +53,7 @@ class ImageText(HostText):
 class ImageEngine(HostEngine):
     """The `Engine` of a load with images. For the arguments see `HostEngine`."""
 
+    may_be_few = False
     _reference: ImageReference
 
     def __init__(self, reference: Any, exact_only: bool = False, notes: tuple[str, ...] = ()):
