@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from gpuload.core.errors import OptionError
 from gpuload.core.options import COLUMN, POSITIVE, Must, check_fields, plain
-from gpuload.media.headers import MOST_PIXELS, CheckMedia
+from gpuload.media import MOST_PIXELS, CheckMedia
 
 ImageLoader = Literal["transpose", "pil"]
 Deliver = Literal["reference", "pil", "inputs"]
