@@ -132,6 +132,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="test GPU N (0) step by step instead, each in a process of its own, up to the first that fails",
     )
+    doctor.add_argument("--quick", action="store_true", help="show versions and GPUs only, in a second")
     doctor.add_argument("--gpu-step", help=argparse.SUPPRESS)  # one of the steps, in this process
     doctor.set_defaults(run=_doctor, parser=doctor)
 
@@ -359,11 +360,13 @@ def _export(given: argparse.Namespace, more: dict[str, Any]) -> int:
 def _doctor(given: argparse.Namespace) -> int:
     from gpuload.cli.doctor import diagnose
 
+    if given.quick and (given.require or given.gpu is not None):
+        given.parser.error("--quick tests nothing: use it alone")
     if given.gpu is not None:
         from gpuload.cli.ladder import climb, run_here
 
         return run_here(given.gpu_step, given.gpu) if given.gpu_step else climb(given.gpu)
-    return diagnose(given.require)
+    return diagnose(given.require, given.quick)
 
 
 def _cache(given: argparse.Namespace) -> int:
