@@ -14,7 +14,7 @@ In addition, within the seconds: up to 256 rows whose form is new (`shapes.py`),
 first; and one row for each combining mark in text that the tokenizer's normalizer changes, up to 64. A fast path that
 is wrong for them is wrong for one row in thousands, which a sample of text would miss.
 
-Of few rows, which the tokenizer itself has made (`engines/host/few.py`), the sample is a few of each batch.
+Of few rows, which the tokenizer itself has made (`engines/host/few.py`), the sample is the first few.
 
 Whatever the first three bounds are, at least one row of a load is compared. In `load`, all of this runs in a thread of
 its own, while later batches are rendered and encoded.
@@ -152,7 +152,8 @@ class Verifier:
         if not len(usable):
             return usable
         if self._by_tokenizer:
-            return usable[np.unique(np.linspace(0, len(usable) - 1, _OWN_ROWS).astype(np.int64))]
+            count = max(0, _OWN_ROWS - self.check.rows)
+            return usable[np.unique(np.linspace(0, len(usable) - 1, count).astype(np.int64))]
         share, nbytes = len(sizes) / self._total, int(sizes[usable].sum())
         self._rows += max(_ROWS * share, _SHARE * len(usable))
         self._bytes += max(_BYTES * share, _SHARE * nbytes)
