@@ -1,8 +1,8 @@
 """The first load of a process by number of rows, compared with the tokenizer row by row: `python -m bench.startup`.
 
-Each run is a process of its own, after the imports of torch and transformers and with the tokenizer open. What gpuload
-imports is in its seconds, that of pandas is not in those of the other. Row by row means a frame of pandas, and
-`apply_chat_template` for each row, to filter by length. gpuload is measured without anything on disk, not even what it
+Each run is a process of its own, forked from one that has imported torch, transformers and pandas and opened the
+tokenizer. What gpuload imports is in its seconds. Row by row means a frame of pandas, and `apply_chat_template` for
+each row, to filter by length. gpuload is measured without anything on disk, not even what it
 keeps of a tokenizer; again with that; and with the ids of the same rows cached.
 
 If GPULOAD_TOKENIZERS1 names a folder with `tokenizers` 1.0, the rows are also rendered by transformers and encoded by
@@ -13,9 +13,11 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,11 +29,10 @@ import pyarrow.parquet as pq
 from bench import documents
 from bench.data import SHARED, find_tokenizer
 from bench.environment import commit, machine, versions
-from bench.process import run_command
 from bench.startup_table import BY_ROW, BY_ROW_1, RECORD, startup_table, tokenizers1_table
 from gpuload.demo_data import demo_files
 
-_ROWS = (500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 150_000)
+_ROWS = (500, 1_000, 2_000, 8_000, 20_000)
 _LIMIT = 1_024
 
 
@@ -42,10 +43,10 @@ def write_datasets(directory: Path, rows: tuple[int, ...]) -> dict[str, dict[int
         tables["programming tasks"] = _prompts([SHARED / "datasets" / "code_prompts.parquet"])
         tables["prompts of many projects"] = _prompts(sorted((SHARED / "datasets" / "wild").glob("*.parquet")))
     files: dict[str, dict[int, Path]] = {}
-    for name, table in tables.items():
+    for place, (name, table) in enumerate(tables.items()):
         numbers = sorted({min(number, table.num_rows) for number in rows})
         for number in numbers:
-            file = directory / f"{len(files)}-{number}.parquet"
+            file = directory / f"{place}-{number}.parquet"
             # In the order of the files, some rows would be of one project only.
             step = table.num_rows / number
             pq.write_table(table.take(pa.array([int(k * step) for k in range(number)])), file)
@@ -66,13 +67,10 @@ def _prompts(files: list[Path]) -> pa.Table:
     return pa.concat_tables(found)
 
 
-def measure(task: dict[str, Any]) -> dict[str, Any]:
-    """One contender on one file."""
+def measure(task: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """One contender on one file, in this process."""
     import pandas as pd
-    import torch  # noqa: F401
-    from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(task["tokenizer"])
     tokenizer("x")
     if task["contender"] in (BY_ROW, BY_ROW_1):
         length_of = _length_of(tokenizer, task["contender"])
@@ -104,6 +102,27 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _in_child(task: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """`measure` in a new process, which has what this one has imported."""
+    assert not any(name.startswith(("gpuload.kinds", "gpuload.engines")) for name in sys.modules)
+    here, there = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.environ["GPULOAD_CACHE"] = task["cache"]
+            os.write(there, json.dumps(measure(task, tokenizer)).encode())
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)
+    os.close(there)
+    with open(here) as answer:
+        text = answer.read()
+    if os.waitpid(child, 0)[1]:
+        raise SystemExit(f"a run of {task['contender']} failed")
+    return dict(json.loads(text))
+
+
 def _length_of(tokenizer: Any, contender: str) -> Callable[[Any], int]:
     """How many ids a prompt has."""
     if contender == BY_ROW:
@@ -116,27 +135,35 @@ def _length_of(tokenizer: Any, contender: str) -> Callable[[Any], int]:
     )
 
 
+def _opened(name: str) -> Any:
+    """A tokenizer, after the imports that are in nobody's seconds. It must not encode here: after a fork it would not
+    use threads any more."""
+    import pandas  # noqa: F401
+    import torch  # noqa: F401
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(name)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rows-by-row", type=int, default=10_000, help="most rows that are measured row by row")
     parser.add_argument("--rows", type=int, nargs="+", default=_ROWS, help="numbers of rows")
     parser.add_argument("--quick", action="store_true", help="three numbers of rows, one run, no record")
     parser.add_argument("--tokenizer", help="directory or name; Qwen2.5 by default")
-    parser.add_argument("--task", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.task:
-        print(json.dumps(measure(json.loads(given.task))))
-        return
     repeats, rows = (1, (500, 5_000, 20_000)) if given.quick else (given.repeats, tuple(given.rows))
-    tokenizer = find_tokenizer(given.tokenizer)
+    sys.dont_write_bytecode = False  # installed packages are compiled
+    name_or_path = find_tokenizer(given.tokenizer)
+    tokenizer = _opened(name_or_path)
     record: dict[str, Any] = {
         "machine": machine(),
         "commit": commit(),
         "versions": versions(),
         "repeats": repeats,
         "command": shlex.join(["python", "-m", "bench.startup", *sys.argv[1:]]),
-        "tokenizer": Path(tokenizer).name,
+        "tokenizer": Path(name_or_path).name,
         "datasets": {},
     }
     with tempfile.TemporaryDirectory() as directory:
@@ -154,7 +181,7 @@ def main() -> None:
         print(tokenizers1_table(record))
 
 
-def _runs(file: str, tokenizer: str, by_row: bool, repeats: int, directory: Path) -> dict[str, list[Any]]:
+def _runs(file: str, tokenizer: Any, by_row: bool, repeats: int, directory: Path) -> dict[str, list[Any]]:
     """The answers of all contenders for one file, and that they agree."""
     found: dict[str, list[Any]] = {}
     for run in range(repeats):
@@ -165,14 +192,9 @@ def _runs(file: str, tokenizer: str, by_row: bool, repeats: int, directory: Path
             if contender == "known tokenizer":
                 for ids in (caches / "tokens").glob("*"):
                     ids.unlink()
-            task = {"contender": contender, "file": file, "tokenizer": tokenizer, "cache": str(caches)}
-            # Installed packages are compiled.
-            env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
-            env["GPULOAD_CACHE"] = str(caches)
-            done = run_command([sys.executable, "-m", "bench.startup", "--task", json.dumps(task)], env=env)
-            if done.returncode:
-                raise SystemExit(done.stderr[-4000:])
-            found.setdefault(contender, []).append(json.loads(done.stdout.splitlines()[-1]))
+            task = {"contender": contender, "file": file, "cache": str(caches)}
+            found.setdefault(contender, []).append(_in_child(task, tokenizer))
+        shutil.rmtree(caches, ignore_errors=True)
     counts = {(run["rows"], run["tokens"]) for runs in found.values() for run in runs}
     assert len(counts) == 1, counts
     return found

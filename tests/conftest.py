@@ -20,6 +20,7 @@ from tiers import SHARED, choose, header, shared, shared_tokenizers
 from gpuload.cache import store as cache
 from gpuload.cache.entry import read_entry
 from gpuload.demo_data import demo_files
+from gpuload.engines.host import few
 from gpuload.sources import batches
 from gpuload.template.automaton.rows import forget_templates
 
@@ -45,6 +46,7 @@ def _cache_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         patch.setenv("GPULOAD_CACHE", link_slow_caches(tmp_path_factory.mktemp("cache")))
         patch.setattr(cache, "read_entry", lambda *_, **__: None)
         patch.setattr(cache, "LEAST_BYTES", 0)  # tests of the cache have little data
+        patch.setattr(few, "FEW_ROWS", -1)  # and those of templates few rows
         yield
 
 

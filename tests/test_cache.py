@@ -217,9 +217,9 @@ def test_wrong_tokens_are_never_kept(
     """Not those of the file where one differs, and not those of any other file of the load."""
     real = cpu.host_encoder
 
-    def wrong(of: Any, nbytes: int) -> HostEncoder:
+    def wrong(*given: Any) -> HostEncoder:
         def encode(text: pa.LargeStringArray) -> Ragged:
-            ids = real(of, nbytes).encode(text)
+            ids = real(*given).encode(text)
             for row in range(len(ids)):
                 if text[row].as_py().startswith("<|im_start|>alone"):
                     ids[row][-1] += 1

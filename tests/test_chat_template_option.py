@@ -4,6 +4,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pyarrow as pa
 import pytest
 from conftest import user
@@ -12,6 +13,9 @@ from transformers import AutoTokenizer
 import gpuload
 from gpuload.core.errors import OptionError, TokenizerError
 from gpuload.reference.reference import Reference
+from gpuload.reference.template_call import TemplateCall
+from gpuload.reference.template_source import vendor_environment
+from gpuload.template.probe import WHITE_SPACE
 
 TABLE = pa.table({"prompt": [user("Hello"), user("there")]})
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -133,3 +137,32 @@ def test_prompts_that_differ_from_run_to_run_are_reported(template: str, reason:
         [f"prompts differ from run to run: {reason}"] if reason else []
     )
     assert report.check.rows == (0 if reason and "random" in reason else 2)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ x|nothing }}",
+        "{{ x is nothing }}",
+        "{% if x %}{{ x|nothing }}{% endif %}",
+        "{% for loop in x %}{{ loop }}{% endfor %}",
+        "{% for a in x %}{{ loop.index }}{% set loop = 1 %}{% endfor %}",
+        "{% block a %}{% endblock %}{% block a %}{% endblock %}",
+        "{% if x %}{% extends 'y' %}{% endif %}",
+        "{% macro m(caller, b) %}{{ caller() }}{% endmacro %}",
+        "{% macro m(a) %}{{ a }}{% endmacro %}{{ m(1) }}",
+        "{% set ns = namespace(a=1) %}{% for m in messages %}{% set ns.a = m.content|trim %}{{ ns.a }}{% endfor %}",
+    ],
+)
+def test_errors_that_only_the_compiler_finds_are_found(template: str, qwen: Any) -> None:
+    """Most templates are not compiled to look for them."""
+    try:
+        vendor_environment().compile(template, raw=True)  # type: ignore[union-attr]
+        expected = None
+    except jinja2.TemplateSyntaxError as error:
+        expected = f"line {error.lineno}: {error.message}"
+    assert TemplateCall(qwen, template).syntax_error() == expected
+
+
+def test_white_space_is_that_of_python() -> None:
+    assert "".join(filter(str.isspace, map(chr, range(0x110000)))) == WHITE_SPACE

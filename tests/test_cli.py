@@ -124,6 +124,25 @@ def test_doctor_tries_out_the_gpu_where_there_is_one(
     assert re.search(r"  cuda +works\n    prepare +\d", capsys.readouterr().out)
 
 
+@pytest.mark.parametrize("command", ["cache", "doctor --quick"])
+def test_what_needs_no_tokenizer_is_imported_quickly(command: str) -> None:
+    code = (
+        "import sys; from gpuload.cli.main import main; assert main(sys.argv[1:]) == 0;"
+        "print([m for m in ('torch', 'transformers', 'pandas') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *command.split()], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert ("packages" in done.stdout) == command.startswith("doctor")
+    assert "engines" not in done.stdout
+
+
+def test_doctor_does_not_test_and_require_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    for further in (["--require", "cpu"], ["--gpu"]):
+        with pytest.raises(SystemExit):
+            main(["doctor", "--quick", *further])
+        assert "--quick tests nothing: use it alone" in capsys.readouterr().err
+
+
 def test_doctor_without_a_gpu_starts_no_cuda() -> None:
     code = (
         "import sys, torch; from gpuload.cli.main import main; assert main(['doctor']) == 0;"

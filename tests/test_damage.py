@@ -32,7 +32,7 @@ resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
 encoders, real = [], engine.host_encoder
 
 
-def host_encoder(reference, nbytes):
+def host_encoder(reference, nbytes, as_whole):
     if not encoders:
         encoders.append(real(reference, nbytes))
     return encoders[0]

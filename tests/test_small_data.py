@@ -43,6 +43,23 @@ def test_what_a_first_load_does_not_import(modules: set[str]) -> None:
     others = ("cuda", "engine", "kernels", "render")
     assert {f"gpuload.engines.device.{name}" for name in others}.isdisjoint(modules)
     assert {"pandas", "gigatoken", "awkward", "cupy", "datasets", "multiprocessing.synchronize"}.isdisjoint(modules)
+    assert {"gpuload.media.headers", "gpuload.template.automaton.rows"}.isdisjoint(modules)
+
+
+COLLECTIONS = """
+import gc, torch, gpuload
+
+seen = []
+gc.callbacks.append(lambda phase, about: seen.append(about["generation"]))
+gpuload.load
+print(seen, gc.isenabled())
+"""
+
+
+def test_the_package_is_imported_without_garbage_collections() -> None:
+    """There is at most one at the end, of the new objects (start and stop); without the pause there are some dozens."""
+    done = subprocess.run([sys.executable, "-c", COLLECTIONS], stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout.strip() in ("[] True", "[0, 0] True")
 
 
 def test_ids_of_little_data_are_cached_for_tokenizers_given_by_name(

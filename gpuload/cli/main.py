@@ -141,6 +141,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--kernel", metavar="NAME", help="with --dump: only launches of this kernel")
     doctor.add_argument("--replay", type=Path, metavar="DIR", help="repeat saved launches on the host; needs no GPU")
+    doctor.add_argument("--quick", action="store_true", help="show versions and GPUs only, in a second")
     doctor.add_argument("--gpu-step", help=argparse.SUPPRESS)  # one of the steps, in this process
     doctor.set_defaults(run=_doctor, parser=doctor)
 
@@ -368,13 +369,15 @@ def _export(given: argparse.Namespace, more: dict[str, Any]) -> int:
 def _doctor(given: argparse.Namespace) -> int:
     from gpuload.cli.doctor import diagnose
 
+    if given.quick and (given.require or given.gpu is not None or given.replay):
+        given.parser.error("--quick tests nothing: use it alone")
     if (given.dump and given.gpu is None) or (given.kernel and not given.dump):
         given.parser.error("--dump needs --gpu, and --kernel needs --dump")
     if given.gpu is not None or given.replay:
         from gpuload.cli import ladder
 
         return ladder.run(given.gpu, given.gpu_step, given.dump, given.kernel, given.replay)
-    return diagnose(given.require)
+    return diagnose(given.require, given.quick)
 
 
 def _cache(given: argparse.Namespace) -> int:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gpuload.core.memory import garbage_collection_paused
+
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The `__getattr__` and the `__dir__` of a package whose names are imported on first access.
@@ -19,7 +21,8 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module, _, other = homes[name].partition(":")
-        return getattr(importlib.import_module(module, package), other or name)
+        with garbage_collection_paused():  # imports make many objects, and hardly any garbage
+            return getattr(importlib.import_module(module, package), other or name)
 
     return look_up, lambda: sorted(homes)
 

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gpuload.dataset.notebook import lines_html
+from gpuload.engines.host.few import FEW
 
 _EXAMPLES = 5
 _MOST_REJECTED = 1 / 5  # of the rows; beyond, a warning is given
@@ -121,6 +122,11 @@ class Report:
     def rows_by_reference(self) -> int:
         """Rows rendered by transformers, one by one."""
         return sum(self.by_reference.values())
+
+    @property
+    def rows_slow(self) -> int:
+        """Those of them that would be rendered faster if their template could be compiled: none of few rows."""
+        return self.rows_by_reference - self.by_reference.get(FEW, 0)
 
     @property
     def refused(self) -> dict[str, int]:
@@ -256,6 +262,8 @@ class Report:
         """The rows rendered by transformers: how many, their share of the time of rendering, and why."""
         if not self.by_reference:
             return []
+        if not self.rows_slow:
+            return [f"             {self.rows_by_reference:,} rows rendered by transformers: {FEW}"]
         rows, rendering = self.rows_by_reference, self.seconds.get("render", 0.0)
         shares = f"{rows / (rows + self.rows_compiled):.0%} of the rows"
         share = min(self.reference_seconds / rendering, 1) if rendering else 0.0

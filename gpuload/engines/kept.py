@@ -52,6 +52,7 @@ class KeptEngine:
             self._loads += 1
             return self._engine
         engine = self._build(options, reference, exact_only)
+        engine.loading()  # more than the rows of this load, however few they are
         self._engine = engine if isinstance(engine, HostEngine) else None
         self._state, self._tokenizer, self._loads = state, reference.tokenizer, 1
         return engine

@@ -353,11 +353,16 @@ class Engine(Protocol):
     def lost(self) -> str | None:
         """Why nothing in this process can use the engine's device any more, or None; asked after a failure."""
 
-    def loading(self, nbytes: int | None = None) -> AbstractContextManager[Any]:
+    @property
+    def by_tokenizer(self) -> bool:
+        """Whether the tokenizer itself renders and encodes the rows of this load, because they are few."""
+
+    def loading(self, nbytes: int | None = None, rows: int | None = None) -> AbstractContextManager[Any]:
         """Surrounds the stages of one load: memory allocated inside is released at its end.
 
         Args:
-            nbytes: about how many bytes of prompts are read; None if that is not known.
+            nbytes: about how many bytes of prompts are read; None if that is not known, or if more loads follow.
+            rows: how many rows are read; None likewise.
         """
 
     def read(self, source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, Prompts]]:

@@ -20,8 +20,8 @@ def findings(found: Statistics) -> list[str]:
         made.append(f"Nothing is learned from {rows(found.equal_pairs)} in which chosen equals rejected.")
     if report.control_rows and not report.sanitized:
         made.append(f"Text of control tokens in messages becomes control tokens, in {rows(report.control_rows)}.")
-    if report.rows_by_reference:
-        made.append(f"transformers renders {rows(report.rows_by_reference)} one by one, which is slow.")
+    if report.rows_slow:
+        made.append(f"transformers renders {rows(report.rows_slow)} one by one, which is slow.")
     return made
 
 

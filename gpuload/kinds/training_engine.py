@@ -65,6 +65,7 @@ class TrainingEngine(HostEngine):
         notes: further lines for the report.
     """
 
+    may_be_few = False
     _reference: TrainingReference
 
     def __init__(self, reference: Any, exact_only: bool = False, notes: tuple[str, ...] = ()):

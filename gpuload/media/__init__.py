@@ -1,1 +1,8 @@
 """Images of prompts: their sizes, and what a processor makes of sizes."""
+
+from typing import Literal
+
+CheckMedia = Literal["header", "tail", "decode"]
+
+MOST_PIXELS = 178_956_970
+"""Pixels from which Pillow refuses an image as a decompression bomb."""

@@ -11,12 +11,9 @@ import struct
 import warnings
 import zlib
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-CheckMedia = Literal["header", "tail", "decode"]
-
-MOST_PIXELS = 178_956_970
-"""Pixels from which Pillow refuses an image as a decompression bomb."""
+from gpuload.media import MOST_PIXELS, CheckMedia
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF", "TGA", "ICO", "DIB")
 _BEGINNING = 1 << 13  # bytes that most headers fit into

@@ -99,10 +99,13 @@ class RiskFinder:
                 if over() or len(found) >= most:
                     return list(found)
                 some = wide[start : start + _SEARCHED_ROWS]
-                self._other_marks = self._other_marks or _pattern_of(_combining() - self._marks)
-                some = some[_matches(texts.take(as_arrow(some)), self._other_marks)]
-                for row, text in zip(rows[some].tolist(), texts.take(as_arrow(some)).to_pylist(), strict=True):
-                    if usable[row] and len(found) < most and self._has_new_marks(text):
+                some = some[usable[rows[some]]]
+                if texts.take(as_arrow(some)).nbytes > _LARGE:
+                    self._other_marks = self._other_marks or _pattern_of(_combining() - self._marks)
+                    some = some[_matches(texts.take(as_arrow(some)), self._other_marks)]
+                found_texts = texts.take(as_arrow(some)).cast(pa.large_binary()).to_pylist()
+                for row, text in zip(rows[some].tolist(), found_texts, strict=True):
+                    if len(found) < most and self._has_new_marks(text.decode(errors="replace")):
                         found[row] = None
         return list(found)
 

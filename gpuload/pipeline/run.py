@@ -253,9 +253,9 @@ def _run(job: Job[Dataset], engine: Engine) -> Dataset:
     # One of several ranks that share the rows looks at a sample of its own: so it is said once.
     looks = job.ranks is None or not job.ranks.rank
     finders = job.kind.finders(mode, job.reference, num_rows) if looks else ()
-    verifier = Verifier(mode, job.reference, num_rows, finders)
     with ExitStack() as stack:
-        stack.enter_context(engine.loading(_prompt_bytes(sources, wanted, options)))
+        stack.enter_context(engine.loading(_prompt_bytes(sources, wanted, options), num_rows))
+        verifier = Verifier(mode, job.reference, num_rows, finders, engine.by_tokenizer)
         # A template that prints the date must print the same one for all rows.
         clock = stack.enter_context(job.reference.clock_stopped())
         kept = choose_keeper(sources, wanted, engine, job.reference, clock, options, report)

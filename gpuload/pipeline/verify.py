@@ -14,6 +14,8 @@ In addition, within the seconds: up to 256 rows whose form is new (`shapes.py`),
 first; and one row for each combining mark in text that the tokenizer's normalizer changes, up to 64. A fast path that
 is wrong for them is wrong for one row in thousands, which a sample of text would miss.
 
+Of few rows, which the tokenizer itself has made (`engines/host/few.py`), the sample is the first few.
+
 Whatever the first three bounds are, at least one row of a load is compared. In `load`, all of this runs in a thread of
 its own, while later batches are rendered and encoded.
 """
@@ -43,6 +45,7 @@ _BYTES = 64 << 10
 _SEARCHED_BYTES = 2 << 20
 _ROW_BYTES = 1 << 20
 _LEAST_ROWS = 16  # per batch that is sampled: choosing rows has a fixed cost
+_OWN_ROWS = 8  # of the tokenizer's own: there is nothing else to find than that two of its calls differ
 _SHARE = 1 / 1024  # of the rows, and of the bytes of text, that are compared
 _SEARCHED_SHARE = 1 / 256  # of the bytes of text
 _SHAPE_ROWS = 256
@@ -65,6 +68,7 @@ class Verifier:
         reference: the tokenizer.
         rows: how many rows there will be in all; batches share the sample by their size.
         finders: what else looks at the rows.
+        by_tokenizer: whether all rows are the tokenizer's own, because they are few. Then a sample is a few of them.
 
     Attributes:
         check: the outcome so far.
@@ -72,8 +76,16 @@ class Verifier:
         shapes: number of a shape → whether a row of it was compared. Other processes have the same numbers.
     """
 
-    def __init__(self, mode: Verify, reference: Reference, rows: int, finders: Sequence[Finder] = ()):
+    def __init__(
+        self,
+        mode: Verify,
+        reference: Reference,
+        rows: int,
+        finders: Sequence[Finder] = (),
+        by_tokenizer: bool = False,
+    ):
         self._mode = mode
+        self._by_tokenizer = by_tokenizer
         self._reference = reference
         self._total = rows
         self._rng = np.random.default_rng(0)
@@ -139,6 +151,9 @@ class Verifier:
         usable = np.flatnonzero((sizes >= 0) & (sizes <= _ROW_BYTES))
         if not len(usable):
             return usable
+        if self._by_tokenizer:
+            count = max(0, _OWN_ROWS - self.check.rows)
+            return usable[np.unique(np.linspace(0, len(usable) - 1, count).astype(np.int64))]
         share, nbytes = len(sizes) / self._total, int(sizes[usable].sum())
         self._rows += max(_ROWS * share, _SHARE * len(usable))
         self._bytes += max(_BYTES * share, _SHARE * nbytes)

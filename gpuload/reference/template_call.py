@@ -13,15 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, TypeVar
 
 import jinja2
-import jinja2.nodes
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gpuload.reference.control_tokens import ControlTokens, added_control_tokens, sanitizing_is_known
 from gpuload.reference.deadline import Deadline, EndlessError
+from gpuload.reference.template_source import examined
 
 _Rendered = TypeVar("_Rendered")
 
@@ -161,7 +160,7 @@ class TemplateCall:
         if self.sanitizes:
             return ControlTokens(self.tokenizer, self.tokenizer._get_control_tokens(self.text()))
         try:
-            literals, _ = _examined(self.text())
+            literals, _ = examined(self.text())
         except Exception:  # no template, or none that can be parsed
             literals = ""
         return ControlTokens(self.tokenizer, added_control_tokens(self.tokenizer, literals))
@@ -201,7 +200,7 @@ class TemplateCall:
         Raises:
             ValueError: the tokenizer has no such template.
         """
-        return _examined(self.text())[1]
+        return examined(self.text())[1]
 
     def not_compilable_reason(self) -> str | None:
         """Return why this call cannot be compiled at all, or None.
@@ -291,29 +290,6 @@ class TemplateCall:
                     clock["strftime_now"] = own
 
 
-@lru_cache
-def _examined(template: str) -> tuple[str, str | None]:
-    """The text and the string constants of a template, separated by null characters, as transformers collects them; and
-    its error, if it has one."""
-    environment = vendor_environment()
-    if environment is None:
-        return template, None
-    # Compiling evaluates constant expressions, which have no limits. It does not evaluate operators that are
-    # intercepted and filters that need the context.
-    environment.intercepted_binops = frozenset(environment.binop_table)
-    environment.filters = dict.fromkeys(environment.filters, jinja2.pass_context(lambda *_: ""))
-    literals = ""
-    try:
-        tree = environment.parse(template)
-        found = {node.data for node in tree.find_all(jinja2.nodes.TemplateData)}
-        found |= {node.value for node in tree.find_all(jinja2.nodes.Const) if isinstance(node.value, str)}
-        literals = "\0".join(found)
-        environment.compile(tree, raw=True)
-    except jinja2.TemplateSyntaxError as error:
-        return literals, f"line {error.lineno}: {error.message}"
-    return literals, None
-
-
 def _characters(value: Any) -> int:
     """How many characters the texts in plain data have."""
     if isinstance(value, str):
@@ -344,20 +320,6 @@ def _in_child() -> None:
 
 os.register_at_fork(after_in_child=_in_child)
 _stopped: dict[int, tuple[int, Any]] = {}  # id of a template's globals → number of open blocks, original function
-
-
-def vendor_environment() -> ImmutableSandboxedEnvironment | None:
-    """Return a new environment as transformers creates it for each template; None if it has another type."""
-    try:
-        from transformers.utils import chat_template_utils
-
-        # Compile an empty template to get at the environment. Compiling the real one here would evaluate its constant
-        # expressions before any limit is in place. Without the function's cache: callers change the environment.
-        compiled = inspect.unwrap(chat_template_utils._compile_jinja_template)("")
-    except (ImportError, AttributeError):
-        return None
-    environment = getattr(compiled, "environment", None)
-    return environment if type(environment) is ImmutableSandboxedEnvironment else None
 
 
 def rejection(error: Exception) -> str:

@@ -28,7 +28,7 @@ import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gpuload.reference.deadline import EndlessError
-from gpuload.reference.template_call import vendor_environment
+from gpuload.reference.template_source import parsed, vendor_environment
 from gpuload.template.bounds import call_size, deep_size, filter_size, operator_size, size
 from gpuload.template.output import Output, output_of
 from gpuload.template.rope import TEXT_METHODS, Rope, SplitText, join
@@ -92,7 +92,7 @@ class TracingTemplate:
             raise NotCompilableError("this version of transformers creates its Jinja environment in an unsupported way")
         _instrument(environment, meter)
         self._extend(environment)
-        tree = environment.parse(text)
+        tree = parsed(text, environment)
         self._rewrite(tree)
         # Jinja has no hook for loops: insert a call to a no-op, which `counted_call` counts, into every loop body.
         for loop in tree.find_all(jinja2.nodes.For):

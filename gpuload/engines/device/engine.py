@@ -134,7 +134,11 @@ class DeviceEngine:
     def lost(self) -> str | None:
         return self._kernels.lost()
 
-    def loading(self, nbytes: int | None = None) -> AbstractContextManager[Any]:
+    @property
+    def by_tokenizer(self) -> bool:
+        return False
+
+    def loading(self, nbytes: int | None = None, rows: int | None = None) -> AbstractContextManager[Any]:
         return self._kernels.loading()
 
     def read(self, source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, Prompts]]:

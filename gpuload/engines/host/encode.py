@@ -73,11 +73,12 @@ class HostEncoder:
     live: bool = False
 
 
-def host_encoder(reference: Reference, nbytes: int | None = None) -> HostEncoder:
+def host_encoder(reference: Reference, nbytes: int | None = None, as_whole: bool = False) -> HostEncoder:
     """The fastest encoder that is exact for the reference's tokenizer.
 
     Args:
         nbytes: about how many bytes of prompts it will encode; None for many.
+        as_whole: whether they are so few that texts are encoded as they are (`few.py`).
     """
     by_itself = HostEncoder(
         f"{type(reference.tokenizer).__name__}, text by text",
@@ -89,7 +90,7 @@ def host_encoder(reference: Reference, nbytes: int | None = None) -> HostEncoder
     unused: list[str] = []
     texts = acceptance_texts(reference)
     expected = reference.encode_many(texts)
-    for make in _makers(reference, nbytes):
+    for make in (_tokenizers,) if as_whole else _makers(reference, nbytes):
         name = make.__name__.strip("_")
         try:
             encoder = make(reference)

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -13,6 +13,7 @@ import torch
 from gpuload.core.arrays import Ragged
 from gpuload.core.arrow import fill_null
 from gpuload.engines.batches import BatchLayout
+from gpuload.engines.host import few
 from gpuload.engines.host.batches import HostBatches
 from gpuload.engines.host.encode import HostEncoder, host_encoder, needs_itself
 from gpuload.engines.host.prompts import BY_PROMPT, render_column, render_rows
@@ -43,9 +44,11 @@ class HostEngine:
     Attributes:
         program: the compiled chat template.
         by_prompt: whether the tokenizer object renders and encodes prompt by prompt, in one step.
+        may_be_few: whether transformers renders the rows of a load that has few of them.
     """
 
     name = "cpu"
+    may_be_few: ClassVar[bool] = True
     device = torch.device("cpu")
 
     def __init__(self, reference: Reference, exact_only: bool = False, notes: tuple[str, ...] = ()):
@@ -55,6 +58,7 @@ class HostEngine:
         self._by_prompt: bool | None = None
         self._building: Future[HostEncoder] | None = None
         self._nbytes: int | None = None
+        self._few = self._lasting = False
         self._spans: TokenSpans | None = None
 
     @property
@@ -78,7 +82,7 @@ class HostEngine:
         with self._lock:
             if self._building is None:
                 thread = ThreadPoolExecutor(1, "encoder")
-                self._building = thread.submit(host_encoder, self._reference, self._nbytes)
+                self._building = thread.submit(host_encoder, self._reference, self._nbytes, self.by_tokenizer)
                 thread.shutdown(wait=False)
             return self._building
 
@@ -120,8 +124,17 @@ class HostEngine:
     def host(self) -> "HostEngine":
         return self
 
-    def loading(self, nbytes: int | None = None) -> AbstractContextManager[Any]:
+    @property
+    def by_tokenizer(self) -> bool:
+        return self._few and self._nbytes is not None and self._nbytes <= few.WHOLE_BYTES
+
+    def loading(self, nbytes: int | None = None, rows: int | None = None) -> AbstractContextManager[Any]:
         self._nbytes = nbytes
+        if nbytes is None or rows is None:
+            self._lasting = True
+        else:
+            rendered = self.may_be_few and self._reference.uses_template and not self._reference.sanitizes
+            self._few = rendered and not self._lasting and few.are_few(nbytes, rows)
         return nullcontext()
 
     def again(self) -> bool:
@@ -148,6 +161,8 @@ class HostEngine:
         assert isinstance(prompts, ArrowPrompts)
         if self.by_prompt:
             return render_rows(prompts.column, self._reference, self.program, with_ids=True, why=BY_PROMPT)
+        if self._few:
+            return render_rows(prompts.column, self._reference, self.program, why=few.FEW)
         return render_column(prompts.column, self._reference, self.program)
 
     def encode(self, text: HostText) -> Tokenized:

@@ -79,6 +79,7 @@ def render_messages(
     return render_conversations(program, from_rows(HostTexts(), rows, rejected, plain))
 
 
+@garbage_collection_paused()
 def render_rows(
     prompts: pa.Array, reference: Reference, program: ChatProgram | None = None, with_ids: bool = False, *, why: str
 ) -> HostText:

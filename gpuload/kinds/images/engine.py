@@ -55,6 +55,7 @@ class ImageText(HostText):
 class ImageEngine(HostEngine):
     """The `Engine` of a load with images. For the arguments see `HostEngine`."""
 
+    may_be_few = False
     _reference: ProcessorReference
 
     def __init__(self, reference: Any, exact_only: bool = False, notes: tuple[str, ...] = ()):

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from gpuload.core.errors import DataError, OptionError
 from gpuload.core.options import COLUMN, POSITIVE, Must, Options, check_fields, nearest, plain
-from gpuload.media.headers import MOST_PIXELS, CheckMedia
+from gpuload.media import MOST_PIXELS, CheckMedia
 from gpuload.sources.read import Source
 
 ImageLoader = Literal["transpose", "pil"]

@@ -56,6 +56,7 @@ _TAIL = 512  # characters at the end of a prompt in which its last special token
 class ServedEngine(HostEngine):
     """The `Engine` of a load of rows as served. For the arguments see `HostEngine`."""
 
+    may_be_few = False
     _reference: ServedReference
 
     def __init__(self, reference: Any, exact_only: bool = False, notes: tuple[str, ...] = ()):

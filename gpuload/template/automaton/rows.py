@@ -25,7 +25,8 @@ from typing import Any
 import jinja2
 
 from gpuload.reference.deadline import EndlessError
-from gpuload.reference.template_call import TemplateCall, describe_error, rejection, vendor_environment
+from gpuload.reference.template_call import TemplateCall, describe_error, rejection
+from gpuload.reference.template_source import vendor_environment
 from gpuload.template.answers import Answers, has_blocks, spans_in_bytes
 from gpuload.template.automaton.environment import RecordingTemplate
 from gpuload.template.automaton.functions import Functions
