@@ -206,7 +206,7 @@ class Report:
         if self.rejected:
             lines.append(self.reasons())
         if self.rows_kept:
-            mean = self.tokens / self.rows_kept
+            mean = self.tokens / self.counts.get("rows as served", self.rows_kept)
             lines.append(
                 f"  tokens     {self.tokens:,}; {self.shortest:,} to {self.longest:,} per row, mean {mean:,.0f}"
             )

@@ -38,7 +38,7 @@ from gpuload.kinds.prefixes import cutting_tokens
 from gpuload.kinds.served.columns import ColumnFinder, ColumnTurns
 from gpuload.kinds.served.reference import ServedReference
 from gpuload.kinds.served.sampled import is_sampled
-from gpuload.kinds.served.stored import LOST, WITHOUT_THINKING, ServedRows, single_rows
+from gpuload.kinds.served.stored import EMPTY_THINKING, LOST, WITHOUT_THINKING, ServedRows, single_rows
 from gpuload.kinds.served.texts import ServedText, TextTurns, byte_count, joined_rows, maximal
 from gpuload.kinds.served.turns import NO_BLOCK, SWITCHES, Turn
 from gpuload.kinds.training_engine import why_by_row
@@ -258,6 +258,7 @@ class ServedEngine(HostEngine):
                     else:
                         made.counts[LOST] += turn.lost
                         made.counts[WITHOUT_THINKING] += turn.without_thinking
+                        made.counts[EMPTY_THINKING] += turn.empties
             words.append(made.words())
         stored = joined_rows(words)
         numbers = np.array(list(text.conversations), np.int64)

@@ -14,7 +14,16 @@ from typing import Any, Protocol
 import numpy as np
 
 from gpuload.core.options import History
-from gpuload.kinds.served.stored import LOST, MERGED, RESAMPLED, REWRITTEN, WITHOUT_THINKING, LearnedAnswer, ServedRows
+from gpuload.kinds.served.stored import (
+    EMPTY_THINKING,
+    LOST,
+    MERGED,
+    RESAMPLED,
+    REWRITTEN,
+    WITHOUT_THINKING,
+    LearnedAnswer,
+    ServedRows,
+)
 from gpuload.kinds.served.turns import FAILS, NOTHING, OTHER_IDS, Turn, TurnWriter
 from gpuload.reference.template_call import TemplateCall
 
@@ -99,7 +108,8 @@ class _Sampled:
         if message.get(PROMPT_IDS) not in (None, prompt):
             return OTHER_IDS
         answer, merged = reference.answer(turn, [(0, len(turn.answer))], bits)
-        for which, counted in ((LOST, turn.lost), (MERGED, merged), (WITHOUT_THINKING, turn.without_thinking)):
+        found = (LOST, turn.lost), (MERGED, merged), (WITHOUT_THINKING, turn.without_thinking)
+        for which, counted in (*found, (EMPTY_THINKING, turn.empties)):
             self.counts[which] += counted
         if answer.ids[: answer.begin].tolist() == prompt:
             return answer
