@@ -56,7 +56,7 @@ def _cuts(found: Checked, trainer: CheckedTrainer | None) -> bool:
     if found.kind == "prompts":
         return found.overlong != "drop" and trainer in (None, "verl")
     if trainer == "trl":
-        return _as_served(found) or found.overlong != "drop" or not _is_prepared(found)
+        return bool(_as_served(found)) or found.overlong != "drop" or not _is_prepared(found)
     return (found.overlong != "drop" and trainer is None) or trainer == "verl"
 
 

@@ -61,8 +61,8 @@ def given_answers(
         except Exception:
             made.append(GivenAnswer(message, number, None, None))
             continue
-        turn = writer.turn(messages, number)
-        turn = turn if isinstance(turn, Turn) and turn.prompt == prompt else None
+        written = writer.turn(messages, number)
+        turn = written if isinstance(written, Turn) and written.prompt == prompt else None
         base, rest = None, ""
         if reference.history == "sampled":
             base = next((at for text, at in reversed(known) if prompt.startswith(text)), None)
