@@ -407,6 +407,19 @@ def test_conversations_of_several_files_have_numbers_of_their_own(qwen: Any, tmp
     assert prompts.take(["conversation", "turn"]) == {"conversation": [0, 0, 1, 1], "turn": [1, 3, 1, 3]}
 
 
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_turns_of_dropped_conversations_are_counted(qwen: Any, store: str) -> None:
+    """By reason, like those of conversations that are kept."""
+    silent = [MESSAGES[0], {"role": "assistant", "content": "4."}]
+    data = load(
+        qwen, [MESSAGES, silent, silent * 2, [*MESSAGES, *silent]], chat_template=STRIPPING,
+        missing_reasoning="skip", store=store, token_cache=False,
+    )  # fmt: skip
+    assert data.report.rows_kept == 2
+    assert data.report.counts["turns not learned: the answer has no reasoning (missing_reasoning='skip')"] == 4
+    assert data.report.counts["answers learned"] == 4
+
+
 def test_prompts_of_some_conversations(qwen: Any) -> None:
     """`max_samples` counts conversations, not prompts."""
     table = pa.table({"messages": [MESSAGES[: 2 + 2 * (k % 2)] for k in range(6)], "k": list(range(6))})

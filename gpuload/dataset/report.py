@@ -144,6 +144,11 @@ class Report:
         if len(examples) < _EXAMPLES:
             examples.append(place)
 
+    def count(self, counts: Mapping[str, int]) -> None:
+        """Adds to `counts`."""
+        for name, count in counts.items():
+            self.counts[name] = self.counts.get(name, 0) + count
+
     def add(self, other: "Report") -> None:
         """Adds what another process has done for the same load, at the same time."""
         for name in ("rows_read", "overlong", "rows_compiled", "rows_fallback", "control_rows", "text_bytes"):
