@@ -324,6 +324,8 @@ def test_what_cannot_be_done_is_an_error_at_once(
         read_prompts([one, other], qwen_folder)
     with pytest.raises(OptionError, match="unknown option max_lenght: did you mean max_length"):
         read_chats(few, qwen_folder, max_lenght=3)
+    with pytest.raises(OptionError, match="not made on a Ray cluster yet: use load or load_chats"):
+        read_chats(few, qwen_folder, turns="served", format="text")
     with pytest.raises(OptionError, match="padding='no'"):
         collate_fn(read_prompts(one, qwen_folder, chat_template=None), "no")  # type: ignore[arg-type]
 

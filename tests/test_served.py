@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from template_cases import TEMPLATES
-from tiers import exhaustive, shared
+from tiers import PART, exhaustive, shared
 
 import gpuload
 from gpuload.cli.main import main
@@ -407,6 +407,34 @@ def test_conversations_of_several_files_have_numbers_of_their_own(qwen: Any, tmp
     assert prompts.take(["conversation", "turn"]) == {"conversation": [0, 0, 1, 1], "turn": [1, 3, 1, 3]}
 
 
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_turns_of_dropped_conversations_are_counted(qwen: Any, store: str) -> None:
+    """By reason, like those of conversations that are kept."""
+    silent = [MESSAGES[0], {"role": "assistant", "content": "4."}]
+    data = load(
+        qwen, [MESSAGES, silent, silent * 2, [*MESSAGES, *silent]], chat_template=STRIPPING,
+        missing_reasoning="skip", store=store, token_cache=False,
+    )  # fmt: skip
+    assert data.report.rows_kept == 2
+    assert data.report.counts["turns not learned: the answer has no reasoning (missing_reasoning='skip')"] == 4
+    assert data.report.counts["answers learned"] == 4
+
+
+def test_prompts_of_some_conversations(qwen: Any) -> None:
+    """`max_samples` counts conversations, not prompts."""
+    table = pa.table({"messages": [MESSAGES[: 2 + 2 * (k % 2)] for k in range(6)], "k": list(range(6))})
+    options: dict[str, Any] = {"prompt_key": "messages", "turns": "served", "progress": False}
+    whole = gpuload.load(table, qwen, **options)[:]
+    some = gpuload.load(table, qwen, max_samples=2, **options)[:]
+    assert [(row["conversation"], row["turn"]) for row in some] == [(0, 1), (1, 1), (1, 3)]
+    drawn = gpuload.load(table, qwen, max_samples=3, shuffle=True, seed=1, **options)[:]
+    chosen = np.random.default_rng(1).choice(6, 3, replace=False)
+    assert [row["k"] for row in drawn] == [row["k"] for row in whole if row["conversation"] in chosen]
+    assert [row["raw_prompt_ids"] for row in drawn] == [
+        row["raw_prompt_ids"] for row in whole if row["conversation"] in chosen
+    ]
+
+
 def test_prompts_of_all_turns_for_trl(qwen: Any) -> None:
     pytest.importorskip("trl")
     from gpuload.integrations.trl import prompts
@@ -555,8 +583,9 @@ def test_random_conversations_of_all_templates(name: str, qwen: Any) -> None:
     tokenizer, template = TEMPLATES[name]
     tokenizer = qwen if name.startswith("trl/") else tokenizer
     rng = random.Random(name)
-    plain = [conversation_of_few_shapes(rng) for _ in range(30)]
-    conversations = [random_conversation(rng) for _ in range(30)] + plain
+    count = 1000 if PART == "all" else 30
+    plain = [conversation_of_few_shapes(rng) for _ in range(count)]
+    conversations = [random_conversation(rng) for _ in range(count)] + plain
     expected = []
     for number, messages in enumerate(conversations):
         own = reference_rows(tokenizer, template, messages)

@@ -1,5 +1,6 @@
 """Rows as served of answers with the ids that were sampled."""
 
+import copy
 import random
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from test_served import STRIPPING, load, random_conversation
 
 import gpuload
 from gpuload.core.errors import OptionError
+from gpuload.kinds.served import engine
 from gpuload.kinds.served.reference import ServedReference
 
 QUESTION, STOP = {"role": "user", "content": "Well?"}, "<|im_end|>"
@@ -77,6 +79,54 @@ def test_random_conversations_with_the_ids_of_their_texts(qwen: Any, template: s
         for other in others:
             assert [(ids.tolist(), number) for ids, number in other.rows_of(given).rows] == expected
     assert with_ids > 20
+
+
+@pytest.mark.parametrize("template", [None, STRIPPING])
+@pytest.mark.parametrize("history", ["rendered", "sampled"])
+def test_many_at_once_are_what_each_alone_is(qwen: Any, template: str | None, history: str) -> None:
+    """The compiled template and one call of the encoder make what the tokenizer makes of each conversation: also with
+    other prompts, cut answers, answers without text, and templates that reject a prompt."""
+    if template is not None:
+        qwen = copy.deepcopy(qwen)
+        qwen.chat_template = "{% if messages[0].content == 'no' %}{{ raise_exception('no') }}{% endif %}" + template
+    draw, rows = random.Random(1), []
+    for _ in range(80):
+        messages = random_conversation(draw)
+        for at, message in enumerate(messages):
+            if message["role"] == "assistant":
+                text = str(message["content"]) + draw.choice((STOP, STOP, "", "\n"))
+                message["token_ids"] = draw.choice((split_up(qwen, text), qwen.encode(text), []))
+                if draw.random() < 0.2:
+                    prompt = qwen.apply_chat_template(messages[:at], add_generation_prompt=True)["input_ids"]
+                    message["prompt_token_ids"] = draw.choice((prompt, prompt, prompt[1:]))
+        rows.append(messages)
+    rows.append([QUESTION | {"content": "no"}, *conversation(qwen, "a", "b")[1:]])
+    fast = made(qwen, rows, history=history)
+    assert not fast.report.check.mismatches
+    assert not fast.report.by_reference
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "rows_of_given", lambda *given: None)
+        alone = made(qwen, rows, history=history)
+    assert fast[:] == alone[:]
+    assert fast.report.counts == alone.report.counts
+    assert fast.report.rejected == alone.report.rejected
+
+
+def test_verification_makes_them_in_another_way(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong row is found, and the tokenizer makes all rows then."""
+    expected = made(qwen, [conversation(qwen, "a", "b")])[:]
+    right = engine.rows_of_given
+
+    def wrong(*given: Any) -> Any:
+        rows = right(*given)
+        rows.rows[0][0][0] += 1
+        return rows
+
+    monkeypatch.setattr(engine, "rows_of_given", wrong)
+    with pytest.warns(UserWarning, match="differs"):
+        found = made(qwen, [conversation(qwen, "a", "b")])
+    assert "the tokenizer returns" in str(found.report)
+    assert found[:] == expected
 
 
 def test_ids_without_a_stop_token_get_none_with_loss(qwen: Any) -> None:

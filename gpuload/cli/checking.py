@@ -5,7 +5,27 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from gpuload.kinds.served.options import OF_SERVED
+
 RowsOf = Callable[[argparse.Namespace], dict[str, Any]]
+
+
+def add_served(parser: Any) -> None:
+    """Adds the options of rows as served."""
+    parser.add_argument(
+        "--turns", metavar="MODE", help="of chats: served makes rows in which each answer is as inference sees it"
+    )
+    more = parser.add_argument_group("arguments of --turns served") if hasattr(parser, "prog") else parser
+    more.add_argument("--missing-reasoning", metavar="MODE", help="answers without reasoning: prompt, learn or skip")
+    more.add_argument("--serving-template", metavar="FILE", help="the template of inference, if it is another one")
+    more.add_argument("--thinking", nargs=2, metavar=("OPEN", "CLOSE"), help="the texts around reasoning")
+    more.add_argument("--history", metavar="MODE", help="earlier answers with token_ids: rendered or sampled")
+
+
+def served_of(given: argparse.Namespace) -> dict[str, Any]:
+    """The options of rows as served that were given, as for `open_data`."""
+    found = {name: getattr(given, name, None) for name in OF_SERVED}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def add_commands(commands: Any, add_rows: Callable[[argparse.ArgumentParser], None], rows_of: RowsOf) -> None:
@@ -18,6 +38,7 @@ def add_commands(commands: Any, add_rows: Callable[[argparse.ArgumentParser], No
     """
     check = commands.add_parser("check", help="look for what would spoil a training run; exit status 1 on errors")
     add_rows(check)
+    add_served(check)
     check.add_argument(
         "--for",
         dest="trainer",
@@ -57,7 +78,13 @@ def _check(rows_of: RowsOf, given: argparse.Namespace) -> int:
     if not given.files:
         given.parser.error("no files given")
     names = ("trainer", "against", "limit", "overlong", "as_json", "html")
-    return check_files(given.files, given.tokenizer, **{name: getattr(given, name) for name in names}, **rows_of(given))
+    return check_files(
+        given.files,
+        given.tokenizer,
+        **{name: getattr(given, name) for name in names},
+        **rows_of(given),
+        **served_of(given),
+    )
 
 
 def _diff(rows_of: RowsOf, given: argparse.Namespace) -> int:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from gpuload._version import __version__
-from gpuload.cli.checking import add_commands
+from gpuload.cli.checking import add_commands, add_served, served_of
 from gpuload.cli.output import arguments_of, as_arguments, printable
 from gpuload.core.errors import GpuloadError
+from gpuload.kinds.served.options import OF_SERVED
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,6 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_kind(inspect)
     _add_prompts(inspect)
     _add_conversations(inspect)
+    add_served(inspect)
     inspect.add_argument("--max-samples", type=int, default=-1, metavar="N", help="only the first N rows")
     inspect.add_argument(
         "--template",
@@ -232,12 +234,12 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--max-length", type=int, metavar="N", help="limit of a row, or of a pack, in tokens (4096)")
     group.add_argument("--overlong", metavar="MODE", help="longer rows: drop (the default), keep_start or keep_end")
-    group.add_argument("--turns", metavar="MODE", help="of sft and packed: served makes rows as inference sees them")
+    add_served(group)
     group.add_argument("--columns", metavar="A,B", help="other columns to write, for trl (all; packs have none)")
     group.add_argument("--overwrite", action="store_true", help="replace DIR, if it was written by this command")
 
 
-_EXPORT_ONLY = ("trainer", "split", "max_length", "overlong", "turns", "columns", "overwrite")
+_EXPORT_ONLY = ("trainer", "split", "max_length", "overlong", *OF_SERVED, "columns", "overwrite")
 _TRAINING = ("format", "loss_on", "messages_key", "drop_nulls", "normalize_messages")
 
 
@@ -254,9 +256,8 @@ def _inspect(given: argparse.Namespace) -> int:
         return 0
     if not given.files:
         given.parser.error("no files given")
-    inspect_files(
-        given.files, given.tokenizer, html=given.html, limit=given.limit, max_samples=given.max_samples, **_data(given)
-    )
+    more = {"max_samples": given.max_samples, **_data(given), **served_of(given)}
+    inspect_files(given.files, given.tokenizer, html=given.html, limit=given.limit, **more)
     return 0
 
 
@@ -341,7 +342,7 @@ def _export(given: argparse.Namespace, more: dict[str, Any]) -> int:
     if given.kind is not None:
         given.parser.error("--as is not for --export, whose KIND says what the files hold")
     more |= {name: value for name in (*_TRAINING, "chat_template") if (value := getattr(given, name))}
-    if kind in ("rm", "dpo") and {"loss_on", "messages_key", "turns"} & more.keys():
+    if kind in ("rm", "dpo") and {"loss_on", "messages_key", *OF_SERVED} & more.keys():
         given.parser.error("--loss-on, --messages-key and --turns are for sft and packed")
     splits = {"train": given.files} if given.files else {}
     for split in more.pop("split", []):

@@ -150,6 +150,11 @@ class Report:
         if len(examples) < _EXAMPLES:
             examples.append(place)
 
+    def count(self, counts: Mapping[str, int]) -> None:
+        """Adds to `counts`."""
+        for name, count in counts.items():
+            self.counts[name] = self.counts.get(name, 0) + count
+
     def add(self, other: "Report") -> None:
         """Adds what another process has done for the same load, at the same time."""
         for name in ("rows_read", "overlong", "rows_compiled", "rows_fallback", "control_rows", "text_bytes"):
@@ -212,7 +217,7 @@ class Report:
         if self.rejected:
             lines.append(self.reasons())
         if self.rows_kept:
-            mean = self.tokens / self.rows_kept
+            mean = self.tokens / self.counts.get("rows as served", self.rows_kept)
             lines.append(
                 f"  tokens     {self.tokens:,}; {self.shortest:,} to {self.longest:,} per row, mean {mean:,.0f}"
             )

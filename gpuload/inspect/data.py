@@ -8,13 +8,14 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from gpuload.core.errors import DataError, OptionError
-from gpuload.core.options import NO_LIMIT, LossOn, Normalize, Options
+from gpuload.core.options import NO_LIMIT, LossOn, Normalize, Options, TurnsMode
 from gpuload.engines.protocol import ArrowPrompts
 from gpuload.kinds.chats.formats import find_format
 from gpuload.kinds.chats.load import ChatKind
 from gpuload.kinds.formats import label_in, one_format
 from gpuload.kinds.pairs.load import PairKind
 from gpuload.kinds.prompts import PromptKind
+from gpuload.kinds.served.options import OF_SERVED, check_limits
 from gpuload.pipeline.run import Job, open_job
 from gpuload.sources.columns import invalid_rows, to_python
 from gpuload.sources.open import open_all
@@ -34,6 +35,7 @@ def open_data(
     loss_on: LossOn | None = None,
     drop_nulls: bool = False,
     normalize_messages: Normalize | None = None,
+    turns: TurnsMode = "conversation",
     trains: bool = False,
     **options: Any,
 ) -> Job[Any]:
@@ -45,17 +47,21 @@ def open_data(
         prompt_key: the column with prompts.
         messages_key, format, loss_on: of chats, as for `load_chats`.
         drop_nulls, normalize_messages: of chats and pairs, as for `load_chats`.
+        turns: of chats, as for `load_chats`.
         trains: raise an error for data on which nobody trains without a decision, as `load_chats` does.
-        **options: of a load.
+        **options: of a load; with `turns="served"`, also those of `load_chats` for rows as served.
 
     Raises:
         GpuloadError: as `load` and `load_chats`; or the files hold different things.
     """
     started = time.perf_counter()
+    served = {"turns": turns} | {name: options.pop(name) for name in OF_SERVED if name in options}
     given = {**options, "max_prompt_length": NO_LIMIT, "filter_overlong_prompts": False}
     parsed = Options.parse({**given, "prompt_key": prompt_key})
     opened = [source for source in open_all(files, parsed) if source.num_rows]
     kind = kind or _kind_of_all(opened, prompt_key, messages_key)
+    if kind != "chats" and turns == "served":
+        raise OptionError(f"turns='served' is for conversations, and these files hold {kind}: --as chats reads them so")
     if kind == "prompts":
         return open_job(PromptKind(), opened, tokenizer, parsed, started)
     if parsed.chat_template is None:
@@ -72,7 +78,11 @@ def open_data(
         found = {each.name: find_format(each.schema, each.name, key=messages_key).name for each in opened}
         format = one_format(found)
     parsed = Options.parse({**given, "prompt_key": messages_key or "messages"})
-    chats = ChatKind(format, messages_key, loss_on, drop_nulls=drop_nulls, normalize_messages=normalize_messages)
+    if turns == "served":
+        check_limits(parsed)
+    chats = ChatKind(
+        format, messages_key, loss_on, drop_nulls=drop_nulls, normalize_messages=normalize_messages, **served
+    )
     return open_job(chats, opened, tokenizer, parsed, started)
 
 

@@ -59,21 +59,22 @@ class RoleFinder:
             with suppress(TokenizerError):  # no offsets
                 self._spans = TokenSpans(reference)
 
-    def codes(self, column: pa.Array, ids: Ragged) -> Codes:
+    def codes(self, column: pa.Array, ids: Ragged, texts: pa.LargeStringArray | None = None) -> Codes:
         """The roles of all tokens of n rows.
 
         Args:
             column: (n,) prompts, or what is made of chats; none of them null.
             ids: their ids, without loss.
+            texts: what was encoded, if it is not what the template makes of the rows.
 
         Returns:
             (len(ids.values),) int64.
         """
         if self._spans is None:
             return np.full(len(ids.values), UNKNOWN)
-        parts = self._parts(column)
+        parts = self._parts(column) if texts is None else None
         if parts is None or not parts.known.all():
-            parts = self._searched(column, parts)
+            parts = self._searched(column, parts, texts)
         codes = np.full(len(ids.values), TEMPLATE)
         inside = self._own(ids) if self._is_plain(column.type) else np.ones(len(codes), np.bool_)
         counted = offsets_of(inside)
@@ -116,7 +117,7 @@ class RoleFinder:
             return None
         return message_parts(self._program, column)
 
-    def _searched(self, column: pa.Array, parts: Parts | None) -> Parts:
+    def _searched(self, column: pa.Array, parts: Parts | None, given: pa.LargeStringArray | None = None) -> Parts:
         """The same, with what a search finds in rows whose parts are unknown: in the first ones, it takes long."""
         known = np.zeros(len(column), np.bool_) if parts is None else parts.known.copy()
         texts = [""] * len(column) if parts is None else parts.text.to_pylist()
@@ -128,7 +129,7 @@ class RoleFinder:
             value = to_python(column.slice(row, 1))[0]
             messages = messages_in(value)
             try:
-                texts[row] = self._reference.render(value)
+                texts[row] = self._reference.render(value) if given is None else given[row].as_py()
                 found = message_spans(messages_of(messages), texts[row])
             except Exception:  # dropped, or rendered in a way of its own
                 continue

@@ -14,6 +14,7 @@ from gpuload.dataset.report import Report
 from gpuload.dataset.rows import Rows
 from gpuload.inspect.data import KindName, one_row
 from gpuload.inspect.roles import UNKNOWN, Codes, RoleFinder
+from gpuload.inspect.served import messages_until, texts_of
 from gpuload.inspect.tokens import SampleRow, TokenReader, pair_of, with_loss_bits
 from gpuload.kinds.chats.dataset import ChatDataset
 from gpuload.kinds.pairs.dataset import PairDataset
@@ -241,6 +242,7 @@ def _second_pass(job: Job[Any], dataset: Rows, loss: Ragged | None, counted: _Ro
     """Renders the rows of the dataset again, for the roles of their tokens."""
     ids = dataset.tokens
     origin = dataset.origins
+    turns = np.asarray(dataset.take(["turn"])["turn"]) if getattr(job.kind, "as_served", False) else None
     for number, source in enumerate(job.sources):
         rows = np.flatnonzero(origin[:, 0] == number)
         rows = rows[np.argsort(origin[rows, 1], kind="stable")]
@@ -252,7 +254,12 @@ def _second_pass(job: Job[Any], dataset: Rows, loss: Ragged | None, counted: _Ro
             some = rows[low:high]
             if len(some):
                 taken = ids.take(some)
-                codes = counted.finder.codes(column.take(places[low:high] - first), taken)
+                at = places[low:high] - first
+                if turns is None:
+                    codes = counted.finder.codes(column.take(at), taken)
+                else:
+                    until = messages_until(column, at, turns[some])
+                    codes = counted.finder.codes(until, taken, texts_of(job.reference, taken))
                 counted.add(some, taken, codes, None if loss is None else loss.take(some).values)
             first += table.num_rows
             if high == len(rows):

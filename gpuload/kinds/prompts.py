@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, ClassVar, get_args
 
@@ -24,6 +24,7 @@ from gpuload.engines.choose import choose_engine
 from gpuload.engines.protocol import Engine
 from gpuload.packing.plan import whole_rows
 from gpuload.pipeline.kind import Kind
+from gpuload.pipeline.stream import choose_rows
 from gpuload.reference.reference import Reference, messages_of
 from gpuload.sources.read import Source, check_prompts
 
@@ -62,7 +63,10 @@ class PromptKind(Kind["PromptDataset"]):
         if self.turns == "served":
             from gpuload.kinds.served.prompts import prompts_of_turns  # most loads do not need it
 
-            sources = prompts_of_turns(sources, options.prompt_key)
+            total = sum(source.num_rows for source in sources)
+            chosen = choose_rows(total, options.max_samples, options.shuffle, options.seed)
+            sources = prompts_of_turns(sources, options.prompt_key, chosen)
+            options = replace(options, max_samples=-1)
         return self, list(sources), options
 
     def reference(self, tokenizer: Any, options: Options) -> Reference:

@@ -135,6 +135,15 @@ class Kind(Generic[Dataset]):
         """
         return {}
 
+    def counts_of_dropped(self, tokens: Ragged, keep: Any) -> Mapping[str, int]:
+        """What the report also says of rows that are dropped: in words → how many.
+
+        Args:
+            tokens: n rows, in host or device memory.
+            keep: (n,) bool.
+        """
+        return {}
+
     def finders(self, mode: Verify, reference: Any, rows: int) -> Sequence[Finder]:
         """What looks at rows while they are verified.
 

@@ -269,6 +269,7 @@ def _run(job: Job[Dataset], engine: Engine) -> Dataset:
             useless = job.kind.useless(batch.sizes, batch.tokens.ids, options)
             lengths = job.kind.limited(batch.sizes)
             keep = filter_rows(batch, lengths, source.name, report, options, job.keep_rejected, useless)
+            report.count(job.kind.counts_of_dropped(batch.tokens.ids, keep))
             kept.add(batch, keep, starts[batch.source] + batch.rows - source.first_row)
             if bar is not None:
                 bar.update(len(keep))
@@ -362,7 +363,8 @@ def _encoded(
 
 def _describe(report: Report, engine: Engine, cache: TokenCache, verifier: Verifier) -> None:
     """Records in the report what did the work."""
-    report.check, report.counts = verifier.check, engine.counts
+    report.check = verifier.check
+    report.count(engine.counts)
     report.notes += [note for finder in verifier.finders for note in finder.notes]
     report.check.earlier = sum(entry.compared for entry in cache.found.values())
     report.cache, report.into_cache = str(cache.directory), cache.written

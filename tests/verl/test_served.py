@@ -38,7 +38,8 @@ from torch.utils.data import Dataset
 class Naive(Dataset):
     def __init__(self, parquet_files, tokenizer, config, processor=None, max_samples=-1):
         self.rows = []
-        for messages in pd.concat(map(pd.read_parquet, parquet_files))["messages"]:
+        files = [parquet_files] if isinstance(parquet_files, str) else parquet_files
+        for messages in pd.concat(map(pd.read_parquet, files))["messages"]:
             made = []
             for end in range(1, len(messages), 2):
                 prompt = tokenizer.apply_chat_template(list(messages[:end]), add_generation_prompt=True, tokenize=False)

@@ -81,6 +81,16 @@ RULES: Mapping[str, CheckRule] = {
         "use a template with tools; some print calls only where the content is null",
         error=0.01,
     ),
+    "turns not learned": CheckRule(
+        "conversations with answers that turns='served' does not learn, because nothing is known about their prompt",
+        "the reasons are on the page on rows as served, with what to do: docs/served.md",
+        error=0.5,
+    ),
+    "empty thinking learned": CheckRule(
+        "answers whose text has an empty thinking block, in rows as served: it is the data's, and is learned",
+        "remove the block from the text of the answers, so that missing_reasoning= says what becomes of them",
+        warning=None,
+    ),
     "answers rewritten": CheckRule(
         "conversations with answers that inference would not have behind the same prompt, because the template "
         "rewrites history; looked up in a sample",

@@ -9,6 +9,7 @@ import numpy as np
 
 from gpuload.inspect.checks.run import Checked, CheckedTrainer
 from gpuload.inspect.findings import rows
+from gpuload.kinds.served.options import OF_SERVED
 
 _STEP = 64  # suggested limits are multiples of it
 _FAR = 2  # a longest row of so many times the 99th percentile is not what a limit is for
@@ -55,7 +56,7 @@ def _cuts(found: Checked, trainer: CheckedTrainer | None) -> bool:
     if found.kind == "prompts":
         return found.overlong != "drop" and trainer in (None, "verl")
     if trainer == "trl":
-        return found.overlong != "drop" or not _is_prepared(found)
+        return bool(_as_served(found)) or found.overlong != "drop" or not _is_prepared(found)
     return (found.overlong != "drop" and trainer is None) or trainer == "verl"
 
 
@@ -106,9 +107,11 @@ def _verl(found: Checked, limit: int) -> list[str]:
     start = [*_left_out(found), "data.custom_cls.path=pkg://gpuload.integrations.verl"]
     cut = _TRUNCATION.get(found.overlong, "right")
     if found.kind == "chats":
-        key, name = ("messages_key", found.prompt_key), "SFTDataset"
+        served = _as_served(found)
+        key, name = ("messages_key", found.prompt_key), "ServedSFTDataset" if served else "SFTDataset"
         over = _over(found, limit)
         more = [f"data.max_length={limit}", f"data.truncation={cut if over else 'error'}"]
+        more += [_of_verl(option, value) for option, value in served.items() if option != "turns"]
         more += ["data.pad_mode=right"] * (over > 0 and cut == "left")  # without padding, verl cuts ends only
     else:
         key, name = ("prompt_key", found.prompt_key), "RLHFDataset"
@@ -118,8 +121,24 @@ def _verl(found: Checked, limit: int) -> list[str]:
     return [*start, f"data.custom_cls.name={name}", files, f"data.{key[0]}={key[1]}", *more]
 
 
+def _as_served(found: Checked) -> dict[str, Any]:
+    """The options of rows as served, with what is learned; none for rows that are conversations."""
+    if found.options.get("turns") != "served":
+        return {}
+    names = (*OF_SERVED, "loss_on", "drop_nulls")
+    return {name: found.options[name] for name in names if name in found.options}
+
+
+def _of_verl(option: str, value: Any) -> str:
+    if option == "thinking":  # a line break cannot be written there
+        return f"# in a configuration file: data: {{gpuload: {{thinking: {json.dumps(list(value))}}}}}"
+    return f"+data.gpuload.{option}={_quoted(str(value))}"
+
+
 def _is_prepared(found: Checked) -> bool:
     """Whether TRL reads tokens that gpuload has written, because it has no settings for the data or the loss."""
+    if _as_served(found):  # by `dataset_kwargs`
+        return bool(_changes(found).keys() - {"drop_nulls"})
     loss = found.loss_on or ""
     kept = {"messages": ("assistant", "all"), "prompt-completion": ("completion", "all"), "text": ("all",)}
     known = found.kind != "chats" or loss in kept.get(found.format or "messages", ())
@@ -155,7 +174,9 @@ def _trl(found: Checked, limit: int) -> list[str]:
             f"args = DPOConfig(max_length={limit})",
         ]
     settings: dict[str, Any] = {"max_length": limit}
-    if found.loss_on in ("assistant", "completion"):
+    if served := _as_served(found):
+        settings["dataset_kwargs"] = served
+    elif found.loss_on in ("assistant", "completion"):
         settings[f"{found.loss_on}_only_loss"] = True
     elif found.format == "prompt-completion":
         settings["completion_only_loss"] = False
@@ -200,6 +221,9 @@ def _export(found: Checked, options: Mapping[str, Any], limit: int, kind: str) -
     words += ["--drop-nulls"] * ("drop_nulls" in options)
     if "apply_chat_template_kwargs" in options:
         words += ["--template-kwargs", json.dumps(dict(options["apply_chat_template_kwargs"]))]
+    for name in OF_SERVED:
+        value = options.get(name)
+        words += [f"--{name.replace('_', '-')}", *([value] if isinstance(value, str) else value)] if value else []
     words += ["--overlong", found.overlong] * (found.overlong != "drop")
     return shlex.join([*words, "--max-length", str(limit), "--export", kind, kind])
 
@@ -207,7 +231,7 @@ def _export(found: Checked, options: Mapping[str, Any], limit: int, kind: str) -
 def _slime(found: Checked, limit: int) -> list[str]:
     if found.kind == "pairs":
         return ["# slime trains on prompts and on conversations, not on pairs"]
-    if unread := _unread(found, "slime"):
+    if unread := _unread(found, "slime") or _unserved(found, "slime"):
         return unread
     sft, prompts = found.kind == "chats", found.kind == "prompts"
     rendered = prompts and found.options.get("chat_template", "default") is not None
@@ -227,7 +251,7 @@ def _slime(found: Checked, limit: int) -> list[str]:
 def _nemo_rl(found: Checked, limit: int) -> list[str]:
     if found.kind == "pairs":
         return ["# gpuload has datasets of prompts and of conversations for NeMo-RL, not of pairs"]
-    if unread := _unread(found, "NeMo-RL"):
+    if unread := _unread(found, "NeMo-RL") or _unserved(found, "NeMo-RL"):
         return unread
     name = "ChatDataset" if found.kind == "chats" else "PromptDataset"
     key = "chat_key" if found.kind == "chats" else "input_key"
@@ -256,9 +280,13 @@ def _unread(found: Checked, trainer: str) -> list[str]:
     ]
 
 
+def _unserved(found: Checked, trainer: str) -> list[str]:
+    return [f"# gpuload has no rows as served for {trainer} yet, but for verl and TRL"] * bool(_as_served(found))
+
+
 def _left_out(found: Checked) -> list[str]:
     """A remark on options that the lines do not have."""
-    given = _changes(found)
+    given = {name: value for name, value in _changes(found).items() if name not in _as_served(found)}
     return [f"# the rows were checked with {_keywords(given)}, which these lines do not set"] * bool(given)
 
 
@@ -278,8 +306,8 @@ def _keywords(options: Mapping[str, Any]) -> str:
 
 
 def _value(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return repr(dict(value))
+    if isinstance(value, Mapping | tuple | list):
+        return repr(dict(value) if isinstance(value, Mapping) else tuple(value))
     return repr(value) if value is None or isinstance(value, bool | int | float) else _text(str(value))
 
 

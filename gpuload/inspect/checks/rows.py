@@ -26,6 +26,8 @@ class CheckedRows:
         useless: row → why nothing is learned of it.
         messages: those of the rows.
         cut: (n,) bool, rows that a limit has shortened; None if no row is.
+        served: the rows are conversations, and these their rows as served (`ServedPart`); None otherwise.
+        as_served: the rows are rows as served; `texts` are what was encoded.
         equal: (n,) bool, pairs of two equal answers; None if the rows are no pairs.
     """
 
@@ -39,6 +41,8 @@ class CheckedRows:
     messages: FlatMessages
     equal: RowMask | None = None
     cut: RowMask | None = None
+    served: Any = None
+    as_served: bool = False
 
 
 class Hit(NamedTuple):

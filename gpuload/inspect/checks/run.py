@@ -10,18 +10,20 @@ import numpy as np
 from gpuload.core.arrays import Ragged
 from gpuload.core.errors import OptionError
 from gpuload.core.marks import CHOSEN, REJECTED, loss_tokens, sequence
-from gpuload.core.options import POSITIVE, LossOn, Normalize, Options, Overlong, Truncation
+from gpuload.core.options import POSITIVE, LossOn, Normalize, Options, Overlong, Truncation, TurnsMode
 from gpuload.engines.protocol import ArrowPrompts
 from gpuload.inspect.checks.findings import RULES, Finding, check_choice, in_order
 from gpuload.inspect.checks.messages import flat_messages
 from gpuload.inspect.checks.prompts import PromptTable, duplicates, elsewhere, empty_prompts
 from gpuload.inspect.checks.rows import CheckedRows, Collected, Hit
+from gpuload.inspect.checks.served import ServedChecks
 from gpuload.inspect.checks.texts import TextChecks, has_media
 from gpuload.inspect.checks.tokens import TokenChecks
 from gpuload.inspect.data import KindName, open_data
 from gpuload.kinds.chats.load import LABELED, ChatKind, label_of
 from gpuload.kinds.formats import replaced_columns
 from gpuload.kinds.pairs.sizes import PairSizes
+from gpuload.kinds.served.options import OF_SERVED, ServedOptions, check_limits
 from gpuload.kinds.training_reference import TOOLS
 from gpuload.pipeline.filter import without
 from gpuload.pipeline.run import Job
@@ -89,6 +91,7 @@ def check(
     loss_on: LossOn | None = None,
     drop_nulls: bool = False,
     normalize_messages: Normalize | None = None,
+    turns: TurnsMode = "conversation",
     **options: Any,
 ) -> list[Finding]:
     """Look for what would spoil a training run: in the data, and in what tokenizer and template make of it.
@@ -117,7 +120,9 @@ def check(
         loss_on: As for `load_chats`.
         drop_nulls: As for `load_chats`.
         normalize_messages: As for `load_chats`.
-        **options: Further options of a load, such as `chat_template` and `apply_chat_template_kwargs`.
+        turns: As for `load_chats`: with `"served"`, rows are checked as served.
+        **options: Further options of a load, such as `chat_template` and `apply_chat_template_kwargs`; with
+            `turns="served"` also those for rows as served.
 
     Returns:
         What was found, errors first. Nothing is found in good data.
@@ -126,7 +131,13 @@ def check(
         GpuloadError: As for `load` and `load_chats`, if the files cannot be read at all, or an option is invalid.
     """
     given: dict[str, Any] = {"kind": kind, "prompt_key": prompt_key, "messages_key": messages_key, "format": format}
-    given |= {"loss_on": loss_on, "drop_nulls": drop_nulls, "normalize_messages": normalize_messages, **options}
+    given |= {
+        "loss_on": loss_on,
+        "drop_nulls": drop_nulls,
+        "normalize_messages": normalize_messages,
+        "turns": turns,
+        **options,
+    }
     return checked(files, tokenizer, against=against, trainer=trainer, limit=limit, overlong=overlong, **given).findings
 
 
@@ -148,6 +159,8 @@ def checked(
     if limit is None and overlong != "drop":
         raise OptionError(f"overlong={overlong!r}: pass limit=..., too: without one, no row is too long")
     job = open_data(files, tokenizer, **options)
+    if getattr(job.kind, "as_served", False):
+        check_limits(replace(job.options, truncation=_SIDES.get(overlong, "error")))
     others = None if against is None else _against(against, job, options)
     run = _Pass(job, trainer, limit, overlong, grams=others is not None or len(job.sources) > 1)
     run.over_all_rows()
@@ -173,13 +186,16 @@ _COLUMNS = {"sharegpt": "conversations", "text": "text"}
 def _own_options(job: Job[Any]) -> set[str]:
     """The options of a load that concern what is loaded of this kind."""
     of_training = {"format", "drop_nulls", "normalize_messages"}
-    more = {"prompts": {"prompt_key"}, "pairs": of_training, "chats": of_training | {"messages_key", "loss_on"}}
+    of_chats = of_training | {"messages_key", "loss_on", *OF_SERVED}
+    more = {"prompts": {"prompt_key"}, "pairs": of_training, "chats": of_chats}
     known = {each.name for each in fields(Options)} - {"prompt_key", "max_prompt_length", "filter_overlong_prompts"}
     return known | more[job.kind.name]
 
 
 def _is_given(name: str, value: Any) -> bool:
-    default = {each.name: each.default for each in fields(Options)}.get(name, False)
+    default = {each.name: each.default for kind in (Options, ServedOptions) for each in fields(kind)}.get(name, False)
+    if name in OF_SERVED:
+        return bool(value != default)
     return value != default if isinstance(value, bool | int | float) or name == "chat_template" else bool(value)
 
 
@@ -201,6 +217,7 @@ class _Pass:
         labeled = labeled_format(job)
         self._texts = TextChecks(job.reference, labeled[1] if labeled else None, trainer == "trl")
         self._tokens = TokenChecks(job.reference, kind.name, everything_learned=learned == "all")
+        self._served = ServedChecks(job.reference) if getattr(kind, "as_served", False) else None
         self._table = PromptTable(kind.name == "prompts", grams)
         finders = kind.finders(job.options.verify, job.reference, self.total)
         self._verifier = Verifier(job.options.verify, job.reference, self.total, finders)
@@ -245,12 +262,14 @@ class _Pass:
             for finder in self._verifier.finders:
                 finder.look(source, numbers, prompts, text.sizes)
             sizes = job.kind.sizes(made.ids)
+            as_served = self._served.of(first, table, column, text.text, made.ids) if self._served else None
             rejected = {**made.rejected, **invalid_rows(without(table, key))}
             useless = job.kind.useless(sizes, made.ids, job.options)
-            texts, messages = [text.text, *text.more], flat_messages(column)
+            texts = [text.text, *text.more] if as_served is None else [as_served.text]
+            messages = flat_messages(column)
             equal = PairSizes(*sizes).equal > 0 if job.kind.name == "pairs" else None
             tokens = self._sequences(made.ids)
-            yield CheckedRows(first, table, column, texts, tokens, rejected, useless, messages, equal)
+            yield CheckedRows(first, table, column, texts, tokens, rejected, useless, messages, equal, served=as_served)
             first += len(column)
 
     def _sequences(self, ids: Ragged) -> list[Ragged]:
@@ -259,6 +278,12 @@ class _Pass:
         return [ids]
 
     def _hits(self, rows: CheckedRows) -> Iterator[Hit]:
+        if rows.served is not None:
+            self.lengths.append(rows.served.rows.tokens[0].lengths)
+            yield from self._texts.of(rows)
+            yield from rows.served.hits(self._tokens, self._limit, self._side)
+            yield empty_prompts(rows, False)
+            return
         lengths = np.max([tokens.lengths for tokens in rows.tokens], axis=0)
         kept = lengths > 0
         kept[list(rows.useless)] = False

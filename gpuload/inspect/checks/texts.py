@@ -144,14 +144,15 @@ class TextChecks:
             own = messages.row == row
             key = (tuple(messages.role.filter(as_arrow(own)).to_pylist()), *messages.null[own].tolist())
             if key not in self._nulls and len(self._nulls) < _MOST_SHAPES:
-                self._nulls[key] = self._prints_none(to_python(rows.column.slice(row, 1))[0], text)
+                self._nulls[key] = self._prints_none(to_python(rows.column.slice(row, 1))[0])
             found[row] = self._nulls.get(key, False)
         return Hit("null printed", found, lambda row: "a content that is null is printed as None")
 
-    def _prints_none(self, row: Any, text: str) -> bool:
-        filled, texts = _without_null_contents(row), getattr(self._reference, "texts", None)
+    def _prints_none(self, row: Any) -> bool:
+        texts = getattr(self._reference, "texts", None)
         try:
-            other = self._reference.render(filled) if texts is None else texts(filled)[0]
+            both = (row, _without_null_contents(row))
+            text, other = (self._reference.render(each) if texts is None else texts(each)[0] for each in both)
         except Exception:  # the template may want a null
             return False
         return bool(other.count("None") < text.count("None"))

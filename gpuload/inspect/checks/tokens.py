@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import pyarrow.compute as pc
 
-from gpuload.core.arrays import Ragged
+from gpuload.core.arrays import Ragged, RowNumbers
 from gpuload.core.arrow import as_arrow, as_numpy, fill_null
 from gpuload.core.marks import IDS, LOSS, loss_tokens
 from gpuload.inspect.checks.findings import RowMask
@@ -140,16 +139,17 @@ class TokenChecks:
             if not len(at):
                 break
             part = tokens.filter(some)
-            found = _first_places(self._inserted_text(rows.column.take(as_arrow(at)), part), part)
+            found = _first_places(self._inserted_text(rows, at, part), part)
             places[at] = found
             if not (found >= 0).any():
                 break
         return Hit("inserted text learned", places >= 0, lambda row: self._around(tokens, row, int(places[row])))
 
-    def _inserted_text(self, column: pa.Array, tokens: Ragged) -> RowMask:
-        """Which tokens are learned text of the template in front of a text of a message."""
+    def _inserted_text(self, rows: CheckedRows, at: RowNumbers, tokens: Ragged) -> RowMask:
+        """Which tokens of some rows are learned text of the template in front of a text of a message."""
         ids, loss = Ragged(tokens.values & IDS, tokens.offsets), (tokens.values & LOSS) != 0
-        codes = self._finder.codes(column, ids)
+        some = as_arrow(at)
+        codes = self._finder.codes(rows.column.take(some), ids, rows.texts[0].take(some) if rows.as_served else None)
         # Stretches of tokens with one role and either with or without loss.
         change = np.ones(len(codes) + 1, np.bool_)
         change[1:-1] = (codes[1:] != codes[:-1]) | (loss[1:] != loss[:-1])

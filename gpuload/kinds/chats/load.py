@@ -29,8 +29,8 @@ from gpuload.kinds.served.engine import ServedEngine
 from gpuload.kinds.served.options import LOSS_ON, OF_SERVED, ServedOptions, check_limits
 from gpuload.kinds.served.reference import ServedReference
 from gpuload.kinds.served.rewrites import RewriteFinder
-from gpuload.kinds.served.rows import served_rows, useless_conversations
-from gpuload.kinds.served.stored import served_sizes
+from gpuload.kinds.served.rows import not_learned, served_rows, useless_conversations
+from gpuload.kinds.served.stored import Headers, served_sizes
 from gpuload.kinds.training_options import (
     OF_MESSAGES,
     MessageOptions,
@@ -185,6 +185,9 @@ class ChatKind(MessageOptions, ServedOptions, Kind[ChatDataset]):
         marked = " that is marked to have loss" if self.loss_on == "marked" else ""
         why = f"no token has loss: there is no answer of an assistant{marked}"
         return reasons | dict.fromkeys(np.flatnonzero(sizes[1] == 0).tolist(), why)
+
+    def counts_of_dropped(self, tokens: Ragged, keep: Any) -> Mapping[str, int]:
+        return not_learned(Headers.of(tokens.filter(~keep))) if self.as_served and not keep.all() else {}
 
     def finders(self, mode: Verify, reference: Any, rows: int) -> Sequence[Finder]:
         return () if self.as_served else (RewriteFinder(mode, reference, rows),)

@@ -5,8 +5,8 @@ literals and of texts of messages. Whether P is the beginning of R, where the an
 beginning of the whole conversation, is decided once for the three paths, whatever the texts are. Only the whole
 conversation is written.
 
-Everything else is made row by row (`engine.py`): answers that begin with a thinking block, texts with stop tokens, and
-paths about which the literals do not decide.
+Everything else is made row by row (`engine.py`): answers that begin with a thinking block, texts with stop tokens or
+with empty thinking blocks, and paths about which the literals do not decide.
 """
 
 import re
@@ -25,7 +25,7 @@ from gpuload.engines.host.render import write
 from gpuload.engines.shapes import group
 from gpuload.engines.walk import Walk
 from gpuload.kinds.served.sampled import PROMPT_IDS, TOKEN_IDS
-from gpuload.kinds.served.turns import REASONING
+from gpuload.kinds.served.turns import REASONING, empty_blocks
 from gpuload.sources.columns import to_python
 from gpuload.template.compiler import FEWEST_ROWS, FREE_LEAVES, ChatProgram
 from gpuload.template.program import Path, Ref
@@ -101,7 +101,8 @@ class ColumnFinder:
         loss_on: LossOn,
     ):
         self._program, self._prompting = program, prompting
-        self._stops, self._stop_texts, self._loss_on = stops, stop_texts, loss_on
+        self._stops, self._loss_on = stops, loss_on
+        self._apart = [*stop_texts, *empty_blocks(thinking)]  # texts with one of these are looked at row by row
         self._thinking = [literal for pair in thinking for literal in pair]
         self._decisions: dict[tuple[int, int, int], Decision | None] = {}
         self._paths: list[Path] = []  # keeps their ids
@@ -170,8 +171,8 @@ class ColumnFinder:
         message = at - column.first[row]
         stops = np.zeros(len(column.present), bool)
         for each in column.fields:
-            if each.texts is not None and self._stop_texts:
-                stops |= column.ops.contains_any(each.texts, self._stop_texts)
+            if each.texts is not None:
+                stops |= column.ops.contains_any(each.texts, self._apart)
         usable[row[stops[at]]] = False
         if self._loss_on == "last_turn":
             asked = np.full(len(column), -1)

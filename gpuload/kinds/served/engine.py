@@ -36,9 +36,10 @@ from gpuload.engines.host.texts import HostTexts
 from gpuload.engines.protocol import Prompts, Tokenized, add_seconds
 from gpuload.kinds.prefixes import cutting_tokens
 from gpuload.kinds.served.columns import ColumnFinder, ColumnTurns
+from gpuload.kinds.served.given import given_answers, rows_of_given, texts_to_encode
 from gpuload.kinds.served.reference import ServedReference
 from gpuload.kinds.served.sampled import is_sampled
-from gpuload.kinds.served.stored import LOST, WITHOUT_THINKING, ServedRows, single_rows
+from gpuload.kinds.served.stored import EMPTY_THINKING, LOST, WITHOUT_THINKING, ServedRows, single_rows
 from gpuload.kinds.served.texts import ServedText, TextTurns, byte_count, joined_rows, maximal
 from gpuload.kinds.served.turns import NO_BLOCK, SWITCHES, Turn
 from gpuload.kinds.training_engine import why_by_row
@@ -190,8 +191,11 @@ class ServedEngine(HostEngine):
         writer = reference.writer_of(calls, render)
         made = TextTurns({}, wanted, messages, call)
         if is_sampled(messages):
-            why_not.append("messages have token_ids")
             made.sampled = row
+            made.given = given_answers(reference, writer, partial(render, calls[1]), messages, wanted)
+            for text in texts_to_encode(made.given or (), ""):
+                encodable(text)
+            why_not.extend(["some answers have token_ids, and others have none"] if made.given is None else [])
             return made
         for number in wanted:
             turn = writer.turn(messages, number)
@@ -246,9 +250,10 @@ class ServedEngine(HostEngine):
         rows = as_arrow([row for each in found for row, _ in each.rows], pa.large_string())
         ids = self.ids(rows) if len(rows) else Ragged.from_lists([])
         marked, words = self._marked(found, first, rows, ids), []
+        sampled = self._given_rows(found)
         for each, low, answers in zip(found, first[:-1].tolist(), marked, strict=True):
             if each.sampled is not None:
-                made = self._reference.rows_of(each.sampled)
+                made = sampled.get(id(each)) or self._reference.rows_of(each.sampled)
             elif answers is None:
                 made = self._reference.rows_of_turns(each.turns, each.wanted, each.messages, each.call)
             else:
@@ -259,6 +264,7 @@ class ServedEngine(HostEngine):
                     else:
                         made.counts[LOST] += turn.lost
                         made.counts[WITHOUT_THINKING] += turn.without_thinking
+                        made.counts[EMPTY_THINKING] += turn.empties
             words.append(made.words())
         stored = joined_rows(words)
         numbers = np.array(list(text.conversations), np.int64)
@@ -275,6 +281,18 @@ class ServedEngine(HostEngine):
         order[numbers] = np.arange(len(stored))
         empty = Ragged(np.zeros(0, np.int32), np.zeros(2, np.int64))
         return text.tokenized(Ragged.concatenate([stored, empty]).take(order))
+
+    def _given_rows(self, found: Sequence[TextTurns]) -> dict[int, ServedRows | None]:
+        """The rows of conversations whose learned answers have ids of their own, by the `id` of each."""
+        reference, some = self._reference, [each for each in found if each.given is not None]
+        texts = [texts_to_encode(each.given or (), reference.anchor) for each in some]
+        ids = self.ids(as_arrow(list(itertools.chain(*texts)), pa.large_string())) if some else Ragged.from_lists([])
+        skip = len(reference.encode(reference.anchor)) if reference.anchor else 0
+        made, at = {}, 0
+        for each, own in zip(some, texts, strict=True):
+            made[id(each)] = rows_of_given(reference, each.given or (), each.wanted, ids, at, skip)
+            at += len(own)
+        return made
 
     def _of_columns(self, found: ColumnTurns) -> Ragged:
         """What is stored of conversations with one row each; nothing where only the reference can encode them."""

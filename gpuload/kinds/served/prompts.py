@@ -15,12 +15,13 @@ from gpuload.sources.read import Source, open_frame, with_prompts
 from gpuload.sources.types import JSON_TYPE, as_json, is_messages
 
 
-def prompts_of_turns(sources: Sequence[Source], key: str) -> list[Source]:
+def prompts_of_turns(sources: Sequence[Source], key: str, chosen: RowNumbers | None = None) -> list[Source]:
     """The same conversations as prompts, in memory: the messages before each one of the assistant, and all messages if
     the last one is not the assistant's. A row without such messages stays, without any.
 
     Args:
         key: the column with conversations.
+        chosen: conversations, in any order; None for all. Their prompts are in the order of the files.
 
     Returns:
         Sources with all other columns, and two more: `conversation`, its number in all sources, and `turn`, the number
@@ -31,27 +32,32 @@ def prompts_of_turns(sources: Sequence[Source], key: str) -> list[Source]:
     """
     made, first = [], 0
     for source in sources:
-        if source.num_rows:
-            tables = pa.concat_tables(_exploded(source, key, first), promote_options="default")
+        tables = [] if not source.num_rows else [*_exploded(source, key, first, chosen)]
+        if any(map(len, tables)):
+            tables = pa.concat_tables(tables, promote_options="default")
             made.append(open_frame(tables, f"{source.name} (prompts of all turns)"))
         first += source.num_rows
     return made
 
 
-def _exploded(source: Source, key: str, first: int) -> Iterator[pa.Table]:
+def _exploded(source: Source, key: str, first: int, chosen: RowNumbers | None) -> Iterator[pa.Table]:
     for table, column in with_prompts(source, key):
+        numbers = first + np.arange(len(column))
+        first += len(column)
+        if chosen is not None:
+            some = np.isin(numbers, chosen)
+            table, column, numbers = table.filter(some), column.filter(some), numbers[some]
         if column.type == JSON_TYPE:
             row, count, prompts = _of_json(to_python(column))
         elif is_messages(column.type):
             row, count, prompts = _of_lists(column)
         else:
             raise OptionError(f"{source.name}: column {key!r} has texts: turns='served' is for conversations")
-        made = pa.table({key: prompts, "conversation": first + row, "turn": count})
+        made = pa.table({key: prompts, "conversation": numbers[row], "turn": count})
         rest = table.select([name for name in table.schema.names if name not in made.schema.names]).take(as_arrow(row))
         for field, values in zip(rest.schema, rest.columns, strict=True):
             made = made.append_column(field, values)
         yield made
-        first += len(column)
 
 
 def _of_json(values: Sequence[Any]) -> tuple[RowNumbers, RowNumbers, pa.Array]:

@@ -17,7 +17,7 @@ from gpuload.core.marks import loss_bits
 from gpuload.core.options import History, LossOn, MissingReasoning
 from gpuload.kinds.chats.reference import ChatReference
 from gpuload.kinds.served.sampled import is_sampled, rows_of_sampled, sampled_problem
-from gpuload.kinds.served.stored import LOST, MERGED, WITHOUT_THINKING, LearnedAnswer, ServedRows
+from gpuload.kinds.served.stored import EMPTY_THINKING, LOST, MERGED, WITHOUT_THINKING, LearnedAnswer, ServedRows
 from gpuload.kinds.served.turns import NO_BLOCK, Turn, TurnWriter
 from gpuload.kinds.training_reference import messages_in, own_arguments
 from gpuload.reference.template_call import TemplateCall
@@ -162,6 +162,7 @@ class ServedReference(ChatReference):
                     counts[LOST] += turn.lost
                     counts[MERGED] += merged
                     counts[WITHOUT_THINKING] += turn.without_thinking
+                    counts[EMPTY_THINKING] += turn.empties
                     continue
                 turn = NO_BLOCK
             reasons[turn] = reasons.get(turn, 0) + 1
@@ -216,7 +217,7 @@ class ServedReference(ChatReference):
     @property
     def variant(self) -> str:
         served = repr((self.missing_reasoning, self.serving_template, self.thinking, self.history))
-        return f"{super().variant} as served {served}"
+        return f"{super().variant} as served 2 {served}"
 
 
 def wanted_in(prompt: Any, loss_on: LossOn) -> tuple[list[Any], dict[int, float]]:

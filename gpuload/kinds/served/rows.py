@@ -50,9 +50,7 @@ def served_rows(loaded: Loaded) -> Loaded:
         "rows as served over the limit": int(overlong.sum()),
     }
     report.counts |= {name: count for name, count in counts.items() if count}
-    for number, why in enumerate(REASONS):
-        if count := int(headers.reasons[headers.reasons[:, 0] == number, 1].sum()):
-            report.counts[f"turns not learned: {why}"] = count
+    report.count(not_learned(headers))
     report.counts |= {name: int(count) for name, count in zip(COUNTS, headers.counts.sum(0), strict=True) if count}
     report.tokens, report.shortest, report.longest = int(lengths.sum()), int(lengths.min()), int(lengths.max())
     return replace(
@@ -62,6 +60,13 @@ def served_rows(loaded: Loaded) -> Loaded:
         columns=columns,
         origins=loaded.origins.select(rows),
     )
+
+
+def not_learned(headers: Headers) -> dict[str, int]:
+    """The turns of conversations that are not learned, by reason, in words."""
+    of_reason = np.zeros(len(REASONS), np.int64)
+    np.add.at(of_reason, headers.reasons[:, 0], headers.reasons[:, 1])
+    return {f"turns not learned: {why}": int(count) for why, count in zip(REASONS, of_reason, strict=True) if count}
 
 
 def within(headers: Headers, limit: int) -> RowNumbers:

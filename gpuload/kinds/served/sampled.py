@@ -14,7 +14,16 @@ from typing import Any, Protocol
 import numpy as np
 
 from gpuload.core.options import History
-from gpuload.kinds.served.stored import LOST, MERGED, RESAMPLED, REWRITTEN, WITHOUT_THINKING, LearnedAnswer, ServedRows
+from gpuload.kinds.served.stored import (
+    EMPTY_THINKING,
+    LOST,
+    MERGED,
+    RESAMPLED,
+    REWRITTEN,
+    WITHOUT_THINKING,
+    LearnedAnswer,
+    ServedRows,
+)
 from gpuload.kinds.served.turns import FAILS, NOTHING, OTHER_IDS, Turn, TurnWriter
 from gpuload.reference.template_call import TemplateCall
 
@@ -57,6 +66,15 @@ class Encoding(Protocol):
     def bits_of(self, weight: float) -> int: ...
 
 
+def text_with_stop(reference: Encoding, writer: TurnWriter, turn: Turn, given: Sequence[int]) -> str:
+    """The text up to the end of an answer with ids of its own: without the stop token if its ids lack it. That one of
+    the template follows then, without loss."""
+    *_, stop = (len(turn.answer), *(found.start() for found in writer.stops.finditer(turn.answer)))
+    if turn.stopped and list(given[-1:]) != reference.encode(turn.answer[stop:]):
+        return turn.prompt + turn.answer[:stop]
+    return turn.prompt + turn.answer
+
+
 class _Sampled:
     """Makes the rows of one conversation. For the arguments see `rows_of_sampled`."""
 
@@ -83,11 +101,7 @@ class _Sampled:
         if isinstance(turn, Turn) and turn.prompt == text:
             rendered = reference.answer(turn, [(0, len(turn.answer))], bits)[0]
             self.counts[RESAMPLED] += rendered.ids[rendered.begin :].tolist() != given
-            whole = text + turn.answer
-            *_, stop = (len(turn.answer), *(found.start() for found in self._writer.stops.finditer(turn.answer)))
-            if turn.stopped and given[-1:] != reference.encode(turn.answer[stop:]):
-                whole = text + turn.answer[:stop]  # the template's stop token follows, without loss
-            self._known.append((whole, ids))
+            self._known.append((text_with_stop(reference, self._writer, turn, given), ids))
         if not given:
             return NOTHING
         return LearnedAnswer(number, np.array(ids, np.int32), len(prompt), np.full(len(given), bits, np.int32))
@@ -99,7 +113,8 @@ class _Sampled:
         if message.get(PROMPT_IDS) not in (None, prompt):
             return OTHER_IDS
         answer, merged = reference.answer(turn, [(0, len(turn.answer))], bits)
-        for which, counted in ((LOST, turn.lost), (MERGED, merged), (WITHOUT_THINKING, turn.without_thinking)):
+        found = (LOST, turn.lost), (MERGED, merged), (WITHOUT_THINKING, turn.without_thinking)
+        for which, counted in (*found, (EMPTY_THINKING, turn.empties)):
             self.counts[which] += counted
         if answer.ids[: answer.begin].tolist() == prompt:
             return answer

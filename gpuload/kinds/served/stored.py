@@ -24,10 +24,11 @@ COUNTS = (
     "answers without reasoning, behind the template's prompt without thinking",
     "answers with token_ids that are not those of their text",
     "prompts in which the template rewrites answers with token_ids: ids of their text",
+    "answers whose own text has an empty thinking block, which is learned",
 )
 """What is counted of a conversation's answers."""
 
-LOST, MERGED, WITHOUT_THINKING, RESAMPLED, REWRITTEN = range(len(COUNTS))
+LOST, MERGED, WITHOUT_THINKING, RESAMPLED, REWRITTEN, EMPTY_THINKING = range(len(COUNTS))
 
 _FIXED = 4 + len(COUNTS)
 

@@ -11,6 +11,7 @@ import pyarrow as pa
 from gpuload.core.arrays import Ragged
 from gpuload.engines.host.render import HostText
 from gpuload.kinds.served.columns import ColumnTurns
+from gpuload.kinds.served.given import GivenAnswer
 from gpuload.kinds.served.turns import Turn
 from gpuload.reference.template_call import TemplateCall
 
@@ -25,6 +26,7 @@ class TextTurns:
         rows: the texts of its rows, and the message with which each ends.
         answers: of each learned turn, its row and what has loss in it, in characters of the answer.
         sampled: the row, if it has ids of its own (`sampled.py`); then there are no rows and answers here.
+        given: its answers, if all that are learned have ids (`given.py`).
     """
 
     turns: dict[int, Turn | int]
@@ -34,6 +36,7 @@ class TextTurns:
     rows: list[tuple[str, int]] = field(default_factory=list)
     answers: list[tuple[Turn, int, list[tuple[int, int]]]] = field(default_factory=list)
     sampled: Any = None
+    given: list[GivenAnswer] | None = None
 
 
 @dataclass(kw_only=True, eq=False)

@@ -71,6 +71,7 @@ class Turn:
         without_thinking: P is that of the template's switch for prompts without thinking.
         lost: the message has reasoning that A lacks.
         stopped: A ends with a stop token.
+        empties: A has an empty thinking block, which is in the text of the message.
     """
 
     number: int
@@ -81,6 +82,7 @@ class Turn:
     without_thinking: bool = False
     lost: bool = False
     stopped: bool = True
+    empties: bool = False
 
 
 class TurnWriter:
@@ -118,6 +120,11 @@ class TurnWriter:
             tokens = sorted(stop_tokens(self._call), key=len, reverse=True)
             return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
         return self._stops
+
+    @cached_property
+    def empty(self) -> re.Pattern[str]:
+        """Finds empty thinking blocks."""
+        return re.compile("|".join(map(re.escape, empty_blocks(self.pairs))))
 
     @cached_property
     def switches(self) -> list[tuple[TemplateCall, TemplateCall]]:
@@ -163,7 +170,9 @@ class TurnWriter:
             return STOP_IN_TEXT
         reasoning = field_with_reasoning(message)
         lost = bool(reasoning) and reasoning.strip() not in answer
-        return Turn(number, prompt, answer, start, rendered, without, lost, stopped)
+        own = any(self.empty.search(text) for text in texts_in(message.get("content")))
+        empties = own and bool(self.empty.search(answer))
+        return Turn(number, prompt, answer, start, rendered, without, lost, stopped, empties)
 
     def _opened(self, message: Mapping[str, Any], prompt: str, rendered: str) -> tuple[int | None, str] | int:
         """Case (b): where the answer begins in R, and its text; or why the turn is not learned."""
@@ -284,6 +293,11 @@ def _masked(value: Any, stops: re.Pattern[str]) -> Any:
     if isinstance(value, Mapping):
         return {name: _masked(item, stops) for name, item in value.items()}
     return [_masked(item, stops) for item in value] if isinstance(value, list) else value
+
+
+def empty_blocks(pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """The texts of empty thinking blocks."""
+    return [start + blank + end for start, end in pairs for blank in ("", " ", "\n", "\n\n")]
 
 
 def field_with_reasoning(message: Mapping[str, Any]) -> str:
