@@ -261,6 +261,7 @@ def _cudf(number: int) -> None:
     from gpuload.core.options import Options
     from gpuload.demo_data import demo_files
     from gpuload.engines.conversations import Conversations
+    from gpuload.sources.later import decoded
     from gpuload.sources.open import open_sources
 
     kernels, notes = _kernels(number), list[str]()
@@ -271,7 +272,7 @@ def _cudf(number: int) -> None:
             if not isinstance(prompts, Conversations) or notes:
                 raise RuntimeError("; ".join(notes) or "Arrow was used")
             some = np.arange(0, len(prompts), max(1, len(prompts) // 100))
-            column = table.column("prompt").combine_chunks()
+            column = decoded(table).column("prompt").combine_chunks()
             if not prompts.fetch(some).equals(column.take(some.tolist())):
                 raise MismatchError("cuDF and Arrow read different prompts")
             rows += len(prompts)

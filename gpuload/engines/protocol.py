@@ -23,6 +23,7 @@ import torch
 from gpuload.core.arrays import Array, Ragged
 from gpuload.core.arrow import as_arrow
 from gpuload.engines.batches import Batches, BatchLayout
+from gpuload.sources.later import LaterTable
 from gpuload.sources.read import Source
 from gpuload.template.program import Operation, Predicate
 
@@ -360,7 +361,9 @@ class Engine(Protocol):
             nbytes: about how many bytes of prompts are read; None if that is not known.
         """
 
-    def read(self, source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, Prompts]]:
+    def read(
+        self, source: Source, prompt_key: str, keep_prompts: bool
+    ) -> Iterator[tuple[pa.Table | LaterTable, Prompts]]:
         """The rows of a source in order, part by part: their columns in host memory, and their prompts.
 
         Args:
