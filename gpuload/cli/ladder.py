@@ -205,10 +205,13 @@ def _marked(array: Any) -> Any:
 
 
 def _compile(number: int) -> None:
+    from gpuload.engines.device.cubins import shipped
     from gpuload.engines.device.kernel_source import signatures
 
     started = time.perf_counter()
     kernels = _kernels(number)
+    file = shipped(kernels.xp.cuda.Device(number).compute_capability)
+    print(f"machine code: {file.name if file else 'compiled here'}")
     with kernels.current():
         for name in signatures():
             kernels._function(name)

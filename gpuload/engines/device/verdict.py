@@ -18,6 +18,7 @@ from typing import Any
 
 from gpuload._version import __version__
 from gpuload.core.files import cache_root, locked, replacing
+from gpuload.engines.device.cubins import shipped
 from gpuload.engines.device.kernel_source import source
 from gpuload.engines.device.kernels import load_cupy
 
@@ -62,6 +63,7 @@ def distrust(number: int) -> str | None:
 def described(number: int) -> dict[str, Any]:
     """What a verdict is about. Initializes CUDA."""
     cupy = load_cupy()
+    shipped_code = shipped(cupy.cuda.Device(number).compute_capability)
     runtime, name = cupy.cuda.runtime, cupy.cuda.runtime.getDeviceProperties(number)["name"]
     return {
         "gpu": name.decode() if isinstance(name, bytes) else str(name),
@@ -71,6 +73,7 @@ def described(number: int) -> dict[str, Any]:
         "nvrtc": list(cupy.cuda.nvrtc.getVersion()),
         "gpuload": __version__,
         "source": hashlib.sha256(source().encode()).hexdigest(),
+        "machine_code": hashlib.sha256(shipped_code.read_bytes()).hexdigest() if shipped_code else "",
     }
 
 
