@@ -70,14 +70,18 @@ def dump(number: int, directory: Path, kernel: str | None) -> int:
     Returns:
         0, or 1 if something is wrong.
     """
+    launches.check(directory, kernel)
     more = ["--dump", str(directory), *(["--kernel", kernel] if kernel else [])]
     done = verdict.run_step("dump", number, 2 * verdict.LIMIT, *more)
     print(done.output, end="", flush=True)
     if not done.failure:
         return 0
-    print(f"{done.failure}\n\nPlease report this output, with {directory}", flush=True)
-    if (directory / "about.json").exists():
-        replay(directory)
+    print(done.failure)
+    if not (directory / "about.json").exists():
+        print("\nNothing was saved: run `gpuload doctor --gpu`, which begins with what this needs", flush=True)
+        return 1
+    print(f"\nPlease report this output, with {directory}", flush=True)
+    replay(directory)
     return 1
 
 
