@@ -308,12 +308,14 @@ def _gather_rows(kernels: Kernels, address: Array, length: Array) -> Ragged:
 
 
 def large_parts(source: Source, prompt_key: str, nbytes: int) -> Iterator[tuple[pa.Table, ArrowPrompts]]:
-    """The rows of a source as Arrow reads them, joined: each part costs a device the same launches and waits.
+    """The rows of a source as Arrow reads them, joined: each part costs a device the same launches and waits. The first
+    one is smaller, so that the device has work while Arrow reads the next.
 
     Args:
         nbytes: of prompts, about how large a part is at least, but `MOST_JOINED` suffices.
     """
-    enough = min(nbytes, MOST_JOINED)
+    most = min(nbytes, MOST_JOINED)
+    enough = most // _FIRST
     waiting: list[tuple[pa.Table, pa.Array]] = []
     prompts_size = table_size = 0
     for table, prompts in arrow_parts(source, prompt_key):
@@ -321,7 +323,7 @@ def large_parts(source: Source, prompt_key: str, nbytes: int) -> Iterator[tuple[
         prompts_size, table_size = prompts_size + decoded_bytes(prompts.column), table_size + table.nbytes
         if prompts_size >= enough or table_size >= _SHARE_OF_PROMPTS * enough:
             yield _joined(waiting)
-            waiting, prompts_size, table_size = [], 0, 0
+            waiting, prompts_size, table_size, enough = [], 0, 0, most
     if waiting:
         yield _joined(waiting)
 
@@ -329,6 +331,7 @@ def large_parts(source: Source, prompt_key: str, nbytes: int) -> Iterator[tuple[
 MOST_JOINED = 64 << 20
 """Bytes of prompts from which on a part of a load keeps a device busy."""
 
+_FIRST = 8  # of a part: the first one
 _SHARE_OF_PROMPTS = 4  # tables that are so much larger than their prompts are not joined further: the host holds them
 
 
