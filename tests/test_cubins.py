@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -110,3 +113,27 @@ def test_without_nvcc(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(DeviceError, match="nvcc is not on the PATH"):
         cubins.compile_all()
+
+
+def test_cupy_keeps_what_it_compiles_on_disk(tmp_path: Path) -> None:
+    """As for `RawModule`, in two processes; loading machine code would need a GPU."""
+    pytest.importorskip("cupy")
+    script = """
+from gpuload.engines.device.kernels import load_cupy
+load_cupy()
+from cupy.cuda import compiler
+class Loader:
+    class Module:
+        def load(self, code): print(code[:4] == b"\\x7fELF")
+        def _set_mapping(self, names): print("compiled")
+compiler.function = Loader
+compiler._get_arch_for_options_for_nvrtc = lambda arch=None: ("-arch=sm_90", "cubin")
+text = 'extern "C" __global__ void f(int* a) { a[0] = 1; }'
+compiler._compile_module_with_cache(text, ("-std=c++17",), arch="90")
+"""
+    about = os.environ | {"CUPY_CACHE_DIR": str(tmp_path / "new")}
+    outputs = [
+        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=about).stdout
+        for _ in range(2)
+    ]
+    assert outputs == ["compiled\nTrue\n", "True\n"]
