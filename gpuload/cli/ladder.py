@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,8 @@ def _known_answers(number: int) -> None:
     for name, wrong in wrong_answers(_kernels(number)):
         print(f"{name}: {wrong or 'right'}", flush=True)
         found += [f"{name}: {wrong}"] * bool(wrong)
+    with suppress(OSError):  # later loads do not ask again, nor does one in exclusive-process mode warn
+        verdict.keep(verdict.place_of(verdict.described(number)), "; ".join(found))
     if found:
         raise MismatchError("; ".join(found))
 

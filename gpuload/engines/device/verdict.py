@@ -40,7 +40,7 @@ def distrust(number: int) -> str | None:
     if os.environ.get("GPULOAD_GPU_CHECK") == "off":
         return None
     about = described(number)
-    path = cache_root() / "gpu" / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]}.json"
+    path = place_of(about)
     if (known := _read(path)) is None:
         if about["compute_mode"] == _EXCLUSIVE:
             logger.warning(
@@ -77,11 +77,25 @@ def described(number: int) -> dict[str, Any]:
     }
 
 
-def keep(path: Path, wrong: str) -> None:
-    """Writes a verdict: what is wrong, or an empty text."""
+def place_of(about: dict[str, Any]) -> Path:
+    """The file of the verdict about what was `described`."""
+    return cache_root() / "gpu" / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]}.json"
+
+
+def keep(path: Path, failure: str) -> str:
+    """Writes a verdict.
+
+    Args:
+        failure: which answers are wrong; empty if none.
+
+    Returns:
+        Why the GPU is not trusted; empty if it is.
+    """
+    wrong = f"its kernels do not return known answers ({failure}): run `gpuload doctor --gpu`" if failure else ""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as unfinished:
         unfinished.write_text(json.dumps({"wrong": wrong}))
+    return wrong
 
 
 def _read(path: Path) -> str | None:
@@ -95,10 +109,7 @@ def _read(path: Path) -> str | None:
 
 def _check(number: int, path: Path) -> str:
     logger.warning("gpuload: checking every kernel on GPU %s, once; `gpuload doctor --gpu` checks more", number)
-    failure = run_step("kernels", number, LIMIT).failure
-    wrong = f"its kernels do not return known answers ({failure}): run `gpuload doctor --gpu`" if failure else ""
-    keep(path, wrong)
-    return wrong
+    return keep(path, run_step("kernels", number, LIMIT).failure)
 
 
 @dataclass(frozen=True)
