@@ -16,6 +16,7 @@
 # make images-test  processors of images that need torchvision, which is installed into a folder of its own
 # make exact      every row of ../shared with the kernels of ten tokenizers, on the host; 74 variants of tokenizers
 # make damage     100 loads killed while they fill the token cache, and 1,000 damaged parquet files
+# make cubins     machine code of the kernels, with nvcc, as wheels have it; without it, NVRTC compiles them on the GPU's machine
 # make bench      measure against verl 0.9.1 and others (python -m bench); records in bench/results/
 PYTHON ?= python3
 BIN := .venv/bin
@@ -26,7 +27,7 @@ SEED := $(or $(SEED),$(shell date +%s))
 
 .PHONY: demo test test-all checks tests browser-test transformers4-test docs verl-test verl-matrix trl-matrix ray-test trainers-test automodel-test
 .PHONY: images-test tokenizers1-test llamafactory-test axolotl-test megatron-test torchtitan-test slime-test nemo-rl-test exact damage bench
-.PHONY: verl-env clean
+.PHONY: verl-env cubins clean
 
 demo: .venv/installed
 	$(BIN)/gpuload demo
@@ -119,6 +120,9 @@ nemo-rl-test: .venv-nemo-rl/installed
 
 automodel-test: .venv-automodel/installed
 	.venv-automodel/bin/python -m pytest tests/test_automodel.py
+
+cubins: .venv/installed
+	$(BIN)/python -m gpuload.engines.device.cubins
 
 bench: .venv/installed-dev .venv-verl/installed
 	$(BIN)/python -m bench

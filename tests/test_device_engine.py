@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from tiers import core, name_of, shared_files, with_shared
 
 import gpuload
 from gpuload.core.arrays import Ragged
-from gpuload.core.errors import DataError, DeviceError
+from gpuload.core.errors import DataError, DeviceError, SourceError
 from gpuload.core.options import Options
 from gpuload.engines.conversations import Conversations, from_arrow, from_texts
 from gpuload.engines.device import cuda, cudf, present
@@ -190,6 +191,59 @@ def test_two_readings_with_different_numbers_of_rows(rows: int, write: Callable[
     chunk = from_arrow(DeviceTexts(KERNELS), pa.array([user("a")] * rows))
     with pytest.raises(DeviceError, match="x: cuDF and Arrow read different numbers of rows"):
         list(zip_with_tables(iter([chunk]), source, "prompt", False))
+
+
+def test_tables_with_other_numbers_of_rows(write: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_file(SourceFile(write({"prompt": ["a", "b", "c"], "other": [1, 2, 3]}), "x", "parquet"))
+    chunks = [from_arrow(DeviceTexts(KERNELS), pa.array([user("a")] * rows)) for rows in (1, 2)]
+    for rows, right in ((2, 1), (4, 1), (3, 2)):
+        monkeypatch.setattr(device, "other_columns", lambda *_, n=rows: iter([pa.table({"other": range(n)})]))
+        later = [table for table, _ in zip_with_tables(iter(chunks), source, "prompt", False)]
+        found = []
+        with pytest.raises(DeviceError, match="different numbers of rows") if right < 2 else nullcontext():
+            found += [table.table().num_rows for table in later]
+        assert found == ([1, 2] if right == 2 else [])
+
+
+def test_the_device_does_not_wait_for_columns_that_pass_through(
+    gsm8k: str, qwen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded, columns, encode = threading.Event(), device.other_columns, DeviceEngine.encode
+
+    def slow(*arguments: Any) -> Iterator[pa.Table]:
+        assert encoded.wait(60), "nothing is encoded until columns are decoded"
+        yield from columns(*arguments)
+
+    def encoding(self: DeviceEngine, text: Any) -> Any:
+        encoded.set()
+        return encode(self, text)
+
+    monkeypatch.setattr(device, "other_columns", slow)
+    monkeypatch.setattr(DeviceEngine, "encode", encoding)
+    found = load_with(engine_on(KERNELS, in_odd_chunks), gsm8k, qwen, max_prompt_length=128)
+    assert_same(found, gpuload.load(gsm8k, qwen, max_prompt_length=128))
+
+
+def test_columns_that_cannot_be_decoded_are_an_error(gsm8k: str, qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged(*_: Any) -> Iterator[pa.Table]:
+        yield pa.table({"x": range(5)})
+        raise SourceError("damaged")
+
+    monkeypatch.setattr(device, "other_columns", damaged)
+    with pytest.raises(SourceError, match="^damaged$"):
+        load_with(engine_on(KERNELS, in_odd_chunks), gsm8k, qwen, max_prompt_length=128)
+
+
+def test_a_reading_that_is_left_early_leaves_no_thread(write: Callable[..., str]) -> None:
+    source = open_file(SourceFile(write({"prompt": ["a", "b", "c"], "other": [1, 2, 3]}), "x", "parquet"))
+    chunk = from_arrow(DeviceTexts(KERNELS), pa.array([user("a")]))
+    parts, before = zip_with_tables(iter([chunk, chunk]), source, "prompt", False), set(threading.enumerate())
+    table, _ = next(parts)
+    (thread,) = [each for each in set(threading.enumerate()) - before if each.name.startswith("pass-through")]
+    del parts
+    thread.join(10)
+    assert not thread.is_alive()
+    assert table.table().to_pydict() == {"other": [1]}
 
 
 def test_plain_texts_and_json(on_device: Callable[..., gpuload.PromptDataset], qwen: Any, tmp_path: Any) -> None:

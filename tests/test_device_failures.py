@@ -277,10 +277,11 @@ def test_small_parts_are_joined_for_a_device(gsm8k: str, qwen: Any, monkeypatch:
     (source,) = open_sources(
         pa.table({"prompt": messages * 100_000, "n": range(100_000)}), Options(max_prompt_length=512)
     )
-    parts = list(large_parts(source, "prompt", 1 << 30))
-    assert [len(prompts) for _, prompts in parts] == [100_000]
+    sizes = [len(prompts) for _, prompts in large_parts(source, "prompt", 1 << 30)]
+    assert sizes == [100_000], "7 MB are less than a first part"
     monkeypatch.setattr(device_engine, "MOST_JOINED", 1 << 20)
     parts = list(large_parts(source, "prompt", 1 << 30))
     assert 2 < len(parts) < 13, "8,192 rows at a time would be 13 parts"
+    assert len(parts[0][1]) == 8192 < len(parts[1][1]), "the device does not wait for the first rows"
     assert [n for table, _ in parts for n in table.column("n").to_pylist()] == list(range(100_000))
     assert sum(len(prompts) for _, prompts in parts) == 100_000

@@ -154,6 +154,19 @@ def test_a_verdict_serves_later_loads_until_something_changes(
     assert runs == ["kernels"] * 2
 
 
+@pytest.mark.parametrize("wrong", [None, "3 instead of 4"])
+def test_the_step_of_the_command_is_a_verdict_too(
+    monkeypatch: pytest.MonkeyPatch, machine: dict[str, Any], wrong: str | None
+) -> None:
+    monkeypatch.setattr(known_answers, "wrong_answers", lambda kernels: iter([("texts", wrong)]))
+    monkeypatch.setattr(ladder, "_kernels", lambda number: None)
+    runs = counted(monkeypatch, "not asked")
+    machine["compute_mode"] = 3  # no second process may use this GPU
+    assert main(["doctor", "--gpu", "0", "--gpu-step", "kernels"]) == bool(wrong)
+    assert ("texts: 3 instead of 4" in (distrust(0) or "")) == bool(wrong)
+    assert not runs
+
+
 def test_where_there_is_no_verdict(
     monkeypatch: pytest.MonkeyPatch, machine: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -91,8 +91,7 @@ def test_right_launches_are_the_same_in_any_order_of_threads(tmp_path: Path) -> 
     # As if the mistake were in no kernel.
     with launches._saving(kernels, Simulated(kernels), tmp_path, None):
         known_answers.cases()[CASE](kernels)
-    (tmp_path / "about.json").write_text('{"case": "made up"}')
-    (tmp_path / "source.cu").write_text(source())
+    (tmp_path / "about.json").write_text(json.dumps({"source": launches._digest()}))
     code, output = replayed(tmp_path)
     assert code == 0
     assert output.endswith(" launches write on the host what they wrote on the GPU\n")
@@ -114,14 +113,27 @@ def test_wrong_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(OptionError, match="there is no kernel write_id: did you mean write_ids?"):
         saved(StrictKernels(), tmp_path / "new", "write_id")
     (tmp_path / "file").touch()
-    with pytest.raises(OptionError, match="--dump: .* has files"):
-        saved(StrictKernels(), tmp_path)
-    assert main(["doctor", "--replay", str(tmp_path)]) != 0
-    assert "has no launches" in capsys.readouterr().err
+    for place in (tmp_path, tmp_path / "file"):
+        with pytest.raises(OptionError, match="--dump: .* has files"):
+            saved(StrictKernels(), place)
+        assert main(["doctor", "--gpu", "--dump", str(place)]) == 1, "before a process is started"
+        assert "has files" in capsys.readouterr().err
+        assert main(["doctor", "--replay", str(place)]) == 1
+        assert "has no launches" in capsys.readouterr().err
     for given in (["--dump", "x"], ["--gpu", "--kernel", "pad"]):
         with pytest.raises(SystemExit):
             main(["doctor", *given])
         assert "--kernel needs --dump" in capsys.readouterr().err
+
+
+def test_directories_that_cannot_be_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "about.json").write_text('{"source": "x", "gpuload": "0.1"}')
+    assert main(["doctor", "--replay", str(tmp_path)]) == 1
+    assert "is of other kernels: use gpuload 0.1 as it was there" in capsys.readouterr().err
+    (tmp_path / "about.json").write_text(json.dumps({"source": launches._digest()}))
+    (tmp_path / "00001-pad.before.npz").write_bytes(b"PK")
+    assert main(["doctor", "--replay", str(tmp_path)]) == 1
+    assert "00001-pad.before.npz cannot be read" in capsys.readouterr().err
 
 
 def test_the_command_saves_in_another_process_and_replays(
@@ -131,13 +143,16 @@ def test_the_command_saves_in_another_process_and_replays(
 
     def run(name: str, number: int, limit: float, *more: str) -> Step:
         asked.append((name, number, more))
-        (tmp_path / "about.json").touch()
+        if number:
+            (tmp_path / "about.json").touch()
         return Step("some line\n", "it is wrong")
 
     monkeypatch.setattr(verdict, "run_step", run)
     monkeypatch.setattr(ladder, "replay", asked.append)
+    assert main(["doctor", "--gpu", "--dump", str(tmp_path)]) == 1
+    assert "some line\nit is wrong\n\nNothing was saved" in capsys.readouterr().out
     assert main(["doctor", "--gpu", "1", "--dump", str(tmp_path), "--kernel", "pad"]) == 1
-    assert asked == [("dump", 1, ("--dump", str(tmp_path), "--kernel", "pad")), tmp_path]
+    assert asked[1:] == [("dump", 1, ("--dump", str(tmp_path), "--kernel", "pad")), tmp_path]
     assert "some line\nit is wrong\n\nPlease report" in capsys.readouterr().out
     monkeypatch.setattr(verdict, "run_step", lambda *_: Step("right\n", ""))
-    assert main(["doctor", "--gpu", "--dump", str(tmp_path)]) == 0
+    assert main(["doctor", "--gpu", "--dump", str(tmp_path / "new")]) == 0

@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,14 +71,18 @@ def dump(number: int, directory: Path, kernel: str | None) -> int:
     Returns:
         0, or 1 if something is wrong.
     """
+    launches.check(directory, kernel)
     more = ["--dump", str(directory), *(["--kernel", kernel] if kernel else [])]
     done = verdict.run_step("dump", number, 2 * verdict.LIMIT, *more)
     print(done.output, end="", flush=True)
     if not done.failure:
         return 0
-    print(f"{done.failure}\n\nPlease report this output, with {directory}", flush=True)
-    if (directory / "about.json").exists():
-        replay(directory)
+    print(done.failure)
+    if not (directory / "about.json").exists():
+        print("\nNothing was saved: run `gpuload doctor --gpu`, which begins with what this needs", flush=True)
+        return 1
+    print(f"\nPlease report this output, with {directory}", flush=True)
+    replay(directory)
     return 1
 
 
@@ -205,10 +210,13 @@ def _marked(array: Any) -> Any:
 
 
 def _compile(number: int) -> None:
+    from gpuload.engines.device.cubins import shipped
     from gpuload.engines.device.kernel_source import signatures
 
     started = time.perf_counter()
     kernels = _kernels(number)
+    file = shipped(kernels.xp.cuda.Device(number).compute_capability)
+    print(f"machine code: {file.name if file else 'compiled here'}")
     with kernels.current():
         for name in signatures():
             kernels._function(name)
@@ -222,6 +230,8 @@ def _known_answers(number: int) -> None:
     for name, wrong in wrong_answers(_kernels(number)):
         print(f"{name}: {wrong or 'right'}", flush=True)
         found += [f"{name}: {wrong}"] * bool(wrong)
+    with suppress(OSError):  # later loads do not ask again, nor does one in exclusive-process mode warn
+        verdict.keep(verdict.place_of(verdict.described(number)), "; ".join(found))
     if found:
         raise MismatchError("; ".join(found))
 
@@ -261,6 +271,7 @@ def _cudf(number: int) -> None:
     from gpuload.core.options import Options
     from gpuload.demo_data import demo_files
     from gpuload.engines.conversations import Conversations
+    from gpuload.sources.later import decoded
     from gpuload.sources.open import open_sources
 
     kernels, notes = _kernels(number), list[str]()
@@ -271,7 +282,7 @@ def _cudf(number: int) -> None:
             if not isinstance(prompts, Conversations) or notes:
                 raise RuntimeError("; ".join(notes) or "Arrow was used")
             some = np.arange(0, len(prompts), max(1, len(prompts) // 100))
-            column = table.column("prompt").combine_chunks()
+            column = decoded(table).column("prompt").combine_chunks()
             if not prompts.fetch(some).equals(column.take(some.tolist())):
                 raise MismatchError("cuDF and Arrow read different prompts")
             rows += len(prompts)

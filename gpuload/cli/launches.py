@@ -7,10 +7,12 @@ addresses stay what they are, in arguments and in results.
 """
 
 import ctypes
+import hashlib
 import json
 import mmap
 import multiprocessing
 import threading
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -22,7 +24,7 @@ import numpy as np
 from gpuload.core.errors import DeviceError, OptionError
 from gpuload.core.options import nearest
 from gpuload.engines.device.host_build import build, launch
-from gpuload.engines.device.kernel_source import parsed, signatures, source
+from gpuload.engines.device.kernel_source import signatures, source
 from gpuload.engines.device.kernels import DeviceKernels, Kernels
 from gpuload.engines.failures import one_line
 
@@ -89,12 +91,9 @@ def save_wrong(
     """
     from gpuload.cli.known_answers import cases
 
-    if kernel is not None and kernel not in signatures():
-        raise OptionError(f"--kernel: there is no kernel {kernel}{nearest(kernel, set(signatures()))}")
+    check(directory, kernel)
     directory.mkdir(parents=True, exist_ok=True)
-    if next(directory.iterdir(), None) is not None:
-        raise OptionError(f"--dump: {directory} has files: name a new directory")
-    (directory / "source.cu").write_text(source())
+    about = {"source": _digest()} | about
     for name, case in cases().items():
         described = {"case": name, "wrong": "the process ended"} | about  # unless it comes to tell
         (directory / "about.json").write_text(json.dumps(described))
@@ -109,6 +108,18 @@ def save_wrong(
     for file in directory.iterdir():
         file.unlink()
     return None
+
+
+def check(directory: Path, kernel: str | None) -> None:
+    """Raises what `save_wrong` raises."""
+    if kernel is not None and kernel not in signatures():
+        raise OptionError(f"--kernel: there is no kernel {kernel}{nearest(kernel, set(signatures()))}")
+    if directory.exists() and (not directory.is_dir() or next(directory.iterdir(), None) is not None):
+        raise OptionError(f"--dump: {directory} has files: name a new directory")
+
+
+def _digest() -> str:
+    return hashlib.sha256(source().encode()).hexdigest()
 
 
 @contextmanager
@@ -198,16 +209,20 @@ def replay(directory: Path, say: Callable[[str], None]) -> bool:
     """
     files = sorted(directory.glob("*.before.npz"))
     try:
-        about, text = json.loads((directory / "about.json").read_text()), (directory / "source.cu").read_text()
-    except (OSError, ValueError) as error:
+        about = dict(json.loads((directory / "about.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:
         raise OptionError(f"--replay: {directory} has no launches: gpuload doctor --gpu --dump saves them") from error
+    if about.get("source") != _digest():  # code of a directory is never run
+        raise OptionError(
+            f"--replay: {directory} is of other kernels: use gpuload {about.get('gpuload', '')} as it was there"
+        )
     say("".join(f"{name}: {value}\n" for name, value in about.items()).rstrip())
     for file in files:
         done = file.with_name(file.name.replace(".before.", ".after."))
         name = file.name.partition(".")[0]
         if not done.exists():
             say(f"launch {name}: did not end on the GPU")
-        found = _in_a_fork(_compared, text, file, done if done.exists() else None)
+        found = _in_a_fork(_compared, file, done if done.exists() else None)
         if found or not done.exists():
             say(f"launch {name}: {found or 'ends on the host'}")
             return False
@@ -238,12 +253,12 @@ def _in_a_fork(work: Callable[..., str], *arguments: Any) -> str:
     return str(found)
 
 
-def _compared(text: str, before: Path, after: Path | None) -> str:
+def _compared(before: Path, after: Path | None) -> str:
     """What a launch writes otherwise on the host, or an empty text."""
     about, given = _load(before)
-    library = build(text, f"SEGMENT={about['segment']}", any_order=True)
+    library = build(source(), f"SEGMENT={about['segment']}", any_order=True)
     _map(given)
-    parameters = parsed(text)[about["name"]]
+    parameters = signatures()[about["name"]]
     arguments = [
         _array(*value) if len(value) == 3 else parameter.dtype.type(value[0])
         for parameter, value in zip(parameters, about["arguments"], strict=True)
@@ -275,9 +290,12 @@ def _compared(text: str, before: Path, after: Path | None) -> str:
 
 
 def _load(file: Path) -> tuple[dict[str, Any], _Memory]:
-    with np.load(file) as saved:
-        memory = {int(name): saved[name] for name in saved.files if name != "about"}
-        return json.loads(str(saved["about"])), memory
+    try:
+        with np.load(file) as saved:
+            memory = {int(name): saved[name] for name in saved.files if name != "about"}
+            return json.loads(str(saved["about"])), memory
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise OptionError(f"--replay: {file} cannot be read ({error}): was the command stopped?") from error
 
 
 def _map(memory: _Memory) -> None:

@@ -19,6 +19,7 @@ from gpuload.engines.protocol import Engine
 from gpuload.kinds.prompts import LAYOUT
 from gpuload.packing.plan import whole_rows
 from gpuload.reference.reference import Reference
+from gpuload.sources.later import decoded
 from gpuload.sources.open import open_sources
 
 STAGES = ("prepare", "read", "render", "encode", "batch")
@@ -77,7 +78,7 @@ def _steps(build: Callable[[Reference], Engine], outcome: Outcome) -> Iterator[N
         yield
 
         rows = np.linspace(0, source.num_rows - 1, _COMPARED).astype(int)
-        column = pa.concat_tables([table for table, _ in parts]).column(_OPTIONS.prompt_key)
+        column = pa.concat_tables([decoded(table) for table, _ in parts]).column(_OPTIONS.prompt_key)
         prompts = column.take(as_arrow(rows)).to_pylist()
         rendered = [engine.render(part) for _, part in parts]
         texts = pa.chunked_array([part.text for part in rendered]).take(as_arrow(rows)).to_pylist()

@@ -23,6 +23,7 @@ import torch
 from gpuload.core.arrays import Array, Ragged
 from gpuload.core.arrow import as_arrow
 from gpuload.engines.batches import Batches, BatchLayout
+from gpuload.sources.later import LaterTable
 from gpuload.sources.read import Source
 from gpuload.template.program import Operation, Predicate
 
@@ -365,7 +366,9 @@ class Engine(Protocol):
             rows: how many rows are read; None likewise.
         """
 
-    def read(self, source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, Prompts]]:
+    def read(
+        self, source: Source, prompt_key: str, keep_prompts: bool
+    ) -> Iterator[tuple[pa.Table | LaterTable, Prompts]]:
         """The rows of a source in order, part by part: their columns in host memory, and their prompts.
 
         Args:

@@ -62,6 +62,7 @@ from gpuload.pipeline.verify import Verifier
 from gpuload.reference.reference import Reference
 from gpuload.reference.volatile import contains_randomness, volatile_reason
 from gpuload.sources.columns import invalid_rows
+from gpuload.sources.later import decoded
 from gpuload.sources.open import open_all
 from gpuload.sources.read import Source, check_unchanged
 
@@ -349,9 +350,10 @@ def _encoded(
             source, text = job.sources[batch.source], batch.rendered.text
             for finder in verifier.finders:
                 finder.look(source, batch.rows, batch.rendered.prompts, text.sizes)
+        table = decoded(batch.table)
         if invalid is None:
-            invalid = invalid_rows(without(batch.table, job.options.prompt_key))
-        return replace(batch, compared=compared, invalid=invalid)
+            invalid = invalid_rows(without(table, job.options.prompt_key))
+        return replace(batch, table=table, compared=compared, invalid=invalid)
 
     threads = {name: stack.enter_context(ThreadPoolExecutor(1, name)) for name in ("read", "verify")}
     # On a device each stage has one thread, with its stream.

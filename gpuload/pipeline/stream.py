@@ -45,7 +45,7 @@ class SomeRows:
     Attributes:
         source: number of the source.
         rows: (n,) row numbers in that source's file.
-        table: the rows' columns, in host memory.
+        table: the rows' columns, in host memory; until the ids are compared, on a device, a `LaterTable`.
     """
 
     source: int

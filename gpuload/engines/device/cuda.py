@@ -59,6 +59,7 @@ from gpuload.engines.device.verdict import distrust
 from gpuload.engines.failures import one_line
 from gpuload.engines.protocol import ArrowPrompts, Prompts
 from gpuload.reference.reference import Reference
+from gpuload.sources.later import LaterTable
 from gpuload.sources.read import Source
 
 _MOST_CHUNK = 256 << 20
@@ -141,7 +142,7 @@ def reader(kernels: DeviceKernels, notes: list[str]) -> Reader:
         notes: gets a line for each source that cuDF cannot read although it should. Arrow then reads the rest of it.
     """
 
-    def read(source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, Prompts]]:
+    def read(source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table | LaterTable, Prompts]]:
         kind = source.schema.field(prompt_key).type
         if source.frame is not None and can_read(kind) and not pa.types.is_dictionary(kind):
             parts = slices(kernels, source.frame[prompt_key], kind, kernels.chunk_bytes)

@@ -6,9 +6,9 @@ except reading (`cuda.py`) runs on any machine: the tests use kernels compiled f
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import cached_property
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -36,12 +36,13 @@ from gpuload.engines.protocol import ArrowPrompts, Prompts, Tokenized
 from gpuload.reference.control_tokens import END, START
 from gpuload.reference.reference import Reference
 from gpuload.sources.batches import decoded_bytes
+from gpuload.sources.later import LaterTable
 from gpuload.sources.read import Source, check_unchanged, other_columns
 from gpuload.sources.types import is_messages, is_text
 from gpuload.template.compiler import ChatProgram
 from gpuload.tokenizer.compiled import CompiledTokenizer, compile_tokenizer
 
-Reader = Callable[[Source, str, bool], Iterator[tuple[pa.Table, Prompts]]]
+Reader = Callable[[Source, str, bool], Iterator[tuple[pa.Table | LaterTable, Prompts]]]
 """As `Engine.read`."""
 
 
@@ -141,7 +142,9 @@ class DeviceEngine:
     def loading(self, nbytes: int | None = None, rows: int | None = None) -> AbstractContextManager[Any]:
         return self._kernels.loading()
 
-    def read(self, source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, Prompts]]:
+    def read(
+        self, source: Source, prompt_key: str, keep_prompts: bool
+    ) -> Iterator[tuple[pa.Table | LaterTable, Prompts]]:
         if not self._by_kernels:
             return self.host.read(source, prompt_key, keep_prompts)
         if self._reader is None or self._reference.sanitizes:  # control tokens are marked on the host
@@ -309,12 +312,14 @@ def _gather_rows(kernels: Kernels, address: Array, length: Array) -> Ragged:
 
 
 def large_parts(source: Source, prompt_key: str, nbytes: int) -> Iterator[tuple[pa.Table, ArrowPrompts]]:
-    """The rows of a source as Arrow reads them, joined: each part costs a device the same launches and waits.
+    """The rows of a source as Arrow reads them, joined: each part costs a device the same launches and waits. The first
+    one is smaller, so that the device has work while Arrow reads the next.
 
     Args:
         nbytes: of prompts, about how large a part is at least, but `MOST_JOINED` suffices.
     """
-    enough = min(nbytes, MOST_JOINED)
+    most = min(nbytes, MOST_JOINED)
+    enough = most // _FIRST
     waiting: list[tuple[pa.Table, pa.Array]] = []
     prompts_size = table_size = 0
     for table, prompts in arrow_parts(source, prompt_key):
@@ -322,7 +327,7 @@ def large_parts(source: Source, prompt_key: str, nbytes: int) -> Iterator[tuple[
         prompts_size, table_size = prompts_size + decoded_bytes(prompts.column), table_size + table.nbytes
         if prompts_size >= enough or table_size >= _SHARE_OF_PROMPTS * enough:
             yield _joined(waiting)
-            waiting, prompts_size, table_size = [], 0, 0
+            waiting, prompts_size, table_size, enough = [], 0, 0, most
     if waiting:
         yield _joined(waiting)
 
@@ -330,6 +335,7 @@ def large_parts(source: Source, prompt_key: str, nbytes: int) -> Iterator[tuple[
 MOST_JOINED = 64 << 20
 """Bytes of prompts from which on a part of a load keeps a device busy."""
 
+_FIRST = 8  # of a part: the first one
 _SHARE_OF_PROMPTS = 4  # tables that are so much larger than their prompts are not joined further: the host holds them
 
 
@@ -342,30 +348,41 @@ def _joined(parts: list[tuple[pa.Table, pa.Array]]) -> tuple[pa.Table, ArrowProm
 
 def zip_with_tables(
     chunks: Iterator[Conversations], source: Source, prompt_key: str, keep_prompts: bool
-) -> Iterator[tuple[pa.Table, Conversations]]:
+) -> Iterator[tuple[LaterTable, Conversations]]:
     """Joins two readings of one source, each in parts of its own sizes: every chunk of prompts with the table of its
-    rows.
+    rows, which a thread decodes meanwhile: a chunk does not wait for it.
 
     Raises:
         SourceError: the file was changed meanwhile.
-        DeviceError: the numbers of rows differ.
+        DeviceError: the numbers of rows differ. The tables raise the same.
     """
-    tables = other_columns(source, prompt_key, keep_prompts)
-    # The first table starts the threads that decode the next ones while the first chunk is read.
-    waiting = list(islice(tables, 1))
-    rows = sum(table.num_rows for table in waiting)
-    for chunk in chunks:
-        while rows < len(chunk) and (table := next(tables, None)) is not None:
+    tables, waiting, done = other_columns(source, prompt_key, keep_prompts), list[pa.Table](), 0
+    thread = ThreadPoolExecutor(1, "pass-through")
+    first = [thread.submit(next, tables, None)]  # starts the threads that decode the next ones
+
+    def decode(rows: int, last: bool) -> pa.Table:
+        have = sum(table.num_rows for table in waiting)
+        while have < rows or last:
+            if (table := first.pop().result() if first else next(tables, None)) is None:
+                break
             waiting.append(table)
-            rows += table.num_rows
-        if rows < len(chunk):
+            have += table.num_rows
+        if have < rows or (last and have > rows):
             raise _different_rows(source)
-        table = pa.concat_tables(waiting)
-        yield table.slice(0, len(chunk)), chunk
-        waiting = [table.slice(len(chunk))]
-        rows -= len(chunk)
-    if rows or next(tables, None) is not None:
-        raise _different_rows(source)
+        whole = pa.concat_tables(waiting)
+        waiting[:] = [whole.slice(rows)]
+        return whole.slice(0, rows)
+
+    try:
+        for chunk in chunks:
+            done += len(chunk)
+            if done > source.num_rows:
+                raise _different_rows(source)
+            yield LaterTable(len(chunk), thread.submit(decode, len(chunk), done == source.num_rows).result), chunk
+        if done != source.num_rows:
+            raise _different_rows(source)
+    finally:  # also if the consumer ends early
+        thread.shutdown(wait=False)  # decodes what was asked for
 
 
 def _different_rows(source: Source) -> DeviceError:

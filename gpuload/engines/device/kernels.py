@@ -10,6 +10,7 @@ A kernel cannot check its pointers: an argument of the wrong type silently reads
 launch checks its arguments against the parameters in the source (`kernel_source.py`).
 """
 
+import logging
 import os
 import sys
 import tempfile
@@ -27,10 +28,13 @@ import numpy as np
 from gpuload.core.arrays import Array
 from gpuload.core.errors import DeviceError
 from gpuload.core.files import cache_root
+from gpuload.engines.device.cubins import shipped
 from gpuload.engines.device.kernel_source import Parameter, signatures, source
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 BLOCK = 256
 """Threads per block, as in `common.cuh`. The registers and the shared memory of each kernel allow at least half of the
@@ -231,15 +235,22 @@ def _writable(directory: Path) -> bool:
 
 @cache
 def _functions(number: int) -> Callable[[str], Any]:
-    """The kernels of a GPU by name, compiled once per process."""
+    """The kernels of a GPU by name, loaded once per process: from machine code that was shipped, or else compiled."""
     cupy = load_cupy()
-    with cupy.cuda.Device(number):
+    with cupy.cuda.Device(number) as device:
+        if (file := shipped(device.compute_capability)) is not None:
+            get = cupy.RawModule(path=str(file)).get_function
+            try:
+                get(next(iter(signatures())))
+                return lru_cache(maxsize=None)(get)
+            except cupy.cuda.driver.CUDADriverError as error:  # the driver may be older than the compiler
+                logger.info("gpuload: %s cannot be loaded (%s): kernels are compiled instead", file.name, error)
         module = cupy.RawModule(code=source(), options=("-std=c++17", *_DEBUG * waits_for_each()))
     return lru_cache(maxsize=None)(module.get_function)
 
 
 _DEBUG = ("-DGPULOAD_MOST_SPINS=100000000",)
-"""A thread that waits for another one gives up after seconds instead of never."""
+"""A thread that waits for another one gives up after seconds instead of never, where kernels are compiled."""
 
 
 def waits_for_each() -> bool:
@@ -265,7 +276,7 @@ def described(name: str, blocks: int, arguments: list[Any]) -> str:
 
 
 class DeviceKernels(Kernels):
-    """Kernels for a GPU, compiled by CuPy at the first launch; CuPy caches the machine code on disk.
+    """Kernels for a GPU: from machine code that was shipped, or compiled by CuPy, which caches it on disk.
 
     Kernels run on CuPy's current stream; `current` sets it to torch's.
 

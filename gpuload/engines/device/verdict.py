@@ -18,6 +18,7 @@ from typing import Any
 
 from gpuload._version import __version__
 from gpuload.core.files import cache_root, locked, replacing
+from gpuload.engines.device.cubins import shipped
 from gpuload.engines.device.kernel_source import source
 from gpuload.engines.device.kernels import load_cupy
 
@@ -39,7 +40,7 @@ def distrust(number: int) -> str | None:
     if os.environ.get("GPULOAD_GPU_CHECK") == "off":
         return None
     about = described(number)
-    path = cache_root() / "gpu" / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]}.json"
+    path = place_of(about)
     if (known := _read(path)) is None:
         if about["compute_mode"] == _EXCLUSIVE:
             logger.warning(
@@ -62,6 +63,7 @@ def distrust(number: int) -> str | None:
 def described(number: int) -> dict[str, Any]:
     """What a verdict is about. Initializes CUDA."""
     cupy = load_cupy()
+    shipped_code = shipped(cupy.cuda.Device(number).compute_capability)
     runtime, name = cupy.cuda.runtime, cupy.cuda.runtime.getDeviceProperties(number)["name"]
     return {
         "gpu": name.decode() if isinstance(name, bytes) else str(name),
@@ -71,14 +73,29 @@ def described(number: int) -> dict[str, Any]:
         "nvrtc": list(cupy.cuda.nvrtc.getVersion()),
         "gpuload": __version__,
         "source": hashlib.sha256(source().encode()).hexdigest(),
+        "machine_code": hashlib.sha256(shipped_code.read_bytes()).hexdigest() if shipped_code else "",
     }
 
 
-def keep(path: Path, wrong: str) -> None:
-    """Writes a verdict: what is wrong, or an empty text."""
+def place_of(about: dict[str, Any]) -> Path:
+    """The file of the verdict about what was `described`."""
+    return cache_root() / "gpu" / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]}.json"
+
+
+def keep(path: Path, failure: str) -> str:
+    """Writes a verdict.
+
+    Args:
+        failure: which answers are wrong; empty if none.
+
+    Returns:
+        Why the GPU is not trusted; empty if it is.
+    """
+    wrong = f"its kernels do not return known answers ({failure}): run `gpuload doctor --gpu`" if failure else ""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as unfinished:
         unfinished.write_text(json.dumps({"wrong": wrong}))
+    return wrong
 
 
 def _read(path: Path) -> str | None:
@@ -92,10 +109,7 @@ def _read(path: Path) -> str | None:
 
 def _check(number: int, path: Path) -> str:
     logger.warning("gpuload: checking every kernel on GPU %s, once; `gpuload doctor --gpu` checks more", number)
-    failure = run_step("kernels", number, LIMIT).failure
-    wrong = f"its kernels do not return known answers ({failure}): run `gpuload doctor --gpu`" if failure else ""
-    keep(path, wrong)
-    return wrong
+    return keep(path, run_step("kernels", number, LIMIT).failure)
 
 
 @dataclass(frozen=True)
