@@ -17,7 +17,7 @@ from tiers import core
 from torch.utils.data import DataLoader
 
 import gpuload
-from gpuload.core.errors import DataError, OptionError, TokenizerError
+from gpuload.core.errors import DataError, OptionError
 
 _CONTENT = (
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
@@ -327,8 +327,6 @@ def test_options() -> None:
         load(pa.table({"text": ["<image>"]}), processor)
     with pytest.raises(DataError, match="no column 'imags' with images: did you mean images"):
         load(table, processor, image_key="imags")
-    with pytest.raises(TokenizerError, match=r"load and load_chats take processors"):
-        gpuload.load_pairs(pa.table({"chosen": [rows[0][0]], "rejected": [rows[0][0]]}), processor)
     chats = load(table, processor)
     for more, why in (({"packing": "wrapped"}, "cuts rows"), ({"packing": "bfd", "pack_length": 9}, "longest row")):
         with pytest.raises(OptionError, match=why):
