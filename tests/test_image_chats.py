@@ -311,7 +311,7 @@ def test_rows_are_the_same_in_workers() -> None:
     assert [row["labels"] for row in loader] == [row["labels"] for row in chats]
 
 
-def test_options() -> None:
+def test_options(tmp_path: Path) -> None:
     processor, rows = processor_named("qwen2_5_vl"), rows_of(7)
     table = table_of(rows)
     for option in ({"device": "cuda"}, {"store": "disk"}, {"overlong": "keep_start"}, {"turns": "served"}):
@@ -334,3 +334,5 @@ def test_options() -> None:
     with pytest.raises(OptionError, match="packs have no columns of images"):
         chats.to_arrow(packing="bfd")
     assert chats.to_arrow().read_all().num_rows == len(rows)
+    with pytest.raises(OptionError, match="split 'train' has images, which a directory of tokens cannot have"):
+        gpuload.save_to_disk({"train": chats}, tmp_path / "made")

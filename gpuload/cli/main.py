@@ -69,6 +69,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     inspect.add_argument("--limit", type=int, metavar="N", help="also list rows that N tokens as limit would drop")
     inspect.add_argument("--html", metavar="FILE", help="also write an HTML page with plots and some rows")
+    inspect.add_argument(
+        "--images", nargs="?", const="images", metavar="COLUMN", help="count tokens of images, with a processor"
+    )
     inspect.set_defaults(run=_inspect, parser=inspect)
 
     show = commands.add_parser("show", help="show one row token by token")
@@ -244,6 +247,11 @@ def _inspect(given: argparse.Namespace) -> int:
         return 0
     if not given.files:
         given.parser.error("no files given")
+    if given.images:
+        from gpuload.cli.inspect import inspect_images
+
+        inspect_images(given.files, given.tokenizer, given.images, given.limit, given.max_samples, **_data(given))
+        return 0
     inspect_files(
         given.files, given.tokenizer, html=given.html, limit=given.limit, max_samples=given.max_samples, **_data(given)
     )
