@@ -64,7 +64,7 @@ tokenizers1-test: .venv/installed-dev .venv-tokenizers1/installed
 		-k "not gigatoken and not every_code_point and not test_kinds and not differs and not side_by_side and not start_together"
 
 images-test: .venv/installed-dev .venv-images/installed
-	PART=all PYTHONPATH=$(CURDIR)/.venv-images $(BIN)/python -m pytest -n auto -p on_torchvision tests/test_images.py
+	PART=all PYTHONPATH=$(CURDIR)/.venv-images $(BIN)/python -m pytest -n auto -p on_torchvision tests/test_image*.py tests/test_inspect_images.py
 
 docs: .venv/installed-dev
 	$(BIN)/python docs/build.py

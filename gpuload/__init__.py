@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from gpuload.kinds.chats.dataset import ChatDataset
     from gpuload.kinds.load import load
     from gpuload.kinds.load_chats import load_chats
+    from gpuload.kinds.load_pairs import load_pairs
     from gpuload.kinds.pairs.dataset import PairDataset
-    from gpuload.kinds.pairs.load import load_pairs
     from gpuload.kinds.prompts import PromptDataset, collate_fn
 
 _HOMES = {
     "load": "gpuload.kinds.load",
     "load_chats": "gpuload.kinds.load_chats",
-    "load_pairs": "gpuload.kinds.pairs.load",
+    "load_pairs": "gpuload.kinds.load_pairs",
     "ChatDataset": "gpuload.kinds.chats.dataset",
     "PairDataset": "gpuload.kinds.pairs.dataset",
     "PromptDataset": "gpuload.kinds.prompts",

@@ -85,7 +85,9 @@ def save_to_disk(
     place = Path(directory).expanduser().resolve()
     if not splits:
         raise OptionError("splits: no dataset given")
-    for name in splits:
+    for name, split in splits.items():
+        if hasattr(split, "images"):  # trainers would learn ids of images without any
+            raise OptionError(f"split {name!r} has images, which a directory of tokens cannot have: use its loader")
         if not re.fullmatch(r"\w+(\.\w+)*", name):
             raise OptionError(f"split {name!r}: expected letters, digits, underscores and single dots")
     try:

@@ -17,7 +17,7 @@ from tiers import core
 from torch.utils.data import DataLoader
 
 import gpuload
-from gpuload.core.errors import DataError, OptionError, TokenizerError
+from gpuload.core.errors import DataError, OptionError
 
 _CONTENT = (
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
@@ -311,7 +311,7 @@ def test_rows_are_the_same_in_workers() -> None:
     assert [row["labels"] for row in loader] == [row["labels"] for row in chats]
 
 
-def test_options() -> None:
+def test_options(tmp_path: Path) -> None:
     processor, rows = processor_named("qwen2_5_vl"), rows_of(7)
     table = table_of(rows)
     for option in ({"device": "cuda"}, {"store": "disk"}, {"overlong": "keep_start"}, {"turns": "served"}):
@@ -327,8 +327,6 @@ def test_options() -> None:
         load(pa.table({"text": ["<image>"]}), processor)
     with pytest.raises(DataError, match="no column 'imags' with images: did you mean images"):
         load(table, processor, image_key="imags")
-    with pytest.raises(TokenizerError, match=r"load and load_chats take processors"):
-        gpuload.load_pairs(pa.table({"chosen": [rows[0][0]], "rejected": [rows[0][0]]}), processor)
     chats = load(table, processor)
     for more, why in (({"packing": "wrapped"}, "cuts rows"), ({"packing": "bfd", "pack_length": 9}, "longest row")):
         with pytest.raises(OptionError, match=why):
@@ -336,3 +334,5 @@ def test_options() -> None:
     with pytest.raises(OptionError, match="packs have no columns of images"):
         chats.to_arrow(packing="bfd")
     assert chats.to_arrow().read_all().num_rows == len(rows)
+    with pytest.raises(OptionError, match="split 'train' has images, which a directory of tokens cannot have"):
+        gpuload.save_to_disk({"train": chats}, tmp_path / "made")

@@ -21,7 +21,7 @@ from PIL import Image, ImageFile, ImageOps
 from tiers import core, exhaustive
 
 import gpuload
-from gpuload.core.errors import DataError, NoRowsError, OptionError, TokenizerError
+from gpuload.core.errors import DataError, NoRowsError, OptionError
 from gpuload.kinds.images import engine
 from gpuload.kinds.images.engine import ImageEngine
 from gpuload.kinds.images.options import ImageOptions
@@ -628,8 +628,6 @@ def test_options(qwen: Any) -> None:
     for option in ({"image_loader": "x"}, {"check_media": "x"}, {"max_image_pixels": 0}, {"media_roots": 3}):
         with pytest.raises(OptionError):
             load(table, qwen, **option)
-    with pytest.raises(TokenizerError, match=r"such as processor\.tokenizer: load and load_chats take processors"):
-        gpuload.load_pairs(pa.table({name: [user("a")] for name in ("chosen", "rejected")}), qwen)
     with pytest.raises(OptionError, match="pass a processor"):
         load(table, qwen.tokenizer, media_roots=[])
     with pytest.raises(OptionError, match="unknown option image_keys: did you mean image_key"):

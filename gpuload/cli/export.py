@@ -9,7 +9,7 @@ from gpuload.cli.output import printable
 from gpuload.dataset.trainer_columns import CHATS, PAIRS
 from gpuload.export import check_destination, save_to_disk
 from gpuload.kinds.load_chats import load_chats
-from gpuload.kinds.pairs.load import load_pairs
+from gpuload.kinds.load_pairs import load_pairs
 
 KINDS: dict[str, tuple[Callable[..., Any], dict[str, Any], Sequence[str]]] = {
     "sft": (load_chats, {}, list(CHATS)),

@@ -56,6 +56,24 @@ def inspect_files(
         print(printable(f"\nwrote {html}"))
 
 
+def inspect_images(
+    files: Sequence[str], processor: Any, key: str, limit: int | None, max_samples: int = -1, **options: Any
+) -> None:
+    """Prints tokens of images and text, and how many rows each limit keeps with smaller images.
+
+    Args:
+        processor: path or hub id of a processor, or itself.
+        key: the column with images.
+        limit: a further limit.
+        max_samples: only so many rows.
+        **options: of the data, as for `open_data`.
+    """
+    from gpuload.inspect.images import images_text, load_with_images  # only for processors
+
+    found = load_with_images(files, processor, key, options.pop("kind", None), max_samples=max_samples, **options)
+    print(printable(images_text(found, limit)))
+
+
 def check_page(page: Path) -> None:
     if not page.parent.is_dir():
         raise OptionError(f"--html {page}: no such directory: {page.parent}")

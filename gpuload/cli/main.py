@@ -72,6 +72,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     inspect.add_argument("--limit", type=int, metavar="N", help="also list rows that N tokens as limit would drop")
     inspect.add_argument("--html", metavar="FILE", help="also write an HTML page with plots and some rows")
+    inspect.add_argument(
+        "--images", nargs="?", const="images", metavar="COLUMN", help="count tokens of images, with a processor"
+    )
     inspect.set_defaults(run=_inspect, parser=inspect)
 
     show = commands.add_parser("show", help="show one row token by token")
@@ -256,6 +259,13 @@ def _inspect(given: argparse.Namespace) -> int:
         return 0
     if not given.files:
         given.parser.error("no files given")
+    if given.images:
+        from gpuload.cli.inspect import inspect_images
+
+        if served_of(given):
+            given.parser.error("--images looks at prompts: without the options for rows as served")
+        inspect_images(given.files, given.tokenizer, given.images, given.limit, given.max_samples, **_data(given))
+        return 0
     more = {"max_samples": given.max_samples, **_data(given), **served_of(given)}
     inspect_files(given.files, given.tokenizer, html=given.html, limit=given.limit, **more)
     return 0

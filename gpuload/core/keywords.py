@@ -139,7 +139,7 @@ class LoadPromptsKeywords(PromptKeywords, total=False):
 
 
 class MediaKeywords(TypedDict, total=False):
-    """What `load` and `load_chats` take in addition if they are given a processor."""
+    """What loads take in addition if they are given a processor."""
 
     image_key: str
     """Column with the images of each row: a list of `{bytes, path}`, of bytes, of paths or of `data:` URLs, or one of
@@ -254,6 +254,10 @@ class PairKeywords(TrainingKeywords, total=False):
     kl_batch_size: int
     """For `"kto"`, rows of a group in which completions are exchanged for `KL_completion_ids`: TRL's
     `per_device_train_batch_size`."""
+
+
+class LoadPairsKeywords(PairKeywords, MediaKeywords, total=False):
+    """What `load_pairs` takes, also with a processor."""
 
 
 class WorkerKeywords(TypedDict, total=False):

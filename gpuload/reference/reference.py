@@ -384,7 +384,6 @@ def _load(tokenizer: Any, trust_remote_code: bool) -> Any:
     if not isinstance(tokenizer, _base_class()):
         raise TokenizerError(
             f"tokenizer has the unsupported type {type(tokenizer).__name__}: pass a path, a hub id, a transformers "
-            "tokenizer or a tokenizers.Tokenizer"
-            + (", such as processor.tokenizer: load and load_chats take processors" * hasattr(tokenizer, "tokenizer"))
+            "tokenizer or a tokenizers.Tokenizer" + (", such as processor.tokenizer" * hasattr(tokenizer, "tokenizer"))
         )
     return tokenizer

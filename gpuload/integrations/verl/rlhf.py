@@ -3,8 +3,8 @@
     data.custom_cls.path=pkg://gpuload.integrations.verl data.custom_cls.name=RLHFDataset +data.gpuload.device=auto
 
 gpuload reads the files and drops overlong prompts; rows are Arrow columns until they are accessed. Data that gpuload
-cannot load exactly as verl does (images, audio, plain strings ...) falls back to verl's own dataset class, and a
-warning says why.
+cannot load exactly as verl does (audio, plain strings ...) falls back to verl's own dataset class, and a warning says
+why. So do images, with a filter that looks only at their headers: see `media.py`.
 """
 
 import logging
@@ -24,6 +24,7 @@ from gpuload.dataset.fingerprint import Fingerprint, difference
 from gpuload.integrations.core import are_messages, log_fallback
 from gpuload.integrations.verl import ray
 from gpuload.integrations.verl.contract import difference as stock_difference
+from gpuload.integrations.verl.media import FilteredByHeaders
 from gpuload.integrations.verl.reading import (
     DecodedColumnError,
     LoadedRows,
@@ -58,7 +59,7 @@ _IGNORED_WITHOUT_PROCESSOR = frozenset({"tokenize", "return_dict", "return_tenso
 _STATE_VERSION = 1
 
 
-class RLHFDataset(VerlDataset):  # type: ignore[misc]
+class RLHFDataset(FilteredByHeaders):
     """verl's RLHFDataset with gpuload's loading.
 
     Takes the same arguments and `data:` section as verl's class, and gives the same rows. Further settings are read
@@ -200,7 +201,7 @@ class RLHFDataset(VerlDataset):  # type: ignore[misc]
         Raises:
             DataError: no file has the prompt column.
         """
-        if type(self).maybe_filter_out_long_prompts is not VerlDataset.maybe_filter_out_long_prompts:
+        if type(self).maybe_filter_out_long_prompts is not FilteredByHeaders.maybe_filter_out_long_prompts:
             return f"{type(self).__name__} overrides maybe_filter_out_long_prompts"
         types = [
             source.schema.field(self.prompt_key).type for source in sources if self.prompt_key in source.schema.names

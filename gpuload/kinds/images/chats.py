@@ -17,85 +17,59 @@ import pyarrow as pa
 import torch
 
 from gpuload.core.arrays import common_prefix
-from gpuload.core.errors import GpuloadError, OptionError, TokenizerError
+from gpuload.core.errors import OptionError
 from gpuload.core.keywords import LoadChatsKeywords
 from gpuload.core.marks import IDS, LOSS, loss_bits
 from gpuload.core.options import Options, Verify
 from gpuload.dataset.rows import Loaded
 from gpuload.engines.batches import BatchLayout
-from gpuload.engines.host.render import AnswerSpans, HostText
+from gpuload.engines.host.render import AnswerSpans
 from gpuload.engines.protocol import Engine
 from gpuload.kinds.chats.dataset import ChatDataset
 from gpuload.kinds.chats.engine import ChatEngine
 from gpuload.kinds.chats.load import ChatKind
 from gpuload.kinds.chats.reference import ChatReference
 from gpuload.kinds.images.dataset import ImageRows
-from gpuload.kinds.images.engine import ImageEngine, ImageText
+from gpuload.kinds.images.engine import ImageText
 from gpuload.kinds.images.load import facts_and_pixels, with_spool, without_stores
-from gpuload.kinds.images.messages import AS_PARTS, as_parts, problem_of_parts
+from gpuload.kinds.images.messages import problem_of_parts
 from gpuload.kinds.images.options import NAMES, ImageOptions, check_supported
 from gpuload.kinds.images.prompts import problem_of_images, prompt_of
-from gpuload.kinds.images.reference import ProcessorReference
+from gpuload.kinds.images.training import ImageTrainingEngine, ImageTrainingReference, check_training
 from gpuload.kinds.training_reference import messages_in, own_arguments
 from gpuload.media.dry_run import DryRunner, NotUnderstoodError
 from gpuload.pipeline.kind import Finder
 from gpuload.reference.reference import Reference
-from gpuload.reference.template_call import TemplateCall
 from gpuload.sources.read import Source
 from gpuload.template.answers import Answers, has_blocks
 
 # Not position_ids, see `kinds/images/dataset.py`.
 LAYOUT = BatchLayout("right", ("input_ids", "attention_mask", "labels"))
 
-_OF_MESSAGES = ("messages", "prompt", "completion")
 _WHOLE_ROWS = ("bfd", "trl")
 
 
-class ImageChatReference(ProcessorReference, ChatReference):
+class ImageChatReference(ImageTrainingReference, ChatReference):
     """What a processor makes of conversations with images; ids with loss have a bit (`gpuload.core.marks`)."""
-
-    @cached_property
-    def parts_only(self) -> bool:
-        """Whether the template prints the texts of contents that are lists of parts only: then all contents are."""
-        probe, text = "\u2600", [{"role": "user", "content": "\u2600"}]
-        try:
-            return probe not in self.call.render(text) and probe in self._with_parts.render(text)
-        except Exception:
-            return False
-
-    @property
-    def _with_parts(self) -> TemplateCall:
-        return replace(self.call, template=AS_PARTS + self.call.text())
 
     @cached_property
     def answers(self) -> Answers | None:
         if self.loss_on not in ("assistant", "last", "marked"):
             return None
-        return Answers(self._with_parts if self.parts_only else self.call, self.loss_on, self.weights)
-
-    def given(self, row: Any) -> Any:
-        prompt, parts = prompt_of(row), bool(row["images"]) or self.parts_only
-        if not isinstance(prompt, dict):
-            return as_parts(prompt, parts)
-        return {name: as_parts(each, parts) if name in _OF_MESSAGES else each for name, each in prompt.items()}
+        return Answers(self.with_parts if self.parts_only else self.call, self.loss_on, self.weights)
 
     def problem(self, row: Any) -> str | None:
         prompt = prompt_of(row)
-        found = super().problem(prompt)
+        found = ChatReference.problem(self, prompt)
         if found is None and isinstance(messages_in(prompt), str):
             found = "the row is text, and images need messages"
         return found or problem_of_parts(messages_in(prompt)) or problem_of_images(row)
 
     def texts(self, row: Any) -> list[str]:
         """The texts of what the template gets of a row: all of it, and the prompt alone if there is one."""
-        own = own_arguments(row)
-        texts = [self.text_of(messages_in(row), self.call_with(own))]
         if isinstance(row, dict) and "prompt" in row:
-            texts.append(self.text_of(row["prompt"], self.call_with(own, prompt_only=True)))
-        return texts
-
-    def render(self, row: Any) -> str:
-        return self.texts(self.given(row))[0]
+            return self.texts_with_prompt(row)
+        return [self.text_of(messages_in(row), self.call_with(own_arguments(row)))]
 
     def _ids(self, row: Any, answers: Answers | None) -> list[int]:
         given, images = self.given(row), self.images_of(row)
@@ -162,23 +136,10 @@ class ImageChatReference(ProcessorReference, ChatReference):
         return "".join([*pieces, text[done:]]), stretches, lambda at: at + gained[sum(end <= at for end in ends)]
 
 
-class ImageChatEngine(ImageEngine, ChatEngine):
+class ImageChatEngine(ImageTrainingEngine, ChatEngine):
     """The `Engine` of a load of conversations with images. For the arguments see `HostEngine`."""
 
     _reference: ImageChatReference
-
-    def _rendered(self, rows: list[Any], rejected: dict[int, str]) -> list[tuple[Sequence[int], HostText]]:
-        forms: dict[tuple[bool, bool], list[int]] = {}
-        for number, row in enumerate(rows):
-            if number not in rejected:
-                completed = isinstance(row, dict) and "prompt" in row
-                forms.setdefault((completed, bool(own_arguments(row))), []).append(number)
-        made: list[tuple[Sequence[int], HostText]] = []
-        for (_, alone), numbers in forms.items():
-            some = [rows[number] for number in numbers]
-            made.append((numbers, self._by_row(some, True) if alone else self._of_form("messages", some, True)))
-        nothing = HostText(text=pa.nulls(len(rejected), pa.large_string()), rejected=dict(enumerate(rejected.values())))
-        return [*made, (list(rejected), nothing)] if rejected else made
 
     def tokens_of(self, text: ImageText) -> tuple[list[Any], list[int]]:
         texts = [[one or "" for one in each.to_pylist()] for each in (text.text, *text.more)]
@@ -294,23 +255,13 @@ class ImageChatKind(ChatKind):
 
     def resolve(self, sources: Sequence[Source], options: Options) -> tuple["ImageChatKind", list[Source], Options]:
         kind, found, options = super().resolve(sources, options)
-        self.images.check_column(sources, options.prompt_key)
-        if options.chat_template is None:
-            raise OptionError(
-                f"data in the format {kind.format} is text that no template renders, which has no places for images: "
-                "pass the tokenizer, or make a column messages"
-            )
+        check_training(self.images, sources, options, kind.format)
         assert isinstance(kind, ImageChatKind)
         return kind, found, options
 
     def reference(self, tokenizer: Any, options: Options) -> Reference:
         own: dict[str, Any] = {"loss_on": self.loss_on, "weights": self.weights, **self.of_messages()}
-        try:
-            return ImageChatReference(tokenizer, self.images, **own, **options.of_tokenizer())
-        except GpuloadError:
-            raise
-        except Exception as error:
-            raise TokenizerError(f"{type(tokenizer).__name__} cannot be used: {error!s:.200}") from error
+        return ImageChatReference(tokenizer, self.images, **own, **options.of_tokenizer())
 
     def engine(self, options: Options, reference: Any, exact_only: bool) -> Engine:
         return with_spool(ImageChatEngine(reference, exact_only), self.images, options)

@@ -100,10 +100,12 @@ class ImageRows(Rows):
 
     def _tensors(self, numbers: Numbers, padding: Padding, columns: Made) -> Mapping[str, Values]:
         made = dict(super()._tensors(numbers, padding, columns))  # type: ignore[safe-super]
-        given, mask = made["input_ids"], made["attention_mask"]
-        assert isinstance(given, torch.Tensor)
-        assert isinstance(mask, torch.Tensor)
-        return made | self._type_ids(given, mask)
+        for prefix in ("", *(["KL_"] if "KL_input_ids" in made else [])):
+            given, mask = made[f"{prefix}input_ids"], made[f"{prefix}attention_mask"]
+            assert isinstance(given, torch.Tensor)
+            assert isinstance(mask, torch.Tensor)
+            made |= {f"{prefix}{name}": value for name, value in self._type_ids(given, mask).items()}
+        return made
 
     def _type_ids(self, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
         """Which tokens stand for images, under the name that the processor has for it; if it has one."""

@@ -109,7 +109,7 @@ class ImageEngine(HostEngine):
 
     @property
     def counts(self) -> dict[str, int]:
-        return {ROW_BY_ROW: self._by_processor} if self._by_processor else {}
+        return {**super().counts, **({ROW_BY_ROW: self._by_processor} if self._by_processor else {})}
 
     def read(self, source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, ArrowPrompts]]:
         if self._nbytes is not None:  # of whole rows; an encoder for much text would take longer to build than to use
@@ -196,6 +196,8 @@ class ImageEngine(HostEngine):
     def encode(self, text: HostText) -> Tokenized:
         if not isinstance(text, ImageText):
             return super().encode(text)
+        if len(text.rejected) == len(text):
+            return text.tokenized(Ragged(np.zeros(0, np.int32), np.zeros(len(text) + 1, np.int64)))
         made, wrong = self.tokens_of(text)
         by_itself = sorted({*text.by_itself, *wrong})
         for number in by_itself:

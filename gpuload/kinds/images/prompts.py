@@ -141,7 +141,8 @@ class FoundImage:
 
 def found_images(prompt: Any, given: Any, places: Places, options: ImageOptions) -> list[FoundImage]:
     """The images of a row, with their sizes. A wrong number of them is the problem of the first."""
-    values, wrong = images_of(messages_in(prompt), as_list(given))
+    pair = isinstance(prompt, dict) and "chosen" in prompt
+    values, wrong = images_of(prompt["prompt"] if pair else messages_in(prompt), as_list(given))
     if wrong is not None:
         return [FoundImage(Media(b""), None, wrong)]
     found = []

@@ -30,10 +30,10 @@ class PairEngine(TrainingEngine):
     def tokens(self, start: Ragged | None, ids: list[Ragged], text: HostText) -> Ragged:
         """Completions have loss from where their ids first differ from those of the prompt alone; what both sequences
         of a pair begin with is stored once."""
-        rows = self._rows(ids)
+        rows = self.rows_of(ids)
         return rows if start is None else appended(start, rows)
 
-    def _rows(self, ids: list[Ragged]) -> Ragged:
+    def rows_of(self, ids: list[Ragged]) -> Ragged:
         """Rows of tokens.
 
         Args:

@@ -1,8 +1,8 @@
-"""load_pairs(): preference data, by the stages of `load`."""
+"""The kind of `load_pairs`: preference data, by the stages of `load`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -10,7 +10,6 @@ import pyarrow as pa
 from gpuload.cache.known_tokenizer import open_known
 from gpuload.core.arrays import Array, Ragged, RowNumbers, appended
 from gpuload.core.errors import DataError
-from gpuload.core.keywords import PairKeywords, takes
 from gpuload.core.marks import LOSS, paired
 from gpuload.core.options import BOOLEAN, COLUMN, POSITIVE, Objective, Options, check_fields, check_format
 from gpuload.dataset.arrow import ragged
@@ -26,13 +25,11 @@ from gpuload.kinds.pairs.sizes import PairSizes, useless_sequences
 from gpuload.kinds.training_options import (
     OF_MESSAGES,
     MessageOptions,
-    TrainingDefaults,
     training_engine,
     training_options,
 )
 from gpuload.packing import Plan
 from gpuload.pipeline.kind import Kind
-from gpuload.pipeline.run import load_given
 from gpuload.reference.reference import Reference
 from gpuload.sources.read import Source
 from gpuload.sources.types import is_text
@@ -163,41 +160,11 @@ class PairKind(MessageOptions, Kind[PairDataset]):
             report.counts["rows with one completion, made from pairs"] = len(tokens)
         options = loaded.about["options"] | {"objective": self.objective, "kl_batch_size": self.kl_batch_size}
         loaded = replace(loaded, about=loaded.about | {"options": options})
+        return self.rows(loaded, labels)
+
+    def rows(self, loaded: Loaded, labels: Array | None) -> PairDataset:
+        """The dataset, whose single completions that were made from pairs have these labels."""
         return PairDataset(loaded, self._objective, self.kl_batch_size, labels)
-
-
-@takes(PairKeywords, Options, TrainingDefaults, PairKind)
-def load_pairs(files: Any, tokenizer: Any = None, /, **options: Unpack[PairKeywords]) -> PairDataset:
-    """Loads preference data as exact tokens, as TRL's trainers prepare it for DPO, reward models and KTO.
-
-    The ids of a sequence are those of `tokenizer.apply_chat_template(prompt + completion)`. A completion begins where
-    they first differ from those of the prompt with a generation prompt; for DPO, where either sequence first does.
-
-    Examples:
-        >>> import gpuload, pyarrow as pa
-        >>> from gpuload.demo_data import demo_files
-        >>> pairs = pa.table({"prompt": ["1 + 1 ="], "chosen": [" 2"], "rejected": [" 3"]})
-        >>> gpuload.load_pairs(pairs, demo_files()[1])[0]
-        {'prompt_ids': [16, 488, 220, 16, 284], 'chosen_ids': [220, 17, 151645], 'rejected_ids': [220, 18, 151645]}
-
-    Args:
-        files: as for `load`.
-        tokenizer: as for `load`.
-        **options: see `PairKeywords`.
-
-    Returns:
-        The rows that were kept, with tokens and all other columns.
-
-    Raises:
-        OptionError: an unknown option or an invalid value.
-        SourceError: a file that cannot be found, downloaded or read.
-        DataError: a file with another format, or no rows left.
-        TokenizerError: as for `load`; or a text needs an EOS token, and there is none.
-        DeviceError: the device is not available, or has too little memory.
-        HostMemoryError: the host has too little memory.
-        MismatchError: with `strict=True`, a token differs from the tokenizer's.
-    """
-    return load_given(PairKind, files, tokenizer, options)
 
 
 def _unpaired(loaded: Loaded) -> tuple[Sequences, RowNumbers, RowNumbers, Array]:

@@ -61,24 +61,27 @@ class PairReference(TrainingReference):
     def ids(self, prompt: Any) -> list[int]:
         """The ids of one row: {"prompt", "chosen", "rejected"} or {"prompt", "completion"}, maybe with arguments of its
         own."""
-        start, completions = prompt["prompt"], [prompt[name] for name in answers_in(prompt)]
-        if isinstance(start, str):
-            whole = [list(self.tokenizer(start + self.with_eos(each))["input_ids"]) for each in completions]
-        else:
-            call = self.call_with(own_arguments(prompt))
-            whole = [call.ids(start + each) for each in completions]
-        if self.objective == "rm":
+        whole, alone = self.encoded(prompt)
+        if alone is None:
             return _paired(whole, common_prefix(*whole))
-        if isinstance(start, str):
-            alone = list(self.tokenizer(start)["input_ids"])
-        else:
-            alone = self.call_with(own_arguments(prompt), prompt_only=True).ids(start)
         begins = [common_prefix(alone, ids) for ids in whole]
         shared = min(begins)
         if self.objective == "dpo":
             begins = [shared, shared]
         marked = [_with_bit(ids, int(LOSS), begin) for ids, begin in zip(whole, begins, strict=True)]
         return marked[0] if len(marked) == 1 else _paired(marked, shared)
+
+    def encoded(self, prompt: Any) -> tuple[list[list[int]], list[int] | None]:
+        """The ids of a row's prompt with each of its completions; and of the prompt alone, if the objective has any."""
+        start, completions = prompt["prompt"], [prompt[name] for name in answers_in(prompt)]
+        if isinstance(start, str):
+            encode = self.tokenizer
+            whole = [list(encode(start + self.with_eos(each))["input_ids"]) for each in completions]
+            return whole, list(encode(start)["input_ids"]) if self.prompts_alone else None
+        call = self.call_with(own_arguments(prompt))
+        whole = [call.ids(start + each) for each in completions]
+        alone = self.call_with(own_arguments(prompt), prompt_only=True)
+        return whole, alone.ids(start) if self.prompts_alone else None
 
     @property
     def variant(self) -> str:
