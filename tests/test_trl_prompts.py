@@ -122,6 +122,12 @@ def test_errors_before_rows_are_read(tokenizer: Any, kind: Any, message: str, op
         prompts(typed(rows), tokenizer, LIMIT, **options)
 
 
+def test_several_splits_are_an_error(tokenizer: Any) -> None:
+    for splits in (datasets.DatasetDict({"test": datasets.Dataset.from_list(ROWS)}), {"test": untyped(ROWS)}):
+        with pytest.raises(OptionError, match="files are the splits 'test': pass one of them"):
+            prompts(splits, tokenizer, LIMIT)
+
+
 @exhaustive
 def test_losses_of_a_stream(tokenizer: Any, tmp_path: Path) -> None:
     """A trivial reward; TRL's trainer with the stream, and with a stream that has no long prompts."""
