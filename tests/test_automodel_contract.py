@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import logging
@@ -300,6 +301,13 @@ def test_a_sample_that_differs_falls_back(
     dataset = dataset_module.AutomodelChatDataset(rows, qwen)
     assert dataset[0] == {"input_ids": []}
     assert "of a sample differs from Automodel's" in caplog.text
+
+
+def test_several_chat_templates(dataset_module: Any, rows: str, qwen: Any, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = copy.deepcopy(qwen)
+    tokenizer.chat_template = {"default": qwen.chat_template, "tool_use": qwen.chat_template}
+    assert dataset_module.AutomodelChatDataset(rows, tokenizer)._rows is None
+    assert "falls back to Automodel's ChatDataset: the tokenizer has several chat templates" in caplog.text
 
 
 def test_rows_that_automodel_prepares_itself(

@@ -27,7 +27,7 @@ from tiers import examples
 
 from gpuload.cache.token_store import DiskTokens
 from gpuload.core.arrays import Ragged
-from gpuload.core.errors import DataError, OptionError, StoreError
+from gpuload.core.errors import DataError, OptionError, StoreError, TokenizerError
 from gpuload.integrations.comparison import comparable
 from gpuload.integrations.known_code import digest
 from gpuload.integrations.messages import cache as message_cache
@@ -210,6 +210,32 @@ def test_another_processor_falls_back(module: Any, qwen_folder: str, caplog: pyt
         dataset = made(module, {"name": qwen_folder}, chosen=other_processor)
     assert dataset.processor is other_processor
     assert "falls back to NeMo-RL for task: the processor default is not supported" in caplog.text
+
+
+def test_prompts_whose_content_is_not_text(
+    module: Any, qwen_folder: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "x"}]}, {"role": "assistant", "content": "a"}]
+    made_by_nemo = StandIn.__init__
+
+    def with_parts(self: Any, *given: Any, **named: Any) -> None:
+        made_by_nemo(self, *given, **named)
+        self.dataset = [*self.dataset, {"messages": parts, "task_name": "task"}]
+
+    monkeypatch.setattr(StandIn, "__init__", with_parts)
+    assert made(module, {"name": qwen_folder}).processor is processor
+    assert "falls back to NeMo-RL for task: the content of a message is not text" in caplog.text
+
+
+def test_a_tokenizer_that_is_not_supported_falls_back(
+    module: Any, qwen_folder: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rejected(*_: Any) -> Any:
+        raise TokenizerError("the tokenizer has no chat template")
+
+    monkeypatch.setattr(module, "tokenized", rejected)
+    assert made(module, {"name": qwen_folder}).processor is processor
+    assert "falls back to NeMo-RL for task: the tokenizer has no chat template" in caplog.text
 
 
 @pytest.mark.parametrize(

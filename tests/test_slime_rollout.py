@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from slime_cases import arguments, rows, write
 from tiers import SHARED, shared
+from tokenizers.processors import ByteLevel
 from transformers import AutoTokenizer
 
 REPOSITORY = os.environ.get("SLIME_REPO", "")
@@ -24,6 +25,7 @@ sys.modules.setdefault("ray", ModuleType("ray"))
 from slime.rollout import sft_rollout as slime_sft  # noqa: E402
 from slime.rollout import sglang_rollout  # noqa: E402
 from slime.rollout.data_source import RolloutDataSourceWithBuffer  # noqa: E402
+from slime.utils import processing_utils  # noqa: E402
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator  # noqa: E402
 
 from gpuload.integrations.known_code import change  # noqa: E402
@@ -274,6 +276,71 @@ def test_sft_of_single_rows_that_differ(
         ids, mask = generator.get_loss_mask(sample.prompt, sample.metadata.get("tools"))
         assert sample.tokens == ids
         assert sample.loss_mask == mask[-sample.response_length :]
+
+
+def rows_by_slime(given: Any, folder: str, kind: str, tmp_path: Path) -> list[int]:
+    """The conversations that have no ids before slime's rollout makes them."""
+    args = arguments(
+        write(tmp_path / "a.parquet", given), folder, apply_chat_template=False, n_samples_per_prompt=1,
+        loss_mask_type=kind, rollout_function_path="gpuload.integrations.slime.sft_rollout",
+    )  # fmt: skip
+    return [row for row, (sample,) in enumerate(DataSource(args).get_samples(len(given))) if not sample.tokens]
+
+
+def saved(qwen_folder: str, folder: Path, template: str | None = None, trims: bool = False) -> str:
+    tokenizer = AutoTokenizer.from_pretrained(qwen_folder)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    if trims:
+        tokenizer.backend_tokenizer.post_processor = ByteLevel(trim_offsets=True)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("kind", ["qwen", "qwen3_5"])
+def test_sft_with_tools_that_are_no_list_of_objects(kind: str, tmp_path: Path, qwen_folder: str) -> None:
+    given = conversations(20)
+    for number, row in enumerate(given):
+        row["metadata"] = {"tools": ["f"] if number % 4 == 1 else None}
+    assert rows_by_slime(given, qwen_folder, kind, tmp_path) == [1, 5, 9, 13, 17]
+
+
+def test_sft_of_turns_that_are_shorter_than_a_generation_prompt(tmp_path: Path, qwen_folder: str) -> None:
+    empty = TEMPLATE.replace("{% for message in messages %}", "{% for message in messages if message.content %}")
+    given = [row for row in conversations(40) if all(message["content"] for message in row["prompt"])]
+    given[3]["prompt"].append({"role": "assistant", "content": ""})
+    assert rows_by_slime(given, saved(qwen_folder, tmp_path / "model", empty), "qwen", tmp_path) == [3]
+
+
+def test_sft_with_offsets_that_are_trimmed(tmp_path: Path, qwen_folder: str, caplog: pytest.LogCaptureFixture) -> None:
+    given = conversations(12)
+    folder = saved(qwen_folder, tmp_path / "model", trims=True)
+    assert rows_by_slime(given, folder, "qwen3_5", tmp_path) == list(range(12))
+    start = "gpuload: falls back to slime's SFT rollout, which tokenizes at each step: "
+    why = "the tokenizer trims white space from offsets, which decide about slime's loss mask"
+    assert f"{start}{why}" in caplog.messages
+    assert rows_by_slime(given, folder, "distill_qwen", tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "distill_qwen"])
+def test_sft_with_a_tokenizer_that_changes_how_texts_are_encoded(
+    kind: str, tmp_path: Path, qwen_folder: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = processing_utils.load_tokenizer
+
+    def loaded(*given: Any, **named: Any) -> Any:
+        tokenizer = load(*given, **named)
+
+        class Own(type(tokenizer)):  # type: ignore[misc]
+            def apply_chat_template(self, conversation: Any, *given: Any, **named: Any) -> Any:
+                return super().apply_chat_template(conversation, *given, **named)
+
+        tokenizer.__class__ = Own
+        return tokenizer
+
+    monkeypatch.setattr(processing_utils, "load_tokenizer", loaded)
+    assert rows_by_slime(conversations(12), qwen_folder, kind, tmp_path) == list(range(12))
+    start = "gpuload: falls back to slime's SFT rollout, which tokenizes at each step: "
+    assert f"{start}the tokenizer class changes how texts are encoded" in caplog.messages
 
 
 def test_sft_of_rows_without_markers(tmp_path: Path, qwen_folder: str, caplog: pytest.LogCaptureFixture) -> None:

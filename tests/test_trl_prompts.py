@@ -122,6 +122,12 @@ def test_errors_before_rows_are_read(tokenizer: Any, kind: Any, message: str, op
         prompts(typed(rows), tokenizer, LIMIT, **options)
 
 
+def test_several_splits_are_an_error(tokenizer: Any) -> None:
+    for splits in (datasets.DatasetDict({"test": datasets.Dataset.from_list(ROWS)}), {"test": untyped(ROWS)}):
+        with pytest.raises(OptionError, match="files are the splits 'test': pass one of them"):
+            prompts(splits, tokenizer, LIMIT)
+
+
 @exhaustive
 def test_losses_of_a_stream(tokenizer: Any, tmp_path: Path) -> None:
     """A trivial reward; TRL's trainer with the stream, and with a stream that has no long prompts."""
@@ -129,13 +135,21 @@ def test_losses_of_a_stream(tokenizer: Any, tmp_path: Path) -> None:
     from export_cases import five_steps, small_model
     from transformers import Qwen2ForCausalLM
 
-    def reward(completions: Any, answer: Any, **_: Any) -> list[float]:
-        return [float(len(str(each)) % 7 + n) for each, n in zip(completions, answer, strict=True)]
+    def trained(stream: Any) -> Any:
+        seen: list[Any] = []
 
-    def losses(stream: Any) -> list[float]:
+        def reward(prompts: Any, completions: Any, answer: Any, **_: Any) -> list[float]:
+            seen.append((prompts, completions, answer))
+            return [float(len(str(each)) % 7 + n) for each, n in zip(completions, answer, strict=True)]
+
         settings = {"num_generations": 2, "max_completion_length": 6}
         model = small_model(Qwen2ForCausalLM, tokenizer)
         more = {"reward_funcs": reward}
-        return five_steps(trl.GRPOTrainer, trl.GRPOConfig, model, stream, tokenizer, tmp_path, more, **settings)[1]
+        losses = five_steps(trl.GRPOTrainer, trl.GRPOConfig, model, stream, tokenizer, tmp_path, more, **settings)[1]
+        return losses, seen
 
-    assert losses(prompts(typed(ROWS), tokenizer, LIMIT, prompt_key="messages")) == losses(typed(kept(ROWS, tokenizer)))
+    # With several shards, the trainer would shuffle those of other rows.
+    stream, short = (datasets.Dataset.from_list(rows).to_iterable_dataset() for rows in (ROWS, kept(ROWS, tokenizer)))
+    found, expected = trained(prompts(stream, tokenizer, LIMIT, prompt_key="messages")), trained(short)
+    assert found == expected
+    assert len(expected[1]) == 5

@@ -11,6 +11,7 @@ import pytest
 datasets = pytest.importorskip("datasets", reason="TRL's data are of this package")
 trl = pytest.importorskip("trl", reason="TRL is the reference of these tests")
 import torch  # noqa: E402
+from tiers import core  # noqa: E402
 from tokenizer_cases import WORDS, small_tokenizer  # noqa: E402
 from trl_cases import (  # noqa: E402
     COMPLETIONS,
@@ -164,14 +165,14 @@ ONE_OF_EACH: list[tuple[str, Any, tuple[Any, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "rows", "more"), ONE_OF_EACH)
+@pytest.mark.parametrize(("name", "rows", "more"), core(ONE_OF_EACH, ONE_OF_EACH[0], ONE_OF_EACH[3]))
 def test_a_stream_is_resumed_where_it_was(tokenizer: Any, name: str, rows: Any, more: Any) -> None:
     def streams_of_both() -> Any:
         return both(name, stream_of(rows), tokenizer, *more)
 
     found, expected = streams_of_both()
     whole = list(expected)
-    for stop in (0, 3, 10, 17, len(whole) - 1):
+    for stop in (3, 10, len(whole) - 1):
         position = iter(found)
         assert [next(position) for _ in range(stop)] == whole[:stop]
         state = json.loads(json.dumps(found.state_dict()))
@@ -185,7 +186,7 @@ def test_a_stream_is_resumed_where_it_was(tokenizer: Any, name: str, rows: Any, 
         assert list(theirs_again) == whole[stop:]
 
 
-@pytest.mark.parametrize(("name", "rows", "more"), ONE_OF_EACH)
+@pytest.mark.parametrize(("name", "rows", "more"), core(ONE_OF_EACH, ONE_OF_EACH[0]))
 def test_workers_share_a_stream(tokenizer: Any, name: str, rows: Any, more: Any) -> None:
     def read(stream: Any) -> list[str]:
         loader = torch.utils.data.DataLoader(stream, 4, num_workers=2, collate_fn=list)
@@ -234,8 +235,8 @@ def test_streams_that_trl_prepares_itself(
 
 
 @pytest.mark.parametrize("make", [stream_of, untyped])
-@pytest.mark.parametrize("rows", [LABELED, LABELED_TEXTS, PAIRS, IMPLICIT])
-@pytest.mark.parametrize("settings", [{"per_device_train_batch_size": 4}, {"max_length": 40}])
+@pytest.mark.parametrize("rows", core([LABELED, LABELED_TEXTS, PAIRS, IMPLICIT], LABELED, IMPLICIT))
+@pytest.mark.parametrize("settings", core([{"per_device_train_batch_size": 4}, {"max_length": 40}], {"max_length": 40}))
 def test_kto(tokenizer: Any, caplog: pytest.LogCaptureFixture, rows: Any, settings: dict[str, Any], make: Any) -> None:
     """Each row gets the completion of another one, which may be of another batch of the stream."""
     found, expected = both("KTOTrainer", make(rows), tokenizer, **settings)

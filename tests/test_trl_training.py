@@ -158,6 +158,14 @@ def test_log_probabilities_of_the_reference_model(
         assert lists == ([2] if start else [8, 2])  # the first batch of each pass
 
 
+@pytest.mark.parametrize(("name", "rows"), [("DPOTrainer", PAIRS), ("KTOTrainer", LABELED)])
+def test_trl_rejects_streams_for_the_reference_model(tmp_path: Path, name: str, rows: Any) -> None:
+    stream = datasets.Dataset.from_list(rows).to_iterable_dataset()
+    for kind in (ours, trl):
+        with pytest.raises(ValueError, match="is not supported with IterableDataset"):
+            trained(kind, name, stream, tmp_path, precompute_ref_log_probs=True)
+
+
 def test_a_dataset_to_evaluate_with_the_reference_model(tmp_path: Path) -> None:
     """That is given to `evaluate` before the first step, with columns that others lack."""
     rows = [datasets.Dataset.from_list(IMPLICIT_TEXTS).select(range(k, k + 9)) for k in (0, 9, 18)]

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib
+import importlib.util
 import json
 import shutil
 import sys
@@ -285,7 +286,7 @@ def test_loops_of_older_versions_are_used_unchanged(gsm8k: str, model: str, roll
     answer, _, calls = rollout(rows)
     assert_same_output(answer, expected)
     assert calls == 2 * SAMPLES
-    assert "use verl 0.9.0 or later" in caplog.text
+    assert "which reuse needs: verl 0.9 has it" in caplog.text
 
 
 class FewerParameters:
@@ -331,6 +332,31 @@ def test_parent_whose_signature_is_not_supported() -> None:
 
     assert "takes no tools" in str(agent_loop.unsupported_loop_reason(NoTools))
     assert "have no _cap_text_prompt_length" in str(agent_loop.unsupported_loop_reason(object))
+
+
+@pytest.mark.parametrize("gone", ["ct_build_initial_tokens", "_cap_text_prompt_length"])
+def test_a_hook_that_is_gone_is_said_at_import(monkeypatch: pytest.MonkeyPatch, caplog: Any, gone: str) -> None:
+    """And the loops are still there, with verl's own prompts."""
+    if not hasattr(verl_loops.AgentLoopBase, gone):
+        pytest.skip("this version of verl never had it")
+    monkeypatch.delattr(verl_loops.AgentLoopBase, gone)
+    spec = importlib.util.spec_from_file_location("imported_again", agent_loop.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    why = f"the agent loops of verl {version('verl')} have no {gone}, which reuse needs: verl 0.9 has it"
+    assert caplog.messages == [f"gpuload: prompt ids are not reused, every sample's prompt is tokenized: {why}"]
+    assert why == module._UNSUPPORTED_LOOP
+    assert issubclass(module.SingleTurnAgentLoop, single_turn_agent_loop.SingleTurnAgentLoop)
+
+
+def test_apply_chat_template_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agent loops of verl after 0.9.0 have no such method."""
+    if not REUSES:
+        pytest.skip("this version of verl has no reuse")
+    monkeypatch.delattr(verl_loops.AgentLoopBase, "apply_chat_template", raising=False)
+    assert agent_loop.unsupported_loop_reason(verl_loops.AgentLoopBase) is None
 
 
 def test_code_that_is_not_known_builds_its_own_prompts(monkeypatch: pytest.MonkeyPatch) -> None:

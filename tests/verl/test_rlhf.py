@@ -1,6 +1,7 @@
 """gpuload's RLHFDataset inside verl: configuration, rows, ids, fallback to verl's class."""
 
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,23 @@ def test_missing_prompt_column(write: Any, qwen: Any) -> None:
     with pytest.raises(DataError, match="no column 'prompt'. Its columns are messages"):
         gpuload_dataset(path, qwen)
     assert_same(gpuload_dataset(path, qwen, prompt_key="messages"), verl_dataset(path, qwen, prompt_key="messages"))
+
+
+@pytest.mark.parametrize("kind", ["missing", "texts"])
+def test_files_without_messages(write: Any, qwen: Any, caplog: Any, kind: str) -> None:
+    """Texts, and a file without the column next to one with it: verl's rows, or its error."""
+    files = [write({"prompt": ["a text", "other"]})]
+    why = "holds string, not messages"
+    if kind == "missing":
+        files, why = [write({"prompt": [user("a")]}), write({"level": [1]}, "b.parquet")], "some files have no column"
+    outcomes: list[Any] = []
+    for make in (gpuload_dataset, verl_dataset):
+        try:
+            outcomes.append(make(files, qwen).dataframe[:])
+        except Exception as error:
+            outcomes.append((type(error), str(error)))
+    assert outcomes[0] == outcomes[1]
+    assert re.search(f"falls back to verl's own dataset class: .*{why}", caplog.text)
 
 
 def test_shared_memory(numbered: str, qwen: Any, tmp_path: Path, monkeypatch: Any) -> None:

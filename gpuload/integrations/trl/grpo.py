@@ -52,7 +52,7 @@ def prompts(files: Any, tokenizer: Any, max_prompt_length: int, **options: Any) 
     Raises:
         DataError: Prompts are not messages with text, or a column has a type that `datasets` does not have. Rows of a
             stream raise it when they are read.
-        OptionError: An option that has no meaning for a stream.
+        OptionError: Several splits, or an option that has no meaning for a stream.
         GpuloadError: The package `datasets` is not installed; or as for `gpuload.load`.
     """
     try:
@@ -62,6 +62,10 @@ def prompts(files: Any, tokenizer: Any, max_prompt_length: int, **options: Any) 
     except ImportError as error:
         raise GpuloadError("prompts for TRL need the package datasets: pip install 'gpuload[trl]'") from error
     fixed = {"max_prompt_length": max_prompt_length, "filter_overlong_prompts": True, "return_raw_chat": True}
+    if isinstance(files, dict):
+        raise OptionError(
+            f"files are the splits {', '.join(map(repr, files))}: pass one of them, such as files['train']"
+        )
     if isinstance(files, datasets.IterableDataset):
         return _stream(files, tokenizer, {**options, **fixed})
     loaded = load(files, tokenizer, **{**options, **fixed})

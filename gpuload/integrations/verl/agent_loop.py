@@ -10,9 +10,10 @@ Only the first prompt of a rollout is affected. The ids are reused only if a dig
 arguments, tools and messages matches (see `reuse.py`). In all other cases, and for images, videos, audio, processors
 and prompt builders that override verl's rendering, the loops fall back to verl's own code.
 
-verl 0.9.1 builds the first prompt with `ct_build_initial_tokens`, verl 0.9.0 by default with `apply_chat_template`;
-their arguments for images, videos and audio differ too. Arguments that do not concern text are passed on as they come.
-The loops of earlier versions are used unchanged.
+verl 0.9.1 and later build the first prompt with `ct_build_initial_tokens`, verl 0.9.0 by default with
+`apply_chat_template`, which later ones do not have; their arguments for images, videos and audio differ too. Arguments
+that do not concern text are passed on as they come. The loops of earlier versions are used unchanged, and so are those
+whose code is not known: the log says so when they are imported.
 """
 
 import inspect
@@ -31,6 +32,7 @@ from gpuload.integrations.verl.reuse import DIGEST_KEY, IDS_KEY, prompt_digest, 
 
 logger = logging.getLogger(__name__)
 
+_NOT_REUSED = "gpuload: prompt ids are not reused, every sample's prompt is tokenized: %s"
 _logged_reasons: set[str] = set()
 
 
@@ -50,7 +52,7 @@ def unsupported_loop_reason(loop: type) -> str | None:
     ):
         method = getattr(loop, name, None)
         if method is None:
-            return f"the agent loops of {release} have no {name}: use verl 0.9.0 or later"
+            return f"the agent loops of {release} have no {name}, which reuse needs: verl 0.9 has it"
         if missing := sorted(parameters - inspect.signature(method).parameters.keys()):
             return f"{name} of {release} takes no {missing[0]}: use another version of verl"
     found, missing_name = imported(_BUILDER)
@@ -61,6 +63,8 @@ def unsupported_loop_reason(loop: type) -> str | None:
 
 
 _UNSUPPORTED_LOOP = unsupported_loop_reason(AgentLoopBase)
+if _UNSUPPORTED_LOOP is not None:  # at the start of a run, not at its first prompt
+    logger.warning(_NOT_REUSED, _UNSUPPORTED_LOOP)
 
 
 class _ReuseIdsMixin:
@@ -118,7 +122,7 @@ class _ReuseIdsMixin:
             return self._cap_text_prompt_length(ids.tolist() if hasattr(ids, "tolist") else list(ids))  # type: ignore
         if reason not in _logged_reasons:
             _logged_reasons.add(reason)
-            logger.warning("gpuload: prompt ids are not reused, every sample's prompt is tokenized: %s", reason)
+            logger.warning(_NOT_REUSED, reason)
         return None
 
     def _other_ids_reason(

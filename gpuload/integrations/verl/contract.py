@@ -48,10 +48,12 @@ KNOWN: Table = {
     "verl.experimental.agent_loop.agent_loop:AgentLoopBase.ct_build_initial_tokens": {
         "607c6cb8bce8c671": "0.9.0",
         "f00561937fb6b43a": "0.9.1",
+        "ac7e131c37cb0fe6": "commit 1dda039",
     },
     "verl.utils.tokenizer.continuous_token:ContinuousTokenBuilder.build_initial_tokens": {
         "16369e9891d77406": "0.9.0",
         "acc1bac059ff43bf": "0.9.1",
+        "cd25f731f510a594": "commit 1dda039",
     },
 }
 """`python -m gpuload.integrations.known_code verl` prints the digests of the installed verl."""
