@@ -19,7 +19,7 @@ from tiers import SHARED, name_of, shared, shared_files, shared_tokenizers, with
 import gpuload
 from gpuload.core.errors import DataError
 from gpuload.kinds.chats.load import ChatKind
-from gpuload.kinds.images.options import ImageOptions
+from gpuload.kinds.images.options import NAMES, ImageOptions
 from gpuload.kinds.pairs.load import PairKind
 from gpuload.kinds.served.options import ServedOptions
 
@@ -62,7 +62,9 @@ def test_the_signature_of_load_is_that_of_its_options() -> None:
 def test_signatures_of_training_data_have_the_defaults_that_are_used(load: Any, kind: Any) -> None:
     parameters = list(inspect.signature(load).parameters.values())[2:]
     made, options = kind.parse({})
-    assert kind.parse({each.name: each.default for each in parameters}) == (made, options)
+    assert kind.parse({each.name: each.default for each in parameters if each.name not in NAMES}) == (made, options)
+    images = ImageOptions.parse({each.name: each.default for each in parameters} | {"image_key": "images"}, ())
+    assert images == ImageOptions.parse({"image_key": "images"}, ())
     for each in parameters:
         assert f"        {each.name}: " in load.__doc__
     with pytest.raises(gpuload.GpuloadError, match="unknown option max_lenght: did you mean max_length"):

@@ -182,3 +182,15 @@ def test_an_engine_for_many_loads_compiles(write: Callable[..., str], qwen: Any)
     alone = choose_engine(options, reference)
     alone.loading(100, 3)
     assert alone.by_tokenizer
+
+
+def test_rows_for_which_a_loop_does_not_end_cost_only_themselves(write: Callable[..., str], qwen: Any) -> None:
+    template = (
+        "{% for m in messages %}{% if m.content == 'bad' %}{% for i in range(99999) %}{% for j in range(99999) %}x"
+        "{% endfor %}{% endfor %}{% endif %}{{ m.content }}{% endfor %}"
+    )
+    rows = [[{"role": "user", "content": "bad" if row % 2 else f"hello {row}"}] for row in range(40)]
+    path = write([{"prompt": row} for row in rows])
+    prompts = gpuload.load(path, qwen, chat_template=template, token_cache=False)
+    assert len(prompts) == 20
+    assert sum(prompts.report.rejected.values()) == 20

@@ -23,6 +23,7 @@ from tokenizer_cases import small_tokenizer
 import gpuload
 from gpuload.cache import directory
 from gpuload.core.errors import OptionError
+from gpuload.engines.host import few
 from gpuload.engines.host.engine import HostEngine
 from gpuload.pipeline import keep_on_disk as disk
 from gpuload.sources import batches
@@ -55,6 +56,7 @@ def contents(prompts: gpuload.PromptDataset) -> Answer:
 def _serve(rank: int, parent: Connection) -> None:
     """Takes part in the scenarios that arrive, until there are no more."""
     batches.BATCH_ROWS = BATCH
+    few.FEW_ROWS = -1  # as in this process: templates are compiled for few rows, too
     while True:
         try:
             count, store, cache, work, arguments = parent.recv()

@@ -75,7 +75,8 @@ PROOFS: dict[str, list[tuple[str, str]]] = {
          "test_unsupported_template_arguments_fall_back"),
         ("prompts: a processor", "verl/test_rlhf test_text_with_a_processor test_processor_that_overrides_rendering"),
         ("prompts: plain", "verl/test_rlhf test_files_without_messages"),
-        ("prompts: images", "verl/test_rlhf test_images"),
+        ("prompts: images", "verl/test_images test_the_same_rows"),
+        ("prompts: videos or audio", "verl/test_rlhf test_images"),
         ("prompts: subclasses", "verl/test_rlhf test_subclass_that_overrides_the_filter"),
         ("rollouts", "verl/test_agent_loop test_reused_ids_give_the_same_rollout test_changed_messages_fall_back "
          "test_loops_of_older_versions_are_used_unchanged test_code_that_is_not_known_builds_its_own_prompts"),

@@ -134,7 +134,8 @@ class HostEngine:
             self._lasting = True
         else:
             rendered = self.may_be_few and self._reference.uses_template and not self._reference.sanitizes
-            self._few = rendered and not self._lasting and few.are_few(nbytes, rows)
+            few_rows = rendered and not self._lasting and few.are_few(nbytes, rows)
+            self._few = few_rows and few.ends_soon(self._reference.call.text())
         return nullcontext()
 
     def again(self) -> bool:

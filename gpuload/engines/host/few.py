@@ -7,6 +7,8 @@ tokenizer's own, and a few rows are compared with it all the same. Numbers are i
 `bench.startup`.
 """
 
+import re
+
 FEW_ROWS = 1_000
 """Rows that transformers renders in the time that it takes to compile a template and to compare it."""
 
@@ -18,6 +20,15 @@ WHOLE_BYTES = 1 << 18
 
 FEW = "sooner done than compiling the template for so few rows"
 """Why they are rendered by transformers, for the report."""
+
+
+_LONG = re.compile(r"\b(range|recursive|macro|lipsum|center|indent)\b|\*")
+
+
+def ends_soon(template: str) -> bool:
+    """Whether nothing in a template makes more of a conversation than there is: transformers renders each row without
+    a limit of steps, so that a few rows for which a loop does not end would cost the others their time."""
+    return _LONG.search(template) is None
 
 
 def are_few(nbytes: int, rows: int) -> bool:

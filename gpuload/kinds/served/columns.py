@@ -137,7 +137,7 @@ class ColumnFinder:
         rows = row[last]
         groups = [(some[k].path, np.flatnonzero(which[last] == k)) for k in np.unique(which[last]).tolist()]
         walk: Any = SimpleNamespace(
-            prompts=column.take(rows), paths=groups, texts={}, rejected={}, column=paths[1].column
+            printed=[], prompts=column.take(rows), paths=groups, texts={}, rejected={}, column=paths[1].column
         )
         text, bounds, offsets = write(walk)
         of = np.cumsum(last) - last
