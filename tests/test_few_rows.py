@@ -190,7 +190,7 @@ def test_rows_for_which_a_loop_does_not_end_cost_only_themselves(write: Callable
         "{% endfor %}{% endfor %}{% endif %}{{ m.content }}{% endfor %}"
     )
     rows = [[{"role": "user", "content": "bad" if row % 2 else f"hello {row}"}] for row in range(40)]
-    path = write([{"prompt": row} for row in rows])
+    path = write(rows)
     prompts = gpuload.load(path, qwen, chat_template=template, token_cache=False)
     assert len(prompts) == 20
     assert sum(prompts.report.rejected.values()) == 20

@@ -160,6 +160,11 @@ def summary(rows: StoredRows, places: RowPlaces, seconds: float, notes: Sequence
     return "; ".join([*parts, *notes])
 
 
+def planes_of(processor: Any) -> int:
+    """How many rows of positions verl makes with a processor; 0 if positions are one row, without another dimension."""
+    return 4 if "Qwen2VLImageProcessor" in type(getattr(processor, "image_processor", None)).__name__ else 0
+
+
 def shape_row(
     ids: npt.NDArray[np.int32],
     *,
