@@ -135,7 +135,7 @@ class HostEngine:
         else:
             rendered = self.may_be_few and self._reference.uses_template and not self._reference.sanitizes
             few_rows = rendered and not self._lasting and few.are_few(nbytes, rows)
-            self._few = few_rows and few.ends_soon(self._reference.call.text())
+            self._few = few_rows and few.ends_soon(self._reference.template_text)
         return nullcontext()
 
     def again(self) -> bool:
