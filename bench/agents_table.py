@@ -25,8 +25,9 @@ def agents_table(record: dict[str, Any]) -> str:
     by = record["versions"]
     note = (
         "Seconds from JSONL to ids and masks, for 5,000 conversations if the name says no other number; row by row is "
-        f"measured on {few:,} rows, and has no part that is the same for any number of rows. {runs_of(record['repeats'])} TRL's template "
-        f"of Qwen2.5, transformers {by['transformers']}, tokenizers {by['tokenizers']}; {about['cores']} cores of "
+        f"measured on {few:,} rows, and has no part that is the same for any number of rows. "
+        f"{runs_of(record['repeats'])} TRL's template of Qwen2.5, "
+        f"transformers {by['transformers']}, tokenizers {by['tokenizers']}; {about['cores']} cores of "
         f"{about['cpu']}, load average at the start {about['load_average']}, {about['date']}, commit "
         f"{record['commit']}; `python -m bench.agents`."
     )
