@@ -136,7 +136,7 @@ def test_settings_that_cannot_be_kept(settings: dict[str, Any], message: str) ->
 
 
 def test_data_that_cannot_be_prepared() -> None:
-    """None of it is left to TRL, which would make one row of each conversation."""
+    """Nothing falls back to TRL, which would make one row of each conversation."""
     data = datasets.Dataset.from_list(ROWS)
     cases = [
         (data.to_iterable_dataset(), "pass a datasets.Dataset"),

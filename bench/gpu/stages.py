@@ -62,7 +62,7 @@ def read(task: Task, facts: Facts) -> None:
 
 
 def batches(task: Task, facts: Facts) -> None:
-    """Measure the filter and batches: of prompts, with labels, and packed; beside a copy of as many bytes."""
+    """Measure the filter and batches: of prompts, with labels, and packed; compared with a copy of as many bytes."""
     rig = open_rig(task)
     facts("a large copy, read and written", **(copy := copy_bandwidth(rig)))
     count, width = task.batch

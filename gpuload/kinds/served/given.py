@@ -95,9 +95,8 @@ def rows_of_given(
         skip: the ids of the anchor.
     """
     whole: list[list[int]] = []
-    learned: list[LearnedAnswer] = []
+    turns: list[LearnedAnswer | int] = []
     made, at = ServedRows(), first
-    reasons: dict[int, int] = {}
     for each in answers:
         found: LearnedAnswer | int = FAILS
         whole.append([])
@@ -118,15 +117,9 @@ def rows_of_given(
                 mask = np.full(len(given), bits, np.int32)
                 answer = LearnedAnswer(each.number, np.array(whole[-1], np.int32), len(prompt), mask)
                 found = answer if given else NOTHING
-        if each.number not in wanted:
-            continue
-        if isinstance(found, int):
-            reasons[found] = reasons.get(found, 0) + 1
-        else:
-            learned.append(found)
-    rows = ServedRows.of(learned)
-    rows.reasons, rows.counts = reasons, made.counts
-    return rows
+        if each.number in wanted:
+            turns.append(found)
+    return ServedRows.of_turns(turns, made.counts)
 
 
 def _differs(

@@ -145,18 +145,11 @@ def rows_of_sampled(
         messages, wanted: see `wanted_in`.
     """
     made = _Sampled(reference, writer, calls[1], messages)
-    learned: list[LearnedAnswer] = []
-    reasons: dict[int, int] = {}
+    turns: list[LearnedAnswer | int] = []
     for number, message in enumerate(messages):
         if message.get("role") != "assistant" or not (number in wanted or message.get(TOKEN_IDS) is not None):
             continue
         found = made.answer(number, reference.bits_of(wanted.get(number, 1.0)))
-        if number not in wanted:
-            continue
-        if isinstance(found, int):
-            reasons[found] = reasons.get(found, 0) + 1
-        else:
-            learned.append(found)
-    rows = ServedRows.of(learned)
-    rows.reasons, rows.counts = reasons, made.counts
-    return rows
+        if number in wanted:
+            turns.append(found)
+    return ServedRows.of_turns(turns, made.counts)

@@ -9,6 +9,7 @@ where each begins. The header is of the same type as tokens:
     of each reason   its number (turns.REASONS), how many turns are not learned for it
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,6 +88,14 @@ class ServedRows:
             whole[row][one.begin : end] |= np.where(free, one.bits, 0)
             made.answers.append((row, one.begin, end, one.number))
         made.rows = [(ids, answers[k].number) for ids, k in zip(whole, kept, strict=True)]
+        return made
+
+    @classmethod
+    def of_turns(cls, turns: Sequence["LearnedAnswer | int"], counts: list[int]) -> "ServedRows":
+        """As `of`. In the place of a turn that is not learned is the number of the reason."""
+        made = cls.of([turn for turn in turns if not isinstance(turn, int)])
+        made.reasons = dict(Counter(turn for turn in turns if isinstance(turn, int)))
+        made.counts = counts
         return made
 
     def words(self) -> Ids:
