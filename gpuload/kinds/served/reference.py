@@ -150,25 +150,22 @@ class ServedReference(ChatReference):
             wanted: number of a message → weight of the loss.
             messages, call: of the conversation, for templates with blocks.
         """
-        learned: list[LearnedAnswer] = []
-        reasons: dict[int, int] = {}
+        found: list[LearnedAnswer | int] = []
         counts = ServedRows().counts
         for number, turn in turns.items():
             if not isinstance(turn, int):
                 loss = self.loss_in(turn, messages, call)
                 answer, merged = self.answer(turn, loss, self.bits_of(wanted[number]))
                 if answer.bits.any():
-                    learned.append(answer)
+                    found.append(answer)
                     counts[LOST] += turn.lost
                     counts[MERGED] += merged
                     counts[WITHOUT_THINKING] += turn.without_thinking
                     counts[EMPTY_THINKING] += turn.empties
                     continue
                 turn = NO_BLOCK
-            reasons[turn] = reasons.get(turn, 0) + 1
-        made = ServedRows.of(learned)
-        made.reasons, made.counts = reasons, counts
-        return made
+            found.append(turn)
+        return ServedRows.of_turns(found, counts)
 
     def loss_in(self, turn: Turn, messages: Sequence[Any], call: TemplateCall) -> list[tuple[int, int]]:
         """Which parts of an answer have loss, in its characters: `{% generation %}` blocks only narrow it."""
