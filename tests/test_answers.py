@@ -245,6 +245,56 @@ def test_plain_conversations_keep_all_rows(bos: Any, name: str) -> None:
     assert [[text for text in "QPAB" if text in re.split(r"\W+", each)] for each in learned] == [["A"], ["A", "B"]]
 
 
+def hidden_answers(rng: random.Random) -> Iterator[tuple[Chat, Chat]]:
+    """Conversations whose answers are nothing but tags that templates look for; and the same with other texts."""
+    for _ in range(100):
+        texts = []
+        for k in range(rng.randint(1, 3)):
+            texts += [f"Q{k}q", rng.choice(["<think>", "</think>", f"A{k}q", ""])]
+        chat = turns(*texts, *(["Qq"] if rng.random() < 0.5 else []))
+        if rng.random() < 0.5:
+            chat = [{"role": "system", "content": rng.choice(["Sq", "<think>"])}, *chat]
+        yield (
+            chat,
+            [
+                {**m, "content": f"Z{k}z"} if m["role"] == "assistant" and "think" in m["content"] else m
+                for k, m in enumerate(chat)
+            ],
+        )
+
+
+def check_hidden_answers(call: TemplateCall) -> None:
+    answers, compared = Answers(call, "assistant"), 0
+    for chat, visible in hidden_answers(random.Random(0)):
+        contents = {m["content"]: own["content"] for own, m in zip(chat, visible, strict=True)}
+
+        def shown_again(text: str, contents: dict[str, str] = contents) -> str:
+            return re.sub(r"Z\dz", lambda found: contents[found[0]], text)
+
+        try:
+            text, other = call.render(chat), call.render(visible)
+        except Exception:  # not every template takes every conversation
+            continue
+        if shown_again(other) == text:  # if not, the template takes the tags for reasoning
+            expected = [shown_again(each) for each in shown(other, answers.of_text(visible, other))]
+            assert shown(text, answers.of_text(chat, text)) == expected, chat
+            compared += 1
+    assert compared >= 20
+
+
+@pytest.mark.parametrize("name", [name for name in PLAIN if name not in ONLY_PARTS])
+def test_answers_that_are_only_tags_have_loss(bos: Any, name: str) -> None:
+    check_hidden_answers(call_of(bos, PLAIN[name]))
+
+
+@shared
+def test_answers_that_are_only_tags_have_loss_where_the_system_message_comes_late() -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(SHARED / "tokenizers" / "mistral-nemo")
+    check_hidden_answers(TemplateCall(tokenizer, add_generation_prompt=False))
+
+
 @shared
 @pytest.mark.parametrize(
     "name", ["qwen3", "llama3.1-instruct", "gemma3", "mistral-nemo", "deepseek-v3", "qwen2.5-instruct"]

@@ -21,6 +21,7 @@ import gpuload
 from gpuload.core import memory
 from gpuload.core.arrays import Ragged
 from gpuload.core.errors import DataError, HostMemoryError, MismatchError
+from gpuload.core.marks import CHOSEN, LOSS
 from gpuload.engines.host import encode as host
 from gpuload.engines.host.render import HostText
 from gpuload.engines.protocol import ArrowPrompts
@@ -435,3 +436,12 @@ def test_a_sample_has_each_mark_that_is_normalized(write: Callable[..., str], qw
     chats[7001] = user("une question \u0eba\u0eb8 pose\u0301e au wombat " + "long " * 40)
     with pytest.raises(MismatchError, match="row 7001: token"):
         gpuload.load(write(chats), qwen, strict=True)
+
+
+def test_the_first_difference_is_named() -> None:
+    loss, chosen = int(LOSS), int(CHOSEN)
+    assert verify._difference([1, 2], [1, 3]) == "token 1 is 2, the tokenizer returns 3"
+    assert verify._difference([1, 2 | loss], [1, 3]) == "token 1 is 2, the tokenizer returns 3"
+    assert verify._difference([1], [1, 2 | loss]) == "token 1 is nothing, the tokenizer returns 2"
+    assert verify._difference([1, 2 | loss], [1, 2]) == "token 1, 2, has loss, but should have no loss"
+    assert verify._difference([1, 2], [1, 2 | loss | chosen]) == "token 1, 2, has no loss, but should have loss, chosen"

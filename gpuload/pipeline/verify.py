@@ -28,6 +28,7 @@ import numpy as np
 
 from gpuload.core.arrays import Ragged, common_prefix
 from gpuload.core.errors import GpuloadError
+from gpuload.core.marks import CHOSEN, IDS, LOSS, REJECTED, WEIGHT
 from gpuload.core.memory import room_to_encode
 from gpuload.core.options import Verify
 from gpuload.dataset.report import Check
@@ -246,7 +247,16 @@ class Verifier:
 
 
 def _difference(found: list[int], expected: list[int]) -> str:
-    """A sentence about the first position at which two rows of ids differ."""
+    """A sentence about the first position at which two rows of tokens differ."""
     position = common_prefix(found, expected)
-    here, there = (str(ids[position]) if position < len(ids) else "nothing" for ids in (found, expected))
-    return f"token {position} is {here}, the tokenizer returns {there}"
+    here, there = (tokens[position] if position < len(tokens) else None for tokens in (found, expected))
+    ids = ["nothing" if token is None else str(token & int(IDS)) for token in (here, there)]
+    if here is None or there is None or ids[0] != ids[1]:
+        return f"token {position} is {ids[0]}, the tokenizer returns {ids[1]}"
+    return f"token {position}, {ids[0]}, has {_marked(here)}, but should have {_marked(there)}"
+
+
+def _marked(token: int) -> str:
+    """What the marks of a token say, such as "loss, chosen"."""
+    names = {LOSS: "loss", CHOSEN: "chosen", REJECTED: "rejected", WEIGHT: "a weight"}
+    return ", ".join(name for bit, name in names.items() if token & int(bit)) or "no loss"

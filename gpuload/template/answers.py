@@ -76,14 +76,15 @@ def with_answers(path: Path, roles: Sequence[str | None], turns: Turns, calling:
     shown = {segment.message for segment in path.segments if isinstance(segment, Ref)}
     before: int | None = None
     seen = -1
-    for literal, text in _gaps(path):
+    for number, (literal, text) in enumerate(gaps := list(_gaps(path))):
         after = None if text is None else text.message
-        hidden = range(seen + 1, len(roles) if after is None else after)
+        # An earlier message that is printed here, as a system's before the last user's, may be among hidden ones.
+        later = (each.message for _, each in gaps[number:] if each is not None and each.message > seen)
+        hidden = range(seen + 1, next(later, len(roles)))
         if before is not None and before == after:  # results without texts may be within the message of the call
             follow = itertools.takewhile(lambda k: not ours[k] and k not in shown, range(before + 1, len(roles)))
             hidden = range(before + 1, before + 1 + len(list(follow)))
-        at = 0
-        opened, place = begun is not None, (before, hidden, after)
+        at, opened, place = 0, begun is not None, (before, hidden, after)
         if hidden or before == after:
             cuts = _cuts(literal, opened, place, roles, ours, turns, calling)
         else:
