@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 import gpuload
 from gpuload.engines import kept
+from gpuload.engines.host import spans
 from gpuload.engines.kept import KeptEngine
 from gpuload.kinds.chats.engine import ChatEngine
 from gpuload.kinds.chats.load import ChatKind
@@ -23,6 +24,7 @@ from gpuload.kinds.pairs.engine import PairEngine
 from gpuload.kinds.pairs.load import PairKind
 from gpuload.kinds.training_options import training_engine
 from gpuload.pipeline.run import load_given
+from gpuload.tokenizer.token_bytes import token_bytes
 
 
 def answer(text: str) -> dict[str, str]:
@@ -117,6 +119,8 @@ def test_a_kept_engine_makes_what_a_new_one_would(case: str, change: str, qwen: 
     do, another = CHANGES[change]
     do(tokenizer)
     found = made(kind, table, tokenizer, options, engines)
+    # Of a copy nothing is known; loads without a kept engine keep the bytes of the tokenizer's tokens.
+    assert found.equals(made(kind, table, copy.deepcopy(tokenizer), options))
     assert found.equals(made(kind, table, tokenizer, options))
     assert engines.count == 1 + another
     assert found.equals(made(kind, table, tokenizer, options, engines))
@@ -137,6 +141,7 @@ def test_entries_whose_lengths_are_exchanged(qwen: Any) -> None:
     merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
     tokenizer.backend_tokenizer.model = models.BPE(vocabulary, merges)
     found = made(kind, table, tokenizer, options, engines)
+    assert found.equals(made(kind, table, copy.deepcopy(tokenizer), options))
     assert found.equals(made(kind, table, tokenizer, options))
     assert engines.count == 1
 
@@ -208,3 +213,24 @@ def test_padding_and_truncation_keep_none(qwen: Any) -> None:
     tokenizer.backend_tokenizer.enable_truncation(7)
     assert made(kind, table, tokenizer, options, engines).equals(expected)
     assert gpuload.load_chats(table, tokenizer, progress=False, **options).to_arrow(columns=[]).read_all() == expected
+
+
+@pytest.mark.parametrize("do", [swapped, unmerged, CHANGES["added tokens"][0], CHANGES["a normalizer"][0]])
+def test_bytes_of_tokens_are_read_once_per_tokenizer(
+    qwen: Any, monkeypatch: pytest.MonkeyPatch, do: Callable[[Any], Any]
+) -> None:
+    kind, _, table, options = CASES["answers"]
+    tokenizer, read = small_tokenizer(qwen.chat_template), list[str]()
+
+    def counted(text: str) -> Any:
+        read.append(text)
+        return token_bytes(text)
+
+    monkeypatch.setattr(spans, "token_bytes", counted)
+    first = made(kind, table, tokenizer, options)
+    assert made(kind, table, tokenizer, options).equals(first)
+    assert len(read) == 1
+    do(tokenizer)
+    found = made(kind, table, tokenizer, options)
+    assert len(read) <= 2
+    assert found.equals(made(kind, table, copy.deepcopy(tokenizer), options))

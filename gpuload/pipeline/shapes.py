@@ -116,28 +116,41 @@ def _of_conversations(column: Conversations) -> Shapes:
 
 def _of_values(values: list[Any]) -> Shapes:
     """The same for rows as Python objects."""
-    shapes, forms, rows = np.zeros(len(values), np.int64), [], []
+    shapes, forms = np.zeros(len(values), np.int64), dict[int, int]()
     for row, value in enumerate(values):
-        parts = list(_forms(value))
-        shapes[row] = _number(repr(parts))
-        forms += [_number(repr(part)) for part in parts]
-        rows += [row] * len(parts)
-    return Shapes(shapes, *_first(np.array(forms, np.int64), np.array(rows, np.int64)))
+        numbers = tuple(_forms(value))
+        shapes[row] = hash(numbers)
+        for number in numbers:
+            forms.setdefault(number, row)
+    return Shapes(shapes, *(np.array(list(each), np.int64) for each in (forms, forms.values())))
 
 
-def _forms(value: Any, name: str = "") -> Iterator[tuple[Any, ...]]:
-    """The forms of the messages of one row, or of a part of it, with the part's name."""
+def _forms(value: Any, name: str = "") -> Iterator[int]:
+    """A number for the form of each message of one row, or of a part of it, with the part's name."""
     if isinstance(value, list):
         for message in value:
-            fields = sorted(message.items()) if isinstance(message, dict) else []
-            present = [(key, _kind(of)) for key, of in fields if key != "role" and of is not None]
-            role = message.get("role") if isinstance(message, dict) else _kind(message)
-            yield (name, role if isinstance(role, str) else _kind(role), *present)
+            if not isinstance(message, dict):
+                yield _number(repr((name, _kind(message))))
+                continue
+            # What the form is made of is looked up before the form: nearly all messages have one of few.
+            kinds = [None if each == [] else type(each) for each in message.values()]
+            key = (name, role if isinstance(role := message.get("role"), str) else _kind(role), *message, *kinds)
+            if (number := _numbers.get(key)) is None:
+                present = [(field, _kind(each)) for field, each in sorted(message.items()) if field != "role"]
+                form = name, key[1], *(each for each in present if each[1] != NULL)
+                if len(_numbers) >= _MOST_NUMBERS:
+                    _numbers.clear()
+                number = _numbers[key] = _number(repr(form))
+            yield number
     elif isinstance(value, dict):
         for key, of in value.items():
             yield from _forms(of, key)
     else:
-        yield (name, _kind(value))
+        yield _number(repr((name, _kind(value))))
+
+
+_numbers: dict[tuple[Any, ...], int] = {}
+_MOST_NUMBERS = 1 << 12
 
 
 def _kind(value: Any) -> int:

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from gpuload.core.errors import SourceError
 
-PIECE_BYTES = 1 << 22
+PIECE_BYTES, _FIRST_BYTES = 1 << 22, 1 << 16
 
 Row = dict[str, Any]
 Texts = dict[str, str] | None
@@ -254,7 +254,10 @@ def _behind(text: str, at: int) -> int:
 
 
 def read_blocks(raw: BinaryIO, digest: Any) -> Iterator[bytes]:
-    """The bytes of a file, which a digest gets, too."""
-    while block := raw.read(PIECE_BYTES):
+    """The bytes of a file, which a digest gets, too. The first block is small: of which types columns are is not known
+    there, so its rows may be parsed twice."""
+    size = min(_FIRST_BYTES, PIECE_BYTES)
+    while block := raw.read(size):
         digest.update(block)
         yield block
+        size = PIECE_BYTES

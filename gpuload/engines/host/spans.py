@@ -19,6 +19,7 @@ which knows its offsets.
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -27,13 +28,14 @@ import pyarrow.compute as pc
 
 from gpuload.core.arrays import Ragged, offsets_of
 from gpuload.core.arrow import as_arrow, as_numpy
-from gpuload.core.backends import serialized
+from gpuload.core.backends import serialized, settings
 from gpuload.core.errors import TokenizerError
 from gpuload.engines.host.acceptance import acceptance_texts
 from gpuload.engines.host.encode import needs_itself
 from gpuload.engines.host.token_search import Numbers, TokenSearch
 from gpuload.reference.reference import Reference
-from gpuload.tokenizer.token_bytes import token_bytes
+from gpuload.tokenizer.spec import byte_letters
+from gpuload.tokenizer.token_bytes import TokenBytes, token_bytes
 
 _ROWS = 256
 """Texts that the tokenizer encodes at a time: their encodings take hundreds of bytes per token."""
@@ -63,9 +65,21 @@ class TokenSpans:
                 f"tokenizer {reference.name} has no offsets, which loss masks need, because "
                 f"{type(self._tokenizer).__name__} is a slow tokenizer: use a fast one, which has a tokenizer.json"
             )
-        self.kept = False
         self.encoded_again = 0
-        self._read_table(lambda: reference.model_json)
+        self._find_table()
+
+    def _find_table(self) -> None:
+        """Makes the table, or takes that of an earlier load with this tokenizer: making it takes a tenth of a second,
+        in which no other thread of Python works."""
+        state = _state_of(self._reference)
+        known = None if state is None else _known.get(self._tokenizer)
+        if known is not None and known[0] == state:
+            _, self._search, self.table, self.slow = known
+            self.kept = True
+            return
+        self._read_table(lambda: self._reference.model_json)
+        if state is not None:
+            _known[self._tokenizer] = state, self._search, self.table, self.slow
 
     def _read_table(self, model_json: Callable[[], str]) -> None:
         table = needs_itself(self._reference) or token_bytes(model_json())
@@ -74,6 +88,12 @@ class TokenSpans:
         self._search = None if reason else search
         self.table = None if reason or isinstance(table, str) else table
         self.slow = f"offsets of the tokenizer itself: {reason}" if reason else None
+        self.kept = False
+
+    def _check(self, ids: Ragged) -> None:
+        """Makes a table of an earlier load again if it has not the tokenizer's entries of some ids."""
+        if self._search and self.kept and not self._search.has_entries(self._tokenizer.backend_tokenizer, ids):
+            self._read_table(lambda: serialized(self._tokenizer.backend_tokenizer))
 
     def bits(
         self,
@@ -99,9 +119,8 @@ class TokenSpans:
         """
         if not len(rows):
             return np.zeros(len(ids.values), np.int32)
+        self._check(ids)
         first, last = np.full((2, len(rows)), -1, np.int64)
-        if self._search and self.kept and not self._search.has_entries(self._tokenizer.backend_tokenizer, ids):
-            self._read_table(lambda: serialized(self._tokenizer.backend_tokenizer))
         if self._search:
             found = self._search.tokens(text, ids, np.tile(rows, 2), np.concatenate([start, end - 1]))
             fast, (first, last) = found[0], np.split(found[1], 2)
@@ -125,6 +144,7 @@ class TokenSpans:
             (k,) int64, the number of the token, that behind the last one for the end of a text; -1 where no token
             begins, or nothing is known.
         """
+        self._check(ids)
         if not self._search or not len(rows):
             return np.full(len(rows), -1, np.int64)
         fast, found = self._search.tokens(text, ids, np.tile(rows, 2), np.concatenate([at, at - 1]))
@@ -148,6 +168,7 @@ class TokenSpans:
             (len(ids.values),) int64, the number of the span, -1 where a token has no byte of any. And (n,) bool, false
             for texts that the tokenizer does not encode to these ids, about whose tokens nothing is known.
         """
+        self._check(ids)
         some = np.flatnonzero(start < end)
         rows, start, end = rows[some], start[some], end[some]
         owner = np.full(len(ids.values), -1, np.int64)
@@ -205,6 +226,20 @@ class TokenSpans:
         some = np.flatnonzero(fast[rows])
         wrong = rows[some[found[some] != self._by_offsets(text, rows[some], at[some])]]
         return f"differs on {min((texts[row] for row in wrong), key=len)!r:.60}" if len(wrong) else None
+
+
+_known: WeakKeyDictionary[Any, tuple[Any, TokenSearch | None, TokenBytes | None, str | None]] = WeakKeyDictionary()
+"""Tokenizer → what it was, and `_search`, `table` and `slow`."""
+
+
+def _state_of(reference: Reference) -> Any:
+    """All that a table depends on but the vocabulary, whose entries are compared for the ids of each batch; None if
+    that cannot be known of this tokenizer."""
+    tokenizer, backend = reference.tokenizer, reference.backend
+    parts = None if backend is None or needs_itself(reference) else settings(backend)
+    if backend is None or parts is None or any(backend.token_to_id(letter) is None for letter in byte_letters()):
+        return None
+    return type(tokenizer), sorted(vars(tokenizer)), parts
 
 
 def _first_touched(begin: Numbers, stop: Numbers, first: Numbers, last: Numbers) -> Numbers:
