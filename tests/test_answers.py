@@ -500,7 +500,7 @@ def test_rows_with_unknown_answers_are_dropped_and_counted(qwen: Any, tmp_path: 
     found = gpuload.load_chats(str(path), qwen, chat_template=template)
     assert len(found) == 2
     (reason,) = found.report.rejected
-    assert "does not show where an answer begins next to a message of the role tool" in reason
+    assert reason.startswith("its answers are unknown: the template does not show where an answer begins next to a")
     path.write_text(json.dumps(rows[1:2]))
     with pytest.raises(
         TokenizerError, match="does not show where an answer begins .* pass a chat_template with such blocks"

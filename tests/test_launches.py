@@ -120,10 +120,17 @@ def test_wrong_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert "has files" in capsys.readouterr().err
         assert main(["doctor", "--replay", str(place)]) == 1
         assert "has no launches" in capsys.readouterr().err
-    for given in (["--dump", "x"], ["--gpu", "--kernel", "pad"]):
+    assert main(["doctor", "--gpu", "--dump", str(tmp_path / "file" / "new")]) == 1
+    assert "cannot make the directory" in capsys.readouterr().err
+    for given, message in (
+        (["--dump", "x"], "--kernel needs --dump"),
+        (["--gpu", "--kernel", "pad"], "--kernel needs --dump"),
+        (["--gpu", "--replay", "x"], "use it without --gpu"),
+        (["--gpu", "-1"], "expected the number of a GPU"),
+    ):
         with pytest.raises(SystemExit):
             main(["doctor", *given])
-        assert "--kernel needs --dump" in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 def test_directories_that_cannot_be_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,6 +39,10 @@ def _doctor(given: argparse.Namespace) -> int:
         given.parser.error("--quick tests nothing: use it alone")
     if (given.dump and given.gpu is None) or (given.kernel and not given.dump):
         given.parser.error("--dump needs --gpu, and --kernel needs --dump")
+    if given.replay and given.gpu is not None:
+        given.parser.error("--replay needs no GPU: use it without --gpu")
+    if given.gpu is not None and given.gpu < 0:
+        given.parser.error(f"--gpu {given.gpu}: expected the number of a GPU, 0 or more")
     if given.gpu is not None or given.replay:
         from gpuload.cli import ladder
 

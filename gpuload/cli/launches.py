@@ -87,12 +87,11 @@ def save_wrong(
         What is wrong, or None if no case is: then nothing is saved.
 
     Raises:
-        OptionError: there is no such kernel, or there are files in the directory.
+        OptionError: there is no such kernel, or there are files in the directory, or it cannot be made.
     """
     from gpuload.cli.known_answers import cases
 
     check(directory, kernel)
-    directory.mkdir(parents=True, exist_ok=True)
     about = {"source": _digest()} | about
     for name, case in cases().items():
         described = {"case": name, "wrong": "the process ended"} | about  # unless it comes to tell
@@ -111,11 +110,17 @@ def save_wrong(
 
 
 def check(directory: Path, kernel: str | None) -> None:
-    """Raises what `save_wrong` raises."""
+    """Makes the directory, or raises what `save_wrong` raises."""
     if kernel is not None and kernel not in signatures():
         raise OptionError(f"--kernel: there is no kernel {kernel}{nearest(kernel, set(signatures()))}")
     if directory.exists() and (not directory.is_dir() or next(directory.iterdir(), None) is not None):
         raise OptionError(f"--dump: {directory} has files: name a new directory")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(
+            f"--dump: cannot make the directory {directory} ({one_line(error)}): name another one"
+        ) from error
 
 
 def _digest() -> str:

@@ -322,6 +322,12 @@ os.register_at_fork(after_in_child=_in_child)
 _stopped: dict[int, tuple[int, Any]] = {}  # id of a template's globals → number of open blocks, original function
 
 
+class OwnReasonError(ValueError):
+    """An error that says why a row is rejected: `subject` is what is wrong, and the message why."""
+
+    subject: str
+
+
 def rejection(error: Exception) -> str:
     """Return the reason to report for a row that transformers rejects. It is never empty.
 
@@ -339,7 +345,8 @@ def rejection(error: Exception) -> str:
 
 def describe_error(error: BaseException) -> str:
     """Return class and message of an exception; only the class if the message is empty."""
-    return f"{type(error).__name__}: {error}".removesuffix(": ")
+    name = error.subject if isinstance(error, OwnReasonError) else type(error).__name__
+    return f"{name}: {error}".removesuffix(": ")
 
 
 def first_line(error: BaseException) -> str:

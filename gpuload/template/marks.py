@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gpuload.reference.template_call import OwnReasonError
 from gpuload.template.program import Path, Ref, Segment
 
 _NAMES = ("role", "name", "type", "id", "tool_call_id", "tool_name")
@@ -22,8 +23,10 @@ _THINK = re.compile(r"(\s*</?think>\s*)")  # what templates look for in contents
 _JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*"(\s*:)?')
 
 
-class UnknownAnswersError(ValueError):
+class UnknownAnswersError(OwnReasonError):
     """The answers of a conversation are unknown; the message says why."""
+
+    subject = "its answers are unknown"
 
 
 @dataclass

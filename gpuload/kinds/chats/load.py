@@ -195,7 +195,7 @@ class ChatKind(MessageOptions, ServedOptions, Kind[ChatDataset]):
     def nothing_left(self, report: Report) -> GpuloadError | None:
         # Of rows without messages, nothing is known about the template.
         reasons = [reason for reason in report.rejected if not reason.endswith(("is null", "is an empty list"))]
-        if reasons and all(reason.startswith(UnknownAnswersError.__name__) for reason in reasons):
+        if reasons and all(reason.startswith(UnknownAnswersError.subject) for reason in reasons):
             return unknown(reasons[0].partition(": ")[2])
         return None
 
