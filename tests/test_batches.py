@@ -14,7 +14,8 @@ from gpuload.core.errors import HostMemoryError, SourceError
 from gpuload.sources import batches
 from gpuload.sources.batches import BATCH_BYTES, BATCH_ROWS, bounded, decoded_bytes
 from gpuload.sources.fetch import SourceFile
-from gpuload.sources.read import Source, open_file, open_frame
+from gpuload.sources.frames import open_frame
+from gpuload.sources.read import Source, open_file
 
 LONG = "a" * 1_000_000
 

@@ -296,7 +296,7 @@ def test_a_name_that_no_file_can_have_is_an_error_of_ours(name: str, reason: str
 
 @pytest.mark.parametrize("files", [{"train": "a.parquet"}, {"a.parquet"}])
 def test_a_dict_or_a_set_of_files_is_an_error(files: Any, cache: Path) -> None:
-    assert message(files, cache).startswith(f"files is a {type(files).__name__}: pass a path, a URL or a list of them")
+    assert message(files, cache).startswith(f"files is of type {type(files).__name__}: pass a path, a URL or a list")
 
 
 def test_a_folder_within_a_folder_is_no_file_whatever_its_name(tmp_path: Path, cache: Path) -> None:

@@ -23,6 +23,9 @@ PROOFS: dict[str, list[tuple[str, str]]] = {
          "test_a_row_that_trl_rejects test_a_stream_is_resumed_where_it_was"),
         ("a processor", "test_trl_processors test_text_with_a_processor test_processors_that_trl_calls_itself"),
         ("GRPO", "test_trl_prompts test_prompts_of_a_stream test_losses_of_a_stream"),
+        ("a processor, and conversations", "test_trl_processors test_conversations_without_images "
+         "test_losses_of_conversations_without_images test_data_that_the_collator_of_trl_prepares"),
+        ("a column `images`", "test_trl test_a_column_of_images_is_a_further_column"),
         ("images", "test_trl_fallbacks test_data_that_trl_prepares_itself"),
         ("several kinds", "test_trl_fallbacks test_data_that_trl_prepares_itself"),
         ("a format", "test_trl_fallbacks test_data_that_trl_prepares_itself"),

@@ -83,6 +83,24 @@ def test_sft_data(
     assert len(expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "rows", "more"),
+    [
+        ("SFTTrainer", [row | {"images": None} for row in MESSAGES], (False, None)),
+        ("SFTTrainer", [row | {"image": "x"} for row in TEXTS], (False, None)),
+        ("DPOTrainer", [row | {"images": None} for row in PAIRS], ()),
+        ("RewardTrainer", [row | {"images": [row["n"]]} for row in PAIRS], ()),
+        ("KTOTrainer", [row | {"images": []} for row in LABELED], ()),
+    ],
+)
+def test_a_column_of_images_is_a_further_column(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture, name: str, rows: Any, more: Any
+) -> None:
+    """TRL's method does not look at it: its trainers call the method only if the data of training have none."""
+    equal(*both(name, rows, tokenizer, *more))
+    assert "falls back" not in " ".join(ours_said(caplog))
+
+
 def test_sft_data_with_the_tokenizer_of_a_model(qwen: Any) -> None:
     equal(*both("SFTTrainer", MESSAGES, qwen, False, None, assistant_only_loss=True, trainer_chat_template=QWEN3))
 

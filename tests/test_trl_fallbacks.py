@@ -11,7 +11,7 @@ import pytest
 datasets = pytest.importorskip("datasets", reason="TRL's data are of this package")
 trl = pytest.importorskip("trl", reason="TRL is the reference of these tests")
 from tokenizer_cases import small_tokenizer  # noqa: E402
-from trl_cases import COMPLETIONS, LABELED, MESSAGES, PAIRS, TEXTS, Row, chat, equal, prepared  # noqa: E402
+from trl_cases import COMPLETIONS, LABELED, MESSAGES, PAIRS, Row, chat, equal, prepared  # noqa: E402
 
 import gpuload  # noqa: E402
 from gpuload.integrations import trl as ours  # noqa: E402
@@ -60,7 +60,6 @@ MIXED = "prompts and answers are neither all text nor all messages with text"
         ("it has a format or a transform", TRANSFORMED, PLAIN, {}),
         ("it is tokenized already: it has a column input_ids", [{"input_ids": [1, 2]}], PLAIN, {}),
         ("messages are neither texts nor messages with text", STRUCTURED, PLAIN, {}),
-        ("a column image is not supported", [row | {"image": "x"} for row in TEXTS], PLAIN, {}),
         ("its columns are conversations", NO_TURNS, PLAIN, {}),
         ("its columns are prompt, completion, n, text", TWO_TEXTS, PLAIN, {}),
         ("its columns are messages, prompt", [{"messages": chat(n), "prompt": chat(n)} for n in range(9)], PLAIN, {}),

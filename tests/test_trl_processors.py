@@ -13,10 +13,16 @@ from tiers import SHARED, shared
 
 datasets = pytest.importorskip("datasets", reason="TRL's data are of this package")
 trl = pytest.importorskip("trl", reason="TRL is the reference of these tests")
+from export_cases import five_steps, small_model  # noqa: E402
 from processor_cases import GEMMA, llava, qwen_vl  # noqa: E402
 from tokenizer_cases import small_tokenizer  # noqa: E402
 from tokenizers.processors import TemplateProcessing  # noqa: E402
-from transformers import AutoTokenizer, Gemma3ImageProcessorPil, Gemma3Processor  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoTokenizer,
+    Gemma3ImageProcessorPil,
+    Gemma3Processor,
+    Qwen2ForCausalLM,
+)
 from trl_cases import (  # noqa: E402
     COMPLETIONS,
     IMPLICIT,
@@ -35,6 +41,7 @@ from trl_cases import (  # noqa: E402
 )  # fmt: skip
 
 from gpuload.integrations import trl as ours  # noqa: E402
+from gpuload.integrations.comparison import comparable  # noqa: E402
 
 QWEN3 = (Path(trl.__file__).parent / "chat_templates" / "qwen3_training.jinja").read_text()
 MAKERS = [qwen_vl, llava]
@@ -169,3 +176,98 @@ def test_real_text_with_a_processor(caplog: pytest.LogCaptureFixture, family: st
     ]
     equal(*both("DPOTrainer", pairs, processor))
     assert [line.rpartition(";")[2] for line in said(caplog)] == [" 64 rows prepared by both are equal: used"] * 2
+
+
+def trainer_of(kind: Any, rows: list[Row], processor: Any, output: Path, eval_dataset: Any = None, **more: Any) -> Any:
+    """An `SFTTrainer` with a small model."""
+    args = trl.SFTConfig(output_dir=str(output), report_to=[], bf16=False, use_cpu=True, **more)
+    model = small_model(Qwen2ForCausalLM, getattr(processor, "tokenizer", processor))
+    data = {"train_dataset": datasets.Dataset.from_list(rows), "eval_dataset": eval_dataset}
+    return kind.SFTTrainer(model, args=args, processing_class=processor, **data)
+
+
+NO_IMAGES = [row | {"images": None} for row in MESSAGES * 3]
+LEARNED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content[0].text }}<|im_end|>{% endgeneration %}{% else %}{{ m.content[0].text }}<|im_end|>{% endif %}\n"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("make", "rows", "template", "settings"),
+    [
+        (qwen_vl, NO_IMAGES, None, {"max_length": 16, "pad_to_multiple_of": 8}),
+        (llava, [row | {"images": []} for row in NO_IMAGES], None, {}),
+        (qwen_vl, NO_IMAGES, LEARNED, {"assistant_only_loss": True}),
+    ],
+)
+def test_conversations_without_images(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, make: Any, rows: Any, template: str | None, settings: Any
+) -> None:
+    """TRL renders and tokenizes them in its collator. Batches are the same, and come from ids."""
+    made, theirs = (make(small_tokenizer(QWEN3)) for _ in range(2))
+    if template is not None:
+        made.chat_template = theirs.chat_template = template
+    trainers = [trainer_of(kind, rows, one, tmp_path, **settings) for kind, one in ((ours, made), (trl, theirs))]
+    for _ in range(2):  # the first batches are compared, until these have 64 rows
+        found, expected = ([dict(batch) for batch in trainer.get_train_dataloader()] for trainer in trainers)
+        assert [list(batch) for batch in found] == [list(batch) for batch in expected]
+        assert comparable(found) == comparable(expected)
+    kind = type(made).__name__
+    assert said(caplog) == [f"gpuload: {kind} is a processor; 64 rows prepared by both are equal: used"] * 2
+    # The first 64 rows, of whose columns TRL makes the batches as well, are enough.
+    assert trainers[0].data_collator.agreed
+
+
+def test_losses_of_conversations_without_images(tmp_path: Path) -> None:
+    def trained(kind: Any) -> Any:
+        processor = qwen_vl(small_tokenizer(QWEN3))
+        model = small_model(Qwen2ForCausalLM, processor.tokenizer)
+        data = datasets.Dataset.from_list(NO_IMAGES)
+        return five_steps(kind.SFTTrainer, trl.SFTConfig, model, data, processor, tmp_path)
+
+    (data, losses), (_, expected) = trained(ours), trained(trl)
+    assert losses == expected
+    assert {"input_ids", "images"} <= set(data.column_names)
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        ([row | {"images": [1] * (n == 7)} for n, row in enumerate(MESSAGES)], None),
+        ([row | {"images": None} for row in TOOLS], None),
+        ([row | {"images": None} for row in COMPLETIONS], None),
+        ([row | {"images": None} for row in PLACEHOLDER], "row 70 has a token that stands for an image"),
+    ],
+)
+def test_data_that_the_collator_of_trl_prepares(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, rows: list[Row], why: str | None
+) -> None:
+    made = trainer_of(ours, rows, qwen_vl(small_tokenizer(QWEN3)), tmp_path)
+    assert made.train_dataset.column_names == list(rows[0])
+    assert type(made.data_collator).__module__ == "trl.trainer.sft_trainer"
+    fell_back = [line for line in said(caplog) if "falls back to TRL's collator for the train dataset: " in line]
+    assert len(fell_back) == (why is not None)
+    assert (why or "") in "".join(fell_back)
+
+
+def test_evaluation_of_other_data(tmp_path: Path) -> None:
+    """Raw rows go to TRL's collator, also next to those with ids."""
+    rows, processor = NO_IMAGES, qwen_vl(small_tokenizer(QWEN3))
+    made = trainer_of(ours, rows, processor, tmp_path, eval_dataset=datasets.Dataset.from_list(rows[:9]))
+    theirs = trainer_of(trl, rows, processor, tmp_path)
+    assert "input_ids" in made.eval_dataset.column_names
+    raw = datasets.Dataset.from_list(rows[9:20])
+    found, expected = (list(map(dict, trainer.get_eval_dataloader(raw))) for trainer in (made, theirs))
+    assert comparable(found) == comparable(expected)
+
+
+def test_a_tokenizer_and_a_column_of_images(tmp_path: Path) -> None:
+    """Also without any image, TRL takes the data for images."""
+    found = []
+    for kind in (ours, trl):
+        with pytest.raises(ValueError, match="The dataset appears to be vision-related") as error:
+            trainer_of(kind, NO_IMAGES, small_tokenizer(QWEN3), tmp_path)
+        found.append(str(error.value))
+    assert found[0] == found[1]

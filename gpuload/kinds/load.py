@@ -18,8 +18,8 @@ def load(files: Any, tokenizer: Any = None, /, **options: Unpack[ImageKeywords])
 
     Args:
         files: a path, glob, directory or URL (s3, gs, hf, hdfs, http, ...) of .parquet, .json or .jsonl files, or a
-            list of them; or a frame in memory: `pyarrow.Table`, `pandas.DataFrame`, `datasets.Dataset` or
-            `cudf.DataFrame`.
+            list of them; or a frame in memory: `pyarrow.Table`, `pandas.DataFrame`, `datasets.Dataset`,
+            `cudf.DataFrame`, or another one with Arrow's C stream, such as `polars.DataFrame`.
         tokenizer: a path, a hub id, a transformers tokenizer or a `tokenizers.Tokenizer`; also as a keyword. For
             prompts with images, a processor of transformers.
         **options: see `ImageKeywords`. Other keys of verl's `data:` section are ignored.
@@ -29,7 +29,7 @@ def load(files: Any, tokenizer: Any = None, /, **options: Unpack[ImageKeywords])
 
     Raises:
         OptionError: an unknown option or an invalid value.
-        SourceError: a file that cannot be found, downloaded or read.
+        SourceError: a file that cannot be found, downloaded or read, or an object that is no frame.
         DataError: no prompt column, or no rows left.
         TokenizerError: a tokenizer that cannot be loaded, or has no chat template or padding token.
         DeviceError: the device is not available, or has too little memory.

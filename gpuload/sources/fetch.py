@@ -113,20 +113,24 @@ def names_of(files: Any) -> list[str]:
     """
     if isinstance(files, Mapping | set | frozenset):
         raise SourceError(
-            f"files is a {type(files).__name__}: pass a path, a URL or a list of them, such as the files of one split"
+            f"files is of type {type(files).__name__}: pass a path, a URL or a list of them, such as the files of one "
+            "split"
         )
-    given: list[Any]
-    given = [files] if isinstance(files, str | bytes | os.PathLike) or not isinstance(files, Iterable) else list(files)
-    if not given:
-        raise SourceError("no files given: pass a path, a glob, a directory, a URL, or a list of them")
-    for item in given:
+    alone = isinstance(files, str | bytes | os.PathLike) or not isinstance(files, Iterable)
+    given: list[str] = []
+    for item in [files] if alone else files:  # a generator of something else may have no end
+        if isinstance(item, Mapping) and not alone:
+            raise SourceError("files has rows: pass pyarrow.Table.from_pylist(rows), or the path of a file with them")
         if not isinstance(item, str | os.PathLike):
             raise SourceError(
                 f"expected a path or URL as a string or PathLike, not {type(item).__name__}: {item!r:.80}"
             )
         if not os.fspath(item):
             raise SourceError("one of the given paths is an empty string")
-    return [os.fspath(item) for item in given]
+        given.append(os.fspath(item))
+    if not given:
+        raise SourceError("no files given: pass a path, a glob, a directory, a URL, or a list of them")
+    return given
 
 
 # -- local files -----------------------------------------------------------------------------------------------------

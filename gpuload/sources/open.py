@@ -5,7 +5,8 @@ from typing import Any
 from gpuload.core.errors import DataError
 from gpuload.core.options import Options
 from gpuload.sources.fetch import resolve
-from gpuload.sources.read import Source, check_prompts, is_frame, open_file, open_frame
+from gpuload.sources.frames import is_frame, open_frame
+from gpuload.sources.read import Source, check_prompts, open_file
 
 
 def open_sources(files: Any, options: Options) -> list[Source]:

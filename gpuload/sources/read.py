@@ -1,4 +1,4 @@
-"""Local files and frames in memory → Arrow tables of some thousand rows, by row groups, parts or pieces of JSON."""
+"""Local files → Arrow tables of some thousand rows, by row groups, parts or pieces of JSON."""
 
 import hashlib
 import os
@@ -92,49 +92,6 @@ def open_file(
     return _open_arrow(file) if file.format == "arrow" else _open_json(file)
 
 
-def open_frame(frame: Any, name: str) -> Source:
-    """Opens a `pyarrow.Table`, `pandas.DataFrame`, `datasets.Dataset` or `cudf.DataFrame` in memory."""
-    if type(frame).__module__.split(".")[0] == "cudf":
-        return _open_cudf(frame, name)
-    table = _as_table(frame)
-    schema = without_views(table.schema)
-    if not schema.equals(table.schema):
-        table = table.cast(schema)
-    return Source(
-        name,
-        table.num_rows,
-        table.nbytes,
-        table.schema,
-        lambda: _slices([table], name),
-        f"{table.num_rows} {table.nbytes} ".encode() + _first_rows(table),
-        decoded_bytes=partial(_bytes_of, table),
-    )
-
-
-def _open_cudf(frame: Any, name: str) -> Source:
-    def tables(hidden: str | None) -> Iterator[pa.Table]:
-        return slices(frame if hidden is None else frame.drop(columns=[hidden]))
-
-    def slices(shown: Any) -> Iterator[pa.Table]:
-        return _slices([shown.to_arrow(preserve_index=False)], name)
-
-    sample = frame.head(64).to_arrow(preserve_index=False)
-    nbytes = int(frame.memory_usage(index=False, deep=True).sum())
-    identity = f"{len(frame)} {nbytes} {sample.to_pydict()}".encode(errors="backslashreplace")
-    return Source(
-        name,
-        len(frame),
-        nbytes,
-        sample.schema,
-        lambda: tables(None),
-        identity,
-        frame=frame,
-        without=tables,
-        only=lambda column: slices(frame[[column]]),
-        decoded_bytes=lambda names: nbytes if names is None else nbytes * len(names) // max(1, len(sample.schema)),
-    )
-
-
 def with_prompts(source: Source, prompt_key: str) -> Iterator[tuple[pa.Table, pa.Array]]:
     """The rows of a source in order: tables of all columns, each with its prompt column as one plain array."""
     for table in source.batches():
@@ -162,11 +119,6 @@ def one_column(source: Source, name: str) -> Iterator[pa.ChunkedArray]:
     """The values of one column in order, without reading the others where possible."""
     tables = source.batches() if source.only is None else source.only(name)
     return (table.column(name) for table in tables)
-
-
-def is_frame(data: object) -> bool:
-    """Whether `data` is a frame that `open_frame` opens, rather than files."""
-    return isinstance(data, pa.Table) or type(data).__module__.split(".")[0] in ("pandas", "datasets", "cudf")
 
 
 def check_prompt_column(source: Source, prompt_key: str) -> None:
@@ -211,25 +163,13 @@ def _likely(schema: pa.Schema, prompt_key: str) -> str:
     return f": did you mean prompt_key={asked!r}?" if asked else "."
 
 
-def _as_table(frame: Any) -> pa.Table:
-    if isinstance(frame, pa.Table):
-        return frame
-    if type(frame).__module__.startswith("pandas"):
-        return pa.Table.from_pandas(frame, preserve_index=False)
-    # A datasets.Dataset. One that was filtered or shuffled is its table and a list of row numbers.
-    frame = frame.with_format(None)
-    if getattr(frame, "_indices", None) is not None:
-        frame = frame.flatten_indices()
-    return frame.data.table
-
-
-def _bytes_of(table: pa.Table, names: Collection[str] | None) -> int:
+def bytes_of(table: pa.Table, names: Collection[str] | None) -> int:
     if names is None:
         return int(table.nbytes)
     return sum(table.column(name).nbytes for name in names if name in table.schema.names)
 
 
-def _first_rows(table: pa.Table) -> bytes:
+def first_rows(table: pa.Table) -> bytes:
     """Some rows as bytes: not all values have a Python equivalent."""
     with pa.BufferOutputStream() as sink:
         with pa.ipc.new_stream(sink, table.schema) as writer:
@@ -237,7 +177,8 @@ def _first_rows(table: pa.Table) -> bytes:
         return bytes(sink.getvalue())
 
 
-def _slices(tables: Iterable[pa.Table], name: str) -> Iterator[pa.Table]:
+def slices(tables: Iterable[pa.Table], name: str) -> Iterator[pa.Table]:
+    """Tables of at most `BATCH_ROWS` rows."""
     firsts = ((table, first) for table in tables for first in range(0, table.num_rows, BATCH_ROWS))
     return bounded((table.slice(first, BATCH_ROWS) for table, first in firsts), name)
 
@@ -345,7 +286,7 @@ def _open_json(file: SourceFile) -> Source:
         columns.rows,
         columns.nbytes,
         columns.schema,
-        lambda: _slices(columns.tables(local), file.name),
+        lambda: slices(columns.tables(local), file.name),
         columns.digest,
         content=lambda *names: columns.digest,
         decoded_bytes=columns.bytes_of,
@@ -378,9 +319,9 @@ def _open_arrow(file: SourceFile) -> Source:
         size,
         schema,
         lambda: bounded(_read_stream(local), file.name),
-        f"{size} {table.num_rows} ".encode() + _first_rows(table),
+        f"{size} {table.num_rows} ".encode() + first_rows(table),
         content=digest,
-        decoded_bytes=partial(_bytes_of, table),
+        decoded_bytes=partial(bytes_of, table),
         file=local,
     )
 

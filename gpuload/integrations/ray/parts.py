@@ -15,8 +15,9 @@ from gpuload.core.errors import DataError, OptionError, SourceError
 from gpuload.core.options import Options
 from gpuload.sources.fetch import SourceFile, find, here
 from gpuload.sources.footer import digests_of_parts
+from gpuload.sources.frames import is_frame
 from gpuload.sources.parallel import row_group_parts
-from gpuload.sources.read import Source, is_frame, open_file
+from gpuload.sources.read import Source, open_file
 from gpuload.sources.remote import changed
 
 _THREADS = 16  # for footers, which are mostly waited for

@@ -22,6 +22,7 @@ from gpuload.engines.host.packs import IGNORED
 from gpuload.integrations.comparison import ROWS, comparable, log_equal
 from gpuload.integrations.core import log_fallback, release_of
 from gpuload.integrations.known_code import change
+from gpuload.integrations.processors import processor_change
 from gpuload.integrations.trl.columns import SIDES
 from gpuload.integrations.trl.contract import KNOWN, order_problem
 from gpuload.integrations.trl.rows import FlatDataset, FlatRows
@@ -36,7 +37,8 @@ Batch = dict[str, Any]
 def use_flat_batches(trainer: Any) -> None:
     """Gives a trainer with TRL's own collator one for `FlatRows`, and datasets that have them."""
     stock = trainer.data_collator
-    kind = {flat.__bases__[1]: flat for flat in (FlatSFT, FlatDPO, FlatRM, FlatKTO)}.get(type(stock))
+    kinds = (FlatSFT, FlatDPO, FlatRM, FlatKTO, FlatTextsOfVision)
+    kind = {flat.__bases__[1]: flat for flat in kinds}.get(type(stock))
     if kind is None and not isinstance(stock, _Flat):
         return
     if ORDER_PROBLEM:
@@ -101,11 +103,11 @@ class _Flat:
     def _compared(self, made: Batch, examples: FlatRows) -> Batch:
         """TRL's batch, with which ours is compared: with enough rows of these columns, TRL makes no more of them."""
         expected = self._stock(examples)
-        changed = change(release_of("trl", "TRL"), KNOWN, super().torch_call)  # type: ignore[misc]
+        changed = self._change()
         counts: Counter[frozenset[str]] = vars(self).setdefault("counts", Counter())
         counts[examples.names] += len(examples)
         made = {name: value for name, value in made.items() if name in expected}
-        self.trusted = list(made) == list(expected) and comparable(made) == comparable(expected)
+        self.trusted = list(made) == list(expected) and comparable(made) == comparable(dict(expected))
         if not self.trusted:
             difference = "the first batch differs from its batch"
             log_fallback(logger, "TRL's collator", f"{changed}, and a batch differs" if changed else difference)
@@ -114,6 +116,10 @@ class _Flat:
             if changed is not None:
                 log_equal(logger, changed, counts[examples.names])
         return expected
+
+    def _change(self) -> str | None:
+        """Why more rows than those of the first batch are compared; None if they are not."""
+        return change(release_of("trl", "TRL"), KNOWN, super().torch_call)  # type: ignore[misc]
 
     def flat(self, rows: FlatRows) -> Batch | None:
         """The batch, or None for rows that TRL has to collate."""
@@ -144,6 +150,27 @@ class FlatSFT(_Flat, sft_trainer.DataCollatorForLanguageModeling):  # type: igno
         if self.return_position_ids:
             made["position_ids"] = padded(positions, 0, multiple)
         return made | {"attention_mask": padded(_filled(ids, 1), 0, multiple)}
+
+
+class FlatTextsOfVision(_Flat, sft_trainer.DataCollatorForVisionLanguageModeling):  # type: ignore[misc]
+    """The collator of `SFTTrainer` for data with images, of which `null_images.py` has given ids to conversations
+    without any. Processors say which tokens stand for images, some of them: none."""
+
+    def flat(self, rows: FlatRows) -> Batch | None:
+        found = rows.ids("input_ids", "labels")
+        if found is None:
+            return None
+        tokenizer, multiple = self.processor.tokenizer, self.pad_to_multiple_of
+        if self.max_length is not None:
+            found = [each.truncate(self.max_length, tokenizer.truncation_side) for each in found]
+        ids, labels = found
+        made = {"input_ids": padded(ids, tokenizer.pad_token_id, multiple)}
+        made["attention_mask"] = padded(_filled(ids, 1), 0, multiple)
+        made |= {name: torch.zeros_like(made["input_ids"]) for name in ("token_type_ids", "mm_token_type_ids")}
+        return made | {"labels": padded(labels, IGNORED, multiple)}
+
+    def _change(self) -> str | None:
+        return processor_change(self.processor)
 
 
 def _joined(rows: Ragged) -> Ragged:

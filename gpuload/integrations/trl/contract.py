@@ -83,6 +83,7 @@ NAMES = {
     "trl.data_utils": ("extract_prompt", "maybe_convert_to_chatml", "pack_dataset", "unpair_preference_dataset"),
     "trl.trainer.utils": ("global_then_local_main_first",),
     **{trainer.module: (trainer.collator,) for trainer in TRAINERS.values()},
+    "trl.trainer.sft_trainer": ("DataCollatorForLanguageModeling", "DataCollatorForVisionLanguageModeling"),
 }
 """Module → what is used of it. Without one of these names, none of the trainers is replaced."""
 

@@ -61,11 +61,11 @@ def prepare(call: Call, steps: Steps) -> Any:
     All ranks take the same way, because it depends on the data and the configuration only. No exception may leave
     `global_then_local_main_first` on the main process, as the other ranks would wait forever.
     """
-    made = unless_unsupported(lambda: _prepared(call, steps), logger, f"TRL for the {call.name} dataset")
+    made = unless_unsupported(lambda: prepared(call, steps), logger, f"TRL for the {call.name} dataset")
     return call.by_trl() if made is None else made
 
 
-def _prepared(call: Call, steps: Steps) -> Any:
+def prepared(call: Call, steps: Steps) -> Any:
     """The prepared dataset.
 
     Raises:

@@ -135,8 +135,6 @@ def unsupported_columns(call: Call, schema: pa.Schema) -> str | None:
         return problem
     if made := sorted(columns & MADE):
         return f"it is tokenized already: it has a column {made[0]}"
-    if found := sorted(columns & {"image", "images"}):
-        return f"a column {found[0]} is not supported"
     if "chat_template_kwargs" in columns:
         kind = schema.field("chat_template_kwargs").type
         names = {field.name for field in kind} if pa.types.is_struct(kind) else set()

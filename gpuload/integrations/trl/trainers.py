@@ -32,8 +32,11 @@ for _problem in dict.fromkeys(PROBLEMS.values()):
     _named = " and ".join(name for name, why in PROBLEMS.items() if why == _problem)
     warnings.warn(f"gpuload: {RELEASE} prepares the datasets of {_named} itself: {_problem}", stacklevel=2)
 if len(PROBLEMS) < len(TRAINERS):
+    from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
     from gpuload.integrations.trl import preference, sft
     from gpuload.integrations.trl.batches import as_collated, use_flat_batches
+    from gpuload.integrations.trl.null_images import give_ids
     from gpuload.integrations.trl.preparation import prepare
     from gpuload.integrations.trl.served import prepare_served, served_options
     from gpuload.integrations.trl.steps import Call
@@ -48,6 +51,10 @@ def _construct(trainer: Any, name: str, stock: Any, given: tuple[Any, ...], name
     if name == "SFTTrainer" and _served(trainer.args, PROBLEMS.get(name)) and not hasattr(trainer, "_as_served"):
         raise OptionError("dataset_kwargs: turns='served' is for texts, and TRL's collator prepares data with images")
     if trainer.has_flat_batches:
+        if type(trainer.data_collator) is DataCollatorForVisionLanguageModeling:
+            method = trl.SFTTrainer._prepare_dataset
+            if not give_ids(trainer, method, change(RELEASE, KNOWN, method)):
+                return
         use_flat_batches(trainer)
 
 

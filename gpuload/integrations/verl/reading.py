@@ -31,7 +31,8 @@ from gpuload.pipeline.run import Job, run
 from gpuload.pipeline.stream import choose_rows
 from gpuload.sources.columns import Columns
 from gpuload.sources.fetch import SourceFile, resolve
-from gpuload.sources.read import Source, check_unchanged, open_file, open_frame, parquet_file
+from gpuload.sources.frames import open_frame
+from gpuload.sources.read import Source, check_unchanged, open_file, parquet_file
 
 _MEDIA_ROWS = 64  # rows decoded at a time when looking for images: an image can have megabytes
 

@@ -11,7 +11,8 @@ from gpuload.core.arrays import RowNumbers, offsets_of, ranges
 from gpuload.core.arrow import as_arrow, as_numpy
 from gpuload.core.errors import OptionError
 from gpuload.sources.columns import to_python
-from gpuload.sources.read import Source, open_frame, with_prompts
+from gpuload.sources.frames import open_frame
+from gpuload.sources.read import Source, with_prompts
 from gpuload.sources.types import JSON_TYPE, as_json, is_messages
 
 

@@ -1,0 +1,130 @@
+"""Frames in memory → Arrow tables of some thousand rows."""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+
+from gpuload.core.errors import DataError, SourceError
+from gpuload.sources.read import Source, bytes_of, first_rows, slices
+from gpuload.sources.types import without_views
+
+_FRAMES = ("pyarrow.Table", "pyarrow.RecordBatch", "pandas.DataFrame", "datasets.Dataset", "cudf.DataFrame")
+
+_INSTEAD = {
+    "datasets.IterableDataset": "a stream: pass its files, or its rows as datasets.Dataset.from_list(list(stream))",
+    "pyarrow.RecordBatchReader": "which can be read once only: pass its read_all()",
+    "pyarrow.Dataset": "a description of files: pass these, or its to_table()",
+    "polars.LazyFrame": "a query: pass its collect()",
+    "pandas.Series": "one column: pass a DataFrame, such as its to_frame('prompt')",
+    "cudf.Series": "one column: pass a DataFrame, such as its to_frame('prompt')",
+}
+"""Class → what is wrong with its objects, and what to do."""
+
+
+def is_frame(data: object) -> bool:
+    """Whether `data` is a frame in memory that `open_frame` opens, rather than files.
+
+    Raises:
+        SourceError: as for `_kind_of`.
+    """
+    return _kind_of(data) is not None
+
+
+def _kind_of(data: object) -> str | None:
+    """The class in `_FRAMES` of a frame in memory, or "arrow" for another one that shares its columns by Arrow's C
+    stream, such as a `polars.DataFrame`; None for files.
+
+    Raises:
+        SourceError: it is something in memory that cannot be read as it is, or splits.
+    """
+    names = [f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in type(data).__mro__]
+    found = next((name for name in names if name in _FRAMES), None)
+    if found is not None:
+        return found
+    name = type(data).__name__
+    if why := next((_INSTEAD[each] for each in names if each in _INSTEAD), None):
+        raise SourceError(f"files is of type {name}, {why}")
+    if isinstance(data, Mapping):
+        keys = ", ".join(map(repr, list(data)[:8]))
+        raise SourceError(
+            f"files is of type {name} with the keys {keys}: pass one of its values if these are splits, such as "
+            f"files[{next(iter(data), 'train')!r}], or pyarrow.table(files) if these are columns"
+        )
+    if hasattr(data, "__arrow_c_stream__"):
+        return "arrow"
+    if hasattr(type(data), "columns"):
+        raise SourceError(f"files is of type {name}: pass it as a pyarrow.Table or a pandas.DataFrame")
+    return None
+
+
+def open_frame(frame: Any, name: str) -> Source:
+    """Opens a frame in memory.
+
+    Args:
+        name: for messages.
+
+    Raises:
+        DataError: a column has values of several types.
+    """
+    kind = _kind_of(frame)
+    if kind == "cudf.DataFrame":
+        return _open_cudf(frame, name)
+    try:
+        table = _table_of(frame, kind)
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        said = ": ".join(map(str, error.args))
+        raise DataError(
+            f"{name}: a column cannot be converted to Arrow ({said:.300}): drop it, or give it one type"
+        ) from error
+    schema = without_views(table.schema)
+    if not schema.equals(table.schema):
+        table = table.cast(schema)
+    return Source(
+        name,
+        table.num_rows,
+        table.nbytes,
+        table.schema,
+        lambda: slices([table], name),
+        f"{table.num_rows} {table.nbytes} ".encode() + first_rows(table),
+        decoded_bytes=partial(bytes_of, table),
+    )
+
+
+def _table_of(frame: Any, kind: str | None) -> pa.Table:
+    if kind == "pandas.DataFrame":
+        return pa.Table.from_pandas(frame, preserve_index=False)
+    if kind == "pyarrow.RecordBatch":
+        return pa.Table.from_batches([frame])
+    if kind != "datasets.Dataset":
+        return frame if kind == "pyarrow.Table" else pa.table(frame)
+    # One that was filtered or shuffled is its table and a list of row numbers.
+    frame = frame.with_format(None)
+    if getattr(frame, "_indices", None) is not None:
+        frame = frame.flatten_indices()
+    return frame.data.table
+
+
+def _open_cudf(frame: Any, name: str) -> Source:
+    def tables(hidden: str | None) -> Iterator[pa.Table]:
+        return parts(frame if hidden is None else frame.drop(columns=[hidden]))
+
+    def parts(shown: Any) -> Iterator[pa.Table]:
+        return slices([shown.to_arrow(preserve_index=False)], name)
+
+    sample = frame.head(64).to_arrow(preserve_index=False)
+    nbytes = int(frame.memory_usage(index=False, deep=True).sum())
+    identity = f"{len(frame)} {nbytes} {sample.to_pydict()}".encode(errors="backslashreplace")
+    return Source(
+        name,
+        len(frame),
+        nbytes,
+        sample.schema,
+        lambda: tables(None),
+        identity,
+        frame=frame,
+        without=tables,
+        only=lambda column: parts(frame[[column]]),
+        decoded_bytes=lambda names: nbytes if names is None else nbytes * len(names) // max(1, len(sample.schema)),
+    )

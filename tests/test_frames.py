@@ -1,0 +1,131 @@
+"""Objects in memory: frames of every library are loaded, and anything else is an error that says what to pass."""
+
+import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import pandas as pd
+import pyarrow as pa
+import pyarrow.dataset
+import pytest
+from conftest import user
+
+import gpuload
+from gpuload.core.errors import DataError, SourceError
+from gpuload.sources.frames import is_frame
+
+CONTENTS = ["one", "two", "three"]
+CHATS = [[*user(text), {"role": "assistant", "content": text * 2}] for text in CONTENTS]
+COLUMNS = {
+    "prompt": [user(text) for text in CONTENTS],
+    "messages": CHATS,
+    "chosen": CHATS,
+    "rejected": CHATS[::-1],
+    "n": [0, 1, 2],
+}
+TABLE = pa.table(COLUMNS)
+DATA = datasets.Dataset.from_dict(COLUMNS)
+
+
+class Polars:
+    """As much of `polars.DataFrame`."""
+
+    columns = TABLE.column_names
+
+    def __arrow_c_stream__(self, requested_schema: Any = None) -> Any:
+        return TABLE.__arrow_c_stream__(requested_schema)
+
+
+class OwnData(datasets.Dataset):  # type: ignore[misc]
+    """A class of a trainer."""
+
+
+def own_data() -> Any:
+    made = datasets.Dataset.from_dict(COLUMNS)
+    made.__class__ = OwnData
+    return made
+
+
+def lazy(kind: str) -> Any:
+    """An object of a class, by its name."""
+    library, name = kind.rsplit(".", 1)
+    return type(name, (), {"__module__": library, "columns": property(lambda self: ["prompt"])})()
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [TABLE, TABLE.to_batches()[0], TABLE.to_pandas(), DATA, DATA.select([0, 1, 2]), own_data(), Polars()],
+    ids=lambda frame: type(frame).__name__,
+)
+def test_frames(qwen: Any, frame: Any) -> None:
+    expected = gpuload.load(TABLE, qwen).tokens.to_lists()
+    prompts = gpuload.load(frame, qwen)
+    assert prompts.tokens.to_lists() == expected
+    assert [prompts[row]["n"] for row in range(3)] == [0, 1, 2]
+
+
+def rows() -> Any:
+    """A generator without end."""
+    return ({"prompt": text} for text in itertools.cycle(CONTENTS))
+
+
+SPLITS = datasets.DatasetDict({"train": DATA, "test": DATA})
+STREAM = DATA.to_iterable_dataset()
+LOADERS: list[Callable[..., Any]] = [gpuload.load, gpuload.load_chats, gpuload.load_pairs]
+
+
+@pytest.mark.parametrize("load", LOADERS, ids=lambda load: load.__name__)
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            SPLITS,
+            r"type DatasetDict with the keys 'train', 'test': pass one of its values .*files\['train'\]",
+        ),
+        (datasets.IterableDatasetDict({"a": STREAM}), "type IterableDatasetDict with the keys 'a': pass one"),
+        (STREAM, r"type IterableDataset, a stream: pass its files, or .*from_list\(list\(stream\)\)"),
+        (COLUMNS, r"type dict with the keys 'prompt', .*files\['prompt'\], or pyarrow.table\(files\) if these are col"),
+        (TABLE.to_pylist(), r"files has rows: pass pyarrow.Table.from_pylist\(rows\), or the path of a file"),
+        (rows(), r"files has rows: pass pyarrow.Table.from_pylist\(rows\)"),
+        ([TABLE], "expected a path or URL as a string or PathLike, not Table"),
+        (TABLE.to_reader(), r"type RecordBatchReader, which can be read once only: pass its read_all\(\)"),
+        (pyarrow.dataset.dataset(TABLE), r"type InMemoryDataset, a description of files: .* to_table\(\)"),
+        (pd.Series(CONTENTS), r"type Series, one column: pass a DataFrame, such as its to_frame\('prompt'\)"),
+        (lazy("polars.lazyframe.frame.LazyFrame"), r"type LazyFrame, a query: pass its collect\(\)"),
+        (lazy("dask.dataframe.DataFrame"), "type DataFrame: pass it as a pyarrow.Table or a pandas.DataFrame"),
+        (SimpleNamespace(), "expected a path or URL as a string or PathLike, not SimpleNamespace"),
+        (None, "expected a path or URL as a string or PathLike, not NoneType"),
+        (iter(()), "no files given"),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
+)
+def test_what_is_no_frame(load: Callable[..., Any], qwen: Any, given: Any, message: str) -> None:
+    with pytest.raises(SourceError, match=message):
+        load(given, qwen)
+
+
+@pytest.mark.parametrize(
+    ("frame", "message"),
+    [
+        (pd.DataFrame({"prompt": CONTENTS, "n": [1, "a", None]}), r"DataFrame: a column cannot be converted to Arrow"),
+        (pd.DataFrame([["a", "b"]], columns=["prompt", "prompt"]), "Duplicate column names found"),
+        (pd.DataFrame({"prompt": CONTENTS, "image": [object()] * 3}), r"converted to Arrow .*column image"),
+        (pa.table([["a"], ["b"]], ["prompt", "prompt"]), "two columns have the name 'prompt'"),
+        (DATA.select([]), "Dataset: no rows"),
+    ],
+)
+def test_frames_that_cannot_be_read(qwen: Any, frame: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        gpuload.load(frame, qwen)
+
+
+def test_rows_of_a_stream(qwen: Any) -> None:
+    """What the message says."""
+    found = gpuload.load(datasets.Dataset.from_list(list(STREAM)), qwen)
+    assert found.tokens.to_lists() == gpuload.load(TABLE, qwen).tokens.to_lists()
+
+
+def test_files_are_no_frame() -> None:
+    assert not any(map(is_frame, ["a.parquet", b"a", ["a.parquet"], ("a",), iter(["a"])]))
