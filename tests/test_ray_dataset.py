@@ -195,6 +195,32 @@ def test_chats_with_marks_and_nulls(cluster: Any, tmp_path: Path, qwen_folder: s
     assert found.select(["input_ids", "labels"]).equals(expected.to_arrow(columns=[]).read_all())
 
 
+def test_rows_as_served_are_those_of_load_chats(cluster: Any, tmp_path: Path, gsm8k: str, qwen_folder: str) -> None:
+    """`test_served_parts.py` has the options."""
+    messages = [message for row in pq.read_table(gsm8k).slice(0, 40).to_pylist() for message in row["prompt"]]
+    answers = [{"role": "assistant", "content": text} for text in ("4.", "\n\nSo.", "")]
+    chats = [[messages[n], answers[n % 3], messages[n + 1], answers[n % 2]] for n in range(39)]
+    file = str(tmp_path / "chats.parquet")
+    pq.write_table(pa.table({"messages": chats * 3, "n": range(117)}), file, row_group_size=20)
+    options: dict[str, Any] = {"turns": "served", "max_samples": 90}
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content if loop.last or m.role == 'user' }}<|im_end|>"
+    )
+    options["chat_template"] = template + "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    expected = gpuload.load_chats([file, file], qwen_folder, **options)
+    dataset = read_chats([file, file], qwen_folder, rows_per_task=40, **options)
+    found = rows_of(dataset)
+    same_rows(found, expected)
+    assert len(found) > report(dataset).rows_kept == expected.report.rows_kept
+    batches = dataset.iter_torch_batches(batch_size=50, collate_fn=collate_fn(dataset))
+    for batch, each in zip(batches, expected.loader(50, padding="longest"), strict=True):
+        same_batch(batch, each)
+    same_report(report(dataset), expected.report)
+    options = {"turns": "served", "prompt_key": "messages", "device": "cpu"}
+    wanted = gpuload.load(file, qwen_folder, **options).to_arrow().read_all()
+    assert rows_of(read_prompts(file, qwen_folder, **options)).select(wanted.schema.names).equals(wanted)
+
+
 def test_chats_with_weights(cluster: Any, tmp_path: Path, qwen_folder: str) -> None:
     """The weights are those of all files, in each worker and in batches."""
     chats = [
@@ -324,8 +350,8 @@ def test_what_cannot_be_done_is_an_error_at_once(
         read_prompts([one, other], qwen_folder)
     with pytest.raises(OptionError, match="unknown option max_lenght: did you mean max_length"):
         read_chats(few, qwen_folder, max_lenght=3)
-    with pytest.raises(OptionError, match="not made on a Ray cluster yet: use load or load_chats"):
-        read_chats(few, qwen_folder, turns="served", format="text")
+    with pytest.raises(OptionError, match="is text that no template renders"):
+        read_chats(few, qwen_folder, turns="served", format="text", messages_key="data_source")
     with pytest.raises(OptionError, match="padding='no'"):
         collate_fn(read_prompts(one, qwen_folder, chat_template=None), "no")  # type: ignore[arg-type]
 

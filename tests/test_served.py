@@ -583,15 +583,16 @@ def test_random_conversations_of_all_templates(name: str, qwen: Any) -> None:
     tokenizer, template = TEMPLATES[name]
     tokenizer = qwen if name.startswith("trl/") else tokenizer
     rng = random.Random(name)
-    count = 1000 if PART == "all" else 30
-    plain = [conversation_of_few_shapes(rng) for _ in range(count)]
+    count = 2000 if PART == "all" else 30
+    plain = [conversation_of_few_shapes(rng) for _ in range(max(count // 10, 30))]
     conversations = [random_conversation(rng) for _ in range(count)] + plain
-    expected = []
+    expected, learned = [], 0
     for number, messages in enumerate(conversations):
         own = reference_rows(tokenizer, template, messages)
         if own:
-            check_by_explosion(tokenizer, template, messages, own)
+            learned += check_by_explosion(tokenizer, template, messages, own)
             expected += [(number, row) for row in own]
+    print(f"{name}: {len(conversations):,} conversations, {learned:,} answers learned in {len(expected):,} rows")
     if not expected:
         with pytest.raises((NoRowsError, TokenizerError)):
             load(tokenizer, conversations, chat_template=template)

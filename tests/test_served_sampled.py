@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from test_served import STRIPPING, load, random_conversation
+from test_served import INSIDE, STRIPPING, load, random_conversation
 
 import gpuload
 from gpuload.core.errors import OptionError
@@ -83,7 +83,8 @@ def test_random_conversations_with_the_ids_of_their_texts(qwen: Any, template: s
 
 @pytest.mark.parametrize("template", [None, STRIPPING])
 @pytest.mark.parametrize("history", ["rendered", "sampled"])
-def test_many_at_once_are_what_each_alone_is(qwen: Any, template: str | None, history: str) -> None:
+@pytest.mark.parametrize("given", [1.0, 0.6], ids=["all", "some"])
+def test_many_at_once_are_what_each_alone_is(qwen: Any, template: str | None, history: str, given: float) -> None:
     """The compiled template and one call of the encoder make what the tokenizer makes of each conversation: also with
     other prompts, cut answers, answers without text, and templates that reject a prompt."""
     if template is not None:
@@ -94,11 +95,13 @@ def test_many_at_once_are_what_each_alone_is(qwen: Any, template: str | None, hi
         messages = random_conversation(draw)
         for at, message in enumerate(messages):
             if message["role"] == "assistant":
-                text = str(message["content"]) + draw.choice((STOP, STOP, "", "\n"))
-                message["token_ids"] = draw.choice((split_up(qwen, text), qwen.encode(text), []))
                 if draw.random() < 0.2:
                     prompt = qwen.apply_chat_template(messages[:at], add_generation_prompt=True)["input_ids"]
                     message["prompt_token_ids"] = draw.choice((prompt, prompt, prompt[1:]))
+                if draw.random() >= given:
+                    continue
+                text = str(message["content"]) + draw.choice((STOP, STOP, "", "\n"))
+                message["token_ids"] = draw.choice((split_up(qwen, text), qwen.encode(text), []))
         rows.append(messages)
     rows.append([QUESTION | {"content": "no"}, *conversation(qwen, "a", "b")[1:]])
     fast = made(qwen, rows, history=history)
@@ -110,6 +113,62 @@ def test_many_at_once_are_what_each_alone_is(qwen: Any, template: str | None, hi
     assert fast[:] == alone[:]
     assert fast.report.counts == alone.report.counts
     assert fast.report.rejected == alone.report.rejected
+
+
+@pytest.mark.parametrize("history", ["rendered", "sampled"])
+def test_answers_with_and_without_ids_by_the_tokenizer_alone(qwen: Any, history: str) -> None:
+    """What `apply_chat_template` returns for each prompt, and the ids as they are given; the template keeps history."""
+    draw, rows, expected = random.Random(2), [], []
+    end = qwen.encode(STOP, add_special_tokens=False)
+    for number in range(60):
+        messages: list[dict[str, Any]] = []
+        known: list[tuple[str, list[int]]] = []  # texts up to sampled answers, and their ids
+        sequences: list[tuple[list[int], list[int]]] = []
+        for _ in range(draw.randint(1, 4)):
+            messages.append({"role": "user", "content": draw.choice(("Well?", "中文", " so "))})
+            text = qwen.apply_chat_template(plain(messages), add_generation_prompt=True, tokenize=False)
+            prompt = qwen.encode(text, add_special_tokens=False)
+            if history == "sampled" and known:
+                before, ids = known[-1]
+                assert text.startswith(before)
+                prompt = ids + qwen.encode(text[len(before) :], add_special_tokens=False)
+            answer: dict[str, Any] = {"role": "assistant", "content": draw.choice(("forty two", "12 + 3", "it's"))}
+            messages.append(answer)
+            own = qwen.encode(answer["content"], add_special_tokens=False) + end
+            if draw.random() < 0.5:
+                own = answer["token_ids"] = split_up(qwen, answer["content"]) + end
+                whole = qwen.apply_chat_template(plain(messages), tokenize=False)
+                known.append((whole.removesuffix("\n"), prompt + own))
+            sequences.append((prompt, own))
+        rows.append(messages)
+        whole_ids = [prompt + own for prompt, own in sequences]
+        for k, ids in enumerate(whole_ids):
+            if not any(other[: len(ids)] == ids for other in whole_ids[k + 1 :]):
+                parts = [part for part, each in zip(sequences, whole_ids, strict=True) if ids[: len(each)] == each]
+                expected.append((number, ids, parts))
+    data = made(qwen, rows, history=history)
+    assert not data.report.by_reference
+    assert [(row["conversation"], row["input_ids"]) for row in data[:]] == [each[:2] for each in expected]
+    seen: set[tuple[int, int]] = set()
+    for row, (number, _, parts) in zip(data[:], expected, strict=True):
+        labels = [-100] * len(row["labels"])
+        for prompt, own in parts:
+            if (number, len(prompt)) not in seen:  # learned in the first row that has it
+                labels[len(prompt) : len(prompt) + len(own)] = own
+                seen.add((number, len(prompt)))
+        assert row["labels"] == labels
+
+
+def plain(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: message[key] for key in ("role", "content")} for message in messages]
+
+
+def test_blocks_narrow_answers_without_ids_only(qwen: Any) -> None:
+    messages = conversation(qwen, "forty two", "certainly")
+    given = messages[1]["token_ids"]
+    del messages[3]["token_ids"]
+    data = made(qwen, [messages], history="sampled", chat_template=INSIDE)
+    assert learned(data[0]) == given + qwen.encode(" certainly", add_special_tokens=False)  # behind "so:"
 
 
 def test_verification_makes_them_in_another_way(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,9 @@ from gpuload.kinds.chats.load import ChatKind
 from gpuload.kinds.pairs.dataset import LABEL, OF_OTHER_ROWS
 from gpuload.kinds.pairs.load import PairKind
 from gpuload.kinds.prompts import PromptKind
+from gpuload.kinds.served.options import ServedOptions
+from gpuload.kinds.served.prompts import check_conversations
+from gpuload.kinds.served.reference import ServedReference
 from gpuload.kinds.training_options import TrainingDefaults
 from gpuload.pipeline.kind import Kind
 from gpuload.pipeline.run import Job, open_job
@@ -203,12 +206,16 @@ def _read(kind: type[Kind[Any]], files: Any, tokenizer: Any, given: Mapping[str,
     scale, given = Scale.parse(given)
     by_name = given.pop("tokenizer", None)
     parsed, options = kind.parse(given)
-    _check_rows(parsed)
     opened = open_files(files, options)
     sources = [file.source for file in opened]
     filled = [source for source in sources if source.num_rows]
-    job = open_job(parsed, filled, by_name if tokenizer is None else tokenizer, options, started)
-    _check_rows(job.kind)
+    of_turns = isinstance(parsed, PromptKind) and parsed.turns == "served"
+    whole = PromptKind() if of_turns else parsed
+    job = open_job(whole, filled, by_name if tokenizer is None else tokenizer, options, started)
+    if of_turns:  # workers make the prompts of turns
+        for source in job.sources:
+            check_conversations(source, options.prompt_key)
+        job = replace(job, kind=parsed)
     for name, value, why in (
         ("shuffle", True, "use the methods of Ray Data, such as random_shuffle"),
         ("distributed", True, "Ray does"),
@@ -217,14 +224,21 @@ def _read(kind: type[Kind[Any]], files: Any, tokenizer: Any, given: Mapping[str,
         if getattr(job.options, name) == value:
             raise OptionError(f"{name}={value!r} has no effect on a Ray dataset: {why}")
     parts = all_parts(opened, scale.rows_per_task, job.options.max_samples)
-    workers, device = workers_for(job.options.device, len(parts), scale)
+    on_cpu = isinstance(job.kind, ChatKind) and job.kind.as_served
+    workers, device = workers_for("cpu" if on_cpu else job.options.device, len(parts), scale)
     work = work_of(job, device, _passed_through(job))
     reports = start_keeper()
     dataset = mapped(parts, TokenizingActor, (work, reports), workers)
     empty = replace(job, sources=sources).report()
-    kind_of_rows = replace(job.kind, paired=False) if isinstance(job.kind, PairKind) and job.kind.unpairs else job.kind
-    _ABOUT[dataset] = About(kind_of_rows, job.options, job.reference.pad_token_id, empty, parts, reports)
+    _ABOUT[dataset] = About(_kind_of_rows(job.kind), job.options, job.reference.pad_token_id, empty, parts, reports)
     return dataset
+
+
+def _kind_of_rows(kind: Kind[Any]) -> Kind[Any]:
+    """The kind of the rows that workers have made of pairs and of conversations."""
+    if isinstance(kind, PairKind) and kind.unpairs:
+        return replace(kind, paired=False)
+    return replace(kind, **vars(ServedOptions())) if isinstance(kind, ChatKind) else kind
 
 
 def _passed_through(job: Job[Any]) -> pa.Schema:
@@ -234,13 +248,9 @@ def _passed_through(job: Job[Any]) -> pa.Schema:
         more["raw_prompt"] = [source.schema.field(job.options.prompt_key).type for source in job.sources]
     if job.options.return_full_prompt:
         more["full_prompts"] = [pa.large_string()]
+    if getattr(job.kind, "turns", None) == "served":
+        more |= {name: [pa.int64()] for name in ("conversation", "turn")}
     return common_schema(job.sources, job.options.prompt_key, more)
-
-
-def _check_rows(kind: Kind[Any]) -> None:
-    """Raises an error for rows that cannot be made part by part."""
-    if getattr(kind, "turns", None) == "served":
-        raise OptionError("turns='served' is not made on a Ray cluster yet: use load or load_chats")
 
 
 def work_of(job: Job[Any], device: str, passed: pa.Schema) -> Work:
@@ -263,6 +273,8 @@ def work_of(job: Job[Any], device: str, passed: pa.Schema) -> Work:
     schema = pa.schema([*own, *(field for field in passed if field.name not in names)])
     if options.chat_template not in (None, "default"):
         options = replace(options, chat_template=reference.call.template)  # the text of a file on the driver's node
+    if isinstance(kind, ChatKind) and isinstance(reference, ServedReference):
+        kind = replace(kind, serving_template=reference.serving_template)
     options = replace(options, device=device, max_samples=-1, progress=False, token_cache=False, store="memory")
     return Work(kind, reference.tokenizer, reference.fingerprint(), reference.call.instant, options, schema)
 

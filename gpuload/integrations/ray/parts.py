@@ -34,6 +34,7 @@ class FilePart:
         rows: their rows.
         take: how many of these are wanted, the first ones.
         state: digest of the file's footer and size, or of a JSON file's content.
+        before: how many rows all files before this one have.
     """
 
     place: SourceFile
@@ -42,6 +43,7 @@ class FilePart:
     rows: range
     take: int
     state: bytes
+    before: int = 0
 
     @property
     def key(self) -> tuple[int, int]:
@@ -148,13 +150,15 @@ def all_parts(opened: Sequence[OpenedFile], least: int, max_rows: int = -1) -> l
     """
     parts: list[FilePart] = []
     left = max_rows if max_rows > 0 else sum(file.source.num_rows for file in opened)
+    before = 0
     for number, file in enumerate(opened):
         for part in file.parts(number, least):
             if left <= 0:
                 return parts
             take = min(left, len(part.rows))
             left -= take
-            parts.append(replace(part, take=take))
+            parts.append(replace(part, take=take, before=before))
+        before += file.source.num_rows
     return parts
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from gpuload.core.arrow import as_numpy
 from gpuload.core.errors import GpuloadError, NoRowsError
 from gpuload.core.options import Options
 from gpuload.dataset.report import Report
@@ -48,6 +49,11 @@ class Work:
     instant: datetime
     options: Options
     schema: pa.Schema
+
+    @property
+    def as_served(self) -> bool:
+        """Whether a row of a file is a conversation that becomes several rows, or prompts."""
+        return getattr(self.kind, "turns", None) == "served"
 
 
 class Tokenizing:
@@ -106,25 +112,36 @@ class Tokenizing:
         source = open_part(part, options.cache_dir)
         if part.take < source.num_rows:
             options = replace(options, max_samples=part.take)
+        if self.work.as_served and self.work.kind.name == "prompts":
+            _, (source,), options = self.work.kind.resolve([source], options)
         prompts = self.work.kind.column(source, options, self.reference)
         dataset, report = self.load(prompts, options)
         if dataset is None:
             return schema.empty_table(), report
-        return pa.Table.from_batches(list(self._rows(dataset, part.file)), schema), report
+        return pa.Table.from_batches(list(self._rows(dataset, part)), schema), report
 
-    def _rows(self, dataset: Any, file: int) -> Iterator[pa.RecordBatch]:
+    def _rows(self, dataset: Any, part: FilePart) -> Iterator[pa.RecordBatch]:
         at, numbers = 0, dataset.origins[:, 1]
         for batch in dataset.to_arrow():
-            rows = numbers[at : at + batch.num_rows]
+            rows, own = numbers[at : at + batch.num_rows], {}
             at += batch.num_rows
-            files = np.full(len(rows), file, np.int32)
+            if self.work.as_served:  # `load` counts conversations from the first row that it reads
+                rows = part.rows.start + as_numpy(batch.column("conversation"))
+                own["conversation"] = pa.array(part.before + rows)
+            files = np.full(len(rows), part.file, np.int32)
             origin = pa.StructArray.from_arrays([pa.array(files), pa.array(rows)], fields=list(ORIGIN.type))
-            yield conformed(batch, origin, self.work.schema)
+            yield conformed(batch, {**own, ORIGIN.name: origin}, self.work.schema)
 
 
-def conformed(batch: pa.RecordBatch, origin: pa.Array, schema: pa.Schema) -> pa.RecordBatch:
-    """Rows of one file with the columns of all files: null where the file has no such column."""
-    there = dict(zip(batch.schema.names, batch.columns, strict=True)) | {ORIGIN.name: origin}
+def conformed(batch: pa.RecordBatch, more: dict[str, pa.Array], schema: pa.Schema) -> pa.RecordBatch:
+    """Rows of one file with the columns of all files: null where the file has no such column.
+
+    Args:
+        batch: the rows.
+        more: columns that they have, too, or in the place of their own.
+        schema: of the result.
+    """
+    there = dict(zip(batch.schema.names, batch.columns, strict=True)) | more
     table = pa.table({name: column for name, column in there.items() if name in schema.names})
     promoted = pa.concat_tables([schema.empty_table(), table], promote_options="permissive").select(schema.names)
     return promoted.cast(schema).combine_chunks().to_batches()[0]
@@ -147,7 +164,8 @@ class TokenizingActor:
         for pickled in batch["part"].to_pylist():
             part = pickle.loads(pickled)
             rows, report = self._tokenizing.part(part)
-            report.rows_kept = len(rows)
+            if not self._tokenizing.work.as_served:  # otherwise conversations are counted, as by `load_chats`
+                report.rows_kept = len(rows)
             # Before the rows are passed on: what Ray has of a part is in the report, too.
             ray.get(self._reports.put.remote(part.key, report))
             yield rows

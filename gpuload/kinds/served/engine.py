@@ -39,7 +39,7 @@ from gpuload.kinds.served.columns import ColumnFinder, ColumnTurns
 from gpuload.kinds.served.given import given_answers, rows_of_given, texts_to_encode
 from gpuload.kinds.served.reference import ServedReference
 from gpuload.kinds.served.sampled import is_sampled
-from gpuload.kinds.served.stored import EMPTY_THINKING, LOST, WITHOUT_THINKING, ServedRows, single_rows
+from gpuload.kinds.served.stored import ServedRows, count_answer, single_rows
 from gpuload.kinds.served.texts import ServedText, TextTurns, byte_count, joined_rows, maximal
 from gpuload.kinds.served.turns import NO_BLOCK, SWITCHES, Turn
 from gpuload.kinds.training_engine import why_by_row
@@ -195,7 +195,7 @@ class ServedEngine(HostEngine):
             made.given = given_answers(reference, writer, partial(render, calls[1]), messages, wanted)
             for text in texts_to_encode(made.given or (), ""):
                 encodable(text)
-            why_not.extend(["some answers have token_ids, and others have none"] if made.given is None else [])
+            why_not.extend([] if made.given is not None else ["they have blocks, and token_ids of some answers only"])
             return made
         for number in wanted:
             turn = writer.turn(messages, number)
@@ -262,9 +262,7 @@ class ServedEngine(HostEngine):
                     if isinstance(turn, int):
                         made.reasons[turn] = made.reasons.get(turn, 0) + 1
                     else:
-                        made.counts[LOST] += turn.lost
-                        made.counts[WITHOUT_THINKING] += turn.without_thinking
-                        made.counts[EMPTY_THINKING] += turn.empties
+                        count_answer(made.counts, turn)
             words.append(made.words())
         stored = joined_rows(words)
         numbers = np.array(list(text.conversations), np.int64)
@@ -283,7 +281,7 @@ class ServedEngine(HostEngine):
         return text.tokenized(Ragged.concatenate([stored, empty]).take(order))
 
     def _given_rows(self, found: Sequence[TextTurns]) -> dict[int, ServedRows | None]:
-        """The rows of conversations whose learned answers have ids of their own, by the `id` of each."""
+        """The rows of conversations in which answers have ids of their own, by the `id` of each."""
         reference, some = self._reference, [each for each in found if each.given is not None]
         texts = [texts_to_encode(each.given or (), reference.anchor) for each in some]
         ids = self.ids(as_arrow(list(itertools.chain(*texts)), pa.large_string())) if some else Ragged.from_lists([])

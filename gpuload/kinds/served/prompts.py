@@ -41,7 +41,20 @@ def prompts_of_turns(sources: Sequence[Source], key: str, chosen: RowNumbers | N
     return made
 
 
+def check_conversations(source: Source, key: str) -> None:
+    """Checks that a source has conversations in a column.
+
+    Raises:
+        OptionError: it has texts.
+    """
+    kind = source.schema.field(key).type
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if kind != JSON_TYPE and not is_messages(kind):
+        raise OptionError(f"{source.name}: column {key!r} has texts: turns='served' is for conversations")
+
+
 def _exploded(source: Source, key: str, first: int, chosen: RowNumbers | None) -> Iterator[pa.Table]:
+    check_conversations(source, key)
     for table, column in with_prompts(source, key):
         numbers = first + np.arange(len(column))
         first += len(column)
@@ -50,10 +63,8 @@ def _exploded(source: Source, key: str, first: int, chosen: RowNumbers | None) -
             table, column, numbers = table.filter(some), column.filter(some), numbers[some]
         if column.type == JSON_TYPE:
             row, count, prompts = _of_json(to_python(column))
-        elif is_messages(column.type):
-            row, count, prompts = _of_lists(column)
         else:
-            raise OptionError(f"{source.name}: column {key!r} has texts: turns='served' is for conversations")
+            row, count, prompts = _of_lists(column)
         made = pa.table({key: prompts, "conversation": numbers[row], "turn": count})
         rest = table.select([name for name in table.schema.names if name not in made.schema.names]).take(as_arrow(row))
         for field, values in zip(rest.schema, rest.columns, strict=True):

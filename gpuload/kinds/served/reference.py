@@ -17,7 +17,7 @@ from gpuload.core.marks import loss_bits
 from gpuload.core.options import History, LossOn, MissingReasoning
 from gpuload.kinds.chats.reference import ChatReference
 from gpuload.kinds.served.sampled import is_sampled, rows_of_sampled, sampled_problem
-from gpuload.kinds.served.stored import EMPTY_THINKING, LOST, MERGED, WITHOUT_THINKING, LearnedAnswer, ServedRows
+from gpuload.kinds.served.stored import LearnedAnswer, ServedRows, count_answer
 from gpuload.kinds.served.turns import NO_BLOCK, Turn, TurnWriter
 from gpuload.kinds.training_reference import messages_in, own_arguments
 from gpuload.reference.template_call import TemplateCall
@@ -158,10 +158,7 @@ class ServedReference(ChatReference):
                 answer, merged = self.answer(turn, loss, self.bits_of(wanted[number]))
                 if answer.bits.any():
                     found.append(answer)
-                    counts[LOST] += turn.lost
-                    counts[MERGED] += merged
-                    counts[WITHOUT_THINKING] += turn.without_thinking
-                    counts[EMPTY_THINKING] += turn.empties
+                    count_answer(counts, turn, merged)
                     continue
                 turn = NO_BLOCK
             found.append(turn)
@@ -214,7 +211,7 @@ class ServedReference(ChatReference):
     @property
     def variant(self) -> str:
         served = repr((self.missing_reasoning, self.serving_template, self.thinking, self.history))
-        return f"{super().variant} as served 2 {served}"
+        return f"{super().variant} as served 3 {served}"
 
 
 def wanted_in(prompt: Any, loss_on: LossOn) -> tuple[list[Any], dict[int, float]]:

@@ -14,17 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from gpuload.core.options import History
-from gpuload.kinds.served.stored import (
-    EMPTY_THINKING,
-    LOST,
-    MERGED,
-    RESAMPLED,
-    REWRITTEN,
-    WITHOUT_THINKING,
-    LearnedAnswer,
-    ServedRows,
-)
-from gpuload.kinds.served.turns import FAILS, NOTHING, OTHER_IDS, Turn, TurnWriter
+from gpuload.kinds.served.stored import RESAMPLED, REWRITTEN, LearnedAnswer, ServedRows, count_answer
+from gpuload.kinds.served.turns import FAILS, NO_BLOCK, NOTHING, OTHER_IDS, Turn, TurnWriter
 from gpuload.reference.template_call import TemplateCall
 
 TOKEN_IDS, PROMPT_IDS = "token_ids", "prompt_token_ids"
@@ -60,9 +51,13 @@ class Encoding(Protocol):
 
     history: History
 
+    @property
+    def blocks(self) -> bool: ...
+
     def encode(self, text: str) -> list[int]: ...
     def encode_behind(self, text: str) -> list[int]: ...
     def answer(self, turn: Turn, loss: Sequence[tuple[int, int]], bits: int) -> tuple[LearnedAnswer, bool]: ...
+    def loss_in(self, turn: Turn, messages: Sequence[Any], call: TemplateCall) -> list[tuple[int, int]]: ...
     def bits_of(self, weight: float) -> int: ...
 
 
@@ -78,8 +73,11 @@ def text_with_stop(reference: Encoding, writer: TurnWriter, turn: Turn, given: S
 class _Sampled:
     """Makes the rows of one conversation. For the arguments see `rows_of_sampled`."""
 
-    def __init__(self, reference: Encoding, writer: TurnWriter, serving: TemplateCall, messages: Sequence[Any]):
-        self._reference, self._writer, self._serving, self._messages = reference, writer, serving, messages
+    def __init__(
+        self, reference: Encoding, writer: TurnWriter, calls: tuple[TemplateCall, TemplateCall], messages: Sequence[Any]
+    ):
+        self._reference, self._writer, self._messages = reference, writer, messages
+        self._call, self._serving = calls
         self._known: list[tuple[str, list[int]]] = []  # texts up to sampled answers, and their ids
         self.counts = ServedRows().counts
 
@@ -112,10 +110,11 @@ class _Sampled:
         prompt = self._ids_of(turn.prompt)
         if message.get(PROMPT_IDS) not in (None, prompt):
             return OTHER_IDS
-        answer, merged = reference.answer(turn, [(0, len(turn.answer))], bits)
-        found = (LOST, turn.lost), (MERGED, merged), (WITHOUT_THINKING, turn.without_thinking)
-        for which, counted in (*found, (EMPTY_THINKING, turn.empties)):
-            self.counts[which] += counted
+        loss = reference.loss_in(turn, self._messages, self._call)
+        answer, merged = reference.answer(turn, loss, bits)
+        if not answer.bits.any():
+            return NO_BLOCK
+        count_answer(self.counts, turn, merged)
         if answer.ids[: answer.begin].tolist() == prompt:
             return answer
         ids = answer.ids[answer.begin :]
@@ -144,7 +143,7 @@ def rows_of_sampled(
         writer: of these calls.
         messages, wanted: see `wanted_in`.
     """
-    made = _Sampled(reference, writer, calls[1], messages)
+    made = _Sampled(reference, writer, calls, messages)
     turns: list[LearnedAnswer | int] = []
     for number, message in enumerate(messages):
         if message.get("role") != "assistant" or not (number in wanted or message.get(TOKEN_IDS) is not None):

@@ -18,6 +18,7 @@ import numpy as np
 
 from gpuload.core.arrays import Array, Ragged, RowNumbers, appended, count_in_rows, offsets_of, ranges
 from gpuload.core.marks import LOSS
+from gpuload.kinds.served.turns import Turn
 
 COUNTS = (
     "answers whose reasoning the template does not write",
@@ -51,6 +52,22 @@ class LearnedAnswer:
     ids: Ids
     begin: int
     bits: Ids
+
+
+def count_answer(counts: list[int], turn: Turn, merged: bool = False) -> None:
+    """Counts what is to be said of an answer that is made of its text.
+
+    Args:
+        counts: see `COUNTS`.
+        merged: the answer would merge with the prompt.
+    """
+    for which, found in (
+        (LOST, turn.lost),
+        (MERGED, merged),
+        (WITHOUT_THINKING, turn.without_thinking),
+        (EMPTY_THINKING, turn.empties),
+    ):
+        counts[which] += found
 
 
 @dataclass

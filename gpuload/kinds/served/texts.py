@@ -26,7 +26,7 @@ class TextTurns:
         rows: the texts of its rows, and the message with which each ends.
         answers: of each learned turn, its row and what has loss in it, in characters of the answer.
         sampled: the row, if it has ids of its own (`sampled.py`); then there are no rows and answers here.
-        given: its answers, if all that are learned have ids (`given.py`).
+        given: its answers then, if they can be made many at once (`given.py`).
     """
 
     turns: dict[int, Turn | int]
