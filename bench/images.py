@@ -125,10 +125,11 @@ def main() -> None:
             if type(processor.image_processor).__name__ != name:
                 print(f"{name}: not measured, because it needs torchvision")
                 continue
-            load = lambda: gpuload.load(str(path), processor, max_prompt_length=LIMIT, progress=False)  # noqa: B023, E731
+            some: dict[str, Any] = {"max_prompt_length": LIMIT, "progress": False, "cache_dir": directory}
+            load: Callable[..., Any] = lambda **more: gpuload.load(str(path), processor, **(some | more))  # noqa: B023, E731
             times: dict[str, list[float]] = {"load": [], "row by row": []}
             for _ in range(given.repeats):
-                prompts, seconds = timed(load)
+                prompts, seconds = timed(lambda: load(token_cache=False))  # noqa: B023
                 times["load"].append(seconds)
                 wanted, seconds = timed(lambda: row_by_row(path, processor, given.baseline_rows))  # noqa: B023
                 times["row by row"].append(seconds * given.rows / len(wanted))
@@ -143,6 +144,10 @@ def main() -> None:
                 f"({slow / fast:.0f} times), first load of the process {first:.2f} s ({slow / first:.0f} times); "
                 f"{different} of {len(wanted)} rows differ\n{prompts.report.engine}"
             )
+            (filled, filling), (cached, seconds) = timed(load), timed(load)
+            assert cached.report.from_cache == [str(path)]
+            assert cached.tokens.to_lists() == prompts.tokens.to_lists()
+            print(f"a load that fills the cache {filling:.2f} s, the next one {seconds:.2f} s: {len(filled):,} rows")
             some = {"max_samples": given.epoch_rows, "shuffle": False, "media": "inputs", "progress": False}
             prompts = gpuload.load(str(path), processor, max_prompt_length=8192, **some)
             pairs = []

@@ -314,7 +314,7 @@ def test_rows_are_the_same_in_workers() -> None:
 def test_options(tmp_path: Path) -> None:
     processor, rows = processor_named("qwen2_5_vl"), rows_of(7)
     table = table_of(rows)
-    for option in ({"device": "cuda"}, {"store": "disk"}, {"overlong": "keep_start"}, {"turns": "served"}):
+    for option in ({"device": "cuda"}, {"overlong": "keep_start"}, {"turns": "served"}):
         with pytest.raises(OptionError, match=r"is not supported for data with images: remove it"):
             load(table, processor, **option)
     with pytest.raises(OptionError, match="unknown option image_keys: did you mean image_key"):

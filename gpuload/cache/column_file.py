@@ -35,6 +35,25 @@ class ColumnFile(BlockFile):
         self.invalid = {int(row): why for row, why in facts["invalid"].items()}
         self._tables: dict[int, pa.Table] = {}
 
+    @property
+    def of(self) -> str:
+        """Which entry it was written with, see `EntryWriter`; empty if with none."""
+        return str(self.facts["of"])
+
+    def rows(self, low: int, high: int) -> pa.Table:
+        """Rows `low` to `high` (exclusive) of parts with one schema.
+
+        Raises:
+            StoreError: they have been damaged.
+        """
+        first, found = 0, []
+        for number, (rows, _) in enumerate(self.parts):
+            if first < high and low < first + rows:
+                begin, end = max(low - first, 0), min(high - first, rows)
+                found.append(self.table(number).slice(begin, end - begin))
+            first += rows
+        return pa.concat_tables(found)
+
     def table(self, number: int) -> pa.Table:
         """One of the tables.
 
@@ -51,10 +70,15 @@ class ColumnFile(BlockFile):
 
 
 class ColumnWriter(BlockWriter):
-    """Writes such a file. For the arguments see `BlockWriter`."""
+    """Writes such a file. For the arguments see `BlockWriter`.
+
+    Attributes:
+        of: see `ColumnFile`.
+    """
 
     def __init__(self, path: Path, key: str, source: str):
         super().__init__(path, key, source)
+        self.of = ""
         self._schemas: list[pa.Schema] = []
         self._parts: list[list[int]] = []
         self._invalid: dict[int, str] = {}
@@ -84,7 +108,7 @@ class ColumnWriter(BlockWriter):
         """Completes the file."""
         self._flush()
         schemas = [base64.b64encode(schema.serialize()).decode() for schema in self._schemas]
-        self._finish(schemas=schemas, parts=self._parts, invalid=self._invalid)
+        self._finish(schemas=schemas, parts=self._parts, invalid=self._invalid, of=self.of)
 
     def _flush(self) -> None:
         """Writes the tables that wait as one part."""

@@ -7,11 +7,13 @@ verified.
 Checksums of everything but the ids are compared when a file is opened. Those of the ids, which are nearly all of it,
 can be left until they are used.
 
-An entry may have columns: a `ColumnFile` next to it with the same rows and key. Without that file it is not used.
+An entry may have columns: a `ColumnFile` next to it with the same rows and key. Without that file it is not used, nor
+with one that another load has written: both have the same random mark.
 """
 
 import json
 import os
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,9 @@ _LEVELS: tuple[Verify, ...] = ("off", "sample", "full")
 _FACTS, _OFFSETS, _SIZES, _IDS, _BLOCKS = range(5)
 """The blocks of a part, and how many there are."""
 
+HIDDEN = ""
+"""A column of an entry that rows do not have: what tells whether the entry still holds."""
+
 
 class Entry(BlockFile):
     """All rows of one file. The file is two arrays over the same bytes: as int64 it has the offsets of every part, as
@@ -45,12 +50,15 @@ class Entry(BlockFile):
         verified: how the rows were compared with the tokenizer.
         compared: how many rows were compared.
         columns: what rows have in addition to ids; None if that is nothing.
+        mark: of what was written together with it; empty without columns.
     """
 
     def __init__(self, path: Path, memory: pa.Buffer, facts: Mapping[str, Any]):
         super().__init__(path, memory, facts)
-        columns = path.with_suffix(COLUMNS)
-        self.columns = ColumnFile.again(columns, self.key, self.num_rows) if facts["columns"] else None
+        columns, self.mark = path.with_suffix(COLUMNS), str(facts["columns"])
+        self.columns = ColumnFile.again(columns, self.key, self.num_rows) if self.mark else None
+        if self.columns is not None and self.columns.of != self.mark:
+            raise missing(columns)
         self.parts = [self._part(first) for first in range(0, len(self.starts), _BLOCKS)]
         self.first_rows: RowNumbers = offsets_of(np.array([len(part) for part in self.parts], np.int64))
         self.values = np.frombuffer(memory, np.int32, memory.size // 4)
@@ -97,11 +105,18 @@ class Entry(BlockFile):
                 self.columns.block(number)
 
     def read(self, source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, Tokenized]]:
-        """As an engine's `read`, with ids instead of prompts."""
-        row = 0
-        for table in other_columns(source, prompt_key, keep_prompts):
-            yield table, self.rows(row, row + table.num_rows)
-            row += table.num_rows
+        """As an engine's `read`, with ids instead of prompts. Columns of the entry are in the places of those of the
+        source with the same names."""
+        row, own = 0, [] if self.columns is None else self.columns.parts[0][1].names
+        own = [name for name in own if name != HIDDEN]
+        for table in other_columns(source, prompt_key, keep_prompts, *own):
+            tokens = self.rows(row, row + table.num_rows)
+            if self.columns is not None:
+                more = self.columns.rows(row, row + table.num_rows)
+                found = dict(zip(table.schema.names, table.columns, strict=True)) | {n: more.column(n) for n in own}
+                table = pa.table({n: found[n] for n in dict.fromkeys([*source.schema.names, *own]) if n in found})
+            yield table, tokens
+            row += len(tokens)
 
     def rows(self, low: int, high: int) -> Tokenized:
         """Rows `low` to `high` (exclusive). A file may be read in other batches than those of its entry."""
@@ -193,10 +208,14 @@ class EntryWriter(BlockWriter):
         directory: where to write it.
         key, source: see `BlockWriter`.
         name: of the unfinished file; None for the key.
+
+    Attributes:
+        mark: see `Entry`.
     """
 
     def __init__(self, directory: Path, key: str, source: str, name: str | None = None):
         super().__init__(directory / (name or key), key, source)
+        self.mark = uuid.uuid4().hex
         self._compared = 0
         self._columns: ColumnWriter | None = None
 
@@ -231,8 +250,9 @@ class EntryWriter(BlockWriter):
     def close(self, verified: Verify) -> None:
         """Completes the file, once it has all rows."""
         if self._columns is not None:
+            self._columns.of = self.mark
             self._columns.close()
-        self._finish(verified=verified, compared=self._compared, columns=self._columns is not None)
+        self._finish(verified=verified, compared=self._compared, columns="" if self._columns is None else self.mark)
 
     def discard(self) -> None:
         if self._columns is not None:

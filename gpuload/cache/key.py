@@ -32,6 +32,8 @@ def uncacheable_reason(reference: Reference, clock: Clock | None) -> str | None:
             return f"{kind.__name__} has code from outside transformers ({owner.__qualname__})"
     if own := [name for name, value in vars(tokenizer).items() if callable(value)]:
         return f"{own[0]} was replaced on this {kind.__name__}"
+    if reference.made is not None and (why := reference.made.problem()):
+        return why
     if not reference.uses_template:
         return None
     if not reference.encodes_rendered_text:
@@ -50,6 +52,8 @@ def decides_ids(reference: Reference, options: Options, clock: Clock | None) -> 
     template = reference.template_text if reference.uses_template else None
     printed = dates(template, clock) if template is not None else None
     parts: list[Any] = [*package_versions(), options.prompt_key]
+    if reference.made is not None:
+        parts += reference.made.decides()
     return repr([*parts, reference.fingerprint(), template, printed]).encode(errors="backslashreplace")
 
 

@@ -37,9 +37,10 @@ from gpuload.cache.known_files import known_digest
 from gpuload.cache.known_tokenizer import KnownReference
 from gpuload.cache.shared_store import fetched
 from gpuload.core.arrays import RowNumbers
+from gpuload.core.errors import StoreError
 from gpuload.core.files import PartialDirectory
 from gpuload.core.options import Options
-from gpuload.engines.protocol import Tokenized
+from gpuload.engines.protocol import Prompts, Tokenized
 from gpuload.reference.reference import Reference
 from gpuload.reference.volatile import Clock
 from gpuload.sources.read import Source
@@ -64,6 +65,8 @@ class TokenCache:
         found: name of a source → its entry.
         missed: how many sources have tokens that must be made.
         written: those of them whose tokens are cached now.
+        made: columns that are made together with ids.
+        decides: what identifies ids, apart from the content of their file; None if they are not cached.
         seconds: spent on looking up, and on writing.
         notes: why tokens are not cached.
     """
@@ -88,7 +91,8 @@ class TokenCache:
         known = isinstance(reference, KnownReference)  # such a tokenizer was found to be cacheable
         reason = uncacheable_reason(reference, clock) if options.token_cache and not known else None
         usable = options.token_cache and reason is None
-        self._decides = decides_ids(reference, options, clock) if usable else None
+        self.made = reference.made
+        self.decides = decides_ids(reference, options, clock) if usable else None
         if reason:
             self._stop(reason)
 
@@ -104,22 +108,25 @@ class TokenCache:
         return entry
 
     def _find(self, source: Source) -> Entry | None:
-        if self._decides is None:
+        if self.decides is None:
             return None
         if source.content is None:
             self.notes.append(f"tokens are not cached: {source.name} is a frame in memory")
             return None
+        if self.made is not None and (why := self.made.problem(source)):
+            self.notes.append(f"tokens are not cached: {why}")
+            return None
         try:
-            content = self.content(source, [self._options.prompt_key])
+            content = self.content(source, self.of_prompts(source))
         except (OSError, pa.ArrowException, UnicodeDecodeError):  # reading the source will raise the proper error
             return None
         self._contents[source.name] = content
-        key = entry_key(content, self._decides)
+        key = entry_key(content, self.decides)
         path = self._path(key)
         entry = read_entry(path, key, source.num_rows, check_ids=not self._in_place)
         if entry is None and fetched(self._options.cache_dir, key, path):
             entry = read_entry(path, key, source.num_rows, check_ids=not self._in_place)
-        if entry is None or not is_verified(entry.verified, self._options.verify):
+        if entry is None or not is_verified(entry.verified, self._options.verify) or not self._holds(source, entry):
             self._keys[source.name] = key
             return None
         for file in entry.paths:
@@ -128,6 +135,17 @@ class TokenCache:
                 self._found_bytes += file.stat().st_size
                 os.utime(file)  # the time of the last use, for `evict`
         return None if self._options.return_full_prompt else entry  # entries have no texts
+
+    def _holds(self, source: Source, entry: Entry) -> bool:
+        """Whether what the ids of an entry were made of besides the source is as it was."""
+        try:
+            return self.made is None or (entry.columns is not None and self.made.holds(source, entry.columns))
+        except StoreError:  # damaged
+            return False
+
+    def of_prompts(self, source: Source) -> list[str]:
+        """The columns of a source that decide its ids."""
+        return [self._options.prompt_key, *(self.made.reads(source) if self.made is not None else ())]
 
     def content(self, source: Source, names: Sequence[str]) -> bytes:
         """The digest of some columns of a source. It is not computed again for a file that has not changed."""
@@ -140,6 +158,21 @@ class TokenCache:
     def key_of(self, source: Source) -> str | None:
         """The key of the entry that a source can get, after `find`; None if its ids are not cached."""
         return self._keys.get(source.name)
+
+    def columns_of(self, table: pa.Table, prompts: Prompts, tokens: Tokenized) -> pa.Table | None:
+        """What an entry has of rows besides their ids. Marks the ids if no entry may have them.
+
+        Args:
+            table, prompts, tokens: of n rows, of which nothing is from an entry.
+        """
+        if self.made is None or self.decides is None:
+            return None
+        columns: pa.Table
+        columns, why = self.made.of(table, prompts)
+        tokens.transient |= why is not None
+        if why is not None and (note := f"tokens are not cached: {why}") not in self.notes:
+            self.notes.append(note)
+        return columns
 
     def write(
         self,
@@ -227,7 +260,7 @@ class TokenCache:
         expected = self._contents.get(source.name)
         content = None
         with suppress(OSError, pa.ArrowException, UnicodeDecodeError):
-            content = expected and self.content(source, [self._options.prompt_key])
+            content = expected and self.content(source, self.of_prompts(source))
         if content != expected:
             raise changed(source.name)
 

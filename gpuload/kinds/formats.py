@@ -161,12 +161,12 @@ class _MadeColumn:
             prompts = converted(self._made, columns)
             yield self._rest(table).append_column(self.key, prompts)
 
-    def without(self, name: str | None) -> Iterator[pa.Table]:
+    def without(self, *names: str) -> Iterator[pa.Table]:
         """The other columns, for a caller that has the ids: nothing is converted, which may need the tokenizer."""
-        if name != self.key:
+        if self.key not in names:
             return self.batches()
-        source, hidden = self.source, self.used[0]
-        return map(self._rest, source.batches() if source.without is None else source.without(hidden))
+        source, hidden = self.source, {*self.used, *names} & {*self.source.schema.names}
+        return map(self._rest, source.batches() if source.without is None else source.without(*hidden))
 
     def _rest(self, table: pa.Table) -> pa.Table:
         return table.drop_columns([name for name in table.schema.names if name in (*self.used, self.key)])

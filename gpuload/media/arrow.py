@@ -17,7 +17,7 @@ def values_of(column: pa.Array) -> list[Any]:
         return to_python(column)
     if isinstance(kind, pa.BaseExtensionType):
         return values_of(column.storage)
-    if not _has_binaries(kind):
+    if not has_binaries(kind):
         return to_python(column)
     valid = column.is_valid().to_pylist()
     if is_list(kind):
@@ -34,9 +34,10 @@ def values_of(column: pa.Array) -> list[Any]:
     return [view[at[i] : at[i + 1]] if valid[i] else None for i in range(len(whole))]
 
 
-def _has_binaries(kind: pa.DataType) -> bool:
+def has_binaries(kind: pa.DataType) -> bool:
+    """Whether values of a type have bytes."""
     if is_list(kind):
-        return _has_binaries(kind.value_type)
+        return has_binaries(kind.value_type)
     if pa.types.is_struct(kind):
-        return any(_has_binaries(field.type) for field in kind)
+        return any(has_binaries(field.type) for field in kind)
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))

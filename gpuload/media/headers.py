@@ -82,6 +82,9 @@ class FileBytes:
     Args:
         path: of the file.
 
+    Attributes:
+        state: its bytes, and when its content and anything else of it was last changed, in ns.
+
     Raises:
         OSError: it cannot be opened.
     """
@@ -89,7 +92,8 @@ class FileBytes:
     def __init__(self, path: str):
         # What was looked up is no link; if it is one now, somebody has replaced it.
         self._file = open(path, "rb", buffering=0, opener=lambda p, flags: os.open(p, flags | os.O_NOFOLLOW))  # noqa: SIM115
-        self._size = os.fstat(self._file.fileno()).st_size
+        about = os.fstat(self._file.fileno())
+        self._size, self.state = about.st_size, (about.st_size, about.st_mtime_ns, about.st_ctime_ns)
 
     def __len__(self) -> int:
         return self._size
@@ -161,7 +165,7 @@ def _parsed(view: Any) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of large images: there is a limit of our own
-            return Image.open(io.BytesIO(view[:]), formats=_formats())
+            return Image.open(io.BytesIO(view[:]), formats=formats())
     except Image.DecompressionBombError as error:
         raise ImageError(f"Pillow refuses it: {error!s:.160}") from None
     except UnidentifiedImageError:
@@ -171,7 +175,7 @@ def _parsed(view: Any) -> Any:
 
 
 @cache
-def _formats() -> tuple[str, ...]:
+def formats() -> tuple[str, ...]:
     """The raster formats that this Pillow reads. Others, such as EPS, would start programs."""
     from PIL import Image
 

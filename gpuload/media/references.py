@@ -10,6 +10,7 @@ import binascii
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 from urllib.parse import unquote, urlsplit
 from urllib.request import url2pathname
@@ -17,6 +18,18 @@ from urllib.request import url2pathname
 from gpuload.media.headers import FileBytes, ImageError
 
 _NESTED = ("image", "image_url", "url", "path", "base64")
+
+
+class NoFileError(ImageError):
+    """A path names no file that may be read.
+
+    Attributes:
+        given: the path.
+    """
+
+    def __init__(self, given: str, why: str):
+        super().__init__(why)
+        self.given = given
 
 
 @dataclass(frozen=True)
@@ -35,11 +48,11 @@ class Places:
         """The file that a path names.
 
         Raises:
-            ImageError: there is none, or it is elsewhere.
+            NoFileError: there is none, or it is elsewhere.
         """
-        allowed = [os.path.realpath(each) for each in (self.folder, *self.roots) if each is not None]
+        allowed = self._allowed
         if not allowed:
-            raise ImageError(f"{path!r}: data in memory has no directory: pass media_roots=[...]")
+            raise NoFileError(path, f"{path!r}: data in memory has no directory: pass media_roots=[...]")
         for root in allowed:
             found = os.path.realpath(os.path.join(root, path))
             inside = any(os.path.commonpath([found, each]) == each for each in allowed)
@@ -47,8 +60,13 @@ class Places:
                 return found
         outside = os.path.realpath(os.path.join(allowed[0], path))
         if not any(os.path.commonpath([outside, each]) == each for each in allowed):
-            raise ImageError(f"{path!r} is not below the directory of the data: pass media_roots=[...] to allow it")
-        raise ImageError(f"{path!r}: there is no such file")
+            why = f"{path!r} is not below the directory of the data: pass media_roots=[...] to allow it"
+            raise NoFileError(path, why)
+        raise NoFileError(path, f"{path!r}: there is no such file")
+
+    @cached_property
+    def _allowed(self) -> list[str]:
+        return [os.path.realpath(each) for each in (self.folder, *self.roots) if each is not None]
 
 
 @dataclass(frozen=True)
@@ -58,10 +76,14 @@ class Media:
     Attributes:
         data: its bytes; None if they are in a file.
         path: that file, or the name that the data has for the bytes.
+        given: how the data names the file; None if the bytes are in the data.
+        state: of the file when it was opened, see `FileBytes`; None if it was not.
     """
 
     data: bytes | memoryview | None = None
     path: str | None = None
+    given: str | None = None
+    state: tuple[int, int, int] | None = None
 
     def open(self) -> memoryview | bytes | FileBytes:
         """Its bytes, which are not read yet if they are in a file.
@@ -133,10 +155,11 @@ def _of_text(text: str, places: Places) -> Media:
         except binascii.Error as error:
             raise ImageError(f"the base64 of its data: URL is wrong ({error})") from None
     if scheme == "file":
-        return Media(path=places.find(url2pathname(unquote(urlsplit(text).path))))
+        text = url2pathname(unquote(urlsplit(text).path))
+        return Media(path=places.find(text), given=text)
     if len(scheme) > 1 and "://" in text[:64]:
         raise ImageError(f"{text[:80]!r} is a URL: URLs of images are not fetched, download them before")
-    return Media(path=places.find(text))
+    return Media(path=places.find(text), given=text)
 
 
 def as_list(value: Any) -> Sequence[Any]:

@@ -70,7 +70,8 @@ class InMemory:
         """
         if batch.rendered is not None:
             number = batch.source
-            self.cache.write(number, self._sources[number], batch.rows, batch.tokens, batch.compared)
+            columns = self.cache.columns_of(batch.table, batch.rendered.prompts, batch.tokens)
+            self.cache.write(number, self._sources[number], batch.rows, batch.tokens, batch.compared, columns)
         self._tables.append(kept_columns(batch, keep, self._options, self._sanitized))
         self._ids.append(self._engine.keep(batch.tokens.ids, None if keep.all() else np.flatnonzero(keep)))
         self._numbers.append(numbers[keep])
@@ -146,6 +147,7 @@ def choose_keeper(
             if options.store != "auto":
                 raise
             report.notes.append(f"ids and columns are in memory, although they may take most of it: {error}")
-    pays = reference.by_name or row_bytes(sources, wanted, (options.prompt_key,)) >= store.LEAST_BYTES
+    known = reference.by_name or reference.made is not None
+    pays = known or row_bytes(sources, wanted, (options.prompt_key,)) >= store.LEAST_BYTES
     cache = TokenCache(options if pays else replace(options, token_cache=False), reference, clock)
     return InMemory(sources, engine, cache, options, report.sanitized)

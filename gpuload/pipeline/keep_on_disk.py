@@ -77,6 +77,7 @@ class _Files:
         entry, columns: those of an earlier load, with all rows of the source.
         tokens, writer: those that this load writes.
         rows: how many of its rows were read.
+        transient: another load may make other rows of it.
     """
 
     entry: Entry | None
@@ -84,6 +85,7 @@ class _Files:
     tokens: EntryWriter | None = None
     writer: ColumnWriter | None = None
     rows: int = 0
+    transient: bool = False
 
 
 class OnDisk:
@@ -211,6 +213,11 @@ class OnDisk:
         names = self._names(source)
         raw = options.prompt_key if options.return_raw_chat else ""
         about = repr([own_code(), pa.__version__, options.prompt_key, raw, source.num_rows, names]).encode()
+        made, decides = self.cache.made, self.cache.decides
+        if made is not None:
+            if decides is None or made.problem(source) is not None:
+                return None
+            names, about = sorted({*names, *self.cache.of_prompts(source)}), about + decides
         if isinstance(source.file, RemoteFile) and source.file.has_version:  # its values would be transferred twice
             return hashlib.blake2b(source.file.content(*names) + about, digest_size=16).hexdigest()
         try:
@@ -231,14 +238,19 @@ class OnDisk:
         if columns is not None:
             with suppress(OSError):
                 os.utime(columns.path)  # the time of the last use
-        return _Files(self.cache.find(source), columns)
+        entry = self.cache.find(source)
+        if self.cache.made is not None and columns is not None and (entry is None or columns.of != entry.mark):
+            columns = None  # files that rows refer to have changed since
+        return _Files(entry, columns)
 
     def _needed(self, source: Source, files: _Files) -> int:
         """About how many bytes are to be written for a source. Ids of English text take about as many as the text."""
         size, options = source.decoded_bytes, self._options
+        made = () if self.cache.made is None else self.cache.made.reads(source)  # what is made of these is small
+        others = [name for name in self._names(source) if name not in made]
         texts = int(options.return_full_prompt)
         ids = 0 if files.entry else size([options.prompt_key]) + _ROW_BYTES * source.num_rows
-        return ids + (0 if files.columns else size(self._names(source)) + size([options.prompt_key]) * texts)
+        return ids + (0 if files.columns else size(others) + size([options.prompt_key]) * texts)
 
     @property
     def _in_use(self) -> set[Path]:
@@ -255,10 +267,13 @@ class OnDisk:
             if files.tokens is None:
                 name = f"{batch.source}{IDS}"  # a file may be given twice: its key is not enough
                 files.tokens = EntryWriter(directory, self.cache.key_of(source) or name, source.name, name)
-            files.tokens.write(batch.tokens, batch.compared)
+            assert batch.rendered is not None
+            columns = self.cache.columns_of(batch.table, batch.rendered.prompts, batch.tokens)
+            files.transient |= batch.tokens.transient
+            files.tokens.write(batch.tokens, batch.compared, columns)
         if files.columns is None:
             if files.writer is None:
-                path = directory / f"{batch.source}{COLUMNS}"
+                path = directory / f"{batch.source}-others{COLUMNS}"
                 files.writer = ColumnWriter(path, self._keys[batch.source] or path.name, source.name)
             table = kept_columns(batch, np.ones(len(batch.rows), bool), self._options, self._sanitized)
             files.writer.add(table, len(batch.rows), batch.invalid or {})
@@ -272,6 +287,8 @@ class OnDisk:
         if files.tokens is not None and not files.tokens.closed:
             files.tokens.close(self._options.verify)
         if files.writer is not None and not files.writer.closed:
+            written = files.tokens if files.entry is None else files.entry
+            files.writer.of = written.mark if written is not None else ""
             files.writer.close()
 
     def _check(self, number: int) -> None:
@@ -293,7 +310,7 @@ class OnDisk:
             OSError: they cannot be written.
         """
         source, files = self._sources[number], self._files[number]
-        whole = trusted and files.rows == source.num_rows
+        whole = trusted and files.rows == source.num_rows and not files.transient
         self._close(files)
         if files.tokens is not None:
             path = files.tokens.path

@@ -22,6 +22,7 @@ from gpuload.core.memory import room_to_encode
 from gpuload.core.options import is_template, template_source
 from gpuload.reference.control_tokens import FIRST_VERSION
 from gpuload.reference.hub import hub_problem, is_path
+from gpuload.reference.made_columns import MadeColumns
 from gpuload.reference.template_call import TemplateCall, describe_error, first_line
 from gpuload.reference.vocabulary import check_vocabulary
 from gpuload.reference.volatile import Clock
@@ -50,12 +51,15 @@ class Reference:
         by_name: whether it was given by its path or hub id.
         uses_template: whether prompts are rendered.
         call: how prompts are rendered: template, tools and other constants.
+        made: columns that are made together with ids, of images.
 
     Raises:
         OptionError: the file of the chat template cannot be read.
         TokenizerError: the tokenizer cannot be loaded, has no vocabulary, or has no such chat template although one is
             asked for.
     """
+
+    made: MadeColumns | None = None
 
     def __init__(
         self,

@@ -107,8 +107,8 @@ def _table_of(frame: Any, kind: str | None) -> pa.Table:
 
 
 def _open_cudf(frame: Any, name: str) -> Source:
-    def tables(hidden: str | None) -> Iterator[pa.Table]:
-        return parts(frame if hidden is None else frame.drop(columns=[hidden]))
+    def tables(*hidden: str) -> Iterator[pa.Table]:
+        return parts(frame.drop(columns=list(hidden)) if hidden else frame)
 
     def parts(shown: Any) -> Iterator[pa.Table]:
         return slices([shown.to_arrow(preserve_index=False)], name)
@@ -121,7 +121,7 @@ def _open_cudf(frame: Any, name: str) -> Source:
         len(frame),
         nbytes,
         sample.schema,
-        lambda: tables(None),
+        tables,
         identity,
         frame=frame,
         without=tables,

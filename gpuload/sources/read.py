@@ -35,7 +35,7 @@ class Source:
         identity: bytes that identify the content; part of a dataset's fingerprint.
         parquet: path of a parquet file, which an engine can read by itself.
         frame: a `cudf.DataFrame`, whose columns a GPU engine uses zero-copy.
-        without: as `batches`, without the named column, if any, by several threads; None where that saves nothing.
+        without: as `batches`, without the named columns, by several threads; None where that saves nothing.
         only: as `batches`, with the named column alone; None where that would save nothing.
         content: digest of the values of the named columns as they are in the file now; None for a frame in memory.
         form: what a column is made of that is not in the file.
@@ -53,7 +53,7 @@ class Source:
     identity: bytes
     parquet: str | None = None
     frame: Any = None
-    without: Callable[[str | None], Iterator[pa.Table]] | None = None
+    without: Callable[..., Iterator[pa.Table]] | None = None
     only: Callable[[str], Iterator[pa.Table]] | None = None
     content: Callable[..., bytes] | None = None
     form: str = ""
@@ -99,20 +99,21 @@ def with_prompts(source: Source, prompt_key: str) -> Iterator[tuple[pa.Table, pa
         yield table, column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
 
 
-def other_columns(source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[pa.Table]:
+def other_columns(source: Source, prompt_key: str, keep_prompts: bool, *known: str) -> Iterator[pa.Table]:
     """The rows of a source in order, for a caller that has the prompts already.
 
     Args:
         keep_prompts: the tables must have the prompt column all the same. Otherwise it is not read, where possible.
+        known: further columns that the caller has.
     """
     if source.without is None:
         return source.batches()
-    if keep_prompts:
-        return source.without(None)
-    if len(source.schema) == 1:  # nothing to read; but a table without columns would not know its number of rows
+    names = source.schema.names
+    hidden = [name for name in names if name in known or (name == prompt_key and not keep_prompts)]
+    if len(hidden) == len(names):  # nothing to read; but a table without columns would not know its number of rows
         counts = (min(BATCH_ROWS, source.num_rows - row) for row in range(0, source.num_rows, BATCH_ROWS))
         return (pa.table({prompt_key: pa.nulls(count)}) for count in counts)
-    return source.without(prompt_key)
+    return source.without(*hidden)
 
 
 def one_column(source: Source, name: str) -> Iterator[pa.ChunkedArray]:
@@ -212,7 +213,7 @@ def _open_parquet(file: SourceFile, index_columns: bool, some: range | None, onl
         # The footer has the sizes, offsets and statistics of every column chunk.
         str(size).encode() + footer,
         parquet=file.path if some is None and file.remote is None else None,
-        without=lambda name: _read_parquet(local, rows, _decode_parts(local, hidden | {name}, parts)),
+        without=lambda *names: _read_parquet(local, rows, _decode_parts(local, hidden | {*names}, parts)),
         only=lambda name: _read_parquet(local, rows, _decode_parts(local, set(schema.names) - {name}, parts)),
         content=lambda *names: column_digest(local, *names, groups=some),
         decoded_bytes=lambda names: decoded_size(metadata, names),
@@ -232,11 +233,11 @@ def _read_parquet(file: LocalFile | RemoteFile, num_rows: int, tables: Iterator[
         )
 
 
-def _decode_parts(file: LocalFile | RemoteFile, hidden: Set[str | None], parts: Iterable[range]) -> Iterator[pa.Table]:
+def _decode_parts(file: LocalFile | RemoteFile, hidden: Set[str], parts: Iterable[range]) -> Iterator[pa.Table]:
     return in_order([_decode(file, hidden, part) for part in parts])
 
 
-def _decode(file: LocalFile | RemoteFile, hidden: Set[str | None], groups: range) -> Iterator[pa.Table]:
+def _decode(file: LocalFile | RemoteFile, hidden: Set[str], groups: range) -> Iterator[pa.Table]:
     """The tables of some row groups."""
     try:
         with file.open() as raw, parquet_file(raw) as parquet:

@@ -11,8 +11,11 @@ from gpuload.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from gpuload.integrations.trl.grpo import prompts
+    from gpuload.integrations.trl.images import fitting
     from gpuload.integrations.trl.trainers import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
 
-__all__ = ["DPOTrainer", "KTOTrainer", "RewardTrainer", "SFTTrainer", "prompts"]
+__all__ = ["DPOTrainer", "KTOTrainer", "RewardTrainer", "SFTTrainer", "fitting", "prompts"]
 
-__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__, ".trainers") | {"prompts": ".grpo"})
+__getattr__, __dir__ = lazy_names(
+    __name__, dict.fromkeys(__all__, ".trainers") | {"prompts": ".grpo", "fitting": ".images"}
+)

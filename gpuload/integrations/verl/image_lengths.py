@@ -10,7 +10,7 @@ in the network, for example, go through verl's own filter, one by one.
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from gpuload.engines.host.prompts import render_messages
 from gpuload.integrations.core import release_of
 from gpuload.integrations.known_code import Table, change
 from gpuload.kinds.images.engine import ImageEngine
+from gpuload.kinds.images.lengths import lengths_of
 from gpuload.kinds.images.messages import MARK, as_parts
 from gpuload.kinds.images.options import ImageOptions
 from gpuload.kinds.images.reference import ImageReference
@@ -171,35 +172,14 @@ class _Lengths:
             except Exception as error:  # verl's own filter finds out
                 rejected[row] = f"{error!s:.80}"
         text = render_messages(messages, dict(rejected), self._engine.program)
-        return self._counted(text.text.to_pylist(), sizes, rejected | text.rejected)
-
-    def _counted(
-        self, texts: list[Any], sizes: list[Any], rejected: Mapping[int, str]
-    ) -> np.ndarray[Any, np.dtype[np.int64]]:
-        rule = self._engine.rule
-        assert rule is not None
-        found = np.full(len(texts), -1, np.int64)
-        rows = [row for row, text in enumerate(texts) if row not in rejected and text is not None]
-        rule.learn({size for row in rows for size in sizes[row]})
-        known, images = [], []
-        for row in rows:
-            if texts[row].count(rule.token) != len(sizes[row]):
-                continue
-            try:
-                images.append(rule.of(sizes[row]) if sizes[row] else [])
-            except (NotUnderstoodError, ValueError):
-                continue
-            known.append(row)
-        made, wrong = self._engine.spliced([texts[row] for row in known], images)
-        _, bos, (before, after) = self._engine.token_of_images()
-        for at, row in enumerate(known):
-            if at in wrong:
-                continue
-            # The processor adds its special tokens to all texts; verl, to texts without images, none.
-            added = 0 if bos and texts[row].startswith(bos) else len(before) + len(after)
-            wanted = len(before) + len(after) if sizes[row] else 0
-            found[row] = len(made[at]) - added + wanted
-        return found
+        wrong = rejected | text.rejected
+        texts = [None if row in wrong else each for row, each in enumerate(text.text.to_pylist())]
+        sizes = [some or () for some in sizes]
+        found = lengths_of(self._engine, texts, sizes)
+        # The processor adds its special tokens to all texts; verl, to texts without images, none.
+        _, _, (before, after) = self._engine.token_of_images()
+        added = np.array([len(before) + len(after) if some else 0 for some in sizes], np.int64)
+        return np.where(found < 0, found, found + added)
 
     def _sizes(self, prompt: Any, images: Sequence[Any]) -> tuple[tuple[int, int], ...]:
         """The sizes of a row's images as the processor gets them.

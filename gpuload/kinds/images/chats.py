@@ -31,7 +31,7 @@ from gpuload.kinds.chats.load import ChatKind
 from gpuload.kinds.chats.reference import ChatReference
 from gpuload.kinds.images.dataset import ImageRows
 from gpuload.kinds.images.engine import ImageText
-from gpuload.kinds.images.load import facts_and_pixels, with_spool, without_stores
+from gpuload.kinds.images.load import facts_and_pixels, on_host, with_spool
 from gpuload.kinds.images.messages import problem_of_parts
 from gpuload.kinds.images.options import NAMES, ImageOptions, check_supported
 from gpuload.kinds.images.prompts import problem_of_images, prompt_of
@@ -251,7 +251,7 @@ class ImageChatKind(ChatKind):
             options, {"truncation": f"overlong={given.get('overlong')!r}"}, turns=base.as_served and base.turns
         )
         assert isinstance(base, cls)
-        return replace(base, images=images), without_stores(options)
+        return replace(base, images=images), on_host(options)
 
     def resolve(self, sources: Sequence[Source], options: Options) -> tuple["ImageChatKind", list[Source], Options]:
         kind, found, options = super().resolve(sources, options)

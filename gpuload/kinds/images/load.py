@@ -20,6 +20,8 @@ from gpuload.media.spool import Spool
 from gpuload.reference.reference import Reference
 from gpuload.sources.read import Source
 
+_ROWS = 10_000
+
 
 @dataclass(frozen=True)
 class ImagePromptKind(PromptKind):
@@ -36,7 +38,7 @@ class ImagePromptKind(PromptKind):
         images = ImageOptions.parse(given, {*IGNORED, *Options.__dataclass_fields__})
         base, options = super().parse({name: value for name, value in given.items() if name not in NAMES})
         check_supported(options, {}, turns=base.turns != "conversation" and base.turns)
-        return cls(images=images), without_stores(options)
+        return cls(images=images), on_host(options)
 
     def resolve(self, sources: Sequence[Source], options: Options) -> tuple["ImagePromptKind", list[Source], Options]:
         _, found, options = super().resolve(sources, options)
@@ -53,9 +55,9 @@ class ImagePromptKind(PromptKind):
         return ImagePromptDataset(loaded, *facts_and_pixels(loaded, self.images))
 
 
-def without_stores(options: Options) -> Options:
-    """Options of a load on the host, whose result is in memory, and not cached."""
-    return replace(options, device="cpu", store="memory", token_cache=False)
+def on_host(options: Options) -> Options:
+    """Options of a load on the host. What is made of images is small: it is on disk only if that is asked for."""
+    return replace(options, device="cpu", store="disk" if options.store == "disk" else "memory")
 
 
 def with_spool(engine: ImageEngine, images: ImageOptions, options: Options) -> ImageEngine:
@@ -69,8 +71,10 @@ def facts_and_pixels(loaded: Loaded, images: ImageOptions) -> tuple[ImageFacts, 
     """What batches need to know of the images of rows, how much they have of them, and what makes that."""
     engine: Any = loaded.engine
     columns, key = loaded.columns, images.image_key
-    rows = columns.take(np.arange(len(columns)), [key])[key]
-    sizes = {tuple((image["height"], image["width"]) for image in row or []) for row in rows}
+    sizes = set()
+    for first in range(0, len(columns), _ROWS):
+        rows = columns.take(np.arange(first, min(first + _ROWS, len(columns))), [key])[key]
+        sizes |= {tuple((image["height"], image["width"]) for image in row or []) for row in rows}
     pixels = None
     if engine.spool is not None:
         engine.spool.finish()
@@ -91,5 +95,6 @@ def facts_of(engine: ImageEngine, key: str, sizes: set[tuple[tuple[int, int], ..
         of_row = {some: [each.extras for each in rule.of(some)] for some in sizes if some}
         names = next((tuple(each[0]) for each in of_row.values()), ())
         return ImageFacts(key, names, {}, of_row, engine.type_ids)
+    rule.learn({size for some in sizes for size in some})
     of_size = {size: rule.of((size,))[0].extras for some in sizes for size in some}
     return ImageFacts(key, next((tuple(each) for each in of_size.values()), ()), of_size, {}, engine.type_ids)

@@ -91,7 +91,6 @@ def check_supported(options: Options, names: Mapping[str, str], **own: Any) -> N
         **own,
         "device": options.device not in ("auto", "cpu") and options.device,
         "distributed": options.distributed,
-        "store": options.store == "disk" and options.store,
         "truncation": options.truncation != "error" and options.truncation,
     }
     for name, value in wrong.items():

@@ -14,7 +14,7 @@ from gpuload.dataset.rows import Loaded, Numbers
 from gpuload.engines.protocol import Engine
 from gpuload.kinds.images.dataset import ImageFacts, ImageRows
 from gpuload.kinds.images.engine import ImageText
-from gpuload.kinds.images.load import facts_and_pixels, with_spool, without_stores
+from gpuload.kinds.images.load import facts_and_pixels, on_host, with_spool
 from gpuload.kinds.images.messages import images_of, problem_of_parts
 from gpuload.kinds.images.options import NAMES, ImageOptions, check_supported
 from gpuload.kinds.images.pixels import Pixels
@@ -120,7 +120,7 @@ class ImagePairKind(PairKind):
         base, options = super().parse({name: value for name, value in given.items() if name not in NAMES})
         check_supported(options, {"truncation": f"overlong={given.get('overlong')!r}"})
         assert isinstance(base, cls)
-        return replace(base, images=images), without_stores(options)
+        return replace(base, images=images), on_host(options)
 
     def resolve(self, sources: Sequence[Source], options: Options) -> tuple["ImagePairKind", list[Source], Options]:
         kind, found, options = super().resolve(sources, options)

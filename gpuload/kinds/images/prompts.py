@@ -4,7 +4,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -17,8 +17,8 @@ from gpuload.kinds.images.messages import images_of
 from gpuload.kinds.images.options import ImageOptions
 from gpuload.kinds.training_reference import messages_in
 from gpuload.media.arrow import values_of
-from gpuload.media.headers import Header, ImageError, read_header, sample_of
-from gpuload.media.references import Media, Places, as_list, media_of
+from gpuload.media.headers import FileBytes, Header, ImageError, read_header, sample_of
+from gpuload.media.references import Media, NoFileError, Places, as_list, media_of
 from gpuload.media.spool import Spool
 from gpuload.sources.columns import to_python
 from gpuload.sources.read import Source
@@ -85,7 +85,7 @@ def read_prompts(
     Args:
         spool: takes the bytes of images.
     """
-    places = Places(folder_of(source), tuple(map(os.fspath, options.media_roots)))
+    places = places_of(source, options)
     for table in source.batches():
         prompts = table.column(prompt_key).combine_chunks()
         prompts = prompts.dictionary_decode() if pa.types.is_dictionary(prompts.type) else prompts
@@ -104,6 +104,11 @@ def read_prompts(
         else:
             table = table.append_column(options.image_key, references)
         yield table, ImagePrompts(column, held)
+
+
+def places_of(source: Source, options: ImageOptions) -> Places:
+    """Where the files that a source names may be."""
+    return Places(folder_of(source), tuple(map(os.fspath, options.media_roots)))
 
 
 def folder_of(source: Source) -> str | None:
@@ -151,10 +156,14 @@ def found_images(prompt: Any, given: Any, places: Places, options: ImageOptions)
         try:
             media = media_of(value, places)
             data = media.open()
+            if isinstance(data, FileBytes):
+                media = replace(media, state=data.state)
             header = read_header(data, options.turns, options.max_image_pixels, options.check_media)
             again = media.data is None and options.media != "reference"
             found.append(FoundImage(media, header, None, *((len(data), sample_of(data)) if again else ())))
         except ImageError as error:
+            if isinstance(error, NoFileError):
+                media = Media(b"", given=error.given)
             name = "" if media.path is None else f" ({media.path!r})"
             found.append(FoundImage(media, None, f"image {number}{name}: {error}"))
     return found

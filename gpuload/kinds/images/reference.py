@@ -1,10 +1,12 @@
 """The reference of prompts with images: the processor, on decoded images."""
 
+import itertools
 import weakref
 from collections.abc import Mapping
 from typing import Any
 
 from gpuload.core.errors import TokenizerError
+from gpuload.kinds.images.cached import ImageColumns
 from gpuload.kinds.images.messages import as_parts, problem_of_parts
 from gpuload.kinds.images.options import ImageOptions
 from gpuload.kinds.images.prompts import media_of_row, problem_of_images, prompt_of
@@ -24,7 +26,7 @@ class ProcessorReference(Reference):
     """
 
     def __init__(self, processor: Any, images: ImageOptions, **others: Any):
-        self.processor, self.images = processor, images
+        self.processor, self.images, self.made = processor, images, ImageColumns(processor, images)
         tokenizer = getattr(processor, "tokenizer", None)
         if tokenizer is None:
             raise TokenizerError(f"{type(processor).__name__} has no tokenizer: pass a processor of a language model")
@@ -73,11 +75,11 @@ class ProcessorReference(Reference):
             for part in objects if part is not None for name, each in vars(part).items()
             if callable(each) or isinstance(each, str | int | float)
         ]  # fmt: skip
-        return (*map(_Same, objects), *own, self.processor.to_json_string(), str(self.images), *made)
+        return (*map(_Same, objects), *own, configuration_of(self.processor), str(self.images), *made)
 
     def fingerprint(self) -> str:
         return (
-            f"{super().fingerprint()} {type(self.processor).__name__} {self.processor.to_json_string()} {self.images}"
+            f"{super().fingerprint()} {type(self.processor).__name__} {configuration_of(self.processor)} {self.images}"
         )
 
 
@@ -102,6 +104,18 @@ class ImageReference(ProcessorReference):
 
     def ids(self, row: Any) -> list[int]:
         return self.ids_of_text(self.render(row), self.images_of(row))
+
+
+_unknown = itertools.count()
+
+
+def configuration_of(processor: Any) -> str:
+    """The configuration of a processor; another text each time if it is not plain data, as where a method was
+    replaced."""
+    try:
+        return str(processor.to_json_string())
+    except TypeError:
+        return f"unknown {next(_unknown)}"
 
 
 class _Same:

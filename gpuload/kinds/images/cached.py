@@ -1,0 +1,131 @@
+"""What the token cache and stores on disk keep of images: references to them, and the state of files of their own.
+
+A second load opens no image. Images in the data itself are part of the digest of its file. A file of its own has to be
+where the data's path led, and to have the size and the times of last change that it had when its header was read.
+"""
+
+import inspect
+import os
+import time
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import pyarrow as pa
+
+from gpuload.cache import known_files
+from gpuload.cache.column_file import ColumnFile
+from gpuload.cache.entry import HIDDEN
+from gpuload.cache.key import is_plain
+from gpuload.core.arrow import as_arrow
+from gpuload.kinds.images.options import ImageOptions
+from gpuload.kinds.images.prompts import ImagePrompts, places_of
+from gpuload.media.arrow import has_binaries
+from gpuload.media.headers import formats
+from gpuload.media.references import Media, NoFileError, Places
+from gpuload.sources.read import Source
+
+_FILE = pa.struct(
+    {"given": pa.string(), "path": pa.string(), "size": pa.int64(), "mtime": pa.int64(), "ctime": pa.int64()}
+)
+"""A file of an image: as the data names it, where that is, bytes, and times of the last change in ns; the last four are
+null if the data names no file."""
+
+_PACKAGES = ("numpy", "pillow", "torch", "torchvision")
+
+
+class ImageColumns:
+    """The column of images of a load, as a `MadeColumns`.
+
+    Args:
+        processor: of transformers.
+        images: the options about images.
+    """
+
+    def __init__(self, processor: Any, images: ImageOptions):
+        self._processor, self._images = processor, images
+
+    def problem(self, source: Source | None = None) -> str | None:
+        if source is not None:
+            held = any(has_binaries(field.type) for field in source.schema if field.name == self._images.image_key)
+            return self._copied if held and self._images.media != "reference" else None
+        for part in self._parts():
+            kind = type(part)
+            if kind.__module__.partition(".")[0] != "transformers":
+                return f"{kind.__name__} has code from outside transformers"
+            if own := [name for name, value in vars(part).items() if inspect.isroutine(value)]:
+                return f"{own[0]} was replaced on this {kind.__name__}"
+        return None if is_plain(_as_dict(self._images.mm_processor_kwargs)) else "mm_processor_kwargs is not plain data"
+
+    @property
+    def _copied(self) -> str:
+        return f"media={self._images.media!r} copies the images' bytes, for this dataset only"
+
+    def _parts(self) -> list[Any]:
+        image_processor = getattr(self._processor, "image_processor", None)
+        return [self._processor, *([] if image_processor is None else [image_processor])]
+
+    def decides(self) -> list[Any]:
+        from PIL import Image, ImageFile
+
+        own = [
+            [str(type(part)), *sorted((name, value) for name, value in vars(part).items() if is_plain(value))]
+            for part in self._parts()
+        ]
+        limits = [Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES, formats()]
+        return [self._images, self._processor.to_json_string(), own, limits, *map(_version, _PACKAGES)]
+
+    def reads(self, source: Source) -> list[str]:
+        return [name for name in source.schema.names if name == self._images.image_key]
+
+    def of(self, table: pa.Table, prompts: Any) -> tuple[pa.Table, str | None]:
+        assert isinstance(prompts, ImagePrompts)
+        held, key, why = prompts.held, self._images.image_key, None
+        rows = [[image["at"] for image in row] for row in prompts.column.field("images").to_pylist()]
+        media = [[held.media[at] for at in row] for row in rows]
+        files = [[_file(each) for each in row if each.given is not None] for row in media]
+        latest = max((max(each.state[1:]) for row in media for each in row if each.state is not None), default=0)
+        if any(each.data is None and each.state is None for row in media for each in row):
+            why = "a file of an image cannot be read"
+        elif latest / 1e9 + known_files.SETTLED > time.time():
+            why = "files of images have been written in the last seconds"
+        elif self._images.media != "reference" and any(each.data for row in media for each in row):
+            why = self._copied
+        return pa.table({key: table.column(key), HIDDEN: as_arrow(files, pa.list_(_FILE))}), why
+
+    def holds(self, source: Source, columns: ColumnFile) -> bool:
+        places, known = places_of(source, self._images), set()
+        for number in range(len(columns.parts)):
+            for chunk in columns.table(number).column(HIDDEN).chunks:
+                known |= {tuple(file.values()) for file in chunk.flatten().to_pylist()}
+        return all(_is_same(places, *file) for file in known)
+
+
+def _file(media: Media) -> dict[str, Any]:
+    values = (media.given, media.path, *(media.state or (None,) * 3))
+    return dict(zip((field.name for field in _FILE), values, strict=True))
+
+
+def _is_same(places: Places, given: str, path: str | None, *state: int | None) -> bool:
+    """Whether a path leads where it has led, to the same file or to none."""
+    try:
+        found = places.find(given)
+        about = os.lstat(found)
+        return found == path and (about.st_size, about.st_mtime_ns, about.st_ctime_ns) == state
+    except (NoFileError, ValueError):  # the latter: of paths that are none
+        return path is None
+    except OSError:
+        return False
+
+
+def _as_dict(given: Any) -> Any:
+    return {name: _as_dict(value) for name, value in given.items()} if isinstance(given, Mapping) else given
+
+
+@cache
+def _version(package: str) -> str | None:
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return None

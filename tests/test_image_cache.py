@@ -1,0 +1,344 @@
+"""Data with images in the token cache and in stores on disk: a second load opens no image, and has the same rows."""
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from cache_cases import entries, flip_a_bit
+from image_cases import BUILDERS, encoded, picture
+from PIL import Image
+
+import gpuload
+from gpuload.cache import column_file
+from gpuload.cache import known_files as known
+from gpuload.kinds.images import prompts as image_prompts
+from gpuload.kinds.images.engine import ImageEngine
+from gpuload.media import headers
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Any:
+    return BUILDERS["qwen2_5_vl"]()
+
+
+@pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of these tests are not too new."""
+    monkeypatch.setattr(known, "SETTLED", -1e9)
+
+
+@pytest.fixture
+def untouched(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From its call on, whoever opens an image of the data or tokenizes a row is wrong."""
+
+    def forbid() -> None:
+        def wrong(*_: Any, **__: Any) -> Any:
+            raise AssertionError("an image was opened, or a row made again")
+
+        for place, name in ((image_prompts, "read_header"), (headers, "_parsed"), (ImageEngine, "render")):
+            monkeypatch.setattr(place, name, wrong)
+        monkeypatch.setattr(headers.FileBytes, "__init__", wrong)
+
+    return forbid
+
+
+STORES = pytest.mark.parametrize("store", ["memory", "disk"])
+
+
+def write(path: Path, images: Any, **more: Any) -> str:
+    """Rows with one image each, and some without."""
+    rows = [f"<image>What is number {k}?" if each else f"Nothing {k}" for k, each in enumerate(images)]
+    table = {"a": list(range(len(rows))), "prompt": rows, "images": images, "b": [str(k) for k in range(len(rows))]}
+    pq.write_table(pa.table({**table, **more}), path, row_group_size=5)
+    return str(path)
+
+
+def held(count: int = 12) -> list[Any]:
+    """Images in the data itself; one is damaged, and one row has none."""
+    made: list[Any] = [
+        [{"bytes": encoded(picture(30 + 11 * k, 200 - 9 * k), "PNG"), "path": None}] for k in range(count)
+    ]
+    made[3][0]["bytes"] = made[3][0]["bytes"][:100]
+    made[5] = []
+    return made
+
+
+def on_disk(folder: Path, count: int = 12) -> list[Any]:
+    """Images in files; one row has none."""
+    for k in range(count):
+        picture(30 + 11 * k, 200 - 9 * k).save(folder / f"{k}.png")
+    return [[f"{k}.png"] if k != 5 else [] for k in range(count)]
+
+
+def load(files: Any, processor: Any, **options: Any) -> Any:
+    return gpuload.load(files, processor, **{"max_prompt_length": 400, "progress": False, **options})
+
+
+def same(found: Any, wanted: Any) -> None:
+    """Rows, columns, batches, states and fingerprints are equal."""
+    assert found.tokens.to_lists() == wanted.tokens.to_lists()
+    assert found.column_names == wanted.column_names
+    assert found.take(["a", "images", "b"]) == wanted.take(["a", "images", "b"])
+    assert [found.origin(row) for row in range(len(found))] == [wanted.origin(row) for row in range(len(wanted))]
+    assert found.fingerprint == wanted.fingerprint
+    for name in ("rows_read", "rows_kept", "overlong", "rejected", "examples", "tokens", "longest"):
+        assert getattr(found.report, name) == getattr(wanted.report, name), name
+    for one, other in zip(found.loader(4, seed=1, shuffle=True), wanted.loader(4, seed=1, shuffle=True), strict=True):
+        assert one.keys() == other.keys()
+        for key, values in other.items():
+            assert one[key].tolist() == values.tolist(), key
+
+
+@STORES
+def test_a_second_load_opens_no_image(
+    store: str, qwen: Any, tmp_path: Path, warm_cache: Path, settled: None, untouched: Callable[[], None]
+) -> None:
+    files = [write(tmp_path / "held.parquet", held()), write(tmp_path / "files.parquet", on_disk(tmp_path))]
+    wanted = load(files, qwen, token_cache=False)
+    assert len(wanted) < 24  # too long, or damaged
+    first = load(files, qwen, store=store)
+    assert first.report.into_cache == files, first.report
+    same(first, wanted)
+    untouched()
+    second = load(files, qwen, store=store)
+    assert second.report.from_cache == files
+    same(second, wanted)
+    same(load(files, qwen, store=store, max_prompt_length=60), load(files, qwen, store="memory", max_prompt_length=60))
+    same(pickle.loads(pickle.dumps(second)), wanted)
+    sample = load(files, qwen, store=store, max_samples=9, shuffle=True, seed=2)
+    assert len(sample) <= 9
+
+
+def test_stores_and_the_cache_share_ids(
+    qwen: Any, tmp_path: Path, warm_cache: Path, settled: None, untouched: Callable[[], None]
+) -> None:
+    file = write(tmp_path / "files.parquet", on_disk(tmp_path))
+    wanted = load(file, qwen)
+    untouched()
+    for store in ("disk", "memory", "disk"):
+        found = load(file, qwen, store=store)
+        assert found.report.from_cache == [file]
+        same(found, wanted)
+
+
+def test_columns_of_the_data_are_not_read_again(
+    qwen: Any, tmp_path: Path, warm_cache: Path, settled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, read = write(tmp_path / "x.parquet", held()), []
+    load(file, qwen)
+    right = pq.ParquetFile.read_row_group
+    iterated = pq.ParquetFile.iter_batches
+
+    def noted(step: Any) -> Any:
+        def call(self: Any, *given: Any, **more: Any) -> Any:
+            read.extend(more.get("columns") or [])
+            return step(self, *given, **more)
+
+        return call
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", noted(right))
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", noted(iterated))
+    load(file, qwen)
+    assert set(read) == {"a", "b"}
+
+
+@STORES
+@pytest.mark.parametrize("change", ["other", "touched", "removed", "new", "link"])
+def test_files_of_images_that_have_changed(
+    store: str, change: str, qwen: Any, tmp_path: Path, warm_cache: Path, settled: None
+) -> None:
+    images = on_disk(tmp_path)
+    os.rename(tmp_path / "7.png", tmp_path / "real7.png")
+    (tmp_path / "7.png").symlink_to("real7.png")
+    file = write(tmp_path / "x.parquet", [*images, ["missing.png"]])
+    first = load(file, qwen, store=store)
+    assert (first.report.rows_rejected, first.report.into_cache) == (1, [file])
+    assert load(file, qwen, store=store).report.from_cache == [file]
+    if change == "other":
+        about = os.stat(tmp_path / "4.png")
+        data = encoded(picture(140, 31), "BMP")
+        (tmp_path / "4.png").write_bytes(data[: about.st_size].ljust(about.st_size, b"\0"))
+        os.utime(tmp_path / "4.png", ns=(about.st_atime_ns, about.st_mtime_ns))
+    elif change == "touched":
+        os.utime(tmp_path / "4.png")
+    elif change == "removed":
+        os.unlink(tmp_path / "4.png")
+    elif change == "new":
+        picture(44, 55).save(tmp_path / "missing.png")
+    else:
+        (tmp_path / "7.png").unlink()
+        (tmp_path / "7.png").symlink_to("2.png")
+    wanted = load(file, qwen, token_cache=False)
+    again = load(file, qwen, store=store)
+    assert again.report.into_cache == [file]
+    same(again, wanted)
+    last = load(file, qwen, store=store)
+    assert last.report.from_cache == [file]
+    same(last, wanted)
+
+
+def test_new_files_of_images_are_not_trusted(qwen: Any, tmp_path: Path, warm_cache: Path) -> None:
+    file = write(tmp_path / "x.parquet", on_disk(tmp_path))
+    assert "files of images have been written in the last seconds" in str(load(file, qwen).report)
+    assert not list(warm_cache.glob("*.arrow"))
+    same(load(file, qwen, store="disk"), load(file, qwen))
+    assert not list((warm_cache.parent / "store").glob("*.arrow"))
+
+
+def _other_size(processor: Any) -> None:
+    processor.image_processor.size = {"shortest_edge": 3136, "longest_edge": 28 * 28 * 9}
+
+
+def _other_patch(processor: Any) -> None:
+    processor.image_processor.merge_size = 1
+
+
+def _other_token(processor: Any) -> None:
+    processor.image_token = "<|vision_pad|>"
+
+
+@pytest.mark.parametrize("change", [_other_size, _other_patch, _other_token, None])
+def test_what_decides_ids_is_in_the_key(
+    change: Callable[[Any], None] | None, qwen: Any, tmp_path: Path, warm_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path / "x.parquet", held())
+    load(file, qwen)
+    others: list[dict[str, Any]] = [{"max_image_pixels": 9000}, {"image_loader": "pil"}, {"check_media": "header"}]
+    others += [{"mm_processor_kwargs": {"size": {"shortest_edge": 3136, "longest_edge": 28 * 28 * 12}}}]
+    if change is None:
+        for options in others:
+            assert load(file, qwen, **options).report.from_cache == []
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10_000_000)
+        assert load(file, qwen).report.from_cache == []
+        return
+    other = BUILDERS["qwen2_5_vl"]()
+    assert load(file, other).report.from_cache == [file]
+    change(other)
+    assert load(file, other, verify="off").report.from_cache == []
+
+
+def test_changed_images_in_the_data_have_another_key(qwen: Any, tmp_path: Path, warm_cache: Path) -> None:
+    images = held()
+    load(write(tmp_path / "x.parquet", images), qwen)
+    images[0] = [{"bytes": encoded(picture(31, 201), "PNG"), "path": None}]
+    other = write(tmp_path / "y.parquet", images)
+    assert load(other, qwen).report.from_cache == []
+    os.rename(other, tmp_path / "z.parquet")
+    assert load(tmp_path / "z.parquet", qwen).report.from_cache == [str(tmp_path / "z.parquet")]
+
+
+def test_processors_that_nothing_identifies_are_not_cached(
+    qwen: Any, tmp_path: Path, warm_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path / "x.parquet", held())
+    with monkeypatch.context() as patch:
+        patch.setattr(qwen.image_processor, "resize", qwen.image_processor.resize)
+        assert "resize was replaced on this Qwen2VLImageProcessor" in str(load(file, qwen).report)
+    kind = type("OwnProcessor", (type(qwen),), {"__module__": "own"})
+    monkeypatch.setattr(qwen, "__class__", kind)
+    assert "OwnProcessor has code from outside transformers" in str(load(file, qwen).report)
+    assert not list(warm_cache.glob("*.arrow"))
+
+
+@STORES
+def test_pixels(store: str, qwen: Any, tmp_path: Path, warm_cache: Path, settled: None) -> None:
+    files = write(tmp_path / "files.parquet", on_disk(tmp_path, 6))
+    inside = write(tmp_path / "held.parquet", held(6))
+    for number in range(2):
+        found = load([files, inside], qwen, store=store, media="inputs")
+        assert found.report.from_cache == [files] * number
+        assert "media='inputs' copies the images' bytes" in str(found.report)
+        for batch, other in zip(found.loader(4), load([files, inside], qwen, media="inputs").loader(4), strict=True):
+            assert batch["pixel_values"].equal(other["pixel_values"])
+    assert len(list(warm_cache.parent.glob(f"{'store' if store == 'disk' else 'tokens'}/*.arrow"))) == 1
+
+
+@STORES
+@pytest.mark.parametrize("what", [".arrow", ".columns"])
+def test_damage_is_a_miss(
+    store: str, what: str, qwen: Any, tmp_path: Path, warm_cache: Path, settled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path / "x.parquet", on_disk(tmp_path))
+    wanted = load(file, qwen, store=store)
+    folder = warm_cache.parent / ("store" if store == "disk" else "tokens")
+    for entry in entries(folder):
+        if entry.suffix == what:
+            data = bytearray(entry.read_bytes())
+            entry.unlink()
+            entry.write_bytes(data[: len(data) // 2])
+    again = load(file, qwen, store=store)
+    assert again.report.from_cache == []
+    same(again, wanted)
+    assert load(file, qwen, store=store).report.from_cache == [file]
+
+
+def test_flipped_bits_in_memory_are_a_miss(qwen: Any, tmp_path: Path, warm_cache: Path, settled: None) -> None:
+    file = write(tmp_path / "x.parquet", on_disk(tmp_path))
+    wanted = load(file, qwen)
+    for suffix in (".arrow", ".columns"):
+        (entry,) = warm_cache.glob(f"*{suffix}")
+        flip_a_bit(entry)
+        found = load(file, qwen)
+        assert found.report.from_cache == []
+        same(found, wanted)
+
+
+@STORES
+def test_ids_and_references_of_two_loads_are_not_mixed(
+    store: str, qwen: Any, tmp_path: Path, warm_cache: Path, settled: None
+) -> None:
+    """As if a process was killed when it had written one of the files."""
+    file = write(tmp_path / "x.parquet", on_disk(tmp_path))
+    load(file, qwen, store=store)
+    folder = warm_cache.parent / ("store" if store == "disk" else "tokens")
+    before = {path: path.read_bytes() for path in entries(folder)}
+    picture(300, 20).save(tmp_path / "4.png")
+    wanted = load(file, qwen, store=store)
+    after = {path: path.read_bytes() for path in entries(folder)}
+    for path in before.keys() & after.keys():
+        for name in after:
+            name.unlink(missing_ok=True)
+            name.write_bytes(after[name])
+        path.unlink()
+        path.write_bytes(before[path])
+        same(load(file, qwen, store=store), wanted)
+
+
+@STORES
+def test_chats_and_pairs(
+    store: str,
+    qwen: Any,
+    tmp_path: Path,
+    warm_cache: Path,
+    settled: None,
+    untouched: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(column_file, "PART_BYTES", 500)
+    images = on_disk(tmp_path)
+    images[5] = ["4.png"]
+    said = [{"role": "assistant", "content": "Yes."}]
+    asked = [[{"role": "user", "content": f"<image>{k}?"}] for k in range(12)]
+    turns = [[{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": str(k)}] for k in range(12)]
+    pairs = {"prompt": asked, "chosen": [said] * 12, "rejected": [[{"role": "assistant", "content": "No."}]] * 12}
+    talks = {"images": images, "n": list(range(12)), "conversations": turns}
+    pq.write_table(pa.table(talks), tmp_path / "chats.parquet")
+    pq.write_table(pa.table({**pairs, "images": images}), tmp_path / "pairs.parquet")
+    made: list[tuple[Callable[..., Any], str]] = [
+        (gpuload.load_chats, str(tmp_path / "chats.parquet")),
+        (gpuload.load_pairs, str(tmp_path / "pairs.parquet")),
+    ]
+    first = [function(file, qwen, max_length=400, store=store) for function, file in made]
+    untouched()
+    for (function, file), wanted in zip(made, first, strict=True):
+        found = function(file, qwen, max_length=400, store=store)
+        assert found.report.from_cache == [file]
+        batch, other = (each.batch(range(len(wanted))) for each in (found, wanted))
+        assert batch.keys() == other.keys()
+        assert all(batch[key].tolist() == other[key].tolist() for key in other)
+        assert found.fingerprint == wanted.fingerprint

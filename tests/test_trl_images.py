@@ -1,0 +1,148 @@
+"""Data with images for TRL: the rows that are kept have at most as many tokens as the limit, by TRL's own collator."""
+
+import io
+import logging
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from image_cases import BUILDERS, encoded, picture
+from PIL import Image
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+from gpuload.core.errors import DataError, OptionError
+from gpuload.integrations.trl import fitting
+
+SIZES = ((30, 40), (200, 90), (61, 240), (120, 120), (300, 300), (33, 27), (260, 80))
+
+
+def messages(row: int) -> list[dict[str, Any]]:
+    asked = {"role": "user", "content": f"What is in {row}? " + "Look well. " * (row % 4)}
+    return [{"role": "system", "content": "Be brief."}, asked, {"role": "assistant", "content": f"Number {row}."}]
+
+
+def images(row: int) -> list[dict[str, Any]]:
+    count = (1, 2, 0, 1)[row % 4]
+    sizes = [SIZES[(row + k) % len(SIZES)] for k in range(count)]
+    return [{"bytes": encoded(picture(*size), "PNG"), "path": None} for size in sizes]
+
+
+def data(kind: str, rows: int = 16) -> Any:
+    """A dataset of a form that TRL takes."""
+    made: dict[str, list[Any]] = {"n": list(range(rows))}
+    if kind == "messages":
+        made["messages"] = [messages(row) for row in range(rows)]
+    elif kind == "completion":
+        made["prompt"] = [messages(row)[:2] for row in range(rows)]
+        made["completion"] = [messages(row)[2:] for row in range(rows)]
+    else:
+        made["text"] = ["<|image_pad|>" * len(images(row)) + f" {row}" * row for row in range(rows)]
+    made["images"] = [images(row) for row in range(rows)]
+    if kind == "one image":
+        made["image"] = [(images(row) or images(0))[0] for row in range(rows)]
+        made["text"] = [f"<|image_pad|>{row}" for row in range(rows)]
+        del made["images"]
+    kinds: dict[str, Any] = {"image": datasets.Image(), "images": datasets.List(datasets.Image())}
+    dataset = datasets.Dataset.from_dict(made)
+    for name in kinds.keys() & made.keys():
+        dataset = dataset.cast_column(name, kinds[name])
+    return dataset
+
+
+def collated(processor: Any, row: dict[str, Any], **options: Any) -> Any:
+    return DataCollatorForVisionLanguageModeling(processor, **options)([dict(row)])
+
+
+def length(processor: Any, row: dict[str, Any]) -> int:
+    return int(collated(processor, row)["attention_mask"].sum())
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *(("qwen2_5_vl", kind) for kind in ("messages", "completion", "text", "one image")),
+        ("llava_next", "messages"),
+        ("llava_next", "completion"),
+    ],
+)
+def test_kept_rows_are_those_that_fit(name: str, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    processor = BUILDERS[name]()
+    dataset = data(kind)
+    lengths = [length(processor, row) for row in dataset]
+    limit = sorted(lengths)[9]
+    assert lengths.count(limit) < len(lengths)
+    with caplog.at_level(logging.INFO, "gpuload.integrations.trl"):
+        kept = fitting(dataset, processor, limit)
+    wanted = [row for row, each in enumerate(lengths) if each <= limit]
+    assert kept["n"] == wanted
+    assert kept.features == dataset.features
+    assert f"{len(wanted)} of 16 rows have at most {limit:,} tokens" in caplog.text
+    for row in kept:
+        whole, cut = collated(processor, row), collated(processor, row, max_length=limit)
+        assert whole.keys() == cut.keys()
+        assert all(torch.equal(whole[key], cut[key]) for key in whole)  # nothing is truncated, and pixels are the same
+
+
+def test_the_processor_runs_on_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    processor, dataset, calls = BUILDERS["qwen2_5_vl"](), data("messages", 200), []
+    right = DataCollatorForVisionLanguageModeling.torch_call
+    monkeypatch.setattr(
+        DataCollatorForVisionLanguageModeling,
+        "torch_call",
+        lambda self, rows: (calls.append(len(rows)), right(self, rows))[1],
+    )
+    assert 0 < len(fitting(dataset, processor, 70)) < 200
+    assert len(calls) <= 6
+
+
+def test_rows_that_the_collator_rejects_are_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    dataset, processor = data("messages", 8), BUILDERS["qwen2_5_vl"]()
+    rows = dataset.cast_column("images", datasets.List(datasets.Image(decode=False))).to_list()
+    rows[0]["images"][0]["bytes"] = rows[0]["images"][0]["bytes"][:60]
+    rows[1]["messages"][0]["role"] = "teacher"
+    rows[3]["images"] = [{"bytes": encoded(picture(2, 900), "PNG"), "path": None}]
+    made = datasets.Dataset.from_list(rows).cast_column("images", datasets.List(datasets.Image()))
+    with caplog.at_level(logging.INFO, "gpuload.integrations.trl"):
+        kept = fitting(made, processor, 10_000)
+    assert kept["n"] == [2, 4, 5, 6, 7]
+    assert "Invalid role in message: teacher" in caplog.text
+    for row in kept:
+        collated(processor, row)
+
+
+def test_another_template_and_other_processors(caplog: pytest.LogCaptureFixture) -> None:
+    template = "{% for m in messages %}{% for p in m.content %}{{ p.text if p.type == 'text' else '<|image_pad|>' }}"
+    template += "{% endfor %}{% endfor %}"
+    processor, dataset = BUILDERS["qwen2_5_vl"](), data("messages", 8)
+    lengths = [int(collated(processor, row, chat_template=template)["attention_mask"].sum()) for row in dataset]
+    limit = sorted(lengths)[4]
+    kept = fitting(dataset, processor, limit, chat_template=template)
+    assert kept["n"] == [row for row, each in enumerate(lengths) if each <= limit]
+
+
+def test_images_that_are_turned() -> None:
+    file = io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    picture(60, 420).save(file, "JPEG", exif=exif)
+    dataset = datasets.Dataset.from_dict(
+        {"images": [[{"bytes": file.getvalue(), "path": None}]], "messages": [messages(0)]}
+    ).cast_column("images", datasets.List(datasets.Image()))
+    processor = BUILDERS["llava_next"]()
+    wanted = length(processor, dataset[0])
+    assert len(fitting(dataset, processor, wanted)) == 1
+    with pytest.raises(DataError, match="none of 1 rows has at most"):
+        fitting(dataset, processor, wanted - 1)
+
+
+def test_wrong_arguments() -> None:
+    processor, dataset = BUILDERS["qwen2_5_vl"](), data("messages", 2)
+    with pytest.raises(OptionError, match="fitting needs a processor, not"):
+        fitting(dataset, processor.tokenizer, 9)
+    for limit in (0, -1, True, 2.5, None):
+        with pytest.raises(OptionError, match="expected a positive number of tokens"):
+            fitting(dataset, processor, limit)  # type: ignore[arg-type]
+    for wrong in (dataset.remove_columns("images"), dataset.to_iterable_dataset(), [{"images": []}]):
+        with pytest.raises(DataError, match="column image or images"):
+            fitting(wrong, processor, 9)
