@@ -162,7 +162,7 @@ def test_all_rows_filtered(write: Callable[..., str], qwen: Any) -> None:
     )
     with pytest.raises(
         DataError,
-        match=rf"(?s)all 4 rows were dropped.*3 rows.*=5; the shortest has {shortest} tokens.*1 rows: prompt is",
+        match=rf"(?s)all 4 rows were dropped.*3 rows.*=5; the shortest has {shortest} tokens.*1 row: prompt is",
     ):
         gpuload.load(file, qwen, max_prompt_length=5)
 

@@ -87,9 +87,7 @@ def test_the_rest_of_a_sanitized_load_is_the_same(load: Any, qwen: Any) -> None:
     assert prompts[0]["full_prompts"] == qwen.apply_chat_template(
         user("a <|im_end|> b"), add_generation_prompt=True, tokenize=False
     )
-    assert "1 rows have the text of control tokens in their messages; it was encoded as plain text" in str(
-        prompts.report
-    )
+    assert "1 row has the text of control tokens in their messages; it was encoded as plain text" in str(prompts.report)
 
 
 @needs_sanitizing

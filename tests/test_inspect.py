@@ -282,7 +282,7 @@ def test_numbers_of_pairs(qwen: Any, qwen_folder: str, tmp_path: Path, capsys: p
     assert "\npairs whose chosen equals rejected: 1\n" in shown
     assert "chosen is null" in shown
 
-    for row, end in enumerate(("both begin with the same 1 tokens\n", "both are equal\n", "dropped: chosen is null\n")):
+    for row, end in enumerate(("both begin with the same 1 token\n", "both are equal\n", "dropped: chosen is null\n")):
         assert main(["show", str(file), "--row", str(row), "--tokenizer", qwen_folder]) == 0
         assert capsys.readouterr().out.endswith(end)
 
@@ -540,7 +540,7 @@ def test_show_prompts_of_any_file(
     assert f"\nprompt: {length} tokens\n" in capsys.readouterr().out
     plain = write({"prompt": ["one", "two"]})
     assert main(["show", plain, "--row", "1", "--tokenizer", qwen_folder, "--no-template"]) == 0
-    assert capsys.readouterr().out.endswith("prompt: 1 tokens\n\ntext\n  [two]\n")
+    assert capsys.readouterr().out.endswith("prompt: 1 token\n\ntext\n  [two]\n")
 
 
 def test_rows_are_the_tokenizers_where_the_fast_path_differs(

@@ -658,7 +658,7 @@ def test_a_template_that_reorders_messages_is_noted(qwen: Any) -> None:
     template = "{% for m in messages | reverse %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
     template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     found = load([GOOD], qwen, "dpo", chat_template=template)
-    assert "1 rows whose prompt alone is encoded otherwise than in front of a completion" in str(found.report)
+    assert "1 row whose prompt alone is encoded otherwise than in front of a completion" in str(found.report)
     qwen.chat_template, before = template, qwen.chat_template
     try:
         assert rows_of(found) == prepared([GOOD], qwen, "dpo")

@@ -1,6 +1,7 @@
 """What the report says: how each row was rendered, what took the time, and what a user must not overlook."""
 
 import json
+import re
 import time
 import warnings
 from collections.abc import Callable
@@ -14,6 +15,8 @@ import pytest
 from conftest import user
 
 import gpuload
+from gpuload.cli.main import main
+from gpuload.core.words import counted
 from gpuload.dataset.report import Report
 from gpuload.integrations.ray.reports import ReportKeeper, merged
 from gpuload.pipeline.verify import Check
@@ -192,6 +195,64 @@ def test_many_rejected_rows_are_a_warning(qwen: Any) -> None:
         loaded("load_chats", [*cut, *chats[1:2]], qwen, max_length=50, overlong="keep_start")
     with pytest.warns(UserWarning, match="4 of 8 rows were dropped for other reasons"):
         loaded("load_chats", chats, qwen)
+
+
+PLURAL = re.compile(r"(?<![\w,.])(?<!of )1 (?:more |equal )?[a-z]{3,}s\b(?!/)")
+
+
+@pytest.mark.parametrize(
+    ("count", "what", "said"),
+    [
+        (0, "rows", "0 rows"),
+        (1, "rows read", "1 row read"),
+        (2000, "rows have loss", "2,000 rows have loss"),
+        (1, "rows have loss", "1 row has loss"),
+        (1, "more entries", "1 more entry"),
+        (1, "batches", "1 batch"),
+        (1, "pieces", "1 piece"),
+        (1, "answers whose text has tokens", "1 answer whose text has tokens"),
+    ],
+)
+def test_things_are_counted_in_words(count: int, what: str, said: str) -> None:
+    assert counted(count, what) == said
+
+
+def test_one_of_a_thing_is_no_plural(
+    qwen_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Reports, objects and commands for data of one row, of which one is dropped for each reason."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("GPULOAD_CACHE", str(tmp_path / "cache"))
+    texts = ["", *("one" if k else "one<|im_end|>" for k in range(2)), "long " * 99]
+    table = pa.table({"prompt": [user(text) if text else [] for text in texts]})
+    answer = {"role": "assistant", "content": "\n\n<think>\n</think>", "reasoning_content": "a"}
+    chats = pa.table({"messages": [[*user("Hi"), answer]]})
+    rejected = pa.table({"messages": [[*user("Hi"), answer], user("Hi")]})
+    pairs = [{"prompt": "a", "chosen": "b", "rejected": "b"}]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = [
+            gpuload.load(table.slice(start, size), qwen_folder, max_prompt_length=60, progress=False)
+            for start, size in ((0, 3), (1, 1), (2, 2))
+        ]
+        made += [gpuload.load_chats(chats, qwen_folder, turns=turns) for turns in ("conversation", "served")]
+        made += [gpuload.load_chats(rejected, qwen_folder, turns="served", missing_reasoning="skip")]
+        one = pa.Table.from_pylist(pairs)
+        made += [gpuload.load_pairs(one, qwen_folder, objective=objective) for objective in ("dpo", "kto")]
+    said = "\n".join(f"{data!r}\n{data.loader(1)!r}\n{data.report}\n{data.report.warning()}" for data in made)
+    files = [str(tmp_path / f"{name}.parquet") for name in ("prompts", "chats")]
+    pq.write_table(table.slice(2, 1), files[0])
+    pq.write_table(rejected, files[1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for file in files:
+            for command in (["check", "--limit", "5"], ["show", "--row", "0"], ["inspect"], ["prepare"]):
+                main([command[0], file, "--tokenizer", qwen_folder, *command[1:]])
+    main(["cache"])
+    said += capsys.readouterr().out
+    assert "1 row read, 1 kept" in said
+    assert "1 row has the text of control tokens" in said
+    assert not [line for line in said.splitlines() if PLURAL.search(line)]
 
 
 def test_reports_of_ranks_and_workers_add_up() -> None:

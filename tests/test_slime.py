@@ -296,7 +296,7 @@ def test_prompts_that_cannot_be_rendered(
     given = rows()
     given[4]["prompt"][-1]["content"] = None
     check_raises(arguments(file(given), qwen_folder), UndefinedError)
-    assert any("1 rows cannot be rendered: content of message" in text for text in caplog.messages)
+    assert any("1 row cannot be rendered: content of message" in text for text in caplog.messages)
 
 
 # -- real data ---------------------------------------------------------------------------------------------------------

@@ -152,7 +152,7 @@ def test_data_that_cannot_be_prepared() -> None:
     weighted = [{**message, "weight": 0.5} if message["role"] == "assistant" else message for message in MESSAGES]
     with pytest.raises(OptionError, match="which TRL's loss does not take"):
         served([{"messages": weighted}])
-    with pytest.raises(DataError, match="all 1 rows"):
+    with pytest.raises(DataError, match="the only row"):
         served([{"messages": MESSAGES[:1]}])
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from gpuload.cache.directory import cached_files, clear, digests_directory, store_directory, tokens_directory
 from gpuload.cli.output import printable
 from gpuload.core.files import partial_bytes
+from gpuload.core.words import counted
 from gpuload.dataset.report import megabytes
 
 
@@ -25,7 +26,7 @@ def list_cache(cache_dir: str | None = None) -> None:
 def _list(directory: Path) -> None:
     files = cached_files(directory)
     unfinished = partial_bytes(directory)
-    print(f"{directory}: {len(files):,} entries, {megabytes(sum(file.nbytes for file in files))}")
+    print(f"{directory}: {counted(len(files), 'entries')}, {megabytes(sum(file.nbytes for file in files))}")
     if unfinished:
         print(f"being written: {megabytes(unfinished)}")
     if files:
@@ -45,5 +46,5 @@ def clear_cache(cache_dir: str | None = None) -> None:
     for number, directory in enumerate((tokens_directory(cache_dir), store_directory(cache_dir))):
         if number == 0 or directory.exists():
             entries, nbytes = clear(directory)
-            print(f"{directory}: removed {entries:,} entries, {megabytes(nbytes)}")
+            print(f"{directory}: removed {counted(entries, 'entries')}, {megabytes(nbytes)}")
     shutil.rmtree(digests_directory(cache_dir), ignore_errors=True)

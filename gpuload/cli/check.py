@@ -12,6 +12,7 @@ from gpuload.cli.inspect import check_page
 from gpuload.cli.output import printable
 from gpuload.cli.show import uses_color
 from gpuload.core.errors import OptionError
+from gpuload.core.words import counted
 from gpuload.inspect.checks.findings import Finding
 from gpuload.inspect.checks.lines import kept_by, lines_for
 from gpuload.inspect.checks.page import page_of_findings, some_rows, verdict
@@ -71,7 +72,7 @@ def findings_as_text(
         return f"\033[{_COLORS[level]}m{text}\033[0m" if color else text
 
     files = found.files[0] if len(found.files) == 1 else f"{len(found.files)} files"
-    lines = _wrapped(f"{files}: {found.rows:,} rows of {found.kind}, {verdict(found)}", width, "")
+    lines = _wrapped(f"{files}: {counted(found.rows, 'rows')} of {found.kind}, {verdict(found)}", width, "")
     for each in found.findings:
         name, *rest = _of_finding(each, width)
         lines += ["", colored(each.level, each.level) + name.removeprefix(each.level), *rest]

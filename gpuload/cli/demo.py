@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import torch
 
+from gpuload.core.words import counted
 from gpuload.demo_data import demo_files
 from gpuload.kinds.load import load
 from gpuload.kinds.prompts import PromptDataset, collate_fn
@@ -48,7 +49,7 @@ def demo() -> int:
     for step, seconds in ours.items():
         print(f"  {step:58}{seconds:9.2f}{theirs[step]:13.2f}")
     differing = _differing_tokens(prompts, expected)
-    print(f"  {len(expected):,} rows compared, {differing:,} tokens differ")
+    print(f"  {counted(len(expected), 'rows')} compared, {counted(differing, 'tokens differ')}")
     print("\nNext, with your data and your model's tokenizer:")
     print("  gpuload inspect YOUR.parquet --tokenizer YOUR/TOKENIZER")
     return 0 if differing == 0 else 1

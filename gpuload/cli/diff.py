@@ -9,6 +9,7 @@ from typing import Any
 from gpuload.cli.output import printable
 from gpuload.cli.show import uses_color
 from gpuload.core.errors import GpuloadError, OptionError
+from gpuload.core.words import counted
 from gpuload.inspect.data import open_data
 from gpuload.inspect.diff import ChangedRow, Difference, DiffPiece, difference
 from gpuload.inspect.tokens import visible_text
@@ -68,17 +69,18 @@ def difference_as_text(found: Difference, width: int, color: bool = False) -> st
         f"  tokens       {ours:,} → {theirs:,}{share}",
     ]
     if found.renumbered:
-        lines.append(f"  vocabulary   {found.renumbered:,} tokens have another id, or none, in the first one")
+        lines.append(f"  vocabulary   {counted(found.renumbered, 'tokens have')} another id, or none, in the first one")
     if found.loss_only:
-        lines.append(f"  loss         {found.loss_only:,} rows change in their loss only")
+        lines.append(f"  loss         {counted(found.loss_only, 'rows change')} in their loss only")
     if any(found.dropped):
         lines.append(
-            f"  dropped      {found.dropped[0]:,} rows by the first only, {found.dropped[1]:,} by the other only"
+            f"  dropped      {counted(found.dropped[0], 'rows')} by the first only, "
+            f"{found.dropped[1]:,} by the other only"
         )
     for row in found.shown:
         lines += ["", *_of_row(row, width, color)]
     if left := len(found.changed) - len(found.shown):
-        lines += ["", f"{left:,} more rows change: --rows shows more of them, --json lists all"]
+        lines += ["", f"{counted(left, 'more rows change')}: --rows shows more of them, --json lists all"]
     return "\n".join(lines)
 
 
@@ -86,7 +88,7 @@ def _of_row(row: ChangedRow, width: int, color: bool) -> list[str]:
     if any(row.reasons):
         texts = [f"dropped: {reason}" if reason else "kept" for reason in row.reasons]
         return [printable(row.place), *(printable(f"{mark} {text}") for mark, text in zip("-+", texts, strict=True))]
-    lines = [printable(f"{row.place}: {row.lengths[0]:,} → {row.lengths[1]:,} tokens")]
+    lines = [printable(f"{row.place}: {row.lengths[0]:,} → {counted(row.lengths[1], 'tokens')}")]
     for name, pieces in row.sequences:
         lines += [f"{name}:"] * bool(name)
         for piece in pieces:
@@ -95,7 +97,7 @@ def _of_row(row: ChangedRow, width: int, color: bool) -> list[str]:
 
 
 def _of_piece(piece: DiffPiece, width: int, color: bool) -> list[str]:
-    lines = [f"  … {piece.omitted:,} equal tokens …"] * bool(piece.omitted)
+    lines = [f"  … {counted(piece.omitted, 'equal tokens')} …"] * bool(piece.omitted)
     start = f"{_MARKS[piece.side]} {'loss ' if piece.loss else ''}"
     line = start
     made = []

@@ -9,6 +9,7 @@ from typing import Any
 from gpuload.cli.output import printable
 from gpuload.core.errors import OptionError
 from gpuload.core.options import Options
+from gpuload.core.words import counted
 from gpuload.engines.host.prompts import render_column
 from gpuload.inspect.data import open_data
 from gpuload.inspect.page import page_of
@@ -106,8 +107,9 @@ def inspect_template(
             rendered.append(render_column(column, reference, program))
     print(program)
     print(
-        f"\n{sum(r.compiled_rows for r in rendered):,} rows compiled, {sum(r.reference_rows for r in rendered):,} "
-        f"rendered by transformers, {sum(len(r.rejected) for r in rendered):,} rejected"
+        f"\n{counted(sum(r.compiled_rows for r in rendered), 'rows')} compiled, "
+        f"{sum(r.reference_rows for r in rendered):,} rendered by transformers, "
+        f"{sum(len(r.rejected) for r in rendered):,} rejected"
     )
     reasons: Counter[str] = sum((Counter(r.reasons) for r in rendered), Counter())
     reasons += sum((Counter(f"rejected: {why}" for why in r.rejected.values()) for r in rendered), Counter())

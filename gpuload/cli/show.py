@@ -12,6 +12,7 @@ from gpuload.cli.output import printable
 from gpuload.core.arrays import Ragged
 from gpuload.core.marks import LOSS
 from gpuload.core.options import Options
+from gpuload.core.words import counted
 from gpuload.inspect.data import encode_row, find_row, one_row, open_data
 from gpuload.inspect.roles import RoleFinder
 from gpuload.inspect.tokens import (
@@ -86,11 +87,11 @@ def in_terminal(row: SampleRow, color: bool) -> str:
         tokens = sequence.tokens
         with_loss = sum(bool(token.loss) for token in tokens)
         loss = f", {with_loss:,} with loss" if tokens[0].loss is not None else ""
-        lines += ["", f"{sequence.name}: {sequence.length:,} tokens{loss}", ""]
+        lines += ["", f"{sequence.name}: {counted(sequence.length, 'tokens')}{loss}", ""]
         lines += [_colored(tokens), "", _legend(tokens)] if color else _plain(tokens)
     if len(row.sequences) == 2:
         at = row.difference
-        lines += ["", "both are equal" if at is None else f"both begin with the same {at:,} tokens"]
+        lines += ["", "both are equal" if at is None else f"both begin with the same {counted(at, 'tokens')}"]
     return "\n".join(lines)
 
 
@@ -137,5 +138,6 @@ def _color(role: str | None) -> int:
 
 
 def _indented(text: str) -> str:
-    cut = text if len(text) <= _MOST_VALUE else f"{text[:_MOST_VALUE]}… ({len(text) - _MOST_VALUE:,} more characters)"
+    more = len(text) - _MOST_VALUE
+    cut = text if more <= 0 else f"{text[:_MOST_VALUE]}… ({counted(more, 'more characters')})"
     return "\n".join(f"  {line}" for line in shown(cut).split("\n"))

@@ -15,6 +15,7 @@ import numpy as np
 
 from gpuload.core.errors import OptionError, ResumeError
 from gpuload.core.options import Padding
+from gpuload.core.words import counted
 from gpuload.dataset.fingerprint import Fingerprint, difference
 from gpuload.packing import Plan, share
 from gpuload.packing.plan import check_counts, check_ranks, count_batches, is_count
@@ -94,7 +95,7 @@ class Loader(ABC):
     def __repr__(self) -> str:
         settings = {**self._settings, "rank": self._rank, "epoch": self.epoch}
         shown = ", ".join(f"{name}={value!r}" for name, value in settings.items())
-        return f"{type(self).__name__}({len(self):,} batches, {shown})"
+        return f"{type(self).__name__}({counted(len(self), 'batches')}, {shown})"
 
     def __iter__(self) -> Iterator[Any]:
         if self._position and not self._resuming:  # an epoch left by `break` is not continued

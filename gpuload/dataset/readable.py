@@ -9,6 +9,7 @@ import pyarrow as pa
 from gpuload.core.arrays import Ragged, RowNumbers, row_number
 from gpuload.core.errors import GpuloadError
 from gpuload.core.marks import split
+from gpuload.core.words import counted
 from gpuload.dataset.notebook import table_html, token_lines
 from gpuload.reference.reference import Reference
 from gpuload.sources.columns import Columns
@@ -112,7 +113,7 @@ class Readable(ABC):
         print(shown(f"{file} row {place}"))
         for name, tokens in self._parts(np.array([number])).items():
             ids, loss = (part[0] for part in split(tokens))
-            print(f"{name}: {len(ids):,} tokens")
+            print(f"{name}: {counted(len(ids), 'tokens')}")
             print("\n".join(token_lines(list(map(pieces, ids.tolist())), loss if loss.any() else None)))
 
     def _tokenizer(self, caller: str) -> Reference:

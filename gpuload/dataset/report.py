@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from gpuload.core.words import counted
 from gpuload.dataset.notebook import lines_html
 from gpuload.engines.host.few import FEW
 
@@ -199,7 +200,8 @@ class Report:
     def reasons(self) -> str:
         """The reasons for rejected rows, one line each, the most frequent first."""
         return "\n".join(
-            f"  rejected   {count:,} rows: {reason} ({', '.join(self.examples[reason])}{', ...' * (count > _EXAMPLES)})"
+            f"  rejected   {counted(count, 'rows')}: {reason} "
+            f"({', '.join(self.examples[reason])}{', ...' * (count > _EXAMPLES)})"
             for reason, count in sorted(self.rejected.items(), key=lambda item: -item[1])[:10]
         )
 
@@ -208,12 +210,12 @@ class Report:
         dropped = self.rows_read - self.rows_kept
         what = "dropped" if self.overlong_dropped else "kept, to be truncated"
         lines = [
-            f"{files}: {self.rows_read:,} rows read, {self.rows_kept:,} kept, {dropped:,} dropped{self._waited()}",
+            f"{files}: {counted(self.rows_read, 'rows read')}, {self.rows_kept:,} kept, "
+            f"{dropped:,} dropped{self._waited()}",
         ]
         if self.overlong:
-            lines.append(
-                f"  overlong   {self.overlong:,} rows over {self.limit_name}={self.max_prompt_length} ({what})"
-            )
+            limit = f"{self.limit_name}={self.max_prompt_length}"
+            lines.append(f"  overlong   {counted(self.overlong, 'rows')} over {limit} ({what})")
         if self.rejected:
             lines.append(self.reasons())
         if self.rows_kept:
@@ -228,7 +230,7 @@ class Report:
             *self._by_reference(),
             *self._fallback(),
             *self._control(),
-            *(f"             {count:,} {what}" for what, count in self.counts.items()),
+            *(f"             {counted(count, what)}" for what, count in self.counts.items()),
             *(f"             {note}" for note in self.notes),
             *self._cached(),
             f"  verified   {self._verification()}",
@@ -268,7 +270,7 @@ class Report:
         if not self.by_reference:
             return []
         if not self.rows_slow:
-            return [f"             {self.rows_by_reference:,} rows rendered by transformers: {FEW}"]
+            return [f"             {counted(self.rows_by_reference, 'rows')} rendered by transformers: {FEW}"]
         rows, rendering = self.rows_by_reference, self.seconds.get("render", 0.0)
         shares = f"{rows / (rows + self.rows_compiled):.0%} of the rows"
         share = min(self.reference_seconds / rendering, 1) if rendering else 0.0
@@ -277,7 +279,10 @@ class Report:
         hint = "               hint: loading is faster without them: docs/agents.md says what is compiled"
         return [
             f"             {rows:,} of {rows + self.rows_compiled:,} rows rendered by transformers: {shares}",
-            *(f"               {count:,} rows{self._share(why)}: {why}" for why, count in self.by_reference.items()),
+            *(
+                f"               {counted(count, 'rows')}{self._share(why)}: {why}"
+                for why, count in self.by_reference.items()
+            ),
             *([hint] if share > _MUCH else []),
         ]
 
@@ -285,13 +290,15 @@ class Report:
         why = "text that the device cannot normalize, or a pre-token too long for it"
         if self.sanitized:
             why += ", or control tokens in messages"
-        return [f"             {self.rows_fallback:,} rows encoded on the host: {why}"] if self.rows_fallback else []
+        encoded = counted(self.rows_fallback, "rows encoded on the host")
+        return [f"             {encoded}: {why}"] if self.rows_fallback else []
 
     def _control(self) -> list[str]:
         if not self.control_rows:
             return []
         what = "was encoded as plain text" if self.sanitized else "became control tokens"
-        return [f"  untrusted  {self.control_rows:,} rows have the text of control tokens in their messages; it {what}"]
+        found = counted(self.control_rows, "rows have the text of control tokens in their messages")
+        return [f"  untrusted  {found}; it {what}"]
 
     def warning(self) -> str | None:
         """What a user should know even if nobody reads the report: many rows were dropped, and not for their length."""
@@ -309,12 +316,14 @@ class Report:
         parts = []
         if check.rows:
             differ = f"{len(check.mismatches)} differ" if check.mismatches else "none differ"
-            parts.append(f"{check.rows:,} rows compared with the tokenizer in {check.seconds:.2f} s, {differ}")
+            parts.append(
+                f"{counted(check.rows, 'rows')} compared with the tokenizer in {check.seconds:.2f} s, {differ}"
+            )
         if check.shapes_not_compared:
             of = f"{check.shapes_not_compared:,} of {check.shapes:,} shapes of rows"
             parts.append(f"{of} (roles and fields of messages) were not compared: verify='full' compares all rows")
         if check.earlier:
-            parts.append(f"{check.earlier:,} rows compared when their tokens were cached, none differed")
+            parts.append(f"{counted(check.earlier, 'rows compared')} when their tokens were cached, none differed")
         return "; ".join(parts) or "no rows compared"
 
     def _cached(self) -> list[str]:

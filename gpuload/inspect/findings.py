@@ -1,5 +1,6 @@
 """What a reader of the numbers has to decide, or to know first: one sentence each."""
 
+from gpuload.core.words import counted
 from gpuload.inspect.statistics import LengthGroup, Statistics
 
 _MOST_REASONS = 3
@@ -14,7 +15,7 @@ def findings(found: Statistics) -> list[str]:
     reasons = sorted(report.rejected.items(), key=lambda item: -item[1])
     made += [f"{count:,} of {rows(report.rows_read)} dropped: {why}." for why, count in reasons[:_MOST_REASONS]]
     if len(reasons) > _MOST_REASONS:
-        made.append(f"{len(reasons) - _MOST_REASONS:,} more reasons for dropped rows are in the table.")
+        made.append(f"{counted(len(reasons) - _MOST_REASONS, 'more reasons')} for dropped rows are in the table.")
     made.append(suggestion(found))
     if found.equal_pairs:
         made.append(f"Nothing is learned from {rows(found.equal_pairs)} in which chosen equals rejected.")
@@ -47,9 +48,4 @@ def _pads(group: LengthGroup, limit: int) -> str:
 
 def rows(count: int) -> str:
     """So many rows, in words."""
-    return counted(count, "row")
-
-
-def counted(count: int, what: str) -> str:
-    """So many things, in words: "1 row", "2,000 rows"."""
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
+    return counted(count, "rows")

@@ -8,6 +8,7 @@ import numpy as np
 
 from gpuload.core.errors import DataError, OptionError
 from gpuload.core.options import NO_LIMIT, Options
+from gpuload.core.words import counted
 from gpuload.inspect.data import KindName, kind_of
 from gpuload.kinds.load import load
 from gpuload.kinds.load_chats import load_chats
@@ -75,8 +76,8 @@ def images_text(dataset: Any, limit: int | None = None) -> str:
     total, images = int(dataset.lengths.sum()), sum(map(len, rows))
     share = 100 * int(now.sum()) / max(1, total)
     lines += [
-        f"{images:,} images in {sum(map(bool, rows)):,} of {len(rows):,} rows: {int(now.sum()):,} of {total:,} tokens "
-        f"({share:.0f} %), {int(now.sum()) / max(1, images):,.0f} of each image",
+        f"{counted(images, 'images')} in {sum(map(bool, rows)):,} of {len(rows):,} rows: "
+        f"{int(now.sum()):,} of {total:,} tokens ({share:.0f} %), {int(now.sum()) / max(1, images):,.0f} of each image",
         "",
     ]
     limits = sorted({*_LIMITS, *([limit] if limit else [])})

@@ -14,6 +14,7 @@ import numpy as np
 from markupsafe import Markup
 
 from gpuload._version import __version__
+from gpuload.core.words import counted
 from gpuload.dataset.report import Report
 from gpuload.inspect import plots
 from gpuload.inspect.findings import findings
@@ -213,7 +214,9 @@ def _role_tables(found: Statistics) -> list[PageTable]:
     total = sum(role.tokens for role in found.roles)
     unknown = found.rows_without_roles
     note = (
-        f"{unknown:,} rows are not counted: transformers renders them, so their roles are unknown." if unknown else ""
+        f"{counted(unknown, 'rows are')} not counted: transformers renders them, so their roles are unknown."
+        if unknown
+        else ""
     )
     if found.roles or note:
         lines: list[Line] = [

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from gpuload.core.words import counted
 from gpuload.inspect.findings import findings, kept
 from gpuload.inspect.statistics import PERCENTILES, Lengths, Statistics
 from gpuload.inspect.tokens import shown
@@ -76,7 +77,7 @@ def _dropped(found: Statistics, limit: int) -> list[str]:
     lines = [f"{found.limit_name}={kept(found.groups[0], limit)}"]
     lines += [f"  {tokens:>9,} tokens  {shown(file)} row {row}" for tokens, file, row in found.over]
     more = len(found.groups[0].lengths) - found.groups[0].count(limit) - len(found.over)
-    return [*lines, *[f"  and {more:,} more rows"] * (more > 0)]
+    return [*lines, *[f"  and {counted(more, 'more rows')}"] * (more > 0)]
 
 
 def _roles(found: Statistics) -> list[str]:
@@ -90,7 +91,9 @@ def _roles(found: Statistics) -> list[str]:
             share = f"{100 * role.tokens / total:.1f}%"
             lines.append(f"  {shown(role.role):{width}.{width}} {role.tokens:>13,} {share:>8} {role.loss:>13,}")
     if found.rows_without_roles:
-        lines += [""] * (not lines) + [f"  {found.rows_without_roles:,} rows whose roles are unknown are not counted"]
+        lines += [""] * (not lines) + [
+            f"  {counted(found.rows_without_roles, 'rows')} whose roles are unknown are not counted"
+        ]
     return lines
 
 

@@ -25,7 +25,7 @@ def load_chats(files: Any, tokenizer: Any = None, /, **options: Unpack[LoadChats
         >>> messages = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
         >>> chats = gpuload.load_chats(pa.table({"messages": [messages]}), demo_files()[1])
         >>> chats
-        ChatDataset(1 rows, 37 tokens, 4 with loss)
+        ChatDataset(1 row, 37 tokens, 4 with loss)
 
     Args:
         files: as for `load`.

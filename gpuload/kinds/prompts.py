@@ -14,6 +14,7 @@ from gpuload.cache.known_tokenizer import open_known
 from gpuload.core.arrays import Array, Ragged
 from gpuload.core.errors import OptionError
 from gpuload.core.options import Options, Padding, TurnsMode
+from gpuload.core.words import counted
 from gpuload.dataset.arrow import INT32_LIST, lists, names_of, ragged, row_reader
 from gpuload.dataset.batch import RowBatch
 from gpuload.dataset.loader import PromptLoader
@@ -126,7 +127,7 @@ class PromptDataset(Rows):
 
     def __repr__(self) -> str:
         columns = ", ".join(self.passed_through.names)
-        return f"PromptDataset({len(self):,} rows, {self._lengths.sum():,} tokens, {columns})"
+        return f"PromptDataset({counted(len(self), 'rows')}, {counted(self._lengths.sum(), 'tokens')}, {columns})"
 
     @property
     def tokens(self) -> Ragged:

@@ -11,6 +11,7 @@ from gpuload.core.arrays import RowNumbers
 from gpuload.core.arrow import as_arrow
 from gpuload.core.errors import DataError
 from gpuload.core.options import Options
+from gpuload.core.words import counted
 from gpuload.dataset.report import OF_REASON, Report
 from gpuload.engines.host.sanitize import without_marks
 from gpuload.engines.protocol import add_seconds
@@ -98,11 +99,11 @@ def kept_columns(batch: Encoded, keep: Mask, options: Options, sanitized: bool) 
 
 def all_dropped(report: Report) -> str:
     """The message for a load that kept no row, with the reasons."""
-    lines = [f"all {report.rows_read:,} rows were dropped"]
+    lines = [f"all {report.rows_read:,} rows were dropped" if report.rows_read != 1 else "the only row was dropped"]
     if report.overlong:
         lines.append(
-            f"  overlong   {report.overlong:,} rows exceed {report.limit_name}={report.max_prompt_length}; the "
-            f"shortest has {report.shortest} tokens: raise {report.limit_name}"
+            f"  overlong   {counted(report.overlong, 'rows exceed')} {report.limit_name}={report.max_prompt_length}; "
+            f"the shortest has {report.shortest} tokens: raise {report.limit_name}"
         )
     return "\n".join(lines + ([report.reasons()] if report.rejected else []))
 

@@ -291,7 +291,7 @@ def test_token_cache(write: Any, gsm8k: str, qwen: Any, tmp_path: Path) -> None:
 def test_rejected_rows_are_reported(write: Any, qwen: Any) -> None:
     found = gpuload_dataset(write([user("a"), None]), qwen)
     assert len(found) == 1
-    assert "rejected   1 rows: prompt is null" in found.report
+    assert "rejected   1 row: prompt is null" in found.report
     lenient = {"chat_template": LENIENT}
     found = gpuload_dataset(
         write([user("a"), [{"role": "user", "content": None}]]), qwen, apply_chat_template_kwargs=lenient

@@ -226,7 +226,7 @@ def test_text_with_a_processor(write: Any, with_template: Any, caplog: pytest.Lo
         for config in (LONG, {"max_length": 60, "truncation": "left"}, {"max_length": 60, "truncation": "right"}):
             dataset = compare(file, processor.tokenizer, config, processor=processor)
             assert dataset.report is not None
-            own = "1 rows tokenized by verl's method" in dataset.report  # transformers 5.23 raises an error
+            own = "1 row tokenized by verl's method" in dataset.report  # transformers 5.23 raises an error
             assert own != (len(CONVERSATIONS) in raising_rows(dataset))
         assert dataset[0]["position_ids"].shape == (4, 60)
         with_tools = write({"messages": [CONVERSATIONS[0]] * 20, "tools": tools}, "tools.parquet")

@@ -34,6 +34,7 @@ from gpuload.core.arrays import Ragged, offsets_of
 from gpuload.core.arrow import as_arrow, as_numpy
 from gpuload.core.backends import Encode, added_tokens, batch_encoder, is_reworked, settings, why_not_plain
 from gpuload.core.memory import room_to_encode
+from gpuload.core.words import counted
 from gpuload.engines.host.acceptance import acceptance_texts
 from gpuload.engines.host.texts import Bytes, Ints
 from gpuload.engines.host.words import by_words, encode_joined, separator_of, text_buffers
@@ -122,11 +123,8 @@ def _guarded(encoder: HostEncoder, by_itself: HostEncoder) -> Callable[[pa.Large
         try:
             return encoder.encode(text)
         except RuntimeError as error:
-            warnings.warn(
-                f"gpuload: {encoder.name} {error}. Encoding {len(text):,} rows with the tokenizer itself, which is "
-                "slow",
-                stacklevel=2,
-            )
+            slow = counted(len(text), "rows with the tokenizer itself, which is slow")
+            warnings.warn(f"gpuload: {encoder.name} {error}. Encoding {slow}", stacklevel=2)
             return by_itself.encode(text)
 
     return encode

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpuload.core.errors import OptionError
-from gpuload.inspect.findings import counted
+from gpuload.core.words import counted
 
 Level = Literal["error", "warning", "info"]
 
@@ -206,7 +206,7 @@ class Finding:
     @property
     def counted(self) -> str:
         """How many rows or files, in words."""
-        return counted(self.count, "file" if self.check == "one row group" else "row")
+        return counted(self.count, "files" if self.check == "one row group" else "rows")
 
     def to_dict(self) -> dict[str, Any]:
         """The finding as `gpuload check --json` prints it.

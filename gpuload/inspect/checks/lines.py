@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from gpuload.core.words import counted
 from gpuload.inspect.checks.run import Checked, CheckedTrainer
 from gpuload.inspect.findings import rows
 from gpuload.kinds.served.options import OF_SERVED
@@ -40,11 +41,11 @@ def kept_by(found: Checked, trainer: CheckedTrainer | None, limit: int | None) -
         return "no row can be loaded, so there is nothing to paste"
     over = _over(found, limit)
     if trainer == "slime" and found.kind == "chats":
-        return f"slime has no limit for conversations, and the longest has {int(found.lengths[-1]):,} tokens"
+        return f"slime has no limit for conversations, and the longest has {counted(int(found.lengths[-1]), 'tokens')}"
     if over == len(found.lengths) and not _cuts(found, trainer):
-        return f"a limit of {limit:,} tokens drops all rows, so there is nothing to paste"
+        return f"a limit of {counted(limit, 'tokens')} drops all rows, so there is nothing to paste"
     does = f"{'cuts' if _cuts(found, trainer) else 'drops'} {rows(over)}" if over else "keeps all rows"
-    return f"a limit of {limit:,} tokens {does}"
+    return f"a limit of {counted(limit, 'tokens')} {does}"
 
 
 def _over(found: Checked, limit: int) -> int:

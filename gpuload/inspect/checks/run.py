@@ -11,6 +11,7 @@ from gpuload.core.arrays import Ragged
 from gpuload.core.errors import OptionError
 from gpuload.core.marks import CHOSEN, REJECTED, loss_tokens, sequence
 from gpuload.core.options import POSITIVE, LossOn, Normalize, Options, Overlong, Truncation, TurnsMode
+from gpuload.core.words import counted
 from gpuload.engines.protocol import ArrowPrompts
 from gpuload.inspect.checks.findings import RULES, Finding, check_choice, in_order
 from gpuload.inspect.checks.messages import flat_messages
@@ -290,7 +291,11 @@ class _Pass:
         self.lengths.append(lengths[kept])
         if self._limit is not None:
             over = lengths > self._limit
-            yield Hit("over the limit", over, lambda row: f"{lengths[row]:,} tokens, and the limit is {self._limit:,}")
+            yield Hit(
+                "over the limit",
+                over,
+                lambda row: f"{counted(lengths[row], 'tokens')}, and the limit is {self._limit:,}",
+            )
             rows, cut = self._cut(rows)
             if cut is not None:
                 yield cut

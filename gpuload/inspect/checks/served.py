@@ -8,6 +8,7 @@ import pyarrow as pa
 
 from gpuload.core.arrays import Ragged, RowNumbers
 from gpuload.core.options import Truncation
+from gpuload.core.words import counted
 from gpuload.inspect.checks.findings import RowMask
 from gpuload.inspect.checks.messages import flat_messages
 from gpuload.inspect.checks.rows import CheckedRows, Hit
@@ -44,7 +45,9 @@ class ServedPart:
         rows, lengths, headers = self.rows, self.rows.tokens[0].lengths, self.headers
         if limit is not None:
             over = Hit(
-                "over the limit", lengths > limit, lambda row: f"{lengths[row]:,} tokens, and the limit is {limit:,}"
+                "over the limit",
+                lengths > limit,
+                lambda row: f"{counted(lengths[row], 'tokens')}, and the limit is {limit:,}",
             )
             yield self._by_conversation(over, show_turn=True)
             fits = within(headers, limit)

@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.core.arrow import as_arrow, as_numpy, fill_null
+from gpuload.core.words import counted
 from gpuload.inspect.checks.findings import RowMask
 from gpuload.inspect.checks.messages import NONE, OBJECT, TEXT, TEXT_PART, FlatMessages
 from gpuload.inspect.checks.rows import CheckedRows, Hit
-from gpuload.inspect.findings import counted
 from gpuload.kinds.chats.load import is_good
 from gpuload.kinds.normalize import argument_forms
 from gpuload.reference.reference import Reference
@@ -179,7 +179,9 @@ class TextChecks:
                 wrong &= written > 0
 
             def detail(row: int, given: Any = given, written: Any = written, name: str = name) -> str:
-                return f"{counted(written[row], 'placeholder')}, and {counted(given[row], 'value')} in column {name!r}"
+                return (
+                    f"{counted(written[row], 'placeholders')}, and {counted(given[row], 'values')} in column {name!r}"
+                )
 
             yield Hit("media", wrong, detail)
 

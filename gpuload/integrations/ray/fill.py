@@ -22,6 +22,7 @@ from gpuload.cache.shared_store import SharedStore
 from gpuload.core.errors import GpuloadError, StoreError
 from gpuload.core.keywords import ReadPromptsKeywords, takes
 from gpuload.core.options import NO_LIMIT, Options
+from gpuload.core.words import counted
 from gpuload.integrations.ray.cluster import Scale, Workers, connect, import_ray, own_errors, workers_for
 from gpuload.integrations.ray.dataset import mapped, work_of
 from gpuload.integrations.ray.parts import FilePart, OpenedFile, all_parts, open_files, part_digests
@@ -64,9 +65,10 @@ class Prepared:
     def __str__(self) -> str:
         return "\n".join(
             [
-                f"{self.files:,} files, {self.rows:,} rows in {self.store}",
-                f"  found      {self.found:,} files",
-                f"  tokenized  {self.rows_made:,} rows in {self.pieces:,} pieces, {self.pieces_found:,} were there",
+                f"{counted(self.files, 'files')}, {counted(self.rows, 'rows')} in {self.store}",
+                f"  found      {counted(self.found, 'files')}",
+                f"  tokenized  {counted(self.rows_made, 'rows')} in {counted(self.pieces, 'pieces')}, "
+                f"{self.pieces_found:,} were there",
                 f"  seconds    {self.seconds:.1f}, of workers {self.worker_seconds:.1f} (CPU: {self.cpu_seconds:.1f})",
                 *(f"  failed     {name}: {error}" for name, error in list(self.errors.items())[:10]),
             ]

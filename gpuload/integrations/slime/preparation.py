@@ -29,6 +29,7 @@ from gpuload.cache.token_store import DiskTokens
 from gpuload.core.arrays import Ragged
 from gpuload.core.errors import DataError
 from gpuload.core.options import Options
+from gpuload.core.words import counted
 from gpuload.integrations.comparison import compare, covering_rows, spread
 from gpuload.integrations.core import are_messages, imported, release_of, unless_unsupported
 from gpuload.integrations.known_code import change
@@ -146,7 +147,7 @@ def _tokenized(
     loaded = run(Job(PromptKind(), [source], reference, options, started))
     if rejected := loaded.report.rejected:
         reason, count = max(rejected.items(), key=lambda item: item[1])
-        raise DataError(f"{count:,} rows cannot be rendered: {reason}")
+        raise DataError(f"{counted(count, 'rows cannot be rendered')}: {reason}")
     logger.info("gpuload: %s", loaded.report)
     store = loaded.token_store
     tokens = store if isinstance(store, DiskTokens) else loaded.tokens

@@ -18,6 +18,7 @@ from PIL import Image
 from verl.utils.dataset.rl_dataset import RLHFDataset as VerlDataset
 
 from gpuload.core.options import plain
+from gpuload.core.words import counted
 from gpuload.engines.host.prompts import render_messages
 from gpuload.integrations.core import release_of
 from gpuload.integrations.known_code import Table, change
@@ -89,7 +90,7 @@ def filtered(dataset: Any, dataframe: Any) -> Any:
     print(
         f"gpuload: {int(keep.sum()):,} of {len(keep):,} prompts have at most {dataset.max_prompt_length} tokens, "
         f"{time.perf_counter() - started:.1f} s; images of {type(dataset.processor).__name__} by {lengths.rung}"
-        + (f"; {len(unknown):,} rows by verl's own filter" if len(unknown) else "")
+        + (f"; {counted(len(unknown), 'rows')} by verl's own filter" if len(unknown) else "")
     )
     return dataframe.select(np.flatnonzero(keep).tolist())
 

@@ -14,6 +14,7 @@ from gpuload.cache.store import TokenCache
 from gpuload.core.arrays import offsets_of
 from gpuload.core.marks import LOSS
 from gpuload.core.options import Options
+from gpuload.core.words import counted
 from gpuload.engines.host.engine import arrow_parts
 from gpuload.integrations.messages.cache import RowCache, Rule, StoredRows
 from gpuload.pipeline.stream import Batch, read
@@ -145,18 +146,20 @@ def summary(rows: StoredRows, places: RowPlaces, seconds: float, notes: Sequence
     counts = rows.rendering
     where = ", from the cache" if rows.found else ""
     parts = [
-        f"{len(places):,} conversations, {int(rows.ids.lengths.sum()):,} tokens in {seconds:.1f} s{where}",
-        f"{counts.compiled_rows:,} texts rendered by the compiled template, {counts.reference_rows:,} by transformers",
+        f"{counted(len(places), 'conversations')}, {counted(int(rows.ids.lengths.sum()), 'tokens')} in "
+        f"{seconds:.1f} s{where}",
+        f"{counted(counts.compiled_rows, 'texts rendered')} by the compiled template, "
+        f"{counts.reference_rows:,} by transformers",
     ]
     if counts.reasons:
         reasons = ", ".join(f"{reason} ({count:,})" for reason, count in list(counts.reasons.items())[:3])
         parts.append(f"reasons: {reasons}")
     if fallback := rows.counts["fallback"]:
-        parts.append(f"{fallback:,} rows tokenized by verl's method")
+        parts.append(f"{counted(fallback, 'rows')} tokenized by verl's method")
     if rows.others:
-        parts.append(f"{len(rows.others):,} rows passed to verl's method at each access")
+        parts.append(f"{counted(len(rows.others), 'rows')} passed to verl's method at each access")
     if mismatches := rows.counts["mismatches"]:
-        parts.append(f"{mismatches:,} rows kept whose messages have other ids than the whole conversation")
+        parts.append(f"{counted(mismatches, 'rows')} kept whose messages have other ids than the whole conversation")
     return "; ".join([*parts, *notes])
 
 

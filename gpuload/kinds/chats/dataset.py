@@ -12,6 +12,7 @@ from gpuload.core.arrays import Ragged
 from gpuload.core.errors import OptionError
 from gpuload.core.marks import loss_weights, split
 from gpuload.core.options import Padding, Trainer
+from gpuload.core.words import counted
 from gpuload.dataset.arrow import lists, names_of, row_reader
 from gpuload.dataset.batch import RowBatch
 from gpuload.dataset.loader import PackLoader, PromptLoader
@@ -53,9 +54,8 @@ class ChatDataset(Rows):
 
     def __repr__(self) -> str:
         columns = "".join(f", {name}" for name in self.passed_through.names)
-        return (
-            f"ChatDataset({len(self):,} rows, {self._lengths.sum():,} tokens, {self.loss_tokens:,} with loss{columns})"
-        )
+        tokens = counted(self._lengths.sum(), "tokens")
+        return f"ChatDataset({counted(len(self), 'rows')}, {tokens}, {self.loss_tokens:,} with loss{columns})"
 
     @property
     def tokens(self) -> Ragged:

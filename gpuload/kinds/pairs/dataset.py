@@ -13,6 +13,7 @@ from gpuload.core.arrow import as_arrow
 from gpuload.core.errors import OptionError
 from gpuload.core.marks import split
 from gpuload.core.options import Objective, Padding, Trainer, Truncation
+from gpuload.core.words import counted
 from gpuload.dataset.arrow import INT32_LIST, lists, names_of, row_reader
 from gpuload.dataset.batch import RowBatch
 from gpuload.dataset.loader import PromptLoader
@@ -80,7 +81,7 @@ class PairDataset(Rows):
     def __repr__(self) -> str:
         columns = "".join(f", {name}" for name in self.passed_through.names)
         tokens = int(self.sizes.all.sum())
-        return f"PairDataset({len(self):,} rows for {self.objective}, {tokens:,} tokens{columns})"
+        return f"PairDataset({counted(len(self), 'rows')} for {self.objective}, {counted(tokens, 'tokens')}{columns})"
 
     @property
     def tokens(self) -> Ragged:
