@@ -287,6 +287,21 @@ def test_reports_of_ranks_and_workers_add_up() -> None:
         assert 3.0 <= found.seconds["total"] < 3.5  # both at the same time, not 6 seconds one after the other
 
 
+def test_reasons_that_differ_in_numbers_are_one_line(qwen: Any) -> None:
+    report = Report(["x"], 8)
+    for row in range(300):
+        report.reject(f"x row {row}", f"content of message {row % 100} is null")
+    for row in range(20):
+        report.reject(f"x row {300 + row}", f"reason {chr(97 + row)}")
+    first, *others = report.reasons().splitlines()
+    assert first == (
+        "  rejected   300 rows: content of message 0 is null, or with other numbers "
+        "(x row 0, x row 100, x row 200, x row 1, x row 101, ...)"
+    )
+    assert others[0] == "  rejected   1 row: reason a (x row 300)"
+    assert others[9:] == ["  rejected   11 rows for further reasons: report.rejected has all of them"]
+
+
 def test_the_schema_of_the_report() -> None:
     """Files that `save_to_disk` writes have it: what is counted later is a key of a dict, not a new attribute."""
     names = (

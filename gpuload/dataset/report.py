@@ -1,14 +1,16 @@
 """The report of a load, for people: rows, reasons, seconds, verification."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from gpuload.core.words import counted
 from gpuload.dataset.notebook import lines_html
 from gpuload.engines.host.few import FEW
 
-_EXAMPLES = 5
+_EXAMPLES, _MOST_REASONS = 5, 10
 _MOST_REJECTED = 1 / 5  # of the rows; beyond, a warning is given
 _MUCH = 1 / 10  # of the time of rendering
 _LEAST_WORK = 1.0  # seconds; below, most of them are what any number of rows takes
@@ -198,12 +200,22 @@ class Report:
         return lines_html(str(self))
 
     def reasons(self) -> str:
-        """The reasons for rejected rows, one line each, the most frequent first."""
-        return "\n".join(
-            f"  rejected   {counted(count, 'rows')}: {reason} "
-            f"({', '.join(self.examples[reason])}{', ...' * (count > _EXAMPLES)})"
-            for reason, count in sorted(self.rejected.items(), key=lambda item: -item[1])[:10]
-        )
+        """The reasons for rejected rows, the most frequent first, one line for all that differ only in numbers."""
+        alike: dict[str, list[str]] = {}
+        for reason in sorted(self.rejected, key=self.rejected.__getitem__, reverse=True):
+            alike.setdefault(re.sub(r"\d[\d,]*", "0", reason), []).append(reason)
+        lines = []
+        for reasons in alike.values():
+            count = sum(self.rejected[reason] for reason in reasons)
+            examples = [place for reason in reasons for place in self.examples[reason]]
+            places = ", ".join([*examples[:_EXAMPLES], *["..."] * (count > _EXAMPLES)])
+            said = reasons[0] + ", or with other numbers" * (len(reasons) > 1)
+            lines.append((count, f"  rejected   {counted(count, 'rows')}: {said} ({places})"))
+        lines.sort(key=itemgetter(0), reverse=True)
+        if unlisted := sum(count for count, _ in lines[_MOST_REASONS:]):
+            said = f"  rejected   {counted(unlisted, 'rows')} for further reasons: report.rejected has all of them"
+            lines[_MOST_REASONS:] = [(unlisted, said)]
+        return "\n".join(line for _, line in lines)
 
     def __str__(self) -> str:
         files = self.files[0] if len(self.files) == 1 else f"{len(self.files)} files"
