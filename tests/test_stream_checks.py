@@ -25,8 +25,9 @@ from gpuload.core.options import Options
 from gpuload.engines.conversations import Conversations, from_arrow
 from gpuload.engines.device import cuda
 from gpuload.engines.device.encode import DeviceEncoder
-from gpuload.engines.device.engine import DeviceEngine, zip_with_tables
-from gpuload.engines.device.kernels import ThreadStreams
+from gpuload.engines.device.engine import DeviceEngine
+from gpuload.engines.device.parts import zip_with_tables
+from gpuload.engines.device.shared import ThreadStreams
 from gpuload.engines.device.texts import DeviceTexts, gather
 from gpuload.engines.host.engine import arrow_parts
 from gpuload.reference.reference import Reference
