@@ -318,6 +318,7 @@ class StreamKernels(StrictKernels):
                 yield
         finally:
             self._checker.loading = False
+            self._streams.release()
 
     @contextmanager
     def lasting(self) -> Iterator[None]:
