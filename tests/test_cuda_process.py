@@ -1,8 +1,10 @@
 """What a process shares among its loads on GPUs: the number of the GPU, one memory pool per GPU, and pinned memory."""
 
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +16,8 @@ from gpuload.core.arrays import Ragged
 from gpuload.core.errors import DeviceError
 from gpuload.engines.device import cuda
 from gpuload.engines.device.cuda import CudaKernels, Pools, number_of
-from gpuload.engines.device.kernels import DeviceKernels, ThreadStreams
+from gpuload.engines.device.kernels import DeviceKernels
+from gpuload.engines.device.shared import SharedTables, ThreadStreams
 from gpuload.engines.device.store import host_store
 
 
@@ -234,3 +237,129 @@ def test_host_memory_is_pinned_in_place_until_it_is_freed() -> None:
     del kept
     assert len(pinned) == 1
     assert kernels.pinned(np.zeros(0, np.int32)) == 0
+
+
+class Memory:
+    """As much of CUDA, CuPy and RMM as the pool of a GPU needs. Notes what happens."""
+
+    cudaMemAllocationTypePinned, cudaMemHandleTypeNone, cudaMemLocationTypeDevice = 1, 0, 1  # noqa: N815
+    cudaMemPoolAttrReleaseThreshold = "threshold"  # noqa: N815
+
+    def __init__(self) -> None:
+        self.happened: list[str] = []
+        self.resources: dict[int, Any] = {3: "the user's"}
+        self.mr = SimpleNamespace(
+            get_per_device_resource=self.resources.get,
+            set_per_device_resource=self.resources.__setitem__,
+            CudaAsyncViewMemoryResource=lambda pool: f"pool {pool}",
+            LimitingResourceAdaptor=lambda view, limit: f"{view} up to {limit}",
+        )
+        self.cuda = SimpleNamespace(Device=self.device, runtime=self)
+
+    @contextmanager
+    def device(self, number: int) -> Iterator[Any]:
+        yield self
+
+    def synchronize(self) -> None:
+        self.happened.append("wait")
+
+    def get_default_pinned_memory_pool(self) -> Any:
+        return SimpleNamespace(free_all_blocks=lambda: self.happened.append("free pinned"))
+
+    def MemPoolProps(self, *values: int) -> tuple[int, ...]:  # noqa: N802
+        return values
+
+    def memPoolCreate(self, kind: tuple[int, ...]) -> int:  # noqa: N802
+        self.happened.append(f"create {kind}")
+        return 77
+
+    def memPoolSetAttribute(self, pool: int, name: str, value: int) -> None:  # noqa: N802
+        self.happened.append(f"{pool}: {name} {value}")
+
+    def memPoolTrimTo(self, pool: int, size: int) -> None:  # noqa: N802
+        self.happened.append(f"{pool}: trim to {size}")
+
+
+def test_a_process_has_one_pool_for_all_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, pools = Memory(), Pools()
+    monkeypatch.setitem(sys.modules, "rmm", memory)
+    monkeypatch.setattr(cuda, "_HANDLES", {})
+    emptied = ["wait", "free pinned", "77: threshold 0", "77: trim to 0"]
+    for limit in (100, 200):
+        kernels: Any = object.__new__(CudaKernels)
+        kernels.xp, kernels._number, kernels._limit = memory, 3, limit
+        failing = suppress(ValueError) if limit == 200 else nullcontext()
+        with failing, pools.use(3, kernels._install_pool):  # a load that fails gives its memory back, too
+            assert memory.resources == {3: f"pool 77 up to {limit}"}
+            if limit == 200:
+                raise ValueError
+        assert memory.resources == {3: "the user's"}
+    assert memory.happened == ["create (1, 0, 1, 3)", "77: threshold 100", *emptied, "77: threshold 200", *emptied]
+
+
+def test_later_loads_use_the_streams_of_earlier_ones() -> None:
+    idle, made = list[Any](), list[Any]()
+
+    class Stream(nullcontext[None]):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+        def synchronize(self) -> None: ...
+
+    def load() -> set[int]:
+        streams, used = ThreadStreams(Stream, idle), set[int]()
+
+        def stage() -> None:
+            for _ in range(3):
+                with streams.current():
+                    used.add(id(streams._of.thread))
+
+        threads = [threading.Thread(target=stage) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+            thread.join()
+        stage()
+        streams.release()
+        return used
+
+    first = load()
+    assert len(first) == 3
+    assert load() == first
+    assert len(made) == len(idle) == 3
+
+
+@pytest.mark.parametrize(("total", "chunk"), [(80, 1024), (24, 384), (16, 256), (2, 128)])
+def test_chunks_are_larger_on_large_gpus(kernels: CudaKernels, monkeypatch: Any, total: int, chunk: int) -> None:
+    limit = total << 29  # half of its memory
+    monkeypatch.setattr(cuda, "_POOLS", SimpleNamespace(use=lambda *_: nullcontext(limit)))
+    with kernels.loading():
+        assert kernels.chunk_bytes == chunk << 20
+
+
+def test_tables_of_the_last_tokenizers_are_kept() -> None:
+    shared, made = SharedTables(most=2), list[str]()
+
+    class Table: ...
+
+    def get(digest: str, what: str = "encoder") -> Any:
+        def make() -> Table:
+            made.append(digest + what)
+            return Table()
+
+        return shared.get(digest.encode(), what, make)
+
+    first = weakref.ref(get("a"))
+    assert get("a") is first()
+    get("a", "spans")
+    get("b")
+    get("a")
+    assert made == ["aencoder", "aspans", "bencoder"]
+    get("c")  # instead of b, which was used before a
+    assert first() is not None
+    get("b")
+    assert made[3:] == ["cencoder", "bencoder"]
+    assert first() is None
+    with pytest.raises(MemoryError):
+        shared.get(b"d", "encoder", lambda: (_ for _ in ()).throw(MemoryError()))
+    assert isinstance(shared.get(b"d", "encoder", Table), Table)

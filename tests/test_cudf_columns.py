@@ -199,6 +199,13 @@ def test_chunks_are_halved_where_memory_runs_out(monkeypatch: pytest.MonkeyPatch
     assert pa.concat_arrays(read).to_pylist() == [str(i) for i in range(100)]
     assert (skipped, limits) == ([0, 40, 40], [64 << 20, 32 << 20, 16 << 20])
     assert asked == [["prompt"]] * 3
+    skipped[:], limits[:], file = [0], [], str(tmp_path / "x.parquet")
+    sizes = [len(part) for part in chunks(KERNELS, file, "prompt", prompts.type, 64 << 20, 16 << 20)]
+    assert (sum(sizes), skipped[1:]) == (100, [20, 40, 40])
+    assert limits == [16 << 20, 64 << 20, 32 << 20, 16 << 20], "small, large, then smaller without memory"
+    skipped[:], limits[:] = [80], []
+    assert [len(part) for part in chunks(KERNELS, file, "prompt", prompts.type, 16 << 20, 8 << 20)] == [20]
+    assert limits == [8 << 20], "nothing is behind the first chunk"
     monkeypatch.setattr(Reader, "has_next", lambda self: (_ for _ in ()).throw(MemoryError))
     with pytest.raises(DeviceError, match="gpu_memory_limit"):
         list(chunks(KERNELS, str(tmp_path / "x.parquet"), "prompt", prompts.type, 64 << 20))

@@ -30,6 +30,7 @@ from gpuload.engines.conversations import from_arrow
 from gpuload.engines.device import cuda
 from gpuload.engines.device import engine as device
 from gpuload.engines.device.render import render
+from gpuload.engines.device.shared import SharedTables
 from gpuload.engines.device.spans import DeviceTokenSpans
 from gpuload.engines.device.texts import DeviceTexts
 from gpuload.kinds.chats.reference import ChatReference
@@ -179,6 +180,7 @@ def test_the_loss_of_texts_that_kernels_leave(both: Any) -> None:
 
 def test_a_tokenizer_without_tables_encodes_on_the_host(both: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "compile_tokenizer", lambda reference: "the model is Unigram, not BPE")
+    monkeypatch.setattr(KERNELS, "shared", SharedTables())
     found = both(pa.table({"messages": CHATS}))
     assert "rendered by kernels; encoded by gigatoken" in found.report.engine
 

@@ -16,7 +16,8 @@ from simulator.host_kernels import COMPILER
 from simulator.strict_arrays import StrictKernels
 
 from gpuload.engines.conversations import Conversations, from_arrow
-from gpuload.engines.device.engine import MOST_JOINED, DeviceEngine, zip_with_tables
+from gpuload.engines.device.engine import DeviceEngine
+from gpuload.engines.device.parts import MOST_JOINED, zip_with_tables
 from gpuload.engines.device.texts import DeviceTexts
 from gpuload.sources import batches
 from gpuload.sources.read import Source, with_prompts

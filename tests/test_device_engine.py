@@ -24,12 +24,14 @@ from gpuload.core.arrays import Ragged
 from gpuload.core.errors import DataError, DeviceError, SourceError
 from gpuload.core.options import Options
 from gpuload.engines.conversations import Conversations, from_arrow, from_texts
-from gpuload.engines.device import cuda, cudf, present
+from gpuload.engines.device import cuda, cudf, parts, present
 from gpuload.engines.device import engine as device
 from gpuload.engines.device.batches import pad, prepare_pad
 from gpuload.engines.device.encode import LEAST_CHUNK, DeviceEncoder
-from gpuload.engines.device.engine import DeviceEngine, zip_with_tables
+from gpuload.engines.device.engine import DeviceEngine
+from gpuload.engines.device.parts import zip_with_tables
 from gpuload.engines.device.render import render
+from gpuload.engines.device.shared import SharedTables
 from gpuload.engines.device.store import Segments
 from gpuload.engines.device.texts import DeviceTexts, texts_to_device
 from gpuload.engines.host.engine import arrow_parts
@@ -122,6 +124,7 @@ def test_a_tokenizer_without_tables_encodes_on_the_host(
     on_device: Callable[..., gpuload.PromptDataset], gsm8k: str, qwen: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device, "compile_tokenizer", lambda reference: "the model is Unigram, not BPE")
+    monkeypatch.setattr(KERNELS, "shared", SharedTables())
     found = on_device(gsm8k, qwen, max_prompt_length=128, max_samples=300)
     assert_same(found, gpuload.load(gsm8k, qwen, max_prompt_length=128, max_samples=300))
     assert "text is copied to the host, and its ids back: the model is Unigram, not BPE" in str(found.report)
@@ -197,7 +200,7 @@ def test_tables_with_other_numbers_of_rows(write: Callable[..., str], monkeypatc
     source = open_file(SourceFile(write({"prompt": ["a", "b", "c"], "other": [1, 2, 3]}), "x", "parquet"))
     chunks = [from_arrow(DeviceTexts(KERNELS), pa.array([user("a")] * rows)) for rows in (1, 2)]
     for rows, right in ((2, 1), (4, 1), (3, 2)):
-        monkeypatch.setattr(device, "other_columns", lambda *_, n=rows: iter([pa.table({"other": range(n)})]))
+        monkeypatch.setattr(parts, "other_columns", lambda *_, n=rows: iter([pa.table({"other": range(n)})]))
         later = [table for table, _ in zip_with_tables(iter(chunks), source, "prompt", False)]
         found = []
         with pytest.raises(DeviceError, match="different numbers of rows") if right < 2 else nullcontext():
@@ -208,7 +211,7 @@ def test_tables_with_other_numbers_of_rows(write: Callable[..., str], monkeypatc
 def test_the_device_does_not_wait_for_columns_that_pass_through(
     gsm8k: str, qwen: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encoded, columns, encode = threading.Event(), device.other_columns, DeviceEngine.encode
+    encoded, columns, encode = threading.Event(), parts.other_columns, DeviceEngine.encode
 
     def slow(*arguments: Any) -> Iterator[pa.Table]:
         assert encoded.wait(60), "nothing is encoded until columns are decoded"
@@ -218,7 +221,7 @@ def test_the_device_does_not_wait_for_columns_that_pass_through(
         encoded.set()
         return encode(self, text)
 
-    monkeypatch.setattr(device, "other_columns", slow)
+    monkeypatch.setattr(parts, "other_columns", slow)
     monkeypatch.setattr(DeviceEngine, "encode", encoding)
     found = load_with(engine_on(KERNELS, in_odd_chunks), gsm8k, qwen, max_prompt_length=128)
     assert_same(found, gpuload.load(gsm8k, qwen, max_prompt_length=128))
@@ -229,7 +232,7 @@ def test_columns_that_cannot_be_decoded_are_an_error(gsm8k: str, qwen: Any, monk
         yield pa.table({"x": range(5)})
         raise SourceError("damaged")
 
-    monkeypatch.setattr(device, "other_columns", damaged)
+    monkeypatch.setattr(parts, "other_columns", damaged)
     with pytest.raises(SourceError, match="^damaged$"):
         load_with(engine_on(KERNELS, in_odd_chunks), gsm8k, qwen, max_prompt_length=128)
 

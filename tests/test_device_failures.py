@@ -17,15 +17,17 @@ import pyarrow as pa
 import pytest
 from simulator import engine_on, load_chats_with, load_pairs_with, load_with
 from simulator.host_kernels import COMPILER, HostKernels
+from test_cuda_process import Memory
 
 import gpuload
 from gpuload.core.errors import ContextLostError, DeviceError
 from gpuload.core.options import Options
 from gpuload.engines.conversations import Conversations, from_arrow
 from gpuload.engines.device import cuda
-from gpuload.engines.device import engine as device_engine
-from gpuload.engines.device.engine import DeviceEngine, large_parts
+from gpuload.engines.device import parts as device_parts
+from gpuload.engines.device.engine import DeviceEngine
 from gpuload.engines.device.kernels import DeviceKernels
+from gpuload.engines.device.parts import chunk_sizes, large_parts
 from gpuload.engines.device.texts import DeviceTexts
 from gpuload.sources.open import open_sources
 
@@ -134,35 +136,19 @@ def test_a_failed_load_gives_its_memory_back_before_the_cpu_takes_over(
 
 
 def test_rmm_gets_its_resource_back_even_if_nothing_works_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    resources = {0: "the user's"}
+    memory = Memory()
+    monkeypatch.setitem(sys.modules, "rmm", memory)
 
-    class Adaptor:
-        def __init__(self, *arguments: Any, **settings: Any) -> None: ...
+    def fail() -> None:
+        raise RuntimeError("cudaErrorIllegalAddress")
 
-    resource = SimpleNamespace(
-        get_per_device_resource=resources.get,
-        set_per_device_resource=resources.__setitem__,
-        CudaAsyncMemoryResource=Adaptor,
-        LimitingResourceAdaptor=Adaptor,
-    )
-    monkeypatch.setitem(sys.modules, "rmm", SimpleNamespace(mr=resource))
-
-    class Device:
-        def __init__(self, number: int) -> None: ...
-
-        def __enter__(self) -> Device:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-
-        def synchronize(self) -> None:
-            raise RuntimeError("cudaErrorIllegalAddress")
-
+    monkeypatch.setattr(memory, "synchronize", fail)
+    monkeypatch.setattr(cuda, "_HANDLES", {})
     kernels: Any = object.__new__(cuda.CudaKernels)
-    kernels.xp, kernels._number, kernels._limit = SimpleNamespace(cuda=SimpleNamespace(Device=Device)), 0, 1 << 30
-    with pytest.raises(RuntimeError, match="IllegalAddress"), cuda.Pools().use(0, kernels._install_pool):
-        assert isinstance(resources[0], Adaptor)
-    assert resources == {0: "the user's"}
+    kernels.xp, kernels._number, kernels._limit = memory, 3, 1 << 30
+    with pytest.raises(RuntimeError, match="IllegalAddress"), cuda.Pools().use(3, kernels._install_pool):
+        assert memory.resources == {3: f"pool 77 up to {1 << 30}"}
+    assert memory.resources == {3: "the user's"}
 
 
 class Driver:
@@ -232,7 +218,7 @@ def test_cupy_is_imported_where_the_home_directory_cannot_be_written(tmp_path: P
 def failing_chunks(rows: int, error: Exception) -> Any:
     """As `cudf.chunks`, but fails behind some rows."""
 
-    def chunks(kernels: Any, path: str, column: str, kind: pa.DataType, nbytes: int) -> Iterator[Conversations]:
+    def chunks(kernels: Any, path: str, column: str, kind: Any, nbytes: int, first: int) -> Iterator[Conversations]:
         import pyarrow.parquet as pq
 
         values = pq.read_table(path, columns=[column]).column(column).combine_chunks()
@@ -279,9 +265,25 @@ def test_small_parts_are_joined_for_a_device(gsm8k: str, qwen: Any, monkeypatch:
     )
     sizes = [len(prompts) for _, prompts in large_parts(source, "prompt", 1 << 30)]
     assert sizes == [100_000], "7 MB are less than a first part"
-    monkeypatch.setattr(device_engine, "MOST_JOINED", 1 << 20)
+    monkeypatch.setattr(device_parts, "MOST_JOINED", 1 << 20)
     parts = list(large_parts(source, "prompt", 1 << 30))
     assert 2 < len(parts) < 13, "8,192 rows at a time would be 13 parts"
     assert len(parts[0][1]) == 8192 < len(parts[1][1]), "the device does not wait for the first rows"
     assert [n for table, _ in parts for n in table.column("n").to_pylist()] == list(range(100_000))
     assert sum(len(prompts) for _, prompts in parts) == 100_000
+
+
+@pytest.mark.parametrize(
+    ("prompts", "whole", "sizes"),
+    [
+        (10_000, 11_000, (32, 256)),
+        (200, 300, (256, 256)),
+        (10_000, 80_000, (16, 128)),
+        (10_000, 10_000_000, (8, 8)),
+    ],
+)
+def test_the_first_chunk_that_cudf_reads_is_small(prompts: int, whole: int, sizes: tuple[int, int]) -> None:
+    """In MiB: of prompts, and of all columns, of which the host holds as many rows."""
+    source: Any = SimpleNamespace(decoded_bytes=lambda names: (whole if names is None else prompts) << 20)
+    assert chunk_sizes(source, "prompt", 256 << 20) == tuple(size << 20 for size in sizes)
+    assert chunk_sizes(source, "prompt", 4 << 20) == (4 << 20, 4 << 20), "there is too little memory to choose"

@@ -42,7 +42,7 @@ from test_spans import (  # noqa: F401
 from gpuload.core.arrays import Ragged, offsets_of
 from gpuload.core.marks import LOSS, split
 from gpuload.engines.device.render import DeviceSpans, DeviceText
-from gpuload.engines.device.spans import DeviceTokenSpans
+from gpuload.engines.device.spans import DeviceTokenSpans, spans_table
 from gpuload.engines.device.store import to_device
 from gpuload.engines.host.spans import TokenSpans
 from gpuload.reference.reference import Reference
@@ -51,6 +51,10 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 KERNELS = StreamKernels()
 Rows = Sequence[tuple[str, Spans]]
+
+
+def spans_on(kernels: StreamKernels, host: TokenSpans) -> DeviceTokenSpans:
+    return DeviceTokenSpans(kernels, host, None if host.table is None else spans_table(kernels, host.table))
 
 
 def on_device(kernels: StreamKernels, reference: Reference, rows: Rows) -> tuple[DeviceText, Ragged]:
@@ -75,7 +79,7 @@ def masks_on_device(reference: Reference, spans: TokenSpans, rows: Rows) -> list
     if not rows:
         return []
     text, marked = on_device(KERNELS, reference, rows)
-    DeviceTokenSpans(KERNELS, spans).mark(text, marked, 1, len(rows) + 1)
+    spans_on(KERNELS, spans).mark(text, marked, 1, len(rows) + 1)
     ids, loss = split(marked.to_host())
     assert ids.to_lists()[1:-1] == reference.encode_many([one for one, _ in rows])
     found = [part.astype(int).tolist() for part in np.split(loss.values, ids.offsets[1:-1])]
@@ -138,7 +142,7 @@ COUNTS = [("plain", 1, 11), ("cafe\u0301 ", 11, 26)]
 @pytest.mark.parametrize(("text", "waits", "launches"), COUNTS, ids=["by kernels", "by the host"])
 def test_waits_and_launches_do_not_depend_on_the_rows(rows: int, text: str, waits: int, launches: int) -> None:
     kernels, (reference, spans) = StreamKernels(), real("shipped")
-    made = DeviceTokenSpans(kernels, spans)
+    made = spans_on(kernels, spans)
     rng = random.Random(rows)
     there, ids = on_device(kernels, reference, [(text * 9, cut(rng, text * 9)) for _ in range(rows)])
     kernels.xp.waits = kernels.xp.launches = 0
@@ -153,7 +157,7 @@ def test_marks_are_bits_of_the_same_ids() -> None:
     text, ids = on_device(KERNELS, reference, [("One two", [(4, 7)])])
     before = ids.to_host().to_lists()
     values = ids.values
-    DeviceTokenSpans(KERNELS, spans).mark(text, ids, 0, 3)
+    spans_on(KERNELS, spans).mark(text, ids, 0, 3)
     assert ids.values is values
     after = ids.to_host().to_lists()
     assert after[1] == [before[1][0], before[1][1] | int(LOSS)]
@@ -163,7 +167,7 @@ def test_texts_are_marked_part_by_part() -> None:
     """Any division of the texts gives the same bits."""
     reference, spans = real("shipped")
     rows = rows_of(reference, 3, 40)
-    made, found = DeviceTokenSpans(KERNELS, spans), []
+    made, found = spans_on(KERNELS, spans), []
     for cuts in ([], [1], [7, 30], list(range(1, 47))):
         text, ids = on_device(KERNELS, reference, rows)
         bounds = [0, *(cut for cut in cuts if cut < len(text)), len(text)]

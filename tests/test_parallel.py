@@ -15,7 +15,7 @@ from conftest import user
 from tiers import shared, shared_files
 
 from gpuload.core.errors import SourceError
-from gpuload.engines.device.engine import zip_with_tables
+from gpuload.engines.device.parts import zip_with_tables
 from gpuload.sources import parallel
 from gpuload.sources import read as reading
 from gpuload.sources.fetch import SourceFile

@@ -25,8 +25,9 @@ from gpuload.core.options import Options
 from gpuload.engines.conversations import Conversations, from_arrow
 from gpuload.engines.device import cuda
 from gpuload.engines.device.encode import DeviceEncoder
-from gpuload.engines.device.engine import DeviceEngine, zip_with_tables
-from gpuload.engines.device.kernels import ThreadStreams
+from gpuload.engines.device.engine import DeviceEngine
+from gpuload.engines.device.parts import zip_with_tables
+from gpuload.engines.device.shared import ThreadStreams
 from gpuload.engines.device.texts import DeviceTexts, gather
 from gpuload.engines.host.engine import arrow_parts
 from gpuload.reference.reference import Reference
@@ -349,3 +350,19 @@ def test_each_thread_of_a_load_has_a_stream(gsm8k: str, qwen: Any, monkeypatch: 
     streams = [used[name] - used["MainThread"] for name in used if name != "MainThread"]
     assert [len(one) for one in streams] == [1] * 4
     assert len(set.union(*streams)) == 4
+
+
+def test_later_loads_use_the_streams_and_tables_of_earlier_ones(gsm8k: str, qwen: Any) -> None:
+    kernels = StreamKernels()
+    options: dict[str, Any] = {"max_prompt_length": 96, "max_samples": 300}
+    expected = gpuload.load(gsm8k, qwen, device="cpu", **options)
+    assert_same(load(kernels, gsm8k, qwen, **options), expected)
+    streams = set(map(id, kernels._streams._idle))
+    assert len(streams) == 5
+    found = [load(kernels, gsm8k, qwen, **options) for _ in range(2)]
+    assert set(map(id, kernels._streams._idle)) == streams
+    for one in found:
+        assert_same(one, expected)
+    del found, one
+    gc.collect()
+    assert kernels.races == []

@@ -1,7 +1,7 @@
 """`python -m bench.gpu_record`: exactness and speed on a GPU, in one record.
 
 python -m bench.gpu_record              sections in order, for at most nine minutes; again, those that the record lacks
-python -m bench.gpu_record --only tokens,encode    some sections; the record of the same day keeps the others
+python -m bench.gpu_record --only encode,waits    some sections; the record of the same day keeps the others
 python -m bench.gpu_record --rehearse   all sections without a GPU, on tiny data: tests the command
 
 Each section runs in a process of its own (section.py), and the record is written after each. A section that fails,
@@ -22,7 +22,7 @@ from typing import Any
 
 from bench import ROOT, environment, report
 from bench.data import first_rows
-from bench.gpu import checks, exact, loads, stages, tokens
+from bench.gpu import checks, loads, stages, tokens
 from bench.gpu.rig import tokenizer_of
 from bench.gpu.section import Section, Task, cuda_is_initialized, run_section
 from gpuload.demo_data import demo_files
@@ -31,12 +31,9 @@ SECTIONS = {
     "sanitizer": Section(checks.sanitizer, 240, "compute-sanitizer"),
     "tests": Section(checks.tests, 250, "Tests marked gpu"),
     "ladder": Section(checks.climb, 400, "The steps of gpuload doctor --gpu"),
-    "loads": Section(exact.loads, 150, "Exactness: loads by both engines"),
-    "tokens": Section(exact.tokens, 150, "Exactness: ids compared with `tokenizers`"),
     "first_batch": Section(loads.first_batch, 240, "Data to the first batch"),
     "encode": Section(tokens.encode, 200, "Text to ids"),
     "batches": Section(stages.batches, 60, "Filter and batches"),
-    "read": Section(stages.read, 90, "Reading parquet"),
     "kernels": Section(loads.kernels, 120, "Kernels of whole loads"),
     "waits": Section(loads.waits, 60, "What a training step waits for its batch"),
     "others": Section(loads.others, 120, "Other loaders"),

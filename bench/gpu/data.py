@@ -1,7 +1,8 @@
 """Data of a GPU record: real prompts, and larger files and texts generated from them by repetition and variation."""
 
 import itertools
-from collections.abc import Iterator
+import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from bench import agents
 from bench.gpu.section import MissingError, Task
 from gpuload.core.arrays import offsets_of
 from gpuload.core.files import replacing
@@ -78,6 +80,13 @@ def paired(prompts: pa.ListArray) -> pa.Table:
     return pa.table({"prompt": prompts, "chosen": chosen, "rejected": rejected})
 
 
+def agent_rows(task: Task, count: int) -> str:
+    """Write conversations with tools, calls and results, nearly all of another shape; return the file."""
+    draw, file = random.Random(0), Path(task.scratch) / f"agents-{count}.jsonl"
+    file.write_text("".join(json.dumps(agents.with_tools(draw)) + "\n" for _ in range(count)))
+    return str(file)
+
+
 def generated_file(task: Task, rows: int) -> str:
     """Generate a parquet file in verl's format, once per record.
 
@@ -137,11 +146,6 @@ def flat(text: pa.LargeStringArray) -> tuple[np.ndarray[Any, Any], np.ndarray[An
     bounds = np.frombuffer(offsets, np.int64)[text.offset : text.offset + len(text) + 1] if len(text) else np.zeros(1)
     bounds = bounds.astype(np.int64)
     return np.frombuffer(data or b"", np.uint8)[bounds[0] : bounds[-1]], bounds - bounds[0]
-
-
-def in_parts(text: pa.LargeStringArray, rows: int = 8192) -> Iterator[pa.LargeStringArray]:
-    for start in range(0, len(text), rows):
-        yield text.slice(start, rows)
 
 
 def _size(text: pa.LargeStringArray) -> int:

@@ -13,13 +13,11 @@ import torch
 
 from bench import VERL_PYTHON
 from bench.data import first_rows
-from bench.gpu.data import answered, generated_file, paired
-from bench.gpu.exact import agent_rows
+from bench.gpu.data import agent_rows, answered, generated_file, paired
 from bench.gpu.rig import DEFAULTS, LOADS, Rig, by_kernel, name_of, open_rig, rates, tokenizer_of
 from bench.gpu.section import Facts, Task, WrongError
 from bench.process import ContenderError, run_contender
 from gpuload.demo_data import demo_files
-from gpuload.engines.device import cuda
 
 STEP = 0.050
 """Seconds of a training step."""
@@ -43,7 +41,11 @@ def _data(task: Task) -> Iterator[tuple[str, str, Any]]:
 def first_batch(task: Task, facts: Facts) -> None:
     """Load each kind of data and draw its first batch: twice on the device, once on the CPU. Compilation is apart."""
     rig, tokenizer = open_rig(task), tokenizer_of(task.tokenizers[0])
-    _warm_up(rig, tokenizer, facts)
+
+    def shipped() -> Any:
+        return next(iter(rig.load(demo_files()[0], tokenizer, max_prompt_length=_LIMIT).loader(16)))
+
+    facts("the shipped data: tables, template, CuPy's own kernels", **rig.timed(shipped, repeats=1, warm_up=False))
     for name, kind, data in _data(task):
         prints = set()
         for how in ("device", "device, again", "CPU"):
@@ -58,20 +60,6 @@ def first_batch(task: Task, facts: Facts) -> None:
             facts(name, same=False)
     if wrong := [row for row, cells in facts.rows.items() if cells.get("same") is False]:
         raise WrongError(f"the two engines make different ids: {', '.join(wrong)}")
-
-
-def _warm_up(rig: Rig, tokenizer: Any, facts: Facts) -> None:
-    """Measure what is compiled once per process or machine, before the clock of a load runs."""
-    file, _ = demo_files()
-    for name, work in (
-        ("compile gpuload's kernels", lambda: cuda.self_test(rig.kernels)),
-        ("a load of the shipped data: tables, template, CuPy's own kernels", lambda: _first(rig, file, tokenizer)),
-    ):
-        facts(name, **rig.timed(work, repeats=1, warm_up=False))
-
-
-def _first(rig: Rig, data: Any, tokenizer: Any) -> Any:
-    return next(iter(rig.load(data, tokenizer, max_prompt_length=_LIMIT).loader(16)))
 
 
 def _first_batch(rig: Rig, kind: str, data: Any, tokenizer: Any, to_device: bool) -> tuple[dict[str, Any], Any]:

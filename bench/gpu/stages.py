@@ -1,4 +1,4 @@
-"""Stages of the device engine that have a clock of their own: reading, and batches of every form."""
+"""Batches of every form, and the filter."""
 
 from collections import deque
 from collections.abc import Callable
@@ -6,21 +6,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from bench.gpu.data import generated_file
 from bench.gpu.rig import Rig, by_kernel, copy_bandwidth, open_rig
-from bench.gpu.section import Facts, MissingError, Task
+from bench.gpu.section import Facts, Task
 from gpuload.core.arrays import Ragged, offsets_of
-from gpuload.engines.conversations import from_arrow
-from gpuload.engines.device import cuda
 from gpuload.engines.device.batches import DeviceBatches
-from gpuload.engines.device.cudf import chunks
 from gpuload.engines.device.engine import take
 from gpuload.engines.device.packs import packed, prepare_pack
 from gpuload.engines.device.store import Segments
-from gpuload.engines.device.texts import DeviceTexts
 from gpuload.kinds.chats.dataset import LAYOUT as WITH_LABELS
 from gpuload.kinds.prompts import LAYOUT
 from gpuload.packing import pack
@@ -30,35 +23,6 @@ _CHUNK = 256 << 20
 _AT_ONCE = 8  # batches kept alive, so that consecutive ones are not written to the same memory
 _IN_A_ROW = 32
 _PACKS = 8  # of a batch
-
-
-def read(task: Task, facts: Facts) -> None:
-    """Read the prompt column of the largest generated file into device memory."""
-    rig, path = open_rig(task), generated_file(task, max(task.rows))
-    column = pq.read_table(path, columns=["prompt"])["prompt"]
-    structs = [part.flatten() for part in column.chunks]
-    size = sum(int(pc.sum(pc.binary_length(one.field(name))).as_py()) for one in structs for name in (0, 1))
-
-    def copied_over() -> None:
-        with rig.kernels.current():
-            for part in column.chunks:
-                from_arrow(DeviceTexts(rig.kernels), part)
-
-    facts("copied over from Arrow", **rig.timed(copied_over, size, len(column)))
-    if not rig.cudf:
-        raise MissingError(f"reading with cuDF: {cuda.without_cudf() or 'a rehearsal has none'}")
-    metadata = pq.read_metadata(path)
-    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    parts = [group.column(i) for group in groups for i in range(group.num_columns)]
-    compressed = sum(part.total_compressed_size for part in parts if part.path_in_schema.startswith("prompt."))
-
-    def by_cudf() -> int:
-        with rig.kernels.loading(), rig.kernels.current():
-            return sum(len(chunk) for chunk in chunks(rig.kernels, path, "prompt", column.type, _CHUNK))
-
-    if by_cudf() != len(column):
-        raise ValueError("cuDF and Arrow see different numbers of rows")
-    facts("cuDF, chunk by chunk", **rig.timed(by_cudf, size, len(column)), file_bytes=compressed)
 
 
 def batches(task: Task, facts: Facts) -> None:

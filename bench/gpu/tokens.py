@@ -9,18 +9,20 @@ import numpy as np
 import pyarrow as pa
 
 from bench.gpu.data import KINDS, flat, texts
-from bench.gpu.exact import brief, device_encoder, differing
 from bench.gpu.rig import Rig, by_kernel, name_of, open_rig, tokenizer_of
-from bench.gpu.section import Facts, MissingError, Task
+from bench.gpu.section import Facts, MissingError, Task, WrongError
 from gpuload.core.arrays import Ragged, on_host
 from gpuload.engines.device.encode import DeviceEncoder
+from gpuload.reference.reference import Reference
+from gpuload.tokenizer.compiled import CompiledTokenizer, compile_tokenizer
 
 MOST = {"tokenizers": 8 << 20, "gigatoken": 1 << 40}
 """Bytes of text for each host encoder: about what it encodes in a second."""
 
 
 def encode(task: Task, facts: Facts) -> None:
-    """Encode each kind of text with each tokenizer: first the host encoders, then the device on the same text."""
+    """Encode each kind of text with each tokenizer: first the host encoders, then the device on the same text. Its ids
+    must be those of `tokenizers`, as far as these were made."""
     rig = open_rig(task)
     by_kind = {}
     for kind in KINDS:
@@ -42,6 +44,8 @@ def encode(task: Task, facts: Facts) -> None:
                 continue
             by_host = _on_host(rig, name, tokenizer_of(directory).backend_tokenizer, text, facts)
             _on_device(rig, f"{name}, device", encoder, text, by_host, facts)
+    if wrong := [row for row, cells in facts.rows.items() if row.endswith(", device") and cells.get("differing")]:
+        raise WrongError(f"the device makes other ids than tokenizers: {', '.join(wrong)}")
 
 
 def _on_device(
@@ -125,3 +129,43 @@ the result to `Ragged`."""
 def _first(ids: Ragged, rows: int) -> Ragged:
     offsets = ids.offsets[: rows + 1]
     return Ragged(ids.values[: int(offsets[-1])], offsets)
+
+
+def differing(found: Ragged, expected: Ragged, skipped: Any = None) -> int:
+    """Return the number of rows that differ; the larger number of rows if the numbers of rows differ.
+
+    Args:
+        found: Ids to check.
+        expected: Ids to compare with.
+        skipped: (n,) bool, rows that are not compared.
+    """
+    if len(found) != len(expected):
+        return max(len(found), len(expected))
+    one, other = found.to_host(), expected.to_host()
+    different = one.lengths != other.lengths
+    some = np.flatnonzero(~different)
+    unlike = one.take(some).values != other.take(some).values
+    different[np.repeat(some, one.lengths[some])[unlike]] = True
+    return int(np.count_nonzero(different if skipped is None else different & ~skipped))
+
+
+def device_encoder(rig: Rig, directory: str) -> DeviceEncoder:
+    """Build the device encoder of a tokenizer.
+
+    Raises:
+        MissingError: The tokenizer falls back to the host.
+    """
+    try:
+        reference = Reference(tokenizer_of(directory), chat_template=None)
+        compiled: CompiledTokenizer | str = compile_tokenizer(reference.model_json)
+    except Exception as error:  # the other tokenizers are still compared
+        compiled = brief(error)
+    if isinstance(compiled, str):
+        raise MissingError(f"encoded on the host: {compiled}")
+    with rig.kernels.current():
+        return DeviceEncoder(rig.kernels, compiled)
+
+
+def brief(error: Exception) -> str:
+    """Return an error in one line."""
+    return f"{type(error).__name__}: {[*str(error).splitlines(), ''][0]:.160}"

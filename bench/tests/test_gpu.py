@@ -20,10 +20,11 @@ import torch
 from tiers import SHARED, name_of, shared_files, shared_tokenizers, with_shared
 
 import gpuload
-from bench.gpu.data import answered, conversations, paired
-from bench.gpu.exact import LIMIT, agent_rows, compared, device_encoder, encoded
+from bench.gpu.data import agent_rows, answered, conversations, paired
 from bench.gpu.rig import Rig, open_rig
 from bench.gpu.section import MissingError, Task
+from bench.gpu.tokens import device_encoder
+from bench.tests.gpu_cases import LIMIT, compared, encoded
 
 pytestmark = pytest.mark.gpu
 

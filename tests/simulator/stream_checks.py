@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 
 from gpuload.engines.device.kernel_source import source
-from gpuload.engines.device.kernels import ThreadStreams
+from gpuload.engines.device.shared import ThreadStreams
 from simulator.strict_arrays import DeviceArray, StrictKernels, StrictModule
 
 Clock = dict[int, int]
@@ -318,6 +318,7 @@ class StreamKernels(StrictKernels):
                 yield
         finally:
             self._checker.loading = False
+            self._streams.release()
 
     @contextmanager
     def lasting(self) -> Iterator[None]:

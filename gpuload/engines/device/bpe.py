@@ -13,6 +13,7 @@ queue.
 The kernels know how many pre-tokens there are of each length; the host does not. It waits once, for the number of ids.
 """
 
+import copy
 from dataclasses import fields
 
 import numpy as np
@@ -59,6 +60,12 @@ class Merger:
             there.merged,
         )  # fmt: skip
         self.nbytes = there.nbytes + sum(int(array.nbytes) for array in on_device)
+
+    def on(self, kernels: Kernels) -> "Merger":
+        """Return the same, launched by other kernels of the device."""
+        made = copy.copy(self)
+        made._kernels = kernels
+        return made
 
     def ids(self, pre_tokens: PreTokens, fallback: Array, offsets: Array, more: int) -> Array:
         """Encode n texts.

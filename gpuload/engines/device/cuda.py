@@ -1,14 +1,14 @@
 """The engine of an NVIDIA GPU: cuDF reads, kernels render, encode and make batches.
 
 Memory. During a load, cuDF (through RMM) and CuPy allocate from one pool of CUDA's stream-ordered allocator, bounded by
-`gpu_memory_limit`. Loads at the same time on one GPU share the pool and the limit of the first of them. The pool is
-destroyed after the last of them. Only the store of ids remains, in plain allocations of its own
-(or in pinned host memory, with `tokens_on="host"`). Batches are torch tensors, and the temporary memory of a batch
-comes from torch's pool too.
+`gpu_memory_limit`. A process has one pool per GPU. Loads at the same time on one GPU share the limit of the first of
+them. After the last of them, the pool is empty. What remains, in plain allocations of its own, is the store of ids (or
+it is in pinned host memory, with `tokens_on="host"`), and the tables of the last two tokenizers (`SharedTables`).
+Batches are torch tensors, and the temporary memory of a batch comes from torch's pool too.
 
 Streams. In a load, each thread has a non-blocking stream of its own, and so has each stage: cuDF reads a chunk while
-the one before it is rendered and the one before that is encoded. A batch is made on torch's current stream, so that it
-is ready for whatever torch does next.
+the one before it is rendered and the one before that is encoded. Later loads use these streams again. A batch is made
+on torch's current stream, so that it is ready for whatever torch does next.
 
 Lifetime of memory that crosses streams. The pool frees memory in the order of the stream that it was allocated on,
 whichever streams use it. It would be a race to free what another stream still reads. Two rules exclude this:
@@ -21,7 +21,7 @@ whichever streams use it. It would be a race to free what another stream still r
     chunks of prompts, cuDF's buffers     read                 read, render, verify   with their batch
     rendered text, offsets and answers    render               encode, verify, main   with its batch
     ids of a batch and their offsets      encode               verify, main           with their batch
-    tables of the tokenizer               encode               encode                 with the encoder
+    tables of the tokenizer               encode, not pooled   encode                 with the last load; CUDA waits
     temporary arrays                      any                  the same thread        inside its context
     segments of the store                 main, not pooled     main, then batches     with the dataset; CUDA waits
     columns of a `cudf.DataFrame`         the caller           read, render, verify   by the caller
@@ -39,7 +39,7 @@ import importlib
 import importlib.util
 import sys
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -51,9 +51,11 @@ import torch
 from gpuload.core.errors import DeviceError, GpuloadError
 from gpuload.core.options import TokensOn
 from gpuload.engines.device.cudf import can_read, chunks, slices
-from gpuload.engines.device.engine import DeviceEngine, Reader, large_parts, zip_with_tables
-from gpuload.engines.device.kernels import DeviceKernels, Kernels, ThreadStreams
+from gpuload.engines.device.engine import DeviceEngine, Reader
+from gpuload.engines.device.kernels import DeviceKernels, Kernels
+from gpuload.engines.device.parts import chunk_sizes, large_parts, zip_with_tables
 from gpuload.engines.device.present import absent_reason, number_of
+from gpuload.engines.device.shared import ThreadStreams
 from gpuload.engines.device.texts import DeviceTexts, texts_to_device
 from gpuload.engines.device.verdict import distrust
 from gpuload.engines.failures import one_line
@@ -62,7 +64,7 @@ from gpuload.reference.reference import Reference
 from gpuload.sources.later import LaterTable
 from gpuload.sources.read import Source
 
-_MOST_CHUNK = 256 << 20
+_CHUNK, _MOST_CHUNK = 256 << 20, 1 << 30
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation, for which CuPy has no name in Python
 _INSTALL = "pip install 'gpuload[cu13]' (or cu12)"
 
@@ -147,7 +149,8 @@ def reader(kernels: DeviceKernels, notes: list[str]) -> Reader:
         if source.frame is not None and can_read(kind) and not pa.types.is_dictionary(kind):
             parts = slices(kernels, source.frame[prompt_key], kind, kernels.chunk_bytes)
         elif source.parquet is not None and can_read(kind):
-            parts = chunks(kernels, source.parquet, prompt_key, kind, kernels.chunk_bytes)
+            first, then = chunk_sizes(source, prompt_key, kernels.chunk_bytes)
+            parts = chunks(kernels, source.parquet, prompt_key, kind, then, first)
         else:
             yield from large_parts(source, prompt_key, kernels.chunk_bytes)
             return
@@ -189,8 +192,8 @@ def _on_device(kernels: DeviceKernels, parts: Iterator[Any]) -> Iterator[Any]:
 
 
 class Pools:
-    """The memory pool of each GPU, shared by the loads that run at the same time: RMM has one resource per GPU and
-    process. The first load installs the pool, the last one removes it."""
+    """Which GPUs' pools RMM allocates from: it has one resource per GPU and process, so loads that run at the same time
+    share it. The first of them installs it, the last one gives its memory back."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -222,6 +225,12 @@ class Pools:
 
 _POOLS = Pools()
 
+_HANDLES: dict[int, int] = {}
+"""The number of a GPU → its `cudaMemPool_t`. It is never destroyed: memory that outlives its load is freed to it."""
+
+_IDLE_STREAMS: defaultdict[int, list[Any]] = defaultdict(list)
+"""The number of a GPU → streams of loads that are over."""
+
 
 class CudaKernels(DeviceKernels):
     """`DeviceKernels` with a bounded memory pool during a load, and torch's memory after it.
@@ -232,7 +241,8 @@ class CudaKernels(DeviceKernels):
 
     Attributes:
         chunk_bytes: how large a chunk of the prompt column may be. The chunk, its text, the numbers about it and the
-            chunks being read and encoded at the same time must fit into the limit: hence an eighth of it.
+            chunks being read and encoded at the same time must fit into the limit: hence an eighth of it. On large GPUs
+            a thirty-second, up to 1 GiB: templates may write many times as much text as a chunk has.
     """
 
     def __init__(self, number: int, limit: int) -> None:
@@ -240,16 +250,16 @@ class CudaKernels(DeviceKernels):
         self._limit = limit
         self._loading: Callable[[int], Any] | None = None
         # Non-blocking: a load neither waits for the legacy default stream, nor does that wait for a load.
-        self._streams = ThreadStreams(partial(self.xp.cuda.Stream, non_blocking=True))
+        self._streams = ThreadStreams(partial(self.xp.cuda.Stream, non_blocking=True), _IDLE_STREAMS[number])
         self._torchs = self.xp.cuda.PythonFunctionAllocator(_torch_memory, _give_back_to_torch).malloc
-        self.chunk_bytes = _MOST_CHUNK
+        self.chunk_bytes = _CHUNK
 
     @contextmanager
     def loading(self) -> Iterator[None]:
         from rmm.allocators.cupy import rmm_cupy_allocator
 
         with _POOLS.use(self._number, self._install_pool) as limit:
-            self.chunk_bytes = min(_MOST_CHUNK, limit // 8)
+            self.chunk_bytes = min(limit // 8, max(_CHUNK, min(_MOST_CHUNK, limit // 32)))
             self.ids_limit = max(0, self._free() - limit)
             with self.xp.cuda.Device(self._number):
                 self.xp.cuda.Stream.null.synchronize()  # the columns of a `cudf.DataFrame` may be work in progress
@@ -259,6 +269,7 @@ class CudaKernels(DeviceKernels):
                     yield
             finally:
                 self._loading = None
+                self._streams.release()
 
     def _free(self) -> int:
         """Bytes of free device memory."""
@@ -266,24 +277,35 @@ class CudaKernels(DeviceKernels):
             return int(self.xp.cuda.runtime.memGetInfo()[0])
 
     def _install_pool(self) -> tuple[int, Callable[[], None]]:
-        """Makes RMM allocate from a pool. Returns its limit in bytes, and a function that removes it."""
+        """Makes RMM allocate from the GPU's pool. Returns its limit in bytes, and a function that ends this."""
         import rmm
 
+        runtime, resource = self.xp.cuda.runtime, rmm.mr
         with self.xp.cuda.Device(self._number):
             limit = self._limit or self._free() // 2
-            before = rmm.mr.get_per_device_resource(self._number)
+            before = resource.get_per_device_resource(self._number)
+            if self._number not in _HANDLES:
+                kind = runtime.MemPoolProps(
+                    runtime.cudaMemAllocationTypePinned, runtime.cudaMemHandleTypeNone,
+                    runtime.cudaMemLocationTypeDevice, self._number,
+                )  # fmt: skip
+                _HANDLES[self._number] = runtime.memPoolCreate(kind)
+            pool = _HANDLES[self._number]
             # Freed memory stays in the pool until the load is over. Without a threshold, CUDA would release it at
             # every synchronization, and the next chunk would allocate it again.
-            pool = rmm.mr.CudaAsyncMemoryResource(release_threshold=limit)
-            rmm.mr.set_per_device_resource(self._number, rmm.mr.LimitingResourceAdaptor(pool, limit))
+            runtime.memPoolSetAttribute(pool, runtime.cudaMemPoolAttrReleaseThreshold, limit)
+            view = resource.CudaAsyncViewMemoryResource(pool)
+            resource.set_per_device_resource(self._number, resource.LimitingResourceAdaptor(view, limit))
 
         def remove() -> None:
             with self.xp.cuda.Device(self._number) as device:
                 try:
                     device.synchronize()  # memory is freed in the order of its stream
                     self.xp.get_default_pinned_memory_pool().free_all_blocks()  # transfers were staged in it
+                    runtime.memPoolSetAttribute(pool, runtime.cudaMemPoolAttrReleaseThreshold, 0)  # of what comes later
+                    runtime.memPoolTrimTo(pool, 0)
                 finally:  # also where nothing works any more: other libraries use RMM, too
-                    rmm.mr.set_per_device_resource(self._number, before)
+                    resource.set_per_device_resource(self._number, before)
 
         return limit, remove
 

@@ -34,7 +34,9 @@ def can_read(kind: pa.DataType) -> bool:
     return is_text(kind) or is_messages(kind)
 
 
-def chunks(kernels: Kernels, path: str, column: str, kind: pa.DataType, nbytes: int) -> Iterator[Conversations]:
+def chunks(
+    kernels: Kernels, path: str, column: str, kind: pa.DataType, nbytes: int, first: int | None = None
+) -> Iterator[Conversations]:
     """The prompt column of a file, chunk by chunk, all of them on the same stream.
 
     Args:
@@ -42,6 +44,7 @@ def chunks(kernels: Kernels, path: str, column: str, kind: pa.DataType, nbytes: 
         column: the column's name.
         kind: its Arrow type.
         nbytes: about how large a decoded chunk is. Halved where memory runs out.
+        first: the same for the first chunk; None for `nbytes`.
 
     Raises:
         DeviceError: there is no memory even for a small chunk, or cuDF and Arrow disagree on the fields of messages.
@@ -49,7 +52,7 @@ def chunks(kernels: Kernels, path: str, column: str, kind: pa.DataType, nbytes: 
     from pylibcudf.io import parquet
     from pylibcudf.io.types import SourceInfo
 
-    done = 0
+    done, limit = 0, first or nbytes
     while True:
         options = parquet.ParquetReaderOptions.builder(SourceInfo([path])).build()
         options.set_column_names([column])  # the builder of cuDF 26.6 has no such method
@@ -58,17 +61,18 @@ def chunks(kernels: Kernels, path: str, column: str, kind: pa.DataType, nbytes: 
         try:
             # The second limit bounds how much is decompressed at a time.
             reader = parquet.ChunkedParquetReader(
-                options, stream=kernels.stream(), chunk_read_limit=nbytes, pass_read_limit=2 * nbytes
+                options, stream=kernels.stream(), chunk_read_limit=limit, pass_read_limit=2 * limit
             )
             more = reader.has_next()
         except MemoryError:
-            nbytes = _smaller(nbytes)
+            nbytes = limit = _smaller(limit)
             continue
         while more:
             try:
                 part = reader.read_chunk()
                 more = reader.has_next()
             except MemoryError:
+                nbytes = _smaller(limit)
                 break
             done += part.tbl.num_rows()
             if part.tbl.num_rows():
@@ -76,10 +80,12 @@ def chunks(kernels: Kernels, path: str, column: str, kind: pa.DataType, nbytes: 
                 del part  # so that a chunk its consumer has finished with is freed before the next is read
                 yield found
                 del found
+            if more and limit < nbytes:  # that was the first chunk
+                break
         else:
             return
         del reader  # and its buffers, before the next one allocates
-        nbytes = _smaller(nbytes)
+        limit = nbytes
 
 
 def slices(kernels: Kernels, series: Any, kind: pa.DataType, nbytes: int) -> Iterator[Conversations]:

@@ -7,6 +7,7 @@ Texts are split into pre-tokens (`pretokenize.py`), which become ids (`bpe.py`).
 texts at a time, so the memory they need in addition to the ids is bounded by the chunk, not by the column.
 """
 
+import copy
 import itertools
 
 import numpy as np
@@ -50,6 +51,13 @@ class DeviceEncoder:
         self._merger = Merger(kernels, tokenizer.tables)
         self._pretokenizer = PreTokenizer(kernels, tokenizer, self._merger.words)
         self.nbytes = self._merger.nbytes
+
+    def again(self, kernels: Kernels) -> "DeviceEncoder":
+        """Return an encoder with the same tables, for another load on the same device."""
+        made = copy.copy(self)
+        made._kernels, made.chunk_bytes = kernels, CHUNK_BYTES
+        made._merger, made._pretokenizer = self._merger.on(kernels), self._pretokenizer.on(kernels)
+        return made
 
     def encode(self, data: Array, offsets: Array) -> tuple[Ragged, Array]:
         """Encode n texts.

@@ -5,11 +5,11 @@ kernels do not support, text goes to the host's encoder and its ids come back; t
 except reading (`cuda.py`) runs on any machine: the tests use kernels compiled for the host.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -24,23 +24,25 @@ from gpuload.engines.conversations import Conversations, from_arrow, messages_of
 from gpuload.engines.device.batches import DeviceBatches
 from gpuload.engines.device.encode import LEAST_CHUNK, DeviceEncoder
 from gpuload.engines.device.kernels import Kernels
+from gpuload.engines.device.parts import large_parts
 from gpuload.engines.device.render import DeviceText, render
-from gpuload.engines.device.spans import DeviceTokenSpans
+from gpuload.engines.device.spans import DeviceTokenSpans, spans_table
 from gpuload.engines.device.store import DeviceStore, Segments, host_store, in_order, to_device
 from gpuload.engines.device.texts import DeviceTexts, gather
 from gpuload.engines.failures import out_of_memory
-from gpuload.engines.host.engine import HostEngine, arrow_parts
+from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.host.render import HostText
 from gpuload.engines.host.sanitize import can_be_marked, mark_column, unplain
 from gpuload.engines.protocol import ArrowPrompts, Prompts, Tokenized
 from gpuload.reference.control_tokens import END, START
 from gpuload.reference.reference import Reference
-from gpuload.sources.batches import decoded_bytes
 from gpuload.sources.later import LaterTable
-from gpuload.sources.read import Source, check_unchanged, other_columns
+from gpuload.sources.read import Source
 from gpuload.sources.types import is_messages, is_text
 from gpuload.template.compiler import ChatProgram
 from gpuload.tokenizer.compiled import CompiledTokenizer, compile_tokenizer
+
+_Made = TypeVar("_Made")
 
 Reader = Callable[[Source, str, bool], Iterator[tuple[pa.Table | LaterTable, Prompts]]]
 """As `Engine.read`."""
@@ -96,18 +98,44 @@ class DeviceEngine:
             return ""
         if self._reference.backend is None:
             return f"{type(self._reference.tokenizer).__name__} is not a fast tokenizer"
-        return compile_tokenizer(self._reference.model_json)
+        json = self._reference.model_json
+        return self._kernels.shared.get(self._digest, "compiled", lambda: compile_tokenizer(json))
+
+    @cached_property
+    def _digest(self) -> bytes:
+        """Of all that decides the tables of the tokenizer."""
+        return hashlib.sha256(self._reference.model_json.encode(errors="surrogatepass")).digest()
 
     @cached_property
     def _encoder(self) -> DeviceEncoder | None:
-        """Made when first needed, during a load: its tables are released with the load's other memory."""
-        compiled = self._compiled
-        return DeviceEncoder(self._kernels, compiled) if isinstance(compiled, CompiledTokenizer) else None
+        """Made when first needed, during a load."""
+        compiled, kernels = self._compiled, self._kernels
+        if not isinstance(compiled, CompiledTokenizer):
+            return None
+        return self._shared("encoder", lambda: DeviceEncoder(kernels, compiled)).again(kernels)
 
     @cached_property
     def _spans(self) -> DeviceTokenSpans:
         """Made when first needed, as the encoder is."""
-        return DeviceTokenSpans(self._kernels, self.host.spans)
+        host, kernels = self.host.spans, self._kernels
+        if (table := host.table) is None:
+            return DeviceTokenSpans(kernels, host, None)
+        return DeviceTokenSpans(kernels, host, self._shared("spans", lambda: spans_table(kernels, table)))
+
+    def _shared(self, what: str, make: Callable[[], _Made]) -> _Made:
+        """What the loads of this process share, in memory that outlives this one; if there is too little, in that of
+        the load, for the load."""
+
+        def made() -> _Made:
+            with self._kernels.lasting():
+                found = make()
+            self._kernels.synchronize()  # threads that get it next have other streams
+            return found
+
+        try:
+            return self._kernels.shared.get(self._digest, what, made)
+        except DeviceError:
+            return make()
 
     def describe(self, compiled: bool = True) -> str:
         if not self._by_kernels:
@@ -309,82 +337,3 @@ def _gather_rows(kernels: Kernels, address: Array, length: Array) -> Ragged:
     offsets, data = gather(kernels, address, 4 * length)
     offsets //= 4
     return Ragged(data.view(np.int32), offsets)
-
-
-def large_parts(source: Source, prompt_key: str, nbytes: int) -> Iterator[tuple[pa.Table, ArrowPrompts]]:
-    """The rows of a source as Arrow reads them, joined: each part costs a device the same launches and waits. The first
-    one is smaller, so that the device has work while Arrow reads the next.
-
-    Args:
-        nbytes: of prompts, about how large a part is at least, but `MOST_JOINED` suffices.
-    """
-    most = min(nbytes, MOST_JOINED)
-    enough = most // _FIRST
-    waiting: list[tuple[pa.Table, pa.Array]] = []
-    prompts_size = table_size = 0
-    for table, prompts in arrow_parts(source, prompt_key):
-        waiting.append((table, prompts.column))
-        prompts_size, table_size = prompts_size + decoded_bytes(prompts.column), table_size + table.nbytes
-        if prompts_size >= enough or table_size >= _SHARE_OF_PROMPTS * enough:
-            yield _joined(waiting)
-            waiting, prompts_size, table_size, enough = [], 0, 0, most
-    if waiting:
-        yield _joined(waiting)
-
-
-MOST_JOINED = 64 << 20
-"""Bytes of prompts from which on a part of a load keeps a device busy."""
-
-_FIRST = 8  # of a part: the first one
-_SHARE_OF_PROMPTS = 4  # tables that are so much larger than their prompts are not joined further: the host holds them
-
-
-def _joined(parts: list[tuple[pa.Table, pa.Array]]) -> tuple[pa.Table, ArrowPrompts]:
-    if len(parts) == 1:
-        return parts[0][0], ArrowPrompts(parts[0][1])
-    tables, columns = zip(*parts, strict=True)
-    return pa.concat_tables(tables), ArrowPrompts(pa.concat_arrays(columns))
-
-
-def zip_with_tables(
-    chunks: Iterator[Conversations], source: Source, prompt_key: str, keep_prompts: bool
-) -> Iterator[tuple[LaterTable, Conversations]]:
-    """Joins two readings of one source, each in parts of its own sizes: every chunk of prompts with the table of its
-    rows, which a thread decodes meanwhile: a chunk does not wait for it.
-
-    Raises:
-        SourceError: the file was changed meanwhile.
-        DeviceError: the numbers of rows differ. The tables raise the same.
-    """
-    tables, waiting, done = other_columns(source, prompt_key, keep_prompts), list[pa.Table](), 0
-    thread = ThreadPoolExecutor(1, "pass-through")
-    first = [thread.submit(next, tables, None)]  # starts the threads that decode the next ones
-
-    def decode(rows: int, last: bool) -> pa.Table:
-        have = sum(table.num_rows for table in waiting)
-        while have < rows or last:
-            if (table := first.pop().result() if first else next(tables, None)) is None:
-                break
-            waiting.append(table)
-            have += table.num_rows
-        if have < rows or (last and have > rows):
-            raise _different_rows(source)
-        whole = pa.concat_tables(waiting)
-        waiting[:] = [whole.slice(rows)]
-        return whole.slice(0, rows)
-
-    try:
-        for chunk in chunks:
-            done += len(chunk)
-            if done > source.num_rows:
-                raise _different_rows(source)
-            yield LaterTable(len(chunk), thread.submit(decode, len(chunk), done == source.num_rows).result), chunk
-        if done != source.num_rows:
-            raise _different_rows(source)
-    finally:  # also if the consumer ends early
-        thread.shutdown(wait=False)  # decodes what was asked for
-
-
-def _different_rows(source: Source) -> DeviceError:
-    check_unchanged([source])
-    return DeviceError(f"{source.name}: cuDF and Arrow read different numbers of rows: use device='cpu'")

@@ -14,11 +14,10 @@ import logging
 import os
 import sys
 import tempfile
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -30,6 +29,7 @@ from gpuload.core.errors import DeviceError
 from gpuload.core.files import cache_root
 from gpuload.engines.device.cubins import shipped
 from gpuload.engines.device.kernel_source import Parameter, signatures, source
+from gpuload.engines.device.shared import SharedTables
 
 if TYPE_CHECKING:
     import torch
@@ -43,33 +43,6 @@ threads that a multiprocessor can hold."""
 MOST_BLOCKS = 1 << 20
 """Maximum number of blocks of a launch. Kernels loop over their items with the grid as stride, so any number will
 do."""
-
-
-class ThreadStreams:
-    """The streams of a load, one per thread.
-
-    Each stage of a load has a thread, so each has a stream, and the stages of successive batches run on the device at
-    the same time. There are no events between the streams. Instead, a thread hands over nothing but finished work, see
-    `current`: so whoever gets an array may use it on another stream, and free it.
-
-    Args:
-        make: makes a stream. It is called by the thread that will use the stream.
-    """
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make, self._of = make, threading.local()
-
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """Make the thread's stream its current one. When the context ends, the work on it is done."""
-        if not hasattr(self._of, "thread"):
-            self._of.thread = self._make()
-        stream = self._of.thread
-        with stream:
-            try:
-                yield
-            finally:  # also after an error, which frees arrays
-                stream.synchronize()
 
 
 class Kernels:
@@ -104,6 +77,11 @@ class Kernels:
     def lasting(self) -> AbstractContextManager[Any]:
         """Return a context in which arrays are allocated in memory that outlives the load."""
         return nullcontext()
+
+    @cached_property
+    def shared(self) -> SharedTables:
+        """What later loads on this device use again."""
+        return SharedTables()
 
     def aside(self) -> AbstractContextManager[Any]:
         """Return a context in which work goes to a side stream, after all work submitted to the current one so far."""
@@ -234,6 +212,11 @@ def _writable(directory: Path) -> bool:
 
 
 @cache
+def _shared_on(number: int) -> SharedTables:
+    return SharedTables()
+
+
+@cache
 def _functions(number: int) -> Callable[[str], Any]:
     """The kernels of a GPU by name, loaded once per process: from machine code that was shipped, or else compiled."""
     cupy = load_cupy()
@@ -292,6 +275,10 @@ class DeviceKernels(Kernels):
         self._number, self.device = number, f"cuda:{number}"
         self._function = _functions(number)
         self._side: Any = None
+
+    @property
+    def shared(self) -> SharedTables:
+        return _shared_on(self._number)
 
     def current(self) -> AbstractContextManager[Any]:
         import torch

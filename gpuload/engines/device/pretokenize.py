@@ -23,6 +23,7 @@ The host waits once, for the numbers of pre-tokens. It waits once more for each 
 listed again.
 """
 
+import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -148,6 +149,12 @@ class PreTokenizer:
             and self._longest <= _MOST_TOKEN
             and not can_overlap(spec.added)
         )
+
+    def on(self, kernels: Kernels) -> "PreTokenizer":
+        """Return the same, launched by other kernels of the device."""
+        made = copy.copy(self)
+        made._kernels = kernels
+        return made
 
     def pre_tokens(self, data: Array, offsets: Array, base: int, fallback: Array) -> PreTokens:
         """Split n texts, and look up their pre-tokens.

@@ -24,7 +24,7 @@ from gpuload.engines.host.spans import TokenSpans
 from gpuload.tokenizer.token_bytes import TokenBytes
 
 
-class _Table(NamedTuple):
+class SpansTable(NamedTuple):
     """A `TokenBytes` in device memory.
 
     Attributes:
@@ -46,16 +46,14 @@ class _Table(NamedTuple):
 class DeviceTokenSpans:
     """Marks answers for one tokenizer.
 
-    The bytes of its tokens are copied to the device once.
-
     Args:
         kernels: for the device.
         host: the same on the host.
+        table: that of `host` in device memory; None where there is none.
     """
 
-    def __init__(self, kernels: Kernels, host: TokenSpans) -> None:
-        self._kernels, self._host = kernels, host
-        self._table = None if host.table is None else _to_device(kernels, host.table)
+    def __init__(self, kernels: Kernels, host: TokenSpans, table: SpansTable | None) -> None:
+        self._kernels, self._host, self._table = kernels, host, table
 
     def mark(self, text: DeviceText, ids: Ragged, low: int, high: int) -> None:
         """Mark the tokens of answers in some texts.
@@ -115,7 +113,8 @@ class DeviceTokenSpans:
         values[xp.asarray(token[found != 0])] |= xp.asarray(found[found != 0])
 
 
-def _to_device(kernels: Kernels, table: TokenBytes) -> _Table:
+def spans_table(kernels: Kernels, table: TokenBytes) -> SpansTable:
+    """Copies a table to the device."""
     xp, data, offsets = kernels.xp, table.data, table.offsets
     if table.space != " ":
         # A text has a space where its token has another character. A text that has this character itself differs from
@@ -128,7 +127,7 @@ def _to_device(kernels: Kernels, table: TokenBytes) -> _Table:
         tokens = pc.replace_substring(tokens, table.space, " ")
         data, offsets = np.frombuffer(tokens.buffers()[2], np.uint8), np.frombuffer(tokens.buffers()[1], np.int64)
     lengths = np.diff(offsets).astype(np.int32)
-    return _Table(
+    return SpansTable(
         xp.asarray(lengths),
         xp.asarray(offsets),
         xp.asarray(data),
