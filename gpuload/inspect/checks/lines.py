@@ -184,6 +184,7 @@ def _trl(found: Checked, limit: int) -> list[str]:
     if "messages_key" in found.options and found.format == "text":
         settings["dataset_text_field"] = found.prompt_key
     elif "messages_key" in found.options and found.prompt_key != "messages":
+        data[-1] += ".remove_columns('messages')" * found.other_messages
         data[-1] += f".rename_column({_text(found.prompt_key)}, 'messages')"
     return [
         "from trl import SFTConfig",

@@ -55,6 +55,7 @@ class Checked:
         options: those that were given and are not defaults, as `load`, `load_chats` or `load_pairs` takes them.
         overlong: what becomes of rows that are too long.
         tools: the rows have a column of tools.
+        other_messages: a column `messages` is there, too, and is not the one that was checked.
     """
 
     findings: list[Finding]
@@ -69,6 +70,7 @@ class Checked:
     options: Mapping[str, Any] = field(default_factory=dict)
     overlong: Overlong = "drop"
     tools: bool = False
+    other_messages: bool = False
 
     @property
     def passed(self) -> list[str]:
@@ -176,8 +178,9 @@ def checked(
     if labeled_format(job):  # a load asks for it
         given["format"] = found
     tools = TOOLS in {name for source in job.sources for name in replaced_columns(source)}
+    other = key != "messages" and any("messages" in source.schema.names for source in job.sources)
     known = (names, run.total, job.kind.name, learned, lengths, job.reference.name, key, found, given, overlong, tools)
-    return Checked(in_order(findings), *known)
+    return Checked(in_order(findings), *known, other)
 
 
 _COLUMNS = {"sharegpt": "conversations", "text": "text"}
