@@ -621,7 +621,7 @@ def test_no_images_are_kept_by_default(qwen: Any) -> None:
 
 def test_options(qwen: Any) -> None:
     table = table_of(rows_of(8))
-    for option in ({"device": "cuda"}, {"distributed": True}, {"truncation": "left"}):
+    for option in ({"device": "cuda"}, {"truncation": "left"}):
         with pytest.raises(OptionError, match="is not supported for data with images"):
             load(table, qwen, **option)
     for option in ({"image_loader": "x"}, {"check_media": "x"}, {"max_image_pixels": 0}, {"media_roots": 3}):
