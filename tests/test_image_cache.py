@@ -1,5 +1,6 @@
 """Data with images in the token cache and in stores on disk: a second load opens no image, and has the same rows."""
 
+import json
 import os
 import pickle
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from PIL import Image
 import gpuload
 from gpuload.cache import column_file
 from gpuload.cache import known_files as known
+from gpuload.cache import store as store_of_tokens
 from gpuload.kinds.images import prompts as image_prompts
 from gpuload.kinds.images.engine import ImageEngine
 from gpuload.media import headers
@@ -342,3 +344,31 @@ def test_chats_and_pairs(
         assert batch.keys() == other.keys()
         assert all(batch[key].tolist() == other[key].tolist() for key in other)
         assert found.fingerprint == wanted.fingerprint
+
+
+def test_rows_of_a_sample_and_columns_of_messages(
+    qwen: Any, tmp_path: Path, warm_cache: Path, settled: None, untouched: Callable[[], None]
+) -> None:
+    """Images in parts of messages, JSON, and a part of the rows."""
+    picture(60, 90).save(tmp_path / "a.png")
+    parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "Which?"}]
+    rows = [{"prompt": [{"role": "user", "content": parts if k % 3 else f"{k}"}], "n": k} for k in range(20)]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    wanted = load(tmp_path / "x.jsonl", qwen, return_raw_chat=True)
+    untouched()
+    found = load(tmp_path / "x.jsonl", qwen, return_raw_chat=True)
+    assert found.report.from_cache == [str(tmp_path / "x.jsonl")]
+    assert [row["raw_prompt"] for row in found] == [row["raw_prompt"] for row in wanted]
+    assert [row["images"] for row in found] == [row["images"] for row in wanted]
+    some = load(tmp_path / "x.jsonl", qwen, max_samples=7, shuffle=True, seed=1)
+    numbers = some.origins[:, 1].tolist()
+    assert [row["raw_prompt_ids"] for row in some] == [wanted[number]["raw_prompt_ids"] for number in numbers]
+    assert [row["images"] for row in some] == [wanted[number]["images"] for number in numbers]
+
+
+def test_frames_are_not_looked_for(qwen: Any, warm_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As little data without images."""
+    monkeypatch.setattr(store_of_tokens, "LEAST_BYTES", 4 << 20)
+    table = pa.table({"prompt": ["<image>?"], "images": held(6)[:1]})
+    assert "tokens are not cached" not in str(load(table, qwen).report)
+    assert not entries(warm_cache)

@@ -283,17 +283,20 @@ def test_batches_and_packs_have_grids_and_pixels() -> None:
     batch, wanted = chats.batch(range(len(rows))), made_of(processor, rows)
     assert batch["pixel_values"].equal(wanted["pixel_values"])
     assert batch["image_grid_thw"].equal(wanted["image_grid_thw"])
-    assert "position_ids" not in batch
+    assert batch["position_ids"].shape == (3, *batch["input_ids"].shape)
     assert batch["mm_token_type_ids"].equal((batch["input_ids"] == processor.image_token_id).long())
     assert batch["input_ids"].shape == batch["labels"].shape
     size = int(chats.lengths.max()) + 200
     seen = []
     for pack in chats.loader(1, packing="bfd", pack_length=size):
-        assert "position_ids" not in pack
         assert pack["input_ids"].shape == pack["mm_token_type_ids"].shape
         bounds = pack["cu_seq_lens_q"].tolist()
         inside = [pack["input_ids"][0, low:high].tolist() for low, high in pairwise(bounds)]
+        assert pack["position_ids"].shape == (4, 1, pack["input_ids"].shape[1])
         numbers = [next(k for k, row in enumerate(chats) if row["input_ids"] == ids) for ids in inside]
+        for (low, high), number in zip(pairwise(bounds), numbers, strict=True):
+            alone = chats.batch([number])["position_ids"][:, 0]
+            assert pack["position_ids"][:, 0, low:high].equal(torch.cat([torch.arange(high - low)[None], alone]))
         grids = [chats[number]["image_grid_thw"] for number in numbers]
         assert pack["image_grid_thw"].equal(torch.cat(grids))
         if any(map(len, grids)):

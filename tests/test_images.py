@@ -469,7 +469,6 @@ def test_batches_have_what_the_processor_returns(qwen: Any) -> None:
     rows = rows_of(4)
     prompts = load(table_of(rows), qwen)
     batch = prompts.batch(range(len(rows)), padding="longest")
-    assert "position_ids" not in batch
     grids, types = [], []
     for text, content, files in rows:
         rendered = qwen.apply_chat_template(user(content or text), add_generation_prompt=True, tokenize=False)
@@ -622,7 +621,7 @@ def test_no_images_are_kept_by_default(qwen: Any) -> None:
 
 def test_options(qwen: Any) -> None:
     table = table_of(rows_of(8))
-    for option in ({"device": "cuda"}, {"distributed": True}, {"truncation": "left"}):
+    for option in ({"device": "cuda"}, {"truncation": "left"}):
         with pytest.raises(OptionError, match="is not supported for data with images"):
             load(table, qwen, **option)
     for option in ({"image_loader": "x"}, {"check_media": "x"}, {"max_image_pixels": 0}, {"media_roots": 3}):

@@ -137,7 +137,7 @@ class TokenCache:
         return None if self._options.return_full_prompt else entry  # entries have no texts
 
     def _holds(self, source: Source, entry: Entry) -> bool:
-        """Whether what the ids of an entry were made of besides the source is as it was."""
+        """Whether what the ids of an entry were made of, apart from the source, is as it was."""
         try:
             return self.made is None or (entry.columns is not None and self.made.holds(source, entry.columns))
         except StoreError:  # damaged
@@ -160,7 +160,7 @@ class TokenCache:
         return self._keys.get(source.name)
 
     def columns_of(self, table: pa.Table, prompts: Prompts, tokens: Tokenized) -> pa.Table | None:
-        """What an entry has of rows besides their ids. Marks the ids if no entry may have them.
+        """What an entry has of rows in addition to their ids. Marks the ids if no entry may have them.
 
         Args:
             table, prompts, tokens: of n rows, of which nothing is from an entry.

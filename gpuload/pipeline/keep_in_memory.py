@@ -147,7 +147,8 @@ def choose_keeper(
             if options.store != "auto":
                 raise
             report.notes.append(f"ids and columns are in memory, although they may take most of it: {error}")
-    known = reference.by_name or reference.made is not None
+    # What is made of images takes longer to make than the tokenizer takes to be identified.
+    known = reference.by_name or (reference.made is not None and any(source.content for source in sources))
     pays = known or row_bytes(sources, wanted, (options.prompt_key,)) >= store.LEAST_BYTES
     cache = TokenCache(options if pays else replace(options, token_cache=False), reference, clock)
     return InMemory(sources, engine, cache, options, report.sanitized)

@@ -1,4 +1,4 @@
-"""What a reference may make of rows besides ids: of images, references to them."""
+"""What a reference may make of rows in addition to ids: of images, references to them."""
 
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ class MadeColumns(Protocol):
         """What ids depend on, apart from the file, the tokenizer and the template."""
 
     def reads(self, source: Any) -> list[str]:
-        """The columns of a source that they are made of, besides the prompts."""
+        """The columns of a source that they are made of, apart from the prompts."""
 
     def of(self, table: Any, prompts: Any) -> tuple[Any, str | None]:
         """Those of some rows, with a column `cache.entry.HIDDEN`; and why no cache may keep them, if it may not."""

@@ -242,3 +242,27 @@ def test_arguments_of_template_and_processor(tmp_path: Path, caplog: Any) -> Non
     assert_same_rows(file, processor_named("qwen2_5_vl"), caplog, max_prompt_length=80, image_patch_size=20)
     kwargs = {"size": {"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 12}}
     assert_same_rows(file, processor_named("qwen2_5_vl"), caplog, max_prompt_length=60, mm_processor_kwargs=kwargs)
+
+
+def test_rows_that_are_too_long_in_the_rollout(tmp_path: Path, caplog: Any) -> None:
+    """verl's configuration has patches of 14 for the filter, and the rollout takes the processor's 16."""
+    file, processor = plain_file(rows_of(21, 40), tmp_path / "rows.parquet"), processor_named("qwen3_vl")
+
+    def length(dataset: Any, row: Any, patch: int = 16) -> int:
+        images, _, _ = asyncio.run(dataset.process_multi_modal_info(row["raw_prompt"], patch, dataset.config))
+        text = processor.apply_chat_template(row["raw_prompt"], add_generation_prompt=True, tokenize=False)
+        return len(build_multimodal_processor_inputs(processor, text=[text], images=images)["input_ids"][0])
+
+    every = gpuload_dataset(file, processor.tokenizer, processor, max_prompt_length=10_000, image_patch_size=14)
+    both = [(length(every, row, 14), length(every, row)) for row in every]
+    limit = max(both, key=lambda pair: pair[1] - pair[0])[0]
+    found = assert_same_rows(file, processor, caplog, max_prompt_length=limit, image_patch_size=14)
+    longer = sum(length(found, row) > limit for row in found)
+    assert longer > 0
+    told = f"{longer} of {len(found)} prompts have at most {limit} tokens for verl's filter, and more in the rollout"
+    assert told in caplog.text
+    caplog.clear()
+    for patch in (16, None):
+        found = assert_same_rows(file, processor, caplog, max_prompt_length=limit, image_patch_size=patch)
+        assert all(length(found, row) <= limit for row in found)
+        assert "in the rollout" not in caplog.text

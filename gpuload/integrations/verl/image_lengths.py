@@ -8,6 +8,7 @@ The rows themselves stay verl's own. Rows of which a length is not known in this
 in the network, for example, go through verl's own filter, one by one.
 """
 
+import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,8 @@ from gpuload.kinds.images.reference import ImageReference
 from gpuload.media.arrow import values_of
 from gpuload.media.dry_run import NotUnderstoodError
 from gpuload.media.headers import FileBytes, ImageError, read_header
+
+logger = logging.getLogger("gpuload.integrations.verl")
 
 FILTER: Table = {
     "verl.utils.dataset.rl_dataset:RLHFDataset.maybe_filter_out_long_prompts": {"11c1bd3c7e552f47": "0.9.1"},
@@ -92,7 +95,32 @@ def filtered(dataset: Any, dataframe: Any) -> Any:
         f"{time.perf_counter() - started:.1f} s; images of {type(dataset.processor).__name__} by {lengths.rung}"
         + (f"; {counted(len(unknown), 'rows')} by verl's own filter" if len(unknown) else "")
     )
-    return dataframe.select(np.flatnonzero(keep).tolist())
+    kept = dataframe.select(np.flatnonzero(keep).tolist())
+    _warn_of_rollout(dataset, kept)
+    return kept
+
+
+def _warn_of_rollout(dataset: Any, kept: Any) -> None:
+    """Warns of rows that are too long in verl's rollout, which resizes images for patches of the processor's size. The
+    filter does so for patches of `data.image_patch_size`, which is 14 in verl's configuration."""
+    patch = getattr(getattr(dataset.processor, "image_processor", None), "patch_size", 14)  # as in verl's agent loop
+    limit = dataset.max_prompt_length
+    if patch == dataset.image_patch_size or not len(kept):
+        return
+    try:
+        lengths = _Lengths(dataset, kept, patch)
+        found = np.concatenate(list(lengths.of_rows()))
+        if lengths.difference(found) is not None:
+            return
+    except NotUnderstoodError:
+        return
+    if count := int((found > limit).sum()):
+        logger.warning(
+            "gpuload: %s of %s prompts have at most %s tokens for verl's filter, and more in the rollout, which raises "
+            "an error for them: the filter resizes images for data.image_patch_size=%s, and the rollout for the %s of "
+            "the processor. Set data.image_patch_size=%s, and the filter drops them",
+            *(f"{count:,}", f"{len(kept):,}", limit, dataset.image_patch_size, patch, patch),
+        )
 
 
 def _unsupported(dataset: Any, dataframe: Any) -> str | None:
@@ -121,15 +149,16 @@ class _Lengths:
     Args:
         dataset: verl's.
         dataframe: its rows.
+        patch: images are resized for patches of this size; None for the filter's.
 
     Raises:
         NotUnderstoodError: there is no rule for the processor.
     """
 
-    def __init__(self, dataset: Any, dataframe: Any):
+    def __init__(self, dataset: Any, dataframe: Any, patch: int | None = None):
         from datasets.features.features import require_decoding
 
-        self._dataset, self._rows = dataset, dataframe
+        self._dataset, self._rows, self._patch = dataset, dataframe, patch or dataset.image_patch_size
         self._other_keys = (dataset.video_key, dataset.audio_key)
         self._table = dataframe.with_format("arrow")
         feature = dataframe.features.get(dataset.image_key)
@@ -217,7 +246,7 @@ class _Lengths:
             part["image"] = SizedImage(header.width, header.height)
             message = {"role": "user", "content": [part]}
             (resized,), videos, audios = self._dataset._process_multi_modal_info(
-                [message], self._dataset.image_patch_size, self._dataset.config
+                [message], self._patch, self._dataset.config
             )
             if videos or audios or not isinstance(resized, SizedImage):
                 raise ValueError("verl makes something else of an image")
@@ -251,7 +280,7 @@ class _Lengths:
         if dataset.tool_schemas is not None:
             kwargs["tools"] = dataset.tool_schemas
         text = dataset.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **kwargs)
-        images, videos, audios = dataset._process_multi_modal_info(messages, dataset.image_patch_size, dataset.config)
+        images, videos, audios = dataset._process_multi_modal_info(messages, self._patch, dataset.config)
         if images is None and videos is None and audios is None:
             return len(dataset.processor.tokenizer(text=text, add_special_tokens=False)["input_ids"])
         made = build_multimodal_processor_inputs(

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -206,7 +207,8 @@ class ImageChatEngine(ImageTrainingEngine, ChatEngine):
 class ImageChatDataset(ImageRows, ChatDataset):
     """Tokenized conversations with images: see `ImageRows`. Made by `gpuload.load_chats` with a processor.
 
-    Packs consist of whole rows. Batches of packs have no `position_ids`, for the reason that other batches have none.
+    Packs consist of whole rows. Where batches have `position_ids`, those of packs are `(4, 1, T)`: the place of each
+    token in its row, and its position in time, height and width.
     """
 
     def loader(self, *given: Any, **settings: Any) -> Any:
@@ -227,10 +229,16 @@ class ImageChatDataset(ImageRows, ChatDataset):
 
     def _flat(self, plan: Any, packs: Any) -> Any:
         batch = super()._flat(plan, packs)
+        plain = batch["position_ids"]
         del batch["position_ids"]
         ids = batch["input_ids"]
         batch.update(self._type_ids(ids, torch.ones_like(ids)))
-        return self._with_images(batch, plan.take(packs).rows)
+        rows = plan.take(packs).rows
+        if self._facts.merge is not None:
+            parts = zip(pairwise(batch["cu_seq_lens_q"].tolist()), self._references(rows), strict=True)
+            made = [self._positions(ids[:, a:b], torch.ones_like(ids[:, a:b]), [some]) for (a, b), some in parts]
+            batch["position_ids"] = torch.cat([plain[None], torch.cat(made, dim=2)])
+        return self._with_images(batch, rows)
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from gpuload.dataset.rows import Loaded, Made, Numbers, Rows, Values
 from gpuload.engines.batches import BatchLayout
 from gpuload.kinds.images.options import ImageOptions
 from gpuload.kinds.images.pixels import Pixels, filled_ahead, is_deferred
+from gpuload.kinds.images.positions import rope_positions
 from gpuload.kinds.prompts import PromptDataset
 
-# Not position_ids: those of many vision models have several dimensions, which the model makes of ids and grids.
+# Not position_ids: those of many vision models have several dimensions, see `ImageRows`.
 LAYOUT = BatchLayout("left", ("input_ids", "attention_mask"))
 
 _SHOWN = ("height", "width", "format", "path")
@@ -34,6 +35,7 @@ class ImageFacts:
         of_row: sizes of all images of a row → the same, one row for each image, where they depend on each other.
         type_ids: the name under which the processor says of each token whether it stands for an image, and the ids of
             those that do; None if it does not.
+        merge: see `positions.merge_of`.
     """
 
     key: str
@@ -41,6 +43,7 @@ class ImageFacts:
     of_size: Mapping[Any, Extras] = field(default_factory=dict)
     of_row: Mapping[Any, Sequence[Extras]] = field(default_factory=dict)
     type_ids: tuple[str, tuple[int, ...]] | None = None
+    merge: int | None = None
 
     def extras(self, name: str, sizes: Sequence[tuple[int, int]]) -> list[np.ndarray[Any, Any]]:
         """The values of the images of a row."""
@@ -55,7 +58,8 @@ class ImageRows(Rows):
     - `input_ids` have the ids of images in their places, as `processor.apply_chat_template(..., tokenize=True)`.
     - The column of images has a reference for each image: a dict of `height`, `width`, `format` and `path`; with
       `media="pil"` the decoded images.
-    - There are no `position_ids`: the model makes them of ids and grids.
+    - `position_ids` are in batches only, `(3, B, L)`, and only for the processors of Qwen2-VL, Qwen2.5-VL, Qwen3-VL,
+      GLM-4V and GLM-4.6V: those of `get_rope_index` of their models. Other models make them.
     - `image_grid_thw` and the like, if the processor returns them: int64 tensors `(k, ...)` for the k images of a row,
       or for all images of a batch, one row after the other.
     - `mm_token_type_ids`, if the processor returns them: int64 like `input_ids`, 1 for tokens of images.
@@ -114,6 +118,14 @@ class ImageRows(Rows):
         name, wanted = self._facts.type_ids
         return {name: torch.isin(ids, torch.tensor(wanted)) * mask}
 
+    def _positions(self, ids: torch.Tensor, mask: torch.Tensor, references: Sequence[Sequence[Any]]) -> torch.Tensor:
+        """(3, B, L) positions of the tokens of some rows, if the model has such."""
+        assert self._facts.type_ids is not None
+        assert self._facts.merge is not None
+        images = np.isin(ids.numpy(), self._facts.type_ids[1])
+        grids = self._of_rows("image_grid_thw", references)
+        return torch.from_numpy(rope_positions(images, mask.numpy() != 0, grids, self._facts.merge))
+
     def _batch(self, rows: Any, padding: Padding) -> Any:
         return self._with_images(super()._batch(rows, padding), self._check(rows))
 
@@ -122,6 +134,10 @@ class ImageRows(Rows):
         references = self._references(numbers)
         for name in self._facts.names:
             batch[name] = torch.cat([self._no_rows(name), *self._of_rows(name, references)])
+        for prefix in ("", "KL_") if self._facts.merge is not None else ():
+            if f"{prefix}attention_mask" in batch:
+                given = batch[f"{prefix}input_ids"], batch[f"{prefix}attention_mask"]
+                batch[f"{prefix}position_ids"] = self._positions(*given, references)
         if self._media != "inputs":
             return batch
         if is_deferred():

@@ -14,6 +14,7 @@ from gpuload.kinds.images.dataset import ImageFacts, ImagePromptDataset
 from gpuload.kinds.images.engine import ImageEngine
 from gpuload.kinds.images.options import NAMES, ImageOptions, check_supported
 from gpuload.kinds.images.pixels import Pixels
+from gpuload.kinds.images.positions import merge_of
 from gpuload.kinds.images.reference import ImageReference
 from gpuload.kinds.prompts import PromptKind
 from gpuload.media.spool import Spool
@@ -91,10 +92,11 @@ def facts_of(engine: ImageEngine, key: str, sizes: set[tuple[tuple[int, int], ..
     rule = None if engine.by_prompt else engine.rule
     if rule is None:
         return ImageFacts(key)
+    merge = merge_of(engine.reference.processor) if engine.type_ids is not None else None
     if rule.by_row:
         of_row = {some: [each.extras for each in rule.of(some)] for some in sizes if some}
         names = next((tuple(each[0]) for each in of_row.values()), ())
-        return ImageFacts(key, names, {}, of_row, engine.type_ids)
+        return ImageFacts(key, names, {}, of_row, engine.type_ids, merge)
     rule.learn({size for some in sizes for size in some})
     of_size = {size: rule.of((size,))[0].extras for some in sizes for size in some}
-    return ImageFacts(key, next((tuple(each) for each in of_size.values()), ()), of_size, {}, engine.type_ids)
+    return ImageFacts(key, next((tuple(each) for each in of_size.values()), ()), of_size, {}, engine.type_ids, merge)
