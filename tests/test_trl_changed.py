@@ -143,5 +143,6 @@ def test_what_is_not_supported_is_not_compared(
     tokenizer: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preparation, "_difference", None)
-    prepared(ours.SFTTrainer, trl.SFTConfig, [row | {"image": "x"} for row in TEXTS], tokenizer, False, None)
-    assert said(caplog) == ["gpuload: falls back to TRL for the train dataset: a column image is not supported"]
+    prepared(ours.SFTTrainer, trl.SFTConfig, [{"input_ids": [1, 2]}], tokenizer, False, None)
+    why = "it is tokenized already: it has a column input_ids"
+    assert said(caplog) == [f"gpuload: falls back to TRL for the train dataset: {why}"]
