@@ -81,6 +81,8 @@ def save_to_disk(
         ExportError: The directory cannot be written; no file of it remains.
         GpuloadError: The package `datasets` is not installed.
     """
+    if splits is not None and not isinstance(splits, Mapping):
+        raise OptionError(f"splits is a {type(splits).__name__}: pass datasets by name, such as {{'train': dataset}}")
     datasets = check_destination(directory, overwrite)
     place = Path(directory).expanduser().resolve()
     if not splits:
@@ -88,7 +90,7 @@ def save_to_disk(
     for name, split in splits.items():
         if hasattr(split, "images"):  # trainers would learn ids of images without any
             raise OptionError(f"split {name!r} has images, which a directory of tokens cannot have: use its loader")
-        if not re.fullmatch(r"\w+(\.\w+)*", name):
+        if not isinstance(name, str) or not re.fullmatch(r"\w+(\.\w+)*", name):
             raise OptionError(f"split {name!r}: expected letters, digits, underscores and single dots")
     try:
         partial = PartialDirectory(place.parent)
@@ -118,6 +120,8 @@ def check_destination(directory: str | os.PathLike[str], overwrite: bool) -> Any
         OptionError: it exists, and may not be overwritten.
         GpuloadError: `datasets` is not installed.
     """
+    if not isinstance(directory, str | os.PathLike):
+        raise OptionError(f"directory={directory!r:.80}: expected a path")
     place = Path(directory).expanduser().resolve()
     if place.exists() and not (place.is_dir() and not any(place.iterdir())):
         if not overwrite:

@@ -217,6 +217,11 @@ def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
     Raises:
         OptionError: one of them would change what `apply_chat_template` returns.
     """
+    for key in kwargs:
+        if not isinstance(key, str):
+            raise OptionError(
+                f"apply_chat_template_kwargs: {key!r:.80} is not the name of an argument: expected a string"
+            )
     for key, remedy in _SET_BY_LOADER.items():
         if key in kwargs:
             raise OptionError(f"apply_chat_template_kwargs.{key} is set by the loader: {remedy or 'remove it'}")
