@@ -31,6 +31,7 @@ from gpuload._version import __version__
 from gpuload.core.errors import DataError, ExportError, GpuloadError, OptionError
 from gpuload.core.files import PartialDirectory, exchanged
 from gpuload.dataset.indexed import write_packs, write_rows
+from gpuload.dataset.rows import Rows
 from gpuload.kinds.chats.dataset import ChatDataset
 from gpuload.kinds.pairs.dataset import PairDataset
 from gpuload.packing import pack
@@ -88,6 +89,10 @@ def save_to_disk(
     if not splits:
         raise OptionError("splits: no dataset given")
     for name, split in splits.items():
+        if not isinstance(split, Rows):
+            raise OptionError(
+                f"split {name!r} is a {type(split).__name__}: expected what load_chats or load_pairs returns"
+            )
         if hasattr(split, "images"):  # trainers would learn ids of images without any
             raise OptionError(f"split {name!r} has images, which a directory of tokens cannot have: use its loader")
         if not isinstance(name, str) or not re.fullmatch(r"\w+(\.\w+)*", name):

@@ -172,6 +172,7 @@ _CHECKS: Mapping[str, Must] = {
     "prompt_key device": _string("a string"),
     "cache_dir": or_none(_string("a path")),
     "filter_overlong_prompts return_raw_chat return_full_prompt shuffle strict token_cache distributed": BOOLEAN,
+    "progress": or_none(BOOLEAN),
     "max_prompt_length": POSITIVE,
     "max_samples": Must(
         "an integer > 0, or -1 for all rows", lambda value: _is_int(value) and (value > 0 or value == -1)

@@ -22,7 +22,7 @@ from gpuload.engines.batches import BatchLayout
 from gpuload.engines.host.packs import IGNORED
 from gpuload.packing import Plan, batch_rows, pack
 from gpuload.packing.packs import Packing
-from gpuload.packing.plan import check_counts, whole_rows
+from gpuload.packing.plan import check_counts, check_flags, whole_rows
 from gpuload.sources.columns import Columns
 
 LAYOUT = BatchLayout("right", ("input_ids", "attention_mask", "position_ids", "labels"))
@@ -159,6 +159,7 @@ class ChatDataset(Rows):
         Raises:
             OptionError: A value is invalid, or `drop_last` leaves no batch.
         """
+        check_flags(padded=padded, group_by_length=group_by_length)
         if packing is None and max_tokens is None and not group_by_length and padded:
             if batch_size is None:
                 raise OptionError("loader: pass batch_size, or max_tokens")
@@ -167,6 +168,7 @@ class ChatDataset(Rows):
         ranks = {name: chosen.pop(name) for name in ("rank", "world_size", "drop_last") if name in chosen}
         if unknown := set(chosen) - {"shuffle", "seed"}:
             raise OptionError(f"loader: {', '.join(sorted(unknown))}: not an option of planned batches")
+        check_flags(shuffle=chosen["shuffle"], drop_last=ranks.get("drop_last"))
         plan: Callable[[int], Plan]
         made: Callable[[Plan, Any], Any]
         if packing is not None:
