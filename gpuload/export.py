@@ -31,6 +31,7 @@ from gpuload._version import __version__
 from gpuload.core.errors import DataError, ExportError, GpuloadError, OptionError
 from gpuload.core.files import PartialDirectory, exchanged
 from gpuload.dataset.indexed import write_packs, write_rows
+from gpuload.dataset.rows import Rows
 from gpuload.kinds.chats.dataset import ChatDataset
 from gpuload.kinds.pairs.dataset import PairDataset
 from gpuload.packing import pack
@@ -81,14 +82,20 @@ def save_to_disk(
         ExportError: The directory cannot be written; no file of it remains.
         GpuloadError: The package `datasets` is not installed.
     """
+    if splits is not None and not isinstance(splits, Mapping):
+        raise OptionError(f"splits is a {type(splits).__name__}: pass datasets by name, such as {{'train': dataset}}")
     datasets = check_destination(directory, overwrite)
     place = Path(directory).expanduser().resolve()
     if not splits:
         raise OptionError("splits: no dataset given")
     for name, split in splits.items():
+        if not isinstance(split, Rows):
+            raise OptionError(
+                f"split {name!r} is a {type(split).__name__}: expected what load_chats or load_pairs returns"
+            )
         if hasattr(split, "images"):  # trainers would learn ids of images without any
             raise OptionError(f"split {name!r} has images, which a directory of tokens cannot have: use its loader")
-        if not re.fullmatch(r"\w+(\.\w+)*", name):
+        if not isinstance(name, str) or not re.fullmatch(r"\w+(\.\w+)*", name):
             raise OptionError(f"split {name!r}: expected letters, digits, underscores and single dots")
     try:
         partial = PartialDirectory(place.parent)
@@ -118,6 +125,8 @@ def check_destination(directory: str | os.PathLike[str], overwrite: bool) -> Any
         OptionError: it exists, and may not be overwritten.
         GpuloadError: `datasets` is not installed.
     """
+    if not isinstance(directory, str | os.PathLike):
+        raise OptionError(f"directory={directory!r:.80}: expected a path")
     place = Path(directory).expanduser().resolve()
     if place.exists() and not (place.is_dir() and not any(place.iterdir())):
         if not overwrite:

@@ -172,6 +172,7 @@ _CHECKS: Mapping[str, Must] = {
     "prompt_key device": _string("a string"),
     "cache_dir": or_none(_string("a path")),
     "filter_overlong_prompts return_raw_chat return_full_prompt shuffle strict token_cache distributed": BOOLEAN,
+    "progress": or_none(BOOLEAN),
     "max_prompt_length": POSITIVE,
     "max_samples": Must(
         "an integer > 0, or -1 for all rows", lambda value: _is_int(value) and (value > 0 or value == -1)
@@ -217,6 +218,11 @@ def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
     Raises:
         OptionError: one of them would change what `apply_chat_template` returns.
     """
+    for key in kwargs:
+        if not isinstance(key, str):
+            raise OptionError(
+                f"apply_chat_template_kwargs: {key!r:.80} is not the name of an argument: expected a string"
+            )
     for key, remedy in _SET_BY_LOADER.items():
         if key in kwargs:
             raise OptionError(f"apply_chat_template_kwargs.{key} is set by the loader: {remedy or 'remove it'}")

@@ -46,7 +46,9 @@ def row_reader(
     for name in names:
         if name not in others.names or name in own:
             known = set(others.names) - own
-            raise OptionError(f"columns: {name!r} is not a column that can be passed through{nearest(name, known)}")
+            raise OptionError(
+                f"columns: {name!r} is not a column that can be passed through{nearest(str(name), known)}"
+            )
     passed = others.promoted_schema(names)
 
     def batches() -> Iterator[pa.RecordBatch]:

@@ -18,7 +18,7 @@ from gpuload.core.options import Padding
 from gpuload.core.words import counted
 from gpuload.dataset.fingerprint import Fingerprint, difference
 from gpuload.packing import Plan, share
-from gpuload.packing.plan import check_counts, check_ranks, count_batches, is_count
+from gpuload.packing.plan import check_counts, check_flags, check_ranks, count_batches, is_count
 
 _VERSION = 2
 _PROGRESS = {1: "batch", _VERSION: "position"}  # version of a state → what it counts
@@ -245,6 +245,7 @@ class PromptLoader(Loader):
         padding: Padding = "max_length",
     ):
         check_counts(seed=(seed, 0))
+        check_flags(shuffle=shuffle, drop_last=drop_last)
         if padding not in get_args(Padding):
             raise OptionError(f"padding={padding!r}: expected one of {', '.join(map(repr, get_args(Padding)))}")
         self._padding: Padding = padding

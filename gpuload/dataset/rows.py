@@ -2,10 +2,10 @@
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from typing import Any, Self, overload
+from typing import Any, Self, get_args, overload
 
 import numpy as np
 import pyarrow as pa
@@ -201,9 +201,10 @@ class Rows(Readable, torch.utils.data.Dataset[Row]):
             OptionError: There is no such column.
             IndexError: A row number is out of range.
         """
-        if isinstance(names, str):
-            raise OptionError(f"take: expected a list of column names, such as [{names!r}]")
         known = set(self.passed_through.names)
+        if isinstance(names, str) or not isinstance(names, Iterable):
+            one = names if isinstance(names, str) else next(iter(sorted(known)), "name")
+            raise OptionError(f"take: expected a list of column names, such as [{one!r}]")
         for name in names:
             if name not in known:
                 raise OptionError(f"take: {name!r} is not the name of a column{nearest(str(name), known)}")
@@ -281,6 +282,8 @@ class Rows(Readable, torch.utils.data.Dataset[Row]):
 
     def _batch(self, rows: Any, padding: Padding) -> RowBatch:
         """A batch of rows: tensors, and object arrays that are made when they are first read."""
+        if padding not in get_args(Padding):
+            raise OptionError(f"padding={padding!r}: expected one of {', '.join(map(repr, get_args(Padding)))}")
         numbers = self._check(rows)
         columns = self._columns(numbers)
         taken = {**columns, **self._tensors(numbers, padding, columns)}
@@ -288,6 +291,9 @@ class Rows(Readable, torch.utils.data.Dataset[Row]):
 
     def _loader(self, batch_size: int, settings: dict[str, Any]) -> PromptLoader:
         """A loader of batches of rows; shuffled as the load was told to, if nothing else is said."""
+        known = set(inspect.signature(PromptLoader).parameters) - {"dataset", "batch_size"}
+        for name in settings.keys() - known:
+            raise OptionError(f"loader: unknown option {name}{nearest(name, known)}")
         order = {"shuffle": self.options.shuffle, "seed": self.options.seed or 0}
         return PromptLoader(self, batch_size, **order | settings)
 

@@ -284,9 +284,14 @@ def collate_fn(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Returns:
         A dict with the keys of the rows: tensors are stacked to `(B, ...)`, all other values become object arrays
         `(B,)`.
+
+    Raises:
+        OptionError: They are no rows.
     """
     values: dict[str, list[Any]] = {}
     for row in rows:
+        if not isinstance(row, Mapping):
+            raise OptionError(f"collate_fn: expected a list of rows, not of {type(row).__name__}")
         for key, value in row.items():
             values.setdefault(key, []).append(value)
     return {

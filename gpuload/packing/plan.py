@@ -228,6 +228,17 @@ def check_counts(**values: tuple[Any, int]) -> None:
             raise OptionError(f"{name}={value!r}: expected an integer of at least {least}")
 
 
+def check_flags(**values: Any) -> None:
+    """Checks that what is on or off is no text, such as "false", which would mean on.
+
+    Raises:
+        OptionError: a value is text.
+    """
+    for name, value in values.items():
+        if isinstance(value, str):
+            raise OptionError(f"{name}={value!r}: expected True or False")
+
+
 def is_count(value: Any, least: int) -> bool:
     """Whether a value is an integer of at least `least`."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= least)

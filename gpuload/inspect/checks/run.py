@@ -157,6 +157,7 @@ def checked(
     """As `check`, with what else a page shows."""
     check_choice("trainer", trainer, get_args(CheckedTrainer))
     check_choice("overlong", overlong, get_args(Overlong))
+    check_choice("kind", options.get("kind"), get_args(KindName))
     if limit is not None and not POSITIVE.holds(limit):
         raise OptionError(f"limit={limit!r}: expected an integer > 0, or None")
     if limit is None and overlong != "drop":

@@ -22,7 +22,7 @@ from gpuload.engines.batches import BatchLayout
 from gpuload.engines.host.packs import IGNORED
 from gpuload.packing import Plan, batch_rows, pack
 from gpuload.packing.packs import Packing
-from gpuload.packing.plan import whole_rows
+from gpuload.packing.plan import check_counts, check_flags, whole_rows
 from gpuload.sources.columns import Columns
 
 LAYOUT = BatchLayout("right", ("input_ids", "attention_mask", "position_ids", "labels"))
@@ -159,6 +159,7 @@ class ChatDataset(Rows):
         Raises:
             OptionError: A value is invalid, or `drop_last` leaves no batch.
         """
+        check_flags(padded=padded, group_by_length=group_by_length)
         if packing is None and max_tokens is None and not group_by_length and padded:
             if batch_size is None:
                 raise OptionError("loader: pass batch_size, or max_tokens")
@@ -167,12 +168,13 @@ class ChatDataset(Rows):
         ranks = {name: chosen.pop(name) for name in ("rank", "world_size", "drop_last") if name in chosen}
         if unknown := set(chosen) - {"shuffle", "seed"}:
             raise OptionError(f"loader: {', '.join(sorted(unknown))}: not an option of planned batches")
+        check_flags(shuffle=chosen["shuffle"], drop_last=ranks.get("drop_last"))
         plan: Callable[[int], Plan]
         made: Callable[[Plan, Any], Any]
         if packing is not None:
             if batch_size is None or max_tokens is not None or group_by_length:
                 raise OptionError("loader: packing takes batch_size, and neither max_tokens nor group_by_length")
-            size = self.options.max_prompt_length if pack_length is None else pack_length
+            size = self._pack_size(pack_length)
             plan = partial(self._packs, size, packing, **chosen)
             made, per_batch = self._flat, batch_size
             about: dict[str, Any] = {"packing": packing, "pack_length": size}
@@ -246,7 +248,7 @@ class ChatDataset(Rows):
             raise OptionError(f"packing={packing!r}: packs are for TRL; {trainer} {own_packs}")
         if columns:
             raise OptionError(f"columns={list(columns)!r}: a pack has several rows, so it has none of their columns")
-        size = self.options.max_prompt_length if pack_length is None else pack_length
+        size = self._pack_size(pack_length)
         plan = self._packs(size, packing, 0)
 
         def make(packs: Numbers) -> list[pa.Array]:
@@ -268,6 +270,12 @@ class ChatDataset(Rows):
         """(n,) where the tokens of each row begin that truncation keeps, and how many there are."""
         kept = np.minimum(self._lengths, self.options.max_prompt_length)
         return (self._lengths - kept) * (self.options.truncation == "left"), kept
+
+    def _pack_size(self, given: int | None) -> int:
+        """The tokens of a pack."""
+        size = self.options.max_prompt_length if given is None else given
+        check_counts(pack_length=(size, 1))
+        return size
 
     def _packs(self, size: int, packing: Packing, epoch: int, **order: Any) -> Plan:
         first, lengths = self._kept
