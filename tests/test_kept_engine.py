@@ -234,3 +234,13 @@ def test_bytes_of_tokens_are_read_once_per_tokenizer(
     found = made(kind, table, tokenizer, options)
     assert len(read) <= 2
     assert found.equals(made(kind, table, copy.deepcopy(tokenizer), options))
+
+
+def test_a_tokenizer_that_equals_others_is_not_known(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, _, table, options = CASES["answers"]
+    tokenizer = small_tokenizer(qwen.chat_template)
+    expected = made(kind, table, tokenizer, options)
+    monkeypatch.setattr(type(tokenizer), "__eq__", lambda one, other: True, raising=False)
+    monkeypatch.setattr(type(tokenizer), "__hash__", None)
+    for _ in range(2):
+        assert made(kind, table, tokenizer, options).equals(expected)
