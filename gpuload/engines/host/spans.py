@@ -236,12 +236,15 @@ def _state_of(reference: Reference) -> Any:
     """All that a table depends on but the vocabulary, whose entries are compared for the ids of each batch; None if
     that cannot be known of this tokenizer."""
     tokenizer, backend = reference.tokenizer, reference.backend
-    if type(tokenizer).__hash__ is not object.__hash__:  # others may be equal to it
+    kind = type(tokenizer)
+    if (
+        getattr(kind, "__eq__", None) is not vars(object)["__eq__"] or kind.__hash__ is None
+    ):  # others may be equal to it
         return None
     parts = None if backend is None or needs_itself(reference) else settings(backend)
     if backend is None or parts is None or any(backend.token_to_id(letter) is None for letter in byte_letters()):
         return None
-    return type(tokenizer), sorted(vars(tokenizer)), parts
+    return kind, sorted(vars(tokenizer)), parts
 
 
 def _first_touched(begin: Numbers, stop: Numbers, first: Numbers, last: Numbers) -> Numbers:
