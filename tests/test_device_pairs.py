@@ -22,7 +22,7 @@ import gpuload
 from gpuload.core.arrays import Ragged, appended, common_prefixes, offsets_of
 from gpuload.core.errors import DeviceError
 from gpuload.core.marks import paired, split, with_loss_from
-from gpuload.dataset.pieces import tokens_of
+from gpuload.dataset.pieces import stored, tokens_of
 from gpuload.engines.device import cuda
 from gpuload.engines.device.batches import DeviceBatches
 from gpuload.engines.device.encode import DeviceEncoder
@@ -168,7 +168,7 @@ OPTIONS: list[dict[str, Any]] = [
 )  # fmt: skip
 def test_options(both: Any, objective: Any, options: dict[str, Any]) -> None:
     found = both(pa.Table.from_pylist(PAIRS * 2), objective=objective, **options)
-    assert isinstance(found._store, Ragged) == (options.get("tokens_on") == "host")
+    assert isinstance(stored(found._store), Ragged) == (options.get("tokens_on") == "host")
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
