@@ -12,7 +12,7 @@ _OF_ALL = (
     "pyarrow.dataset pyarrow.pandas_compat pyarrow.parquet pyarrow.substrait pyarrow.vendored.version "
     "zipp.compat.overlay"
 ).split()
-_OURS = "awkward gigatoken gpuload.engines.device.cuda gpuload.engines.device.cudf gpuload.load".split()
+_OURS = "awkward gigatoken gpuload.engines.device.cuda gpuload.engines.device.cudf gpuload.kinds.load".split()
 
 
 def import_ahead(ours: bool) -> None:
