@@ -14,9 +14,7 @@ example, merges with the one that ends the prompt.
 
 import itertools
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -37,20 +35,19 @@ from gpuload.engines.protocol import Prompts, Tokenized, add_seconds
 from gpuload.kinds.prefixes import cutting_tokens
 from gpuload.kinds.served.columns import ColumnFinder, ColumnTurns
 from gpuload.kinds.served.given import given_answers, rows_of_given, texts_to_encode
+from gpuload.kinds.served.programs import TurnPrograms
 from gpuload.kinds.served.reference import ServedReference
 from gpuload.kinds.served.sampled import is_sampled
 from gpuload.kinds.served.stored import ServedRows, count_answer, single_rows
 from gpuload.kinds.served.texts import ServedText, TextTurns, byte_count, joined_rows, maximal
-from gpuload.kinds.served.turns import NO_BLOCK, SWITCHES, Turn
+from gpuload.kinds.served.turns import NO_BLOCK, Turn, TurnWriter
 from gpuload.kinds.training_engine import why_by_row
-from gpuload.kinds.training_reference import KWARGS, TOOLS, own_arguments
+from gpuload.kinds.training_reference import TOOLS, own_arguments
 from gpuload.reference.template_call import TemplateCall
 from gpuload.sources.columns import to_python
 from gpuload.sources.types import JSON_TYPE, is_messages, is_plain
-from gpuload.template.compiler import FEWEST_ROWS, ChatProgram
 from gpuload.template.program import ByReference, RenderedRow
 
-_MOST_KWARGS = 32  # different arguments of rows for which the template is compiled
 _TAIL = 512  # characters at the end of a prompt in which its last special token is looked for
 
 
@@ -62,15 +59,22 @@ class ServedEngine(HostEngine):
 
     def __init__(self, reference: Any, exact_only: bool = False, notes: tuple[str, ...] = ()):
         super().__init__(reference, exact_only, notes)
-        self._by_call: dict[str, ChatProgram] = {}
-        self._known: dict[int, ChatProgram | None] = {}  # of `_calls`, by their ids
-        self._given_kwargs: list[dict[str, Any]] = []  # arguments of many rows
         self._tails: dict[str, tuple[int, ...]] = {}
 
     @cached_property
     def _calls(self) -> tuple[TemplateCall, TemplateCall]:
         """How the template is called for conversations, and for prompts; a cached tokenizer is not opened for them."""
         return self._reference.call, self._reference.prompting
+
+    @cached_property
+    def _writer(self) -> TurnWriter:
+        """Finds the turns of rows without arguments of their own."""
+        return self._reference.writer_of(self._calls)
+
+    @cached_property
+    def _programs(self) -> TurnPrograms:
+        """The compiled templates of rows."""
+        return TurnPrograms(self._reference, self._calls, self._writer)
 
     @cached_property
     def by_prompt(self) -> bool:
@@ -94,7 +98,7 @@ class ServedEngine(HostEngine):
         reasons: dict[int, str] = {}
         seconds: dict[str, float] = {}
         found: dict[int, TextTurns] = {}
-        self._count_kwargs(rows)
+        self._programs.count_kwargs(rows)
         plain = is_plain(column.type)
         done = set() if columns is None else set(columns.rows.tolist())
         for number, row in enumerate(rows):
@@ -159,7 +163,7 @@ class ServedEngine(HostEngine):
             return None
         stops = reference.writer.stops
         literals = [token for token in reference.special_texts() if token and stops.fullmatch(token)]
-        prompting = self._program_of(self._calls[1])
+        prompting = self._programs.of(self._calls[1])
         assert prompting is not None
         return ColumnFinder(self.program, prompting, stops, literals, reference.writer.pairs, loss_on)
 
@@ -177,7 +181,7 @@ class ServedEngine(HostEngine):
             why_not.append(why_by_row(row))
 
         def render(call: TemplateCall, messages: Sequence[Any]) -> str:
-            program = None if why_not else self._program_of(call)
+            program = None if why_not else self._programs.of(call)
             if program is not None and messages:
                 made = program.render_row(messages, tools)
                 if isinstance(made, RenderedRow):
@@ -188,7 +192,7 @@ class ServedEngine(HostEngine):
                 why_not.extend([why_by_row(row)] if messages else [])
             return call.render(messages)
 
-        writer = reference.writer_of(calls, render)
+        writer = reference.writer_of(calls, render) if own else self._writer.rendering(render)
         made = TextTurns({}, wanted, messages, call)
         if is_sampled(messages):
             made.sampled = row
@@ -210,35 +214,6 @@ class ServedEngine(HostEngine):
             row = next(row for row, k in enumerate(kept) if texts[k].startswith(texts[at]))
             made.answers[at] = turn, row, loss
         return made
-
-    def _program_of(self, call: TemplateCall) -> ChatProgram | None:
-        """The template of a call, compiled; None if too few rows have its arguments."""
-        if any(call is each for each in self._calls):
-            if id(call) not in self._known:
-                self._known[id(call)] = ChatProgram(call)
-            return self._known[id(call)]
-        switch = {name: value for name, value in call.kwargs.items() if name in SWITCHES and value is False}
-        kwargs = {name: value for name, value in call.kwargs.items() if name not in switch}
-        common = [self._reference.call.kwargs, *self._given_kwargs]
-        if all(each not in (kwargs, dict(call.kwargs)) for each in common):
-            return None
-        call = replace(call, tools=self._reference.call.tools)
-        key = repr((call.template, call.kwargs, call.add_generation_prompt))
-        with self._lock:
-            if key not in self._by_call:
-                self._by_call[key] = ChatProgram(call)
-            return self._by_call[key]
-
-    def _count_kwargs(self, rows: Sequence[Any]) -> None:
-        """Finds the `chat_template_kwargs` that many of some rows have."""
-        base = self._reference.call.kwargs
-        given = [row[KWARGS] for row in rows if isinstance(row, dict) and isinstance(row.get(KWARGS), dict)]
-        counts = Counter(map(repr, given))
-        for kwargs in {repr(each): each for each in given}.values():
-            with self._lock:
-                if counts[repr(kwargs)] >= FEWEST_ROWS and len(self._given_kwargs) < _MOST_KWARGS:
-                    merged = {**base, **kwargs}
-                    self._given_kwargs += [merged] * (merged not in self._given_kwargs)
 
     # -- encoding ----------------------------------------------------------------------------------------------------
 

@@ -15,11 +15,12 @@ For the assistant's message t of a conversation:
 Nothing here is fast. Verification and tests compare with it.
 """
 
+import copy
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from gpuload.core.options import MissingReasoning
@@ -121,10 +122,17 @@ class TurnWriter:
             return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
         return self._stops
 
-    @cached_property
+    @property
     def empty(self) -> re.Pattern[str]:
         """Finds empty thinking blocks."""
-        return re.compile("|".join(map(re.escape, empty_blocks(self.pairs))))
+        return _finds_empty(self.pairs)
+
+    def rendering(self, render: Callable[[TemplateCall, Sequence[Any]], str]) -> "TurnWriter":
+        """The same with another way to render; what was found of the template is not looked for again."""
+        _ = self.stops, self.switches
+        other = copy.copy(self)
+        other._render = render
+        return other
 
     @cached_property
     def switches(self) -> list[tuple[TemplateCall, TemplateCall]]:
@@ -293,6 +301,11 @@ def _masked(value: Any, stops: re.Pattern[str]) -> Any:
     if isinstance(value, Mapping):
         return {name: _masked(item, stops) for name, item in value.items()}
     return [_masked(item, stops) for item in value] if isinstance(value, list) else value
+
+
+@lru_cache(8)
+def _finds_empty(pairs: tuple[tuple[str, str], ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, empty_blocks(pairs))))
 
 
 def empty_blocks(pairs: Sequence[tuple[str, str]]) -> list[str]:
