@@ -278,6 +278,20 @@ def check_of_loaders(names: Sequence[str]) -> None:
             )
 
 
+def check_choice(name: str, value: Any, choices: Sequence[str | None]) -> None:
+    """Checks the value of an option.
+
+    Args:
+        choices: the values; with None if it may be left out, which the message does not list.
+
+    Raises:
+        OptionError: it is none of the choices.
+    """
+    if value not in choices:
+        named = ", ".join(repr(choice) for choice in choices if choice is not None)
+        raise OptionError(f"{name}={value!r}: expected one of {named}")
+
+
 def nearest(name: str, known: set[str]) -> str:
     """The end of a message about an unknown name: suggests the nearest known one, or lists all."""
     close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.65)

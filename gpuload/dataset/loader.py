@@ -14,7 +14,7 @@ from typing import Any, Protocol, get_args
 import numpy as np
 
 from gpuload.core.errors import OptionError, ResumeError
-from gpuload.core.options import Padding
+from gpuload.core.options import Padding, check_choice
 from gpuload.core.words import counted
 from gpuload.dataset.fingerprint import Fingerprint, difference
 from gpuload.packing import Plan, share
@@ -246,8 +246,7 @@ class PromptLoader(Loader):
     ):
         check_counts(seed=(seed, 0))
         check_flags(shuffle=shuffle, drop_last=drop_last)
-        if padding not in get_args(Padding):
-            raise OptionError(f"padding={padding!r}: expected one of {', '.join(map(repr, get_args(Padding)))}")
+        check_choice("padding", padding, get_args(Padding))
         self._padding: Padding = padding
         settings = {
             "batch_size": batch_size,

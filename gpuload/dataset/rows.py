@@ -14,7 +14,7 @@ import torch
 from gpuload.core.arrays import Ragged, row_number, row_numbers
 from gpuload.core.errors import OptionError, PromptTooLongError
 from gpuload.core.lazy import Later, LazyDict
-from gpuload.core.options import Options, Padding, nearest
+from gpuload.core.options import Options, Padding, check_choice, nearest
 from gpuload.core.workers import prepare_worker
 from gpuload.dataset.batch import RowBatch
 from gpuload.dataset.fingerprint import Fingerprint, token_digest
@@ -282,8 +282,7 @@ class Rows(Readable, torch.utils.data.Dataset[Row]):
 
     def _batch(self, rows: Any, padding: Padding) -> RowBatch:
         """A batch of rows: tensors, and object arrays that are made when they are first read."""
-        if padding not in get_args(Padding):
-            raise OptionError(f"padding={padding!r}: expected one of {', '.join(map(repr, get_args(Padding)))}")
+        check_choice("padding", padding, get_args(Padding))
         numbers = self._check(rows)
         columns = self._columns(numbers)
         taken = {**columns, **self._tensors(numbers, padding, columns)}

@@ -15,10 +15,9 @@ Rows of each load are compared with the tokenizer as always.
 import os
 from typing import Any
 
-from gpuload.core.backends import settings
 from gpuload.core.options import Options
 from gpuload.engines.choose import EngineBuilder
-from gpuload.engines.host.encode import needs_itself
+from gpuload.engines.host.encode import tokenizer_state
 from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.protocol import Engine
 from gpuload.reference.reference import Reference
@@ -61,10 +60,7 @@ class KeptEngine:
 def _state_of(options: Options, reference: Reference, exact_only: bool) -> tuple[Any, ...] | None:
     """What an engine is made of, except for vocabulary and merges; None if they are in it, or time or chance are."""
     template = reference.template_text
-    if exact_only or needs_itself(reference) or contains_randomness(template) or tells_time(template):
+    state = tokenizer_state(reference)
+    if exact_only or state is None or contains_randomness(template) or tells_time(template):
         return None
-    backend, tokenizer = settings(reference.backend), reference.tokenizer
-    if backend is None:
-        return None
-    own = type(tokenizer), sorted(vars(tokenizer)), reference.settings(), reference.variant
-    return os.getpid(), options.device, own, backend
+    return os.getpid(), options.device, reference.settings(), reference.variant, state

@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from gpuload.core.arrays import RowNumbers, offsets_of
-from gpuload.core.errors import OptionError
+from gpuload.core.options import check_choice
 from gpuload.packing.plan import Plan, check_counts, generator, lengths_of
 
 Packing = Literal["bfd", "bfd_split", "wrapped", "trl", "trl_bfd_split", "trl_wrapped"]
@@ -73,8 +73,7 @@ def pack(
     """
     counts = lengths_of(lengths)
     check_counts(size=(size, 1))
-    if strategy not in get_args(Packing):
-        raise OptionError(f"packing={strategy!r}: expected one of {', '.join(map(repr, get_args(Packing)))}")
+    check_choice("packing", strategy, get_args(Packing))
     chance = generator(shuffle, seed, epoch)
     if strategy in _TRL:
         parts = range(0, len(counts), _TRL_ROWS)

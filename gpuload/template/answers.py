@@ -78,9 +78,9 @@ def with_answers(path: Path, roles: Sequence[str | None], turns: Turns, calling:
     seen = -1
     for number, (literal, text) in enumerate(gaps := list(_gaps(path))):
         after = None if text is None else text.message
-        # An earlier message that is printed here, as a system's before the last user's, may be among hidden ones.
-        later = (each.message for _, each in gaps[number:] if each is not None and each.message > seen)
-        hidden = range(seen + 1, next(later, len(roles)))
+        # Messages around the text of an earlier one, such as a system's before the last user's, may be hidden.
+        rest = gaps[number:] if after is not None and after <= seen else [(literal, text)]
+        hidden = range(seen + 1, next((one.message for _, one in rest if one and one.message > seen), len(roles)))
         if before is not None and before == after:  # results without texts may be within the message of the call
             follow = itertools.takewhile(lambda k: not ours[k] and k not in shown, range(before + 1, len(roles)))
             hidden = range(before + 1, before + 1 + len(list(follow)))

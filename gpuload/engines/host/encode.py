@@ -146,6 +146,14 @@ def needs_itself(reference: Reference) -> str | None:
     return why_not_plain(backend)
 
 
+def tokenizer_state(reference: Reference) -> tuple[Any, ...] | None:
+    """All of a tokenizer of now but its vocabulary and merges, to be compared with that of a later load; None if only
+    the object itself returns its ids, or this cannot be told."""
+    backend, tokenizer = reference.backend, reference.tokenizer
+    parts = None if backend is None or needs_itself(reference) else settings(backend)
+    return None if parts is None else (type(tokenizer), sorted(vars(tokenizer)), parts)
+
+
 def _only_checks_arguments(method: Any) -> bool:
     """Whether a method is one of transformers 4 that checks an argument which we do not pass, and then calls its
     parent's method."""

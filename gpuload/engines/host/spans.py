@@ -28,10 +28,10 @@ import pyarrow.compute as pc
 
 from gpuload.core.arrays import Ragged, offsets_of
 from gpuload.core.arrow import as_arrow, as_numpy
-from gpuload.core.backends import serialized, settings
+from gpuload.core.backends import serialized
 from gpuload.core.errors import TokenizerError
 from gpuload.engines.host.acceptance import acceptance_texts
-from gpuload.engines.host.encode import needs_itself
+from gpuload.engines.host.encode import needs_itself, tokenizer_state
 from gpuload.engines.host.token_search import Numbers, TokenSearch
 from gpuload.reference.reference import Reference
 from gpuload.tokenizer.spec import byte_letters
@@ -232,19 +232,15 @@ _known: WeakKeyDictionary[Any, tuple[Any, TokenSearch | None, TokenBytes | None,
 """Tokenizer → what it was, and `_search`, `table` and `slow`."""
 
 
-def _state_of(reference: Reference) -> Any:
+def _state_of(reference: Reference) -> tuple[Any, ...] | None:
     """All that a table depends on but the vocabulary, whose entries are compared for the ids of each batch; None if
     that cannot be known of this tokenizer."""
-    tokenizer, backend = reference.tokenizer, reference.backend
-    kind = type(tokenizer)
-    if (
-        getattr(kind, "__eq__", None) is not vars(object)["__eq__"] or kind.__hash__ is None
-    ):  # others may be equal to it
+    if getattr(type(reference.tokenizer), "__eq__", None) is not vars(object)["__eq__"]:  # others may be equal to it
         return None
-    parts = None if backend is None or needs_itself(reference) else settings(backend)
-    if backend is None or parts is None or any(backend.token_to_id(letter) is None for letter in byte_letters()):
+    state, backend = tokenizer_state(reference), reference.backend
+    if backend is None or any(backend.token_to_id(letter) is None for letter in byte_letters()):
         return None
-    return kind, sorted(vars(tokenizer)), parts
+    return state
 
 
 def _first_touched(begin: Numbers, stop: Numbers, first: Numbers, last: Numbers) -> Numbers:

@@ -7,7 +7,6 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from gpuload.core.errors import OptionError
 from gpuload.core.words import counted
 
 Level = Literal["error", "warning", "info"]
@@ -240,13 +239,3 @@ def _share(share: float | None) -> str:
     if share is None:
         return ""
     return f"from {share:.0%}" if share else "one row"
-
-
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Checks the value of an option.
-
-    Raises:
-        OptionError: it is none of the choices.
-    """
-    if value is not None and value not in choices:
-        raise OptionError(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}")

@@ -10,10 +10,10 @@ import numpy as np
 from gpuload.core.arrays import Ragged
 from gpuload.core.errors import OptionError
 from gpuload.core.marks import CHOSEN, REJECTED, loss_tokens, sequence
-from gpuload.core.options import POSITIVE, LossOn, Normalize, Options, Overlong, Truncation, TurnsMode
+from gpuload.core.options import POSITIVE, LossOn, Normalize, Options, Overlong, Truncation, TurnsMode, check_choice
 from gpuload.core.words import counted
 from gpuload.engines.protocol import ArrowPrompts
-from gpuload.inspect.checks.findings import RULES, Finding, check_choice, in_order
+from gpuload.inspect.checks.findings import RULES, Finding, in_order
 from gpuload.inspect.checks.messages import flat_messages
 from gpuload.inspect.checks.prompts import PromptTable, duplicates, elsewhere, empty_prompts
 from gpuload.inspect.checks.rows import CheckedRows, Collected, Hit
@@ -155,9 +155,9 @@ def checked(
     **options: Any,
 ) -> Checked:
     """As `check`, with what else a page shows."""
-    check_choice("trainer", trainer, get_args(CheckedTrainer))
-    check_choice("overlong", overlong, get_args(Overlong))
-    check_choice("kind", options.get("kind"), get_args(KindName))
+    check_choice("trainer", trainer, (None, *get_args(CheckedTrainer)))
+    check_choice("overlong", overlong, (None, *get_args(Overlong)))
+    check_choice("kind", options.get("kind"), (None, *get_args(KindName)))
     if limit is not None and not POSITIVE.holds(limit):
         raise OptionError(f"limit={limit!r}: expected an integer > 0, or None")
     if limit is None and overlong != "drop":

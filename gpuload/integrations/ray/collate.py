@@ -10,8 +10,7 @@ import numpy as np
 import pyarrow as pa
 from ray.data.collate_fn import ArrowBatchCollateFn
 
-from gpuload.core.errors import OptionError
-from gpuload.core.options import Options, Padding
+from gpuload.core.options import Options, Padding, check_choice
 from gpuload.dataset.origins import Origins
 from gpuload.dataset.report import Report
 from gpuload.dataset.rows import Loaded, prompt_too_long
@@ -42,8 +41,7 @@ def collate_fn(dataset: "Dataset", padding: Padding | None = None) -> "Collate":
         OptionError: it is another dataset, or an unknown padding.
     """
     about = about_dataset(dataset)
-    if padding is not None and padding not in get_args(Padding):
-        raise OptionError(f"padding={padding!r}: expected one of {', '.join(map(repr, get_args(Padding)))}")
+    check_choice("padding", padding, (None, *get_args(Padding)))
     return Collate(about.kind, about.options, about.pad_token_id, padding, about.empty.files)
 
 
