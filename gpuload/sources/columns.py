@@ -8,7 +8,6 @@ not have is None in its rows.
 import copy
 import hashlib
 import itertools
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -254,7 +253,9 @@ def to_python(column: pa.Array) -> list[Any]:
     """Converts Arrow values to Python objects; JSON text is decoded."""
     values = to_objects(column)
     if column.type == JSON_TYPE:
-        return [None if value is None else json.loads(value) for value in values]
+        from gpuload.sources.json_values import parse_json  # nothing else needs msgspec
+
+        return [None if value is None else parse_json(value) for value in values]
     return values
 
 

@@ -23,10 +23,10 @@ from gpuload.core.arrow import as_arrow
 from gpuload.core.errors import SourceError
 from gpuload.core.memory import garbage_collection_paused
 from gpuload.sources.columns import to_python
-from gpuload.sources.json_rows import JsonPiece, Texts, UnclearError, pieces_of, read_blocks, rows_with_texts
+from gpuload.sources.json_rows import JsonPiece, Row, UnclearError, pieces_of, read_blocks, rows_of, text_of, value_of
 from gpuload.sources.local import LocalFile
 from gpuload.sources.remote import RemoteFile, changed
-from gpuload.sources.types import JSON_TYPE, as_json, json_text, json_type
+from gpuload.sources.types import JSON_TYPE, as_json, json_type
 
 _AS_TEXT = frozenset(("tools",))
 """Columns that nothing reads but templates, row by row, as Python objects: a type of Arrow would only take time."""
@@ -104,10 +104,10 @@ class JsonColumns:
         self._parts: list[_Kept] = []
         self.nbytes, digest, size = 0, hashlib.sha256(), 0
 
-        def with_texts() -> bool:
+        def as_texts() -> bool:
             return any(column.kind is None for column in self._columns.values())
 
-        for piece in pieces_of(self._name, read_blocks(raw, digest), whole, with_texts):
+        for piece in pieces_of(self._name, read_blocks(raw, digest), whole, as_texts):
             arrays = self._arrays(piece)
             size += sum(array.nbytes for array in arrays.values())
             for each, array in arrays.items():
@@ -141,14 +141,10 @@ class JsonColumns:
     def _arrays(self, piece: JsonPiece) -> dict[str, Any]:
         """The columns of a piece, with the types that its rows alone have, as far as no earlier row decides."""
         arrays: dict[str, Any] = {}
-        texts: list[Texts] | None = None
         for name in dict.fromkeys(chain.from_iterable(piece.rows)):
             column = self._columns.setdefault(name, _Column(None if name in _AS_TEXT else pa.null()))
-            values = [row.get(name) for row in piece.rows]
-            arrays[name] = _typed(column, values)
-            if arrays[name] is None:
-                texts = texts or piece.texts()
-                arrays[name] = _as_text(column, name, values, texts)
+            made = None if column.kind is None else _typed(column, _values(name, piece.rows))
+            arrays[name] = _as_text(column, name, piece.with_texts()) if made is None else made
         return arrays
 
     def _table(self, part: _Kept, raw: BinaryIO) -> pa.Table:
@@ -173,30 +169,30 @@ class JsonColumns:
     def _again(self, part: _Kept, raw: BinaryIO) -> pa.Table:
         """The same, of a part of JSON lines that is read again."""
         raw.seek(part.start)
-        found = rows_with_texts(self._name, raw.read(part.nbytes), 1)
-        rows, texts = [row for row, _ in found], [of_row for _, of_row in found]
+        rows = rows_of(self._name, raw.read(part.nbytes), 1, as_texts=True)
         made = {}
         for name, column in self._columns.items():
-            values = [row.get(name) for row in rows]
             if column.kind is None:
-                made[name] = _as_text(column, name, values, texts)
+                made[name] = _as_text(column, name, rows)
             else:
-                made[name] = as_arrow(values, column.kind)
+                made[name] = as_arrow(_values(name, rows), column.kind)
         return pa.table(made, self.schema)
 
 
-def _as_text(column: _Column, name: str, values: list[Any], texts: list[Texts]) -> pa.Array:
+def _values(name: str, rows: list[Row]) -> list[Any]:
+    """(n,) values of a column, None where a row has none."""
+    return [value_of(row.get(name)) for row in rows]
+
+
+def _as_text(column: _Column, name: str, rows: list[Row]) -> pa.Array:
     """(n,) values as JSON, null where a row has none: as it is in the file, if it is known."""
     if not column.escaped:
         try:
-            encoded = [
-                value if value is None else json_text(value) if of_row is None else of_row[name]
-                for value, of_row in zip(values, texts, strict=True)
-            ]
-            return pa.ExtensionArray.from_storage(JSON_TYPE, as_arrow(encoded, pa.large_string()))
+            texts = as_arrow([text_of(row.get(name)) for row in rows], pa.large_string())
+            return pa.ExtensionArray.from_storage(JSON_TYPE, texts)
         except UnicodeEncodeError:  # lone surrogates, which JSON text can escape
             column.escaped = True
-    return as_json(values)
+    return as_json(_values(name, rows))
 
 
 def _typed(column: _Column, values: list[Any]) -> Any:
@@ -204,7 +200,7 @@ def _typed(column: _Column, values: list[Any]) -> Any:
     1.0, no order of keys. None otherwise, for this and all later pieces."""
     try:
         # None: no type has all of them, or one that turns 1 into 1.0.
-        if column.kind is not None and (kind := json_type(values)) is not None:
+        if (kind := json_type(values)) is not None:
             column.kind = _common(column.kind, kind)
             if column.kind is not None:
                 array = as_arrow(values, kind)

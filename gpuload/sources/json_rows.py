@@ -3,22 +3,21 @@
 import codecs
 import json
 import re
-import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
 from typing import Any, BinaryIO
 
+from msgspec import Raw
+
 from gpuload.core.errors import SourceError
+from gpuload.sources.json_values import parse_json, parse_members
+from gpuload.sources.types import json_text
 
 PIECE_BYTES, _FIRST_BYTES = 1 << 22, 1 << 16
 
 Row = dict[str, Any]
-Texts = dict[str, str] | None
-"""The JSON texts of an object's values, if they are known."""
-
-_MARK = uuid.uuid4().hex  # a text that no file has
 
 
 @dataclass(frozen=True)
@@ -26,13 +25,13 @@ class JsonPiece:
     """Some consecutive rows.
 
     Attributes:
-        rows: they.
-        texts: those of their values.
+        rows: they. Their values may be `msgspec.Raw` if `as_texts` was true: see `value_of` and `text_of`.
+        with_texts: makes the same rows with values that are texts, as far as they are known.
         start, nbytes: where their lines are in the file; 0 bytes for a piece of an array.
     """
 
     rows: list[Row]
-    texts: Callable[[], list[Texts]]
+    with_texts: Callable[[], list[Row]]
     start: int = 0
     nbytes: int = 0
 
@@ -41,14 +40,14 @@ class UnclearError(Exception):
     """An array that must be parsed as a whole: it is not valid, or not in UTF-8."""
 
 
-def pieces_of(name: str, blocks: Iterator[bytes], whole: bool, with_texts: Callable[[], bool]) -> Iterator[JsonPiece]:
+def pieces_of(name: str, blocks: Iterator[bytes], whole: bool, as_texts: Callable[[], bool]) -> Iterator[JsonPiece]:
     """The rows of a file, in order.
 
     Args:
         name: of the file, for messages.
         blocks: its bytes.
         whole: parse an array as a whole.
-        with_texts: whether the texts of the next piece will be needed, so that it need not be parsed twice for them.
+        as_texts: whether the values of the next piece are needed as texts, so that they need not be parsed.
 
     Raises:
         SourceError: it is not JSON, or not UTF-8; or, after the last piece, a row is not an object.
@@ -65,7 +64,7 @@ def pieces_of(name: str, blocks: Iterator[bytes], whole: bool, with_texts: Calla
             f"{name}: the file is {encoding} text, and JSON is read as UTF-8: convert it with "
             f"iconv -f {encoding} -t UTF-8"
         )
-    found = _arrays(name, head, blocks, whole) if is_array else _lines(name, chain([head], blocks), start, with_texts)
+    found = _arrays(name, head, blocks, whole) if is_array else _lines(name, chain([head], blocks), start, as_texts)
     odd, count = "", 0
     for piece, places in found:
         number = next((at for at, row in enumerate(piece.rows) if type(row) is not dict), None)
@@ -83,72 +82,76 @@ _Pieces = Iterator[tuple[JsonPiece, Callable[[], list[int]]]]
 """Pieces, with the numbers of the lines of their rows."""
 
 
-def _lines(name: str, blocks: Iterable[bytes], start: int, with_texts: Callable[[], bool]) -> _Pieces:
+def _lines(name: str, blocks: Iterable[bytes], start: int, as_texts: Callable[[], bool]) -> _Pieces:
     number, waiting = 1, list[bytes]()
     for block in blocks:
         cut = block.rfind(b"\n") + 1
         waiting.append(block[:cut])
         if cut:
             lines, waiting = b"".join(waiting), []
-            yield _piece(name, lines, start, number, with_texts())
+            yield _piece(name, lines, start, number, as_texts())
             start, number = start + len(lines), number + lines.count(b"\n")
         waiting.append(block[cut:])
-    yield _piece(name, b"".join(waiting), start, number, with_texts())
+    yield _piece(name, b"".join(waiting), start, number, as_texts())
 
 
 def _piece(
-    name: str, lines: bytes, start: int, number: int, with_texts: bool
+    name: str, lines: bytes, start: int, number: int, as_texts: bool
 ) -> tuple[JsonPiece, Callable[[], list[int]]]:
     def places() -> list[int]:
         return [at for at, line in enumerate(lines.split(b"\n"), number) if line.strip()]
 
-    @cache
-    def found() -> list[tuple[Row, Texts]]:
-        return rows_with_texts(name, lines, number)
-
-    rows = None if with_texts else _joined_rows(lines)
-    if rows is None:
-        rows = [row for row, _ in found()]
-    return JsonPiece(rows, lambda: [texts for _, texts in found()], start, len(lines)), places
+    with_texts = cache(partial(rows_of, name, lines, number, as_texts=True))
+    rows = with_texts() if as_texts else rows_of(name, lines, number)
+    return JsonPiece(rows, with_texts, start, len(lines)), places
 
 
-def _joined_rows(lines: bytes) -> list[Any] | None:
-    """The values of all lines, parsed in one call, which takes a fraction of the time of one call for each; None if
-    each line must be looked at.
-
-    A mark between any two lines shows that each of them is one value: no line has the mark, and a value that goes on in
-    the next line swallows it.
-    """
-    found = [line for line in lines.split(b"\n") if line.strip()]
-    between = f',"{_MARK}",'.encode()
-    try:
-        values = json.loads((b"[" + between.join(found) + b"]").decode("utf-8", "surrogatepass"))
-    except (ValueError, RecursionError):
-        return None
-    if len(values) != max(0, 2 * len(found) - 1) or not all(each == _MARK for each in values[1::2]):
-        return None
-    return list(values[::2])
-
-
-def rows_with_texts(name: str, lines: bytes, number: int) -> list[tuple[Row, Texts]]:
+def rows_of(name: str, lines: bytes, number: int, as_texts: bool = False) -> list[Row]:
     """The values of all lines that are not blank.
 
     Args:
+        name: of the file, for messages.
+        lines: UTF-8.
         number: of the first line.
+        as_texts: whether values of rows may be `msgspec.Raw`.
 
     Raises:
         SourceError: a line is not valid JSON.
     """
+    parse: Callable[[bytes], Any] = parse_json
+    if as_texts:
+        parse = parse_members if _is_utf8(lines) else json.loads
     rows = []
     for at, line in enumerate(lines.split(b"\n"), number):
-        if line.strip():
+        if line and not line.isspace():
             try:
-                rows.append(_members(line) or (json.loads(line), None))
+                rows.append(parse(line))
             except ValueError as error:
                 raise SourceError(f"{name}, line {at}: not valid JSON: {error}") from error
             except RecursionError as error:
                 raise SourceError(f"{name}, line {at}: JSON that is nested too deeply: flatten it") from error
     return rows
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def value_of(value: Any) -> Any:
+    """A value of a row, parsed."""
+    return parse_json(bytes(value)) if type(value) is Raw else value
+
+
+def text_of(value: Any) -> str | None:
+    """A value of a row as JSON text, as it is in the file if that is known; None for null."""
+    if type(value) is Raw:
+        text = bytes(value).decode()
+        return None if text == "null" else text
+    return None if value is None else json_text(value)
 
 
 def _arrays(name: str, head: bytes, blocks: Iterator[bytes], whole: bool) -> _Pieces:
@@ -160,7 +163,7 @@ def _arrays(name: str, head: bytes, blocks: Iterator[bytes], whole: bool) -> _Pi
     else:
         parts = _items(head, blocks)
     for items in parts:
-        yield JsonPiece(items, partial(list[Texts], [None] * len(items))), list[int]
+        yield JsonPiece(items, partial(list[Row], items)), list[int]
 
 
 def _items(head: bytes, blocks: Iterator[bytes]) -> Iterator[list[Any]]:
@@ -209,39 +212,7 @@ def _whole_items(text: str) -> tuple[list[Any], int]:
 
 # As `json.loads` is built of them: text and the place of a value → the value, and the place behind it.
 _scan: Callable[[str, int], tuple[Any, int]] = vars(json.JSONDecoder())["scan_once"]
-_scan_string: Callable[[str, int, bool], tuple[str, int]] = vars(json.decoder)["scanstring"]
 _space = re.compile(r"[ \t\n\r]*").match
-
-
-def _members(line: bytes) -> tuple[Row, Texts] | None:
-    """An object with the texts of its values, which need not be written again then; None if `json.loads` must say what
-    the line is."""
-    values: dict[str, Any] = {}
-    texts: dict[str, str] = {}
-    try:
-        text = line.decode(json.detect_encoding(line), "surrogatepass")
-        at = _behind(text, 0)
-        if text[at] != "{":
-            return None
-        at = _behind(text, at + 1)
-        while text[at] != "}":
-            key, at = _scan_string(text, at + 1, True) if text[at] == '"' else (None, at)
-            at = _behind(text, at)
-            if key is None or text[at] != ":":
-                return None
-            begin = _behind(text, at + 1)
-            values[key], at = _scan(text, begin)
-            texts[key] = text[begin:at]
-            at = _behind(text, at)
-            if text[at] == "}":
-                break
-            following = _behind(text, at + 1)
-            if text[at] != "," or text[following] == "}":
-                return None
-            at = following
-    except (ValueError, IndexError, StopIteration):
-        return None
-    return (values, texts) if _behind(text, at + 1) == len(text) else None
 
 
 def _behind(text: str, at: int) -> int:
