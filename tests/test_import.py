@@ -10,7 +10,8 @@ import pytest
 import gpuload
 
 HEAVY = set(
-    "torch transformers tokenizers gigatoken awkward pyarrow cudf pylibcudf cupy rmm numba pandas datasets".split()
+    "torch transformers tokenizers gigatoken awkward msgspec pyarrow cudf pylibcudf cupy "
+    "rmm numba pandas datasets".split()
 )
 PROBE = """
 import json, sys

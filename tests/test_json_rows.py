@@ -5,7 +5,7 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from tiers import examples
 
 from gpuload.core.errors import SourceError
 from gpuload.pipeline import nulls
-from gpuload.sources import json_columns, json_rows
+from gpuload.sources import json_columns, json_rows, json_values
 from gpuload.sources.columns import to_python
 from gpuload.sources.fetch import SourceFile
 from gpuload.sources.json_columns import JsonColumns
@@ -71,6 +71,46 @@ def test_what_is_not_json_is_an_error(line: str) -> None:
     with pytest.raises(SourceError) as found:
         table_of(f'{{"a": 1}}\n{line}'.encode())
     assert str(found.value) == f"file, line 2: not valid JSON: {expected.value}"
+
+
+numbers = st.from_regex(r"-?[0-9]{1,25}(\.[0-9]{1,25})?([eE][+-]?[0-9]{1,3})?", fullmatch=True)
+odd = st.sampled_from([b"NaN", b"-Infinity", b"-0", b"1E400", b"01", b'"\xed\xa0\x80"', b'"\xff"'])
+escaped = st.sampled_from([b'"\\ud800"', b'"\\ud83d\\ude00"', b'"\\/"'])
+json_bytes = st.recursive(
+    values.map(lambda value: json.dumps(value, ensure_ascii=False).encode()) | numbers.map(str.encode) | odd | escaped,
+    lambda inner: (
+        st.lists(inner, max_size=3).map(lambda items: b"[" + b", ".join(items) + b"]")
+        | st.lists(inner, max_size=3).map(lambda items: b'{"a":' + b',"b": '.join(items) + b"}")
+    ),
+    max_leaves=5,
+)
+
+
+@given(text=json_bytes, cut=st.tuples(st.integers(0, 40), st.integers(0, 3)), more=st.binary(max_size=2))
+@examples(1_000)
+def test_values_and_errors_are_those_of_json_whatever_the_bytes(text: bytes, cut: tuple[int, int], more: bytes) -> None:
+    """Numbers have their types, digits and signs, and objects the order of their keys."""
+    for line in (text, text[: cut[0]] + more + text[sum(cut) :]):
+        expected = outcome(json.loads, line)
+        assert outcome(json_values.parse_json, line) == expected
+        one = line.replace(b"\n", b" ")
+        if one.strip():
+            expected = outcome(json.loads, one)
+            found = outcome(lambda one: parsed(*json_rows.rows_of("file", one, 5, as_texts=True)), one)
+            assert found == expected or found == f"file, line 5: not valid JSON: {expected}"
+
+
+def outcome(parse: Callable[[bytes], Any], line: bytes) -> str:
+    """A value or an error, with all digits and in the order of keys."""
+    try:
+        return repr(parse(line))
+    except (ValueError, SourceError) as error:
+        return str(error)
+
+
+def parsed(row: Any) -> Any:
+    """A row, some of whose values may still be texts."""
+    return {key: json_rows.value_of(value) for key, value in row.items()} if type(row) is dict else row
 
 
 @pytest.mark.parametrize("line", ["[1]", '"a"', "1", "null"])

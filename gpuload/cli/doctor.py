@@ -11,8 +11,8 @@ from pathlib import Path
 from gpuload._version import __version__
 
 _PACKAGES = (
-    "torch transformers tokenizers gigatoken pyarrow awkward numpy fsspec datasets cudf cupy pylibcudf rmm verl".split()
-)
+    "torch transformers tokenizers gigatoken pyarrow awkward msgspec numpy fsspec datasets cudf cupy pylibcudf rmm verl"
+).split()
 # Packages whose distributions are named after the CUDA version they are built for.
 _DISTRIBUTIONS = {"cudf": ("cudf-cu13", "cudf-cu12"), "pylibcudf": ("pylibcudf-cu13", "pylibcudf-cu12")}
 _DISTRIBUTIONS["rmm"] = ("rmm-cu13", "rmm-cu12")

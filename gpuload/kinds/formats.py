@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from gpuload.core.arrow import as_arrow
+from gpuload.core.arrow import as_arrow, as_scalar
 from gpuload.core.errors import DataError
 from gpuload.kinds.chats.malformed import RowError, check_form, converted
 from gpuload.kinds.normalize import normalized_column
@@ -210,12 +211,10 @@ def _with_own_arguments(prompts: pa.Array, columns: Mapping[str, pa.Array]) -> p
     kwargs = to_python(columns[KWARGS]) if KWARGS in columns else nothing
     kwargs = [_from_text(KWARGS, each) or None for each in kwargs]
     given = columns.get(TOOLS)
-    if given is not None and given.type == JSON_TYPE and prompts.type == JSON_TYPE:
-        texts = given.storage.to_pylist()
-        if all(each is None or each[:1] == "[" for each in texts):  # lists, whose texts need not be read
-            written = [None if each is None else _Written(each) for each in texts]
-            if (joined := _joined_texts(prompts, written, kwargs)) is not None:
-                return joined
+    if given is not None and given.type == prompts.type == JSON_TYPE and not any(kwargs):
+        joined = _with_tools(prompts.storage, given.storage)
+        if joined is not None:
+            return joined
     tools = nothing if given is None else to_python(given)
     known: dict[str, Any] = {}  # tools as JSON text, which is often the same in many rows
     tools = [known.setdefault(each, _tools(each)) if isinstance(each, str) else _tools(each) for each in tools]
@@ -227,8 +226,17 @@ def _with_own_arguments(prompts: pa.Array, columns: Mapping[str, pa.Array]) -> p
     return as_json([_with_own(*row) for row in rows])
 
 
-class _Written(str):
-    """JSON text of a value."""
+def _with_tools(prompts: pa.Array, tools: pa.Array) -> pa.Array | None:
+    """As `_joined_texts` of JSON texts and no further arguments, for a whole column at once; None if the tools of a row
+    are not a list, or its prompt is not a list of messages.
+    """
+    if not all(pc.all(pc.starts_with(each, "[")).as_py() is not False for each in (prompts, tools)):
+        return None
+    start, between, end, nothing = (
+        as_scalar(each, pa.large_string()) for each in ('{"messages": ', ', "tools": ', "}", "")
+    )
+    made = pc.binary_join_element_wise(start, prompts, between, tools, end, nothing)
+    return pa.ExtensionArray.from_storage(JSON_TYPE, pc.coalesce(made, prompts))
 
 
 def _joined_texts(prompts: pa.Array, tools: Sequence[Any], kwargs: Sequence[Any]) -> pa.Array | None:
@@ -238,8 +246,6 @@ def _joined_texts(prompts: pa.Array, tools: Sequence[Any], kwargs: Sequence[Any]
     known: dict[int, str] = {}
 
     def written(value: Any) -> str:  # once for each object
-        if type(value) is _Written:
-            return value
         if id(value) not in known:
             known[id(value)] = json_text(value)
         return known[id(value)]

@@ -253,7 +253,7 @@ def to_python(column: pa.Array) -> list[Any]:
     """Converts Arrow values to Python objects; JSON text is decoded."""
     values = to_objects(column)
     if column.type == JSON_TYPE:
-        from gpuload.sources.json_values import parse_json  # nothing else needs msgspec
+        from gpuload.sources.json_values import parse_json
 
         return [None if value is None else parse_json(value) for value in values]
     return values

@@ -4,7 +4,6 @@ All structs of an Arrow column have all fields, so a field that one row has is n
 prints a whole struct prints these nulls.
 """
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +42,9 @@ def changed_json(column: pa.Array, pattern: str, change: Callable[[Any], Any]) -
     if not any(found):
         return column
     texts = zip(column.storage.to_pylist(), found, strict=True)
-    made = [json_text(change(json.loads(text))) if changes else text for text, changes in texts]
+    from gpuload.sources.json_values import parse_json
+
+    made = [json_text(change(parse_json(text))) if changes else text for text, changes in texts]
     return pa.ExtensionArray.from_storage(column.type, as_arrow(made, column.type.storage_type))
 
 

@@ -58,8 +58,9 @@ class AnswerSpans(NamedTuple):
     @classmethod
     def of_rows(cls, parts: Mapping[int, Sequence[Answer]]) -> "AnswerSpans":
         """The parts of some texts by their numbers, which are ascending."""
-        found = [(row, start, end, *(number or [0])) for row, some in parts.items() for start, end, *number in some]
-        rows, start, end, number = np.array(found, np.int64).reshape(-1, 4).T
+        rows = np.repeat(np.fromiter(parts, np.int64, len(parts)), [len(some) for some in parts.values()])
+        found = [each if len(each) == 3 else (*each, 0) for some in parts.values() for each in some]
+        start, end, number = np.array(found, np.int64).reshape(-1, 3).T
         return cls(rows, start, end, loss_bits(number.astype(np.int32)))
 
 

@@ -1,7 +1,6 @@
 """The rows of a load with images, as its engine reads them: messages, and images with their sizes."""
 
 import itertools
-import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from gpuload.media.headers import FileBytes, Header, ImageError, read_header, sa
 from gpuload.media.references import Media, NoFileError, Places, as_list, media_of
 from gpuload.media.spool import Spool
 from gpuload.sources.columns import to_python
+from gpuload.sources.json_values import parse_json
 from gpuload.sources.read import Source
 from gpuload.sources.types import JSON_TYPE, is_text
 
@@ -171,7 +171,7 @@ def found_images(prompt: Any, given: Any, places: Places, options: ImageOptions)
 
 def prompt_of(row: Any) -> Any:
     """The prompt of a row of the column of `ImagePrompts`, as Python objects."""
-    return row[PROMPT] if PROMPT in row else None if row[JSON] is None else json.loads(row[JSON])
+    return row[PROMPT] if PROMPT in row else None if row[JSON] is None else parse_json(row[JSON])
 
 
 def problem_of_images(row: Any) -> str | None:
