@@ -113,6 +113,13 @@ def parsed(row: Any) -> Any:
     return {key: json_rows.value_of(value) for key, value in row.items()} if type(row) is dict else row
 
 
+def test_an_integer_with_too_many_digits_is_an_error_of_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_rows, "_FIRST_BYTES", 40)
+    lines = ['{"a": [1]}', '{"a": "x"}', '{"a": 1.5}', f'{{"a": [{"1" * 5_000}]}}']
+    with pytest.raises(SourceError, match="file, line 4: not valid JSON: Exceeds the limit"):
+        table_of("\n".join(lines).encode())
+
+
 @pytest.mark.parametrize("line", ["[1]", '"a"', "1", "null"])
 def test_what_is_no_object_is_an_error(line: str) -> None:
     with pytest.raises(SourceError, match="file, line 2: expected an object with the row's columns, not"):

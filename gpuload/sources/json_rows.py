@@ -120,7 +120,7 @@ def rows_of(name: str, lines: bytes, number: int, as_texts: bool = False) -> lis
     """
     parse: Callable[[bytes], Any] = parse_json
     if as_texts:
-        parse = parse_members if _is_utf8(lines) else json.loads
+        parse = parse_members if _is_utf8(lines) and not _has_long_number(lines) else json.loads
     rows = []
     for at, line in enumerate(lines.split(b"\n"), number):
         if line and not line.isspace():
@@ -139,6 +139,12 @@ def _is_utf8(text: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
+
+
+def _has_long_number(text: bytes) -> bool:
+    """Whether there may be an integer that Python does not convert: of 640 digits, the lowest limit that can be set. It
+    would fill one of these windows."""
+    return any(text[at : at + 320].isdigit() for at in range(0, len(text), 320))
 
 
 def value_of(value: Any) -> Any:
