@@ -2,6 +2,7 @@
 
 import io
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -9,6 +10,11 @@ import pytest
 import torch
 from image_cases import BUILDERS, encoded, picture
 from PIL import Image
+from tokenizers.processors import TemplateProcessing
+from trl import GRPOTrainer
+from trl.data_utils import prepare_multimodal_messages
+from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
+from trl.trainer.kto_trainer import DataCollatorForVisionUnpairedPreference
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from gpuload.core.errors import DataError, OptionError
@@ -36,6 +42,11 @@ def data(kind: str, rows: int = 16) -> Any:
     elif kind == "completion":
         made["prompt"] = [messages(row)[:2] for row in range(rows)]
         made["completion"] = [messages(row)[2:] for row in range(rows)]
+    elif kind in ("pairs", "prompts"):
+        made["prompt"] = [messages(row)[:2] for row in range(rows)]
+        if kind == "pairs":
+            made["chosen"] = [messages(row)[2:] for row in range(rows)]
+            made["rejected"] = [[{"role": "assistant", "content": "No. " * (row % 6)}] for row in range(rows)]
     else:
         made["text"] = ["<|image_pad|>" * len(images(row)) + f" {row}" * row for row in range(rows)]
     made["images"] = [images(row) for row in range(rows)]
@@ -82,6 +93,102 @@ def test_kept_rows_are_those_that_fit(name: str, kind: str, caplog: pytest.LogCa
         whole, cut = collated(processor, row), collated(processor, row, max_length=limit)
         assert whole.keys() == cut.keys()
         assert all(torch.equal(whole[key], cut[key]) for key in whole)  # nothing is truncated, and pixels are the same
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "llava_next", "gemma3", "idefics2"])
+def test_pairs_that_fit(name: str) -> None:
+    processor, dataset = BUILDERS[name](), data("pairs")
+
+    def pair(row: dict[str, Any], **options: Any) -> Any:
+        return DataCollatorForVisionPreference(processor, **options)([dict(row)])
+
+    lengths = [int(pair(row)["attention_mask"].sum(1).max()) for row in dataset]
+    limit = sorted(lengths)[9]
+    kept = fitting(dataset, processor, limit, length_column_name="length")
+    wanted = [row for row, each in enumerate(lengths) if each <= limit]
+    assert 0 < len(wanted) < len(lengths)
+    assert kept["n"] == wanted
+    assert kept["length"] == [lengths[row] for row in wanted]
+    assert kept.remove_columns("length").features == dataset.features
+    for row in kept:
+        whole, cut = pair(row), pair(row, max_length=limit)
+        assert whole.keys() == cut.keys()
+        assert all(torch.equal(whole[key], cut[key]) for key in whole)
+
+
+def test_pairs_with_arguments_for_the_template() -> None:
+    processor = BUILDERS["qwen2_5_vl"]()
+    processor.chat_template = "{{ 'word ' * (n or 0) }}" + processor.chat_template
+    dataset = data("pairs", 8).add_column("chat_template_kwargs", [{"n": row} for row in range(8)])
+    collator = DataCollatorForVisionPreference(processor)
+    lengths = [int(collator([dict(row)])["attention_mask"].sum(1).max()) for row in dataset]
+    assert fitting(dataset, processor, 10_000, length_column_name="tokens")["tokens"] == lengths
+
+
+@pytest.mark.parametrize("label", [False, True])
+def test_answers_with_labels(label: bool) -> None:
+    processor, dataset = BUILDERS["qwen2_5_vl"](), data("completion", 8)
+    dataset = dataset.add_column("label", [label] * 8)
+    collator = DataCollatorForVisionUnpairedPreference(processor)
+    lengths = [int(collator([dict(row)])["attention_mask"].sum()) for row in dataset]
+    assert fitting(dataset, processor, 10_000, length_column_name="length")["length"] == lengths
+
+
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+BEGINS = "{{ bos_token }}{% if tools %}{{ tools | length }} tools{% endif %}{{ 'word ' * (n or 0) }}"
+
+
+def prompt_length(processor: Any, row: dict[str, Any], tools: Any = None, **kwargs: Any) -> int:
+    """As `GRPOTrainer` makes a prompt."""
+    images = row.get("images", [row["image"]] if row.get("image") else None)
+    prompt = prepare_multimodal_messages(row["prompt"], images=images)
+    trainer = SimpleNamespace(
+        _is_vlm=True,
+        environment_factories=None,
+        processing_class=processor,
+        tools=tools,
+        chat_template=kwargs.pop("chat_template", None),
+        chat_template_kwargs=kwargs,
+    )
+    ids, *_ = GRPOTrainer._tokenize_prompts(trainer, [prompt])
+    return len(ids[0])
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "llava_next", "gemma3", "idefics2"])
+@pytest.mark.parametrize("own", [{}, {"tools": TOOLS, "n": 3}], ids=["plain", "tools"])
+def test_prompts_that_fit(name: str, own: dict[str, Any]) -> None:
+    processor, dataset = BUILDERS[name](), data("prompts")
+    tokenizer = processor.tokenizer  # which adds a token to prompts that do not begin with it
+    begin, number = "<|endoftext|>", tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    tokenizer.bos_token = begin
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"{begin} $A", f"{begin} $A $B", [(begin, number)])
+    assert tokenizer("a")["input_ids"][0] == number
+    if own:
+        processor.chat_template = BEGINS + processor.chat_template
+    lengths = [prompt_length(processor, row, **own) for row in dataset]
+    limit = sorted(lengths)[9]
+    kept = fitting(dataset, processor, limit, chat_template_kwargs=own, length_column_name="length")
+    wanted = [row for row, each in enumerate(lengths) if each <= limit]
+    assert 0 < len(wanted) < len(lengths)
+    assert kept["n"] == wanted
+    assert kept["length"] == [lengths[row] for row in wanted]
+
+
+def test_prompts_with_other_columns_and_one_image_or_none(caplog: pytest.LogCaptureFixture) -> None:
+    processor, dataset = BUILDERS["qwen2_5_vl"](), data("prompts", 12)
+    rows = dataset.cast_column("images", datasets.List(datasets.Image(decode=False))).to_list()
+    made = [
+        {"prompt": row["prompt"], "completion": "solved", "n": row["n"], "image": next(iter(row["images"]), None)}
+        for row in rows
+    ]
+    dataset = datasets.Dataset.from_list(made).cast_column("image", datasets.Image())
+    assert any(row["image"] is None for row in made)
+    lengths = [prompt_length(processor, row) for row in dataset]
+    with caplog.at_level(logging.INFO, "gpuload.integrations.trl"):
+        kept = fitting(dataset, processor, 10_000, trainer="grpo", length_column_name="length")
+    assert kept["length"] == lengths
+    assert kept["n"] == list(range(12))
+    assert "12 of 12 rows have at most 10,000 tokens, as GRPOTrainer counts them" in caplog.text
 
 
 def test_the_processor_runs_on_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,6 +250,13 @@ def test_wrong_arguments() -> None:
     for limit in (0, -1, True, 2.5, None):
         with pytest.raises(OptionError, match="expected a positive number of tokens"):
             fitting(dataset, processor, limit)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="expected 'sft', 'dpo' or 'grpo'"):
+        fitting(dataset, processor, 9, trainer="ppo")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="the dataset has this column"):
+        fitting(dataset, processor, 9, length_column_name="n")
+    for kind in ("messages", "pairs"):
+        with pytest.raises(OptionError, match="chat_template_kwargs are those of GRPOConfig"):
+            fitting(data(kind, 2), processor, 9, chat_template_kwargs={})
     for wrong in (dataset.remove_columns("images"), dataset.to_iterable_dataset(), [{"images": []}]):
         with pytest.raises(DataError, match="column image or images"):
             fitting(wrong, processor, 9)

@@ -10,14 +10,15 @@ from gpuload.media.dry_run import NotUnderstoodError, Size
 
 
 def lengths_of(
-    engine: ImageEngine, texts: Sequence[str | None], sizes: Sequence[Sequence[Size]]
+    engine: ImageEngine, texts: Sequence[str | None], sizes: Sequence[Sequence[Size]], special: bool = False
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """(n,) tokens that the processor makes of n texts, without special tokens that it adds around them.
+    """(n,) tokens that the processor makes of n texts.
 
     Args:
         engine: has a rule.
         texts: rendered, with a placeholder for each image; None where nothing is known.
         sizes: height and width of the images of each.
+        special: whether those count that it adds around a text.
 
     Returns:
         The lengths; -1 where only the processor itself knows.
@@ -40,6 +41,6 @@ def lengths_of(
     _, bos, (before, after) = engine.token_of_images()
     for at, row in enumerate(known):
         if at not in wrong:
-            added = 0 if bos and given[at].startswith(bos) else len(before) + len(after)
+            added = 0 if special or (bos and given[at].startswith(bos)) else len(before) + len(after)
             found[row] = len(made[at]) - added
     return found
