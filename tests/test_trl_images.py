@@ -96,7 +96,7 @@ def test_kept_rows_are_those_that_fit(name: str, kind: str, caplog: pytest.LogCa
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "llava_next", "gemma3", "idefics2"])
-def test_pairs_that_fit(name: str) -> None:
+def test_pairs_that_fit(name: str, caplog: pytest.LogCaptureFixture) -> None:
     processor, dataset = BUILDERS[name](), data("pairs")
 
     def pair(row: dict[str, Any], **options: Any) -> Any:
@@ -105,6 +105,7 @@ def test_pairs_that_fit(name: str) -> None:
     lengths = [int(pair(row)["attention_mask"].sum(1).max()) for row in dataset]
     limit = sorted(lengths)[9]
     kept = fitting(dataset, processor, limit, length_column_name="length")
+    assert not [line for line in caplog.records if "on every row" in line.message]
     wanted = [row for row, each in enumerate(lengths) if each <= limit]
     assert 0 < len(wanted) < len(lengths)
     assert kept["n"] == wanted
@@ -156,7 +157,7 @@ def prompt_length(processor: Any, row: dict[str, Any], tools: Any = None, **kwar
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "llava_next", "gemma3", "idefics2"])
 @pytest.mark.parametrize("own", [{}, {"tools": TOOLS, "n": 3}], ids=["plain", "tools"])
-def test_prompts_that_fit(name: str, own: dict[str, Any]) -> None:
+def test_prompts_that_fit(name: str, own: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     processor, dataset = BUILDERS[name](), data("prompts")
     tokenizer = processor.tokenizer  # which adds a token to prompts that do not begin with it
     begin, number = "<|endoftext|>", tokenizer.convert_tokens_to_ids("<|endoftext|>")
@@ -168,6 +169,7 @@ def test_prompts_that_fit(name: str, own: dict[str, Any]) -> None:
     lengths = [prompt_length(processor, row, **own) for row in dataset]
     limit = sorted(lengths)[9]
     kept = fitting(dataset, processor, limit, chat_template_kwargs=own, length_column_name="length")
+    assert not [line for line in caplog.records if "on every row" in line.message]
     wanted = [row for row, each in enumerate(lengths) if each <= limit]
     assert 0 < len(wanted) < len(lengths)
     assert kept["n"] == wanted
