@@ -11,11 +11,13 @@ from gpuload.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from gpuload.integrations.trl.grpo import prompts
+    from gpuload.integrations.trl.image_batches import ready
     from gpuload.integrations.trl.images import fitting
     from gpuload.integrations.trl.trainers import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
 
-__all__ = ["DPOTrainer", "KTOTrainer", "RewardTrainer", "SFTTrainer", "fitting", "prompts"]
+__all__ = ["DPOTrainer", "KTOTrainer", "RewardTrainer", "SFTTrainer", "fitting", "prompts", "ready"]
 
 __getattr__, __dir__ = lazy_names(
-    __name__, dict.fromkeys(__all__, ".trainers") | {"prompts": ".grpo", "fitting": ".images"}
+    __name__,
+    dict.fromkeys(__all__, ".trainers") | {"prompts": ".grpo", "fitting": ".images", "ready": ".image_batches"},
 )

@@ -1,0 +1,71 @@
+"""ready(): data with images for `SFTTrainer` and `DPOTrainer`, with the ids, loss masks and pixels of gpuload's loads.
+
+TRL's collator learns all tokens, or those of a template with `{% generation %}` blocks, and packs no rows with images.
+Here the trainer samples numbers of rows or of packs, and the collator makes batches of them.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+
+from gpuload.core.errors import OptionError
+from gpuload.kinds.images.chats import ImageChatDataset
+from gpuload.kinds.images.pairs import ImagePairDataset
+from gpuload.packing.packs import Packing
+
+NUMBER = "images"
+"""The column of numbers of rows. TRL takes a dataset with this column as it is, because its collator makes the ids."""
+
+
+def ready(
+    rows: Any, *, packing: Packing | None = None, pack_length: int | None = None
+) -> tuple[Any, Callable[[Sequence[Any]], dict[str, Any]]]:
+    """Loaded data with images as `train_dataset` and `data_collator` of TRL's `SFTTrainer` or `DPOTrainer`.
+
+    Options of the trainer for truncation, packing and masks have no effect; those of the load have.
+
+    Examples:
+        >>> from gpuload.integrations.trl import ready
+        >>> dataset, collate = ready(chats)  # doctest: +SKIP
+        >>> SFTTrainer(model, args, train_dataset=dataset, data_collator=collate)  # doctest: +SKIP
+
+    Args:
+        rows: Made by `gpuload.load_chats`, or by `gpuload.load_pairs` for `"dpo"`, with a processor and
+            `media="inputs"`.
+        packing: `"bfd"` or `"trl"`: packs of whole conversations, as of `chats.loader`. None: rows, padded.
+        pack_length: As for `chats.loader`.
+
+    Returns:
+        A `datasets.Dataset` with the columns `images`, the number of a row or pack, and `length`, its tokens; it may be
+        shuffled, split and selected from. And its collator: tensors that the model takes, see `ChatDataset.batch` and
+        `loader`, or `PairDataset.batch`.
+
+    Raises:
+        OptionError: These are other rows, their messages have weights that TRL does not know, or there are no packs of
+            them.
+    """
+    chats = isinstance(rows, ImageChatDataset)
+    pairs = isinstance(rows, ImagePairDataset) and rows.objective == "dpo"
+    if not (chats or pairs) or rows._media != "inputs":
+        raise OptionError("ready needs conversations, or pairs for DPO, loaded with a processor and media='inputs'")
+    if "loss_weight" in rows.column_names:
+        raise OptionError("TRL does not know weights of messages other than 0 and 1: remove them")
+    make, lengths = rows.batch, rows.lengths
+    if packing is not None:
+        if pairs or rows._facts.merge is None:
+            raise OptionError(
+                "packs are for conversations, and processors whose position_ids are known: remove packing"
+            )
+        plan = rows.loader(batch_size=1, packing=packing, pack_length=pack_length, shuffle=False).plan()
+        make, lengths = partial(rows._flat, plan), plan.tokens
+    numbers = np.arange(len(lengths))
+    return Dataset.from_dict({NUMBER: numbers, "length": lengths}), partial(_collate, make, rows.passed_through.names)
+
+
+def _collate(make: Callable[[Any], Any], others: Sequence[str], rows: Sequence[Any]) -> dict[str, Any]:
+    """A batch of rows with numbers, without the other columns of the files."""
+    made = make([row[NUMBER] for row in rows])
+    return {name: made[name] for name in made if name not in others}
