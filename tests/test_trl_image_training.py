@@ -1,6 +1,5 @@
 """Training of a small vision model with TRL's trainers, on data with images."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 import transformers
 import trl
-from export_cases import five_steps, one_thread
+from export_cases import one_thread
 from image_cases import BUILDERS
 from test_trl_images import data, images, messages
 
@@ -48,31 +47,6 @@ def small_vision_model(processor: Any) -> Any:
     return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("SFTTrainer", "messages"), ("DPOTrainer", "pairs")])
-def test_rows_of_like_lengths_in_a_batch(name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    processor, sampled = BUILDERS["qwen2_5_vl"](), []
-    right = transformers.Trainer._get_train_sampler
-    monkeypatch.setattr(
-        transformers.Trainer,
-        "_get_train_sampler",
-        lambda self, dataset=None: (sampled.append(right(self, dataset)), sampled[-1])[1],
-    )
-    dataset = ours.fitting(data(kind), processor, 400, length_column_name="length")
-    config = getattr(trl, name.replace("Trainer", "Config"))
-
-    def losses(module: Any, **settings: Any) -> list[float]:
-        settings = {"train_sampling_strategy": "group_by_length", "max_length": 400, **settings}
-        trainer, model = getattr(module, name), small_vision_model(processor)
-        more = {"ref_model": small_vision_model(processor)} if name == "DPOTrainer" else {}
-        return five_steps(trainer, config, model, dataset, processor, tmp_path, more, **settings)[1]
-
-    assert losses(ours) == losses(trl, remove_unused_columns=False)
-    with pytest.raises(ValueError, match="Can only automatically infer lengths"):
-        losses(trl)
-    assert {type(each).__name__ for each in sampled} == {"LengthGroupedSampler"}
-    assert list(sampled[0].lengths) == dataset["length"]
-
-
 def generation_template() -> str:
     """Qwen-VL's turns, of which only those of the assistant are in a generation block."""
     parts = "{% for part in m.content %}{{ '<|vision_start|><|image_pad|><|vision_end|>' if part.type == 'image' "
@@ -84,58 +58,83 @@ def generation_template() -> str:
 
 def in_parts(row: int) -> list[dict[str, Any]]:
     """A conversation with places for its images, as TRL would make it."""
-    pictures = [{"type": "image", "text": None}] * len(images(row))
+    pictures = [{"type": "image", "text": None} for _ in images(row)]
     made = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages(row)]
     made[1]["content"] = [*pictures, *made[1]["content"]]
     return made
 
 
-def conversations(rows: int = 12) -> Any:
+def conversations(rows: int = 6) -> Any:
     made = {"messages": [in_parts(row) for row in range(rows)], "images": [images(row) for row in range(rows)]}
     made["n"] = list(range(rows))
     return datasets.Dataset.from_dict(made).cast_column("images", datasets.List(datasets.Image()))
 
 
-def losses(kind: Any, dataset: Any, output: Path, size: int = 3, steps: int = 4, **settings: Any) -> list[float]:
-    """Of some steps of a trainer of a module."""
-    processor = settings.pop("processor")
-    collator, tested = settings.pop("data_collator", None), settings.pop("eval_dataset", None)
-    args = trl.SFTConfig(
-        output_dir=str(output), report_to=[], bf16=False, use_cpu=True, max_steps=steps, logging_steps=1,
+def losses(
+    name: str, dataset: Any, output: Path, processor: Any, size: int = 2, module: Any = ours, **settings: Any
+) -> list[float]:
+    """Of two steps of a trainer of a module.
+
+    Args:
+        size: rows of a batch.
+        **settings: of its configuration; datasets and collators are arguments of the trainer.
+    """
+    more = {key: settings.pop(key) for key in ("data_collator", "eval_dataset") if key in settings}
+    if name == "DPOTrainer":
+        more["ref_model"] = small_vision_model(processor)
+    args = getattr(trl, name.replace("Trainer", "Config"))(
+        output_dir=str(output), report_to=[], bf16=False, use_cpu=True, max_steps=2, logging_steps=1, max_length=None,
         per_device_train_batch_size=size, save_strategy="no", learning_rate=0.01, disable_tqdm=True, **settings,
     )  # fmt: skip
-    made = kind(
-        small_vision_model(processor), args=args, train_dataset=dataset, eval_dataset=tested, data_collator=collator,
-        processing_class=processor,
-    )  # fmt: skip
+    model = small_vision_model(processor)
+    made = getattr(module, name)(model, args=args, train_dataset=dataset, processing_class=processor, **more)
     with one_thread():
         made.train()
-        if tested is not None:
+        if "eval_dataset" in more:
             assert made.evaluate()["eval_loss"] > 0
     return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize("module", [trl, ours])
-def test_losses_of_answers_equal_those_of_trl(module: Any, tmp_path: Path) -> None:
-    processor = BUILDERS["qwen2_5_vl"]()
+def loaded(rows: Any, processor: Any, load: Any = gpuload.load_chats, **options: Any) -> Any:
+    return load(rows, processor, **{"media": "inputs", "max_length": 4_000, **options})
+
+
+@pytest.mark.parametrize(("name", "kind"), [("SFTTrainer", "messages"), ("DPOTrainer", "pairs")])
+def test_rows_of_like_lengths_in_a_batch(name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor, sampled = BUILDERS["qwen2_5_vl"](), []
+    right = transformers.Trainer._get_train_sampler
+    monkeypatch.setattr(
+        transformers.Trainer,
+        "_get_train_sampler",
+        lambda self, dataset=None: (sampled.append(right(self, dataset)), sampled[-1])[1],
+    )
+    dataset = ours.fitting(data(kind), processor, 400, length_column_name="length")
+    given = {"train_sampling_strategy": "group_by_length", "processor": processor}
+    found = losses(name, dataset, tmp_path, **given)
+    assert found == losses(name, dataset, tmp_path, module=trl, remove_unused_columns=False, **given)
+    with pytest.raises(ValueError, match="Can only automatically infer lengths"):
+        losses(name, dataset, tmp_path, module=trl, **given)
+    assert {type(each).__name__ for each in sampled} == {"LengthGroupedSampler"}
+    assert list(sampled[0].lengths) == dataset["length"]
+
+
+def test_losses_of_answers_equal_those_of_trl(tmp_path: Path) -> None:
+    processor, dataset = BUILDERS["qwen2_5_vl"](), conversations()
     processor.chat_template = generation_template()
-    dataset = conversations()
-    given = {"processor": processor, "max_length": None}
-    expected = losses(trl.SFTTrainer, dataset, tmp_path, assistant_only_loss=True, **given)
-    chats = gpuload.load_chats(dataset, processor, media="inputs", max_length=4_000)
+    expected = losses("SFTTrainer", dataset, tmp_path, processor, module=trl, assistant_only_loss=True)
+    assert expected != losses("SFTTrainer", dataset, tmp_path, processor, module=trl)
+    chats = loaded(dataset, processor)
     rows, collate = ours.ready(chats)
     assert rows["length"] == chats.lengths.tolist()
-    assert losses(module.SFTTrainer, rows, tmp_path, data_collator=collate, **given) == expected
-    everything = losses(trl.SFTTrainer, dataset, tmp_path, **given)
-    assert everything != expected
+    for module in (trl, ours):
+        assert losses("SFTTrainer", rows, tmp_path, processor, module=module, data_collator=collate) == expected
 
 
 def test_batches_are_those_of_the_processor() -> None:
     processor, dataset = BUILDERS["qwen2_5_vl"](), conversations()
-    chats = gpuload.load_chats(dataset, processor, media="inputs", max_length=4_000)
-    rows, collate = ours.ready(chats)
+    rows, collate = ours.ready(loaded(dataset, processor))
     batch = collate([rows[number] for number in (5, 0, 3)])
-    given = [copy.deepcopy(in_parts(number)) for number in (5, 0, 3)]
+    given = [in_parts(number) for number in (5, 0, 3)]
     for conversation, number in zip(given, (5, 0, 3), strict=True):
         pictures = iter(dataset[number]["images"])
         for part in conversation[1]["content"]:
@@ -148,67 +147,60 @@ def test_batches_are_those_of_the_processor() -> None:
     for name in made:
         assert torch.equal(batch[name], made[name]), name
     learned = [row[row >= 0] for row in batch["labels"]]
-    wanted = [f"{messages(number)[2]['content']}<|im_end|>" for number in (5, 0, 3)]
+    wanted = [f"{messages(number)[2]['content']}<|im_end|>\n" for number in (5, 0, 3)]
     assert processor.tokenizer.batch_decode(learned) == wanted
 
 
 def test_a_pack_has_the_loss_of_its_rows(tmp_path: Path) -> None:
     processor = BUILDERS["qwen2_5_vl"]()
-    chats = gpuload.load_chats(conversations(), processor, media="inputs", max_length=4_000)
-    given = {"processor": processor, "max_length": None}
+    chats = loaded(conversations(), processor)
     rows, collate = ours.ready(chats)
-    expected = losses(ours.SFTTrainer, rows, tmp_path, 12, 3, data_collator=collate, **given)
+    expected = losses("SFTTrainer", rows, tmp_path, processor, 6, data_collator=collate)
     packs, joined = ours.ready(chats, packing="bfd", pack_length=4_000)
     assert packs["length"] == [int(chats.lengths.sum())]
-    assert losses(ours.SFTTrainer, packs, tmp_path, 1, 3, data_collator=joined, **given) == pytest.approx(
-        expected, 1e-4
-    )
-    several, joined = ours.ready(chats, packing="bfd", pack_length=200)
-    assert len(several) > 3
-    assert max(several["length"]) <= 200
-    two = losses(ours.SFTTrainer, several, tmp_path, 2, 3, data_collator=joined, **given)
-    assert all(loss > 0 for loss in two)
+    assert losses("SFTTrainer", packs, tmp_path, processor, 1, data_collator=joined) == pytest.approx(expected, 1e-4)
+    packs, joined = ours.ready(chats, packing="bfd", pack_length=150)
+    assert len(packs) > 2
+    assert max(packs["length"]) <= 150
+    batch = joined([packs[2], packs[0]])
+    assert batch["input_ids"].shape == (1, packs[0]["length"] + packs[2]["length"])
+    assert int(batch["image_grid_thw"].prod(1).sum()) == len(batch["pixel_values"])
 
 
 def test_split_datasets_workers_and_groups_of_like_lengths(tmp_path: Path) -> None:
     processor = BUILDERS["qwen2_5_vl"]()
-    chats = gpuload.load_chats(conversations(), processor, media="inputs", max_length=4_000)
-    rows, collate = ours.ready(chats)
-    parts = rows.train_test_split(4, seed=0)
-    given = {"processor": processor, "max_length": None, "data_collator": collate, "eval_dataset": parts["test"]}
-    given["train_sampling_strategy"] = "group_by_length"
-    found = losses(ours.SFTTrainer, parts["train"], tmp_path, **given)
-    assert found == losses(ours.SFTTrainer, parts["train"], tmp_path, dataloader_num_workers=1, **given)
+    rows, collate = ours.ready(loaded(conversations(), processor))
+    parts = rows.train_test_split(2, seed=0)
+    more = {"data_collator": collate, "eval_dataset": parts["test"], "train_sampling_strategy": "group_by_length"}
+    found = losses("SFTTrainer", parts["train"], tmp_path, processor, **more)
+    assert found == losses("SFTTrainer", parts["train"], tmp_path, processor, dataloader_num_workers=1, **more)
 
 
 def test_losses_of_pairs_equal_those_of_trl(tmp_path: Path) -> None:
-    processor, dataset = BUILDERS["qwen2_5_vl"](), data("pairs", 12)
-    dataset = dataset.remove_columns("prompt").add_column("prompt", [in_parts(row)[:2] for row in range(12)])
-    for name in ("chosen", "rejected"):
-        parts = [[{**m, "content": [{"type": "text", "text": m["content"]}]} for m in row] for row in dataset[name]]
-        dataset = dataset.remove_columns(name).add_column(name, parts)
+    def answers(name: str) -> list[Any]:
+        rows = data("pairs", 6)[name]
+        return [[{**each, "content": [{"type": "text", "text": each["content"]}]} for each in row] for row in rows]
 
-    def five(rows: Any, **more: Any) -> list[float]:
-        more |= {"ref_model": small_vision_model(processor)}
-        model = small_vision_model(processor)
-        return five_steps(trl.DPOTrainer, trl.DPOConfig, model, rows, processor, tmp_path, more, max_length=None)[1]
-
-    pairs = gpuload.load_pairs(dataset, processor, media="inputs", max_length=4_000)
-    rows, collate = ours.ready(pairs)
-    assert five(rows, data_collator=collate) == pytest.approx(five(dataset), 1e-5)
+    processor, dataset = BUILDERS["qwen2_5_vl"](), conversations()
+    made = {name: answers(name) for name in ("chosen", "rejected")}
+    made["prompt"] = [row[:2] for row in dataset["messages"]]
+    pictures = dataset.select_columns("images")
+    dataset = datasets.concatenate_datasets([pictures, datasets.Dataset.from_dict(made)], axis=1)
+    rows, collate = ours.ready(loaded(dataset, processor, gpuload.load_pairs))
+    expected = losses("DPOTrainer", dataset, tmp_path, processor, module=trl)
+    assert losses("DPOTrainer", rows, tmp_path, processor, data_collator=collate) == pytest.approx(expected, 1e-5)
 
 
 def test_rows_that_are_not_ready() -> None:
     processor, dataset = BUILDERS["qwen2_5_vl"](), conversations(4)
-    for wrong in (gpuload.load_chats(dataset, processor, max_length=4_000), dataset, None):
+    for wrong in (loaded(dataset, processor, media="reference"), dataset, None):
         with pytest.raises(OptionError, match="ready needs conversations, or pairs for DPO"):
             ours.ready(wrong)
-    llava = gpuload.load_chats(dataset, BUILDERS["llava"](), media="inputs", max_length=4_000)
+    llava = loaded(dataset, BUILDERS["llava_next"]())
     with pytest.raises(OptionError, match="processors whose position_ids are known"):
         ours.ready(llava, packing="bfd", pack_length=4_000)
     assert len(ours.ready(llava)[0]) == 4
     weighted = [[*in_parts(0)[:2], {**in_parts(0)[2], "weight": 0.5}]]
     made = datasets.Dataset.from_dict({"messages": weighted, "images": [images(0)]})
-    chats = gpuload.load_chats(made, processor, media="inputs", max_length=4_000, loss_on="marked")
     with pytest.raises(OptionError, match="weights of messages other than 0 and 1"):
-        ours.ready(chats)
+        ours.ready(loaded(made, processor, loss_on="marked"))
