@@ -109,7 +109,7 @@ trl-matrix: .venv/installed-dev
 	for version in 1.14.2 1.15.0; do \
 		$(BIN)/python -m pip install -q --no-deps --target .venv-trl-$$version trl==$$version && \
 		PYTHONPATH=.venv-trl-$$version $(BIN)/python -m pytest -n auto tests/test_trl.py tests/test_trl_fallbacks.py \
-			tests/test_trl_contract.py tests/test_trl_changed.py tests/test_trl_batches.py || exit 1; \
+			tests/test_trl_contract.py tests/test_trl_changed.py tests/test_trl_batches.py tests/test_trl_images.py || exit 1; \
 	done
 
 slime-test: .venv-slime/installed

@@ -148,7 +148,7 @@ class _TrlLengths:
         more = {} if template is None else {"chat_template": template}
         self._engine = ImageEngine(ImageReference(processor, ImageOptions(key), **more))
         collator = DataCollatorForVisionPreference if trainer == "dpo" else DataCollatorForVisionLanguageModeling
-        self._collator = collator(processor, **({} if trainer == "dpo" else {"chat_template": template}))
+        self._collator = collator(processor, **({} if trainer == "dpo" else more))  # TRL 1.14 knows no template
         self._by_trl: dict[int, int] = {}
         self.reasons: Counter[str] = Counter()
 
