@@ -50,7 +50,7 @@ def _construct(trainer: Any, name: str, stock: Any, given: tuple[Any, ...], name
     stock(*given, **named)
     if name == "SFTTrainer" and _served(trainer.args, PROBLEMS.get(name)) and not hasattr(trainer, "_as_served"):
         raise OptionError("dataset_kwargs: turns='served' is for texts, and TRL's collator prepares data with images")
-    if getattr(trainer, "_is_vision_dataset", False):  # TRL removes the column of lengths before it looks for it
+    if getattr(trainer, "_is_vision_dataset", False):  # whose lengths are removed before they are looked for
         trainer._set_signature_columns_if_needed()
         trainer._signature_columns = [*trainer._signature_columns, trainer.args.length_column_name]
     if trainer.has_flat_batches:
