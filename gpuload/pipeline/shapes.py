@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from gpuload.core.arrays import on_host
 from gpuload.core.arrow import as_numpy
+from gpuload.core.memory import garbage_collection_paused
 from gpuload.engines.conversations import EMPTY, NULL, OTHER, TEXTS, Conversations, from_arrow
 from gpuload.engines.host.texts import HostTexts, Ints
 from gpuload.engines.protocol import ArrowPrompts, Prompts
@@ -55,6 +56,7 @@ def shapes_of(prompts: Prompts, is_over: Callable[[], bool] = lambda: False) -> 
     return _of_column(prompts.column)
 
 
+@garbage_collection_paused()
 def _of_json(column: pa.Array, is_over: Callable[[], bool]) -> Shapes:
     found = [_of_values([])]
     for low in range(0, len(column), _JSON_ROWS):
