@@ -108,6 +108,12 @@ def test_json_features(qwen: Any, tmp_path: Path, message: Any, kind: str) -> No
             assert row["extra"] == own["extra"]
 
 
+def test_json_text_in_maps(qwen: Any) -> None:
+    """Maps are no JSON, and stay as they are."""
+    maps = pa.array([[("a", '{"x": 1}')]] * 3, pa.map_(pa.string(), pa.string())).cast(pa.map_(pa.string(), pa.json_()))
+    assert gpuload.load(TABLE.append_column("map", maps), qwen)[2]["map"] == [("a", '{"x": 1}')]
+
+
 def rows() -> Any:
     """A generator without end."""
     return ({"prompt": text} for text in itertools.cycle(CONTENTS))

@@ -113,7 +113,11 @@ def as_readable(table: pa.Table, stored: pa.Schema | None = None) -> pa.Table:
 
 
 def _has_json(kind: pa.DataType) -> bool:
-    return isinstance(kind, pa.JsonType) or any(_has_json(kind.field(i).type) for i in range(kind.num_fields))
+    """Whether values are JSON text, or lists and structs with some."""
+    if pa.types.is_struct(kind):
+        return any(_has_json(field.type) for field in kind)
+    lists = pa.ListType, pa.LargeListType, pa.FixedSizeListType, pa.ListViewType, pa.LargeListViewType
+    return isinstance(kind, pa.JsonType) or (isinstance(kind, lists) and _has_json(kind.value_type))
 
 
 def _parsed(value: Any, kind: pa.DataType) -> Any:
