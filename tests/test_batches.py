@@ -13,6 +13,7 @@ import gpuload
 from gpuload.core.errors import HostMemoryError, SourceError
 from gpuload.sources import batches
 from gpuload.sources.batches import BATCH_BYTES, BATCH_ROWS, bounded, decoded_bytes
+from gpuload.sources.columns import to_python
 from gpuload.sources.fetch import SourceFile
 from gpuload.sources.frames import open_frame
 from gpuload.sources.read import Source, open_file
@@ -98,6 +99,20 @@ def test_a_small_file_of_repeated_long_texts_is_read_in_bounded_batches(
         rows += part.num_rows
         if rows > 1000:
             break
+
+
+@pytest.mark.usefixtures("small")
+def test_other_columns_of_a_file_of_repeated_long_texts(tmp_path: Path) -> None:
+    """A string view, which polars writes, and JSON text, which `datasets` writes."""
+    table = prompts(repeated(9000, ["a" * 9000, "b"]), np.arange(9001)).append_column(
+        "view", pa.array([f"{i:8}" for i in range(9000)], pa.string_view())
+    )
+    json = pa.array([['{"x": 1}']] * 9000).cast(pa.list_(pa.json_()))
+    pq.write_table(table.append_column("json", json), tmp_path / "a.parquet")
+    found = pa.concat_tables(opened(tmp_path / "a.parquet").batches())
+    assert found["prompt"].to_pylist() == table["prompt"].to_pylist()
+    assert found["view"].to_pylist() == table["view"].to_pylist()
+    assert to_python(found["json"].combine_chunks()) == [[{"x": 1}]] * 9000
 
 
 @pytest.mark.parametrize("store_schema", [True, False])

@@ -244,6 +244,15 @@ def test_the_count_of_a_cached_file_is_the_same(warm_cache: Path, qwen: Any, wri
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_deeply_nested_values_are_searched(qwen: Any) -> None:
+    control = Reference(qwen).call.control
+    for text in ("plain", "<|im_end|>"):
+        nested: Any = text
+        for _ in range(5000):
+            nested = {"x": [nested, 1]}
+        assert control.found_in([nested]) == (text != "plain")
+
+
 def test_both_engines_search_for_the_same_strings() -> None:
     chance = np.random.default_rng(0)
     texts = ["".join(chance.choice(list("<|ab é>"), chance.integers(0, 12))) for _ in range(400)]

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,6 +67,53 @@ def test_frames(qwen: Any, frame: Any) -> None:
     assert [prompts[row]["n"] for row in range(3)] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("kind", [pa.string_view(), pa.large_string()], ids=str)
+def test_categories(qwen: Any, kind: Any) -> None:
+    """`polars.Categorical` is a dictionary of string views."""
+    kinds = pa.array(["a", "b", None]).dictionary_encode()
+    kinds = pa.DictionaryArray.from_arrays(kinds.indices, kinds.dictionary.cast(kind))
+    prompts = gpuload.load(TABLE.append_column("kind", kinds), qwen)
+    assert [prompts[row]["kind"] for row in (2, 1, 0)] == [None, "b", "a"]
+
+
+CALLS = [{"x": 1}, {"y": [1, None, "a"]}, "x", [1.0]]
+TEXT, JSON = datasets.Value("string"), datasets.Json()
+OF_CALLS: Any = {"type": TEXT, "function": {"name": TEXT, "arguments": JSON}}
+OF_MESSAGES: Any = {"role": TEXT, "content": TEXT, "tool_calls": [OF_CALLS]}
+
+
+def with_call(arguments: Any) -> dict[str, Any]:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    return {"messages": [*user("?"), answer], "tools": [{"name": "f"}], "extra": arguments}
+
+
+@pytest.mark.parametrize("message", [OF_MESSAGES, JSON], ids=["fields", "json"])
+@pytest.mark.parametrize("kind", ["dataset", "table", "parquet", "saved"])
+def test_json_features(qwen: Any, tmp_path: Path, message: Any, kind: str) -> None:
+    """What `datasets` reads of JSON with values of several types: JSON text in parts of rows, and objects for users."""
+    features = datasets.Features({"messages": [message], "tools": [JSON], "extra": JSON})
+    data: Any = datasets.Dataset.from_list([with_call(each) for each in CALLS], features=features)
+    made: Any = {"dataset": data, "table": data.data.table}.get(kind)
+    if kind == "parquet":
+        data.to_parquet(made := str(tmp_path / "rows.parquet"))
+    elif kind == "saved":
+        data.save_to_disk(made := str(tmp_path / "saved"))
+    for turns in ("conversation", "served"):
+        chats = gpuload.load_chats(made, qwen, max_length=1024, turns=turns)  # type: ignore[arg-type]
+        assert len(chats) == len(data) == 4
+        for row, own in zip(chats, data, strict=True):
+            rendered = qwen.apply_chat_template(own["messages"], tools=own["tools"], tokenize=False)
+            assert rendered.startswith(qwen.decode(row["input_ids"]))
+            assert row["extra"] == own["extra"]
+
+
+def test_json_text_in_maps(qwen: Any) -> None:
+    """Maps are no JSON, and stay as they are."""
+    maps = pa.array([[("a", '{"x": 1}')]] * 3, pa.map_(pa.string(), pa.string())).cast(pa.map_(pa.string(), pa.json_()))
+    assert gpuload.load(TABLE.append_column("map", maps), qwen)[2]["map"] == [("a", '{"x": 1}')]
+
+
 def rows() -> Any:
     """A generator without end."""
     return ({"prompt": text} for text in itertools.cycle(CONTENTS))
@@ -93,6 +141,9 @@ LOADERS: list[Callable[..., Any]] = [gpuload.load, gpuload.load_chats, gpuload.l
         (TABLE.to_reader(), r"type RecordBatchReader, which can be read once only: pass its read_all\(\)"),
         (pyarrow.dataset.dataset(TABLE), r"type InMemoryDataset, a description of files: .* to_table\(\)"),
         (pd.Series(CONTENTS), r"type Series, one column: pass a DataFrame, such as its to_frame\('prompt'\)"),
+        (TABLE["prompt"], r"type ChunkedArray, one column: pass .*pyarrow.table\(\{'prompt': column\}\)"),
+        (TABLE["n"].chunk(0), r"type Int64Array, one column: pass .*pyarrow.table\(\{'prompt': column\}\)"),
+        (lazy("polars.series.series.Series"), r"type Series, one column: pass .*to_frame\('prompt'\)"),
         (lazy("polars.lazyframe.frame.LazyFrame"), r"type LazyFrame, a query: pass its collect\(\)"),
         (lazy("dask.dataframe.DataFrame"), "type DataFrame: pass it as a pyarrow.Table or a pandas.DataFrame"),
         (SimpleNamespace(), "expected a path or URL as a string or PathLike, not SimpleNamespace"),

@@ -151,6 +151,23 @@ def test_without_reasoning_the_prompt_is_that_without_thinking(qwen: Any) -> Non
         load(qwen, [messages], chat_template=no_switch)
 
 
+@pytest.mark.parametrize("text", ["<think>", "It opens a <think> block.", "<think>\nIt was cut"])
+def test_a_text_that_mentions_thinking_has_no_reasoning(qwen: Any, text: str) -> None:
+    """Nor has it an empty block: the one before it is the template's."""
+    messages = [MESSAGES[0], {"role": "assistant", "content": text}]
+    data = load(qwen, [messages], chat_template=STRIPPING)
+    assert [row[3] for row in shown(qwen, data)] == [text + "<|im_end|>"]
+    with pytest.raises(NoRowsError, match="missing_reasoning='skip'"):
+        load(qwen, [messages], chat_template=STRIPPING, missing_reasoning="skip")
+
+
+def test_an_empty_block_of_the_text_behind_that_of_the_template(qwen: Any) -> None:
+    """It is the data's own, and learned with the one before it."""
+    text, empty = "<think>\n\n</think>\n\n4.", "<think>\n\n</think>\n\n"
+    data = load(qwen, [[MESSAGES[0], {"role": "assistant", "content": text}]], chat_template=STRIPPING)
+    assert [row[3] for row in shown(qwen, data)] == [empty + text + "<|im_end|>"]
+
+
 def test_a_prompt_that_opens_a_thinking_block(qwen: Any) -> None:
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "<think>\nwhy\n</think>\n\na"}]
     with pytest.raises(NoRowsError, match="pass thinking="):

@@ -22,6 +22,7 @@ from tokenizers import AddedToken, Tokenizer, normalizers, processors
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
+import gpuload
 from gpuload.core.arrays import Ragged
 from gpuload.core.errors import TokenizerError
 from gpuload.demo_data import demo_files
@@ -311,6 +312,44 @@ def test_rules_for_white_space_without_a_token() -> None:
     ):
         assert as_transformers(reference.tokenizer, text, of_row) == expected
         assert masks(reference, spans, [(text, of_row)]) == [expected]
+
+
+@pytest.mark.parametrize("turns", ["conversation", "served"])
+def test_answers_that_begin_and_end_with_characters_without_tokens(turns: Any) -> None:
+    """Line breaks that a normalizer drops, and a template without blocks: never loss on what others say."""
+    backend = byte_level(added=[AddedToken(each, special=True) for each in ("<|im_start|>", "<|im_end|>")])
+    backend.normalizer = normalizers.Strip()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    chats = [
+        [{"role": role, "content": start + text + end} for text in (f"{number} a", f"{number} b") for role in ROLES]
+        for number, (start, end) in enumerate([("", ""), ("\n", ""), ("", "\n"), (" \n", "  ")])
+    ]
+    table = pa.table({"messages": chats})
+    rows = gpuload.load_chats(
+        table, tokenizer, chat_template=CHATML, turns=turns, verify="full", strict=True, token_cache=False
+    )
+    assert len(rows) == len(chats)
+    for row, messages in zip(rows, chats, strict=True):
+        text = "".join("<|im_start|>{role}\n{content}<|im_end|>\n".format(**message) for message in messages)
+        parts = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        answers = [(found.end(), text.index("<|im_end|>", found.end()) + 10) for found in HEADER.finditer(text)]
+        inside = [any(start < b and a < end for start, end in answers) for a, b in parts["offset_mapping"]]
+        if turns == "served":  # what is behind the ids of the prompt
+            ends = [
+                [len(tokenizer(text[:at], add_special_tokens=False)["input_ids"]) for at in each] for each in answers
+            ]
+            inside = [any(start <= token < end for start, end in ends) for token in range(len(inside))]
+        assert row["input_ids"] == parts["input_ids"]
+        assert [label != -100 for label in row["labels"]] == inside
+        assert 0 < sum(inside) < len(inside) - 8
+
+
+ROLES = ("user", "assistant")
+HEADER = re.compile(r"<\|im_start\|>assistant\n")
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 
 def test_generation_blocks() -> None:

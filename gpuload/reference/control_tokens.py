@@ -44,11 +44,15 @@ class ControlTokens:
 
     def found_in(self, value: Any) -> bool:
         """Whether any string inside a value contains the text of a control token."""
-        if isinstance(value, str):
-            return self.pattern.search(value) is not None
-        if isinstance(value, dict):
-            return any(map(self.found_in, value.values()))
-        return isinstance(value, (list, tuple)) and any(map(self.found_in, value))
+        waiting = [value]  # not by recursion, which rows that are nested deeply would exceed
+        while waiting:
+            part = waiting.pop()
+            if isinstance(part, str):
+                if self.pattern.search(part):
+                    return True
+            elif isinstance(part, (dict, list, tuple)):
+                waiting += part.values() if isinstance(part, dict) else part
+        return False
 
     def mark(self, value: Any) -> Any:
         """A value with every control token in its strings marked, as transformers marks them."""

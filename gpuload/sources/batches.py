@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from gpuload.core.arrow import as_arrow
 from gpuload.core.errors import SourceError
-from gpuload.sources.types import is_list, is_text, without_views
+from gpuload.sources.types import as_readable, is_list, is_text, without_views
 
 BATCH_ROWS = 8192
 BATCH_BYTES = 1 << 26
@@ -131,17 +131,15 @@ def read_row_group(parquet: pq.ParquetFile, reopen: Reopen, group: int, columns:
             repeated += [name] * suspicious
     while step > 1 and step * sum(size.values()) > BATCH_BYTES * metadata.num_rows:
         step //= 2
-    stored = pa.schema([parquet.schema_arrow.field(name) for name in columns])
-    schema = without_views(stored)
     if not repeated:
-        for table in _tables(parquet, group, columns, step):
-            yield table if schema.equals(stored) else table.cast(schema)
+        yield from map(as_readable, _tables(parquet, group, columns, step))
         return
+    stored = pa.schema([parquet.schema_arrow.field(name) for name in columns])
     with reopen(metadata=parquet.metadata, read_dictionary=repeated) as encoded:
         for table in _tables(encoded, group, columns, step):
-            for part, _ in _halves(table):
+            for part, _ in _halves(table.cast(without_views(table.schema))):
                 # `take` copies the rows: a cast of a slice of lists would decode all of the lists' values.
-                yield part.take(as_arrow(np.arange(part.num_rows))).cast(schema)
+                yield as_readable(part.take(as_arrow(np.arange(part.num_rows))), stored)
 
 
 def _longest_possible(chunk: Any) -> int:

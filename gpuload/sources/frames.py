@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from gpuload.core.errors import DataError, SourceError
 from gpuload.sources.read import Source, bytes_of, first_rows, slices
-from gpuload.sources.types import without_views
+from gpuload.sources.types import as_readable
 
 _FRAMES = ("pyarrow.Table", "pyarrow.RecordBatch", "pandas.DataFrame", "datasets.Dataset", "cudf.DataFrame")
 
@@ -19,6 +19,9 @@ _INSTEAD = {
     "polars.LazyFrame": "a query: pass its collect()",
     "pandas.Series": "one column: pass a DataFrame, such as its to_frame('prompt')",
     "cudf.Series": "one column: pass a DataFrame, such as its to_frame('prompt')",
+    "polars.Series": "one column: pass a DataFrame, such as its to_frame('prompt')",
+    "pyarrow.Array": "one column: pass a table, such as pyarrow.table({'prompt': column})",
+    "pyarrow.ChunkedArray": "one column: pass a table, such as pyarrow.table({'prompt': column})",
 }
 """Class → what is wrong with its objects, and what to do."""
 
@@ -72,15 +75,12 @@ def open_frame(frame: Any, name: str) -> Source:
     if kind == "cudf.DataFrame":
         return _open_cudf(frame, name)
     try:
-        table = _table_of(frame, kind)
+        table = as_readable(_table_of(frame, kind))
     except (pa.ArrowException, TypeError, ValueError) as error:
         said = ": ".join(map(str, error.args))
         raise DataError(
             f"{name}: a column cannot be converted to Arrow ({said:.300}): drop it, or give it one type"
         ) from error
-    schema = without_views(table.schema)
-    if not schema.equals(table.schema):
-        table = table.cast(schema)
     return Source(
         name,
         table.num_rows,

@@ -19,7 +19,7 @@ from gpuload.sources.footer import check_names, column_digest, damage_of, decode
 from gpuload.sources.local import LocalFile, opened
 from gpuload.sources.parallel import in_order, row_group_parts
 from gpuload.sources.remote import RemoteFile
-from gpuload.sources.types import check_prompt_type, is_messages, is_text, without_views
+from gpuload.sources.types import as_readable, check_prompt_type, is_messages, is_text, readable
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def slices(tables: Iterable[pa.Table], name: str) -> Iterator[pa.Table]:
 def _open_parquet(file: SourceFile, index_columns: bool, some: range | None, only: str | None) -> Source:
     try:
         with opened(file) as (local, raw), pq.ParquetFile(raw) as parquet:
-            metadata, schema = parquet.metadata, without_views(parquet.schema_arrow)
+            metadata, schema = parquet.metadata, readable(parquet.schema_arrow)
             size, footer = read_footer(raw)
         if metadata.num_row_groups:
             check_names(schema, footer)
@@ -308,7 +308,7 @@ def _open_arrow(file: SourceFile) -> Source:
     except (pa.ArrowException, OSError) as error:
         raise SourceError(f"{file.name}: not a whole file of Arrow's stream format ({error}): save it again") from error
     assert isinstance(local, LocalFile)
-    size, schema = os.path.getsize(file.path), without_views(table.schema)
+    size, schema = os.path.getsize(file.path), readable(table.schema)
 
     def digest(*names: str) -> bytes:
         with local.open() as raw:
@@ -331,10 +331,8 @@ def _read_stream(file: LocalFile) -> Iterator[pa.Table]:
     """The rows of a file, in the parts in which they were written."""
     try:
         with file.open() as raw, pa.ipc.open_stream(raw) as reader:
-            schema = without_views(reader.schema)
             for batch in reader:
-                table = pa.Table.from_batches([batch])
-                yield table if schema.equals(table.schema) else table.cast(schema)
+                yield as_readable(pa.Table.from_batches([batch]))
     except (pa.ArrowException, OSError) as error:
         file.check()  # otherwise it is damage
         raise SourceError(f"{file.name}: damaged Arrow file ({error}): save the dataset again") from error

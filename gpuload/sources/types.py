@@ -74,6 +74,16 @@ def is_plain(kind: pa.DataType) -> bool:
     return is_list(kind) and is_plain(kind.value_type)
 
 
+def readable(schema: pa.Schema) -> pa.Schema:
+    """The types as which columns are read.
+
+    Those of `without_views`, and JSON for a column with JSON text anywhere in its values, such as the arguments of
+    calls: what `datasets.Json` keeps so are objects for everybody who reads its rows.
+    """
+    fields = [field.with_type(JSON_TYPE) if _has_json(field.type) else field for field in schema]
+    return without_views(pa.schema(fields, schema.metadata))
+
+
 def without_views(schema: pa.Schema) -> pa.Schema:
     """The same columns with plain strings and binaries for string views and binary views.
 
@@ -82,11 +92,52 @@ def without_views(schema: pa.Schema) -> pa.Schema:
     return pa.schema([field.with_type(_without_views(field.type)) for field in schema], schema.metadata)
 
 
+def as_readable(table: pa.Table, stored: pa.Schema | None = None) -> pa.Table:
+    """A table with the types of `readable`.
+
+    Args:
+        stored: the types that its columns have in a file of which dictionaries were read; None: they are its own.
+
+    Raises:
+        pa.ArrowInvalid: a text is not the JSON that its column says it is.
+    """
+    schema = readable(stored or table.schema)
+    for at, (old, new) in enumerate(zip(table.schema, schema, strict=True)):
+        if new.type == JSON_TYPE and old.type != JSON_TYPE:
+            try:
+                values = [_parsed(value, old.type) for value in table.column(at).to_pylist()]
+            except (RecursionError, ValueError) as error:
+                raise pa.ArrowInvalid(f"column {old.name!r}: {error}") from error
+            table = table.set_column(at, new, as_json(values))
+    return table if schema.equals(table.schema) else table.cast(schema)
+
+
+def _has_json(kind: pa.DataType) -> bool:
+    """Whether values are JSON text, or lists and structs with some."""
+    if pa.types.is_struct(kind):
+        return any(_has_json(field.type) for field in kind)
+    lists = pa.ListType, pa.LargeListType, pa.FixedSizeListType, pa.ListViewType, pa.LargeListViewType
+    return isinstance(kind, pa.JsonType) or (isinstance(kind, lists) and _has_json(kind.value_type))
+
+
+def _parsed(value: Any, kind: pa.DataType) -> Any:
+    """A value of a type, with what its JSON texts say in place of them."""
+    if value is None or not _has_json(kind):
+        return value
+    if isinstance(kind, pa.JsonType):
+        return json.loads(value)
+    if pa.types.is_struct(kind):
+        return {field.name: _parsed(value[field.name], field.type) for field in kind}
+    return [_parsed(item, kind.value_type) for item in value]
+
+
 def _without_views(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_string_view(kind):
         return pa.large_string()
     if pa.types.is_binary_view(kind):
         return pa.large_binary()
+    if pa.types.is_dictionary(kind):
+        return pa.dictionary(kind.index_type, _without_views(kind.value_type), kind.ordered)
     if pa.types.is_struct(kind):
         return pa.struct([field.with_type(_without_views(field.type)) for field in kind])
     for test, make in (

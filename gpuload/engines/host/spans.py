@@ -15,6 +15,10 @@ There are two ways to find the token of a character. Where tokens lie end to end
 search in sums of token lengths, for all rows at once. That is verified row by row: the tokens must have the length of
 the text, and its bytes if the tokenizer may have normalized them. All other rows are encoded by the tokenizer itself,
 which knows its offsets.
+
+The rules for None are for templates with `{% generation %}` blocks, as in transformers. With other ones, a row with
+a span whose first or last character has no token, such as a line break that a normalizer drops, has loss in the tokens
+that have characters of its spans.
 """
 
 from collections.abc import Callable
@@ -26,7 +30,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gpuload.core.arrays import Ragged, offsets_of
+from gpuload.core.arrays import Ragged, offsets_of, ranges
 from gpuload.core.arrow import as_arrow, as_numpy
 from gpuload.core.backends import serialized
 from gpuload.core.errors import TokenizerError
@@ -34,6 +38,7 @@ from gpuload.engines.host.acceptance import acceptance_texts
 from gpuload.engines.host.encode import needs_itself, tokenizer_state
 from gpuload.engines.host.token_search import Numbers, TokenSearch
 from gpuload.reference.reference import Reference
+from gpuload.template.answers import has_blocks
 from gpuload.tokenizer.spec import byte_letters
 from gpuload.tokenizer.token_bytes import TokenBytes, token_bytes
 
@@ -60,6 +65,8 @@ class TokenSpans:
 
     def __init__(self, reference: Reference):
         self._reference, self._tokenizer = reference, reference.tokenizer
+        template = reference.template_text
+        self._as_transformers = not template or has_blocks(template)
         if not getattr(self._encode(["a"]), "encodings", None):
             raise TokenizerError(
                 f"tokenizer {reference.name} has no offsets, which loss masks need, because "
@@ -131,7 +138,14 @@ class TokenSpans:
             self.encoded_again += len(np.unique(rows[others]))
             where = np.concatenate([start[others], end[others] - 1])
             first[others], last[others] = np.split(self._by_offsets(text, np.tile(rows[others], 2), where), 2)
-        return _mark(ids, rows, first, last, bits, empty=end == 0)
+        marks = _mark(ids, rows, first, last, bits, empty=end == 0)
+        if not self._as_transformers and len(unclear := np.unique(rows[(first < 0) | (last < 0)])):
+            of, own = np.isin(rows, unclear), ids.take(unclear)
+            spans = np.searchsorted(unclear, rows[of]), start[of], end[of]
+            owner, _ = self.owners(text.take(as_arrow(unclear)), own, *spans)
+            tokens = ranges(ids.offsets[unclear], own.lengths, own.offsets)
+            marks[tokens] = np.where(owner < 0, 0, bits[of][owner])
+        return marks
 
     def beginning(self, text: pa.LargeStringArray, ids: Ragged, rows: Numbers, at: Numbers) -> Numbers:
         """Finds the tokens that begin at some bytes, where tokens lie end to end.

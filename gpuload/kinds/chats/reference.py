@@ -14,7 +14,7 @@ from gpuload.core.options import LossOn
 from gpuload.kinds.chats.malformed import problem_in
 from gpuload.kinds.training_reference import TrainingReference, messages_in, own_arguments, own_problem
 from gpuload.reference.reference import problem
-from gpuload.template.answers import Answers
+from gpuload.template.answers import Answers, has_blocks
 from gpuload.template.loss_marks import mark_problem
 from gpuload.template.marks import UnknownAnswersError
 
@@ -115,15 +115,23 @@ class ChatReference(TrainingReference):
         return [token | bits[k] if k >= first else token for k, token in enumerate(ids)]
 
     def _messages(self, messages: list[dict[str, Any]], own: Mapping[str, Any], answers: Answers | None) -> list[int]:
-        """As transformers computes `return_assistant_tokens_mask` from the answers' places in the text."""
+        """As transformers computes `return_assistant_tokens_mask` from the answers' places in the text; without blocks,
+        the tokens of answers of which the first or last character has no token are those with one of their characters.
+        """
         call = self.call_with(own)
         text = call.render(messages)
         encoded = self.tokenizer(text, add_special_tokens=False)
         ids = list(encoded["input_ids"])
         if answers is None:
             return [token | int(LOSS) for token in ids] if self.loss_on == "all" else ids
-        for start, end, *number in answers.with_call(call).of_text(messages, text):
-            first, last = encoded.char_to_token(start), encoded.char_to_token(end - 1)
+        spans = answers.with_call(call).of_text(messages, text)
+        places = [(encoded.char_to_token(start), encoded.char_to_token(end - 1)) for start, end, *_ in spans]
+        if any(None in place for place in places) and not has_blocks(call.text()):
+            for at, (low, high) in enumerate(encoded.encodings[0].offsets):
+                some = [span for span in spans if max(low, span[0]) < min(high, span[1])]
+                ids[at] |= int(loss_bits(*some[0][2:] or [0])) if some else 0
+            return ids
+        for (first, last), (_, _, *number) in zip(places, spans, strict=True):
             if first is None:
                 break
             for at in range(first, last + 1 if last else len(ids)):

@@ -163,7 +163,11 @@ class TurnWriter:
                 return found
             start, answer = found
         without = False
-        if self._missing != "learn" and self._thinks_nothing(prompt, answer) and not has_reasoning(message, self.pairs):
+        if (
+            self._missing != "learn"
+            and self._thinks_nothing(prompt, answer)
+            and not self._has_reasoning(message, answer)
+        ):
             if self._missing == "skip":
                 return SKIPPED
             other = self._without_thinking(messages, number, rendered)
@@ -211,6 +215,19 @@ class TurnWriter:
             if opened:
                 return text.startswith(close)
         return False
+
+    def _has_reasoning(self, message: Mapping[str, Any], answer: str) -> bool:
+        """Whether a message says itself that the reasoning of an answer is nothing: with an empty block, or a text of
+        which the template has taken one. A text that is behind the block as it is, such as one about `<think>`, says
+        nothing."""
+        if field_with_reasoning(message):
+            return True
+        behind = re.split("|".join(re.escape(close) for _, close in self.pairs), answer, maxsplit=1)[-1]
+        texts = list(texts_in(message.get("content")))
+        taken = [text for text in texts if text.strip() not in behind]
+        return any(map(self.empty.search, texts)) or any(
+            each in text for text in taken for pair in self.pairs for each in pair
+        )
 
     def _without_thinking(
         self, messages: Sequence[Mapping[str, Any]], number: int, rendered: str
@@ -323,11 +340,3 @@ def reasoning_of(message: Mapping[str, Any], pair: tuple[str, str]) -> str:
     text = "".join(texts_in(message.get("content")))
     inside = text.partition(pair[0])[2].partition(pair[1]) if pair[0] in text else text.partition(pair[1])
     return field_with_reasoning(message) or (inside[0] if inside[1] else "")
-
-
-def has_reasoning(message: Mapping[str, Any], pairs: Sequence[tuple[str, str]]) -> bool:
-    """Whether a message says itself what its reasoning is, be it nothing."""
-    if field_with_reasoning(message):
-        return True
-    texts = list(texts_in(message.get("content")))
-    return any(literal in text for text in texts for pair in pairs for literal in pair)
