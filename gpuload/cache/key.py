@@ -15,7 +15,7 @@ from gpuload.reference.reference import Reference
 from gpuload.reference.volatile import Clock, dates, volatile_reason
 from gpuload.tokenizer.tokenizers1 import tokenizers1_version
 
-_PACKAGES = ("gigatoken", "jinja2", "pyarrow", "tokenizers", "transformers")
+_PACKAGES = ("gigatoken", "jinja2", "msgspec", "pyarrow", "tokenizers", "transformers")
 
 
 def uncacheable_reason(reference: Reference, clock: Clock | None) -> str | None:

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -80,7 +80,7 @@ def readable(schema: pa.Schema) -> pa.Schema:
     Those of `without_views`, and JSON for a column with JSON text anywhere in its values, such as the arguments of
     calls: what `datasets.Json` keeps so are objects for everybody who reads its rows.
     """
-    fields = [field.with_type(JSON_TYPE) if _has_json(field.type) else field for field in schema]
+    fields = [field.with_type(JSON_TYPE) if _parser(field.type) else field for field in schema]
     return without_views(pa.schema(fields, schema.metadata))
 
 
@@ -104,31 +104,32 @@ def as_readable(table: pa.Table, stored: pa.Schema | None = None) -> pa.Table:
     schema = readable(stored or table.schema)
     for at, (old, new) in enumerate(zip(table.schema, schema, strict=True)):
         if new.type == JSON_TYPE and old.type != JSON_TYPE:
+            parse = _parser(old.type)
+            assert parse is not None
             try:
-                values = [_parsed(value, old.type) for value in table.column(at).to_pylist()]
+                values = [None if value is None else parse(value) for value in table.column(at).to_pylist()]
             except (RecursionError, ValueError) as error:
                 raise pa.ArrowInvalid(f"column {old.name!r}: {error}") from error
             table = table.set_column(at, new, as_json(values))
     return table if schema.equals(table.schema) else table.cast(schema)
 
 
-def _has_json(kind: pa.DataType) -> bool:
-    """Whether values are JSON text, or lists and structs with some."""
-    if pa.types.is_struct(kind):
-        return any(_has_json(field.type) for field in kind)
-    lists = pa.ListType, pa.LargeListType, pa.FixedSizeListType, pa.ListViewType, pa.LargeListViewType
-    return isinstance(kind, pa.JsonType) or (isinstance(kind, lists) and _has_json(kind.value_type))
-
-
-def _parsed(value: Any, kind: pa.DataType) -> Any:
-    """A value of a type, with what its JSON texts say in place of them."""
-    if value is None or not _has_json(kind):
-        return value
+def _parser(kind: pa.DataType) -> Callable[[Any], Any] | None:
+    """What puts the values of JSON texts into their places in a value; None for a type without such texts."""
     if isinstance(kind, pa.JsonType):
-        return json.loads(value)
+        from gpuload.sources.json_values import parse_json
+
+        return parse_json
     if pa.types.is_struct(kind):
-        return {field.name: _parsed(value[field.name], field.type) for field in kind}
-    return [_parsed(item, kind.value_type) for item in value]
+        fields = {field.name: parse for field in kind if (parse := _parser(field.type))}
+        return (lambda value: value | _each(fields, value)) if fields else None
+    lists = pa.ListType, pa.LargeListType, pa.FixedSizeListType, pa.ListViewType, pa.LargeListViewType
+    inner = _parser(kind.value_type) if isinstance(kind, lists) else None
+    return inner and (lambda value: [None if item is None else inner(item) for item in value])
+
+
+def _each(parsers: Mapping[str, Callable[[Any], Any]], value: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: None if value[name] is None else parse(value[name]) for name, parse in parsers.items()}
 
 
 def _without_views(kind: pa.DataType) -> pa.DataType:
