@@ -6,6 +6,8 @@ the ids that its collator would make, from the text and the headers of the image
 """
 
 import logging
+import os
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,9 +37,9 @@ logger = logging.getLogger("gpuload.integrations.trl")
 def fitting(dataset: Any, processor: Any, max_length: int, *, chat_template: str | None = None) -> Any:
     """Drop the rows of a dataset with images that have more tokens than a limit, as `SFTTrainer` counts them.
 
-    Rows of which TRL's collator raises an error, because an image is damaged, for example, are dropped as well. The log
-    says how many rows were dropped, and why. Pass the result to TRL's trainer with the same `max_length`: nothing is
-    truncated.
+    Rows of which TRL's collator raises an error, because an image is damaged, for example, are dropped as well; damage in
+    the middle of a file, which only decoding shows, is not looked for. The log says how many rows were dropped, and why.
+    Pass the result to TRL's trainer with the same `max_length`: nothing is truncated.
 
     Examples:
         >>> from gpuload.integrations.trl import fitting
@@ -114,6 +116,8 @@ class _CollatedLengths:
         sizes: list[Sequence[Size]] = []
         for row, given in zip(rows, images, strict=True):
             try:
+                if given is None and "messages" not in row:
+                    raise ValueError("the processor gets None in the place of images")
                 sizes.append([_size_of(image) for image in (as_list(given) if self._key == "images" else [given])])
                 texts.append(self._texts(row, len(sizes[-1])))
             except Exception:  # the collator finds out
@@ -144,7 +148,8 @@ class _CollatedLengths:
             try:
                 self._by_trl[row] = int(self._collator([dict(self._rows[row])])["attention_mask"].sum())
             except Exception as error:
-                self.reasons[f"{type(error).__name__}: {error!s:.80}"] += 1
+                why = re.sub(r"\bat 0x[0-9a-f]+", "...", str(error))  # another one for each row
+                self.reasons[f"{type(error).__name__}: {why:.80}"] += 1
                 self._by_trl[row] = -1
         return self._by_trl[row]
 
@@ -165,5 +170,5 @@ class _CollatedLengths:
 
 def _size_of(image: Any) -> Size:
     """The size of an image that `datasets` decodes."""
-    data = image["bytes"] if image["bytes"] is not None else FileBytes(image["path"])
+    data = image["bytes"] if image["bytes"] is not None else FileBytes(os.path.realpath(image["path"]))
     return read_header(data)[:2]
