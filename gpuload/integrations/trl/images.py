@@ -37,9 +37,9 @@ logger = logging.getLogger("gpuload.integrations.trl")
 def fitting(dataset: Any, processor: Any, max_length: int, *, chat_template: str | None = None) -> Any:
     """Drop the rows of a dataset with images that have more tokens than a limit, as `SFTTrainer` counts them.
 
-    Rows of which TRL's collator raises an error, because an image is damaged, for example, are dropped as well; damage in
-    the middle of a file, which only decoding shows, is not looked for. The log says how many rows were dropped, and why.
-    Pass the result to TRL's trainer with the same `max_length`: nothing is truncated.
+    Rows of which TRL's collator raises an error, such as those with a truncated image, are dropped as well. Damage in
+    the middle of a file, which only decoding shows, is not looked for. The log says how many rows were dropped, and
+    why. Pass the result to TRL's trainer with the same `max_length`: nothing is truncated.
 
     Examples:
         >>> from gpuload.integrations.trl import fitting
