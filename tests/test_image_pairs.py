@@ -93,6 +93,28 @@ def test_single_completions(labeled: bool) -> None:
         assert pairs[row]["prompt_ids"] == expected(processor, rows[number][0], rows[number][3], prompt=True)
 
 
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "internvl"])
+def test_literal_tokens_of_media_are_as_for_the_processor(name: str) -> None:
+    processor, image = processor_named(name), encoded(picture(60, 90), "PNG")
+    yes = [message("assistant", "Yes")]
+    tokens = {getattr(processor, kind, None) for kind in ("image_token", "video_token")} - {None}
+    rows = [([message("user", "Hi")], yes, yes, [])]
+    for token in sorted(tokens):
+        literal = [message("assistant", f"a {token} b")]
+        for chosen, rejected in ((literal, yes), (yes, literal)):
+            rows += [([message("user", "Hi")], chosen, rejected, [])]
+            rows += [([message("user", "<image>What?")], chosen, rejected, [image])]
+    wanted = []
+    for at, (prompt, *both, images) in enumerate(rows):
+        try:
+            wanted.append((at, *(expected(processor, prompt + each, images) for each in both)))
+        except ValueError:
+            continue
+    assert len(wanted) < len(rows)
+    pairs = load(table_of(rows), processor, verify="off", objective="rm")
+    assert [(pairs.origin(k)[1], row["chosen_ids"], row["rejected_ids"]) for k, row in enumerate(pairs)] == wanted
+
+
 def test_images_in_completions_are_not_for_pairs() -> None:
     processor, rows = processor_named("qwen2_5_vl"), rows_of()
     data = encoded(picture(60, 90), "PNG")

@@ -442,6 +442,16 @@ def test_literal_tokens_of_images_are_as_for_the_processor(qwen: Any, text: str)
     assert_as_processor(rows, qwen)
 
 
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma4", "internvl"])
+def test_literal_tokens_of_other_media_are_as_for_the_processor(name: str) -> None:
+    processor, data = processor_named(name), encoded(picture(30, 90), "JPEG")
+    tokens = {getattr(processor, kind, None) for kind in ("video_token", "audio_token")} - {None}
+    assert tokens
+    texts = [f"a {token} b" for token in sorted(tokens)]
+    rows = [*((f"<image>{text}", parts(None, text), [data]) for text in texts), *((text, [], []) for text in texts)]
+    assert_as_processor([*rows, ("fine", [], [])], processor)
+
+
 def test_literal_tokens_that_images_begin_with() -> None:
     processor = processor_named("gemma3")
     data = encoded(picture(30, 90), "JPEG")

@@ -2,6 +2,7 @@
 
 import io
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -221,6 +222,52 @@ def test_rows_that_the_collator_rejects_are_dropped(caplog: pytest.LogCaptureFix
     assert "Invalid role in message: teacher" in caplog.text
     for row in kept:
         collated(processor, row)
+
+
+@pytest.mark.parametrize("kind", ["messages", "completion", "text"])
+def test_odd_rows_are_kept_if_the_collator_takes_them(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Among so many rows that most are not compared."""
+    processor = BUILDERS["qwen2_5_vl"]()
+    rows = data(kind, 60).cast_column("images", datasets.List(datasets.Image(decode=False))).to_list()
+    odd = [*((at, None) for at in (18, 19, 20, 21)), (22, []), (24, [None])]
+    for at, images_of_row in (*odd, *((at, [{"bytes": b"none"}]) for at in (26, 27, 28))):
+        rows[at]["images"] = images_of_row
+        if kind == "text":
+            rows[at]["text"] = "text" * at
+    for at, token in ((31, "<|video_pad|>"), (35, "<|image_pad|>"), (39, "<|vision_start|>")):
+        if kind == "text":
+            rows[at]["text"] += token
+        else:
+            rows[at]["prompt" if kind == "completion" else "messages"][1]["content"] += token
+    made = datasets.Dataset.from_list(rows).cast_column("images", datasets.List(datasets.Image()))
+    wanted = []
+    for row in range(len(made)):
+        try:
+            length(processor, made[row])
+        except Exception:
+            continue
+        wanted.append(rows[row]["n"])
+    with caplog.at_level(logging.INFO, "gpuload.integrations.trl"):
+        assert fitting(made, processor, 10_000)["n"] == wanted
+    assert "3 cannot be used: UnidentifiedImageError" in caplog.text
+
+
+def test_paths_that_are_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the cache of the hub."""
+    for row in range(40):
+        (tmp_path / f"{row}.blob").write_bytes(encoded(picture(30 + row, 60), "PNG"))
+        (tmp_path / f"{row}.png").symlink_to(f"{row}.blob")
+    paths = [[str(tmp_path / f"{row}.png")] for row in range(40)]
+    made = datasets.Dataset.from_dict({"images": paths, "messages": [messages(0)] * 40})
+    dataset, calls = made.cast_column("images", datasets.List(datasets.Image())), []
+    right = DataCollatorForVisionLanguageModeling.torch_call
+    monkeypatch.setattr(
+        DataCollatorForVisionLanguageModeling,
+        "torch_call",
+        lambda self, rows: (calls.append(len(rows)), right(self, rows))[1],
+    )
+    assert len(fitting(dataset, BUILDERS["qwen2_5_vl"](), 10_000)) == 40
+    assert len(calls) <= 6
 
 
 @pytest.mark.skipif(not KNOWS_TEMPLATES, reason="TRL's collator takes no template")

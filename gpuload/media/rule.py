@@ -27,6 +27,7 @@ _PROBES: tuple[Size, ...] = (
     (600, 450),
 )  # fmt: skip
 _FEWEST_PROBES = 10
+_OTHER_MEDIA = ("video_token", "audio_token")  # attributes of processors
 _PAIRS: tuple[tuple[Size, ...], ...] = (((64, 96), (96, 64)), ((200, 300), (31, 250), (64, 96)), ((336, 336),) * 2)
 
 
@@ -77,6 +78,8 @@ class ImageRule:
         self._special = _pattern_of_special(self._tokenizer)
         self._run = _runner(processor, kwargs)
         self.token = self._run.token
+        others = (getattr(processor, name, None) for name in _OTHER_MEDIA)
+        self._others = tuple(token for token in others if isinstance(token, str) and token not in ("", self.token))
         self._known: dict[tuple[Size, ...], list[Expansion]] = {}
         self._errors: dict[tuple[Size, ...], str] = {}
         self._cores: dict[int, Ids] = {}  # by what is counted: few, where there are many sizes
@@ -91,6 +94,10 @@ class ImageRule:
             return "closed form"
         what = "on tensors without memory" if self._run.on_meta else "on black images"
         return f"dry run {what}, once for each {'list of sizes' if self.by_row else 'size'}"
+
+    def has_other_media(self, text: str) -> bool:
+        """Whether a rendered text has a literal token for a video or a sound, which the processor may reject."""
+        return any(token in text for token in self._others)
 
     def of(self, sizes: tuple[Size, ...]) -> list[Expansion]:
         """The expansions of the images of one prompt.

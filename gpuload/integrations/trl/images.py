@@ -7,6 +7,8 @@ headers of the images.
 """
 
 import logging
+import os
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
@@ -56,8 +58,9 @@ def fitting(
 ) -> Any:
     """Drop the rows of a dataset with images that have more tokens than a limit, as TRL's trainers count them.
 
-    Rows of which TRL raises an error, because an image is damaged, for example, are dropped as well. The log says how
-    many rows were dropped, and why. Pass the result to TRL's trainer with the same `max_length`: nothing is truncated.
+    Rows of which TRL raises an error, such as those with a truncated image, are dropped as well. Damage in the middle
+    of a file, which only decoding shows, is not looked for. The log says how many rows were dropped, and why. Pass the
+    result to TRL's trainer with the same `max_length`: nothing is truncated.
 
     Examples:
         >>> from gpuload.integrations.trl import fitting
@@ -163,6 +166,8 @@ class _TrlLengths:
         sizes: list[Sequence[Size]] = []
         for row, given in zip(rows, images, strict=True):
             try:
+                if given is None and self._trainer != "grpo" and "messages" not in row:
+                    raise ValueError("the processor gets None in the place of images")
                 sizes.append([_size_of(image) for image in self._images(given)])
                 texts.append(self._texts(row, len(sizes[-1])))
             except Exception:  # TRL finds out
@@ -213,7 +218,8 @@ class _TrlLengths:
                 else:
                     self._by_trl[row] = int(self._collator([given])["attention_mask"].sum(1).max())
             except Exception as error:
-                self.reasons[f"{type(error).__name__}: {error!s:.80}"] += 1
+                why = re.sub(r"\bat 0x[0-9a-f]+", "...", str(error))  # another one for each row
+                self.reasons[f"{type(error).__name__}: {why:.80}"] += 1
                 self._by_trl[row] = -1
         return self._by_trl[row]
 
@@ -234,5 +240,5 @@ class _TrlLengths:
 
 def _size_of(image: Any) -> Size:
     """The size of an image that `datasets` decodes."""
-    data = image["bytes"] if image["bytes"] is not None else FileBytes(image["path"])
+    data = image["bytes"] if image["bytes"] is not None else FileBytes(os.path.realpath(image["path"]))
     return read_header(data)[:2]

@@ -158,9 +158,12 @@ class ImageEngine(HostEngine):
         by_itself: list[int] = []
         with self._ruling:
             rule.learn({size for some in sizes for size in some})
-            for number, (one, some) in enumerate(zip(texts, sizes, strict=True)):
-                places = 0 if one is None else one.count(rule.token)
-                if places and not some:  # which versions of transformers take for text, or reject
+            for number, some in enumerate(sizes):
+                own = [column[number] or "" for column in columns]
+                counts = [each.count(rule.token) for each in own]
+                places = next((count for count in counts if count > len(some)), counts[0])
+                # Versions of transformers take a literal token for text, or reject it.
+                if (places and not some) or any(map(rule.has_other_media, own)):
                     if attempt(rejected, number, self._reference.ids, rows[number]):
                         by_itself.append(number)
                 elif places != len(some):
@@ -170,8 +173,8 @@ class ImageEngine(HostEngine):
                     )
                 elif some:
                     try:
-                        for column, each in zip(columns, images, strict=True):
-                            each[number] = rule.of(some[: column[number].count(rule.token)])
+                        for count, each in zip(counts, images, strict=True):
+                            each[number] = rule.of(some[:count])
                     except NotUnderstoodError:
                         by_itself.append(number)
                     except ValueError as error:

@@ -29,7 +29,7 @@ def lengths_of(
     known, images, given = [], [], []
     rule.learn({size for text, some in zip(texts, sizes, strict=True) if text is not None for size in some})
     for row, (text, some) in enumerate(zip(texts, sizes, strict=True)):
-        if text is None or text.count(rule.token) != len(some):
+        if text is None or text.count(rule.token) != len(some) or rule.has_other_media(text):
             continue
         try:
             images.append(rule.of(tuple(some)) if some else [])
