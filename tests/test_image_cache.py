@@ -184,6 +184,35 @@ def test_files_of_images_that_have_changed(
     same(last, wanted)
 
 
+@STORES
+def test_other_files_with_the_same_times(
+    store: str, qwen: Any, tmp_path: Path, warm_cache: Path, settled: None
+) -> None:
+    """Two directories take each other's place: that changes nothing of the files in them but where they are."""
+    one, other = (encoded(picture(*size), "BMP") for size in ((60, 120), (120, 60)))
+    assert len(one) == len(other)
+    both = [tmp_path / "images", tmp_path / "others"]
+    for directory in both:
+        directory.mkdir()
+    for _ in range(1000):
+        with open(both[0] / "0.bmp", "wb") as first, open(both[1] / "0.bmp", "wb") as second:
+            first.write(one)
+            second.write(other)
+        found, its = (os.stat(directory / "0.bmp") for directory in both)
+        if (found.st_mtime_ns, found.st_ctime_ns) == (its.st_mtime_ns, its.st_ctime_ns):
+            break
+    else:
+        pytest.skip("the clock of the file system is too fine")
+    file = write(tmp_path / "x.parquet", [["images/0.bmp"]])
+    load(file, qwen, store=store)
+    assert load(file, qwen, store=store).report.from_cache == [file]
+    both[0].rename(tmp_path / "old")
+    both[1].rename(both[0])
+    again = load(file, qwen, store=store)
+    assert again.report.into_cache == [file]
+    same(again, load(file, qwen, token_cache=False))
+
+
 def test_new_files_of_images_are_not_trusted(qwen: Any, tmp_path: Path, warm_cache: Path) -> None:
     file = write(tmp_path / "x.parquet", on_disk(tmp_path))
     assert "files of images have been written in the last seconds" in str(load(file, qwen).report)

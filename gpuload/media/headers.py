@@ -83,7 +83,7 @@ class FileBytes:
         path: of the file.
 
     Attributes:
-        state: its bytes, and when its content and anything else of it was last changed, in ns.
+        state: see `state_of`.
 
     Raises:
         OSError: it cannot be opened.
@@ -93,7 +93,7 @@ class FileBytes:
         # What was looked up is no link; if it is one now, somebody has replaced it.
         self._file = open(path, "rb", buffering=0, opener=lambda p, flags: os.open(p, flags | os.O_NOFOLLOW))  # noqa: SIM115
         about = os.fstat(self._file.fileno())
-        self._size, self.state = about.st_size, (about.st_size, about.st_mtime_ns, about.st_ctime_ns)
+        self._size, self.state = about.st_size, state_of(about)
 
     def __len__(self) -> int:
         return self._size
@@ -104,6 +104,15 @@ class FileBytes:
             return os.pread(self._file.fileno(), max(0, stop - start), start)
         except OSError as error:
             raise ImageError(f"the file cannot be read ({error.strerror})") from error
+
+
+def state_of(about: os.stat_result) -> tuple[int, int, int, int]:
+    """The bytes of a file, its inode, and when its content and anything else of it was last changed, in ns.
+
+    Files that were written one after the other may have the same times: the clock of a file system ticks some hundred
+    times a second.
+    """
+    return about.st_size, about.st_ino, about.st_mtime_ns, about.st_ctime_ns
 
 
 def sample_of(view: Any) -> int:

@@ -83,7 +83,7 @@ class Media:
     data: bytes | memoryview | None = None
     path: str | None = None
     given: str | None = None
-    state: tuple[int, int, int] | None = None
+    state: tuple[int, int, int, int] | None = None
 
     def open(self) -> memoryview | bytes | FileBytes:
         """Its bytes, which are not read yet if they are in a file.

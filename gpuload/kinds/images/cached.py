@@ -22,15 +22,16 @@ from gpuload.core.arrow import as_arrow
 from gpuload.kinds.images.options import ImageOptions
 from gpuload.kinds.images.prompts import ImagePrompts, places_of
 from gpuload.media.arrow import has_binaries
-from gpuload.media.headers import formats
+from gpuload.media.headers import formats, state_of
 from gpuload.media.references import Media, NoFileError, Places
 from gpuload.sources.read import Source
 
 _FILE = pa.struct(
-    {"given": pa.string(), "path": pa.string(), "size": pa.int64(), "mtime": pa.int64(), "ctime": pa.int64()}
+    {"given": pa.string(), "path": pa.string()}
+    | {"size": pa.int64(), "inode": pa.uint64(), "mtime": pa.int64(), "ctime": pa.int64()}
 )
-"""A file of an image: as the data names it, where that is, bytes, and times of the last change in ns; the last four are
-null if the data names no file."""
+"""A file of an image: as the data names it, where that is, and its `state_of`; all but the first are null if the data
+names no file."""
 
 _PACKAGES = ("numpy", "pillow", "torch", "torchvision")
 
@@ -85,7 +86,7 @@ class ImageColumns:
         rows = [[image["at"] for image in row] for row in prompts.column.field("images").to_pylist()]
         media = [[held.media[at] for at in row] for row in rows]
         files = [[_file(each) for each in row if each.given is not None] for row in media]
-        latest = max((max(each.state[1:]) for row in media for each in row if each.state is not None), default=0)
+        latest = max((max(each.state[-2:]) for row in media for each in row if each.state is not None), default=0)
         if any(each.data is None and each.state is None for row in media for each in row):
             why = "a file of an image cannot be read"
         elif latest / 1e9 + known_files.SETTLED > time.time():
@@ -103,7 +104,7 @@ class ImageColumns:
 
 
 def _file(media: Media) -> dict[str, Any]:
-    values = (media.given, media.path, *(media.state or (None,) * 3))
+    values = (media.given, media.path, *(media.state or (None,) * 4))
     return dict(zip((field.name for field in _FILE), values, strict=True))
 
 
@@ -112,7 +113,7 @@ def _is_same(places: Places, given: str, path: str | None, *state: int | None) -
     try:
         found = places.find(given)
         about = os.lstat(found)
-        return found == path and (about.st_size, about.st_mtime_ns, about.st_ctime_ns) == state
+        return found == path and state_of(about) == state
     except (NoFileError, ValueError):  # the latter: of paths that are none
         return path is None
     except OSError:
