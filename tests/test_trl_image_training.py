@@ -221,6 +221,7 @@ def test_rows_that_are_not_ready() -> None:
         ours.ready(chats, pack_length=4_000)
     with pytest.raises(OptionError, match="pack_length='4000': expected an integer of at least 1"):
         ours.ready(chats, packing="bfd", pack_length="4000")  # type: ignore[arg-type]
+    packing: Any
     for packing in (True, False, "wrapped"):
         with pytest.raises(OptionError, match=f"packing={packing!r}: packs with images are 'bfd' or 'trl', and None"):
             ours.ready(chats, packing=packing)
