@@ -189,6 +189,8 @@ def test_a_collator_takes_its_own_rows_only(packing: Any, tmp_path: Path) -> Non
     for again in (ours.ready(loaded(dataset, processor), **more)[0], datasets.load_from_disk(str(tmp_path))):
         for given in (again, again.with_format("torch"), again.with_format("numpy")):
             assert torch.equal(collate([given[1]])["input_ids"], collate([rows[1]])["input_ids"])
+    with pytest.raises(OptionError, match="ready returned a dataset and a collator"):
+        losses("SFTTrainer", rows, tmp_path, processor)
     others, _ = ours.ready(loaded(dataset.select([1, 0, 2, 3, 4, 5]), processor), **more)
     for wrong in (others, dataset, dataset.remove_columns("images")):
         with pytest.raises(DataError, match="makes batches of its own rows, and these are others"):
