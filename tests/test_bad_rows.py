@@ -45,6 +45,7 @@ JSON_ROWS: list[tuple[Load, Row, Row, str]] = [
     (chats, CHAT, {"tools": 5}, "tools is of type int, not a list"),
     (chats, CHAT, {"tools": [5]}, "Tools should either be a JSON schema"),
     (chats, CHAT, {"tools": SURROGATE}, "tools is not valid JSON"),
+    (chats, CHAT, {"tools": [{"type": "function", "function": {"name": SURROGATE}}]}, "lone surrogate"),
     (chats, CHAT, {"chat_template_kwargs": "x"}, "chat_template_kwargs is not valid JSON"),
     (chats, CHAT, {"messages": CHAT["messages"][0]}, "messages is one message, not a list"),
     (chats, CHAT, {"messages": {"prompt": "a", "completion": "b"}}, "messages is an object, not a list of messages"),

@@ -331,7 +331,10 @@ def test_options(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no column 'imags' with images: did you mean images"):
         load(table, processor, image_key="imags")
     chats = load(table, processor)
-    for more, why in (({"packing": "wrapped"}, "cuts rows"), ({"packing": "bfd", "pack_length": 9}, "longest row")):
+    for more, why in (
+        ({"packing": "wrapped"}, "'bfd' or 'trl'"),
+        ({"packing": "bfd", "pack_length": 9}, "longest row"),
+    ):
         with pytest.raises(OptionError, match=why):
             chats.loader(1, **more)
     with pytest.raises(OptionError, match="packs have no columns of images"):

@@ -345,6 +345,15 @@ def test_lone_surrogates_are_escaped_in_all_pieces(content: str, monkeypatch: py
     assert table_of(encoded)[0]["a"].combine_chunks().storage.to_pylist() == expected
 
 
+@pytest.mark.parametrize("size", [9, 1 << 20])
+def test_a_column_needs_a_name_that_utf_8_can_encode(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_rows, "PIECE_BYTES", size)
+    lines = b'{"a": 1}\n' * 3 + b'{"a": {"\\udfff": 1}}\n{"\\udfff": 1}\n'
+    assert read(lines.rsplit(b"\n", 2)[0])[3] == {"a": {"\udfff": 1}}
+    with pytest.raises(SourceError, match=r"file row 4: the key '\\udfff' has a lone surrogate"):
+        table_of(lines)
+
+
 def test_memory_is_that_of_the_columns(tmp_path: Path) -> None:
     """Python objects of a whole file take several times as much."""
     path = tmp_path / "data.jsonl"

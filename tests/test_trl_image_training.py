@@ -13,7 +13,7 @@ from image_cases import BUILDERS
 from test_trl_images import KNOWS_TEMPLATES, data, images, messages
 
 import gpuload
-from gpuload.core.errors import OptionError
+from gpuload.core.errors import DataError, OptionError
 from gpuload.integrations import trl as ours
 
 
@@ -179,6 +179,24 @@ def test_split_datasets_workers_and_groups_of_like_lengths(tmp_path: Path) -> No
     assert found == losses("SFTTrainer", parts["train"], tmp_path, processor, dataloader_num_workers=1, **more)
 
 
+@pytest.mark.parametrize("packing", [None, "bfd"])
+def test_a_collator_takes_its_own_rows_only(packing: Any, tmp_path: Path) -> None:
+    """Numbers of rows of another load would silently be those of this one."""
+    processor, dataset = BUILDERS["qwen2_5_vl"](), conversations()
+    more = {} if packing is None else {"packing": packing, "pack_length": 150}
+    rows, collate = ours.ready(loaded(dataset, processor), **more)
+    rows.save_to_disk(str(tmp_path))
+    for again in (ours.ready(loaded(dataset, processor), **more)[0], datasets.load_from_disk(str(tmp_path))):
+        for given in (again, again.with_format("torch"), again.with_format("numpy")):
+            assert torch.equal(collate([given[1]])["input_ids"], collate([rows[1]])["input_ids"])
+    with pytest.raises(OptionError, match="ready returned a dataset and a collator"):
+        losses("SFTTrainer", rows, tmp_path, processor)
+    others, _ = ours.ready(loaded(dataset.select([1, 0, 2, 3, 4, 5]), processor), **more)
+    for wrong in (others, dataset, dataset.remove_columns("images")):
+        with pytest.raises(DataError, match="makes batches of its own rows, and these are others"):
+            collate([wrong[0]])
+
+
 def test_losses_of_pairs_equal_those_of_trl(tmp_path: Path) -> None:
     def answers(name: str) -> list[Any]:
         rows = data("pairs", 6)[name]
@@ -200,6 +218,15 @@ def test_rows_that_are_not_ready() -> None:
         with pytest.raises(OptionError, match="ready needs conversations, or pairs for DPO"):
             ours.ready(wrong)
     llava = loaded(dataset, BUILDERS["llava_next"]())
+    chats = loaded(dataset, processor)
+    with pytest.raises(OptionError, match="pack_length is for packs: pass packing too"):
+        ours.ready(chats, pack_length=4_000)
+    with pytest.raises(OptionError, match="pack_length='4000': expected an integer of at least 1"):
+        ours.ready(chats, packing="bfd", pack_length="4000")  # type: ignore[arg-type]
+    packing: Any
+    for packing in (True, False, "wrapped"):
+        with pytest.raises(OptionError, match=f"packing={packing!r}: packs with images are 'bfd' or 'trl', and None"):
+            ours.ready(chats, packing=packing)
     with pytest.raises(OptionError, match="processors whose position_ids are known"):
         ours.ready(llava, packing="bfd", pack_length=4_000)
     assert len(ours.ready(llava)[0]) == 4

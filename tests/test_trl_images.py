@@ -310,6 +310,18 @@ def test_wrong_arguments() -> None:
     for kind in ("messages", "pairs"):
         with pytest.raises(OptionError, match="chat_template_kwargs are those of GRPOConfig"):
             fitting(data(kind, 2), processor, 9, chat_template_kwargs={})
+    name: Any
+    for name in ("", 5):
+        with pytest.raises(OptionError, match="expected the name of a column"):
+            fitting(dataset, processor, 9, length_column_name=name)
+    kwargs: Any
+    for kwargs in (5, [1]):
+        with pytest.raises(OptionError, match="expected a dict"):
+            fitting(data("prompts", 2), processor, 9, chat_template_kwargs=kwargs)
+    with pytest.raises(DataError, match=r"none of 2 rows has at most 9 tokens, as SFTTrainer counts them$"):
+        fitting(dataset, processor, 9)
+    with pytest.raises(DataError, match="as DPOTrainer counts them; 2 cannot be used: KeyError: 'prompt'"):
+        fitting(dataset, processor, 4_000, trainer="dpo")
     for wrong in (dataset.remove_columns("images"), dataset.to_iterable_dataset(), [{"images": []}]):
         with pytest.raises(DataError, match="column image or images"):
             fitting(wrong, processor, 9)

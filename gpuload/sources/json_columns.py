@@ -142,6 +142,9 @@ class JsonColumns:
         """The columns of a piece, with the types that its rows alone have, as far as no earlier row decides."""
         arrays: dict[str, Any] = {}
         for name in dict.fromkeys(chain.from_iterable(piece.rows)):
+            if any("\ud800" <= letter <= "\udfff" for letter in name):
+                row = sum(part.rows for part in self._parts) + [name in row for row in piece.rows].index(True)
+                raise SourceError(f"{self._name} row {row}: the key {name!r} has a lone surrogate: rename it")
             column = self._columns.setdefault(name, _Column(None if name in _AS_TEXT else pa.null()))
             made = None if column.kind is None else _typed(column, _values(name, piece.rows))
             arrays[name] = _as_text(column, name, piece.with_texts()) if made is None else made

@@ -379,12 +379,12 @@ class Answers:
 
 
 def spans_in_bytes(text: str, spans: Sequence[Answer]) -> list[Answer]:
-    """Start and end of parts of a text in bytes, given in characters."""
+    """Start and end of parts of a text in bytes, given in characters. Lone surrogates are rejected later."""
     if text.isascii():
         return list(spans)
     found, before = {0: 0}, 0
     for place in sorted({place for span in spans for place in span[:2]}):
-        found[place] = found[before] + len(text[before:place].encode())
+        found[place] = found[before] + len(text[before:place].encode(errors="surrogatepass"))
         before = place
     return [(found[span[0]], found[span[1]], *span[2:]) for span in spans]
 

@@ -4,20 +4,25 @@ TRL's collator learns all tokens, or those of a template with `{% generation %}`
 Here the trainer samples numbers of rows or of packs, and the collator makes batches of them.
 """
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from datasets import Dataset
 
-from gpuload.core.errors import OptionError
+from gpuload.core.errors import DataError, OptionError
 from gpuload.kinds.images.chats import ImageChatDataset
 from gpuload.kinds.images.pairs import ImagePairDataset
 from gpuload.packing.packs import Packing
 
 NUMBER = "images"
-"""The column of numbers of rows. TRL takes a dataset with this column as it is, because its collator makes the ids."""
+"""The column of numbers of rows. TRL takes a dataset with this column as it is, because its collator makes the ids, and
+may remove all others: so it also says of which load the numbers are."""
+
+_DIGESTED = 64
 
 
 def ready(
@@ -39,13 +44,13 @@ def ready(
         pack_length: As for `chats.loader`.
 
     Returns:
-        A `datasets.Dataset` with the columns `images`, the number of a row or pack, and `length`, its tokens; it may be
-        shuffled, split and selected from. And its collator: tensors that the model takes, see `ChatDataset.batch` and
-        `loader`, or `PairDataset.batch`.
+        A `datasets.Dataset` with the columns `images`, the number of a row or pack and a digest of the load, and
+        `length`, its tokens; it may be shuffled, split and selected from. And its collator, for its rows only: tensors
+        that the model takes, see `ChatDataset.batch` and `loader`, or `PairDataset.batch`.
 
     Raises:
-        OptionError: These are other rows, their messages have weights that TRL does not know, or there are no packs of
-            them.
+        OptionError: These are other rows, their messages have weights that TRL does not know, there are no packs of
+            them, or `pack_length` is no length of packs.
     """
     chats = isinstance(rows, ImageChatDataset)
     pairs = isinstance(rows, ImagePairDataset) and rows.objective == "dpo"
@@ -61,11 +66,33 @@ def ready(
             )
         plan = rows.loader(batch_size=1, packing=packing, pack_length=pack_length, shuffle=False).plan()
         make, lengths = partial(rows._flat, plan), plan.tokens
-    numbers = np.arange(len(lengths))
-    return Dataset.from_dict({NUMBER: numbers, "length": lengths}), partial(_collate, make, rows.passed_through.names)
+    elif pack_length is not None:
+        raise OptionError("pack_length is for packs: pass packing too")
+    load = _digest(rows, lengths)
+    numbers = pa.StructArray.from_arrays([np.arange(len(lengths)), pa.repeat(load, len(lengths))], ["row", "load"])
+    collate = partial(_collate, make, rows.passed_through.names, load)
+    return Dataset.from_dict({NUMBER: numbers, "length": lengths}), collate
 
 
-def _collate(make: Callable[[Any], Any], others: Sequence[str], rows: Sequence[Any]) -> dict[str, Any]:
-    """A batch of rows with numbers, without the other columns of the files."""
-    made = make([row[NUMBER] for row in rows])
+def _digest(rows: Any, lengths: np.ndarray[Any, Any]) -> str:
+    """The same for the same load in another process, so that a dataset that was saved fits."""
+    some = np.linspace(0, len(rows) - 1, min(len(rows), _DIGESTED)).astype(int)
+    found = hashlib.sha256(np.asarray(lengths, np.int64).tobytes())
+    found.update(rows.select(some.tolist()).tokens.values.tobytes())
+    return found.hexdigest()[:16]
+
+
+def _collate(make: Callable[[Any], Any], others: Sequence[str], load: str, rows: Sequence[Any]) -> dict[str, Any]:
+    """A batch of rows with numbers, without the other columns of the files.
+
+    Raises:
+        DataError: They are not those of this load.
+    """
+    given = [row.get(NUMBER) for row in rows]
+    if not all(isinstance(each, Mapping) and each.get("load") == load for each in given):
+        raise DataError(
+            "the collator of ready makes batches of its own rows, and these are others: load the files for training "
+            "and evaluation together, and split the rows"
+        )
+    made = make([each["row"] for each in given])
     return {name: made[name] for name in made if name not in others}

@@ -96,6 +96,10 @@ def fitting(
         raise OptionError(f"trainer={trainer!r}: expected 'sft', 'dpo' or 'grpo'")
     if trainer != "grpo" and chat_template_kwargs is not None:
         raise OptionError(f"chat_template_kwargs are those of GRPOConfig, and this is data of {_NAMES[trainer]}")
+    if not isinstance(chat_template_kwargs, Mapping | None):
+        raise OptionError(f"chat_template_kwargs={chat_template_kwargs!r}: expected a dict")
+    if not (length_column_name is None or (isinstance(length_column_name, str) and length_column_name)):
+        raise OptionError(f"length_column_name={length_column_name!r}: expected the name of a column")
     if length_column_name in names:
         raise OptionError(f"length_column_name={length_column_name!r}: the dataset has this column")
     key = next((name for name in _COLUMNS[trainer][:2] if name in names), None)
@@ -110,14 +114,17 @@ def fitting(
     for row in np.flatnonzero(found < 0).tolist():
         found[row] = lengths.by_trl(row)
     keep = (found >= 0) & (found <= max_length)
+    unusable = "".join(f"; {count:,} cannot be used: {why}" for why, count in lengths.reasons.most_common(5))
     logger.info(
         "gpuload: %s of %s rows have at most %s tokens, as %s counts them%s",
         *(f"{count:,}" for count in (int(keep.sum()), len(keep), max_length)),
         _NAMES[trainer],
-        "".join(f"; {count:,} cannot be used: {why}" for why, count in lengths.reasons.most_common(5)),
+        unusable,
     )
     if not keep.any():
-        raise DataError(f"none of {len(keep):,} rows has at most {max_length} tokens and can be used: raise max_length")
+        raise DataError(
+            f"none of {len(keep):,} rows has at most {max_length} tokens, as {_NAMES[trainer]} counts them{unusable}"
+        )
     if length_column_name is not None:
         dataset = dataset.add_column(length_column_name, found)
     return dataset.select(np.flatnonzero(keep).tolist())

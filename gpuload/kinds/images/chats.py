@@ -214,11 +214,11 @@ class ImageChatDataset(ImageRows, ChatDataset):
     def loader(self, *given: Any, **settings: Any) -> Any:
         packing, size = settings.get("packing"), settings.get("pack_length")
         if packing not in (None, *_WHOLE_ROWS):
-            raise OptionError(f"packing={packing!r} cuts rows, and maybe images: use one of 'bfd', 'trl'")
-        if packing is not None and size is not None and size < self._lengths.max():
+            raise OptionError(f"packing={packing!r}: packs with images are 'bfd' or 'trl', and None is for rows")
+        if packing is not None and (room := self._pack_size(size)) < (longest := self._lengths.max()):
             raise OptionError(
-                f"pack_length={size} is less than the longest row, {self._lengths.max()} tokens, which would be cut, "
-                "and maybe in an image: pass more, or load with a smaller max_length"
+                f"pack_length={room} is less than the longest row, {longest} tokens, which would be cut, and maybe in "
+                "an image: pass more, or load with a smaller max_length"
             )
         return super().loader(*given, **settings)
 
