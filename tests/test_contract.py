@@ -55,7 +55,7 @@ def test_the_signature_of_load_is_that_of_its_options() -> None:
             assert (found.default, found.annotation) == (None, expected | None)
         else:
             assert (found.default, found.annotation) == (field.default, expected), name
-        assert re.search(rf"^ {{8}}{name}: \w|^ {{8}}{name}: `", str(gpuload.load.__doc__), re.MULTILINE), name
+        assert re.search(rf"^ {{4}}{name}: \w|^ {{4}}{name}: `", str(gpuload.load.__doc__), re.MULTILINE), name
 
 
 @pytest.mark.parametrize(("load", "kind"), [(gpuload.load_chats, ChatKind), (gpuload.load_pairs, PairKind)])
@@ -66,7 +66,7 @@ def test_signatures_of_training_data_have_the_defaults_that_are_used(load: Any, 
     for_images = {each.name: each.default for each in parameters if each.name in NAMES and each.default != ()}
     assert ImageOptions.parse(for_images, ()) == ImageOptions.parse({"image_key": for_images["image_key"]}, ())
     for each in parameters:
-        assert f"        {each.name}: " in load.__doc__
+        assert f"\n    {each.name}: " in load.__doc__
     with pytest.raises(gpuload.GpuloadError, match="unknown option max_lenght: did you mean max_length"):
         load("nowhere", "nothing", max_lenght=3)
 

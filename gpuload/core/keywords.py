@@ -326,8 +326,8 @@ def takes(keywords: Any, *defaults: Any, others: str | None = None) -> Callable[
             given.append(inspect.Parameter(others, inspect.Parameter.VAR_KEYWORD, annotation=Any))
         function.__signature__ = own.replace(parameters=given)  # type: ignore[attr-defined]
         lines = "\n".join(_entry(*each) for each in texts.items())
-        doc = function.__doc__ or ""
-        function.__doc__ = re.sub(r"^ {8}\*\*options: .*$", lambda _: lines, doc, count=1, flags=re.MULTILINE)
+        doc = inspect.cleandoc(function.__doc__ or "")  # as Python 3.13 has it already
+        function.__doc__ = re.sub(r"^ {4}\*\*options: .*$", lambda _: lines, doc, count=1, flags=re.MULTILINE)
         return function
 
     return complete
@@ -335,4 +335,4 @@ def takes(keywords: Any, *defaults: Any, others: str | None = None) -> Callable[
 
 def _entry(name: str, text: str) -> str:
     """A line, or some, of the section Args of a docstring."""
-    return textwrap.indent(textwrap.fill(f"{name}: {text}", 104, subsequent_indent="    "), " " * 8)
+    return textwrap.indent(textwrap.fill(f"{name}: {text}", 104, subsequent_indent="    "), " " * 4)
