@@ -4,6 +4,7 @@ import doctest
 import importlib
 import inspect
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def public() -> Iterator[tuple[str, Any]]:
         methods = inspect.getmembers(thing, inspect.isroutine) if inspect.isclass(thing) else [("", thing)]
         for method, function in methods:
             ours = (getattr(function, "__module__", None) or "").startswith("gpuload.")
+            ours = ours and not isinstance(function, cached_property)  # a routine since Python 3.13
             if ours and not method.startswith("_") and method not in NOT_FOR_USERS:
                 yield f"{name}.{method}", function
 
