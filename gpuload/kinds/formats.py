@@ -211,10 +211,10 @@ def _with_own_arguments(prompts: pa.Array, columns: Mapping[str, pa.Array]) -> p
     kwargs = to_python(columns[KWARGS]) if KWARGS in columns else nothing
     kwargs = [_from_text(KWARGS, each) or None for each in kwargs]
     given = columns.get(TOOLS)
-    if given is not None and given.type == prompts.type == JSON_TYPE and not any(kwargs):
+    if given is not None and given.type == prompts.type == JSON_TYPE:
         joined = _with_tools(prompts.storage, given.storage)
         if joined is not None:
-            return joined
+            prompts, given = joined, None
     tools = nothing if given is None else to_python(given)
     known: dict[str, Any] = {}  # tools as JSON text, which is often the same in many rows
     tools = [known.setdefault(each, _tools(each)) if isinstance(each, str) else _tools(each) for each in tools]
@@ -227,9 +227,8 @@ def _with_own_arguments(prompts: pa.Array, columns: Mapping[str, pa.Array]) -> p
 
 
 def _with_tools(prompts: pa.Array, tools: pa.Array) -> pa.Array | None:
-    """As `_joined_texts` of JSON texts and no further arguments, for a whole column at once; None if the tools of a row
-    are not a list, or its prompt is not a list of messages.
-    """
+    """As `_joined_texts` of tools as JSON texts, for a whole column at once; None if those of a row are no list, or
+    its prompt is no list of messages."""
     if not all(pc.all(pc.starts_with(each, "[")).as_py() is not False for each in (prompts, tools)):
         return None
     start, between, end, nothing = (

@@ -41,9 +41,9 @@ def changed_json(column: pa.Array, pattern: str, change: Callable[[Any], Any]) -
     found = [bool(each) for each in pc.match_substring_regex(column.storage, pattern).to_pylist()]
     if not any(found):
         return column
-    texts = zip(column.storage.to_pylist(), found, strict=True)
     from gpuload.sources.json_values import parse_json
 
+    texts = zip(column.storage.to_pylist(), found, strict=True)
     made = [json_text(change(parse_json(text))) if changes else text for text, changes in texts]
     return pa.ExtensionArray.from_storage(column.type, as_arrow(made, column.type.storage_type))
 
