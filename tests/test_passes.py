@@ -20,7 +20,7 @@ from gpuload.engines.walk import Printed
 from gpuload.reference.template_call import TemplateCall
 from gpuload.template import compile
 from gpuload.template.answers import Answers, has_blocks
-from gpuload.template.automaton.rows import RowRenderer, forget_templates
+from gpuload.template.automaton.rows import RowRenderer, _pairs, forget_templates
 from gpuload.template.compiler import ChatProgram
 
 FIELDS = pa.struct([(name, pa.string()) for name in ("role", "content", "name", "reasoning_content")])
@@ -181,9 +181,9 @@ def test_what_was_not_compared_is_compared_first(qwen: Any, monkeypatch: pytest.
     compared_pairs: set[tuple[int, int]] = set()
     original = RowRenderer._verify
 
-    def verify(self: RowRenderer, messages: Any, row: Any, made: Any, pairs: set[tuple[int, int]]) -> None:
-        original(self, messages, row, made, pairs)
-        compared_pairs.update(pairs)
+    def verify(self: RowRenderer, messages: Any, row: Any, made: Any, trail: list[int]) -> None:
+        original(self, messages, row, made, trail)
+        compared_pairs.update(_pairs(trail))
 
     through: list[tuple[int, int]] = []
     end = TogetherWalk._pass_to

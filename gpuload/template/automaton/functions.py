@@ -4,26 +4,28 @@ Each head is a function, and so is each node at which code would be nested too d
 and returns the next function. When the automaton grows, only the functions that contain a changed node are written
 again.
 
-    def n7(row, r, out, trail):
+    def n7(row, r, out, blocks, trail):
         if r[0] + 1 < len(row['messages']):
             r[0] += 1
-            v = row['messages'][r[0]].get('role', MISSING)
-            k = kinds(type(v)) or kind_of(v)
-            if k == 'text':
-                if row['messages'][r[0]]['role'] == 'user':
-                    out('<|im_start|>user\\n')
-                    ...
-                    trail(41)
-                    return n7
-            return stop
+            v0 = row['messages'][r[0]]
+            if type(v0) is dict:
+                v1 = v0.get('role', MISSING)
+                if type(v1) is str:
+                    if v1 == 'user':
+                        ...
+                        out.append(f'<|im_start|>user\\n{v2}<|im_end|>\\n')
+                        trail.append(41)
+                        return n7
+            return ('open', '')
         return n9
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2.filters import do_dictsort
 
@@ -31,7 +33,6 @@ from gpuload.template.automaton.built import expression
 from gpuload.template.automaton.nodes import (
     DICTSORT,
     ITEMS,
-    KINDS,
     MISSING,
     Affine,
     Atom,
@@ -41,10 +42,10 @@ from gpuload.template.automaton.nodes import (
     TextSource,
     kind_of,
 )
-from gpuload.template.automaton.printed import BlockStart, Content, GeneratedText, Unknown
+from gpuload.template.automaton.printed import Content, Unknown
 from gpuload.template.program import Operation, Predicate
 
-Function = Callable[[Mapping[str, Any], list[Any], Callable[[Any], None], Callable[[int], None]], Any]
+Function = Callable[[Mapping[str, Any], list[Any], list[str], list[int], list[int]], Any]
 
 MOST_DEPTH = 12
 """Branches that are nested deeper are functions of their own: Python limits how deep code may be nested."""
@@ -59,8 +60,7 @@ class Functions:
     Args:
         automaton: may grow; `changed` must be called then.
         tojson: the filter of transformers.
-        blocks: whether it is wanted which texts are in a `{% generation %}` block: they are printed as
-            `GeneratedText`.
+        blocks: whether it is wanted which texts are in a `{% generation %}` block.
         contents: whether it is wanted where contents of messages are printed: they are printed as `Content`, and what
             else is no literal as `Unknown`.
     """
@@ -73,9 +73,9 @@ class Functions:
         self._constants: list[Any] = []
         self._inside: dict[int, int] = {}  # node → the function that it is in
         self._globals: dict[str, Any] = {
-            "kinds": KINDS.get, "kind_of": kind_of, "MISSING": MISSING, "items": _items, "dictsort": do_dictsort,
-            "tojson": _fast(tojson), "C": self._constants, "BlockStart": BlockStart, "Generated": GeneratedText,
-            "Content": Content, "Unknown": Unknown,
+            "kind_of": kind_of, "MISSING": MISSING, "items": _items, "dictsort": do_dictsort,
+            "tojson": _fast(tojson), "C": self._constants, "Content": Content,
+            "Unknown": Unknown,
         }  # fmt: skip
         self._inside[0] = 0
         self.changed([0])
@@ -89,19 +89,21 @@ class Functions:
             exec(compile("\n".join(lines.written), "<chat template>", "exec"), self._globals)
             waiting += [each for each in lines.needed if f"n{each}" not in self._globals]
 
-    def walk(self, row: Mapping[str, Any]) -> tuple[list[str], list[int], Leaf]:
+    def walk(self, row: Mapping[str, Any]) -> tuple[list[str], list[int], list[int], Leaf]:
         """Renders one row.
 
         Returns:
-            What was printed, the nodes at which passes of loops ended, and how the walk ended.
+            What was printed, where blocks are in it as `blocks_of` takes it, the nodes at which passes of loops ended,
+            and how the walk ended.
         """
         out: list[str] = []
+        blocks: list[int] = []
         trail: list[int] = []
         values: list[Any] = [None] * len(self._registers)
-        emit, passed, function = out.append, trail.append, self._globals["n0"]
+        function = self._globals["n0"]
         while type(function) is not tuple:
-            function = function(row, values, emit, passed)
-        return out, trail, function
+            function = function(row, values, out, blocks, trail)
+        return out, blocks, trail, function
 
 
 class _Lines:
@@ -112,7 +114,9 @@ class _Lines:
         self._nodes = functions._automaton.nodes
         self._heads = set(functions._automaton.heads.values())
         self.needed: list[int] = []
-        self.written = [f"def n{number}(row, r, out, trail):"]
+        self._variables: dict[Place, str] = {}  # those that have what is at a place, here
+        self._variable_count = 0
+        self.written = [f"def n{number}(row, r, out, blocks, trail):"]
         self._node(number, 1)
 
     def _line(self, depth: int, text: str) -> None:
@@ -120,11 +124,11 @@ class _Lines:
 
     def _node(self, number: int, depth: int) -> None:
         """Writes a node and all that follow, up to the ends of the function."""
-        literal = ""  # of literals one after the other, which are printed as one
+        printed: list[_Printed] = []  # one after the other
         begun = len(self.written) == 1
         while True:
             if not begun and (number in self._heads or depth > MOST_DEPTH):
-                self._print(depth, literal)
+                self._print(depth, printed)
                 self.needed.append(number)
                 self._line(depth, f"return n{number}")
                 return
@@ -133,23 +137,11 @@ class _Lines:
             node = self._nodes[number]
             name, *parts = node.instruction or ("open", "")
             if name == "emit":
-                source, operations, loss = parts
-                loss = loss if self._of._blocks else ""
-                if isinstance(source, str) and not loss:
-                    literal += source
-                else:
-                    self._print(depth, literal)
-                    literal = ""
-                    text = self._text(source, operations)
-                    if self._of._contents:
-                        text = self._content(source, text)
-                    if loss:
-                        text = f"{'BlockStart' if loss == 'first' else 'Generated'}({text})"
-                    self._line(depth, f"out({text})")
+                printed.append(_Printed(*parts))
                 number = node.next[None]
                 continue
-            self._print(depth, literal)
-            literal = ""
+            self._print(depth, printed)
+            printed = []
             if name in ("open", "end", "raise", "reference"):
                 self._line(depth, f"return {(name, parts[0] if parts else '')!r}")
                 return
@@ -168,31 +160,38 @@ class _Lines:
                 targets = ", ".join(self._register(register) for register, _ in parts[0])
                 if targets:
                     self._line(depth, f"{targets} = {', '.join(self._value(value) for _, value in parts[0])}")
-                self._line(depth, f"trail({number})")
+                self._line(depth, f"trail.append({number})")
             else:
                 last = self._branch(name, parts, node.next, depth)
                 if last is None:
                     return
                 number = last
                 continue
+            self._variables = {}  # places may contain the registers that were set
             number = node.next[None]
 
     def _branch(self, name: str, parts: Sequence[Any], following: Mapping[Any, int], depth: int) -> int | None:
         """Writes all answers of a branch but the last one; returns the node of that."""
+        here = self._variables
         if name == "kind":
-            self._line(depth, f"v = {self._looked_up(parts[0])}")
-            self._line(depth, "k = kinds(type(v)) or kind_of(v)")  # mostly without a call of Python
+            variable = f"v{self._variable_count}"
+            self._variable_count += 1
+            self._line(depth, f"{variable} = {self._looked_up(parts[0])}")
+            here = here | {parts[0]: variable}
             for answer, number in following.items():
-                self._line(depth, f"if k == {answer!r}:")
+                self._line(depth, f"if {_IS_KIND[answer].format(variable)}:")
+                self._variables = here
                 self._node(number, depth + 1)
         else:
             self._line(depth, f"if {self._condition(name, parts)}:")
             if name == "next":
                 self._line(depth + 1, f"{self._register(parts[0])} += 1")
+                self._variables = {}
             if True in following:
                 self._node(following[True], depth + 1)
             else:
                 self._line(depth + 1, "return ('open', '')")
+            self._variables = here
             if False in following:
                 return following[False]
         self._line(depth, "return ('open', '')")
@@ -231,7 +230,13 @@ class _Lines:
         return self._number(at) if isinstance(at, Affine) else repr(at)
 
     def _place(self, place: Place) -> str:
-        text, rest = ("row", place) if not place or isinstance(place[0], str) else (self._register(place[0]), place[1:])
+        for known in range(len(place), 0, -1):
+            if (variable := self._variables.get(place[:known])) is not None:
+                text, rest = variable, place[known:]
+                break
+        else:
+            named = not place or isinstance(place[0], str)
+            text, rest = ("row", place) if named else (self._register(place[0]), place[1:])
         for at in rest:
             text = f"{at[0]}({text})" if at in (ITEMS, DICTSORT) else f"{text}[{self._step(at)}]"
         return text
@@ -272,13 +277,6 @@ class _Lines:
             text = _operated(text, operation)
         return text
 
-    def _content(self, source: TextSource, text: str) -> str:
-        """The expression for a text that is printed, with where it comes from."""
-        match source.kind, source.value:
-            case "at", ("messages", Affine() as number, "role" | "content" as name):
-                return text if name == "role" else f"Content({text}, {self._number(number)})"
-        return f"Unknown({text})"
-
     def _predicate(self, predicate: Predicate) -> str:
         text = self._text(predicate.ref.message, predicate.ref.operations)  # type: ignore[arg-type]
         if predicate.test == "contains":
@@ -293,11 +291,72 @@ class _Lines:
             return self._number(value)
         if isinstance(value, Built):
             return expression(value, self._place, self._number, self._text, self._constant)
-        return " + ".join(self._text(source, operations) for source, operations in value) or "''"
+        return self._joined([_Printed(source, operations, "") for source, operations in value])
 
-    def _print(self, depth: int, literal: str) -> None:
-        if literal:
-            self._line(depth, f"out({literal!r})")
+    def _print(self, depth: int, printed: Sequence[_Printed]) -> None:
+        """Prints texts one after the other."""
+        groups: list[list[_Printed]] = []
+        for each in printed:
+            if not groups or not self._may_be_one(groups[-1][-1], each):
+                groups.append([])
+            groups[-1].append(each)
+        for group in groups:
+            text = self._joined(group)
+            if self._of._contents and not isinstance(group[0].source, str):
+                text = _with_source(group[0].source, text, self._number)
+            if self._of._blocks and group[0].loss:
+                self._line(depth, f"blocks.append({'' if group[0].loss == 'first' else '~'}len(out))")
+            self._line(depth, f"out.append({text})")
+
+    def _may_be_one(self, before: _Printed, text: _Printed) -> bool:
+        """Whether it does not matter that these are two texts."""
+        if self._of._contents:
+            return isinstance(before.source, str) and isinstance(text.source, str)
+        return not self._of._blocks or text.loss == ("more" if before.loss else "")
+
+    def _joined(self, group: Sequence[_Printed]) -> str:
+        """The expression for several texts, joined: an f-string if Python 3.11 allows its expressions there."""
+        texts: list[tuple[str, bool]] = []  # literals, and the expressions for other texts
+        for literal, some in itertools.groupby(group, lambda each: isinstance(each.source, str)):
+            if literal:
+                texts.append(("".join(each.source for each in some), True))
+            else:
+                texts += [(self._text(each.source, each.operations), False) for each in some]
+        if len(texts) < 2:
+            return next((repr(text) if literal else text for text, literal in texts), "''")
+        if any(set(text) & set("'\"\\{}") for text, literal in texts if not literal):
+            return f"''.join(({', '.join(repr(text) if literal else text for text, literal in texts)}))"
+        return f"f'{''.join(_in_f_string(text) if literal else f'{{{text}}}' for text, literal in texts)}'"
+
+
+class _Printed(NamedTuple):
+    """What an instruction "emit" prints."""
+
+    source: Any
+    operations: Sequence[Operation]
+    loss: str
+
+
+def _in_f_string(literal: str) -> str:
+    """A literal as it is written in f'...'."""
+    text = repr(literal + '"')[1:-2]  # with a double quote in it, Python puts it in single quotes
+    return text.replace("{", "{{").replace("}", "}}")
+
+
+def _with_source(source: TextSource, text: str, number: Callable[[Affine], str]) -> str:
+    """The expression for a text that is printed, with where it comes from."""
+    match source.kind, source.value:
+        case "at", ("messages", Affine() as message, "role" | "content" as name):
+            return text if name == "role" else f"Content({text}, {number(message)})"
+    return f"Unknown({text})"
+
+
+_IS_KIND = {
+    "mapping": "type({}) is dict", "list": "type({}) is list", "text": "type({}) is str", "int": "type({}) is int",
+    "float": "type({}) is float", "none": "{} is None", "true": "{} is True", "false": "{} is False",
+    "missing": "{} is MISSING", "other": "kind_of({}) == 'other'",
+}  # fmt: skip
+"""The expression for whether a value is what `kind_of` says, mostly without a call of Python."""
 
 
 def _operated(text: str, operation: Operation) -> str:

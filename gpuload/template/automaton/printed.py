@@ -11,18 +11,6 @@ from gpuload.template.program import Path, Ref
 _PLAIN = frozenset(("role", "content"))
 
 
-class BlockStart(str):
-    """The first text of a `{% generation %}` block."""
-
-    __slots__ = ()
-
-
-class GeneratedText(str):
-    """A further text of a `{% generation %}` block."""
-
-    __slots__ = ()
-
-
 class Content(str):
     """The content of a message.
 
@@ -65,16 +53,18 @@ def parts_of(messages: Sequence[Mapping[str, Any]], out: Sequence[str]) -> tuple
     return Path(tuple(segments)), texts
 
 
-def blocks_of(out: Sequence[str]) -> list[tuple[int, int]]:
-    """Start and end of each `{% generation %}` block, in characters."""
-    kinds = list(map(type, out))
+def blocks_of(out: Sequence[str], blocks: Sequence[int]) -> list[tuple[int, int]]:
+    """Start and end of each `{% generation %}` block, in characters.
+
+    Args:
+        out: what was printed.
+        blocks: the numbers of the texts in blocks, ascending: k for the first one of a block, ~k for the others.
+    """
     places = list(itertools.accumulate(map(len, out), initial=0))
-    blocks: list[tuple[int, int]] = []
-    at = 0
-    for _ in range(kinds.count(BlockStart)):
-        begun = kinds.index(BlockStart, at)
-        at = begun + 1
-        while at < len(kinds) and kinds[at] is GeneratedText:
-            at += 1
-        blocks.append((places[begun], places[at]))
-    return blocks
+    found: list[tuple[int, int]] = []
+    for text in blocks:
+        if text >= 0:
+            found.append((places[text], places[text + 1]))
+        else:
+            found[-1] = found[-1][0], places[~text + 1]
+    return found

@@ -17,7 +17,7 @@ import json
 import os
 import random
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -161,26 +161,25 @@ class RowRenderer:
         self._progress.rows += 1
         row: Row = {"messages": prepared(messages)} | ({"tools": tools} if self._own_tools else {})
         while not self.wrong:
-            out, trail, (end, reason) = self._walk(row)
+            out, blocks, trail, (end, reason) = self._walk(row)
             if end == "reference":
                 return ByReference(reason)
             if end == "raise":
                 return Rejected(reason)
             if end == "end":
                 try:
-                    made = self._made(messages, row, out)
+                    made = self._made(messages, row, out, blocks)
                 except UnknownAnswersError as error:
                     return ByReference(str(error))
-                pairs = _pairs(trail)
-                if pairs <= self._seen:
+                if self._seen.issuperset(_pairs(trail)):
                     return made
                 with self._lock:
-                    self._verify(messages, row, made, pairs)
+                    self._verify(messages, row, made, trail)
                 continue
             with self._lock:
                 if why_not := self._trace(messages, row):
                     return ByReference(why_not)
-                if self._walk(row)[2][0] == "open":
+                if self._walk(row)[-1][0] == "open":
                     return ByReference("the template is not deterministic")
         return ByReference(self.wrong)
 
@@ -188,7 +187,7 @@ class RowRenderer:
         """How transformers renders a row."""
         return replace(self._call, tools=row["tools"]) if self._own_tools else self._call
 
-    def _walk(self, row: Row) -> tuple[list[str], list[int], tuple[str, str]]:
+    def _walk(self, row: Row) -> tuple[list[str], list[int], list[int], tuple[str, str]]:
         """`Functions.walk`. What fails is for transformers: data such as JSON that is nested too deep."""
         try:
             return self._functions.walk(row)
@@ -197,9 +196,9 @@ class RowRenderer:
                 try:
                     return self._functions.walk(row)
                 except Exception as error:
-                    return [], [], ("reference", describe_error(error))
+                    return [], [], [], ("reference", describe_error(error))
 
-    def _made(self, messages: Sequence[Mapping[str, Any]], row: Row, out: Sequence[str]) -> RenderedRow:
+    def _made(self, messages: Sequence[Mapping[str, Any]], row: Row, out: list[str], blocks: list[int]) -> RenderedRow:
         """A row's text and its parts with loss, from what was printed."""
         if self._answers is None:
             return RenderedRow("".join(out), [])
@@ -208,19 +207,19 @@ class RowRenderer:
         if not self._blocks:
             parts = parts_of(messages, out)
             return RenderedRow(text, self._answers.in_bytes(messages, text, render=render, parts=parts))
-        blocks = blocks_of(out)
+        spans = blocks_of(out, blocks)
         if self._answers.loss_on == "assistant":
-            return RenderedRow(text, spans_in_bytes(text, blocks))
-        return RenderedRow(text, self._answers.in_bytes(messages, text, render=render, blocks=blocks))
+            return RenderedRow(text, spans_in_bytes(text, spans))
+        return RenderedRow(text, self._answers.in_bytes(messages, text, render=render, blocks=spans))
 
     def _text(self, row: Row, messages: list[Any]) -> str:
         """A row with other messages, as transformers renders it."""
-        out, trail, (end, _) = self._walk({**row, "messages": prepared(messages)})
-        if end != "end" or not _pairs(trail) <= self._seen:
+        out, _, trail, (end, _) = self._walk({**row, "messages": prepared(messages)})
+        if end != "end" or not self._seen.issuperset(_pairs(trail)):
             return self._of_row(row).render(messages)
         return "".join(out)
 
-    def _verify(self, messages: Sequence[Any], row: Row, made: RenderedRow, pairs: set[tuple[int, int]]) -> None:
+    def _verify(self, messages: Sequence[Any], row: Row, made: RenderedRow, trail: Sequence[int]) -> None:
         """Compares a row with transformers."""
         self._progress.verified += 1
         call = self._of_row(row)
@@ -233,13 +232,13 @@ class RowRenderer:
         except Exception:
             same = False
         if same:
-            self._seen |= pairs
+            self._seen.update(_pairs(trail))
         else:
             self._progress.wrong = "the automaton of the template and transformers differ"
 
     def _trace(self, messages: Sequence[Any], row: Row, probes: bool = True) -> str | None:
         """Adds what the template does for a row. Returns why transformers must render it, or None."""
-        if self._walk(row)[2][0] != "open":  # another thread has traced it meanwhile
+        if self._walk(row)[-1][0] != "open":  # another thread has traced it meanwhile
             return self.wrong
         if self.traces >= max(FREE_TRACES, self._progress.rows // ROWS_PER_TRACE):
             return _NO_WAY
@@ -303,12 +302,12 @@ class RowRenderer:
 
     def _probe(self, messages: Sequence[Any], row: Row) -> None:
         """Compares a row with adversarial texts with transformers."""
-        if self._walk(row)[2][0] == "open" and self._trace(messages, row, probes=False):
+        if self._walk(row)[-1][0] == "open" and self._trace(messages, row, probes=False):
             return
-        out, trail, (end, reason) = self._walk(row)
+        out, blocks, trail, (end, reason) = self._walk(row)
         if end == "end":
             try:
-                self._verify(messages, row, self._made(messages, row, out), _pairs(trail))
+                self._verify(messages, row, self._made(messages, row, out, blocks), trail)
             except UnknownAnswersError:
                 return
         elif end == "raise":
@@ -371,8 +370,8 @@ def prepared(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def _pairs(trail: Sequence[int]) -> set[tuple[int, int]]:
-    return set(itertools.pairwise((BEGIN, *trail, END)))
+def _pairs(trail: Sequence[int]) -> Iterator[tuple[int, int]]:
+    return itertools.pairwise((BEGIN, *trail, END))
 
 
 def _around(automaton: Automaton) -> list[str]:
