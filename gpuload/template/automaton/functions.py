@@ -124,7 +124,7 @@ class _Lines:
 
     def _node(self, number: int, depth: int) -> None:
         """Writes a node and all that follow, up to the ends of the function."""
-        printed: list[_Printed] = []  # one after the other
+        printed: list[_Emitted] = []  # one after the other
         begun = len(self.written) == 1
         while True:
             if not begun and (number in self._heads or depth > MOST_DEPTH):
@@ -137,7 +137,7 @@ class _Lines:
             node = self._nodes[number]
             name, *parts = node.instruction or ("open", "")
             if name == "emit":
-                printed.append(_Printed(*parts))
+                printed.append(_Emitted(*parts))
                 number = node.next[None]
                 continue
             self._print(depth, printed)
@@ -291,11 +291,11 @@ class _Lines:
             return self._number(value)
         if isinstance(value, Built):
             return expression(value, self._place, self._number, self._text, self._constant)
-        return self._joined([_Printed(source, operations, "") for source, operations in value])
+        return self._joined([_Emitted(source, operations, "") for source, operations in value])
 
-    def _print(self, depth: int, printed: Sequence[_Printed]) -> None:
+    def _print(self, depth: int, printed: Sequence[_Emitted]) -> None:
         """Prints texts one after the other."""
-        groups: list[list[_Printed]] = []
+        groups: list[list[_Emitted]] = []
         for each in printed:
             if not groups or not self._may_be_one(groups[-1][-1], each):
                 groups.append([])
@@ -308,13 +308,13 @@ class _Lines:
                 self._line(depth, f"blocks.append({'' if group[0].loss == 'first' else '~'}len(out))")
             self._line(depth, f"out.append({text})")
 
-    def _may_be_one(self, before: _Printed, text: _Printed) -> bool:
+    def _may_be_one(self, before: _Emitted, text: _Emitted) -> bool:
         """Whether it does not matter that these are two texts."""
         if self._of._contents:
             return isinstance(before.source, str) and isinstance(text.source, str)
         return not self._of._blocks or text.loss == ("more" if before.loss else "")
 
-    def _joined(self, group: Sequence[_Printed]) -> str:
+    def _joined(self, group: Sequence[_Emitted]) -> str:
         """The expression for several texts, joined: an f-string if Python 3.11 allows its expressions there."""
         texts: list[tuple[str, bool]] = []  # literals, and the expressions for other texts
         for literal, some in itertools.groupby(group, lambda each: isinstance(each.source, str)):
@@ -329,7 +329,7 @@ class _Lines:
         return f"f'{''.join(_in_f_string(text) if literal else f'{{{text}}}' for text, literal in texts)}'"
 
 
-class _Printed(NamedTuple):
+class _Emitted(NamedTuple):
     """What an instruction "emit" prints."""
 
     source: Any
