@@ -132,6 +132,8 @@ def test_texts_in_slices(monkeypatch: pytest.MonkeyPatch, qwen: Any) -> None:
     reference = Reference(qwen)
     same(encoder_of(reference), reference, [*HOSTILE, "", "", *PAIRS, "word " * 40, ""])
     assert encoder_of(reference)(pa.array([], pa.large_string())).to_lists() == []
+    same(encoder_of(reference), reference, ["", "x" * 60, "", "", "y" * 60])
+    same(encoder_of(reference), reference, ["", ""])
 
 
 def tokenizer_with(*added: AddedToken, **parts: Any) -> Tokenizer:
@@ -208,3 +210,41 @@ def test_small_loads_encode_words(write: Callable[..., str], qwen: Any, monkeypa
     assert np.array_equal(small.tokens.values, large.tokens.values)
     some = gpuload.load(file, qwen, token_cache=False, max_samples=1)
     assert "each different word once" in some.report.engine
+
+
+def test_texts_that_do_not_repeat_themselves_are_for_gigatoken(
+    write: Callable[..., str], qwen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the different words of all batches are many, and then for all that follow; the report says so."""
+    monkeypatch.setattr(host, "MOST_WORDS", 1 << 16)
+    encoder, reference = host.host_encoder(Reference(qwen), 0), Reference(qwen)
+    assert encoder.live
+    assert encoder.name.endswith("each different word once")
+    texts = [f"{number} " + "word " * 9 + "\u4f60" * number for number in range(400)]
+    same(encoder.encode, reference, texts[:4] * 9)
+    assert encoder.live
+    assert encoder.name.endswith("each different word once")
+    same(encoder.encode, reference, texts)
+    assert not encoder.live
+    assert "each different word once, then gigatoken" in encoder.name
+    same(encoder.encode, reference, [*HOSTILE, *texts[:2]])
+
+    file = write({"prompt": texts})
+    found = gpuload.load(file, qwen, verify="full", strict=True, token_cache=False)
+    assert "each different word once, then gigatoken" in found.report.engine
+
+
+def test_words_stay_where_gigatoken_is_not_exact(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(_: Any) -> None:
+        raise ValueError("never")
+
+    never.__name__ = "_gigatoken"
+    monkeypatch.setattr(host, "_gigatoken", never)
+    monkeypatch.setattr(host, "MOST_WORDS", 1 << 16)
+    reference = Reference(qwen)
+    encoder = host.host_encoder(reference, 0)
+    same(encoder.encode, reference, [*HOSTILE, *("\u4f60" * number for number in range(400))])
+    assert encoder.live
+    assert encoder.name.endswith("each different word once")
+    assert "then" not in encoder.name
+    assert "gigatoken: never" in encoder.unused

@@ -8,8 +8,9 @@ Five encoders, tried in this order:
 4. the same object, for whole texts, in batches;
 5. the tokenizer itself, text by text (slow tokenizers, and classes that override how text is encoded).
 
-Building gigatoken takes half a second, in which no other thread has the interpreter lock. So words come first for
-little data. Both are used only for configurations for which they are known to be exact (`gpuload.tokenizer.gigatoken`,
+Building gigatoken takes half a second, and as long again for a tokenizer that was never seen before. So words come
+first for little data, until so many of them were different that gigatoken would have been built meanwhile. Both are
+used only for configurations for which they are known to be exact (`gpuload.tokenizer.gigatoken`,
 `gpuload.tokenizer.cuts`). And every encoder must agree with the tokenizer on a set of hostile texts before it is used.
 
 With gigatoken, some texts are encoded by `tokenizers` all the same. The two know different versions of Unicode
@@ -18,6 +19,7 @@ than Unicode 14; for tokenizers that normalize, texts with 100 others, which tok
 (`normalized_otherwise`); and, for some added tokens, texts that are not in NFC.
 """
 
+import threading
 import unicodedata
 import warnings
 from collections.abc import Callable
@@ -37,7 +39,7 @@ from gpuload.core.memory import room_to_encode
 from gpuload.core.words import counted
 from gpuload.engines.host.acceptance import acceptance_texts
 from gpuload.engines.host.texts import Bytes, Ints
-from gpuload.engines.host.words import by_words, encode_joined, separator_of, text_buffers
+from gpuload.engines.host.words import EncodeColumn, by_words, encode_joined, separator_of, text_buffers
 from gpuload.reference.reference import Reference
 from gpuload.reference.template_call import first_line
 from gpuload.tokenizer.cuts import cut_table
@@ -47,8 +49,11 @@ from gpuload.tokenizer.unassigned import texts_with_unassigned
 
 _CHECK_ARGUMENTS = frozenset(("BloomTokenizerFast", "CodeGenTokenizerFast", "CohereTokenizerFast", "GPT2TokenizerFast"))
 
-MOST_BY_WORDS = 8 << 20
-"""Bytes of prompts up to which a load encodes words rather than build gigatoken."""
+MOST_BY_WORDS = 32 << 20
+"""Bytes of prompts up to which a load begins with words rather than build gigatoken."""
+
+MOST_WORDS = 4 << 20
+"""Bytes of different words, and 8 more for each, that are encoded in the time that it takes to build gigatoken."""
 
 LEAST_TOKENIZERS1 = 1 << 20
 """Bytes of prompts up to which opening a tokenizer in `tokenizers` 1.0 takes longer than encoding them."""
@@ -56,9 +61,9 @@ LEAST_TOKENIZERS1 = 1 << 20
 _CALL_BYTES = 1 << 22  # of texts that tokenizers encodes in one call; a text that is longer is on its own
 
 
-@dataclass(frozen=True)
+@dataclass
 class HostEncoder:
-    """An encoder.
+    """An encoder. What is said of it may change while it encodes: words are for little data.
 
     Attributes:
         name: for the report.
@@ -69,7 +74,7 @@ class HostEncoder:
     """
 
     name: str
-    encode: Callable[[pa.LargeStringArray], Ragged]
+    encode: EncodeColumn
     unused: tuple[str, ...] = ()
     live: bool = False
 
@@ -101,7 +106,8 @@ def host_encoder(reference: Reference, nbytes: int | None = None, as_whole: bool
             continue
         wrong = [text for i, text in enumerate(texts) if found[i].tolist() != expected[i]]
         if not wrong:
-            return HostEncoder(encoder.name, _guarded(encoder, by_itself), tuple(unused), encoder.live)
+            encoder.encode, encoder.unused = _guarded(encoder, encoder.encode, by_itself), tuple(unused)
+            return encoder
         unused.append(f"{name}: differs from the tokenizer on {min(wrong, key=len)!r:.60}")
     return HostEncoder(by_itself.name, by_itself.encode, tuple(unused))
 
@@ -112,16 +118,16 @@ def _makers(reference: Reference, nbytes: int | None) -> tuple[Callable[[Referen
         return (_tokenizers,)
     further = (_tokenizers1,) if tokenizers1_version() and (nbytes is None or nbytes > LEAST_TOKENIZERS1) else ()
     if nbytes is not None and nbytes <= MOST_BY_WORDS:
-        return (_words, _gigatoken, *further, _tokenizers)
+        return (_words_first, _gigatoken, *further, _tokenizers)
     return (_gigatoken, *further, _words, _tokenizers)
 
 
-def _guarded(encoder: HostEncoder, by_itself: HostEncoder) -> Callable[[pa.LargeStringArray], Ragged]:
+def _guarded(encoder: HostEncoder, fast: EncodeColumn, by_itself: HostEncoder) -> EncodeColumn:
     """The encoder's function, which falls back to the tokenizer itself where the encoder panics."""
 
     def encode(text: pa.LargeStringArray) -> Ragged:
         try:
-            return encoder.encode(text)
+            return fast(text)
         except RuntimeError as error:
             slow = counted(len(text), "rows with the tokenizer itself, which is slow")
             warnings.warn(f"gpuload: {encoder.name} {error}. Encoding {slow}", stacklevel=2)
@@ -256,7 +262,7 @@ def _not_nfc(text: pa.LargeStringArray) -> Ints:
     return rows[[not unicodedata.is_normalized("NFC", one) for one in some]]
 
 
-def _words(reference: Reference) -> HostEncoder:
+def _words(reference: Reference, instead: Callable[[int], EncodeColumn | None] = lambda nbytes: None) -> HostEncoder:
     backend: Any = reference.backend
     table, whole = cut_table(backend), _tokenizers(reference)
     added = added_tokens(backend)
@@ -265,7 +271,29 @@ def _words(reference: Reference) -> HostEncoder:
         separator = separator_of(added, words)
         return whole.encode(words) if separator is None else encode_joined(words, separator, whole.encode)
 
-    return HostEncoder(f"{whole.name}, each different word once", by_words(table, encode), live=whole.live)
+    return HostEncoder(f"{whole.name}, each different word once", by_words(table, encode, instead), live=whole.live)
+
+
+def _words_first(reference: Reference) -> HostEncoder:
+    """Words, until too many of them were different: texts that do not repeat themselves are for the other encoders."""
+    lock, seen = threading.Lock(), 0
+    other: HostEncoder | None = None
+
+    def instead(nbytes: int) -> EncodeColumn | None:
+        nonlocal seen, other
+        with lock:
+            seen += nbytes
+            if seen <= MOST_WORDS:
+                return None
+            if other is None:
+                other = host_encoder(reference)
+                if other.name != words.name:
+                    words.name = f"{words.name}, then {other.name}"
+                words.unused, words.live = words.unused + other.unused, words.live and other.live
+            return other.encode
+
+    words = _words(reference, instead)
+    return words
 
 
 def _tokenizers(reference: Reference) -> HostEncoder:
@@ -274,7 +302,7 @@ def _tokenizers(reference: Reference) -> HostEncoder:
     return HostEncoder(f"tokenizers {version('tokenizers')}", in_calls(encode_all), live=live)
 
 
-def in_calls(encode_all: Encode) -> Callable[[pa.LargeStringArray], Ragged]:
+def in_calls(encode_all: Encode) -> EncodeColumn:
     """Encodes a column of text in calls of some megabytes."""
 
     def encode(text: pa.LargeStringArray) -> Ragged:

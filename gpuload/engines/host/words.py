@@ -16,9 +16,9 @@ from gpuload.core.arrow import as_arrow, as_numpy
 from gpuload.engines.host.texts import Bytes, Ints
 from gpuload.tokenizer.cuts import Bools, cut_places
 
-Encode = Callable[[pa.LargeStringArray], Ragged]
+EncodeColumn = Callable[[pa.LargeStringArray], Ragged]
 
-_SLICE_BYTES = 1 << 24  # of texts that are cut at once; the arrays for it take some ten times as much memory
+_SLICE_BYTES = 1 << 18  # of texts that are cut at once: arrays that stay in the cache of a core
 
 _JOINED = 256  # words in a text
 _CANDIDATES = 16  # added tokens that are tried as separators
@@ -35,32 +35,44 @@ def text_buffers(text: pa.LargeStringArray) -> tuple[Ints, Bytes]:
     )
 
 
-def by_words(table: Bools, encode: Encode) -> Encode:
+def by_words(
+    table: Bools, encode: EncodeColumn, instead: Callable[[int], EncodeColumn | None] = lambda nbytes: None
+) -> EncodeColumn:
     """What encodes texts word by word.
 
     Args:
         table: where texts can be cut, from `gpuload.tokenizer.cuts.cut_table`.
         encode: (k,) words → their ids.
+        instead: bytes of the different words of some texts → what encodes these texts as they are; None for `encode`.
 
     Returns:
         (n,) texts without nulls → their ids.
     """
 
     def encode_texts(text: pa.LargeStringArray) -> Ragged:
-        parts, low = [Ragged.from_lists([])], 0
         offsets, data = text_buffers(text)
+        slices, low = [], 0
         while low < len(text):
             high = max(low + 1, int(np.searchsorted(offsets, offsets[low] + _SLICE_BYTES, side="right")) - 1)
-            parts.append(encoded(data, offsets[low : high + 1]))
+            slices.append((offsets[low : high + 1], cut_places(table, data, offsets[low : high + 1])))
             low = high
+        buffer = pa.py_buffer(data)
+        words = [
+            pa.LargeStringArray.from_buffers(len(places) - 1, pa.py_buffer(places), buffer) for _, places in slices
+        ]
+        # All chunks have one dictionary. Those without words are not among them.
+        found = pa.chunked_array(words, pa.large_string()).dictionary_encode().chunks
+        ids = Ragged.from_lists([])
+        if found:
+            different = found[0].dictionary
+            if (other := instead(different.nbytes)) is not None:
+                return other(text)
+            ids = encode(different)
+        numbers, parts = iter(found), []
+        for starts, places in slices:
+            of_words = ids.take(as_numpy(next(numbers).indices) if len(places) > 1 else places[1:])
+            parts.append(Ragged(of_words.values, of_words.offsets[np.searchsorted(places, starts)]))
         return Ragged.concatenate(parts)
-
-    def encoded(data: Bytes, offsets: Ints) -> Ragged:
-        places = cut_places(table, data, offsets)
-        words = pa.LargeStringArray.from_buffers(len(places) - 1, pa.py_buffer(places), pa.py_buffer(data))
-        different = words.dictionary_encode()
-        ids = encode(different.dictionary).take(as_numpy(different.indices))
-        return Ragged(ids.values, ids.offsets[np.searchsorted(places, offsets)])
 
     return encode_texts
 
@@ -87,7 +99,7 @@ def separator_of(added: Mapping[int, Any], words: pa.LargeStringArray) -> tuple[
     return None
 
 
-def encode_joined(words: pa.LargeStringArray, separator: tuple[int, str], encode: Encode) -> Ragged:
+def encode_joined(words: pa.LargeStringArray, separator: tuple[int, str], encode: EncodeColumn) -> Ragged:
     """Encodes words in a few long texts, with a separator after each of them: in a third of the time.
 
     Args:
