@@ -39,7 +39,7 @@ from gpuload.core.memory import room_to_encode
 from gpuload.core.words import counted
 from gpuload.engines.host.acceptance import acceptance_texts
 from gpuload.engines.host.texts import Bytes, Ints
-from gpuload.engines.host.words import EncodeColumn, by_words, encode_joined, separator_of, text_buffers
+from gpuload.engines.host.words import EncodeColumn, WordEncoder, encode_joined, separator_of, text_buffers
 from gpuload.reference.reference import Reference
 from gpuload.reference.template_call import first_line
 from gpuload.tokenizer.cuts import cut_table
@@ -71,12 +71,14 @@ class HostEncoder:
         unused: why faster encoders are not used for this tokenizer.
         live: whether it asks the tokenizer's own object for ids, so that another vocabulary is no reason to make
             another encoder. Then the object neither truncates nor pads.
+        forget: forgets the ids that it keeps, before the object may have another vocabulary.
     """
 
     name: str
     encode: EncodeColumn
     unused: tuple[str, ...] = ()
     live: bool = False
+    forget: Callable[[], None] = lambda: None
 
 
 def host_encoder(reference: Reference, nbytes: int | None = None, as_whole: bool = False) -> HostEncoder:
@@ -271,7 +273,9 @@ def _words(reference: Reference, instead: Callable[[int], EncodeColumn | None] =
         separator = separator_of(added, words)
         return whole.encode(words) if separator is None else encode_joined(words, separator, whole.encode)
 
-    return HostEncoder(f"{whole.name}, each different word once", by_words(table, encode, instead), live=whole.live)
+    by_words = WordEncoder(table, encode, instead)
+    name = f"{whole.name}, each different word once"
+    return HostEncoder(name, by_words, live=whole.live, forget=by_words.forget)
 
 
 def _words_first(reference: Reference) -> HostEncoder:

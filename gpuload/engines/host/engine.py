@@ -148,7 +148,10 @@ class HostEngine:
             if self._spans is not None:
                 self._spans.kept = True
             building = self._building
-        return building is not None and building.done() and building.exception() is None and building.result().live
+        if building is None or not building.done() or building.exception() is not None or not building.result().live:
+            return False
+        building.result().forget()
+        return True
 
     def lost(self) -> None:
         return None

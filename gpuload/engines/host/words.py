@@ -4,6 +4,7 @@ For small data, where building a faster encoder takes longer than all the rest o
 820,000 words of GSM8K in a chat template are 18,000 different ones.
 """
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +21,8 @@ EncodeColumn = Callable[[pa.LargeStringArray], Ragged]
 
 _SLICE_BYTES = 1 << 18  # of texts that are cut at once: arrays that stay in the cache of a core
 
+_MOST_KEPT = 1 << 25  # bytes of words whose ids are kept
+
 _JOINED = 256  # words in a text
 _CANDIDATES = 16  # added tokens that are tried as separators
 
@@ -35,26 +38,34 @@ def text_buffers(text: pa.LargeStringArray) -> tuple[Ints, Bytes]:
     )
 
 
-def by_words(
-    table: Bools, encode: EncodeColumn, instead: Callable[[int], EncodeColumn | None] = lambda nbytes: None
-) -> EncodeColumn:
-    """What encodes texts word by word.
+class WordEncoder:
+    """Encodes texts word by word, and each different word once: texts without nulls → their ids.
+
+    Several threads may use it. It keeps the ids of the words that it has seen.
 
     Args:
         table: where texts can be cut, from `gpuload.tokenizer.cuts.cut_table`.
-        encode: (k,) words → their ids.
-        instead: bytes of the different words of some texts → what encodes these texts as they are; None for `encode`.
-
-    Returns:
-        (n,) texts without nulls → their ids.
+        encode: (k,) words → their ids; by all cores, so that one thread at a time does it.
+        instead: bytes of words that were not seen before → what encodes the texts that have them; None for `encode`.
     """
 
-    def encode_texts(text: pa.LargeStringArray) -> Ragged:
+    def __init__(
+        self, table: Bools, encode: EncodeColumn, instead: Callable[[int], EncodeColumn | None] = lambda nbytes: None
+    ):
+        self._table, self._encode, self._instead = table, encode, instead
+        self._lock = threading.Lock()
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets all words, for a tokenizer whose vocabulary may be another one."""
+        self._words, self._ids = as_arrow([], pa.large_string()), Ragged.from_lists([])
+
+    def __call__(self, text: pa.LargeStringArray) -> Ragged:
         offsets, data = text_buffers(text)
         slices, low = [], 0
         while low < len(text):
             high = max(low + 1, int(np.searchsorted(offsets, offsets[low] + _SLICE_BYTES, side="right")) - 1)
-            slices.append((offsets[low : high + 1], cut_places(table, data, offsets[low : high + 1])))
+            slices.append((offsets[low : high + 1], cut_places(self._table, data, offsets[low : high + 1])))
             low = high
         buffer = pa.py_buffer(data)
         words = [
@@ -62,19 +73,27 @@ def by_words(
         ]
         # All chunks have one dictionary. Those without words are not among them.
         found = pa.chunked_array(words, pa.large_string()).dictionary_encode().chunks
-        ids = Ragged.from_lists([])
-        if found:
-            different = found[0].dictionary
-            if (other := instead(different.nbytes)) is not None:
-                return other(text)
-            ids = encode(different)
+        ids = self._ids_of(found[0].dictionary) if found else self._ids
+        if not isinstance(ids, Ragged):
+            return ids(text)
         numbers, parts = iter(found), []
         for starts, places in slices:
             of_words = ids.take(as_numpy(next(numbers).indices) if len(places) > 1 else places[1:])
             parts.append(Ragged(of_words.values, of_words.offsets[np.searchsorted(places, starts)]))
         return Ragged.concatenate(parts)
 
-    return encode_texts
+    def _ids_of(self, words: pa.LargeStringArray) -> Ragged | EncodeColumn:
+        """The ids of different words, or what is to encode the texts that have them."""
+        with self._lock:
+            if self._words.nbytes > _MOST_KEPT:
+                self.forget()
+            new = words.filter(pc.is_null(pc.index_in(words, self._words)))
+            if len(new):
+                if (other := self._instead(new.nbytes)) is not None:
+                    return other
+                ids = Ragged.concatenate([self._ids, self._encode(new)])
+                self._words, self._ids = pa.concat_arrays([self._words, new]), ids
+            return self._ids.take(as_numpy(pc.index_in(words, self._words)))
 
 
 def separator_of(added: Mapping[int, Any], words: pa.LargeStringArray) -> tuple[int, str] | None:
