@@ -126,6 +126,42 @@ def test_batches_with_tokens_pass_unchanged() -> None:
     assert not seconds
 
 
+def test_few_rows_are_shared_out_among_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "_PIECE_ROWS", 10)
+    column = pa.array([str(k) for k in range(57)])
+    table = pa.table({"prompt": column})
+    whole = Batch(0, np.arange(57), table, ArrowPrompts(column))
+    given = [Batch(0, np.arange(low, high), table[low:high], whole.prompts.take(np.arange(low, high)))
+             for low, high in ((0, 50), (50, 57))]  # fmt: skip
+    cached = Encoded(1, np.arange(40), pa.table({"a": range(40)}), tokens="tokens")  # type: ignore[arg-type]
+    parts = list(stream.shared_out(iter([*given, cached]), 57))
+    assert [len(part.rows) for part in parts] == [13, 13, 12, 12, 7, 40]
+    assert parts[-1] is cached
+    for part in parts[:-1]:
+        assert isinstance(part, Batch)
+        assert part.table.column("prompt").to_pylist() == part.prompts.to_arrow(np.arange(len(part.rows))).to_pylist()
+        assert part.rows.tolist() == [int(text) for text in part.table.column("prompt").to_pylist()]
+    assert list(stream.shared_out(iter(given), 1000)) == given
+
+
+def test_rows_that_are_shared_out_are_those_of_one_batch(
+    write: Callable[..., str], qwen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also rejected rows, and those that another load has cached."""
+    file = write([user("word " * (k % 7) + str(k)) if k % 11 else None for k in range(100)])
+    expected = gpuload.load(file, qwen, verify="full", token_cache=False)
+    monkeypatch.setattr(stream, "_PIECE_ROWS", 9)
+    for _ in range(2):
+        found = gpuload.load(file, qwen, verify="full")
+        assert found.tokens.to_lists() == expected.tokens.to_lists()
+        assert [found.origin(k) for k in range(len(found))] == [expected.origin(k) for k in range(len(expected))]
+        assert found.report.rejected == expected.report.rejected
+    some = gpuload.load(file, qwen, max_samples=40, shuffle=True, seed=1, token_cache=False)
+    monkeypatch.undo()
+    same = gpuload.load(file, qwen, max_samples=40, shuffle=True, seed=1, token_cache=False)
+    assert some.tokens.to_lists() == same.tokens.to_lists()
+
+
 TEMPLATE = """{% for m in messages %}{% if m.content.startswith('a') %}A{% elif 'b' in m.content %}B{% endif %}\
 {% if loop.last and m.content.endswith(' ') %}{{ m.content|wordcount }}{% else %}{{ m.content.strip() }}{% endif %}\
 <|im_end|>{% endfor %}"""

@@ -55,6 +55,7 @@ from gpuload.pipeline.stream import (
     choose_rows,
     one_by_one,
     read,
+    shared_out,
     side_by_side,
     wanted_order,
 )
@@ -358,7 +359,10 @@ def _encoded(
     threads = {name: stack.enter_context(ThreadPoolExecutor(1, name)) for name in ("read", "verify")}
     # On a device each stage has one thread, with its stream.
     on_host = engine.name != "cuda"
-    given = ahead(read(job.sources, kept.open, wanted, seconds, several=on_host), threads["read"])
+    given = read(job.sources, kept.open, wanted, seconds, several=on_host)
+    if on_host:
+        given = shared_out(given, sum(source.num_rows for source in job.sources) if wanted is None else len(wanted))
+    given = ahead(given, threads["read"])
     batches = (side_by_side if on_host else one_by_one)({"render": render, "encode": encode}, given, seconds, stack)
     return ahead(map(compare, batches), threads["verify"])
 

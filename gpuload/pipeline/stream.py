@@ -1,6 +1,7 @@
 """The batches of a load: read, then passed from stage to stage, in order.
 
     read          several files at once, where that is safe
+    shared_out    smaller batches, if there would be fewer than threads can work on
     ahead         runs a generator in a thread of its own, one batch ahead of its consumer
     one_by_one    stages with a thread each, one batch after the other: on a device
     side_by_side  several batches at once, each in a thread that takes it through all stages: on the host
@@ -25,15 +26,24 @@ import pyarrow as pa
 
 from gpuload.core.arrays import RowNumbers
 from gpuload.core.arrow import as_arrow
-from gpuload.engines.protocol import Prompts, RenderedText, Tokenized
+from gpuload.engines.protocol import ArrowPrompts, Prompts, RenderedText, Tokenized
 from gpuload.sources.parallel import in_order
 from gpuload.sources.read import Source
 
 Some = TypeVar("Some")
 
 _MOST_THREADS = 16
-MOST_BYTES = min(pa.cpu_count(), _MOST_THREADS) << 26
+
+
+def _thread_count() -> int:
+    return min(int(pa.cpu_count()), _MOST_THREADS)
+
+
+MOST_BYTES = _thread_count() << 26
 """Columns of the batches that are rendered and encoded at once: 64 MiB per thread, unless one batch has more."""
+
+_PIECE_ROWS = 2048
+"""Rows that are not shared out among threads: a batch has fixed costs."""
 
 _READ_BYTES = 1 << 25  # of files that are read in advance, beyond one table per thread
 
@@ -159,6 +169,24 @@ def _batches(
             return
 
 
+def shared_out(batches: Iterator[Batch | Encoded], rows: int) -> Iterator[Batch | Encoded]:
+    """The same rows in smaller batches where there are so few that some threads of `side_by_side` would get none.
+
+    Args:
+        batches: of a load on the host.
+        rows: how many there are in all.
+    """
+    most = max(_PIECE_ROWS, -(-rows // _thread_count()))
+    for batch in batches:
+        if isinstance(batch, Encoded) or not isinstance(batch.prompts, ArrowPrompts) or len(batch.rows) <= most:
+            yield batch
+            continue
+        for part in np.array_split(np.arange(len(batch.rows)), -(-len(batch.rows) // most)):
+            low, count = int(part[0]), len(part)
+            prompts = ArrowPrompts(batch.prompts.column.slice(low, count))
+            yield Batch(batch.source, batch.rows[low : low + count], batch.table.slice(low, count), prompts)
+
+
 _counting = threading.Lock()
 
 
@@ -222,7 +250,7 @@ def side_by_side(
         seconds: the time that all threads have spent is added under the stage's name.
         stack: ends the threads.
     """
-    count = min(pa.cpu_count(), _MOST_THREADS)
+    count = _thread_count()
     threads = ThreadPoolExecutor(count, "encode")
     stack.callback(threads.shutdown, cancel_futures=True)
     steps = [_timed(name, work, seconds) for name, work in stages.items()]

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.core.arrays import Ragged, offsets_of
-from gpuload.core.arrow import as_arrow, as_numpy
+from gpuload.core.arrow import as_arrow, as_numpy, fill_null
 from gpuload.engines.host.texts import Bytes, Ints
 from gpuload.tokenizer.cuts import Bools, cut_places
 
@@ -87,13 +87,17 @@ class WordEncoder:
         with self._lock:
             if self._words.nbytes > _MOST_KEPT:
                 self.forget()
-            new = words.filter(pc.is_null(pc.index_in(words, self._words)))
-            if len(new):
+            found = pc.index_in(words, self._words)
+            numbers, unknown = as_numpy(fill_null(found, 0)), as_numpy(pc.is_null(found))
+            if unknown.any():
+                new = words.filter(as_arrow(unknown))
                 if (other := self._instead(new.nbytes)) is not None:
                     return other
+                numbers = numbers.copy()
+                numbers[unknown] = len(self._words) + np.arange(len(new))
                 ids = Ragged.concatenate([self._ids, self._encode(new)])
                 self._words, self._ids = pa.concat_arrays([self._words, new]), ids
-            return self._ids.take(as_numpy(pc.index_in(words, self._words)))
+            return self._ids.take(numbers)
 
 
 def separator_of(added: Mapping[int, Any], words: pa.LargeStringArray) -> tuple[int, str] | None:
