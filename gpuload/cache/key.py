@@ -50,12 +50,21 @@ _METHODS = ("apply_chat_template", "get_chat_template", "__call__", "_encode_plu
 
 def decides_ids(reference: Reference, options: Options, clock: Clock | None) -> bytes:
     """Everything except a file's content that its ids depend on."""
+    return decides_later(reference, options, clock)()
+
+
+def decides_later(reference: Reference, options: Options, clock: Clock | None) -> Callable[[], bytes]:
+    """What makes `decides_ids` of the tokenizer as it is now: see `Reference.fingerprint_later`."""
     template = reference.template_text if reference.uses_template else None
     printed = dates(template, clock) if template is not None else None
-    parts: list[Any] = [*package_versions(), options.prompt_key]
-    if reference.made is not None:
-        parts += reference.made.decides()
-    return repr([*parts, reference.fingerprint(), template, printed]).encode(errors="backslashreplace")
+    made = [] if reference.made is None else reference.made.decides()
+    fingerprint = reference.fingerprint_later()
+
+    def decides() -> bytes:
+        parts = [*package_versions(), options.prompt_key, *made, fingerprint(), template, printed]
+        return repr(parts).encode(errors="backslashreplace")
+
+    return decides
 
 
 def package_versions() -> list[Any]:

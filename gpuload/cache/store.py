@@ -17,11 +17,12 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import pyarrow as pa
 
+from gpuload.cache.block_file import about
 from gpuload.cache.directory import (
     COLUMNS,
     IDS,
@@ -32,7 +33,7 @@ from gpuload.cache.directory import (
     tokens_directory,
 )
 from gpuload.cache.entry import Entry, EntryWriter, is_verified, read_entry
-from gpuload.cache.key import decides_ids, entry_key, uncacheable_reason
+from gpuload.cache.key import decides_later, entry_key, uncacheable_reason
 from gpuload.cache.known_files import known_digest
 from gpuload.cache.known_tokenizer import KnownReference
 from gpuload.cache.shared_store import fetched
@@ -45,10 +46,14 @@ from gpuload.reference.reference import Reference
 from gpuload.reference.volatile import Clock
 from gpuload.sources.read import Source
 from gpuload.sources.remote import changed
+from gpuload.sources.urls import is_url
 
 LEAST_BYTES = 4 << 20
 """Bytes of prompts from which a load caches ids if the tokenizer is an object, which takes a tenth of a second to
 identify: more than encoding this much text. One that is given by name is not even opened where all ids are found."""
+
+
+_MOST_ENTRIES = 256  # that are looked at to see how many rows they have
 
 
 class TokenCache:
@@ -66,7 +71,6 @@ class TokenCache:
         missed: how many sources have tokens that must be made.
         written: those of them whose tokens are cached now.
         made: columns that are made together with ids.
-        decides: what identifies ids, apart from the content of their file; None if they are not cached.
         seconds: spent on looking up, and on writing.
         notes: why tokens are not cached.
     """
@@ -80,7 +84,7 @@ class TokenCache:
         self.seconds = {"look up": 0.0, "write": 0.0}
         self.notes: list[str] = []
         self._options = options
-        self._keys: dict[str, str] = {}  # sources to be cached → key
+        self._missing: set[str] = set()  # sources to be cached
         self._contents: dict[str, bytes] = {}  # sources that are cached, or to be cached → digest of their prompts
         self._writers: dict[int, EntryWriter | None] = {}  # number of a source → its writer; None: not cached after all
         self._unfinished: PartialDirectory | None = None  # made for the first writer
@@ -92,9 +96,16 @@ class TokenCache:
         reason = uncacheable_reason(reference, clock) if options.token_cache and not known else None
         usable = options.token_cache and reason is None
         self.made = reference.made
-        self.decides = decides_ids(reference, options, clock) if usable else None
+        self._decides = decides_later(reference, options, clock) if usable else None
         if reason:
             self._stop(reason)
+
+    @cached_property
+    def decides(self) -> bytes | None:
+        """What identifies ids, apart from the content of their file; None if they are not cached. For a tokenizer that
+        nobody has asked for its fingerprint, this takes a tenth of a second, in which no other thread has the
+        interpreter lock."""
+        return None if self._decides is None else self._decides()
 
     def find(self, source: Source) -> Entry | None:
         """The entry of a source; None if its tokens must be made."""
@@ -108,7 +119,7 @@ class TokenCache:
         return entry
 
     def _find(self, source: Source) -> Entry | None:
-        if self.decides is None:
+        if self._decides is None:
             return None
         if source.content is None:
             self.notes.append(f"tokens are not cached: {source.name} is a frame in memory")
@@ -121,13 +132,16 @@ class TokenCache:
         except (OSError, pa.ArrowException, UnicodeDecodeError):  # reading the source will raise the proper error
             return None
         self._contents[source.name] = content
-        key = entry_key(content, self.decides)
+        if not self._may_have(source):  # so the tokenizer is identified later, while others encode
+            self._missing.add(source.name)
+            return None
+        key = self._key(source)
         path = self._path(key)
         entry = read_entry(path, key, source.num_rows, check_ids=not self._in_place)
         if entry is None and fetched(self._options.cache_dir, key, path):
             entry = read_entry(path, key, source.num_rows, check_ids=not self._in_place)
         if entry is None or not is_verified(entry.verified, self._options.verify) or not self._holds(source, entry):
-            self._keys[source.name] = key
+            self._missing.add(source.name)
             return None
         for file in entry.paths:
             with suppress(OSError):
@@ -135,6 +149,21 @@ class TokenCache:
                 self._found_bytes += file.stat().st_size
                 os.utime(file)  # the time of the last use, for `evict`
         return None if self._options.return_full_prompt else entry  # entries have no texts
+
+    def _may_have(self, source: Source) -> bool:
+        """Whether there may be an entry of a source: one with as many rows."""
+        if is_url(str(self._options.cache_dir)):
+            return True
+        folders = (tokens_directory(self._options.cache_dir), self._stores)
+        entries = [path for folder in folders for path in folder.glob(f"*{IDS}")]
+        if len(entries) > _MOST_ENTRIES:
+            return True
+        return any(found is not None and found[1] == source.num_rows for found in map(about, entries))
+
+    def _key(self, source: Source) -> str:
+        """The key of the entry of a source, after its content is known."""
+        assert self.decides is not None
+        return entry_key(self._contents[source.name], self.decides)
 
     def _holds(self, source: Source, entry: Entry) -> bool:
         """Whether what the ids of an entry were made of, apart from the source, is as it was."""
@@ -157,7 +186,7 @@ class TokenCache:
 
     def key_of(self, source: Source) -> str | None:
         """The key of the entry that a source can get, after `find`; None if its ids are not cached."""
-        return self._keys.get(source.name)
+        return self._key(source) if source.name in self._missing else None
 
     def columns_of(self, table: pa.Table, prompts: Prompts, tokens: Tokenized) -> pa.Table | None:
         """What an entry has of rows in addition to their ids. Marks the ids if no entry may have them.
@@ -165,7 +194,7 @@ class TokenCache:
         Args:
             table, prompts, tokens: of n rows, of which nothing is from an entry.
         """
-        if self.made is None or self.decides is None:
+        if self.made is None or self._decides is None:
             return None
         columns: pa.Table
         columns, why = self.made.of(table, prompts)
@@ -190,7 +219,7 @@ class TokenCache:
             rows: (n,) their numbers in its file.
             tokens, compared, columns: of these rows, see `EntryWriter`.
         """
-        if self._stopped or source.name not in self._keys:
+        if self._stopped or source.name not in self._missing:
             return
         started = time.perf_counter()
         try:
@@ -205,7 +234,7 @@ class TokenCache:
         if self._unfinished is None:
             self._unfinished = PartialDirectory(self.directory)
         if number not in self._writers:
-            self._writers[number] = EntryWriter(self._unfinished.path, self._keys[source.name], source.name)
+            self._writers[number] = EntryWriter(self._unfinished.path, self._key(source), source.name)
         writer = self._writers[number]
         if writer is None:
             return

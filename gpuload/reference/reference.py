@@ -245,13 +245,12 @@ class Reference:
 
     def fingerprint(self) -> str:
         """Identifies the tokenizer: model, added tokens, template and its constants."""
-        _ = self._model_digest  # kept
         return self.fingerprint_later()()
 
     def fingerprint_later(self) -> Callable[[], str]:
         """What makes the fingerprint of the tokenizer as it is now: a tenth of a second, if nobody has asked before."""
-        made = self.backend is None or "_model_digest" in vars(self)
-        return partial(_fingerprint, self._model_digest if made else self._snapshot, self.settings(), self.variant)
+        _ = self._model_digest if self.backend is None else self._snapshot
+        return partial(_fingerprint, lambda: self._model_digest, self.settings(), self.variant)
 
     def settings(self) -> str:
         """What identifies the tokenizer apart from its backend."""
@@ -274,9 +273,8 @@ class Reference:
         return _digest_of(json.dumps(sorted(self.tokenizer.get_vocab().items())) if slow else self.model_json)
 
 
-def _fingerprint(model: bytes | Callable[[], str], rest: str, variant: str) -> str:
-    digest = model if isinstance(model, bytes) else _digest_of(model())
-    return hashlib.blake2b(digest + rest.encode(errors="backslashreplace"), digest_size=12).hexdigest() + variant
+def _fingerprint(model: Callable[[], bytes], rest: str, variant: str) -> str:
+    return hashlib.blake2b(model() + rest.encode(errors="backslashreplace"), digest_size=12).hexdigest() + variant
 
 
 def _digest_of(model: str) -> bytes:
