@@ -25,6 +25,7 @@ from transformers import AutoTokenizer
 import gpuload
 from gpuload.cache import directory
 from gpuload.cache.entry import Entry, EntryWriter, read_entry
+from gpuload.cache.store import TokenCache
 from gpuload.cli.main import main
 from gpuload.core.arrays import Ragged
 from gpuload.core.errors import DataError, MismatchError
@@ -32,6 +33,7 @@ from gpuload.core.files import PartialDirectory
 from gpuload.engines.host import engine as cpu
 from gpuload.engines.host.encode import HostEncoder
 from gpuload.engines.protocol import Tokenized
+from gpuload.pipeline.keep_in_memory import InMemory
 
 # -- warm equals cold ------------------------------------------------------------------------------------------------
 
@@ -99,6 +101,32 @@ def test_old_and_new_files_side_by_side(files: list[str], gsm8k: str, qwen: Any,
     assert "each different word once" in warm.report.engine
     same(warm, gpuload.load(mixed, qwen, chat_template=TEMPLATE, token_cache=False), checked=False)
     assert gpuload.load(mixed, qwen, chat_template=TEMPLATE).report.from_cache == mixed
+
+
+def test_the_tokenizer_is_identified_while_others_encode(
+    write: Callable[..., str], qwen: Any, warm_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless an entry has as many rows: its name says whether it is that of the file."""
+    steps: list[str] = []
+    for owner, name in ((TokenCache, "_key"), (InMemory, "add")):
+        real = getattr(owner, name)
+
+        def spy(*given: Any, real: Any = real, name: str = name) -> Any:
+            steps.append(name)
+            return real(*given)
+
+        monkeypatch.setattr(owner, name, spy)
+    one, other, longer = ({"prompt": [user(f"{word} {k}") for k in range(count)]} for word, count in
+                          (("a", 5), ("b", 5), ("c", 6)))  # fmt: skip
+    for table, first in ((one, "add"), (longer, "add"), (other, "_key"), (one, "_key"), (longer, "_key")):
+        steps.clear()
+        file = write(table)
+        cached = first == "_key" and table is not other
+        found = gpuload.load(file, qwen)
+        assert steps[0] == first
+        assert found.report.from_cache == [file] * cached
+        assert found.report.into_cache == [file] * (not cached)
+        same(found, gpuload.load(file, qwen, token_cache=False), checked=False)
 
 
 def test_a_renamed_file_is_found(files: list[str], qwen: Any, warm_cache: Path, tmp_path: Path) -> None:
