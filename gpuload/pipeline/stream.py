@@ -26,7 +26,7 @@ import pyarrow as pa
 
 from gpuload.core.arrays import RowNumbers
 from gpuload.core.arrow import as_arrow
-from gpuload.engines.protocol import ArrowPrompts, Prompts, RenderedText, Tokenized
+from gpuload.engines.protocol import Prompts, RenderedText, Tokenized
 from gpuload.sources.parallel import in_order
 from gpuload.sources.read import Source
 
@@ -178,13 +178,12 @@ def shared_out(batches: Iterator[Batch | Encoded], rows: int) -> Iterator[Batch 
     """
     most = max(_PIECE_ROWS, -(-rows // _thread_count()))
     for batch in batches:
-        if isinstance(batch, Encoded) or not isinstance(batch.prompts, ArrowPrompts) or len(batch.rows) <= most:
+        if isinstance(batch, Encoded) or len(batch.rows) <= most:
             yield batch
             continue
         for part in np.array_split(np.arange(len(batch.rows)), -(-len(batch.rows) // most)):
             low, count = int(part[0]), len(part)
-            prompts = ArrowPrompts(batch.prompts.column.slice(low, count))
-            yield Batch(batch.source, batch.rows[low : low + count], batch.table.slice(low, count), prompts)
+            yield Batch(batch.source, batch.rows[part], batch.table.slice(low, count), batch.prompts.take(part))
 
 
 _counting = threading.Lock()
