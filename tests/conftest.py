@@ -22,7 +22,7 @@ from gpuload.cache.entry import read_entry
 from gpuload.demo_data import demo_files
 from gpuload.engines.host import few
 from gpuload.sources import batches
-from gpuload.template.automaton.rows import forget_templates
+from gpuload.template.known import forget_templates
 
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 

@@ -20,8 +20,9 @@ from gpuload.engines.walk import Printed
 from gpuload.reference.template_call import TemplateCall
 from gpuload.template import compile
 from gpuload.template.answers import Answers, has_blocks
-from gpuload.template.automaton.rows import RowRenderer, _pairs, forget_templates
+from gpuload.template.automaton.rows import RowRenderer, _pairs
 from gpuload.template.compiler import ChatProgram
+from gpuload.template.known import forget_templates
 
 FIELDS = pa.struct([(name, pa.string()) for name in ("role", "content", "name", "reasoning_content")])
 

@@ -587,7 +587,7 @@ def test_conversations_of_few_shapes_are_made_by_columns(
 def _counting(find: Any, made: list[int]) -> Any:
     def counted(self: Any, column: Any) -> Any:
         found = find(self, column)
-        made.append(0 if found is None else len(found.rows))
+        made.append(0 if found is None else len(found.numbers))
         return found
 
     return counted

@@ -119,7 +119,7 @@ class Walk:
     Args:
         program: the compiled template.
         prompts: n conversations.
-        controls: look for the text of control tokens.
+        paths_only: only find paths: render no row, and look for no text of control tokens.
         together: renders rows that share no tree, as far as that pays, and returns the others (`host/passes.py`).
 
     Attributes:
@@ -135,9 +135,9 @@ class Walk:
     """
 
     def __init__(
-        self, program: ChatProgram, prompts: Conversations, controls: bool = True, together: Together | None = None
+        self, program: ChatProgram, prompts: Conversations, paths_only: bool = False, together: Together | None = None
     ) -> None:
-        self.prompts, self._controls = prompts, controls
+        self.prompts = prompts
         self.program, self._ops = program, prompts.ops
         self._columns: dict[tuple[str, Operations], TextColumn] = {}
         self._answers: dict[Predicate, Array] = {}
@@ -165,6 +165,8 @@ class Walk:
                     self.rejected.update(dict.fromkeys(on_host(some).tolist(), leaf.message))
                 else:
                     by_reference.update(dict.fromkeys(on_host(some).tolist(), leaf.reason))
+        if paths_only:
+            return
         self._with_control = self._find_control_tokens()
         self.by_reference: dict[int, str] = {}
         self.reason_seconds: dict[str, float] = {}
@@ -239,7 +241,7 @@ class Walk:
 
     def _find_control_tokens(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """(n,) bool in host memory: rows with the text of a control token in a field of text."""
-        prompts, tokens = self.prompts, self.program.call.control.texts if self._controls else ()
+        prompts, tokens = self.prompts, self.program.call.control.texts
         xp = self._ops.xp
         messages = xp.zeros(len(prompts.present), bool)
         for field in prompts.fields if tokens else ():

@@ -7,11 +7,13 @@ no earlier row has reached, it calls `grow`, which traces the path of one of the
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpuload.reference.template_call import TemplateCall
+from gpuload.template.known import KnownTemplates, identity
 from gpuload.template.probe import FAILED
 from gpuload.template.program import (
     TEXT,
@@ -37,6 +39,9 @@ FEW_ROWS = f"fewer than {FEWEST_ROWS} rows take this path through the template"
 """Limits of tracing. One trace with its probes costs about as much as rendering ten rows with transformers. So the
 first `FREE_LEAVES` paths are traced for any number of rows, further paths only for at least `FEWEST_ROWS` rows, and no
 path after `MOST_LEAVES`. Rows without a path are rendered one by one, see `automaton/`."""
+
+MOST_KNOWN = 8
+"""So many programs are kept for later loads. Rows as served need up to four of each template."""
 
 
 class ChatProgram:
@@ -187,6 +192,23 @@ class ChatProgram:
         return "\n\n".join(f"{describe_shape(shape)}\n{describe_tree(tree)}" for shape, tree in self.trees.items())
 
     __str__ = describe
+
+
+_known = KnownTemplates(MOST_KNOWN)
+
+
+def known_program(call: TemplateCall) -> ChatProgram:
+    """As `ChatProgram`, without answers; what earlier loads of this process have traced is used."""
+    key = identity(call)
+    if key is None or call.not_compilable_reason():
+        return ChatProgram(call)
+    known = _known.get(key)
+    if known is None or len(known.trees) > MOST_LEAVES:
+        known = ChatProgram(call)
+        _known.keep(key, known)
+    program = copy.copy(known)
+    program.call, program.leaves, program._rows = call, 0, {}
+    return program
 
 
 def compile(

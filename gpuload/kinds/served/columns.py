@@ -1,83 +1,40 @@
-"""Conversations whose history is never rewritten, by columns: one row each, in which every answer is learned.
+"""Conversations by columns: where their answers are, and which rows they need.
 
 Prompts and conversations up to each answer take paths through the compiled template (`engines/walk.py`): lists of
-literals and of texts of messages. Whether P is the beginning of R, where the answer ends, and whether both are the
-beginning of the whole conversation, is decided once for the three paths, whatever the texts are. Only the whole
-conversation is written.
+literals and of texts of messages. Whether P is the beginning of R, where the answer ends, and which turns begin with
+which, is decided once for these paths, whatever the texts are (`decisions.py`). Only rows are written. Where texts
+decide whether one is the beginning of another, they are compared then.
 
-Everything else is made row by row (`engine.py`): answers that begin with a thinking block, texts with stop tokens or
-with empty thinking blocks, and paths about which the literals do not decide.
+Everything else is made row by row (`engine.py`): texts with stop tokens or with empty thinking blocks, and paths about
+which the literals do not decide.
 """
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from gpuload.core.arrays import RowNumbers, offsets_of, ranges
-from gpuload.core.options import LossOn
+from gpuload.core.options import LossOn, MissingReasoning
 from gpuload.engines.conversations import Conversations
-from gpuload.engines.host.render import write
 from gpuload.engines.shapes import group
 from gpuload.engines.walk import Walk
+from gpuload.kinds.served.column_rows import Bools, ColumnTurns, beginnings, written
+from gpuload.kinds.served.decisions import (
+    Decision,
+    Family,
+    Units,
+    decide,
+    family_of,
+    thinks_nothing,
+    units_of,
+)
 from gpuload.kinds.served.sampled import PROMPT_IDS, TOKEN_IDS
-from gpuload.kinds.served.turns import REASONING, empty_blocks
-from gpuload.sources.columns import to_python
+from gpuload.kinds.served.turns import NO_SWITCH, REASONING, SKIPPED, empty_blocks
 from gpuload.template.compiler import FEWEST_ROWS, FREE_LEAVES, ChatProgram
-from gpuload.template.program import Path, Ref
-
-Units = tuple[str | Ref, ...]
-"""The segments of a path, without literals next to each other."""
-
-Place = tuple[int, int]
-"""A unit, and a character in it if it is a literal."""
-
-
-class Decision(NamedTuple):
-    """Where an answer is in a whole conversation, for all rows that take three paths.
-
-    Attributes:
-        begin, end: in the units of the whole conversation.
-        prompt_end: the literal at the end of the prompt.
-        reasons: whether the answer has a field with reasoning.
-        path: the whole conversation, up to `end`.
-    """
-
-    begin: Place
-    end: Place
-    prompt_end: str
-    reasons: bool
-    path: Path
-
-
-@dataclass(frozen=True, eq=False)
-class ColumnTurns:
-    """Rows of c conversations, with a answers.
-
-    Attributes:
-        rows: (c,) ascending, their numbers.
-        text: (c,) large_string.
-        number: (c,) the message that each ends with.
-        answer_offsets: (c + 1,) which answers are those of each.
-        begin, end: (a,) in bytes of the text.
-        message: (a,) with the answer.
-        prompt_end: (a,) which of `prompt_ends` its prompt ends with.
-        prompt_ends: literals.
-    """
-
-    rows: RowNumbers
-    text: pa.LargeStringArray
-    number: RowNumbers
-    answer_offsets: RowNumbers
-    begin: RowNumbers
-    end: RowNumbers
-    message: RowNumbers
-    prompt_end: RowNumbers
-    prompt_ends: list[str]
+from gpuload.template.program import Operation, Path, Predicate, Ref
 
 
 class ColumnFinder:
@@ -85,6 +42,8 @@ class ColumnFinder:
 
     Args:
         program, prompting: the template of conversations and of prompts.
+        without: that of prompts without thinking; None if there is none.
+        missing: as `missing_reasoning` of `load_chats`.
         stops: finds stop tokens.
         stop_texts: these tokens.
         thinking: literals that open and close reasoning.
@@ -95,61 +54,55 @@ class ColumnFinder:
         self,
         program: ChatProgram,
         prompting: ChatProgram,
+        without: ChatProgram | None,
+        missing: MissingReasoning,
         stops: re.Pattern[str],
         stop_texts: Sequence[str],
         thinking: Sequence[tuple[str, str]],
         loss_on: LossOn,
     ):
-        self._program, self._prompting = program, prompting
-        self._stops, self._loss_on = stops, loss_on
+        self._program, self._prompting, self._without, self._missing = program, prompting, without, missing
+        self._stops, self._pairs, self._loss_on = stops, thinking, loss_on
         self._apart = [*stop_texts, *empty_blocks(thinking)]  # texts with one of these are looked at row by row
-        self._thinking = [literal for pair in thinking for literal in pair]
-        self._decisions: dict[tuple[int, int, int], Decision | None] = {}
-        self._paths: list[Path] = []  # keeps their ids
-        self._units: dict[int, Units] = {}
+        self._known: dict[tuple[Any, ...], Any] = {}  # what was decided about some paths or decisions, by their ids
+        self._kept: list[Any] = []  # what has these ids
+        self._segments: dict[str | Ref, str | Ref] = {}  # each as the first one that is equal
 
     def find(self, column: Conversations) -> ColumnTurns | None:
         """Those of some conversations; None if there are none."""
-        row, message = self._learned(column)
+        row, message = self._wanted(column)
         if not len(row):
             return None
-        last = np.append(np.diff(row) > 0, True)  # of each conversation
-        first = column.first[row]
-        prompts, wholes = (_beginnings(column, row, message + more) for more in (0, 1))
-        paths = [Walk(*each, controls=False) for each in ((self._prompting, prompts), (self._program, wholes))]
-        one, other = (_path_of_row(walk, len(row)) for walk in paths)
-        whole = other[last][np.cumsum(last) - last]
-        triples, which = np.unique(np.stack([one, other, whole], axis=1), axis=0, return_inverse=True)
-        which = which.ravel()
-        decisions = [
-            None if min(p, r, w) < 0 else self._decide(paths[0].paths[p][0], paths[1].paths[r][0], paths[1].paths[w][0])
-            for p, r, w in triples.tolist()
+        walks = [
+            Walk(program, beginnings(column, row, message + more), paths_only=True)
+            for program, more in ((self._prompting, 0), (self._program, 1))
         ]
-        known = np.array([each is not None for each in decisions])[which]
-        reasons = np.array([each is not None and each.reasons for each in decisions])[which]
-        known &= reasons | ~_with_reasoning(column, first + message)
-        kept = np.logical_and.reduceat(known, np.flatnonzero(np.append(True, np.diff(row) > 0)))
+        paths = [_path_of_row(walk, len(row)) for walk in walks]
+        reasoned = _with_text(column, REASONING)[column.first[row] + message]
+        usable, quiet, empty = self._thoughtless(column, walks, paths, row, message)
+        usable &= ~(quiet & reasoned)
+        learned = ~quiet if self._without is None or self._missing == "skip" else np.ones(len(row), bool)
+        if (some := np.flatnonzero(quiet & learned)).size and self._without is not None:
+            walks.append(Walk(self._without, beginnings(column, row[some], message[some]), paths_only=True))
+            paths.append(np.full(len(row), -1))
+            paths[2][some] = _path_of_row(walks[2], len(some))
+        kinds, of = _distinct(*paths, quiet, empty)
+        decisions = [self._decided(walks, each) for each in kinds]
+        usable &= ~learned | np.array([each is not None for each in decisions])[of]
+        begins = np.flatnonzero(np.append(True, np.diff(row) > 0))
+        counts = np.diff(begins, append=len(row))
+        kept = np.logical_and.reduceat(usable, begins) & np.logical_or.reduceat(learned, begins)
         if not kept.any():
             return None
-        answers = kept[np.cumsum(last) - last]
-        row, message, which, last = (each[answers] for each in (row, message, which, last))
-        some = [each or _NOTHING for each in decisions]
-        rows = row[last]
-        groups = [(some[k].path, np.flatnonzero(which[last] == k)) for k in np.unique(which[last]).tolist()]
-        walk: Any = SimpleNamespace(
-            printed=[], prompts=column.take(rows), paths=groups, texts={}, rejected={}, column=paths[1].column
+        some = np.flatnonzero(np.repeat(kept, counts) & learned)
+        unlearned = np.add.reduceat(~learned, begins, dtype=np.int64)[kept]
+        reasons = np.stack(
+            [np.full(len(unlearned), SKIPPED if self._missing == "skip" else NO_SWITCH), unlearned], axis=1
         )
-        text, bounds, offsets = write(walk)
-        of = np.cumsum(last) - last
-        places = np.array([(*each.begin, *each.end) for each in some], np.int64)[which]
-        base = offsets[bounds[of]]
-        begin, end = (offsets[bounds[of] + places[:, k]] - base + places[:, k + 1] for k in (0, 2))
-        ends = list(dict.fromkeys(each.prompt_end for each in some))
-        prompt_end = np.array([ends.index(each.prompt_end) for each in some])[which]
-        counts = np.bincount(of, minlength=len(rows))
-        return ColumnTurns(rows, text, message[last], offsets_of(counts), begin, end, message, prompt_end, ends)
+        families = partial(self._once, self._family)
+        return written(column, walks[1], row[some], message[some], decisions, of[some], families, reasons)
 
-    def _learned(self, column: Conversations) -> tuple[RowNumbers, RowNumbers]:
+    def _wanted(self, column: Conversations) -> tuple[RowNumbers, RowNumbers]:
         """Row and number of each message with an answer, of rows that may be made here; ascending."""
         nothing = np.zeros(0, np.int64)
         role = next((one for one in column.fields if one.name == "role" and one.texts is not None), None)
@@ -186,116 +139,91 @@ class ColumnFinder:
             row, message = row[last], message[last]
         return row, message
 
-    def _decide(self, prompt: Path, rendered: Path, whole: Path) -> Decision | None:
-        key = (id(prompt), id(rendered), id(whole))
-        if key not in self._decisions:
-            self._paths += [prompt, rendered, whole]
-            self._decisions[key] = self._decided(*map(self._units_of, (prompt, rendered, whole)))
-        return self._decisions[key]
+    def _thoughtless(
+        self,
+        column: Conversations,
+        walks: Sequence[Walk],
+        paths: Sequence[RowNumbers],
+        row: RowNumbers,
+        message: RowNumbers,
+    ) -> tuple[Bools, Bools, Bools]:
+        """Answers that can be made here as far as thinking is concerned; those that are behind the prompt without; and
+        those in whose thinking block is a text that is empty."""
+        usable, quiet, empty = np.ones((3, len(row)), bool) & [[True], [False], [False]]
+        if self._missing == "learn":
+            return usable, quiet, empty
+        kinds, of = _distinct(*paths)
+        for number, (prompt, rendered) in enumerate(kinds):
+            some = np.flatnonzero(of == number)
+            found: Any = None
+            if min(prompt, rendered) >= 0:
+                found = self._once(self._thinks_nothing, walks[0].paths[prompt][0], walks[1].paths[rendered][0])
+            if isinstance(found, tuple):
+                ref, close = found
+                more = (*ref.operations, Operation("lstrip"))
+                at = column.first[row[some]] + ref.message
+                blank, empty[some] = (
+                    walks[1].column(ref.field, each).length[at] == 0 for each in (more, ref.operations)
+                )
+                closes = walks[1].answer(Predicate(Ref(0, ref.field, more), "startswith", close))[at]
+                usable[some], quiet[some] = ~closes & (empty[some] | ~blank), empty[some]
+            else:
+                usable[some], quiet[some] = found is not None, bool(found)
+        if quiet.any():
+            mentions = np.zeros(len(column.present), bool)
+            for each in column.fields:
+                if each.name == "content" and each.texts is not None:
+                    mentions = column.ops.contains_any(
+                        each.texts, [literal for pair in self._pairs for literal in pair]
+                    )
+            usable &= ~(quiet & mentions[column.first[row] + message])
+        return usable, quiet, empty
 
-    def _units_of(self, path: Path) -> Units:
-        if id(path) not in self._units:
-            self._units[id(path)] = _merged(path)
-        return self._units[id(path)]
+    def _once(self, function: Callable[..., Any], *given: Any) -> Any:
+        """What a function returns for some objects, which live as long as this one from now on."""
+        key = (function.__name__, *map(id, given))
+        if key not in self._known:
+            self._kept.append(given)
+            self._known[key] = function(*given)
+        return self._known[key]
 
-    def _decided(self, prompt: Units, rendered: Units, whole: Units) -> Decision | None:
-        begin = _end_of(prompt, rendered)
-        if begin is None or not isinstance(prompt[-1], str):
+    def _units(self, path: Path, empty: Ref | None = None) -> Units:
+        """As `units_of`; those that are equal are the same."""
+        return tuple(self._segments.setdefault(unit, unit) for unit in units_of(path, empty))
+
+    def _thinks_nothing(self, prompt: Path, rendered: Path) -> bool | tuple[Ref, str] | None:
+        return thinks_nothing(self._units(prompt), self._units(rendered), self._pairs)
+
+    def _decided(self, walks: Sequence[Walk], kind: Sequence[int]) -> Decision | None:
+        """A turn, by the numbers of its paths, whether it has a prompt without thinking, and an empty text there."""
+        *paths, quiet, empty = kind
+        if min(paths[:2]) < 0 or (quiet and (len(paths) < 3 or paths[2] < 0)):
             return None
-        unit = rendered[begin[0]] if begin[0] < len(rendered) else ""
-        rest = unit[begin[1] :].lstrip() if isinstance(unit, str) else ""
-        opened = prompt[-1].rstrip()
-        if any(opened.endswith(each) or each.startswith(rest[: len(each)] or "\0") for each in self._thinking):
+        found = [walk.paths[number][0] for walk, number in zip(walks, paths, strict=True) if number >= 0]
+        decision: Decision | None = self._once(self._decide_quiet if quiet else self._decide, *found, bool(empty))
+        return decision
+
+    def _decide(self, prompt: Path, rendered: Path, _: bool) -> Decision | None:
+        return decide(self._units(prompt), self._units(rendered), self._stops)
+
+    def _decide_quiet(self, prompt: Path, rendered: Path, without: Path, empty: bool) -> Decision | None:
+        found = self._once(self._thinks_nothing, prompt, rendered)
+        units, quiet = self._units(rendered, found[0] if empty else None), self._units(without)
+        if thinks_nothing(self._units(prompt), units, self._pairs) is not True:
             return None
-        end = self._stop_behind(rendered, begin)
-        if end is None:
-            return None
-        literal = rendered[end[0]]
-        assert isinstance(literal, str)
-        answered = (*rendered[: end[0]], literal[: end[1]])
-        if _end_of(answered, whole) is None:
-            return None
-        reasons = any(
-            isinstance(each, Ref)
-            and each.field in REASONING
-            and all(operation.name in ("strip", "lstrip", "rstrip") for operation in each.operations)
-            for each in rendered[begin[0] : end[0]]
-        )
-        first, last = ((number, _bytes_before(rendered[number : number + 1], at)) for number, at in (begin, end))
-        return Decision(first, last, prompt[-1], reasons, Path(answered))
+        return decide(quiet, units, self._stops, True) if thinks_nothing(quiet, units, self._pairs) is False else None
 
-    def _stop_behind(self, units: Units, begin: Place) -> Place | None:
-        """The end of the first stop token in the literals behind a place."""
-        unit, at = begin
-        for number in range(unit, len(units)):
-            literal = units[number]
-            if isinstance(literal, str) and (found := self._stops.search(literal, at if number == unit else 0)):
-                return number, found.end()
-        return None
+    def _family(self, *turns: Decision) -> Family:
+        return family_of([turn.units for turn in turns])
 
 
-_NOTHING = Decision((0, 0), (0, 0), "", False, Path(()))
-
-
-def _bytes_before(units: Units, at: int) -> int:
-    """The bytes of the first characters of a literal; 0 for a text."""
-    return sum(len(unit[:at].encode()) for unit in units if isinstance(unit, str))
-
-
-def _merged(path: Path) -> Units:
-    units: list[str | Ref] = []
-    for segment in path.segments:
-        if isinstance(segment, str) and units and isinstance(units[-1], str):
-            units[-1] += segment
-        elif segment != "":
-            units.append(segment)
-    return tuple(units)
-
-
-def _end_of(head: Units, units: Units) -> Place | None:
-    """Where some units end in others that begin with them, whatever the texts are; None if that is not known."""
-    count = len(head) - 1
-    if count < 0 or len(units) <= count or units[:count] != head[:count]:
-        return None
-    last, other = head[count], units[count]
-    if isinstance(last, str):
-        return (count, len(last)) if isinstance(other, str) and other.startswith(last) else None
-    return (count + 1, 0) if last == other else None
-
-
-def _beginnings(column: Conversations, row: RowNumbers, count: RowNumbers) -> Conversations:
-    """The first messages of rows, over the same messages; rows may occur several times."""
-    return Conversations(
-        column.ops,
-        np.ones(len(row), bool),
-        column.first[row],
-        count,
-        column.present,
-        column.fields,
-        column.fetch,
-        column.keys,
-        column.keyed,
-        objects=_Beginnings(column, row, count),
-    )
-
-
-class _Beginnings(Sequence[Any]):
-    """The first messages of rows as Python objects, made when they are needed."""
-
-    def __init__(self, column: Conversations, row: RowNumbers, count: RowNumbers):
-        self._column, self._row, self._count = column, row, count
-        self._known: tuple[int, Any] = (-1, None)
-
-    def __len__(self) -> int:
-        return len(self._row)
-
-    def __getitem__(self, number: Any) -> Any:
-        row = int(self._row[number])
-        if self._known[0] != row:
-            objects = self._column.objects
-            value = to_python(self._column.to_arrow(np.array([row])))[0] if objects is None else objects[row]
-            self._known = row, value
-        return self._known[1][: int(self._count[number])]
+def _distinct(*columns: np.ndarray[Any, Any]) -> tuple[list[tuple[int, ...]], RowNumbers]:
+    """The different rows of some columns of small numbers from -1 on, and which of them each row is."""
+    code = np.zeros(len(columns[0]), np.int64)
+    for each in columns:
+        code = code * (int(each.max()) + 2) + each + 1
+    _, example, of = np.unique(code, return_index=True, return_inverse=True)
+    return [tuple(int(each[at]) for each in columns) for at in example.tolist()], of
 
 
 def _path_of_row(walk: Walk, rows: int) -> RowNumbers:
@@ -306,10 +234,10 @@ def _path_of_row(walk: Walk, rows: int) -> RowNumbers:
     return found
 
 
-def _with_reasoning(column: Conversations, messages: RowNumbers) -> np.ndarray[Any, Any]:
-    """Whether messages have text in a field with reasoning."""
-    found = np.zeros(len(messages), bool)
+def _with_text(column: Conversations, names: Sequence[str]) -> Bools:
+    """(m,) whether messages have text in one of some fields."""
+    found = np.zeros(len(column.present), bool)
     for one in column.fields:
-        if one.name in REASONING and one.texts is not None:
-            found |= one.texts.length[messages] > 0
+        if one.name in names and one.texts is not None:
+            found |= one.texts.length > 0
     return found

@@ -33,12 +33,13 @@ from gpuload.engines.host.render import HostText
 from gpuload.engines.host.texts import HostTexts
 from gpuload.engines.protocol import Prompts, Tokenized, add_seconds
 from gpuload.kinds.prefixes import cutting_tokens
-from gpuload.kinds.served.columns import ColumnFinder, ColumnTurns
+from gpuload.kinds.served.column_rows import ColumnTurns
+from gpuload.kinds.served.columns import ColumnFinder
 from gpuload.kinds.served.given import given_answers, rows_of_given, texts_to_encode
 from gpuload.kinds.served.programs import TurnPrograms
 from gpuload.kinds.served.reference import ServedReference
 from gpuload.kinds.served.sampled import is_sampled
-from gpuload.kinds.served.stored import ServedRows, count_answer, single_rows
+from gpuload.kinds.served.stored import COUNTS, LOST, WITHOUT_THINKING, ServedRows, count_answer, stored_rows
 from gpuload.kinds.served.texts import ServedText, TextTurns, byte_count, joined_rows, maximal
 from gpuload.kinds.served.turns import NO_BLOCK, Turn, TurnWriter
 from gpuload.kinds.training_engine import why_by_row
@@ -46,6 +47,7 @@ from gpuload.kinds.training_reference import TOOLS, own_arguments
 from gpuload.reference.template_call import TemplateCall
 from gpuload.sources.columns import to_python
 from gpuload.sources.types import JSON_TYPE, is_messages, is_plain
+from gpuload.template.compiler import ChatProgram, known_program
 from gpuload.template.program import ByReference, RenderedRow
 
 _TAIL = 512  # characters at the end of a prompt in which its last special token is looked for
@@ -76,6 +78,12 @@ class ServedEngine(HostEngine):
         """The compiled templates of rows."""
         return TurnPrograms(self._reference, self._calls, self._writer)
 
+    @property
+    def program(self) -> ChatProgram:
+        with self._lock:
+            self._program = self._program or known_program(self._reference.call)
+            return self._program
+
     @cached_property
     def by_prompt(self) -> bool:
         """Whether the reference does everything: also for a tokenizer that does not say where its tokens are."""
@@ -100,7 +108,7 @@ class ServedEngine(HostEngine):
         found: dict[int, TextTurns] = {}
         self._programs.count_kwargs(rows)
         plain = is_plain(column.type)
-        done = set() if columns is None else set(columns.rows.tolist())
+        done = set() if columns is None else set(columns.numbers.tolist())
         for number, row in enumerate(rows):
             if number in done:
                 continue
@@ -117,9 +125,9 @@ class ServedEngine(HostEngine):
         texts = ["".join(text for text, _ in found[k].rows) if k in found else None for k in range(len(column))]
         text = as_arrow(texts, pa.large_string())
         if columns is not None:
-            order = np.arange(len(column))
-            order[columns.rows] = len(column) + np.arange(len(columns.rows))
-            text = pa.concat_arrays([text, columns.text]).take(as_arrow(order)) if found or rejected else columns.text
+            order, joined = np.arange(len(column)), columns.joined
+            order[columns.numbers] = len(column) + np.arange(len(joined))
+            text = pa.concat_arrays([text, joined]).take(as_arrow(order)) if found or rejected else joined
         return ServedText(
             columns=columns,
             given=column,
@@ -141,31 +149,27 @@ class ServedEngine(HostEngine):
             found = self._finder.find(from_rows(HostTexts(), rows, other))
         elif self._finder is not None and is_messages(column.type):
             found = self._finder.find(from_arrow(HostTexts(), column))
-            if found is not None and len(found.rows) == len(column):
+            if found is not None and len(found.numbers) == len(column):
                 return found, ()
         return found, to_python(column) if rows is None else rows
 
     @cached_property
     def _finder(self) -> ColumnFinder | None:
-        """None for templates that rewrite their history, and for data in which messages decide what is learned."""
-        reference = self._reference
-        loss_on, texts = reference.loss_on, ("a", "b", "c", "d")
+        """None for templates of which no answer is known, and for data in which messages decide what is learned."""
+        reference, writer = self._reference, self._reference.writer
+        loss_on = reference.loss_on
         if loss_on not in ("assistant", "last", "last_turn") or reference.blocks or self.program.not_compilable:
             return None
-        roles = ("user", "assistant", "user", "assistant")
-        messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
-        try:
-            turns = [reference.writer.turn(messages, number) for number in (1, 3)]
-        except Exception:
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        reasoned = [messages[0], {**messages[1], "reasoning_content": "c"}]
+        if all(isinstance(writer.turn(each, 1), int) for each in (messages, reasoned)):
             return None
-        whole = [turn.prompt + turn.answer for turn in turns if not isinstance(turn, int)]
-        if len(whole) < 2 or not whole[1].startswith(whole[0]):
-            return None
-        stops = reference.writer.stops
-        literals = [token for token in reference.special_texts() if token and stops.fullmatch(token)]
+        literals = [token for token in reference.special_texts() if token and writer.stops.fullmatch(token)]
         prompting = self._programs.of(self._calls[1])
+        without = next((self._programs.of(call) for call, _ in self._writer.switches), None)
         assert prompting is not None
-        return ColumnFinder(self.program, prompting, stops, literals, reference.writer.pairs, loss_on)
+        missing = reference.missing_reasoning
+        return ColumnFinder(self.program, prompting, without, missing, writer.stops, literals, writer.pairs, loss_on)
 
     def _turns(self, row: Any, why_not: list[str]) -> TextTurns:
         """The turns of one conversation.
@@ -244,10 +248,10 @@ class ServedEngine(HostEngine):
         if text.columns is not None:
             columns, exact = self._of_columns(text.columns), {}
             for at in np.flatnonzero(columns.lengths == 0).tolist():
-                (row,) = to_python(text.given.take(as_arrow(text.columns.rows[[at]])))  # type: ignore[union-attr]
-                exact[int(text.columns.rows[at])] = self._reference.rows_of(row).words()
+                (row,) = to_python(text.given.take(as_arrow(text.columns.numbers[[at]])))  # type: ignore[union-attr]
+                exact[int(text.columns.numbers[at])] = self._reference.rows_of(row).words()
             stored = Ragged.concatenate([stored, columns, joined_rows(list(exact.values()))])
-            numbers = np.concatenate([numbers, text.columns.rows, np.array(list(exact), np.int64)])
+            numbers = np.concatenate([numbers, text.columns.numbers, np.array(list(exact), np.int64)])
         if np.array_equal(numbers, np.arange(len(text))):
             return text.tokenized(stored)
         order = np.full(len(text), len(stored))
@@ -268,11 +272,12 @@ class ServedEngine(HostEngine):
         return made
 
     def _of_columns(self, found: ColumnTurns) -> Ragged:
-        """What is stored of conversations with one row each; nothing where only the reference can encode them."""
+        """What is stored of conversations; nothing where only the reference can make them."""
         _, closing = self._cutting
         ids = self.ids(found.text)
         counts = np.diff(found.answer_offsets)
-        of = np.repeat(np.arange(len(found.rows)), counts)
+        conversation = np.repeat(np.arange(len(counts)), counts)
+        of = found.row_offsets[conversation] + found.row
         places = self.spans.beginning(found.text, ids, np.tile(of, 2), np.concatenate([found.begin, found.end]))
         begin, end = np.split(places, 2)
         same = np.zeros(len(of), bool)
@@ -284,15 +289,18 @@ class ServedEngine(HostEngine):
                 same[some] = (ids.values[at] == np.array(tail, ids.values.dtype)).all(axis=1)
         good = same & (begin >= 0) & (end > begin)
         good &= np.isin(ids.values[np.maximum(ids.offsets[of] + end - 1, 0)], self._ids_of(closing))
-        kept = np.zeros(len(found.rows), bool)
-        kept[counts > 0] = np.logical_and.reduceat(good, found.answer_offsets[:-1][counts > 0])
+        kept = found.decided & np.logical_and.reduceat(good, found.answer_offsets[:-1])
         edges = np.zeros(len(ids.values) + 1, np.int8)
-        marked = good & kept[of]
+        marked = good & kept[conversation]
         edges[(ids.offsets[of] + begin)[marked]] = 1
         edges[(ids.offsets[of] + end)[marked]] -= 1
         values = ids.values | np.where(np.cumsum(edges[:-1], dtype=np.int8), LOSS, 0).astype(np.int32)
-        rows, answers = Ragged(values, ids.offsets), np.stack([0 * begin, begin, end, found.message], axis=1)
-        return single_rows(rows, found.number, found.answer_offsets, answers, kept)
+        answers = np.stack([found.row, begin, end, found.message], axis=1)
+        said = np.zeros((len(counts), len(COUNTS)), np.int64)
+        for number, which in ((LOST, found.lost), (WITHOUT_THINKING, found.quiet)):
+            said[:, number] = np.bincount(conversation, which, len(counts))
+        rows, offsets = Ragged(values, ids.offsets), (found.row_offsets, found.answer_offsets)
+        return stored_rows(rows, found.number, offsets[0], answers, offsets[1], said, found.reasons, kept)
 
     def _ids_of(self, tokens: Sequence[str]) -> np.ndarray[Any, Any]:
         return np.array([ids[0] for token in tokens if len(ids := self._reference.encode(token)) == 1], np.int64)

@@ -10,7 +10,7 @@ from gpuload.kinds.served.reference import ServedReference
 from gpuload.kinds.served.turns import SWITCHES, TurnWriter
 from gpuload.kinds.training_reference import KWARGS
 from gpuload.reference.template_call import TemplateCall
-from gpuload.template.compiler import FEWEST_ROWS, ChatProgram
+from gpuload.template.compiler import FEWEST_ROWS, ChatProgram, known_program
 
 _MOST_KWARGS = 32  # different arguments of rows for which the template is compiled
 
@@ -37,7 +37,7 @@ class TurnPrograms:
         """The template of a call, compiled; None if too few rows have its arguments."""
         if (known := self._known.get(id(call))) is not None:
             return known
-        found = ChatProgram(call) if any(call is each for each in self._calls) else self._of_arguments(call)
+        found = known_program(call) if any(call is each for each in self._calls) else self._of_arguments(call)
         if found is not None and any(call is each for each in self._lasting):
             self._known[id(call)] = found
         return found
@@ -52,7 +52,7 @@ class TurnPrograms:
         key = repr((call.template, call.kwargs, call.add_generation_prompt))
         with self._lock:
             if key not in self._by_call:
-                self._by_call[key] = ChatProgram(call)
+                self._by_call[key] = known_program(call)
             return self._by_call[key]
 
     def count_kwargs(self, rows: Sequence[Any]) -> None:

@@ -129,34 +129,44 @@ class ServedRows:
         return np.concatenate([np.array(header, np.int32), *(ids for ids, _ in self.rows)])
 
 
-def single_rows(
+def stored_rows(
     tokens: Ragged,
     number: RowNumbers,
-    answer_offsets: RowNumbers,
+    row_offsets: RowNumbers,
     answers: RowNumbers,
+    answer_offsets: RowNumbers,
+    counts: RowNumbers,
+    reasons: RowNumbers,
     kept: np.ndarray[Any, Any],
 ) -> Ragged:
-    """What is stored of n conversations with one row each.
+    """What is stored of n conversations.
 
     Args:
-        tokens: of the rows, with their bits.
-        number: (n,) the message that each ends with.
-        answer_offsets: (n + 1,) which answers are those of each.
+        tokens: r rows, with their bits.
+        number: (r,) the message that each ends with.
+        row_offsets: (n + 1,) which rows are those of each conversation.
         answers: (a, 4) row, begin, end and message of each answer.
+        answer_offsets: (n + 1,) which answers are those of each conversation.
+        counts: (n, len(COUNTS)).
+        reasons: (n, 2) the number of a reason, and how many turns of the conversation are not learned for it.
         kept: (n,) bool; nothing is stored of the others.
     """
-    counts = np.diff(answer_offsets)
-    size = (_FIXED + 2 + 4 * counts) * kept
+    rows, learned = np.diff(row_offsets) * kept, np.diff(answer_offsets) * kept
+    said = kept & (reasons[:, 1] > 0)
+    size = (_FIXED + 2 * rows + 4 * learned + 2 * said) * kept
     offsets = offsets_of(size)
-    header = np.zeros(int(offsets[-1]), np.int32)
-    first = offsets[:-1][kept]
-    for at, values in enumerate((size, np.ones(len(size)), counts)):
+    header, first = np.zeros(int(offsets[-1]), np.int32), offsets[:-1][kept]
+    for at, values in enumerate((size, rows, learned, said, *counts.T)):
         header[first + at] = values[kept]
-    header[first + _FIXED], header[first + _FIXED + 1] = tokens.lengths[kept], number[kept]
-    words = 4 * counts * kept
-    header[ranges(offsets[:-1] + _FIXED + 2, words, offsets_of(words))] = answers[np.repeat(kept, counts)].ravel()
-    rows = Ragged(tokens.values[np.repeat(kept, tokens.lengths)], offsets_of(tokens.lengths * kept))
-    return appended(Ragged(header, offsets), rows)
+    for before, count, values in (
+        (_FIXED, 2 * rows, np.stack([tokens.lengths, number], axis=1)[np.repeat(kept, np.diff(row_offsets))]),
+        (_FIXED + 2 * rows, 4 * learned, answers[np.repeat(kept, np.diff(answer_offsets))]),
+        (_FIXED + 2 * rows + 4 * learned, 2 * said, reasons[said]),
+    ):
+        header[ranges(offsets[:-1] + before, count, offsets_of(count))] = values.ravel()
+    lengths = np.diff(tokens.offsets[row_offsets])
+    values = tokens.values if kept.all() else tokens.values[np.repeat(kept, lengths)]
+    return appended(Ragged(header, offsets), Ragged(values, offsets_of(lengths * kept)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,6 +252,5 @@ def served_sizes(stored: Ragged) -> Array:
     some = rows > 0
     if some.any():
         shortest[some] = np.minimum.reduceat(lengths, headers.row_offsets[:-1][some])
-    body = stored.positions >= np.repeat(headers.size, stored.lengths)
-    loss = count_in_rows(body & ((stored.values & LOSS) != 0), stored.offsets)
+    loss = count_in_rows((stored.values & LOSS) != 0, stored.offsets)  # no number in a header is so large
     return np.stack([stored.lengths, loss, shortest, rows])

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from gpuload.core.arrays import Ragged
 from gpuload.engines.host.render import HostText
-from gpuload.kinds.served.columns import ColumnTurns
+from gpuload.kinds.served.column_rows import ColumnTurns
 from gpuload.kinds.served.given import GivenAnswer
 from gpuload.kinds.served.turns import Turn
 from gpuload.reference.template_call import TemplateCall

@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import os
 import random
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ from gpuload.template.automaton.functions import Functions
 from gpuload.template.automaton.nodes import Automaton
 from gpuload.template.automaton.printed import blocks_of, parts_of
 from gpuload.template.automaton.recorder import NotDeterministicError, Recorder
+from gpuload.template.known import TOOL, KnownTemplates, identity
 from gpuload.template.marks import UnknownAnswersError
 from gpuload.template.probe import ADVERSARIAL
 from gpuload.template.program import ByReference, Rejected, RenderedRow
@@ -49,10 +49,9 @@ PROBED_TEXTS, MOST_PROBES = 400, 48
 after the first traces."""
 
 MOST_KNOWN = 4
-"""For so many templates, what was learned is kept for later loads: a run loads its training and its test data."""
+"""For so many templates, what was learned is kept for later loads."""
 
 _READ_BACK = "{{ [messages, tools] | tojson }}"
-_TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
 REASONING = frozenset(("reasoning_content", "thinking", "reasoning"))
 _NO_WAY = "more paths through the template than are traced"
 BEGIN, END = -1, -2
@@ -95,7 +94,7 @@ class RowRenderer:
             raise NotCompilableError("this version of transformers creates its Jinja environment in an unsupported way")
         if call.sanitizes:
             raise NotCompilableError("control tokens are marked row by row in such messages")
-        if own_tools and replace(call, tools=[_TOOL]).text() != replace(call, tools=None).text():
+        if own_tools and replace(call, tools=[TOOL]).text() != replace(call, tools=None).text():
             raise NotCompilableError("the tokenizer has another template for tools")
         self._call, self._answers, self._own_tools = call, answers, own_tools
         self._meter = Meter()
@@ -325,35 +324,18 @@ def row_renderer(call: TemplateCall, answers: Answers | None, own_tools: bool) -
     Raises:
         NotCompilableError: as `RowRenderer`.
     """
-    try:
-        # transformers may choose another template for tools.
-        text, instant = call.text(), call.instant
-        with_tools = replace(call, tools=[_TOOL]).text() if own_tools else None
-        constants = json.dumps(call.context())  # in their order, in which templates may print them
-    except Exception:  # constants that are no plain data, or a template that transformers does not have
+    if (constants := identity(call, own_tools)) is None:
         return RowRenderer(call, answers, own_tools)
-    # `RowRenderer` rejects classes that render in their own way: text and constants decide about everything.
-    clock = str(instant) if "strftime_now" in text else ""
-    key = (text, with_tools, constants, clock, None if answers is None else answers.loss_on)
+    key = (*constants, None if answers is None else answers.loss_on)
     if (known := _known.get(key)) is None:
         known = RowRenderer(call, answers, own_tools)
-        while len(_known) >= MOST_KNOWN:
-            _known.pop(next(iter(_known)))
-        _known[key] = known.of_call(call, None)
+        _known.keep(key, known.of_call(call, None))
     elif reason := call.not_compilable_reason():
         raise NotCompilableError(reason)
     return known.of_call(call, answers)
 
 
-_known: dict[tuple[str | None, ...], RowRenderer] = {}
-
-
-def forget_templates() -> None:
-    """Makes `row_renderer` begin with nothing."""
-    _known.clear()
-
-
-os.register_at_fork(after_in_child=forget_templates)  # another thread may hold a lock of these
+_known = KnownTemplates(MOST_KNOWN)
 
 
 def prepared(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
