@@ -197,19 +197,71 @@ def test_a_collator_takes_its_own_rows_only(packing: Any, tmp_path: Path) -> Non
             collate([wrong[0]])
 
 
-def test_losses_of_pairs_equal_those_of_trl(tmp_path: Path) -> None:
+def preferences() -> Any:
     def answers(name: str) -> list[Any]:
         rows = data("pairs", 6)[name]
         return [[{**each, "content": [{"type": "text", "text": each["content"]}]} for each in row] for row in rows]
 
-    processor, dataset = BUILDERS["qwen2_5_vl"](), conversations()
+    dataset = conversations()
     made = {name: answers(name) for name in ("chosen", "rejected")}
     made["prompt"] = [row[:2] for row in dataset["messages"]]
     pictures = dataset.select_columns("images")
-    dataset = datasets.concatenate_datasets([pictures, datasets.Dataset.from_dict(made)], axis=1)
+    return datasets.concatenate_datasets([pictures, datasets.Dataset.from_dict(made)], axis=1)
+
+
+def test_losses_of_pairs_equal_those_of_trl(tmp_path: Path) -> None:
+    processor, dataset = BUILDERS["qwen2_5_vl"](), preferences()
     rows, collate = ours.ready(loaded(dataset, processor, gpuload.load_pairs))
     expected = losses("DPOTrainer", dataset, tmp_path, processor, module=trl)
     assert losses("DPOTrainer", rows, tmp_path, processor, data_collator=collate) == pytest.approx(expected, 1e-5)
+
+
+@pytest.mark.parametrize("module", [trl, ours], ids=["trl", "gpuload"])
+@pytest.mark.parametrize(("name", "given"), [("SFTTrainer", "load_pairs"), ("DPOTrainer", "load_chats")])
+def test_rows_for_another_trainer(name: str, given: str, module: Any, tmp_path: Path) -> None:
+    processor, dataset = BUILDERS["qwen2_5_vl"](), conversations() if given == "load_chats" else preferences()
+    rows, collate = ours.ready(loaded(dataset, processor, getattr(gpuload, given)))
+    right = "DPOTrainer" if name == "SFTTrainer" else "SFTTrainer"
+    with pytest.raises(OptionError, match=f"ready made these batches of {given} for {right}, and this is another"):
+        losses(name, rows, tmp_path, processor, module=module, data_collator=collate)
+
+
+@pytest.mark.parametrize("packing", [None, "bfd"])
+def test_a_resumed_run_has_the_rows_of_one_that_was_not_interrupted(
+    packing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor, dataset = BUILDERS["qwen2_5_vl"](), conversations()
+    monkeypatch.setattr(type(processor), "save_pretrained", lambda *_: None)  # one without videos cannot be saved
+
+    def run(output: Path, model: Any, **resumed: Any) -> tuple[list[Any], list[float]]:
+        more = {} if packing is None else {"packing": packing, "pack_length": 150}
+        rows, collate = ours.ready(loaded(dataset, processor), **more)
+        seen: list[Any] = []
+
+        def collated(given: Any) -> Any:
+            seen.append(collate(given))
+            return seen[-1]
+
+        args = trl.SFTConfig(
+            output_dir=str(output), report_to=[], bf16=False, use_cpu=True, max_steps=5, logging_steps=1, save_steps=3,
+            max_length=None, per_device_train_batch_size=1 if packing else 2, learning_rate=0.01, disable_tqdm=True,
+        )  # fmt: skip
+        trainer = ours.SFTTrainer(
+            model, args=args, train_dataset=rows, processing_class=processor, data_collator=collated
+        )
+        with one_thread():
+            trainer.train(**resumed)
+        return seen, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    seen, whole = run(tmp_path / "a", small_vision_model(processor))
+    checkpoint = str(tmp_path / "a" / "checkpoint-3")
+    # The trainer of transformers 5.23 does not find this model's weights under the names that it has saved.
+    model = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(checkpoint)
+    again, found = run(tmp_path / "b", model, resume_from_checkpoint=checkpoint)
+    wanted = [batch["input_ids"].tolist() for batch in seen[3:5]]
+    assert [batch["input_ids"].tolist() for batch in again][:2] == wanted
+    assert wanted[0] != wanted[1]
+    assert found == whole
 
 
 def test_rows_that_are_not_ready() -> None:

@@ -22,6 +22,10 @@ NUMBER = "images"
 """The column of numbers of rows. TRL takes a dataset with this column as it is, because its collator makes the ids, and
 may remove all others: so it also says of which load the numbers are."""
 
+_TRAINERS = {"messages": ("load_chats", "SFTTrainer"), "chosen": ("load_pairs", "DPOTrainer")}
+"""A second column, of no values, which only the right one of TRL's trainers hands to the collator: the load and that
+trainer."""
+
 _DIGESTED = 64
 
 
@@ -44,9 +48,10 @@ def ready(
         pack_length: As for `chats.loader`.
 
     Returns:
-        A `datasets.Dataset` with the columns `images`, the number of a row or pack and a digest of the load, and
-        `length`, its tokens; it may be shuffled, split and selected from. And its collator, for its rows only: tensors
-        that the model takes, see `ChatDataset.batch` and `loader`, or `PairDataset.batch`.
+        A `datasets.Dataset` with the columns `images`, the number of a row or pack and a digest of the load,
+        `length`, its tokens, and `messages` or `chosen`, which says for which trainer it is; it may be shuffled, split
+        and selected from. And its collator, for its rows and that trainer only: tensors that the model takes, see
+        `ChatDataset.batch` and `loader`, or `PairDataset.batch`.
 
     Raises:
         OptionError: These are other rows, their messages have weights that TRL does not know, there are no packs of
@@ -70,8 +75,9 @@ def ready(
         raise OptionError("pack_length is for packs: pass packing too")
     load = _digest(rows, lengths)
     numbers = pa.StructArray.from_arrays([np.arange(len(lengths)), pa.repeat(load, len(lengths))], ["row", "load"])
-    collate = partial(_collate, make, rows.passed_through.names, load)
-    return Dataset.from_dict({NUMBER: numbers, "length": lengths}), collate
+    kept = "messages" if chats else "chosen"
+    collate = partial(_collate, make, rows.passed_through.names, load, kept)
+    return Dataset.from_dict({NUMBER: numbers, "length": lengths, kept: pa.nulls(len(lengths), pa.bool_())}), collate
 
 
 def _digest(rows: Any, lengths: np.ndarray[Any, Any]) -> str:
@@ -82,17 +88,26 @@ def _digest(rows: Any, lengths: np.ndarray[Any, Any]) -> str:
     return found.hexdigest()[:16]
 
 
-def _collate(make: Callable[[Any], Any], others: Sequence[str], load: str, rows: Sequence[Any]) -> dict[str, Any]:
+def _collate(
+    make: Callable[[Any], Any], others: Sequence[str], load: str, kept: str, rows: Sequence[Any]
+) -> dict[str, Any]:
     """A batch of rows with numbers, without the other columns of the files.
 
     Raises:
         DataError: They are not those of this load.
+        OptionError: The trainer is for other data.
     """
     given = [row.get(NUMBER) for row in rows]
     if not all(isinstance(each, Mapping) and each.get("load") == load for each in given):
         raise DataError(
             "the collator of ready makes batches of its own rows, and these are others: load the files for training "
             "and evaluation together, and split the rows"
+        )
+    if not all(kept in row for row in rows):
+        made_by, trainer = _TRAINERS[kept]
+        raise OptionError(
+            f"ready made these batches of {made_by} for {trainer}, and this is another trainer, or the column {kept!r} "
+            f"was removed: pass both to {trainer}, or make batches for this one with the other load"
         )
     made = make([each["row"] for each in given])
     return {name: made[name] for name in made if name not in others}
