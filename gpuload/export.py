@@ -94,7 +94,10 @@ def save_to_disk(
                 f"split {name!r} is a {type(split).__name__}: expected what load_chats or load_pairs returns"
             )
         if hasattr(split, "images"):  # trainers would learn ids of images without any
-            raise OptionError(f"split {name!r} has images, which a directory of tokens cannot have: use its loader")
+            raise OptionError(
+                f"split {name!r} has images, which a directory of tokens cannot have: use its loader, and load with "
+                "store='disk' to keep its rows for later loads"
+            )
         if not isinstance(name, str) or not re.fullmatch(r"\w+(\.\w+)*", name):
             raise OptionError(f"split {name!r}: expected letters, digits, underscores and single dots")
     try:

@@ -1,8 +1,11 @@
 """Data with images in the token cache and in stores on disk: a second load opens no image, and has the same rows."""
 
+import gc
 import json
 import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -277,16 +280,99 @@ def test_processors_that_nothing_identifies_are_not_cached(
 
 
 @STORES
-def test_pixels(store: str, qwen: Any, tmp_path: Path, warm_cache: Path, settled: None) -> None:
-    files = write(tmp_path / "files.parquet", on_disk(tmp_path, 6))
-    inside = write(tmp_path / "held.parquet", held(6))
-    for number in range(2):
-        found = load([files, inside], qwen, store=store, media="inputs")
-        assert found.report.from_cache == [files] * number
-        assert "media='inputs' copies the images' bytes" in str(found.report)
-        for batch, other in zip(found.loader(4), load([files, inside], qwen, media="inputs").loader(4), strict=True):
-            assert batch["pixel_values"].equal(other["pixel_values"])
-    assert len(list(warm_cache.parent.glob(f"{'store' if store == 'disk' else 'tokens'}/*.arrow"))) == 1
+def test_pixels(
+    store: str,
+    qwen: Any,
+    tmp_path: Path,
+    warm_cache: Path,
+    settled: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    files = [write(tmp_path / "files.parquet", on_disk(tmp_path, 6)), write(tmp_path / "held.parquet", held(6))]
+    files.append(write(tmp_path / "more.parquet", held(9)[4:]))
+    for media in ("inputs", "pil"):
+        options = {"store": store, "media": media}
+        wanted = load(files, qwen, token_cache=False, **options)
+        first = load(files, qwen, **options)
+        assert first.report.into_cache == files, first.report
+        with monkeypatch.context() as patch:
+            patch.setattr(image_prompts, "read_header", None)
+            patch.setattr(ImageEngine, "render", None)
+            second = load(files, qwen, **options)
+        assert second.report.from_cache == files
+        for found in (first, second, pickle.loads(pickle.dumps(second))):
+            assert found.fingerprint == wanted.fingerprint
+            for batch, other in zip(found.loader(4), wanted.loader(4), strict=True):
+                assert batch["image_grid_thw"].equal(other["image_grid_thw"])
+                if media == "inputs":
+                    assert batch["pixel_values"].equal(other["pixel_values"])
+                else:
+                    assert list(batch["images"]) == list(other["images"])
+    kept = warm_cache.parent / "media"
+    assert len(list(kept.glob("*.images"))) == 4
+    del wanted, first, second, found, batch, other
+    gc.collect()
+    assert {path.suffix for path in kept.iterdir()} == {".images"}
+
+
+def test_a_process_has_the_images_of_another(qwen: Any, tmp_path: Path, warm_cache: Path) -> None:
+    """Conversations and pairs, with images in the data: saved by one process, opened by the next."""
+    said = [[{"role": "assistant", "content": str(k)}] for k in range(12)]
+    asked = [[{"role": "user", "content": "<image>?"}] for _ in said]
+    images = [[{"bytes": encoded(picture(30 + 11 * k, 200 - 9 * k), "PNG"), "path": None}] for k in range(12)]
+    table = {"prompt": asked, "chosen": said, "rejected": said[::-1], "completion": said, "images": images}
+    for name, wrong in (("chats", ["chosen", "rejected"]), ("pairs", ["completion"])):
+        pq.write_table(pa.table(table).drop_columns(wrong), tmp_path / f"{name}.parquet")
+    script = """if True:
+        import sys, gpuload
+        from image_cases import BUILDERS
+        folder, store, wanted = sys.argv[1:]
+        for name in ("chats", "pairs"):
+            load = getattr(gpuload, f"load_{name}")
+            file = f"{folder}/{name}.parquet"
+            rows = load(file, BUILDERS["qwen2_5_vl"](), max_length=400, store=store, media="inputs", progress=False)
+            assert rows.report.from_cache == [file] * int(wanted), rows.report
+            batch = rows.batch(range(len(rows)))
+            sums = {key: float(batch[key].double().sum()) for key in ("input_ids", "image_grid_thw", "pixel_values")}
+            print(rows.fingerprint, len(rows), sums)
+    """
+    for store in ("disk", "memory"):
+        environment = {**os.environ, "GPULOAD_CACHE": str(tmp_path / store)}
+        said_by = [
+            subprocess.run(
+                [sys.executable, "-c", script, str(tmp_path), store, number],
+                capture_output=True, text=True, check=True, env=environment, cwd=Path(__file__).parent,
+            ).stdout
+            for number in "01"
+        ]  # fmt: skip
+        assert said_by[0] == said_by[1]
+
+
+@STORES
+def test_copies_of_images_that_are_gone_or_too_large(
+    store: str, qwen: Any, tmp_path: Path, warm_cache: Path, settled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, options = write(tmp_path / "x.parquet", held()), {"store": store, "media": "inputs"}
+    few = load(file, qwen, token_cache_bytes=3_000, **options)
+    assert "the images in the data have more bytes than token_cache_bytes=3,000" in str(few.report)
+    wanted = load(file, qwen, **options)
+    (kept,) = (warm_cache.parent / "media").glob("*.images")
+    whole = kept.read_bytes()
+    for damaged in (None, whole[:-1]):
+        kept.unlink()  # the datasets that have it are not concerned
+        if damaged is not None:
+            kept.write_bytes(damaged)
+        again = load(file, qwen, **options)
+        assert again.report.from_cache == []
+        for one, other in zip(again.loader(4), wanted.loader(4), strict=True):
+            assert one["pixel_values"].equal(other["pixel_values"])
+        (kept,) = set((warm_cache.parent / "media").glob("*.images")) - {kept}
+    monkeypatch.setattr(os, "link", _no_links)
+    assert load(file, qwen, **options).batch([0])["pixel_values"].equal(wanted.batch([0])["pixel_values"])
+
+
+def _no_links(*_: Any) -> None:
+    raise OSError("no links here")
 
 
 @STORES

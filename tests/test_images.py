@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from image_cases import BUILDERS, encoded, encodings, picture
-from PIL import Image, ImageFile, ImageOps
+from PIL import Image, ImageFile, ImageOps, PngImagePlugin
 from tiers import core, exhaustive
 
 import gpuload
@@ -600,7 +600,7 @@ def test_decoded_images_in_rows(qwen: Any, tmp_path: Path) -> None:
     assert list((tmp_path / "cache" / "media").iterdir())
     del prompts, row
     gc.collect()
-    assert not list((tmp_path / "cache" / "media").iterdir())
+    assert [path.suffix for path in (tmp_path / "cache" / "media").iterdir()] == [".images"]  # for the next load
 
 
 def test_images_that_have_changed_are_errors(qwen: Any, tmp_path: Path) -> None:
@@ -622,6 +622,35 @@ def test_images_that_have_changed_are_errors(qwen: Any, tmp_path: Path) -> None:
     (tmp_path / "b.png").symlink_to("c.png")
     with pytest.raises(DataError, match="cannot be read any more"):
         prompts.batch([1])
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
+def test_huge_images_are_not_decoded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in a sample would take seconds and gigabytes."""
+    about = PngImagePlugin.PngInfo()
+    about.add_text("Software", "a camera")
+    huge = encoded(Image.new("L", (9_000, 4_000)), "PNG", pnginfo=about)
+    rows = [[encoded(picture(60 + 5 * k, 90), "PNG")] for k in range(30)]
+    rows[7] = [huge]
+    table = pa.table({"prompt": ["<image>?"] * 30, "images": rows})
+    processor, loads = BUILDERS[name](), []
+    wanted = load(table, processor, verify="full").tokens.to_lists()
+    right = ImageFile.ImageFile.load
+
+    def small(self: Any) -> Any:
+        loads.append(self.size)
+        assert max(self.size) < 1_000
+        return right(self)
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", small)
+    found = load(table, processor)
+    assert found.tokens.to_lists() == wanted
+    assert found.report.check.rows > 3
+    assert not found.report.check.mismatches
+    assert loads
+    monkeypatch.setattr(ImageFile.ImageFile, "load", right)
+    alone = load(pa.table({"prompt": ["<image>?"], "images": [[huge]]}), processor)
+    assert alone.report.check.rows == 1
 
 
 def test_no_images_are_kept_by_default(qwen: Any) -> None:

@@ -8,9 +8,12 @@ from pathlib import Path
 from gpuload.cache.block_file import about
 from gpuload.cache.faults import too_little_space
 from gpuload.core.files import cache_root, partial_bytes, remove_orphans
+from gpuload.media.spool import IMAGES
 
 IDS, COLUMNS = ".arrow", ".columns"
 """How the names of entries, and of files of columns, end."""
+
+_WHAT = {IDS: "ids", COLUMNS: "columns", IMAGES: "images"}
 
 _MOST_BYTES = 20 * 10**9
 
@@ -23,6 +26,11 @@ def tokens_directory(cache_dir: str | None = None) -> Path:
 def store_directory(cache_dir: str | None = None) -> Path:
     """Where the files of stores on disk are: entries, and columns; for the option see `files.cache_root`."""
     return cache_root(cache_dir) / "store"
+
+
+def media_directory(cache_dir: str | None = None) -> Path:
+    """Where images are copied to that are in the data itself; for the option see `files.cache_root`."""
+    return cache_root(cache_dir) / "media"
 
 
 def digests_directory(cache_dir: str | None = None) -> Path:
@@ -103,7 +111,7 @@ class CachedFile:
     Attributes:
         last_use: seconds since 1970.
         nbytes: size of the entry.
-        what: "ids", or "columns".
+        what: "ids", "columns", or "images".
         source: the name of the file of which it was made; None if the entry is damaged.
         rows: number of its rows.
     """
@@ -119,15 +127,15 @@ def cached_files(directory: Path) -> list[CachedFile]:
     """All entries, most recently used first."""
     found = []
     for used, size, path in reversed(_entries(directory)):
-        what = "columns" if path.suffix == COLUMNS else "ids"
-        found.append(CachedFile(used, size, what, *(about(path) or (None, 0))))
+        known = ("(copied from data)", 0) if path.suffix == IMAGES else about(path) or (None, 0)
+        found.append(CachedFile(used, size, _WHAT[path.suffix], *known))
     return found
 
 
 def _entries(directory: Path) -> list[tuple[float, int, Path]]:
     """Last use, bytes and path of every entry, least recently used first."""
     found = []
-    for path in [*directory.glob(f"*{IDS}"), *directory.glob(f"*{COLUMNS}")]:
+    for path in [path for suffix in _WHAT for path in directory.glob(f"*{suffix}")]:
         with suppress(OSError):  # another process may have removed it
             state = path.stat()
             found.append((state.st_mtime, state.st_size, path))

@@ -124,9 +124,6 @@ class TokenCache:
         if source.content is None:
             self.notes.append(f"tokens are not cached: {source.name} is a frame in memory")
             return None
-        if self.made is not None and (why := self.made.problem(source)):
-            self.notes.append(f"tokens are not cached: {why}")
-            return None
         try:
             content = self.content(source, self.of_prompts(source))
         except (OSError, pa.ArrowException, UnicodeDecodeError):  # reading the source will raise the proper error

@@ -4,7 +4,14 @@ import shutil
 import time
 from pathlib import Path
 
-from gpuload.cache.directory import cached_files, clear, digests_directory, store_directory, tokens_directory
+from gpuload.cache.directory import (
+    cached_files,
+    clear,
+    digests_directory,
+    media_directory,
+    store_directory,
+    tokens_directory,
+)
 from gpuload.cli.output import printable
 from gpuload.core.files import partial_bytes
 from gpuload.core.words import counted
@@ -17,10 +24,14 @@ def list_cache(cache_dir: str | None = None) -> None:
     Args:
         cache_dir: as the option of `load`.
     """
-    for number, directory in enumerate((tokens_directory(cache_dir), store_directory(cache_dir))):
+    for number, directory in enumerate(_directories(cache_dir)):
         if number == 0 or directory.exists():
             print(end="\n" * number)
             _list(directory)
+
+
+def _directories(cache_dir: str | None) -> list[Path]:
+    return [each(cache_dir) for each in (tokens_directory, store_directory, media_directory)]
 
 
 def _list(directory: Path) -> None:
@@ -43,7 +54,7 @@ def clear_cache(cache_dir: str | None = None) -> None:
     Args:
         cache_dir: as the option of `load`.
     """
-    for number, directory in enumerate((tokens_directory(cache_dir), store_directory(cache_dir))):
+    for number, directory in enumerate(_directories(cache_dir)):
         if number == 0 or directory.exists():
             entries, nbytes = clear(directory)
             print(f"{directory}: removed {counted(entries, 'entries')}, {megabytes(nbytes)}")

@@ -179,12 +179,13 @@ def remove_orphans(directory: Path) -> None:
 
 
 def partial_bytes(directory: Path) -> int:
-    """Bytes of all unfinished files in a directory."""
+    """Bytes of all unfinished files in a directory, except for those that are also elsewhere."""
     held = 0
     for partial in _partial_directories(directory):
         for file in partial.glob("*"):
             with suppress(OSError):  # another process may have removed it
-                held += file.stat().st_size if file.name != _LOCK else 0
+                state = file.stat()
+                held += state.st_size if file.name != _LOCK and state.st_nlink == 1 else 0
     return held
 
 

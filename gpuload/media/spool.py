@@ -1,19 +1,29 @@
-"""The bytes of images that are in the data itself, in one file on disk: row groups cannot be read at random."""
+"""The bytes of images that are in the data itself, in files on disk: row groups cannot be read at random.
+
+There is one file for each source, in a directory that is removed with the dataset. If the ids of a source are cached,
+its file has a second name, by which later loads find it; they link it into their own directory, so that removing it
+there does not take it from them.
+"""
 
 import os
 import threading
+import uuid
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from gpuload.core.errors import StoreError
 from gpuload.core.files import Unfinished
 
+IMAGES = ".images"
+"""How the names of files end that later loads may find."""
+
 
 class Spool:
-    """A file of images, which is removed with this object. It can be pickled for other processes, which only read.
+    """The files of a load. It can be pickled for other processes, which only read.
 
     Args:
-        directory: for the file.
+        directory: for the files.
 
     Raises:
         StoreError: it cannot be written.
@@ -22,47 +32,89 @@ class Spool:
     def __init__(self, directory: Path):
         try:
             self._owner: Unfinished | None = Unfinished(directory)
-            self._path = self._owner.path / "images"
-            self._file = open(self._path, "wb")  # noqa: SIM115
         except OSError as error:
-            raise StoreError(f"images cannot be stored in {directory}: {error}") from error
+            raise _not_stored(directory, error) from error
+        self._directory, self._path = directory, self._owner.path
         self._lock = threading.Lock()
-        self._size = 0
+        self._sizes: dict[str, int] = {}
+        self._names: dict[str, str] = {}  # source → file
 
-    def add(self, data: Any) -> int:
-        """Writes the bytes of an image, and returns where they begin.
+    def add(self, source: str, data: Any) -> int:
+        """Writes the bytes of an image of a source, and returns where they begin in its file.
 
         Raises:
             StoreError: there is no space left.
         """
         with self._lock:
-            at = self._size
+            if source not in self._sizes:  # never into the file of an earlier load
+                self._names[source], self._sizes[source] = uuid.uuid4().hex, 0
+            at = self._sizes[source]
             try:
-                self._file.write(data)
+                with open(self._path / self._names[source], "ab") as file:
+                    file.write(data)
             except OSError as error:
-                raise StoreError(f"images cannot be stored in {self._path.parent}: {error}") from error
-            self._size += len(data)
+                raise _not_stored(self._directory, error) from error
+            self._sizes[source] += len(data)
         return at
 
-    def finish(self) -> None:
-        """Makes what was written readable.
-
-        Raises:
-            StoreError: there is no space left.
-        """
-        try:
-            self._file.flush()
-        except OSError as error:
-            raise StoreError(f"images cannot be stored in {self._path.parent}: {error}") from error
-
-    def read(self, at: int, size: int) -> bytes:
-        """Some bytes.
+    def read(self, source: str, at: int, size: int) -> bytes:
+        """Some bytes of the file of a source.
 
         Raises:
             OSError: the file cannot be read.
         """
-        with open(self._path, "rb", buffering=0) as file:
+        with open(self._path / self._names[source], "rb", buffering=0) as file:
             return os.pread(file.fileno(), size, at)
 
+    def written(self, source: str) -> tuple[str, int] | None:
+        """The name of the file that was written of a source, and its bytes so far; None if there is none."""
+        return (self._names[source], self._sizes[source]) if source in self._sizes else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that were written."""
+        return sum(self._sizes.values())
+
+    def keep(self, sources: Collection[str]) -> set[Path]:
+        """Lets later loads find the files of some sources, if the file system has links.
+
+        Returns:
+            Where those of all sources are.
+        """
+        for source in self._sizes.keys() & set(sources):
+            _link(self._path / self._names[source], self._kept(self._names[source]))
+        return set(map(self._kept, self._names.values()))
+
+    def find(self, source: str, name: str, size: int) -> bool:
+        """Whether there is the file that an earlier load has made of a source."""
+        kept = self._kept(name)
+        try:
+            os.utime(kept)  # the time of the last use
+            found = _link(kept, self._path / name) and (self._path / name).stat().st_size == size
+        except OSError:
+            return False
+        with self._lock:
+            if source in self._sizes:  # a file that was given twice, of which this load has made one
+                return False
+            self._names[source] = name
+        return found
+
+    def _kept(self, name: str) -> Path:
+        return self._directory / f"{name}{IMAGES}"
+
     def __getstate__(self) -> dict[str, Any]:
-        return {"_path": self._path, "_size": self._size, "_owner": None}
+        return {"_path": self._path, "_names": self._names, "_owner": None}
+
+
+def _link(old: Path, new: Path) -> bool:
+    try:
+        os.link(old, new)
+    except FileExistsError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _not_stored(directory: Path, error: OSError) -> StoreError:
+    return StoreError(f"images cannot be stored in {directory}: {error}")

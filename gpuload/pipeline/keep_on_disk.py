@@ -215,7 +215,7 @@ class OnDisk:
         about = repr([own_code(), pa.__version__, options.prompt_key, raw, source.num_rows, names]).encode()
         made, decides = self.cache.made, self.cache.decides
         if made is not None:
-            if decides is None or made.problem(source) is not None:
+            if decides is None:
                 return None
             names, about = sorted({*names, *self.cache.of_prompts(source)}), about + decides
         if isinstance(source.file, RemoteFile) and source.file.has_version:  # its values would be transferred twice

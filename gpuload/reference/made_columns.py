@@ -6,8 +6,8 @@ from typing import Any, Protocol
 class MadeColumns(Protocol):
     """Columns that a load makes together with ids, and that are cached with them."""
 
-    def problem(self, source: Any = None) -> str | None:
-        """Why nothing identifies them, for a source or for all; None if something does."""
+    def problem(self) -> str | None:
+        """Why nothing identifies them; None if something does."""
 
     def decides(self) -> list[Any]:
         """What ids depend on, apart from the file, the tokenizer and the template."""

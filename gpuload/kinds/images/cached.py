@@ -21,9 +21,9 @@ from gpuload.cache.key import is_plain
 from gpuload.core.arrow import as_arrow
 from gpuload.kinds.images.options import ImageOptions
 from gpuload.kinds.images.prompts import ImagePrompts, places_of
-from gpuload.media.arrow import has_binaries
 from gpuload.media.headers import formats, state_of
 from gpuload.media.references import Media, NoFileError, Places
+from gpuload.media.spool import Spool
 from gpuload.sources.read import Source
 
 _FILE = pa.struct(
@@ -31,7 +31,7 @@ _FILE = pa.struct(
     | {"size": pa.int64(), "inode": pa.uint64(), "mtime": pa.int64(), "ctime": pa.int64()}
 )
 """A file of an image: as the data names it, where that is, and its `state_of`; all but the first are null if the data
-names no file."""
+names no file. If the images' bytes are in the data: null, the name of the spool's file, and its bytes so far."""
 
 _PACKAGES = ("numpy", "pillow", "torch", "torchvision")
 
@@ -42,15 +42,18 @@ class ImageColumns:
     Args:
         processor: of transformers.
         images: the options about images.
+
+    Attributes:
+        spool: has the bytes of images that are in the data itself, if they will be read again.
+        bound: how many of them later loads may find.
     """
 
     def __init__(self, processor: Any, images: ImageOptions):
         self._processor, self._images = processor, images
+        self.spool: Spool | None = None
+        self.bound = 0
 
-    def problem(self, source: Source | None = None) -> str | None:
-        if source is not None:
-            held = any(has_binaries(field.type) for field in source.schema if field.name == self._images.image_key)
-            return self._copied if held and self._images.media != "reference" else None
+    def problem(self) -> str | None:
         for part in self._parts():
             kind = type(part)
             if kind.__module__.partition(".")[0] != "transformers":
@@ -58,10 +61,6 @@ class ImageColumns:
             if own := [name for name, value in vars(part).items() if inspect.isroutine(value)]:
                 return f"{own[0]} was replaced on this {kind.__name__}"
         return None if is_plain(_as_dict(self._images.mm_processor_kwargs)) else "mm_processor_kwargs is not plain data"
-
-    @property
-    def _copied(self) -> str:
-        return f"media={self._images.media!r} copies the images' bytes, for this dataset only"
 
     def _parts(self) -> list[Any]:
         image_processor = getattr(self._processor, "image_processor", None)
@@ -91,8 +90,11 @@ class ImageColumns:
             why = "a file of an image cannot be read"
         elif latest / 1e9 + known_files.SETTLED > time.time():
             why = "files of images have been written in the last seconds"
-        elif self._images.media != "reference" and any(each.data for row in media for each in row):
-            why = self._copied
+        written = None if self.spool is None else self.spool.written(held.source)
+        if self.spool is not None and written is not None and files:
+            files[0].append({"given": None, "path": written[0], "size": written[1]})
+            if self.spool.nbytes > self.bound:
+                why = f"the images in the data have more bytes than token_cache_bytes={self.bound:,}"
         return pa.table({key: table.column(key), HIDDEN: as_arrow(files, pa.list_(_FILE))}), why
 
     def holds(self, source: Source, columns: ColumnFile) -> bool:
@@ -100,7 +102,12 @@ class ImageColumns:
         for number in range(len(columns.parts)):
             for chunk in columns.table(number).column(HIDDEN).chunks:
                 known |= {tuple(file.values()) for file in chunk.flatten().to_pylist()}
-        return all(_is_same(places, *file) for file in known)
+        copied = [(size, path) for given, path, size, *_ in known if given is None]
+        if copied:
+            size, name = max(copied)
+            if self.spool is None or not self.spool.find(source.name, name, size):
+                return False
+        return all(_is_same(places, *file) for file in known if file[0] is not None)
 
 
 def _file(media: Media) -> dict[str, Any]:

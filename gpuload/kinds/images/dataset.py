@@ -12,7 +12,7 @@ from gpuload.core.options import Padding
 from gpuload.dataset.rows import Loaded, Made, Numbers, Rows, Values
 from gpuload.engines.batches import BatchLayout
 from gpuload.kinds.images.options import ImageOptions
-from gpuload.kinds.images.pixels import Pixels, filled_ahead, is_deferred
+from gpuload.kinds.images.pixels import Pixels, Place, filled_ahead, is_deferred
 from gpuload.kinds.images.positions import rope_positions
 from gpuload.kinds.prompts import PromptDataset
 
@@ -158,7 +158,7 @@ class ImageRows(Rows):
             batch[name] = value
         return batch
 
-    def _inputs(self, rows: Sequence[Sequence[Any]], places: Sequence[str]) -> dict[str, Any]:
+    def _inputs(self, rows: Sequence[Sequence[Any]], places: Sequence[Place]) -> dict[str, Any]:
         assert self._pixels is not None
         return self._pixels.inputs(rows, places)
 
@@ -167,8 +167,8 @@ class ImageRows(Rows):
             raise OptionError("media='reference' keeps no images: load with media='pil' or media='inputs'")
         return self._pixels.images(rows, self._places(numbers))
 
-    def _places(self, numbers: Numbers) -> list[str]:
-        return ["{} row {}".format(*self.origin(int(number))) for number in numbers]
+    def _places(self, numbers: Numbers) -> list[Place]:
+        return [self.origin(int(number)) for number in numbers]
 
     def _references(self, numbers: Numbers) -> list[list[dict[str, Any]]]:
         """What the column of images has for some rows."""

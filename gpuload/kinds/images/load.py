@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuload.core.files import cache_root
+from gpuload.cache.directory import default_bound, evict, media_directory
 from gpuload.core.options import IGNORED, Options
 from gpuload.dataset.rows import Loaded
 from gpuload.engines.protocol import Engine
@@ -64,7 +64,9 @@ def on_host(options: Options) -> Options:
 def with_spool(engine: ImageEngine, images: ImageOptions, options: Options) -> ImageEngine:
     """An engine that keeps the bytes of images where they will be needed again."""
     if images.media != "reference":
-        engine.spool = Spool(cache_root(options.cache_dir) / "media")
+        directory = media_directory(options.cache_dir)
+        engine.spool, columns = Spool(directory), engine.reference.made
+        columns.spool, columns.bound = engine.spool, options.token_cache_bytes or default_bound(directory)
     return engine
 
 
@@ -78,7 +80,8 @@ def facts_and_pixels(loaded: Loaded, images: ImageOptions) -> tuple[ImageFacts, 
         sizes |= {tuple((image["height"], image["width"]) for image in row or []) for row in rows}
     pixels = None
     if engine.spool is not None:
-        engine.spool.finish()
+        directory = media_directory(loaded.options.cache_dir)
+        evict(directory, engine.reference.made.bound, engine.spool.keep(loaded.report.into_cache))
         pixels = Pixels(engine.reference.processor, images.mm_processor_kwargs, images.turns, engine.spool)
     return facts_of(engine, key, sizes), images, pixels
 

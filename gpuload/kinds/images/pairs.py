@@ -17,7 +17,7 @@ from gpuload.kinds.images.engine import ImageText
 from gpuload.kinds.images.load import facts_and_pixels, on_host, with_spool
 from gpuload.kinds.images.messages import images_of, problem_of_parts
 from gpuload.kinds.images.options import NAMES, ImageOptions, check_supported
-from gpuload.kinds.images.pixels import Pixels
+from gpuload.kinds.images.pixels import Pixels, Place
 from gpuload.kinds.images.prompts import problem_of_images, prompt_of
 from gpuload.kinds.images.training import ImageTrainingEngine, ImageTrainingReference, check_training
 from gpuload.kinds.pairs.dataset import PairDataset
@@ -96,7 +96,7 @@ class ImagePairDataset(ImageRows, PairDataset):
     def _with_images(self, batch: Any, numbers: Numbers) -> Any:
         return super()._with_images(batch, numbers if self.objective == "kto" else np.tile(numbers, 2))
 
-    def _inputs(self, rows: Sequence[Sequence[Any]], places: Sequence[str]) -> dict[str, Any]:
+    def _inputs(self, rows: Sequence[Sequence[Any]], places: Sequence[Place]) -> dict[str, Any]:
         half = len(rows) // 2
         if self.objective == "kto" or len(rows) % 2 or list(places[:half]) != list(places[half:]):
             return super()._inputs(rows, places)

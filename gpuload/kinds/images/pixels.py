@@ -13,6 +13,9 @@ from gpuload.media.headers import ImageError, decode, sample_of
 from gpuload.media.references import Media
 from gpuload.media.spool import Spool
 
+Place = tuple[str, int]
+"""The file of a row, and its number in it."""
+
 _MOST_THREADS = 16
 _MOST_AHEAD = 4  # batches
 _OF_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "special_tokens_mask")
@@ -31,24 +34,22 @@ class Pixels:
     def __init__(self, processor: Any, kwargs: Mapping[str, Any], turns: bool, spool: Spool):
         self._processor, self._kwargs, self._turns, self._spool = processor, dict(kwargs), turns, spool
 
-    def images(self, rows: Sequence[Sequence[Any]], places: Sequence[str]) -> list[list[Any]]:
+    def images(self, rows: Sequence[Sequence[Any]], places: Sequence[Place]) -> list[list[Any]]:
         """The images of some rows, RGB.
 
         Args:
             rows: the references of each.
-            places: the file and the number of each, for messages.
+            places: of each.
 
         Raises:
             DataError: an image cannot be read any more, or has changed since the load.
         """
-        given = [
-            (each, f"{place}: image {k}") for row, place in zip(rows, places, strict=True) for k, each in enumerate(row)
-        ]
+        given = [(each, *place, k) for row, place in zip(rows, places, strict=True) for k, each in enumerate(row)]
         with ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS, max(1, len(given))), "images") as threads:
-            found = iter(list(threads.map(lambda pair: self._image(*pair), given)))
+            found = iter(list(threads.map(lambda one: self._image(*one), given)))
         return [[next(found) for _ in row] for row in rows]
 
-    def inputs(self, rows: Sequence[Sequence[Any]], places: Sequence[str]) -> dict[str, Any]:
+    def inputs(self, rows: Sequence[Sequence[Any]], places: Sequence[Place]) -> dict[str, Any]:
         """What the processor makes of the images of some rows, without what it makes of text: tensors."""
         images = [some for some in self.images(rows, places) if some]
         if not images:
@@ -58,14 +59,15 @@ class Pixels:
         made = self._processor(text=text, images=images, return_tensors="pt", padding=True, **self._kwargs)
         return {name: value for name, value in made.items() if name not in _OF_TEXT}
 
-    def _image(self, reference: Any, place: str) -> Any:
+    def _image(self, reference: Any, source: str, row: int, number: int) -> Any:
+        place = f"{source} row {row}: image {number}"
         try:
             if reference["offset"] is None:
                 data: Any = Media(path=reference["path"]).read()
                 if len(data) != reference["nbytes"] or sample_of(data) != reference["sample"]:
                     raise DataError(f"{place} ({reference['path']!r}) has changed since the load. Load again")
             else:
-                data = self._spool.read(reference["offset"], reference["nbytes"])
+                data = self._spool.read(source, reference["offset"], reference["nbytes"])
             return decode(data, self._turns)
         except (ImageError, OSError) as error:
             name = "" if reference["path"] is None else f" ({reference['path']!r})"

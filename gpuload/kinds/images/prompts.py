@@ -36,7 +36,8 @@ REFERENCE = pa.struct(
     }
 )
 """What rows have in the place of an image. The last three are of its bytes, if they will be read again: where they are
-in the spool, null for a file of its own; how many; and a checksum of some of them, of a file of its own."""
+in the spool's file of their source, null for a file of its own; how many; and a checksum of some of them, of a file of
+its own."""
 
 _IMAGE = pa.struct(
     {"batch": pa.int64(), "at": pa.int64(), "height": pa.int32(), "width": pa.int32(), "problem": pa.string()}
@@ -53,9 +54,11 @@ class HeldImages:
 
     Attributes:
         media: all of them, row after row.
+        source: the name of their source.
     """
 
     media: list[Media]
+    source: str
     number: int = field(default_factory=lambda: next(_numbers))
 
 
@@ -94,11 +97,13 @@ def read_prompts(
         if options.image_key in names:
             given = [value for chunk in table.column(options.image_key).chunks for value in values_of(chunk)]
         images = [found_images(*row, places, options) for row in zip(_python(prompts), given, strict=True)]
-        held = HeldImages([each.media for row in images for each in row])
+        held = HeldImages([each.media for row in images for each in row], source.name)
         _held[held.number] = held
         name, prompts = (JSON, prompts.storage) if prompts.type == JSON_TYPE else (PROMPT, prompts)
         column = pa.StructArray.from_arrays([prompts, _arrow(images, held)], [name, "images"])
-        references = as_arrow([[each.reference(spool) for each in row] for row in images], pa.list_(REFERENCE))
+        references = as_arrow(
+            [[each.reference(spool, source.name) for each in row] for row in images], pa.list_(REFERENCE)
+        )
         if options.image_key in names:
             table = table.set_column(names.index(options.image_key), options.image_key, references)
         else:
@@ -134,13 +139,13 @@ class FoundImage:
     nbytes: int | None = None
     sample: int | None = None
 
-    def reference(self, spool: Spool | None) -> dict[str, Any]:
-        """What a row has in its place."""
+    def reference(self, spool: Spool | None, source: str) -> dict[str, Any]:
+        """What a row of a source has in its place."""
         height, width, kind = self.header or (None, None, None)
         found = {"height": height, "width": width, "format": kind, "path": self.media.path}
         found |= {"nbytes": self.nbytes, "sample": self.sample}
         if spool is not None and self.header is not None and self.media.data is not None:
-            found |= {"offset": spool.add(self.media.data), "nbytes": len(self.media.data)}
+            found |= {"offset": spool.add(source, self.media.data), "nbytes": len(self.media.data)}
         return found
 
 

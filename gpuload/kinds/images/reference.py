@@ -25,6 +25,8 @@ class ProcessorReference(Reference):
         others: of the `Reference` that this class is mixed into.
     """
 
+    made: ImageColumns
+
     def __init__(self, processor: Any, images: ImageOptions, **others: Any):
         self.processor, self.images, self.made = processor, images, ImageColumns(processor, images)
         tokenizer = getattr(processor, "tokenizer", None)
