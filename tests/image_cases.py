@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import transformers
-from PIL import Image
+from PIL import Image, PngImagePlugin
 from processor_cases import GEMMA, LLAVA, QWEN_VL, without_torchvision
 from transformers import AutoTokenizer, ProcessorMixin
 
@@ -250,6 +250,34 @@ XMP = (
 )
 
 
+def text_behind(png: bytes) -> bytes:
+    """A PNG with its texts and EXIF behind its pixels."""
+    chunks, moved, at = [png[:8]], [], 8
+    while at < len(png):
+        end = at + 12 + int.from_bytes(png[at : at + 4])
+        (moved if png[at + 4 : at + 8] in (b"tEXt", b"zTXt", b"iTXt", b"eXIf") else chunks).append(png[at:end])
+        at = end
+    return b"".join([*chunks[:-1], *moved, chunks[-1]])
+
+
+def png_texts(width: int, height: int) -> Iterator[tuple[str, bytes]]:
+    """A PNG with texts, some of which turn it."""
+    profile = exif(8).tobytes()
+    profile = f"\nexif\n{len(profile)}\n{profile.hex()}"
+    for kind, name, value in (
+        ("text", "Software", "a camera"),
+        ("text", "Raw profile type exif", profile),
+        ("zipped text", "Raw profile type exif", profile),
+        ("itxt", "XML:com.adobe.xmp", XMP.decode()),
+    ):
+        about = PngImagePlugin.PngInfo()
+        (about.add_itxt if kind == "itxt" else about.add_text)(name, value, zip="zipped" in kind)
+        made = encoded(picture(width, height), "PNG", pnginfo=about)
+        yield f"png {kind} {name}", made
+        yield f"png {kind} {name} behind", text_behind(made)
+    yield "png turned behind", text_behind(encoded(picture(width, height), "PNG", exif=exif(6)))
+
+
 def encodings(width: int = 90, height: int = 61) -> Iterator[tuple[str, bytes]]:
     """The files of an image in many encodings, by their names."""
     for mode in ("RGB", "L", "CMYK"):
@@ -259,6 +287,7 @@ def encodings(width: int = 90, height: int = 61) -> Iterator[tuple[str, bytes]]:
         made = picture(width, height, "L").convert("I;16") if mode == "I;16" else picture(width, height, mode)
         yield f"png {mode}", encoded(made, "PNG")
     yield "png turned", encoded(picture(width, height), "PNG", exif=exif(6))
+    yield from png_texts(width, height)
     for orientation in range(1, 9):
         yield f"jpeg orientation {orientation}", encoded(picture(width, height), "JPEG", exif=exif(orientation))
     yield "webp", encoded(picture(width, height), "WEBP")

@@ -243,6 +243,11 @@ class RenderedText(Protocol):
         """(n,) int64 in host memory: bytes of each text, -1 where a row was rejected."""
 
     @property
+    def sampled_sizes(self) -> np.ndarray[Any, Any]:
+        """The same, but -1 also where comparing a row with the tokenizer would take too long for a sample."""
+        return self.sizes
+
+    @property
     def text(self) -> pa.LargeStringArray:
         """(n,) large_string in host memory, null where a row was rejected; copied there when first asked for."""
 

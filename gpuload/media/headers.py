@@ -21,7 +21,8 @@ _BY_BEGINNING = ("JPEG", "PNG", "BMP", "GIF")  # whose header is at the beginnin
 _BLOCK = 1 << 12
 _MOST_BYTES_OF_A_PIXEL, _MOST_METADATA = 8, 1 << 26  # of a file: nothing is read of one that is larger
 _ORIENTATION = 0x0112
-_TEXT_CHUNKS = (b"eXIf", b"iTXt", b"zTXt", b"tEXt")  # in which a PNG may have an orientation
+_TEXT_CHUNKS = (b"iTXt", b"zTXt", b"tEXt")  # of a PNG: a name, a zero, and a text
+_TURNING = (b"Raw profile type exif", b"XML:com.adobe.xmp")  # names of texts that may have an orientation
 _SIZED = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # whose decoded size is that of the header, but for an orientation
 
 
@@ -65,7 +66,9 @@ def read_header(
     image, whole = _open(view, most_pixels)
     found = Header(image.height, image.width, str(image.format))
     turned = False
-    if transpose and _may_be_turned(found.format, view):
+    if transpose and found.format == "PNG":
+        turned = _is_png_turned(view)
+    elif transpose and found.format not in ("GIF", "BMP"):
         turned = _is_turned(image if whole or found.format == "JPEG" else _parsed(view))
     if check == "decode" or found.format not in _SIZED or (check == "tail" and not _has_end(found.format, view)):
         try:
@@ -192,28 +195,48 @@ def formats() -> tuple[str, ...]:
     return tuple(name for name in _FORMATS if name in Image.OPEN)
 
 
-def _may_be_turned(name: str, view: Any) -> bool:
-    if name == "PNG":
-        return any(kind in _TEXT_CHUNKS for kind in _png_chunks(view))
-    return name not in ("GIF", "BMP")
+def _is_png_turned(view: Any) -> bool:
+    """Whether height and width of a PNG are exchanged. Pillow decodes it to find that out, because it may say so behind
+    its pixels; here only such a file is decoded."""
+    pixels, last = None, None
+    for kind, at in _png_chunks(view):
+        if kind == b"IDAT" and pixels is None:
+            pixels = at
+        name = bytes(view[at + 8 : at + 8 + 32]).partition(b"\0")[0] if kind in _TEXT_CHUNKS else b""
+        if kind == b"eXIf" or name in _TURNING:
+            last = at
+    if last is None:
+        return False
+    if pixels is None or last > pixels:
+        return _is_turned(_parsed(view), whole=True)
+    return _is_turned(_parsed(view[: pixels + 8]), whole=False)
 
 
-def _is_turned(image: Any) -> bool:
-    """Whether height and width are exchanged."""
+def _is_turned(image: Any, whole: bool | None = None) -> bool:
+    """Whether height and width are exchanged.
+
+    Args:
+        whole: of a PNG: whether to decode it first.
+    """
+    from PIL import Image
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return image.getexif().get(_ORIENTATION) in (5, 6, 7, 8)
+            if whole:
+                image.load()
+            found = image.getexif() if whole is None else Image.Image.getexif(image)
+            return found.get(_ORIENTATION) in (5, 6, 7, 8)
     except Exception as error:
         raise ImageError(f"its orientation cannot be read ({error!s:.120})") from error
 
 
-def _png_chunks(view: Any) -> list[bytes]:
-    """The types of all chunks of a PNG, as far as it is one."""
+def _png_chunks(view: Any) -> list[tuple[bytes, int]]:
+    """The types of all chunks of a PNG, as far as it is one, and where they begin."""
     found, at = [], 8
     while at + 8 <= len(view):
         size, kind = struct.unpack(">I4s", view[at : at + 8])
-        found.append(kind)
+        found.append((kind, at))
         at += 12 + size
     return found
 

@@ -148,7 +148,7 @@ class Verifier:
 
     def _sample(self, prompts: Prompts, text: RenderedText) -> Rows:
         """Rows of a batch within the bounds; at least one row of the load."""
-        sizes = text.sizes
+        sizes = text.sampled_sizes
         usable = np.flatnonzero((sizes >= 0) & (sizes <= _ROW_BYTES))
         if not len(usable):
             return usable

@@ -85,6 +85,10 @@ class DeviceText(RenderedRows):
         sizes[list(self.rejected)] = -1
         return sizes
 
+    @property
+    def sampled_sizes(self) -> np.ndarray[Any, Any]:
+        return self.sizes
+
     @cached_property
     def text(self) -> pa.LargeStringArray:
         """The texts as Arrow, null where a row was rejected; copied to the host when first asked for."""

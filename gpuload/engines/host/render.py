@@ -91,6 +91,10 @@ class HostText(RenderedRows):
         sizes = [as_numpy(fill_null(pc.binary_length(each), 0)) for each in (self.text, *self.more)]
         return np.where(as_numpy(self.text.is_null()), -1, np.sum(sizes, axis=0, dtype=np.int64))
 
+    @property
+    def sampled_sizes(self) -> Ints:
+        return self.sizes
+
     def tokenized(self, ids: Ragged) -> Tokenized:
         """The same rows with their ids."""
         sizes = np.maximum(self.sizes, 0)
@@ -112,6 +116,10 @@ class MixedText(HostText):
     @cached_property
     def sizes(self) -> Ints:
         return np.concatenate([part.sizes for part in self.parts])[self.order]
+
+    @property
+    def sampled_sizes(self) -> Ints:
+        return np.concatenate([part.sampled_sizes for part in self.parts])[self.order]
 
     @classmethod
     def of(cls, parts: Sequence[tuple[Sequence[int], HostText]]) -> HostText:

@@ -29,6 +29,7 @@ _Found = tuple[ImageRule | None, str | None, tuple[str, tuple[int, ...]] | None]
 """A rule, or why there is none; and see `ImageFacts.type_ids`."""
 
 _MOST_RULES = 4
+_MOST_SAMPLED = 1 << 25  # pixels
 _ruling = threading.RLock()
 _rules: dict[Any, _Found] = {}  # of the last processors, for the next load of the same process
 
@@ -50,6 +51,15 @@ class ImageText(HostText):
     rows: list[Any]
     images: list[list[list[Expansion]]]
     by_itself: list[int]
+
+    @property
+    def sampled_sizes(self) -> np.ndarray[Any, Any]:
+        """Without rows whose images have so many pixels that the processor takes seconds, if others have fewer."""
+        counts = [sum(height * width for height, width in sizes_of(row) if height) for row in self.rows]
+        pixels = np.array(counts, np.int64)
+        usable = pixels[(self.sizes >= 0) & (pixels > 0)]
+        fewest = int(usable.min()) if len(usable) else 0
+        return np.where(pixels > max(_MOST_SAMPLED, fewest), -1, self.sizes)
 
 
 class ImageEngine(HostEngine):
