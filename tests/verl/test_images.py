@@ -216,9 +216,9 @@ def test_encodings(decoded: bool, tmp_path: Path, caplog: Any) -> None:
     found = gpuload_dataset(file, processor.tokenizer, processor, max_prompt_length=100)
     assert "runs the processor for every prompt" not in caplog.text
     assert len(found) == len(files)
-    lengths = image_lengths._Lengths(found, found.dataframe)
-    made = np.concatenate(list(lengths.of_rows())).tolist()
-    assert made == [lengths._by_verl(row) for row in found.dataframe]
+    lengths = image_lengths._Lengths(found, found.dataframe, [14, 16])
+    for patch, made in zip((14, 16), np.concatenate(list(lengths.of_rows()), axis=1).tolist(), strict=True):
+        assert made == [lengths._by_verl(row, patch) for row in found.dataframe]
 
 
 def test_a_rule_that_differs_from_verl_is_not_used(
@@ -226,7 +226,9 @@ def test_a_rule_that_differs_from_verl_is_not_used(
 ) -> None:
     file = plain_file(rows_of(5), tmp_path / "rows.parquet")
     right = image_lengths._Lengths._size
-    monkeypatch.setattr(image_lengths._Lengths, "_size", lambda self, image: (right(self, image)[0] + 28, 28))
+    monkeypatch.setattr(
+        image_lengths._Lengths, "_size", lambda self, image: [(h + 28, 28) for h, _ in right(self, image)]
+    )
     assert_same_rows(file, processor_named("qwen2_5_vl"), caplog, max_prompt_length=120)
     assert "runs the processor for every prompt" in caplog.text
     assert "by verl" in caplog.text
@@ -244,8 +246,10 @@ def test_arguments_of_template_and_processor(tmp_path: Path, caplog: Any) -> Non
     assert_same_rows(file, processor_named("qwen2_5_vl"), caplog, max_prompt_length=60, mm_processor_kwargs=kwargs)
 
 
-def test_rows_that_are_too_long_in_the_rollout(tmp_path: Path, caplog: Any) -> None:
+def test_rows_that_are_too_long_in_the_rollout(tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """verl's configuration has patches of 14 for the filter, and the rollout takes the processor's 16."""
+    headers, right = [], image_lengths.read_header
+    monkeypatch.setattr(image_lengths, "read_header", lambda *given: (headers.append(1), right(*given))[1])
     file, processor = plain_file(rows_of(21, 40), tmp_path / "rows.parquet"), processor_named("qwen3_vl")
 
     def length(dataset: Any, row: Any, patch: int = 16) -> int:
@@ -261,6 +265,7 @@ def test_rows_that_are_too_long_in_the_rollout(tmp_path: Path, caplog: Any) -> N
     assert longer > 0
     told = f"{longer} of {len(found)} prompts have at most {limit} tokens for verl's filter, and more in the rollout"
     assert told in caplog.text
+    assert 0 < len(headers) <= 2 * sum(len(row or []) for row in rows_of(21, 40)["images"])  # of two datasets
     caplog.clear()
     for patch in (16, None):
         found = assert_same_rows(file, processor, caplog, max_prompt_length=limit, image_patch_size=patch)

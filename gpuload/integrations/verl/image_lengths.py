@@ -79,9 +79,12 @@ def filtered(dataset: Any, dataframe: Any) -> Any:
         return reason
     started = time.perf_counter()
     try:
-        lengths = _Lengths(dataset, dataframe)
-        found = np.concatenate([np.zeros(0, np.int64), *lengths.of_rows()])
-        if reason := lengths.difference(found):
+        patch = getattr(
+            getattr(dataset.processor, "image_processor", None), "patch_size", 14
+        )  # as in verl's agent loop
+        lengths = _Lengths(dataset, dataframe, list(dict.fromkeys([dataset.image_patch_size, patch])))
+        found, *more = np.concatenate(list(lengths.of_rows()), axis=1)
+        if reason := lengths.difference(found, dataset.image_patch_size):
             return reason
     except NotUnderstoodError as error:
         return str(error)
@@ -95,31 +98,28 @@ def filtered(dataset: Any, dataframe: Any) -> Any:
         f"{time.perf_counter() - started:.1f} s; images of {type(dataset.processor).__name__} by {lengths.rung}"
         + (f"; {counted(len(unknown), 'rows')} by verl's own filter" if len(unknown) else "")
     )
-    kept = dataframe.select(np.flatnonzero(keep).tolist())
-    _warn_of_rollout(dataset, kept)
-    return kept
+    for others in more:
+        _warn_of_rollout(dataset, lengths, np.where(keep, others, -1), patch, int(keep.sum()))
+    return dataframe.select(np.flatnonzero(keep).tolist())
 
 
-def _warn_of_rollout(dataset: Any, kept: Any) -> None:
+def _warn_of_rollout(dataset: Any, lengths: "_Lengths", found: Any, patch: int, kept: int) -> None:
     """Warns of rows that are too long in verl's rollout, which resizes images for patches of the processor's size. The
-    filter does so for patches of `data.image_patch_size`, which is 14 in verl's configuration."""
-    patch = getattr(getattr(dataset.processor, "image_processor", None), "patch_size", 14)  # as in verl's agent loop
+    filter does so for patches of `data.image_patch_size`, which is 14 in verl's configuration.
+
+    Args:
+        found: lengths of rows in the rollout, -1 of those that are not kept.
+        patch: the processor's.
+        kept: how many rows are.
+    """
     limit = dataset.max_prompt_length
-    if patch == dataset.image_patch_size or not len(kept):
-        return
-    try:
-        lengths = _Lengths(dataset, kept, patch)
-        found = np.concatenate(list(lengths.of_rows()))
-        if lengths.difference(found) is not None:
-            return
-    except NotUnderstoodError:
-        return
-    if count := int((found > limit).sum()):
+    count = int((found > limit).sum())
+    if count and lengths.difference(found, patch) is None:
         logger.warning(
             "gpuload: %s of %s prompts have at most %s tokens for verl's filter, and more in the rollout, which raises "
             "an error for them: the filter resizes images for data.image_patch_size=%s, and the rollout for the %s of "
             "the processor. Set data.image_patch_size=%s, and the filter drops them",
-            *(f"{count:,}", f"{len(kept):,}", limit, dataset.image_patch_size, patch, patch),
+            *(f"{count:,}", f"{kept:,}", limit, dataset.image_patch_size, patch, patch),
         )
 
 
@@ -149,16 +149,16 @@ class _Lengths:
     Args:
         dataset: verl's.
         dataframe: its rows.
-        patch: images are resized for patches of this size; None for the filter's.
+        patches: images are resized for patches of each of these sizes.
 
     Raises:
         NotUnderstoodError: there is no rule for the processor.
     """
 
-    def __init__(self, dataset: Any, dataframe: Any, patch: int | None = None):
+    def __init__(self, dataset: Any, dataframe: Any, patches: Sequence[int]):
         from datasets.features.features import require_decoding
 
-        self._dataset, self._rows, self._patch = dataset, dataframe, patch or dataset.image_patch_size
+        self._dataset, self._rows, self._patches = dataset, dataframe, patches
         self._other_keys = (dataset.video_key, dataset.audio_key)
         self._table = dataframe.with_format("arrow")
         feature = dataframe.features.get(dataset.image_key)
@@ -172,14 +172,14 @@ class _Lengths:
         self._engine = ImageEngine(reference)
         if self._engine.by_prompt or self._engine.rule is None:
             raise NotUnderstoodError(self._engine.describe())
-        self._resized: dict[Any, tuple[int, int]] = {}
+        self._resized: dict[Any, list[tuple[int, int]]] = {}
 
     @property
     def rung(self) -> str:
         return self._engine.rule.rung if self._engine.rule else ""
 
     def of_rows(self) -> Iterator[np.ndarray[Any, np.dtype[np.int64]]]:
-        """The lengths, some rows at a time."""
+        """The lengths (patches, n) of some rows at a time."""
         for first in range(0, len(self._table), _ROWS):
             yield self._of_part(self._table[first : first + _ROWS])
 
@@ -204,15 +204,17 @@ class _Lengths:
         text = render_messages(messages, dict(rejected), self._engine.program)
         wrong = rejected | text.rejected
         texts = [None if row in wrong else each for row, each in enumerate(text.text.to_pylist())]
-        sizes = [some or () for some in sizes]
-        found = lengths_of(self._engine, texts, sizes)
         # The processor adds its special tokens to all texts; verl, to texts without images, none.
         _, _, (before, after) = self._engine.token_of_images()
         added = np.array([len(before) + len(after) if some else 0 for some in sizes], np.int64)
-        return np.where(found < 0, found, found + added)
+        made = []
+        for number in range(len(self._patches)):
+            found = lengths_of(self._engine, texts, [tuple(each[number] for each in some or ()) for some in sizes])
+            made.append(np.where(found < 0, found, found + added))
+        return np.array(made)
 
-    def _sizes(self, prompt: Any, images: Sequence[Any]) -> tuple[tuple[int, int], ...]:
-        """The sizes of a row's images as the processor gets them.
+    def _sizes(self, prompt: Any, images: Sequence[Any]) -> Sequence[Sequence[tuple[int, int]]]:
+        """The sizes of a row's images as the processor gets them, of each for all patches.
 
         Raises:
             Exception: they are not known in this way.
@@ -230,8 +232,8 @@ class _Lengths:
             raise ValueError("another number of places")
         return tuple(map(self._size, images))
 
-    def _size(self, image: Any) -> tuple[int, int]:
-        """Height and width of an image as verl gives it to the processor."""
+    def _size(self, image: Any) -> list[tuple[int, int]]:
+        """Height and width of an image as verl gives it to the processor, for all patches."""
         part: dict[str, Any] = {"type": "image"}
         if isinstance(image, str):
             data: Any = FileBytes(_local(image))
@@ -245,32 +247,39 @@ class _Lengths:
         if key not in self._resized:
             part["image"] = SizedImage(header.width, header.height)
             message = {"role": "user", "content": [part]}
-            (resized,), videos, audios = self._dataset._process_multi_modal_info(
-                [message], self._patch, self._dataset.config
-            )
-            if videos or audios or not isinstance(resized, SizedImage):
-                raise ValueError("verl makes something else of an image")
-            self._resized[key] = resized.height, resized.width
+            sizes = []
+            for patch in self._patches:
+                (resized,), videos, audios = self._dataset._process_multi_modal_info(
+                    [message], patch, self._dataset.config
+                )
+                if videos or audios or not isinstance(resized, SizedImage):
+                    raise ValueError("verl makes something else of an image")
+                sizes.append((resized.height, resized.width))
+            self._resized[key] = sizes
         return self._resized[key]
 
     # -- comparison --------------------------------------------------------------------------------------------------
 
-    def difference(self, lengths: np.ndarray[Any, Any]) -> str | None:
-        """What differs from verl's own lengths of some rows: the shortest, the longest, and those near the limit."""
+    def difference(self, lengths: np.ndarray[Any, Any], patch: int) -> str | None:
+        """What differs from verl's own lengths of some rows: the shortest, the longest, and those near the limit.
+
+        Args:
+            lengths: for patches of this size; -1 of rows that are not looked at.
+        """
         known = np.flatnonzero(lengths >= 0)
         order = known[np.argsort(lengths[known], kind="stable")]
         near = known[np.argsort(np.abs(lengths[known] - self._dataset.max_prompt_length), kind="stable")]
         spread = order[np.linspace(0, max(0, len(order) - 1), min(len(order), _COMPARED // 2)).astype(int)]
         for row in dict.fromkeys([*near[: _COMPARED // 2].tolist(), *spread.tolist()]):
             try:
-                expected: Any = self._by_verl(self._rows[row])
+                expected: Any = self._by_verl(self._rows[row], patch)
             except Exception as error:
                 expected = f"{type(error).__name__}: {error!s:.100}"
             if expected != lengths[row]:
                 return f"row {row} has {lengths[row]} tokens by the rule of its processor, and by verl {expected}"
         return None
 
-    def _by_verl(self, row: dict[str, Any]) -> int:
+    def _by_verl(self, row: dict[str, Any], patch: int) -> int:
         """The length of a prompt as verl's filter computes it."""
         from verl.utils.tokenizer import build_multimodal_processor_inputs
 
@@ -280,7 +289,7 @@ class _Lengths:
         if dataset.tool_schemas is not None:
             kwargs["tools"] = dataset.tool_schemas
         text = dataset.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **kwargs)
-        images, videos, audios = dataset._process_multi_modal_info(messages, self._patch, dataset.config)
+        images, videos, audios = dataset._process_multi_modal_info(messages, patch, dataset.config)
         if images is None and videos is None and audios is None:
             return len(dataset.processor.tokenizer(text=text, add_special_tokens=False)["input_ids"])
         made = build_multimodal_processor_inputs(
