@@ -81,8 +81,11 @@ PROOFS: dict[str, list[tuple[str, str]]] = {
         ("prompts: images", "verl/test_images test_the_same_rows"),
         ("prompts: videos or audio", "verl/test_rlhf test_images"),
         ("prompts: subclasses", "verl/test_rlhf test_subclass_that_overrides_the_filter"),
-        ("rollouts", "verl/test_agent_loop test_reused_ids_give_the_same_rollout test_changed_messages_fall_back "
-         "test_loops_of_older_versions_are_used_unchanged test_code_that_is_not_known_builds_its_own_prompts"),
+        ("rollouts: the first prompt of text", "verl/test_agent_loop test_reused_ids_give_the_same_rollout "
+         "test_changed_messages_fall_back test_loops_of_older_versions_are_used_unchanged "
+         "test_code_that_is_not_known_builds_its_own_prompts"),
+        ("rollouts: the first prompt with images", "verl/test_image_ids test_samples_of_a_prompt_share_its_ids "
+         "test_what_is_not_known_is_made_by_verl"),
         ("SFT: messages", "verl/test_sft test_templates"),
         ("SFT: tools", "verl/test_sft test_tools_of_each_row test_enable_thinking"),
         ("SFT: `apply", "verl/test_sft test_arguments_of_the_template"),

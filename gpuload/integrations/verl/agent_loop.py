@@ -7,8 +7,9 @@ loops, so that `default_agent_loop` and a column `agent_name` keep their meaning
     actor_rollout_ref.rollout.agent.agent_loop_config_path=$(python -m gpuload.integrations.verl)
 
 Only the first prompt of a rollout is affected. The ids are reused only if a digest of tokenizer, template, template
-arguments, tools and messages matches (see `reuse.py`). In all other cases, and for images, videos, audio, processors
-and prompt builders that override verl's rendering, the loops fall back to verl's own code.
+arguments, tools and messages matches (see `reuse.py`). Those of a prompt with images are made by verl for the first of
+its samples in each process (see `image_ids.py`). In all other cases, and for videos, audio, processors with prompts of
+text and prompt builders that override verl's rendering, the loops fall back to verl's own code.
 
 verl 0.9.1 and later build the first prompt with `ct_build_initial_tokens`, verl 0.9.0 by default with
 `apply_chat_template`, which later ones do not have; their arguments for images, videos and audio differ too. Arguments
@@ -16,9 +17,11 @@ that do not concern text are passed on as they come. The loops of earlier versio
 whose code is not known: the log says so when they are imported.
 """
 
+import asyncio
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase
@@ -28,6 +31,7 @@ from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop as VerlTo
 from gpuload.integrations.core import imported, release_of
 from gpuload.integrations.known_code import change
 from gpuload.integrations.verl.contract import KNOWN
+from gpuload.integrations.verl.image_ids import key_of, made_once, problem
 from gpuload.integrations.verl.reuse import DIGEST_KEY, IDS_KEY, prompt_digest, source_digest, source_of
 
 logger = logging.getLogger(__name__)
@@ -74,6 +78,8 @@ class _ReuseIdsMixin:
     tokenizer: Any
     processor: Any
     apply_chat_template_kwargs: Mapping[str, Any]
+    loop: asyncio.AbstractEventLoop
+    rollout_config: Any
     _row_ids: Any = None
     _row_digest: str | None = None
 
@@ -86,6 +92,9 @@ class _ReuseIdsMixin:
     ) -> list[int]:
         """Return the ids of the first prompt: those of the row if the digests match, else as verl builds them."""
         builder = self.continuous_token_builder
+        if media.get("images") and not media.get("videos") and not media.get("audios"):
+            make = partial(super().ct_build_initial_tokens, messages, tools=tools, **media)  # type: ignore[misc]
+            return await self._once_for_images(messages, tools, media["images"], make)
         reason = _overridden_rendering(builder)
         ids = self._reused_ids(messages, tools, media, builder.tokenizer, builder.chat_template_kwargs, reason)
         if ids is None:
@@ -104,6 +113,20 @@ class _ReuseIdsMixin:
             ids = await super().apply_chat_template(messages, tools=tools, **rest)  # type: ignore[misc]
         return ids
 
+    async def _once_for_images(
+        self, messages: list[dict[str, Any]], tools: Any, images: list[Any], make: Callable[[], Awaitable[list[int]]]
+    ) -> list[int]:
+        """The ids of a prompt with images, which another sample of it may have made."""
+        builder = self.continuous_token_builder
+        reason: Any = _UNSUPPORTED_LOOP or problem(builder)
+        if reason is None:
+            key = await self.loop.run_in_executor(None, key_of, builder, messages, tools, images)
+            if isinstance(key, tuple):
+                return await made_once((*key, self.rollout_config.prompt_length), make)
+            reason = key
+        _log(reason)
+        return await make()
+
     def _reused_ids(
         self,
         messages: list[dict[str, Any]],
@@ -120,9 +143,7 @@ class _ReuseIdsMixin:
         if reason is None:
             ids = self._row_ids
             return self._cap_text_prompt_length(ids.tolist() if hasattr(ids, "tolist") else list(ids))  # type: ignore
-        if reason not in _logged_reasons:
-            _logged_reasons.add(reason)
-            logger.warning(_NOT_REUSED, reason)
+        _log(reason)
         return None
 
     def _other_ids_reason(
@@ -143,6 +164,12 @@ class _ReuseIdsMixin:
         if source_of(self._row_digest) != source:
             return "the loader used another tokenizer, chat template, apply_chat_template_kwargs, tools or date"
         return "messages were changed after loading"
+
+
+def _log(reason: str) -> None:
+    if reason not in _logged_reasons:
+        _logged_reasons.add(reason)
+        logger.warning(_NOT_REUSED, reason)
 
 
 def _overridden_rendering(builder: Any) -> str | None:
