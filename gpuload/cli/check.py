@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpuload.cli.inspect import check_page
+from gpuload.cli.inspect import check_page, write_page
 from gpuload.cli.output import printable
 from gpuload.cli.show import uses_color
-from gpuload.core.errors import OptionError
 from gpuload.core.words import counted
 from gpuload.inspect.checks.findings import Finding
 from gpuload.inspect.checks.lines import kept_by, lines_for
@@ -51,10 +50,7 @@ def check_files(
         width = min(shutil.get_terminal_size().columns, _WIDEST)
         print(findings_as_text(found, trainer, limit, width, uses_color(sys.stdout)))
     if html:
-        try:
-            Path(html).write_text(page_of_findings(found, trainer, limit), encoding="utf-8")
-        except OSError as error:
-            raise OptionError(f"--html {html}: cannot be written: {error.strerror or error}") from error
+        write_page(html, page_of_findings(found, trainer, limit))
         print(printable(f"wrote {html}"), file=sys.stderr if as_json else sys.stdout)
     return int(any(each.level == "error" for each in found.findings))
 

@@ -50,10 +50,7 @@ def inspect_files(
     found = statistics_of(job, dataset, html is not None, limit)
     print(printable(as_text(found, limit)))
     if html:
-        try:
-            Path(html).write_text(page_of(found, job.reference.name), encoding="utf-8")
-        except OSError as error:
-            raise OptionError(f"--html {html}: cannot be written: {error.strerror or error}") from error
+        write_page(html, page_of(found, job.reference.name))
         print(printable(f"\nwrote {html}"))
 
 
@@ -82,6 +79,13 @@ def check_page(page: Path) -> None:
         raise OptionError(f"--html {page}: a directory: name a file in it")
     if not os.access(page if page.exists() else page.parent, os.W_OK):
         raise OptionError(f"--html {page}: cannot be written: no permission")
+
+
+def write_page(html: str, page: str) -> None:
+    try:
+        Path(html).write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise OptionError(f"--html {html}: cannot be written: {error.strerror or error}") from error
 
 
 def inspect_template(

@@ -17,6 +17,7 @@ import numpy as np
 
 from gpuload.cli import launches
 from gpuload.cli.doctor import versions
+from gpuload.core.arrays import on_host
 from gpuload.core.errors import MismatchError
 from gpuload.core.files import cache_root
 from gpuload.engines.device import verdict
@@ -158,7 +159,7 @@ def _context(number: int) -> None:
 def check_copies(xp: Any) -> None:
     """Copies bytes to an array module's device and back."""
     data = np.random.default_rng(0).integers(0, 256, _SIZE, np.uint8)
-    _expect("copied bytes", _host(xp.asarray(data)), data)
+    _expect("copied bytes", on_host(xp.asarray(data)), data)
 
 
 def _arrays(number: int) -> None:
@@ -190,7 +191,7 @@ def check_arrays(xp: Any) -> None:
         "view": (lambda m, a: a.view(np.uint8), (numbers,)),
     }
     for name, (call, arrays) in given.items():
-        _expect(name, _host(call(xp, *map(xp.asarray, arrays))), call(np, *arrays))
+        _expect(name, on_host(call(xp, *map(xp.asarray, arrays))), call(np, *arrays))
     print(f"{len(given)} functions as in NumPy")
 
 
@@ -317,10 +318,6 @@ def _kernels(number: int) -> Any:
     from gpuload.engines.device.cuda import CudaKernels
 
     return CudaKernels(number, 0)
-
-
-def _host(array: Any) -> np.ndarray[Any, Any]:
-    return np.asarray(array.get() if hasattr(array, "get") else array)
 
 
 def _expect(what: str, found: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> None:

@@ -181,12 +181,11 @@ def _reached(kernels: Kernels, allocations: Allocations, arguments: list[list[An
 
 
 def _read(kernels: Kernels, address: int, nbytes: int) -> np.ndarray[Any, Any]:
-    made = np.empty(nbytes, np.uint8)
     if kernels.device == "cpu":
-        ctypes.memmove(made.ctypes.data, address, nbytes)
-    else:
-        kernels.synchronize()
-        kernels.xp.cuda.runtime.memcpy(made.ctypes.data, address, nbytes, _TO_HOST)
+        return _copied(address, nbytes)
+    made = np.empty(nbytes, np.uint8)
+    kernels.synchronize()
+    kernels.xp.cuda.runtime.memcpy(made.ctypes.data, address, nbytes, _TO_HOST)
     return made
 
 

@@ -59,9 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     inspect = commands.add_parser("inspect", help="show rows, columns, and lengths in tokens")
     _add_files(inspect)
     inspect.add_argument("--tokenizer", required=True, help="path or hub id")
-    _add_kind(inspect)
-    _add_prompts(inspect)
-    _add_conversations(inspect)
+    _add_data(inspect)
     add_served(inspect)
     inspect.add_argument("--max-samples", type=int, default=-1, metavar="N", help="only the first N rows")
     inspect.add_argument(
@@ -81,9 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     show.add_argument("file", help="path, glob or URL of a parquet, json or jsonl file")
     show.add_argument("--row", type=int, required=True, metavar="N", help="number of the row; -1 is the last one")
     show.add_argument("--tokenizer", help="path or hub id; without it, the columns of the row are shown")
-    _add_kind(show)
-    _add_prompts(show)
-    _add_conversations(show)
+    _add_data(show)
     show.set_defaults(run=_show, parser=show)
 
     add_commands(commands, _add_rows, _rows)
@@ -91,9 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     prepare = commands.add_parser("prepare", help="tokenize files now, and cache the tokens for later loads")
     _add_files(prepare)
     prepare.add_argument("--tokenizer", help="path or hub id")
-    _add_kind(prepare)
-    _add_prompts(prepare)
-    _add_conversations(prepare)
+    _add_data(prepare)
     _add_training(prepare)
     prepare.add_argument(
         "--verify",
@@ -145,23 +139,18 @@ def _add_cache_dir(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_kind(parser: argparse.ArgumentParser) -> None:
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    """Adds what is said of the data, see `_data`."""
     parser.add_argument(
         "--as",
         dest="kind",
         choices=["prompts", "chats", "pairs"],
         help="what the files hold: prompts, chats for SFT, or preference data (default: found by the columns)",
     )
-
-
-def _add_prompts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-key", default="prompt", metavar="KEY", help="column with the prompts (prompt)")
     parser.add_argument(
         "--no-template", action="store_true", help="prompts are plain strings, tokenized without a chat template"
     )
-
-
-def _add_conversations(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat-template", metavar="FILE", help="instead of the tokenizer's own, a .jinja file or a name"
     )
@@ -184,9 +173,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 def _add_rows(parser: argparse.ArgumentParser) -> None:
     _add_files(parser)
     parser.add_argument("--tokenizer", required=True, help="path or hub id")
-    _add_kind(parser)
-    _add_prompts(parser)
-    _add_conversations(parser)
+    _add_data(parser)
     _add_training(parser)
 
 

@@ -15,16 +15,7 @@ from gpuload.core.options import Options
 from gpuload.core.words import counted
 from gpuload.inspect.data import encode_row, find_row, one_row, open_data
 from gpuload.inspect.roles import RoleFinder
-from gpuload.inspect.tokens import (
-    SampleRow,
-    Token,
-    TokenReader,
-    TokenSequence,
-    pair_of,
-    shown,
-    visible,
-    visible_text,
-)
+from gpuload.inspect.tokens import SampleRow, Token, TokenReader, TokenSequence, pair_of, shown, visible, visible_text
 from gpuload.pipeline.run import Job
 from gpuload.sources.columns import to_python
 from gpuload.sources.open import open_all

@@ -79,6 +79,13 @@ def row_numbers(given: Any, count: int) -> RowNumbers:
     return np.where(numbers < 0, numbers + count, numbers)
 
 
+def mask_of(rows: Iterable[int], count: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """(count,) bool: which of so many rows are these."""
+    mask = np.zeros(count, np.bool_)
+    mask[rows if isinstance(rows, np.ndarray) else list(rows)] = True
+    return mask
+
+
 def offsets_of(lengths: Array) -> Array:
     """(n,) lengths → (n + 1,) int64 offsets, beginning with 0."""
     xp = array_module(lengths)

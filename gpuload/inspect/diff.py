@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from gpuload.core.arrays import Ragged, common_prefixes
+from gpuload.core.arrays import Ragged, common_prefixes, mask_of
 from gpuload.core.errors import OptionError
 from gpuload.core.marks import CHOSEN, IDS, LOSS, REJECTED, sequence
 from gpuload.engines.protocol import ArrowPrompts
@@ -145,9 +145,7 @@ def _compare(
     """
     pairs = [_sequences(kind, each.ids) for each in made]
     count = len(made[0])
-    rejected = np.zeros((2, count), np.bool_)
-    for side, each in enumerate(made):
-        rejected[side, list(each.rejected)] = True
+    rejected = np.stack([mask_of(each.rejected, count) for each in made])
     changed = rejected[0] != rejected[1]
     for side in range(2):
         found.dropped[side] += int((rejected[side] & ~rejected[1 - side]).sum())

@@ -5,9 +5,10 @@ that no text of a row is markup, script or direction of writing.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from typing import Any
 
 import jinja2
 import numpy as np
@@ -69,7 +70,7 @@ def page_of(found: Statistics, tokenizer: str) -> str:
     groups, everything = found.groups[: plots.FEW], found.groups[0]
     dropped = _dropped(found.report)
     report = found.report
-    return _template().render(
+    return template(__package__, collapsed, boxes, role_class, is_number).render(
         title=_some(report.files),
         version=__version__,
         facts=_facts(found, tokenizer),
@@ -93,18 +94,18 @@ def page_of(found: Statistics, tokenizer: str) -> str:
 
 
 @functools.cache
-def _template() -> jinja2.Template:
+def template(package: str, *functions: Callable[..., Any]) -> jinja2.Template:
+    """The `page.html` of a package, which may call these functions."""
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     environment.filters |= {"clipped": clipped, "as_lines": as_lines, "number": "{:,}".format}
-    environment.globals |= {
-        "collapsed": collapsed,
-        "boxes": boxes,
-        "role_class": role_class,
-        "is_number": lambda cell: isinstance(cell, Number),
-    }
-    return environment.from_string(resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
+    environment.globals |= {function.__name__: function for function in functions}
+    return environment.from_string(resources.files(package).joinpath("page.html").read_text(encoding="utf-8"))
+
+
+def is_number(cell: str | Number) -> bool:
+    return isinstance(cell, Number)
 
 
 # -- rows ------------------------------------------------------------------------------------------------------------

@@ -141,15 +141,14 @@ class RoleFinder:
         row, start, end, role = every.T
         return Parts(pa.array(texts, pa.large_string()), Spans(row, start, end), role, tuple(names), known)
 
-    def _with_eos(self, texts: pa.LargeStringArray) -> pa.LargeStringArray:
-        return with_eos(texts, self._reference.eos) if isinstance(self._reference, ChatReference) else texts
-
     def _plain_parts(self, column: pa.Array) -> Parts:
         fields: dict[str, Any] = {"text": column}
         if pa.types.is_struct(column.type):
             fields = {name: column.field(name) for name in ("prompt", "completion")}
         columns = [each.cast(pa.large_string()) for each in fields.values()]
-        ended = [*columns[:-1], self._with_eos(columns[-1])]
+        ended = list(columns)
+        if isinstance(self._reference, ChatReference):
+            ended[-1] = with_eos(columns[-1], self._reference.eos)
         text = pc.binary_join_element_wise(*ended, as_scalar("", pa.large_string()))
         lengths = np.stack([as_numpy(pc.binary_length(each)) for each in columns], axis=1)
         end = np.cumsum(lengths, axis=1)

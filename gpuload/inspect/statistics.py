@@ -151,7 +151,11 @@ def statistics_of(job: Job[Any], dataset: Rows, with_samples: bool, limit: int |
     unknown, equal, samples = 0, None, []
     if isinstance(dataset, PairDataset):
         roles, equal = pair_tokens(dataset.parts), int(dataset.sizes.equal.sum())
-        samples = _sample_pairs(TokenReader(job.reference), dataset, chosen)
+        reader = TokenReader(job.reference)
+        samples = [
+            SampleRow(about, *dataset.origin(row), pair_of(reader, dataset.parts[row].tolist(), _MOST_TOKENS))
+            for row, about in chosen.items()
+        ]
     else:
         mask = dataset.loss_mask if isinstance(dataset, ChatDataset) else None
         counted = _Roles(RoleFinder(job.reference), set(chosen))
@@ -276,13 +280,6 @@ def _samples(
         sequence = reader.sequence(name, marked, counted.kept[row], names, loss is not None, _MOST_TOKENS)
         samples.append(SampleRow(about, *dataset.origin(row), [sequence]))
     return samples
-
-
-def _sample_pairs(reader: TokenReader, dataset: PairDataset, chosen: dict[int, str]) -> list[SampleRow]:
-    return [
-        SampleRow(about, *dataset.origin(row), pair_of(reader, dataset.parts[row].tolist(), _MOST_TOKENS))
-        for row, about in chosen.items()
-    ]
 
 
 def _dropped(job: Job[Any], report: Report) -> list[SampleRow]:

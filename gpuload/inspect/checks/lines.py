@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from gpuload.core.words import counted
-from gpuload.inspect.checks.run import Checked, CheckedTrainer
-from gpuload.inspect.findings import rows
+from gpuload.inspect.checks.run import SIDES, Checked, CheckedTrainer
 from gpuload.kinds.served.options import OF_SERVED
 
 _STEP = 64  # suggested limits are multiples of it
@@ -17,8 +16,6 @@ _FAR = 2  # a longest row of so many times the 99th percentile is not what a lim
 
 _TRL_READS = (None, "messages", "prompt-completion", "text", "preference", "implicit")
 """Formats that TRL's own trainers read."""
-
-_TRUNCATION = {"keep_start": "right", "keep_end": "left"}
 
 
 def suggested_limit(found: Checked, trainer: CheckedTrainer | None = None) -> int:
@@ -44,7 +41,7 @@ def kept_by(found: Checked, trainer: CheckedTrainer | None, limit: int | None) -
         return f"slime has no limit for conversations, and the longest has {counted(int(found.lengths[-1]), 'tokens')}"
     if over == len(found.lengths) and not _cuts(found, trainer):
         return f"a limit of {counted(limit, 'tokens')} drops all rows, so there is nothing to paste"
-    does = f"{'cuts' if _cuts(found, trainer) else 'drops'} {rows(over)}" if over else "keeps all rows"
+    does = f"{'cuts' if _cuts(found, trainer) else 'drops'} {counted(over, 'rows')}" if over else "keeps all rows"
     return f"a limit of {counted(limit, 'tokens')} {does}"
 
 
@@ -86,7 +83,7 @@ def _python(found: Checked, limit: int) -> list[str]:
     options |= {"loss_on": found.loss_on} if found.kind == "chats" else {}
     options |= {**found.options, name: limit}
     if found.overlong != "drop":
-        cut = {"filter_overlong_prompts": False, "truncation": _TRUNCATION[found.overlong]}
+        cut = {"filter_overlong_prompts": False, "truncation": SIDES[found.overlong]}
         options |= cut if found.kind == "prompts" else {"overlong": found.overlong}
     bad = any(each.check == "KTO labels" for each in found.findings)
     return [
@@ -106,7 +103,7 @@ def _verl(found: Checked, limit: int) -> list[str]:
         return unread
     files = f"data.train_files={_quoted('[' + ','.join(found.files) + ']')}"
     start = [*_left_out(found), "data.custom_cls.path=pkg://gpuload.integrations.verl"]
-    cut = _TRUNCATION.get(found.overlong, "right")
+    cut = SIDES.get(found.overlong, "right")
     if found.kind == "chats":
         served = _as_served(found)
         key, name = ("messages_key", found.prompt_key), "ServedSFTDataset" if served else "SFTDataset"

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gpuload.core.arrays import offsets_of
+from gpuload.core.arrays import mask_of, offsets_of
 from gpuload.core.arrow import as_arrow, as_numpy, as_scalar, fill_null
 from gpuload.inspect.checks.findings import RowMask
 from gpuload.sources.columns import to_python
@@ -70,9 +70,7 @@ class FlatMessages:
         Args:
             mask: (k,) bool.
         """
-        found = np.zeros(self.count, np.bool_)
-        found[self.row[mask]] = True
-        return found
+        return mask_of(self.row[mask], self.count)
 
     def has_role(self, *roles: str) -> RowMask:
         """(k,) bool: which messages have one of some roles."""
@@ -130,6 +128,11 @@ def flat_messages(column: pa.Array) -> FlatMessages:
     if len(made) < len(found):
         return _by_rows(_readable(column))
     return _in_order(made) if len(made) > 1 else made[0]
+
+
+def matches(texts: Any, pattern: str) -> RowMask:
+    """(n,) bool: texts that match a regular expression; a null does not."""
+    return as_numpy(fill_null(pc.match_substring_regex(texts, pattern), False))
 
 
 def _parts_of(column: pa.Array) -> Iterator[tuple[int, pa.Array]]:
@@ -295,9 +298,6 @@ def _by_rows(rows: list[Any]) -> FlatMessages:
             for message in value if isinstance(value, list) else ():
                 made.add(number, part, message)
     return made.finish(len(rows))
-
-
-_MEDIA = ("image", "video", "audio")
 
 
 def _text_of(content: Any) -> tuple[str, tuple[int, int, int]]:

@@ -1,15 +1,11 @@
 """The page of `gpuload check --html`: one file that loads nothing, made of `page.html`."""
 
-import functools
 from collections.abc import Sequence
-from importlib import resources
-
-import jinja2
 
 from gpuload._version import __version__
 from gpuload.inspect.checks.lines import kept_by, lines_for
 from gpuload.inspect.checks.run import Checked, CheckedTrainer
-from gpuload.inspect.page import clipped
+from gpuload.inspect.page import clipped, template
 
 _ROWS = 20  # numbers of rows that are shown of a finding
 
@@ -20,7 +16,7 @@ def page_of_findings(found: Checked, trainer: CheckedTrainer | None, limit: int 
     Args:
         trainer, limit: as for `lines_for`.
     """
-    return _template().render(
+    return template(__package__, some_rows).render(
         found=found,
         version=__version__,
         title=", ".join(map(clipped, found.files[:3])) + (" …" if len(found.files) > 3 else ""),
@@ -42,13 +38,3 @@ def verdict(found: Checked) -> str:
 def some_rows(rows: Sequence[int], most: int = _ROWS) -> str:
     """The numbers of the first rows of a finding."""
     return ", ".join(map(str, rows[:most])) + (", …" if len(rows) > most else "")
-
-
-@functools.cache
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    environment.filters |= {"clipped": clipped, "number": "{:,}".format}
-    environment.globals |= {"some_rows": some_rows}
-    return environment.from_string(resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8"))

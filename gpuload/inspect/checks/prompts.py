@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from gpuload.core.arrays import mask_of
 from gpuload.core.arrow import as_numpy, as_scalar
 from gpuload.inspect.checks.findings import RowMask
 from gpuload.inspect.checks.messages import PROMPT_PART, TEXT_PART, FlatMessages
@@ -79,9 +80,7 @@ def empty_prompts(rows: CheckedRows, prompts: bool) -> Hit:
     ours = ~messages.is_answer(prompts)
     said = ours & ~messages.has_role("system", "developer")
     written = said & (~_blank(messages.text) | messages.media.any(axis=1))
-    has = np.zeros(messages.count, np.bool_)
-    has[messages.row] = True
-    has[list(rows.rejected)] = False
+    has = mask_of(messages.row, messages.count) & ~mask_of(rows.rejected, messages.count)
     plain = messages.rows_of(messages.part == TEXT_PART) if not prompts else np.zeros(messages.count, np.bool_)
     alone = messages.rows_of(messages.part == PROMPT_PART)
     starts = ~messages.rows_of(said) & ~alone & ~plain  # an answer without a question
@@ -150,8 +149,7 @@ def _in_others(
     same = (theirs[match] == question) & (question != _NOTHING)
     yield Hit("also elsewhere", same, lambda row: f"as {place(int(match[row]))}")
     prompt, other, share = overlapping(grams.select(~same).distinctive(), their_grams.distinctive())
-    near = np.zeros(len(question), np.bool_)
-    near[prompt] = True
+    near = mask_of(prompt, len(question))
 
     def detail(row: int) -> str:
         number = int(np.searchsorted(prompt, row))

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from gpuload.core.arrays import Ragged
+from gpuload.core.words import counted
 from gpuload.inspect.checks.findings import RULES, Finding, Level, RowMask
 from gpuload.inspect.checks.messages import FlatMessages
 
@@ -59,6 +61,13 @@ class Hit(NamedTuple):
     rows: RowMask
     detail: Callable[[int], str]
     level: Level | None = None
+
+
+def over_the_limit(lengths: npt.NDArray[np.int64], limit: int) -> Hit:
+    """Rows of so many tokens, (n,), that have too many."""
+    return Hit(
+        "over the limit", lengths > limit, lambda row: f"{counted(lengths[row], 'tokens')}, and the limit is {limit:,}"
+    )
 
 
 class Collected:

@@ -11,13 +11,12 @@ from gpuload.core.arrays import Ragged
 from gpuload.core.errors import OptionError
 from gpuload.core.marks import CHOSEN, REJECTED, loss_tokens, sequence
 from gpuload.core.options import POSITIVE, LossOn, Normalize, Options, Overlong, Truncation, TurnsMode, check_choice
-from gpuload.core.words import counted
 from gpuload.engines.protocol import ArrowPrompts
 from gpuload.inspect.checks.findings import RULES, Finding, in_order
 from gpuload.inspect.checks.messages import flat_messages
 from gpuload.inspect.checks.prompts import PromptTable, duplicates, elsewhere, empty_prompts
-from gpuload.inspect.checks.rows import CheckedRows, Collected, Hit
-from gpuload.inspect.checks.served import ServedChecks
+from gpuload.inspect.checks.rows import CheckedRows, Collected, Hit, over_the_limit
+from gpuload.inspect.checks.served import served_part
 from gpuload.inspect.checks.texts import TextChecks, has_media
 from gpuload.inspect.checks.tokens import TokenChecks
 from gpuload.inspect.data import KindName, open_data
@@ -35,7 +34,7 @@ from gpuload.sources.read import Source, check_unchanged, with_prompts
 
 CheckedTrainer = Literal["verl", "trl", "slime", "nemo-rl"]
 
-_SIDES: dict[str, Truncation] = {"keep_start": "right", "keep_end": "left"}
+SIDES: dict[str, Truncation] = {"keep_start": "right", "keep_end": "left"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +163,7 @@ def checked(
         raise OptionError(f"overlong={overlong!r}: pass limit=..., too: without one, no row is too long")
     job = open_data(files, tokenizer, **options)
     if getattr(job.kind, "as_served", False):
-        check_limits(replace(job.options, truncation=_SIDES.get(overlong, "error")))
+        check_limits(replace(job.options, truncation=SIDES.get(overlong, "error")))
     others = None if against is None else _against(against, job, options)
     run = _Pass(job, trainer, limit, overlong, grams=others is not None or len(job.sources) > 1)
     run.over_all_rows()
@@ -214,7 +213,7 @@ class _Pass:
     """One pass over the rows of a job."""
 
     def __init__(self, job: Job[Any], trainer: str | None, limit: int | None, overlong: Overlong, grams: bool):
-        self.job, self._limit, self._side = job, limit, _SIDES.get(overlong)
+        self.job, self._limit, self._side = job, limit, SIDES.get(overlong)
         self.total = sum(source.num_rows for source in job.sources)
         self.place = places_of(job.sources, short=True)
         kind = job.kind
@@ -222,7 +221,6 @@ class _Pass:
         labeled = labeled_format(job)
         self._texts = TextChecks(job.reference, labeled[1] if labeled else None, trainer == "trl")
         self._tokens = TokenChecks(job.reference, kind.name, everything_learned=learned == "all")
-        self._served = ServedChecks(job.reference) if getattr(kind, "as_served", False) else None
         self._table = PromptTable(kind.name == "prompts", grams)
         finders = kind.finders(job.options.verify, job.reference, self.total)
         self._verifier = Verifier(job.options.verify, job.reference, self.total, finders)
@@ -267,7 +265,9 @@ class _Pass:
             for finder in self._verifier.finders:
                 finder.look(source, numbers, prompts, text.sizes)
             sizes = job.kind.sizes(made.ids)
-            as_served = self._served.of(first, table, column, text.text, made.ids) if self._served else None
+            as_served = None
+            if getattr(job.kind, "as_served", False):
+                as_served = served_part(job.reference, first, table, column, text.text, made.ids)
             rejected = {**made.rejected, **invalid_rows(without(table, key))}
             useless = job.kind.useless(sizes, made.ids, job.options)
             texts = [text.text, *text.more] if as_served is None else [as_served.text]
@@ -294,12 +294,7 @@ class _Pass:
         kept[list(rows.useless)] = False
         self.lengths.append(lengths[kept])
         if self._limit is not None:
-            over = lengths > self._limit
-            yield Hit(
-                "over the limit",
-                over,
-                lambda row: f"{counted(lengths[row], 'tokens')}, and the limit is {self._limit:,}",
-            )
+            yield over_the_limit(lengths, self._limit)
             rows, cut = self._cut(rows)
             if cut is not None:
                 yield cut

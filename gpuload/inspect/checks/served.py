@@ -6,12 +6,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pyarrow as pa
 
-from gpuload.core.arrays import Ragged, RowNumbers
+from gpuload.core.arrays import Ragged, mask_of
 from gpuload.core.options import Truncation
-from gpuload.core.words import counted
 from gpuload.inspect.checks.findings import RowMask
 from gpuload.inspect.checks.messages import flat_messages
-from gpuload.inspect.checks.rows import CheckedRows, Hit
+from gpuload.inspect.checks.rows import CheckedRows, Hit, over_the_limit
 from gpuload.inspect.checks.tokens import TokenChecks
 from gpuload.inspect.served import joined_texts, messages_until, rows_in, texts_of
 from gpuload.kinds.served.rows import within
@@ -44,12 +43,7 @@ class ServedPart:
         """
         rows, lengths, headers = self.rows, self.rows.tokens[0].lengths, self.headers
         if limit is not None:
-            over = Hit(
-                "over the limit",
-                lengths > limit,
-                lambda row: f"{counted(lengths[row], 'tokens')}, and the limit is {limit:,}",
-            )
-            yield self._by_conversation(over, show_turn=True)
+            yield self._by_conversation(over_the_limit(lengths, limit), show_turn=True)
             fits = within(headers, limit)
             kept = np.where(lengths > limit, fits if side else 0, lengths)
             left = np.zeros(len(headers.size), np.int64)
@@ -78,8 +72,7 @@ class ServedPart:
 
     def _by_conversation(self, hit: Hit, show_turn: bool = False) -> Hit:
         of, turns = self.headers.conversation, self.headers.rows[:, 1]
-        found = np.zeros(len(self.headers.size), np.bool_)
-        found[of[hit.rows]] = True
+        found = mask_of(of[hit.rows], len(self.headers.size))
 
         def detail(row: int) -> str:
             at = int(np.flatnonzero(hit.rows & (of == row))[0])
@@ -88,40 +81,31 @@ class ServedPart:
         return hit._replace(rows=found, detail=detail)
 
 
-class ServedChecks:
-    """Makes the rows as served of conversations.
+def served_part(
+    reference: Reference,
+    first: int,
+    table: pa.Table,
+    column: pa.Array,
+    rendered: pa.LargeStringArray,
+    stored: Ragged,
+) -> ServedPart:
+    """The rows as served of n conversations.
 
     Args:
         reference: the tokenizer.
+        first, table, column: as for `CheckedRows`.
+        rendered: (n,) what was encoded of each conversation, if that is known.
+        stored: the conversations, as they are stored.
     """
-
-    def __init__(self, reference: Reference):
-        self._reference = reference
-
-    def of(
-        self, first: int, table: pa.Table, column: pa.Array, rendered: pa.LargeStringArray, stored: Ragged
-    ) -> ServedPart:
-        """Those of n conversations.
-
-        Args:
-            first, table, column: as for `CheckedRows`.
-            rendered: (n,) what was encoded of each conversation, if that is known.
-            stored: the conversations, as they are stored.
-        """
-        tokens, headers = rows_in(stored)
-        of = headers.conversation
-        until = messages_until(column, of, headers.rows[:, 1])
-        texts = self._texts(rendered, tokens, of, np.diff(headers.row_offsets))
-        part = CheckedRows(first, table, until, [texts], [tokens], {}, {}, flat_messages(until), as_served=True)
-        return ServedPart(part, headers, joined_texts(texts, of, len(column)))
-
-    def _texts(
-        self, rendered: pa.LargeStringArray, tokens: Ragged, of: RowNumbers, counts: RowNumbers
-    ) -> pa.LargeStringArray:
-        """(r,) the texts of rows: of a conversation with a single one, it is known."""
-        made = rendered.take(pa.array(of)).to_pylist()
-        several: RowMask = np.array([not text for text in made], np.bool_) | (counts[of] > 1)
-        some = texts_of(self._reference, tokens.filter(several)).to_pylist()
-        for row, text in zip(np.flatnonzero(several).tolist(), some, strict=True):
-            made[row] = text
-        return pa.array(made, pa.large_string())
+    tokens, headers = rows_in(stored)
+    of = headers.conversation
+    until = messages_until(column, of, headers.rows[:, 1])
+    # Of a conversation with a single row, the text of the row is known.
+    made = rendered.take(pa.array(of)).to_pylist()
+    several: RowMask = np.array([not text for text in made], np.bool_) | (np.diff(headers.row_offsets)[of] > 1)
+    some = texts_of(reference, tokens.filter(several)).to_pylist()
+    for row, text in zip(np.flatnonzero(several).tolist(), some, strict=True):
+        made[row] = text
+    texts = pa.array(made, pa.large_string())
+    part = CheckedRows(first, table, until, [texts], [tokens], {}, {}, flat_messages(until), as_served=True)
+    return ServedPart(part, headers, joined_texts(texts, of, len(column)))

@@ -11,10 +11,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from gpuload.core.arrays import mask_of
 from gpuload.core.arrow import as_arrow, as_numpy, fill_null
 from gpuload.core.words import counted
 from gpuload.inspect.checks.findings import RowMask
-from gpuload.inspect.checks.messages import NONE, OBJECT, TEXT, TEXT_PART, FlatMessages
+from gpuload.inspect.checks.messages import NONE, OBJECT, TEXT, TEXT_PART, FlatMessages, matches
 from gpuload.inspect.checks.rows import CheckedRows, Hit
 from gpuload.kinds.chats.load import is_good
 from gpuload.kinds.normalize import argument_forms
@@ -59,9 +60,8 @@ class TextChecks:
 
     def _dropped(self, rows: CheckedRows) -> Iterator[Hit]:
         for check, reasons in (("rows dropped", rows.rejected), ("no loss", rows.useless)):
-            mask = np.zeros(rows.messages.count, np.bool_)
-            mask[[row for row in reasons if check == "rows dropped" or row not in rows.rejected]] = True
-            yield Hit(check, mask, lambda row, reasons=reasons: reasons[row])  # type: ignore[misc]
+            some = [row for row in reasons if check == "rows dropped" or row not in rows.rejected]
+            yield Hit(check, mask_of(some, rows.messages.count), lambda row, reasons=reasons: reasons[row])  # type: ignore[misc]
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
@@ -77,7 +77,7 @@ class TextChecks:
     def _control(self, rows: CheckedRows) -> Hit:
         messages = rows.messages
         by_template = messages.part != TEXT_PART if rows.column.type == JSON_TYPE else np.ones(len(messages), np.bool_)
-        found = _matches(messages.text, self._special) & by_template if self._special else ~by_template & by_template
+        found = matches(messages.text, self._special) & by_template if self._special else ~by_template & by_template
         return Hit("control tokens", messages.rows_of(found), lambda row: self._special_in(messages, found, row))
 
     def _special_in(self, messages: FlatMessages, found: RowMask, row: int) -> str:
@@ -226,7 +226,3 @@ def _first(messages: FlatMessages, found: RowMask, row: int) -> int:
 
 def _escaped(text: str) -> str:
     return "".join(rf"\x{{{ord(character):x}}}" for character in text)
-
-
-def _matches(texts: Any, pattern: str) -> RowMask:
-    return as_numpy(fill_null(pc.match_substring_regex(texts, pattern), False))

@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
-from gpuload.core.arrays import Ragged, RowNumbers
-from gpuload.core.arrow import as_arrow, as_numpy, fill_null
+from gpuload.core.arrays import Ragged, RowNumbers, mask_of
+from gpuload.core.arrow import as_arrow, as_numpy
 from gpuload.core.marks import IDS, LOSS, loss_tokens
 from gpuload.inspect.checks.findings import RowMask
-from gpuload.inspect.checks.messages import NONE, FlatMessages
+from gpuload.inspect.checks.messages import NONE, FlatMessages, matches
 from gpuload.inspect.checks.rows import CheckedRows, Hit
 from gpuload.inspect.roles import TEMPLATE, RoleFinder
 from gpuload.inspect.tokens import TokenReader, visible_text
@@ -170,11 +170,11 @@ class TokenChecks:
         """Which tokens with loss are the first ones of empty thinking blocks, in rows whose messages have no such
         block."""
         found = np.zeros(len(loss), np.bool_)
-        texts = rows.texts[0].filter(as_arrow(_matches(rows.texts[0], _THINKING)))
+        texts = rows.texts[0].filter(as_arrow(matches(rows.texts[0], _THINKING)))
         if not len(texts):
             return found
         blocks = set(pc.struct_field(pc.extract_regex(texts, f"(?P<block>{_THINKING})"), "block").to_pylist())
-        own = rows.messages.rows_of(_matches(rows.messages.text, _THINKING))
+        own = rows.messages.rows_of(matches(rows.messages.text, _THINKING))
         allowed = loss & np.repeat(~own, ids.lengths)
         for block in blocks:
             wanted = self._reference.encode(block)
@@ -196,9 +196,7 @@ def _some_of_each_shape(messages: FlatMessages, rows: RowMask) -> RowMask:
     some = some[np.argsort(shape[some], kind="stable")]
     begin = np.flatnonzero(np.diff(shape[some], prepend=-1))
     number = np.arange(len(some)) - np.repeat(begin, np.diff(begin, append=len(some)))
-    chosen = np.zeros(len(rows), np.bool_)
-    chosen[some[number < _OF_EACH_SHAPE]] = True
-    return chosen
+    return mask_of(some[number < _OF_EACH_SHAPE], len(rows))
 
 
 def _first_places(marked: RowMask, tokens: Ragged) -> npt.NDArray[np.int64]:
@@ -211,10 +209,4 @@ def _first_places(marked: RowMask, tokens: Ragged) -> npt.NDArray[np.int64]:
 
 
 def _of_ids(ids: Iterable[int]) -> npt.NDArray[np.bool_]:
-    made = np.zeros(int(IDS) + 1, np.bool_)
-    made[list(ids)] = True
-    return made
-
-
-def _matches(texts: Any, pattern: str) -> RowMask:
-    return as_numpy(fill_null(pc.match_substring_regex(texts, pattern), False))
+    return mask_of(ids, int(IDS) + 1)
