@@ -431,8 +431,3 @@ def test_memory_is_bounded_by_the_text(mergers: list[Any], gsm8k: str) -> None:
         expected = backend.encode_batch(texts, add_special_tokens=False)
         assert ids.values.tolist() == [token for encoding in expected for token in encoding.ids]
         assert peak - ids.nbytes < 8 * sum(len(text.encode()) for text in texts)
-
-
-def test_tables_are_counted(mergers: list[Any]) -> None:
-    for merger, tokenizer, _ in mergers:
-        assert merger.nbytes == tokenizer.tables.nbytes

@@ -36,7 +36,8 @@ def encode(task: Task, facts: Facts) -> None:
         except MissingError as error:
             facts(name_of(directory), why=str(error))
             continue
-        facts(name_of(directory), table_bytes=encoder.nbytes)
+        tables = (*encoder._merger.words, *encoder._merger._merges)
+        facts(name_of(directory), table_bytes=sum(int(getattr(table, "nbytes", 0)) for table in tables))
         for kind, text in by_kind.items():
             name = f"{name_of(directory)}, {kind}"
             if facts.seconds_left < 20:

@@ -76,9 +76,9 @@ def pack(
     check_choice("packing", strategy, get_args(Packing))
     chance = generator(shuffle, seed, epoch)
     if strategy in _TRL:
-        parts = range(0, len(counts), _TRL_ROWS)
+        parts = range(0, max(1, len(counts)), _TRL_ROWS)
         rows = [low + np.flatnonzero(counts[low : low + _TRL_ROWS]) for low in parts]
-        plan = _joined([_packed(_TRL[strategy], part, counts[part], int(size)) for part in rows])
+        plan = Plan.concatenate([_packed(_TRL[strategy], part, counts[part], int(size)) for part in rows])
     else:
         documents = np.flatnonzero(counts)
         if chance:
@@ -193,12 +193,3 @@ def _places(order: RowNumbers, placed: RowNumbers, packs: int) -> tuple[RowNumbe
     result = np.empty_like(order)
     result[offsets[pack_of] + held[step] + slot] = order
     return result, offsets
-
-
-def _joined(plans: list[Plan]) -> Plan:
-    """The packs of all plans, one plan after the other."""
-    none = [np.zeros(0, np.int64)]  # there may be no plans
-    rows, first, lengths = (
-        np.concatenate(none + [getattr(plan, name) for plan in plans]) for name in ("rows", "first", "lengths")
-    )
-    return Plan(rows, first, lengths, offsets_of(np.concatenate(none + [np.diff(plan.offsets) for plan in plans])))

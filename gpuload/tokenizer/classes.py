@@ -39,11 +39,6 @@ class ClassMap:
     blocks: npt.NDArray[np.uint8]
     count: int
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the table in bytes."""
-        return int(self.pages.nbytes + self.blocks.nbytes)
-
     def of(self, code_points: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
         """Return the (n,) classes of (n,) code points."""
         found: npt.NDArray[np.uint8] = self.blocks[self.pages[code_points >> 8], code_points & 255]
@@ -52,10 +47,15 @@ class ClassMap:
     @staticmethod
     def from_classes(classes: npt.NDArray[np.uint8]) -> "ClassMap":
         """Build the table from (0x110000,) class numbers."""
-        different: dict[bytes, int] = {}
-        pages = [different.setdefault(page.tobytes(), len(different)) for page in classes.reshape(-1, 256)]
-        blocks = np.frombuffer(b"".join(different), np.uint8).reshape(-1, 256)
-        return ClassMap(np.array(pages, np.uint16), blocks, int(blocks.max()) + 1)
+        pages, blocks = two_levels(classes)
+        return ClassMap(pages, blocks, int(blocks.max()) + 1)
+
+
+def two_levels(values: npt.NDArray[Any]) -> tuple[npt.NDArray[np.uint16], npt.NDArray[Any]]:
+    """(4352,) pages and (m, 256) blocks of a value for each code point: every distinct page of 256 is stored once."""
+    different: dict[bytes, int] = {}
+    pages = [different.setdefault(page.tobytes(), len(different)) for page in values.reshape(-1, 256)]
+    return np.array(pages, np.uint16), np.frombuffer(b"".join(different), values.dtype).reshape(-1, 256)
 
 
 def changes(atom: Atom) -> npt.NDArray[np.int64]:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpuload.tokenizer import merges
+from gpuload.tokenizer.classes import two_levels
 from gpuload.tokenizer.hash_tables import fill, hash_pairs, pair_keys
 from gpuload.tokenizer.merges import Ids, MergeTables, Offsets
 from gpuload.tokenizer.spec import BpeSpec, byte_entries
@@ -43,27 +44,17 @@ class FallbackTables:
     letter_blocks: Ids
     adjacent: npt.NDArray[np.uint64]
 
-    @property
-    def nbytes(self) -> int:
-        """Size of all tables in bytes."""
-        own = (self.letter_pages, self.letter_blocks, self.adjacent)
-        return self.base.nbytes + sum(int(array.nbytes) for array in own)
-
 
 def fallback_tables(spec: BpeSpec) -> FallbackTables:
     """Return the tables of a tokenizer with byte fallback, from the cache if they have been built before."""
-    names = ("letter_pages", "letter_blocks", "adjacent")
 
     def build() -> dict[str, Any]:
         tables = build_tables(spec)
-        of_base = {field.name: getattr(tables.base, field.name) for field in fields(MergeTables)}
-        return of_base | {name: getattr(tables, name) for name in names}
+        return vars(tables.base) | {name: array for name, array in vars(tables).items() if name != "base"}
 
     arrays = cached("fallback", f"{_VERSION} {spec.digest}", build)
-    return FallbackTables(
-        MergeTables(**{field.name: arrays[field.name] for field in fields(MergeTables)}),
-        **{name: arrays[name] for name in names},
-    )
+    base = MergeTables(**{field.name: arrays.pop(field.name) for field in fields(MergeTables)})
+    return FallbackTables(base, **arrays)
 
 
 def build_tables(spec: BpeSpec) -> FallbackTables:
@@ -73,13 +64,10 @@ def build_tables(spec: BpeSpec) -> FallbackTables:
     for entry, number in spec.vocab.items():
         if len(entry) == 1:
             letters[ord(entry)] = number
-    # A two-level table: most pages of 256 code points are equal (no entries), and each distinct one is stored once.
-    different: dict[bytes, int] = {}
-    pages = [different.setdefault(page.tobytes(), len(different)) for page in letters.reshape(-1, 256)]
-    blocks = np.frombuffer(b"".join(different), np.int32).reshape(-1, 256)
+    pages, blocks = two_levels(letters)
     byte_ids = np.array([spec.vocab[entry] for entry in byte_entries()], np.int32)
     base = merges.without_words(pairs, merged, byte_ids)
-    tables = FallbackTables(base, np.array(pages, np.uint16), blocks, _adjacent(spec))
+    tables = FallbackTables(base, pages, blocks, _adjacent(spec))
 
     entries = [entry for entry in spec.vocab if entry]
     ids = np.fromiter((spec.vocab[entry] for entry in entries), np.int32, len(entries))

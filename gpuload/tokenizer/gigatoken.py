@@ -12,19 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from gpuload.tokenizer.spec import (
-    GPT2_PATTERN,
-    WHITE_SPACE,
-    BpeSpec,
-    Split,
-    bpe_spec,
-    byte_entries,
-    byte_letters,
-)
-from gpuload.tokenizer.tables import cached, model_digest
+from gpuload.tokenizer.spec import GPT2_PATTERN, WHITE_SPACE, BpeSpec, Split, bpe_spec, byte_entries, byte_letters
+from gpuload.tokenizer.tables import of_model
 
 _VERSION = 1  # of the rules
-_SMALL = 1 << 20  # characters of a tokenizer that is read every time
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORD = r"[^\r\n\p{L}\p{N}]?"
@@ -72,11 +63,11 @@ def not_known_exact(model_json: str) -> str | None:
 
     def reason() -> str:
         spec = bpe_spec(model_json)
-        return spec if isinstance(spec, str) else _reason(spec) or ""
+        if isinstance(spec, str):
+            return spec
+        return _wrong_stages(spec) or _wrong_added(spec) or _wrong_vocabulary(spec) or ""
 
-    if len(model_json) < _SMALL:
-        return reason() or None
-    answer = cached("gigatoken", f"{_VERSION} {model_digest(model_json)}", lambda: {"reason": np.array(reason())})
+    answer = of_model("gigatoken", _VERSION, model_json, lambda: {"reason": np.array(reason())})
     return str(answer["reason"]) or None
 
 
@@ -92,10 +83,6 @@ def needs_nfc_text(added: Iterable[Any]) -> bool:
         added: `tokenizers.AddedToken`.
     """
     return any(token.normalized or not token.content.isascii() or set(token.content) & set("K;`") for token in added)
-
-
-def _reason(spec: BpeSpec) -> str | None:
-    return _wrong_stages(spec) or _wrong_added(spec) or _wrong_vocabulary(spec)
 
 
 def _wrong_stages(spec: BpeSpec) -> str | None:

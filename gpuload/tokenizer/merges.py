@@ -15,7 +15,7 @@ really produces, which is tested once for every entry when the tables are built.
 in the vocabulary, and entries that the trainer left behind. With `ignore_merges` all entries are in the tables.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -68,20 +68,10 @@ class MergeTables:
     long_offsets: Ids
     long_ids: Ids
 
-    @property
-    def nbytes(self) -> int:
-        """Size of all tables in bytes."""
-        return sum(int(getattr(self, field.name).nbytes) for field in fields(self))
-
 
 def merge_tables(spec: BpeSpec) -> MergeTables:
     """Return the tables of a byte-level tokenizer, from the cache if they have been built before."""
-
-    def build() -> dict[str, Any]:
-        tables = build_tables(spec)
-        return {field.name: getattr(tables, field.name) for field in fields(tables)}
-
-    return MergeTables(**cached("merges", f"{_VERSION} {spec.digest}", build))
+    return MergeTables(**cached("merges", f"{_VERSION} {spec.digest}", lambda: vars(build_tables(spec))))
 
 
 def build_tables(spec: BpeSpec) -> MergeTables:

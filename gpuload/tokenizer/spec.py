@@ -178,10 +178,7 @@ def _check_model(model: Mapping[str, Any]) -> None:
 def _fallback(parts: Mapping[str, Any], model: Mapping[str, Any]) -> Fallback:
     if model.get("ignore_merges"):
         raise UnsupportedError("byte fallback with ignore_merges is not supported")
-    normalizer, stages = (
-        _flat(parts.get("normalizer"), "normalizers"),
-        _flat(parts.get("pre_tokenizer"), "pretokenizers"),
-    )
+    normalizer, stages = steps_of(parts.get("normalizer")), steps_of(parts.get("pre_tokenizer"))
     if not normalizer and len(stages) == 1 and stages[0]["type"] == "Metaspace":
         return _metaspace(stages[0])
     prefix, space = "", " "
@@ -249,7 +246,7 @@ def _merges(merges: Sequence[Any], fallback: bool) -> Sequence[tuple[str, str]]:
 def normalizes_to_nfc(part: Any) -> bool:
     """Return whether text is normalized to NFC."""
     nfc = False
-    for step in _flat(part, "normalizers"):
+    for step in steps_of(part):
         if step["type"] != "NFC":
             raise UnsupportedError(f"the normalizer {step['type']} is not supported")
         nfc = True
@@ -259,7 +256,7 @@ def normalizes_to_nfc(part: Any) -> bool:
 def stages_of(part: Any) -> tuple[tuple[Split | Digits, ...], bool]:
     """Return the stages, and whether a space is prepended."""
     stages: list[Split | Digits] = []
-    parts = _flat(part, "pretokenizers")
+    parts = steps_of(part)
     if not parts or parts[-1]["type"] != "ByteLevel":
         raise UnsupportedError("the pre-tokenizer does not end with ByteLevel")
     for step in parts[:-1]:
@@ -308,10 +305,11 @@ def _added(added: Sequence[Mapping[str, Any]], nfc: bool) -> tuple[AddedToken, .
     return tuple(tokens)
 
 
-def _flat(part: Any, inner: str) -> list[Mapping[str, Any]]:
+def steps_of(part: Any) -> list[Mapping[str, Any]]:
     """Return the steps of a part of the pipeline, with nested sequences flattened."""
     if part is None:
         return []
-    if part["type"] == "Sequence":
-        return [step for member in part[inner] for step in _flat(member, inner)]
-    return [part]
+    if part["type"] != "Sequence":
+        return [part]
+    members: list[Any] = next((part[k] for k in ("normalizers", "pretokenizers", "processors") if k in part), [])
+    return [step for member in members for step in steps_of(member)]

@@ -30,17 +30,7 @@ import numpy.typing as npt
 
 from gpuload.tokenizer import classes as code_classes
 from gpuload.tokenizer.classes import ClassMap
-from gpuload.tokenizer.regex import (
-    Ahead,
-    Alternate,
-    Atom,
-    Concat,
-    Node,
-    Repeat,
-    UnsupportedRegexError,
-    atoms,
-    parse,
-)
+from gpuload.tokenizer.regex import Ahead, Alternate, Atom, Concat, Node, Repeat, UnsupportedRegexError, atoms, parse
 from gpuload.tokenizer.spec import Digits, Keep, Split
 
 _MOST_STATES = 1024
@@ -79,11 +69,6 @@ class Splitter:
 
     classes: ClassMap
     stages: tuple[Stage, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all tables in bytes."""
-        return self.classes.nbytes + sum(stage.table.nbytes for stage in self.stages)
 
 
 def compile_splitter(stages: Sequence[Split | Digits]) -> Splitter:

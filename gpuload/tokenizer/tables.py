@@ -15,6 +15,8 @@ from gpuload.core.files import cache_root, replacing
 
 Arrays = dict[str, Any]  # name → numpy array
 
+_SMALL = 1 << 20  # characters of a tokenizer
+
 
 @lru_cache(maxsize=2)
 def model_digest(model_json: str) -> str:
@@ -42,6 +44,11 @@ def cached(kind: str, content: str, build: Callable[[], Arrays]) -> Arrays:
     with contextlib.suppress(OSError), replacing(file) as unfinished, unfinished.open("wb") as stream:
         np.savez(stream, **arrays)  # given a path, NumPy would append .npz to it
     return arrays
+
+
+def of_model(kind: str, version: int, model_json: str, build: Callable[[], Arrays]) -> Arrays:
+    """`cached` for what depends on a tokenizer and a version of rules; a small tokenizer is read every time."""
+    return build() if len(model_json) < _SMALL else cached(kind, f"{version} {model_digest(model_json)}", build)
 
 
 def _read(file: Path) -> Arrays:

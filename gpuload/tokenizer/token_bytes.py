@@ -26,11 +26,10 @@ import numpy as np
 import numpy.typing as npt
 
 from gpuload.core.arrays import offsets_of
-from gpuload.tokenizer.spec import WHITE_SPACE, BpeSpec, Split, bpe_spec, byte_entries, byte_letters
-from gpuload.tokenizer.tables import cached, model_digest
+from gpuload.tokenizer.spec import WHITE_SPACE, BpeSpec, Split, bpe_spec, byte_entries, byte_letters, steps_of
+from gpuload.tokenizer.tables import of_model
 
 _VERSION = 2  # of the table and of the rules
-_SMALL = 1 << 20  # characters of a tokenizer that is read every time
 _SPACE_LETTER = byte_letters()[ord(" ")]
 
 
@@ -68,10 +67,7 @@ def token_bytes(model_json: str) -> TokenBytes | str:
     Returns:
         The table, or one sentence why the tokens of this tokenizer need not lie end to end in a text.
     """
-    if len(model_json) < _SMALL:
-        arrays = _arrays(model_json)
-    else:
-        arrays = cached("token-bytes", f"{_VERSION} {model_digest(model_json)}", lambda: _arrays(model_json))
+    arrays = of_model("token-bytes", _VERSION, model_json, lambda: _arrays(model_json))
     reason = str(arrays.pop("reason"))
     if reason:
         return reason
@@ -84,20 +80,11 @@ def _arrays(model_json: str) -> dict[str, Any]:
     spec = bpe_spec(model_json)
     if isinstance(spec, str):
         return {"reason": np.array(spec)}
-    processors = _processors(json.loads(model_json).get("post_processor"))
+    processors = steps_of(json.loads(model_json).get("post_processor"))
     # For each step that trims spaces from offsets: whether it keeps that of the first token.
     trims = [bool(step["add_prefix_space"]) for step in processors if step.get("trim_offsets")]
     reason = _reason(spec, processors, trims)
     return {"reason": np.array(reason or "")} | ({} if reason else _table(spec, trims))
-
-
-def _processors(part: Any) -> list[Mapping[str, Any]]:
-    """The steps of the post-processor, with nested sequences flattened."""
-    if part is None:
-        return []
-    if part["type"] == "Sequence":
-        return [step for member in part["processors"] for step in _processors(member)]
-    return [part]
 
 
 def _reason(spec: BpeSpec, processors: Sequence[Mapping[str, Any]], trims: Sequence[bool]) -> str | None:

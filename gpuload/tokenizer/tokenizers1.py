@@ -15,7 +15,6 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from gpuload.core.backends import Encode
+from gpuload.tokenizer.spec import steps_of
 from gpuload.tokenizer.tables import cached, model_digest
 
 VARIABLE = "GPULOAD_TOKENIZERS1"
@@ -37,23 +37,9 @@ _CONTEXT = (
 # Without added tokens that have flags, in all combinations. Other kinds of parts were not compared.
 _MODELS = frozenset(("BPE", "Unigram", "WordPiece"))
 _NORMALIZERS = frozenset(
-    (
-        "BertNormalizer",
-        "Lowercase",
-        "NFC",
-        "NFD",
-        "NFKC",
-        "NFKD",
-        "Precompiled",
-        "Prepend",
-        "Replace",
-        "Strip",
-        "StripAccents",
-    )
+    "BertNormalizer Lowercase NFC NFD NFKC NFKD Precompiled Prepend Replace Strip StripAccents".split()
 )
-_PRE_TOKENIZERS = frozenset(
-    ("BertPreTokenizer", "ByteLevel", "Digits", "Metaspace", "Split", "Whitespace", "WhitespaceSplit")
-)
+_PRE_TOKENIZERS = frozenset("BertPreTokenizer ByteLevel Digits Metaspace Split Whitespace WhitespaceSplit".split())
 
 
 def tokenizers1_version() -> str | None:
@@ -122,23 +108,15 @@ def not_known_equal(model_json: str) -> str | None:
     if parts["model"].get("type") not in _MODELS:
         return f"the model {parts['model'].get('type')} was not compared"
     for part, known in (("normalizer", _NORMALIZERS), ("pre_tokenizer", _PRE_TOKENIZERS)):
-        for step in _steps(parts.get(part)):
+        for step in steps_of(parts.get(part)):
             if step["type"] not in known:
                 return f"the {part} {step['type']} was not compared"
-    if any(step.get("prepend_scheme") == "first" for step in _steps(parts.get("pre_tokenizer"))):
+    if any(step.get("prepend_scheme") == "first" for step in steps_of(parts.get("pre_tokenizer"))):
         return "the two differ on what is the first word for Metaspace"
     for token in parts.get("added_tokens") or []:
         if flags := [flag for flag in ("normalized", "lstrip", "rstrip", "single_word") if token[flag]]:
             return f"the added token {token['content']!r} is {flags[0]}, where the two can differ"
     return None
-
-
-def _steps(part: Mapping[str, Any] | None) -> Iterable[Mapping[str, Any]]:
-    if part is not None and part["type"] == "Sequence":
-        for step in part.get("normalizers") or part.get("pretokenizers") or []:
-            yield from _steps(step)
-    elif part is not None:
-        yield part
 
 
 def differing_code_points(model_json: str, versions: str, here: Encode, there: Encode) -> tuple[int, ...]:

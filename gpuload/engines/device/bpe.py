@@ -40,7 +40,6 @@ class Merger:
 
     Attributes:
         words: the vocabulary, for `PreTokenizer`.
-        nbytes: size of the tables in bytes.
     """
 
     def __init__(self, kernels: Kernels, tables: MergeTables | FallbackTables) -> None:
@@ -59,7 +58,6 @@ class Merger:
             isinstance(tables, FallbackTables), *on_device, there.byte_ids, there.pairs, len(there.pairs) - 1,
             there.merged,
         )  # fmt: skip
-        self.nbytes = there.nbytes + sum(int(array.nbytes) for array in on_device)
 
     def on(self, kernels: Kernels) -> "Merger":
         """Return the same, launched by other kernels of the device."""

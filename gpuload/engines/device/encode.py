@@ -43,14 +43,12 @@ class DeviceEncoder:
 
     Attributes:
         chunk_bytes: as above; callers lower it when memory runs out.
-        nbytes: size of vocabulary and merges in device memory. (The splitter's tables are small in comparison.)
     """
 
     def __init__(self, kernels: Kernels, tokenizer: CompiledTokenizer, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._kernels, self.chunk_bytes = kernels, chunk_bytes
         self._merger = Merger(kernels, tokenizer.tables)
         self._pretokenizer = PreTokenizer(kernels, tokenizer, self._merger.words)
-        self.nbytes = self._merger.nbytes
 
     def again(self, kernels: Kernels) -> "DeviceEncoder":
         """Return an encoder with the same tables, for another load on the same device."""

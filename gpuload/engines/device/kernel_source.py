@@ -9,26 +9,9 @@ from typing import Any
 import numpy as np
 
 FILES = (
-    "common.cuh",
-    "text.cuh",
-    "scan.cuh",
-    "gather.cu",
-    "strings.cu",
-    "shapes.cu",
-    "pad.cu",
-    "pack.cu",
-    "pairs.cu",
-    "answers.cu",
-    "added.cu",
-    "normal_form.cu",
-    "rewrite.cu",
-    "split.cu",
-    "words.cu",
-    "merges.cu",
-    "merges_long.cu",
-    "tiles.cu",
-    "ids.cu",
-)
+    "common.cuh text.cuh scan.cuh gather.cu strings.cu shapes.cu pad.cu pack.cu pairs.cu answers.cu added.cu "
+    "normal_form.cu rewrite.cu split.cu words.cu merges.cu merges_long.cu tiles.cu ids.cu"
+).split()
 
 _TYPES = {"i64": np.int64, "u64": np.uint64, "int": np.int32, "u16": np.uint16, "u8": np.uint8, "bool": np.bool_}
 _TYPES |= {"float": np.float32}

@@ -107,12 +107,7 @@ class PreTokenizer:
         self._strips = bool((tokens.flags & (LSTRIP | RSTRIP)).any())
         self._passes = set((tokens.flags & NORMALIZED).tolist())
         self._nfc = None
-        self._no_nfc = (
-            to_device(np.zeros(0, np.uint16)),
-            to_device(np.zeros(0, np.uint8)),
-            to_device(np.zeros(0, np.uint64)),
-            0,
-        )
+        self._no_nfc = (*(to_device(np.zeros(0, kind)) for kind in (np.uint16, np.uint8, np.uint64)), 0)
         if spec.nfc:
             values, compositions = nfc_tables()
             pages, blocks, pairs = map(to_device, (values.pages, values.blocks, compositions))

@@ -16,9 +16,7 @@ from gpuload.engines.protocol import TextColumn
 from gpuload.template.probe import WHITE_SPACE
 from gpuload.template.program import Operation, Predicate
 
-BOUNDS_ONLY = frozenset(
-    "strip lstrip rstrip removeprefix removesuffix before after before_last after_last".split(),
-)
+BOUNDS_ONLY = frozenset("strip lstrip rstrip removeprefix removesuffix before after before_last after_last".split())
 """The operations that `DeviceTexts.operate` supports."""
 
 _PART = 1 << 16  # bytes of a text that one warp searches
