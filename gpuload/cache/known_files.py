@@ -38,7 +38,8 @@ def known_digest(
         return compute()
     place = os.path.abspath(file.path) if isinstance(file, LocalFile) else f"{file.version[0]}"
     path = directory / f"{hashlib.blake2b(place.encode(), digest_size=16).hexdigest()}.json"
-    digests = _remembered(path, state)
+    known = read_facts(path)
+    digests: dict[str, str] = known["digests"] if known is not None and known["state"] == state else {}
     name = json.dumps(list(names))
     if name in digests:
         return bytes.fromhex(digests[name])
@@ -87,8 +88,3 @@ def _state(file: LocalFile | RemoteFile | None) -> list[Any] | None:
         return None
     found = [about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns]
     return [*found, about.st_ctime_ns] if tuple(found) == file.state else None
-
-
-def _remembered(path: Path, state: list[Any]) -> dict[str, str]:
-    found = read_facts(path)
-    return dict(found["digests"]) if found is not None and found["state"] == state else {}

@@ -50,16 +50,13 @@ def batch_html(batch: Mapping[str, Any], caption: str) -> str:
         if isinstance(value, Later):
             about, first = "not read yet", ""
         elif hasattr(value, "shape"):
-            about = f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}{_device(value)}"
+            place = f" on {value.device}" if str(getattr(value, "device", "cpu")) != "cpu" else ""
+            about = f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}{place}"
             first = str(value.tolist()[0]) if value.ndim and len(value) else ""
         else:
             about, first = type(value).__name__, str(value)
         rows.append((name, about, first[:_MOST]))
     return table_html(caption, ("key", "shape and type", "first value"), rows)
-
-
-def _device(value: Any) -> str:
-    return f" on {value.device}" if str(getattr(value, "device", "cpu")) != "cpu" else ""
 
 
 def token_lines(pieces: Sequence[bytes], loss: "np.ndarray[Any, Any] | None") -> Iterator[str]:

@@ -249,10 +249,6 @@ class Report:
         ]
         return "\n".join(lines)
 
-    @staticmethod
-    def _is_stage(name: str) -> bool:
-        return name != "total" and not name.startswith(OF_REASON)
-
     @property
     def _work(self) -> float:
         """Seconds of the load after files and tokenizer were opened."""
@@ -262,7 +258,8 @@ class Report:
         """What the caller waited for: first the opening, then the work, with its stages, of which some may overlap."""
         if "total" not in self.seconds:
             return ""
-        stages = {name: f"{name} {value:.2f}" for name, value in self.seconds.items() if self._is_stage(name)}
+        stages = {name: f"{name} {value:.2f}" for name, value in self.seconds.items() if not name.startswith(OF_REASON)}
+        del stages["total"]
         start = [f"start {self.seconds['open']:.2f} s"] if stages.pop("open", None) else []
         alone = [text for name, text in stages.items() if name not in self.overlapping]
         overlapping = [text for name, text in stages.items() if name in self.overlapping]

@@ -104,10 +104,6 @@ class Rows(Readable, torch.utils.data.Dataset[Row]):
         """A batch of B rows: tensors, and object arrays of the other columns."""
 
     @abstractmethod
-    def to_arrow(self) -> pa.RecordBatchReader:
-        """All rows as Arrow record batches."""
-
-    @abstractmethod
     def _lists(self, numbers: Numbers, columns: Made) -> dict[str, Sequence[Any]]:
         """What is made of the tokens of B rows: B values for each key of a row.
 

@@ -31,14 +31,7 @@ from gpuload.engines.host.packs import IGNORED
 from gpuload.integrations.automodel.contract import KNOWN, NAMES
 from gpuload.integrations.automodel.masks import Chat, marked
 from gpuload.integrations.comparison import compare, covering_rows, spread
-from gpuload.integrations.core import (
-    LOAD_OPTIONS,
-    imported,
-    log_fallback,
-    log_own_rows,
-    release_of,
-    settings_under,
-)
+from gpuload.integrations.core import LOAD_OPTIONS, imported, log_fallback, log_own_rows, release_of, settings_under
 from gpuload.integrations.known_code import change
 from gpuload.integrations.messages.cache import RowCache, Rule, identified
 from gpuload.integrations.messages.rows import MessageRows, SharedRows, row_of, shared

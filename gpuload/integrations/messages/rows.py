@@ -11,7 +11,7 @@ import pyarrow as pa
 import torch
 
 from gpuload.cache.token_store import DiskTokens
-from gpuload.core.arrays import Ragged, RowNumbers, offsets_of
+from gpuload.core.arrays import Ragged, RowNumbers, mask_of, offsets_of
 from gpuload.core.marks import with_loss
 from gpuload.engines.host.render import HostText
 from gpuload.engines.protocol import RowCounts
@@ -127,8 +127,7 @@ def without(ids: Ragged, rows: Iterable[int]) -> Ragged:
     given = list(rows)
     if not given:
         return ids
-    keep = np.ones(len(ids), bool)
-    keep[given] = False
+    keep = ~mask_of(given, len(ids))
     lengths = ids.lengths
     return Ragged(ids.values[np.repeat(keep, lengths)], offsets_of(np.where(keep, lengths, 0)))
 

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import torch
 
 from gpuload.cache.token_store import DiskTokens
-from gpuload.core.arrays import Ragged, RowNumbers, common_prefixes, offsets_of
+from gpuload.core.arrays import Ragged, RowNumbers, common_prefixes, mask_of, offsets_of, row_number
 from gpuload.core.errors import DataError, OptionError, TokenizerError
 from gpuload.engines.host.render import HostText
 from gpuload.engines.host.texts import gather
@@ -103,9 +103,7 @@ class NemoConversations:
         return len(self.numbers)
 
     def __getitem__(self, idx: int) -> dict[str, Any]:
-        if not -len(self) <= idx < len(self):
-            raise IndexError(f"row {idx} of {len(self)}")
-        number = int(self.numbers[idx])
+        number = int(self.numbers[row_number(idx, len(self))])
         if number in self.fallback:
             return self.raw[number]  # type: ignore[no-any-return]
         table, place = self.columns.place(number)
@@ -195,8 +193,7 @@ def tokenized_conversations(
     joined = MessageRows.joined([part for part, _, _ in parts], rows, others)
     texts = pa.concat_arrays([pa.array([], pa.large_string()), *(text for _, text, _ in parts)])
     lengths = pa.array(np.concatenate([np.zeros(0, np.int64), *(each for _, _, each in parts)]).astype(np.int32))
-    there = np.ones(len(chats), bool)
-    there[list(joined.fallback)] = False
+    there = ~mask_of(joined.fallback, len(chats))
     here = pa.array(np.repeat(there, sizes))
     first = pa.array(offsets_of(np.where(there, sizes, 0)), pa.int64())
     columns = {"texts": texts.filter(here), "sizes": lengths.filter(here)}
@@ -254,15 +251,11 @@ def _with_ends(
     """
     bos, eos, nothing = tokenizer.bos_token, tokenizer.eos_token, pa.scalar("", pa.large_string())
     if settings.add_bos and bos is not None:
-        wanted = np.zeros(len(texts), bool)
-        wanted[first[:-1]] = True
-        wanted &= ~np.asarray(pc.starts_with(texts, bos), bool)
+        wanted = mask_of(first[:-1], len(texts)) & ~np.asarray(pc.starts_with(texts, bos), bool)
         start = pc.if_else(pa.array(wanted), pa.scalar(bos, pa.large_string()), nothing)
         texts = pc.binary_join_element_wise(start, texts, nothing)
     if settings.add_eos and eos is not None:
-        wanted = np.zeros(len(texts), bool)
-        wanted[first[1:] - 1] = True
-        wanted &= ~np.asarray(pc.ends_with(pc.utf8_rtrim(texts, "\n"), eos), bool)
+        wanted = mask_of(first[1:] - 1, len(texts)) & ~np.asarray(pc.ends_with(pc.utf8_rtrim(texts, "\n"), eos), bool)
         end = pc.if_else(pa.array(wanted), pa.scalar(eos, pa.large_string()), nothing)
         texts = pc.binary_join_element_wise(texts, end, nothing)
     return texts

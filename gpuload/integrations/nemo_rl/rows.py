@@ -8,8 +8,10 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from gpuload.core.arrays import row_number
 from gpuload.core.errors import DataError, OptionError
 from gpuload.core.options import NO_LIMIT
+from gpuload.integrations.messages.rows import SharedRows
 from gpuload.kinds.chats.formats import messages_column
 from gpuload.kinds.load import load
 
@@ -21,16 +23,14 @@ class TokenizedPrompts:
     Attributes:
         task_name: of all rows.
         numbers: (n,) int64, their rows in the data that was read.
-        starts: (n + 1,) int64, where their ids begin.
-        ids: (starts[-1],) int32.
+        ids: of each row, int32.
         texts: (n,) the rendered prompts.
         answers: (n,) the ground truth, any Python objects.
     """
 
     task_name: str
     numbers: torch.Tensor
-    starts: torch.Tensor
-    ids: torch.Tensor
+    ids: SharedRows
     texts: pa.ChunkedArray
     answers: Sequence[Any]
 
@@ -38,14 +38,11 @@ class TokenizedPrompts:
         return len(self.numbers)
 
     def __getitem__(self, idx: int) -> dict[str, Any]:
-        if not -len(self) <= idx < len(self):
-            raise IndexError(f"row {idx} of {len(self)}")
-        row = idx % len(self)
-        start, end = self.starts[row : row + 2].tolist()
+        row = row_number(idx, len(self))
         return {
             "task_name": self.task_name,
             "content": self.texts[row].as_py(),
-            "token_ids": self.ids[start:end].to(torch.int64),
+            "token_ids": torch.from_numpy(self.ids[row].astype(np.int64)),
             "ground_truth": self.answers[row],
         }
 
@@ -91,8 +88,7 @@ def tokenized(
     return TokenizedPrompts(
         task_name,
         torch.from_numpy(numbers.copy()),
-        torch.from_numpy(np.ascontiguousarray(tokens.offsets)),
-        torch.from_numpy(np.ascontiguousarray(tokens.values)),
+        SharedRows.of(tokens),
         columns["full_prompts"],
         [answers[row] for row in numbers.tolist()],
     )

@@ -170,20 +170,14 @@ def _plans(opened: Sequence[OpenedFile], parts: Sequence[FilePart], make: Any, o
     numbers, seen = list(of_file), set()
     for at in range(0, len(numbers), _WINDOW):
         some = numbers[at : at + _WINDOW]
-        digests = _got([digest.remote(of_file[n], options.prompt_key, options.cache_dir) for n in some])
+        with own_errors():
+            digests = ray.get([digest.remote(of_file[n], options.prompt_key, options.cache_dir) for n in some])
         for number, (whole, each) in zip(some, digests, strict=True):
             key = make(whole)
             if key not in seen:
                 seen.add(key)
                 pieces = tuple(Piece(p, d, make(d)) for p, d in zip(of_file[number], each, strict=True))
                 yield EntryPlan(opened[number].source.name, key, options.verify, pieces)
-
-
-def _got(references: list[Any]) -> list[Any]:
-    """`ray.get`, which raises what the tasks raised."""
-    ray = import_ray()
-    with own_errors():
-        return list(ray.get(references))
 
 
 def _execute(tasks: Sequence[PieceTask], arguments: tuple[Any, ...], workers: Workers, done: Prepared) -> None:

@@ -22,12 +22,7 @@ from gpuload.kinds.pairs.engine import PairEngine
 from gpuload.kinds.pairs.formats import FORMATS, MARGIN, find_pair_format, label_column
 from gpuload.kinds.pairs.reference import PairReference
 from gpuload.kinds.pairs.sizes import PairSizes, useless_sequences
-from gpuload.kinds.training_options import (
-    OF_MESSAGES,
-    MessageOptions,
-    training_engine,
-    training_options,
-)
+from gpuload.kinds.training_options import OF_MESSAGES, MessageOptions, training_engine, training_options
 from gpuload.packing import Plan
 from gpuload.pipeline.kind import Kind
 from gpuload.reference.reference import Reference
