@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpuload.core.arrays import offsets_of, ranges
+from gpuload.core.arrays import Ragged, offsets_of
 from gpuload.tokenizer.hash_tables import (
     EMPTY,
     SHORT,
@@ -84,7 +84,8 @@ def build_tables(spec: BpeSpec) -> MergeTables:
     tables = without_words(*pair_table(spec), byte_ids)
     if not spec.ignore_merges:
         reachable = reachable_entries(*merge(tables, flat, offsets), ids)
-        flat, offsets, ids = _take(flat, offsets, reachable), offsets_of(lengths[reachable]), ids[reachable]
+        taken = Ragged(flat, offsets).take(reachable)
+        flat, offsets, ids = taken.values, taken.offsets, ids[reachable]
     return with_words(tables, flat, offsets, ids)
 
 
@@ -115,18 +116,17 @@ def with_words(tables: MergeTables, flat: Bytes, offsets: Offsets, ids: Ids) -> 
         flat, offsets: the words' bytes end to end, and (n + 1,) where each begins.
         ids: (n,) their ids.
     """
-    lengths = np.diff(offsets)
-    long = np.flatnonzero(lengths > SHORT)
-    long_bytes, long_offsets = _take(flat, offsets, long), offsets_of(lengths[long])
-    hashes = hash_bytes(long_bytes, long_offsets)
+    long = np.flatnonzero(np.diff(offsets) > SHORT)
+    entries = Ragged(flat, offsets).take(long)
+    hashes = hash_bytes(entries.values, entries.offsets)
     number = np.arange(len(hashes), dtype=np.uint64)
     tag = hashes >> np.uint64(32) << np.uint64(32)  # the half of the hash that does not select the slot
     return replace(
         tables,
         words=_short_words(flat, offsets, ids),
         long_words=fill(tag | number, hashes),
-        long_bytes=long_bytes,
-        long_offsets=long_offsets.astype(np.int32),
+        long_bytes=entries.values,
+        long_offsets=entries.offsets.astype(np.int32),
         long_ids=ids[long],
     )
 
@@ -136,7 +136,8 @@ def _short_words(flat: Bytes, offsets: Offsets, ids: Ids) -> npt.NDArray[np.uint
     lengths = np.diff(offsets)
     short = np.flatnonzero(lengths <= SHORT)
     short = short[np.argsort(ids[short], kind="stable")]
-    keys = padded_words(_take(flat, offsets, short), offsets_of(lengths[short]))
+    entries = Ragged(flat, offsets).take(short)
+    keys = padded_words(entries.values, entries.offsets)
     number = fill(np.arange(len(short), dtype=np.uint64), hash_words(keys))  # of the word in each slot
     used = np.flatnonzero(number != EMPTY)
     which = number[used].astype(np.int64)
@@ -162,7 +163,8 @@ def _entries(spec: BpeSpec) -> tuple[Bytes, Offsets, Ids]:
     np.cumsum(flat < 0, out=foreign[1:])
     usable = np.flatnonzero(foreign[offsets[1:]] == foreign[offsets[:-1]])
     ids = np.fromiter((spec.vocab[entry] for entry in entries), np.int32, len(entries))
-    return _take(flat, offsets, usable).astype(np.uint8), offsets_of(lengths[usable]), ids[usable]
+    taken = Ragged(flat, offsets).take(usable)
+    return taken.values.astype(np.uint8), taken.offsets, ids[usable]
 
 
 def pair_table(spec: BpeSpec) -> tuple[npt.NDArray[np.uint64], Ids]:
@@ -272,11 +274,3 @@ def _ranks_at(
     ranks = look_up_pairs(tables, symbols[places], symbols[following])
     ranks[(following == places) | (row[following] != row[places])] = NO_RANK
     return ranks
-
-
-def _take(flat: npt.NDArray[Any], offsets: Offsets, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The values of some rows of a ragged array, end to end."""
-    lengths = offsets[rows + 1] - offsets[rows]
-    starts = offsets_of(lengths)
-    taken: npt.NDArray[Any] = flat[ranges(offsets[rows], lengths, starts)]
-    return taken
