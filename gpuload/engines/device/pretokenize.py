@@ -127,7 +127,7 @@ class PreTokenizer:
         # The stage that tiles apply, if any; the others are applied before.
         last = stages.pop() if stages and stages[-1].keep != "gaps" and not leaves_gaps(stages[-1], classes) else None
         self._stages = [
-            (to_device(stage.table), to_device(restarts(stage)), stage.table.shape[1] - 1, _KEEP[stage.keep])
+            (stage.table.shape[1] - 1, to_device(stage.table), to_device(restarts(stage)), _KEEP[stage.keep])
             for stage in stages
         ]
         self._last: tuple[Array | int, ...] = 0, to_device(np.zeros(0, np.uint16)), to_device(np.zeros(0, np.uint8))
@@ -178,7 +178,9 @@ class PreTokenizer:
         if self.rewrites:
             data, offsets, marks = self._rewrite(data, offsets, marks)
         for stage in self._stages:
-            marks = self._split(data, marks, *stage)
+            found = xp.zeros(len(data), np.uint8)
+            self._run("split", data, marks, *self._classes, *stage, found)
+            marks = found
         if self._adjacent is not None:
             self._run("cut_characters", data, self._adjacent, len(self._adjacent) - 1, marks)
         listed = self.listed(data, offsets, 0, marks)
@@ -276,12 +278,6 @@ class PreTokenizer:
         kernels.run("rewritten_offsets", kernels.threads(len(offsets)), self.step, data, marks, *how, place, moved)
         self._run("rewrite", data, marks, *how, self._prefix, place, out, out_marks)
         return out, moved, out_marks
-
-    def _split(self, data: Array, marks: Array, table: Array, restarts: Array, classes: int, keep: int) -> Array:
-        """Apply one stage of the splitter. Returns the new marks."""
-        found = self._kernels.xp.zeros(len(data), np.uint8)
-        self._run("split", data, marks, *self._classes, classes, table, restarts, keep, found)
-        return found
 
 
 def _check_size(size: int) -> None:

@@ -87,7 +87,12 @@ class MaskedConversations:
             DataError: slime has to tokenize all rows.
             GpuloadError: as for `load_chats`.
         """
-        rule = self._rule()
+        if self._kind == "qwen3_5":
+            rule = by_markers(self.templates)
+        elif self._kind == "distill_qwen":
+            rule = by_answer(self.templates)
+        else:
+            rule = by_turns(self._kind, self._generator, self.templates)
         given, others = _arguments(self._samples)
         others |= dict.fromkeys(np.flatnonzero(self._counts == 0).tolist(), "it has no messages")
         rows = np.setdiff1d(np.arange(len(self._column)), list(others))
@@ -96,13 +101,6 @@ class MaskedConversations:
             return rule(self._column.take(pa.array(part)), [given[row] for row in part])
 
         return MessageRows.joined(each_part(made, runs(rows.tolist(), self._counts[rows], _AT_ONCE)), rows, others)
-
-    def _rule(self) -> Rule:
-        if self._kind == "qwen3_5":
-            return by_markers(self.templates)
-        if self._kind == "distill_qwen":
-            return by_answer(self.templates)
-        return by_turns(self._kind, self._generator, self.templates)
 
 
 def _arguments(samples: SampleColumns) -> tuple[list[Arguments], dict[int, str]]:

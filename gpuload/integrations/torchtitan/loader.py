@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice, repeat
 from typing import Any
 
 import torch
@@ -85,15 +85,11 @@ class TorchtitanLoader(BaseDataLoader):  # type: ignore[misc]
         )
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        packs = self._endless() if self._infinite else iter(self._loader)
+        packs = chain.from_iterable(repeat(self._loader)) if self._infinite else iter(self._loader)
         while batch := list(islice(packs, self._packs or 1)):
             ids, labels, positions = zip(*map(self._padded, batch), strict=True)
             joined = torch.cat if self._packs is None else torch.stack
             yield {"input": joined(ids), "positions": joined(positions)}, joined(labels)
-
-    def _endless(self) -> Iterator[Mapping[str, Any]]:
-        while True:
-            yield from self._loader
 
     def _padded(self, pack: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Ids, labels and positions of a pack, each (size,) int64."""
