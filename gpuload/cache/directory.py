@@ -10,11 +10,8 @@ from gpuload.cache.faults import too_little_space
 from gpuload.core.files import cache_root, partial_bytes, remove_orphans
 from gpuload.media.spool import IMAGES
 
-IDS, COLUMNS = ".arrow", ".columns"
-"""How the names of entries, and of files of columns, end."""
-
+IDS, COLUMNS = ".arrow", ".columns"  # how the names of entries, and of files of columns, end
 _WHAT = {IDS: "ids", COLUMNS: "columns", IMAGES: "images"}
-
 _MOST_BYTES = 20 * 10**9
 
 

@@ -32,11 +32,8 @@ from gpuload.engines.protocol import RowCounts, Tokenized
 from gpuload.sources.read import Source, other_columns
 
 _LEVELS: tuple[Verify, ...] = ("off", "sample", "full")
-_FACTS, _OFFSETS, _SIZES, _IDS, _BLOCKS = range(5)
-"""The blocks of a part, and how many there are."""
-
-HIDDEN = ""
-"""A column of an entry that rows do not have: what tells whether the entry still holds."""
+_FACTS, _OFFSETS, _SIZES, _IDS, _BLOCKS = range(5)  # the blocks of a part, and how many there are
+HIDDEN = ""  # a column of an entry that rows do not have: what tells whether the entry still holds
 
 
 class Entry(BlockFile):

@@ -25,22 +25,15 @@ import numpy as np
 from gpuload.core.arrays import Array, Ragged, appended, array_module, marked_before, offsets_of, selected, stretches
 from gpuload.core.options import Truncation
 
-LOSS = np.int32(1 << 30)
-"""The bit of tokens with loss."""
-
-CHOSEN = np.int32(1 << 29)
-"""The bit of tokens that only the chosen sequence of a pair has."""
-
-REJECTED = np.int32(1 << 28)
-"""The bit of tokens that only the rejected sequence of a pair has."""
-
+LOSS = np.int32(1 << 30)  # the bit of tokens with loss
+CHOSEN = np.int32(1 << 29)  # the bit of tokens that only the chosen sequence of a pair has
+REJECTED = np.int32(1 << 28)  # the bit of tokens that only the rejected sequence of a pair has
 _WEIGHT_SHIFT, MOST_WEIGHTS = 21, 127
 """Ids have fewer than 2^21 values, and 7 bits are left. A dataset has at most so many weights other than 0 and 1."""
 
 WEIGHT = np.int32(MOST_WEIGHTS << _WEIGHT_SHIFT)
 
-IDS = np.int32((1 << _WEIGHT_SHIFT) - 1)
-"""The bits of ids."""
+IDS = np.int32((1 << _WEIGHT_SHIFT) - 1)  # the bits of ids
 
 
 def loss_bits(number: Array | int) -> Any:

@@ -13,9 +13,7 @@ from gpuload.core.errors import HostMemoryError
 _CGROUP = Path("/sys/fs/cgroup")
 
 _PER_BYTE = 150  # bytes that tokenizers 0.23 takes while it encodes a byte of text: 110 to 150 were measured
-LONG_TEXT = 1 << 22
-"""Bytes of text: below, nobody asks the system."""
-
+LONG_TEXT = 1 << 22  # bytes of text: below, nobody asks the system
 _reserved: dict[int, int] = {}  # thread → bytes that it may be taking now to encode a long text
 _released = threading.Condition()
 

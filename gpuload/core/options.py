@@ -31,8 +31,7 @@ TokensOn = Literal["auto", "device", "host"]
 Store = Literal["auto", "memory", "disk"]
 Overlong = Literal["drop", "keep_start", "keep_end"]
 
-NO_LIMIT = 2**31 - 1
-"""A length in tokens that no row has."""
+NO_LIMIT = 2**31 - 1  # a length in tokens that no row has
 
 # Keys of verl 0.9.1's `data:` section (trainer/config/data/legacy_data.yaml) that do not concern how prompts are read,
 # rendered and tokenized.

@@ -26,9 +26,7 @@ CHATS: Mapping[Trainer, Sequence[str]] = {
 }
 """Trainer → its columns of rows for SFT."""
 
-PAIRS: Sequence[Trainer] = ("trl", "llamafactory")
-"""Trainers that read pairs for DPO."""
-
+PAIRS: Sequence[Trainer] = ("trl", "llamafactory")  # trainers that read pairs for DPO
 _TYPES = {"input_ids": pa.int32(), "labels": pa.int32(), "attention_mask": pa.int8(), "loss_mask": pa.int8()}
 _TYPES |= {"loss_weight": pa.float32()}
 

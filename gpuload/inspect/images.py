@@ -18,9 +18,7 @@ from gpuload.media.rule import ImageRule
 from gpuload.sources.open import open_all
 
 _LIMITS = (1024, 2048, 4096, 8192, 16384)
-_TOKENS = (64, 256, 512, 1024, 2048, 4096)
-"""Of an image at most, for which `max_pixels` is tried."""
-
+_TOKENS = (64, 256, 512, 1024, 2048, 4096)  # of an image at most, for which `max_pixels` is tried
 Counts = np.ndarray[Any, np.dtype[np.int64]]
 
 

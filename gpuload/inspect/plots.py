@@ -7,9 +7,7 @@ import numpy as np
 
 from gpuload.inspect.statistics import LengthGroup
 
-FEW = 8
-"""How many groups are plotted."""
-
+FEW = 8  # how many groups are plotted
 DASHES = ("", "4 1.5", "1.2 1.2", "7 2 1.5 2", "10 3", "4 1.5 1.2 1.5", "2.5 1", "12 2 2 2")
 """Dashes of the lines of groups, in widths of the line: they can be told apart without color."""
 

@@ -30,12 +30,8 @@ from gpuload.sources.columns import to_python
 from gpuload.sources.types import is_messages, is_text
 from gpuload.template.compiler import ChatProgram
 
-TEMPLATE, UNKNOWN = 0, -1
-"""Codes of tokens that come from no message, and of those of which it is unknown."""
-
-_MOST_SEARCHED = 5_000
-"""In so many rows messages are searched for; transformers renders each of them."""
-
+TEMPLATE, UNKNOWN = 0, -1  # codes of tokens that come from no message, and of those of which it is unknown
+_MOST_SEARCHED = 5_000  # in so many rows messages are searched for; transformers renders each of them
 Codes = npt.NDArray[np.int64]
 
 

@@ -13,8 +13,7 @@ from gpuload.inspect.statistics import PERCENTILES, Lengths, Statistics
 from gpuload.inspect.tokens import shown
 
 _NO_TERMINAL = 1000  # columns of a file or a pipe
-_SHORT = (0, 50, 95, 99, 100)
-"""The percentiles that are printed where a line is too short for all."""
+_SHORT = (0, 50, 95, 99, 100)  # the percentiles that are printed where a line is too short for all
 
 
 def as_text(found: Statistics, limit: int | None = None) -> str:

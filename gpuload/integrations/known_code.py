@@ -29,9 +29,7 @@ from typing import Any, NamedTuple
 Table = Mapping[str, Mapping[str, str]]
 """Function, such as "trl.data_utils:pack_dataset" → digest → the releases in which it was seen."""
 
-_MOST = 400
-"""Definitions in a digest. None of those that are known has more than 70."""
-
+_MOST = 400  # definitions in a digest. None of those that are known has more than 70.
 _LEFT_OUT = {"annotation", "returns", "type_comment", "kind", "ctx", "type_params"}
 
 

@@ -24,9 +24,7 @@ from gpuload.engines.device.pretokenize import PreTokens, Words
 from gpuload.tokenizer.fallback import FallbackTables
 from gpuload.tokenizer.merges import MergeTables
 
-LONGEST = 4096
-"""Maximum length in bytes of a pre-token that is merged on the device."""
-
+LONGEST = 4096  # maximum length in bytes of a pre-token that is merged on the device
 _BINS = 32  # BINS of merges.cu
 _LISTED = 4  # LISTED of ids.cu
 

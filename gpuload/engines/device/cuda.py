@@ -91,8 +91,7 @@ def unavailable_reason(device: str) -> str | None:
     return None
 
 
-_WORKING: set[int] = set()
-"""The GPUs that this process has tested. A forked process does not come this far."""
+_WORKING: set[int] = set()  # the GPUs that this process has tested. A forked process does not come this far.
 
 
 def self_test(kernels: Kernels) -> None:
@@ -228,8 +227,7 @@ _POOLS = Pools()
 _HANDLES: dict[int, int] = {}
 """The number of a GPU → its `cudaMemPool_t`. It is never destroyed: memory that outlives its load is freed to it."""
 
-_IDLE_STREAMS: defaultdict[int, list[Any]] = defaultdict(list)
-"""The number of a GPU → streams of loads that are over."""
+_IDLE_STREAMS: defaultdict[int, list[Any]] = defaultdict(list)  # the number of a GPU → streams of loads that are over
 
 
 class CudaKernels(DeviceKernels):

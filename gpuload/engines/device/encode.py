@@ -22,9 +22,7 @@ CHUNK_BYTES = 256 << 20
 """Bytes of text encoded at a time: so much work that it hardly matters that the GPU is idle when the host waits for it,
 twice per chunk. A chunk of English text needs 5 times its size in memory, any chunk at most 40 times."""
 
-LEAST_CHUNK = 1 << 20
-"""Chunks are not made smaller than this when memory runs out."""
-
+LEAST_CHUNK = 1 << 20  # chunks are not made smaller than this when memory runs out
 LONGEST_TEXT = 256 << 20
 """Texts of more bytes fall back. Positions are int32, also in rewritten text, which can be several times longer."""
 

@@ -44,8 +44,7 @@ from gpuload.tokenizer.compiled import CompiledTokenizer, compile_tokenizer
 
 _Made = TypeVar("_Made")
 
-Reader = Callable[[Source, str, bool], Iterator[tuple[pa.Table | LaterTable, Prompts]]]
-"""As `Engine.read`."""
+Reader = Callable[[Source, str, bool], Iterator[tuple[pa.Table | LaterTable, Prompts]]]  # as `Engine.read`
 
 
 class DeviceEngine:

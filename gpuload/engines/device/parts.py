@@ -50,9 +50,7 @@ def chunk_sizes(source: Source, prompt_key: str, nbytes: int) -> tuple[int, int]
     return (max(min(then, _LEAST_CHUNK), then // _FIRST) if prompts > then else then), then
 
 
-MOST_JOINED = 64 << 20
-"""Bytes of prompts from which on a part of a load keeps a device busy."""
-
+MOST_JOINED = 64 << 20  # bytes of prompts from which on a part of a load keeps a device busy
 _FIRST = 8  # of a part: the first one
 _LEAST_CHUNK = 8 << 20
 _SHARE_OF_PROMPTS = 4  # tables that are so much larger than their prompts are not joined further: the host holds them

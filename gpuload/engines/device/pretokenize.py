@@ -36,9 +36,7 @@ from gpuload.tokenizer.fallback import FallbackTables
 from gpuload.tokenizer.nfc import nfc_tables
 from gpuload.tokenizer.splitter import leaves_gaps, restarts
 
-STEP = 64
-"""Bytes in a chunk: two sectors, the unit in which a GPU reads memory."""
-
+STEP = 64  # bytes in a chunk: two sectors, the unit in which a GPU reads memory
 ROOM, ROOM_TO_MERGE = 2, 6
 """Bytes of text for which there is room for one pre-token, and for one to merge, when they are listed. If there are
 more, they are listed again."""
@@ -49,8 +47,7 @@ _UNLESS_SPACE, _FIRST_ONLY = 1, 2  # as in kernels/rewrite.cu
 _KEEP = {"all": 0, "matches": 1, "gaps": 2}  # as in kernels/split.cu
 _NOT_NFC, _TOO_LONG = 1, 2  # as in kernels/tiles.cu
 
-Words = tuple[Array | int, ...]
-"""Arguments of kernels for whole-word look-ups: tables of `MergeTables`."""
+Words = tuple[Array | int, ...]  # arguments of kernels for whole-word look-ups: tables of `MergeTables`
 
 
 @dataclass(frozen=True, eq=False)

@@ -109,8 +109,7 @@ class DeviceStore:
         return ids
 
 
-_STORES: weakref.WeakSet[DeviceStore] = weakref.WeakSet()
-"""Those of datasets."""
+_STORES: weakref.WeakSet[DeviceStore] = weakref.WeakSet()  # those of datasets
 
 
 def _copy_to_host() -> None:

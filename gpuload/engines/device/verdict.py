@@ -22,9 +22,7 @@ from gpuload.engines.device.cubins import shipped
 from gpuload.engines.device.kernel_source import source
 from gpuload.engines.device.kernels import load_cupy
 
-LIMIT = 600.0
-"""Seconds for all known answers, which include the compilation of the kernels."""
-
+LIMIT = 600.0  # seconds for all known answers, which include the compilation of the kernels
 _EXCLUSIVE = 3  # cudaComputeModeExclusiveProcess
 _COMPUTE_MODE = 20  # cudaDevAttrComputeMode
 

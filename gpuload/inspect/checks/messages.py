@@ -21,9 +21,7 @@ PARTS = ("messages", "text", "prompt", "completion", "chosen", "rejected")
 
 TEXT_PART, PROMPT_PART = PARTS.index("text"), PARTS.index("prompt")
 
-NONE, TEXT, OBJECT = 0, 1, 2
-"""What the arguments of a message's tool calls are."""
-
+NONE, TEXT, OBJECT = 0, 1, 2  # what the arguments of a message's tool calls are
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _IN_TEXT = r"(?s)<think>(?P<inside>.*?\S.*?)</think>"
 _TEXT_TYPE = pa.large_string()

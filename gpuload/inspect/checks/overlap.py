@@ -16,12 +16,8 @@ import pyarrow.compute as pc
 from gpuload.core.arrays import offsets_of, ranges
 
 GRAM = 8
-SHARE = 0.5
-"""Of a prompt's 8-grams that are in one other prompt."""
-
-COMMON = 16
-"""8-grams that more prompts of a data set have do not count."""
-
+SHARE = 0.5  # of a prompt's 8-grams that are in one other prompt
+COMMON = 16  # 8-grams that more prompts of a data set have do not count
 Ints = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
 

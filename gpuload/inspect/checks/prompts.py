@@ -57,8 +57,7 @@ class PromptTable:
             self.parts.append(grams if excluded is None else grams.select(~excluded))
 
 
-_NOTHING = 0
-"""The digest of rows that are not compared."""
+_NOTHING = 0  # the digest of rows that are not compared
 
 
 def _marked(numbers: Ints, texts: pa.LargeStringArray, excluded: RowMask | None) -> Ints:

@@ -41,9 +41,7 @@ from gpuload.sources.types import as_json
 
 STOCK, PROBLEM = imported(NAMES)
 
-OPTIONS = (*LOAD_OPTIONS, "store")
-"""Keys of `dataset.gpuload`, options of `load_chats`."""
-
+OPTIONS = (*LOAD_OPTIONS, "store")  # keys of `dataset.gpuload`, options of `load_chats`
 _OF_LOADS = ("device", "gpu_memory_limit", "verify", "progress")
 
 _SAMPLE = 16

@@ -25,9 +25,7 @@ from gpuload.kinds.chats.formats import messages_column
 from gpuload.kinds.load_chats import load_chats
 from gpuload.sources.types import as_json
 
-_AT_ONCE = 200_000
-"""Conversations of a load, so that not all beginnings of all rows are in memory."""
-
+_AT_ONCE = 200_000  # conversations of a load, so that not all beginnings of all rows are in memory
 _WHY = "it cannot be tokenized by columns, or no token has loss"
 
 

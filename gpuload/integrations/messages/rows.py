@@ -22,8 +22,7 @@ _Made = TypeVar("_Made")
 
 _MOST_THREADS = 16
 
-NO_LOSS = 1 << 40
-"""More ids than a turn has: none of them has loss."""
+NO_LOSS = 1 << 40  # more ids than a turn has: none of them has loss
 
 
 @dataclass

@@ -25,8 +25,7 @@ from gpuload.template import ChatProgram
 COMPILE_MIN_ROWS = 16
 """Fewer pieces with the same arguments are rendered by transformers: compiling the template costs more."""
 
-Arguments = Mapping[str, Any]
-"""Of `apply_chat_template`, for one piece; without those that are None."""
+Arguments = Mapping[str, Any]  # of `apply_chat_template`, for one piece; without those that are None
 
 
 class Template:

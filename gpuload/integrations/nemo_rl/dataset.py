@@ -49,12 +49,8 @@ from gpuload.sources.columns import Columns
 
 STOCK, PROBLEM = imported(NAMES)
 
-OPTIONS = (*LOAD_OPTIONS, "store")
-"""Keys of the section `gpuload`, options of `gpuload.load`."""
-
-_OF_ROWS = ("token_cache", "token_cache_bytes", "store")
-"""Those for messages of SFT; the others are for prompts."""
-
+OPTIONS = (*LOAD_OPTIONS, "store")  # keys of the section `gpuload`, options of `gpuload.load`
+_OF_ROWS = ("token_cache", "token_cache_bytes", "store")  # those for messages of SFT; the others are for prompts
 _MESSAGES = ("add_bos", "add_eos", "add_generation_prompt")
 
 _SAMPLE = 16

@@ -30,8 +30,7 @@ Flags = np.ndarray[Any, np.dtype[np.bool_]]
 OF_OTHER_ROWS = "KL_completion_ids"
 """The column of rows for `"kto"` that is made of other rows: the completion of another one."""
 
-LABEL = "label"
-"""The column of rows for `"kto"` that says whether their completion is a good one."""
+LABEL = "label"  # the column of rows for `"kto"` that says whether their completion is a good one
 
 
 def pair_fields(objective: Objective) -> tuple[pa.Field, ...]:

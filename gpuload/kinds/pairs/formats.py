@@ -32,9 +32,7 @@ from gpuload.sources.types import JSON_TYPE, as_json, fields_of, is_messages, is
 
 FORMATS = ("preference", "implicit", "sharegpt", "prompt-completion", "messages")
 
-MARGIN = "margin"
-"""The column with the margins of pairs for a reward model."""
-
+MARGIN = "margin"  # the column with the margins of pairs for a reward model
 Columns = Mapping[str, Any]
 
 
@@ -106,8 +104,7 @@ def _from_pairs(keys: dict[str, str], objective: Objective, columns: Columns, co
     return _column(rows, ("chosen", "rejected"), margin)
 
 
-_MISSING = object()
-"""The prompt of rows without a column of prompts."""
+_MISSING = object()  # the prompt of rows without a column of prompts
 
 
 def _pair(turns: Sequence[Any], objective: Objective) -> dict[str, Any]:
