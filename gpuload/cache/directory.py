@@ -103,21 +103,13 @@ def clear(directory: Path) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class CachedFile:
-    """An entry, for a list of them.
+    """An entry, for a list of them."""
 
-    Attributes:
-        last_use: seconds since 1970.
-        nbytes: size of the entry.
-        what: "ids", "columns", or "images".
-        source: the name of the file of which it was made; None if the entry is damaged.
-        rows: number of its rows.
-    """
-
-    last_use: float
-    nbytes: int
-    what: str
-    source: str | None
-    rows: int
+    last_use: float  # seconds since 1970
+    nbytes: int  # size of the entry
+    what: str  # "ids", "columns", or "images"
+    source: str | None  # the name of the file of which it was made; None if the entry is damaged
+    rows: int  # number of its rows
 
 
 def cached_files(directory: Path) -> list[CachedFile]:

@@ -19,19 +19,12 @@ _CHUNK = 1 << 22  # ids that are copied at a time
 
 @dataclass(frozen=True, eq=False)
 class DiskTokens:
-    """n rows of ids in mapped files; a `protocol.TokenStore`.
+    """n rows of ids in mapped files; a `protocol.TokenStore`."""
 
-    Attributes:
-        files: the mapped files.
-        stored: (n,) int64, the number of each row, counted over the rows of all files.
-        lengths: (n,) int64.
-        owner: of files that are not in the cache.
-    """
-
-    files: Sequence[Entry]
-    stored: RowNumbers
-    lengths: RowNumbers
-    owner: Any = None
+    files: Sequence[Entry]  # the mapped files
+    stored: RowNumbers  # (n,) int64, the number of each row, counted over the rows of all files
+    lengths: RowNumbers  # (n,) int64
+    owner: Any = None  # of files that are not in the cache
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -29,13 +29,9 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
 
 @dataclass(frozen=True)
 class Later:
-    """A value that has not been read yet.
+    """A value that has not been read yet."""
 
-    Attributes:
-        make: makes the value.
-    """
-
-    make: Callable[[], Any]
+    make: Callable[[], Any]  # makes the value
 
     def __repr__(self) -> str:
         return "<not read yet>"

@@ -41,31 +41,18 @@ Made = Mapping[str, Callable[[], list[Any]]]
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    """What a load has made of its files: n rows.
+    """What a load has made of its files: n rows."""
 
-    Attributes:
-        tokens: of the rows, where the engine or the store on disk has them.
-        sizes: (k, n) what the kind has counted of each row, see `Kind.sizes`; its tokens come first.
-        columns: the other columns.
-        origins: where the rows come from.
-        engine: makes batches.
-        options: of the load.
-        pad_token_id: fills rows of batches up.
-        report: what the load did.
-        about: identifies files, tokenizer and options.
-        reference: the tokenizer; None where nobody needs it any more.
-    """
-
-    tokens: TokenStore
-    sizes: Numbers
-    columns: Columns
-    origins: Origins
-    engine: Engine
-    options: Options
-    pad_token_id: int
-    report: Report
-    about: Fingerprint | LazyDict
-    reference: Reference | None = None
+    tokens: TokenStore  # of the rows, where the engine or the store on disk has them
+    sizes: Numbers  # (k, n) what the kind has counted of each row, see `Kind.sizes`; its tokens come first
+    columns: Columns  # the other columns
+    origins: Origins  # where the rows come from
+    engine: Engine  # makes batches
+    options: Options  # of the load
+    pad_token_id: int  # fills rows of batches up
+    report: Report  # what the load did
+    about: Fingerprint | LazyDict  # identifies files, tokenizer and options
+    reference: Reference | None = None  # the tokenizer; None where nobody needs it any more
 
 
 class Rows(Readable, torch.utils.data.Dataset[Row]):

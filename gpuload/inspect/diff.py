@@ -30,38 +30,23 @@ _MOST_TOKENS = 4000  # of a sequence that are compared one by one where they are
 
 @dataclass(frozen=True)
 class DiffPiece:
-    """Consecutive tokens of a row.
+    """Consecutive tokens of a row."""
 
-    Attributes:
-        side: whether both have them, or only one.
-        tokens: their bytes.
-        loss: whether they have loss; None where no token has.
-        omitted: equal tokens that are not shown before these.
-    """
-
-    side: Side
-    tokens: Sequence[bytes]
-    loss: bool | None
-    omitted: int = 0
+    side: Side  # whether both have them, or only one
+    tokens: Sequence[bytes]  # their bytes
+    loss: bool | None  # whether they have loss; None where no token has
+    omitted: int = 0  # equal tokens that are not shown before these
 
 
 @dataclass(frozen=True)
 class ChangedRow:
-    """A row of which the two make different tokens.
+    """A row of which the two make different tokens."""
 
-    Attributes:
-        place: its file and its number there.
-        number: counted over all files.
-        reasons: why one of the two drops the row, if it does; for both.
-        lengths: tokens of each, of both.
-        sequences: name and pieces of each sequence that differs.
-    """
-
-    place: str
-    number: int
-    reasons: tuple[str | None, str | None]
-    lengths: tuple[int, int]
-    sequences: Sequence[tuple[str, Sequence[DiffPiece]]]
+    place: str  # its file and its number there
+    number: int  # counted over all files
+    reasons: tuple[str | None, str | None]  # why one of the two drops the row, if it does; for both
+    lengths: tuple[int, int]  # tokens of each, of both
+    sequences: Sequence[tuple[str, Sequence[DiffPiece]]]  # name and pieces of each sequence that differs
 
 
 @dataclass(eq=False)

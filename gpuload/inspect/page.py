@@ -45,19 +45,12 @@ Line = list[str | Number]
 
 @dataclass(frozen=True)
 class PageTable:
-    """A sortable table.
+    """A sortable table."""
 
-    Attributes:
-        title: what it shows.
-        columns: its headers.
-        lines: its cells: texts, or numbers with the text that shows them.
-        note: a sentence below it.
-    """
-
-    title: str
-    columns: Sequence[str]
-    lines: Sequence[Line]
-    note: str = ""
+    title: str  # what it shows
+    columns: Sequence[str]  # its headers
+    lines: Sequence[Line]  # its cells: texts, or numbers with the text that shows them
+    note: str = ""  # a sentence below it
 
 
 def page_of(found: Statistics, tokenizer: str) -> str:

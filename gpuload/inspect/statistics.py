@@ -37,17 +37,11 @@ Lengths = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class LengthGroup:
-    """All rows, or those of one source.
+    """All rows, or those of one source."""
 
-    Attributes:
-        name: of the source; "all" for all rows.
-        lengths: in tokens, ascending; of a pair, those of the longer sequence.
-        loss: how many tokens have loss; None for prompts and pairs.
-    """
-
-    name: str
-    lengths: Lengths
-    loss: int | None
+    name: str  # of the source; "all" for all rows
+    lengths: Lengths  # in tokens, ascending; of a pair, those of the longer sequence
+    loss: int | None  # how many tokens have loss; None for prompts and pairs
 
     def percentiles(self, wanted: Sequence[int] = PERCENTILES) -> list[int]:
         return [int(value) for value in np.percentile(self.lengths, wanted, method="nearest")]
@@ -77,19 +71,12 @@ class RoleTokens:
 
 @dataclass(frozen=True)
 class Fill:
-    """How rows fill packs.
+    """How rows fill packs."""
 
-    Attributes:
-        size: tokens of a pack.
-        packs: number of packs.
-        share: of their tokens that are used, 0 to 1.
-        longer: number of rows that are longer than a pack, and are truncated.
-    """
-
-    size: int
-    packs: int
-    share: float
-    longer: int
+    size: int  # tokens of a pack
+    packs: int  # number of packs
+    share: float  # of their tokens that are used, 0 to 1
+    longer: int  # number of rows that are longer than a pack, and are truncated
 
 
 @dataclass(frozen=True, eq=False)

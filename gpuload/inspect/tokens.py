@@ -21,21 +21,13 @@ from gpuload.tokenizer.visible import visible_text as visible_text
 
 @dataclass(frozen=True)
 class Token:
-    """One token.
+    """One token."""
 
-    Attributes:
-        id: its id.
-        piece: its bytes. Those of one character may be in several tokens.
-        role: of the message from which it comes; "template"; or None if that is unknown.
-        loss: whether it has loss; None where no token has, as in a prompt.
-        special: whether it is an added token, such as <|im_start|>.
-    """
-
-    id: int
-    piece: bytes
-    role: str | None
-    loss: bool | None
-    special: bool
+    id: int  # its id
+    piece: bytes  # its bytes. Those of one character may be in several tokens.
+    role: str | None  # of the message from which it comes; "template"; or None if that is unknown
+    loss: bool | None  # whether it has loss; None where no token has, as in a prompt
+    special: bool  # whether it is an added token, such as <|im_start|>
 
 
 @dataclass(frozen=True)

@@ -28,16 +28,11 @@ class ClassMap:
     """The class of every code point, as a two-level table: the class of c is `blocks[pages[c >> 8], c & 255]`.
 
     Most of the 4352 pages of 256 code points are equal, so the table has some tens of kilobytes instead of 1.1 MB.
-
-    Attributes:
-        pages: (4352,) uint16, the block of each page.
-        blocks: (m, 256) uint8, every distinct page once.
-        count: number of classes; classes are 0 to count - 1.
     """
 
-    pages: npt.NDArray[np.uint16]
-    blocks: npt.NDArray[np.uint8]
-    count: int
+    pages: npt.NDArray[np.uint16]  # (4352,) uint16, the block of each page
+    blocks: npt.NDArray[np.uint8]  # (m, 256) uint8, every distinct page once
+    count: int  # number of classes; classes are 0 to count - 1
 
     def of(self, code_points: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
         """Return the (n,) classes of (n,) code points."""

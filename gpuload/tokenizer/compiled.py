@@ -15,17 +15,11 @@ from gpuload.tokenizer.splitter import Splitter, compile_splitter
 
 @dataclass(frozen=True)
 class CompiledTokenizer:
-    """A tokenizer as tables.
+    """A tokenizer as tables."""
 
-    Attributes:
-        spec: what the tables were built from.
-        splitter: the pre-tokenizer.
-        tables: vocabulary and merges.
-    """
-
-    spec: BpeSpec
-    splitter: Splitter
-    tables: MergeTables | FallbackTables
+    spec: BpeSpec  # what the tables were built from
+    splitter: Splitter  # the pre-tokenizer
+    tables: MergeTables | FallbackTables  # vocabulary and merges
 
 
 def compile_tokenizer(model_json: str) -> CompiledTokenizer | str:

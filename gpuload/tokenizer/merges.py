@@ -46,27 +46,16 @@ Offsets = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class MergeTables:
-    """A vocabulary and its merges.
+    """A vocabulary and its merges."""
 
-    Attributes:
-        pairs: (2^k,) uint64, hash table pair → rank.
-        merged: (merges,) int32, rank → id.
-        byte_ids: (256,) int32, the id of each single byte; -1 for a byte without an entry, which is dropped.
-        words: (2^j, 4) uint64, hash table bytes → id of entries of at most 16 bytes.
-        long_words: (2^i,) uint64, hash table bytes → number of a longer entry.
-        long_bytes: uint8, the longer entries' bytes, end to end.
-        long_offsets: (entries + 1,) int32, where each longer entry begins in `long_bytes`.
-        long_ids: (entries,) int32.
-    """
-
-    pairs: npt.NDArray[np.uint64]
-    merged: Ids
-    byte_ids: Ids
-    words: npt.NDArray[np.uint64]
-    long_words: npt.NDArray[np.uint64]
-    long_bytes: Bytes
-    long_offsets: Ids
-    long_ids: Ids
+    pairs: npt.NDArray[np.uint64]  # (2^k,) uint64, hash table pair → rank
+    merged: Ids  # (merges,) int32, rank → id
+    byte_ids: Ids  # (256,) int32, the id of each single byte; -1 for a byte without an entry, which is dropped
+    words: npt.NDArray[np.uint64]  # (2^j, 4) uint64, hash table bytes → id of entries of at most 16 bytes
+    long_words: npt.NDArray[np.uint64]  # (2^i,) uint64, hash table bytes → number of a longer entry
+    long_bytes: Bytes  # uint8, the longer entries' bytes, end to end
+    long_offsets: Ids  # (entries + 1,) int32, where each longer entry begins in `long_bytes`
+    long_ids: Ids  # (entries,) int32
 
 
 def merge_tables(spec: BpeSpec) -> MergeTables:

@@ -33,30 +33,20 @@ class UnsupportedRegexError(ValueError):
 
 @dataclass(frozen=True)
 class Atom:
-    """Matches one code point of a class.
+    """Matches one code point of a class."""
 
-    Attributes:
-        text: the class, as a regex.
-        literal: the character, if the class is a single one.
-        ignore_case: whether it is in a case-insensitive group.
-    """
-
-    text: str
-    literal: str | None = None
-    ignore_case: bool = False
+    text: str  # the class, as a regex
+    literal: str | None = None  # the character, if the class is a single one
+    ignore_case: bool = False  # whether it is in a case-insensitive group
 
 
 @dataclass(frozen=True)
 class Ahead:
-    """Look-ahead: the next code point is (`negative`: is not) in a class. At the end of the text only `negative` holds.
+    """Look-ahead: the next code point is (`negative`: is not) in a class. At the end of the text only `negative`
+    holds."""
 
-    Attributes:
-        atom: the class.
-        negative: whether this is `(?!...)` rather than `(?=...)`.
-    """
-
-    atom: Atom
-    negative: bool
+    atom: Atom  # the class
+    negative: bool  # whether this is `(?!...)` rather than `(?=...)`
 
 
 @dataclass(frozen=True)

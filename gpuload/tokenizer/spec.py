@@ -25,26 +25,17 @@ WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u20
 
 @dataclass(frozen=True)
 class Split:
-    """A stage of the pre-tokenizer: the matches of a regex and the gaps between them become pre-tokens.
+    """A stage of the pre-tokenizer: the matches of a regex and the gaps between them become pre-tokens."""
 
-    Attributes:
-        pattern: in Oniguruma's Ruby syntax, as in `tokenizers`.
-        keep: which pre-tokens are kept: all, only the matches, or only the gaps.
-    """
-
-    pattern: str
-    keep: Keep = "all"
+    pattern: str  # in Oniguruma's Ruby syntax, as in `tokenizers`
+    keep: Keep = "all"  # which pre-tokens are kept: all, only the matches, or only the gaps
 
 
 @dataclass(frozen=True)
 class Digits:
-    """A stage that separates numerals (`char::is_numeric` in Rust) from other text.
+    """A stage that separates numerals (`char::is_numeric` in Rust) from other text."""
 
-    Attributes:
-        individual: whether each numeral becomes its own pre-token, rather than each run of numerals.
-    """
-
-    individual: bool
+    individual: bool  # whether each numeral becomes its own pre-token, rather than each run of numerals
 
 
 @dataclass(frozen=True)

@@ -60,15 +60,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class Splitter:
-    """A pre-tokenizer.
+    """A pre-tokenizer."""
 
-    Attributes:
-        classes: maps code points to classes, for all stages.
-        stages: applied in order, each within the pre-tokens of the one before.
-    """
-
-    classes: ClassMap
-    stages: tuple[Stage, ...]
+    classes: ClassMap  # maps code points to classes, for all stages
+    stages: tuple[Stage, ...]  # applied in order, each within the pre-tokens of the one before
 
 
 def compile_splitter(stages: Sequence[Split | Digits]) -> Splitter:

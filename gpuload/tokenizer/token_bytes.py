@@ -35,25 +35,15 @@ _SPACE_LETTER = byte_letters()[ord(" ")]
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """The bytes of m token ids, and what a post-processor trims from their offsets.
+    """The bytes of m token ids, and what a post-processor trims from their offsets."""
 
-    Attributes:
-        data: (bytes,) uint8, the bytes of all tokens end to end.
-        offsets: (m + 1,) int64, where the bytes of each id begin. An id without a token has none.
-        leading: (m,) int32, bytes of spaces at a token's start that are trimmed from its offsets.
-        trailing: (m,) int32, the same at its end.
-        keeps_first: whether the space of a text's first token is not trimmed at its start, if it has only one there.
-        space: what the tokenizer replaces every space of a text with; a space if it does not.
-        nfc: whether the tokenizer normalizes texts to NFC.
-    """
-
-    data: npt.NDArray[np.uint8]
-    offsets: npt.NDArray[np.int64]
-    leading: npt.NDArray[np.int32]
-    trailing: npt.NDArray[np.int32]
-    keeps_first: bool
-    space: str
-    nfc: bool
+    data: npt.NDArray[np.uint8]  # (bytes,) uint8, the bytes of all tokens end to end
+    offsets: npt.NDArray[np.int64]  # (m + 1,) int64, where the bytes of each id begin. An id without a token has none.
+    leading: npt.NDArray[np.int32]  # (m,) int32, bytes of spaces at a token's start that are trimmed from its offsets
+    trailing: npt.NDArray[np.int32]  # (m,) int32, the same at its end
+    keeps_first: bool  # whether the space of a text's first token is not trimmed at its start, if it has only one there
+    space: str  # what the tokenizer replaces every space of a text with; a space if it does not
+    nfc: bool  # whether the tokenizer normalizes texts to NFC
 
 
 def token_bytes(model_json: str) -> TokenBytes | str:

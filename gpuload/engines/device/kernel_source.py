@@ -19,17 +19,11 @@ _TYPES |= {"float": np.float32}
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a kernel.
+    """One parameter of a kernel."""
 
-    Attributes:
-        name: as in the source.
-        dtype: type of the number, or of the array's items.
-        is_array: whether the parameter is a pointer.
-    """
-
-    name: str
-    dtype: np.dtype[Any]
-    is_array: bool
+    name: str  # as in the source
+    dtype: np.dtype[Any]  # type of the number, or of the array's items
+    is_array: bool  # whether the parameter is a pointer
 
 
 @cache

@@ -52,29 +52,17 @@ Words = tuple[Array | int, ...]  # arguments of kernels for whole-word look-ups:
 
 @dataclass(frozen=True, eq=False)
 class PreTokens:
-    """The m pre-tokens of n texts, with the added tokens between them. k of them are to be merged.
+    """The m pre-tokens of n texts, with the added tokens between them. k of them are to be merged."""
 
-    Attributes:
-        known: (m,) int32, the id of each pre-token and added token; ~i for number i of those to merge.
-        first: (n + 1,) int64; text t has the pre-tokens first[t] to first[t + 1] - 1.
-        start: (k,) int32, where each pre-token to merge begins in `data`, in no particular order.
-        length: (k,) int32, its length in bytes.
-        merge_bytes: their lengths together.
-        too_long: whether some of them have more than 4,096 bytes, so that their texts must fall back.
-        data: uint8, the texts, or a rewritten copy of them.
-        offsets: (n + 1,) int64; text t begins at data[offsets[t] - base].
-        base: as above.
-    """
-
-    known: Array
-    first: Array
-    start: Array
-    length: Array
-    merge_bytes: int
-    too_long: bool
-    data: Array
-    offsets: Array
-    base: int
+    known: Array  # (m,) int32, the id of each pre-token and added token; ~i for number i of those to merge
+    first: Array  # (n + 1,) int64; text t has the pre-tokens first[t] to first[t + 1] - 1
+    start: Array  # (k,) int32, where each pre-token to merge begins in `data`, in no particular order
+    length: Array  # (k,) int32, its length in bytes
+    merge_bytes: int  # their lengths together
+    too_long: bool  # whether some of them have more than 4,096 bytes, so that their texts must fall back
+    data: Array  # uint8, the texts, or a rewritten copy of them
+    offsets: Array  # (n + 1,) int64; text t begins at data[offsets[t] - base]
+    base: int  # as above
 
 
 class PreTokenizer:

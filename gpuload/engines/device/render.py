@@ -33,36 +33,22 @@ from gpuload.template.program import Path, Ref
 
 @dataclass(frozen=True, eq=False)
 class DeviceSpans:
-    """Parts of n texts, in order; in device memory.
+    """Parts of n texts, in order; in device memory."""
 
-    Attributes:
-        first: (n + 1,) int64: those of text i are the parts first[i] to first[i + 1] - 1.
-        start: int64, where each part begins, in bytes of the text.
-        end: int64.
-        bits: int32, those of its tokens (`core.marks`).
-    """
-
-    first: Array
-    start: Array
-    end: Array
-    bits: Array
+    first: Array  # (n + 1,) int64: those of text i are the parts first[i] to first[i + 1] - 1
+    start: Array  # int64, where each part begins, in bytes of the text
+    end: Array  # int64
+    bits: Array  # int32, those of its tokens (`core.marks`)
 
 
 @dataclass(kw_only=True, eq=False)
 class DeviceText(RenderedRows):
-    """n prompts as text in device memory; a `protocol.RenderedText`. A rejected row is empty.
+    """n prompts as text in device memory; a `protocol.RenderedText`. A rejected row is empty."""
 
-    Attributes:
-        kernels: for that device.
-        offsets: (n + 1,) int64.
-        data: (offsets[-1],) uint8, all texts one after the other.
-        answers: the parts of the texts that have loss; None if nobody asks.
-    """
-
-    kernels: Kernels
-    offsets: Array
-    data: Array
-    answers: DeviceSpans | None = None
+    kernels: Kernels  # for that device
+    offsets: Array  # (n + 1,) int64
+    data: Array  # (offsets[-1],) uint8, all texts one after the other
+    answers: DeviceSpans | None = None  # the parts of the texts that have loss; None if nobody asks
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

@@ -32,32 +32,20 @@ _CHUNK = 1 << 24  # ids that are copied to the host at a time
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """Where kernels find n rows of int32 ids.
+    """Where kernels find n rows of int32 ids."""
 
-    Attributes:
-        address: (n,) int64, in device memory.
-        length: (n,) int64, number of ids; in device memory.
-    """
-
-    address: Array
-    length: Array
+    address: Array  # (n,) int64, in device memory
+    length: Array  # (n,) int64, number of ids; in device memory
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceStore:
-    """n rows of ids in device memory; a `protocol.TokenStore`.
+    """n rows of ids in device memory; a `protocol.TokenStore`."""
 
-    Attributes:
-        kernels: for that device.
-        address: (n,) int64 in host memory, where each row begins.
-        lengths: (n,) int64 in host memory.
-        segments: the memory that the addresses point into.
-    """
-
-    kernels: Kernels
-    address: Array
-    lengths: Array
-    segments: list[Array] = field(repr=False)
+    kernels: Kernels  # for that device
+    address: Array  # (n,) int64 in host memory, where each row begins
+    lengths: Array  # (n,) int64 in host memory
+    segments: list[Array] = field(repr=False)  # the memory that the addresses point into
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -112,15 +112,10 @@ def _check(number: int, path: Path) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """What became of a step of `doctor --gpu`.
+    """What became of a step of `doctor --gpu`."""
 
-    Attributes:
-        output: what it printed.
-        failure: why it failed, in one line; empty if it did not.
-    """
-
-    output: str
-    failure: str
+    output: str  # what it printed
+    failure: str  # why it failed, in one line; empty if it did not
 
 
 def run_step(name: str, number: int, limit: float, *more: str) -> Step:

@@ -39,17 +39,11 @@ def digests(texts: pa.LargeStringArray) -> Ints:
 
 @dataclass(frozen=True, eq=False)
 class Grams:
-    """The 8-grams of n prompts, each once for a prompt.
+    """The 8-grams of n prompts, each once for a prompt."""
 
-    Attributes:
-        grams: (g,) uint64.
-        prompts: (g,) int64, the prompt of each.
-        count: n.
-    """
-
-    grams: Hashes
-    prompts: Ints
-    count: int
+    grams: Hashes  # (g,) uint64
+    prompts: Ints  # (g,) int64, the prompt of each
+    count: int  # n
 
     @staticmethod
     def of(texts: pa.LargeStringArray) -> "Grams":

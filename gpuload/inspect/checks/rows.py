@@ -16,51 +16,29 @@ from gpuload.inspect.checks.messages import FlatMessages
 
 @dataclass(frozen=True, eq=False)
 class CheckedRows:
-    """n rows of a file.
+    """n rows of a file."""
 
-    Attributes:
-        first: the number of the first of them, over all files.
-        table: their columns as they are in the file, but for those that the prompts are made of.
-        column: (n,) what each row is made of.
-        texts: (n,) rendered texts, one column or several; null where a row was rejected.
-        tokens: n rows of tokens with their loss; two columns for pairs, chosen and rejected.
-        rejected: row → why nothing is made of it.
-        useless: row → why nothing is learned of it.
-        messages: those of the rows.
-        cut: (n,) bool, rows that a limit has shortened; None if no row is.
-        served: the rows are conversations, and these their rows as served (`ServedPart`); None otherwise.
-        as_served: the rows are rows as served; `texts` are what was encoded.
-        equal: (n,) bool, pairs of two equal answers; None if the rows are no pairs.
-    """
-
-    first: int
-    table: pa.Table
-    column: pa.Array
-    texts: list[pa.LargeStringArray]
-    tokens: list[Ragged]
-    rejected: Mapping[int, str]
-    useless: Mapping[int, str]
-    messages: FlatMessages
-    equal: RowMask | None = None
-    cut: RowMask | None = None
-    served: Any = None
-    as_served: bool = False
+    first: int  # the number of the first of them, over all files
+    table: pa.Table  # their columns as they are in the file, but for those that the prompts are made of
+    column: pa.Array  # (n,) what each row is made of
+    texts: list[pa.LargeStringArray]  # (n,) rendered texts, one column or several; null where a row was rejected
+    tokens: list[Ragged]  # n rows of tokens with their loss; two columns for pairs, chosen and rejected
+    rejected: Mapping[int, str]  # row → why nothing is made of it
+    useless: Mapping[int, str]  # row → why nothing is learned of it
+    messages: FlatMessages  # those of the rows
+    equal: RowMask | None = None  # (n,) bool, pairs of two equal answers; None if the rows are no pairs
+    cut: RowMask | None = None  # (n,) bool, rows that a limit has shortened; None if no row is
+    served: Any = None  # the rows are conversations, and these their rows as served (`ServedPart`); None otherwise
+    as_served: bool = False  # the rows are rows as served; `texts` are what was encoded
 
 
 class Hit(NamedTuple):
-    """Rows that a check has found.
+    """Rows that a check has found."""
 
-    Attributes:
-        check: its name.
-        rows: (n,) bool.
-        detail: the number of a row → what was found in it.
-        level: instead of the one that the number of rows has; None for that one.
-    """
-
-    check: str
-    rows: RowMask
-    detail: Callable[[int], str]
-    level: Level | None = None
+    check: str  # its name
+    rows: RowMask  # (n,) bool
+    detail: Callable[[int], str]  # the number of a row → what was found in it
+    level: Level | None = None  # instead of the one that the number of rows has; None for that one
 
 
 def over_the_limit(lengths: npt.NDArray[np.int64], limit: int) -> Hit:

@@ -21,17 +21,11 @@ from gpuload.reference.reference import Reference
 
 @dataclass(frozen=True, eq=False)
 class ServedPart:
-    """The rows as served of n conversations.
+    """The rows as served of n conversations."""
 
-    Attributes:
-        rows: r rows as served; those of a conversation one after the other.
-        headers: what the conversations say of them.
-        text: (n,) the texts of the rows of each conversation; null for those without rows.
-    """
-
-    rows: CheckedRows
-    headers: Headers
-    text: pa.LargeStringArray
+    rows: CheckedRows  # r rows as served; those of a conversation one after the other
+    headers: Headers  # what the conversations say of them
+    text: pa.LargeStringArray  # (n,) the texts of the rows of each conversation; null for those without rows
 
     def hits(self, checks: TokenChecks, limit: int | None, side: Truncation | None) -> Iterator[Hit]:
         """What is found in these rows, by conversation.

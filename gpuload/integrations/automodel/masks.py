@@ -31,17 +31,11 @@ _WHY = "it cannot be tokenized by columns, or no token has loss"
 
 @dataclass(frozen=True)
 class Chat:
-    """One conversation.
+    """One conversation."""
 
-    Attributes:
-        row: its number in the dataset.
-        messages: as the template gets them.
-        tools: None if it has none.
-    """
-
-    row: int
-    messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Any] | None = None
+    row: int  # its number in the dataset
+    messages: Sequence[Mapping[str, Any]]  # as the template gets them
+    tools: Sequence[Any] | None = None  # None if it has none
 
     @property
     def answers(self) -> list[int]:

@@ -102,17 +102,11 @@ def identified(
 
 @dataclass(frozen=True)
 class Rule:
-    """What decides the ids of rows, in addition to the data and the tokenizer.
+    """What decides the ids of rows, in addition to the data and the tokenizer."""
 
-    Attributes:
-        trainer: its name and version.
-        functions: of the trainer, which are replaced.
-        settings: of the trainer, and what else was computed of them: plain data.
-    """
-
-    trainer: str
-    functions: Sequence[Any]
-    settings: Mapping[str, Any]
+    trainer: str  # its name and version
+    functions: Sequence[Any]  # of the trainer, which are replaced
+    settings: Mapping[str, Any]  # of the trainer, and what else was computed of them: plain data
 
     def identity(self) -> tuple[bytes, str | None]:
         """What identifies it; or why nothing does."""

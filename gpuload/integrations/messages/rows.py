@@ -27,17 +27,11 @@ NO_LOSS = 1 << 40  # more ids than a turn has: none of them has loss
 
 @dataclass
 class MessageRows:
-    """n rows as a trainer trains on them.
+    """n rows as a trainer trains on them."""
 
-    Attributes:
-        ids: n rows of token ids, with a bit for loss (`core.marks`); empty for rows in `fallback`.
-        fallback: row → why the trainer's own function has to prepare it.
-        rendering: how the texts of the pieces were rendered.
-    """
-
-    ids: Ragged
-    fallback: dict[int, str]
-    rendering: RowCounts = field(default_factory=RowCounts)
+    ids: Ragged  # n rows of token ids, with a bit for loss (`core.marks`); empty for rows in `fallback`
+    fallback: dict[int, str]  # row → why the trainer's own function has to prepare it
+    rendering: RowCounts = field(default_factory=RowCounts)  # how the texts of the pieces were rendered
 
     def __post_init__(self) -> None:
         self.ids = without(self.ids, self.fallback)
@@ -72,15 +66,10 @@ class MessageRows:
 
 @dataclass(frozen=True)
 class SharedRows:
-    """n rows of ids in memory, as tensors: they go to the workers of a DataLoader through shared memory.
+    """n rows of ids in memory, as tensors: they go to the workers of a DataLoader through shared memory."""
 
-    Attributes:
-        starts: (n + 1,) int64, where the rows begin.
-        values: (starts[-1],) int32 ids, with a bit for loss.
-    """
-
-    starts: torch.Tensor
-    values: torch.Tensor
+    starts: torch.Tensor  # (n + 1,) int64, where the rows begin
+    values: torch.Tensor  # (starts[-1],) int32 ids, with a bit for loss
 
     @classmethod
     def of(cls, ids: Ragged) -> "SharedRows":

@@ -33,17 +33,11 @@ _AT_ONCE = 20_000
 
 @dataclass(frozen=True)
 class MessageSettings:
-    """NeMo-RL's settings in the section `data`.
+    """NeMo-RL's settings in the section `data`."""
 
-    Attributes:
-        add_bos: the first message begins with the tokenizer's BOS token.
-        add_eos: the last one ends with its EOS token.
-        add_generation_prompt: messages of users and tools end with a generation prompt.
-    """
-
-    add_bos: bool = True
-    add_eos: bool = True
-    add_generation_prompt: bool = False
+    add_bos: bool = True  # the first message begins with the tokenizer's BOS token
+    add_eos: bool = True  # the last one ends with its EOS token
+    add_generation_prompt: bool = False  # messages of users and tools end with a generation prompt
 
 
 @dataclass(frozen=True)
@@ -120,17 +114,11 @@ class NemoConversations:
 
 @dataclass(frozen=True)
 class FormattedChats:
-    """The messages of rows, made when they are asked for: with a store on disk, none stay in memory.
+    """The messages of rows, made when they are asked for: with a store on disk, none stay in memory."""
 
-    Attributes:
-        rows: as NeMo-RL has read them.
-        others: rows that NeMo-RL has to tokenize.
-        prompt: formats the first message of the user; None if it stays as it is.
-    """
-
-    rows: Sequence[Any]
-    others: Container[int]
-    prompt: str | None
+    rows: Sequence[Any]  # as NeMo-RL has read them
+    others: Container[int]  # rows that NeMo-RL has to tokenize
+    prompt: str | None  # formats the first message of the user; None if it stays as it is
 
     def __getitem__(self, row: int) -> Any:
         return self.formatted(row, self.rows[row]["messages"])
@@ -263,17 +251,11 @@ def _with_ends(
 
 @dataclass(frozen=True)
 class ConversationProcessor:
-    """NeMo-RL's processor for SFT, for rows that are tokenized already.
+    """NeMo-RL's processor for SFT, for rows that are tokenized already."""
 
-    Attributes:
-        tokenizer: `identity` of the one that has made the ids.
-        settings: that the ids were made with.
-        own: NeMo-RL's processor, for rows that are not tokenized.
-    """
-
-    tokenizer: tuple[Any, ...]
-    settings: MessageSettings
-    own: Any = None
+    tokenizer: tuple[Any, ...]  # `identity` of the one that has made the ids
+    settings: MessageSettings  # that the ids were made with
+    own: Any = None  # NeMo-RL's processor, for rows that are not tokenized
 
     def __call__(
         self,

@@ -18,21 +18,13 @@ from gpuload.kinds.load import load
 
 @dataclass(frozen=True)
 class TokenizedPrompts:
-    """A map-style dataset of n prompts, in place of the rows that NeMo-RL's processor would tokenize.
+    """A map-style dataset of n prompts, in place of the rows that NeMo-RL's processor would tokenize."""
 
-    Attributes:
-        task_name: of all rows.
-        numbers: (n,) int64, their rows in the data that was read.
-        ids: of each row, int32.
-        texts: (n,) the rendered prompts.
-        answers: (n,) the ground truth, any Python objects.
-    """
-
-    task_name: str
-    numbers: torch.Tensor
-    ids: SharedRows
-    texts: pa.ChunkedArray
-    answers: Sequence[Any]
+    task_name: str  # of all rows
+    numbers: torch.Tensor  # (n,) int64, their rows in the data that was read
+    ids: SharedRows  # of each row, int32
+    texts: pa.ChunkedArray  # (n,) the rendered prompts
+    answers: Sequence[Any]  # (n,) the ground truth, any Python objects
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -118,13 +110,9 @@ def check_tokenizer(tokenizer: Any, own: tuple[Any, ...]) -> None:
 
 @dataclass(frozen=True)
 class PromptProcessor:
-    """NeMo-RL's processor of prompts, for rows that are tokenized already.
+    """NeMo-RL's processor of prompts, for rows that are tokenized already."""
 
-    Attributes:
-        tokenizer: `identity` of the one that has made the ids.
-    """
-
-    tokenizer: tuple[Any, ...]
+    tokenizer: tuple[Any, ...]  # `identity` of the one that has made the ids
 
     def __call__(
         self, datum_dict: Mapping[str, Any], task_data_spec: Any, tokenizer: Any, max_seq_length: int, idx: int

@@ -43,23 +43,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class About:
-    """What is known of a dataset that was made here, without executing it.
+    """What is known of a dataset that was made here, without executing it."""
 
-    Attributes:
-        kind: of its rows, in which pairs may have become single completions.
-        options: of the load.
-        pad_token_id: the padding token.
-        empty: a report with the names and bytes of the files.
-        parts: in order.
-        reports: the actor that keeps the reports.
-    """
-
-    kind: Kind[Any]
-    options: Options
-    pad_token_id: int
-    empty: Report
-    parts: Sequence[FilePart]
-    reports: Any
+    kind: Kind[Any]  # of its rows, in which pairs may have become single completions
+    options: Options  # of the load
+    pad_token_id: int  # the padding token
+    empty: Report  # a report with the names and bytes of the files
+    parts: Sequence[FilePart]  # in order
+    reports: Any  # the actor that keeps the reports
 
 
 _ABOUT: "WeakKeyDictionary[Any, About]" = WeakKeyDictionary()

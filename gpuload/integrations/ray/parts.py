@@ -25,25 +25,15 @@ _THREADS = 16  # for footers, which are mostly waited for
 
 @dataclass(frozen=True)
 class FilePart:
-    """Some rows of one file.
+    """Some rows of one file."""
 
-    Attributes:
-        place: the file, which may have no copy on this machine.
-        file: its number.
-        groups: its row groups that are read; None for all rows of a JSON file.
-        rows: their rows.
-        take: how many of these are wanted, the first ones.
-        state: digest of the file's footer and size, or of a JSON file's content.
-        before: how many rows all files before this one have.
-    """
-
-    place: SourceFile
-    file: int
-    groups: range | None
-    rows: range
-    take: int
-    state: bytes
-    before: int = 0
+    place: SourceFile  # the file, which may have no copy on this machine
+    file: int  # its number
+    groups: range | None  # its row groups that are read; None for all rows of a JSON file
+    rows: range  # their rows
+    take: int  # how many of these are wanted, the first ones
+    state: bytes  # digest of the file's footer and size, or of a JSON file's content
+    before: int = 0  # how many rows all files before this one have
 
     @property
     def key(self) -> tuple[int, int]:
@@ -53,17 +43,11 @@ class FilePart:
 
 @dataclass(frozen=True)
 class OpenedFile:
-    """A file of which the footer was read.
+    """A file of which the footer was read."""
 
-    Attributes:
-        place: the file.
-        source: its columns and its number of rows.
-        groups: number of rows of each row group; None for JSON.
-    """
-
-    place: SourceFile
-    source: Source
-    groups: tuple[int, ...] | None
+    place: SourceFile  # the file
+    source: Source  # its columns and its number of rows
+    groups: tuple[int, ...] | None  # number of rows of each row group; None for JSON
 
     def parts(self, number: int, least: int) -> list[FilePart]:
         """Its parts.

@@ -35,17 +35,11 @@ _NO_BOUND = 1 << 62
 
 @dataclass(frozen=True)
 class Piece:
-    """Some rows of a file, and the name of their ids.
+    """Some rows of a file, and the name of their ids."""
 
-    Attributes:
-        part: the rows.
-        content: digest of their prompts.
-        key: digest of all that determines their ids.
-    """
-
-    part: FilePart
-    content: bytes
-    key: str
+    part: FilePart  # the rows
+    content: bytes  # digest of their prompts
+    key: str  # digest of all that determines their ids
 
     @property
     def name(self) -> str:
@@ -55,19 +49,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class EntryPlan:
-    """An entry that is to be made.
+    """An entry that is to be made."""
 
-    Attributes:
-        name: of the file whose ids it has, for messages.
-        key: of the entry.
-        verify: how its rows are compared with the tokenizer.
-        pieces: all of them, in order.
-    """
-
-    name: str
-    key: str
-    verify: Verify
-    pieces: tuple[Piece, ...]
+    name: str  # of the file whose ids it has, for messages
+    key: str  # of the entry
+    verify: Verify  # how its rows are compared with the tokenizer
+    pieces: tuple[Piece, ...]  # all of them, in order
 
     @property
     def entry(self) -> str:
@@ -92,15 +79,10 @@ def is_complete(store: SharedStore, plan: EntryPlan) -> bool:
 
 @dataclass(frozen=True)
 class PieceTask:
-    """What a worker is asked for.
+    """What a worker is asked for."""
 
-    Attributes:
-        plan: of the entry.
-        number: of the piece; None if all pieces are there, and only have to be joined.
-    """
-
-    plan: EntryPlan
-    number: int | None
+    plan: EntryPlan  # of the entry
+    number: int | None  # of the piece; None if all pieces are there, and only have to be joined
 
 
 class PieceActor:

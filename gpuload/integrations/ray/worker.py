@@ -32,23 +32,14 @@ ORIGIN = pa.field("origin", pa.struct([("file", pa.int32()), ("row", pa.int64())
 
 @dataclass(frozen=True)
 class Work:
-    """What a worker needs to know. It is sent to each worker once.
+    """What a worker needs to know. It is sent to each worker once."""
 
-    Attributes:
-        kind: of rows.
-        tokenizer: a transformers tokenizer.
-        fingerprint: what the driver's `Reference` of it says.
-        instant: the time that templates print.
-        options: of a load of one part.
-        schema: the columns of all rows, whatever the file.
-    """
-
-    kind: Kind[Any]
-    tokenizer: Any
-    fingerprint: str
-    instant: datetime
-    options: Options
-    schema: pa.Schema
+    kind: Kind[Any]  # of rows
+    tokenizer: Any  # a transformers tokenizer
+    fingerprint: str  # what the driver's `Reference` of it says
+    instant: datetime  # the time that templates print
+    options: Options  # of a load of one part
+    schema: pa.Schema  # the columns of all rows, whatever the file
 
     @property
     def as_served(self) -> bool:
