@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tiers import core
 
 from gpuload.cli import known_answers, ladder
 from gpuload.cli.main import main
+from gpuload.core.errors import MismatchError
 from gpuload.engines.device import cuda, verdict
 from gpuload.engines.device.kernel_source import signatures
 from gpuload.engines.device.verdict import Step, distrust
@@ -104,15 +106,56 @@ def test_the_ladder_stops_at_the_first_failure(
     ],
 )
 def test_a_step_that_hangs_crashes_or_fails(monkeypatch: pytest.MonkeyPatch, code: str, failure: str) -> None:
-    run = subprocess.run
+    asked: list[str] = []
+    monkeypatch.setenv("GPULOAD_SYNC", "1")
+    monkeypatch.setattr(verdict.subprocess, "Popen", replacing_code(code, asked))
+    assert verdict.run_step("kernels", 0, 3 if failure.startswith("stopped") else 60).failure == failure
+    assert "main(['doctor', '--gpu', '0', '--gpu-step', 'kernels'])" in asked[0]
+    assert asked[1] == "", "a verdict is about the machine code that loads run"
+
+
+def replacing_code(code: str, asked: list[str]) -> Any:
+    """As `subprocess.Popen`, but runs other code. Notes the code it was given, and what is in the environment."""
+    popen = subprocess.Popen
 
     def replaced(command: list[str], **settings: Any) -> Any:
-        assert command[1:] == ["-m", "gpuload", "doctor", "--gpu", "0", "--gpu-step", "kernels"]
-        assert settings["env"]["GPULOAD_SYNC"] == "1"
-        return run([sys.executable, "-c", code], **settings)
+        asked.extend([command[-1], settings["env"]["GPULOAD_SYNC"]])
+        return popen([sys.executable, "-c", code], **settings)
 
-    monkeypatch.setattr(subprocess, "run", replaced)
-    assert verdict.run_step("kernels", 0, 3 if failure.startswith("stopped") else 60).failure == failure
+    return replaced
+
+
+def test_a_step_that_cannot_even_be_killed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that waits for its driver in the kernel."""
+    kill = subprocess.Popen.kill
+    spared: list[Any] = []
+    monkeypatch.setattr(verdict, "_KILLED", 0.1)
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda self: spared.append(self))
+    monkeypatch.setattr(verdict.subprocess, "Popen", replacing_code("import time; time.sleep(100)", []))
+    try:
+        started = time.perf_counter()
+        assert verdict.run_step("kernels", 0, 0.5).failure == "stopped after 0 s, behind: nothing was printed"
+        assert time.perf_counter() - started < 20
+    finally:
+        kill(spared[0])
+        spared[0].wait()
+
+
+def test_a_step_imports_what_its_caller_imports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('the one of sys.path')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "the one of sys.path" in verdict.run_step("machine", 0, 60).failure
+
+
+@pytest.mark.parametrize(("error", "wrong"), [(MismatchError("1 instead of 2"), True), (MemoryError("full"), False)])
+def test_only_wrong_results_are_told_apart(monkeypatch: pytest.MonkeyPatch, error: Exception, wrong: bool) -> None:
+    def fail() -> None:
+        raise error
+
+    status = ladder.run_here(fail)
+    assert (status == verdict.WRONG) == wrong
+    monkeypatch.setattr(verdict.subprocess, "Popen", replacing_code(f"import sys; sys.exit({status})", []))
+    assert verdict.run_step("kernels", 0, 60).wrong == wrong
 
 
 @pytest.fixture
@@ -121,15 +164,16 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     about = {"gpu": "H", "compute_mode": 0, "driver": 13000, "source": "s"}
     monkeypatch.setenv("GPULOAD_CACHE", str(tmp_path))
     monkeypatch.setattr(verdict, "described", lambda number: about)
+    monkeypatch.setattr(verdict.tempfile, "tempdir", str(tmp_path))
     return about
 
 
-def counted(monkeypatch: pytest.MonkeyPatch, failure: str) -> list[str]:
+def counted(monkeypatch: pytest.MonkeyPatch, failure: str, wrong: bool = True) -> list[str]:
     runs: list[str] = []
 
     def run(name: str, number: int, limit: float) -> Step:
         runs.append(name)
-        return Step("", failure)
+        return Step("", failure, wrong and bool(failure))
 
     monkeypatch.setattr(verdict, "run_step", run)
     return runs
@@ -154,17 +198,75 @@ def test_a_verdict_serves_later_loads_until_something_changes(
     assert runs == ["kernels"] * 2
 
 
-@pytest.mark.parametrize("wrong", [None, "3 instead of 4"])
+def test_a_check_without_answers_is_repeated_by_later_processes(
+    monkeypatch: pytest.MonkeyPatch, machine: dict[str, Any]
+) -> None:
+    runs = counted(monkeypatch, "ModuleNotFoundError: No module named 'gpuload'", wrong=False)
+    for _ in range(2):
+        assert "could not be checked (ModuleNotFoundError" in (distrust(0) or "")
+    assert len(runs) == 1, "nor do other ranks that were started with this one wait again"
+    with monkeypatch.context() as patch:
+        patch.setattr(verdict.platform, "node", lambda: "another machine with the same home directory")
+        distrust(0)
+    assert len(runs) == 2
+    monkeypatch.setattr(verdict, "_STARTED", time.time() + 1)
+    counted(monkeypatch, "")
+    assert distrust(0) is None
+
+
+@pytest.mark.parametrize("failure", ["", "3 instead of 4"])
+def test_what_was_found_counts_also_where_it_cannot_be_kept(
+    monkeypatch: pytest.MonkeyPatch, machine: dict[str, Any], failure: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(path: Path) -> Any:
+        raise OSError(28, "No space left on device")
+
+    counted(monkeypatch, failure)
+    monkeypatch.setattr(verdict, "replacing", full)
+    assert ("3 instead of 4" in (distrust(0) or "")) == bool(failure)
+    assert "No space left on device" in caplog.text
+    monkeypatch.setattr(verdict, "locked", full)
+    assert ("3 instead of 4" in (distrust(0) or "")) == bool(failure)
+
+
+def test_a_step_of_the_command_that_does_not_end_ends_an_earlier_verdict(
+    monkeypatch: pytest.MonkeyPatch, machine: dict[str, Any]
+) -> None:
+    runs = counted(monkeypatch, "")
+    assert distrust(0) is None
+
+    def hang(kernels: Any) -> Any:
+        assert distrust(0) is None, "processes that begin while a check is running run their own"
+        yield "texts", None
+        raise SystemExit(9)
+
+    monkeypatch.setattr(known_answers, "wrong_answers", hang)
+    monkeypatch.setattr(ladder, "_kernels", lambda number: None)
+    with pytest.raises(SystemExit):
+        main(["doctor", "--gpu", "0", "--gpu-step", "kernels"])
+    assert len(runs) == 2
+    verdict.keep(verdict.place_of(machine), "a check did not come to its end", at=0)
+    assert distrust(0) is None
+    assert len(runs) == 3
+    machine["compute_mode"] = 3
+    verdict.keep(verdict.place_of(machine), "a check did not come to its end", at=0)
+    assert "did not come to its end" in str(distrust(0)), "no second process may ask this GPU"
+
+
+@pytest.mark.parametrize("wrong", [None, MismatchError("3 instead of 4"), MemoryError("the GPU is full")])
 def test_the_step_of_the_command_is_a_verdict_too(
-    monkeypatch: pytest.MonkeyPatch, machine: dict[str, Any], wrong: str | None
+    monkeypatch: pytest.MonkeyPatch, machine: dict[str, Any], wrong: Exception | None
 ) -> None:
     monkeypatch.setattr(known_answers, "wrong_answers", lambda kernels: iter([("texts", wrong)]))
     monkeypatch.setattr(ladder, "_kernels", lambda number: None)
     runs = counted(monkeypatch, "not asked")
     machine["compute_mode"] = 3  # no second process may use this GPU
-    assert main(["doctor", "--gpu", "0", "--gpu-step", "kernels"]) == bool(wrong)
-    assert ("texts: 3 instead of 4" in (distrust(0) or "")) == bool(wrong)
+    status = {type(None): 0, MismatchError: verdict.WRONG, MemoryError: 1}[type(wrong)]
+    assert main(["doctor", "--gpu", "0", "--gpu-step", "kernels"]) == status
+    assert (f"texts: {type(wrong).__name__}: {wrong}" in (distrust(0) or "")) == bool(wrong)
     assert not runs
+    kept = json.loads(verdict.place_of(machine).read_text())
+    assert ("at" in kept) == isinstance(wrong, MemoryError)
 
 
 def test_where_there_is_no_verdict(

@@ -6,6 +6,7 @@ There is no memory pool: each array is an allocation of its own, so that the san
 from gpuload.cli.known_answers import wrong_answers
 from gpuload.core.errors import MismatchError
 from gpuload.engines.device.kernels import DeviceKernels, Kernels
+from gpuload.engines.failures import one_line
 
 
 def run(kernels: Kernels) -> str:
@@ -15,7 +16,7 @@ def run(kernels: Kernels) -> str:
         MismatchError: A kernel returns something wrong.
     """
     answers = list(wrong_answers(kernels))
-    if wrong := [f"{name}: {what}" for name, what in answers if what]:
+    if wrong := [f"{name}: {one_line(what)}" for name, what in answers if what]:
         raise MismatchError("; ".join(wrong))
     kernels.synchronize()
     return f"{len(answers)} cases are right"

@@ -22,7 +22,6 @@ from gpuload.engines.device.engine import DeviceEngine
 from gpuload.engines.device.kernels import Kernels
 from gpuload.engines.device.store import Index
 from gpuload.engines.device.texts import BOUNDS_ONLY, DeviceTexts, texts_to_device
-from gpuload.engines.failures import one_line
 from gpuload.engines.host.engine import HostEngine
 from gpuload.kinds.chats.engine import ChatEngine
 from gpuload.kinds.chats.load import ChatKind
@@ -75,17 +74,17 @@ def cases() -> dict[str, Callable[[Kernels], None]]:
     }
 
 
-def wrong_answers(kernels: Kernels) -> Iterator[tuple[str, str | None]]:
+def wrong_answers(kernels: Kernels) -> Iterator[tuple[str, Exception | None]]:
     """Runs all cases.
 
     Yields:
-        The name of each case, and what is wrong, or None.
+        The name of each case, and None, or what was raised: `MismatchError` if an answer is wrong.
     """
     for name, case in cases().items():
         try:
             case(kernels)
         except Exception as error:  # whatever a kernel does
-            yield name, one_line(error)
+            yield name, error
         else:
             yield name, None
 

@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from gpuload.core.arrays import on_host
 from gpuload.core.errors import MismatchError
 from gpuload.core.files import cache_root
 from gpuload.engines.device import verdict
+from gpuload.engines.failures import one_line
 
 _SIZE = 1 << 20  # bytes, or items, of the data that steps copy
 
@@ -52,7 +53,8 @@ def climb(number: int) -> int:
     """
     for name, (_, limit) in STEPS.items():
         started = time.perf_counter()
-        done = verdict.run_step(name, number, limit)
+        with verdict.alone() if name == "kernels" else nullcontext():
+            done = verdict.run_step(name, number, limit)
         print(f"{name:9} {'FAILED' if done.failure else 'works'} ({time.perf_counter() - started:.1f} s)")
         print("".join(f"    {line}\n" for line in done.output.splitlines()), end="", flush=True)
         if done.failure:
@@ -113,7 +115,7 @@ def run_here(work: Callable[[], None]) -> int:
         work()
     except Exception as error:
         print(f"{type(error).__name__}: {' '.join(str(error).split()):.1000}", file=sys.stderr)
-        return 1
+        return verdict.WRONG if isinstance(error, MismatchError) else 1
     return 0
 
 
@@ -228,14 +230,18 @@ def _compile(number: int) -> None:
 def _known_answers(number: int) -> None:
     from gpuload.cli.known_answers import wrong_answers
 
-    found = []
-    for name, wrong in wrong_answers(_kernels(number)):
-        print(f"{name}: {wrong or 'right'}", flush=True)
-        found += [f"{name}: {wrong}"] * bool(wrong)
-    with suppress(OSError):  # later loads do not ask again, nor does one in exclusive-process mode warn
-        verdict.keep(verdict.place_of(verdict.described(number)), "; ".join(found))
+    place = verdict.place_of(verdict.described(number))
+    # Whatever becomes of this process, an earlier verdict is no longer true: one kernel may end it, or never end.
+    verdict.keep(place, "a check did not come to its end", at=0)
+    found: dict[str, Exception] = {}
+    for name, error in wrong_answers(_kernels(number)):
+        print(f"{name}: {one_line(error) if error else 'right'}", flush=True)
+        found |= {name: error} if error else {}
+    failure = "; ".join(f"{name}: {one_line(error)}" for name, error in found.items())
+    wrong = any(isinstance(error, MismatchError) for error in found.values())
+    verdict.keep(place, failure, None if wrong or not found else time.time())
     if found:
-        raise MismatchError("; ".join(found))
+        raise MismatchError(failure) if wrong else RuntimeError(failure)
 
 
 def _torch(number: int) -> None:
