@@ -137,3 +137,12 @@ compiler._compile_module_with_cache(text, ("-std=c++17",), arch="90")
         for _ in range(2)
     ]
     assert outputs == ["compiled\nTrue\n", "True\n"]
+
+
+def test_where_launches_are_waited_for_kernels_are_compiled_with_a_bound_for_waiting_threads(
+    place: Path, cupy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cubins._file(90).touch()
+    monkeypatch.setenv("GPULOAD_SYNC", "1")
+    assert kernels._functions(0)("pad") == "pad of source"
+    assert any("GPULOAD_MOST_SPINS" in option for option in cupy.made[0]["options"])

@@ -20,7 +20,7 @@ from simulator.host_kernels import COMPILER, HostKernels
 from test_cuda_process import Memory
 
 import gpuload
-from gpuload.core.errors import ContextLostError, DeviceError
+from gpuload.core.errors import ContextLostError, DataError, DeviceError
 from gpuload.core.options import Options
 from gpuload.engines.conversations import Conversations, from_arrow
 from gpuload.engines.device import cuda
@@ -105,15 +105,17 @@ def test_chats_and_pairs_fail_the_same_way(qwen: Any) -> None:
 def test_a_failed_load_gives_its_memory_back_before_the_cpu_takes_over(
     gsm8k: str, qwen: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """So does one that fails because of its data."""
     held: list[weakref.ref[Any]] = []
     alive: list[int] = []
+    error: Exception = RuntimeError("a kernel failed")
 
     def fail(self: DeviceEngine, text: Any) -> Any:
         array = np.zeros(1000)
         array_in_a_cycle = [array]
         array_in_a_cycle.append(array_in_a_cycle)  # type: ignore[arg-type]
         held.append(weakref.ref(array))
-        raise RuntimeError("a kernel failed")
+        raise error
 
     def described(engine: Any, error: BaseException) -> Exception:
         found = explained(engine, error)  # type: ignore[arg-type]
@@ -129,10 +131,25 @@ def test_a_failed_load_gives_its_memory_back_before_the_cpu_takes_over(
     try:
         with pytest.warns(UserWarning, match="falling back"):
             load_with(engine_on(HostKernels()), gsm8k, qwen, **OPTIONS)
+        assert held
+        assert alive == [0]
+        error = DataError("about a row")
+        with pytest.raises(DataError, match="about a row"):
+            load_with(engine_on(HostKernels()), gsm8k, qwen, **OPTIONS)
+        assert alive == [0, 0]
     finally:
         gc.enable()
-    assert held
-    assert alive == [0]
+
+
+def test_a_context_may_be_lost_behind_an_error_of_the_data(
+    gsm8k: str, qwen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: DeviceEngine, text: Any) -> Any:
+        raise DataError("about a row")
+
+    monkeypatch.setattr(DeviceEngine, "encode", fail)
+    with pytest.raises(ContextLostError, match="DataError: about a row.*IllegalAddress"):
+        load_with(engine_on(Failing("", RuntimeError(), "cudaErrorIllegalAddress")), gsm8k, qwen, **OPTIONS)
 
 
 def test_rmm_gets_its_resource_back_even_if_nothing_works_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,6 +211,20 @@ def test_an_error_is_that_of_the_launch_it_names(monkeypatch: pytest.MonkeyPatch
     ):
         kernels.run("copy_pieces", 80, *arguments)
     driven(fails=False).run("copy_pieces", 80, *arguments)
+
+
+def test_a_launch_that_fails_at_once_is_named_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(grid: Any, block: Any, arguments: Any) -> None:
+        raise RuntimeError("CUDA_ERROR_INVALID_VALUE")
+
+    arguments = (3, np.zeros(3, np.int64), np.zeros(4, np.int64), 0, 9, np.zeros(9, np.uint8))
+    kernels = driven(fails=False)
+    kernels._function = lambda name: fail
+    with pytest.raises(RuntimeError, match="^CUDA_ERROR_INVALID_VALUE"):
+        kernels.run("copy_pieces", 80, *arguments)
+    monkeypatch.setenv("GPULOAD_SYNC", "1")
+    with pytest.raises(DeviceError, match=r"kernel copy_pieces failed \(CUDA_ERROR_INVALID_VALUE.*uint8\[9\]"):
+        kernels.run("copy_pieces", 80, *arguments)
 
 
 def test_the_context_is_asked_whether_it_works() -> None:

@@ -81,7 +81,7 @@ def test_the_ladder_stops_at_the_first_failure(
 ) -> None:
     asked: list[tuple[str, int]] = []
 
-    def run(name: str, number: int, limit: float) -> Step:
+    def run(name: str, number: int, limit: float, wait: bool = False) -> Step:
         asked.append((name, number))
         return Step("a line\nanother", "ended by signal 11, behind: another" if name == "arrays" else "")
 
@@ -94,6 +94,29 @@ def test_the_ladder_stops_at_the_first_failure(
     assert "    another\n    ended by signal 11, behind: another\n\nPlease report" in found
     monkeypatch.setattr(verdict, "run_step", lambda *_: Step("", ""))
     assert main(["doctor", "--gpu"]) == 0
+
+
+def test_a_failure_in_a_kernel_is_repeated_with_its_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(name: str, number: int, limit: float, wait: bool = False) -> Step:
+        failure = "DeviceError: kernel split failed" if wait else "CUDARuntimeError: cudaErrorIllegalAddress"
+        return Step("", failure if name == "kernels" else "")
+
+    monkeypatch.setattr(verdict, "run_step", run)
+    assert main(["doctor", "--gpu"]) == 1
+    found = capsys.readouterr().out
+    assert "    CUDARuntimeError: cudaErrorIllegalAddress\n    with GPULOAD_SYNC=1: DeviceError: kernel split" in found
+
+
+def test_directories_that_do_not_exist_yet_can_be_written(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    for place, can in ((tmp_path / "new" / "cache", "can"), (tmp_path / "file" / "cache", "cannot")):
+        monkeypatch.setenv("GPULOAD_CACHE", str(place))
+        ladder.run_here(lambda: ladder._environment(0))
+        assert f"{place}: {can} be written" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -261,6 +284,10 @@ def test_the_step_of_the_command_is_a_verdict_too(
     monkeypatch.setattr(ladder, "_kernels", lambda number: None)
     runs = counted(monkeypatch, "not asked")
     machine["compute_mode"] = 3  # no second process may use this GPU
+    monkeypatch.setenv("GPULOAD_SYNC", "1")  # other machine code than that of loads
+    main(["doctor", "--gpu", "0", "--gpu-step", "kernels"])
+    assert not verdict.place_of(machine).exists()
+    monkeypatch.delenv("GPULOAD_SYNC")
     status = {type(None): 0, MismatchError: verdict.WRONG, MemoryError: 1}[type(wrong)]
     assert main(["doctor", "--gpu", "0", "--gpu-step", "kernels"]) == status
     assert (f"texts: {type(wrong).__name__}: {wrong}" in (distrust(0) or "")) == bool(wrong)
@@ -323,3 +350,38 @@ def test_a_process_tests_a_gpu_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda.unavailable_reason("cuda:0") is None
     assert "x" in str(cuda.unavailable_reason("cuda:1"))
     assert asked == [1]
+
+
+@pytest.mark.parametrize("when", ["before", "in the self-test", "never"])
+def test_a_context_that_is_lost_in_the_self_test_is_not_a_gpu_that_does_not_work(
+    monkeypatch: pytest.MonkeyPatch, gsm8k: str, qwen: Any, when: str
+) -> None:
+    import torch
+
+    import gpuload
+    from gpuload.core.errors import ContextLostError
+
+    class Breaking(HostKernels):
+        broken = "cudaErrorNoDevice" if when == "before" else None
+
+        def _launch(self, name: str, blocks: int, arguments: list[Any]) -> None:
+            self.broken = None if when == "never" else "cudaErrorIllegalAddress"
+            raise RuntimeError("an error of CUDA")
+
+        def lost(self) -> str | None:
+            return self.broken
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(cuda, "distrust", lambda number: None)
+    monkeypatch.setattr(cuda, "CudaKernels", lambda number, limit: Breaking())
+    options: dict[str, Any] = {"max_prompt_length": 512, "max_samples": 20}
+    if when == "in the self-test":
+        with pytest.raises(ContextLostError, match="context lost: cuda:0 failed .RuntimeError: an error of CUDA"):
+            gpuload.load(gsm8k, qwen, **options)
+        return
+    found = gpuload.load(gsm8k, qwen, **options)
+    why = "cudaErrorNoDevice" if when == "before" else "RuntimeError: an error of CUDA"
+    assert f"no GPU is used: GPU 0 does not work: {why}" in found.report.notes

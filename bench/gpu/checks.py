@@ -72,8 +72,6 @@ def tests(task: Task, facts: Facts) -> None:
 
 def climb(task: Task, facts: Facts) -> None:
     """Record the steps of `gpuload doctor --gpu`, with the seconds of compilation; in a rehearsal their names."""
-    if not task.rehearsal:
-        facts("GPU", **environment.gpu(open_rig(task).device))
     facts("machine", **environment.machine())
     facts("packages", **environment.versions())
     for name, (_, limit) in ladder.STEPS.items():
@@ -86,3 +84,5 @@ def climb(task: Task, facts: Facts) -> None:
         facts(f"doctor: {name}", works=not done.failure, seconds=time.perf_counter() - started, output=output)
         if done.failure:
             raise WrongError(f"{name}: {done.failure}")
+    if not task.rehearsal:  # last: in exclusive-process mode, the steps need the GPU for themselves
+        facts("GPU", **environment.gpu(open_rig(task).device))

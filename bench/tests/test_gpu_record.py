@@ -268,7 +268,13 @@ def test_compute_sanitizer_is_trusted_only_if_the_run_came_to_its_end() -> None:
 
 
 def test_the_ladder_is_recorded_up_to_the_step_that_fails(clocked: Task, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "open_rig", lambda task: SimpleNamespace(device=None))
+    opened: list[Any] = []
+
+    def open_rig(task: Task) -> Any:
+        opened.append(task)
+        return SimpleNamespace(device=None)
+
+    monkeypatch.setattr(checks, "open_rig", open_rig)
     monkeypatch.setattr(environment, "gpu", lambda device: {"name": "H"})
     monkeypatch.setattr(verdict, "run_step", lambda name, *_: Step("7 kernels", "no" if name == "arrays" else ""))
     facts = Facts()
@@ -276,6 +282,12 @@ def test_the_ladder_is_recorded_up_to_the_step_that_fails(clocked: Task, monkeyp
         checks.climb(clocked, facts)
     assert [row for row in facts.rows if row.startswith("doctor")][-1] == "doctor: arrays"
     assert facts.rows["doctor: context"]["output"] == "7 kernels"
+    monkeypatch.setattr(verdict, "run_step", lambda *_: Step(f"GPU used here: {bool(opened)}", ""))
+    checks.climb(clocked, facts)
+    assert facts.rows["doctor: loads"]["output"] == "GPU used here: False", (
+        "in exclusive-process mode, no step would work"
+    )
+    assert facts.rows["GPU"]["name"] == "H"
 
 
 def test_generated_files_have_the_requested_rows_and_no_two_rounds_are_equal(gsm8k: str, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import traceback
+from typing import Any
 
 from gpuload.core.errors import MORE_MEMORY, ContextLostError, DeviceError, GpuloadError, HostMemoryError
 from gpuload.engines.protocol import Engine
@@ -19,22 +20,25 @@ def explained(engine: Engine, error: Exception) -> Exception:
         HostMemoryError: the host has.
         error: otherwise; a device still works, so another engine may go on.
     """
-    if isinstance(error, GpuloadError) and not isinstance(error, DeviceError):
-        return error  # about the data
     if engine.name == "cpu":
-        if isinstance(error, MemoryError):
+        if isinstance(error, MemoryError) and not isinstance(error, GpuloadError):
             return HostMemoryError(f"out of memory while loading ({error}): {MORE_MEMORY}")
         return error
     release(error)
     if lost := engine.lost():
-        return ContextLostError(
-            f"context lost: {engine.device} failed ({one_line(error)}), and nothing in this process can use it any "
-            f"more ({lost}). Start the process again; with GPULOAD_SYNC=1 in the environment, the error names the "
-            "kernel. device='cpu' does without the GPU"
-        )
-    if isinstance(error, MemoryError):
+        return context_lost(engine.device, error, lost)
+    if isinstance(error, MemoryError) and not isinstance(error, GpuloadError):
         return DeviceError(out_of_memory("loading"))
     return error
+
+
+def context_lost(device: Any, error: Exception, lost: str) -> ContextLostError:
+    """What to raise after an error behind which a device does not work any more, because of what `lost` says."""
+    return ContextLostError(
+        f"context lost: {device} failed ({one_line(error)}), and nothing in this process can use it any "
+        f"more ({lost}). Start the process again; with GPULOAD_SYNC=1 in the environment, the error names the "
+        "kernel. device='cpu' does without the GPU"
+    )
 
 
 def out_of_memory(stage: str) -> str:

@@ -58,7 +58,7 @@ from gpuload.engines.device.present import absent_reason, number_of
 from gpuload.engines.device.shared import ThreadStreams
 from gpuload.engines.device.texts import DeviceTexts, texts_to_device
 from gpuload.engines.device.verdict import distrust
-from gpuload.engines.failures import one_line
+from gpuload.engines.failures import context_lost, one_line, release
 from gpuload.engines.protocol import ArrowPrompts, Prompts
 from gpuload.reference.reference import Reference
 from gpuload.sources.later import LaterTable
@@ -70,7 +70,11 @@ _INSTALL = "pip install 'gpuload[cu13]' (or cu12)"
 
 
 def unavailable_reason(device: str) -> str | None:
-    """Why this process cannot use that GPU, or None. CUDA is initialized last, and only if it is likely to work."""
+    """Why this process cannot use that GPU, or None. CUDA is initialized last, and only if it is likely to work.
+
+    Raises:
+        ContextLostError: the GPU worked, and does not any more: nor will anything else in this process that uses it.
+    """
     if reason := absent_reason(device):
         return reason
     number = number_of(device)
@@ -79,14 +83,20 @@ def unavailable_reason(device: str) -> str | None:
         return f"{', '.join(missing)} is not installed: {_INSTALL}"
     if number in _WORKING:
         return None
+    kernels = None
     try:
         if wrong := distrust(number):
             return f"GPU {number} is not trusted: {wrong}"
         kernels = CudaKernels(number, 0)
+        if never_worked := kernels.lost():
+            return f"GPU {number} does not work: {never_worked}"
         with kernels.loading():
             self_test(kernels)
         _WORKING.add(number)
     except Exception as error:
+        release(error)
+        if kernels is not None and (lost := kernels.lost()):
+            raise context_lost(f"cuda:{number}", error, lost) from error
         return f"GPU {number} does not work: {one_line(error)}"
     return None
 

@@ -193,8 +193,8 @@ def load_cupy() -> ModuleType:
     """
     if "cupy" not in sys.modules and "CUPY_CACHE_DIR" not in os.environ:
         own = cache_root() / "cupy"
-        if not _writable(Path("~/.cupy").expanduser()):
-            os.environ["CUPY_CACHE_DIR"] = str(own) if _writable(own) else tempfile.mkdtemp(prefix="gpuload-cupy-")
+        if not writable(Path("~/.cupy").expanduser()):
+            os.environ["CUPY_CACHE_DIR"] = str(own) if writable(own) else tempfile.mkdtemp(prefix="gpuload-cupy-")
     try:
         import cupy
     except ImportError as error:
@@ -202,7 +202,8 @@ def load_cupy() -> ModuleType:
     return cupy  # type: ignore[no-any-return]
 
 
-def _writable(directory: Path) -> bool:
+def writable(directory: Path) -> bool:
+    """Return whether files can be made in a directory, which is made if it is missing."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -221,7 +222,7 @@ def _functions(number: int) -> Callable[[str], Any]:
     """The kernels of a GPU by name, loaded once per process: from machine code that was shipped, or else compiled."""
     cupy = load_cupy()
     with cupy.cuda.Device(number) as device:
-        if (file := shipped(device.compute_capability)) is not None:
+        if not waits_for_each() and (file := shipped(device.compute_capability)) is not None:
             get = cupy.RawModule(path=str(file)).get_function
             try:
                 get(next(iter(signatures())))
@@ -233,7 +234,7 @@ def _functions(number: int) -> Callable[[str], Any]:
 
 
 _DEBUG = ("-DGPULOAD_MOST_SPINS=100000000",)
-"""A thread that waits for another one gives up after seconds instead of never, where kernels are compiled."""
+"""A thread that waits for another one gives up after seconds instead of never. Shipped code has no such bound."""
 
 
 def waits_for_each() -> bool:
@@ -340,12 +341,14 @@ class DeviceKernels(Kernels):
         return Stream(self.xp.cuda.get_current_stream())
 
     def _launch(self, name: str, blocks: int, arguments: list[Any]) -> None:
-        self._function(name)((blocks,), (BLOCK,), tuple(arguments))
-        if waits_for_each():
-            try:
+        try:
+            self._function(name)((blocks,), (BLOCK,), tuple(arguments))
+            if waits_for_each():
                 self.synchronize()
-            except Exception as error:
-                raise DeviceError(f"kernel {name} failed ({error}): {described(name, blocks, arguments)}") from error
+        except Exception as error:
+            if not waits_for_each():  # it may be the error of an earlier launch
+                raise
+            raise DeviceError(f"kernel {name} failed ({error}): {described(name, blocks, arguments)}") from error
 
     def address(self, array: Array) -> int:
         return int(array.data.ptr)
