@@ -160,7 +160,7 @@ def test_doctor_tells_gpu_and_driver(capsys: pytest.CaptureFixture[str], monkeyp
             "NVIDIA A, 100 MiB, 580.95.05\nNVIDIA B, 200 MiB, 580.95.05\n"
         ),
     }
-    monkeypatch.setattr(doctor, "_nvidia_smi", lambda *arguments: told[arguments])
+    monkeypatch.setattr(doctor, "nvidia_smi", lambda *arguments: told[arguments])
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"  GPU 0 +NVIDIA A, 100 MiB\n  GPU 1 +NVIDIA B, 200 MiB\n", shown)

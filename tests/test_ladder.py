@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import faulthandler
 import json
 import os
@@ -18,6 +19,7 @@ import pytest
 from simulator.host_kernels import COMPILER, HostKernels
 from tiers import core
 
+import gpuload
 from gpuload.cli import known_answers, ladder
 from gpuload.cli.main import main
 from gpuload.core.errors import MismatchError
@@ -74,6 +76,27 @@ def test_functions_of_the_array_module_are_compared() -> None:
 
     with pytest.raises(ladder.MismatchError, match="diff: wrong results"):
         ladder.check_arrays(Wrong())
+
+
+def test_every_function_of_the_array_module_that_is_used_is_compared() -> None:
+    root, used = Path(gpuload.__file__).parent, set[str]()
+    for file in root.rglob("*.py"):
+        if "cli" in file.relative_to(root).parts:
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] == "xp":
+                used.add(node.attr)
+    called = set[str]()
+
+    class Noting:
+        def __getattr__(self, name: str) -> Any:
+            called.add(name)
+            return getattr(np, name)
+
+    ladder.check_arrays(Noting())
+    assert {"cumsum", "repeat", "bincount"} <= used
+    others = {"cuda", "ndarray", "__name__", "from_dlpack", "get_default_pinned_memory_pool"}  # in other steps
+    assert used - others <= called
 
 
 def test_the_ladder_stops_at_the_first_failure(
@@ -358,7 +381,6 @@ def test_a_context_that_is_lost_in_the_self_test_is_not_a_gpu_that_does_not_work
 ) -> None:
     import torch
 
-    import gpuload
     from gpuload.core.errors import ContextLostError
 
     class Breaking(HostKernels):

@@ -85,9 +85,9 @@ def _works(engine: str) -> bool:
 
 def _gpu() -> list[tuple[str, str]]:
     """GPUs and driver as nvidia-smi lists them, and the CUDA version of torch. Does not initialize CUDA."""
-    listed = _nvidia_smi("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader").splitlines()
+    listed = nvidia_smi("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader").splitlines()
     devices = [line.rsplit(", ", 1) for line in listed if ", " in line]
-    newest = re.search(r"CUDA (?:UMD )?Version: *([\d.]+)", _nvidia_smi())
+    newest = re.search(r"CUDA (?:UMD )?Version: *([\d.]+)", nvidia_smi())
     lines = [(f"GPU {number}", name) for number, (name, _) in enumerate(devices)]
     if not lines:
         return [("GPU", "none found: nvidia-smi is missing or lists no GPU"), ("CUDA", _torch_cuda())]
@@ -104,7 +104,8 @@ def _torch_cuda() -> str:
     return f"torch is built for {built[1]}" if built else "torch is built without CUDA"
 
 
-def _nvidia_smi(*arguments: str) -> str:
+def nvidia_smi(*arguments: str) -> str:
+    """What the program prints; nothing if it is missing or fails."""
     try:
         command = ["nvidia-smi", *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout

@@ -4,11 +4,10 @@ step is a process of its own with a limit of time, and the first that fails says
 
 import os
 import platform
-import shutil
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from gpuload.cli import launches
-from gpuload.cli.doctor import versions
+from gpuload.cli.doctor import nvidia_smi, versions
 from gpuload.core.arrays import on_host
 from gpuload.core.errors import MismatchError
 from gpuload.core.files import cache_root
@@ -135,8 +134,8 @@ def _environment(number: int) -> None:
             print(f"{name}={os.environ[name]}")
     for place in (Path.home(), cache_root()):
         print(f"{place}: {'can' if writable(place) else 'cannot'} be written")
-    if shutil.which("nvidia-smi") is None:
-        print("nvidia-smi is not on the PATH")
+    asked = "index,name,driver_version,vbios_version,compute_mode,mig.mode.current,ecc.mode.current,memory.used"
+    print(nvidia_smi(f"--query-gpu={asked}", "--format=csv").rstrip() or "nvidia-smi is missing or lists no GPU")
     import torch
 
     if torch.version.cuda is None:
@@ -150,8 +149,12 @@ def _environment(number: int) -> None:
 def _context(number: int) -> None:
     kernels = _kernels(number)
     runtime = kernels.xp.cuda.runtime
-    for name, value in verdict.described(number).items():
+    about = verdict.described(number)
+    for name, value in about.items():
         print(f"{name}: {value}")
+    if about["compute_mode"] == verdict.EXCLUSIVE:
+        print("exclusive-process mode: no second process may use this GPU while one does")
+    _libraries()
     # cudaDevAttrMemoryPoolsSupported and cudaDevAttrCanUseHostPointerForRegisteredMem
     print(f"memory pools: {runtime.deviceGetAttribute(115, number)}")
     print(f"pinned memory at the host's addresses: {runtime.deviceGetAttribute(91, number)}")
@@ -161,6 +164,14 @@ def _context(number: int) -> None:
         with kernels.loading():
             check_copies(kernels.xp)
     check_copies(kernels.xp)
+
+
+def _libraries() -> None:
+    """Prints which libraries this process has loaded: another one than that of the package is a common fault."""
+    with suppress(OSError):  # not Linux
+        mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+        names = ("libcuda.", "libcudart", "libnvrtc.", "librmm", "libcudf")
+        print("".join(f"{path}\n" for path in sorted(mapped) if Path(path).name.startswith(names)), end="")
 
 
 def check_copies(xp: Any) -> None:
@@ -196,6 +207,17 @@ def check_arrays(xp: Any) -> None:
         "count_nonzero": (lambda m, a: m.asarray(m.count_nonzero(a)), (flags,)),
         "or in place": (lambda m, a: _marked(a.astype(np.int32)), (numbers,)),
         "view": (lambda m, a: a.view(np.uint8), (numbers,)),
+        "a slice that is not aligned": (lambda m, a: a.view(np.uint8)[1:-7].copy().view(np.int64) + 1, (numbers,)),
+        "repeat": (lambda m, a, b: m.repeat(a, b), (numbers, few)),
+        "repeat flags": (lambda m, a, b: m.repeat(a, b), (flags, few)),
+        "maximum": (lambda m, a: m.maximum(25, a), (few,)),
+        "bincount": (lambda m, a: m.bincount(a, minlength=70), (few,)),
+        "stack": (lambda m, a, b: m.stack([a, b], axis=1).ravel(), (numbers, few)),
+        "arange": (lambda m: m.concatenate([m.arange(5, 10_007, 3), m.arange(7, dtype=np.int64)]), ()),
+        "full": (lambda m: m.full(10_007, -3, np.int32), ()),
+        "zeros": (lambda m: m.zeros((2, 10_007), np.int64), ()),
+        "ones": (lambda m: m.ones(10_007, bool), ()),
+        "empty arrays": (lambda m, a: _filled(m.empty(10_007, np.int32), m.empty_like(a)), (numbers,)),
     }
     for name, (call, arrays) in given.items():
         _expect(name, on_host(call(xp, *map(xp.asarray, arrays))), call(np, *arrays))
@@ -211,6 +233,11 @@ def _cumsum_into(m: Any, array: Any) -> Any:
 def _assigned(array: Any, flags: Any) -> Any:
     array[flags] = -7
     return array
+
+
+def _filled(array: Any, like: Any) -> Any:
+    array[...], like[...] = 3, 4
+    return array + like
 
 
 def _marked(array: Any) -> Any:
@@ -305,6 +332,7 @@ def _cudf(number: int) -> None:
                 raise MismatchError("cuDF and Arrow read different prompts")
             rows += len(prompts)
     print(f"{rows:,} rows as Arrow reads them")
+    _libraries()
 
 
 def _pipeline(number: int) -> None:
@@ -322,11 +350,12 @@ def _pipeline(number: int) -> None:
     options: dict[str, Any] = {"max_prompt_length": 128, "token_cache": False, "progress": False}
     expected = gpuload.load(file, tokenizer, device="cpu", **options)
     for tokens_on in ("device", "host"):
+        seed = int.from_bytes(os.urandom(2), "big")  # other batches each time
         found = gpuload.load(file, tokenizer, device=f"cuda:{number}", tokens_on=tokens_on, **options)
         _expect("ids", found.tokens.values, expected.tokens.values)
-        for one, other in zip(found.loader(64, seed=1), expected.loader(64, seed=1), strict=True):
+        for one, other in zip(found.loader(64, seed=seed), expected.loader(64, seed=seed), strict=True):
             for key in ("input_ids", "attention_mask", "position_ids"):
-                _expect(f"{key} of a batch", one[key].cpu().numpy(), other[key].numpy())
+                _expect(f"{key} of a batch with seed {seed}", one[key].cpu().numpy(), other[key].numpy())
         print(f"{len(found):,} rows and all their batches, ids in memory of the {tokens_on}")
 
 

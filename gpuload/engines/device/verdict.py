@@ -35,7 +35,7 @@ LIMIT = 600.0  # seconds for all known answers, which include the compilation of
 WRONG = 3  # the exit status of a step that found wrong results
 
 _KILLED = 10.0  # seconds that a process may take to end once it is killed: one that waits for its driver never does
-_EXCLUSIVE = 3  # cudaComputeModeExclusiveProcess
+EXCLUSIVE = 3  # cudaComputeModeExclusiveProcess
 _COMPUTE_MODE = 20  # cudaDevAttrComputeMode
 _STARTED = time.time()
 
@@ -54,7 +54,7 @@ def distrust(number: int) -> str | None:
     path = place_of(about)
     if (known := _read(path, since=_STARTED)) is not None:
         return known or None
-    if about["compute_mode"] == _EXCLUSIVE:
+    if about["compute_mode"] == EXCLUSIVE:
         if (known := _read(path, since=0)) is None:
             logger.warning(
                 "gpuload: GPU %s is in exclusive-process mode, and its kernels have not been checked: run "
