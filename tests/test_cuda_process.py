@@ -297,6 +297,46 @@ def test_a_process_has_one_pool_for_all_loads(monkeypatch: pytest.MonkeyPatch) -
     assert memory.happened == ["create (1, 0, 1, 3)", "77: threshold 100", *emptied, "77: threshold 200", *emptied]
 
 
+def test_memory_of_ids_is_taken_back_from_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    class FullError(RuntimeError):
+        status = 2
+
+    memory, most = Memory(), 1
+
+    class Alone:
+        def __init__(self, size: int) -> None:
+            if size > most - len([each for each in memory.happened if "trim" in each]):
+                raise FullError("cudaErrorMemoryAllocation: out of memory")
+
+    def trim(pool: int, size: int) -> None:
+        nonlocal most
+        memory.happened.append(f"{pool}: trim to {size}")
+        most = 100
+
+    used: list[Any] = []
+
+    def using(allocator: Any) -> Any:
+        used.append(allocator)
+        return nullcontext()
+
+    kernels: Any = object.__new__(CudaKernels)
+    kernels.xp, kernels._number = memory, 3
+    memory.CUDARuntimeError = FullError  # type: ignore[attr-defined]
+    monkeypatch.setattr(memory, "memPoolTrimTo", trim)
+    memory.cuda.using_allocator, memory.cuda.Memory = using, Alone
+    memory.cuda.MemoryPointer = lambda made, offset: (made, offset)
+    monkeypatch.setattr(cuda, "_HANDLES", {3: 77})
+    with kernels.lasting():
+        made, _ = used[0](50)
+    assert isinstance(made, Alone)
+    assert memory.happened == ["wait", "77: trim to 0"]
+    with pytest.raises(DeviceError, match="out of GPU memory while storing token ids"), kernels.lasting():
+        used[0](200)
+    monkeypatch.setattr(cuda, "_HANDLES", {})
+    with pytest.raises(DeviceError, match="out of GPU memory while storing token ids"), kernels.lasting():
+        used[0](200)
+
+
 def test_later_loads_use_the_streams_of_earlier_ones() -> None:
     idle, made = list[Any](), list[Any]()
 

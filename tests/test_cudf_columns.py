@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from simulator.host_kernels import COMPILER, HostKernels
 from template_cases import column, conversations, small_tokenizer
 
-from gpuload.core.errors import DeviceError
+from gpuload.core.errors import DeviceError, GpuloadError
 from gpuload.engines.device import cudf
 from gpuload.engines.device.cudf import can_read, chunks, of_cudf
 from gpuload.engines.device.engine import DeviceEngine
@@ -148,8 +149,49 @@ def _templated() -> Any:
 
 def test_fields_that_arrow_does_not_see() -> None:
     prompts = column([[{"role": "user", "content": "abc"}]])
-    with pytest.raises(DeviceError, match="disagree on the fields"):
+    with pytest.raises(RuntimeError, match="disagree on the fields") as found:
         of_cudf(KERNELS, as_cudf(prompts), prompts.type, {"offsets": {}, "element": {"role": {}}})
+    assert not isinstance(found.value, GpuloadError), "Arrow reads such a file"
+
+
+def test_a_chunk_that_is_read_again_is_freed_before(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory may run out when cuDF looks for what is behind a chunk."""
+    from pylibcudf.io import parquet
+
+    prompts = column([[{"role": "user", "content": str(i)}] for i in range(20)])
+    parts: list[weakref.ref[Any]] = []
+
+    class Options:
+        builder = staticmethod(lambda source: Options())
+        build = lambda self: self  # noqa: E731
+        set_column_names = lambda self, names: None  # noqa: E731
+
+    class Part:
+        def __init__(self) -> None:
+            self.tbl = plc.Table([as_cudf(prompts)])
+            self.columns, self.child_names = self.tbl.columns(), {"prompt": names_of(prompts.type)}
+
+    class Reader:
+        def __init__(self, options: Any, **settings: Any) -> None:
+            assert all(part() is None for part in parts)
+            self.read = False
+
+        def has_next(self) -> bool:
+            if self.read and len(parts) == 1:
+                raise MemoryError
+            return not self.read
+
+        def read_chunk(self) -> Part:
+            self.read, part = True, Part()
+            parts.append(weakref.ref(part))
+            return part
+
+    monkeypatch.setattr(parquet, "ParquetReaderOptions", Options)
+    monkeypatch.setattr(parquet, "ChunkedParquetReader", Reader)
+    (tmp_path / "x.parquet").touch()
+    read = chunks(KERNELS, str(tmp_path / "x.parquet"), "prompt", prompts.type, 64 << 20)
+    assert [len(part) for part in read] == [20]
+    assert len(parts) == 2
 
 
 def test_which_columns_are_for_cudf() -> None:

@@ -152,19 +152,22 @@ def test_a_context_may_be_lost_behind_an_error_of_the_data(
         load_with(engine_on(Failing("", RuntimeError(), "cudaErrorIllegalAddress")), gsm8k, qwen, **OPTIONS)
 
 
-def test_rmm_gets_its_resource_back_even_if_nothing_works_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", ["synchronize", "device"])
+def test_rmm_gets_its_resource_back_even_if_nothing_works_any_more(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     memory = Memory()
     monkeypatch.setitem(sys.modules, "rmm", memory)
 
-    def fail() -> None:
+    def fail(*arguments: Any) -> Any:
         raise RuntimeError("cudaErrorIllegalAddress")
 
-    monkeypatch.setattr(memory, "synchronize", fail)
     monkeypatch.setattr(cuda, "_HANDLES", {})
     kernels: Any = object.__new__(cuda.CudaKernels)
     kernels.xp, kernels._number, kernels._limit = memory, 3, 1 << 30
-    with pytest.raises(RuntimeError, match="IllegalAddress"), cuda.Pools().use(3, kernels._install_pool):
+    with pytest.raises(RuntimeError, match="IllegalAddress"), cuda.Pools().use(3, kernels._install_pool):  # noqa: PT012
         assert memory.resources == {3: f"pool 77 up to {1 << 30}"}
+        memory.synchronize = fail  # type: ignore[method-assign]
+        if what == "device":
+            memory.cuda.Device = fail
     assert memory.resources == {3: "the user's"}
 
 
@@ -282,6 +285,17 @@ def test_a_file_that_cudf_cannot_read_is_read_by_arrow(
     assert f"read by Arrow from row {rows:,} on: cuDF cannot (RuntimeError: CUDF failure: unsupported page)" in str(
         found.report
     )
+
+
+def test_what_cudf_cannot_read_is_not_read_by_arrow_in_a_lost_context(
+    gsm8k: str, qwen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels, notes = Failing("", RuntimeError(), "cudaErrorIllegalAddress"), list[str]()
+    monkeypatch.setattr(cuda, "chunks", failing_chunks(100, RuntimeError("CUDA failure")))
+    build = engine_on(kernels, cuda.reader(kernels, notes))  # type: ignore[arg-type]
+    with pytest.raises(ContextLostError, match="CUDA failure"):
+        load_with(build, gsm8k, qwen, max_prompt_length=512)
+    assert not notes
 
 
 def test_without_cudf_arrow_reads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -306,14 +306,14 @@ class CudaKernels(DeviceKernels):
             resource.set_per_device_resource(self._number, resource.LimitingResourceAdaptor(view, limit))
 
         def remove() -> None:
-            with self.xp.cuda.Device(self._number) as device:
-                try:
+            try:
+                with self.xp.cuda.Device(self._number) as device:
                     device.synchronize()  # memory is freed in the order of its stream
                     self.xp.get_default_pinned_memory_pool().free_all_blocks()  # transfers were staged in it
                     runtime.memPoolSetAttribute(pool, runtime.cudaMemPoolAttrReleaseThreshold, 0)  # of what comes later
                     runtime.memPoolTrimTo(pool, 0)
-                finally:  # also where nothing works any more: other libraries use RMM, too
-                    resource.set_per_device_resource(self._number, before)
+            finally:  # also where nothing works any more: other libraries use RMM, too
+                resource.set_per_device_resource(self._number, before)
 
         return limit, remove
 
@@ -327,10 +327,23 @@ class CudaKernels(DeviceKernels):
         stack.enter_context(cuda.using_allocator(self._loading or self._torchs))
         return stack
 
+    def _by_itself(self, size: int) -> Any:
+        """Memory by plain cudaMalloc. If there is too little, the pool gives back what it keeps for later."""
+        cuda = self.xp.cuda
+        try:
+            return cuda.MemoryPointer(cuda.Memory(size), 0)
+        except cuda.runtime.CUDARuntimeError as error:
+            if error.status != _OUT_OF_MEMORY or self._number not in _HANDLES:
+                raise
+        with cuda.Device(self._number) as device:
+            device.synchronize()  # memory is freed in the order of its stream
+        cuda.runtime.memPoolTrimTo(_HANDLES[self._number], 0)
+        return cuda.MemoryPointer(cuda.Memory(size), 0)
+
     @contextmanager
     def lasting(self) -> Iterator[None]:
         try:
-            with self.xp.cuda.using_allocator(None):  # plain cudaMalloc, no pool
+            with self.xp.cuda.using_allocator(self._by_itself):
                 yield
         except self.xp.cuda.runtime.CUDARuntimeError as error:
             if error.status != _OUT_OF_MEMORY:

@@ -47,12 +47,14 @@ def chunks(
         first: the same for the first chunk; None for `nbytes`.
 
     Raises:
-        DeviceError: there is no memory even for a small chunk, or cuDF and Arrow disagree on the fields of messages.
+        DeviceError: there is no memory even for a small chunk.
+        RuntimeError: cuDF and Arrow disagree on the fields of messages.
     """
     from pylibcudf.io import parquet
     from pylibcudf.io.types import SourceInfo
 
     done, limit = 0, first or nbytes
+    part: Any = None
     while True:
         options = parquet.ParquetReaderOptions.builder(SourceInfo([path])).build()
         options.set_column_names([column])  # the builder of cuDF 26.6 has no such method
@@ -72,6 +74,7 @@ def chunks(
                 part = reader.read_chunk()
                 more = reader.has_next()
             except MemoryError:
+                part = None  # read again, in smaller chunks
                 nbytes = _smaller(limit)
                 break
             done += part.tbl.num_rows()
@@ -166,7 +169,7 @@ def of_cudf(kernels: Kernels, column: "plc.Column", kind: pa.DataType, child_nam
         child_names: cuDF's names of its children.
 
     Raises:
-        DeviceError: cuDF and Arrow disagree on the fields of messages.
+        RuntimeError: cuDF and Arrow disagree on the fields of messages: Arrow should read them.
     """
     xp, ops = kernels.xp, DeviceTexts(kernels)
     valid = _valid(kernels, column, column.offset(), column.size())
@@ -194,9 +197,7 @@ def _field_names(child_names: Mapping[str, Any], expected: list[str]) -> list[st
     for children in child_names.values():
         if sorted(children) == sorted(expected):
             return list(children)
-    raise DeviceError(
-        f"cuDF and Arrow disagree on the fields of messages ({child_names} and {expected}): use device='cpu'"
-    )
+    raise RuntimeError(f"cuDF and Arrow disagree on the fields of messages ({child_names} and {expected})")
 
 
 def _field(kernels: Kernels, name: str, word: str, values: "plc.Column", shift: int, size: int, there: Array) -> Field:

@@ -205,7 +205,7 @@ extern "C" __global__ void list_pretokens(
                 class_at[i] = (u8)class_of(text + i, pages, values);
                 if (!normalizes || text[i] < 0xcc || marks[i] > BEGINS || i < LEFT || i >= LEFT + TILE) continue;
                 const int value = nfc_value(nfc, code_point(text + i));
-                if (value && may_change(tile, nfc, origin + i, value)) flags = NOT_NFC;
+                if (value && may_change(tile, nfc, origin + i, value)) atomicOr(&flags, NOT_NFC);
             }
         }
         for (int i = threadIdx.x; i < TILE; i += BLOCK) out[i] = GOES_ON;
@@ -338,7 +338,7 @@ extern "C" __global__ void list_pretokens(
                     length[k] = size;
                 }
                 if (rest) id = (int)~k;
-                if (size > LONGEST && rest) flags = TOO_LONG | flags;
+                if (size > LONGEST && rest) atomicOr(&flags, TOO_LONG);
             }
             if (i < count && before + i < room) known[before + i] = id;
         }
