@@ -165,6 +165,7 @@ def test_a_chunk_that_is_read_again_is_freed_before(tmp_path: Any, monkeypatch: 
         builder = staticmethod(lambda source: Options())
         build = lambda self: self  # noqa: E731
         set_column_names = lambda self, names: None  # noqa: E731
+        use_pandas_metadata = lambda self, use: self  # noqa: E731
 
     class Part:
         def __init__(self) -> None:
@@ -206,13 +207,17 @@ def test_chunks_are_halved_where_memory_runs_out(monkeypatch: pytest.MonkeyPatch
 
     prompts = column([[{"role": "user", "content": f"{i}"}] for i in range(100)])
     pq.write_table(pa.table({"prompt": prompts, "other": list(range(100))}), tmp_path / "x.parquet")
-    skipped, limits, asked = [0], [], []
+    skipped, limits, asked, pandas = [0], [], [], []
 
     class Options:
         builder = staticmethod(lambda source: Options())
         build = lambda self: self  # noqa: E731
         set_column_names = lambda self, names: asked.append(names)  # noqa: E731
         set_skip_rows = lambda self, rows: skipped.append(rows)  # noqa: E731
+
+        def use_pandas_metadata(self, use: bool) -> Any:
+            pandas.append(use)
+            return self
 
     class Reader:
         def __init__(self, options: Any, stream: Any, chunk_read_limit: int, pass_read_limit: int) -> None:
@@ -241,6 +246,7 @@ def test_chunks_are_halved_where_memory_runs_out(monkeypatch: pytest.MonkeyPatch
     assert pa.concat_arrays(read).to_pylist() == [str(i) for i in range(100)]
     assert (skipped, limits) == ([0, 40, 40], [64 << 20, 32 << 20, 16 << 20])
     assert asked == [["prompt"]] * 3
+    assert pandas == [False] * 3, "no index column of pandas is decoded"
     skipped[:], limits[:], file = [0], [], str(tmp_path / "x.parquet")
     sizes = [len(part) for part in chunks(KERNELS, file, "prompt", prompts.type, 64 << 20, 16 << 20)]
     assert (sum(sizes), skipped[1:]) == (100, [20, 40, 40])

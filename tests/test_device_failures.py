@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -316,6 +317,20 @@ def test_small_parts_are_joined_for_a_device(gsm8k: str, qwen: Any, monkeypatch:
     assert len(parts[0][1]) == 8192 < len(parts[1][1]), "the device does not wait for the first rows"
     assert [n for table, _ in parts for n in table.column("n").to_pylist()] == list(range(100_000))
     assert sum(len(prompts) for _, prompts in parts) == 100_000
+
+
+def test_each_file_is_a_part_of_its_own(tmp_path: Path, qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As docs/gpu.md says: rows of a batch have one source."""
+    for number in range(6):
+        row = json.dumps({"prompt": [{"role": "user", "content": f"file {number}"}]})
+        (tmp_path / f"{number}.jsonl").write_text(f"{row}\n" * 20)
+    rendered: list[int] = []
+    render = DeviceEngine.render
+    monkeypatch.setattr(
+        DeviceEngine, "render", lambda self, prompts: rendered.append(len(prompts)) or render(self, prompts)
+    )
+    load_with(engine_on(HostKernels()), str(tmp_path / "*.jsonl"), qwen, max_prompt_length=512, verify="off")
+    assert rendered == [20] * 6
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,8 @@ def chunks(
     done, limit = 0, first or nbytes
     part: Any = None
     while True:
-        options = parquet.ParquetReaderOptions.builder(SourceInfo([path])).build()
+        # Otherwise cuDF would decode the index columns of pandas, too.
+        options = parquet.ParquetReaderOptions.builder(SourceInfo([path])).use_pandas_metadata(False).build()
         options.set_column_names([column])  # the builder of cuDF 26.6 has no such method
         if done:
             options.set_skip_rows(done)
