@@ -17,6 +17,7 @@
 # make exact      every row of ../shared with the kernels of ten tokenizers, on the host; 74 variants of tokenizers
 # make damage     100 loads killed while they fill the token cache, and 1,000 damaged parquet files
 # make cubins     machine code of the kernels, with nvcc, as wheels have it; without it, NVRTC compiles them on the GPU's machine
+# make wheel      a wheel in dist, with that machine code: how releases are built
 # make bench      measure against verl 0.9.1 and others (python -m bench); records in bench/results/
 PYTHON ?= python3
 BIN := .venv/bin
@@ -27,7 +28,7 @@ SEED := $(or $(SEED),$(shell date +%s))
 
 .PHONY: demo test test-all checks tests browser-test transformers4-test docs verl-test verl-matrix trl-matrix ray-test trainers-test automodel-test
 .PHONY: images-test tokenizers1-test llamafactory-test axolotl-test megatron-test torchtitan-test slime-test nemo-rl-test exact damage bench
-.PHONY: verl-env cubins clean
+.PHONY: verl-env cubins wheel clean
 
 demo: .venv/installed
 	$(BIN)/gpuload demo
@@ -123,6 +124,9 @@ automodel-test: .venv-automodel/installed
 
 cubins: .venv/installed
 	$(BIN)/python -m gpuload.engines.device.cubins
+
+wheel: cubins
+	$(PYTHON) -m pip wheel --no-deps -w dist .
 
 bench: .venv/installed-dev .venv-verl/installed
 	$(BIN)/python -m bench

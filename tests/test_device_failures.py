@@ -333,6 +333,23 @@ def test_each_file_is_a_part_of_its_own(tmp_path: Path, qwen: Any, monkeypatch: 
     assert rendered == [20] * 6
 
 
+@pytest.mark.parametrize("tokens_on", ["device", "host"])
+def test_a_loader_may_be_left_early(gsm8k: str, qwen: Any, tokens_on: Any) -> None:
+    """With a batch pending. Its ids live on, and the dataset and other loaders work as before."""
+    found = load_with(engine_on(HostKernels()), gsm8k, qwen, tokens_on=tokens_on, **OPTIONS)
+    expected = [batch["input_ids"].tolist() for batch in found.loader(8, shuffle=False)]
+    for _ in range(3):
+        for batch in found.loader(8, shuffle=False):
+            assert batch["input_ids"].tolist() == expected[0]
+            break
+    left = iter(found.loader(8, shuffle=False))
+    first = next(left)["input_ids"]
+    del found
+    gc.collect()
+    assert first.tolist() == expected[0]
+    assert next(left)["input_ids"].tolist() == expected[1]
+
+
 @pytest.mark.parametrize(
     ("prompts", "whole", "sizes"),
     [
