@@ -1,5 +1,6 @@
 """The token cache: warm equals cold in everything, whatever decides the ids decides the key, damage is a miss."""
 
+import copy
 import errno
 import itertools
 import os
@@ -127,6 +128,39 @@ def test_the_tokenizer_is_identified_while_others_encode(
         assert found.report.from_cache == [file] * cached
         assert found.report.into_cache == [file] * (not cached)
         same(found, gpuload.load(file, qwen, token_cache=False), checked=False)
+
+
+def _adds_a_token(tokenizer: Any) -> None:
+    tokenizer.add_tokens(["magic"])
+
+
+def _sets_an_attribute(tokenizer: Any) -> None:
+    tokenizer.backend_tokenizer.model.end_of_word_suffix = "</w>"
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+@pytest.mark.parametrize("change", [_adds_a_token, _sets_an_attribute])
+def test_a_tokenizer_that_is_changed_during_a_load(
+    change: Callable[[Any], None], store: Any, write: Callable[..., str], qwen: Any, warm_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Whose ids its rows have, nobody knows: later loads do not get them, whichever tokenizer they have."""
+    file = write({"prompt": [user(f"magic {k}") for k in range(50)]})
+    changed, find = copy.deepcopy(qwen), TokenCache.find
+
+    def change_then(self: TokenCache, source: Any) -> Any:
+        found = find(self, source)
+        change(changed)
+        return found
+
+    monkeypatch.setattr(TokenCache, "find", change_then)
+    found = gpuload.load(file, changed, store=store, verify="off")
+    assert "the tokenizer was changed while the load used it" in str(found.report)
+    monkeypatch.setattr(TokenCache, "find", find)
+    for tokenizer in (qwen, changed):
+        again = gpuload.load(file, tokenizer, store=store)
+        assert not again.report.from_cache
+        assert again.tokens.to_lists() == gpuload.load(file, tokenizer, token_cache=False).tokens.to_lists()
 
 
 def test_a_renamed_file_is_found(files: list[str], qwen: Any, warm_cache: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuload._version import __version__
+from gpuload.core.backends import small_state
 from gpuload.core.options import Options
 from gpuload.engines.host.encode import needs_itself
 from gpuload.reference.reference import Reference
@@ -65,6 +66,14 @@ def decides_later(reference: Reference, options: Options, clock: Clock | None) -
         return repr(parts).encode(errors="backslashreplace")
 
     return decides
+
+
+def changeable(reference: Reference) -> Any:
+    """What of a tokenizer, or processor, a program may change while a load uses it, except for its vocabulary: to be
+    compared with the same of another time, in a thousandth of the time of a fingerprint."""
+    backend, made = reference.backend, reference.made
+    of_backend = None if backend is None else small_state(backend)
+    return reference.settings(), of_backend, None if made is None else repr(made.decides())
 
 
 def package_versions() -> list[Any]:

@@ -33,7 +33,7 @@ from gpuload.cache.directory import (
     tokens_directory,
 )
 from gpuload.cache.entry import Entry, EntryWriter, is_verified, read_entry
-from gpuload.cache.key import decides_later, entry_key, uncacheable_reason
+from gpuload.cache.key import changeable, decides_later, entry_key, uncacheable_reason
 from gpuload.cache.known_files import known_digest
 from gpuload.cache.known_tokenizer import KnownReference
 from gpuload.cache.shared_store import fetched
@@ -97,6 +97,9 @@ class TokenCache:
         usable = options.token_cache and reason is None
         self.made = reference.made
         self._decides = decides_later(reference, options, clock) if usable else None
+        # Of a tokenizer that is remembered, nobody has the object; opening it would take seconds.
+        self._now = (lambda: None) if known or not usable else partial(changeable, reference)
+        self._began = self._now()
         if reason:
             self._stop(reason)
 
@@ -262,6 +265,8 @@ class TokenCache:
         """
         started = time.perf_counter()
         complete = [(n, w) for n, w in self._writers.items() if trusted and w is not None and w.closed]
+        if complete and not self.unchanged():
+            complete = []
         cached = self.found.keys() | {sources[number].name for number, _ in complete}
         for source in {source.name: source for source in sources if source.name in cached}.values():
             self.check(source)
@@ -275,6 +280,14 @@ class TokenCache:
         if self.written:
             evict(self.directory, self._bound or 0, self._in_use)
         self.seconds["write"] += time.perf_counter() - started
+
+    def unchanged(self) -> bool:
+        """Whether the tokenizer is as it was when the load began. If not, rows have ids of which nobody knows whether
+        they are those of before, and they become no entries."""
+        if self._now() == self._began:
+            return True
+        self._stop("the tokenizer was changed while the load used it")
+        return False
 
     def check(self, source: Source) -> None:
         """Checks that a file still has the prompts that its ids were made of, in this load or an earlier one. Some file

@@ -32,7 +32,8 @@ def snapshot(backend: Any) -> Callable[[], str]:
     """What writes an object as it is now as the text of a tokenizer.json, without its padding and truncation.
 
     Its vocabulary takes a tenth of a second, in which no other thread of Python works. It is that of the object's model
-    of now: another model or added tokens that the object gets later make no difference, only training this model does.
+    of now: another model or added tokens that the object gets later make no difference, only training this model and
+    setting its attributes do (`small_state` tells the latter).
     """
     if is_reworked(backend):
         return lambda: str(backend.__reduce__()[1][0])
@@ -46,10 +47,18 @@ _OF_MODELS = (
 
 
 def settings(backend: Any) -> tuple[Any, ...] | None:
-    """All of an object of now but its vocabulary and merges, in a thousandth of the time that these take; None for one
-    of 1.0, and for one that truncates or pads."""
+    """`small_state` of an object whose ids are those that it returns without further arguments; None for one of 1.0,
+    and for one that truncates or pads."""
     if is_reworked(backend) or backend.truncation is not None or backend.padding is not None:
         return None
+    return small_state(backend)
+
+
+def small_state(backend: Any) -> tuple[Any, ...]:
+    """All of an object of now but its vocabulary and merges, truncation and padding, in a thousandth of the time that
+    the vocabulary takes. Nothing for one of 1.0, which nothing changes."""
+    if is_reworked(backend):
+        return ()
     model = backend.model
     return _parts(backend), type(model), *(getattr(model, name, None) for name in _OF_MODELS)
 

@@ -302,5 +302,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [plain(item) for item in value]
+        items = [plain(item) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items  # templates print tuples in another way
     return value

@@ -203,7 +203,8 @@ def known_program(call: TemplateCall) -> ChatProgram:
     if key is None or call.not_compilable_reason():
         return ChatProgram(call)
     known = _known.get(key)
-    if known is None or len(known.trees) > MOST_LEAVES:
+    # The tokenizer with which it traces and probes may have been changed since.
+    if known is None or len(known.trees) > MOST_LEAVES or identity(known.call) != key:
         known = ChatProgram(call)
         _known.keep(key, known)
     program = copy.copy(known)

@@ -44,7 +44,10 @@ def identity(call: TemplateCall, own_tools: bool = False) -> Key | None:
     try:
         text, instant = call.text(), call.instant
         with_tools = replace(call, tools=[TOOL]).text() if own_tools else None
-        constants = json.dumps(call.context())  # in their order, in which templates may print them
+        context = call.context()
+        constants = json.dumps(context)  # in their order, in which templates may print them
+        if json.loads(constants) != context:  # tuples, or numbers as keys: templates print them in another way
+            return None
     except Exception:
         return None
     return text, with_tools, constants, str(instant) if "strftime_now" in text else ""
