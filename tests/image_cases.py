@@ -269,6 +269,8 @@ def png_texts(width: int, height: int) -> Iterator[tuple[str, bytes]]:
         ("text", "Raw profile type exif", profile),
         ("zipped text", "Raw profile type exif", profile),
         ("itxt", "XML:com.adobe.xmp", XMP.decode()),
+        ("text", "exif", exif(6).tobytes().decode("latin1")),
+        ("text", "ex", "if"),
     ):
         about = PngImagePlugin.PngInfo()
         (about.add_itxt if kind == "itxt" else about.add_text)(name, value, zip="zipped" in kind)

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from image_cases import BUILDERS, encoded, encodings, picture
+from image_cases import BUILDERS, XMP, encoded, encodings, picture, text_behind
 from PIL import Image, ImageFile, ImageOps, PngImagePlugin
 from tiers import core, exhaustive
 
@@ -164,6 +164,18 @@ def test_sizes_of_headers_are_those_of_decoded_images(transpose: bool) -> None:
         image.load()
         header = read_header(data, transpose)
         assert (header.height, header.width) == (image.height, image.width), name
+
+
+def test_a_png_that_pillow_cannot_turn() -> None:
+    about = PngImagePlugin.PngInfo()
+    about.add_text("xmp", XMP.decode())
+    png = encoded(picture(90, 61), "PNG", pnginfo=about)
+    with pytest.raises(TypeError):
+        ImageOps.exif_transpose(Image.open(io.BytesIO(png)))
+    for data in (png, text_behind(png)):
+        with pytest.raises(ImageError, match="its orientation cannot be read"):
+            read_header(data)
+        assert read_header(data, transpose=False) == (61, 90, "PNG")
 
 
 @pytest.mark.parametrize("loader", ["transpose", "pil"])

@@ -22,7 +22,7 @@ _BLOCK = 1 << 12
 _MOST_BYTES_OF_A_PIXEL, _MOST_METADATA = 8, 1 << 26  # of a file: nothing is read of one that is larger
 _ORIENTATION = 0x0112
 _TEXT_CHUNKS = (b"iTXt", b"zTXt", b"tEXt")  # of a PNG: a name, a zero, and a text
-_TURNING = (b"Raw profile type exif", b"XML:com.adobe.xmp")  # names of texts that may have an orientation
+_TURNING = (b"Raw profile type exif", b"XML:com.adobe.xmp", b"exif", b"xmp")  # of texts that may have an orientation
 _SIZED = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # whose decoded size is that of the header, but for an orientation
 
 
@@ -199,10 +199,10 @@ def _is_png_turned(view: Any) -> bool:
     """Whether height and width of a PNG are exchanged. Pillow decodes it to find that out, because it may say so behind
     its pixels; here only such a file is decoded."""
     pixels, last = None, None
-    for kind, at in _png_chunks(view):
+    for kind, at, size in _png_chunks(view):
         if kind == b"IDAT" and pixels is None:
             pixels = at
-        name = bytes(view[at + 8 : at + 8 + 32]).partition(b"\0")[0] if kind in _TEXT_CHUNKS else b""
+        name = bytes(view[at + 8 : at + 8 + min(32, size)]).partition(b"\0")[0] if kind in _TEXT_CHUNKS else b""
         if kind == b"eXIf" or name in _TURNING:
             last = at
     if last is None:
@@ -231,12 +231,12 @@ def _is_turned(image: Any, whole: bool | None = None) -> bool:
         raise ImageError(f"its orientation cannot be read ({error!s:.120})") from error
 
 
-def _png_chunks(view: Any) -> list[tuple[bytes, int]]:
-    """The types of all chunks of a PNG, as far as it is one, and where they begin."""
+def _png_chunks(view: Any) -> list[tuple[bytes, int, int]]:
+    """The types of all chunks of a PNG, as far as it is one, where they begin, and how many bytes their data has."""
     found, at = [], 8
     while at + 8 <= len(view):
         size, kind = struct.unpack(">I4s", view[at : at + 8])
-        found.append((kind, at))
+        found.append((kind, at, size))
         at += 12 + size
     return found
 
