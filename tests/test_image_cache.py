@@ -21,6 +21,7 @@ import gpuload
 from gpuload.cache import column_file
 from gpuload.cache import known_files as known
 from gpuload.cache import store as store_of_tokens
+from gpuload.core.errors import DataError
 from gpuload.kinds.images import prompts as image_prompts
 from gpuload.kinds.images.engine import ImageEngine
 from gpuload.media import headers
@@ -369,6 +370,41 @@ def test_copies_of_images_that_are_gone_or_too_large(
         (kept,) = set((warm_cache.parent / "media").glob("*.images")) - {kept}
     monkeypatch.setattr(os, "link", _no_links)
     assert load(file, qwen, **options).batch([0])["pixel_values"].equal(wanted.batch([0])["pixel_values"])
+
+
+@STORES
+@pytest.mark.parametrize("media", ["inputs", "pil"])
+def test_copies_of_images_that_are_damaged(
+    store: str, media: str, qwen: Any, tmp_path: Path, warm_cache: Path, settled: None
+) -> None:
+    """The first who reads it says so, in whatever process, and the next load does not find it."""
+    rows = [[encoded(picture(30 + 11 * k, 90).rotate(turn), "BMP") for k in range(4)] for turn in (0, 180)]
+    file, other = (write(tmp_path / f"{k}.parquet", [[data] for data in row]) for k, row in enumerate(rows))
+    options, folder = {"store": store, "media": media}, warm_cache.parent / "media"
+    wanted = _pixels(load([file, other], qwen, token_cache=False, **options))
+    for damage in (_flipped, lambda data: bytes(len(data)), None):
+        load([file, other], qwen, **options)
+        whole = {path: path.read_bytes() for path in folder.glob("*.images")}
+        damaged = list(whole.values())[::-1] if damage is None else map(damage, whole.values())
+        for path, data in zip(whole, damaged, strict=True):
+            path.unlink()
+            path.write_bytes(data)
+        found = load([file, other], qwen, **options)
+        assert found.report.from_cache == [file, other]
+        for row in (0, 4):
+            with pytest.raises(DataError, match=r"parquet row 0: image 0 cannot be read .* been damaged. Load again"):
+                pickle.loads(pickle.dumps(found)).images(row)
+        again = load([file, other], qwen, **options)
+        assert again.report.into_cache == [file, other]
+        assert _pixels(again) == wanted
+
+
+def _pixels(dataset: Any) -> list[bytes]:
+    return [image.tobytes() for row in range(len(dataset)) for image in dataset.images(row)]
+
+
+def _flipped(data: bytes) -> bytes:
+    return data[:5000] + bytes([data[5000] ^ 128]) + data[5001:]
 
 
 def _no_links(*_: Any) -> None:

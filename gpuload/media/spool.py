@@ -8,12 +8,15 @@ there does not take it from them.
 import os
 import threading
 import uuid
+import zlib
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from gpuload.core.errors import StoreError
 from gpuload.core.files import Unfinished
+from gpuload.media.headers import ImageError
 
 IMAGES = ".images"
 """How the names of files end that later loads may find."""
@@ -39,8 +42,11 @@ class Spool:
         self._sizes: dict[str, int] = {}
         self._names: dict[str, str] = {}  # source → file
 
-    def add(self, source: str, data: Any) -> int:
-        """Writes the bytes of an image of a source, and returns where they begin in its file.
+    def add(self, source: str, data: Any) -> tuple[int, int]:
+        """Writes the bytes of an image of a source.
+
+        Returns:
+            Where they begin in its file, and their checksum.
 
         Raises:
             StoreError: there is no space left.
@@ -55,16 +61,22 @@ class Spool:
             except OSError as error:
                 raise _not_stored(self._directory, error) from error
             self._sizes[source] += len(data)
-        return at
+        return at, zlib.crc32(data)
 
-    def read(self, source: str, at: int, size: int) -> bytes:
-        """Some bytes of the file of a source.
+    def read(self, source: str, at: int, size: int, checksum: int) -> bytes:
+        """The bytes of an image of a source. If they are damaged, later loads do not find its file.
 
         Raises:
             OSError: the file cannot be read.
+            ImageError: the bytes are others than were written.
         """
         with open(self._path / self._names[source], "rb", buffering=0) as file:
-            return os.pread(file.fileno(), size, at)
+            data = os.pread(file.fileno(), size, at)
+        if zlib.crc32(data) != checksum:
+            with suppress(OSError):
+                self._kept(self._names[source]).unlink()
+            raise ImageError(f"its copy in {self._directory} has been damaged. Load again")
+        return data
 
     def written(self, source: str) -> tuple[str, int] | None:
         """The name of the file that was written of a source, and its bytes so far; None if there is none."""
@@ -103,7 +115,7 @@ class Spool:
         return self._directory / f"{name}{IMAGES}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_path": self._path, "_names": self._names, "_owner": None}
+        return {"_directory": self._directory, "_path": self._path, "_names": self._names, "_owner": None}
 
 
 def _link(old: Path, new: Path) -> bool:

@@ -67,7 +67,7 @@ class Pixels:
                 if len(data) != reference["nbytes"] or sample_of(data) != reference["sample"]:
                     raise DataError(f"{place} ({reference['path']!r}) has changed since the load. Load again")
             else:
-                data = self._spool.read(source, reference["offset"], reference["nbytes"])
+                data = self._spool.read(source, *(reference[name] for name in ("offset", "nbytes", "sample")))
             return decode(data, self._turns)
         except (ImageError, OSError) as error:
             name = "" if reference["path"] is None else f" ({reference['path']!r})"

@@ -36,8 +36,8 @@ REFERENCE = pa.struct(
     }
 )
 """What rows have in the place of an image. The last three are of its bytes, if they will be read again: where they are
-in the spool's file of their source, null for a file of its own; how many; and a checksum of some of them, of a file of
-its own."""
+in the spool's file of their source, null for a file of its own; how many; and a checksum: of all in the spool's file,
+of some in a file of its own."""
 
 _IMAGE = pa.struct(
     {"batch": pa.int64(), "at": pa.int64(), "height": pa.int32(), "width": pa.int32(), "problem": pa.string()}
@@ -145,7 +145,8 @@ class FoundImage:
         found = {"height": height, "width": width, "format": kind, "path": self.media.path}
         found |= {"nbytes": self.nbytes, "sample": self.sample}
         if spool is not None and self.header is not None and self.media.data is not None:
-            found |= {"offset": spool.add(source, self.media.data), "nbytes": len(self.media.data)}
+            found["offset"], found["sample"] = spool.add(source, self.media.data)
+            found["nbytes"] = len(self.media.data)
         return found
 
 
