@@ -373,6 +373,32 @@ def test_copies_of_images_that_are_gone_or_too_large(
 
 
 @STORES
+def test_copies_of_images_have_a_bound(store: str, qwen: Any, tmp_path: Path, warm_cache: Path, settled: None) -> None:
+    files = [write(tmp_path / f"{k}.parquet", held()[k:]) for k in range(3)]
+    options = {"store": store, "media": "inputs"}
+
+    def copied() -> list[int]:
+        return [path.stat().st_size for path in (warm_cache.parent / "media").glob("*.images")]
+
+    load(files[:1], qwen, **options)
+    (one,) = copied()
+    for again in range(2):
+        for count in (2, 3):
+            more = load(files[:count], qwen, token_cache_bytes=one, **options)
+            assert more.report.from_cache == files[:1]
+            assert f"the images in the data have more bytes than token_cache_bytes={one:,}" in str(more.report)
+            assert copied() == [one], again
+    every = load(files, qwen, **options)
+    assert every.report.into_cache == files[1:]
+    assert len(copied()) == 3
+    few = load(files, qwen, token_cache_bytes=2 * one, **options)
+    assert few.report.from_cache == files
+    assert len(copied()) == 2
+    assert sum(copied()) <= 2 * one
+    assert _pixels(few) == _pixels(every)
+
+
+@STORES
 @pytest.mark.parametrize("media", ["inputs", "pil"])
 def test_copies_of_images_that_are_damaged(
     store: str, media: str, qwen: Any, tmp_path: Path, warm_cache: Path, settled: None

@@ -11,6 +11,7 @@ import uuid
 import zlib
 from collections.abc import Collection
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ class Spool:
         self._lock = threading.Lock()
         self._sizes: dict[str, int] = {}
         self._names: dict[str, str] = {}  # source → file
+        self._found: dict[str, int] = {}  # file of an earlier load → its bytes
 
     def add(self, source: str, data: Any) -> tuple[int, int]:
         """Writes the bytes of an image of a source.
@@ -84,18 +86,24 @@ class Spool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that were written."""
-        return sum(self._sizes.values())
+        """Bytes that were written, or found."""
+        return sum(self._sizes.values()) + sum(self._found.values())
 
-    def keep(self, sources: Collection[str]) -> set[Path]:
+    def keep(self, sources: Collection[str], bound: int) -> set[Path]:
         """Lets later loads find the files of some sources, if the file system has links.
 
+        Args:
+            sources: that were written.
+            bound: bytes.
+
         Returns:
-            Where those of all sources are.
+            Those of this load that may stay: what was written, and of what was found as much as fits into the bound.
         """
-        for source in self._sizes.keys() & set(sources):
-            _link(self._path / self._names[source], self._kept(self._names[source]))
-        return set(map(self._kept, self._names.values()))
+        sizes = {self._names[source]: size for source, size in self._sizes.items() if source in sources}
+        for name in sizes:
+            _link(self._path / name, self._kept(name))
+        together = accumulate((sizes | self._found).values())
+        return {self._kept(name) for name, held in zip(sizes | self._found, together, strict=True) if held <= bound}
 
     def find(self, source: str, name: str, size: int) -> bool:
         """Whether there is the file that an earlier load has made of a source."""
@@ -109,6 +117,8 @@ class Spool:
             if source in self._sizes:  # a file that was given twice, of which this load has made one
                 return False
             self._names[source] = name
+            if found:
+                self._found[name] = size
         return found
 
     def _kept(self, name: str) -> Path:

@@ -81,7 +81,8 @@ def facts_and_pixels(loaded: Loaded, images: ImageOptions) -> tuple[ImageFacts, 
     pixels = None
     if engine.spool is not None:
         directory = media_directory(loaded.options.cache_dir)
-        evict(directory, engine.reference.made.bound, engine.spool.keep(loaded.report.into_cache))
+        bound = engine.reference.made.bound
+        evict(directory, bound, engine.spool.keep(loaded.report.into_cache, bound))
         pixels = Pixels(engine.reference.processor, images.mm_processor_kwargs, images.turns, engine.spool)
     return facts_of(engine, key, sizes), images, pixels
 
