@@ -1,5 +1,6 @@
 """Data with images in the token cache and in stores on disk: a second load opens no image, and has the same rows."""
 
+import errno
 import gc
 import json
 import os
@@ -21,7 +22,8 @@ import gpuload
 from gpuload.cache import column_file
 from gpuload.cache import known_files as known
 from gpuload.cache import store as store_of_tokens
-from gpuload.core.errors import DataError
+from gpuload.core.errors import DataError, StoreError
+from gpuload.core.files import PartialDirectory
 from gpuload.kinds.images import prompts as image_prompts
 from gpuload.kinds.images.engine import ImageEngine
 from gpuload.media import headers
@@ -431,6 +433,43 @@ def _pixels(dataset: Any) -> list[bytes]:
 
 def _flipped(data: bytes) -> bytes:
     return data[:5000] + bytes([data[5000] ^ 128]) + data[5001:]
+
+
+@STORES
+@pytest.mark.parametrize("media", ["inputs", "pil"])
+def test_a_complete_cache_that_cannot_be_written(
+    store: str,
+    media: str,
+    qwen: Any,
+    tmp_path: Path,
+    warm_cache: Path,
+    settled: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options, folder = {"store": store, "media": media}, warm_cache.parent / "media"
+    files = [write(tmp_path / "files.parquet", on_disk(tmp_path))]
+    load(files, qwen, **options)
+    assert not folder.exists()
+    files.append(write(tmp_path / "held.parquet", held()))
+    wanted = _pixels(load(files, qwen, **options))
+    gc.collect()
+
+    def read_only(*_: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    for place, name in ((os, "link"), (os, "utime"), (os, "replace"), (PartialDirectory, "__init__")):
+        monkeypatch.setattr(place, name, read_only)
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+    found = load(files, qwen, **options)
+    assert found.report.from_cache == files
+    assert _pixels(found) == _pixels(pickle.loads(pickle.dumps(found))) == wanted
+    (copy,) = folder.glob("*")
+    flip_a_bit(copy)
+    with pytest.raises(DataError, match="has been damaged. Load again"):
+        _pixels(found)
+    assert not list(folder.glob("*"))
+    with pytest.raises(StoreError, match="images cannot be stored in .*media: .*Read-only"):
+        load(files, qwen, **options)
 
 
 def _no_links(*_: Any) -> None:

@@ -38,7 +38,7 @@ def digests_directory(cache_dir: str | None = None) -> Path:
 def default_bound(directory: Path) -> int:
     """A tenth of the disk space that would be free without the cache, and at most `_MOST_BYTES`."""
     held = sum(size for _, size, _ in _entries(directory)) + partial_bytes(directory)
-    return min(_MOST_BYTES, (shutil.disk_usage(directory).free + held) // 10)
+    return min(_MOST_BYTES, (_free(directory) + held) // 10)
 
 
 def evict(directory: Path, bound: int, in_use: set[Path]) -> None:

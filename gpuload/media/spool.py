@@ -2,7 +2,7 @@
 
 There is one file for each source, in a directory that is removed with the dataset. If the ids of a source are cached,
 its file has a second name, by which later loads find it; they link it into their own directory, so that removing it
-there does not take it from them.
+there does not take it from them. On a disk that cannot be written, they use it where it is.
 """
 
 import os
@@ -27,22 +27,16 @@ class Spool:
     """The files of a load. It can be pickled for other processes, which only read.
 
     Args:
-        directory: for the files.
-
-    Raises:
-        StoreError: it cannot be written.
+        directory: for the files. It is made when there is something to write.
     """
 
     def __init__(self, directory: Path):
-        try:
-            self._owner: Unfinished | None = Unfinished(directory)
-        except OSError as error:
-            raise _not_stored(directory, error) from error
-        self._directory, self._path = directory, self._owner.path
+        self._owner: Unfinished | None = None
+        self._directory = directory
         self._lock = threading.Lock()
         self._sizes: dict[str, int] = {}
-        self._names: dict[str, str] = {}  # source → file
-        self._found: dict[str, int] = {}  # file of an earlier load → its bytes
+        self._paths: dict[str, Path] = {}  # source → file
+        self._found: dict[str, int] = {}  # name of a file of an earlier load → its bytes
 
     def add(self, source: str, data: Any) -> tuple[int, int]:
         """Writes the bytes of an image of a source.
@@ -51,14 +45,14 @@ class Spool:
             Where they begin in its file, and their checksum.
 
         Raises:
-            StoreError: there is no space left.
+            StoreError: the directory cannot be written.
         """
         with self._lock:
             if source not in self._sizes:  # never into the file of an earlier load
-                self._names[source], self._sizes[source] = uuid.uuid4().hex, 0
+                self._paths[source], self._sizes[source] = self._folder() / uuid.uuid4().hex, 0
             at = self._sizes[source]
             try:
-                with open(self._path / self._names[source], "ab") as file:
+                with open(self._paths[source], "ab") as file:
                     file.write(data)
             except OSError as error:
                 raise _not_stored(self._directory, error) from error
@@ -72,17 +66,17 @@ class Spool:
             OSError: the file cannot be read.
             ImageError: the bytes are others than were written.
         """
-        with open(self._path / self._names[source], "rb", buffering=0) as file:
+        with open(self._paths[source], "rb", buffering=0) as file:
             data = os.pread(file.fileno(), size, at)
         if zlib.crc32(data) != checksum:
             with suppress(OSError):
-                self._kept(self._names[source]).unlink()
+                self._kept(self._paths[source].stem).unlink()
             raise ImageError(f"its copy in {self._directory} has been damaged. Load again")
         return data
 
     def written(self, source: str) -> tuple[str, int] | None:
         """The name of the file that was written of a source, and its bytes so far; None if there is none."""
-        return (self._names[source], self._sizes[source]) if source in self._sizes else None
+        return (self._paths[source].name, self._sizes[source]) if source in self._sizes else None
 
     @property
     def nbytes(self) -> int:
@@ -99,33 +93,48 @@ class Spool:
         Returns:
             Those of this load that may stay: what was written, and of what was found as much as fits into the bound.
         """
-        sizes = {self._names[source]: size for source, size in self._sizes.items() if source in sources}
-        for name in sizes:
-            _link(self._path / name, self._kept(name))
+        sizes = {}
+        for source in self._sizes.keys() & set(sources):
+            path = self._paths[source]
+            sizes[path.name] = self._sizes[source]
+            _link(path, self._kept(path.name))
         together = accumulate((sizes | self._found).values())
         return {self._kept(name) for name, held in zip(sizes | self._found, together, strict=True) if held <= bound}
 
     def find(self, source: str, name: str, size: int) -> bool:
-        """Whether there is the file that an earlier load has made of a source."""
-        kept = self._kept(name)
-        try:
+        """Whether there is the file that an earlier load has made of a source, and it can be used."""
+        kept = path = self._kept(name)
+        with suppress(OSError):
             os.utime(kept)  # the time of the last use
-            found = _link(kept, self._path / name) and (self._path / name).stat().st_size == size
-        except OSError:
-            return False
         with self._lock:
             if source in self._sizes:  # a file that was given twice, of which this load has made one
                 return False
-            self._names[source] = name
-            if found:
-                self._found[name] = size
-        return found
+            try:
+                if os.access(self._directory, os.W_OK):  # else nobody removes it
+                    path = self._folder() / name
+                    if not _link(kept, path):
+                        return False
+                if path.stat().st_size != size:
+                    return False
+            except OSError:
+                return False
+            self._paths[source], self._found[name] = path, size
+        return True
+
+    def _folder(self) -> Path:
+        """The directory of this load."""
+        if self._owner is None:
+            try:
+                self._owner = Unfinished(self._directory)
+            except OSError as error:
+                raise _not_stored(self._directory, error) from error
+        return self._owner.path
 
     def _kept(self, name: str) -> Path:
         return self._directory / f"{name}{IMAGES}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_directory": self._directory, "_path": self._path, "_names": self._names, "_owner": None}
+        return {"_directory": self._directory, "_paths": self._paths, "_owner": None}
 
 
 def _link(old: Path, new: Path) -> bool:
