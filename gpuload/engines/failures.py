@@ -1,7 +1,9 @@
-"""What the failure of an engine means to whoever waits for its load."""
+"""What the failure of an engine means to whoever waits for its load or its batches."""
 
 import gc
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from gpuload.core.errors import MORE_MEMORY, ContextLostError, DeviceError, GpuloadError, HostMemoryError
@@ -25,11 +27,44 @@ def explained(engine: Engine, error: Exception) -> Exception:
             return HostMemoryError(f"out of memory while loading ({error}): {MORE_MEMORY}")
         return error
     release(error)
+    if isinstance(error, ContextLostError):
+        return error
     if lost := engine.lost():
         return context_lost(engine.device, error, lost)
     if isinstance(error, MemoryError) and not isinstance(error, GpuloadError):
         return DeviceError(out_of_memory("loading"))
     return error
+
+
+@contextmanager
+def explaining(kernels: Any, work: str) -> Iterator[None]:
+    """A block of work on a device after a load, whose errors say what to do. What it has allocated is given back.
+
+    Args:
+        kernels: of the device.
+        work: in words, such as "making a batch".
+
+    Raises:
+        ContextLostError: nothing in this process can use the device any more.
+        DeviceError: the device has too little memory, or failed in another way.
+    """
+    try:
+        yield
+    except Exception as error:
+        release(error)
+        if lost := kernels.lost():
+            raise context_lost(kernels.device, error, lost) from error
+        # What CUDA, CuPy and torch raise. Other errors are those of data and arguments.
+        if isinstance(error, GpuloadError) or not isinstance(error, RuntimeError | MemoryError):
+            raise
+        if isinstance(error, MemoryError) or "out of memory" in str(error):
+            raise DeviceError(
+                f"out of GPU memory while {work} ({one_line(error)}): free GPU memory, or make smaller batches"
+            ) from error
+        raise DeviceError(
+            f"{kernels.device} failed while {work} ({one_line(error)}): set GPULOAD_SYNC=1 in the environment, which "
+            "names the kernel, or load with device='cpu'"
+        ) from error
 
 
 def context_lost(device: Any, error: Exception, lost: str) -> ContextLostError:

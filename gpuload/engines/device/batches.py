@@ -9,7 +9,7 @@ included.
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -22,6 +22,7 @@ from gpuload.engines.batches import OTHER_PLANES, BatchLayout
 from gpuload.engines.device.kernels import Kernels
 from gpuload.engines.device.packs import packed, prepare_pack
 from gpuload.engines.device.store import DeviceStore, Index, to_device
+from gpuload.engines.failures import explaining
 from gpuload.engines.host.batches import HostBatches
 from gpuload.engines.protocol import TokenStore
 from gpuload.packing import Plan
@@ -79,9 +80,9 @@ class DeviceBatches:
     def __call__(self, plan: Plan, rows: Callable[[], Ragged], width: int) -> dict[str, torch.Tensor]:
         if self._elsewhere:
             return self._on_host(plan, rows, width)
-        with self._kernels.current():
-            if self._on_disk:
-                taken = rows()
+        taken = rows() if self._on_disk else None
+        with self._explaining(), self._kernels.current():
+            if taken is not None:
                 with copied(self._kernels, taken) as index:
                     launch = prepare_pad(self._kernels, index, self._layout, self._pad_id)
                     plan = whole_rows(np.arange(len(taken)), taken.lengths)
@@ -92,9 +93,9 @@ class DeviceBatches:
         if self._elsewhere:
             return self._on_host.packed(pieces, tokens)
         weights = self._layout.weights
-        with self._kernels.current():
-            if self._on_disk:
-                rows = Ragged(tokens().values, offsets_of(pieces.lengths))  # one of each piece
+        rows = Ragged(tokens().values, offsets_of(pieces.lengths)) if self._on_disk else None  # one of each piece
+        with self._explaining(), self._kernels.current():
+            if rows is not None:
                 plan = replace(pieces, rows=np.arange(len(rows)), first=np.zeros(len(rows), np.int64))
                 with copied(self._kernels, rows) as index:
                     return packed(self._kernels, prepare_pack(self._kernels, index, weights), plan, bool(weights))
@@ -105,15 +106,24 @@ class DeviceBatches:
         if self._elsewhere:
             yield from batches
             return
-        with self._kernels.aside():
-            coming = next(batches, None)
+        coming = self._next(batches)
         while coming is not None:
-            self._kernels.rejoin()
+            with self._explaining():
+                self._kernels.rejoin()
             ready = coming
-            with self._kernels.aside():
-                coming = next(batches, None)
+            coming = self._next(batches)
             yield ready
             del ready  # so that its memory can serve the next batch
+
+    def _next(self, batches: Iterator[Any]) -> Any:
+        """The next batch, made on the stream of its own; None if there is none."""
+        with ExitStack() as stack:
+            with self._explaining():
+                stack.enter_context(self._kernels.aside())
+            return next(batches, None)
+
+    def _explaining(self) -> AbstractContextManager[None]:
+        return explaining(self._kernels, "making a batch")
 
     def __reduce__(self) -> tuple[type[HostBatches], tuple[BatchLayout, int]]:
         return HostBatches, (self._layout, self._pad_id)

@@ -24,6 +24,7 @@ import numpy as np
 from gpuload.core.arrays import Array, Ragged, RowNumbers, chunks_of, from_chunks, offsets_of, on_host
 from gpuload.engines.device.kernels import Kernels
 from gpuload.engines.device.texts import copy_slices
+from gpuload.engines.failures import explaining
 
 _SEGMENT = 1 << 19  # ids; 2 MiB, the granularity of CUDA's allocations
 _SHARE = 16
@@ -68,7 +69,7 @@ class DeviceStore:
         if "_host" in self.__dict__:
             return self._host.take(rows)
         offsets = offsets_of(self.lengths[rows])
-        with self.kernels.current():
+        with explaining(self.kernels, "reading token ids"), self.kernels.current():
             return Ragged(on_host(self._gathered(rows, offsets)), offsets)
 
     def joined(self) -> Ragged:
