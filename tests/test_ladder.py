@@ -244,6 +244,36 @@ def test_a_verdict_serves_later_loads_until_something_changes(
     assert runs == ["kernels"] * 2
 
 
+def test_of_several_processes_one_asks(
+    monkeypatch: pytest.MonkeyPatch, machine: dict[str, Any], tmp_path: Path
+) -> None:
+    """Also where each has a cache of its own: then one after the other."""
+    log = tmp_path / "log"
+
+    def run(name: str, number: int, limit: float) -> Step:
+        for what in ("begins", "ends"):
+            with log.open("a") as file:
+                file.write(f"{os.getpid()} {what}\n")
+            time.sleep(0.3)
+        return Step("", "")
+
+    monkeypatch.setattr(verdict, "run_step", run)
+    for own in (False, True):
+        log.write_text("")
+        children = []
+        for rank in range(2):
+            if not (child := os.fork()):
+                faulthandler.disable()
+                signal.alarm(60)
+                monkeypatch.setenv("GPULOAD_CACHE", str(tmp_path / (f"{rank}" if own else "shared")))
+                os._exit(0 if distrust(0) is None else 1)
+            children.append(child)
+        assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+        lines = [line.split() for line in log.read_text().splitlines()]
+        assert [what for _, what in lines] == ["begins", "ends"] * (2 if own else 1)
+        assert all(begins[0] == ends[0] for begins, ends in zip(lines[::2], lines[1::2], strict=True))
+
+
 def test_a_check_without_answers_is_repeated_by_later_processes(
     monkeypatch: pytest.MonkeyPatch, machine: dict[str, Any]
 ) -> None:
@@ -324,9 +354,11 @@ def test_where_there_is_no_verdict(
 ) -> None:
     runs = counted(monkeypatch, "")
     machine["compute_mode"] = 3
+    monkeypatch.setattr(verdict, "UNCHECKED", {})
     assert distrust(0) is None
     assert not runs
     assert "exclusive-process mode" in caplog.text
+    assert "exclusive-process mode, and its kernels have not been checked" in verdict.UNCHECKED[0], "for reports"
     machine["compute_mode"] = 0
     monkeypatch.setenv("GPULOAD_GPU_CHECK", "off")
     assert distrust(0) is None

@@ -57,7 +57,7 @@ from gpuload.engines.device.parts import chunk_sizes, large_parts, zip_with_tabl
 from gpuload.engines.device.present import absent_reason, number_of
 from gpuload.engines.device.shared import ThreadStreams
 from gpuload.engines.device.texts import DeviceTexts, texts_to_device
-from gpuload.engines.device.verdict import distrust
+from gpuload.engines.device.verdict import UNCHECKED, distrust
 from gpuload.engines.failures import context_lost, one_line, release
 from gpuload.engines.protocol import ArrowPrompts, Prompts
 from gpuload.reference.reference import Reference
@@ -128,7 +128,7 @@ def cuda_engine(
     see `Options`."""
     number = number_of(device)
     kernels = CudaKernels(number, gpu_memory_limit)
-    why_not, notes = without_cudf(), list[str]()
+    why_not, notes = without_cudf(), [UNCHECKED[number]] if number in UNCHECKED else []
     if why_not:
         notes.append(f"prompts are read by Arrow: {why_not}")
     read = None if why_not else reader(kernels, notes)

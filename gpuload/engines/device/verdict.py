@@ -39,6 +39,9 @@ EXCLUSIVE = 3  # cudaComputeModeExclusiveProcess
 _COMPUTE_MODE = 20  # cudaDevAttrComputeMode
 _STARTED = time.time()
 
+UNCHECKED: dict[int, str] = {}
+"""The number of a GPU that this process trusts without a verdict → a line for reports."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -46,7 +49,7 @@ def distrust(number: int) -> str | None:
     """Why no load may run on a GPU of this process, or None if its kernels return what they should.
 
     `GPULOAD_GPU_CHECK=off` trusts every GPU. In exclusive-process mode, which permits no second process, a GPU is
-    trusted without a verdict: run `gpuload doctor --gpu` before the process that uses it.
+    trusted without a verdict, as reports say: run `gpuload doctor --gpu` before the process that uses it.
     """
     if os.environ.get("GPULOAD_GPU_CHECK") == "off":
         return None
@@ -56,11 +59,11 @@ def distrust(number: int) -> str | None:
         return known or None
     if about["compute_mode"] == EXCLUSIVE:
         if (known := _read(path, since=0)) is None:
-            logger.warning(
-                "gpuload: GPU %s is in exclusive-process mode, and its kernels have not been checked: run "
-                "`gpuload doctor --gpu` before this process",
-                number,
+            UNCHECKED[number] = (
+                f"GPU {number} is in exclusive-process mode, and its kernels have not been checked: run "
+                "'gpuload doctor --gpu' before this process"
             )
+            logger.warning("gpuload: %s", UNCHECKED[number])
         return known
     with alone():
         if (known := _read(path, since=_STARTED)) is None:
