@@ -9,6 +9,8 @@ from typing import Any
 from gpuload.core.errors import MORE_MEMORY, ContextLostError, DeviceError, GpuloadError, HostMemoryError
 from gpuload.engines.protocol import Engine
 
+_FAILURES = (RuntimeError, MemoryError, GpuloadError)  # what CUDA, CuPy, cuDF and torch raise, and what says more
+
 
 def explained(engine: Engine, error: Exception) -> Exception:
     """The error that the caller of a load should see; `error` itself where it says enough.
@@ -68,7 +70,10 @@ def explaining(kernels: Any, work: str) -> Iterator[None]:
 
 
 def context_lost(device: Any, error: Exception, lost: str) -> ContextLostError:
-    """What to raise after an error behind which a device does not work any more, because of what `lost` says."""
+    """What to raise after an error behind which a device does not work any more, because of what `lost` says: after
+    the first one, since waits for streams and the end of the pool fail, too, and their errors say less."""
+    while not isinstance(error, GpuloadError) and isinstance(error.__context__, _FAILURES):
+        error = error.__context__
     return ContextLostError(
         f"context lost: {device} failed ({one_line(error)}), and nothing in this process can use it any "
         f"more ({lost}). Start the process again; with GPULOAD_SYNC=1 in the environment, the error names the "

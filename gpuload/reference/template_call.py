@@ -271,6 +271,8 @@ class TemplateCall:
             clock = chat_template_utils._compile_jinja_template(text).environment.globals
             own = clock["strftime_now"]
         except Exception:  # no such template, cache or function
+            clock = None
+        if clock is None:  # not inside `except`: errors of the block would lose what they came from
             yield None
             return
         with _stopping:
