@@ -156,9 +156,11 @@ def test_the_command_saves_in_another_process_and_replays(
 
     monkeypatch.setattr(verdict, "run_step", run)
     monkeypatch.setattr(ladder, "replay", asked.append)
+    monkeypatch.setattr(ladder, "nvidia_smi", lambda *asked: f"what it prints for {asked}")
     assert main(["doctor", "--gpu", "--dump", str(tmp_path)]) == 1
     assert "some line\nit is wrong\n\nNothing was saved" in capsys.readouterr().out
     assert main(["doctor", "--gpu", "1", "--dump", str(tmp_path), "--kernel", "pad"]) == 1
+    assert (tmp_path / "nvidia-smi.txt").read_text() == "what it prints for ('-q',)"
     assert asked[1:] == [("dump", 1, ("--dump", str(tmp_path), "--kernel", "pad")), tmp_path]
     assert "some line\nit is wrong\n\nPlease report" in capsys.readouterr().out
     monkeypatch.setattr(verdict, "run_step", lambda *_: Step("right\n", ""))

@@ -88,6 +88,7 @@ def dump(number: int, directory: Path, kernel: str | None) -> int:
     if not (directory / "about.json").exists():
         print("\nNothing was saved: run `gpuload doctor --gpu`, which begins with what this needs", flush=True)
         return 1
+    (directory / "nvidia-smi.txt").write_text(nvidia_smi("-q"))
     print(f"\nPlease report this output, with {directory}", flush=True)
     replay(directory)
     return 1
