@@ -265,7 +265,7 @@ class TokenCache:
         """
         started = time.perf_counter()
         complete = [(n, w) for n, w in self._writers.items() if trusted and w is not None and w.closed]
-        if complete and not self.unchanged():
+        if complete and not self.unchanged:
             complete = []
         cached = self.found.keys() | {sources[number].name for number, _ in complete}
         for source in {source.name: source for source in sources if source.name in cached}.values():
@@ -281,9 +281,10 @@ class TokenCache:
             evict(self.directory, self._bound or 0, self._in_use)
         self.seconds["write"] += time.perf_counter() - started
 
+    @cached_property
     def unchanged(self) -> bool:
-        """Whether the tokenizer is as it was when the load began. If not, rows have ids of which nobody knows whether
-        they are those of before, and they become no entries."""
+        """Whether the tokenizer is as it was when the load began, once all rows have their ids. If not, nobody knows
+        whether these are those of before, and they become no entries."""
         if self._now() == self._began:
             return True
         self._stop("the tokenizer was changed while the load used it")

@@ -314,7 +314,7 @@ class OnDisk:
         self._close(files)
         if files.tokens is not None:
             path = files.tokens.path
-            if whole and self.cache.key_of(source) and self.cache.unchanged():
+            if whole and self.cache.key_of(source) and self.cache.unchanged:
                 path = self.cache.accept(source, files.tokens)
             files.entry = Entry.again(path, files.tokens.key, files.rows)
         if files.writer is not None:

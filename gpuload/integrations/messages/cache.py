@@ -305,7 +305,7 @@ class RowCache:
         try:
             self._cache.check(self._source)
             writer.close(self._options.verify)
-            known = self._cache.key_of(self._source) and self._cache.unchanged()
+            known = self._cache.key_of(self._source) and self._cache.unchanged
             path = self._cache.accept(self._source, writer) if known else writer.path
             return Entry.again(path, writer.key, self._num_rows)
         except GpuloadError:
