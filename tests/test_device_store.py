@@ -158,6 +158,22 @@ def test_workers_take_rows_from_host_memory(
     assert pickle.loads(pickle.dumps(prompts)).tokens.to_lists() == expected.tokens.to_lists()
 
 
+def test_workers_have_the_rows_of_a_store_when_another_store_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lost:
+        def to_host(self) -> None:
+            raise DeviceError("the context is lost")
+
+    stores = [
+        in_order([part], None)
+        for part in map(Segments(KERNELS).add, random_parts(np.random.default_rng(0), 2, 5, 9))
+        if part
+    ]
+    monkeypatch.setattr(device_store, "_STORES", [Lost(), stores[0], Lost(), stores[1]])
+    with pytest.raises(DeviceError, match="the context is lost"):
+        device_store._copy_to_host()
+    assert all("_host" in store.__dict__ for store in stores)
+
+
 def _only_here() -> Callable[[Any], Any]:
     import os
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from gpuload.cache.block_file import about
 from gpuload.cache.faults import too_little_space
 from gpuload.core.files import cache_root, partial_bytes, remove_orphans
-from gpuload.media.spool import IMAGES
+from gpuload.media import IMAGES
 
 IDS, COLUMNS = ".arrow", ".columns"  # how the names of entries, and of files of columns, end
 _WHAT = {IDS: "ids", COLUMNS: "columns", IMAGES: "images"}

@@ -17,10 +17,8 @@ from typing import Any
 
 from gpuload.core.errors import StoreError
 from gpuload.core.files import Unfinished
+from gpuload.media import IMAGES
 from gpuload.media.headers import ImageError
-
-IMAGES = ".images"
-"""How the names of files end that later loads may find."""
 
 
 class Spool:

@@ -102,9 +102,15 @@ _STORES: weakref.WeakSet[DeviceStore] = weakref.WeakSet()  # those of datasets
 
 
 def _copy_to_host() -> None:
-    """A forked process cannot use the device. It inherits the copy in host memory."""
+    """A forked process cannot use the device. It inherits the copies in host memory."""
+    failed: Exception | None = None
     for store in list(_STORES):
-        store.to_host()
+        try:
+            store.to_host()
+        except Exception as error:  # of one device. Other stores may be on another
+            failed = error
+    if failed is not None:
+        raise failed  # Python prints it, and forks all the same
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
