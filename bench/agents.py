@@ -1,15 +1,18 @@
 """Conversations with tools and of many shapes, compared with the tokenizer row by row: `python -m bench.agents`.
 
 Each contender loads each dataset in a process of its own, after imports and with the tokenizer open. Row by row means
-`apply_chat_template` with a mask for each row; gpuload is measured in its first load and in a second one.
+`apply_chat_template` with a mask for each row; gpuload is measured in its first load and in a second one. Where
+GPULOAD_TOKENIZERS1 is set (make tokenizers1-test), rows that `tokenizers` 1.0 encodes one by one are measured as well.
 """
 
 import argparse
 import json
+import os
 import random
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from bench.agents_table import RECORD, agents_table
 from bench.data import SHARED
 from bench.environment import commit, machine, versions
 from bench.process import run_command
+from bench.report import BY_ROW, BY_ROW_1
 from gpuload.demo_data import demo_files
 
 _ROWS, _MORE_ROWS = 5_000, 40_000
@@ -101,14 +105,37 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
         counts = {"compiled": report.rows_compiled, "read": report.rows_read, "tokens": int(found.lengths.sum())}
         assert not report.check.mismatches
         return {"seconds": seconds, "rows": len(found), **counts}
+    count = by_row(tokenizer) if task["contender"] == BY_ROW else by_row_1(tokenizer)
     started, rows, tokens = time.perf_counter(), 0, 0
     for line in Path(task["file"]).read_text().splitlines()[: task["rows"]]:
-        row = json.loads(line)
-        ids = tokenizer.apply_chat_template(
-            row["messages"], tools=row.get("tools"), return_dict=True, return_assistant_tokens_mask=True
-        )
-        rows, tokens = rows + 1, tokens + len(ids["input_ids"])
+        rows, tokens = rows + 1, tokens + count(json.loads(line))
     return {"seconds": [time.perf_counter() - started], "rows": rows, "tokens": tokens}
+
+
+def by_row(tokenizer: Any) -> Callable[[dict[str, Any]], int]:
+    """How many ids a row has; its mask is made, too."""
+    options = {"return_dict": True, "return_assistant_tokens_mask": True}
+    return lambda row: len(
+        tokenizer.apply_chat_template(row["messages"], tools=row.get("tools"), **options)["input_ids"]
+    )
+
+
+def by_row_1(tokenizer: Any) -> Callable[[dict[str, Any]], int]:
+    """The same with `tokenizers` 1.0, whose release candidates have no offsets: answers are found in the text, and
+    masks are not made."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    from gpuload.tokenizer.tokenizers1 import opened
+
+    encode = opened(tokenizer.backend_tokenizer.to_str()).encode
+    options = {"chat_template": tokenizer.chat_template, "return_assistant_tokens_mask": True}
+    options |= tokenizer.special_tokens_map
+
+    def count(row: dict[str, Any]) -> int:
+        (text,), _ = render_jinja_template([row["messages"]], tools=row.get("tools"), **options)
+        return len(encode(text, add_special_tokens=False).ids)
+
+    return count
 
 
 def main() -> None:
@@ -129,7 +156,8 @@ def main() -> None:
     record |= {"rows_by_row": given.rows_by_row, "datasets": {}}
     with tempfile.TemporaryDirectory() as directory:
         for name, file in write_datasets(Path(directory)).items():
-            found: dict[str, list[Any]] = {"row by row": [], "gpuload": []}
+            found: dict[str, list[Any]] = {BY_ROW: [], "gpuload": []}
+            found |= {BY_ROW_1: []} if os.environ.get("GPULOAD_TOKENIZERS1") else {}
             for _ in range(given.repeats):
                 for contender, runs in found.items():
                     task = {"contender": contender, "file": str(file), "rows": given.rows_by_row}
@@ -137,6 +165,9 @@ def main() -> None:
                     if done.returncode:
                         raise SystemExit(done.stderr[-4000:])
                     runs.append(json.loads(done.stdout.splitlines()[-1]))
+            assert (
+                len({run["tokens"] for contender in found if contender != "gpuload" for run in found[contender]}) == 1
+            )
             record["datasets"][name] = found
     RECORD.parent.mkdir(parents=True, exist_ok=True)
     RECORD.write_text(json.dumps(record, indent=1) + "\n")

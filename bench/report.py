@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+BY_ROW, BY_ROW_1 = "row by row", "row by row, tokenizers 1.0"  # what gpuload is compared with
+
 _LONGEST = 160  # characters of a cell
 _BUSY = 0.5  # load average per core from which on a machine is busy
 _UNITS = {"gb_per_s": "GB/s", "rows_per_s": "rows/s", "peak_bytes_per_byte": "peak bytes per byte"}

@@ -29,7 +29,8 @@ import pyarrow.parquet as pq
 from bench import documents
 from bench.data import SHARED, find_tokenizer
 from bench.environment import commit, machine, versions
-from bench.startup_table import BY_ROW, BY_ROW_1, RECORD, startup_table, tokenizers1_table
+from bench.report import BY_ROW, BY_ROW_1
+from bench.startup_table import RECORD, startup_table, tokenizers1_table
 from gpuload.demo_data import demo_files
 
 _ROWS = (500, 1_000, 2_000, 8_000, 20_000)

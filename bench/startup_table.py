@@ -5,15 +5,13 @@ from typing import Any
 
 from bench import ROOT
 from bench.fit import number, runs_of, spread
-from bench.report import table
+from bench.report import BY_ROW, BY_ROW_1, table
 
 RECORD = ROOT / "bench" / "results" / "scale" / "startup.json"
 
 
 _ENCODERS = {"each different word once": "words", "gigatoken": "gigatoken", "row by row": "the tokenizer itself"}
 """In the line `engine` of a report → in the table."""
-
-BY_ROW, BY_ROW_1 = "row by row", "row by row, tokenizers 1.0"
 
 
 def tokenizers1_table(record: dict[str, Any]) -> str:
