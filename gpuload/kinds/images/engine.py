@@ -253,12 +253,13 @@ class ImageEngine(HostEngine):
             tokens = Ragged(encoded.values | own, encoded.offsets)
         firsts = {int(each.core[0]) for some in images for each in some}
         places = np.flatnonzero(np.isin(encoded.values, np.array([*firsts], encoded.values.dtype)))
-        bounds = np.searchsorted(places, encoded.offsets)
+        starts = np.asarray(encoded.offsets)
+        bounds = np.searchsorted(places, starts)
         made, wrong = [], []
         for number, some in enumerate(images):
             found = tokens[number]
             if some:
-                at = places[bounds[number] : bounds[number + 1]] - encoded.offsets[number]
+                at = places[bounds[number] : bounds[number + 1]] - starts[number]
                 found = _replaced(encoded[number], at, some, found)
             if found is None:
                 wrong.append(number)
