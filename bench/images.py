@@ -116,11 +116,12 @@ def main() -> None:
     parser.add_argument("--megapixels", type=float, default=1.0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--epoch-rows", type=int, default=64)
+    parser.add_argument("--only", help="a class of image processors, so that its first load is that of the process")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "images.parquet"
         write(path, given.rows, int(given.megapixels * 1e6))
-        for name in ("Qwen2VLImageProcessorPil", "Qwen2VLImageProcessor"):
+        for name in (given.only,) if given.only else ("Qwen2VLImageProcessorPil", "Qwen2VLImageProcessor"):
             processor = qwen(name)
             if type(processor.image_processor).__name__ != name:
                 print(f"{name}: not measured, because it needs torchvision")

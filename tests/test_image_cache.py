@@ -370,8 +370,45 @@ def test_copies_of_images_that_are_gone_or_too_large(
         for one, other in zip(again.loader(4), wanted.loader(4), strict=True):
             assert one["pixel_values"].equal(other["pixel_values"])
         (kept,) = set((warm_cache.parent / "media").glob("*.images")) - {kept}
+    kept.unlink()
     monkeypatch.setattr(os, "link", _no_links)
-    assert load(file, qwen, **options).batch([0])["pixel_values"].equal(wanted.batch([0])["pixel_values"])
+    for _ in range(2):  # nobody finds the copy of the first
+        unlinked = load(file, qwen, **options)
+        assert unlinked.batch([0])["pixel_values"].equal(wanted.batch([0])["pixel_values"])
+        assert unlinked.report.from_cache == []
+        assert "images in the data are not cached: " in str(unlinked.report)
+        assert "is on a file system without hard links" in str(unlinked.report)
+
+
+@STORES
+@pytest.mark.parametrize("media", ["reference", "inputs"])
+def test_a_file_that_is_given_twice(
+    store: str, media: str, qwen: Any, tmp_path: Path, warm_cache: Path, settled: None
+) -> None:
+    """Also the files after it are cached."""
+    one, other = write(tmp_path / "a.parquet", held()), write(tmp_path / "b.parquet", held(7))
+    files, options = [one, one, other], {"store": store, "media": media}
+    first = load(files, qwen, **options)
+    assert not [note for note in first.report.notes if "cached" in note]
+    again = load(files, qwen, **options)
+    assert set(again.report.from_cache) == {one, other}
+    if media == "reference":
+        same(again, first)
+        return
+    assert again.tokens.to_lists() == first.tokens.to_lists()
+    assert _pixels(again) == _pixels(first)
+
+
+def test_a_pickled_dataset_whose_images_are_gone(qwen: Any, tmp_path: Path, warm_cache: Path) -> None:
+    found = load(write(tmp_path / "x.parquet", held()), qwen, media="inputs", token_cache=False)
+    pickled = pickle.dumps(found)
+    assert len(pickle.loads(pickled).images(0)) == 1
+    del found
+    gc.collect()
+    with pytest.raises(
+        DataError, match=r"row 0: image 0 cannot be .* is gone, .* Keep the dataset there, or load again"
+    ):
+        pickle.loads(pickled).images(0)
 
 
 @STORES

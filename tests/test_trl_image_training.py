@@ -83,8 +83,9 @@ def losses(
     if name == "DPOTrainer":
         more["ref_model"] = small_vision_model(processor)
     args = getattr(trl, name.replace("Trainer", "Config"))(
-        output_dir=str(output), report_to=[], bf16=False, use_cpu=True, max_steps=2, logging_steps=1, max_length=None,
-        per_device_train_batch_size=size, save_strategy="no", learning_rate=0.01, disable_tqdm=True, **settings,
+        output_dir=str(output), report_to=[], bf16=False, use_cpu=True, max_steps=2, logging_steps=1,
+        per_device_train_batch_size=size, save_strategy="no", learning_rate=0.01, disable_tqdm=True,
+        **{"max_length": None, **settings},
     )  # fmt: skip
     model = small_vision_model(processor)
     made = getattr(module, name)(model, args=args, train_dataset=dataset, processing_class=processor, **more)
@@ -179,6 +180,12 @@ def test_split_datasets_workers_and_groups_of_like_lengths(tmp_path: Path) -> No
     assert found == losses("SFTTrainer", parts["train"], tmp_path, processor, dataloader_num_workers=1, **more)
 
 
+def upside_down(dataset: Any) -> Any:
+    """The same rows with other images, of the same sizes and so with the same ids."""
+    made = [[each.rotate(180) for each in row] for row in dataset["images"]]
+    return datasets.Dataset.from_dict({"messages": dataset["messages"], "images": made})
+
+
 @pytest.mark.parametrize("packing", [None, "bfd"])
 def test_a_collator_takes_its_own_rows_only(packing: Any, tmp_path: Path) -> None:
     """Numbers of rows of another load would silently be those of this one."""
@@ -192,7 +199,9 @@ def test_a_collator_takes_its_own_rows_only(packing: Any, tmp_path: Path) -> Non
     with pytest.raises(OptionError, match="ready returned a dataset and a collator"):
         losses("SFTTrainer", rows, tmp_path, processor)
     others, _ = ours.ready(loaded(dataset.select([1, 0, 2, 3, 4, 5]), processor), **more)
-    for wrong in (others, dataset, dataset.remove_columns("images")):
+    turned, _ = ours.ready(loaded(upside_down(dataset), processor), **more)
+    assert turned["length"] == rows["length"]
+    for wrong in (others, turned, dataset, dataset.remove_columns("images")):
         with pytest.raises(DataError, match="makes batches of its own rows, and these are others"):
             collate([wrong[0]])
 
@@ -222,8 +231,22 @@ def test_rows_for_another_trainer(name: str, given: str, module: Any, tmp_path: 
     processor, dataset = BUILDERS["qwen2_5_vl"](), conversations() if given == "load_chats" else preferences()
     rows, collate = ours.ready(loaded(dataset, processor, getattr(gpuload, given)))
     right = "DPOTrainer" if name == "SFTTrainer" else "SFTTrainer"
-    with pytest.raises(OptionError, match=f"ready made these batches of {given} for {right}, and this is another"):
-        losses(name, rows, tmp_path, processor, module=module, data_collator=collate)
+    for unused in (True, False) if module is ours else (True,):
+        with pytest.raises(OptionError, match=f"ready made these batches of {given} for {right}, and this is another"):
+            losses(name, rows, tmp_path, processor, module=module, data_collator=collate, remove_unused_columns=unused)
+
+
+def test_options_of_the_trainer_that_are_those_of_the_load(tmp_path: Path) -> None:
+    """As docs/trainers/trl.md says: two have no effect, three are errors of TRL."""
+    processor = BUILDERS["qwen2_5_vl"]()
+    rows, collate = ours.ready(loaded(conversations(), processor))
+    some = [rows, tmp_path, processor]
+    expected = losses("SFTTrainer", *some, data_collator=collate)
+    for harmless in ({"completion_only_loss": True}, {"max_length": 8}):
+        assert losses("SFTTrainer", *some, data_collator=collate, **harmless) == expected
+    for name in ("packing", "padding_free", "assistant_only_loss"):
+        with pytest.raises(ValueError, match=name):
+            losses("SFTTrainer", *some, data_collator=collate, **{name: True})
 
 
 @pytest.mark.parametrize("packing", [None, "bfd"])

@@ -234,7 +234,9 @@ class TokenCache:
         if self._unfinished is None:
             self._unfinished = PartialDirectory(self.directory)
         if number not in self._writers:
-            self._writers[number] = EntryWriter(self._unfinished.path, self._key(source), source.name)
+            key = self._key(source)
+            known = any(each is not None and each.key == key for each in self._writers.values())  # given twice
+            self._writers[number] = None if known else EntryWriter(self._unfinished.path, key, source.name)
         writer = self._writers[number]
         if writer is None:
             return

@@ -26,7 +26,12 @@ class Spool:
 
     Args:
         directory: for the files. It is made when there is something to write.
+
+    Attributes:
+        unkept: whether the file system has no links, so that later loads do not find what was written.
     """
+
+    unkept = False
 
     def __init__(self, directory: Path):
         self._owner: Unfinished | None = None
@@ -62,10 +67,16 @@ class Spool:
 
         Raises:
             OSError: the file cannot be read.
-            ImageError: the bytes are others than were written.
+            ImageError: the bytes are others than were written, or the file is gone.
         """
-        with open(self._paths[source], "rb", buffering=0) as file:
-            data = os.pread(file.fileno(), size, at)
+        try:
+            with open(self._paths[source], "rb", buffering=0) as file:
+                data = os.pread(file.fileno(), size, at)
+        except FileNotFoundError:
+            raise ImageError(
+                f"its copy in {self._directory} is gone, because the process that made this dataset has ended or no "
+                "longer has it. Keep the dataset there, or load again"
+            ) from None
         if zlib.crc32(data) != checksum:
             with suppress(OSError):
                 self._kept(self._paths[source].stem).unlink()
@@ -95,7 +106,7 @@ class Spool:
         for source in self._sizes.keys() & set(sources):
             path = self._paths[source]
             sizes[path.name] = self._sizes[source]
-            _link(path, self._kept(path.name))
+            self.unkept |= not _link(path, self._kept(path.name))
         together = accumulate((sizes | self._found).values())
         return {self._kept(name) for name, held in zip(sizes | self._found, together, strict=True) if held <= bound}
 
@@ -112,7 +123,7 @@ class Spool:
                     path = self._folder() / name
                     if not _link(kept, path):
                         return False
-                if path.stat().st_size != size:
+                if path.stat().st_size < size:  # it has more of a file that was given twice
                     return False
             except OSError:
                 return False

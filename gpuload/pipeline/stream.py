@@ -74,6 +74,10 @@ class Batch(SomeRows):
 
     prompts: Prompts
 
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + int(getattr(self.prompts, "held_bytes", 0))
+
 
 @dataclass(frozen=True, eq=False)
 class Rendered(Batch):

@@ -8,7 +8,9 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, cast
+
+import pyarrow as pa
 
 from gpuload.sources.fetch import SourceFile
 from gpuload.sources.remote import RemoteFile, changed
@@ -36,9 +38,10 @@ class LocalFile:
             SourceError: it is not in the same state.
             OSError: it cannot be opened.
         """
-        with open(self.path, "rb") as raw:
+        # Arrow reads a file object of Python's in a new part of the process's memory for each page.
+        with pa.OSFile(os.fsencode(self.path)) as raw:
             self._compare(os.fstat(raw.fileno()))
-            yield raw
+            yield cast(BinaryIO, raw)
 
     def check(self) -> None:
         """Checks that nothing has changed since it was first opened.

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import logging
 import random
 import sys
 from functools import cache
@@ -19,6 +20,7 @@ from conftest import user
 from image_cases import BUILDERS, encoded, encodings, picture
 from PIL import Image
 from same import VERL, gpuload_dataset, verl_dataset
+from sft_cases import LONG, compare, outcome, raising_rows
 from tiers import core
 from verl.utils.tokenizer import build_multimodal_processor_inputs
 
@@ -271,3 +273,26 @@ def test_rows_that_are_too_long_in_the_rollout(tmp_path: Path, caplog: Any, monk
         found = assert_same_rows(file, processor, caplog, max_prompt_length=limit, image_patch_size=patch)
         assert all(length(found, row) <= limit for row in found)
         assert "in the rollout" not in caplog.text
+
+
+def test_conversations_for_sft_fall_back_with_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows, pixels and positions are those of verl's class."""
+    processor = processor_named("qwen2_vl")
+    monkeypatch.setattr(processor.tokenizer, "chat_template", processor.chat_template)  # as of a checkpoint
+    rows = [
+        [{"role": "user", "content": f"<image>What is {number}?"}, {"role": "assistant", "content": "A square."}]
+        for number in range(3)
+    ]
+    pictures = [[{"bytes": encoded(picture(56 + 28 * number, 90), "PNG"), "path": None}] for number in range(3)]
+    file = str(tmp_path / "seen.parquet")
+    pq.write_table(pa.table({"messages": rows, "images": pictures}), file)
+    with caplog.at_level(logging.WARNING, logger="gpuload"):
+        dataset = compare(file, processor.tokenizer, LONG, processor=processor)
+    assert dataset.report is None
+    assert not raising_rows(dataset), outcome(dataset, 0)
+    assert set(dataset[0]["multi_modal_inputs"]) >= {"pixel_values", "image_grid_thw"}
+    (line,) = [each.getMessage() for each in caplog.records if each.name.startswith("gpuload")]
+    assert line.startswith("gpuload: falls back to verl's own dataset class, which tokenizes at each access: ")
+    assert line.endswith("seen.parquet has a column 'images', and only conversations of text are made by columns")

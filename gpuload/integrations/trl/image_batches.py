@@ -26,7 +26,8 @@ _TRAINERS = {"messages": ("load_chats", "SFTTrainer"), "chosen": ("load_pairs", 
 """A second column, of no values, which only the right one of TRL's trainers hands to the collator: the load and that
 trainer."""
 
-_DIGESTED = 64
+_OF_IMAGES = ("height", "width", "nbytes", "sample")
+_DIGESTED_ROWS = 10_000  # at a time
 
 
 def ready(
@@ -34,7 +35,8 @@ def ready(
 ) -> tuple[Any, Callable[[Sequence[Any]], dict[str, Any]]]:
     """Loaded data with images as `train_dataset` and `data_collator` of TRL's `SFTTrainer` or `DPOTrainer`.
 
-    Options of the trainer for truncation, packing and masks have no effect; those of the load have.
+    `max_length` and `completion_only_loss` of the trainer have no effect; the options of the load have. `packing`,
+    `padding_free` and `assistant_only_loss` are errors of TRL: batches have what they mean already.
 
     Examples:
         >>> from gpuload.integrations.trl import ready
@@ -82,9 +84,11 @@ def ready(
 
 def _digest(rows: Any, lengths: np.ndarray[Any, Any]) -> str:
     """The same for the same load in another process, so that a dataset that was saved fits."""
-    some = np.linspace(0, len(rows) - 1, min(len(rows), _DIGESTED)).astype(int)
     found = hashlib.sha256(np.asarray(lengths, np.int64).tobytes())
-    found.update(rows.select(some.tolist()).tokens.values.tobytes())
+    found.update(rows.fingerprint["tokens"].encode())
+    for first in range(0, len(rows), _DIGESTED_ROWS):  # images of equal sizes have equal ids
+        for row in rows._references(np.arange(first, min(first + _DIGESTED_ROWS, len(rows)))):
+            found.update(repr([[each[name] for name in _OF_IMAGES] for each in row]).encode())
     return found.hexdigest()[:16]
 
 
@@ -104,10 +108,34 @@ def _collate(
             "and evaluation together, and split the rows"
         )
     if not all(kept in row for row in rows):
-        made_by, trainer = _TRAINERS[kept]
-        raise OptionError(
-            f"ready made these batches of {made_by} for {trainer}, and this is another trainer, or the column {kept!r} "
-            f"was removed: pass both to {trainer}, or make batches for this one with the other load"
-        )
+        raise _of_another_trainer(kept)
     made = make([each["row"] for each in given])
     return {name: made[name] for name in made if name not in others}
+
+
+def check_trainer(trainer: str, columns: Mapping[str, Any], has_collator: bool) -> None:
+    """Checks the dataset of a trainer, if `ready` has made it.
+
+    Args:
+        trainer: its name.
+        columns: name → type of the dataset's columns.
+
+    Raises:
+        OptionError: it is for another trainer, or comes without its collator.
+    """
+    numbers = columns.get(NUMBER)
+    if not isinstance(numbers, dict) or numbers.keys() != {"row", "load"}:
+        return
+    if not has_collator:
+        raise OptionError("ready returned a dataset and a collator: pass data_collator, too")
+    for kept, (_, right) in _TRAINERS.items():  # with remove_unused_columns=False the collator cannot know it
+        if kept in columns and trainer != right:
+            raise _of_another_trainer(kept)
+
+
+def _of_another_trainer(kept: str) -> OptionError:
+    made_by, trainer = _TRAINERS[kept]
+    return OptionError(
+        f"ready made these batches of {made_by} for {trainer}, and this is another trainer, or the column {kept!r} "
+        f"was removed: pass both to {trainer}, or make batches for this one with the other load"
+    )

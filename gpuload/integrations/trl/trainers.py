@@ -48,9 +48,10 @@ def _construct(trainer: Any, name: str, stock: Any, given: tuple[Any, ...], name
         arguments = inspect.signature(stock).bind(*given, **named).arguments
         trainer.has_flat_batches = name not in PROBLEMS and arguments.get("data_collator") is None
         kinds = getattr(arguments.get("train_dataset"), "features", None) or {}
-        numbers = kinds.get("images")  # of `ready`
-        if arguments.get("data_collator") is None and isinstance(numbers, dict) and numbers.keys() == {"row", "load"}:
-            raise OptionError("ready returned a dataset and a collator: pass data_collator, too")
+        if "images" in kinds:
+            from gpuload.integrations.trl.image_batches import check_trainer
+
+            check_trainer(name, kinds, arguments.get("data_collator") is not None)
     stock(*given, **named)
     if name == "SFTTrainer" and _served(trainer.args, PROBLEMS.get(name)) and not hasattr(trainer, "_as_served"):
         raise OptionError("dataset_kwargs: turns='served' is for texts, and TRL's collator prepares data with images")

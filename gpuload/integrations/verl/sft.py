@@ -130,7 +130,7 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
             check_prompt_column(source, self.messages_key)
             for key in (self.image_key, self.video_key):
                 if key in source.schema.names:
-                    return f"{source.name} has a column {key!r}"
+                    return f"{source.name} has a column {key!r}, and only conversations of text are made by columns"
             kind = source.schema.field(self.messages_key).type
             if not is_messages(kind):
                 return f"{source.name}: column {self.messages_key!r} holds {kind}, not messages"

@@ -8,7 +8,7 @@ never learned.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -25,23 +25,20 @@ from gpuload.core.options import Options, Verify
 from gpuload.dataset.rows import Loaded
 from gpuload.engines.batches import BatchLayout
 from gpuload.engines.host.render import AnswerSpans
-from gpuload.engines.protocol import Engine
 from gpuload.kinds.chats.dataset import ChatDataset
 from gpuload.kinds.chats.engine import ChatEngine
 from gpuload.kinds.chats.load import ChatKind
 from gpuload.kinds.chats.reference import ChatReference
 from gpuload.kinds.images.dataset import ImageRows
 from gpuload.kinds.images.engine import ImageText
-from gpuload.kinds.images.load import facts_and_pixels, on_host, with_spool
+from gpuload.kinds.images.load import facts_and_pixels
 from gpuload.kinds.images.messages import problem_of_parts
-from gpuload.kinds.images.options import NAMES, ImageOptions, check_supported
 from gpuload.kinds.images.prompts import problem_of_images, prompt_of
-from gpuload.kinds.images.training import ImageTrainingEngine, ImageTrainingReference, check_training
+from gpuload.kinds.images.training import ImageTrainingEngine, ImageTrainingKind, ImageTrainingReference
 from gpuload.kinds.training_reference import messages_in, own_arguments
 from gpuload.media.dry_run import DryRunner, NotUnderstoodError
 from gpuload.pipeline.kind import Finder
 from gpuload.reference.reference import Reference
-from gpuload.sources.read import Source
 from gpuload.template.answers import Answers, has_blocks
 
 # Not position_ids, see `kinds/images/dataset.py`.
@@ -242,37 +239,15 @@ class ImageChatDataset(ImageRows, ChatDataset):
 
 
 @dataclass(frozen=True)
-class ImageChatKind(ChatKind):
-    """Conversations with images.
+class ImageChatKind(ImageTrainingKind[ChatDataset], ChatKind):
+    """Conversations with images."""
 
-    Attributes:
-        images: the options about images.
-    """
-
-    images: ImageOptions = field(default_factory=ImageOptions)
-
-    @classmethod
-    def parse(cls, given: Mapping[str, Any]) -> tuple["ImageChatKind", Options]:
-        images = ImageOptions.parse(given, LoadChatsKeywords.__optional_keys__)
-        base, options = super().parse({name: value for name, value in given.items() if name not in NAMES})
-        check_supported(
-            options, {"truncation": f"overlong={given.get('overlong')!r}"}, turns=base.as_served and base.turns
-        )
-        assert isinstance(base, cls)
-        return replace(base, images=images), on_host(options)
-
-    def resolve(self, sources: Sequence[Source], options: Options) -> tuple["ImageChatKind", list[Source], Options]:
-        kind, found, options = super().resolve(sources, options)
-        check_training(self.images, sources, options, kind.format)
-        assert isinstance(kind, ImageChatKind)
-        return kind, found, options
+    others = LoadChatsKeywords.__optional_keys__
+    engine_type = ImageChatEngine
 
     def reference(self, tokenizer: Any, options: Options) -> Reference:
         own: dict[str, Any] = {"loss_on": self.loss_on, "weights": self.weights, **self.of_messages()}
         return ImageChatReference(tokenizer, self.images, **own, **options.of_tokenizer())
-
-    def engine(self, options: Options, reference: Any, exact_only: bool) -> Engine:
-        return with_spool(ImageChatEngine(reference, exact_only), self.images, options)
 
     def finders(self, mode: Verify, reference: Any, rows: int) -> Sequence[Finder]:
         return ()

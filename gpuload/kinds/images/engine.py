@@ -11,17 +11,19 @@ import pyarrow as pa
 
 from gpuload.core.arrays import Ragged, offsets_of
 from gpuload.core.arrow import as_arrow
+from gpuload.core.memory import garbage_collection_paused
 from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.host.prompts import attempt, render_messages, render_rows
 from gpuload.engines.host.render import HostText, MixedText
 from gpuload.engines.protocol import ArrowPrompts, Prompts, Tokenized
 from gpuload.kinds.images.gate import difference, type_ids
-from gpuload.kinds.images.prompts import ImagePrompts, read_prompts, sizes_of
+from gpuload.kinds.images.prompts import JOINED_BYTES, ImagePrompts, read_prompts, sizes_of
 from gpuload.kinds.images.reference import ProcessorReference
 from gpuload.media.dry_run import NotUnderstoodError
 from gpuload.media.rule import Expansion, ImageRule
 from gpuload.media.spool import Spool
 from gpuload.reference.template_call import first_line
+from gpuload.sources.batches import BATCH_BYTES
 from gpuload.sources.columns import to_python
 from gpuload.sources.read import Source
 
@@ -126,8 +128,11 @@ class ImageEngine(HostEngine):
             whole, prompts = source.decoded_bytes(None), source.decoded_bytes((prompt_key,))
             self._nbytes = self._nbytes * prompts // max(1, whole)
         self._begin()
-        return read_prompts(source, prompt_key, self._reference.images, self.spool)
+        # Row by row, small batches keep all threads busy.
+        joined = BATCH_BYTES if self.by_prompt else JOINED_BYTES
+        return read_prompts(source, prompt_key, self._reference.images, self.spool, joined)
 
+    @garbage_collection_paused()
     def render(self, prompts: Prompts) -> HostText:
         assert isinstance(prompts, ImagePrompts)
         if self.by_prompt:
@@ -206,6 +211,7 @@ class ImageEngine(HostEngine):
             **text.fates(),
         )
 
+    @garbage_collection_paused()
     def encode(self, text: HostText) -> Tokenized:
         if not isinstance(text, ImageText):
             return super().encode(text)
@@ -245,9 +251,16 @@ class ImageEngine(HostEngine):
         if bits is not None:
             own, around = bits(texts, column, encoded)
             tokens = Ragged(encoded.values | own, encoded.offsets)
+        firsts = {int(each.core[0]) for some in images for each in some}
+        places = np.flatnonzero(np.isin(encoded.values, np.array([*firsts], encoded.values.dtype)))
+        starts = np.asarray(encoded.offsets)
+        bounds = np.searchsorted(places, starts)
         made, wrong = [], []
         for number, some in enumerate(images):
-            found = _replaced(encoded[number], some, tokens[number]) if some else tokens[number]
+            found = tokens[number]
+            if some:
+                at = places[bounds[number] : bounds[number + 1]] - starts[number]
+                found = _replaced(encoded[number], at, some, found)
             if found is None:
                 wrong.append(number)
                 found = encoded[number][:0]
@@ -281,18 +294,21 @@ class ImageEngine(HostEngine):
         return "".join(self._reference.tokenizer.convert_ids_to_tokens(ends))
 
 
-def _replaced(ids: np.ndarray[Any, Any], images: Sequence[Expansion], tokens: np.ndarray[Any, Any]) -> Any:
+def _replaced(
+    ids: np.ndarray[Any, Any], at: np.ndarray[Any, Any], images: Sequence[Expansion], tokens: np.ndarray[Any, Any]
+) -> Any:
     """Tokens with the ids of images in the places of their marks; None if other text looks like a mark.
 
     Args:
+        at: where the ids may be the first of a mark, of this row or of another.
         tokens: the ids with their bits.
     """
-    firsts = np.array([each.core[0] for each in images])
-    at = np.flatnonzero(np.isin(ids, np.unique(firsts)))
-    if len(at) != len(images) or not np.array_equal(ids[at], firsts):
+    firsts = [int(each.core[0]) for each in images]
+    found = [(place, own) for place, own in zip(at.tolist(), ids[at].tolist(), strict=True) if own in firsts]
+    if [own for _, own in found] != firsts:
         return None
     parts, done = [], 0
-    for place, image in zip(at.tolist(), images, strict=True):
+    for (place, _), image in zip(found, images, strict=True):
         width = 1 if image.core[0] == image.core[-1] else 2
         if width == 2 and (place + 1 >= len(ids) or ids[place + 1] != image.core[-1]):
             return None

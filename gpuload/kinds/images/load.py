@@ -1,8 +1,8 @@
-"""The kind of `gpuload.load` with a processor, and what it has in common with that of `load_chats`."""
+"""The kind of `gpuload.load` with a processor, and what all kinds with images have in common."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -16,8 +16,9 @@ from gpuload.kinds.images.options import NAMES, ImageOptions, check_supported
 from gpuload.kinds.images.pixels import Pixels
 from gpuload.kinds.images.positions import merge_of
 from gpuload.kinds.images.reference import ImageReference
-from gpuload.kinds.prompts import PromptKind
+from gpuload.kinds.prompts import PromptDataset, PromptKind
 from gpuload.media.spool import Spool
+from gpuload.pipeline.kind import Dataset, Kind
 from gpuload.reference.reference import Reference
 from gpuload.sources.read import Source
 
@@ -25,32 +26,51 @@ _ROWS = 10_000
 
 
 @dataclass(frozen=True)
-class ImagePromptKind(PromptKind):
-    """Prompts with images.
+class ImageKind(Kind[Dataset]):
+    """What kinds with images have in common. To be mixed into one without.
 
     Attributes:
         images: the options about images.
+        others: names of the other options of its function.
+        engine_type: of its loads.
     """
 
     images: ImageOptions = field(default_factory=ImageOptions)
+    others: ClassVar[Collection[str]]
+    engine_type: ClassVar[type[ImageEngine]]
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any]) -> tuple["ImagePromptKind", Options]:
-        images = ImageOptions.parse(given, {*IGNORED, *Options.__dataclass_fields__})
-        base, options = super().parse({name: value for name, value in given.items() if name not in NAMES})
-        check_supported(options, {}, turns=base.turns != "conversation" and base.turns)
-        return cls(images=images), on_host(options)
+    def parse(cls, given: Mapping[str, Any]) -> tuple[Self, Options]:
+        images = ImageOptions.parse(given, cls.others)
+        others = {name: value for name, value in given.items() if name not in NAMES}
+        kind, options = super().parse(others)
+        told = {"truncation": f"overlong={given['overlong']!r}"} if "overlong" in given else {}
+        check_supported(options, told, turns=given.get("turns") == "served" and "served")
+        return replace(kind, images=images), on_host(options)
 
-    def resolve(self, sources: Sequence[Source], options: Options) -> tuple["ImagePromptKind", list[Source], Options]:
-        _, found, options = super().resolve(sources, options)
+    def resolve(self, sources: Sequence[Source], options: Options) -> tuple[Self, list[Source], Options]:
+        kind, found, options = super().resolve(sources, options)  # type: ignore[safe-super]
         self.images.check_column(sources, options.prompt_key)
-        return self, found, options
+        return kind, found, options
+
+    def engine(self, options: Options, reference: Any, exact_only: bool) -> Engine:
+        engine = self.engine_type(reference, exact_only)
+        if self.images.media != "reference":  # the bytes of images are kept where they will be needed again
+            directory = media_directory(options.cache_dir)
+            engine.spool, columns = Spool(directory), engine.reference.made
+            columns.spool, columns.bound = engine.spool, options.token_cache_bytes or default_bound(directory)
+        return engine
+
+
+@dataclass(frozen=True)
+class ImagePromptKind(ImageKind[PromptDataset], PromptKind):
+    """Prompts with images."""
+
+    others = frozenset({*IGNORED, *Options.__dataclass_fields__})
+    engine_type = ImageEngine
 
     def reference(self, tokenizer: Any, options: Options) -> Reference:
         return ImageReference(tokenizer, self.images, **options.of_tokenizer())
-
-    def engine(self, options: Options, reference: Any, exact_only: bool) -> Engine:
-        return with_spool(ImageEngine(reference, exact_only), self.images, options)
 
     def dataset(self, loaded: Loaded) -> ImagePromptDataset:
         return ImagePromptDataset(loaded, *facts_and_pixels(loaded, self.images))
@@ -59,15 +79,6 @@ class ImagePromptKind(PromptKind):
 def on_host(options: Options) -> Options:
     """Options of a load on the host. What is made of images is small: it is on disk only if that is asked for."""
     return replace(options, device="cpu", store="disk" if options.store == "disk" else "memory")
-
-
-def with_spool(engine: ImageEngine, images: ImageOptions, options: Options) -> ImageEngine:
-    """An engine that keeps the bytes of images where they will be needed again."""
-    if images.media != "reference":
-        directory = media_directory(options.cache_dir)
-        engine.spool, columns = Spool(directory), engine.reference.made
-        columns.spool, columns.bound = engine.spool, options.token_cache_bytes or default_bound(directory)
-    return engine
 
 
 def facts_and_pixels(loaded: Loaded, images: ImageOptions) -> tuple[ImageFacts, ImageOptions, Pixels | None]:
@@ -83,6 +94,10 @@ def facts_and_pixels(loaded: Loaded, images: ImageOptions) -> tuple[ImageFacts, 
         directory = media_directory(loaded.options.cache_dir)
         bound = engine.reference.made.bound
         evict(directory, bound, engine.spool.keep(loaded.report.into_cache, bound))
+        if engine.spool.unkept:
+            loaded.report.notes.append(
+                f"images in the data are not cached: {directory} is on a file system without hard links"
+            )
         pixels = Pixels(engine.reference.processor, images.mm_processor_kwargs, images.turns, engine.spool)
     return facts_of(engine, key, sizes), images, pixels
 

@@ -1,7 +1,7 @@
 """Preference data with images: `gpuload.load_pairs` with a processor. Images are in prompts only."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,22 +11,20 @@ from gpuload.core.arrays import Ragged, offsets_of
 from gpuload.core.keywords import LoadPairsKeywords
 from gpuload.core.options import Options
 from gpuload.dataset.rows import Loaded, Numbers
-from gpuload.engines.protocol import Engine
 from gpuload.kinds.images.dataset import ImageFacts, ImageRows
 from gpuload.kinds.images.engine import ImageText
-from gpuload.kinds.images.load import facts_and_pixels, on_host, with_spool
+from gpuload.kinds.images.load import facts_and_pixels
 from gpuload.kinds.images.messages import images_of, problem_of_parts
-from gpuload.kinds.images.options import NAMES, ImageOptions, check_supported
+from gpuload.kinds.images.options import ImageOptions
 from gpuload.kinds.images.pixels import Pixels, Place
 from gpuload.kinds.images.prompts import problem_of_images, prompt_of
-from gpuload.kinds.images.training import ImageTrainingEngine, ImageTrainingReference, check_training
+from gpuload.kinds.images.training import ImageTrainingEngine, ImageTrainingKind, ImageTrainingReference
 from gpuload.kinds.pairs.dataset import PairDataset
 from gpuload.kinds.pairs.engine import PairEngine
 from gpuload.kinds.pairs.load import PairKind
 from gpuload.kinds.pairs.reference import PairReference
 from gpuload.kinds.training_reference import answers_in
 from gpuload.reference.reference import Reference
-from gpuload.sources.read import Source
 
 
 class ImagePairReference(ImageTrainingReference, PairReference):
@@ -105,35 +103,15 @@ class ImagePairDataset(ImageRows, PairDataset):
 
 
 @dataclass(frozen=True)
-class ImagePairKind(PairKind):
-    """Preference data with images.
+class ImagePairKind(ImageTrainingKind[PairDataset], PairKind):
+    """Preference data with images."""
 
-    Attributes:
-        images: the options about images.
-    """
-
-    images: ImageOptions = field(default_factory=ImageOptions)
-
-    @classmethod
-    def parse(cls, given: Mapping[str, Any]) -> tuple["ImagePairKind", Options]:
-        images = ImageOptions.parse(given, LoadPairsKeywords.__optional_keys__)
-        base, options = super().parse({name: value for name, value in given.items() if name not in NAMES})
-        check_supported(options, {"truncation": f"overlong={given.get('overlong')!r}"})
-        assert isinstance(base, cls)
-        return replace(base, images=images), on_host(options)
-
-    def resolve(self, sources: Sequence[Source], options: Options) -> tuple["ImagePairKind", list[Source], Options]:
-        kind, found, options = super().resolve(sources, options)
-        check_training(self.images, sources, options, kind.format)
-        assert isinstance(kind, ImagePairKind)
-        return kind, found, options
+    others = LoadPairsKeywords.__optional_keys__
+    engine_type = ImagePairEngine
 
     def reference(self, tokenizer: Any, options: Options) -> Reference:
         own: dict[str, Any] = {"objective": self._objective, **self.of_messages()}
         return ImagePairReference(tokenizer, self.images, **own, **options.of_tokenizer())
-
-    def engine(self, options: Options, reference: Any, exact_only: bool) -> Engine:
-        return with_spool(ImagePairEngine(reference, exact_only), self.images, options)
 
     def rows(self, loaded: Loaded, labels: Any) -> ImagePairDataset:
         given = facts_and_pixels(loaded, self.images)

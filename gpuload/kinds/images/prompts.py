@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from gpuload.core.arrow import as_arrow
+from gpuload.core.memory import garbage_collection_paused
 from gpuload.engines.protocol import ArrowPrompts
 from gpuload.kinds.images.messages import images_of
 from gpuload.kinds.images.options import ImageOptions
@@ -19,6 +20,7 @@ from gpuload.media.arrow import values_of
 from gpuload.media.headers import FileBytes, Header, ImageError, read_header, sample_of
 from gpuload.media.references import Media, NoFileError, Places, as_list, media_of
 from gpuload.media.spool import Spool
+from gpuload.sources.batches import BATCH_BYTES, bounded
 from gpuload.sources.columns import to_python
 from gpuload.sources.json_values import parse_json
 from gpuload.sources.read import Source
@@ -45,6 +47,9 @@ _IMAGE = pa.struct(
 PROMPT, JSON = "prompt", "json"
 """The field of a row with its prompt: as it is, or as JSON text."""
 
+JOINED_BYTES = 1 << 25
+"""Of rows with the bytes of their images that are worked on together: text has fixed costs for each batch."""
+
 _numbers = itertools.count()
 
 
@@ -61,6 +66,11 @@ class HeldImages:
     source: str
     number: int = field(default_factory=lambda: next(_numbers))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of images that are in memory."""
+        return sum(len(each.data) for each in self.media if each.data is not None)
+
 
 _held: WeakValueDictionary[int, HeldImages] = WeakValueDictionary()
 
@@ -76,39 +86,50 @@ class ImagePrompts(ArrowPrompts):
 
     held: HeldImages
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of images that the batch keeps in memory."""
+        return self.held.nbytes
+
     def take(self, rows: np.ndarray[Any, Any]) -> "ImagePrompts":
         return ImagePrompts(self.column.take(as_arrow(rows)), self.held)
 
 
 def read_prompts(
-    source: Source, prompt_key: str, options: ImageOptions, spool: Spool | None = None
+    source: Source, prompt_key: str, options: ImageOptions, spool: Spool | None = None, joined: int = BATCH_BYTES
 ) -> Iterator[tuple[pa.Table, ImagePrompts]]:
     """The rows of a source, part by part; in the column of images, references to them.
 
     Args:
         spool: takes the bytes of images.
+        joined: bytes up to which small parts are joined.
     """
     places = places_of(source, options)
-    for table in source.batches():
-        prompts = table.column(prompt_key).combine_chunks()
-        prompts = prompts.dictionary_decode() if pa.types.is_dictionary(prompts.type) else prompts
-        names = table.schema.names
-        given: list[Any] = [None] * table.num_rows
-        if options.image_key in names:
-            given = [value for chunk in table.column(options.image_key).chunks for value in values_of(chunk)]
-        images = [found_images(*row, places, options) for row in zip(_python(prompts), given, strict=True)]
-        held = HeldImages([each.media for row in images for each in row], source.name)
-        _held[held.number] = held
-        name, prompts = (JSON, prompts.storage) if prompts.type == JSON_TYPE else (PROMPT, prompts)
-        column = pa.StructArray.from_arrays([prompts, _arrow(images, held)], [name, "images"])
-        references = as_arrow(
-            [[each.reference(spool, source.name) for each in row] for row in images], pa.list_(REFERENCE)
-        )
-        if options.image_key in names:
-            table = table.set_column(names.index(options.image_key), options.image_key, references)
-        else:
-            table = table.append_column(options.image_key, references)
-        yield table, ImagePrompts(column, held)
+    for table in bounded(source.batches(), source.name, joined):
+        yield _prompts_of(table, prompt_key, places, source.name, options, spool)
+
+
+@garbage_collection_paused()
+def _prompts_of(
+    table: pa.Table, prompt_key: str, places: Places, source: str, options: ImageOptions, spool: Spool | None
+) -> tuple[pa.Table, ImagePrompts]:
+    prompts = table.column(prompt_key).combine_chunks()
+    prompts = prompts.dictionary_decode() if pa.types.is_dictionary(prompts.type) else prompts
+    names = table.schema.names
+    given: list[Any] = [None] * table.num_rows
+    if options.image_key in names:
+        given = [value for chunk in table.column(options.image_key).chunks for value in values_of(chunk)]
+    images = [found_images(*row, places, options) for row in zip(_python(prompts), given, strict=True)]
+    held = HeldImages([each.media for row in images for each in row], source)
+    _held[held.number] = held
+    name, prompts = (JSON, prompts.storage) if prompts.type == JSON_TYPE else (PROMPT, prompts)
+    column = pa.StructArray.from_arrays([prompts, _arrow(images, held)], [name, "images"])
+    references = as_arrow([[each.reference(spool, source) for each in row] for row in images], pa.list_(REFERENCE))
+    if options.image_key in names:
+        table = table.set_column(names.index(options.image_key), options.image_key, references)
+    else:
+        table = table.append_column(options.image_key, references)
+    return table, ImagePrompts(column, held)
 
 
 def places_of(source: Source, options: ImageOptions) -> Places:

@@ -1,9 +1,9 @@
 """What conversations and preference data with images have in common."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import pyarrow as pa
 
@@ -11,12 +11,13 @@ from gpuload.core.errors import OptionError
 from gpuload.core.options import Options
 from gpuload.engines.host.render import HostText
 from gpuload.kinds.images.engine import ImageEngine
+from gpuload.kinds.images.load import ImageKind
 from gpuload.kinds.images.messages import AS_PARTS, as_parts
-from gpuload.kinds.images.options import ImageOptions
 from gpuload.kinds.images.prompts import prompt_of
 from gpuload.kinds.images.reference import ProcessorReference
 from gpuload.kinds.training_engine import TrainingEngine
 from gpuload.kinds.training_reference import TrainingReference, answers_in, own_arguments
+from gpuload.pipeline.kind import Dataset
 from gpuload.reference.template_call import TemplateCall
 from gpuload.sources.read import Source
 
@@ -77,19 +78,15 @@ class ImageTrainingEngine(ImageEngine, TrainingEngine):
         return [*made, (list(rejected), nothing)] if rejected else made
 
 
-def check_training(images: ImageOptions, sources: Sequence[Source], options: Options, found: str | None) -> None:
-    """Checks the columns of data to train on.
+@dataclass(frozen=True)
+class ImageTrainingKind(ImageKind[Dataset]):
+    """What kinds of data to train on with images have in common."""
 
-    Args:
-        found: its format.
-
-    Raises:
-        OptionError: no template renders it.
-        DataError: there is no column of images, which the user has named.
-    """
-    images.check_column(sources, options.prompt_key)
-    if options.chat_template is None:
-        raise OptionError(
-            f"data in the format {found} is text that no template renders, which has no places for images: pass the "
-            "tokenizer, or make a column messages"
-        )
+    def resolve(self, sources: Sequence[Source], options: Options) -> tuple[Self, list[Source], Options]:
+        kind, found, options = super().resolve(sources, options)
+        if options.chat_template is None:
+            raise OptionError(
+                f"data in the format {getattr(kind, 'format', None)} is text that no template renders, which has no "
+                "places for images: pass the tokenizer, or make a column messages"
+            )
+        return kind, found, options
