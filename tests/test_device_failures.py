@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import subprocess
 import sys
@@ -25,11 +24,13 @@ from gpuload.core.errors import ContextLostError, DataError, DeviceError
 from gpuload.core.options import Options
 from gpuload.engines.conversations import Conversations, from_arrow
 from gpuload.engines.device import cuda
-from gpuload.engines.device import parts as device_parts
 from gpuload.engines.device.engine import DeviceEngine
 from gpuload.engines.device.kernels import DeviceKernels
-from gpuload.engines.device.parts import chunk_sizes, large_parts
+from gpuload.engines.device.parts import chunk_sizes
 from gpuload.engines.device.texts import DeviceTexts
+from gpuload.engines.host.engine import arrow_parts
+from gpuload.pipeline.parts import joined
+from gpuload.pipeline.stream import read
 from gpuload.sources.open import open_sources
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -304,33 +305,22 @@ def test_without_cudf_arrow_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda.without_cudf() is not None
 
 
-def test_small_parts_are_joined_for_a_device(gsm8k: str, qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_parts_are_joined_for_a_device() -> None:
     messages = [[{"role": "user", "content": "x" * 50}]]
     (source,) = open_sources(
         pa.table({"prompt": messages * 100_000, "n": range(100_000)}), Options(max_prompt_length=512)
     )
-    sizes = [len(prompts) for _, prompts in large_parts(source, "prompt", 1 << 30)]
-    assert sizes == [100_000], "7 MB are less than a first part"
-    monkeypatch.setattr(device_parts, "MOST_JOINED", 1 << 20)
-    parts = list(large_parts(source, "prompt", 1 << 30))
-    assert 2 < len(parts) < 13, "8,192 rows at a time would be 13 parts"
-    assert len(parts[0][1]) == 8192 < len(parts[1][1]), "the device does not wait for the first rows"
-    assert [n for table, _ in parts for n in table.column("n").to_pylist()] == list(range(100_000))
-    assert sum(len(prompts) for _, prompts in parts) == 100_000
 
+    def parts(nbytes: int) -> list[Any]:
+        batches = read([source], lambda number: arrow_parts(source, "prompt"), None, {})
+        return list(joined(batches, nbytes))
 
-def test_each_file_is_a_part_of_its_own(tmp_path: Path, qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As docs/gpu.md says: rows of a batch have one source."""
-    for number in range(6):
-        row = json.dumps({"prompt": [{"role": "user", "content": f"file {number}"}]})
-        (tmp_path / f"{number}.jsonl").write_text(f"{row}\n" * 20)
-    rendered: list[int] = []
-    render = DeviceEngine.render
-    monkeypatch.setattr(
-        DeviceEngine, "render", lambda self, prompts: rendered.append(len(prompts)) or render(self, prompts)
-    )
-    load_with(engine_on(HostKernels()), str(tmp_path / "*.jsonl"), qwen, max_prompt_length=512, verify="off")
-    assert rendered == [20] * 6
+    assert [len(part) for part in parts(64 << 20)] == [100_000], "7 MB are less than a first part"
+    found = parts(1 << 20)
+    assert 2 < len(found) < 13, "8,192 rows at a time would be 13 parts"
+    assert len(found[0]) == 8192 < len(found[1]), "the device does not wait for the first rows"
+    assert [n for part in found for n in part.table.column("n").to_pylist()] == list(range(100_000))
+    assert sum(len(part.prompts) for part in found) == 100_000
 
 
 @pytest.mark.parametrize("tokens_on", ["device", "host"])

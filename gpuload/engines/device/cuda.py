@@ -53,12 +53,13 @@ from gpuload.core.options import TokensOn
 from gpuload.engines.device.cudf import can_read, chunks, slices
 from gpuload.engines.device.engine import DeviceEngine, Reader
 from gpuload.engines.device.kernels import DeviceKernels, Kernels
-from gpuload.engines.device.parts import chunk_sizes, large_parts, zip_with_tables
+from gpuload.engines.device.parts import chunk_sizes, zip_with_tables
 from gpuload.engines.device.present import absent_reason, number_of
 from gpuload.engines.device.shared import ThreadStreams
 from gpuload.engines.device.texts import DeviceTexts, texts_to_device
 from gpuload.engines.device.verdict import UNCHECKED, distrust
 from gpuload.engines.failures import context_lost, one_line, release
+from gpuload.engines.host.engine import arrow_parts
 from gpuload.engines.protocol import ArrowPrompts, Prompts
 from gpuload.reference.reference import Reference
 from gpuload.sources.later import LaterTable
@@ -161,7 +162,7 @@ def reader(kernels: DeviceKernels, notes: list[str]) -> Reader:
             first, then = chunk_sizes(source, prompt_key, kernels.chunk_bytes)
             parts = chunks(kernels, source.parquet, prompt_key, kind, then, first)
         else:
-            yield from large_parts(source, prompt_key, kernels.chunk_bytes)
+            yield from arrow_parts(source, prompt_key)
             return
         done = 0
         try:
@@ -176,7 +177,7 @@ def reader(kernels: DeviceKernels, notes: list[str]) -> Reader:
             notes.append(f"{source.name}: read by Arrow from row {done:,} on: cuDF cannot ({one_line(error)})")
         else:
             return
-        yield from _from_row(done, large_parts(source, prompt_key, kernels.chunk_bytes))
+        yield from _from_row(done, arrow_parts(source, prompt_key))
 
     return read
 

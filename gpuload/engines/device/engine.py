@@ -24,13 +24,13 @@ from gpuload.engines.conversations import Conversations, from_arrow, messages_of
 from gpuload.engines.device.batches import DeviceBatches
 from gpuload.engines.device.encode import LEAST_CHUNK, DeviceEncoder
 from gpuload.engines.device.kernels import Kernels
-from gpuload.engines.device.parts import large_parts
+from gpuload.engines.device.parts import MOST_JOINED
 from gpuload.engines.device.render import DeviceText, render
 from gpuload.engines.device.spans import DeviceTokenSpans, spans_table
 from gpuload.engines.device.store import DeviceStore, Segments, host_store, in_order, to_device
 from gpuload.engines.device.texts import DeviceTexts, gather
 from gpuload.engines.failures import out_of_memory
-from gpuload.engines.host.engine import HostEngine
+from gpuload.engines.host.engine import HostEngine, arrow_parts
 from gpuload.engines.host.render import HostText
 from gpuload.engines.host.sanitize import can_be_marked, mark_column, unplain
 from gpuload.engines.protocol import ArrowPrompts, Prompts, Tokenized
@@ -166,6 +166,10 @@ class DeviceEngine:
     def by_tokenizer(self) -> bool:
         return False
 
+    @property
+    def part_bytes(self) -> int:
+        return min(self._kernels.chunk_bytes, MOST_JOINED) if self._by_kernels else 0
+
     def loading(self, nbytes: int | None = None, rows: int | None = None) -> AbstractContextManager[Any]:
         return self._kernels.loading()
 
@@ -175,7 +179,7 @@ class DeviceEngine:
         if not self._by_kernels:
             return self.host.read(source, prompt_key, keep_prompts)
         if self._reader is None or self._reference.sanitizes:  # control tokens are marked on the host
-            return large_parts(source, prompt_key, self._kernels.chunk_bytes)
+            return arrow_parts(source, prompt_key)
         return self._reader(source, prompt_key, keep_prompts)
 
     # -- render --------------------------------------------------------------------------------------------------------

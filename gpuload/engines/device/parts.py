@@ -7,32 +7,8 @@ import pyarrow as pa
 
 from gpuload.core.errors import DeviceError
 from gpuload.engines.conversations import Conversations
-from gpuload.engines.host.engine import arrow_parts
-from gpuload.engines.protocol import ArrowPrompts
-from gpuload.sources.batches import decoded_bytes
 from gpuload.sources.later import LaterTable
 from gpuload.sources.read import Source, check_unchanged, other_columns
-
-
-def large_parts(source: Source, prompt_key: str, nbytes: int) -> Iterator[tuple[pa.Table, ArrowPrompts]]:
-    """The rows of a source as Arrow reads them, joined: each part costs a device the same launches and waits. The first
-    one is smaller, so that the device has work while Arrow reads the next.
-
-    Args:
-        nbytes: of prompts, about how large a part is at least, but `MOST_JOINED` suffices.
-    """
-    most = min(nbytes, MOST_JOINED)
-    enough = most // _FIRST
-    waiting: list[tuple[pa.Table, pa.Array]] = []
-    prompts_size = table_size = 0
-    for table, prompts in arrow_parts(source, prompt_key):
-        waiting.append((table, prompts.column))
-        prompts_size, table_size = prompts_size + decoded_bytes(prompts.column), table_size + table.nbytes
-        if prompts_size >= enough or table_size >= _SHARE_OF_PROMPTS * enough:
-            yield _joined(waiting)
-            waiting, prompts_size, table_size, enough = [], 0, 0, most
-    if waiting:
-        yield _joined(waiting)
 
 
 def chunk_sizes(source: Source, prompt_key: str, nbytes: int) -> tuple[int, int]:
@@ -54,13 +30,6 @@ MOST_JOINED = 64 << 20  # bytes of prompts from which on a part of a load keeps 
 _FIRST = 8  # of a part: the first one
 _LEAST_CHUNK = 8 << 20
 _SHARE_OF_PROMPTS = 4  # tables that are so much larger than their prompts are not joined further: the host holds them
-
-
-def _joined(parts: list[tuple[pa.Table, pa.Array]]) -> tuple[pa.Table, ArrowPrompts]:
-    if len(parts) == 1:
-        return parts[0][0], ArrowPrompts(parts[0][1])
-    tables, columns = zip(*parts, strict=True)
-    return pa.concat_tables(tables), ArrowPrompts(pa.concat_arrays(columns))
 
 
 def zip_with_tables(
