@@ -16,7 +16,7 @@ from simulator.host_kernels import COMPILER
 from simulator.strict_arrays import StrictKernels
 
 from gpuload.engines.conversations import Conversations, from_arrow
-from gpuload.engines.device.parts import MOST_JOINED, zip_with_tables
+from gpuload.engines.device.parts import MOST_JOINED
 from gpuload.engines.device.texts import DeviceTexts
 from gpuload.pipeline import run
 from gpuload.sources import batches
@@ -59,17 +59,15 @@ def as_json(data: pa.Table, directory: Path) -> Any:
     return str(file)
 
 
-def by_cudf(kernels: StrictKernels) -> Callable[[Source, str, bool], Iterator[tuple[pa.Table, Any]]]:
+def by_cudf(kernels: StrictKernels) -> Callable[[Source, str], Iterator[Conversations]]:
     """As cuDF would read: the prompt column is in device memory, in parts of a load's size."""
 
-    def read(source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, Any]]:
+    def read(source: Source, prompt_key: str) -> Iterator[Conversations]:
         column = pa.concat_arrays([prompts for _, prompts in with_prompts(source, prompt_key)])
-
-        def parts() -> Iterator[Conversations]:
-            for first in range(0, len(column), ROWS):
-                yield from_arrow(DeviceTexts(kernels), column.slice(first, ROWS))
-
-        return zip_with_tables(parts(), source, prompt_key, keep_prompts)
+        for first in range(0, len(column), ROWS):
+            with kernels.current():
+                part = from_arrow(DeviceTexts(kernels), column.slice(first, ROWS))
+            yield part
 
     return read
 

@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
 from simulator import engine_on, load_chats_with, load_pairs_with, load_with
 from simulator.host_kernels import COMPILER, HostKernels
 from test_cuda_process import Memory
@@ -24,9 +26,10 @@ from gpuload.core.errors import ContextLostError, DataError, DeviceError
 from gpuload.core.options import Options
 from gpuload.engines.conversations import Conversations, from_arrow
 from gpuload.engines.device import cuda
+from gpuload.engines.device import parts as device_parts
 from gpuload.engines.device.engine import DeviceEngine
 from gpuload.engines.device.kernels import DeviceKernels
-from gpuload.engines.device.parts import chunk_sizes
+from gpuload.engines.device.parts import chunk_sizes, is_small
 from gpuload.engines.device.texts import DeviceTexts
 from gpuload.engines.host.engine import arrow_parts
 from gpuload.pipeline.parts import joined
@@ -287,6 +290,72 @@ def test_a_file_that_cudf_cannot_read_is_read_by_arrow(
     assert f"read by Arrow from row {rows:,} on: cuDF cannot (RuntimeError: CUDF failure: unsupported page)" in str(
         found.report
     )
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+@pytest.mark.parametrize("wrong", [-1, 1, 5000])
+def test_a_file_of_which_cudf_reads_other_rows_is_read_by_arrow(
+    gsm8k: str, qwen: Any, monkeypatch: pytest.MonkeyPatch, wrong: int, device: Any, tmp_path: Path
+) -> None:
+    """That file only, although some of its rows may have been rendered."""
+    monkeypatch.setattr(device_parts, "MISREAD", set())
+    monkeypatch.setattr(cuda, "MISREAD", device_parts.MISREAD)
+    table, other = pq.read_table(gsm8k).slice(0, 1000), str(tmp_path / "other.parquet")
+    pq.write_table(table, tmp_path / "right.parquet")
+    pq.write_table(table.slice(0, 900), other)
+    read: list[str] = []
+
+    def chunks(using: Any, path: str, column: str, kind: Any, nbytes: int, first: int) -> Iterator[Conversations]:
+        read.append(Path(path).name)
+        values = pq.read_table(path, columns=[column]).column(column).combine_chunks()
+        if path == other:
+            values = pa.concat_arrays([values.slice(0, len(values) + min(0, wrong)), values.slice(0, max(0, wrong))])
+        for low in range(0, len(values), 400):
+            yield from_arrow(DeviceTexts(using), values.slice(low, 400))
+
+    monkeypatch.setattr(cuda, "chunks", chunks)
+    kernels, notes = HostKernels(), list[str]()
+
+    def engine(options: Any, reference: Any, exact_only: bool = False) -> DeviceEngine:
+        notes.clear()
+        made = cuda.reader(kernels, notes)  # type: ignore[arg-type]
+        return DeviceEngine(kernels, torch.device("cpu"), reference, exact_only, made, notes=notes)
+
+    files = [other, str(tmp_path / "right.parquet")]
+    found = load_with(engine, files, qwen, max_prompt_length=512, device=device, token_cache=False)
+    expected = gpuload.load(files, qwen, max_prompt_length=512, device="cpu", token_cache=False)
+    assert found.tokens.to_lists() == expected.tokens.to_lists()
+    assert found.columns.equals(expected.columns)
+    assert read[0] == "other.parquet"
+    assert set(read[1:]) == {"right.parquet"}
+    assert notes == [f"{other}: read by Arrow: cuDF reads another number of rows"]
+
+
+def test_many_small_files_are_read_by_arrow_and_joined(
+    qwen: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Few, or large ones, by cuDF."""
+    large: Any = SimpleNamespace(parquet="x", decoded_bytes=lambda names: 8 << 20)
+    assert not is_small(large, "prompt", 1 << 40)
+    read: list[str] = []
+
+    def chunks(using: Any, path: str, column: str, kind: Any, nbytes: int, first: int) -> Iterator[Conversations]:
+        read.append(path)
+        yield from_arrow(DeviceTexts(using), pq.read_table(path, columns=[column]).column(column).combine_chunks())
+
+    monkeypatch.setattr(cuda, "chunks", chunks)
+    files = [str(tmp_path / f"{number}.parquet") for number in range(20)]
+    for number, file in enumerate(files):
+        prompts = [[{"role": "user", "content": f"{number} {row}"}] for row in range(5)]
+        pq.write_table(pa.table({"prompt": prompts, "n": range(5)}), file)
+    for some, by_cudf in ((files, []), (files[:3], files[:3])):
+        read.clear()
+        build = engine_on(HostKernels(), cuda.reader(HostKernels(), []))  # type: ignore[arg-type]
+        found = load_with(build, some, qwen, max_prompt_length=512, token_cache=False)
+        expected = gpuload.load(some, qwen, max_prompt_length=512, device="cpu", token_cache=False)
+        assert found.tokens.to_lists() == expected.tokens.to_lists()
+        assert found.columns.equals(expected.columns)
+        assert read == by_cudf
 
 
 def test_what_cudf_cannot_read_is_not_read_by_arrow_in_a_lost_context(

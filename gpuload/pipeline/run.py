@@ -38,7 +38,7 @@ from gpuload.dataset.origins import Origins
 from gpuload.dataset.report import Report
 from gpuload.dataset.rows import Loaded
 from gpuload.engines.choose import EngineBuilder
-from gpuload.engines.failures import explained, one_line
+from gpuload.engines.failures import MisreadError, explained, one_line
 from gpuload.engines.protocol import Engine
 from gpuload.pipeline.filter import all_dropped, filter_rows, without
 from gpuload.pipeline.keep_in_memory import InMemory, choose_keeper
@@ -224,18 +224,22 @@ def _exact(job: Job[Dataset], build_engine: EngineBuilder) -> Dataset:
 
 def _run_on_device(job: Job[Dataset], build_engine: EngineBuilder, exact_only: bool = False) -> Dataset:
     """One pass by the engine that the options name. With "auto", the CPU takes over if the GPU fails for any reason."""
-    engine = build_engine(job.options, job.reference, exact_only)
-    try:
-        return _run(job, engine)
-    except Exception as error:
-        found = explained(engine, error)
-        final = isinstance(found, GpuloadError) and type(found) is not DeviceError
-        exchanged = job.ranks is not None and job.ranks.exchanged  # the others have gone on
-        if job.options.device != "auto" or engine.name == "cpu" or final or exchanged:
-            if found is error:
-                raise
-            raise found from error
-        why = one_line(found)
+    while True:
+        engine = build_engine(job.options, job.reference, exact_only)
+        try:
+            return _run(job, engine)
+        except Exception as error:
+            found = explained(engine, error)
+            if isinstance(found, MisreadError):
+                continue
+            final = isinstance(found, GpuloadError) and type(found) is not DeviceError
+            exchanged = job.ranks is not None and job.ranks.exchanged  # the others have gone on
+            if job.options.device != "auto" or engine.name == "cpu" or final or exchanged:
+                if found is error:
+                    raise
+                raise found from error
+            why = one_line(found)
+            break
     warnings.warn(f"the GPU engine failed, falling back to the CPU ({why})", stacklevel=3)
     dataset = _run(job, engine.host)
     dataset.report.notes.append(f"no GPU is used: it failed ({why})")
