@@ -16,9 +16,9 @@ from simulator.host_kernels import COMPILER
 from simulator.strict_arrays import StrictKernels
 
 from gpuload.engines.conversations import Conversations, from_arrow
-from gpuload.engines.device.engine import DeviceEngine
-from gpuload.engines.device.parts import MOST_JOINED, zip_with_tables
+from gpuload.engines.device.parts import MOST_JOINED
 from gpuload.engines.device.texts import DeviceTexts
+from gpuload.pipeline import run
 from gpuload.sources import batches
 from gpuload.sources.read import Source, with_prompts
 
@@ -59,17 +59,15 @@ def as_json(data: pa.Table, directory: Path) -> Any:
     return str(file)
 
 
-def by_cudf(kernels: StrictKernels) -> Callable[[Source, str, bool], Iterator[tuple[pa.Table, Any]]]:
+def by_cudf(kernels: StrictKernels) -> Callable[[Source, str], Iterator[Conversations]]:
     """As cuDF would read: the prompt column is in device memory, in parts of a load's size."""
 
-    def read(source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, Any]]:
+    def read(source: Source, prompt_key: str) -> Iterator[Conversations]:
         column = pa.concat_arrays([prompts for _, prompts in with_prompts(source, prompt_key)])
-
-        def parts() -> Iterator[Conversations]:
-            for first in range(0, len(column), ROWS):
-                yield from_arrow(DeviceTexts(kernels), column.slice(first, ROWS))
-
-        return zip_with_tables(parts(), source, prompt_key, keep_prompts)
+        for first in range(0, len(column), ROWS):
+            with kernels.current():
+                part = from_arrow(DeviceTexts(kernels), column.slice(first, ROWS))
+            yield part
 
     return read
 
@@ -83,11 +81,28 @@ def prompts_by_cudf(kernels: StrictKernels, files: Any, tokenizer: Any) -> Any:
 
 
 def chats(kernels: StrictKernels, files: Any, tokenizer: Any) -> Any:
-    return load_chats_with(kernels, files.select(["messages", "x"]), tokenizer, **OPTIONS)
+    return load_chats_with(kernels, files, tokenizer, **OPTIONS)
 
 
 def pairs(kernels: StrictKernels, files: Any, tokenizer: Any) -> Any:
     return load_pairs_with(kernels, files, tokenizer, **OPTIONS)
+
+
+def as_files(data: pa.Table, directory: Path) -> Any:
+    """Small ones, of seven rows each, which is a fourth of a part."""
+    made = []
+    for number, first in enumerate(range(0, data.num_rows, 7)):
+        made.append(directory / f"{data.num_rows}-{number}.jsonl")
+        made[-1].write_text("".join(json.dumps(row) + "\n" for row in data.slice(first, 7).to_pylist()))
+    return [str(file) for file in made]
+
+
+def as_chats(data: pa.Table, directory: Path) -> Any:
+    return data.select(["messages", "x"])
+
+
+def as_files_of_chats(data: pa.Table, directory: Path) -> Any:
+    return as_files(as_chats(data, directory), directory)
 
 
 @pytest.mark.parametrize(
@@ -96,9 +111,12 @@ def pairs(kernels: StrictKernels, files: Any, tokenizer: Any) -> Any:
         (prompts, as_frame, 40, 150),
         (prompts, as_parquet, 40, 150),
         (prompts, as_json, 40, 150),
+        (prompts, as_files, 40, 150),
         (prompts_by_cudf, as_parquet, 40, 150),
-        (chats, as_frame, 42, 175),
+        (chats, as_chats, 42, 175),
+        (chats, as_files_of_chats, 42, 175),
         (pairs, as_frame, 120, 540),
+        (pairs, as_files, 120, 540),
     ],
 )
 def test_waits_and_launches_of_a_load(
@@ -112,14 +130,14 @@ def test_waits_and_launches_of_a_load(
 ) -> None:
     """Arrow's parts of some rows are joined, so the numbers are those of a part, whatever the data come in."""
     monkeypatch.setattr(batches, "BATCH_ROWS", 3)
-    read, parts = DeviceEngine.read, [0]
+    join, parts = run.joined_batches, [0]
 
-    def counting(self: DeviceEngine, *arguments: Any) -> Iterator[Any]:
-        for part in read(self, *arguments):
+    def counting(*arguments: Any) -> Iterator[Any]:
+        for part in join(*arguments):
             parts[0] += 1
             yield part
 
-    monkeypatch.setattr(DeviceEngine, "read", counting)
+    monkeypatch.setattr(run, "joined_batches", counting)
     counts = []
     for several in (2, 5):
         parts[0], kernels = 0, StrictKernels()

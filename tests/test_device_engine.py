@@ -6,6 +6,7 @@ import pickle
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -14,7 +15,7 @@ import pyarrow as pa
 import pytest
 import torch
 from conftest import user
-from simulator import engine_on, load_with
+from simulator import engine_on, load_chats_with, load_with
 from simulator.host_kernels import COMPILER, HostKernels
 from simulator.stream_checks import StreamKernels
 from tiers import core, name_of, shared_files, with_shared
@@ -34,7 +35,6 @@ from gpuload.engines.device.render import render
 from gpuload.engines.device.shared import SharedTables
 from gpuload.engines.device.store import Segments
 from gpuload.engines.device.texts import DeviceTexts, texts_to_device
-from gpuload.engines.host.engine import arrow_parts
 from gpuload.engines.protocol import ArrowPrompts
 from gpuload.kinds.prompts import LAYOUT
 from gpuload.packing.plan import whole_rows
@@ -55,10 +55,10 @@ def no_races() -> Iterator[None]:
     assert KERNELS.races == []
 
 
-def in_odd_chunks(source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, Any]]:
+def in_odd_chunks(source: Source, prompt_key: str) -> Iterator[Conversations] | None:
     """As cuDF would: the prompt column in chunks of other sizes than the tables with the other columns."""
     if source.without is None:
-        return arrow_parts(source, prompt_key)
+        return None
 
     def chunks() -> Iterator[Conversations]:
         column = pa.concat_arrays([prompts for _, prompts in with_prompts(source, prompt_key)])
@@ -68,7 +68,7 @@ def in_odd_chunks(source: Source, prompt_key: str, keep_prompts: bool) -> Iterat
             yield from_arrow(DeviceTexts(KERNELS), column.slice(at, size))
             at += size
 
-    return zip_with_tables(cuda._on_device(KERNELS, chunks()), source, prompt_key, keep_prompts)  # type: ignore[arg-type]
+    return cuda._on_device(KERNELS, chunks())  # type: ignore[arg-type]
 
 
 @pytest.fixture(params=[None, in_odd_chunks], ids=["copied over", "read there"])
@@ -192,8 +192,8 @@ def test_two_readings_with_different_numbers_of_rows(rows: int, write: Callable[
     """Rows must neither disappear nor get the columns of others."""
     source = open_file(SourceFile(write({"prompt": ["a", "b", "c"], "other": [1, 2, 3]}), "x", "parquet"))
     chunk = from_arrow(DeviceTexts(KERNELS), pa.array([user("a")] * rows))
-    with pytest.raises(DeviceError, match="x: cuDF and Arrow read different numbers of rows"):
-        list(zip_with_tables(iter([chunk]), source, "prompt", False))
+    with ThreadPoolExecutor(1) as thread, pytest.raises(DeviceError, match="x: cuDF and Arrow read different numbers"):
+        list(zip_with_tables(iter([chunk]), source, "prompt", False, thread))
 
 
 def test_tables_with_other_numbers_of_rows(write: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,17 +201,22 @@ def test_tables_with_other_numbers_of_rows(write: Callable[..., str], monkeypatc
     chunks = [from_arrow(DeviceTexts(KERNELS), pa.array([user("a")] * rows)) for rows in (1, 2)]
     for rows, right in ((2, 1), (4, 1), (3, 2)):
         monkeypatch.setattr(parts, "other_columns", lambda *_, n=rows: iter([pa.table({"other": range(n)})]))
-        later = [table for table, _ in zip_with_tables(iter(chunks), source, "prompt", False)]
-        found = []
+        thread, found = ThreadPoolExecutor(1), []
+        later = [table for table, _ in zip_with_tables(iter(chunks), source, "prompt", False, thread)]
+        thread.shutdown(wait=False)
         with pytest.raises(DeviceError, match="different numbers of rows") if right < 2 else nullcontext():
             found += [table.table().num_rows for table in later]
         assert found == ([1, 2] if right == 2 else [])
 
 
+@pytest.mark.parametrize(("reader", "chats"), [(None, False), (in_odd_chunks, False), (None, True)])
 def test_the_device_does_not_wait_for_columns_that_pass_through(
-    gsm8k: str, qwen: Any, monkeypatch: pytest.MonkeyPatch
+    write: Callable[..., str], qwen: Any, monkeypatch: pytest.MonkeyPatch, reader: Any, chats: bool
 ) -> None:
     encoded, columns, encode = threading.Event(), parts.other_columns, DeviceEngine.encode
+    rows = [[*user(f"{row}"), {"role": "assistant", "content": "b"}][: 1 + chats] for row in range(50)]
+    tools = {"tools": [None] * 49 + ['[{"type": "function"}]']} if chats else {}  # with them, columns become one
+    file = write({"messages" if chats else "prompt": rows, "n": list(range(50)), **tools})
 
     def slow(*arguments: Any) -> Iterator[pa.Table]:
         assert encoded.wait(60), "nothing is encoded until columns are decoded"
@@ -223,8 +228,15 @@ def test_the_device_does_not_wait_for_columns_that_pass_through(
 
     monkeypatch.setattr(parts, "other_columns", slow)
     monkeypatch.setattr(DeviceEngine, "encode", encoding)
-    found = load_with(engine_on(KERNELS, in_odd_chunks), gsm8k, qwen, max_prompt_length=128)
-    assert_same(found, gpuload.load(gsm8k, qwen, max_prompt_length=128))
+    if chats:
+        found: Any = load_chats_with(KERNELS, file, qwen, reader)
+        expected: Any = gpuload.load_chats(file, qwen, device="cpu")
+        assert found.tokens.to_lists() == expected.tokens.to_lists()
+        assert found.take(["n"]) == expected.take(["n"])
+    else:
+        found = load_with(engine_on(KERNELS, reader), file, qwen, max_prompt_length=128)
+        assert_same(found, gpuload.load(file, qwen, max_prompt_length=128))
+    assert not [each for each in threading.enumerate() if each.name.startswith("pass-through") and each.is_alive()]
 
 
 def test_columns_that_cannot_be_decoded_are_an_error(gsm8k: str, qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,18 +247,6 @@ def test_columns_that_cannot_be_decoded_are_an_error(gsm8k: str, qwen: Any, monk
     monkeypatch.setattr(parts, "other_columns", damaged)
     with pytest.raises(SourceError, match="^damaged$"):
         load_with(engine_on(KERNELS, in_odd_chunks), gsm8k, qwen, max_prompt_length=128)
-
-
-def test_a_reading_that_is_left_early_leaves_no_thread(write: Callable[..., str]) -> None:
-    source = open_file(SourceFile(write({"prompt": ["a", "b", "c"], "other": [1, 2, 3]}), "x", "parquet"))
-    chunk = from_arrow(DeviceTexts(KERNELS), pa.array([user("a")]))
-    parts, before = zip_with_tables(iter([chunk, chunk]), source, "prompt", False), set(threading.enumerate())
-    table, _ = next(parts)
-    (thread,) = [each for each in set(threading.enumerate()) - before if each.name.startswith("pass-through")]
-    del parts
-    thread.join(10)
-    assert not thread.is_alive()
-    assert table.table().to_pydict() == {"other": [1]}
 
 
 def test_plain_texts_and_json(on_device: Callable[..., gpuload.PromptDataset], qwen: Any, tmp_path: Any) -> None:

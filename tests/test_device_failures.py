@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import subprocess
 import sys
@@ -15,7 +14,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
 from simulator import engine_on, load_chats_with, load_pairs_with, load_with
 from simulator.host_kernels import COMPILER, HostKernels
 from test_cuda_process import Memory
@@ -28,8 +29,11 @@ from gpuload.engines.device import cuda
 from gpuload.engines.device import parts as device_parts
 from gpuload.engines.device.engine import DeviceEngine
 from gpuload.engines.device.kernels import DeviceKernels
-from gpuload.engines.device.parts import chunk_sizes, large_parts
+from gpuload.engines.device.parts import chunk_sizes, is_small
 from gpuload.engines.device.texts import DeviceTexts
+from gpuload.engines.host.engine import arrow_parts
+from gpuload.pipeline.parts import joined
+from gpuload.pipeline.stream import read
 from gpuload.sources.open import open_sources
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -288,6 +292,72 @@ def test_a_file_that_cudf_cannot_read_is_read_by_arrow(
     )
 
 
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+@pytest.mark.parametrize("wrong", [-1, 1, 5000])
+def test_a_file_of_which_cudf_reads_other_rows_is_read_by_arrow(
+    gsm8k: str, qwen: Any, monkeypatch: pytest.MonkeyPatch, wrong: int, device: Any, tmp_path: Path
+) -> None:
+    """That file only, although some of its rows may have been rendered."""
+    monkeypatch.setattr(device_parts, "MISREAD", set())
+    monkeypatch.setattr(cuda, "MISREAD", device_parts.MISREAD)
+    table, other = pq.read_table(gsm8k).slice(0, 1000), str(tmp_path / "other.parquet")
+    pq.write_table(table, tmp_path / "right.parquet")
+    pq.write_table(table.slice(0, 900), other)
+    read: list[str] = []
+
+    def chunks(using: Any, path: str, column: str, kind: Any, nbytes: int, first: int) -> Iterator[Conversations]:
+        read.append(Path(path).name)
+        values = pq.read_table(path, columns=[column]).column(column).combine_chunks()
+        if path == other:
+            values = pa.concat_arrays([values.slice(0, len(values) + min(0, wrong)), values.slice(0, max(0, wrong))])
+        for low in range(0, len(values), 400):
+            yield from_arrow(DeviceTexts(using), values.slice(low, 400))
+
+    monkeypatch.setattr(cuda, "chunks", chunks)
+    kernels, notes = HostKernels(), list[str]()
+
+    def engine(options: Any, reference: Any, exact_only: bool = False) -> DeviceEngine:
+        notes.clear()
+        made = cuda.reader(kernels, notes)  # type: ignore[arg-type]
+        return DeviceEngine(kernels, torch.device("cpu"), reference, exact_only, made, notes=notes)
+
+    files = [other, str(tmp_path / "right.parquet")]
+    found = load_with(engine, files, qwen, max_prompt_length=512, device=device, token_cache=False)
+    expected = gpuload.load(files, qwen, max_prompt_length=512, device="cpu", token_cache=False)
+    assert found.tokens.to_lists() == expected.tokens.to_lists()
+    assert found.columns.equals(expected.columns)
+    assert read[0] == "other.parquet"
+    assert set(read[1:]) == {"right.parquet"}
+    assert notes == [f"{other}: read by Arrow: cuDF reads another number of rows"]
+
+
+def test_many_small_files_are_read_by_arrow_and_joined(
+    qwen: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Few, or large ones, by cuDF."""
+    large: Any = SimpleNamespace(parquet="x", decoded_bytes=lambda names: 8 << 20)
+    assert not is_small(large, "prompt", 1 << 40)
+    read: list[str] = []
+
+    def chunks(using: Any, path: str, column: str, kind: Any, nbytes: int, first: int) -> Iterator[Conversations]:
+        read.append(path)
+        yield from_arrow(DeviceTexts(using), pq.read_table(path, columns=[column]).column(column).combine_chunks())
+
+    monkeypatch.setattr(cuda, "chunks", chunks)
+    files = [str(tmp_path / f"{number}.parquet") for number in range(20)]
+    for number, file in enumerate(files):
+        prompts = [[{"role": "user", "content": f"{number} {row}"}] for row in range(5)]
+        pq.write_table(pa.table({"prompt": prompts, "n": range(5)}), file)
+    for some, by_cudf in ((files, []), (files[:3], files[:3])):
+        read.clear()
+        build = engine_on(HostKernels(), cuda.reader(HostKernels(), []))  # type: ignore[arg-type]
+        found = load_with(build, some, qwen, max_prompt_length=512, token_cache=False)
+        expected = gpuload.load(some, qwen, max_prompt_length=512, device="cpu", token_cache=False)
+        assert found.tokens.to_lists() == expected.tokens.to_lists()
+        assert found.columns.equals(expected.columns)
+        assert read == by_cudf
+
+
 def test_what_cudf_cannot_read_is_not_read_by_arrow_in_a_lost_context(
     gsm8k: str, qwen: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,33 +374,22 @@ def test_without_cudf_arrow_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda.without_cudf() is not None
 
 
-def test_small_parts_are_joined_for_a_device(gsm8k: str, qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_parts_are_joined_for_a_device() -> None:
     messages = [[{"role": "user", "content": "x" * 50}]]
     (source,) = open_sources(
         pa.table({"prompt": messages * 100_000, "n": range(100_000)}), Options(max_prompt_length=512)
     )
-    sizes = [len(prompts) for _, prompts in large_parts(source, "prompt", 1 << 30)]
-    assert sizes == [100_000], "7 MB are less than a first part"
-    monkeypatch.setattr(device_parts, "MOST_JOINED", 1 << 20)
-    parts = list(large_parts(source, "prompt", 1 << 30))
-    assert 2 < len(parts) < 13, "8,192 rows at a time would be 13 parts"
-    assert len(parts[0][1]) == 8192 < len(parts[1][1]), "the device does not wait for the first rows"
-    assert [n for table, _ in parts for n in table.column("n").to_pylist()] == list(range(100_000))
-    assert sum(len(prompts) for _, prompts in parts) == 100_000
 
+    def parts(nbytes: int) -> list[Any]:
+        batches = read([source], lambda number: arrow_parts(source, "prompt"), None, {})
+        return list(joined(batches, nbytes))
 
-def test_each_file_is_a_part_of_its_own(tmp_path: Path, qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As docs/gpu.md says: rows of a batch have one source."""
-    for number in range(6):
-        row = json.dumps({"prompt": [{"role": "user", "content": f"file {number}"}]})
-        (tmp_path / f"{number}.jsonl").write_text(f"{row}\n" * 20)
-    rendered: list[int] = []
-    render = DeviceEngine.render
-    monkeypatch.setattr(
-        DeviceEngine, "render", lambda self, prompts: rendered.append(len(prompts)) or render(self, prompts)
-    )
-    load_with(engine_on(HostKernels()), str(tmp_path / "*.jsonl"), qwen, max_prompt_length=512, verify="off")
-    assert rendered == [20] * 6
+    assert [len(part) for part in parts(64 << 20)] == [100_000], "7 MB are less than a first part"
+    found = parts(1 << 20)
+    assert 2 < len(found) < 13, "8,192 rows at a time would be 13 parts"
+    assert len(found[0]) == 8192 < len(found[1]), "the device does not wait for the first rows"
+    assert [n for part in found for n in part.table.column("n").to_pylist()] == list(range(100_000))
+    assert sum(len(part.prompts) for part in found) == 100_000
 
 
 @pytest.mark.parametrize("tokens_on", ["device", "host"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,9 @@ def test_row_groups_are_decoded_while_the_first_prompts_are_read(groups: Path, m
 
     monkeypatch.setattr(reading, "read_row_group", read)
     source = open_file(SourceFile(str(groups), "x", "parquet"))
-    assert [one.num_rows for one, _ in zip_with_tables(chunks(), source, "prompt", False)] == [930]
+    with ThreadPoolExecutor(1) as thread:
+        read_on = zip_with_tables(chunks(), source, "prompt", False, thread)  # type: ignore[type-var]
+        assert [one.num_rows for one, _ in read_on] == [930]
 
 
 @pytest.mark.parametrize("real", ["made up", pytest.param("shared", marks=shared)])

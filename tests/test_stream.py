@@ -16,7 +16,8 @@ from conftest import user
 import gpuload
 from gpuload.engines.protocol import ArrowPrompts
 from gpuload.pipeline import stream
-from gpuload.pipeline.stream import Batch, Encoded, side_by_side
+from gpuload.pipeline.parts import Batch, Encoded, SourceRows
+from gpuload.pipeline.stream import side_by_side
 
 PATIENCE = 60  # seconds until a thread that nobody continues is given up
 
@@ -31,7 +32,8 @@ def batches(count: int, failing: int | None = None) -> Iterator[Batch]:
     for number in range(count):
         if number == failing:
             raise ValueError(f"read {number}")
-        yield Batch(number, np.array([0]), pa.table({"number": [number]}), ArrowPrompts(pa.array([])))
+        part = SourceRows(number, np.array([0]), pa.table({"number": [number]}))
+        yield Batch((part,), ArrowPrompts(pa.array([])))
 
 
 def numbers(count: int, work: Callable[[Batch], None], failing: int | None = None) -> list[int]:
@@ -44,7 +46,9 @@ def numbers(count: int, work: Callable[[Batch], None], failing: int | None = Non
 
     with ExitStack() as stack:
         try:
-            found.extend(batch.source for batch in side_by_side({"a": stage}, batches(count, failing), {}, stack))
+            found.extend(
+                batch.parts[0].source for batch in side_by_side({"a": stage}, batches(count, failing), {}, stack)
+            )
         except ValueError as error:
             found.append(-int(str(error).split()[-1]))
     return found
@@ -55,8 +59,9 @@ def test_batches_that_are_done_in_another_order_come_in_order() -> None:
     done = [threading.Event() for _ in range(8)]
 
     def work(batch: Batch) -> None:
-        assert batch.source % 4 == 3 or done[batch.source + 1].wait(PATIENCE)
-        done[batch.source].set()
+        number = batch.parts[0].source
+        assert number % 4 == 3 or done[number + 1].wait(PATIENCE)
+        done[number].set()
 
     assert numbers(8, work) == list(range(8))
 
@@ -101,8 +106,8 @@ def test_an_error_comes_after_the_batches_before_it(
     failing_read: int | None, failing_work: int | None, expected: list[int]
 ) -> None:
     def work(batch: Batch) -> None:
-        if batch.source == failing_work:
-            raise ValueError(f"work {batch.source}")
+        if (number := batch.parts[0].source) == failing_work:
+            raise ValueError(f"work {number}")
 
     assert numbers(9, work, failing_read) == expected
 
@@ -111,7 +116,7 @@ def test_a_consumer_that_stops_leaves_no_thread() -> None:
     before = set(threading.enumerate())
     with ExitStack() as stack:
         coming = side_by_side({"a": lambda batch: batch}, batches(100), {}, stack)
-        assert next(coming).source == 0
+        assert next(coming).parts[0].source == 0
     assert set(threading.enumerate()) == before
 
 
@@ -119,7 +124,7 @@ def test_batches_with_tokens_pass_unchanged() -> None:
     def work(batch: Batch) -> Batch:
         raise AssertionError
 
-    given = Encoded(0, np.array([0]), pa.table({"a": [0]}), tokens="tokens")  # type: ignore[arg-type]
+    given = Encoded((SourceRows(0, np.array([0]), pa.table({"a": [0]})),), tokens="tokens")  # type: ignore[arg-type]
     seconds: dict[str, float] = {}
     with ExitStack() as stack:
         assert list(side_by_side({"a": work}, iter([given]), seconds, stack)) == [given]
@@ -130,17 +135,17 @@ def test_few_rows_are_shared_out_among_threads(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(stream, "_PIECE_ROWS", 10)
     column = pa.array([str(k) for k in range(57)])
     table = pa.table({"prompt": column})
-    whole = Batch(0, np.arange(57), table, ArrowPrompts(column))
-    given = [Batch(0, np.arange(low, high), table[low:high], whole.prompts.take(np.arange(low, high)))
+    whole = Batch((SourceRows(0, np.arange(57), table),), ArrowPrompts(column))
+    given = [Batch((SourceRows(0, np.arange(low, high), table[low:high]),), whole.prompts.take(np.arange(low, high)))
              for low, high in ((0, 50), (50, 57))]  # fmt: skip
-    cached = Encoded(1, np.arange(40), pa.table({"a": range(40)}), tokens="tokens")  # type: ignore[arg-type]
+    cached = Encoded((SourceRows(1, np.arange(40), pa.table({"a": range(40)})),), tokens="tokens")  # type: ignore[arg-type]
     parts = list(stream.shared_out(iter([*given, cached]), 57))
-    assert [len(part.rows) for part in parts] == [13, 13, 12, 12, 7, 40]
+    assert [len(part) for part in parts] == [13, 13, 12, 12, 7, 40]
     assert parts[-1] is cached
     for part in parts[:-1]:
         assert isinstance(part, Batch)
-        assert part.table.column("prompt").to_pylist() == part.prompts.to_arrow(np.arange(len(part.rows))).to_pylist()
-        assert part.rows.tolist() == [int(text) for text in part.table.column("prompt").to_pylist()]
+        assert part.table.column("prompt").to_pylist() == part.prompts.to_arrow(np.arange(len(part))).to_pylist()
+        assert part.parts[0].rows.tolist() == [int(text) for text in part.table.column("prompt").to_pylist()]
     assert list(stream.shared_out(iter(given), 1000)) == given
 
 

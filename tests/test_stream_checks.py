@@ -26,10 +26,8 @@ from gpuload.engines.conversations import Conversations, from_arrow
 from gpuload.engines.device import cuda
 from gpuload.engines.device.encode import DeviceEncoder
 from gpuload.engines.device.engine import DeviceEngine
-from gpuload.engines.device.parts import zip_with_tables
 from gpuload.engines.device.shared import ThreadStreams
 from gpuload.engines.device.texts import DeviceTexts, gather
-from gpuload.engines.host.engine import arrow_parts
 from gpuload.reference.reference import Reference
 from gpuload.sources.read import Source, with_prompts
 
@@ -231,13 +229,13 @@ def test_work_outside_of_a_context_is_found() -> None:
 def reader(kernels: StreamKernels, size: int) -> Any:
     """As cuDF's: makes the prompt column on the reading thread's stream, some rows at a time."""
 
-    def read(source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table, Any]]:
+    def read(source: Source, prompt_key: str) -> Iterator[Conversations] | None:
         if source.without is None:
-            return arrow_parts(source, prompt_key)
+            return None
         column = pa.concat_arrays([prompts for _, prompts in with_prompts(source, prompt_key)])
         parts = (column.slice(at, size) for at in range(0, len(column), size))
         chunks: Iterator[Conversations] = (from_arrow(DeviceTexts(kernels), part) for part in parts)
-        return zip_with_tables(cuda._on_device(kernels, chunks), source, prompt_key, keep_prompts)  # type: ignore[arg-type]
+        return cuda._on_device(kernels, chunks)  # type: ignore[arg-type]
 
     return read
 

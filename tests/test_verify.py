@@ -309,7 +309,7 @@ def test_shapes_of_json_are_looked_for_within_the_time(qwen: Any, monkeypatch: p
     texts = [Reference(qwen).render(row) for row in rows]
     ids = Ragged.from_lists(Reference(qwen).encode_many(texts))
     text = HostText(text=pa.array(texts, pa.large_string()))
-    assert verifier.compare("rows", np.arange(1000), prompts, text, ids.take) >= 16
+    assert len(verifier.compare(str, prompts, text, ids.take)) >= 16
     assert verifier.check.mismatches == []
 
 

@@ -23,7 +23,8 @@ from bench.contenders.imported import import_ahead
 from gpuload.core.options import Options
 from gpuload.engines.host.engine import HostEngine
 from gpuload.engines.host.render import HostText
-from gpuload.pipeline.stream import Batch, Encoded, Rendered, Stage, read, side_by_side
+from gpuload.pipeline.parts import Batch, Encoded, Rendered
+from gpuload.pipeline.stream import Stage, read, side_by_side
 from gpuload.reference.reference import Reference
 from gpuload.sources.open import open_sources
 
@@ -67,7 +68,7 @@ def main() -> None:
             return made
 
     def render(batch: Batch) -> Rendered:
-        return Rendered(batch.source, batch.rows, batch.table, batch.prompts, engine.render(batch.prompts))
+        return Rendered(batch.parts, batch.prompts, engine.render(batch.prompts))
 
     def encode(batch: Rendered) -> Rendered:
         assert isinstance(batch.text, HostText)
@@ -80,7 +81,7 @@ def main() -> None:
     rendered = through("render", render, given)
     through("first encode", encode, rendered)
     through("encode", encode, rendered)
-    rows = sum(len(batch.rows) for batch in given)
+    rows = sum(len(batch) for batch in given)
     text_bytes = sum(int(batch.text.sizes.clip(0).sum()) for batch in rendered)
     del given, rendered
     meter = Meter()

@@ -15,7 +15,7 @@ lock would be held for a whole load, on many files in no fixed order. `gpuload p
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -202,6 +202,10 @@ class TokenCache:
         if why is not None and (note := f"tokens are not cached: {why}") not in self.notes:
             self.notes.append(note)
         return columns
+
+    def writes(self, sources: Iterable[Source]) -> bool:
+        """Whether ids of any of these are cached, as far as that is known."""
+        return not self._stopped and any(source.name in self._missing for source in sources)
 
     def write(
         self,

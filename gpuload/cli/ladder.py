@@ -314,22 +314,24 @@ def _cudf(number: int) -> None:
     if why_not := without_cudf():
         print(f"not used, Arrow reads: {why_not}")
         return
+    import pyarrow as pa
+
     from gpuload.core.options import Options
     from gpuload.demo_data import demo_files
     from gpuload.engines.conversations import Conversations
-    from gpuload.sources.later import decoded
     from gpuload.sources.open import open_sources
+    from gpuload.sources.read import one_array, one_column
 
     kernels, notes = _kernels(number), list[str]()
     (source,) = open_sources(demo_files()[0], Options(max_prompt_length=512))
     with kernels.loading():
         rows = 0
-        for table, prompts in reader(kernels, notes)(source, "prompt", True):
+        expected = one_array(pa.chunked_array([c for each in one_column(source, "prompt") for c in each.chunks]))
+        for prompts in reader(kernels, notes)(source, "prompt") or ():
             if not isinstance(prompts, Conversations) or notes:
                 raise RuntimeError("; ".join(notes) or "Arrow was used")
             some = np.arange(0, len(prompts), max(1, len(prompts) // 100))
-            column = decoded(table).column("prompt").combine_chunks()
-            if not prompts.fetch(some).equals(column.take(some.tolist())):
+            if not prompts.fetch(some).equals(expected.take((rows + some).tolist())):
                 raise MismatchError("cuDF and Arrow read different prompts")
             rows += len(prompts)
     print(f"{rows:,} rows as Arrow reads them")

@@ -12,6 +12,10 @@ from gpuload.engines.protocol import Engine
 _FAILURES = (RuntimeError, MemoryError, GpuloadError)  # what CUDA, CuPy, cuDF and torch raise, and what says more
 
 
+class MisreadError(DeviceError):
+    """A file of which a device has read other rows than Arrow does: the load begins again, and Arrow reads it."""
+
+
 def explained(engine: Engine, error: Exception) -> Exception:
     """The error that the caller of a load should see; `error` itself where it says enough.
 

@@ -27,8 +27,6 @@ from gpuload.sources.later import LaterTable
 from gpuload.sources.read import Source
 from gpuload.template.program import Operation, Predicate
 
-# -- columns of text -------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, eq=False)
 class TextColumn:
@@ -94,9 +92,6 @@ class TextOperations(Protocol):
 
     def same_shapes(self, first: Array, count: Array, code: Array, example: Array) -> Array:
         """(n,) bool: whether row i has the same message codes as row `example[i]` (an index into `first`)."""
-
-
-# -- prompts, texts, ids ---------------------------------------------------------------------------------------------
 
 
 class Prompts(Protocol):
@@ -179,12 +174,14 @@ class RenderedRows:
         by_reference: row → why it was given to transformers; some of these rows may be rejected.
         reason_seconds: reason → the time that its rows took.
         control_rows: rows whose messages contain the text of a control token.
+        with_control: (n,) bool in host memory, which rows these are; None where only their number is known.
     """
 
     rejected: dict[int, str] = field(default_factory=dict)
     by_reference: dict[int, str] = field(default_factory=dict)
     reason_seconds: dict[str, float] = field(default_factory=dict)
     control_rows: int = 0
+    with_control: Array | None = None
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -216,7 +213,7 @@ class RenderedRows:
 
     def fates(self) -> dict[str, Any]:
         """The attributes of this class, as keyword arguments of a subclass."""
-        names = ("rejected", "by_reference", "reason_seconds", "control_rows")
+        names = ("rejected", "by_reference", "reason_seconds", "control_rows", "with_control")
         return {name: getattr(self, name) for name in names}
 
     def add(self, other: "RenderedRows", first_row: int) -> None:
@@ -304,9 +301,6 @@ class Tokenized(RowCounts):
         return None
 
 
-# -- the engine ------------------------------------------------------------------------------------------------------
-
-
 class TokenStore(Protocol):
     """The ids of n rows, in the engine's memory. `Ragged` is one, in host memory."""
 
@@ -382,6 +376,11 @@ class Engine(Protocol):
 
     def render(self, prompts: Prompts) -> RenderedText:
         """(n,) prompts → (n,) texts."""
+
+    @property
+    def part_bytes(self) -> int:
+        """How many bytes of prompts are worth a batch, to which smaller ones are joined; 0 where any size will do.
+        Asked during a load."""
 
     def encode(self, text: Any) -> Tokenized:
         """(n,) texts from `render` → n rows of ids."""

@@ -185,6 +185,7 @@ class Walk:
             "by_reference": dict(sorted(self.by_reference.items())),
             "reason_seconds": self.reason_seconds,
             "control_rows": self.control_rows,
+            "with_control": self._with_control,
         }
 
     def column(self, name: str, operations: Operations = ()) -> TextColumn:

@@ -18,7 +18,7 @@ from gpuload.kinds.normalize import normalized_column
 from gpuload.kinds.training_reference import KWARGS, TOOLS, TrainingReference
 from gpuload.sources.columns import to_python
 from gpuload.sources.nulls import column_without_nulls
-from gpuload.sources.read import Source
+from gpuload.sources.read import Source, one_array
 from gpuload.sources.types import JSON_TYPE, as_json, is_list, json_text
 
 LABELS = ("label", "kto_tag")
@@ -128,6 +128,7 @@ def as_prompts(source: Source, found: Format, key: str, reference: TrainingRefer
         parquet=None,
         frame=None,
         without=made.without,
+        only=source.without and made.only,
         content=source.content and made.digest,
         form=made.form,
         decoded_bytes=made.decoded_bytes,
@@ -157,10 +158,18 @@ class _MadeColumn:
     reference: TrainingReference
 
     def batches(self) -> Iterator[pa.Table]:
-        for table in self.source.batches():
-            columns = {name: _whole(table.column(name)) for name in self.used + self.kept}
-            prompts = converted(self._made, columns)
-            yield self._rest(table).append_column(self.key, prompts)
+        return (self._rest(table).append_column(self.key, self._prompts(table)) for table in self.source.batches())
+
+    def only(self, name: str) -> Iterator[pa.Table]:
+        """One column, without reading those that it is not made of."""
+        source = self.source
+        assert source.without is not None
+        used = [*self.used, *self.kept] if name == self.key else [name]
+        tables = source.without(*(each for each in source.schema.names if each not in used))
+        return (pa.table({name: self._prompts(table) if name == self.key else table.column(name)}) for table in tables)
+
+    def _prompts(self, table: pa.Table) -> pa.Array:
+        return converted(self._made, {name: one_array(table.column(name)) for name in self.used + self.kept})
 
     def without(self, *names: str) -> Iterator[pa.Table]:
         """The other columns, for a caller that has the ids: nothing is converted, which may need the tokenizer."""
@@ -286,8 +295,3 @@ def _with_own(prompt: Any, tools: Any, kwargs: Any) -> Any:
     if prompt is None or not own:
         return prompt
     return (prompt if isinstance(prompt, dict) else {"messages": prompt}) | own
-
-
-def _whole(column: pa.ChunkedArray) -> pa.Array:
-    whole = column.combine_chunks()
-    return whole.dictionary_decode() if pa.types.is_dictionary(whole.type) else whole

@@ -1,6 +1,6 @@
 """Which rows of a batch are kept, and which of their columns."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +15,7 @@ from gpuload.core.words import counted
 from gpuload.dataset.report import OF_REASON, Report
 from gpuload.engines.host.sanitize import without_marks
 from gpuload.engines.protocol import add_seconds
-from gpuload.pipeline.stream import Encoded
+from gpuload.pipeline.parts import Encoded
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -23,7 +23,7 @@ Mask = np.ndarray[Any, np.dtype[np.bool_]]
 def filter_rows(
     batch: Encoded,
     lengths: RowNumbers,
-    source: str,
+    place: Callable[[int], str],
     report: Report,
     options: Options,
     keep_rejected: bool = False,
@@ -34,7 +34,7 @@ def filter_rows(
     Args:
         batch: n rows, of which it is known which are invalid.
         lengths: (n,) those to which the limit applies.
-        source: the name of their file.
+        place: number of one of them → its file, and its number there.
         report: also says what the limit is and whether overlong rows are dropped.
         options: `strict` raises an error for the first row that was rejected.
         keep_rejected: keep rows that could not be rendered, without tokens.
@@ -48,14 +48,14 @@ def filter_rows(
     """
     tokens = batch.tokens
     rejected = {**useless, **tokens.rejected, **(batch.invalid or {})}
-    keep = np.ones(len(batch.rows), bool)
+    keep = np.ones(len(batch), bool)
     for row, reason in sorted(rejected.items()):
-        place = f"{source} row {batch.rows[row]}"
+        where = place(row)
         if options.strict:
             raise DataError(
-                f"{place}: {reason}. With strict=False, such rows are counted, and dropped if they are of no use"
+                f"{where}: {reason}. With strict=False, such rows are counted, and dropped if they are of no use"
             )
-        report.reject(place, reason)
+        report.reject(where, reason)
         keep[row] = False
     overlong = keep & (lengths > report.max_prompt_length)
     report.rows_read += len(keep)
@@ -78,23 +78,26 @@ def filter_rows(
     return keep
 
 
-def kept_columns(batch: Encoded, keep: Mask, options: Options, sanitized: bool) -> pa.Table:
-    """The pass-through columns of the kept rows.
+def kept_columns(batch: Encoded, number: int, keep: Mask, options: Options, sanitized: bool) -> pa.Table:
+    """The pass-through columns of the kept rows of a source.
 
     Args:
-        keep: (n,) bool, which rows.
+        number: of the part of the batch that is of this source.
+        keep: (n,) bool, which rows of the batch.
         options: `prompt_key` is the column with the prompts, which is not passed through; `return_raw_chat` adds it as
             `raw_prompt`, and `return_full_prompt` the rendered text as `full_prompts`.
         sanitized: control tokens in the rendered text are marked, which is for the encoder only.
     """
-    table = without(batch.table, options.prompt_key)
+    part, low, high = batch.ranges[number]
+    table = without(part.table, options.prompt_key)
     if options.return_raw_chat:
-        table = _with_column(table, "raw_prompt", batch.table.column(options.prompt_key))
+        table = _with_column(table, "raw_prompt", part.table.column(options.prompt_key))
     if options.return_full_prompt:
         assert batch.rendered is not None  # the token cache has no texts, so it is not used with this option
-        text = batch.rendered.text.text
+        text = batch.rendered.text.text.slice(low, high - low)
         table = _with_column(table, "full_prompts", without_marks(text) if sanitized else text)
-    return table if keep.all() else table.filter(as_arrow(keep))
+    some = keep[low:high]
+    return table if some.all() else table.filter(as_arrow(some))
 
 
 def all_dropped(report: Report) -> str:

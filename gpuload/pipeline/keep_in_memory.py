@@ -21,8 +21,9 @@ from gpuload.dataset.report import Report
 from gpuload.engines.protocol import Engine, TokenStore
 from gpuload.pipeline.filter import Mask, kept_columns
 from gpuload.pipeline.keep_on_disk import OnDisk, choose_disk, row_bytes
+from gpuload.pipeline.parts import Encoded
 from gpuload.pipeline.ranks import KeptRows, Ranks
-from gpuload.pipeline.stream import Encoded, Parts
+from gpuload.pipeline.stream import Parts
 from gpuload.reference.reference import Reference
 from gpuload.reference.volatile import Clock
 from gpuload.sources.columns import Columns, drained
@@ -68,11 +69,15 @@ class InMemory:
             keep: (n,) bool, those to keep.
             numbers: (n,) int64, their numbers over all sources.
         """
-        if batch.rendered is not None:
-            number = batch.source
-            columns = self.cache.columns_of(batch.table, batch.rendered.prompts, batch.tokens)
-            self.cache.write(number, self._sources[number], batch.rows, batch.tokens, batch.compared, columns)
-        self._tables.append(kept_columns(batch, keep, self._options, self._sanitized))
+        if batch.rendered is not None and self.cache.writes(self._sources[part.source] for part in batch.parts):
+            for one in batch.apart():
+                (part,) = one.parts
+                assert one.rendered is not None
+                columns = self.cache.columns_of(part.table, one.rendered.prompts, one.tokens)
+                source, compared = self._sources[part.source], len(one.compared)
+                self.cache.write(part.source, source, part.rows, one.tokens, compared, columns)
+        for number in range(len(batch.parts)):
+            self._tables.append(kept_columns(batch, number, keep, self._options, self._sanitized))
         self._ids.append(self._engine.keep(batch.tokens.ids, None if keep.all() else np.flatnonzero(keep)))
         self._numbers.append(numbers[keep])
         self._sizes.append(batch.sizes.compress(keep, axis=1))

@@ -34,7 +34,8 @@ from gpuload.core.memory import free_memory
 from gpuload.core.options import Options
 from gpuload.engines.protocol import Engine
 from gpuload.pipeline.filter import Mask, kept_columns
-from gpuload.pipeline.stream import Encoded, Parts
+from gpuload.pipeline.parts import Encoded
+from gpuload.pipeline.stream import Parts
 from gpuload.sources.columns import Columns
 from gpuload.sources.read import Source
 from gpuload.sources.remote import RemoteFile, changed
@@ -146,15 +147,15 @@ class OnDisk:
         Raises:
             StoreError: they cannot be written.
         """
-        files = self._files[batch.source]
         try:
-            if batch.source != self._last:  # the source before this one has no more rows
-                self._close(self._files[self._last])
-                self._last = batch.source
-            self._write(batch, files)
+            for number, one in enumerate(batch.apart()):
+                part = batch.parts[number]
+                if part.source != self._last:  # the source before this one has no more rows
+                    self._close(self._files[self._last])
+                    self._last = part.source
+                self._write(one, batch, number)
         except OSError as error:
             raise self._not_written(error) from error
-        files.rows += len(batch.rows)
         new = slice(self._count, self._count + int(keep.sum()))
         if not len(self._sizes):
             self._sizes = np.empty((len(batch.sizes), len(self._numbers)), np.int64)
@@ -257,26 +258,29 @@ class OnDisk:
         found = [(files.entry, files.columns) for files in self._files]
         return {each.path for both in found for each in both if each is not None}
 
-    def _write(self, batch: Encoded, files: _Files) -> None:
-        source = self._sources[batch.source]
+    def _write(self, batch: Encoded, whole: Encoded, number: int) -> None:
+        """Writes the rows of a source, which are the part of that number of a whole batch."""
+        part = whole.parts[number]
+        source, files = self._sources[part.source], self._files[part.source]
+        files.rows += len(batch)
         if files.entry is not None and files.columns is not None:
             return
         self._unfinished = self._unfinished or Unfinished(self.directory)
         directory = self._unfinished.path
         if files.entry is None:
             if files.tokens is None:
-                name = f"{batch.source}{IDS}"  # a file may be given twice: its key is not enough
+                name = f"{part.source}{IDS}"  # a file may be given twice: its key is not enough
                 files.tokens = EntryWriter(directory, self.cache.key_of(source) or name, source.name, name)
             assert batch.rendered is not None
-            columns = self.cache.columns_of(batch.table, batch.rendered.prompts, batch.tokens)
+            columns = self.cache.columns_of(part.table, batch.rendered.prompts, batch.tokens)
             files.transient |= batch.tokens.transient
-            files.tokens.write(batch.tokens, batch.compared, columns)
+            files.tokens.write(batch.tokens, len(batch.compared), columns)
         if files.columns is None:
             if files.writer is None:
-                path = directory / f"{batch.source}-others{COLUMNS}"
-                files.writer = ColumnWriter(path, self._keys[batch.source] or path.name, source.name)
-            table = kept_columns(batch, np.ones(len(batch.rows), bool), self._options, self._sanitized)
-            files.writer.add(table, len(batch.rows), batch.invalid or {})
+                path = directory / f"{part.source}-others{COLUMNS}"
+                files.writer = ColumnWriter(path, self._keys[part.source] or path.name, source.name)
+            table = kept_columns(whole, number, np.ones(len(whole), bool), self._options, self._sanitized)
+            files.writer.add(table, len(batch), batch.invalid or {})
 
     def _close(self, files: _Files) -> None:
         """Writes what waits to be written of a source: open files together would take as much memory as there are.

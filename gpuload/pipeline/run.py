@@ -38,19 +38,18 @@ from gpuload.dataset.origins import Origins
 from gpuload.dataset.report import Report
 from gpuload.dataset.rows import Loaded
 from gpuload.engines.choose import EngineBuilder
-from gpuload.engines.failures import explained, one_line
+from gpuload.engines.failures import MisreadError, explained, one_line
 from gpuload.engines.protocol import Engine
 from gpuload.pipeline.filter import all_dropped, filter_rows, without
 from gpuload.pipeline.keep_in_memory import InMemory, choose_keeper
 from gpuload.pipeline.keep_on_disk import OnDisk, choose_disk, fits_on_disk, row_bytes
 from gpuload.pipeline.kind import Dataset, Kind
 from gpuload.pipeline.long_rows import rendered_without, rows_without_room
+from gpuload.pipeline.parts import Batch, Encoded, Rendered, SourceRows
+from gpuload.pipeline.parts import joined as joined_batches
 from gpuload.pipeline.ranks import Ranks, joined
 from gpuload.pipeline.remedies import add_remedies
 from gpuload.pipeline.stream import (
-    Batch,
-    Encoded,
-    Rendered,
     ahead,
     choose_rows,
     one_by_one,
@@ -225,18 +224,22 @@ def _exact(job: Job[Dataset], build_engine: EngineBuilder) -> Dataset:
 
 def _run_on_device(job: Job[Dataset], build_engine: EngineBuilder, exact_only: bool = False) -> Dataset:
     """One pass by the engine that the options name. With "auto", the CPU takes over if the GPU fails for any reason."""
-    engine = build_engine(job.options, job.reference, exact_only)
-    try:
-        return _run(job, engine)
-    except Exception as error:
-        found = explained(engine, error)
-        final = isinstance(found, GpuloadError) and type(found) is not DeviceError
-        exchanged = job.ranks is not None and job.ranks.exchanged  # the others have gone on
-        if job.options.device != "auto" or engine.name == "cpu" or final or exchanged:
-            if found is error:
-                raise
-            raise found from error
-        why = one_line(found)
+    while True:
+        engine = build_engine(job.options, job.reference, exact_only)
+        try:
+            return _run(job, engine)
+        except Exception as error:
+            found = explained(engine, error)
+            if isinstance(found, MisreadError):
+                continue
+            final = isinstance(found, GpuloadError) and type(found) is not DeviceError
+            exchanged = job.ranks is not None and job.ranks.exchanged  # the others have gone on
+            if job.options.device != "auto" or engine.name == "cpu" or final or exchanged:
+                if found is error:
+                    raise
+                raise found from error
+            why = one_line(found)
+            break
     warnings.warn(f"the GPU engine failed, falling back to the CPU ({why})", stacklevel=3)
     dataset = _run(job, engine.host)
     dataset.report.notes.append(f"no GPU is used: it failed ({why})")
@@ -266,13 +269,13 @@ def _run(job: Job[Dataset], engine: Engine) -> Dataset:
         bar = stack.enter_context(_progress_bar(num_rows, options.progress))
         for batch in _encoded(job, wanted, engine, kept, verifier, report.seconds, stack):
             job.check()
-            source = sources[batch.source]
             batch = replace(batch, sizes=on_host(job.kind.sizes(batch.tokens.ids)))
             useless = job.kind.useless(batch.sizes, batch.tokens.ids, options)
-            lengths = job.kind.limited(batch.sizes)
-            keep = filter_rows(batch, lengths, source.name, report, options, job.keep_rejected, useless)
+            lengths, place = job.kind.limited(batch.sizes), partial(batch.place, sources)
+            keep = filter_rows(batch, lengths, place, report, options, job.keep_rejected, useless)
             report.count(job.kind.counts_of_dropped(batch.tokens.ids, keep))
-            kept.add(batch, keep, starts[batch.source] + batch.rows - source.first_row)
+            among_all = [starts[each.source] + each.rows - sources[each.source].first_row for each in batch.parts]
+            kept.add(batch, keep, np.concatenate(among_all))
             if bar is not None:
                 bar.update(len(keep))
         check_unchanged(sources)
@@ -322,11 +325,11 @@ def _encoded(
     def render(batch: Batch) -> Rendered:
         text = engine.render(batch.prompts)
         add_remedies(job.reference, batch.prompts, text.rejected, remedies)
-        return Rendered(batch.source, batch.rows, batch.table, batch.prompts, text)
+        return Rendered(batch.parts, batch.prompts, text)
 
     def encode(batch: Rendered) -> Encoded:
         try:
-            return Encoded(batch.source, batch.rows, batch.table, engine.encode(batch.text), batch)
+            return Encoded(batch.parts, engine.encode(batch.text), batch)
         except NoRoomError:
             return encode_others(batch)
 
@@ -335,26 +338,29 @@ def _encoded(
         found = rows_without_room(engine, batch.prompts, batch.text)
         if found and (job.keep_rejected or not isinstance(kept, InMemory) or engine is not engine.host):
             row, error = next(iter(found.items()))
-            raise NoRoomError(f"{job.sources[batch.source].name} row {batch.rows[row]}", error.why)
+            raise NoRoomError(batch.place(job.sources, row), error.why)
         if found:
             why = {row: f"it {error.why}" for row, error in found.items()}
             batch = replace(batch, text=rendered_without(engine, batch.prompts, why))
         tokens = engine.encode(batch.text)
         tokens.transient = bool(found)
-        return Encoded(batch.source, batch.rows, batch.table, tokens, batch)
+        return Encoded(batch.parts, tokens, batch)
 
     def compare(batch: Encoded) -> Encoded:
-        compared, invalid = 0, batch.invalid
-        if batch.rendered is not None:
-            fetch, name = partial(engine.fetch, batch.tokens.ids), job.sources[batch.source].name
-            compared = verifier.compare(name, batch.rows, batch.rendered.prompts, batch.rendered.text, fetch)
-            source, text = job.sources[batch.source], batch.rendered.text
-            for finder in verifier.finders:
-                finder.look(source, batch.rows, batch.rendered.prompts, text.sizes)
-        table = decoded(batch.table)
-        if invalid is None:
-            invalid = invalid_rows(without(table, job.options.prompt_key))
-        return replace(batch, table=table, compared=compared, invalid=invalid)
+        compared, invalid, rendered, parts = batch.compared, batch.invalid or {}, batch.rendered, list[SourceRows]()
+        if rendered is not None:
+            place, fetch = partial(batch.place, job.sources), partial(engine.fetch, batch.tokens.ids)
+            compared = verifier.compare(place, rendered.prompts, rendered.text, fetch)
+        for part, low, high in batch.ranges:
+            if rendered is not None:
+                prompts, sizes = rendered.prompts_of(low, high), rendered.text.sizes[low:high]
+                for finder in verifier.finders:
+                    finder.look(job.sources[part.source], part.rows, prompts, sizes)
+            parts.append(replace(part, table=decoded(part.table)))
+            if batch.invalid is None:
+                found = invalid_rows(without(parts[-1].table, job.options.prompt_key))
+                invalid |= {low + row: why for row, why in found.items()}
+        return replace(batch, parts=tuple(parts), compared=compared, invalid=invalid)
 
     threads = {name: stack.enter_context(ThreadPoolExecutor(1, name)) for name in ("read", "verify")}
     # On a device each stage has one thread, with its stream.
@@ -362,6 +368,8 @@ def _encoded(
     given = read(job.sources, kept.open, wanted, seconds, several=on_host)
     if on_host:
         given = shared_out(given, sum(source.num_rows for source in job.sources) if wanted is None else len(wanted))
+    elif nbytes := engine.part_bytes:
+        given = joined_batches(given, nbytes)
     given = ahead(given, threads["read"])
     batches = (side_by_side if on_host else one_by_one)({"render": render, "encode": encode}, given, seconds, stack)
     return ahead(map(compare, batches), threads["verify"])

@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -26,7 +25,8 @@ import pyarrow as pa
 
 from gpuload.core.arrays import RowNumbers
 from gpuload.core.arrow import as_arrow
-from gpuload.engines.protocol import Prompts, RenderedText, Tokenized
+from gpuload.engines.protocol import Prompts, Tokenized
+from gpuload.pipeline.parts import Batch, Encoded, SomeRows, SourceRows
 from gpuload.sources.parallel import in_order
 from gpuload.sources.read import Source
 
@@ -46,63 +46,6 @@ _PIECE_ROWS = 2048
 """Rows that are not shared out among threads: a batch has fixed costs."""
 
 _READ_BYTES = 1 << 25  # of files that are read in advance, beyond one table per thread
-
-
-@dataclass(frozen=True, eq=False)
-class SomeRows:
-    """Some rows of one source.
-
-    Attributes:
-        source: number of the source.
-        rows: (n,) row numbers in that source's file.
-        table: the rows' columns, in host memory; until the ids are compared, on a device, a `LaterTable`.
-    """
-
-    source: int
-    rows: RowNumbers
-    table: pa.Table
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the columns."""
-        return int(self.table.nbytes)
-
-
-@dataclass(frozen=True, eq=False)
-class Batch(SomeRows):
-    """Rows that were read, with their prompts as the engine reads them."""
-
-    prompts: Prompts
-
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + int(getattr(self.prompts, "held_bytes", 0))
-
-
-@dataclass(frozen=True, eq=False)
-class Rendered(Batch):
-    """Rows with the rendered prompts."""
-
-    text: RenderedText
-
-
-@dataclass(frozen=True, eq=False)
-class Encoded(SomeRows):
-    """Rows with their token ids. From the token cache, rows are so from the start: they pass the stages unchanged.
-
-    Attributes:
-        tokens: the token ids.
-        rendered: what they were made of; None if they are from the cache.
-        sizes: (k, n) what the kind has counted of each row, in host memory; nothing until it has.
-        compared: how many of the rows were compared with the tokenizer.
-        invalid: row → which of its columns is not valid; None where that was not looked for yet.
-    """
-
-    tokens: Tokenized
-    rendered: Rendered | None = None
-    sizes: RowNumbers = field(default_factory=lambda: np.zeros((0, 0), np.int64))
-    compared: int = 0
-    invalid: dict[int, str] | None = None
 
 
 Stage = Callable[[Any], SomeRows]
@@ -166,9 +109,9 @@ def _batches(
         if len(rows):
             rows = rows + first_row
             if isinstance(data, Tokenized):
-                yield Encoded(number, rows, table, data, invalid=data.invalid)
+                yield Encoded((SourceRows(number, rows, table),), data, invalid=data.invalid)
             else:
-                yield Batch(number, rows, table, data)
+                yield Batch((SourceRows(number, rows, table),), data)
         if wanted is not None and row > wanted[-1]:
             return
 
@@ -182,12 +125,13 @@ def shared_out(batches: Iterator[Batch | Encoded], rows: int) -> Iterator[Batch 
     """
     most = max(_PIECE_ROWS, -(-rows // _thread_count()))
     for batch in batches:
-        if isinstance(batch, Encoded) or len(batch.rows) <= most:
+        if isinstance(batch, Encoded) or len(batch) <= most:
             yield batch
             continue
-        for part in np.array_split(np.arange(len(batch.rows)), -(-len(batch.rows) // most)):
-            low, count = int(part[0]), len(part)
-            yield Batch(batch.source, batch.rows[part], batch.table.slice(low, count), batch.prompts.take(part))
+        (part,) = batch.parts
+        for some in np.array_split(np.arange(len(batch)), -(-len(batch) // most)):
+            own = SourceRows(part.source, part.rows[some], part.table.slice(int(some[0]), len(some)))
+            yield Batch((own,), batch.prompts.take(some))
 
 
 _counting = threading.Lock()

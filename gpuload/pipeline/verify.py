@@ -103,26 +103,24 @@ class Verifier:
 
     def compare(
         self,
-        source: str,
-        numbers: Rows,
+        place: Callable[[int], str],
         prompts: Prompts,
         text: RenderedText,
         fetch: Callable[[Rows], Ragged],
-    ) -> int:
+    ) -> Rows:
         """Compares a sample of one batch, or all of it.
 
         Args:
-            source: the name of the rows' file.
-            numbers: (n,) row numbers in that file.
+            place: number of a row → its file, and its number there.
             prompts: the n rows' prompts.
             text: the n rows rendered.
             fetch: (k,) ascending row numbers → the ids of these rows, in host memory.
 
         Returns:
-            How many rows were compared.
+            The rows that were compared.
         """
         if self._mode == "off":
-            return 0
+            return np.zeros(0, np.int64)
         # CPU time of this thread: while it waits for the interpreter lock, other stages are at work.
         before = self.check.rows
         self._began, self._spent, self._shapes = time.thread_time(), self.check.seconds, None
@@ -132,14 +130,13 @@ class Verifier:
             for row, prompt, at in zip(rows, to_python(prompts.to_arrow(rows)), order, strict=True):
                 if self._mode == "sample" and self.check.rows and self._time_is_over():
                     break
-                place = f"{source} row {numbers[row]}"
-                with room_to_encode(int(text.sizes[row]), place):
-                    self._compare(place, prompt, found[int(at)].tolist())
+                with room_to_encode(int(text.sizes[row]), place(row)):
+                    self._compare(place(row), prompt, found[int(at)].tolist())
                 if self._shapes is not None and row < len(self._shapes.shapes):
                     self.shapes[int(self._shapes.shapes[row])] = True
         self.check.seconds = self._spent + time.thread_time() - self._began
         self.check.count_shapes(self.shapes)
-        return self.check.rows - before
+        return rows[: self.check.rows - before]
 
     def _time_is_over(self, share: float = 1.0) -> bool:
         """Whether the seconds that may be spent by now, or a share of them, are spent."""

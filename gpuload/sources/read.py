@@ -95,8 +95,13 @@ def open_file(
 def with_prompts(source: Source, prompt_key: str) -> Iterator[tuple[pa.Table, pa.Array]]:
     """The rows of a source in order: tables of all columns, each with its prompt column as one plain array."""
     for table in source.batches():
-        column = table.column(prompt_key).combine_chunks()
-        yield table, column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+        yield table, one_array(table.column(prompt_key))
+
+
+def one_array(column: pa.ChunkedArray) -> pa.Array:
+    """A column of a table as one plain array."""
+    whole = column.combine_chunks()
+    return whole.dictionary_decode() if pa.types.is_dictionary(whole.type) else whole
 
 
 def other_columns(source: Source, prompt_key: str, keep_prompts: bool, *known: str) -> Iterator[pa.Table]:

@@ -13,7 +13,6 @@ queue.
 The kernels know how many pre-tokens there are of each length; the host does not. It waits once, for the number of ids.
 """
 
-import copy
 from dataclasses import fields
 
 import numpy as np
@@ -21,6 +20,7 @@ import numpy as np
 from gpuload.core.arrays import Array
 from gpuload.engines.device.kernels import BLOCK, Kernels
 from gpuload.engines.device.pretokenize import PreTokens, Words
+from gpuload.engines.device.shared import OnDevice
 from gpuload.tokenizer.fallback import FallbackTables
 from gpuload.tokenizer.merges import MergeTables
 
@@ -29,7 +29,7 @@ _BINS = 32  # BINS of merges.cu
 _LISTED = 4  # LISTED of ids.cu
 
 
-class Merger:
+class Merger(OnDevice):
     """Turns pre-tokens into ids. A tokenizer's vocabulary and merges are copied to the device once.
 
     Args:
@@ -56,12 +56,6 @@ class Merger:
             isinstance(tables, FallbackTables), *on_device, there.byte_ids, there.pairs, len(there.pairs) - 1,
             there.merged,
         )  # fmt: skip
-
-    def on(self, kernels: Kernels) -> "Merger":
-        """Return the same, launched by other kernels of the device."""
-        made = copy.copy(self)
-        made._kernels = kernels
-        return made
 
     def ids(self, pre_tokens: PreTokens, fallback: Array, offsets: Array, more: int) -> Array:
         """Encode n texts.

@@ -50,18 +50,18 @@ import torch
 
 from gpuload.core.errors import DeviceError, GpuloadError
 from gpuload.core.options import TokensOn
+from gpuload.engines.conversations import Conversations
 from gpuload.engines.device.cudf import can_read, chunks, slices
 from gpuload.engines.device.engine import DeviceEngine, Reader
 from gpuload.engines.device.kernels import DeviceKernels, Kernels
-from gpuload.engines.device.parts import chunk_sizes, large_parts, zip_with_tables
+from gpuload.engines.device.parts import MISREAD, arrow_prompts, chunk_sizes
 from gpuload.engines.device.present import absent_reason, number_of
 from gpuload.engines.device.shared import ThreadStreams
 from gpuload.engines.device.texts import DeviceTexts, texts_to_device
 from gpuload.engines.device.verdict import UNCHECKED, distrust
 from gpuload.engines.failures import context_lost, one_line, release
-from gpuload.engines.protocol import ArrowPrompts, Prompts
+from gpuload.engines.protocol import Prompts
 from gpuload.reference.reference import Reference
-from gpuload.sources.later import LaterTable
 from gpuload.sources.read import Source
 
 _CHUNK, _MOST_CHUNK = 256 << 20, 1 << 30
@@ -147,27 +147,29 @@ def without_cudf() -> str | None:
 
 
 def reader(kernels: DeviceKernels, notes: list[str]) -> Reader:
-    """Reads the prompt column into device memory where cuDF can, and the other columns into host memory.
+    """Reads the prompt column into device memory where cuDF can.
 
     Args:
         notes: gets a line for each source that cuDF cannot read although it should. Arrow then reads the rest of it.
     """
 
-    def read(source: Source, prompt_key: str, keep_prompts: bool) -> Iterator[tuple[pa.Table | LaterTable, Prompts]]:
+    def read(source: Source, prompt_key: str) -> Iterator[Prompts] | None:
         kind = source.schema.field(prompt_key).type
-        if source.frame is not None and can_read(kind) and not pa.types.is_dictionary(kind):
-            parts = slices(kernels, source.frame[prompt_key], kind, kernels.chunk_bytes)
+        if source.parquet in MISREAD:
+            notes.append(f"{source.name}: read by Arrow: cuDF reads another number of rows")
+        elif source.frame is not None and can_read(kind) and not pa.types.is_dictionary(kind):
+            return or_by_arrow(slices(kernels, source.frame[prompt_key], kind, kernels.chunk_bytes), source, prompt_key)
         elif source.parquet is not None and can_read(kind):
             first, then = chunk_sizes(source, prompt_key, kernels.chunk_bytes)
-            parts = chunks(kernels, source.parquet, prompt_key, kind, then, first)
-        else:
-            yield from large_parts(source, prompt_key, kernels.chunk_bytes)
-            return
+            return or_by_arrow(chunks(kernels, source.parquet, prompt_key, kind, then, first), source, prompt_key)
+        return None
+
+    def or_by_arrow(parts: Iterator[Conversations], source: Source, prompt_key: str) -> Iterator[Prompts]:
         done = 0
         try:
-            for table, prompts in zip_with_tables(_on_device(kernels, parts), source, prompt_key, keep_prompts):
-                done += table.num_rows
-                yield table, prompts
+            for part in _on_device(kernels, parts):
+                done += len(part)
+                yield part
         except (MemoryError, GpuloadError):
             raise
         except Exception as error:
@@ -176,18 +178,9 @@ def reader(kernels: DeviceKernels, notes: list[str]) -> Reader:
             notes.append(f"{source.name}: read by Arrow from row {done:,} on: cuDF cannot ({one_line(error)})")
         else:
             return
-        yield from _from_row(done, large_parts(source, prompt_key, kernels.chunk_bytes))
+        yield from arrow_prompts(source, prompt_key, done)
 
     return read
-
-
-def _from_row(first: int, parts: Iterator[tuple[pa.Table, ArrowPrompts]]) -> Iterator[tuple[pa.Table, ArrowPrompts]]:
-    """The same parts without the first rows."""
-    for table, prompts in parts:
-        skipped = min(first, table.num_rows)
-        first -= skipped
-        if skipped < table.num_rows:
-            yield table.slice(skipped), ArrowPrompts(prompts.column.slice(skipped))
 
 
 def _on_device(kernels: DeviceKernels, parts: Iterator[Any]) -> Iterator[Any]:

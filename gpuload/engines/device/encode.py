@@ -7,7 +7,6 @@ Texts are split into pre-tokens (`pretokenize.py`), which become ids (`bpe.py`).
 texts at a time, so the memory they need in addition to the ids is bounded by the chunk, not by the column.
 """
 
-import copy
 import itertools
 
 import numpy as np
@@ -16,6 +15,7 @@ from gpuload.core.arrays import Array, Ragged
 from gpuload.engines.device.bpe import Merger
 from gpuload.engines.device.kernels import Kernels
 from gpuload.engines.device.pretokenize import PreTokenizer
+from gpuload.engines.device.shared import OnDevice
 from gpuload.tokenizer.compiled import CompiledTokenizer
 
 CHUNK_BYTES = 256 << 20
@@ -29,7 +29,7 @@ LONGEST_TEXT = 256 << 20
 _Chunk = tuple[int, int, int, int]  # first text, text after the last, and where their bytes begin and end at the latest
 
 
-class DeviceEncoder:
+class DeviceEncoder(OnDevice):
     """Encodes texts without adding special tokens, as `encode` of `tests/simulator/encoder.py` does.
 
     The tokenizer's tables are copied to the device once.
@@ -50,8 +50,8 @@ class DeviceEncoder:
 
     def again(self, kernels: Kernels) -> "DeviceEncoder":
         """Return an encoder with the same tables, for another load on the same device."""
-        made = copy.copy(self)
-        made._kernels, made.chunk_bytes = kernels, CHUNK_BYTES
+        made = self.on(kernels)
+        made.chunk_bytes = CHUNK_BYTES
         made._merger, made._pretokenizer = self._merger.on(kernels), self._pretokenizer.on(kernels)
         return made
 

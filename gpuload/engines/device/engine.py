@@ -7,7 +7,8 @@ except reading (`cuda.py`) runs on any machine: the tests use kernels compiled f
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -24,13 +25,13 @@ from gpuload.engines.conversations import Conversations, from_arrow, messages_of
 from gpuload.engines.device.batches import DeviceBatches
 from gpuload.engines.device.encode import LEAST_CHUNK, DeviceEncoder
 from gpuload.engines.device.kernels import Kernels
-from gpuload.engines.device.parts import large_parts
+from gpuload.engines.device.parts import MOST_JOINED, arrow_prompts, is_small, zip_with_tables
 from gpuload.engines.device.render import DeviceText, render
 from gpuload.engines.device.spans import DeviceTokenSpans, spans_table
 from gpuload.engines.device.store import DeviceStore, Segments, host_store, in_order, to_device
 from gpuload.engines.device.texts import DeviceTexts, gather
 from gpuload.engines.failures import out_of_memory
-from gpuload.engines.host.engine import HostEngine
+from gpuload.engines.host.engine import HostEngine, arrow_parts
 from gpuload.engines.host.render import HostText
 from gpuload.engines.host.sanitize import can_be_marked, mark_column, unplain
 from gpuload.engines.protocol import ArrowPrompts, Prompts, Tokenized
@@ -44,7 +45,8 @@ from gpuload.tokenizer.compiled import CompiledTokenizer, compile_tokenizer
 
 _Made = TypeVar("_Made")
 
-Reader = Callable[[Source, str, bool], Iterator[tuple[pa.Table | LaterTable, Prompts]]]  # as `Engine.read`
+Reader = Callable[[Source, str], Iterator[Prompts] | None]
+"""The prompts of a source, some rows at a time; None where Arrow should read them."""
 
 
 class DeviceEngine:
@@ -82,6 +84,7 @@ class DeviceEngine:
         self._kernels, self._reader, self._tokens_on, self._read_notes = kernels, reader, tokens_on, notes
         self._on_device = tokens_on != "host"  # as long as ids fit
         self._segments: Segments | None = None
+        self._nbytes: int | None = None
         self._ops = DeviceTexts(kernels)
         self.host = host_engine(reference, exact_only)
         self._reference = reference
@@ -166,17 +169,35 @@ class DeviceEngine:
     def by_tokenizer(self) -> bool:
         return False
 
+    @property
+    def part_bytes(self) -> int:
+        return min(self._kernels.chunk_bytes, MOST_JOINED) if self._by_kernels else 0
+
     def loading(self, nbytes: int | None = None, rows: int | None = None) -> AbstractContextManager[Any]:
-        return self._kernels.loading()
+        self._nbytes = nbytes
+        return self._loading()
+
+    @contextmanager
+    def _loading(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(self._kernels.loading())
+            self._tables = ThreadPoolExecutor(1, "pass-through")
+            stack.callback(self._tables.shutdown, wait=False, cancel_futures=True)  # also of a load that has failed
+            yield
 
     def read(
         self, source: Source, prompt_key: str, keep_prompts: bool
     ) -> Iterator[tuple[pa.Table | LaterTable, Prompts]]:
         if not self._by_kernels:
             return self.host.read(source, prompt_key, keep_prompts)
-        if self._reader is None or self._reference.sanitizes:  # control tokens are marked on the host
-            return large_parts(source, prompt_key, self._kernels.chunk_bytes)
-        return self._reader(source, prompt_key, keep_prompts)
+        prompts: Iterator[Prompts] | None = None
+        on_host = self._reference.sanitizes  # control tokens are marked there
+        if self._reader is not None and not on_host and not is_small(source, prompt_key, self._nbytes):
+            prompts = self._reader(source, prompt_key)
+        if prompts is None and (source.only is None or source.without is None):  # all columns are read at once
+            return arrow_parts(source, prompt_key)
+        prompts = prompts or arrow_prompts(source, prompt_key)
+        return zip_with_tables(prompts, source, prompt_key, keep_prompts, self._tables)
 
     # -- render --------------------------------------------------------------------------------------------------------
 

@@ -1,38 +1,17 @@
 """In which parts a device gets the rows of a source, and how the columns that pass through are joined to them."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
+from typing import TypeVar
 
 import pyarrow as pa
 
-from gpuload.core.errors import DeviceError
-from gpuload.engines.conversations import Conversations
-from gpuload.engines.host.engine import arrow_parts
-from gpuload.engines.protocol import ArrowPrompts
-from gpuload.sources.batches import decoded_bytes
+from gpuload.engines.failures import MisreadError
+from gpuload.engines.protocol import ArrowPrompts, Prompts
 from gpuload.sources.later import LaterTable
-from gpuload.sources.read import Source, check_unchanged, other_columns
+from gpuload.sources.read import Source, check_unchanged, one_array, one_column, other_columns
 
-
-def large_parts(source: Source, prompt_key: str, nbytes: int) -> Iterator[tuple[pa.Table, ArrowPrompts]]:
-    """The rows of a source as Arrow reads them, joined: each part costs a device the same launches and waits. The first
-    one is smaller, so that the device has work while Arrow reads the next.
-
-    Args:
-        nbytes: of prompts, about how large a part is at least, but `MOST_JOINED` suffices.
-    """
-    most = min(nbytes, MOST_JOINED)
-    enough = most // _FIRST
-    waiting: list[tuple[pa.Table, pa.Array]] = []
-    prompts_size = table_size = 0
-    for table, prompts in arrow_parts(source, prompt_key):
-        waiting.append((table, prompts.column))
-        prompts_size, table_size = prompts_size + decoded_bytes(prompts.column), table_size + table.nbytes
-        if prompts_size >= enough or table_size >= _SHARE_OF_PROMPTS * enough:
-            yield _joined(waiting)
-            waiting, prompts_size, table_size, enough = [], 0, 0, most
-    if waiting:
-        yield _joined(waiting)
+Read = TypeVar("Read", bound=Prompts)
 
 
 def chunk_sizes(source: Source, prompt_key: str, nbytes: int) -> tuple[int, int]:
@@ -50,31 +29,51 @@ def chunk_sizes(source: Source, prompt_key: str, nbytes: int) -> tuple[int, int]
     return (max(min(then, _LEAST_CHUNK), then // _FIRST) if prompts > then else then), then
 
 
+def is_small(source: Source, prompt_key: str, nbytes: int | None) -> bool:
+    """Whether a parquet file is one of many small ones: Arrow reads them, so that they are joined to large parts.
+
+    Args:
+        nbytes: of the prompts of all files; None where that is not known.
+    """
+    size = source.decoded_bytes([prompt_key])
+    return source.parquet is not None and size < _LEAST_CHUNK and _MANY * size <= (nbytes or 0)
+
+
 MOST_JOINED = 64 << 20  # bytes of prompts from which on a part of a load keeps a device busy
 _FIRST = 8  # of a part: the first one
 _LEAST_CHUNK = 8 << 20
+_MANY = 8
 _SHARE_OF_PROMPTS = 4  # tables that are so much larger than their prompts are not joined further: the host holds them
 
 
-def _joined(parts: list[tuple[pa.Table, pa.Array]]) -> tuple[pa.Table, ArrowPrompts]:
-    if len(parts) == 1:
-        return parts[0][0], ArrowPrompts(parts[0][1])
-    tables, columns = zip(*parts, strict=True)
-    return pa.concat_tables(tables), ArrowPrompts(pa.concat_arrays(columns))
+def arrow_prompts(source: Source, prompt_key: str, first: int = 0) -> Iterator[ArrowPrompts]:
+    """The prompts of a source as Arrow reads them, without the other columns.
+
+    Args:
+        first: row to begin with.
+    """
+    for column in one_column(source, prompt_key):
+        skipped = min(first, len(column))
+        first -= skipped
+        if skipped < len(column):
+            yield ArrowPrompts(one_array(column).slice(skipped))
 
 
 def zip_with_tables(
-    chunks: Iterator[Conversations], source: Source, prompt_key: str, keep_prompts: bool
-) -> Iterator[tuple[LaterTable, Conversations]]:
+    chunks: Iterator[Read], source: Source, prompt_key: str, keep_prompts: bool, thread: Executor
+) -> Iterator[tuple[LaterTable, Read]]:
     """Joins two readings of one source, each in parts of its own sizes: every chunk of prompts with the table of its
-    rows, which a thread decodes meanwhile: a chunk does not wait for it.
+    rows, which is decoded meanwhile: a chunk does not wait for it.
+
+    Args:
+        thread: one, which decodes the tables of all sources, in the order in which they are needed.
 
     Raises:
         SourceError: the file was changed meanwhile.
-        DeviceError: the numbers of rows differ. The tables raise the same.
+        MisreadError: the numbers of rows differ. The tables raise the same.
     """
     tables, waiting, done = other_columns(source, prompt_key, keep_prompts), list[pa.Table](), 0
-    thread = ThreadPoolExecutor(1, "pass-through")
+    row_bytes = source.decoded_bytes(None) / max(1, source.num_rows)
     first = [thread.submit(next, tables, None)]  # starts the threads that decode the next ones
 
     def decode(rows: int, last: bool) -> pa.Table:
@@ -85,23 +84,26 @@ def zip_with_tables(
             waiting.append(table)
             have += table.num_rows
         if have < rows or (last and have > rows):
-            raise _different_rows(source)
+            raise _misread(source)
         whole = pa.concat_tables(waiting)
         waiting[:] = [whole.slice(rows)]
         return whole.slice(0, rows)
 
-    try:
-        for chunk in chunks:
-            done += len(chunk)
-            if done > source.num_rows:
-                raise _different_rows(source)
-            yield LaterTable(len(chunk), thread.submit(decode, len(chunk), done == source.num_rows).result), chunk
-        if done != source.num_rows:
-            raise _different_rows(source)
-    finally:  # also if the consumer ends early
-        thread.shutdown(wait=False)  # decodes what was asked for
+    for chunk in chunks:
+        rows = len(chunk)
+        done += rows
+        if done > source.num_rows:
+            raise _misread(source)
+        table = thread.submit(decode, rows, done == source.num_rows).result
+        yield LaterTable(rows, table, int(row_bytes * rows)), chunk
+    if done != source.num_rows:
+        raise _misread(source)
 
 
-def _different_rows(source: Source) -> DeviceError:
+MISREAD: set[str] = set()  # parquet files of which cuDF has read other rows than Arrow in this process
+
+
+def _misread(source: Source) -> MisreadError:
     check_unchanged([source])
-    return DeviceError(f"{source.name}: cuDF and Arrow read different numbers of rows: use device='cpu'")
+    MISREAD.add(str(source.parquet))
+    return MisreadError(f"{source.name}: cuDF and Arrow read different numbers of rows: use device='cpu'")

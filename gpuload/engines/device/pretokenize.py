@@ -23,13 +23,13 @@ The host waits once, for the numbers of pre-tokens. It waits once more for each 
 listed again.
 """
 
-import copy
 from dataclasses import dataclass
 
 import numpy as np
 
 from gpuload.core.arrays import Array, offsets_of
 from gpuload.engines.device.kernels import BLOCK, Kernels
+from gpuload.engines.device.shared import OnDevice
 from gpuload.tokenizer.added_tokens import LSTRIP, NORMALIZED, RSTRIP, can_overlap, trie
 from gpuload.tokenizer.compiled import CompiledTokenizer
 from gpuload.tokenizer.fallback import FallbackTables
@@ -65,7 +65,7 @@ class PreTokens:
     base: int  # as above
 
 
-class PreTokenizer:
+class PreTokenizer(OnDevice):
     """Splits texts as one tokenizer does. Its tables are copied to the device once.
 
     Args:
@@ -129,12 +129,6 @@ class PreTokenizer:
             and self._longest <= _MOST_TOKEN
             and not can_overlap(spec.added)
         )
-
-    def on(self, kernels: Kernels) -> "PreTokenizer":
-        """Return the same, launched by other kernels of the device."""
-        made = copy.copy(self)
-        made._kernels = kernels
-        return made
 
     def pre_tokens(self, data: Array, offsets: Array, base: int, fallback: Array) -> PreTokens:
         """Split n texts, and look up their pre-tokens.

@@ -1,11 +1,24 @@
 """What the loads of a process share on a device: streams, and tables of tokenizers."""
 
+import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 _Made = TypeVar("_Made")
+
+
+class OnDevice:
+    """Tables on a device, with kernels that work on them: loads share the tables, and each has kernels of its own."""
+
+    _kernels: Any
+
+    def on(self, kernels: Any) -> Self:
+        """The same tables, for other kernels of the device."""
+        made = copy.copy(self)
+        made._kernels = kernels
+        return made
 
 
 class ThreadStreams:

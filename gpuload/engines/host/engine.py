@@ -49,6 +49,7 @@ class HostEngine:
 
     name = "cpu"
     may_be_few: ClassVar[bool] = True
+    part_bytes = 0
     device = torch.device("cpu")
 
     def __init__(self, reference: Reference, exact_only: bool = False, notes: tuple[str, ...] = ()):

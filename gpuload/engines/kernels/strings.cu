@@ -119,10 +119,32 @@ extern "C" __global__ void strip(
     }
 }
 
-// Sets bad[i] if text i is not valid UTF-8; the caller has filled it with false. One warp per part.
-//
-// Whether a byte is valid at its position depends only on the three bytes before it and the three after it, so every
-// lane tests bytes on its own. The rules are those of Unicode, table 3-7.
+// Whether byte k of a text is valid UTF-8 at its position. That depends only on the three bytes before it and the three
+// after it. The rules are those of Unicode, table 3-7.
+__device__ __forceinline__ bool valid_at(const u8* text, i64 length, i64 k)
+{
+    const u8 byte = text[k];
+    if (byte < 0x80) return true;
+    if (byte < 0xc0) {  // a continuation byte: the lead byte before it must be long enough to include it
+        for (i64 back = 1; back <= 3 && back <= k; back++) {
+            const u8 lead = text[k - back];
+            if (lead < 0x80 || lead >= 0xc0) return lead >= (back == 1 ? 0xc0 : back == 2 ? 0xe0 : 0xf0);
+        }
+        return false;
+    }
+    if (byte < 0xc2 || byte > 0xf4) return false;
+    const int size = byte < 0xe0 ? 2 : byte < 0xf0 ? 3 : 4;
+    bool good = k + size <= length;
+    for (int next = 1; good && next < size; next++) good = (text[k + next] & 0xc0) == 0x80;
+    if (good && byte == 0xe0) good = text[k + 1] >= 0xa0;  // overlong: fits in two bytes
+    if (good && byte == 0xed) good = text[k + 1] < 0xa0;   // surrogates, U+D800 to U+DFFF
+    if (good && byte == 0xf0) good = text[k + 1] >= 0x90;  // overlong: fits in three bytes
+    if (good && byte == 0xf4) good = text[k + 1] < 0x90;   // above U+10FFFF
+    return good;
+}
+
+// Sets bad[i] if text i is not valid UTF-8; the caller has filled it with false. One warp per part; its lanes read words
+// of 8 bytes.
 extern "C" __global__ void not_utf8(
     i64 parts, i64 step, const i64* first, i64 texts, const u8* data, const i64* start, const i64* length, bool* bad)
 {
@@ -130,31 +152,14 @@ extern "C" __global__ void not_utf8(
         const i64 i = text_of_part(first, texts, parts, part), low = (part - first[i]) * step;
         const i64 end = least(low + step, length[i]);
         const u8* text = data + start[i];
-        for (i64 k = low + lane; k < end; k += 32) {
-            const u8 byte = text[k];
-            if (byte < 0x80) continue;
-            bool good = false;
-            if (byte < 0xc0) {  // a continuation byte: the lead byte before it must be long enough to include it
-                for (i64 back = 1; back <= 3 && back <= k; back++) {
-                    const u8 lead = text[k - back];
-                    if (lead >= 0x80 && lead < 0xc0) continue;
-                    good = lead >= (back == 1 ? 0xc0 : back == 2 ? 0xe0 : 0xf0);
-                    break;
-                }
-            } else if (byte >= 0xc2 && byte <= 0xf4) {
-                const int size = byte < 0xe0 ? 2 : byte < 0xf0 ? 3 : 4;
-                good = k + size <= length[i];
-                for (int next = 1; good && next < size; next++) good = (text[k + next] & 0xc0) == 0x80;
-                if (good && byte == 0xe0) good = text[k + 1] >= 0xa0;  // overlong: fits in two bytes
-                if (good && byte == 0xed) good = text[k + 1] < 0xa0;   // surrogates, U+D800 to U+DFFF
-                if (good && byte == 0xf0) good = text[k + 1] >= 0x90;  // overlong: fits in three bytes
-                if (good && byte == 0xf4) good = text[k + 1] < 0x90;   // above U+10FFFF
-            }
-            if (!good) {
-                bad[i] = true;
-                break;
-            }
+        // The bytes before the first whole word of 8 in memory, then words, of which most are ASCII.
+        const i64 head = least(low + (8 - ((u64)(text + low) & 7)) % 8, end);
+        bool good = low + lane >= head || valid_at(text, length[i], low + lane);
+        for (i64 k = head + 8 * lane; good && k < end; k += 8 * 32) {
+            if (k + 8 <= end && !(*(const u64*)(text + k) & 0x8080808080808080ull)) continue;
+            for (i64 at = k; good && at < least(k + 8, end); at++) good = valid_at(text, length[i], at);
         }
+        if (!good) bad[i] = true;
     }
 }
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -26,6 +27,7 @@ from gpuload.kinds.pairs.sizes import PairSizes
 from gpuload.kinds.served.options import OF_SERVED, ServedOptions, check_limits
 from gpuload.kinds.training_reference import TOOLS
 from gpuload.pipeline.filter import without
+from gpuload.pipeline.parts import SomeRows, SourceRows
 from gpuload.pipeline.run import Job
 from gpuload.pipeline.verify import Verifier
 from gpuload.sources.columns import invalid_rows
@@ -261,7 +263,8 @@ class _Pass:
             text = engine.render(prompts)
             made = engine.encode(text)
             numbers = np.arange(first - begin, first - begin + len(column))
-            self._verifier.compare(source.name, numbers, prompts, text, made.ids.take)
+            place = partial(SomeRows((SourceRows(0, numbers, table),)).place, [source])
+            self._verifier.compare(place, prompts, text, made.ids.take)
             for finder in self._verifier.finders:
                 finder.look(source, numbers, prompts, text.sizes)
             sizes = job.kind.sizes(made.ids)

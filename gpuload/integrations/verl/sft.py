@@ -50,7 +50,8 @@ from gpuload.integrations.verl.sft_store import (
     summary,
 )
 from gpuload.integrations.verl.turns import ConversationTokenizer, TokenizedConversations
-from gpuload.pipeline.stream import Batch, choose_rows
+from gpuload.pipeline.parts import Batch
+from gpuload.pipeline.stream import choose_rows
 from gpuload.reference.reference import Reference
 from gpuload.sources.fetch import resolve
 from gpuload.sources.read import Source, check_prompt_column, open_file
@@ -218,7 +219,7 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
         )
 
     def _tokenize_batch(self, tokenizer: ConversationTokenizer, batch: Batch) -> TokenizedConversations:
-        n = len(batch.rows)
+        n = len(batch)
         rejected: dict[int, str] = {}
 
         def column(key: str) -> list[Any] | None:
@@ -298,11 +299,11 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
 
     def _first_mismatch(self, tokenized: TokenizedConversations, batch: Batch) -> int | None:
         """The first row of a sample for which verl's method has another result, or None."""
-        made = np.ones(len(batch.rows), bool)
+        made = np.ones(len(batch), bool)
         made[[*tokenized.fallback, *tokenized.rejected]] = False
         rows = np.flatnonzero(made)
         if self._options.verify == "sample":
-            count = max(_MIN_VERIFY_ROWS, _VERIFY_ROWS * len(batch.rows) // len(self._places))
+            count = max(_MIN_VERIFY_ROWS, _VERIFY_ROWS * len(batch) // len(self._places))
             rows = _of_all_lengths(rows, tokenized.ids.lengths, count)
         if self._options.verify == "off":
             return None
@@ -323,7 +324,7 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
             return None
         first = 0
         for batch in read_conversations(sources, self.messages_key, self._places.over_all_files(needed)):
-            here = needed[first : first + len(batch.rows)]
+            here = needed[first : first + len(batch)]
             first += len(here)
             of_verl = rejected[here]
             self._rejected.add(here[of_verl].tolist(), batch.table.filter(pa.array(of_verl)))

@@ -17,7 +17,8 @@ from gpuload.core.options import Options
 from gpuload.core.words import counted
 from gpuload.engines.host.engine import arrow_parts
 from gpuload.integrations.messages.cache import RowCache, Rule, StoredRows
-from gpuload.pipeline.stream import Batch, read
+from gpuload.pipeline.parts import Batch
+from gpuload.pipeline.stream import read
 from gpuload.reference.reference import Reference
 from gpuload.sources.read import Source, check_unchanged
 
