@@ -122,12 +122,15 @@ class ServedEngine(HostEngine):
                 add_seconds(seconds, {why_not[0]: time.perf_counter() - started})
             if made is not None:
                 found[number] = made
-        texts = ["".join(text for text, _ in found[k].rows) if k in found else None for k in range(len(column))]
-        text = as_arrow(texts, pa.large_string())
-        if columns is not None:
-            order, joined = np.arange(len(column)), columns.joined
-            order[columns.numbers] = len(column) + np.arange(len(joined))
-            text = pa.concat_arrays([text, joined]).take(as_arrow(order)) if found or rejected else joined
+        if columns is not None and len(columns.numbers) == len(column):
+            text = columns.joined
+        else:
+            texts = ["".join(text for text, _ in found[k].rows) if k in found else None for k in range(len(column))]
+            text = as_arrow(texts, pa.large_string())
+            if columns is not None:
+                order, joined = np.arange(len(column)), columns.joined
+                order[columns.numbers] = len(column) + np.arange(len(joined))
+                text = pa.concat_arrays([text, joined]).take(as_arrow(order))
         return ServedText(
             columns=columns,
             given=column,
