@@ -225,6 +225,12 @@ class Reference:
         """The ids of one prompt, and those that a fast path has found, as they are to be compared."""
         return self.ids(prompt), found
 
+    def compared_in_part(
+        self, prompt: Prompt, found: list[int], below: Callable[[int], int]
+    ) -> tuple[list[int], list[int]]:
+        """As `compared`, of one row of a sample: some of it may be enough. `below(n)` is a random number below n."""
+        return self.compared(prompt, found)
+
     @property
     def answers(self) -> Any:
         """Finds the parts of a rendered conversation that have loss (`template.answers.Answers`); None: nobody asks."""

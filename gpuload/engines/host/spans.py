@@ -158,7 +158,8 @@ class TokenSpans:
             (k,) int64, the number of the token, that behind the last one for the end of a text; -1 where no token
             begins, or nothing is known.
         """
-        self._check(ids)
+        if len(rows):
+            self._check(ids)
         if not self._search or not len(rows):
             return np.full(len(rows), -1, np.int64)
         fast, found = self._search.tokens(text, ids, np.tile(rows, 2), np.concatenate([at, at - 1]))

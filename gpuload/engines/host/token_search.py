@@ -42,9 +42,10 @@ class TokenSearch:
         letters, model, added = byte_letters(), backend.model, added_tokens(backend)
         if any(model.token_to_id(letter) is None for letter in letters) or used[len(self._lengths) :].any():
             return False
-        data, offsets = self._table.data.tobytes(), self._table.offsets.tolist()
-        for number in np.flatnonzero(used).tolist():
-            token, entry = data[offsets[number] : offsets[number + 1]], model.id_to_token(number)
+        numbers = np.flatnonzero(used)
+        bounds = (self._table.offsets[numbers + more].tolist() for more in (0, 1))
+        for number, begin, end in zip(numbers.tolist(), *bounds, strict=True):
+            token, entry = self._table.data[begin:end].tobytes(), model.id_to_token(number)
             if number in added:
                 if token != added[number].content.encode() or entry not in (None, added[number].content):
                     return False

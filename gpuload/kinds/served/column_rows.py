@@ -31,6 +31,7 @@ class ColumnTurns:
         decided: (c,) bool, false where only the reference can tell which rows there are.
         text: (r,) large_string.
         row_offsets: (c + 1,) which rows are those of each.
+        shared: (r,) bytes that each has in common with the one before, and where both may be cut.
         number: (r,) the message that each ends with.
         answer_offsets: (c + 1,) which answers are those of each.
         row: (a,) in which each is learned.
@@ -47,6 +48,7 @@ class ColumnTurns:
     decided: Bools
     text: pa.LargeStringArray
     row_offsets: RowNumbers
+    shared: RowNumbers
     number: RowNumbers
     answer_offsets: RowNumbers
     row: RowNumbers
@@ -100,10 +102,12 @@ def written(
     ]
     row_offsets = offsets_of(np.array([len(each.rows) for each in families])[group_of])
     ends, own = np.zeros(row_offsets[-1], np.int64), np.zeros(len(row), np.int64)
+    shared = np.zeros((2, row_offsets[-1]), np.int64)
     forks = [np.zeros((5, 0), np.int64)]
     for number, family in enumerate(families):
         members = np.flatnonzero(group_of == number)[:, None]
         ends[row_offsets[members] + np.arange(len(family.rows))] = first[members] + np.array(family.rows)
+        shared[:, row_offsets[members] + np.arange(len(family.rows))] = np.array(family.shared).T[:, None]
         own[first[members] + np.arange(len(family.row_of))] = family.row_of
         if family.forks:
             turn, other, unit, size = np.array([(*each[:2], *each.place) for each in family.forks]).T
@@ -139,6 +143,7 @@ def written(
         decided=decided,
         text=text,
         row_offsets=row_offsets,
+        shared=place(np.arange(len(ends)), *shared),
         number=message[ends],
         answer_offsets=offsets_of(counts),
         row=own,

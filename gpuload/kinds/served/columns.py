@@ -48,6 +48,7 @@ class ColumnFinder:
         stop_texts: these tokens.
         thinking: literals that open and close reasoning.
         loss_on: "assistant", "last" or "last_turn".
+        cuts: special tokens in front of which texts may be cut.
     """
 
     def __init__(
@@ -60,9 +61,10 @@ class ColumnFinder:
         stop_texts: Sequence[str],
         thinking: Sequence[tuple[str, str]],
         loss_on: LossOn,
+        cuts: Sequence[str] = (),
     ):
         self._program, self._prompting, self._without, self._missing = program, prompting, without, missing
-        self._stops, self._pairs, self._loss_on = stops, thinking, loss_on
+        self._stops, self._pairs, self._loss_on, self._cuts = stops, thinking, loss_on, cuts
         self._apart = [*stop_texts, *empty_blocks(thinking)]  # texts with one of these are looked at row by row
         self._known: dict[tuple[Any, ...], Any] = {}  # what was decided about some paths or decisions, by their ids
         self._kept: list[Any] = []  # what has these ids
@@ -214,7 +216,7 @@ class ColumnFinder:
         return decide(quiet, units, self._stops, True) if thinks_nothing(quiet, units, self._pairs) is False else None
 
     def _family(self, *turns: Decision) -> Family:
-        return family_of([turn.units for turn in turns])
+        return family_of([turn.units for turn in turns], self._cuts)
 
 
 def _distinct(*columns: np.ndarray[Any, Any]) -> tuple[list[tuple[int, ...]], RowNumbers]:

@@ -4,6 +4,7 @@ A path is a list of literals and of texts of messages (`template/program.py`). W
 is said here about the turn, and its conversation is made by itself.
 """
 
+import itertools
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -60,11 +61,14 @@ class Family(NamedTuple):
         rows: the turn that each ends with, ascending.
         row_of: the row in which each turn is learned.
         forks: what has to be looked up in texts.
+        shared: of each row, the last place in what it has in common with the row before where texts may be cut, as a
+            unit and bytes in it.
     """
 
     rows: tuple[int, ...]
     row_of: tuple[int, ...]
     forks: tuple[TextFork, ...]
+    shared: tuple[Place, ...]
 
 
 def units_of(path: Path, empty: Ref | None = None) -> Units:
@@ -171,9 +175,13 @@ def decide(prompt: Units, rendered: Units, stops: re.Pattern[str], quiet: bool =
     return None
 
 
-def family_of(turns: Sequence[Units]) -> Family:
+def family_of(turns: Sequence[Units], cuts: Sequence[str] = ()) -> Family:
     """The rows of some turns, each of which ends with a literal: those that no other one begins with, of equal ones the
-    first."""
+    first.
+
+    Args:
+        cuts: special tokens in front of which texts may be cut.
+    """
     rows: list[int] = []
     for turn in reversed(range(len(turns))):
         begun = [row for row in rows if compared(turns[turn], turns[row])[0]]
@@ -189,7 +197,21 @@ def family_of(turns: Sequence[Units]) -> Family:
             for number, (begins, place) in enumerate(found)
             if begins is None and not (turn in rows and rows[number] < turn)  # looked up for the other one
         ]
-    return Family(tuple(rows), tuple(row_of), tuple(forks))
+    shared = [shared_place(turns[one], turns[other], cuts) for one, other in itertools.pairwise(rows)]
+    return Family(tuple(rows), tuple(row_of), tuple(forks), ((0, 0), *shared))
+
+
+def shared_place(one: Units, other: Units, cuts: Sequence[str]) -> Place:
+    """The last place in what two rows begin with that is in front of one of some tokens, as a unit and bytes in it."""
+    _, (last, size) = compared(one, other)
+    for number in reversed(range(min(last + 1, len(one)))):
+        literal = one[number]
+        if isinstance(literal, str):
+            end = size if number == last else len(literal)
+            at = max((literal.rfind(token, 0, end) for token in cuts), default=-1)
+            if at >= 0:
+                return number, bytes_before(one, (number, at))
+    return 0, 0
 
 
 def bytes_before(units: Units, place: Place) -> int:

@@ -2,7 +2,8 @@
 
     render   prompts and answers of all turns as text, by the compiled template where that is possible (`turns.py`);
              rows are those texts that no other one of the conversation begins with
-    encode   the rows of all conversations in one call. The ids of a prompt are those at the beginning of its row if
+    encode   the rows of all conversations in one call, by columns without what they begin with in common (`pieces.py`).
+             The ids of a prompt are those at the beginning of its row if
 
              1. a token begins where the answer does, and one where what follows it does,
              2. the tokens before it are those of the end of the prompt, from its last special token on. In front of
@@ -36,6 +37,7 @@ from gpuload.kinds.prefixes import cutting_tokens
 from gpuload.kinds.served.column_rows import ColumnTurns
 from gpuload.kinds.served.columns import ColumnFinder
 from gpuload.kinds.served.given import given_answers, rows_of_given, texts_to_encode
+from gpuload.kinds.served.pieces import RowPieces
 from gpuload.kinds.served.programs import TurnPrograms
 from gpuload.kinds.served.reference import ServedReference
 from gpuload.kinds.served.sampled import is_sampled
@@ -122,12 +124,15 @@ class ServedEngine(HostEngine):
                 add_seconds(seconds, {why_not[0]: time.perf_counter() - started})
             if made is not None:
                 found[number] = made
-        texts = ["".join(text for text, _ in found[k].rows) if k in found else None for k in range(len(column))]
-        text = as_arrow(texts, pa.large_string())
-        if columns is not None:
-            order, joined = np.arange(len(column)), columns.joined
-            order[columns.numbers] = len(column) + np.arange(len(joined))
-            text = pa.concat_arrays([text, joined]).take(as_arrow(order)) if found or rejected else joined
+        if columns is not None and len(columns.numbers) == len(column):
+            text = columns.joined
+        else:
+            texts = ["".join(text for text, _ in found[k].rows) if k in found else None for k in range(len(column))]
+            text = as_arrow(texts, pa.large_string())
+            if columns is not None:
+                order, joined = np.arange(len(column)), columns.joined
+                order[columns.numbers] = len(column) + np.arange(len(joined))
+                text = pa.concat_arrays([text, joined]).take(as_arrow(order))
         return ServedText(
             columns=columns,
             given=column,
@@ -169,7 +174,8 @@ class ServedEngine(HostEngine):
         without = next((self._programs.of(call) for call, _ in self._writer.switches), None)
         assert prompting is not None
         missing = reference.missing_reasoning
-        return ColumnFinder(self.program, prompting, without, missing, writer.stops, literals, writer.pairs, loss_on)
+        told = writer.stops, literals, writer.pairs, loss_on, self._cutting[0]
+        return ColumnFinder(self.program, prompting, without, missing, *told)
 
     def _turns(self, row: Any, why_not: list[str]) -> TextTurns:
         """The turns of one conversation.
@@ -274,12 +280,14 @@ class ServedEngine(HostEngine):
     def _of_columns(self, found: ColumnTurns) -> Ragged:
         """What is stored of conversations; nothing where only the reference can make them."""
         _, closing = self._cutting
-        ids = self.ids(found.text)
+        pieces = RowPieces.of(found.text, found.shared)
+        own = self.ids(pieces.text)
+        ids = pieces.joined(own)
         counts = np.diff(found.answer_offsets)
         conversation = np.repeat(np.arange(len(counts)), counts)
         of = found.row_offsets[conversation] + found.row
-        places = self.spans.beginning(found.text, ids, np.tile(of, 2), np.concatenate([found.begin, found.end]))
-        begin, end = np.split(places, 2)
+        places = np.concatenate([found.begin, found.end])
+        begin, end = np.split(pieces.beginning(self.spans, own, np.tile(of, 2), places), 2)
         same = np.zeros(len(of), bool)
         for number, literal in enumerate(found.prompt_ends):
             tail = self._tail_of(literal)

@@ -17,6 +17,7 @@ from gpuload.core.marks import loss_bits
 from gpuload.core.options import History, LossOn, MissingReasoning
 from gpuload.kinds.chats.reference import ChatReference
 from gpuload.kinds.served.sampled import is_sampled, rows_of_sampled, sampled_problem
+from gpuload.kinds.served.spot_checks import holds
 from gpuload.kinds.served.stored import LearnedAnswer, ServedRows, count_answer
 from gpuload.kinds.served.turns import NO_BLOCK, Turn, TurnWriter
 from gpuload.kinds.training_reference import messages_in, own_arguments
@@ -124,12 +125,28 @@ class ServedReference(ChatReference):
         found: list[int] = self.rows_of(prompt).words().tolist()
         return found
 
+    def compared_in_part(
+        self, prompt: Any, found: list[int], below: Callable[[int], int]
+    ) -> tuple[list[int], list[int]]:
+        """Of a conversation with several answers one is made, at random. If it is not as it was found, all are."""
+        messages, wanted = self.wanted(prompt)
+        if len(wanted) < 2 or is_sampled(messages):
+            return self.compared(prompt, found)
+        (call, _), writer = self._writing(prompt)
+        number = list(wanted)[below(len(wanted))]
+        made, _ = self._learned(writer.turn(messages, number), wanted[number], messages, call)
+        return (found, found) if holds(found, list(wanted), number, made) else self.compared(prompt, found)
+
+    def _writing(self, prompt: Any) -> tuple[tuple[TemplateCall, TemplateCall], TurnWriter]:
+        """How a row and its prompts are rendered, and what finds its turns."""
+        own = own_arguments(prompt)
+        calls = self.call_with(own), self.call_with(own, prompt_only=True)
+        return calls, self.writer_of(calls) if own else self.writer
+
     def rows_of(self, prompt: Any) -> ServedRows:
         """The rows of one conversation."""
         messages, wanted = self.wanted(prompt)
-        own = own_arguments(prompt)
-        calls = self.call_with(own), self.call_with(own, prompt_only=True)
-        writer = self.writer_of(calls) if own else self.writer
+        calls, writer = self._writing(prompt)
         if is_sampled(messages):
             return rows_of_sampled(self, calls, writer, messages, wanted)
         return self.rows_of_turns(
@@ -153,16 +170,20 @@ class ServedReference(ChatReference):
         found: list[LearnedAnswer | int] = []
         counts = ServedRows().counts
         for number, turn in turns.items():
-            if not isinstance(turn, int):
-                loss = self.loss_in(turn, messages, call)
-                answer, merged = self.answer(turn, loss, self.bits_of(wanted[number]))
-                if answer.bits.any():
-                    found.append(answer)
-                    count_answer(counts, turn, merged)
-                    continue
-                turn = NO_BLOCK
-            found.append(turn)
+            made, merged = self._learned(turn, wanted[number], messages, call)
+            if isinstance(turn, Turn) and isinstance(made, LearnedAnswer):
+                count_answer(counts, turn, merged)
+            found.append(made)
         return ServedRows.of_turns(found, counts)
+
+    def _learned(
+        self, turn: Turn | int, weight: float, messages: Sequence[Any], call: TemplateCall
+    ) -> tuple[LearnedAnswer | int, bool]:
+        """As `answer`, of a turn. In the place of an answer that is not learned is the number of the reason."""
+        if isinstance(turn, int):
+            return turn, False
+        answer, merged = self.answer(turn, self.loss_in(turn, messages, call), self.bits_of(weight))
+        return (answer if answer.bits.any() else NO_BLOCK), merged
 
     def loss_in(self, turn: Turn, messages: Sequence[Any], call: TemplateCall) -> list[tuple[int, int]]:
         """Which parts of an answer have loss, in its characters: `{% generation %}` blocks only narrow it."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuload.core.arrays import Ragged, RowNumbers, count_in_rows, offsets_of
+from gpuload.core.arrays import Ragged, RowNumbers, marked_before, offsets_of
 from gpuload.core.errors import NoRowsError
 from gpuload.core.marks import IDS, LOSS, WEIGHT
 from gpuload.core.options import Options
@@ -37,7 +37,7 @@ def served_rows(loaded: Loaded) -> Loaded:
     tokens = Sequences(loaded.tokens, whole_rows(rows, lengths, begin), IDS | LOSS | WEIGHT)
     if not len(kept):
         raise NoRowsError("all rows as served were dropped", report)
-    loss = _loss(tokens)
+    loss = _loss(loaded.tokens, rows, begin, lengths)
     columns = loaded.columns.select(rows).with_columns(
         {"conversation": loaded.origins.numbers[rows], "turn": headers.rows[kept, 1]}
     )
@@ -111,10 +111,13 @@ def _last_rows(headers: Headers) -> np.ndarray[Any, Any]:
     return last
 
 
-def _loss(tokens: Sequences) -> RowNumbers:
-    """(r,) tokens with loss of each row."""
-    found = []
-    for low in range(0, len(tokens), _CHUNK):
-        some = tokens.take(np.arange(low, min(low + _CHUNK, len(tokens))))
-        found.append(count_in_rows((some.values & LOSS) != 0, some.offsets))
+def _loss(store: TokenStore, conversation: RowNumbers, begin: RowNumbers, lengths: RowNumbers) -> RowNumbers:
+    """(r,) tokens with loss of each row, by its conversation, ascending, and its place in what is stored of that."""
+    found, low = [], 0
+    for part in _parts(store):
+        low, first = low + len(part), low
+        some = slice(*np.searchsorted(conversation, [first, low]))
+        start = part.offsets[conversation[some] - first] + begin[some]
+        before, behind = marked_before((part.values & LOSS) != 0, start, start + lengths[some])
+        found.append(behind - before)
     return np.concatenate(found)
