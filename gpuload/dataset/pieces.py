@@ -18,17 +18,11 @@ _CHUNK = 1 << 22  # tokens that are copied at a time
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """n sequences that are made of the rows of a store; a `protocol.TokenStore`.
-
-    Attributes:
-        store: the store.
-        plan: of its rows; each pack is a sequence.
-        bits: what is kept of its tokens (`gpuload.core.marks`): of the sequences of pairs, no bit of a pair.
-    """
+    """n sequences that are made of the rows of a store; a `protocol.TokenStore`."""
 
     store: TokenStore
-    plan: Plan
-    bits: np.int32 = IDS | LOSS
+    plan: Plan  # of its rows; each pack is a sequence
+    bits: np.int32 = IDS | LOSS  # what is kept of its tokens (`core.marks`): of sequences of pairs, no bit of a pair
 
     def __len__(self) -> int:
         return len(self.plan)

@@ -30,24 +30,15 @@ Content = Callable[[], str | None]
 
 @dataclass(frozen=True)
 class Format:
-    """A form in which people keep training data.
+    """A form in which people keep training data."""
 
-    Attributes:
-        name: as the user may give it.
-        columns: those that make a file have this format; the first is the name of the column made of them.
-        fits: the types of these columns → whether they are of this format.
-        more: further columns that are read if they are there.
-        convert: values of these columns for n rows, content of calls → n prompts; None if the first column is used as
-            it is.
-        kept: columns that are read if they are there, and passed through as well.
-    """
-
-    name: str
-    columns: tuple[str, ...]
-    fits: Callable[[Sequence[pa.DataType]], bool]
-    more: tuple[str, ...] = ()
+    name: str  # as the user may give it
+    columns: tuple[str, ...]  # those that make a file have this format; the first names the column made of them
+    fits: Callable[[Sequence[pa.DataType]], bool]  # the types of these columns → whether they are of this format
+    more: tuple[str, ...] = ()  # further columns that are read if they are there
+    # Values of these columns for n rows, content of calls → n prompts; None if the first column is used as it is.
     convert: Callable[[Mapping[str, Any], Content], pa.Array] | None = None
-    kept: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()  # columns that are read if they are there, and passed through as well
 
 
 def find_among(candidates: Sequence[Format], schema: pa.Schema, where: str, name: str | None, remedy: str) -> Format:
@@ -142,18 +133,13 @@ def replaced_columns(source: Source) -> Sequence[str]:
 
 @dataclass(frozen=True)
 class _MadeColumn:
-    """What `as_prompts` makes of a source; for the fields see there.
-
-    Attributes:
-        used: the columns that are replaced.
-        kept: further columns that are read.
-    """
+    """What `as_prompts` makes of a source; for the fields see there."""
 
     source: Source
     format: Format
     key: str
-    used: list[str]
-    kept: list[str]
+    used: list[str]  # the columns that are replaced
+    kept: list[str]  # further columns that are read
     reference: TrainingReference
 
     def batches(self) -> Iterator[pa.Table]:

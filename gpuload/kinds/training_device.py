@@ -30,12 +30,9 @@ from gpuload.kinds.training_engine import SAMPLE, TrainingEngine, add_by_referen
 
 @dataclass(kw_only=True, eq=False)
 class DevicePieces(DeviceText):
-    """n rows of several texts in device memory: a prompt with each of its completions, and alone.
+    """n rows of several texts in device memory: a prompt with each of its completions, and alone."""
 
-    Attributes:
-        more: the second texts of the rows, and so on. The texts of a rejected row need not be empty.
-    """
-
+    # The second texts of the rows, and so on. The texts of a rejected row need not be empty.
     more: list[DeviceText] = field(default_factory=list)
 
     @cached_property

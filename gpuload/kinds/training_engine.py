@@ -44,15 +44,11 @@ _MOST_PROGRAMS = 32  # different arguments of rows for which the template is com
 
 
 class TextSequences(NamedTuple):
-    """What n rows consist of: one sequence each, or two.
+    """What n rows consist of: one sequence each, or two."""
 
-    Attributes:
-        begins: of each sequence, (n,) int64: how many of its tokens have no loss.
-        shared: (n,) int64: how many tokens of the first sequence are those of the second one too, and stored once; all
-            if there is only one.
-    """
-
-    begins: list[Array]
+    begins: list[Array]  # of each sequence, (n,) int64: how many of its tokens have no loss
+    # (n,) int64: how many tokens of the first sequence are those of the second one too, and stored once; all if there
+    # is only one.
     shared: Array
 
 

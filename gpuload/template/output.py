@@ -10,15 +10,11 @@ from gpuload.template.rope import Rope, join
 
 
 class Output(NamedTuple):
-    """What a template printed.
+    """What a template printed."""
 
-    Attributes:
-        parts: texts and ropes, to be joined; cut where a generation block begins or ends.
-        generated: the parts [first, end) of each generation block, in order of their ends. None if a block is not
-            printed where it stands, for example because it is in a macro whose result is printed later.
-    """
-
-    parts: tuple[str | Rope, ...]
+    parts: tuple[str | Rope, ...]  # texts and ropes, to be joined; cut where a generation block begins or ends
+    # The parts [first, end) of each generation block, in order of their ends. None if a block is not printed where it
+    # stands, for example because it is in a macro whose result is printed later.
     generated: tuple[tuple[int, int], ...] | None
 
 

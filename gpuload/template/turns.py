@@ -29,30 +29,19 @@ _SHORTER_HEADERS = {"5682170caef7abbc": "<|im_start|>assistant"}  # Qwen2.5: a n
 
 @dataclass(frozen=True)
 class End:
-    """A literal that ends an answer.
+    """A literal that ends an answer."""
 
-    Attributes:
-        text: the last part of the answer.
-        next: what must follow it.
-    """
-
-    text: str
-    next: str = ""
+    text: str  # the last part of the answer
+    next: str = ""  # what must follow it
 
 
 @dataclass(frozen=True)
 class Around:
-    """How answers begin and end next to messages of one role, where neither header nor ends of `Turns` are there.
+    """How answers begin and end next to messages of one role, where neither header nor ends of `Turns` are there."""
 
-    Attributes:
-        headers: literals after which an answer begins.
-        ends: literals that end one.
-        starts: literals with which one begins right behind a text: there is no header.
-    """
-
-    headers: tuple[str, ...] = ()
-    ends: tuple[End, ...] = ()
-    starts: tuple[str, ...] = ()
+    headers: tuple[str, ...] = ()  # literals after which an answer begins
+    ends: tuple[End, ...] = ()  # literals that end one
+    starts: tuple[str, ...] = ()  # literals with which one begins right behind a text: there is no header
 
 
 class Turns:

@@ -49,24 +49,14 @@ _ROW_BYTES = 32  # offsets and sizes of a row
 
 @dataclass
 class StoredRows:
-    """n rows of a dataset.
+    """n rows of a dataset."""
 
-    Attributes:
-        ids: n rows of token ids, with a bit for loss (`core.marks`), in memory or in a mapped file; empty for the rows
-            in `others`.
-        others: row → why the trainer's own function has to prepare it.
-        rendering: how the texts of the rows were rendered, when they were made.
-        counts: what else the trainer's rule has counted, by name.
-        columns: n rows of what they have in addition to ids, in memory or in a mapped file.
-        found: whether an earlier start has made them.
-    """
-
-    ids: Ragged | DiskTokens
-    others: dict[int, str] = field(default_factory=dict)
-    rendering: RowCounts = field(default_factory=RowCounts)
-    counts: Counter[str] = field(default_factory=Counter)
-    columns: Columns = field(default_factory=lambda: Columns([]))
-    found: bool = False
+    ids: Ragged | DiskTokens  # with a bit for loss (`core.marks`), in memory or in a mapped file; empty for `others`
+    others: dict[int, str] = field(default_factory=dict)  # row → why the trainer's own function has to prepare it
+    rendering: RowCounts = field(default_factory=RowCounts)  # how the texts were rendered, when they were made
+    counts: Counter[str] = field(default_factory=Counter)  # what else the trainer's rule has counted, by name
+    columns: Columns = field(default_factory=lambda: Columns([]))  # what rows have in addition, likewise
+    found: bool = False  # whether an earlier start has made them
 
     def count(self, part: Tokenized, first: int) -> None:
         """Adds what is known of the rows from `first` on."""

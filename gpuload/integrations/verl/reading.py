@@ -43,36 +43,22 @@ class DecodedColumnError(Exception):
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """Arguments of `load_rows`. Can be pickled and sent to another process.
+    """Arguments of `load_rows`. Can be pickled and sent to another process."""
 
-    Attributes:
-        files: local paths, or any other paths that both `datasets` and gpuload can open.
-        tokenizer: the transformers tokenizer that determines lengths.
-        options: options of `gpuload.load`.
-        tokenize: whether lengths or ids are needed.
-        keep_ids: whether rows carry their ids.
-    """
-
-    files: tuple[str, ...]
-    tokenizer: Any
-    options: Options
-    tokenize: bool
-    keep_ids: bool
+    files: tuple[str, ...]  # local paths, or any other paths that both `datasets` and gpuload can open
+    tokenizer: Any  # the transformers tokenizer that determines lengths
+    options: Options  # of `gpuload.load`
+    tokenize: bool  # whether lengths or ids are needed
+    keep_ids: bool  # whether rows carry their ids
 
 
 @dataclass(frozen=True)
 class LoadedRows:
-    """Result of `load_rows`.
+    """Result of `load_rows`."""
 
-    Attributes:
-        rows: the rows that were kept.
-        report: what was done, as text for the log.
-        fingerprint: identifies the data, for checkpoints.
-    """
-
-    rows: ArrowRows
-    report: str
-    fingerprint: Fingerprint
+    rows: ArrowRows  # those that were kept
+    report: str  # what was done, as text for the log
+    fingerprint: Fingerprint  # identifies the data, for checkpoints
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

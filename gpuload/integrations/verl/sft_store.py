@@ -42,17 +42,11 @@ def read_conversations(sources: Sequence[Source], messages_key: str, wanted: Int
 
 @dataclass(frozen=True)
 class RowPlaces:
-    """Which rows of the files a dataset has, in the order in which they are read.
+    """Which rows of the files a dataset has, in the order in which they are read."""
 
-    Attributes:
-        names: of the files.
-        starts: (files + 1,) number of the first row of each, over all files.
-        numbers: (n,) numbers of the rows, ascending; None for all rows.
-    """
-
-    names: Sequence[str]
-    starts: Ints
-    numbers: Ints | None
+    names: Sequence[str]  # of the files
+    starts: Ints  # (files + 1,) number of the first row of each, over all files
+    numbers: Ints | None  # (n,) numbers of the rows, ascending; None for all rows
 
     @classmethod
     def of(cls, sources: Sequence[Source], wanted: Ints | None) -> "RowPlaces":
@@ -76,15 +70,10 @@ class RowPlaces:
 
 @dataclass
 class RejectedRows:
-    """Rows that verl's method has to make at each access.
+    """Rows that verl's method has to make at each access."""
 
-    Attributes:
-        places: row → (number in `tables`, row there).
-        tables: all columns of these rows.
-    """
-
-    places: dict[int, tuple[int, int]] = field(default_factory=dict)
-    tables: list[pa.Table] = field(default_factory=list)
+    places: dict[int, tuple[int, int]] = field(default_factory=dict)  # row → (number in `tables`, row there)
+    tables: list[pa.Table] = field(default_factory=list)  # all columns of these rows
 
     def add(self, rows: Sequence[int], table: pa.Table) -> None:
         """Adds rows of the dataset, with their columns."""

@@ -47,15 +47,12 @@ _EXAMPLES = 8  # messages on which the template with the prefix is compared with
 
 @dataclass
 class TokenizedConversations(MessageRows):
-    """n tokenized conversations. Rows in `fallback` are tokenized by verl's method, once.
+    """n tokenized conversations. Rows in `fallback` are tokenized by verl's method, once."""
 
-    Attributes:
-        rejected: row → why verl's method is expected to raise. Such rows have no ids.
-        mismatches: number of rows that are kept although the ids of their messages differ from those of the whole
-            conversation (verl's `ignore_input_ids_mismatch`).
-    """
-
+    # Row → why verl's method is expected to raise. Such rows have no ids.
     rejected: dict[int, str] = field(default_factory=dict)
+    # Number of rows that are kept although the ids of their messages differ from those of the whole conversation
+    # (verl's `ignore_input_ids_mismatch`).
     mismatches: int = 0
 
 

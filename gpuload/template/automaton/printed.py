@@ -12,14 +12,10 @@ _PLAIN = frozenset(("role", "content"))
 
 
 class Content(str):
-    """The content of a message.
-
-    Attributes:
-        message: its number.
-    """
+    """The content of a message."""
 
     __slots__ = ("message",)
-    message: int
+    message: int  # its number
 
     def __new__(cls, text: str, message: int) -> Content:
         made = super().__new__(cls, text)
