@@ -367,12 +367,7 @@ def _checked_state(state: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
 
 
 def _position_of(state: Mapping[str, Any], total: int, unit: str) -> int:
-    """How many rows or packs of an epoch have been yielded. Version 1 counted batches.
-
-    Args:
-        state: what was saved.
-        total: rows or packs of its epoch.
-        unit: "rows" or "packs".
+    """How many rows or packs (`unit`) of an epoch have been yielded, of `total`. Version 1 counted batches.
 
     Raises:
         ResumeError: it is not in the epoch.

@@ -49,11 +49,7 @@ def stored(store: TokenStore) -> TokenStore:
 
 
 def some_of(store: TokenStore, rows: RowNumbers) -> TokenStore:
-    """Some rows of a store, which are copied when they are used.
-
-    Args:
-        rows: (k,) their numbers, in the order of the result.
-    """
+    """Some rows (k,) of a store in the given order, which are copied when they are used."""
     bits = store.bits if isinstance(store, Sequences) else np.int32(-1)
     return Sequences(stored(store), in_store(store, whole_rows(rows, store.lengths[rows])), bits)
 
@@ -64,12 +60,7 @@ def in_store(store: TokenStore, plan: Plan) -> Plan:
 
 
 def tokens_of(store: TokenStore, plan: Plan) -> Ragged:
-    """The tokens of a plan in host memory: one row for each pack, of its pieces one after the other.
-
-    Args:
-        store: n rows.
-        plan: of these rows.
-    """
+    """The tokens of a plan of a store's rows in host memory: a row for each pack, of its pieces one after the other."""
     bounds, rows = offsets_of(plan.lengths), plan.rows
     if not isinstance(store, Ragged):
         some, rows = np.unique(rows, return_inverse=True)

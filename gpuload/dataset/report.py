@@ -40,11 +40,7 @@ class Check:
     shapes_not_compared: int = 0
 
     def count_shapes(self, shapes: Mapping[int, bool]) -> None:
-        """Counts shapes.
-
-        Args:
-            shapes: number of a shape → whether a row of it was compared.
-        """
+        """Counts shapes: number of a shape → whether a row of it was compared."""
         self.shapes, self.shapes_not_compared = len(shapes), len(shapes) - sum(shapes.values())
 
 
