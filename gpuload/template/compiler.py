@@ -105,10 +105,8 @@ class ChatProgram:
         self.leaves += 1
         self.trees[shape] = tree
         if isinstance(leaf, ByReference) and leaf.reason.startswith(FAILED):
-            self._rows = {
-                False: leaf,
-                True: leaf,
-            }  # whatever is wrong with the trace would be wrong with those of single rows
+            # Whatever is wrong with the trace would be wrong with those of single rows.
+            self._rows = dict.fromkeys((False, True), leaf)
         return None
 
     @property

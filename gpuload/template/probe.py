@@ -13,17 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gpuload.reference.template_call import TemplateCall, rejection
-from gpuload.template.program import (
-    ByReference,
-    Leaf,
-    Path,
-    Predicate,
-    Ref,
-    Rejected,
-    Shape,
-    holds,
-    render_path,
-)
+from gpuload.template.program import ByReference, Leaf, Path, Predicate, Ref, Rejected, Shape, holds, render_path
 
 WHITE_SPACE = (
     "\t\n\x0b\x0c\r\x1c\x1d\x1e\x1f \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NoReturn, cast
 
-from gpuload.template.program import Predicate, Ref, Segment
+from gpuload.template.program import Operation, Predicate, Ref, Segment, apply_operations
 from gpuload.template.symbol import Oracle, Symbol, reject
 
 TEXT_METHODS = frozenset(
@@ -281,14 +281,11 @@ class Rope(Symbol):
         for i in order[::-1] if name.endswith("_last") else order:
             piece = self._pieces[i]
             if mark in piece if isinstance(piece, str) else self._ask(piece, "contains", mark):
-                inside: Rope = (
-                    self._make((piece.then(name, mark),))
-                    if isinstance(piece, Ref)
-                    else _literal_cut(self, piece, mark, name)
-                )
+                cut = Operation(name, (mark,))
+                inside = piece.then(name, mark) if isinstance(piece, Ref) else apply_operations(piece, [cut])
                 if name.startswith("before"):
-                    return self._make((*self._pieces[:i], *inside._pieces))
-                return self._make((*inside._pieces, *self._pieces[i + 1 :]))
+                    return self._make((*self._pieces[:i], inside))
+                return self._make((inside, *self._pieces[i + 1 :]))
         return self
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -296,11 +293,6 @@ class Rope(Symbol):
         if name.startswith("__"):
             raise AttributeError(name)
         reject(f"uses the attribute {name} of a message's text")
-
-
-def _literal_cut(rope: Rope, text: str, mark: str, name: str) -> Rope:
-    parts = text.rsplit(mark, 1) if name.endswith("_last") else text.split(mark, 1)
-    return rope._make((parts[0] if name.startswith("before") else parts[-1],))
 
 
 class SplitText(Symbol):

@@ -26,7 +26,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gpuload.core.arrays import RowNumbers, common_prefixes
+from gpuload.core.arrays import RowNumbers, common_prefixes, mask_of
 from gpuload.core.marks import split
 from gpuload.engines.host.render import HostText
 from gpuload.engines.protocol import add_seconds
@@ -199,9 +199,7 @@ class ConversationTokenizer:
 
 def _replace(text: HostText, rows: RowNumbers, other: HostText) -> None:
     """Puts other texts in the place of those of some rows."""
-    there = np.zeros(len(text), bool)
-    there[rows] = True
-    text.text = pc.replace_with_mask(text.text, pa.array(there), other.text)
+    text.text = pc.replace_with_mask(text.text, pa.array(mask_of(rows, len(text))), other.text)
     for place, row in enumerate(rows.tolist()):
         for own, others in ((text.rejected, other.rejected), (text.by_reference, other.by_reference)):
             own.pop(row, None)

@@ -31,12 +31,7 @@ from gpuload.kinds.served.reference import ServedReference
 from gpuload.kinds.served.rewrites import RewriteFinder
 from gpuload.kinds.served.rows import not_learned, served_rows, useless_conversations
 from gpuload.kinds.served.stored import Headers, served_sizes
-from gpuload.kinds.training_options import (
-    OF_MESSAGES,
-    MessageOptions,
-    training_engine,
-    training_options,
-)
+from gpuload.kinds.training_options import OF_MESSAGES, MessageOptions, training_engine, training_options
 from gpuload.pipeline.kind import Finder, Kind
 from gpuload.reference.reference import Reference
 from gpuload.sources.columns import to_python

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from gpuload.cache.known_tokenizer import open_known
-from gpuload.core.arrays import Array, Ragged, RowNumbers, appended
+from gpuload.core.arrays import Array, Ragged, RowNumbers, appended, mask_of
 from gpuload.core.errors import DataError
 from gpuload.core.marks import LOSS, paired
 from gpuload.core.options import BOOLEAN, COLUMN, POSITIVE, Objective, Options, check_fields, check_format
@@ -172,10 +172,9 @@ def _unpaired(loaded: Loaded) -> tuple[Sequences, RowNumbers, RowNumbers, Array]
     for plan, learned in zip(
         pairs.plans(np.arange(len(number))), (pairs.chosen_loss, pairs.rejected_loss), strict=True
     ):
-        keep = np.ones(len(number), bool)
+        keep = ~mask_of(useless_sequences(plan.tokens, learned, "kto", options), len(number))
         if options.filter_overlong_prompts:
             keep &= plan.tokens <= options.max_prompt_length
-        keep[list(useless_sequences(plan.tokens, learned, "kto", options))] = False
         kept.append(np.flatnonzero(keep))
         plans.append(plan.take(kept[-1]))
         loss.append(learned[keep])

@@ -37,12 +37,7 @@ from gpuload.template.automaton.nodes import (
     Wanted,
     kind_of,
 )
-from gpuload.template.automaton.symbols import (
-    SymbolicList,
-    SymbolicMapping,
-    built_of,
-    segments_of,
-)
+from gpuload.template.automaton.symbols import SymbolicList, SymbolicMapping, built_of, segments_of
 from gpuload.template.automaton.values import Range, Scalar, SymbolicNumber, source_of, text_of
 from gpuload.template.program import Operation, Predicate, Ref, Segment, apply_operations, holds
 from gpuload.template.rope import Rope
