@@ -68,11 +68,7 @@ def call_size(function: object, arguments: tuple[Any, ...], named: Mapping[str, 
 
 
 def filter_size(name: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> int:
-    """The size of the result of a filter.
-
-    Args:
-        arguments: of the filter, beginning with the value it is applied to.
-    """
+    """The size of the result of a filter, whose arguments begin with the value it is applied to."""
     given = (*arguments[1:], *named.values())
     return _FILTERS[name](arguments[0], given) if arguments and name in _FILTERS else 0
 

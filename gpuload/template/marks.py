@@ -132,12 +132,7 @@ Render = Callable[[list[Any]], str]
 
 
 def taken_apart(render: Render, messages: Sequence[Any], text: str) -> tuple[Path, dict[Ref, str], list[str]]:
-    """What a text is made of.
-
-    Args:
-        render: how it was rendered.
-        messages: the conversation.
-        text: what became of it.
+    """What the text of a conversation is made of, which `render` has made of it.
 
     Returns:
         Segments; the text of each that is no literal; and texts of the conversation that may be within literals.

@@ -19,12 +19,7 @@ class Output(NamedTuple):
 
 
 def output_of(printed: Sequence[Any], blocks: Sequence[tuple[int, Any]]) -> Output:
-    """Joins what was printed between the ends of blocks.
-
-    Args:
-        printed: all parts of the output.
-        blocks: of each block, how many parts were printed before it, and its text.
-    """
+    """Joins what was printed between the ends of blocks: how many parts were printed before each, and its text."""
     if any(at >= len(printed) or printed[at] is not text for at, text in blocks):
         return Output((join(printed),), None)
     cuts = sorted({0, len(printed), *(cut for at, _ in blocks for cut in (at, at + 1))})

@@ -205,11 +205,7 @@ class Tree:
     nodes: list[Node] = field(default_factory=lambda: [None])
 
     def graft(self, decisions: Sequence[tuple[Predicate, bool]], leaf: Leaf) -> bool:
-        """Add a leaf, and the branches that lead to it.
-
-        Args:
-            decisions: the predicates on the path from the root, in order, with their answers.
-            leaf: the leaf at the end of the path.
+        """Add a leaf, and the branches that lead to it: the predicates from the root, in order, with their answers.
 
         Returns:
             False if the tree already has a leaf there, or other predicates on this path. Then the template is not

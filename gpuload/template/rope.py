@@ -43,12 +43,10 @@ def _overlaps_itself(mark: str) -> bool:
 
 
 class Rope(Symbol):
-    """A concatenation of literal strings and texts of messages.
+    """A concatenation of literal strings and texts of messages; an oracle answers predicates on the texts.
 
-    Args:
-        oracle: answers predicates on the texts.
-        pieces: the segments. Neighbouring literals are merged and empty ones removed, so literals and `Ref`s alternate
-            except where two `Ref`s are neighbours.
+    Neighbouring literals are merged and empty ones removed, so literals and `Ref`s alternate except where two `Ref`s
+    are neighbours.
     """
 
     __slots__ = ("_pieces", "_size")
@@ -355,10 +353,7 @@ class SplitText(Symbol):
 
 
 def join(parts: Sequence[object]) -> str | Rope:
-    """Return `"".join(parts)` as a rope if any part is one.
-
-    Args:
-        parts: strings and ropes.
+    """Return `"".join(parts)` of strings and ropes, as a rope if any part is one.
 
     Raises:
         TypeError: a part is neither a string nor a rope.

@@ -53,20 +53,12 @@ class Meter:
         self.characters = MOST_CHARACTERS + characters
 
     def bound(self, size: int) -> None:
-        """Check the size of a value, if possible before it is built.
-
-        Raises:
-            EndlessError: it is too large.
-        """
+        """Check the size of a value, if possible before it is built; an `EndlessError` if it is too large."""
         if size > self.characters:
             raise EndlessError(f"the template builds a value of more than {self.characters:,} characters or items")
 
     def step(self) -> None:
-        """Count one step.
-
-        Raises:
-            EndlessError: the limit of steps or seconds is exceeded.
-        """
+        """Count one step; an `EndlessError` if the limit of steps or seconds is exceeded."""
         self.left -= 1
         # Single steps can be slow, hence the limit of seconds. Reading the clock costs more than a step: every 64th.
         if self.left < 0 or (self.left % 64 == 0 and time.monotonic() > self.deadline):
@@ -139,10 +131,7 @@ class TracingTemplate:
         return generation
 
     def render(self, context: Mapping[str, Any]) -> Output:
-        """Return the prompt.
-
-        Args:
-            context: the template's variables; texts are ropes.
+        """Return the prompt for the template's variables, in which texts are ropes.
 
         Raises:
             NotCompilableError: the template does something with a text that cannot be compiled.

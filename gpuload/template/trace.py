@@ -78,9 +78,6 @@ class _Example:
 class Tracer:
     """Traces the template of one call.
 
-    Args:
-        call: the tokenizer, the template and the constants of the load.
-
     Raises:
         NotCompilableError: this call cannot be traced at all; the message says why.
     """
@@ -92,11 +89,7 @@ class Tracer:
         self._prober = Prober(call)
 
     def trace(self, shape: Shape, texts: Texts) -> tuple[list[tuple[Predicate, bool]], Leaf]:
-        """Trace one conversation.
-
-        Args:
-            shape: the conversation's shape.
-            texts: its texts, which decide the predicates.
+        """Trace one conversation, whose texts decide the predicates.
 
         Returns:
             The predicates with their answers, and the leaf for every row of `shape` with the same answers.
@@ -129,8 +122,7 @@ class Tracer:
         """Execute the template with limits for one conversation that transformers will render without them.
 
         Raises:
-            EndlessError: the template exceeds a limit.
-            MemoryError: it needs too much memory.
+            EndlessError, MemoryError: the template exceeds a limit.
         """
         try:
             prepared = json.loads(self.call.render(messages, template=_READ_BACK))

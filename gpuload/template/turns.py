@@ -47,9 +47,6 @@ class Around:
 class Turns:
     """How a template writes the turn of an assistant.
 
-    Args:
-        call: tokenizer, template and constants.
-
     Attributes:
         header: literal that begins it.
         ends: literals that end it, longest first: in the middle of a conversation, and at its end.
@@ -110,13 +107,8 @@ class Turns:
         raise unknown(reason)
 
     def _header(self, prompt: str, gaps: Sequence[str], other: str) -> str:
-        """The literal that begins an assistant's turn.
-
-        Args:
-            prompt: the generation prompt.
-            gaps: what is between a user's text and an answer.
-            other: what is between an answer and a user's text, where no header is.
-        """
+        """The literal that begins an assistant's turn: it is in the generation prompt, and in what is between a user's
+        text and an answer, but not in the `other` text, between an answer and a user's text."""
         if known := _SHORTER_HEADERS.get(digest(self._call.text())):
             return known
         header = _THINKING.split(prompt)[0]
@@ -226,12 +218,10 @@ class Turns:
         return Around(tuple(headers), tuple(ends), tuple(starts))
 
     def _beginning(self, call: TemplateCall, before: Sequence[Probe], gap: str) -> tuple[list[str], list[str]]:
-        """The literal that begins the message behind some others.
+        """The literal that begins the message behind some others; `gap` is between its text and that of the message
+        before.
 
         That is what the template prints without it as well, with or without generation prompt.
-
-        Args:
-            gap: what is between its text and that of the message before.
 
         Returns:
             The literal as a header; or, if nothing is printed without the message, the beginning of its own.
@@ -267,11 +257,7 @@ class Turns:
         return [literal[start:]]
 
     def _end(self, call: TemplateCall, messages: Sequence[Probe], gap: str) -> list[End]:
-        """The literal that ends the last of some messages.
-
-        Args:
-            gap: what is between its text and that of the next message.
-        """
+        """The literal that ends the last of some messages; `gap` is between its text and that of the next message."""
         try:
             tail = messages[-1].rest(call.render([message.given for message in messages]))
         except Exception:  # as above

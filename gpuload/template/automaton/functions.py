@@ -55,10 +55,9 @@ Leaf = tuple[str, str]
 
 
 class Functions:
-    """The functions of an automaton.
+    """The functions of an automaton, which may grow: then `changed` must be called.
 
     Args:
-        automaton: may grow; `changed` must be called then.
         tojson: the filter of transformers.
         blocks: whether it is wanted which texts are in a `{% generation %}` block.
         contents: whether it is wanted where contents of messages are printed: they are printed as `Content`, and what

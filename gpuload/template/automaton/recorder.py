@@ -45,12 +45,10 @@ from gpuload.template.symbol import reject
 
 
 class Recorder:
-    """The oracle of one trace.
+    """The oracle of one trace, by which an automaton grows.
 
-    Args:
-        automaton: grows.
-        row: the variables that differ from row to row, as the template sees them.
-        tojson: the filter of transformers.
+    The variables of `row` differ from row to row, and are as the template sees them; `tojson` is the filter of
+    transformers.
     """
 
     def __init__(self, automaton: Automaton, row: Mapping[str, Any], tojson: Callable[..., Any]) -> None:
@@ -219,8 +217,7 @@ class Recorder:
     def _cut(self, loop: Any, inside: int) -> None:
         """Puts what is remembered into registers, and goes to the head of a pass.
 
-        Args:
-            inside: how many namespaces there were when the loop began; those that a pass has made are forgotten.
+        When the loop began, there were `inside` namespaces; those that a pass has made are forgotten.
         """
         del self.namespaces[inside:]
         saved: list[tuple[Any, Any]] = []

@@ -134,11 +134,7 @@ class RowRenderer:
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None
     ) -> RenderedRow | Rejected | ByReference:
-        """Renders one conversation.
-
-        Args:
-            messages: plain data, as `json.loads` returns it.
-            tools: likewise, with `own_tools`.
+        """Renders one conversation: plain data, as `json.loads` returns it, with its tools if it has `own_tools`.
 
         Returns:
             Its text; or why the template rejects it, or transformers must render it.

@@ -84,14 +84,10 @@ class SymbolicMapping(Printable):
 
 
 class SymbolicList(Printable):
-    """A list, or a part of one: the elements at start, start + step, … of the list at a place.
+    """A list, or a part of one: the elements at start, start + step, … of the list at a place, as many as `length`
+    says.
 
-    Args:
-        place: of the list.
-        length: how many elements this part has.
-        start, step: where it begins in the list, and how far it is to the next element.
-        pairs: whether elements are the keys and values of a mapping.
-        part: 0 if they are only its keys, 1 if only its values.
+    With `pairs`, elements are the keys and values of a mapping; with a `part` of them, its keys (0) or its values (1).
     """
 
     __slots__ = ("length", "pairs", "part", "place", "start", "step")
