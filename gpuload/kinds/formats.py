@@ -42,10 +42,9 @@ class Format:
 
 
 def find_among(candidates: Sequence[Format], schema: pa.Schema, where: str, name: str | None, remedy: str) -> Format:
-    """The format of a file.
+    """The format of a file, of some candidates.
 
     Args:
-        candidates: the formats that it may have.
         schema: its columns.
         where: its name, for messages.
         name: the format that it must have; None for any.
@@ -78,10 +77,7 @@ def _is_empty(kind: pa.DataType) -> bool:
 
 
 def one_format(found: Mapping[str, str]) -> str:
-    """The format that all files have.
-
-    Args:
-        found: file → its format.
+    """The format that all files have: file → its format.
 
     Raises:
         DataError: they have several.
@@ -99,12 +95,7 @@ def label_in(schema: pa.Schema) -> str | None:
 
 
 def as_prompts(source: Source, found: Format, key: str, reference: TrainingReference) -> Source:
-    """The same rows with one column `key` instead of those of its format.
-
-    Args:
-        found: the format.
-        reference: whose template will render them.
-    """
+    """The same rows with one column `key` instead of those of their format, for the template of a reference."""
     expected = (*found.columns, *found.more, TOOLS, KWARGS)
     used, kept = ([name for name in names if name in source.schema.names] for names in (expected, found.kept))
     as_it_is = found.convert is None and not reference.changes_messages

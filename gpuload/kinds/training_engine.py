@@ -53,13 +53,7 @@ class TextSequences(NamedTuple):
 
 
 class TrainingEngine(HostEngine):
-    """The `Engine` of a load of data to train on.
-
-    Args:
-        reference: the tokenizer.
-        exact_only: render and encode with the tokenizer object itself, row by row.
-        notes: further lines for the report.
-    """
+    """The `Engine` of a load of data to train on. For the arguments see `HostEngine`."""
 
     may_be_few = False
     _reference: TrainingReference
@@ -143,8 +137,7 @@ class TrainingEngine(HostEngine):
     def _json(self, rows: list[Any], plain: bool) -> HostText:
         """Rows of different forms: texts and messages by columns; those with arguments of their own one by one.
 
-        Args:
-            plain: whether everything in them is plain data, as `json.loads` returns it.
+        `plain`: everything in them is plain data, as `json.loads` returns it.
         """
         forms: dict[tuple[str, int], list[int]] = {}
         rejected: dict[int, str] = {}
@@ -279,11 +272,8 @@ class TrainingEngine(HostEngine):
         return text.tokenized(self.tokens(start, ids, text))
 
     def cutting_tokens(self, texts: Callable[[], list[str]]) -> tuple[bytes, ...]:
-        """The tokens in front of which texts may be cut: see `kinds.prefixes`.
-
-        Args:
-            texts: returns the first texts of a load. All have the tokens that the template writes.
-        """
+        """The tokens in front of which texts may be cut: see `kinds.prefixes`. `texts` returns the first texts of a
+        load; all have the tokens that the template writes."""
         if self._cuts is None:
             self._cuts = cutting_tokens(self._reference, texts())
         return self._cuts

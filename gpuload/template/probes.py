@@ -89,8 +89,7 @@ def between(text: str, one: str, other: str) -> str:
 
 
 def leaves_out_calls(call: TemplateCall, content: str | None) -> bool:
-    """Whether a template prints nothing of a tool call next to a content, as templates without tools do, and some
-    never."""
+    """Whether a template prints nothing of a call in a message with this content, as templates without tools do."""
     mark, rendered = f"text {secrets.token_hex(8)}", False
     for as_text in (False, True):
         given: Any = {"x": mark}

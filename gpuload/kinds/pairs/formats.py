@@ -39,12 +39,8 @@ Columns = Mapping[str, Any]
 def find_pair_format(
     schema: pa.Schema, where: str, objective: Objective, name: str | None, keys: dict[str, str]
 ) -> Format:
-    """The format of a file.
-
-    Args:
-        schema, where, name: see `find_among`.
-        objective: what the rows are for; "kto" takes pairs as well as single completions.
-        keys: "prompt", "chosen" and "rejected" → the column.
+    """The format of a file: see `find_among`. For "kto", it has pairs or single completions; `keys` has the columns of
+    the "prompt", "chosen" and "rejected".
 
     Raises:
         DataError: it has none; the message shows its columns and the closest format.
@@ -108,11 +104,7 @@ _MISSING = object()  # the prompt of rows without a column of prompts
 
 
 def _pair(turns: Sequence[Any], objective: Objective) -> dict[str, Any]:
-    """One pair: its prompt, and what follows in each sequence.
-
-    Args:
-        turns: prompt, chosen and rejected, as texts or as messages of {role, content}.
-    """
+    """One pair of prompt, chosen and rejected, as texts or messages: its prompt, and what follows in each sequence."""
     prompt = turns[0]
     parts = dict(zip(("prompt", "chosen", "rejected"), turns, strict=True))
     if prompt is _MISSING:

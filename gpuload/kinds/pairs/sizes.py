@@ -76,13 +76,8 @@ def _equal(tokens: Ragged, chosen: Array, rejected: Array) -> Array:
 def useless_sequences(
     length: RowNumbers, learned: RowNumbers, objective: Objective, options: Options
 ) -> dict[int, str]:
-    """The sequences of which no token would be learned: row → why.
-
-    Args:
-        length: (n,) tokens of each.
-        learned: (n,) those of its completion.
-        options: the limit, and which end of longer ones is truncated.
-    """
+    """The sequences (n,) of which no token would be learned: row → why. They have `length` tokens, of which those of
+    the completion are `learned`."""
     learned, limit = length if objective == "rm" else learned, options.max_prompt_length
     reasons = {}
     if options.truncation == "right" and objective != "rm":
