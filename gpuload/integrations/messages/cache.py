@@ -206,9 +206,8 @@ class RowCache:
     def find(self, unequal: Callable[[StoredRows], str | None]) -> StoredRows | None:
         """The rows that an earlier start has made; None if they have to be made.
 
-        Args:
-            unequal: compares a sample of them with the trainer's; returns which row differs. An entry with such a row,
-                or with a damaged one, is removed.
+        `unequal` compares a sample of them with the trainer's, and returns which row differs. An entry with such a row,
+        or with a damaged one, is removed.
         """
         if self._entry is None:
             return None
@@ -235,10 +234,7 @@ class RowCache:
         columns: pa.Table | None = None,
         **counts: int,
     ) -> None:
-        """Appends rows.
-
-        Args:
-            ids, others, rendering, columns, counts: of these rows, see `StoredRows`. Columns are given always or never.
+        """Appends rows, see `StoredRows`. They have columns always or never.
 
         Raises:
             StoreError: they cannot be written to a store on disk.
@@ -304,11 +300,7 @@ class RowCache:
             raise self._not_written(error) from error
 
     def _stored(self, entry: Entry) -> StoredRows:
-        """The rows of an entry: in memory, or in place.
-
-        Raises:
-            StoreError: what is copied to memory has been damaged.
-        """
+        """The rows of an entry: in memory, or in place; a `StoreError` if what is copied to memory has been damaged."""
         lengths = np.concatenate([np.zeros(0, np.int64), *(part.ids.lengths for part in entry.parts)])
         owner = None
         if self._unfinished is not None and entry.path.parent == self._unfinished.path:

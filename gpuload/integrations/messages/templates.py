@@ -159,12 +159,7 @@ class Templates:
 
 
 def render(pieces: pa.Array, templates: Sequence[Template], number: RowNumbers) -> HostText:
-    """Renders pieces, each with its template.
-
-    Args:
-        pieces: (n,) conversations.
-        number: (n,) which of the templates.
-    """
+    """Renders pieces, (n,) conversations, each with the template that has its `number`, (n,)."""
     parts = []
     for k, count in zip(*(each.tolist() for each in np.unique(number, return_counts=True)), strict=True):
         templates[k].needed_by(count)

@@ -51,12 +51,7 @@ class MessageTurns:
         return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), self.messages)
 
     def with_message(self, message: dict[str, Any], after: Flags) -> pa.LargeListArray:
-        """(t,) conversations of one turn and a further message.
-
-        Args:
-            message: the further message.
-            after: (t,) whether it comes after the turn, and not before it.
-        """
+        """(t,) conversations of one turn and a further message, which comes `after` (t,) the turn or before it."""
         lengths = self.size + 1
         offsets = offsets_of(lengths)
         # The numbers of the turn's messages and of one more, which is then replaced by that of the further message.

@@ -44,11 +44,8 @@ _BUILDER = {"verl.utils.tokenizer.continuous_token": ("ContinuousTokenBuilder",)
 
 
 def unsupported_loop_reason(loop: type) -> str | None:
-    """Return why the ids of an agent loop's first prompt cannot be replaced, or None if they can.
-
-    Args:
-        loop: verl's base class of agent loops.
-    """
+    """Return why the ids of the first prompt cannot be replaced in verl's base class of agent loops, or None if they
+    can."""
     release = release_of("verl", "verl")
     for name, parameters in (
         ("_cap_text_prompt_length", {"prompt_ids"}),

@@ -50,9 +50,7 @@ def _problem(kind: Any) -> str | None:
 def key_of(builder: Any, messages: Sequence[Any], tools: Any, images: Sequence[Any]) -> tuple[Any, ...] | str:
     """What the ids of a prompt depend on: text, pixels and settings; or a text, why that is not known.
 
-    Args:
-        builder: verl's, without a `problem`.
-        images: as the processor gets them.
+    The prompt builder has no `problem`; the images are as the processor gets them.
     """
     if not all(isinstance(each, Image.Image) and each.mode == "RGB" for each in images):
         return "images that are not RGB"

@@ -65,11 +65,8 @@ class LoadedRows:
 
 
 def open_files(files: Sequence[str], cache_dir: str | None) -> list[Source]:
-    """Open files in verl's order, with the values that verl reads.
-
-    Args:
-        files: paths of .parquet, .json or .jsonl files.
-        cache_dir: directory for copies of remote files.
+    """Open .parquet, .json or .jsonl files in verl's order, with the values that verl reads; copies of remote files are
+    in `cache_dir`.
 
     Raises:
         DataError: a file of another type.
@@ -153,11 +150,7 @@ def _column_chunks(source: Source, name: str) -> Iterator[Any]:
 
 
 def load_rows(request: LoadRequest, sources: list[Source] | None = None) -> LoadedRows:
-    """Read the rows and drop those over the limit.
-
-    Args:
-        request: files, tokenizer and options.
-        sources: the files of the request, if they are open already.
+    """Read the rows and drop those over the limit. The files of the request may be open already.
 
     Raises:
         DataError: there are no rows, or all were dropped.

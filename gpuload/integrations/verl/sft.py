@@ -139,11 +139,7 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
         return template_problem(self.tokenizer, self.processor, self.apply_chat_template_kwargs)
 
     def _tokenize(self, sources: Sequence[Source], started: float) -> str | None:
-        """Tokenize all rows.
-
-        Returns:
-            None, or why this is not possible.
-        """
+        """Tokenize all rows, and return None; or why this is not possible."""
         try:
             tokenizer = self._conversation_tokenizer()
         except GpuloadError as error:

@@ -25,11 +25,8 @@ Ints = npt.NDArray[np.int64]
 
 
 def read_conversations(sources: Sequence[Source], messages_key: str, wanted: Ints | None) -> Iterator[Batch]:
-    """Read the rows of all files in batches, with the column of messages as prompts.
-
-    Args:
-        messages_key: name of the column of messages.
-        wanted: rows to read, numbered over all files, in any order; None for all. They are read in ascending order.
+    """Read the rows of all files in batches, with a column of messages as prompts; or only the `wanted` ones, numbered
+    over all files in any order, which are read in ascending order.
 
     Raises:
         SourceError: a file cannot be read, or was changed meanwhile.
@@ -100,9 +97,7 @@ def row_cache(
     """The cache of a dataset of files.
 
     Args:
-        options, reference: see `RowCache`.
         rule: of verl's class.
-        sources: the files.
         keys: the columns that decide ids, where a file has them; the first one has the messages.
         places: which rows of the files it has.
     """

@@ -144,10 +144,7 @@ class ConversationTokenizer:
 
     def _after_empty_user(self, template: Template, examples: pa.Array) -> tuple[Template, int] | None:
         """The template that renders an empty user message first, and how many ids that has; None if it cannot do so.
-
-        Args:
-            examples: messages that need it. The first one that renders is compared with verl's call.
-        """
+        The first example, of messages that need it, that renders is compared with verl's call."""
         if template in self._after_user:
             return self._after_user[template]
         for example in examples:
