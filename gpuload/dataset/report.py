@@ -144,24 +144,21 @@ class Report:
 
     def reject(self, place: str, reason: str) -> None:
         """Counts a row without tokens."""
-        self.rejected[reason] = self.rejected.get(reason, 0) + 1
+        _count(self.rejected, {reason: 1})
         examples = self.examples.setdefault(reason, [])
         if len(examples) < _EXAMPLES:
             examples.append(place)
 
     def count(self, counts: Mapping[str, int]) -> None:
         """Adds to `counts`."""
-        for name, count in counts.items():
-            self.counts[name] = self.counts.get(name, 0) + count
+        _count(self.counts, counts)
 
     def add(self, other: "Report") -> None:
         """Adds what another process has done for the same load, at the same time."""
         for name in ("rows_read", "overlong", "rows_compiled", "rows_fallback", "control_rows", "text_bytes"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("rejected", "by_reference", "counts"):
-            counts = getattr(self, name)
-            for reason, count in getattr(other, name).items():
-                counts[reason] = counts.get(reason, 0) + count
+            _count(getattr(self, name), getattr(other, name))
         for reason, examples in other.examples.items():
             self.examples[reason] = (self.examples.get(reason, []) + examples)[:_EXAMPLES]
         self.shortest = min((n for n in (self.shortest, other.shortest) if n), default=0)
@@ -219,7 +216,7 @@ class Report:
         what = "dropped" if self.overlong_dropped else "kept, to be truncated"
         lines = [
             f"{files}: {counted(self.rows_read, 'rows read')}, {self.rows_kept:,} kept, "
-            f"{dropped:,} dropped{self._waited()}",
+            f"{dropped:,} dropped{self._waited()}"
         ]
         if self.overlong:
             limit = f"{self.limit_name}={self.max_prompt_length}"
@@ -339,6 +336,11 @@ class Report:
         if self.into_cache:
             parts.append(f"tokens of {_some(self.into_cache, len(self.files))} written to {self.cache}")
         return ["  cache      " + "; ".join(parts)] if parts else []
+
+
+def _count(counts: dict[str, int], more: Mapping[str, int]) -> None:
+    for name, count in more.items():
+        counts[name] = counts.get(name, 0) + count
 
 
 def _some(names: list[str], of: int) -> str:

@@ -238,7 +238,7 @@ def _instrument(environment: ImmutableSandboxedEnvironment, meter: Meter) -> Non
         patched.filters[name] = _bounded(_symbolic_filter(function, name, meter), name, meter)
     for name, test in list(patched.tests.items()):
         patched.tests[name] = _test(test, name)
-    patched.filters["random"] = _unrepeatable
+    patched.filters["random"] = lambda *_: reject("uses the filter random")
 
 
 def _join(meter: Meter, parts: list[Any]) -> str | Rope:
@@ -257,10 +257,6 @@ def _bounded(function: Callable[..., Any], name: str, meter: Meter) -> Callable[
         return result
 
     return wrapping(function, bounded)
-
-
-def _unrepeatable(*_: object) -> object:
-    reject("uses the filter random")
 
 
 def _join_with(meter: Meter, separator: str | Rope, parts: Iterable[object]) -> str | Rope:

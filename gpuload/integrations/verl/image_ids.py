@@ -29,14 +29,9 @@ _made: dict[Any, tuple[int, ...]] = {}  # of the last prompts
 _making: dict[Any, asyncio.Future[list[int]]] = {}
 
 
-def problem(builder: Any) -> str | None:
-    """Why `key_of` may not have all that the ids of a prompt builder of verl depend on; None if it does."""
-    kind: Any = type(builder)
-    return _problem(kind)
-
-
 @cache
-def _problem(kind: Any) -> str | None:
+def problem(kind: Any) -> str | None:
+    """Why `key_of` may not have all that the ids of a type of verl's prompt builders depend on; None if it does."""
     found, missing = imported({_MODULE: (_MIXIN, "apply_chat_template")})
     if missing:
         return missing

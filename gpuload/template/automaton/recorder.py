@@ -142,7 +142,7 @@ class Recorder:
             case "mapping":
                 return True, SymbolicMapping(self, place)
             case "list":
-                return True, SymbolicList(self, place, Affine.of(("length", place)))
+                return True, SymbolicList(self, place)
         reject("reads a value that is not plain data")
 
     # -- values of the row -----------------------------------------------------------------------------------------
@@ -260,8 +260,7 @@ class Recorder:
         if in_row and isinstance(value, SymbolicMapping):
             return SymbolicMapping(self, self._moved(register, value.place, saved)), ("mapping", _form(value.place))
         if in_row and isinstance(value, SymbolicList) and value.whole and not value.pairs:
-            place = self._moved(register, value.place, saved)
-            return SymbolicList(self, place, Affine.of(("length", place))), ("list", _form(value.place))
+            return SymbolicList(self, self._moved(register, value.place, saved)), ("list", _form(value.place))
         if type(value) is list and not value:
             return value, "no list"
         if not isinstance(value, (list, dict, SymbolicMapping, SymbolicList, Scalar)):
@@ -271,7 +270,7 @@ class Recorder:
             return Scalar(self, (register,), value.kind), ("number", value.kind)
         if isinstance(value, (dict, SymbolicMapping)):
             return SymbolicMapping(self, (register,)), "built mapping"
-        return SymbolicList(self, (register,), Affine.of(("length", (register,)))), "built list"
+        return SymbolicList(self, (register,)), "built list"
 
     def _moved(self, register: Any, place: Place, saved: list[tuple[Any, Any]]) -> Place:
         """The same place with registers of their own for its indexes."""
