@@ -31,8 +31,7 @@ def row_reader(
 
     Args:
         tokens: (n,) tokens of each row, which decide how many rows a batch has.
-        fields: the columns of tokens.
-        make: (m,) row numbers → the values of these columns.
+        fields, make: the columns of tokens, and (m,) row numbers → their values.
         others: (n,) the other columns.
         names: which of them; None for all whose names no field has.
 

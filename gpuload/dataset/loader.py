@@ -50,10 +50,7 @@ class Data(Protocol):
 class Loader(ABC):
     """An iterable over the batches of one epoch; each `iter()` starts the next epoch.
 
-    Args:
-        dataset: The data.
-        settings: What decides the batches: `batch_size` (of each rank), `world_size`, `drop_last`, and others.
-        rank: This process's rank.
+    What decides the batches are the settings: `batch_size` (of each rank), `world_size`, `drop_last`, and others.
 
     Attributes:
         epoch: Number of the current epoch, or of the one that the next `iter()` starts.

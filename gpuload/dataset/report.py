@@ -21,23 +21,14 @@ OF_REASON = "by transformers, because "
 
 @dataclass
 class Check:
-    """The outcome of a verification.
+    """The outcome of a verification."""
 
-    Attributes:
-        rows: how many rows were compared.
-        earlier: how many rows were compared, without a difference, when tokens that are now from the cache were made.
-        seconds: CPU time spent.
-        mismatches: one sentence for each row that differs.
-        shapes: how many different shapes the rows have: the roles of their messages, and which fields these have.
-        shapes_not_compared: how many of them have no row that was compared.
-    """
-
-    rows: int = 0
-    earlier: int = 0
-    seconds: float = 0.0
-    mismatches: list[str] = field(default_factory=list)
-    shapes: int = 0
-    shapes_not_compared: int = 0
+    rows: int = 0  # how many rows were compared
+    earlier: int = 0  # how many rows were compared, without a difference, when cached tokens were made
+    seconds: float = 0.0  # CPU time spent
+    mismatches: list[str] = field(default_factory=list)  # one sentence for each row that differs
+    shapes: int = 0  # how many different ones the rows have: the roles of their messages, and the fields of these
+    shapes_not_compared: int = 0  # how many of them have no row that was compared
 
     def count_shapes(self, shapes: Mapping[int, bool]) -> None:
         """Counts shapes: number of a shape → whether a row of it was compared."""

@@ -32,7 +32,6 @@ class Template:
     """The chat template with fixed arguments. Compiled once enough pieces need it.
 
     Args:
-        tokenizer: a transformers tokenizer.
         arguments: of `apply_chat_template`; `chat_template` replaces the tokenizer's own.
         instant: the time of day that the template sees.
         without_tools: the same without tools, if it has any.
@@ -96,10 +95,6 @@ class Template:
 
 class Templates:
     """The chat template with all arguments that rows have, and the encoder of the texts. Threads can share it.
-
-    Args:
-        tokenizer: a transformers tokenizer.
-        kwargs: arguments of `apply_chat_template` for all pieces.
 
     Attributes:
         default: the template of pieces without further arguments.

@@ -161,14 +161,13 @@ def shape_row(
     pad_token_id: int | None,
     planes: int = 0,
 ) -> dict[str, torch.Tensor]:
-    """Pad or truncate a conversation as verl's SFT dataset does.
+    """Pad or truncate a conversation as verl's SFT dataset does: (k,) token ids, with a bit for loss.
 
     Args:
-        ids: (k,) token ids, with a bit for loss.
         max_length: limit, and with `pad_mode="right"` the length of the row.
         pad_mode: "right" or "no_padding".
-        truncation: "left" removes tokens from the start, but only with `pad_mode="right"`; any other value removes
-            them from the end.
+        truncation: "left" removes tokens from the start, but only with `pad_mode="right"`; any other value removes them
+            from the end.
         pad_token_id: None for 0.
         planes: of positions, with which models of Qwen's vision family count text and three axes of images.
 

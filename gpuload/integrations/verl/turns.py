@@ -57,11 +57,9 @@ class TokenizedConversations(MessageRows):
 
 
 class ConversationTokenizer:
-    """Tokenizes batches of conversations.
+    """Tokenizes batches of conversations, with verl's `apply_chat_template_kwargs`.
 
     Args:
-        tokenizer: a transformers tokenizer.
-        kwargs: verl's `apply_chat_template_kwargs`.
         system_prompt: number of ids of the system prompt that the template adds to a single message.
         generation_prompt: number of ids at the start of an assistant message that are not learned.
         ignore_mismatch: keep rows whose messages have other ids than the whole conversation.

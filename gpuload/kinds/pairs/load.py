@@ -35,23 +35,16 @@ UNPAIRED_ROWS = 1000
 
 @dataclass(frozen=True)
 class PairKind(MessageOptions, Kind[PairDataset]):
-    """Preference data: pairs of completions, or single completions with labels.
-
-    Attributes:
-        objective, format: as for `load_pairs`; after `resolve`, what was found.
-        prompt_key, chosen_key, rejected_key: the columns.
-        kl_batch_size: as for `load_pairs`.
-        paired: whether the files have pairs; found by `resolve`.
-    """
+    """Preference data: pairs of completions, or single completions with labels. For the fields see `load_pairs`."""
 
     name = "pairs"
-    objective: Objective | None = None
-    format: str | None = None
+    objective: Objective | None = None  # after `resolve`, what was found
+    format: str | None = None  # likewise
     prompt_key: str = "prompt"
     chosen_key: str = "chosen"
     rejected_key: str = "rejected"
     kl_batch_size: int = 8
-    paired: bool = True
+    paired: bool = True  # whether the files have pairs; found by `resolve`
 
     def __post_init__(self) -> None:
         check_format(self.format, FORMATS)

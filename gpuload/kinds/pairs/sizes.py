@@ -16,20 +16,14 @@ class PairSizes:
     """Of how many tokens the parts of n rows are, see `gpuload.core.marks`; (n,) int64 arrays.
 
     A row that is not a pair has no tokens that only one sequence has: it counts as its chosen sequence.
-
-    Attributes:
-        all: those of each row.
-        chosen, rejected: those that only one of the two sequences has.
-        chosen_loss, rejected_loss: those of each sequence that have loss.
-        equal: 1 for pairs of two equal sequences.
     """
 
-    all: Array
-    chosen: Array
-    rejected: Array
-    chosen_loss: Array
-    rejected_loss: Array
-    equal: Array
+    all: Array  # those of each row
+    chosen: Array  # those that only the chosen sequence has
+    rejected: Array  # those that only the rejected one has
+    chosen_loss: Array  # those of the chosen sequence that have loss
+    rejected_loss: Array  # those of the rejected one
+    equal: Array  # 1 for pairs of two equal sequences
 
     @classmethod
     def of(cls, tokens: Ragged) -> Self:
