@@ -64,7 +64,7 @@ def probes(call: TemplateCall, role: str) -> Iterator[tuple[TemplateCall, list[P
 def _probe(kind: str, role: str, style: str, as_text: bool) -> Probe:
     """A message of a kind as in `_CONVERSATIONS`.
 
-    In one `style`, calls of tools have nothing besides them, in the others "content", or "content" and "thinking". With
+    Calls of tools have nothing else in one `style`; in the others "content", or "content" and "thinking". With
     `as_text`, their arguments are JSON text.
     """
     marks = [f"text {secrets.token_hex(8)}" for _ in range(3)]
