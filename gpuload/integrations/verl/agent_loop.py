@@ -115,7 +115,8 @@ class _ReuseIdsMixin:
     ) -> list[int]:
         """The ids of a prompt with images, which another sample of it may have made."""
         builder = self.continuous_token_builder
-        reason: Any = _UNSUPPORTED_LOOP or problem(type(builder))
+        kind: Any = type(builder)
+        reason: Any = _UNSUPPORTED_LOOP or problem(kind)
         if reason is None:
             key = await self.loop.run_in_executor(None, key_of, builder, messages, tools, images)
             if isinstance(key, tuple):
