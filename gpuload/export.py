@@ -119,10 +119,7 @@ def save_to_disk(
 
 
 def check_destination(directory: str | os.PathLike[str], overwrite: bool) -> Any:
-    """Checks that a directory may be written.
-
-    Returns:
-        The module `datasets`.
+    """Checks that a directory may be written, and returns the module `datasets`.
 
     Raises:
         OptionError: it exists, and may not be overwritten.
@@ -148,9 +145,8 @@ def check_destination(directory: str | os.PathLike[str], overwrite: bool) -> Any
 def _put(made: Path, place: Path, overwrite: bool) -> None:
     """Renames a directory to its place. At each moment, a complete one is there.
 
-    Args:
-        overwrite: replace what is there, which is then at `made` or nowhere; otherwise only an empty directory may be
-            there.
+    What is there is replaced with `overwrite`, and is then at `made` or nowhere; otherwise only an empty directory may
+    be there.
     """
     if not overwrite or not place.exists():
         os.replace(made, place)
@@ -243,8 +239,7 @@ def features_of(schema: pa.Schema, datasets: Any) -> Any:
 def _save_empty(schemas: Mapping[str, pa.Schema], digests: Mapping[str, str], made: Path, datasets: Any) -> None:
     """Lets `datasets` write what it needs to know of each split, with one file without rows.
 
-    Args:
-        digests: of the rows. `datasets` caches what is made of a dataset under its fingerprint.
+    `datasets` caches what is made of a dataset under its fingerprint: `digests` of the rows.
     """
     empty = {
         name: datasets.Dataset(schema.empty_table(), fingerprint=digests[name]) for name, schema in schemas.items()

@@ -32,14 +32,10 @@ def on_host(array: Array) -> np.ndarray[Any, Any]:
 
 
 def row_number(given: Any, count: int) -> int:
-    """The number of a row, as a user gives it: counted from the start instead of from the end.
-
-    Args:
-        given: an integer of any kind, from -count to count - 1.
-        count: how many rows there are.
+    """The number of one of `count` rows, as a user gives it: counted from the start instead of from the end.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: it is no integer.
         IndexError: there is no such row.
     """
     if isinstance(given, bool) or getattr(given, "ndim", 0) > 0:  # a tensor with one element has an index, too
@@ -54,14 +50,12 @@ def row_number(given: Any, count: int) -> int:
 
 
 def row_numbers(given: Any, count: int) -> RowNumbers:
-    """The numbers of rows, as a user gives them: (m,) int64, counted from the start instead of from the end.
+    """The numbers of some of `count` rows, as a user gives them: (m,) int64, counted from the start.
 
-    Args:
-        given: a sequence, an array or a tensor of integers; or a slice.
-        count: how many rows there are.
+    They are a sequence, an array or a tensor of integers; or a slice. Negative ones count from the end.
 
     Raises:
-        TypeError: it is something else, such as a mask, or numbers that are not whole.
+        TypeError: they are something else, such as a mask, or numbers that are not whole.
         IndexError: there is no such row.
     """
     if isinstance(given, slice):
@@ -95,15 +89,10 @@ def offsets_of(lengths: Array) -> Array:
 
 
 def ranges(first: Array, lengths: Array, offsets: Array) -> Array:
-    """The numbers of n ranges, one range after the other.
+    """The numbers of n ranges, one range after the other: (offsets[-1],) int64.
 
-    Args:
-        first: (n,) int64, the first number of each range.
-        lengths: (n,) int64, how many numbers it has.
-        offsets: `offsets_of(lengths)`, which most callers need themselves.
-
-    Returns:
-        (offsets[-1],) int64.
+    They begin with `first` and have `lengths`, (n,) int64 each; `offsets` is `offsets_of(lengths)`, which most callers
+    need themselves.
     """
     xp = array_module(lengths)
     # Number j of the result is in its range i at j - offsets[i]: it is j plus a shift that is the same for the range.
@@ -111,23 +100,13 @@ def ranges(first: Array, lengths: Array, offsets: Array) -> Array:
 
 
 def count_in_rows(mask: Array, offsets: Array) -> Array:
-    """(n,) int64: how many values of each row are marked.
-
-    Args:
-        mask: (offsets[-1],) bool.
-        offsets: (n + 1,) where the rows begin.
-    """
+    """(n,) int64: how many values of each row a mask marks; the rows begin at `offsets`, (n + 1,)."""
     (before,) = marked_before(mask, offsets)
     return before[1:] - before[:-1]
 
 
 def marked_before(mask: Array, *places: Array) -> list[Array]:
-    """How many values are marked before some places: int64 arrays like those of the places.
-
-    Args:
-        mask: bool.
-        places: int64, from 0 to the number of values.
-    """
+    """How many values a mask marks before some places, 0 to its length: int64 arrays like those of the places."""
     if not isinstance(mask, np.ndarray):
         counted = offsets_of(mask)
         return [counted[each] for each in places]
@@ -141,13 +120,9 @@ def marked_before(mask: Array, *places: Array) -> list[Array]:
 
 
 def stretches(*lengths: Array) -> Array:
-    """A mask of n rows, each of which consists of k stretches: every second one is marked.
+    """A mask (sum of all lengths,) bool of n rows, each of which consists of k stretches: every second one is marked.
 
-    Args:
-        lengths: k arrays (n,) int64, the lengths of the first stretches, of the second ones, and so on.
-
-    Returns:
-        (sum of all lengths,) bool.
+    The lengths are k arrays (n,) int64: of the first stretches, of the second ones, and so on.
 
     Examples:
         >>> stretches(np.array([1, 0]), np.array([2, 1])).tolist()
@@ -167,9 +142,7 @@ def common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
 def chunks_of(take: "Callable[[RowNumbers], Ragged]", lengths: RowNumbers, most: int) -> Iterator[Array]:
     """The values of n rows in order, in arrays of at most `most` values; a row that has more is on its own.
 
-    Args:
-        take: (m,) row numbers → those rows.
-        lengths: (n,) int64.
+    `take` returns the rows with some numbers, (m,); `lengths` are those of all rows, (n,) int64.
     """
     offsets = offsets_of(lengths)
     low = 0
@@ -238,21 +211,13 @@ class Ragged:
         yield self.values
 
     def take(self, rows: Array) -> "Ragged":
-        """The given rows in the given order, in one gather.
-
-        Args:
-            rows: (m,) row numbers.
-        """
+        """The rows with the given numbers (m,), in the given order: one gather."""
         lengths = self.lengths[rows]
         offsets = offsets_of(lengths)
         return Ragged(self.values[ranges(self.offsets[rows], lengths, offsets)], offsets)
 
     def filter(self, keep: Array) -> "Ragged":
-        """Some of the rows, in their order; several times as fast as `take`.
-
-        Args:
-            keep: (n,) bool, which rows.
-        """
+        """Some of the rows in their order, those of a mask (n,); several times as fast as `take`."""
         xp = array_module(self.values)
         lengths = self.lengths
         return Ragged(self.values[xp.repeat(keep, lengths)], offsets_of(lengths[keep]))
@@ -260,10 +225,8 @@ class Ragged:
     def truncate(self, length: int, side: Truncation) -> "Ragged":
         """Truncates rows to at most `length` ids, as verl does.
 
-        Args:
-            length: ids that a row keeps at most.
-            side: which end to truncate. "left" keeps the end of a row, "right" its start, "middle" its first
-                length // 2 ids and the rest from its end. "error" is for the caller to raise, who knows the row's file.
+        "left" keeps the end of a row, "right" its start, "middle" its first length // 2 ids and the rest from its end.
+        "error" is for the caller to raise, who knows the row's file.
         """
         xp = array_module(self.values)
         lengths = self.lengths
@@ -276,10 +239,7 @@ class Ragged:
 
     @staticmethod
     def concatenate(parts: list["Ragged"]) -> "Ragged":
-        """The rows of all parts, one after the other.
-
-        Empties the list: each part is freed as soon as it is copied.
-        """
+        """The rows of all parts, in order. Empties the list: each part is freed as soon as it is copied."""
         if not parts:
             return Ragged(np.zeros(0, np.int32), np.zeros(1, np.int64))
         xp = array_module(parts[0].values)
@@ -306,11 +266,7 @@ class Ragged:
 
 
 def selected(rows: Ragged, mask: Array) -> Ragged:
-    """Some values of each row.
-
-    Args:
-        mask: one bool per value.
-    """
+    """Some values of each row: those of a mask, which has one bool per value."""
     return Ragged(rows.values[mask], offsets_of(count_in_rows(mask, rows.offsets)))
 
 

@@ -18,15 +18,12 @@ _MOST = (1 << 31) - 1  # of what 32-bit offsets can count
 
 
 def as_arrow(values: Any, kind: pa.DataType | None = None) -> Any:
-    """`pa.array(values, kind)`.
+    """`pa.array(values, kind)`, and whatever that raises.
 
     Args:
         values: (n,) numbers or truth values in a NumPy array, zero-copy where the type stays; or Python objects, None
             for null.
         kind: the type; None for that of a NumPy array.
-
-    Raises:
-        Exception: what `pa.array` raises.
     """
     if isinstance(values, np.ndarray) and values.dtype.kind in "biuf":
         made = _of_numbers(values)
@@ -74,11 +71,7 @@ def _bits(mask: np.ndarray[Any, Any]) -> pa.Buffer:
 
 
 def _of_objects(values: Sequence[Any], kind: pa.DataType) -> pa.Array | None:
-    """An array of Python objects; None if this function does not know how it is made.
-
-    Raises:
-        Exception: a value is nothing that the type has.
-    """
+    """An array of Python objects; None, or any error, if this function does not know how it is made."""
     count, types = len(values), set(map(type, values))
     mask = None
     if type(None) in types:

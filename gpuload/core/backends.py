@@ -114,11 +114,7 @@ def why_not_plain(backend: Any) -> str | None:
 
 def batch_encoder(backend: Any, model_json: Callable[[], str]) -> Encode:
     """How an object encodes texts: without special tokens, and without the truncation and the padding that may be
-    stored in it, which `apply_chat_template` does not use.
-
-    Args:
-        model_json: what `serialized` returns.
-    """
+    stored in it, which `apply_chat_template` does not use. `model_json` returns what `serialized` does."""
     if is_reworked(backend):
         return partial(_encode_reworked, backend)
     if backend.truncation is not None or backend.padding is not None:

@@ -200,10 +200,7 @@ def _partial_directories(directory: Path) -> Iterator[Path]:
 
 @contextmanager
 def _own_lock(partial: Path, mode: int) -> Iterator[int]:
-    """Opens, as a file descriptor, the file that says that a directory is for unfinished files.
-
-    Args:
-        mode: of `os.open`.
+    """Opens, with a mode of `os.open`, the file that says that a directory is for unfinished files.
 
     Raises:
         OSError: it is something else. A link is not followed, and nobody is waited for who writes to a named pipe.

@@ -307,10 +307,7 @@ def described(keywords: Any) -> dict[str, str]:
 def takes(keywords: Any, *defaults: Any, others: str | None = None) -> Callable[[Function], Function]:
     """Gives a function with `**options` the signature and the docstring of its keywords, for `help`.
 
-    Args:
-        keywords: the `TypedDict` of the options.
-        defaults: dataclasses with the default of each of them.
-        others: the name of further keywords that are taken and ignored.
+    `defaults` are dataclasses with the default of each keyword; `others` names further ones that are taken and ignored.
     """
     default = {field.name: field.default for each in defaults for field in dataclasses.fields(each)}
     hints = get_type_hints(keywords)

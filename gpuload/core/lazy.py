@@ -12,9 +12,8 @@ from gpuload.core.memory import garbage_collection_paused
 def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The `__getattr__` and the `__dir__` of a package whose names are imported on first access.
 
-    Args:
-        package: its name.
-        homes: name → module, such as ".dataset" for one of the package; ".dataset:Rows" if it has another name there.
+    `homes` has the module of each name, such as ".dataset" for one of the package; ".dataset:Rows" if the name is
+    another one there.
     """
 
     def look_up(name: str) -> Any:

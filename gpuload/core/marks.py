@@ -37,41 +37,23 @@ IDS = np.int32((1 << _WEIGHT_SHIFT) - 1)  # the bits of ids
 
 
 def loss_bits(number: Array | int) -> Any:
-    """The bits of tokens with loss, int32.
-
-    Args:
-        number: of its weight: 0 for the weight 1, otherwise its place in the list of weights, counted from 1.
-    """
+    """The bits of tokens with loss, int32. Numbers of weights count from 1 in the list of weights; 0 is the weight
+    1."""
     return LOSS | np.int32(1 << _WEIGHT_SHIFT) * number
 
 
 def loss_weights(tokens: Ragged, table: Array) -> np.ndarray[Any, Any]:
-    """The weight of the loss of each token, float32, 0 where there is none.
-
-    Args:
-        tokens: with their bits.
-        table: float32, the weight of each number.
-    """
+    """The weight of the loss of each token, float32, 0 where there is none; `table` has that of each number."""
     return np.where(tokens.values & LOSS, table[(tokens.values & WEIGHT) >> _WEIGHT_SHIFT], np.float32(0))
 
 
 def with_loss(ids: Ragged, mask: Array) -> Ragged:
-    """Ids with their bits.
-
-    Args:
-        ids: n rows, without bits.
-        mask: one bool per id.
-    """
+    """Ids without bits, with the bit of loss where a mask says so, which has one bool per id."""
     return Ragged(ids.values | mask * LOSS, ids.offsets)
 
 
 def with_loss_from(ids: Ragged, begin: Array) -> Ragged:
-    """Ids that have loss from some place on.
-
-    Args:
-        ids: n rows, without bits.
-        begin: (n,) how many tokens of each row are its prompt.
-    """
+    """Ids of n rows without bits, with the bit of loss from some place of each row on: `begin`, (n,)."""
     return with_loss(ids, stretches(begin, ids.lengths - begin))
 
 
@@ -83,10 +65,7 @@ def split(tokens: Ragged) -> tuple[Ragged, Ragged]:
 def loss_tokens(tokens: Ragged, limit: int | None = None, side: Truncation = "right") -> Array:
     """(n,) int64: how many tokens of each row have loss; in the memory of the rows.
 
-    Args:
-        tokens: n rows, in host or device memory.
-        limit: rows count as truncated to so many tokens; None: as they are.
-        side: "left" or "right", which end is truncated.
+    With a limit, rows count as truncated to so many tokens, on the "left" or on the "right" side.
     """
     begin, end = tokens.offsets[:-1], tokens.offsets[1:]
     if limit is not None:  # truncated rows would need more memory than a sum
@@ -97,12 +76,7 @@ def loss_tokens(tokens: Ragged, limit: int | None = None, side: Truncation = "ri
 
 
 def paired(chosen: Ragged, rejected: Ragged, shared: Array) -> Ragged:
-    """Rows with both sequences.
-
-    Args:
-        chosen, rejected: n rows each, with the bit of loss.
-        shared: (n,) how many tokens of both are stored once; these are equal.
-    """
+    """Rows with both sequences, which have bits of loss; their first `shared` (n,) tokens are equal and stored once."""
     own = stretches(shared, chosen.lengths - shared)
     more = rejected.lengths - shared
     rest = rejected.values[stretches(shared, more)]
@@ -111,10 +85,6 @@ def paired(chosen: Ragged, rejected: Ragged, shared: Array) -> Ragged:
 
 
 def sequence(pairs: Ragged, other: np.int32) -> Ragged:
-    """One of the two sequences of each pair, with the bit of loss.
-
-    Args:
-        other: `CHOSEN` or `REJECTED`: the sequence that is not wanted.
-    """
+    """One of the two sequences of each pair, with the bit of loss; `other`, `CHOSEN` or `REJECTED`, is not wanted."""
     kept = selected(pairs, (pairs.values & other) == 0)
     return Ragged(kept.values & (IDS | LOSS), kept.offsets)

@@ -37,12 +37,8 @@ def room_to_encode(nbytes: int, place: str = "a text") -> Iterator[None]:
     What other threads may be taking at the same time counts as well. If there is too little because of them, this one
     waits until they are done: whether a row is encoded does not depend on its neighbors.
 
-    Args:
-        nbytes: of the text.
-        place: which one it is, for the message.
-
     Raises:
-        NoRoomError: there is too little.
+        NoRoomError: there is too little; `place` says which text it is.
     """
     me, needed = threading.get_ident(), _PER_BYTE * nbytes
     if nbytes <= LONG_TEXT or needed <= _reserved.get(me, 0):  # the latter: a call within a call, for the same text

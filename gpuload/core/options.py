@@ -190,10 +190,8 @@ _CHECKS: Mapping[str, Must] = {
 
 
 def check_fields(values: Any, checks: Mapping[str, Must]) -> None:
-    """Checks the fields of a dataclass: those with the type `Literal`, with or without None, by their types.
-
-    Args:
-        checks: names of other fields → what they must be.
+    """Checks the fields of a dataclass: those with the type `Literal`, with or without None, by their types; others by
+    `checks`, which have the names of some fields and what these must be.
 
     Raises:
         OptionError: a field has another value.
@@ -228,11 +226,9 @@ def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
 
 
 def template_source(template: str | os.PathLike[str], option: str = "chat_template") -> str:
-    """Reads a chat template that is given as a file.
+    """The text of a chat template that an option gives as a file.
 
-    Args:
-        option: the option that it is given as.
-        template: a path: any `PathLike`, or a string that ends in `.jinja`; any other string is returned unchanged.
+    It is any `PathLike`, or a string that ends in `.jinja`; any other string is returned unchanged.
 
     Raises:
         OptionError: the file cannot be read.
@@ -278,10 +274,7 @@ def check_of_loaders(names: Sequence[str]) -> None:
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str | None]) -> None:
-    """Checks the value of an option.
-
-    Args:
-        choices: the values; with None if it may be left out, which the message does not list.
+    """Checks that an option has one of some values; with None if it may be left out, which the message does not list.
 
     Raises:
         OptionError: it is none of the choices.

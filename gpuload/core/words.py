@@ -8,9 +8,7 @@ _VERBS = {"have": "has", "are": "is", "were": "was", "differ": "differs", "chang
 def counted(count: int, what: str) -> str:
     """So many things: "2,000 rows have loss", "1 row has loss", "1 more entry".
 
-    Args:
-        count: how many.
-        what: in words, as for many; the first word that ends with an "s" is the noun.
+    `what` is in words, as for many; the first word that ends with an "s" is the noun.
     """
     if count != 1:
         return f"{count:,} {what}"

@@ -31,8 +31,7 @@ def row_reader(
 
     Args:
         tokens: (n,) tokens of each row, which decide how many rows a batch has.
-        fields: the columns of tokens.
-        make: (m,) row numbers → the values of these columns.
+        fields, make: the columns of tokens, and (m,) row numbers → their values.
         others: (n,) the other columns.
         names: which of them; None for all whose names no field has.
 
@@ -68,11 +67,7 @@ def names_of(fields: Iterable[pa.Field], others: Columns) -> list[str]:
 
 
 def parts(tokens: RowNumbers) -> Iterator[RowNumbers]:
-    """Row numbers of n rows in order, part by part.
-
-    Args:
-        tokens: (n,) tokens of each row.
-    """
+    """Row numbers of n rows in order, part by part; `tokens` (n,) says how many tokens each row has."""
     # A part ends where the running total passes a multiple of `_TOKENS`, so it has at most that many tokens and a row.
     passes = np.flatnonzero(np.diff(offsets_of(tokens)[1:] // _TOKENS)) + 1
     bounds = np.unique(np.concatenate([np.arange(0, len(tokens), _ROWS), passes, [len(tokens)]]))

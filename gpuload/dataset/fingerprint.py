@@ -25,12 +25,7 @@ _WITHOUT_EFFECT = frozenset(
 
 
 def fingerprint(sources: Sequence[Source], reference: Reference | None, options: Options) -> LazyDict:
-    """Makes the fingerprint of a dataset, except for its tokens.
-
-    Args:
-        sources: the files.
-        reference: the tokenizer; None if nothing is tokenized.
-        options: of the load.
+    """Makes the fingerprint of a dataset, except for its tokens. Without a reference, nothing is tokenized.
 
     Returns:
         Plain data: `files` (name → digest), `tokenizer` and `options`. A dataset adds `tokens`, a digest of its ids,

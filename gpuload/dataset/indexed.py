@@ -35,10 +35,8 @@ _FILES: Mapping[str, tuple[str, np.dtype[Any], int]] = {
 def write_rows(reader: pa.RecordBatchReader, prefix: Path, progress: Callable[[int], object]) -> RowNumbers:
     """Writes rows as `PREFIX.bin`, `PREFIX.idx`, `PREFIX-loss-mask.bin` and `PREFIX-loss-mask.idx`.
 
-    Args:
-        reader: columns `input_ids` and `loss_mask`, equally long lists.
-        prefix: of the files.
-        progress: is told how many rows have been written since the last call.
+    The columns `input_ids` and `loss_mask` are equally long lists. `progress` is told how many rows have been written
+    since the last call.
 
     Returns:
         (n,) int64, tokens of each row.
@@ -65,12 +63,8 @@ def write_rows(reader: pa.RecordBatchReader, prefix: Path, progress: Callable[[i
 
 
 def write_packs(prefix: Path, lengths: RowNumbers, plan: Plan) -> None:
-    """Writes packs of rows that `write_rows` has written, as an index: `PREFIX-packs.idx` and
+    """Writes packs of rows that `write_rows` has written, of `lengths` (n,) tokens, as an index: `PREFIX-packs.idx` and
     `PREFIX-packs-loss-mask.idx`. The values remain where they are: each `.bin` is a symbolic link.
-
-    Args:
-        lengths: (n,) tokens of each row.
-        plan: packs of these rows.
 
     Raises:
         OSError: the files cannot be written.
@@ -82,12 +76,8 @@ def write_packs(prefix: Path, lengths: RowNumbers, plan: Plan) -> None:
 
 
 def _write_index(prefix: Path, lengths: RowNumbers, begins: RowNumbers, documents: RowNumbers) -> None:
-    """Writes the indexes of both columns.
-
-    Args:
-        lengths, begins: (n,) values of each sequence, and those before it in the file.
-        documents: (m + 1,) the first sequence of each document, and n.
-    """
+    """Writes the indexes of both columns: `lengths` and `begins` (n,), values of each sequence and those before it in
+    the file; `documents` (m + 1,), the first sequence of each document, and n."""
     for more, kind, code in _FILES.values():
         with _sibling(prefix, f"{more}.idx").open("wb") as file:
             file.write(struct.pack("<9sQBQQ", b"MMIDIDX", 1, code, len(lengths), len(documents)))

@@ -50,10 +50,7 @@ class Data(Protocol):
 class Loader(ABC):
     """An iterable over the batches of one epoch; each `iter()` starts the next epoch.
 
-    Args:
-        dataset: The data.
-        settings: What decides the batches: `batch_size` (of each rank), `world_size`, `drop_last`, and others.
-        rank: This process's rank.
+    What decides the batches are the settings: `batch_size` (of each rank), `world_size`, `drop_last`, and others.
 
     Attributes:
         epoch: Number of the current epoch, or of the one that the next `iter()` starts.
@@ -367,12 +364,7 @@ def _checked_state(state: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
 
 
 def _position_of(state: Mapping[str, Any], total: int, unit: str) -> int:
-    """How many rows or packs of an epoch have been yielded. Version 1 counted batches.
-
-    Args:
-        state: what was saved.
-        total: rows or packs of its epoch.
-        unit: "rows" or "packs".
+    """How many rows or packs (`unit`) of an epoch have been yielded, of `total`. Version 1 counted batches.
 
     Raises:
         ResumeError: it is not in the epoch.

@@ -14,13 +14,7 @@ _LEFT, _CODE = 'style="text-align:left"', 'style="text-align:left;white-space:pr
 
 
 def table_html(caption: str, columns: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
-    """A table.
-
-    Args:
-        caption: above it.
-        columns: its headers; none for no header.
-        rows: its cells.
-    """
+    """A table with a caption above it; without the names of columns, it has no header."""
     head = "".join(f"<th {_LEFT}>{_cell(name)}</th>" for name in columns)
     lines = ["".join(f"<td {_CODE}>{_cell(value)}</td>" for value in row) for row in rows]
     body = "".join(f"<tr>{line}</tr>" for line in lines)

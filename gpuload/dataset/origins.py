@@ -9,17 +9,11 @@ from gpuload.core.arrays import RowNumbers
 
 @dataclass(frozen=True)
 class Origins:
-    """The places of n rows in their files, at eight bytes per row.
+    """The places of n rows in their files, at eight bytes per row."""
 
-    Attributes:
-        numbers: (n,) int64, numbers of the rows over all files.
-        starts: (files + 1,) int64, the first of these numbers in each file, and the number of all rows.
-        first_rows: (files,) int64, the number of that row in the file: not 0 if only a part of a file was read.
-    """
-
-    numbers: RowNumbers
-    starts: RowNumbers
-    first_rows: RowNumbers
+    numbers: RowNumbers  # (n,) int64, numbers of the rows over all files
+    starts: RowNumbers  # (files + 1,) int64, the first of these numbers in each file, and the number of all rows
+    first_rows: RowNumbers  # (files,) int64, that row's number in its file: not 0 if only a part was read
 
     def __getitem__(self, row: int) -> tuple[int, int]:
         """The file of a row, and the number of the row in it."""

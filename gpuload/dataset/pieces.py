@@ -18,17 +18,11 @@ _CHUNK = 1 << 22  # tokens that are copied at a time
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """n sequences that are made of the rows of a store; a `protocol.TokenStore`.
-
-    Attributes:
-        store: the store.
-        plan: of its rows; each pack is a sequence.
-        bits: what is kept of its tokens (`gpuload.core.marks`): of the sequences of pairs, no bit of a pair.
-    """
+    """n sequences that are made of the rows of a store; a `protocol.TokenStore`."""
 
     store: TokenStore
-    plan: Plan
-    bits: np.int32 = IDS | LOSS
+    plan: Plan  # of its rows; each pack is a sequence
+    bits: np.int32 = IDS | LOSS  # what is kept of its tokens (`core.marks`): of sequences of pairs, no bit of a pair
 
     def __len__(self) -> int:
         return len(self.plan)
@@ -55,11 +49,7 @@ def stored(store: TokenStore) -> TokenStore:
 
 
 def some_of(store: TokenStore, rows: RowNumbers) -> TokenStore:
-    """Some rows of a store, which are copied when they are used.
-
-    Args:
-        rows: (k,) their numbers, in the order of the result.
-    """
+    """Some rows (k,) of a store in the given order, which are copied when they are used."""
     bits = store.bits if isinstance(store, Sequences) else np.int32(-1)
     return Sequences(stored(store), in_store(store, whole_rows(rows, store.lengths[rows])), bits)
 
@@ -70,12 +60,7 @@ def in_store(store: TokenStore, plan: Plan) -> Plan:
 
 
 def tokens_of(store: TokenStore, plan: Plan) -> Ragged:
-    """The tokens of a plan in host memory: one row for each pack, of its pieces one after the other.
-
-    Args:
-        store: n rows.
-        plan: of these rows.
-    """
+    """The tokens of a plan of a store's rows in host memory: a row for each pack, of its pieces one after the other."""
     bounds, rows = offsets_of(plan.lengths), plan.rows
     if not isinstance(store, Ragged):
         some, rows = np.unique(rows, return_inverse=True)

@@ -21,30 +21,17 @@ OF_REASON = "by transformers, because "
 
 @dataclass
 class Check:
-    """The outcome of a verification.
+    """The outcome of a verification."""
 
-    Attributes:
-        rows: how many rows were compared.
-        earlier: how many rows were compared, without a difference, when tokens that are now from the cache were made.
-        seconds: CPU time spent.
-        mismatches: one sentence for each row that differs.
-        shapes: how many different shapes the rows have: the roles of their messages, and which fields these have.
-        shapes_not_compared: how many of them have no row that was compared.
-    """
-
-    rows: int = 0
-    earlier: int = 0
-    seconds: float = 0.0
-    mismatches: list[str] = field(default_factory=list)
-    shapes: int = 0
-    shapes_not_compared: int = 0
+    rows: int = 0  # how many rows were compared
+    earlier: int = 0  # how many rows were compared, without a difference, when cached tokens were made
+    seconds: float = 0.0  # CPU time spent
+    mismatches: list[str] = field(default_factory=list)  # one sentence for each row that differs
+    shapes: int = 0  # how many different ones the rows have: the roles of their messages, and the fields of these
+    shapes_not_compared: int = 0  # how many of them have no row that was compared
 
     def count_shapes(self, shapes: Mapping[int, bool]) -> None:
-        """Counts shapes.
-
-        Args:
-            shapes: number of a shape → whether a row of it was compared.
-        """
+        """Counts shapes: number of a shape → whether a row of it was compared."""
         self.shapes, self.shapes_not_compared = len(shapes), len(shapes) - sum(shapes.values())
 
 
@@ -148,24 +135,21 @@ class Report:
 
     def reject(self, place: str, reason: str) -> None:
         """Counts a row without tokens."""
-        self.rejected[reason] = self.rejected.get(reason, 0) + 1
+        _count(self.rejected, {reason: 1})
         examples = self.examples.setdefault(reason, [])
         if len(examples) < _EXAMPLES:
             examples.append(place)
 
     def count(self, counts: Mapping[str, int]) -> None:
         """Adds to `counts`."""
-        for name, count in counts.items():
-            self.counts[name] = self.counts.get(name, 0) + count
+        _count(self.counts, counts)
 
     def add(self, other: "Report") -> None:
         """Adds what another process has done for the same load, at the same time."""
         for name in ("rows_read", "overlong", "rows_compiled", "rows_fallback", "control_rows", "text_bytes"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("rejected", "by_reference", "counts"):
-            counts = getattr(self, name)
-            for reason, count in getattr(other, name).items():
-                counts[reason] = counts.get(reason, 0) + count
+            _count(getattr(self, name), getattr(other, name))
         for reason, examples in other.examples.items():
             self.examples[reason] = (self.examples.get(reason, []) + examples)[:_EXAMPLES]
         self.shortest = min((n for n in (self.shortest, other.shortest) if n), default=0)
@@ -223,7 +207,7 @@ class Report:
         what = "dropped" if self.overlong_dropped else "kept, to be truncated"
         lines = [
             f"{files}: {counted(self.rows_read, 'rows read')}, {self.rows_kept:,} kept, "
-            f"{dropped:,} dropped{self._waited()}",
+            f"{dropped:,} dropped{self._waited()}"
         ]
         if self.overlong:
             limit = f"{self.limit_name}={self.max_prompt_length}"
@@ -343,6 +327,11 @@ class Report:
         if self.into_cache:
             parts.append(f"tokens of {_some(self.into_cache, len(self.files))} written to {self.cache}")
         return ["  cache      " + "; ".join(parts)] if parts else []
+
+
+def _count(counts: dict[str, int], more: Mapping[str, int]) -> None:
+    for name, count in more.items():
+        counts[name] = counts.get(name, 0) + count
 
 
 def _some(names: list[str], of: int) -> str:

@@ -92,11 +92,7 @@ class Rows(Readable, torch.utils.data.Dataset[Row]):
 
     @abstractmethod
     def _lists(self, numbers: Numbers, columns: Made) -> dict[str, Sequence[Any]]:
-        """What is made of the tokens of B rows: B values for each key of a row.
-
-        Args:
-            columns: name of another column → what makes its values.
-        """
+        """What is made of the tokens of B rows: B values for each key. `columns` makes the values of other columns."""
 
     @abstractmethod
     def _tensors(self, numbers: Numbers, padding: Padding, columns: Made) -> Mapping[str, Values]:

@@ -32,10 +32,7 @@ _TYPES |= {"loss_weight": pa.float32()}
 
 
 def columns_of(trainer: Trainer, weighted: bool) -> Sequence[str]:
-    """The columns of rows for SFT.
-
-    Args:
-        weighted: whether the loss of tokens has weights.
+    """The columns of rows for SFT, the loss of whose tokens may be `weighted`.
 
     Raises:
         OptionError: the trainer does not read weights.
@@ -49,24 +46,16 @@ def columns_of(trainer: Trainer, weighted: bool) -> Sequence[str]:
 
 
 def fields(names: Sequence[str], prefix: str = "") -> list[pa.Field]:
-    """The types of some columns of `CHATS`.
-
-    Args:
-        prefix: of their names.
-    """
+    """The types of some columns of `CHATS`, with a prefix of their names."""
     return [pa.field(prefix + name, pa.list_(_TYPES[name])) for name in names]
 
 
 def arrays(
     names: Sequence[str], ids: Ragged, loss: Ragged, offsets: RowNumbers, weights: np.ndarray | None = None
 ) -> list[pa.ListArray]:
-    """The values of these columns.
+    """The values of these columns, of m rows whose lists begin at `offsets` (m + 1,) in the ids.
 
-    Args:
-        ids: int32.
-        loss: one bool for each of them.
-        offsets: (m + 1,) where the lists of m rows begin in the values of both.
-        weights: float32, the weight of each one's loss, if that is among the columns.
+    `loss` has one bool for each id; `weights`, float32, the weight of its loss, if that is among the columns.
     """
     made: dict[str, Callable[[], Any]] = {
         "loss_weight": lambda: weights,
@@ -91,11 +80,7 @@ def _loss_mask(loss: np.ndarray, offsets: RowNumbers) -> np.ndarray:
 
 
 def check_columns(trainer: Trainer, known: Sequence[str], columns: Sequence[str] | None) -> None:
-    """Checks for whom rows are made.
-
-    Args:
-        known: trainers that can be chosen.
-        columns: other columns that were asked for.
+    """Checks for whom rows are made: for one of the `known` trainers, with further `columns` or without.
 
     Raises:
         OptionError: the trainer is unknown, or reads no other columns.

@@ -30,31 +30,21 @@ Content = Callable[[], str | None]
 
 @dataclass(frozen=True)
 class Format:
-    """A form in which people keep training data.
+    """A form in which people keep training data."""
 
-    Attributes:
-        name: as the user may give it.
-        columns: those that make a file have this format; the first is the name of the column made of them.
-        fits: the types of these columns → whether they are of this format.
-        more: further columns that are read if they are there.
-        convert: values of these columns for n rows, content of calls → n prompts; None if the first column is used as
-            it is.
-        kept: columns that are read if they are there, and passed through as well.
-    """
-
-    name: str
-    columns: tuple[str, ...]
-    fits: Callable[[Sequence[pa.DataType]], bool]
-    more: tuple[str, ...] = ()
+    name: str  # as the user may give it
+    columns: tuple[str, ...]  # those that make a file have this format; the first names the column made of them
+    fits: Callable[[Sequence[pa.DataType]], bool]  # the types of these columns → whether they are of this format
+    more: tuple[str, ...] = ()  # further columns that are read if they are there
+    # Values of these columns for n rows, content of calls → n prompts; None if the first column is used as it is.
     convert: Callable[[Mapping[str, Any], Content], pa.Array] | None = None
-    kept: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()  # columns that are read if they are there, and passed through as well
 
 
 def find_among(candidates: Sequence[Format], schema: pa.Schema, where: str, name: str | None, remedy: str) -> Format:
-    """The format of a file.
+    """The format of a file, of some candidates.
 
     Args:
-        candidates: the formats that it may have.
         schema: its columns.
         where: its name, for messages.
         name: the format that it must have; None for any.
@@ -87,10 +77,7 @@ def _is_empty(kind: pa.DataType) -> bool:
 
 
 def one_format(found: Mapping[str, str]) -> str:
-    """The format that all files have.
-
-    Args:
-        found: file → its format.
+    """The format that all files have: file → its format.
 
     Raises:
         DataError: they have several.
@@ -108,12 +95,7 @@ def label_in(schema: pa.Schema) -> str | None:
 
 
 def as_prompts(source: Source, found: Format, key: str, reference: TrainingReference) -> Source:
-    """The same rows with one column `key` instead of those of its format.
-
-    Args:
-        found: the format.
-        reference: whose template will render them.
-    """
+    """The same rows with one column `key` instead of those of their format, for the template of a reference."""
     expected = (*found.columns, *found.more, TOOLS, KWARGS)
     used, kept = ([name for name in names if name in source.schema.names] for names in (expected, found.kept))
     as_it_is = found.convert is None and not reference.changes_messages
@@ -143,18 +125,13 @@ def replaced_columns(source: Source) -> Sequence[str]:
 
 @dataclass(frozen=True)
 class _MadeColumn:
-    """What `as_prompts` makes of a source; for the fields see there.
-
-    Attributes:
-        used: the columns that are replaced.
-        kept: further columns that are read.
-    """
+    """What `as_prompts` makes of a source; for the fields see there."""
 
     source: Source
     format: Format
     key: str
-    used: list[str]
-    kept: list[str]
+    used: list[str]  # the columns that are replaced
+    kept: list[str]  # further columns that are read
     reference: TrainingReference
 
     def batches(self) -> Iterator[pa.Table]:

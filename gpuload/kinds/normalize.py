@@ -29,12 +29,8 @@ _MAY_CHANGE = r'"tool_calls"|"content"\s*:\s*null'
 
 
 def normalized(row: Any, objects: bool) -> Any:
-    """A row as a template takes it.
-
-    Args:
-        row: messages; or a dict of them, by the names of `_PARTS`, and of other values.
-        objects: whether arguments that are JSON text become objects.
-    """
+    """A row as a template takes it: messages; or a dict of them, by the names of `_PARTS`, and of other values. With
+    `objects`, arguments that are JSON text become objects."""
     if isinstance(row, dict):
         return {name: normalized(part, objects) if name in _PARTS else part for name, part in row.items()}
     return [_message(each, objects) for each in row] if isinstance(row, list) else row
@@ -94,11 +90,8 @@ def takes_objects(call: TemplateCall) -> bool:
 
 
 def argument_forms(call: TemplateCall, exactly: bool = False) -> tuple[bool, bool]:
-    """Whether a template prints the arguments of tool calls that are objects, and those that are JSON text.
-
-    Args:
-        exactly: text counts only if it is printed as it is, not as a text inside of JSON.
-    """
+    """Whether a template prints the arguments of tool calls that are objects, and those that are JSON text; `exactly`:
+    only if the text is printed as it is, and not inside of JSON."""
     arguments = {"x": secrets.token_hex(8)}  # not in the list of tools: only a template that writes calls prints it
     function = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
     answered = [{"role": "tool", "name": "f", "tool_call_id": "abcdefghi", "content": "r"}]

@@ -27,8 +27,7 @@ from gpuload.reference.reference import Reference
 def cutting_tokens(reference: Reference, texts: Sequence[str]) -> tuple[bytes, ...]:
     """The tokens in front of which texts may be cut; none if only the tokenizer object itself can encode.
 
-    Args:
-        texts: some of those to be cut: only tokens that they have are looked at, because there may be thousands.
+    `texts` are some of those to be cut: only tokens that they have are looked at, because there may be thousands.
     """
     backend = reference.backend
     if backend is None or needs_itself(reference) or reference.sanitizes:
@@ -53,11 +52,8 @@ def _displaces(other: Any, token: str) -> bool:
 
 
 def cut(columns: Sequence[pa.LargeStringArray], tokens: Sequence[bytes]) -> pa.LargeStringArray:
-    """Cuts the texts of each row at the last place in what they all begin with where that is allowed.
-
-    Args:
-        columns: k columns of n texts, none of them null.
-        tokens: in front of which texts may be cut.
+    """Cuts k columns of n texts, none of them null. The texts of a row are cut at the same place: the last one in what
+    they all begin with, that is in front of one of the tokens.
 
     Returns:
         (n * (k + 1),) texts: the beginnings that the rows' texts share, then the rest of each column's texts.
@@ -96,11 +92,7 @@ def _common(texts: Sequence[bytes]) -> int:
 
 
 def divided(ids: Ragged, parts: int) -> list[Ragged]:
-    """The rows of columns that were encoded as one.
-
-    Args:
-        ids: n * parts rows.
-    """
+    """The rows of some columns, `parts`, that were encoded as one."""
     count = len(ids) // parts
     offsets = [ids.offsets[part * count : (part + 1) * count + 1] for part in range(parts)]
     return [Ragged(ids.values[each[0] : each[-1]], each - each[0]) for each in offsets]

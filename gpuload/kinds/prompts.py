@@ -38,15 +38,11 @@ _KEYS = frozenset(("input_ids", "attention_mask", "position_ids", "raw_prompt_id
 
 @dataclass(frozen=True)
 class PromptKind(Kind["PromptDataset"]):
-    """Prompts, one text per row.
-
-    Attributes:
-        turns: as for `load`.
-    """
+    """Prompts, one text per row."""
 
     name = "prompts"
     limit_name = "max_prompt_length"
-    turns: TurnsMode = "conversation"
+    turns: TurnsMode = "conversation"  # as for `load`
     fields: ClassVar[tuple[pa.Field, ...]] = FIELDS
 
     @classmethod

@@ -30,12 +30,9 @@ from gpuload.kinds.training_engine import SAMPLE, TrainingEngine, add_by_referen
 
 @dataclass(kw_only=True, eq=False)
 class DevicePieces(DeviceText):
-    """n rows of several texts in device memory: a prompt with each of its completions, and alone.
+    """n rows of several texts in device memory: a prompt with each of its completions, and alone."""
 
-    Attributes:
-        more: the second texts of the rows, and so on. The texts of a rejected row need not be empty.
-    """
-
+    # The second texts of the rows, and so on. The texts of a rejected row need not be empty.
     more: list[DeviceText] = field(default_factory=list)
 
     @cached_property
@@ -146,12 +143,7 @@ class DeviceTrainingEngine(DeviceEngine):
         return DeviceText(kernels=kernels, offsets=offsets, data=data)
 
     def _rows_of(self, ids: Ragged, count: int) -> Ragged:
-        """Rows of tokens.
-
-        Args:
-            ids: of what `_cut` returns.
-            count: number of rows.
-        """
+        """So many rows of tokens, made of the ids of what `_cut` returns."""
         kernels, xp = self._kernels, self._kernels.xp
         address, length = kernels.address(ids.values) + 4 * ids.offsets[:-1], ids.lengths
         start, *texts = (Index(address[k : k + count], length[k : k + count]) for k in range(0, len(ids), count or 1))

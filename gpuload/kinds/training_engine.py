@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gpuload.core.arrays import Array, Ragged, offsets_of
+from gpuload.core.arrays import Array, Ragged, mask_of, offsets_of, ranges
 from gpuload.core.arrow import as_arrow, as_numpy, as_scalar, fill_null
 from gpuload.core.memory import garbage_collection_paused
 from gpuload.engines.conversations import joined
@@ -44,26 +44,16 @@ _MOST_PROGRAMS = 32  # different arguments of rows for which the template is com
 
 
 class TextSequences(NamedTuple):
-    """What n rows consist of: one sequence each, or two.
+    """What n rows consist of: one sequence each, or two."""
 
-    Attributes:
-        begins: of each sequence, (n,) int64: how many of its tokens have no loss.
-        shared: (n,) int64: how many tokens of the first sequence are those of the second one too, and stored once; all
-            if there is only one.
-    """
-
-    begins: list[Array]
+    begins: list[Array]  # of each sequence, (n,) int64: how many of its tokens have no loss
+    # (n,) int64: how many tokens of the first sequence are those of the second one too, and stored once; all if there
+    # is only one.
     shared: Array
 
 
 class TrainingEngine(HostEngine):
-    """The `Engine` of a load of data to train on.
-
-    Args:
-        reference: the tokenizer.
-        exact_only: render and encode with the tokenizer object itself, row by row.
-        notes: further lines for the report.
-    """
+    """The `Engine` of a load of data to train on. For the arguments see `HostEngine`."""
 
     may_be_few = False
     _reference: TrainingReference
@@ -147,8 +137,7 @@ class TrainingEngine(HostEngine):
     def _json(self, rows: list[Any], plain: bool) -> HostText:
         """Rows of different forms: texts and messages by columns; those with arguments of their own one by one.
 
-        Args:
-            plain: whether everything in them is plain data, as `json.loads` returns it.
+        `plain`: everything in them is plain data, as `json.loads` returns it.
         """
         forms: dict[tuple[str, int], list[int]] = {}
         rejected: dict[int, str] = {}
@@ -272,7 +261,7 @@ class TrainingEngine(HostEngine):
             return super().encode(text)
         if len(text.rejected) == len(text):
             return text.tokenized(Ragged(np.zeros(0, np.int32), np.zeros(len(text) + 1, np.int64)))
-        columns, start = [filled(each) for each in (text.text, *text.more)], None
+        columns, start = [fill_null(each, "") for each in (text.text, *text.more)], None
         if not text.by_template:
             ids = [surrounded(self.ids(each), *self._reference.added) for each in columns]
         elif not text.more:
@@ -283,11 +272,8 @@ class TrainingEngine(HostEngine):
         return text.tokenized(self.tokens(start, ids, text))
 
     def cutting_tokens(self, texts: Callable[[], list[str]]) -> tuple[bytes, ...]:
-        """The tokens in front of which texts may be cut: see `kinds.prefixes`.
-
-        Args:
-            texts: returns the first texts of a load. All have the tokens that the template writes.
-        """
+        """The tokens in front of which texts may be cut: see `kinds.prefixes`. `texts` returns the first texts of a
+        load; all have the tokens that the template writes."""
         if self._cuts is None:
             self._cuts = cutting_tokens(self._reference, texts())
         return self._cuts
@@ -321,10 +307,8 @@ def _without(text: HostText, rejected: Mapping[int, str]) -> HostText:
     """The same texts with further rows rejected, for reasons that come before others."""
     text.reject(rejected)
     if rejected:
-        valid = np.ones(len(text), bool)
-        valid[list(text.rejected)] = False
-        nothing = as_scalar(None, pa.large_string())
-        text.text, *text.more = (pc.if_else(as_arrow(valid), each, nothing) for each in (text.text, *text.more))
+        valid, nothing = as_arrow(~mask_of(text.rejected, len(text))), as_scalar(None, pa.large_string())
+        text.text, *text.more = (pc.if_else(valid, each, nothing) for each in (text.text, *text.more))
     return text
 
 
@@ -363,12 +347,11 @@ def surrounded(ids: Ragged, before: list[int], after: list[int]) -> Ragged:
         return ids
     offsets = offsets_of(ids.lengths + len(before) + len(after))
     values = np.empty(int(offsets[-1]), np.int32)
-    inside = np.ones(len(values), bool)
+    values[ranges(offsets[:-1] + len(before), ids.lengths, ids.offsets)] = ids.values
     for k, token in enumerate(before):
-        values[offsets[:-1] + k], inside[offsets[:-1] + k] = token, False
+        values[offsets[:-1] + k] = token
     for k, token in enumerate(reversed(after), 1):
-        values[offsets[1:] - k], inside[offsets[1:] - k] = token, False
-    values[inside] = ids.values
+        values[offsets[1:] - k] = token
     return Ragged(values, offsets)
 
 
@@ -376,11 +359,6 @@ def with_eos(text: pa.Array | pa.ChunkedArray, eos: str) -> Any:
     """Texts of any type, each followed by an EOS token if it does not end with it."""
     token, nothing = (as_scalar(value, text.type) for value in (eos, ""))
     return pc.if_else(pc.ends_with(text, eos), text, pc.binary_join_element_wise(text, token, nothing))
-
-
-def filled(text: pa.LargeStringArray) -> pa.LargeStringArray:
-    """Texts with empty ones for nulls."""
-    return fill_null(text, "")
 
 
 def _all_encodable(texts: Sequence[str]) -> list[str]:

@@ -24,11 +24,7 @@ class TrainingDefaults:
 
 @dataclass(frozen=True, kw_only=True)
 class MessageOptions:
-    """What becomes of messages before they are rendered.
-
-    Attributes:
-        drop_nulls, normalize_messages: as for `load_chats` and `load_pairs`.
-    """
+    """What becomes of messages before they are rendered: as for `load_chats` and `load_pairs`."""
 
     drop_nulls: bool = False
     normalize_messages: Normalize | None = None
@@ -54,10 +50,7 @@ _REPLACED = {"prompt_key", "max_prompt_length", "filter_overlong_prompts", "trun
 def training_options(given: Mapping[str, Any], prompt_key: str, own: Collection[str]) -> Options:
     """The options of a load of training data, which has `max_length` and `overlong`.
 
-    Args:
-        given: arguments by name.
-        prompt_key: the column that is made of the data.
-        own: names of arguments that are no options of the pipeline.
+    Its column is `prompt_key`; the names in `own` are those of arguments that are no options of the pipeline.
 
     Raises:
         OptionError: an unknown name or an invalid value.

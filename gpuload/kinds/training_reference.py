@@ -21,13 +21,8 @@ TOOLS, KWARGS = "tools", "chat_template_kwargs"
 
 
 class TrainingReference(Reference):
-    """As `Reference`, for conversations that end with an answer.
-
-    Args:
-        tokenizer, **settings: as for `Reference`.
-        drop_nulls: keys of messages and of their nested values that are null were removed from the rows.
-        normalize_messages: "auto" if the rows were `normalized`.
-    """
+    """As `Reference`, for conversations that end with an answer. The rows are without null keys (`drop_nulls`), and
+    `normalized` with `normalize_messages`."""
 
     def __init__(
         self,

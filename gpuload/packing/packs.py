@@ -123,12 +123,8 @@ def _wrapped(rows: RowNumbers, lengths: RowNumbers, size: int) -> Plan:
 def _best_fit(lengths: RowNumbers, size: int) -> tuple[RowNumbers, RowNumbers]:
     """Best-fit decreasing; pieces of equal length keep their order, and so do packs with equal room.
 
-    Args:
-        lengths: (p,) int64, 1 to `size`.
-        size: room of a new pack.
-
-    Returns:
-        Piece numbers pack by pack, (p,), and where each pack begins, (k + 1,).
+    `lengths` are (p,) int64, 1 to `size`, which is the room of a new pack. Returns piece numbers pack by pack, (p,),
+    and where each pack begins, (k + 1,).
     """
     # NumPy's stable sort of 16-bit keys is a radix sort.
     order = np.argsort((size - lengths).astype(np.uint16 if size < 1 << 16 else np.int64), kind="stable")
@@ -176,13 +172,8 @@ def _best_fit(lengths: RowNumbers, size: int) -> tuple[RowNumbers, RowNumbers]:
 
 
 def _places(order: RowNumbers, placed: RowNumbers, packs: int) -> tuple[RowNumbers, RowNumbers]:
-    """The result of `_best_fit`.
-
-    Args:
-        order: (p,) piece numbers, in the order in which they were placed.
-        placed: (m, 4), where: first pack, number of packs, pieces of each before, and pieces added to each.
-        packs: number of all packs.
-    """
+    """The result of `_best_fit` for k packs, of `order` (p,), piece numbers in the order in which they were placed, and
+    of `placed` (m, 4), where: first pack, number of packs, pieces of each before, and pieces added to each."""
     first, count, held, added = placed.T
     pieces = count * added
     step = np.repeat(np.arange(len(placed)), pieces)

@@ -55,11 +55,7 @@ class Plan:
         return int(self.lengths.sum()) / (len(self) * size) if len(self) else 1.0
 
     def take(self, packs: Any) -> "Plan":
-        """Some of the packs.
-
-        Args:
-            packs: (m,) their numbers, in the order of the result.
-        """
+        """Some of the packs: (m,) numbers, in the order of the result."""
         chosen = np.asarray(packs, np.int64)
         start = self.offsets[chosen]
         count = self.offsets[chosen + 1] - start
@@ -87,11 +83,7 @@ class Plan:
         return self.cut(tokens - kept, tokens) if side == "left" else self.cut(0 * kept, kept)
 
     def within(self, rows: "Plan") -> "Plan":
-        """The same packs of the rows that other rows are made of.
-
-        Args:
-            rows: of which pieces each of the rows of this plan is made: one pack per row.
-        """
+        """The same packs of other rows: each row of this plan is made of pieces of those, a pack of `rows`."""
         pieces = rows.take(self.rows).cut(self.first, self.first + self.lengths)
         return Plan(pieces.rows, pieces.first, pieces.lengths, pieces.offsets[self.offsets])
 
@@ -115,13 +107,8 @@ class Plan:
 
 
 def whole_rows(rows: RowNumbers, lengths: RowNumbers, first: RowNumbers | None = None) -> Plan:
-    """A plan in which each pack is one piece of one row.
-
-    Args:
-        rows: (k,) row numbers.
-        lengths: (k,) tokens of each.
-        first: (k,) the first token of each; None for the first one of the row.
-    """
+    """A plan in which each pack is one piece of one row, with numbers, lengths and first tokens (k,) each; None: from
+    the beginning of the row."""
     return Plan(rows, 0 * rows if first is None else first, lengths, np.arange(len(rows) + 1))
 
 
@@ -187,10 +174,7 @@ def _divided(count: int, size: int, drop_last: bool) -> int:
 
 
 def lengths_of(lengths: Any) -> RowNumbers:
-    """Checks lengths of rows.
-
-    Returns:
-        (n,) int64.
+    """Checks lengths of rows, and returns them as (n,) int64.
 
     Raises:
         OptionError: they are something else.
@@ -215,10 +199,7 @@ def generator(shuffle: bool, seed: int, epoch: int) -> np.random.Generator | Non
 
 
 def check_counts(**values: tuple[Any, int]) -> None:
-    """Checks integers.
-
-    Args:
-        **values: name → the value, and what it is at least.
+    """Checks integers: name → the value, and what it is at least.
 
     Raises:
         OptionError: a value is something else.

@@ -116,12 +116,9 @@ def _order(plan: Plan, runs: int, size: int, chance: np.random.Generator | None)
 
 
 def _budget(lengths: RowNumbers, most: int, padded: bool) -> RowNumbers:
-    """Where batches begin, and the end of the last one: each has as many rows as its budget of tokens allows.
+    """Where batches begin, and the end of the last one: each has as many rows as its budget of `most` tokens allows.
 
-    Args:
-        lengths: (n,) of the rows in their order, 1 to `most`.
-        most: tokens of a batch.
-        padded: whether padding counts.
+    No row has more: `lengths`, (n,) of the rows in their order, are 1 to `most`. Padding counts if they are `padded`.
     """
     bounds = [0]
     if padded:

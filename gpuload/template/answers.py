@@ -59,12 +59,8 @@ def has_blocks(template: str) -> bool:
 def with_answers(path: Path, roles: Sequence[str | None], turns: Turns, calling: Collection[int] = ()) -> Path:
     """The same path, with its answers as `generated` and literals cut where they begin and end.
 
-    Args:
-        path: texts of messages, and literals.
-        roles: of the messages.
-        turns: how the template writes the turns of an assistant.
-        calling: messages that have an answer although none of their texts is in the path, such as calls of tools
-            without arguments.
+    `roles` are those of the messages. `calling` are messages that have an answer although none of their texts is in the
+    path, such as calls of tools without arguments.
 
     Raises:
         UnknownAnswersError: an assistant's text is in no answer, or another text in one.
@@ -112,9 +108,8 @@ def cuts_between(
 ) -> list[int]:
     """`_cuts` of the literals between the texts of two messages that follow each other.
 
-    Args:
-        sides: the roles of the two messages; False at the beginning and at the end.
-        calling: whether the first one has an answer without a text, and is the last one.
+    `sides` are their roles; False at the beginning and at the end. `calling`: the first one has an answer without a
+    text, and is the last one.
     """
     key = (literal, opened, *sides, calling)
     if (known := turns.cuts.get(key)) is None:
@@ -248,11 +243,8 @@ def _search(
 
 
 def last_only(path: Path, message: int) -> Path:
-    """The same path with only those answers that end behind the beginning of a message's first text.
-
-    Args:
-        message: the last one of the assistant.
-    """
+    """The same path with only those answers that end behind the beginning of a message's first text: the last
+    assistant's."""
     spans = path.generated or ()
     first = next((k for k, s in enumerate(path.segments) if not isinstance(s, str) and s.message == message), None)
     kept = spans[-1:] if first is None else tuple(span for span in spans if span[1] > first)

@@ -68,11 +68,7 @@ def call_size(function: object, arguments: tuple[Any, ...], named: Mapping[str, 
 
 
 def filter_size(name: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> int:
-    """The size of the result of a filter.
-
-    Args:
-        arguments: of the filter, beginning with the value it is applied to.
-    """
+    """The size of the result of a filter, whose arguments begin with the value it is applied to."""
     given = (*arguments[1:], *named.values())
     return _FILTERS[name](arguments[0], given) if arguments and name in _FILTERS else 0
 
@@ -103,10 +99,6 @@ def _replaced(value: Any, given: tuple[Any, ...]) -> int:
 def _joined(value: Any, given: tuple[Any, ...]) -> int:
     parts = given[0] if given else ()
     return deep_size(parts) + size(parts) * size(value)
-
-
-def _joined_by(value: Any, given: tuple[Any, ...]) -> int:
-    return deep_size(value) + size(value) * max(map(size, given), default=0)
 
 
 def _formatted(value: Any, given: tuple[Any, ...]) -> int:
@@ -150,10 +142,6 @@ def _indentations(value: Any, depth: int, known: dict[tuple[int, int], int]) -> 
     return known[id(value), depth]
 
 
-def _rounded(value: Any, given: tuple[Any, ...]) -> int:
-    return _of_bits(4 * abs(_largest(given)))  # computes 10 ** precision
-
-
 _Size = Callable[[Any, tuple[Any, ...]], int]
 
 _METHODS: dict[str, _Size] = {
@@ -171,10 +159,10 @@ _FILTERS: dict[str, _Size] = {
     "indent": _per_line,
     "wordwrap": lambda value, given: size(value) * (1 + max(map(size, given), default=0)),
     "replace": _replaced,
-    "join": _joined_by,
+    "join": lambda value, given: deep_size(value) + size(value) * max(map(size, given), default=0),
     "format": lambda value, given: _percent_size(str(value), given),
     "tojson": _indented,
-    "round": _rounded,
+    "round": lambda _, given: _of_bits(4 * abs(_largest(given))),  # computes 10 ** precision
     **dict.fromkeys(
         ("string", "pprint", "escape", "e", "forceescape", "urlencode", "safe"), lambda value, _: deep_size(value)
     ),

@@ -47,12 +47,9 @@ MOST_KNOWN = 8
 class ChatProgram:
     """A compiled chat template. Made by `compile`.
 
-    Args:
-        call: the tokenizer, the template and the constants of the load.
-        answers: finds the parts of a conversation that have loss; None if nobody asks.
-
     Attributes:
         call: the tokenizer, the template and the constants of the load.
+        answers: finds the parts of a conversation that have loss; None if nobody asks.
         trees: the decision tree of each shape seen so far.
         not_compilable: why nothing of this template can be compiled, or None.
         leaves: number of paths traced so far.
@@ -82,12 +79,9 @@ class ChatProgram:
         return self.trees.get(shape) or Tree()
 
     def grow(self, tree: Tree, shape: Shape, texts: Texts, rows: int) -> str | None:
-        """Trace the path of one conversation and add it to its tree. The caller holds `lock`.
+        """Trace the path of one conversation and add it to the tree of its shape. The caller holds `lock`.
 
         Args:
-            tree: the tree of `shape`.
-            shape: the conversation's shape.
-            texts: the conversation's texts.
             rows: number of rows that have arrived at the same open node of the tree.
 
         Returns:
@@ -105,10 +99,8 @@ class ChatProgram:
         self.leaves += 1
         self.trees[shape] = tree
         if isinstance(leaf, ByReference) and leaf.reason.startswith(FAILED):
-            self._rows = {
-                False: leaf,
-                True: leaf,
-            }  # whatever is wrong with the trace would be wrong with those of single rows
+            # Whatever is wrong with the trace would be wrong with those of single rows.
+            self._rows = dict.fromkeys((False, True), leaf)
         return None
 
     @property
@@ -145,14 +137,11 @@ class ChatProgram:
         return rows if isinstance(rows, ByReference) else rows.render(messages, tools)
 
     def render(self, messages: Sequence[Any], reason: str) -> str:
-        """Render one conversation with transformers.
+        """Render one conversation with transformers, which for some `reason` the compiled template does not.
 
         transformers executes templates without limits. A call that takes too long is ended, but not within one
-        operation on strings, so for every `reason` the template is executed with limits first, until one row passes.
-
-        Args:
-            messages: the conversation; `marked`, if control tokens are sanitized.
-            reason: why it is not rendered by the compiled template.
+        operation on strings, so for every reason the template is executed with limits first, until one row passes.
+        Messages are `marked` if control tokens are sanitized.
 
         Raises:
             EndlessError: the template exceeds a limit.
@@ -165,12 +154,8 @@ class ChatProgram:
         return self.call.render(messages)
 
     def explore(self, shape: Shape, most: int = 32) -> Tree:
-        """Trace a shape without rows: follow both answers of every predicate for which a matching text is found.
-
-        Args:
-            shape: the conversation's shape.
-            most: maximum number of paths to trace.
-        """
+        """Trace a shape without rows, `most` paths at most: follow both answers of every predicate for which a text is
+        found."""
         tree = self.tree(shape)
         if self._tracer is None:
             return tree

@@ -13,11 +13,7 @@ Key = tuple[str | None, ...]
 
 
 class KnownTemplates(dict[Key, Any]):
-    """What is known, by all that decides about it.
-
-    Args:
-        most: for so many templates it is kept.
-    """
+    """What is known of `most` templates, by all that decides about it."""
 
     def __init__(self, most: int):
         super().__init__()
@@ -38,8 +34,7 @@ def identity(call: TemplateCall, own_tools: bool = False) -> Key | None:
     """Template, constants and date of a call, which decide about everything if the tokenizer's class renders as
     transformers does; None for constants that are no plain data, or a template that transformers does not have.
 
-    Args:
-        own_tools: whether each conversation has tools of its own, for which there may be another template.
+    With `own_tools`, each conversation has tools of its own, for which there may be another template.
     """
     try:
         text, instant = call.text(), call.instant

@@ -31,18 +31,12 @@ class UnknownAnswersError(OwnReasonError):
 
 @dataclass
 class _Marks:
-    """One conversation with marks.
-
-    Attributes:
-        texts: mark → number of its message, and the text it stands for.
-        names: marks of functions' names, which templates may print again with the results.
-        others: text that has no mark, and that the template may print.
-    """
+    """One conversation with marks."""
 
     only_contents: bool
-    texts: dict[str, tuple[int, str]] = field(default_factory=dict)
-    names: set[str] = field(default_factory=set)
-    others: list[str] = field(default_factory=list)
+    texts: dict[str, tuple[int, str]] = field(default_factory=dict)  # mark → number of its message, and its text
+    names: set[str] = field(default_factory=set)  # marks of functions' names, which templates may print again
+    others: list[str] = field(default_factory=list)  # text that has no mark, and that the template may print
 
     def message(self, number: int, message: dict[str, Any]) -> dict[str, Any]:
         marked = {}
@@ -138,12 +132,7 @@ Render = Callable[[list[Any]], str]
 
 
 def taken_apart(render: Render, messages: Sequence[Any], text: str) -> tuple[Path, dict[Ref, str], list[str]]:
-    """What a text is made of.
-
-    Args:
-        render: how it was rendered.
-        messages: the conversation.
-        text: what became of it.
+    """What the text of a conversation is made of, which `render` has made of it.
 
     Returns:
         Segments; the text of each that is no literal; and texts of the conversation that may be within literals.

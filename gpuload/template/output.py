@@ -10,25 +10,16 @@ from gpuload.template.rope import Rope, join
 
 
 class Output(NamedTuple):
-    """What a template printed.
+    """What a template printed."""
 
-    Attributes:
-        parts: texts and ropes, to be joined; cut where a generation block begins or ends.
-        generated: the parts [first, end) of each generation block, in order of their ends. None if a block is not
-            printed where it stands, for example because it is in a macro whose result is printed later.
-    """
-
-    parts: tuple[str | Rope, ...]
+    parts: tuple[str | Rope, ...]  # texts and ropes, to be joined; cut where a generation block begins or ends
+    # The parts [first, end) of each generation block, in order of their ends. None if a block is not printed where it
+    # stands, for example because it is in a macro whose result is printed later.
     generated: tuple[tuple[int, int], ...] | None
 
 
 def output_of(printed: Sequence[Any], blocks: Sequence[tuple[int, Any]]) -> Output:
-    """Joins what was printed between the ends of blocks.
-
-    Args:
-        printed: all parts of the output.
-        blocks: of each block, how many parts were printed before it, and its text.
-    """
+    """Joins what was printed between the ends of blocks: how many parts were printed before each, and its text."""
     if any(at >= len(printed) or printed[at] is not text for at, text in blocks):
         return Output((join(printed),), None)
     cuts = sorted({0, len(printed), *(cut for at, _ in blocks for cut in (at, at + 1))})

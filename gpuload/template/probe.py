@@ -13,17 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gpuload.reference.template_call import TemplateCall, rejection
-from gpuload.template.program import (
-    ByReference,
-    Leaf,
-    Path,
-    Predicate,
-    Ref,
-    Rejected,
-    Shape,
-    holds,
-    render_path,
-)
+from gpuload.template.program import ByReference, Leaf, Path, Predicate, Ref, Rejected, Shape, holds, render_path
 
 WHITE_SPACE = (
     "\t\n\x0b\x0c\r\x1c\x1d\x1e\x1f \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
@@ -51,11 +41,7 @@ FEWEST_ROUNDS, MOST_ROUNDS = 6, 96
 
 
 class Prober:
-    """Probes the paths of one template call.
-
-    Args:
-        call: the template call, which renders the reference.
-    """
+    """Probes the paths of one template call, which renders the reference."""
 
     def __init__(self, call: TemplateCall) -> None:
         self._call = call
@@ -74,9 +60,8 @@ class Prober:
         """Probe a leaf.
 
         Args:
-            leaf: the result of the trace.
-            shape: the conversation's shape.
-            texts: the texts of the traced row, by message and field.
+            leaf: the result of the trace of a row of some shape.
+            texts: the texts of this row, by message and field.
             decisions: the predicates of the trace with their answers.
             conversation: builds the messages of a conversation of this shape from its texts.
 
@@ -120,15 +105,8 @@ class Prober:
     def example(
         self, plain: Mapping[tuple[int, str], str], decisions: Sequence[tuple[Predicate, bool]]
     ) -> dict[tuple[int, str], str] | None:
-        """Find texts that give certain answers.
-
-        Args:
-            plain: the preferred texts.
-            decisions: the predicates, with the answers that the texts must give.
-
-        Returns:
-            `plain`, with texts replaced by adversarial ones where necessary; None if none are found.
-        """
+        """Find texts that give certain answers to predicates: `plain`, with texts replaced by adversarial ones where
+        necessary; None if none are found."""
         texts = dict(plain)
         for key in plain:
             asked = [(p, answer) for p, answer in decisions if (p.ref.message, p.ref.field) == key]

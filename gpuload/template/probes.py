@@ -62,12 +62,10 @@ def probes(call: TemplateCall, role: str) -> Iterator[tuple[TemplateCall, list[P
 
 
 def _probe(kind: str, role: str, style: str, as_text: bool) -> Probe:
-    """A message.
+    """A message of a kind as in `_CONVERSATIONS`.
 
-    Args:
-        kind: as in `_CONVERSATIONS`.
-        style: what calls of tools have besides them: nothing, "content", or "content" and "thinking".
-        as_text: arguments are JSON text.
+    Calls of tools have nothing else in one `style`; in the others "content", or "content" and "thinking". With
+    `as_text`, their arguments are JSON text.
     """
     marks = [f"text {secrets.token_hex(8)}" for _ in range(3)]
     if kind in "utr":
@@ -91,12 +89,7 @@ def between(text: str, one: str, other: str) -> str:
 
 
 def leaves_out_calls(call: TemplateCall, content: str | None) -> bool:
-    """Whether a template prints nothing of a tool call, as templates without tools do, and some next to a content.
-
-    Args:
-        call: template and constants.
-        content: of the message with the call.
-    """
+    """Whether a template prints nothing of a call in a message with this content, as templates without tools do."""
     mark, rendered = f"text {secrets.token_hex(8)}", False
     for as_text in (False, True):
         given: Any = {"x": mark}

@@ -87,17 +87,11 @@ def apply_operations(text: str, operations: Sequence[Operation]) -> str:
 
 @dataclass(frozen=True)
 class Ref:
-    """A reference to the text of one field of one message, after `operations`.
+    """A reference to the text of one field of one message, after `operations`."""
 
-    Attributes:
-        message: the message's index in the conversation.
-        field: the field's name.
-        operations: applied in order.
-    """
-
-    message: int
-    field: str = "content"
-    operations: tuple[Operation, ...] = ()
+    message: int  # the message's index in the conversation
+    field: str = "content"  # the field's name
+    operations: tuple[Operation, ...] = ()  # applied in order
 
     def then(self, name: str, *arguments: str) -> Ref:
         """Return a reference with one more operation."""
@@ -117,17 +111,11 @@ Segment = str | Ref
 
 @dataclass(frozen=True)
 class Predicate:
-    """A yes-or-no test of a text.
+    """A yes-or-no test of a text."""
 
-    Attributes:
-        ref: the text.
-        test: `contains`, `startswith`, `endswith`, `equals` or `empty`.
-        value: the string to test for; not used by `empty`.
-    """
-
-    ref: Ref
-    test: str
-    value: str = ""
+    ref: Ref  # the text
+    test: str  # `contains`, `startswith`, `endswith`, `equals` or `empty`
+    value: str = ""  # the string to test for; not used by `empty`
 
     def __str__(self) -> str:
         words = {"startswith": "starts with", "endswith": "ends with", "empty": "is empty"}
@@ -153,15 +141,11 @@ def holds(predicate: Predicate, text: str) -> bool:
 
 @dataclass(frozen=True)
 class Path:
-    """A leaf: the prompt is the concatenation of `segments`.
+    """A leaf: the prompt is the concatenation of `segments`."""
 
-    Attributes:
-        segments: its parts, in order.
-        generated: the segments [first, end) of each `{% generation %}` block, in order of their ends. Literals are cut
-            where a block begins or ends. None if the template prints a block elsewhere than where it stands.
-    """
-
-    segments: tuple[Segment, ...]
+    segments: tuple[Segment, ...]  # its parts, in order
+    # The segments [first, end) of each `{% generation %}` block, in order of their ends. Literals are cut where a block
+    # begins or ends. None if the template prints a block elsewhere than where it stands.
     generated: tuple[tuple[int, int], ...] | None = ()
 
     def __str__(self) -> str:
@@ -221,11 +205,7 @@ class Tree:
     nodes: list[Node] = field(default_factory=lambda: [None])
 
     def graft(self, decisions: Sequence[tuple[Predicate, bool]], leaf: Leaf) -> bool:
-        """Add a leaf, and the branches that lead to it.
-
-        Args:
-            decisions: the predicates on the path from the root, in order, with their answers.
-            leaf: the leaf at the end of the path.
+        """Add a leaf, and the branches that lead to it: the predicates from the root, in order, with their answers.
 
         Returns:
             False if the tree already has a leaf there, or other predicates on this path. Then the template is not

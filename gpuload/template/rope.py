@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NoReturn, cast
 
-from gpuload.template.program import Predicate, Ref, Segment
+from gpuload.template.program import Operation, Predicate, Ref, Segment, apply_operations
 from gpuload.template.symbol import Oracle, Symbol, reject
 
 TEXT_METHODS = frozenset(
@@ -43,12 +43,10 @@ def _overlaps_itself(mark: str) -> bool:
 
 
 class Rope(Symbol):
-    """A concatenation of literal strings and texts of messages.
+    """A concatenation of literal strings and texts of messages; an oracle answers predicates on the texts.
 
-    Args:
-        oracle: answers predicates on the texts.
-        pieces: the segments. Neighbouring literals are merged and empty ones removed, so literals and `Ref`s alternate
-            except where two `Ref`s are neighbours.
+    Neighbouring literals are merged and empty ones removed, so literals and `Ref`s alternate except where two `Ref`s
+    are neighbours.
     """
 
     __slots__ = ("_pieces", "_size")
@@ -281,14 +279,11 @@ class Rope(Symbol):
         for i in order[::-1] if name.endswith("_last") else order:
             piece = self._pieces[i]
             if mark in piece if isinstance(piece, str) else self._ask(piece, "contains", mark):
-                inside: Rope = (
-                    self._make((piece.then(name, mark),))
-                    if isinstance(piece, Ref)
-                    else _literal_cut(self, piece, mark, name)
-                )
+                cut = Operation(name, (mark,))
+                inside = piece.then(name, mark) if isinstance(piece, Ref) else apply_operations(piece, [cut])
                 if name.startswith("before"):
-                    return self._make((*self._pieces[:i], *inside._pieces))
-                return self._make((*inside._pieces, *self._pieces[i + 1 :]))
+                    return self._make((*self._pieces[:i], inside))
+                return self._make((inside, *self._pieces[i + 1 :]))
         return self
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -296,11 +291,6 @@ class Rope(Symbol):
         if name.startswith("__"):
             raise AttributeError(name)
         reject(f"uses the attribute {name} of a message's text")
-
-
-def _literal_cut(rope: Rope, text: str, mark: str, name: str) -> Rope:
-    parts = text.rsplit(mark, 1) if name.endswith("_last") else text.split(mark, 1)
-    return rope._make((parts[0] if name.startswith("before") else parts[-1],))
 
 
 class SplitText(Symbol):
@@ -363,10 +353,7 @@ class SplitText(Symbol):
 
 
 def join(parts: Sequence[object]) -> str | Rope:
-    """Return `"".join(parts)` as a rope if any part is one.
-
-    Args:
-        parts: strings and ropes.
+    """Return `"".join(parts)` of strings and ropes, as a rope if any part is one.
 
     Raises:
         TypeError: a part is neither a string nor a rope.

@@ -53,20 +53,12 @@ class Meter:
         self.characters = MOST_CHARACTERS + characters
 
     def bound(self, size: int) -> None:
-        """Check the size of a value, if possible before it is built.
-
-        Raises:
-            EndlessError: it is too large.
-        """
+        """Check the size of a value, if possible before it is built; an `EndlessError` if it is too large."""
         if size > self.characters:
             raise EndlessError(f"the template builds a value of more than {self.characters:,} characters or items")
 
     def step(self) -> None:
-        """Count one step.
-
-        Raises:
-            EndlessError: the limit of steps or seconds is exceeded.
-        """
+        """Count one step; an `EndlessError` if the limit of steps or seconds is exceeded."""
         self.left -= 1
         # Single steps can be slow, hence the limit of seconds. Reading the clock costs more than a step: every 64th.
         if self.left < 0 or (self.left % 64 == 0 and time.monotonic() > self.deadline):
@@ -139,10 +131,7 @@ class TracingTemplate:
         return generation
 
     def render(self, context: Mapping[str, Any]) -> Output:
-        """Return the prompt.
-
-        Args:
-            context: the template's variables; texts are ropes.
+        """Return the prompt for the template's variables, in which texts are ropes.
 
         Raises:
             NotCompilableError: the template does something with a text that cannot be compiled.
@@ -166,6 +155,12 @@ def _printed(meter: Meter, value: object) -> str | Rope:
     if isinstance(value, (list, tuple, dict)):
         meter.bound(deep_size(value))
     return _text(value)
+
+
+def wrapping(known: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter or test that calls `function` with the known one, and then its arguments; for Jinja, it looks like
+    the known one."""
+    return functools.wraps(known)(functools.partial(function, known))
 
 
 def _known_only(function: Callable[..., Any], what: str) -> Callable[..., Any]:
@@ -240,12 +235,10 @@ def _instrument(environment: ImmutableSandboxedEnvironment, meter: Meter) -> Non
     patched.concat = lambda parts: _join(meter, list(parts))
     environment.globals[_STEP] = lambda: None
     for name, function in list(patched.filters.items()):
-        if name not in _STRUCTURAL_FILTERS:
-            function = _SYMBOLIC_FILTERS.get(name, _plain_filter)(function, name, meter)
-        patched.filters[name] = _bounded(function, name, meter)
+        patched.filters[name] = _bounded(_symbolic_filter(function, name, meter), name, meter)
     for name, test in list(patched.tests.items()):
         patched.tests[name] = _test(test, name)
-    patched.filters["random"] = _unrepeatable
+    patched.filters["random"] = lambda *_: reject("uses the filter random")
 
 
 def _join(meter: Meter, parts: list[Any]) -> str | Rope:
@@ -254,21 +247,16 @@ def _join(meter: Meter, parts: list[Any]) -> str | Rope:
 
 
 def _bounded(function: Callable[..., Any], name: str, meter: Meter) -> Callable[..., Any]:
-    """Wrap a filter so that its result is not too large."""
+    """A filter whose result is not too large."""
     skip = int(hasattr(function, "jinja_pass_arg"))
 
-    @functools.wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def bounded(known: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         meter.bound(filter_size(name, args[skip:], kwargs))
-        result = function(*args, **kwargs)
+        result = known(*args, **kwargs)
         meter.bound(size(result))
         return result
 
-    return wrapped
-
-
-def _unrepeatable(*_: object) -> object:
-    reject("uses the filter random")
+    return wrapping(function, bounded)
 
 
 def _join_with(meter: Meter, separator: str | Rope, parts: Iterable[object]) -> str | Rope:
@@ -293,76 +281,61 @@ def _percent(meter: Meter, template: str, values: object) -> str | Rope:
 _STRUCTURAL_FILTERS = frozenset("batch d default first items last list map reject rejectattr select selectattr".split())
 """Filters that only select or pass on values, unchanged. (A rope in place of the list is rejected when iterated.)"""
 
-_Wrapper = Callable[[Callable[..., Any], str, Meter], Callable[..., Any]]
+
+def _join_filter(
+    meter: Meter, known: Callable[..., Any], context: Any, value: Any, d: Any = "", attribute: Any = None
+) -> Any:
+    parts = list(value)
+    if isinstance(d, Symbol) or any(isinstance(part, Symbol) for part in parts):
+        if attribute is not None:
+            reject("uses the filter join with an attribute on a message's text")
+        return _join_with(meter, _text(d), [_printed(meter, part) for part in parts])
+    return known(context, parts, d, attribute)
 
 
-def _on_rope(handler: Callable[..., Any]) -> _Wrapper:
-    """Return a wrapper for a filter: it calls `handler` for a rope and the original filter for known values."""
-
-    def wrap(function: Callable[..., Any], name: str, meter: Meter) -> Callable[..., Any]:
-        # Jinja passes the context or environment as the first argument to some filters.
-        skip, known = int(hasattr(function, "jinja_pass_arg")), _known_only(function, f"filter {name}")
-
-        @functools.wraps(function)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if len(args) > skip and isinstance(args[skip], Rope):
-                return handler(*args[skip:], **kwargs)
-            return known(*args, **kwargs)
-
-        return wrapped
-
-    return wrap
-
-
-def _plain_filter(function: Callable[..., Any], name: str, meter: Meter) -> Callable[..., Any]:
-    return _known_only(function, f"filter {name}")
-
-
-def _length(function: Callable[..., Any], name: str, meter: Meter) -> Callable[..., Any]:
-    def wrapped(value: Any) -> Any:
-        return Length(value) if isinstance(value, Rope) else function(value)
-
-    return wrapped
-
-
-def _join_filter(function: Callable[..., Any], name: str, meter: Meter) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def wrapped(context: Any, value: Any, d: Any = "", attribute: Any = None) -> Any:
-        parts = list(value)
-        if isinstance(d, Symbol) or any(isinstance(part, Symbol) for part in parts):
-            if attribute is not None:
-                reject("uses the filter join with an attribute on a message's text")
-            return _join_with(meter, _text(d), [_printed(meter, part) for part in parts])
-        return _known_only(function, "filter join")(context, parts, d, attribute)
-
-    return wrapped
-
-
-def _format(function: Callable[..., Any], name: str, meter: Meter) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def wrapped(value: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(value) is str and not kwargs and any(isinstance(arg, Symbol) for arg in args):
-            return _percent(meter, value, args)
-        return _known_only(function, "filter format")(value, *args, **kwargs)
-
-    return wrapped
+def _format(meter: Meter, known: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
+    if type(value) is str and not kwargs and any(isinstance(arg, Symbol) for arg in args):
+        return _percent(meter, value, args)
+    return known(value, *args, **kwargs)
 
 
 def _replace(value: Rope, old: Any, new: Any, count: Any = None) -> Rope:
     return value.replace(old, new, -1 if count is None else count)
 
 
-_SYMBOLIC_FILTERS: dict[str, _Wrapper] = {
-    "trim": _on_rope(lambda value, chars=None: value.strip(chars)),
-    "string": _on_rope(lambda value: value),
-    "lower": _on_rope(lambda value: value.lower()),
-    "upper": _on_rope(lambda value: value.upper()),
-    "replace": _on_rope(_replace),
-    "length": _length,
-    "count": _length,
-    "join": _join_filter,
-    "format": _format,
+_JOINING: dict[str, Callable[..., Any]] = {"join": _join_filter, "format": _format}
+"""Filters that accept known values with ropes in them."""
+
+_ON_ROPES: dict[str, Callable[..., Any]] = {
+    "trim": lambda value, chars=None: value.strip(chars),
+    "string": lambda value: value,
+    "lower": lambda value: value.lower(),
+    "upper": lambda value: value.upper(),
+    "replace": _replace,
+    "length": Length,
+    "count": Length,
 }
+"""What filters do with a rope. Lengths of other values do not depend on the texts in them."""
+
+
+def _symbolic_filter(function: Callable[..., Any], name: str, meter: Meter) -> Callable[..., Any]:
+    """A filter that accepts symbolic values as far as it is listed."""
+    if name in _STRUCTURAL_FILTERS:
+        return function
+    known = function if _ON_ROPES.get(name) is Length else _known_only(function, f"filter {name}")
+    if name in _JOINING:
+        return wrapping(known, functools.partial(_JOINING[name], meter))
+    if name not in _ON_ROPES:
+        return known
+    skip = int(hasattr(function, "jinja_pass_arg"))  # Jinja passes the context or environment to some filters first
+
+    def on_rope(known: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if len(args) > skip and isinstance(args[skip], Rope):
+            return _ON_ROPES[name](*args[skip:], **kwargs)
+        return known(*args, **kwargs)
+
+    return wrapping(known, on_rope)
+
 
 # Tests (`x is string`). A rope is not a `str`, so tests of its type are answered from this table, as for a string.
 # Comparisons call the rope's own operators.
@@ -376,16 +349,14 @@ _COMPARISONS = frozenset("eq equalto == ne != lt lessthan < le <= gt greaterthan
 
 
 def _test(test: Callable[..., Any], name: str) -> Callable[..., Any]:
-    known = _known_only(test, f"test {name}")
     if name in _COMPARISONS:
         return test
 
-    @functools.wraps(test)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def typed(known: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         subject = args[0] if args else None
         if name not in _TYPE_OF_TEXT or (isinstance(subject, Symbol) and not isinstance(subject, Rope)):
             return known(*args, **kwargs)
         # For a list or mapping that contains ropes, these tests do not depend on the texts.
         return _TYPE_OF_TEXT[name] if isinstance(subject, Rope) else test(*args, **kwargs)
 
-    return wrapped
+    return wrapping(_known_only(test, f"test {name}"), typed)

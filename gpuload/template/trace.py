@@ -20,7 +20,7 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 
@@ -29,18 +29,7 @@ from gpuload.reference.template_call import TemplateCall, describe_error, reject
 from gpuload.template.bounds import deep_size
 from gpuload.template.output import Output
 from gpuload.template.probe import Prober
-from gpuload.template.program import (
-    EMPTY_LIST,
-    TEXT,
-    ByReference,
-    Leaf,
-    Path,
-    Predicate,
-    Ref,
-    Rejected,
-    Shape,
-    holds,
-)
+from gpuload.template.program import EMPTY_LIST, TEXT, ByReference, Leaf, Path, Predicate, Ref, Rejected, Shape, holds
 from gpuload.template.rope import Rope
 from gpuload.template.sandbox import Meter, TracingTemplate
 from gpuload.template.symbol import NotCompilableError, reject
@@ -53,6 +42,8 @@ MOST_PREDICATES = 1024
 all messages for each message), seconds, and predicates. No template that terminates comes near them."""
 
 _READ_BACK = "{{ messages | tojson }}"
+
+Instrumented = TypeVar("Instrumented", bound=TracingTemplate)
 
 Texts = Mapping[tuple[int, str], str]
 """The texts of one conversation, by message index and field."""
@@ -87,36 +78,18 @@ class _Example:
 class Tracer:
     """Traces the template of one call.
 
-    Args:
-        call: the tokenizer, the template and the constants of the load.
-
     Raises:
         NotCompilableError: this call cannot be traced at all; the message says why.
     """
 
     def __init__(self, call: TemplateCall) -> None:
-        reason = call.not_compilable_reason()
-        if reason:
-            raise NotCompilableError(reason)
         self.call = call
-        self._meter = Meter()
-        self._meter.reset(MOST_STEPS, MOST_SECONDS)
+        self._template, self._meter, self._context = instrumented(call, TracingTemplate)
         self._patience = 1.0  # the fraction of MOST_STEPS that a trace may use
-        try:
-            self._template = TracingTemplate(call.text(), self._meter, call.strftime_now)
-            self._context = call.context()
-        except NotCompilableError:
-            raise
-        except Exception as error:
-            raise NotCompilableError(describe_error(error)) from error
         self._prober = Prober(call)
 
     def trace(self, shape: Shape, texts: Texts) -> tuple[list[tuple[Predicate, bool]], Leaf]:
-        """Trace one conversation.
-
-        Args:
-            shape: the conversation's shape.
-            texts: its texts, which decide the predicates.
+        """Trace one conversation, whose texts decide the predicates.
 
         Returns:
             The predicates with their answers, and the leaf for every row of `shape` with the same answers.
@@ -124,8 +97,7 @@ class Tracer:
         example = _Example(texts)
         try:
             messages = self._prepared(shape, example)
-            steps = MOST_STEPS + MOST_STEPS_A_PAIR * len(shape) ** 2
-            self._meter.reset(int(steps * self._patience), MOST_SECONDS)
+            self._allow(len(shape))
             leaf: Leaf = self._path(self._template.render({**self._context, "messages": messages}))
         except NotCompilableError as error:
             leaf = ByReference(str(error))
@@ -136,7 +108,7 @@ class Tracer:
             leaf = Rejected(rejection(error))
             return list(example.answers.items()), leaf
         except Exception as error:
-            leaf = _raised(error)
+            leaf = raised(error)
         decisions = list(example.answers.items())
         if not isinstance(leaf, ByReference):
             leaf = self._prober.probed(leaf, shape, texts, decisions, lambda t: conversation(shape, t))
@@ -150,19 +122,22 @@ class Tracer:
         """Execute the template with limits for one conversation that transformers will render without them.
 
         Raises:
-            EndlessError: the template exceeds a limit.
-            MemoryError: it needs too much memory.
+            EndlessError, MemoryError: the template exceeds a limit.
         """
         try:
             prepared = json.loads(self.call.render(messages, template=_READ_BACK))
-            steps = MOST_STEPS + MOST_STEPS_A_PAIR * len(prepared) ** 2
-            self._meter.reset(int(steps * self._patience), MOST_SECONDS, 16 * deep_size(prepared))
+            self._allow(len(prepared), 16 * deep_size(prepared))
             self._template.render({**self._context, "messages": prepared})
         except (EndlessError, MemoryError):
             self._patience = 0.01
             raise
         except Exception:  # transformers decides what the reason is
             return
+
+    def _allow(self, messages: int, characters: int = 0) -> None:
+        """Sets the limits of one execution of the template."""
+        steps = MOST_STEPS + MOST_STEPS_A_PAIR * messages**2
+        self._meter.reset(int(steps * self._patience), MOST_SECONDS, characters)
 
     @staticmethod
     def _path(rendered: Output) -> Path:
@@ -196,11 +171,29 @@ class Tracer:
         return fill(json.loads(self.call.render(conversation(shape, placeholders), template=_READ_BACK)))
 
 
-def _raised(error: Exception) -> Leaf:
+def instrumented(call: TemplateCall, kind: type[Instrumented]) -> tuple[Instrumented, Meter, Mapping[str, Any]]:
+    """The template of a call with symbols for texts, what counts its steps, and its constants.
+
+    Raises:
+        NotCompilableError: there is none; the message says why.
+    """
+    if reason := call.not_compilable_reason():
+        raise NotCompilableError(reason)
+    meter = Meter()
+    meter.reset(MOST_STEPS, MOST_SECONDS)
+    try:
+        return kind(call.text(), meter, call.strftime_now), meter, call.context()
+    except NotCompilableError:
+        raise
+    except Exception as error:
+        raise NotCompilableError(describe_error(error)) from error
+
+
+def raised(error: Exception) -> ByReference | Rejected:
     """Return the leaf for an exception that the template raised.
 
     A Jinja error is the template's rejection of the row; the prober replaces its message by the one that transformers
-    gives. Other errors may be caused by the symbolic texts, so these rows are rendered by transformers.
+    gives. Other errors may be caused by symbols, so these rows are rendered by transformers.
     """
     try:
         message = describe_error(error)

@@ -29,37 +29,23 @@ _SHORTER_HEADERS = {"5682170caef7abbc": "<|im_start|>assistant"}  # Qwen2.5: a n
 
 @dataclass(frozen=True)
 class End:
-    """A literal that ends an answer.
+    """A literal that ends an answer."""
 
-    Attributes:
-        text: the last part of the answer.
-        next: what must follow it.
-    """
-
-    text: str
-    next: str = ""
+    text: str  # the last part of the answer
+    next: str = ""  # what must follow it
 
 
 @dataclass(frozen=True)
 class Around:
-    """How answers begin and end next to messages of one role, where neither header nor ends of `Turns` are there.
+    """How answers begin and end next to messages of one role, where neither header nor ends of `Turns` are there."""
 
-    Attributes:
-        headers: literals after which an answer begins.
-        ends: literals that end one.
-        starts: literals with which one begins right behind a text: there is no header.
-    """
-
-    headers: tuple[str, ...] = ()
-    ends: tuple[End, ...] = ()
-    starts: tuple[str, ...] = ()
+    headers: tuple[str, ...] = ()  # literals after which an answer begins
+    ends: tuple[End, ...] = ()  # literals that end one
+    starts: tuple[str, ...] = ()  # literals with which one begins right behind a text: there is no header
 
 
 class Turns:
     """How a template writes the turn of an assistant.
-
-    Args:
-        call: tokenizer, template and constants.
 
     Attributes:
         header: literal that begins it.
@@ -121,13 +107,8 @@ class Turns:
         raise unknown(reason)
 
     def _header(self, prompt: str, gaps: Sequence[str], other: str) -> str:
-        """The literal that begins an assistant's turn.
-
-        Args:
-            prompt: the generation prompt.
-            gaps: what is between a user's text and an answer.
-            other: what is between an answer and a user's text, where no header is.
-        """
+        """The literal that begins an assistant's turn: it is in the generation prompt, and in what is between a user's
+        text and an answer, but not in the `other` text, between an answer and a user's text."""
         if known := _SHORTER_HEADERS.get(digest(self._call.text())):
             return known
         header = _THINKING.split(prompt)[0]
@@ -237,12 +218,10 @@ class Turns:
         return Around(tuple(headers), tuple(ends), tuple(starts))
 
     def _beginning(self, call: TemplateCall, before: Sequence[Probe], gap: str) -> tuple[list[str], list[str]]:
-        """The literal that begins the message behind some others.
+        """The literal that begins the message behind some others; `gap` is between its text and that of the message
+        before.
 
         That is what the template prints without it as well, with or without generation prompt.
-
-        Args:
-            gap: what is between its text and that of the message before.
 
         Returns:
             The literal as a header; or, if nothing is printed without the message, the beginning of its own.
@@ -278,11 +257,7 @@ class Turns:
         return [literal[start:]]
 
     def _end(self, call: TemplateCall, messages: Sequence[Probe], gap: str) -> list[End]:
-        """The literal that ends the last of some messages.
-
-        Args:
-            gap: what is between its text and that of the next message.
-        """
+        """The literal that ends the last of some messages; `gap` is between its text and that of the next message."""
         try:
             tail = messages[-1].rest(call.render([message.given for message in messages]))
         except Exception:  # as above

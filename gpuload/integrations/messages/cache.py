@@ -49,24 +49,14 @@ _ROW_BYTES = 32  # offsets and sizes of a row
 
 @dataclass
 class StoredRows:
-    """n rows of a dataset.
+    """n rows of a dataset."""
 
-    Attributes:
-        ids: n rows of token ids, with a bit for loss (`core.marks`), in memory or in a mapped file; empty for the rows
-            in `others`.
-        others: row → why the trainer's own function has to prepare it.
-        rendering: how the texts of the rows were rendered, when they were made.
-        counts: what else the trainer's rule has counted, by name.
-        columns: n rows of what they have in addition to ids, in memory or in a mapped file.
-        found: whether an earlier start has made them.
-    """
-
-    ids: Ragged | DiskTokens
-    others: dict[int, str] = field(default_factory=dict)
-    rendering: RowCounts = field(default_factory=RowCounts)
-    counts: Counter[str] = field(default_factory=Counter)
-    columns: Columns = field(default_factory=lambda: Columns([]))
-    found: bool = False
+    ids: Ragged | DiskTokens  # with a bit for loss (`core.marks`), in memory or in a mapped file; empty for `others`
+    others: dict[int, str] = field(default_factory=dict)  # row → why the trainer's own function has to prepare it
+    rendering: RowCounts = field(default_factory=RowCounts)  # how the texts were rendered, when they were made
+    counts: Counter[str] = field(default_factory=Counter)  # what else the trainer's rule has counted, by name
+    columns: Columns = field(default_factory=lambda: Columns([]))  # what rows have in addition, likewise
+    found: bool = False  # whether an earlier start has made them
 
     def count(self, part: Tokenized, first: int) -> None:
         """Adds what is known of the rows from `first` on."""
@@ -216,9 +206,8 @@ class RowCache:
     def find(self, unequal: Callable[[StoredRows], str | None]) -> StoredRows | None:
         """The rows that an earlier start has made; None if they have to be made.
 
-        Args:
-            unequal: compares a sample of them with the trainer's; returns which row differs. An entry with such a row,
-                or with a damaged one, is removed.
+        `unequal` compares a sample of them with the trainer's, and returns which row differs. An entry with such a row,
+        or with a damaged one, is removed.
         """
         if self._entry is None:
             return None
@@ -245,10 +234,7 @@ class RowCache:
         columns: pa.Table | None = None,
         **counts: int,
     ) -> None:
-        """Appends rows.
-
-        Args:
-            ids, others, rendering, columns, counts: of these rows, see `StoredRows`. Columns are given always or never.
+        """Appends rows, see `StoredRows`. They have columns always or never.
 
         Raises:
             StoreError: they cannot be written to a store on disk.
@@ -314,11 +300,7 @@ class RowCache:
             raise self._not_written(error) from error
 
     def _stored(self, entry: Entry) -> StoredRows:
-        """The rows of an entry: in memory, or in place.
-
-        Raises:
-            StoreError: what is copied to memory has been damaged.
-        """
+        """The rows of an entry: in memory, or in place; a `StoreError` if what is copied to memory has been damaged."""
         lengths = np.concatenate([np.zeros(0, np.int64), *(part.ids.lengths for part in entry.parts)])
         owner = None
         if self._unfinished is not None and entry.path.parent == self._unfinished.path:

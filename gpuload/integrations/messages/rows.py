@@ -46,12 +46,9 @@ class MessageRows:
 
     @classmethod
     def joined(cls, parts: "Sequence[MessageRows]", rows: RowNumbers, others: Mapping[int, str]) -> "MessageRows":
-        """The rows of a dataset, of which some were tokenized in parts.
+        """The rows of a dataset, some of which were tokenized in parts.
 
-        Args:
-            parts: the rows that were tokenized, one part after the other.
-            rows: (m,) their numbers in the dataset, ascending.
-            others: all other rows → why they fall back.
+        Those have the numbers `rows` (m,), ascending; `others` are all other rows → why they fall back.
         """
         ids = Ragged.concatenate([part.ids for part in parts])
         lengths = np.zeros(len(rows) + len(others), np.int64)
@@ -101,11 +98,7 @@ def shared(ids: Ragged | DiskTokens) -> SharedRows | DiskTokens:
 
 
 def row_of(ids: Ragged | SharedRows | DiskTokens, row: int) -> np.ndarray[Any, Any]:
-    """The ids of one row, with bits.
-
-    Raises:
-        StoreError: they have been damaged.
-    """
+    """The ids of one row, with bits; a `StoreError` if they have been damaged."""
     found: np.ndarray[Any, Any] = ids.take(np.array([row])).values if isinstance(ids, DiskTokens) else ids[row]
     return found
 
@@ -126,10 +119,7 @@ def trimmed(ids: Ragged, turns: MessageTurns, front: RowNumbers, loss_from: RowN
     Args:
         ids: the ids of t turns.
         front, back: (t,) how many ids are removed at the start of each turn, and at its end.
-        loss_from: (t,) how many ids of the rest have no loss; the others have.
-
-    Returns:
-        n rows, with a bit for loss.
+        loss_from: (t,) how many ids of the rest have no loss; the others have a bit for it.
     """
     rest = np.maximum(ids.lengths - front - back, 0)
     # Position of each id in the part of its turn that is kept; negative if it is removed at the front.

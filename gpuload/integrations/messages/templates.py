@@ -32,7 +32,6 @@ class Template:
     """The chat template with fixed arguments. Compiled once enough pieces need it.
 
     Args:
-        tokenizer: a transformers tokenizer.
         arguments: of `apply_chat_template`; `chat_template` replaces the tokenizer's own.
         instant: the time of day that the template sees.
         without_tools: the same without tools, if it has any.
@@ -97,10 +96,6 @@ class Template:
 class Templates:
     """The chat template with all arguments that rows have, and the encoder of the texts. Threads can share it.
 
-    Args:
-        tokenizer: a transformers tokenizer.
-        kwargs: arguments of `apply_chat_template` for all pieces.
-
     Attributes:
         default: the template of pieces without further arguments.
         encodes_rendered_text: whether the ids of a piece are the ids of its text. If not, only `encode` has them.
@@ -159,12 +154,7 @@ class Templates:
 
 
 def render(pieces: pa.Array, templates: Sequence[Template], number: RowNumbers) -> HostText:
-    """Renders pieces, each with its template.
-
-    Args:
-        pieces: (n,) conversations.
-        number: (n,) which of the templates.
-    """
+    """Renders pieces, (n,) conversations, each with the template that has its `number`, (n,)."""
     parts = []
     for k, count in zip(*(each.tolist() for each in np.unique(number, return_counts=True)), strict=True):
         templates[k].needed_by(count)

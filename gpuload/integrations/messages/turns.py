@@ -32,14 +32,10 @@ class MessageTurns:
         self.counts = np.asarray(pc.fill_null(pc.list_value_length(column), 0), np.int64)
         row = np.repeat(np.arange(len(self.counts)), self.counts)
         self._role = self.messages.field("role").cast(pa.large_string())
-        starts = np.ones(len(row), bool)
-        starts[1:] = row[1:] != row[:-1]
-        first = starts.copy()
-        if joined is None:
-            starts[:] = True
-        else:
+        first, starts = np.diff(row, prepend=-1) > 0, np.ones(len(row), bool)
+        if joined is not None:
             same = _is_equal(self._role, joined)
-            starts[1:] |= ~(same[1:] & same[:-1])
+            starts[1:] = first[1:] | ~(same[1:] & same[:-1])
         self.start = np.flatnonzero(starts)
         self.size = np.diff(np.append(self.start, len(row)))
         self.row, self.opening = row[self.start], first[self.start]
@@ -55,12 +51,7 @@ class MessageTurns:
         return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), self.messages)
 
     def with_message(self, message: dict[str, Any], after: Flags) -> pa.LargeListArray:
-        """(t,) conversations of one turn and a further message.
-
-        Args:
-            message: the further message.
-            after: (t,) whether it comes after the turn, and not before it.
-        """
+        """(t,) conversations of one turn and a further message, which comes `after` (t,) the turn or before it."""
         lengths = self.size + 1
         offsets = offsets_of(lengths)
         # The numbers of the turn's messages and of one more, which is then replaced by that of the further message.

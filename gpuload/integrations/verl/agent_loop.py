@@ -44,11 +44,8 @@ _BUILDER = {"verl.utils.tokenizer.continuous_token": ("ContinuousTokenBuilder",)
 
 
 def unsupported_loop_reason(loop: type) -> str | None:
-    """Return why the ids of an agent loop's first prompt cannot be replaced, or None if they can.
-
-    Args:
-        loop: verl's base class of agent loops.
-    """
+    """Return why the ids of the first prompt cannot be replaced in verl's base class of agent loops, or None if they
+    can."""
     release = release_of("verl", "verl")
     for name, parameters in (
         ("_cap_text_prompt_length", {"prompt_ids"}),
@@ -118,7 +115,8 @@ class _ReuseIdsMixin:
     ) -> list[int]:
         """The ids of a prompt with images, which another sample of it may have made."""
         builder = self.continuous_token_builder
-        reason: Any = _UNSUPPORTED_LOOP or problem(builder)
+        kind: Any = type(builder)
+        reason: Any = _UNSUPPORTED_LOOP or problem(kind)
         if reason is None:
             key = await self.loop.run_in_executor(None, key_of, builder, messages, tools, images)
             if isinstance(key, tuple):

@@ -94,12 +94,7 @@ _NAMES = {
 
 
 def contract_problem(name: str, kind: Any) -> str | None:
-    """Why a class of verl cannot be replaced; None if it can.
-
-    Args:
-        name: of the class that replaces it.
-        kind: verl's class.
-    """
+    """Why a class of verl cannot be replaced by the one with this name; None if it can."""
     methods = _METHODS.get(name, {}).items()
     expected = {f"{kind.__name__}.{method}": (getattr(kind, method, None), given) for method, given in methods}
     return problem(expected) or imported(_NAMES.get(name, {}))[1]
@@ -121,7 +116,6 @@ def difference(
     """Why a class may have other rows than verl's; None if verl's code is known, or rows of every shape are equal.
 
     Args:
-        own, stock: the class, and verl's.
         sources: the files that are loaded.
         given: further arguments of both classes.
         ignored: keys of rows that differ on purpose.
@@ -159,12 +153,8 @@ def _outcomes(dataset: Any, ignored: Collection[str]) -> list[Any]:
 
 
 def system_and_generation_prompt(tokenizer: Any, kwargs: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-    """Return the ids of the default system prompt and of the generation prompt, as verl's SFT dataset computes them.
-
-    Args:
-        tokenizer: a transformers tokenizer.
-        kwargs: verl's `apply_chat_template_kwargs`, which verl 0.7 does not use here.
-    """
+    """Return the ids of the default system prompt and of the generation prompt, as verl's SFT dataset computes them;
+    verl 0.7 does not use its `apply_chat_template_kwargs` here."""
     try:
         from verl.utils.tokenizer.chat_template import extract_system_prompt_and_generation as extract
     except ImportError:  # before verl 0.9
@@ -175,12 +165,8 @@ def system_and_generation_prompt(tokenizer: Any, kwargs: Mapping[str, Any]) -> t
 
 
 def template_problem(tokenizer: Any, processor: Any, kwargs: Mapping[str, Any]) -> str | None:
-    """Why messages cannot be rendered and encoded by columns as verl's SFT dataset does it; None if they can.
-
-    Args:
-        processor: instead of the tokenizer; or None.
-        kwargs: verl's `apply_chat_template_kwargs`.
-    """
+    """Why messages cannot be rendered and encoded by columns as verl's SFT dataset does it, with its
+    `apply_chat_template_kwargs` and a processor instead of the tokenizer, if there is one; None if they can."""
     for name, value in kwargs.items():
         if not isinstance(value, str | int | float | None):
             return f"apply_chat_template_kwargs.{name} is of type {type(value).__name__}"

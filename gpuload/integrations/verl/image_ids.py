@@ -29,14 +29,9 @@ _made: dict[Any, tuple[int, ...]] = {}  # of the last prompts
 _making: dict[Any, asyncio.Future[list[int]]] = {}
 
 
-def problem(builder: Any) -> str | None:
-    """Why `key_of` may not have all that the ids of a prompt builder of verl depend on; None if it does."""
-    kind: Any = type(builder)
-    return _problem(kind)
-
-
 @cache
-def _problem(kind: Any) -> str | None:
+def problem(kind: Any) -> str | None:
+    """Why `key_of` may not have all that the ids of a type of verl's prompt builders depend on; None if it does."""
     found, missing = imported({_MODULE: (_MIXIN, "apply_chat_template")})
     if missing:
         return missing
@@ -50,9 +45,7 @@ def _problem(kind: Any) -> str | None:
 def key_of(builder: Any, messages: Sequence[Any], tools: Any, images: Sequence[Any]) -> tuple[Any, ...] | str:
     """What the ids of a prompt depend on: text, pixels and settings; or a text, why that is not known.
 
-    Args:
-        builder: verl's, without a `problem`.
-        images: as the processor gets them.
+    The prompt builder has no `problem`; the images are as the processor gets them.
     """
     if not all(isinstance(each, Image.Image) and each.mode == "RGB" for each in images):
         return "images that are not RGB"

@@ -66,15 +66,8 @@ class SizedImage(Image.Image):
 
 
 def filtered(dataset: Any, dataframe: Any) -> Any:
-    """The rows within the limit, of a `datasets.Dataset`, as verl's own method returns them.
-
-    Args:
-        dataset: verl's dataset class, or one of its subclasses.
-        dataframe: all rows.
-
-    Returns:
-        The rows; or a text, why that cannot be known without verl's filter.
-    """
+    """The rows within the limit, as the method of verl's dataset returns them; or why verl's filter has to find
+    them."""
     if reason := _unsupported(dataset, dataframe):
         return reason
     started = time.perf_counter()
@@ -107,10 +100,7 @@ def _warn_of_rollout(dataset: Any, lengths: "_Lengths", found: Any, patch: int, 
     """Warns of rows that are too long in verl's rollout, which resizes images for patches of the processor's size. The
     filter does so for patches of `data.image_patch_size`, which is 14 in verl's configuration.
 
-    Args:
-        found: lengths of rows in the rollout, -1 of those that are not kept.
-        patch: the processor's.
-        kept: how many rows are.
+    `found` has the lengths of rows in the rollout, -1 of those that are not kept.
     """
     limit = dataset.max_prompt_length
     count = int((found > limit).sum())
@@ -144,12 +134,7 @@ def _code(kind: type, name: str) -> Any:
 
 
 class _Lengths:
-    """Lengths of prompts as verl's filter computes them; -1 where verl has to.
-
-    Args:
-        dataset: verl's.
-        dataframe: its rows.
-        patches: images are resized for patches of each of these sizes.
+    """Lengths of prompts as verl's filter computes them, with images for patches of some sizes; -1 where verl has to.
 
     Raises:
         NotUnderstoodError: there is no rule for the processor.
@@ -214,11 +199,8 @@ class _Lengths:
         return np.array(made)
 
     def _sizes(self, prompt: Any, images: Sequence[Any]) -> Sequence[Sequence[tuple[int, int]]]:
-        """The sizes of a row's images as the processor gets them, of each for all patches.
-
-        Raises:
-            Exception: they are not known in this way.
-        """
+        """The sizes of a row's images as the processor gets them, of each for all patches; any error if they are
+        unknown."""
         if not isinstance(images, list) or not all(message.keys() == {"role", "content"} for message in prompt):
             raise ValueError("rows of another form")
         contents = [message["content"] for message in prompt]
@@ -263,8 +245,7 @@ class _Lengths:
     def difference(self, lengths: np.ndarray[Any, Any], patch: int) -> str | None:
         """What differs from verl's own lengths of some rows: the shortest, the longest, and those near the limit.
 
-        Args:
-            lengths: for patches of this size; -1 of rows that are not looked at.
+        The lengths are those for patches of one size; -1 of rows that are not looked at.
         """
         known = np.flatnonzero(lengths >= 0)
         order = known[np.argsort(lengths[known], kind="stable")]
@@ -304,11 +285,7 @@ class _Lengths:
 
 
 def _local(path: str) -> str:
-    """A path that Pillow opens.
-
-    Raises:
-        ImageError: it is something else.
-    """
+    """A path that Pillow opens; an `ImageError` if it is something else."""
     if "://" in path or path.startswith("data:"):
         raise ImageError("it is in the network, or in the text")
     return os.path.realpath(path)

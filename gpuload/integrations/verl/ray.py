@@ -32,13 +32,8 @@ def no_gpu_task_reason() -> str | None:
 
 
 def load_in_task(request: LoadRequest) -> LoadedRows:
-    """Run `load_rows` in a Ray task with one GPU.
-
-    Args:
-        request: its files must be readable on every node.
-
-    Returns:
-        The rows, in host memory.
+    """Run `load_rows` in a Ray task with one GPU, and return the rows in host memory. Every node must be able to read
+    the files.
 
     Raises:
         GpuloadError: as `load_rows`.

@@ -43,47 +43,30 @@ class DecodedColumnError(Exception):
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """Arguments of `load_rows`. Can be pickled and sent to another process.
+    """Arguments of `load_rows`. Can be pickled and sent to another process."""
 
-    Attributes:
-        files: local paths, or any other paths that both `datasets` and gpuload can open.
-        tokenizer: the transformers tokenizer that determines lengths.
-        options: options of `gpuload.load`.
-        tokenize: whether lengths or ids are needed.
-        keep_ids: whether rows carry their ids.
-    """
-
-    files: tuple[str, ...]
-    tokenizer: Any
-    options: Options
-    tokenize: bool
-    keep_ids: bool
+    files: tuple[str, ...]  # local paths, or any other paths that both `datasets` and gpuload can open
+    tokenizer: Any  # the transformers tokenizer that determines lengths
+    options: Options  # of `gpuload.load`
+    tokenize: bool  # whether lengths or ids are needed
+    keep_ids: bool  # whether rows carry their ids
 
 
 @dataclass(frozen=True)
 class LoadedRows:
-    """Result of `load_rows`.
+    """Result of `load_rows`."""
 
-    Attributes:
-        rows: the rows that were kept.
-        report: what was done, as text for the log.
-        fingerprint: identifies the data, for checkpoints.
-    """
-
-    rows: ArrowRows
-    report: str
-    fingerprint: Fingerprint
+    rows: ArrowRows  # those that were kept
+    report: str  # what was done, as text for the log
+    fingerprint: Fingerprint  # identifies the data, for checkpoints
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
 def open_files(files: Sequence[str], cache_dir: str | None) -> list[Source]:
-    """Open files in verl's order, with the values that verl reads.
-
-    Args:
-        files: paths of .parquet, .json or .jsonl files.
-        cache_dir: directory for copies of remote files.
+    """Open .parquet, .json or .jsonl files in verl's order, with the values that verl reads; copies of remote files are
+    in `cache_dir`.
 
     Raises:
         DataError: a file of another type.
@@ -167,11 +150,7 @@ def _column_chunks(source: Source, name: str) -> Iterator[Any]:
 
 
 def load_rows(request: LoadRequest, sources: list[Source] | None = None) -> LoadedRows:
-    """Read the rows and drop those over the limit.
-
-    Args:
-        request: files, tokenizer and options.
-        sources: the files of the request, if they are open already.
+    """Read the rows and drop those over the limit. The files of the request may be open already.
 
     Raises:
         DataError: there are no rows, or all were dropped.

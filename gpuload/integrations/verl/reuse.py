@@ -36,17 +36,10 @@ _known_sources: WeakKeyDictionary[Any, dict[str, str | None]] = WeakKeyDictionar
 
 
 def source_digest(tokenizer: Any, kwargs: Mapping[str, Any], tools: Sequence[Any] | None = None) -> str | None:
-    """Compute the digest of everything except the messages that determines the ids of a prompt.
+    """Compute the digest of everything except the messages that determines the ids of a prompt: the tokenizer, verl's
+    `data.apply_chat_template_kwargs`, and the schemas of tools. None if the loader cannot make ids with these.
 
     Cached per process for each tokenizer and set of arguments, because a tokenizer holds megabytes of tables.
-
-    Args:
-        tokenizer: a transformers tokenizer.
-        kwargs: verl's `data.apply_chat_template_kwargs`.
-        tools: schemas of the tools that the prompt is rendered with.
-
-    Returns:
-        The digest, or None if the loader cannot make ids with this tokenizer and these arguments.
     """
     # Part of the cache key: changes that users make to a tokenizer and that are cheap to read. `len(tokenizer)`, for
     # example, would notice more of them, but takes longer than tokenizing a prompt.
@@ -60,12 +53,8 @@ def source_digest(tokenizer: Any, kwargs: Mapping[str, Any], tools: Sequence[Any
 
 
 def prompt_digest(source: str, messages: Sequence[Any]) -> str:
-    """Compute the digests of one prompt, as "source/messages".
-
-    Args:
-        source: result of `source_digest`.
-        messages: the conversation, as in a row's `raw_prompt`.
-    """
+    """Compute the digests of one prompt, as "source/messages", of the `source_digest` and the messages of a row's
+    `raw_prompt`."""
     return f"{source}/{_digest(repr(list(messages)))}"
 
 

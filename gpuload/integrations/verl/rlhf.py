@@ -81,14 +81,7 @@ class RLHFDataset(FilteredByHeaders):
     is_compared = False  # true in a subclass, whose rows are compared with verl's
     _source_digest: str | None = None  # see reuse.py; None if rows carry no ids
 
-    def __init__(
-        self,
-        data_files: Any,
-        tokenizer: Any,
-        config: Any,
-        processor: Any = None,
-        max_samples: int = -1,
-    ):
+    def __init__(self, data_files: Any, tokenizer: Any, config: Any, processor: Any = None, max_samples: int = -1):
         self.gpuload = Settings.parse(config)
         super().__init__(data_files, tokenizer, config, processor, max_samples)
 

@@ -46,13 +46,7 @@ class ArrowRows:
         return self.take([row_number(row, len(self))])[0]
 
     def take(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Convert rows to Python objects. No object is shared between two rows, or with a later call.
-
-        Args:
-            rows: (m,) row numbers.
-
-        Returns:
-            m dicts.
+        """Convert rows with these numbers (m,) to m dicts. No object is shared between two rows, or with a later call.
 
         Raises:
             IndexError: a row number is out of range.
@@ -68,11 +62,7 @@ class ArrowRows:
         return [dict(zip(keys, row, strict=True)) for row in zip(*values, strict=True)]
 
     def select(self, rows: Iterable[int]) -> "ArrowRows":
-        """Return the given rows in the given order. Columns and ids are shared.
-
-        Args:
-            rows: (m,) row numbers.
-        """
+        """Return the rows with these numbers (m,) in the given order. Columns and ids are shared."""
         numbers = np.fromiter(rows, np.int64)
         stored = numbers if self._stored is None else self._stored[numbers]
         return ArrowRows(self._columns.select(numbers), self._names, self._ids, stored, self._owner)

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 from torch.utils.data import Dataset
 
+from gpuload.core.arrays import row_number
 from gpuload.core.errors import DataError, OptionError, PromptTooLongError
 from gpuload.core.marks import split
 from gpuload.core.options import NO_LIMIT, plain
@@ -116,10 +117,8 @@ class ServedSFTDataset(Dataset[dict[str, Any]]):
         return len(self._rows)
 
     def __getitem__(self, item: int) -> dict[str, Any]:
-        if not -len(self) <= item < len(self):
-            raise IndexError(f"index {item} is out of range for a dataset with {len(self)} rows")
         return shape_row(
-            self._rows.take(np.array([item % len(self)])).values,
+            self._rows.take(np.array([row_number(item, len(self))])).values,
             max_length=self.max_length,
             pad_mode=self.pad_mode,
             truncation=self.truncation,

@@ -38,10 +38,7 @@ class Settings:
 
     @staticmethod
     def parse(config: Any) -> "Settings":
-        """Read the settings from verl's `data:` section.
-
-        Args:
-            config: the section, a dict or an OmegaConf mapping.
+        """Read the settings from verl's `data:` section, a dict or an OmegaConf mapping.
 
         Raises:
             OptionError: an unknown key (the message names the nearest known one) or an invalid value.

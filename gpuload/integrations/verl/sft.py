@@ -28,7 +28,7 @@ from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 from verl.utils.py_functional import convert_nested_value_to_list_recursive
 
 from gpuload.cache.token_store import DiskTokens
-from gpuload.core.arrays import Ragged, RowNumbers, offsets_of
+from gpuload.core.arrays import Ragged, RowNumbers, mask_of, offsets_of, row_number
 from gpuload.core.errors import GpuloadError, PromptTooLongError
 from gpuload.core.marks import LOSS, split
 from gpuload.core.options import Options, plain
@@ -140,11 +140,7 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
         return template_problem(self.tokenizer, self.processor, self.apply_chat_template_kwargs)
 
     def _tokenize(self, sources: Sequence[Source], started: float) -> str | None:
-        """Tokenize all rows.
-
-        Returns:
-            None, or why this is not possible.
-        """
+        """Tokenize all rows, and return None; or why this is not possible."""
         try:
             tokenizer = self._conversation_tokenizer()
         except GpuloadError as error:
@@ -299,9 +295,7 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
 
     def _first_mismatch(self, tokenized: TokenizedConversations, batch: Batch) -> int | None:
         """The first row of a sample for which verl's method has another result, or None."""
-        made = np.ones(len(batch), bool)
-        made[[*tokenized.fallback, *tokenized.rejected]] = False
-        rows = np.flatnonzero(made)
+        rows = np.flatnonzero(~mask_of([*tokenized.fallback, *tokenized.rejected], len(batch)))
         if self._options.verify == "sample":
             count = max(_MIN_VERIFY_ROWS, _VERIFY_ROWS * len(batch) // len(self._places))
             rows = _of_all_lengths(rows, tokenized.ids.lengths, count)
@@ -314,8 +308,7 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
         """Compares a sample of the rows of an earlier start, which has compared as many as `verify` says, and reads the
         columns of those that are rejected. Returns which row differs, or None."""
         self._rejected = RejectedRows()
-        rejected = np.zeros(len(self._places), bool)
-        rejected[list(found.others)] = True
+        rejected = mask_of(found.others, len(self._places))
         sample = np.zeros(0, np.int64)
         if self._options.verify != "off":
             sample = _of_all_lengths(np.flatnonzero(~rejected), found.ids.lengths, _VERIFY_ROWS)
@@ -356,9 +349,8 @@ class SFTDataset(MultiTurnSFTDataset):  # type: ignore[misc]
     def __getitem__(self, item: int) -> dict[str, Any]:
         if self._ids is None:
             return super().__getitem__(item)  # type: ignore[no-any-return]
-        if not -len(self) <= item < len(self):
-            raise IndexError(f"index {item} is out of range for a dataset with {len(self)} rows")
-        row = item % len(self) if self._stored is None else int(self._stored[item])
+        number = row_number(item, len(self))
+        row = number if self._stored is None else int(self._stored[number])
         rejected = self._rejected.get(row)
         if rejected is not None:
             return self._verl_dataset(rejected)[0]  # type: ignore[no-any-return]

@@ -26,11 +26,8 @@ Ints = npt.NDArray[np.int64]
 
 
 def read_conversations(sources: Sequence[Source], messages_key: str, wanted: Ints | None) -> Iterator[Batch]:
-    """Read the rows of all files in batches, with the column of messages as prompts.
-
-    Args:
-        messages_key: name of the column of messages.
-        wanted: rows to read, numbered over all files, in any order; None for all. They are read in ascending order.
+    """Read the rows of all files in batches, with a column of messages as prompts; or only the `wanted` ones, numbered
+    over all files in any order, which are read in ascending order.
 
     Raises:
         SourceError: a file cannot be read, or was changed meanwhile.
@@ -43,17 +40,11 @@ def read_conversations(sources: Sequence[Source], messages_key: str, wanted: Int
 
 @dataclass(frozen=True)
 class RowPlaces:
-    """Which rows of the files a dataset has, in the order in which they are read.
+    """Which rows of the files a dataset has, in the order in which they are read."""
 
-    Attributes:
-        names: of the files.
-        starts: (files + 1,) number of the first row of each, over all files.
-        numbers: (n,) numbers of the rows, ascending; None for all rows.
-    """
-
-    names: Sequence[str]
-    starts: Ints
-    numbers: Ints | None
+    names: Sequence[str]  # of the files
+    starts: Ints  # (files + 1,) number of the first row of each, over all files
+    numbers: Ints | None  # (n,) numbers of the rows, ascending; None for all rows
 
     @classmethod
     def of(cls, sources: Sequence[Source], wanted: Ints | None) -> "RowPlaces":
@@ -77,15 +68,10 @@ class RowPlaces:
 
 @dataclass
 class RejectedRows:
-    """Rows that verl's method has to make at each access.
+    """Rows that verl's method has to make at each access."""
 
-    Attributes:
-        places: row → (number in `tables`, row there).
-        tables: all columns of these rows.
-    """
-
-    places: dict[int, tuple[int, int]] = field(default_factory=dict)
-    tables: list[pa.Table] = field(default_factory=list)
+    places: dict[int, tuple[int, int]] = field(default_factory=dict)  # row → (number in `tables`, row there)
+    tables: list[pa.Table] = field(default_factory=list)  # all columns of these rows
 
     def add(self, rows: Sequence[int], table: pa.Table) -> None:
         """Adds rows of the dataset, with their columns."""
@@ -112,9 +98,7 @@ def row_cache(
     """The cache of a dataset of files.
 
     Args:
-        options, reference: see `RowCache`.
         rule: of verl's class.
-        sources: the files.
         keys: the columns that decide ids, where a file has them; the first one has the messages.
         places: which rows of the files it has.
     """
@@ -178,14 +162,13 @@ def shape_row(
     pad_token_id: int | None,
     planes: int = 0,
 ) -> dict[str, torch.Tensor]:
-    """Pad or truncate a conversation as verl's SFT dataset does.
+    """Pad or truncate a conversation as verl's SFT dataset does: (k,) token ids, with a bit for loss.
 
     Args:
-        ids: (k,) token ids, with a bit for loss.
         max_length: limit, and with `pad_mode="right"` the length of the row.
         pad_mode: "right" or "no_padding".
-        truncation: "left" removes tokens from the start, but only with `pad_mode="right"`; any other value removes
-            them from the end.
+        truncation: "left" removes tokens from the start, but only with `pad_mode="right"`; any other value removes them
+            from the end.
         pad_token_id: None for 0.
         planes: of positions, with which models of Qwen's vision family count text and three axes of images.
 

@@ -26,7 +26,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gpuload.core.arrays import RowNumbers, common_prefixes
+from gpuload.core.arrays import RowNumbers, common_prefixes, mask_of
 from gpuload.core.marks import split
 from gpuload.engines.host.render import HostText
 from gpuload.engines.protocol import add_seconds
@@ -47,24 +47,19 @@ _EXAMPLES = 8  # messages on which the template with the prefix is compared with
 
 @dataclass
 class TokenizedConversations(MessageRows):
-    """n tokenized conversations. Rows in `fallback` are tokenized by verl's method, once.
+    """n tokenized conversations. Rows in `fallback` are tokenized by verl's method, once."""
 
-    Attributes:
-        rejected: row → why verl's method is expected to raise. Such rows have no ids.
-        mismatches: number of rows that are kept although the ids of their messages differ from those of the whole
-            conversation (verl's `ignore_input_ids_mismatch`).
-    """
-
+    # Row → why verl's method is expected to raise. Such rows have no ids.
     rejected: dict[int, str] = field(default_factory=dict)
+    # Number of rows that are kept although the ids of their messages differ from those of the whole conversation
+    # (verl's `ignore_input_ids_mismatch`).
     mismatches: int = 0
 
 
 class ConversationTokenizer:
-    """Tokenizes batches of conversations.
+    """Tokenizes batches of conversations, with verl's `apply_chat_template_kwargs`.
 
     Args:
-        tokenizer: a transformers tokenizer.
-        kwargs: verl's `apply_chat_template_kwargs`.
         system_prompt: number of ids of the system prompt that the template adds to a single message.
         generation_prompt: number of ids at the start of an assistant message that are not learned.
         ignore_mismatch: keep rows whose messages have other ids than the whole conversation.
@@ -147,10 +142,7 @@ class ConversationTokenizer:
 
     def _after_empty_user(self, template: Template, examples: pa.Array) -> tuple[Template, int] | None:
         """The template that renders an empty user message first, and how many ids that has; None if it cannot do so.
-
-        Args:
-            examples: messages that need it. The first one that renders is compared with verl's call.
-        """
+        The first example, of messages that need it, that renders is compared with verl's call."""
         if template in self._after_user:
             return self._after_user[template]
         for example in examples:
@@ -202,9 +194,7 @@ class ConversationTokenizer:
 
 def _replace(text: HostText, rows: RowNumbers, other: HostText) -> None:
     """Puts other texts in the place of those of some rows."""
-    there = np.zeros(len(text), bool)
-    there[rows] = True
-    text.text = pc.replace_with_mask(text.text, pa.array(there), other.text)
+    text.text = pc.replace_with_mask(text.text, pa.array(mask_of(rows, len(text))), other.text)
     for place, row in enumerate(rows.tolist()):
         for own, others in ((text.rejected, other.rejected), (text.by_reference, other.by_reference)):
             own.pop(row, None)

@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 
 from gpuload.core.arrays import Array, Ragged, appended, common_prefixes, stretches
+from gpuload.core.arrow import fill_null
 from gpuload.core.marks import LOSS, with_loss
 from gpuload.engines.host.prompts import render_rows
 from gpuload.engines.host.render import HostText
 from gpuload.kinds.chats.reference import ChatReference
-from gpuload.kinds.training_engine import TextSequences, TrainingEngine, filled
+from gpuload.kinds.training_engine import TextSequences, TrainingEngine
 from gpuload.kinds.training_reference import messages_in
 from gpuload.sources.types import as_json
 
@@ -49,7 +50,7 @@ class ChatEngine(TrainingEngine):
         if answers:
             if text.answers is None:
                 return whole
-            bits = self.spans.bits(filled(text.text), whole, *text.answers)
+            bits = self.spans.bits(fill_null(text.text, ""), whole, *text.answers)
         if prompt is not None:
             bits = bits * stretches(prompt, whole.lengths - prompt)
         return Ragged(whole.values | bits, whole.offsets)

@@ -62,11 +62,7 @@ def _sharegpt_row(turns: Any, system: Any, content: Content, marks: bool) -> Any
 
 
 def sharegpt_turn(turn: Any, content: Content, marks: bool = False) -> Any:
-    """A message of ShareGPT data with role and content.
-
-    Args:
-        marks: keep the marks of answers that have loss (`template/loss_marks.py`).
-    """
+    """A message of ShareGPT data with role and content; with `marks`, also those of loss (`template/loss_marks.py`)."""
     if not isinstance(turn, dict) or turn.get("from") is None:
         return turn  # rendering rejects it, with a reason
     check_text("from", turn["from"])
@@ -143,11 +139,8 @@ FORMATS = (
 
 
 def find_format(schema: pa.Schema, where: str, name: str | None = None, key: str | None = None) -> Format:
-    """The format of a file.
-
-    Args:
-        schema, where, name: see `find_among`.
-        key: the column with the messages or the text, if it has another name than above.
+    """The format of a file: see `find_among`. The column `key` has the messages or the text, if its name is another one
+    than above.
 
     Raises:
         DataError: it has none; the message shows its columns and the closest format.

@@ -31,12 +31,7 @@ from gpuload.kinds.served.reference import ServedReference
 from gpuload.kinds.served.rewrites import RewriteFinder
 from gpuload.kinds.served.rows import not_learned, served_rows, useless_conversations
 from gpuload.kinds.served.stored import Headers, served_sizes
-from gpuload.kinds.training_options import (
-    OF_MESSAGES,
-    MessageOptions,
-    training_engine,
-    training_options,
-)
+from gpuload.kinds.training_options import OF_MESSAGES, MessageOptions, training_engine, training_options
 from gpuload.pipeline.kind import Finder, Kind
 from gpuload.reference.reference import Reference
 from gpuload.sources.columns import to_python
@@ -62,20 +57,15 @@ _GOOD, _BAD = (1, "1", "1.0", "true"), (0, "0", "0.0", "false")
 @dataclass(frozen=True)
 class ChatKind(MessageOptions, ServedOptions, Kind[ChatDataset]):
     """Conversations and other texts to train on, with a loss mask. With `turns="served"`, a row of the load is a
-    conversation with all of its rows (`kinds/served/stored.py`), which become rows at its end.
-
-    Attributes:
-        format, messages_key, loss_on: as for `load_chats`; after `resolve`, what was found and chosen.
-        marks: the keys of messages for which `resolve` has chosen "marked".
-        weights: of the loss, other than 0 and 1, that `resolve` has found in messages; ascending.
-    """
+    conversation with all of its rows (`kinds/served/stored.py`), which become rows at its end. For the fields see
+    `load_chats`."""
 
     name = "chats"
-    format: str | None = None
+    format: str | None = None  # after `resolve`, what was found
     messages_key: str | None = None
-    loss_on: LossOn | None = None
-    marks: tuple[str, ...] = ()
-    weights: tuple[float, ...] = ()
+    loss_on: LossOn | None = None  # after `resolve`, what was chosen
+    marks: tuple[str, ...] = ()  # the keys of messages for which `resolve` has chosen "marked"
+    weights: tuple[float, ...] = ()  # of the loss, other than 0 and 1, that `resolve` has found; ascending
 
     @property
     def fields(self) -> tuple[pa.Field, ...]:

@@ -30,15 +30,7 @@ def problem_in(row: Any) -> str | None:
 
 
 def converted(make: Callable[[Mapping[str, Any]], pa.Array], columns: Mapping[str, Any]) -> pa.Array:
-    """What is made of n rows.
-
-    Args:
-        make: columns by name → (n,) what is made of them.
-        columns: (n,) each.
-
-    Returns:
-        The result of `make`; or, if it fails for some of the rows, JSON with all rows.
-    """
+    """What `make` makes of n rows, by columns; or, if it fails for some of the rows, JSON with all of them."""
     try:
         for column in columns.values():
             if is_text(column.type):
@@ -80,11 +72,7 @@ def _unreadable(row: Mapping[str, Any]) -> str | None:
 
 
 def check_text(name: str, value: Any) -> None:
-    """Checks that a value is a text or null.
-
-    Raises:
-        RowError: it is something else.
-    """
+    """Checks that a value is a text or null; a `RowError` if it is something else."""
     if value is not None and not isinstance(value, str):
         raise RowError(f"{name} is of type {type(value).__name__}, not text")
 
@@ -92,10 +80,7 @@ def check_text(name: str, value: Any) -> None:
 def check_form(name: str, column: Any, objects: bool) -> None:
     """Checks that no row of a column that is used as it is has another form than its format.
 
-    Args:
-        name: of the column.
-        column: (n,) JSON, or values of any other type, which are right.
-        objects: whether the rows are lists of messages; otherwise they are texts.
+    A column of JSON (others are right) has lists of messages, with `objects`; otherwise texts.
 
     Raises:
         RowError: a row is an object, or in a column of texts something else than a text.

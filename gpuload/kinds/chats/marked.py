@@ -38,12 +38,9 @@ def marks_in(source: Source, name: str) -> tuple[str, ...]:
 
 
 def weights_in(columns: Sequence[tuple[Source, str]]) -> tuple[float, ...]:
-    """The weights of answers other than 0 and 1, as float32, ascending.
+    """The weights of answers other than 0 and 1, as float32, ascending: in the columns with messages of some sources.
 
     A column whose type has no weights is not read.
-
-    Args:
-        columns: sources, and the name of the column with messages in each.
 
     Raises:
         DataError: there are more than tokens can have.

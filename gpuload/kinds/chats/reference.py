@@ -23,7 +23,6 @@ class ChatReference(TrainingReference):
     """As `TrainingReference`; ids with loss have a bit (`gpuload.core.marks`).
 
     Args:
-        tokenizer, **settings: as for `Reference`.
         loss_on: which tokens have loss: those of all answers ("assistant"), of the last one ("last"), of those that
             messages say ("marked"), of the completion or "all".
         weights: of the loss, other than 0 and 1, that messages may have.

@@ -34,11 +34,7 @@ class PairEngine(TrainingEngine):
         return rows if start is None else appended(start, rows)
 
     def rows_of(self, ids: list[Ragged]) -> Ragged:
-        """Rows of tokens.
-
-        Args:
-            ids: of each column of texts, without what all texts of a row begin with.
-        """
+        """Rows of tokens, of the ids of each column of texts, without what all texts of a row begin with."""
         begins, shared = self.sequences(
             [each.lengths for each in ids], lambda one, other: common_prefixes(ids[one], ids[other])
         )

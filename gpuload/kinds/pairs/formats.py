@@ -39,12 +39,8 @@ Columns = Mapping[str, Any]
 def find_pair_format(
     schema: pa.Schema, where: str, objective: Objective, name: str | None, keys: dict[str, str]
 ) -> Format:
-    """The format of a file.
-
-    Args:
-        schema, where, name: see `find_among`.
-        objective: what the rows are for; "kto" takes pairs as well as single completions.
-        keys: "prompt", "chosen" and "rejected" → the column.
+    """The format of a file: see `find_among`. For "kto", it has pairs or single completions; `keys` has the columns of
+    the "prompt", "chosen" and "rejected".
 
     Raises:
         DataError: it has none; the message shows its columns and the closest format.
@@ -108,11 +104,7 @@ _MISSING = object()  # the prompt of rows without a column of prompts
 
 
 def _pair(turns: Sequence[Any], objective: Objective) -> dict[str, Any]:
-    """One pair: its prompt, and what follows in each sequence.
-
-    Args:
-        turns: prompt, chosen and rejected, as texts or as messages of {role, content}.
-    """
+    """One pair of prompt, chosen and rejected, as texts or messages: its prompt, and what follows in each sequence."""
     prompt = turns[0]
     parts = dict(zip(("prompt", "chosen", "rejected"), turns, strict=True))
     if prompt is _MISSING:
@@ -125,11 +117,11 @@ def _pair(turns: Sequence[Any], objective: Objective) -> dict[str, Any]:
             return parts
         # A reward model has no prompts: its sequences are the texts themselves.
         return parts | {"prompt": ""} if objective == "rm" else _extracted_text(chosen, rejected)
-    chosen, rejected = _answer(chosen), _answer(rejected)
+    chosen, rejected = _messages(chosen, "assistant"), _messages(rejected, "assistant")
     if prompt is not _MISSING and not isinstance(parts["prompt"], str):
         return {"prompt": parts["prompt"], "chosen": chosen, "rejected": rejected}
     if prompt is not _MISSING and all(_role(part[0]) == "assistant" for part in (chosen, rejected)):
-        return {"prompt": _question(parts["prompt"]), "chosen": chosen, "rejected": rejected}
+        return {"prompt": _messages(prompt, "user"), "chosen": chosen, "rejected": rejected}
     found = _extracted(chosen, rejected)
     if prompt is not _MISSING and "problem" not in found and not _has(found["prompt"], parts["prompt"]):
         return {"problem": "the prompt is not in the messages that chosen and rejected begin with"}
@@ -186,7 +178,7 @@ def _completion(prompt: Any, completion: Any) -> dict[str, Any]:
         return {"problem": reason}
     if all(isinstance(part, str) for part in parts.values()):
         return parts
-    return {"prompt": _question(parts["prompt"]), "completion": _answer(parts["completion"])}
+    return {"prompt": _messages(prompt, "user"), "completion": _messages(completion, "assistant")}
 
 
 def _last_answer(turns: Any) -> dict[str, Any]:
@@ -234,12 +226,8 @@ def _missing(parts: dict[str, Any]) -> str | None:
     return None
 
 
-def _question(part: Any) -> Any:
-    return [{"role": "user", "content": part}] if isinstance(part, str) else part
-
-
-def _answer(part: Any) -> Any:
-    return [{"role": "assistant", "content": part}] if isinstance(part, str) else part
+def _messages(part: Any, role: str) -> Any:
+    return [{"role": role, "content": part}] if isinstance(part, str) else part
 
 
 def _role(message: Any) -> Any:
@@ -286,7 +274,11 @@ def _column(rows: Sequence[dict[str, Any]], answers: tuple[str, ...], wrong: lis
     names = ("prompt", *answers)
     if wrong is not None:
         rows = [row if reason is None else {"problem": reason} for row, reason in zip(rows, wrong, strict=True)]
-    for kind, fits in ((pa.large_string(), _is_string), (PLAIN_MESSAGES, _are_plain)):
+    forms: dict[Any, Callable[[Any], bool]] = {
+        pa.large_string(): lambda value: isinstance(value, str),
+        PLAIN_MESSAGES: _are_plain,
+    }
+    for kind, fits in forms.items():
         if all(fits(row[name]) for row in rows for name in names if name in row):
             fields = [(name, kind) for name in names] + [("problem", pa.large_string())]
             try:
@@ -294,10 +286,6 @@ def _column(rows: Sequence[dict[str, Any]], answers: tuple[str, ...], wrong: lis
             except UnicodeEncodeError:  # a lone surrogate, which JSON escapes
                 break
     return as_json(rows)
-
-
-def _is_string(value: Any) -> bool:
-    return isinstance(value, str)
 
 
 def _are_plain(messages: Any) -> bool:

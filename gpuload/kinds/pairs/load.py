@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from gpuload.cache.known_tokenizer import open_known
-from gpuload.core.arrays import Array, Ragged, RowNumbers, appended
+from gpuload.core.arrays import Array, Ragged, RowNumbers, appended, mask_of
 from gpuload.core.errors import DataError
 from gpuload.core.marks import LOSS, paired
 from gpuload.core.options import BOOLEAN, COLUMN, POSITIVE, Objective, Options, check_fields, check_format
@@ -35,23 +35,16 @@ UNPAIRED_ROWS = 1000
 
 @dataclass(frozen=True)
 class PairKind(MessageOptions, Kind[PairDataset]):
-    """Preference data: pairs of completions, or single completions with labels.
-
-    Attributes:
-        objective, format: as for `load_pairs`; after `resolve`, what was found.
-        prompt_key, chosen_key, rejected_key: the columns.
-        kl_batch_size: as for `load_pairs`.
-        paired: whether the files have pairs; found by `resolve`.
-    """
+    """Preference data: pairs of completions, or single completions with labels. For the fields see `load_pairs`."""
 
     name = "pairs"
-    objective: Objective | None = None
-    format: str | None = None
+    objective: Objective | None = None  # after `resolve`, what was found
+    format: str | None = None  # likewise
     prompt_key: str = "prompt"
     chosen_key: str = "chosen"
     rejected_key: str = "rejected"
     kl_batch_size: int = 8
-    paired: bool = True
+    paired: bool = True  # whether the files have pairs; found by `resolve`
 
     def __post_init__(self) -> None:
         check_format(self.format, FORMATS)
@@ -172,10 +165,9 @@ def _unpaired(loaded: Loaded) -> tuple[Sequences, RowNumbers, RowNumbers, Array]
     for plan, learned in zip(
         pairs.plans(np.arange(len(number))), (pairs.chosen_loss, pairs.rejected_loss), strict=True
     ):
-        keep = np.ones(len(number), bool)
+        keep = ~mask_of(useless_sequences(plan.tokens, learned, "kto", options), len(number))
         if options.filter_overlong_prompts:
             keep &= plan.tokens <= options.max_prompt_length
-        keep[list(useless_sequences(plan.tokens, learned, "kto", options))] = False
         kept.append(np.flatnonzero(keep))
         plans.append(plan.take(kept[-1]))
         loss.append(learned[keep])

@@ -15,12 +15,7 @@ from gpuload.reference.reference import problem
 
 
 class PairReference(TrainingReference):
-    """As `TrainingReference`; ids have bits (`gpuload.core.marks`).
-
-    Args:
-        tokenizer, **settings: as for `Reference`.
-        objective: what the rows are for.
-    """
+    """As `TrainingReference`; ids have the bits (`gpuload.core.marks`) of an objective."""
 
     def __init__(self, tokenizer: Any, objective: Objective, **settings: Any):
         super().__init__(tokenizer, **settings)

@@ -16,20 +16,14 @@ class PairSizes:
     """Of how many tokens the parts of n rows are, see `gpuload.core.marks`; (n,) int64 arrays.
 
     A row that is not a pair has no tokens that only one sequence has: it counts as its chosen sequence.
-
-    Attributes:
-        all: those of each row.
-        chosen, rejected: those that only one of the two sequences has.
-        chosen_loss, rejected_loss: those of each sequence that have loss.
-        equal: 1 for pairs of two equal sequences.
     """
 
-    all: Array
-    chosen: Array
-    rejected: Array
-    chosen_loss: Array
-    rejected_loss: Array
-    equal: Array
+    all: Array  # those of each row
+    chosen: Array  # those that only the chosen sequence has
+    rejected: Array  # those that only the rejected one has
+    chosen_loss: Array  # those of the chosen sequence that have loss
+    rejected_loss: Array  # those of the rejected one
+    equal: Array  # 1 for pairs of two equal sequences
 
     @classmethod
     def of(cls, tokens: Ragged) -> Self:
@@ -76,13 +70,8 @@ def _equal(tokens: Ragged, chosen: Array, rejected: Array) -> Array:
 def useless_sequences(
     length: RowNumbers, learned: RowNumbers, objective: Objective, options: Options
 ) -> dict[int, str]:
-    """The sequences of which no token would be learned: row → why.
-
-    Args:
-        length: (n,) tokens of each.
-        learned: (n,) those of its completion.
-        options: the limit, and which end of longer ones is truncated.
-    """
+    """The sequences (n,) of which no token would be learned: row → why. They have `length` tokens, of which those of
+    the completion are `learned`."""
     learned, limit = length if objective == "rm" else learned, options.max_prompt_length
     reasons = {}
     if options.truncation == "right" and objective != "rm":

@@ -12,6 +12,7 @@ from jinja2.utils import Namespace
 
 from gpuload.template.automaton.filters import (
     TESTS,
+    Known,
     as_list,
     as_text,
     capitalize,
@@ -40,7 +41,7 @@ from gpuload.template.automaton.symbols import (
 )
 from gpuload.template.automaton.values import Printable, Range, Safe, SymbolicNumber, Text, Value, text_of
 from gpuload.template.rope import Rope, join
-from gpuload.template.sandbox import TracingTemplate, holds_symbol
+from gpuload.template.sandbox import TracingTemplate, holds_symbol, wrapping
 from gpuload.template.symbol import Symbol, reject
 
 _ITERATE, _WITH_ELSE, _FILTERED, _KEYS = "gpuload_iterate", "gpuload_else", "gpuload_filtered", "gpuload_keys"
@@ -150,32 +151,24 @@ class RecordingTemplate(TracingTemplate):
         environment.globals[_FILTERED] = _filtered
         environment.globals[_KEYS] = lambda value: _Keys(value) if type(value) is dict else value
         environment.globals["namespace"] = self._namespace
-        environment.globals["range"] = self._range(environment.globals["range"])
+        environment.globals["range"] = wrapping(environment.globals["range"], self._range)
         for name in ("cycler", "joiner"):
             environment.globals.pop(name, None)
         filters, tests = environment.filters, environment.tests
-        filters["tojson"] = self._json(filters["tojson"])
-        for name in ("length", "count"):
-            filters[name] = length(filters[name])
-        filters["string"] = as_text(filters["string"])
-        filters["items"] = items(filters["items"])
-        for name in ("first", "last"):
-            filters[name] = self._end(filters[name], 0 if name == "first" else -1, environment)
-        filters["list"] = as_list(filters["list"])
-        filters["join"] = self._joined(filters["join"])
-        filters["int"] = integer(filters["int"])
-        for name in ("trim", "lower", "upper", "replace"):
-            filters[name] = on_text(filters[name])
-        filters["reverse"] = reverse(filters["reverse"])
-        for name in ("map", "select", "reject"):
-            filters[name] = self._each(filters[name])
-        filters["capitalize"] = capitalize(filters["capitalize"])
-        filters["safe"] = self._safe(filters["safe"])
-        filters["dictsort"] = dictsort(filters["dictsort"])
+        own: dict[str, Callable[..., Any]] = {
+            **{"tojson": self._json, "join": self._joined, "safe": self._safe, "string": as_text, "items": items},
+            **{"length": length, "count": length, "list": as_list, "int": integer, "reverse": reverse},
+            **{"capitalize": capitalize, "dictsort": dictsort},
+            **{name: functools.partial(self._end, at, environment) for name, at in (("first", 0), ("last", -1))},
+            **dict.fromkeys(("trim", "lower", "upper", "replace"), on_text),
+            **dict.fromkeys(("map", "select", "reject", "selectattr", "rejectattr"), self._each),
+        }
+        for name, function in own.items():
+            filters[name] = wrapping(filters[name], function)
         for name in ("selectattr", "rejectattr"):
-            filters[name] = selected(self._each(filters[name]), negated=name == "rejectattr")
+            filters[name] = wrapping(filters[name], functools.partial(selected, name == "rejectattr"))
         for name in TESTS & set(tests):
-            tests[name] = typed(tests[name], name)
+            tests[name] = wrapping(tests[name], functools.partial(typed, name))
 
     def _rewrite(self, tree: Any) -> None:
         for comparison in tree.find_all(jinja2.nodes.Compare):
@@ -233,25 +226,18 @@ class RecordingTemplate(TracingTemplate):
         self.recorder.namespaces.append((self.recorder.at_node, namespace))
         return namespace
 
-    def _range(self, known: Callable[..., Any]) -> Callable[..., Any]:
-        def numbers(*args: Any) -> Any:
-            if not any(isinstance(each, SymbolicNumber) for each in args):
-                return known(*args)
-            affine = [each.affine if isinstance(each, SymbolicNumber) else Affine(each) for each in args]
-            start, stop = (Affine(0), affine[0]) if len(args) == 1 else affine[:2]
-            step = args[2] if len(args) > 2 else 1
-            return Range(self.recorder, start, stop, step if type(step) is int else 0)
+    def _range(self, known: Known, *args: Any) -> Any:
+        if not any(isinstance(each, SymbolicNumber) for each in args):
+            return known(*args)
+        affine = [each.affine if isinstance(each, SymbolicNumber) else Affine(each) for each in args]
+        start, stop = (Affine(0), affine[0]) if len(args) == 1 else affine[:2]
+        step = args[2] if len(args) > 2 else 1
+        return Range(self.recorder, start, stop, step if type(step) is int else 0)
 
-        return numbers
-
-    def _safe(self, known: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(known)
-        def safe(value: Any) -> Any:
-            if isinstance(value, Printable):
-                value = value.text()
-            return Safe(self.recorder, value) if isinstance(value, Rope) else known(value)
-
-        return safe
+    def _safe(self, known: Known, value: Any) -> Any:
+        if isinstance(value, Printable):
+            value = value.text()
+        return Safe(self.recorder, value) if isinstance(value, Rope) else known(value)
 
     def _iterate_with_else(self, over: Any) -> Any:
         """As `_iterate`. Whether there is a pass is asked before, because no head would know it after the loop."""
@@ -268,61 +254,45 @@ class RecordingTemplate(TracingTemplate):
                 reject(f"loops over the characters of a text of more than {LONGEST_TEXT:,}")
         return _Passes(self.recorder, over) if isinstance(over, (SymbolicList, Range)) else over
 
-    def _json(self, known: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(known)
-        def tojson(value: Any, *args: Any, **kwargs: Any) -> Any:
-            if not holds_symbol(value):
-                return known(value, *args, **kwargs)
-            given = (*((None, each) for each in args), *sorted(kwargs.items()))
-            try:
-                hash(given)
-            except TypeError:
-                reject("calls tojson with arguments that cannot be recorded")
-            return text_of(self.recorder, TextSource("json", placed(self.recorder, value), given))
+    def _json(self, known: Known, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if not holds_symbol(value):
+            return known(value, *args, **kwargs)
+        given = (*((None, each) for each in args), *sorted(kwargs.items()))
+        try:
+            hash(given)
+        except TypeError:
+            reject("calls tojson with arguments that cannot be recorded")
+        return text_of(self.recorder, TextSource("json", placed(self.recorder, value), given))
 
-        return tojson
+    def _joined(self, known: Known, context: Any, value: Any, d: Any = "", attribute: Any = None) -> Any:
+        value = listed(value)
+        if not isinstance(value, (SymbolicList, SymbolicMapping)):
+            return known(context, value, d, attribute)
+        if type(d) is not str or attribute is not None:
+            reject("joins a list of a conversation with an attribute, or by a text that differs from row to row")
+        return text_of(self.recorder, TextSource("join", placed(self.recorder, value), (d,)))
 
-    def _joined(self, known: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(known)
-        def joined(context: Any, value: Any, d: Any = "", attribute: Any = None) -> Any:
-            value = listed(value)
-            if not isinstance(value, (SymbolicList, SymbolicMapping)):
-                return known(context, value, d, attribute)
-            if type(d) is not str or attribute is not None:
-                reject("joins a list of a conversation with an attribute, or by a text that differs from row to row")
-            return text_of(self.recorder, TextSource("join", placed(self.recorder, value), (d,)))
-
-        return joined
-
-    def _each(self, known: Callable[..., Any]) -> Callable[..., Any]:
+    def _each(self, known: Known, context: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         """A filter that handles each element by itself. Of a list of a conversation it makes a list in a namespace."""
+        value = listed(value)
+        if not isinstance(value, SymbolicList):
+            return known(context, value, *args, **kwargs)
+        namespaces = self.recorder.namespaces
+        made, outside = self._namespace(kept=[]), len(namespaces) - 1
+        for element in self.recorder.passes(self.recorder.enter(), value):
+            made["kept"] = made.kept + list(known(context, [element], *args, **kwargs))
+        del namespaces[outside:]
+        return made.kept
 
-        @functools.wraps(known)
-        def each(context: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-            value = listed(value)
-            if not isinstance(value, SymbolicList):
-                return known(context, value, *args, **kwargs)
-            namespaces = self.recorder.namespaces
-            made, outside = self._namespace(kept=[]), len(namespaces) - 1
-            for element in self.recorder.passes(self.recorder.enter(), value):
-                made["kept"] = made.kept + list(known(context, [element], *args, **kwargs))
-            del namespaces[outside:]
-            return made.kept
-
-        return each
-
-    def _end(self, known: Callable[..., Any], index: int, environment: Any) -> Callable[..., Any]:
-        @functools.wraps(known)
-        def end(*args: Any) -> Any:
-            value = args[-1]
-            if isinstance(value, Rope):
-                value = characters_of(self.recorder, value)
-            if isinstance(value, SymbolicList):
-                there, found = value.find(index)
-                return found if there else environment.undefined("No first item, sequence was empty.")
-            return known(*args)
-
-        return end
+    def _end(self, index: int, environment: Any, known: Known, *args: Any) -> Any:
+        """The filter `first`, or `last`."""
+        value = args[-1]
+        if isinstance(value, Rope):
+            value = characters_of(self.recorder, value)
+        if isinstance(value, SymbolicList):
+            there, found = value.find(index)
+            return found if there else environment.undefined("No first item, sequence was empty.")
+        return known(*args)
 
 
 class _Passes:

@@ -1,17 +1,18 @@
 """Filters and tests of Jinja for the lists, mappings, texts and numbers of a conversation.
 
-Each function takes the filter or test as it is, for known values.
+Each function takes the filter or test as it is, for known values, and then its arguments (`sandbox.wrapping`).
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from gpuload.template.automaton.nodes import DICTSORT, Wanted
 from gpuload.template.automaton.symbols import SplitParts, SymbolicList, SymbolicMapping, characters_of
 from gpuload.template.automaton.values import Printable, Scalar, SymbolicNumber, Text
+
+Known = Callable[..., Any]
 
 _TYPES = {
     SymbolicMapping: {"mapping", "iterable", "sequence", "defined"},
@@ -21,137 +22,90 @@ _TYPES = {
 TESTS = frozenset(
     "string iterable sequence mapping number integer float boolean callable none defined undefined true false".split()
 )
-
-
 _PRINTED = (SymbolicMapping, SymbolicList, SymbolicNumber, Scalar)
 _EQUAL = frozenset(("eq", "equalto", "=="))
 
 
-def selected(known: Callable[..., Any], negated: bool) -> Callable[..., Any]:
-    @functools.wraps(known)
-    def selected(context: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        key, *test = args or (None,)
-        plain = type(key) is str and "." not in key and not kwargs
-        value = listed(value)
-        if isinstance(value, Text) and plain and not hasattr(str, key):
-            value = characters_of(value.recorder, value)
-        if not isinstance(value, SymbolicList):
-            return known(context, value, *args, **kwargs)
-        if plain and not test:
-            return value.selected(Wanted(key, "true", None, negated))
-        if plain and test in (["defined"], ["undefined"]):
-            return value.selected(Wanted(key, test[0], None, negated))
-        if plain and len(test) == 2 and test[0] in _EQUAL and type(test[1]) in (str, int, bool):
-            return value.selected(Wanted(key, "equal", test[1], negated))
-        if plain and len(test) == 2 and test[0] == "in" and all(type(each) is str for each in test[1]):
-            return value.selected(Wanted(key, "in", tuple(test[1]), negated))
+def selected(negated: bool, known: Known, context: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    """`selectattr`, or `rejectattr`."""
+    key, *test = args or (None,)
+    plain = type(key) is str and "." not in key and not kwargs
+    value = listed(value)
+    if isinstance(value, Text) and plain and not hasattr(str, key):
+        value = characters_of(value.recorder, value)
+    if not isinstance(value, SymbolicList):
         return known(context, value, *args, **kwargs)
-
-    return selected
-
-
-def length(known: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(known)
-    def length(*args: Any) -> Any:
-        value = listed(args[-1])
-        if isinstance(value, SymbolicList):
-            return SymbolicNumber(value.recorder, value.length)
-        if isinstance(value, Text):
-            return value.characters()
-        return value.length if isinstance(value, SymbolicMapping) else known(*args)
-
-    return length
+    if plain and not test:
+        return value.selected(Wanted(key, "true", None, negated))
+    if plain and test in (["defined"], ["undefined"]):
+        return value.selected(Wanted(key, test[0], None, negated))
+    if plain and len(test) == 2 and test[0] in _EQUAL and type(test[1]) in (str, int, bool):
+        return value.selected(Wanted(key, "equal", test[1], negated))
+    if plain and len(test) == 2 and test[0] == "in" and all(type(each) is str for each in test[1]):
+        return value.selected(Wanted(key, "in", tuple(test[1]), negated))
+    return known(context, value, *args, **kwargs)
 
 
-def as_text(known: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(known)
-    def string(*args: Any) -> Any:
-        value = args[-1]
-        return value.text() if isinstance(value, Printable) else known(*args)
+def length(known: Known, *args: Any) -> Any:
+    value = listed(args[-1])
+    if isinstance(value, SymbolicList):
+        return SymbolicNumber(value.recorder, value.length)
+    if isinstance(value, Text):
+        return value.characters()
+    return value.length if isinstance(value, SymbolicMapping) else known(*args)
 
-    return string
+
+def as_text(known: Known, *args: Any) -> Any:
+    return args[-1].text() if isinstance(args[-1], Printable) else known(*args)
 
 
-def integer(known: Callable[..., Any]) -> Callable[..., Any]:
+def integer(known: Known, value: Any, *args: Any, **kwargs: Any) -> Any:
     """Of symbolic texts, only a printed number."""
-
-    @functools.wraps(known)
-    def number(value: Any, *args: Any, **kwargs: Any) -> Any:
-        pieces: Any = value._pieces if isinstance(value, Text) else ()
-        if len(pieces) == 1 and not isinstance(pieces[0], str) and not pieces[0].operations:
-            source = pieces[0].message
-            if source.kind == "number" and not args and not kwargs:
-                return SymbolicNumber(value.recorder, source.value)
-        return value if isinstance(value, SymbolicNumber) else known(value, *args, **kwargs)
-
-    return number
+    pieces: Any = value._pieces if isinstance(value, Text) else ()
+    if len(pieces) == 1 and not isinstance(pieces[0], str) and not pieces[0].operations:
+        source = pieces[0].message
+        if source.kind == "number" and not args and not kwargs:
+            return SymbolicNumber(value.recorder, source.value)
+    return value if isinstance(value, SymbolicNumber) else known(value, *args, **kwargs)
 
 
-def on_text(known: Callable[..., Any]) -> Callable[..., Any]:
+def on_text(known: Known, *args: Any, **kwargs: Any) -> Any:
     """A filter that handles other values as they are printed."""
-
-    @functools.wraps(known)
-    def on_text(*args: Any, **kwargs: Any) -> Any:
-        # `Safe` would escape what it is joined with.
-        return known(*(each.text() if isinstance(each, _PRINTED) else each for each in args), **kwargs)
-
-    return on_text
+    # `Safe` would escape what it is joined with.
+    return known(*(each.text() if isinstance(each, _PRINTED) else each for each in args), **kwargs)
 
 
-def reverse(known: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(known)
-    def reverse(value: Any) -> Any:
-        value = listed(value)
-        return value[::-1] if isinstance(value, (SymbolicList, Text)) else known(value)
-
-    return reverse
+def reverse(known: Known, value: Any) -> Any:
+    value = listed(value)
+    return value[::-1] if isinstance(value, (SymbolicList, Text)) else known(value)
 
 
-def capitalize(known: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(known)
-    def capitalize(value: Any) -> Any:
-        return value.capitalize() if isinstance(value, Text) else known(value)
-
-    return capitalize
+def capitalize(known: Known, value: Any) -> Any:
+    return value.capitalize() if isinstance(value, Text) else known(value)
 
 
-def dictsort(known: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(known)
-    def dictsort(value: Any, *args: Any, **kwargs: Any) -> Any:
-        plain = isinstance(value, SymbolicMapping) and not args and not kwargs
-        return value.items(DICTSORT) if plain else known(value, *args, **kwargs)
-
-    return dictsort
+def dictsort(known: Known, value: Any, *args: Any, **kwargs: Any) -> Any:
+    plain = isinstance(value, SymbolicMapping) and not args and not kwargs
+    return value.items(DICTSORT) if plain else known(value, *args, **kwargs)
 
 
-def items(known: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(known)
-    def items(*args: Any) -> Any:
-        return args[-1].items() if isinstance(args[-1], SymbolicMapping) else known(*args)
-
-    return items
+def items(known: Known, *args: Any) -> Any:
+    return args[-1].items() if isinstance(args[-1], SymbolicMapping) else known(*args)
 
 
-def as_list(known: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(known)
-    def wrapped(*args: Any) -> Any:
-        value = listed(args[-1])
-        return value if isinstance(value, SymbolicList) else known(*args)
-
-    return wrapped
+def as_list(known: Known, *args: Any) -> Any:
+    value = listed(args[-1])
+    return value if isinstance(value, SymbolicList) else known(*args)
 
 
-def typed(known: Callable[..., Any], name: str) -> Callable[..., Any]:
-    @functools.wraps(known)
-    def test(*args: Any, **kwargs: Any) -> Any:
-        value = args[0] if args else None
-        if isinstance(value, Scalar):
-            if name in ("integer", "float"):
-                return value.kind == ("int" if name == "integer" else "float")
-            return name in ("number", "defined")
-        return name in _TYPES[type(value)] if type(value) in _TYPES else known(*args, **kwargs)
-
-    return test
+def typed(name: str, known: Known, *args: Any, **kwargs: Any) -> Any:
+    """The test of a type, by its name."""
+    value = args[0] if args else None
+    if isinstance(value, Scalar):
+        if name in ("integer", "float"):
+            return value.kind == ("int" if name == "integer" else "float")
+        return name in ("number", "defined")
+    return name in _TYPES[type(value)] if type(value) in _TYPES else known(*args, **kwargs)
 
 
 def listed(value: Any) -> Any:

@@ -55,10 +55,9 @@ Leaf = tuple[str, str]
 
 
 class Functions:
-    """The functions of an automaton.
+    """The functions of an automaton, which may grow: then `changed` must be called.
 
     Args:
-        automaton: may grow; `changed` must be called then.
         tojson: the filter of transformers.
         blocks: whether it is wanted which texts are in a `{% generation %}` block.
         contents: whether it is wanted where contents of messages are printed: they are printed as `Content`, and what
@@ -73,7 +72,7 @@ class Functions:
         self._constants: list[Any] = []
         self._inside: dict[int, int] = {}  # node → the function that it is in
         self._globals: dict[str, Any] = {
-            "kind_of": kind_of, "MISSING": MISSING, "items": _items, "dictsort": do_dictsort,
+            "kind_of": kind_of, "MISSING": MISSING, "items": lambda value: list(value.items()), "dictsort": do_dictsort,
             "tojson": _fast(tojson), "C": self._constants, "Content": Content,
             "Unknown": Unknown,
         }  # fmt: skip
@@ -365,10 +364,6 @@ def _operated(text: str, operation: Operation) -> str:
         which = "rsplit" if name.endswith("_last") else "split"
         return f"{text}.{which}({arguments}, 1)[{0 if name.startswith('before') else -1}]"
     return f"{text}[{':'.join(operation.arguments)}]" if name == "slice" else f"{text}.{name}({arguments})"
-
-
-def _items(value: dict[Any, Any]) -> list[tuple[Any, Any]]:
-    return list(value.items())
 
 
 def _fast(tojson: Callable[..., Any]) -> Callable[..., Any]:

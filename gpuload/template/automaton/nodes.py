@@ -163,18 +163,12 @@ class Built:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What `selectattr` and `rejectattr` ask of each element.
+    """What `selectattr` and `rejectattr` ask of each element."""
 
-    Attributes:
-        key: of the element.
-        test: "equal" to `value`, "in" `value`, "defined", "undefined", or "true" as Python understands it.
-        negated: whether those are wanted of which it is not so.
-    """
-
-    key: str
-    test: str
+    key: str  # of the element
+    test: str  # "equal" to `value`, "in" `value`, "defined", "undefined", or "true" as Python understands it
     value: Any = None
-    negated: bool = False
+    negated: bool = False  # whether those are wanted of which it is not so
 
     def holds(self, element: Any) -> bool:
         found = element.get(self.key, MISSING) if type(element) is dict else MISSING

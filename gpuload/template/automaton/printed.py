@@ -12,14 +12,10 @@ _PLAIN = frozenset(("role", "content"))
 
 
 class Content(str):
-    """The content of a message.
-
-    Attributes:
-        message: its number.
-    """
+    """The content of a message."""
 
     __slots__ = ("message",)
-    message: int
+    message: int  # its number
 
     def __new__(cls, text: str, message: int) -> Content:
         made = super().__new__(cls, text)
@@ -54,11 +50,9 @@ def parts_of(messages: Sequence[Mapping[str, Any]], out: Sequence[str]) -> tuple
 
 
 def blocks_of(out: Sequence[str], blocks: Sequence[int]) -> list[tuple[int, int]]:
-    """Start and end of each `{% generation %}` block, in characters.
+    """Start and end of each `{% generation %}` block in what was printed, in characters.
 
-    Args:
-        out: what was printed.
-        blocks: the numbers of the texts in blocks, ascending: k for the first one of a block, ~k for the others.
+    `blocks` has the numbers of the texts in blocks, ascending: k for the first one of a block, ~k for the others.
     """
     places = list(itertools.accumulate(map(len, out), initial=0))
     found: list[tuple[int, int]] = []

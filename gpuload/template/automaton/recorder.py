@@ -37,12 +37,7 @@ from gpuload.template.automaton.nodes import (
     Wanted,
     kind_of,
 )
-from gpuload.template.automaton.symbols import (
-    SymbolicList,
-    SymbolicMapping,
-    built_of,
-    segments_of,
-)
+from gpuload.template.automaton.symbols import SymbolicList, SymbolicMapping, built_of, segments_of
 from gpuload.template.automaton.values import Range, Scalar, SymbolicNumber, source_of, text_of
 from gpuload.template.program import Operation, Predicate, Ref, Segment, apply_operations, holds
 from gpuload.template.rope import Rope
@@ -50,12 +45,10 @@ from gpuload.template.symbol import reject
 
 
 class Recorder:
-    """The oracle of one trace.
+    """The oracle of one trace, by which an automaton grows.
 
-    Args:
-        automaton: grows.
-        row: the variables that differ from row to row, as the template sees them.
-        tojson: the filter of transformers.
+    The variables of `row` differ from row to row, and are as the template sees them; `tojson` is the filter of
+    transformers.
     """
 
     def __init__(self, automaton: Automaton, row: Mapping[str, Any], tojson: Callable[..., Any]) -> None:
@@ -149,7 +142,7 @@ class Recorder:
             case "mapping":
                 return True, SymbolicMapping(self, place)
             case "list":
-                return True, SymbolicList(self, place, Affine.of(("length", place)))
+                return True, SymbolicList(self, place)
         reject("reads a value that is not plain data")
 
     # -- values of the row -----------------------------------------------------------------------------------------
@@ -224,8 +217,7 @@ class Recorder:
     def _cut(self, loop: Any, inside: int) -> None:
         """Puts what is remembered into registers, and goes to the head of a pass.
 
-        Args:
-            inside: how many namespaces there were when the loop began; those that a pass has made are forgotten.
+        When the loop began, there were `inside` namespaces; those that a pass has made are forgotten.
         """
         del self.namespaces[inside:]
         saved: list[tuple[Any, Any]] = []
@@ -268,8 +260,7 @@ class Recorder:
         if in_row and isinstance(value, SymbolicMapping):
             return SymbolicMapping(self, self._moved(register, value.place, saved)), ("mapping", _form(value.place))
         if in_row and isinstance(value, SymbolicList) and value.whole and not value.pairs:
-            place = self._moved(register, value.place, saved)
-            return SymbolicList(self, place, Affine.of(("length", place))), ("list", _form(value.place))
+            return SymbolicList(self, self._moved(register, value.place, saved)), ("list", _form(value.place))
         if type(value) is list and not value:
             return value, "no list"
         if not isinstance(value, (list, dict, SymbolicMapping, SymbolicList, Scalar)):
@@ -279,7 +270,7 @@ class Recorder:
             return Scalar(self, (register,), value.kind), ("number", value.kind)
         if isinstance(value, (dict, SymbolicMapping)):
             return SymbolicMapping(self, (register,)), "built mapping"
-        return SymbolicList(self, (register,), Affine.of(("length", (register,)))), "built list"
+        return SymbolicList(self, (register,)), "built list"
 
     def _moved(self, register: Any, place: Place, saved: list[tuple[Any, Any]]) -> Place:
         """The same place with registers of their own for its indexes."""

@@ -21,8 +21,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import jinja2
-
 from gpuload.reference.deadline import EndlessError
 from gpuload.reference.template_call import TemplateCall, describe_error, rejection
 from gpuload.reference.template_source import vendor_environment
@@ -36,9 +34,8 @@ from gpuload.template.known import TOOL, KnownTemplates, identity
 from gpuload.template.marks import UnknownAnswersError
 from gpuload.template.probe import ADVERSARIAL
 from gpuload.template.program import ByReference, Rejected, RenderedRow
-from gpuload.template.sandbox import Meter
 from gpuload.template.symbol import NotCompilableError
-from gpuload.template.trace import MOST_SECONDS, MOST_STEPS
+from gpuload.template.trace import MOST_SECONDS, MOST_STEPS, instrumented, raised
 
 FREE_TRACES, ROWS_PER_TRACE = 256, 16
 """So many rows are traced whatever they bring, and then one in so many rows. A trace costs as much as rendering some
@@ -87,25 +84,14 @@ class RowRenderer:
     """
 
     def __init__(self, call: TemplateCall, answers: Answers | None = None, own_tools: bool = False) -> None:
-        environment = vendor_environment()
-        if reason := call.not_compilable_reason():
-            raise NotCompilableError(reason)
-        if environment is None:
-            raise NotCompilableError("this version of transformers creates its Jinja environment in an unsupported way")
+        self._template, self._meter, self._context = instrumented(call, RecordingTemplate)
         if call.sanitizes:
             raise NotCompilableError("control tokens are marked row by row in such messages")
         if own_tools and replace(call, tools=[TOOL]).text() != replace(call, tools=None).text():
             raise NotCompilableError("the tokenizer has another template for tools")
         self._call, self._answers, self._own_tools = call, answers, own_tools
-        self._meter = Meter()
-        self._meter.reset(MOST_STEPS, MOST_SECONDS)
-        try:
-            self._template = RecordingTemplate(call.text(), self._meter, call.strftime_now)
-            self._context = call.context()
-        except NotCompilableError:
-            raise
-        except Exception as error:
-            raise NotCompilableError(describe_error(error)) from error
+        environment = vendor_environment()
+        assert environment is not None  # there is a template
         self._tojson = environment.filters["tojson"]
         self._automaton = Automaton()
         self._blocks = answers is not None and has_blocks(call.text())
@@ -148,11 +134,7 @@ class RowRenderer:
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None
     ) -> RenderedRow | Rejected | ByReference:
-        """Renders one conversation.
-
-        Args:
-            messages: plain data, as `json.loads` returns it.
-            tools: likewise, with `own_tools`.
+        """Renders one conversation: plain data, as `json.loads` returns it, with its tools if it has `own_tools`.
 
         Returns:
             Its text; or why the template rejects it, or transformers must render it.
@@ -287,12 +269,9 @@ class RowRenderer:
 
     def _raised(self, error: Exception, messages: Sequence[Any], row: Row) -> tuple[str, str]:
         """How the path of an exception ends. The reason for a rejection is that of transformers."""
-        try:
-            message = describe_error(error)
-        except NotCompilableError:  # str(error) met a symbol
-            return "reference", "the template raises an error whose message contains a message's text"
-        if not isinstance(error, jinja2.TemplateError):
-            return "reference", message
+        leaf = raised(error)
+        if isinstance(leaf, ByReference):
+            return "reference", leaf.reason
         try:
             self._of_row(row).render(messages)
         except Exception as truth:

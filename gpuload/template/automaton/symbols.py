@@ -63,15 +63,14 @@ class SymbolicMapping(Printable):
         return value if there else default
 
     def keys(self) -> SymbolicList:
-        return SymbolicList(self.recorder, (*self.place, ITEMS), Affine.of(("length", self.place)), part=0)
+        return SymbolicList(self.recorder, (*self.place, ITEMS), self.length.affine, part=0)
 
     def values(self) -> SymbolicList:
-        return SymbolicList(self.recorder, (*self.place, ITEMS), Affine.of(("length", self.place)), part=1)
+        return SymbolicList(self.recorder, (*self.place, ITEMS), self.length.affine, part=1)
 
     def items(self, how: Any = ITEMS) -> SymbolicList:
         """Its keys and values, as they are or in the order of `dictsort`."""
-        place = (*self.place, how)
-        return SymbolicList(self.recorder, place, Affine.of(("length", self.place)), pairs=True)
+        return SymbolicList(self.recorder, (*self.place, how), self.length.affine, pairs=True)
 
     def __eq__(self, other: object) -> bool:
         if other is None or isinstance(other, (str, bool, int)):
@@ -84,33 +83,26 @@ class SymbolicMapping(Printable):
 
 
 class SymbolicList(Printable):
-    """A list, or a part of one: the elements at start, start + step, … of the list at a place.
+    """A list, or a part of one: the elements at start, start + step, … of the list at a place: all, or `length` of
+    them.
 
-    Args:
-        place: of the list.
-        length: how many elements this part has.
-        start, step: where it begins in the list, and how far it is to the next element.
-        pairs: whether elements are the keys and values of a mapping.
-        part: 0 if they are only its keys, 1 if only its values.
+    With `pairs`, elements are the keys and values of a mapping; with a `part` of them, its keys (0) or its values (1).
     """
 
     __slots__ = ("length", "pairs", "part", "place", "start", "step")
 
     def __init__(
-        self, recorder: Recording, place: Place, length: Affine, start: Affine = ZERO, step: int = 1,
+        self, recorder: Recording, place: Place, length: Affine | None = None, start: Affine = ZERO, step: int = 1,
         pairs: bool = False, part: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(recorder)
-        self.place, self.length, self.start, self.step, self.pairs, self.part = place, length, start, step, pairs, part
+        self.place, self.start, self.step, self.pairs, self.part = place, start, step, pairs, part
+        self.length = Affine.of(("length", place)) if length is None else length
 
     @property
     def whole(self) -> bool:
-        return (
-            self.part is None
-            and self.step == 1
-            and self.start == Affine(0)
-            and self.length == Affine.of(("length", self.place))
-        )
+        of_all = ZERO, 1, Affine.of(("length", self.place))
+        return self.part is None and (self.start, self.step, self.length) == of_all
 
     def text(self) -> Text:
         return text_of(self.recorder, TextSource("str", placed(self.recorder, self)))
@@ -122,8 +114,8 @@ class SymbolicList(Printable):
         """The elements that have what is wanted."""
         if self.pairs or self.part is not None:
             reject("selects from the items of a mapping")
-        place = self.recorder.select(ListPart(self.place, self.length, self.start, self.step), wanted)
-        return SymbolicList(self.recorder, place, Affine.of(("length", place)))
+        part = ListPart(self.place, self.length, self.start, self.step)
+        return SymbolicList(self.recorder, self.recorder.select(part, wanted))
 
     def element(self, index: Affine) -> Any:
         """The element with a number that is known to be below the length."""
@@ -275,8 +267,7 @@ def lines_of(text: Text, keepends: object = False) -> SymbolicList:
 
 def characters_of(recorder: Recording, text: Rope) -> SymbolicList:
     """The characters of a text."""
-    place = placed(recorder, text)
-    return SymbolicList(recorder, place, Affine.of(("length", place)))
+    return SymbolicList(recorder, placed(recorder, text))
 
 
 def _place_of(text: Rope) -> Place | None:
@@ -288,5 +279,4 @@ def _place_of(text: Rope) -> Place | None:
 
 def list_of(recorder: Recording, built: Built) -> SymbolicList:
     """A list that the template has built."""
-    place = recorder.build(built)
-    return SymbolicList(recorder, place, Affine.of(("length", place)))
+    return SymbolicList(recorder, recorder.build(built))

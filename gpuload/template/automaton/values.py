@@ -36,11 +36,7 @@ class Recording(Protocol):
 
 
 class Value(Symbol):
-    """A symbolic value that is not a text.
-
-    Attributes:
-        recorder: writes down what is asked.
-    """
+    """A symbolic value that is not a text. A recorder writes down what is asked of it."""
 
     __slots__ = ("recorder",)
 
