@@ -254,6 +254,27 @@ def test_chunks_are_halved_where_memory_runs_out(monkeypatch: pytest.MonkeyPatch
     skipped[:], limits[:] = [80], []
     assert [len(part) for part in chunks(KERNELS, file, "prompt", prompts.type, 16 << 20, 8 << 20)] == [20]
     assert limits == [8 << 20], "nothing is behind the first chunk"
+    skipped[:], limits[:], alive, held = [0], [], list[bool](), list[weakref.ref[Any]]()
+    read_chunk, made = Reader.read_chunk, Reader.__init__
+
+    def begin(self: Any, *arguments: Any, **more: Any) -> None:
+        alive.extend(one() is not None for one in held)
+        made(self, *arguments, **more)
+
+    def full(self: Any) -> bool:
+        if self.at == 20 and self.limit > 16 << 20:
+            raise MemoryError
+        return self.at < 100
+
+    def held_chunk(self: Any) -> Any:
+        part = read_chunk(self)()  # an object: classes are in cycles
+        held.append(weakref.ref(part))
+        return part
+
+    for name, work in (("__init__", begin), ("has_next", full), ("read_chunk", held_chunk)):
+        monkeypatch.setattr(Reader, name, work)
+    sizes = [len(part) for part in chunks(KERNELS, file, "prompt", prompts.type, 32 << 20)]
+    assert (sum(sizes), limits, alive) == (100, [32 << 20, 16 << 20], [False]), "what is read again is freed before"
     monkeypatch.setattr(Reader, "has_next", lambda self: (_ for _ in ()).throw(MemoryError))
     with pytest.raises(DeviceError, match="gpu_memory_limit"):
         list(chunks(KERNELS, str(tmp_path / "x.parquet"), "prompt", prompts.type, 64 << 20))

@@ -19,6 +19,7 @@ import pytest
 import torch
 from simulator import engine_on, load_chats_with, load_pairs_with, load_with
 from simulator.host_kernels import COMPILER, HostKernels
+from simulator.stream_checks import StreamKernels
 from test_cuda_process import Memory
 
 import gpuload
@@ -392,10 +393,12 @@ def test_small_parts_are_joined_for_a_device() -> None:
     assert sum(len(part.prompts) for part in found) == 100_000
 
 
+@pytest.mark.parametrize("make", [HostKernels, StreamKernels])
 @pytest.mark.parametrize("tokens_on", ["device", "host"])
-def test_a_loader_may_be_left_early(gsm8k: str, qwen: Any, tokens_on: Any) -> None:
+def test_a_loader_may_be_left_early(gsm8k: str, qwen: Any, tokens_on: Any, make: type[Any]) -> None:
     """With a batch pending. Its ids live on, and the dataset and other loaders work as before."""
-    found = load_with(engine_on(HostKernels()), gsm8k, qwen, tokens_on=tokens_on, **OPTIONS)
+    kernels = make()
+    found = load_with(engine_on(kernels), gsm8k, qwen, tokens_on=tokens_on, **OPTIONS)
     expected = [batch["input_ids"].tolist() for batch in found.loader(8, shuffle=False)]
     for _ in range(3):
         for batch in found.loader(8, shuffle=False):
@@ -407,6 +410,7 @@ def test_a_loader_may_be_left_early(gsm8k: str, qwen: Any, tokens_on: Any) -> No
     gc.collect()
     assert first.tolist() == expected[0]
     assert next(left)["input_ids"].tolist() == expected[1]
+    assert not getattr(kernels, "races", [])
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,11 @@ class Parameter:
 
 @cache
 def source() -> str:
-    """Return all kernels as one CUDA C++ source. `#line` makes compilers report the files' own line numbers."""
+    """Return all kernels as one CUDA C++ source. `#line` makes compilers report the files' own line numbers.
+
+    Parameters are not `__restrict__`: with it, `copy_pieces` needs 40 registers instead of 32 for compute capability
+    9.0, and `merge_long` 56 instead of 48 for 12.0. Whether it gains more than that, only a GPU can tell.
+    """
     directory = resources.files("gpuload.engines.kernels")
     return "".join(f'#line 1 "{name}"\n{(directory / name).read_text()}' for name in FILES)
 
