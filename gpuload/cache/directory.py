@@ -2,12 +2,12 @@
 
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from gpuload.cache.block_file import about
 from gpuload.cache.faults import too_little_space
 from gpuload.core.files import cache_root, partial_bytes, remove_orphans
+from gpuload.core.records import dataclass
 from gpuload.media import IMAGES
 
 IDS, COLUMNS = ".arrow", ".columns"  # how the names of entries, and of files of columns, end

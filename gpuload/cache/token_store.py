@@ -5,7 +5,6 @@ and its number.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 
 from gpuload.cache.entry import Entry
 from gpuload.core.arrays import Ragged, RowNumbers, chunks_of, from_chunks, offsets_of, ranges
+from gpuload.core.records import dataclass
 
 _CHUNK = 1 << 22  # ids that are copied at a time
 

@@ -9,13 +9,13 @@ import itertools
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from gpuload.core.options import Truncation
+from gpuload.core.records import dataclass
 
 Array = Any  # numpy.ndarray or cupy.ndarray: CuPy has no type stubs, and most machines do not have it
 RowNumbers = np.ndarray[Any, np.dtype[np.int64]]

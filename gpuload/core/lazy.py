@@ -3,10 +3,10 @@
 import importlib
 from collections import UserDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from gpuload.core.memory import garbage_collection_paused
+from gpuload.core.records import dataclass
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:

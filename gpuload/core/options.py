@@ -10,12 +10,13 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import inf
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from gpuload.core.errors import OptionError
+from gpuload.core.records import dataclass
 
 Truncation = Literal["error", "left", "right", "middle"]
 Verify = Literal["sample", "full", "off"]

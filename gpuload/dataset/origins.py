@@ -1,10 +1,9 @@
 """Where the rows of a dataset come from."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from gpuload.core.arrays import RowNumbers
+from gpuload.core.records import dataclass
 
 
 @dataclass(frozen=True)

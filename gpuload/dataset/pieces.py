@@ -1,7 +1,6 @@
 """Rows that are made of pieces of the rows of a store, of which nothing is copied before it is used."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -9,6 +8,7 @@ import numpy as np
 
 from gpuload.core.arrays import Ragged, RowNumbers, chunks_of, from_chunks, offsets_of, ranges
 from gpuload.core.marks import IDS, LOSS
+from gpuload.core.records import dataclass
 from gpuload.engines.protocol import TokenStore
 from gpuload.packing import Plan
 from gpuload.packing.plan import whole_rows

@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from operator import itemgetter
 from typing import Any
 
+from gpuload.core.records import dataclass
 from gpuload.core.words import counted
-from gpuload.dataset.notebook import lines_html
 from gpuload.engines.host.few import FEW
 
 _EXAMPLES, _MOST_REASONS = 5, 10
@@ -197,6 +197,8 @@ class Report:
         return str(self)
 
     def _repr_html_(self) -> str:
+        from gpuload.dataset.notebook import lines_html
+
         return lines_html(str(self))
 
     def reasons(self) -> str:

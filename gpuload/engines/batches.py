@@ -1,12 +1,12 @@
 """What a dataset asks of an engine: batches, padded or packed, from a store of tokens."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
 
 from gpuload.core.arrays import Ragged
+from gpuload.core.records import dataclass
 from gpuload.packing import Plan
 
 

@@ -9,7 +9,7 @@ all rows one after the other, each field a column over them, and which keys each
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 
 from gpuload.core.arrays import Array, offsets_of, ranges
 from gpuload.core.arrow import as_arrow, as_numpy, fill_null
+from gpuload.core.records import dataclass
 from gpuload.engines.protocol import TextColumn, TextOperations
 from gpuload.sources.types import as_json, is_list, is_messages, is_text
 from gpuload.template.program import TEXT, Shape

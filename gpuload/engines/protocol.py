@@ -12,7 +12,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import field
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ import torch
 
 from gpuload.core.arrays import Array, Ragged
 from gpuload.core.arrow import as_arrow
+from gpuload.core.records import dataclass
 from gpuload.engines.batches import Batches, BatchLayout
 from gpuload.sources.later import LaterTable
 from gpuload.sources.read import Source

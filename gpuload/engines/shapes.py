@@ -6,12 +6,13 @@ Python. The work per text (UTF-8 validation, hashes) is the engine's, see `proto
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 
 import numpy as np
 
 from gpuload.core.arrays import Array, on_host
+from gpuload.core.records import dataclass
 from gpuload.engines.conversations import NULL, OTHER, TEXTS, Conversations, Field
 from gpuload.template.program import EMPTY_LIST, TEXT, Shape
 

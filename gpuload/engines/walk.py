@@ -11,13 +11,13 @@ The result, a list of paths with their rows, is the same for every engine. Writi
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from gpuload.core.arrays import Array, offsets_of, on_host
+from gpuload.core.records import dataclass
 from gpuload.engines.conversations import OTHER, Conversations, row_messages
 from gpuload.engines.protocol import TextColumn, add_seconds
 from gpuload.engines.shapes import group

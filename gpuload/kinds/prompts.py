@@ -2,9 +2,9 @@
 
 import warnings
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
-from typing import Any, ClassVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -14,10 +14,10 @@ from gpuload.cache.known_tokenizer import open_known
 from gpuload.core.arrays import Array, Ragged
 from gpuload.core.errors import OptionError
 from gpuload.core.options import Options, Padding, TurnsMode
+from gpuload.core.records import dataclass
 from gpuload.core.words import counted
 from gpuload.dataset.arrow import INT32_LIST, lists, names_of, ragged, row_reader
 from gpuload.dataset.batch import RowBatch
-from gpuload.dataset.loader import PromptLoader
 from gpuload.dataset.pieces import stored
 from gpuload.dataset.rows import Loaded, Made, Numbers, Rows, Values, object_array
 from gpuload.engines.batches import BatchLayout
@@ -28,6 +28,9 @@ from gpuload.pipeline.kind import Kind
 from gpuload.pipeline.stream import choose_rows
 from gpuload.reference.reference import Reference, messages_of
 from gpuload.sources.read import Source, check_prompts
+
+if TYPE_CHECKING:
+    from gpuload.dataset.loader import PromptLoader
 
 FIELDS = (pa.field("raw_prompt_ids", INT32_LIST),)
 
@@ -216,7 +219,7 @@ class PromptDataset(Rows):
         """
         return self._batch(rows, padding)
 
-    def loader(self, batch_size: int, **settings: Any) -> PromptLoader:
+    def loader(self, batch_size: int, **settings: Any) -> "PromptLoader":
         """Return an iterable over batches, with a state that can be saved and restored.
 
         Examples:

@@ -5,7 +5,6 @@ together have had. Any number of ranks can continue from there.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import numpy as np
 from gpuload.core.arrays import RowNumbers, offsets_of, ranges
 from gpuload.core.errors import OptionError
 from gpuload.core.options import Truncation
+from gpuload.core.records import dataclass
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,8 @@
 Reading, rendering and encoding of successive batches overlap (`stream.py`).
 """
 
+from __future__ import annotations
+
 import os
 import sys
 import time
@@ -18,9 +20,9 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 from tqdm import tqdm
@@ -33,6 +35,7 @@ from gpuload.core.errors import DeviceError, GpuloadError, MismatchError, NoRows
 from gpuload.core.files import cache_root, remove_orphans
 from gpuload.core.memory import NoRoomError
 from gpuload.core.options import Options, Store, Verify
+from gpuload.core.records import dataclass
 from gpuload.dataset.fingerprint import fingerprint
 from gpuload.dataset.origins import Origins
 from gpuload.dataset.report import Report
@@ -42,11 +45,11 @@ from gpuload.engines.failures import explained, one_line
 from gpuload.engines.protocol import Engine
 from gpuload.pipeline.filter import all_dropped, filter_rows, without
 from gpuload.pipeline.keep_in_memory import InMemory, choose_keeper
-from gpuload.pipeline.keep_on_disk import OnDisk, choose_disk, fits_on_disk, row_bytes
 from gpuload.pipeline.kind import Dataset, Kind
 from gpuload.pipeline.long_rows import rendered_without, rows_without_room
 from gpuload.pipeline.ranks import Ranks, joined
 from gpuload.pipeline.remedies import add_remedies
+from gpuload.pipeline.room import choose_disk, fits_on_disk, row_bytes
 from gpuload.pipeline.stream import (
     Batch,
     Encoded,
@@ -66,6 +69,9 @@ from gpuload.sources.columns import invalid_rows
 from gpuload.sources.later import decoded
 from gpuload.sources.open import open_all
 from gpuload.sources.read import Source, check_unchanged
+
+if TYPE_CHECKING:
+    from gpuload.pipeline.keep_on_disk import OnDisk
 
 _MANY_BYTES = 1 << 26
 

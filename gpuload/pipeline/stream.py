@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ import pyarrow as pa
 
 from gpuload.core.arrays import RowNumbers
 from gpuload.core.arrow import as_arrow
+from gpuload.core.records import dataclass
 from gpuload.engines.protocol import Prompts, RenderedText, Tokenized
 from gpuload.sources.parallel import in_order
 from gpuload.sources.read import Source

@@ -19,8 +19,9 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeVar
+
+from gpuload.core.records import dataclass
 
 _Result = TypeVar("_Result")
 

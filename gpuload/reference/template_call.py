@@ -11,13 +11,14 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import datetime
 from functools import cached_property
 from typing import Any, TypeVar
 
 import jinja2
 
+from gpuload.core.records import dataclass
 from gpuload.reference.control_tokens import ControlTokens, added_control_tokens, sanitizing_is_known
 from gpuload.reference.deadline import Deadline, EndlessError
 from gpuload.reference.template_source import examined

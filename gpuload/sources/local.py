@@ -7,11 +7,14 @@ to in between, ids of the old rows would be joined with columns of the new ones.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
+from gpuload.core.errors import SourceError
+from gpuload.core.records import dataclass
 from gpuload.sources.fetch import SourceFile
-from gpuload.sources.remote import RemoteFile, changed
+
+if TYPE_CHECKING:
+    from gpuload.sources.remote import RemoteFile
 
 
 @dataclass(frozen=True)
@@ -49,16 +52,21 @@ class LocalFile:
         try:
             about = os.stat(self.path)
         except OSError as error:
-            raise changed(self.name) from error
+            raise self._changed() from error
         self._compare(about)
 
     def _compare(self, about: os.stat_result) -> None:
         if _state(about) != self.state:
-            raise changed(self.name)
+            raise self._changed()
+
+    def _changed(self) -> SourceError:
+        from gpuload.sources.remote import changed
+
+        return changed(self.name)
 
 
 @contextmanager
-def opened(file: SourceFile) -> Iterator[tuple[LocalFile | RemoteFile, BinaryIO]]:
+def opened(file: SourceFile) -> Iterator["tuple[LocalFile | RemoteFile, BinaryIO]"]:
     """Opens a file for the first time.
 
     Raises:

@@ -3,10 +3,10 @@
 import errno
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from gpuload.core.errors import GpuloadError
+from gpuload.core.records import dataclass
 from gpuload.sources.urls import without_secrets
 
 ATTEMPTS = 3

@@ -1,25 +1,29 @@
 """Local files → Arrow tables of some thousand rows, by row groups, parts or pieces of JSON."""
 
+from __future__ import annotations
+
 import hashlib
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Set
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gpuload.core.errors import MORE_MEMORY, DataError, HostMemoryError, SourceError
 from gpuload.core.options import nearest
+from gpuload.core.records import dataclass
 from gpuload.sources.arrow_files import mapped_table
 from gpuload.sources.batches import BATCH_ROWS, bounded, read_row_group
 from gpuload.sources.fetch import SourceFile
 from gpuload.sources.footer import check_names, column_digest, damage_of, decoded_size, read_footer
 from gpuload.sources.local import LocalFile, opened
 from gpuload.sources.parallel import in_order, row_group_parts
-from gpuload.sources.remote import RemoteFile
 from gpuload.sources.types import as_readable, check_prompt_type, is_messages, is_text, readable
+
+if TYPE_CHECKING:
+    from gpuload.sources.remote import RemoteFile
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
 from gpuload.core.errors import SourceError
+from gpuload.core.records import dataclass
 from gpuload.sources.places import FilePlace, tried
 from gpuload.sources.urls import reason_of
 

@@ -17,8 +17,10 @@ the GPU, and can be printed:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NamedTuple
+
+from gpuload.core.records import dataclass
 
 TEXT = "\0text"
 """Marks a field of a `Shape` whose value is free text."""

@@ -19,11 +19,12 @@ import itertools
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import jinja2
 
+from gpuload.core.records import dataclass
 from gpuload.reference.deadline import EndlessError
 from gpuload.reference.template_call import TemplateCall, describe_error, rejection
 from gpuload.template.bounds import deep_size

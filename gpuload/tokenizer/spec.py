@@ -8,9 +8,9 @@ supported; such a tokenizer encodes on the host.
 import json
 import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
+from gpuload.core.records import dataclass
 from gpuload.tokenizer.tables import model_digest
 
 Keep = Literal["all", "matches", "gaps"]

@@ -19,13 +19,13 @@ Tokenizers that can both drop text and add or normalize it are not supported.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gpuload.core.arrays import offsets_of
+from gpuload.core.records import dataclass
 from gpuload.tokenizer.spec import WHITE_SPACE, BpeSpec, Split, bpe_spec, byte_entries, byte_letters, steps_of
 from gpuload.tokenizer.tables import of_model
 

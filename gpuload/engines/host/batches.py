@@ -1,7 +1,6 @@
 """Batches in host memory: padded, or packed."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,6 +8,7 @@ import torch
 
 from gpuload.core.arrays import Ragged
 from gpuload.core.marks import loss_weights, split
+from gpuload.core.records import dataclass
 from gpuload.engines.batches import BatchLayout
 from gpuload.engines.host.packs import IGNORED, packed
 from gpuload.packing import Plan

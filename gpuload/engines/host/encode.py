@@ -23,7 +23,6 @@ import threading
 import unicodedata
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
 from typing import Any
@@ -36,6 +35,7 @@ from gpuload.core.arrays import Ragged, offsets_of
 from gpuload.core.arrow import as_arrow, as_numpy
 from gpuload.core.backends import Encode, added_tokens, batch_encoder, is_reworked, settings, why_not_plain
 from gpuload.core.memory import room_to_encode
+from gpuload.core.records import dataclass
 from gpuload.core.words import counted
 from gpuload.engines.host.acceptance import acceptance_texts
 from gpuload.engines.host.texts import Bytes, Ints
@@ -44,8 +44,7 @@ from gpuload.reference.reference import Reference
 from gpuload.reference.template_call import first_line
 from gpuload.tokenizer.cuts import cut_table
 from gpuload.tokenizer.gigatoken import needs_nfc_text, not_known_exact
-from gpuload.tokenizer.tokenizers1 import differing_code_points, not_known_equal, opened, tokenizers1_version
-from gpuload.tokenizer.unassigned import texts_with_unassigned
+from gpuload.tokenizer.tokenizers1 import tokenizers1_version
 
 _CHECK_ARGUMENTS = frozenset(("BloomTokenizerFast", "CodeGenTokenizerFast", "CohereTokenizerFast", "GPT2TokenizerFast"))
 
@@ -195,6 +194,7 @@ def _gigatoken(reference: Reference) -> HostEncoder:
     import awkward
 
     from gpuload.tokenizer.nfc import normalized_otherwise
+    from gpuload.tokenizer.unassigned import texts_with_unassigned
 
     reason = not_known_exact(reference.model_json)
     if reason:
@@ -239,6 +239,9 @@ def _with_rows(ids: Ragged, rows: Ints, others: Ragged) -> Ragged:
 
 
 def _tokenizers1(reference: Reference) -> HostEncoder:
+    from gpuload.tokenizer.tokenizers1 import differing_code_points, not_known_equal, opened
+    from gpuload.tokenizer.unassigned import texts_with_unassigned
+
     if reason := not_known_equal(reference.model_json):
         raise ValueError(reason)
     here = _tokenizers(reference)

@@ -9,7 +9,6 @@ import functools
 import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gpuload.core.arrow import as_arrow, as_numpy
+from gpuload.core.records import dataclass
 from gpuload.engines.conversations import text_column
 from gpuload.engines.protocol import TextColumn
 from gpuload.template.probe import WHITE_SPACE

@@ -1,13 +1,14 @@
 """The kind of `gpuload.load` with a processor, and what it has in common with that of `load_chats`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 import numpy as np
 
 from gpuload.cache.directory import default_bound, evict, media_directory
 from gpuload.core.options import IGNORED, Options
+from gpuload.core.records import dataclass
 from gpuload.dataset.rows import Loaded
 from gpuload.engines.protocol import Engine
 from gpuload.kinds.images.dataset import ImageFacts, ImagePromptDataset

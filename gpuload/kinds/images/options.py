@@ -2,12 +2,13 @@
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from difflib import get_close_matches
 from typing import Any, Literal
 
 from gpuload.core.errors import DataError, OptionError
 from gpuload.core.options import COLUMN, POSITIVE, Must, Options, check_fields, nearest, plain
+from gpuload.core.records import dataclass
 from gpuload.media import MOST_PIXELS, CheckMedia
 from gpuload.sources.read import Source
 

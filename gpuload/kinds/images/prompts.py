@@ -3,7 +3,7 @@
 import itertools
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from gpuload.core.arrow import as_arrow
+from gpuload.core.records import dataclass
 from gpuload.engines.protocol import ArrowPrompts
 from gpuload.kinds.images.messages import images_of
 from gpuload.kinds.images.options import ImageOptions

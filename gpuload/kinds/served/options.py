@@ -1,11 +1,11 @@
 """The options of rows as served."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from gpuload.core.errors import OptionError
 from gpuload.core.options import History, LossOn, MissingReasoning, Options, TurnsMode, template_source
+from gpuload.core.records import dataclass
 
 OF_SERVED = ("turns", "missing_reasoning", "serving_template", "thinking", "history")
 """Names of these options."""
