@@ -9,7 +9,7 @@ tokenizer's own, and a few rows are compared with it all the same. Numbers are i
 
 import re
 
-FEW_ROWS = 1_000
+FEW_ROWS = 400
 """Rows that transformers renders in the time that it takes to compile a template and to compare it."""
 
 FEW_BYTES = 1 << 20
