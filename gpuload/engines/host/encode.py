@@ -306,7 +306,9 @@ def _words_first(reference: Reference) -> HostEncoder:
 def _tokenizers(reference: Reference) -> HostEncoder:
     encode_all = batch_encoder(reference.backend, lambda: reference.model_json)
     live = settings(reference.backend) is not None
-    return HostEncoder(f"tokenizers {version('tokenizers')}", in_calls(encode_all), live=live)
+    import tokenizers  # `version` would parse the metadata of its package, for a thousandth of a second
+
+    return HostEncoder(f"tokenizers {tokenizers.__version__}", in_calls(encode_all), live=live)
 
 
 def in_calls(encode_all: Encode) -> EncodeColumn:

@@ -12,6 +12,7 @@ import torch
 
 from gpuload.core.arrays import Ragged
 from gpuload.core.arrow import fill_null
+from gpuload.core.memory import garbage_collection_paused
 from gpuload.engines.batches import BatchLayout
 from gpuload.engines.host import few
 from gpuload.engines.host.encode import HostEncoder, host_encoder, needs_itself
@@ -138,6 +139,8 @@ class HostEngine:
             rendered = self.may_be_few and self._reference.uses_template and not self._reference.sanitizes
             few_rows = rendered and not self._lasting and few.are_few(nbytes, rows)
             self._few = few_rows and few.ends_soon(self._reference.template_text)
+            if nbytes <= few.FEW_BYTES:  # a collection would take as long as 20 rows
+                return garbage_collection_paused()
         return nullcontext()
 
     def again(self) -> bool:
