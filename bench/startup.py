@@ -39,10 +39,10 @@ _LIMIT = 1_024
 
 def write_datasets(directory: Path, rows: tuple[int, ...]) -> dict[str, dict[int, Path]]:
     """Write the first rows of each dataset; all of them where it has fewer than the largest number."""
-    tables = {"school mathematics": _prompts([Path(demo_files()[0])])}
+    tables = {"school mathematics": prompts_of([Path(demo_files()[0])])}
     if SHARED.exists():
-        tables["programming tasks"] = _prompts([SHARED / "datasets" / "code_prompts.parquet"])
-        tables["prompts of many projects"] = _prompts(sorted((SHARED / "datasets" / "wild").glob("*.parquet")))
+        tables["programming tasks"] = prompts_of([SHARED / "datasets" / "code_prompts.parquet"])
+        tables["prompts of many projects"] = prompts_of(sorted((SHARED / "datasets" / "wild").glob("*.parquet")))
     files: dict[str, dict[int, Path]] = {}
     for place, (name, table) in enumerate(tables.items()):
         numbers = sorted({min(number, table.num_rows) for number in rows})
@@ -55,7 +55,7 @@ def write_datasets(directory: Path, rows: tuple[int, ...]) -> dict[str, dict[int
     return files
 
 
-def _prompts(files: list[Path]) -> pa.Table:
+def prompts_of(files: list[Path]) -> pa.Table:
     """The prompts of files with messages, as one table."""
     kind = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
     found = []

@@ -31,6 +31,7 @@ from gpuload.core.errors import OptionError, SourceError, StoreError
 from gpuload.core.files import PartialDirectory
 from gpuload.core.memory import free_memory
 from gpuload.pipeline import keep_on_disk as disk
+from gpuload.pipeline import room
 from gpuload.sources import batches
 
 
@@ -298,7 +299,7 @@ def test_too_little_space(files: list[str], qwen: Any, store: Path, monkeypatch:
         gpuload.load(files[1:], qwen, chat_template=TEMPLATE, store="disk")
     # What is there needs no space; and with "auto" the rows are in memory.
     gpuload.load(files[1:], qwen, chat_template=TEMPLATE, store="memory", token_cache=False)
-    monkeypatch.setattr(disk, "free_memory", lambda: 1)
+    monkeypatch.setattr(room, "free_memory", lambda: 1)
     automatic = gpuload.load(files[1:], qwen, chat_template=TEMPLATE)
     assert "ids and columns are in memory, although they may take most of it" in str(automatic.report)
 
@@ -435,7 +436,7 @@ def test_prepare(
 
 def test_auto(files: list[str], qwen: Any, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for free, expected in ((10**9, False), (10**4, True), (None, False)):
-        monkeypatch.setattr(disk, "free_memory", lambda free=free: free)
+        monkeypatch.setattr(room, "free_memory", lambda free=free: free)
         found = gpuload.load(files, qwen, chat_template=TEMPLATE)
         assert ("are on disk" in str(found.report)) == expected
 

@@ -25,7 +25,7 @@ from gpuload.cache import directory
 from gpuload.core.errors import OptionError
 from gpuload.engines.host import few
 from gpuload.engines.host.engine import HostEngine
-from gpuload.pipeline import keep_on_disk as disk
+from gpuload.pipeline import room
 from gpuload.sources import batches
 
 Answer = dict[str, Any]
@@ -376,7 +376,7 @@ def test_a_store_on_disk(run: Run, files: list[str], qwen_folder: str, warm_cach
 def load_auto(rank: int, full: int, files: list[str], tokenizer: str) -> Answer:
     """With little memory everywhere, and a full disk on one rank."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(disk, "free_memory", lambda: 10**4)
+        patch.setattr(room, "free_memory", lambda: 10**4)
         if rank == full:
             patch.setattr(directory, "_free", lambda _: 0)
         return load(rank, files, tokenizer, {})

@@ -12,6 +12,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import gpuload
 from gpuload.core.errors import SourceError
+from gpuload.pipeline.keep_on_disk import OnDisk
 from gpuload.sources import batches, fetch, remote
 from tests import s3_cases
 
@@ -61,13 +62,13 @@ def test_a_file_that_changes_while_it_is_read(
 ) -> None:
     monkeypatch.setattr(batches, "BATCH_ROWS", 100)
     s3.upload_file(rows(write), "bucket", "data.parquet")
-    real = gpuload.pipeline.keep_on_disk.OnDisk.add
+    real = OnDisk.add
 
     def add(self: Any, *arguments: Any) -> None:
         s3.upload_file(write([user("other")], "other.parquet"), "bucket", "data.parquet")
         real(self, *arguments)
 
-    monkeypatch.setattr(gpuload.pipeline.keep_on_disk.OnDisk, "add", add)
+    monkeypatch.setattr(OnDisk, "add", add)
     with pytest.raises(SourceError, match="s3://bucket/data.parquet"):
         gpuload.load("s3://bucket/data.parquet", qwen, store="disk")
     assert not list((warm_cache.parent / "store").glob("*"))

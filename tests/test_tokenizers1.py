@@ -21,7 +21,7 @@ from gpuload.core import backends
 from gpuload.engines.host import encode
 from gpuload.engines.host.encode import HostEncoder, host_encoder
 from gpuload.reference.reference import Reference
-from gpuload.tokenizer import tokenizers1
+from gpuload.tokenizer import tokenizers1, unassigned
 from gpuload.tokenizer.cuts import cut_table
 from gpuload.tokenizer.spec import UnsupportedError
 
@@ -59,7 +59,7 @@ def same(backend: Tokenizer | Any, some: list[str]) -> HostEncoder:
 
 def test_without_the_variable_nothing_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(tokenizers1.VARIABLE, raising=False)
-    monkeypatch.setattr(encode, "opened", None)
+    monkeypatch.setattr(tokenizers1, "opened", None)
     encoder = same(unigram(), texts(1, 10, []))
     assert not any("tokenizers1" in reason for reason in encoder.unused)
     assert not any("tokenizers 1" in str(part) for part in package_versions())
@@ -98,7 +98,7 @@ def test_what_it_encodes_otherwise_the_installed_version_encodes(folder: str, mo
     some = ["a\u2e43b", "a\u061db", "q\u0301\u1df6", "e\u07fd\u0316", "\U00016ff4\U00011de0 x", "plain"]
     for backend in (word_piece(), byte_level(split_stages(Digits(True)))):
         assert same(backend, some).name.startswith("tokenizers 1.")
-    monkeypatch.setattr(encode, "texts_with_unassigned", lambda *_: encode.np.zeros(0, int))
+    monkeypatch.setattr(unassigned, "texts_with_unassigned", lambda *_: encode.np.zeros(0, int))
     with pytest.raises(AssertionError, match="\u2e43"):
         same(word_piece(), some)
 

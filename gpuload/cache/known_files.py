@@ -13,17 +13,19 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpuload.core.files import replacing
 from gpuload.sources.local import LocalFile
-from gpuload.sources.remote import RemoteFile
+
+if TYPE_CHECKING:
+    from gpuload.sources.remote import RemoteFile
 
 SETTLED = 10.0  # seconds; the coarsest file systems store times to 2 seconds, and clocks of servers may differ
 
 
 def known_digest(
-    directory: Path, file: LocalFile | RemoteFile | None, names: Sequence[str], compute: Callable[[], bytes]
+    directory: Path, file: "LocalFile | RemoteFile | None", names: Sequence[str], compute: Callable[[], bytes]
 ) -> bytes:
     """The digest of some columns of a file.
 
@@ -44,7 +46,7 @@ def known_digest(
     if name in digests:
         return bytes.fromhex(digests[name])
     digest = compute()
-    settled = isinstance(file, RemoteFile) or max(state[3:]) / 1e9 + SETTLED < started
+    settled = not isinstance(file, LocalFile) or max(state[3:]) / 1e9 + SETTLED < started
     if settled and _state(file) == state:
         with suppress(OSError):
             write_facts(path, {"state": state, "digests": digests | {name: digest.hex()}})
@@ -72,16 +74,16 @@ def read_facts(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def _state(file: LocalFile | RemoteFile | None) -> list[Any] | None:
+def _state(file: "LocalFile | RemoteFile | None") -> list[Any] | None:
     """What a file is recognized by; None if that is not enough, or it is not the one that was opened.
 
     Of a local file: device, inode, size, and the times of the last change of the content and of anything else, in ns.
     Of a remote one: what the server says about its version.
     """
-    if isinstance(file, RemoteFile):
-        return list(file.version) if file.has_version else None
     if file is None:
         return None
+    if not isinstance(file, LocalFile):
+        return list(file.version) if file.has_version else None
     try:
         about = os.stat(file.path)
     except OSError:

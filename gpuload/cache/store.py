@@ -36,7 +36,6 @@ from gpuload.cache.entry import Entry, EntryWriter, is_verified, read_entry
 from gpuload.cache.key import changeable, decides_later, entry_key, uncacheable_reason
 from gpuload.cache.known_files import known_digest
 from gpuload.cache.known_tokenizer import KnownReference
-from gpuload.cache.shared_store import fetched
 from gpuload.core.arrays import RowNumbers
 from gpuload.core.errors import StoreError
 from gpuload.core.files import PartialDirectory
@@ -45,7 +44,6 @@ from gpuload.engines.protocol import Prompts, Tokenized
 from gpuload.reference.reference import Reference
 from gpuload.reference.volatile import Clock
 from gpuload.sources.read import Source
-from gpuload.sources.remote import changed
 from gpuload.sources.urls import is_url
 
 LEAST_BYTES = 4 << 20
@@ -138,7 +136,7 @@ class TokenCache:
         key = self._key(source)
         path = self._path(key)
         entry = read_entry(path, key, source.num_rows, check_ids=not self._in_place)
-        if entry is None and fetched(self._options.cache_dir, key, path):
+        if entry is None and is_url(str(self._options.cache_dir)) and self._fetched(key, path):
             entry = read_entry(path, key, source.num_rows, check_ids=not self._in_place)
         if entry is None or not is_verified(entry.verified, self._options.verify) or not self._holds(source, entry):
             self._missing.add(source.name)
@@ -149,6 +147,12 @@ class TokenCache:
                 self._found_bytes += file.stat().st_size
                 os.utime(file)  # the time of the last use, for `evict`
         return None if self._options.return_full_prompt else entry  # entries have no texts
+
+    def _fetched(self, key: str, path: Path) -> bool:
+        """Copies an entry from the store of a cluster; returns whether there is one."""
+        from gpuload.cache.shared_store import fetched
+
+        return fetched(self._options.cache_dir, key, path)
 
     def _may_have(self, source: Source) -> bool:
         """Whether there may be an entry of a source: one with as many rows."""
@@ -308,6 +312,8 @@ class TokenCache:
         with suppress(OSError, pa.ArrowException, UnicodeDecodeError):
             content = expected and self.content(source, self.of_prompts(source))
         if content != expected:
+            from gpuload.sources.remote import changed
+
             raise changed(source.name)
 
     def accept(self, source: Source, writer: EntryWriter) -> Path:

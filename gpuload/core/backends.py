@@ -25,20 +25,20 @@ def is_reworked(backend: Any) -> bool:
 
 def serialized(backend: Any) -> str:
     """An object as the text of a tokenizer.json: several megabytes. That of 1.0 has another form: version 2.0."""
-    return snapshot(backend)()
+    return snapshot(backend)().decode()
 
 
-def snapshot(backend: Any) -> Callable[[], str]:
-    """What writes an object as it is now as the text of a tokenizer.json, without its padding and truncation.
+def snapshot(backend: Any) -> Callable[[], bytes]:
+    """What writes an object as it is now as a tokenizer.json, without its padding and truncation.
 
     Its vocabulary takes a tenth of a second, in which no other thread of Python works. It is that of the object's model
     of now: another model or added tokens that the object gets later make no difference, only training this model and
     setting its attributes do (`small_state` tells the latter).
     """
     if is_reworked(backend):
-        return lambda: str(backend.__reduce__()[1][0])
-    start, model = _parts(backend), backend.model
-    return lambda: f'{start}"model":{model.__getstate__().decode()}}}'
+        return lambda: str(backend.__reduce__()[1][0]).encode()
+    start, model = _parts(backend).encode(), backend.model
+    return lambda: b'%b"model":%b}' % (start, model.__getstate__())
 
 
 _OF_MODELS = (

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 
 from gpuload.core.lazy import LazyDict
-from gpuload.dataset.notebook import batch_html
 
 
 class RowBatch(LazyDict):
@@ -30,4 +29,6 @@ class RowBatch(LazyDict):
         return RowBatch({name: moved(value) for name, value in self.data.items()})
 
     def _repr_html_(self) -> str:
+        from gpuload.dataset.notebook import batch_html
+
         return batch_html(self.data, f"batch with {len(self)} keys")

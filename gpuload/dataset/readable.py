@@ -10,10 +10,8 @@ from gpuload.core.arrays import Ragged, RowNumbers, row_number
 from gpuload.core.errors import GpuloadError
 from gpuload.core.marks import split
 from gpuload.core.words import counted
-from gpuload.dataset.notebook import table_html, token_lines
 from gpuload.reference.reference import Reference
 from gpuload.sources.columns import Columns
-from gpuload.tokenizer.visible import Pieces, shown
 
 _ROWS, _COLUMNS = 5, 6  # of a table in a notebook
 
@@ -108,12 +106,16 @@ class Readable(ABC):
             GpuloadError: As for `decode`.
         """
         reference, number = self._tokenizer("show"), row_number(row, len(self))
+        from gpuload.tokenizer.visible import Pieces, shown
+
         pieces = Pieces(reference.tokenizer, reference.model_json if reference.backend is not None else None)
         file, place = self.origin(number)
         print(shown(f"{file} row {place}"))
         for name, tokens in self._parts(np.array([number])).items():
             ids, loss = (part[0] for part in split(tokens))
             print(f"{name}: {counted(len(ids), 'tokens')}")
+            from gpuload.dataset.notebook import token_lines
+
             print("\n".join(token_lines(list(map(pieces, ids.tolist())), loss if loss.any() else None)))
 
     def _tokenizer(self, caller: str) -> Reference:
@@ -135,4 +137,6 @@ class Readable(ABC):
         others = self.passed_through.names[:_COLUMNS]
         values = self.take(others, first)
         rows = zip(first, self._lengths[first].tolist(), *[texts] * bool(texts), *values.values(), strict=True)
+        from gpuload.dataset.notebook import table_html
+
         return table_html(repr(self), ("row", "tokens", *["text"] * bool(texts), *others), rows)

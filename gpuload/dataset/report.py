@@ -7,7 +7,6 @@ from operator import itemgetter
 from typing import Any
 
 from gpuload.core.words import counted
-from gpuload.dataset.notebook import lines_html
 from gpuload.engines.host.few import FEW
 
 _EXAMPLES, _MOST_REASONS = 5, 10
@@ -181,6 +180,8 @@ class Report:
         return str(self)
 
     def _repr_html_(self) -> str:
+        from gpuload.dataset.notebook import lines_html
+
         return lines_html(str(self))
 
     def reasons(self) -> str:

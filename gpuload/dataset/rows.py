@@ -5,7 +5,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from typing import Any, Self, get_args, overload
+from typing import TYPE_CHECKING, Any, Self, get_args, overload
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +18,6 @@ from gpuload.core.options import Options, Padding, check_choice, nearest
 from gpuload.core.workers import prepare_worker
 from gpuload.dataset.batch import RowBatch
 from gpuload.dataset.fingerprint import Fingerprint, token_digest
-from gpuload.dataset.loader import PromptLoader
 from gpuload.dataset.origins import Origins
 from gpuload.dataset.pieces import in_store, some_of, stored, tokens_of
 from gpuload.dataset.readable import Readable
@@ -28,6 +27,9 @@ from gpuload.engines.protocol import Engine, TokenStore
 from gpuload.packing.plan import Plan, whole_rows
 from gpuload.reference.reference import Reference
 from gpuload.sources.columns import Columns
+
+if TYPE_CHECKING:
+    from gpuload.dataset.loader import PromptLoader
 
 Row = dict[str, Any]
 
@@ -267,8 +269,10 @@ class Rows(Readable, torch.utils.data.Dataset[Row]):
         taken = {**columns, **self._tensors(numbers, padding, columns)}
         return RowBatch({name: _lazy(value) for name, value in taken.items()})
 
-    def _loader(self, batch_size: int, settings: dict[str, Any]) -> PromptLoader:
+    def _loader(self, batch_size: int, settings: dict[str, Any]) -> "PromptLoader":
         """A loader of batches of rows; shuffled as the load was told to, if nothing else is said."""
+        from gpuload.dataset.loader import PromptLoader
+
         known = set(inspect.signature(PromptLoader).parameters) - {"dataset", "batch_size"}
         for name in settings.keys() - known:
             raise OptionError(f"loader: unknown option {name}{nearest(name, known)}")

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, ClassVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +17,6 @@ from gpuload.core.options import Options, Padding, TurnsMode
 from gpuload.core.words import counted
 from gpuload.dataset.arrow import INT32_LIST, lists, names_of, ragged, row_reader
 from gpuload.dataset.batch import RowBatch
-from gpuload.dataset.loader import PromptLoader
 from gpuload.dataset.pieces import stored
 from gpuload.dataset.rows import Loaded, Made, Numbers, Rows, Values, object_array
 from gpuload.engines.batches import BatchLayout
@@ -28,6 +27,9 @@ from gpuload.pipeline.kind import Kind
 from gpuload.pipeline.stream import choose_rows
 from gpuload.reference.reference import Reference, messages_of
 from gpuload.sources.read import Source, check_prompts
+
+if TYPE_CHECKING:
+    from gpuload.dataset.loader import PromptLoader
 
 FIELDS = (pa.field("raw_prompt_ids", INT32_LIST),)
 
@@ -212,7 +214,7 @@ class PromptDataset(Rows):
         """
         return self._batch(rows, padding)
 
-    def loader(self, batch_size: int, **settings: Any) -> PromptLoader:
+    def loader(self, batch_size: int, **settings: Any) -> "PromptLoader":
         """Return an iterable over batches, with a state that can be saved and restored.
 
         Examples:

@@ -4,10 +4,13 @@ In memory, their ids are where the engine keeps them, and their columns are Arro
 keeps them on disk.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from threading import Lock
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -20,14 +23,17 @@ from gpuload.core.options import Options
 from gpuload.dataset.report import Report
 from gpuload.engines.protocol import Engine, TokenStore
 from gpuload.pipeline.filter import Mask, kept_columns
-from gpuload.pipeline.keep_on_disk import OnDisk, choose_disk, row_bytes
 from gpuload.pipeline.parts import Encoded
 from gpuload.pipeline.ranks import KeptRows, Ranks
+from gpuload.pipeline.room import choose_disk, row_bytes
 from gpuload.pipeline.stream import Parts
 from gpuload.reference.reference import Reference
 from gpuload.reference.volatile import Clock
 from gpuload.sources.columns import Columns, drained
 from gpuload.sources.read import Source
+
+if TYPE_CHECKING:
+    from gpuload.pipeline.keep_on_disk import OnDisk
 
 
 class InMemory:
@@ -143,6 +149,8 @@ def choose_keeper(
         StoreError: a store on disk is asked for, and there is too little space for it.
     """
     if choose_disk(options, sources, wanted):
+        from gpuload.pipeline.keep_on_disk import OnDisk
+
         try:
             cache = TokenCache(options, reference, clock, in_place=True)
             kept = OnDisk(sources, engine, cache, options, report.sanitized, wanted)

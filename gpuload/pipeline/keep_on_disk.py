@@ -12,7 +12,7 @@ they are removed with it.
 
 import hashlib
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from gpuload.cache.column_file import ColumnFile, ColumnWriter, columns_of
-from gpuload.cache.directory import COLUMNS, IDS, has_room, make_room, store_directory
+from gpuload.cache.directory import COLUMNS, IDS, make_room, store_directory
 from gpuload.cache.entry import Entry, EntryWriter
 from gpuload.cache.faults import not_written
 from gpuload.cache.key import own_code
@@ -30,44 +30,17 @@ from gpuload.cache.token_store import DiskTokens
 from gpuload.core.arrays import RowNumbers, offsets_of
 from gpuload.core.errors import GpuloadError, StoreError
 from gpuload.core.files import Unfinished, partial_bytes, remove_orphans
-from gpuload.core.memory import free_memory
 from gpuload.core.options import Options
 from gpuload.engines.protocol import Engine
 from gpuload.pipeline.filter import Mask, kept_columns
 from gpuload.pipeline.parts import Encoded
+from gpuload.pipeline.room import share
 from gpuload.pipeline.stream import Parts
 from gpuload.sources.columns import Columns
 from gpuload.sources.read import Source
 from gpuload.sources.remote import RemoteFile, changed
 
 _ROW_BYTES = 32  # offsets and sizes of a row
-
-
-def choose_disk(options: Options, sources: Sequence[Source], wanted: RowNumbers | None) -> bool:
-    """Whether a load keeps its rows on disk: "auto" does if they would take more than half of the free memory.
-
-    Args:
-        wanted: the rows to read, numbered over all sources; None for all.
-    """
-    if options.store != "auto":
-        return options.store == "disk"
-    free = free_memory()
-    return free is not None and row_bytes(sources, wanted) > free / 2
-
-
-def fits_on_disk(options: Options, sources: Sequence[Source], wanted: RowNumbers | None) -> bool:
-    """Whether the disk has space for a store. For the arguments see `choose_disk`."""
-    return has_room(store_directory(options.cache_dir), row_bytes(sources, wanted))
-
-
-def row_bytes(sources: Sequence[Source], wanted: RowNumbers | None, names: Collection[str] | None = None) -> int:
-    """About how many bytes the rows take, in some columns or in all. Ids take about as many as their text."""
-    return int(_share(sources, wanted) * sum(source.decoded_bytes(names) for source in sources))
-
-
-def _share(sources: Sequence[Source], wanted: RowNumbers | None) -> float:
-    """Which part of the rows is read."""
-    return 1.0 if wanted is None else len(wanted) / max(1, sum(source.num_rows for source in sources))
 
 
 @dataclass
@@ -130,7 +103,7 @@ class OnDisk:
         self._keys = [self._columns_key(source) for source in sources]
         self._files = [self._find(*each) for each in zip(sources, self._keys, strict=True)]
         needed = sum(self._needed(*each) for each in zip(sources, self._files, strict=True))
-        make_room(self.directory, int(needed * _share(sources, wanted)), self._in_use)
+        make_room(self.directory, int(needed * share(sources, wanted)), self._in_use)
 
     def __len__(self) -> int:
         return self._count

@@ -11,6 +11,8 @@
 Reading, rendering and encoding of successive batches overlap (`stream.py`).
 """
 
+from __future__ import annotations
+
 import os
 import sys
 import time
@@ -20,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 from tqdm import tqdm
@@ -42,22 +44,14 @@ from gpuload.engines.failures import MisreadError, explained, one_line
 from gpuload.engines.protocol import Engine
 from gpuload.pipeline.filter import all_dropped, filter_rows, without
 from gpuload.pipeline.keep_in_memory import InMemory, choose_keeper
-from gpuload.pipeline.keep_on_disk import OnDisk, choose_disk, fits_on_disk, row_bytes
 from gpuload.pipeline.kind import Dataset, Kind
 from gpuload.pipeline.long_rows import rendered_without, rows_without_room
 from gpuload.pipeline.parts import Batch, Encoded, Rendered, SourceRows
 from gpuload.pipeline.parts import joined as joined_batches
 from gpuload.pipeline.ranks import Ranks, joined
 from gpuload.pipeline.remedies import add_remedies
-from gpuload.pipeline.stream import (
-    ahead,
-    choose_rows,
-    one_by_one,
-    read,
-    shared_out,
-    side_by_side,
-    wanted_order,
-)
+from gpuload.pipeline.room import choose_disk, fits_on_disk, row_bytes
+from gpuload.pipeline.stream import ahead, choose_rows, one_by_one, read, shared_out, side_by_side, wanted_order
 from gpuload.pipeline.verify import Verifier
 from gpuload.reference.reference import Reference
 from gpuload.reference.volatile import contains_randomness, volatile_reason
@@ -65,6 +59,9 @@ from gpuload.sources.columns import invalid_rows
 from gpuload.sources.later import decoded
 from gpuload.sources.open import open_all
 from gpuload.sources.read import Source, check_unchanged
+
+if TYPE_CHECKING:
+    from gpuload.pipeline.keep_on_disk import OnDisk
 
 _MANY_BYTES = 1 << 26
 

@@ -165,13 +165,17 @@ class Reference:
         return getattr(self.tokenizer, "backend_tokenizer", None)
 
     @cached_property
-    def _snapshot(self) -> Callable[[], str]:
+    def _snapshot(self) -> Callable[[], bytes]:
         return snapshot(self.backend)
+
+    @cached_property
+    def _model(self) -> bytes:
+        return self._snapshot()
 
     @cached_property
     def model_json(self) -> str:
         """The backend as the text of a tokenizer.json: several megabytes, made once."""
-        return self._snapshot()
+        return self._model.decode()
 
     @property
     def encodes_rendered_text(self) -> bool:
@@ -276,17 +280,16 @@ class Reference:
     @cached_property
     def _model_digest(self) -> bytes:
         slow = self.backend is None
-        return _digest_of(json.dumps(sorted(self.tokenizer.get_vocab().items())) if slow else self.model_json)
+        return _digest_of(json.dumps(sorted(self.tokenizer.get_vocab().items())).encode() if slow else self._model)
 
 
 def _fingerprint(model: Callable[[], bytes], rest: str, variant: str) -> str:
     return hashlib.blake2b(model() + rest.encode(errors="backslashreplace"), digest_size=12).hexdigest() + variant
 
 
-def _digest_of(model: str) -> bytes:
+def _digest_of(model: bytes) -> bytes:
     # An object of `tokenizers` 1.0 begins with the padding and truncation of the last call, which identify nothing.
-    text = model.partition('"added_tokens":')[2] or model
-    return hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=12).digest()
+    return hashlib.blake2b(model.partition(b'"added_tokens":')[2] or model, digest_size=12).digest()
 
 
 _PLAIN = (str, list, dict, bool, int, float)

@@ -6,6 +6,8 @@ copy is written in a temporary directory and renamed once its size and its end a
 sees half a file. A lock lets one of several processes download while the others wait for its copy.
 """
 
+from __future__ import annotations
+
 import codecs
 import hashlib
 import json
@@ -13,7 +15,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,9 +24,11 @@ from gpuload.core.errors import SourceError
 from gpuload.core.files import cache_root, replacing
 from gpuload.core.options import Options
 from gpuload.sources.arrow_files import saved_files
-from gpuload.sources.places import FilePlace, tried
-from gpuload.sources.remote import RemoteFile, in_place
 from gpuload.sources.urls import is_url, reason_of, without_secrets
+
+if TYPE_CHECKING:
+    from gpuload.sources.places import FilePlace
+    from gpuload.sources.remote import RemoteFile
 
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".arrow": "arrow"}
 _IN_FOLDERS = (".parquet", ".json", ".jsonl")  # other folders than those of `save_to_disk` have results of `map`, too
@@ -100,6 +104,8 @@ def here(file: SourceFile, cache_dir: str | None, read_in_place: bool) -> Source
     """
     if file.place is None or file.remote is not None:
         return file
+    from gpuload.sources.remote import in_place
+
     remote = in_place(file.place) if read_in_place and file.format == "parquet" else None
     path = file.place.path if remote is not None else _fetch(file.place, file.format, cache_dir)
     return replace(file, path=path, remote=remote)
@@ -237,6 +243,8 @@ def _remote(url: str, timeout: float) -> list[SourceFile]:
     import fsspec
     from fsspec.implementations.local import LocalFileSystem
 
+    from gpuload.sources.places import FilePlace
+
     web = url.startswith("http")
     shown = without_secrets(url)
     # None of these errors is chained: what fsspec raises names the whole URL.
@@ -316,6 +324,7 @@ def _fetch(place: FilePlace, kind: str, cache_dir: str | None) -> str:
 def _copy(place: FilePlace, kind: str, target: Path, size: int | None) -> None:
     """Downloads a file, up to three times. A copy whose end is missing is made twice: the file itself may be damaged,
     which is reported when it is opened."""
+    from gpuload.sources.places import tried
 
     def copy(attempt: int) -> None:
         with replacing(target) as partial:

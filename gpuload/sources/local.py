@@ -8,12 +8,15 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import BinaryIO, cast
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 import pyarrow as pa
 
+from gpuload.core.errors import SourceError
 from gpuload.sources.fetch import SourceFile
-from gpuload.sources.remote import RemoteFile, changed
+
+if TYPE_CHECKING:
+    from gpuload.sources.remote import RemoteFile
 
 
 @dataclass(frozen=True)
@@ -52,16 +55,21 @@ class LocalFile:
         try:
             about = os.stat(self.path)
         except OSError as error:
-            raise changed(self.name) from error
+            raise self._changed() from error
         self._compare(about)
 
     def _compare(self, about: os.stat_result) -> None:
         if _state(about) != self.state:
-            raise changed(self.name)
+            raise self._changed()
+
+    def _changed(self) -> SourceError:
+        from gpuload.sources.remote import changed
+
+        return changed(self.name)
 
 
 @contextmanager
-def opened(file: SourceFile) -> Iterator[tuple[LocalFile | RemoteFile, BinaryIO]]:
+def opened(file: SourceFile) -> Iterator["tuple[LocalFile | RemoteFile, BinaryIO]"]:
     """Opens a file for the first time.
 
     Raises:

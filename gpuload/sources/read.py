@@ -1,11 +1,13 @@
 """Local files → Arrow tables of some thousand rows, by row groups, parts or pieces of JSON."""
 
+from __future__ import annotations
+
 import hashlib
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,8 +20,10 @@ from gpuload.sources.fetch import SourceFile
 from gpuload.sources.footer import check_names, column_digest, damage_of, decoded_size, read_footer
 from gpuload.sources.local import LocalFile, opened
 from gpuload.sources.parallel import in_order, row_group_parts
-from gpuload.sources.remote import RemoteFile
 from gpuload.sources.types import as_readable, check_prompt_type, is_messages, is_text, readable
+
+if TYPE_CHECKING:
+    from gpuload.sources.remote import RemoteFile
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,13 @@ The result renders whole columns of conversations. Every prompt equals, byte for
 This package does not run programs on columns. The engines do: `gpuload.engines.host.render.render(program, prompts)`.
 """
 
-from gpuload.template.compiler import ChatProgram, compile
+from typing import TYPE_CHECKING
+
+from gpuload.core.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from gpuload.template.compiler import ChatProgram, compile
 
 __all__ = ["ChatProgram", "compile"]
+
+__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__, ".compiler"))

@@ -353,7 +353,7 @@ def test_auto_uses_the_disk_if_memory_is_short(
 ) -> None:
     file = write({"messages": ROWS})
     assert isinstance(start(file, opened())._ids, Ragged)
-    monkeypatch.setattr("gpuload.pipeline.keep_on_disk.free_memory", lambda: 1000)
+    monkeypatch.setattr("gpuload.pipeline.room.free_memory", lambda: 1000)
     calls.clear()
     found = start(file, opened())
     assert isinstance(found._ids, DiskTokens)

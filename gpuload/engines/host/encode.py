@@ -44,8 +44,7 @@ from gpuload.reference.reference import Reference
 from gpuload.reference.template_call import first_line
 from gpuload.tokenizer.cuts import cut_table
 from gpuload.tokenizer.gigatoken import needs_nfc_text, not_known_exact
-from gpuload.tokenizer.tokenizers1 import differing_code_points, not_known_equal, opened, tokenizers1_version
-from gpuload.tokenizer.unassigned import texts_with_unassigned
+from gpuload.tokenizer.tokenizers1 import tokenizers1_version
 
 _CHECK_ARGUMENTS = frozenset(("BloomTokenizerFast", "CodeGenTokenizerFast", "CohereTokenizerFast", "GPT2TokenizerFast"))
 
@@ -195,6 +194,7 @@ def _gigatoken(reference: Reference) -> HostEncoder:
     import awkward
 
     from gpuload.tokenizer.nfc import normalized_otherwise
+    from gpuload.tokenizer.unassigned import texts_with_unassigned
 
     reason = not_known_exact(reference.model_json)
     if reason:
@@ -239,6 +239,9 @@ def _with_rows(ids: Ragged, rows: Ints, others: Ragged) -> Ragged:
 
 
 def _tokenizers1(reference: Reference) -> HostEncoder:
+    from gpuload.tokenizer.tokenizers1 import differing_code_points, not_known_equal, opened
+    from gpuload.tokenizer.unassigned import texts_with_unassigned
+
     if reason := not_known_equal(reference.model_json):
         raise ValueError(reason)
     here = _tokenizers(reference)
@@ -303,7 +306,9 @@ def _words_first(reference: Reference) -> HostEncoder:
 def _tokenizers(reference: Reference) -> HostEncoder:
     encode_all = batch_encoder(reference.backend, lambda: reference.model_json)
     live = settings(reference.backend) is not None
-    return HostEncoder(f"tokenizers {version('tokenizers')}", in_calls(encode_all), live=live)
+    import tokenizers  # `version` would parse the metadata of its package, for a thousandth of a second
+
+    return HostEncoder(f"tokenizers {tokenizers.__version__}", in_calls(encode_all), live=live)
 
 
 def in_calls(encode_all: Encode) -> EncodeColumn:

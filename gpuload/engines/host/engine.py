@@ -12,9 +12,9 @@ import torch
 
 from gpuload.core.arrays import Ragged
 from gpuload.core.arrow import fill_null
+from gpuload.core.memory import garbage_collection_paused
 from gpuload.engines.batches import BatchLayout
 from gpuload.engines.host import few
-from gpuload.engines.host.batches import HostBatches
 from gpuload.engines.host.encode import HostEncoder, host_encoder, needs_itself
 from gpuload.engines.host.prompts import BY_PROMPT, render_column, render_rows
 from gpuload.engines.host.render import HostText, MixedText
@@ -22,10 +22,11 @@ from gpuload.engines.host.sanitize import encode_marked
 from gpuload.engines.protocol import ArrowPrompts, Prompts, Tokenized
 from gpuload.reference.reference import Reference
 from gpuload.sources.read import Source, with_prompts
-from gpuload.template.compiler import ChatProgram
 
 if TYPE_CHECKING:
+    from gpuload.engines.host.batches import HostBatches
     from gpuload.engines.host.spans import TokenSpans
+    from gpuload.template.compiler import ChatProgram
 
 
 def arrow_parts(source: Source, prompt_key: str) -> Iterator[tuple[pa.Table, ArrowPrompts]]:
@@ -63,8 +64,10 @@ class HostEngine:
         self._spans: TokenSpans | None = None
 
     @property
-    def program(self) -> ChatProgram:
+    def program(self) -> "ChatProgram":
         """Made when first needed, as all that needs the tokenizer itself: loads from the token cache do without."""
+        from gpuload.template.compiler import ChatProgram
+
         with self._lock:
             self._program = self._program or ChatProgram(self._reference.call, self._reference.answers)
             return self._program
@@ -137,6 +140,8 @@ class HostEngine:
             rendered = self.may_be_few and self._reference.uses_template and not self._reference.sanitizes
             few_rows = rendered and not self._lasting and few.are_few(nbytes, rows)
             self._few = few_rows and few.ends_soon(self._reference.template_text)
+            if nbytes <= few.FEW_BYTES:  # a collection would take as long as 20 rows
+                return garbage_collection_paused()
         return nullcontext()
 
     def again(self) -> bool:
@@ -206,5 +211,7 @@ class HostEngine:
         return whole if order is None else whole.take(order)
 
     @staticmethod
-    def batches(store: Ragged, layout: BatchLayout, pad_id: int) -> HostBatches:
+    def batches(store: Ragged, layout: BatchLayout, pad_id: int) -> "HostBatches":
+        from gpuload.engines.host.batches import HostBatches
+
         return HostBatches(layout, pad_id)

@@ -9,13 +9,13 @@ tokenizer's own, and a few rows are compared with it all the same. Numbers are i
 
 import re
 
-FEW_ROWS = 1_000
+FEW_ROWS = 400
 """Rows that transformers renders in the time that it takes to compile a template and to compare it."""
 
 FEW_BYTES = 1 << 20
 """Bytes of their prompts: rows of many messages take longer."""
 
-WHOLE_BYTES = 1 << 18
+WHOLE_BYTES = 1 << 17
 """Bytes of prompts that are encoded in the time that it takes to accept an encoder of words and to compare it."""
 
 FEW = "sooner done than compiling the template for so few rows"

@@ -5,9 +5,11 @@ strings become one user message each and go the same way; without a chat templat
 that define their own rendering render row by row, so that a row they reject does not affect the others.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,8 +27,10 @@ from gpuload.reference.reference import Reference, messages_of
 from gpuload.reference.template_call import rejection
 from gpuload.sources.columns import to_python
 from gpuload.sources.types import JSON_TYPE, is_list, is_plain, is_text
-from gpuload.template.compiler import ChatProgram
 from gpuload.template.program import ByReference, RenderedRow
+
+if TYPE_CHECKING:
+    from gpuload.template.compiler import ChatProgram
 
 
 @garbage_collection_paused()

@@ -4,10 +4,12 @@
 gets a number in one table of slices, a row becomes a list of such numbers, and one gather copies all of them.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -20,9 +22,11 @@ from gpuload.engines.conversations import Conversations, from_arrow
 from gpuload.engines.host.sanitize import mark_column, reject_unplain
 from gpuload.engines.host.texts import Bytes, HostTexts, Ints, gather
 from gpuload.engines.protocol import RenderedRows, TextColumn, Tokenized, add_seconds
-from gpuload.engines.walk import Operations, Walk
-from gpuload.template.compiler import FEW_ROWS, FEWEST_ROWS, ChatProgram
 from gpuload.template.program import Answer, ByReference
+
+if TYPE_CHECKING:
+    from gpuload.engines.walk import Operations, Walk
+    from gpuload.template.compiler import ChatProgram
 
 MOST_BYTES = 1 << 28
 """A column is rendered in slices of about this much text, which bounds the memory needed besides the result."""
@@ -56,7 +60,7 @@ class AnswerSpans(NamedTuple):
     bits: np.ndarray[Any, np.dtype[np.int32]]
 
     @classmethod
-    def of_rows(cls, parts: Mapping[int, Sequence[Answer]]) -> "AnswerSpans":
+    def of_rows(cls, parts: Mapping[int, Sequence[Answer]]) -> AnswerSpans:
         """The parts of some texts by their numbers, which are ascending."""
         rows = np.repeat(np.fromiter(parts, np.int64, len(parts)), [len(some) for some in parts.values()])
         found = [each if len(each) == 3 else (*each, 0) for some in parts.values() for each in some]
@@ -192,6 +196,8 @@ def _render(program: ChatProgram, prompts: pa.Array) -> HostText:
 
 def render_conversations(program: ChatProgram, column: Conversations) -> HostText:
     """Renders conversations that are in host memory. None of their control tokens is marked."""
+    from gpuload.engines.walk import Walk  # few rows do without
+
     walk = Walk(program, column, together=_together)
     text, bounds, offsets = write(walk)
     answers = None if program.answers is None else _answers(walk, bounds, offsets)
@@ -208,6 +214,7 @@ def _together(walk: Walk, rows: Ints) -> Ints:
         rows: (k,) their numbers, ascending.
     """
     from gpuload.engines.host.passes import TogetherWalk  # few loads need it
+    from gpuload.template.compiler import FEW_ROWS, FEWEST_ROWS
 
     renderer, few, alone = walk.program.renderer(False), FEWEST_ROWS, [rows[:0]]
     while len(rows) and not isinstance(renderer, ByReference) and (known := renderer.known) is not None:

@@ -112,12 +112,14 @@ def separator_of(added: Mapping[int, Any], words: pa.LargeStringArray) -> tuple[
     contents = [token.content for token in added.values()]
     for number, token in list(added.items())[:_CANDIDATES]:
         text = token.content
+        if not text or token.normalized or pc.any(pc.match_substring(words, text)).as_py():
+            continue
         others = [other for other in contents if other != text]
         reaching = any(
             other.startswith(text) or text in other or any(text.startswith(other[at:]) for at in range(1, len(other)))
             for other in others
         )
-        if text and not token.normalized and not reaching and not pc.any(pc.match_substring(words, text)).as_py():
+        if not reaching:
             return number, text
     return None
 

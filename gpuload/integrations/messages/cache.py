@@ -36,7 +36,7 @@ from gpuload.core.files import Unfinished, partial_bytes, remove_orphans
 from gpuload.core.options import Options
 from gpuload.engines.protocol import RowCounts, Tokenized
 from gpuload.integrations.known_code import digest
-from gpuload.pipeline.keep_on_disk import choose_disk
+from gpuload.pipeline.room import choose_disk
 from gpuload.reference.reference import Reference
 from gpuload.sources.columns import Columns
 from gpuload.sources.read import Source

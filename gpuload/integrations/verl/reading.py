@@ -26,7 +26,8 @@ from gpuload.dataset.fingerprint import Fingerprint, fingerprint
 from gpuload.integrations.verl.rows import ArrowRows
 from gpuload.kinds.prompts import PromptKind, reference_of
 from gpuload.pipeline.filter import all_dropped
-from gpuload.pipeline.keep_on_disk import choose_disk, columns_on_disk
+from gpuload.pipeline.keep_on_disk import columns_on_disk
+from gpuload.pipeline.room import choose_disk
 from gpuload.pipeline.run import Job, run
 from gpuload.pipeline.stream import choose_rows
 from gpuload.sources.columns import Columns
