@@ -7,6 +7,8 @@ import gc
 import json
 import os
 import pickle
+import subprocess
+import sys
 import weakref
 from collections.abc import MutableMapping
 from typing import Any
@@ -86,3 +88,19 @@ def test_names_are_imported_on_first_access() -> None:
     assert look_up("JSONDecoder") is json.JSONDecoder
     with pytest.raises(AttributeError, match="module 'json' has no attribute 'load'"):
         look_up("load")
+
+
+def test_a_process_that_is_forked_within_a_pause_collects_garbage_after_it() -> None:
+    program = """
+import gc, os
+from gpuload.core.memory import garbage_collection_paused
+
+with garbage_collection_paused():
+    if os.fork():
+        os.wait()
+with garbage_collection_paused():
+    assert not gc.isenabled()
+print(gc.isenabled(), flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout.split() == ["True", "True"]

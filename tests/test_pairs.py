@@ -654,6 +654,13 @@ def test_pairs_of_different_lengths_and_equal_pairs(qwen: Any) -> None:
         assert load(rows, qwen, objective).report.counts["pairs with equal chosen and rejected sequences"] == 1
 
 
+def test_rejected_pairs_are_not_counted_as_encoded_otherwise(qwen: Any) -> None:
+    broken = GOOD | {"chosen": [{"role": "assistant", "content": None}]}
+    found = load([GOOD, broken], qwen, "dpo", strict=False)
+    assert found.report.rejected == {"content of message 1 is null": 1}
+    assert "encoded otherwise" not in str(found.report)
+
+
 def test_a_template_that_reorders_messages_is_noted(qwen: Any) -> None:
     template = "{% for m in messages | reverse %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
     template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

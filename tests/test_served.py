@@ -250,6 +250,11 @@ def test_long_rows_end_behind_their_last_answer(qwen: Any) -> None:
     (row,) = shown(qwen, load(qwen, [messages], max_length=size - 1, overlong="keep_start"))
     assert row[2].endswith("4.<|im_end|>")
     assert row[3] == "4.<|im_end|>"
+    turns = [
+        load(qwen, [messages], **cut)[0]["turn"] for cut in ({}, {"max_length": size - 1, "overlong": "keep_start"})
+    ]
+    ends = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
+    assert turns == [ends[-1], ends[-2]]
     with pytest.raises(NoRowsError, match="no answer ends within max_length=8"):
         load(qwen, [messages], max_length=8, overlong="keep_start")
 

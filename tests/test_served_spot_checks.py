@@ -79,3 +79,18 @@ def test_a_load_finds_what_is_wrong_in_one_of_many_conversations(
     with pytest.warns(UserWarning, match="the fast path differs from the tokenizer in"):
         again = load(qwen, conversations)
     assert again[:] == right[:]
+
+
+def test_long_conversations_are_compared_by_as_many_answers_as_there_is_time_for(qwen: Any) -> None:
+    """A conversation of which one answer is made counts with the size of one of its rows."""
+    turns = [
+        {"role": role, "content": f"{role} {k}", "reasoning_content": "why " * 9} for k in range(30) for role in "ua"
+    ]
+    roles = {"u": "user", "a": "assistant"}
+    messages = [turn | {"role": roles[turn["role"]]} for turn in turns]
+    found = load(qwen, [messages] * 64, chat_template=TEMPLATES["trl/qwen3"][1])
+    rows = len(found) / 64
+    assert rows > 20
+    text = found.report.text_bytes / 64
+    assert 64 * text > 4 * (64 << 10)  # the bound of a sample in bytes, if all rows were compared
+    assert found.report.check.rows > 4 * (64 << 10) / text

@@ -305,6 +305,12 @@ def test_a_folder_within_a_folder_is_no_file_whatever_its_name(tmp_path: Path, c
     assert paths(resolve(tmp_path / "spark.parquet", str(cache))) == [str(tmp_path / "spark.parquet/part-0.parquet")]
 
 
+def test_a_question_mark_in_a_name_is_a_part_of_it(tmp_path: Path, cache: Path) -> None:
+    touch(tmp_path, "a?b=1.json", "is it?.jsonl")
+    assert paths(resolve(tmp_path, str(cache))) == [str(tmp_path / "a?b=1.json"), str(tmp_path / "is it?.jsonl")]
+    assert paths(resolve(tmp_path / "*t?.jsonl", str(cache))) == [str(tmp_path / "is it?.jsonl")]
+
+
 def test_an_ending_in_capitals_counts_in_a_folder_too(tmp_path: Path, cache: Path) -> None:
     touch(tmp_path, "a.parquet", "b.PARQUET")
     assert paths(resolve(tmp_path, str(cache))) == [str(tmp_path / "a.parquet"), str(tmp_path / "b.PARQUET")]

@@ -122,6 +122,6 @@ def garbage_collection_paused() -> Iterator[None]:
         yield
     finally:
         with _pausing:
-            _paused -= was_enabled
+            _paused = max(_paused - was_enabled, 0)  # 0 already in a process that was forked in this block
             if was_enabled and not _paused:
                 gc.enable()

@@ -306,7 +306,7 @@ def _combined(texts: Sequence[HostText]) -> HostText:
 def _without(text: HostText, rejected: Mapping[int, str]) -> HostText:
     """The same texts with further rows rejected, for reasons that come before others."""
     text.reject(rejected)
-    if rejected:
+    if text.rejected:
         valid, nothing = as_arrow(~mask_of(text.rejected, len(text))), as_scalar(None, pa.large_string())
         text.text, *text.more = (pc.if_else(valid, each, nothing) for each in (text.text, *text.more))
     return text

@@ -223,7 +223,8 @@ def _hint(path: Path) -> str:
 
 
 def _ending(name: str) -> str:
-    return os.path.splitext(name.partition("?")[0])[1].lower()
+    path = name.partition("?")[0] if is_url(name) else name
+    return os.path.splitext(path)[1].lower()
 
 
 def _format(name: str) -> str:

@@ -135,7 +135,7 @@ class JsonColumns:
             with file.open() as raw:
                 for part, table in zip(self._parts, self._tables, strict=True):
                     yield self._again(part, raw) if table is None else table
-        except (SourceError, ValueError, pa.ArrowException) as error:
+        except (SourceError, ValueError, FileNotFoundError, pa.ArrowException) as error:
             raise changed(self._name) from error  # the same bytes could be read before
 
     def _arrays(self, piece: JsonPiece) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class ServedPart:
         rows, lengths, headers = self.rows, self.rows.tokens[0].lengths, self.headers
         if limit is not None:
             yield self._by_conversation(over_the_limit(lengths, limit), show_turn=True)
-            fits = within(headers, limit)
+            fits, _ = within(headers, limit)
             kept = np.where(lengths > limit, fits if side else 0, lengths)
             left = np.zeros(len(headers.size), np.int64)
             np.maximum.at(left, headers.conversation, kept)

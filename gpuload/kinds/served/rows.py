@@ -26,11 +26,12 @@ def served_rows(loaded: Loaded) -> Loaded:
     Longer rows are dropped, or end behind their last answer that is within the limit.
     """
     headers = headers_of(_parts(loaded.tokens))
-    lengths = headers.rows[:, 0].copy()
+    lengths, turn = headers.rows[:, :2].T
     limit, report = loaded.options.max_prompt_length, loaded.report
     overlong = lengths > limit
     if not loaded.options.filter_overlong_prompts:
-        lengths = np.where(overlong, within(headers, limit), lengths)
+        end, message = within(headers, limit)
+        lengths, turn = np.where(overlong, end, lengths), np.where(overlong, message, turn)
     kept = np.flatnonzero(lengths * (lengths <= limit))
     last = _last_rows(headers)
     rows, begin, lengths = headers.conversation[kept], headers.begin[kept], lengths[kept]
@@ -39,7 +40,7 @@ def served_rows(loaded: Loaded) -> Loaded:
         raise NoRowsError("all rows as served were dropped", report)
     loss = _loss(loaded.tokens, rows, begin, lengths)
     columns = loaded.columns.select(rows).with_columns(
-        {"conversation": loaded.origins.numbers[rows], "turn": headers.rows[kept, 1]}
+        {"conversation": loaded.origins.numbers[rows], "turn": turn[kept]}
     )
     counts = {
         "conversations": len(headers.size),
@@ -70,12 +71,13 @@ def not_learned(headers: Headers) -> dict[str, int]:
 
 
 def within(headers: Headers, limit: int) -> RowNumbers:
-    """(r,) where the last answer ends that is learned in each row and within a limit; 0 if there is none."""
+    """(2, r): where the last answer ends that is learned in each row and within a limit, and which message it is; 0 if
+    there is none."""
     row = headers.row_offsets[np.repeat(np.arange(len(headers.size)), np.diff(headers.answer_offsets))]
     row = row + headers.answers[:, 0]
-    end = headers.answers[:, 2]
-    found = np.zeros(len(headers.rows), np.int64)
-    np.maximum.at(found, row[end <= limit], end[end <= limit])
+    fits, found = headers.answers[:, 2] <= limit, np.zeros((2, len(headers.rows)), np.int64)
+    for one, of_answers in zip(found, headers.answers.T[2:4], strict=True):  # both ascend within a row
+        np.maximum.at(one, row[fits], of_answers[fits])
     return found
 
 
@@ -84,7 +86,7 @@ def useless_conversations(stored: Ragged, options: Options) -> dict[int, str]:
     headers, found = Headers.of(stored), {}
     limit, counts = options.max_prompt_length, np.diff(headers.row_offsets)
     if not options.filter_overlong_prompts:
-        fits = offsets_of(within(headers, limit) > 0)[headers.row_offsets]
+        fits = offsets_of(within(headers, limit)[0] > 0)[headers.row_offsets]
         why = f"no answer ends within max_length={limit}"
         found = dict.fromkeys(np.flatnonzero((counts > 0) & (np.diff(fits) == 0)).tolist(), why)
     if options.strict:

@@ -53,6 +53,16 @@ class ServedText(HostText):
     columns: ColumnTurns | None = None
     given: pa.Array | None = None
 
+    @property
+    def sampled_sizes(self) -> np.ndarray[Any, Any]:
+        """Of each conversation the tokenizer makes one answer, which is in one of its rows (`spot_checks.py`)."""
+        rows = np.ones(len(self), np.int64)
+        if self.columns is not None:
+            rows[self.columns.numbers] = np.diff(self.columns.row_offsets)
+        for number, turns in self.conversations.items():
+            rows[number] = len(turns.rows)
+        return np.where(self.sizes < 0, -1, self.sizes // np.maximum(rows, 1))
+
 
 def joined_rows(rows: Sequence[np.ndarray[Any, Any]]) -> Ragged:
     """Arrays of ids as rows."""
