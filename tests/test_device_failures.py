@@ -284,7 +284,7 @@ def test_a_file_that_cudf_cannot_read_is_read_by_arrow(
 
         return DeviceEngine(kernels, torch.device("cpu"), reference, exact_only, read, notes=notes)
 
-    found = load_with(engine, gsm8k, qwen, max_prompt_length=512)
+    found = load_with(engine, gsm8k, qwen, max_prompt_length=512, token_cache=False)
     expected = gpuload.load(gsm8k, qwen, max_prompt_length=512, device="cpu")
     assert found.tokens.to_lists() == expected.tokens.to_lists()
     assert found.columns.equals(expected.columns)
@@ -366,7 +366,7 @@ def test_what_cudf_cannot_read_is_not_read_by_arrow_in_a_lost_context(
     monkeypatch.setattr(cuda, "chunks", failing_chunks(100, RuntimeError("CUDA failure")))
     build = engine_on(kernels, cuda.reader(kernels, notes))  # type: ignore[arg-type]
     with pytest.raises(ContextLostError, match="CUDA failure"):
-        load_with(build, gsm8k, qwen, max_prompt_length=512)
+        load_with(build, gsm8k, qwen, max_prompt_length=512, token_cache=False)
     assert not notes
 
 

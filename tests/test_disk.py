@@ -27,7 +27,7 @@ from gpuload.cache import known_files as known
 from gpuload.cache.column_file import ColumnFile, ColumnWriter, columns_of
 from gpuload.cache.entry import EntryWriter, read_entry
 from gpuload.cli.main import main
-from gpuload.core.errors import OptionError, SourceError, StoreError
+from gpuload.core.errors import DataError, OptionError, SourceError, StoreError
 from gpuload.core.files import PartialDirectory
 from gpuload.core.memory import free_memory
 from gpuload.pipeline import keep_on_disk as disk
@@ -491,3 +491,15 @@ def test_rows_without_columns(tmp_path: Path) -> None:
     assert (found.num_rows, found.invalid) == (3, {1: "why"})
     assert ColumnFile.open(tmp_path / "a", "other") is None
     assert columns_of([found, found], np.arange(6)).take(np.array([0, 5])) == {}
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="the system does not tell which files are open")
+def test_a_load_that_has_failed_has_closed_its_files(tmp_path: Path, qwen: Any) -> None:
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    files[0].write_text('{"prompt": [{"role": "user", "content": "x"}], "n": 1}\n' * 3)
+    files[1].write_text('{"prompt": [{"role": "user", "content": "y"}], "n": 1}\n{"prompt": [], "n": 2}\n')
+    with pytest.raises(DataError) as error:
+        gpuload.load(files, qwen, max_prompt_length=60, store="disk", strict=True, cache_dir=str(tmp_path / "c"))
+    opened = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    assert [name for name in opened if str(tmp_path) in name] == []
+    assert "row 1" in str(error.value)

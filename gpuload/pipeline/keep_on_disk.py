@@ -173,7 +173,11 @@ class OnDisk:
         return DiskTokens(opened, ids, sizes[0], owner), sizes, columns_of(tables, columns)
 
     def discard(self) -> None:
-        """Removes what was written by a load that has failed."""
+        """Closes and removes what was written by a load that has failed."""
+        for files in self._files:
+            for writer in (files.tokens, files.writer):
+                if writer is not None and not writer.closed:
+                    writer.discard()
         if self._unfinished is not None:
             self._unfinished.remove()
 

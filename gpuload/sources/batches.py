@@ -30,13 +30,13 @@ _UNCLEAR_ROWS = 512  # of one that can, if it is small, no more rows are decoded
 _SHORT, _SHORT_COMPRESSED = 64, 16  # bytes per value below which most values may be references to long entries
 
 
-def bounded(tables: Iterable[pa.Table], name: str, joined: int = BATCH_BYTES) -> Iterator[pa.Table]:
+def bounded(tables: Iterable[pa.Table], name: str, joined: int | None = None) -> Iterator[pa.Table]:
     """The same rows in tables of at most `BATCH_ROWS` rows and `BATCH_BYTES`; a row that is larger is on its own.
 
     Args:
         tables: all rows of a source.
         name: of the source, for the message.
-        joined: bytes up to which small tables are joined.
+        joined: bytes up to which small tables are joined; `BATCH_BYTES` by default.
 
     Raises:
         SourceError: a row has more bytes than fit into one Arrow array.
@@ -46,7 +46,7 @@ def bounded(tables: Iterable[pa.Table], name: str, joined: int = BATCH_BYTES) ->
     try:
         for table in tables:
             for part, size in _halves(table):
-                if waiting and (rows + part.num_rows > BATCH_ROWS or nbytes + size > joined):
+                if waiting and (rows + part.num_rows > BATCH_ROWS or nbytes + size > (joined or BATCH_BYTES)):
                     yield _joined(waiting)
                     waiting, done, rows, nbytes = [], done + rows, 0, 0
                 waiting.append(part)
