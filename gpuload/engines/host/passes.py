@@ -58,7 +58,10 @@ class TogetherWalk:
     """
 
     def __init__(self, automaton: Automaton, seen: set[tuple[int, int]], walk: Walk) -> None:
-        self._nodes, self._heads, self._seen = automaton.nodes, set(automaton.heads.values()), seen
+        # Nodes that come later are as if no row had been there: rows do not wait for each other at their heads, and
+        # would part again and again.
+        self._nodes, self._known = automaton.nodes, len(automaton.nodes)
+        self._heads, self._seen = set(automaton.heads.values()), seen
         self._walk, self._column = walk, walk.prompts
         self._answers = walk.program.answers
         self._blocks = self._answers is not None and self._answers.turns is None
@@ -128,7 +131,7 @@ class TogetherWalk:
     def _step(self, number: int, rows: Ints) -> list[tuple[int, Ints]]:
         """Does what a node says for some rows; returns where they go on."""
         node = self._nodes[number]
-        if node.instruction is None:
+        if node.instruction is None or number >= self._known:
             self._unknown.append(rows)
             return []
         name, *parts = node.instruction
@@ -169,7 +172,7 @@ class TogetherWalk:
 
     def _literal(self, number: int | None) -> str | None:
         """What a node prints, if it is a literal outside of generation blocks, and no pass begins there."""
-        if number is None or number in self._heads:
+        if number is None or number >= self._known or number in self._heads:
             return None
         match self._nodes[number].instruction:
             case ("emit", str() as literal, _, loss) if not (loss and self._blocks):
