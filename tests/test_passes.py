@@ -222,3 +222,31 @@ def test_random_templates(seed: int) -> None:
         )
         made = render(compile(small_tokenizer(), chat_template=template), rows)
         assert_same(made, rows, small_tokenizer(), chat_template=template, add_generation_prompt=True)
+
+
+def test_rows_do_not_part_at_what_another_thread_adds(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would not meet again behind it: each would walk alone through the rest of its messages."""
+    draw = random.Random(0)
+    program = ChatProgram(TemplateCall(qwen, TEMPLATES["qwen2_5"]))
+    rows, others = (
+        pa.array([conversation(draw, texts=filled) for _ in range(400)], pa.list_(FIELDS)) for _ in range(2)
+    )
+    begin, step = TogetherWalk.__init__, TogetherWalk._step
+    walks: list[TogetherWalk] = []
+    steps: list[TogetherWalk] = []
+
+    def begun(walk: TogetherWalk, *arguments: Any) -> None:
+        begin(walk, *arguments)
+        walks.append(walk)
+        if len(walks) == 1:
+            render(program, others)  # as if by another thread
+
+    def counted(walk: TogetherWalk, *arguments: Any) -> Any:
+        steps.append(walk)
+        return step(walk, *arguments)
+
+    monkeypatch.setattr(TogetherWalk, "__init__", begun)
+    monkeypatch.setattr(TogetherWalk, "_step", counted)
+    made = render(program, rows)
+    assert made.text.equals(render(ChatProgram(TemplateCall(qwen, TEMPLATES["qwen2_5"])), rows).text)
+    assert sum(walk is walks[0] for walk in steps) < 50
