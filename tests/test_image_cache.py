@@ -283,14 +283,8 @@ def test_processors_that_nothing_identifies_are_not_cached(
 
 
 @STORES
-def test_pixels(
-    store: str,
-    qwen: Any,
-    tmp_path: Path,
-    warm_cache: Path,
-    settled: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.usefixtures("settled")
+def test_pixels(store: str, qwen: Any, tmp_path: Path, warm_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [write(tmp_path / "files.parquet", on_disk(tmp_path, 6)), write(tmp_path / "held.parquet", held(6))]
     files.append(write(tmp_path / "more.parquet", held(9)[4:]))
     for media in ("inputs", "pil"):
@@ -474,14 +468,9 @@ def _flipped(data: bytes) -> bytes:
 
 @STORES
 @pytest.mark.parametrize("media", ["inputs", "pil"])
+@pytest.mark.usefixtures("settled")
 def test_a_complete_cache_that_cannot_be_written(
-    store: str,
-    media: str,
-    qwen: Any,
-    tmp_path: Path,
-    warm_cache: Path,
-    settled: None,
-    monkeypatch: pytest.MonkeyPatch,
+    store: str, media: str, qwen: Any, tmp_path: Path, warm_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options, folder = {"store": store, "media": media}, warm_cache.parent / "media"
     files = [write(tmp_path / "files.parquet", on_disk(tmp_path))]

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from gpuload.core.arrays import Array, Ragged, RowNumbers, offsets_of, on_host
 from gpuload.engines.protocol import ArrowPrompts, Prompts, RenderedRows, RenderedText, Tokenized
-from gpuload.sources.batches import decoded_bytes
+from gpuload.sources.batches import FIRST_PART, SHARE_OF_PROMPTS, decoded_bytes
 from gpuload.sources.later import one_table
 from gpuload.sources.read import Source
 
@@ -163,7 +163,7 @@ def joined(batches: Iterator[Batch | Encoded], nbytes: int) -> Iterator[Batch | 
         batches: whose prompts are joined if they are in host memory.
         nbytes: of prompts, how large a batch is at least.
     """
-    enough = nbytes // _FIRST
+    enough = nbytes // FIRST_PART
     waiting: list[Batch] = []
     of_prompts = of_tables = 0
     for batch in batches:
@@ -182,10 +182,6 @@ def joined(batches: Iterator[Batch | Encoded], nbytes: int) -> Iterator[Batch | 
             waiting, of_prompts, of_tables, enough = [], 0, 0, nbytes
     if waiting:
         yield _as_one(waiting)
-
-
-_FIRST = 8  # of a batch: the first one
-SHARE_OF_PROMPTS = 4  # tables that are so much larger than their prompts are not joined further: the host holds them
 
 
 def _alike(first: Prompts, second: Prompts | None) -> bool:

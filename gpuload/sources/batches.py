@@ -22,6 +22,9 @@ BATCH_BYTES = 1 << 23
 """Of one with 64 MiB, whose ids and masks no cache of a processor holds, 16 KB rows with masks take half as much time
 again, and several threads wait for the largest."""
 
+FIRST_PART = 8  # of the parts in which a device gets rows, the first one is so many times smaller
+SHARE_OF_PROMPTS = 4  # tables that are so much larger than their prompts are not joined further: the host holds them
+
 _MOST_ROW_BYTES = (1 << 31) - 1
 _MORE_THAN_2_GIB = "Nested data conversions not implemented"  # Arrow's message for a nested column
 _WIDTH = 8  # bytes of a number or an offset

@@ -8,6 +8,7 @@ import pyarrow as pa
 
 from gpuload.engines.failures import MisreadError
 from gpuload.engines.protocol import ArrowPrompts, Prompts
+from gpuload.sources.batches import FIRST_PART, SHARE_OF_PROMPTS
 from gpuload.sources.later import LaterTable
 from gpuload.sources.read import Source, check_unchanged, one_array, one_column, other_columns
 
@@ -25,8 +26,8 @@ def chunk_sizes(source: Source, prompt_key: str, nbytes: int) -> tuple[int, int]
         nbytes: as many as the device may hold.
     """
     prompts, whole = source.decoded_bytes([prompt_key]), source.decoded_bytes(None)
-    then = max(min(nbytes, _LEAST_CHUNK), min(nbytes, _SHARE_OF_PROMPTS * nbytes * prompts // max(1, whole)))
-    return (max(min(then, _LEAST_CHUNK), then // _FIRST) if prompts > then else then), then
+    then = max(min(nbytes, _LEAST_CHUNK), min(nbytes, SHARE_OF_PROMPTS * nbytes * prompts // max(1, whole)))
+    return (max(min(then, _LEAST_CHUNK), then // FIRST_PART) if prompts > then else then), then
 
 
 def is_small(source: Source, prompt_key: str, nbytes: int | None) -> bool:
@@ -40,10 +41,8 @@ def is_small(source: Source, prompt_key: str, nbytes: int | None) -> bool:
 
 
 MOST_JOINED = 64 << 20  # bytes of prompts from which on a part of a load keeps a device busy
-_FIRST = 8  # of a part: the first one
 _LEAST_CHUNK = 8 << 20
 _MANY = 8
-_SHARE_OF_PROMPTS = 4  # tables that are so much larger than their prompts are not joined further: the host holds them
 
 
 def arrow_prompts(source: Source, prompt_key: str, first: int = 0) -> Iterator[ArrowPrompts]:
