@@ -188,8 +188,11 @@ def test_frames(on_device: Callable[..., gpuload.PromptDataset], qwen: Any, name
 
 
 @pytest.mark.parametrize("rows", [2, 4])
-def test_two_readings_with_different_numbers_of_rows(rows: int, write: Callable[..., str]) -> None:
+def test_two_readings_with_different_numbers_of_rows(
+    rows: int, write: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows must neither disappear nor get the columns of others."""
+    monkeypatch.setattr(parts, "MISREAD", set())
     source = open_file(SourceFile(write({"prompt": ["a", "b", "c"], "other": [1, 2, 3]}), "x", "parquet"))
     chunk = from_arrow(DeviceTexts(KERNELS), pa.array([user("a")] * rows))
     with ThreadPoolExecutor(1) as thread, pytest.raises(DeviceError, match="x: cuDF and Arrow read different numbers"):
@@ -197,6 +200,7 @@ def test_two_readings_with_different_numbers_of_rows(rows: int, write: Callable[
 
 
 def test_tables_with_other_numbers_of_rows(write: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "MISREAD", set())
     source = open_file(SourceFile(write({"prompt": ["a", "b", "c"], "other": [1, 2, 3]}), "x", "parquet"))
     chunks = [from_arrow(DeviceTexts(KERNELS), pa.array([user("a")] * rows)) for rows in (1, 2)]
     for rows, right in ((2, 1), (4, 1), (3, 2)):
@@ -247,6 +251,26 @@ def test_columns_that_cannot_be_decoded_are_an_error(gsm8k: str, qwen: Any, monk
     monkeypatch.setattr(parts, "other_columns", damaged)
     with pytest.raises(SourceError, match="^damaged$"):
         load_with(engine_on(KERNELS, in_odd_chunks), gsm8k, qwen, max_prompt_length=128)
+
+
+def test_later_parts_get_the_error_of_the_first(write: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be decoded is not taken for what cuDF reads otherwise: later loads may read the file by cuDF."""
+
+    def damaged(*_: Any) -> Iterator[pa.Table]:
+        yield pa.table({"other": [1]})
+        raise SourceError("damaged")
+
+    monkeypatch.setattr(parts, "other_columns", damaged)
+    monkeypatch.setattr(parts, "MISREAD", set())
+    source = open_file(SourceFile(write({"prompt": ["a", "b", "c"], "other": [1, 2, 3]}), "x", "parquet"))
+    chunks = [from_arrow(DeviceTexts(KERNELS), pa.array([user("a")])) for _ in range(3)]
+    with ThreadPoolExecutor(1) as thread:
+        later = [table for table, _ in zip_with_tables(iter(chunks), source, "prompt", False, thread)]
+        assert later[0].table().num_rows == 1
+        for table in later[1:]:
+            with pytest.raises(SourceError, match="^damaged$"):
+                table.table()
+    assert not parts.MISREAD
 
 
 def test_plain_texts_and_json(on_device: Callable[..., gpuload.PromptDataset], qwen: Any, tmp_path: Any) -> None:

@@ -1,7 +1,7 @@
 """In which parts a device gets the rows of a source, and how the columns that pass through are joined to them."""
 
 from collections.abc import Iterator
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from typing import TypeVar
 
 import pyarrow as pa
@@ -75,7 +75,9 @@ def zip_with_tables(
     row_bytes = source.decoded_bytes(None) / max(1, source.num_rows)
     first = [thread.submit(next, tables, None)]  # starts the threads that decode the next ones
 
-    def decode(rows: int, last: bool) -> pa.Table:
+    def decode(rows: int, last: bool, before: Future[pa.Table] | None) -> pa.Table:
+        if before is not None:
+            before.result()  # after an error `tables` is at its end, as if it had fewer rows
         have = sum(table.num_rows for table in waiting)
         while have < rows or last:
             if (table := first.pop().result() if first else next(tables, None)) is None:
@@ -88,13 +90,14 @@ def zip_with_tables(
         waiting[:] = [whole.slice(rows)]
         return whole.slice(0, rows)
 
+    table = None
     for chunk in chunks:
         rows = len(chunk)
         done += rows
         if done > source.num_rows:
             raise _misread(source)
-        table = thread.submit(decode, rows, done == source.num_rows).result
-        yield LaterTable(rows, table, int(row_bytes * rows)), chunk
+        table = thread.submit(decode, rows, done == source.num_rows, table)
+        yield LaterTable(rows, table.result, int(row_bytes * rows)), chunk
     if done != source.num_rows:
         raise _misread(source)
 
