@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,14 @@ def test_an_integer_with_too_many_digits_is_an_error_of_its_line(monkeypatch: py
 def test_what_is_no_object_is_an_error(line: str) -> None:
     with pytest.raises(SourceError, match="file, line 2: expected an object with the row's columns, not"):
         table_of(f"{{}}\n{line}".encode())
+
+
+@pytest.mark.parametrize("module", ["gzip", "bz2", "lzma", "zstd"])
+def test_compressed_files_are_called_so(module: str) -> None:
+    text = b'{"prompt": "a"}\n'
+    packed = pa.compress(text, module, asbytes=True) if module == "zstd" else import_module(module).compress(text)
+    with pytest.raises(SourceError, match="file: the file is compressed with .*: decompress it"):
+        table_of(packed)
 
 
 @pytest.mark.parametrize("encoding", ["UTF-16", "UTF-32"])

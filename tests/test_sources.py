@@ -362,6 +362,18 @@ def test_a_file_in_the_place_of_a_folder_is_a_clear_error(tmp_path: Path, cache:
     assert f"{tmp_path}/a.parquet/b.parquet: no file matches" in message(f"{tmp_path}/a.parquet/b.parquet", cache)
 
 
+@pytest.mark.parametrize("name", ["rows.parquet", "*", ""])
+def test_a_pipe_is_not_opened(name: str, tmp_path: Path, cache: Path) -> None:
+    os.mkfifo(tmp_path / "rows.parquet")
+    touch(tmp_path, "train.parquet")
+    if name == "*":
+        assert [file.name for file in resolve(str(tmp_path / name), cache)] == [str(tmp_path / "train.parquet")]
+    else:
+        assert f"{tmp_path}/rows.parquet: not a regular file" in message(str(tmp_path / name), cache)
+    assert "train.parquet" in message(str(tmp_path / "other.parquet"), cache)
+    assert "rows.parquet" not in message(str(tmp_path / "other.parquet"), cache)
+
+
 def test_a_folder_without_readable_files_says_what_it_looked_for(tmp_path: Path, cache: Path) -> None:
     touch(tmp_path, "README.md")
     told = message(tmp_path, cache)

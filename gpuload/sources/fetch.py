@@ -154,10 +154,10 @@ def local_files(name: str) -> list[SourceFile]:
 
 def _find(name: str) -> list[SourceFile]:
     path = Path(name).expanduser()
-    if path.is_file() or path.is_symlink():
-        return [_file(path, name)] if not path.is_dir() else _folder(path, name)
     if path.is_dir():
         return _folder(path, name)
+    if path.exists() or path.is_symlink():
+        return [_file(path, name)]
     matches = sorted(Path(p) for p in _glob(str(path)))
     if not matches:
         raise SourceError(f"{_printable(name)}: no file matches{_hint(path)}")
@@ -169,6 +169,8 @@ def _file(path: Path, name: str) -> SourceFile:
         raise SourceError(
             f"{_printable(name)}: a symlink to {os.readlink(path)}, which does not exist: restore the file"
         )
+    if not path.is_file():  # a pipe would be waited for
+        raise SourceError(f"{_printable(name)}: not a regular file: write its rows to one, which is read several times")
     if _printable(name) != name:
         raise SourceError(f"{_printable(name)}: the name is not valid UTF-8: rename the file")
     return SourceFile(str(path), name, _format(name))
@@ -218,7 +220,7 @@ def _hint(path: Path) -> str:
         return ""
     if not parent.is_dir():
         return f": no such directory: {parent}"
-    others = sorted(p.name for p in parent.iterdir() if p.suffix in FORMATS and p.exists())[:5]
+    others = sorted(p.name for p in parent.iterdir() if p.suffix in FORMATS and (p.is_file() or p.is_dir()))[:5]
     return _printable(f" in {parent.resolve()}" + (f", which has {', '.join(others)}" if others else ""))
 
 

@@ -16,6 +16,7 @@ from gpuload.sources.json_values import parse_json, parse_members
 from gpuload.sources.types import json_text
 
 PIECE_BYTES, _FIRST_BYTES = 1 << 22, 1 << 16
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zX": "xz"}  # by first bytes
 
 Row = dict[str, Any]
 
@@ -57,6 +58,9 @@ def pieces_of(name: str, blocks: Iterator[bytes], whole: bool, as_texts: Callabl
     head = next(blocks, b"")
     while (len(head) < 4 or not head.strip()) and (block := next(blocks, b"")):  # what the first bytes are decides
         head += block
+    for beginning, program in _COMPRESSED.items():
+        if head.startswith(beginning):
+            raise SourceError(f"{name}: the file is compressed with {program}: decompress it")
     start = len(head) - len(head := head.removeprefix(codecs.BOM_UTF8))
     is_array = head.lstrip()[:1] == b"["
     if not is_array and not (encoding := json.detect_encoding(head[:4])[:6].upper()).startswith("UTF-8"):
