@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from gpuload.core.backends import snapshot, stored_pad_token
 from gpuload.core.errors import TokenizerError
-from gpuload.core.memory import room_to_encode
+from gpuload.core.memory import garbage_collection_paused, room_to_encode
 from gpuload.core.options import is_template, template_source
 from gpuload.reference.control_tokens import FIRST_VERSION
 from gpuload.reference.hub import hub_problem, is_path
@@ -360,6 +360,7 @@ def _from_file(name: str, trust_remote_code: bool) -> Any:
         ) from error
 
 
+@garbage_collection_paused()  # that of transformers' modules and a vocabulary takes a tenth of a second
 def _load(tokenizer: Any, trust_remote_code: bool) -> Any:
     if tokenizer is None:
         raise TokenizerError("no tokenizer given: pass a path, a hub id or a tokenizer object as the second argument")
@@ -382,11 +383,8 @@ def _load(tokenizer: Any, trust_remote_code: bool) -> Any:
                     f"tokenizer {name!r}: not a local directory, it was not downloaded before, and the hub cannot be "
                     f"reached ({unreachable}): check the network, or pass a directory"
                 ) from error
-            where = (
-                "cannot be loaded from this directory"
-                if is_local
-                else "not a local directory, and the download from the hub failed"
-            )
+            where = "not a local directory, and the download from the hub failed"
+            where = "cannot be loaded from this directory" if is_local else where
             raise TokenizerError(f"tokenizer {name!r}: {where} ({describe_error(error):.300})") from error
     if type(tokenizer).__module__.split(".")[0] == "tokenizers":
         from transformers import PreTrainedTokenizerFast
