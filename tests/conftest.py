@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,15 @@ def _cache_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def _templates_of_the_test() -> None:
     """None of the tests finds what others have learned of a template's loops."""
     forget_templates()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_remembered() -> Iterator[None]:
+    """None of the tests leaves a judgement of a file or a GPU to the tests that follow in its process."""
+    yield
+    for module, judgements in (("parts", "MISREAD"), ("verdict", "UNCHECKED")):
+        found = getattr(sys.modules.get(f"gpuload.engines.device.{module}"), judgements, None)
+        assert not found, f"{judgements} has {found}"
 
 
 @pytest.fixture
